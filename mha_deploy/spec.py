@@ -37,7 +37,7 @@ class Axis:
     max: int
 
     def __post_init__(self) -> None:
-        if not all(isinstance(size, int) and size >= 1 for size in (self.min, self.opt, self.max)):
+        if not all(type(size) is int and size >= 1 for size in (self.min, self.opt, self.max)):
             raise SpecError(
                 "An axis needs three whole numbers of at least 1.", got=self, hint="for example 1:128:512"
             )
@@ -239,7 +239,7 @@ class AttentionSpec:
                 raise SpecError(
                     f"Axis {name} of {self.name} does not allow this size.",
                     got=f"{name}={sizes[name]}",
-                    hint=f"a size from {axis.min} to {axis.max}, or widen the axis with --axis {name}=min:opt:max",
+                    hint=f"a size from {axis.min} to {axis.max}, or widen it with --axis {name}=min:opt:max",
                 )
 
     # -- reading and writing -------------------------------------------------------------------

@@ -30,11 +30,11 @@ def check_spec(spec: AttentionSpec) -> None:
 def _check_types(spec: AttentionSpec) -> None:
     for name in ("Hq", "Hkv", "D", "E"):
         whole_number(name, getattr(spec, name))
+    for name in ("name", "summary"):
+        if not isinstance(getattr(spec, name), str):
+            raise SpecError(f"{name} must be text.", got=getattr(spec, name), hint=f'{name} = "..."')
     for name in ("bias", "causal", "weights"):
-        if not isinstance(getattr(spec, name), bool):
-            raise SpecError(
-                f"{name} is neither true nor false.", got=getattr(spec, name), hint=f"{name} = true"
-            )
+        _true_or_false(name, getattr(spec, name))
     if spec.scale is not None and not (
         _is_number(spec.scale) and math.isfinite(spec.scale) and spec.scale > 0
     ):
@@ -51,11 +51,10 @@ def _check_choices(spec: AttentionSpec) -> None:
 
 def _check_heads(spec: AttentionSpec) -> None:
     if spec.Hq % spec.Hkv:
-        divisors = [n for n in range(1, spec.Hq + 1) if spec.Hq % n == 0]
         raise SpecError(
             "The query heads cannot be shared evenly: Hq must be a multiple of Hkv.",
             got=f"Hq={spec.Hq}, Hkv={spec.Hkv}",
-            hint=f"Hkv from {', '.join(map(str, divisors))}",
+            hint=f"Hkv from {_divisors(spec.Hq)}",
         )
 
 
@@ -98,6 +97,7 @@ def _check_variant_options(spec: AttentionSpec) -> None:
             )
     if spec.sparse_heads is not None:
         whole_number("top_k", spec.sparse_heads.top_k)
+        _true_or_false("renormalise", spec.sparse_heads.renormalise)
         if spec.sparse_heads.top_k > spec.Hq:
             raise SpecError(
                 "top_k is more than all heads.", got=spec.sparse_heads.top_k, hint=f"1 to {spec.Hq}"
@@ -109,7 +109,17 @@ def _check_variant_options(spec: AttentionSpec) -> None:
             raise SpecError(
                 "The heads cannot be grouped evenly.",
                 got=f"{spec.grouped_mlp.groups} groups of {spec.Hq} heads",
+                hint=f"groups from {_divisors(spec.Hq)}",
             )
+
+
+def _true_or_false(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise SpecError(f"{name} is neither true nor false.", got=value, hint=f"{name} = true")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _is_number(value: object) -> bool:

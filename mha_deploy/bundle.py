@@ -1,0 +1,229 @@
+"""The bundle: a folder with everything a later step needs, readable without PyTorch.
+
+    manifest.json             what this is, the hash of every file, and the versions that made it
+    model.onnx (+ .data)      the canonical graph
+    golden/<case>.npz         inputs, FP64 oracle and eager result of one case
+    golden/polygraphy/*.json  the same inputs and oracle for `polygraphy run`
+
+A bundle is built in a temporary folder beside its place and renamed when it is whole; the manifest is
+the last file written. See docs/bundle.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+
+from mha_deploy.errors import BundleError
+from mha_deploy.precision import Precision, find_precision
+from mha_deploy.spec import AttentionSpec
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MODEL = "model.onnx"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldenEntry:
+    """What the manifest says of one golden case."""
+
+    name: str
+    file: str
+    sizes: Mapping[str, int]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a bundle is.
+
+    Args:
+        spec: The layer, with the axes it was exported for.
+        precision: The types in the graph.
+        opset: Version of the default ONNX operator set.
+        weights: Where the weights came from, for people: a seed or a file name and its hash.
+        attention: The fused attention nodes, as found in the graph.
+        golden: The golden cases.
+        checks: What the export checked of its own work, and how.
+        versions: Versions of everything that took part.
+        files: Size and SHA-256 of every file but the manifest.
+        notes: What a reader should know, such as golden cases that were left out.
+    """
+
+    spec: AttentionSpec
+    precision: Precision
+    opset: int
+    weights: str
+    attention: list[dict[str, Any]]
+    golden: list[GoldenEntry]
+    checks: dict[str, Any]
+    versions: dict[str, str]
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "format": FORMAT,
+            "spec": self.spec.to_dict(),
+            "precision": self.precision.name,
+            "opset": self.opset,
+            "weights": self.weights,
+            "attention": self.attention,
+            "golden": [vars(entry) for entry in self.golden],
+            "checks": self.checks,
+            "versions": self.versions,
+            "files": dict(self.files),
+            "notes": self.notes,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Manifest:
+        """Read plain data, refusing another format."""
+        if data.get("format") != FORMAT:
+            raise BundleError(
+                "The bundle has another format.",
+                got=f"format {data.get('format')!r}",
+                hint=f"this version reads format {FORMAT}: export again with it",
+            )
+        return cls(
+            spec=AttentionSpec.from_dict(data["spec"]),
+            precision=find_precision(data["precision"]),
+            opset=data["opset"],
+            weights=data["weights"],
+            attention=data["attention"],
+            golden=[GoldenEntry(**entry) for entry in data["golden"]],
+            checks=data["checks"],
+            versions=data["versions"],
+            files=data["files"],
+            notes=data["notes"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A bundle on disk whose manifest has been read."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def model_path(self) -> Path:
+        """The canonical graph."""
+        return self.path / MODEL
+
+    def file(self, name: str) -> Path:
+        """The path of a file of the bundle; names that leave the folder are refused."""
+        relative = PurePosixPath(name)
+        if relative.is_absolute() or ".." in relative.parts or name not in self.manifest.files:
+            raise BundleError("The manifest names a file that is not part of the bundle.", got=name)
+        return self.path / relative
+
+    def verify(self) -> None:
+        """Compare every file with the size and hash in the manifest."""
+        for name, wanted in self.manifest.files.items():
+            path = self.file(name)
+            if path.is_symlink() or not path.is_file():
+                raise BundleError("A file of the bundle is missing.", got=path, hint="export again")
+            if path.stat().st_size != wanted["bytes"] or sha256(path) != wanted["sha256"]:
+                raise BundleError(
+                    "A file of the bundle was changed after export.", got=path, hint="export again"
+                )
+
+
+def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
+    """Read a bundle, and check the hash of every file unless told not to."""
+    manifest_path = path / MANIFEST
+    try:
+        data = json.loads(manifest_path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BundleError(
+            "There is no bundle here.", got=path, hint=f"mha-deploy export MODEL -o {path}"
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BundleError("The manifest cannot be read.", got=f"{manifest_path}: {error}") from error
+    try:
+        manifest = Manifest.from_dict(data)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BundleError(
+            "The manifest is incomplete.",
+            got=f"{manifest_path}: {type(error).__name__} {error}",
+            hint="export again",
+        ) from error
+    bundle = Bundle(path=path, manifest=manifest)
+    if verify:
+        bundle.verify()
+    return bundle
+
+
+class BundleWriter:
+    """Build a bundle in a temporary folder; `finish` puts it in place, anything else removes it.
+
+    Args:
+        target: Where the bundle shall be.
+        overwrite: Whether a bundle that is there already may be replaced.
+    """
+
+    def __init__(self, target: Path, *, overwrite: bool = False) -> None:
+        self.target = target
+        if target.exists() and not overwrite:
+            raise BundleError("The output folder exists.", got=target, hint="another -o, or --overwrite")
+        if target.exists() and not (target / MANIFEST).is_file() and not _is_empty_folder(target):
+            raise BundleError(
+                "Only a bundle is overwritten, and this is none.", got=target, hint="another -o"
+            )
+
+    def __enter__(self) -> BundleWriter:
+        parent = self.target.resolve().parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self.path = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.partial-", dir=parent))
+        except OSError as error:
+            raise BundleError("The output folder cannot be written.", got=f"{parent}: {error}") from error
+        self.path.chmod(0o755)
+        return self
+
+    def finish(self, manifest: Manifest) -> Bundle:
+        """Hash every file, write the manifest, and rename the folder to its place."""
+        files = {
+            path.relative_to(self.path).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            for path in sorted(self.path.rglob("*"))
+            if path.is_file()
+        }
+        data = {**manifest.to_dict(), "files": files}
+        (self.path / MANIFEST).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        if self.target.exists():
+            self._move_old_away()
+        os.replace(self.path, self.target)
+        return Bundle(path=self.target, manifest=Manifest.from_dict(data))
+
+    def _move_old_away(self) -> None:
+        old = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.old-", dir=self.path.parent))
+        os.replace(self.target, old / "bundle")
+        shutil.rmtree(old)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()

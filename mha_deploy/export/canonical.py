@@ -1,0 +1,149 @@
+"""From a module to the canonical graph: one ONNX `Attention` node per attention."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+import torch
+
+from mha_deploy.errors import ExportError
+from mha_deploy.export.inputs import call_arguments, parameter_name, random_inputs
+from mha_deploy.reference.attention import Attention
+from mha_deploy.spec import FLOAT, AttentionSpec
+
+OPSETS = (23, 24)
+
+
+def canonical_from_module(module: Attention, *, opset: int = OPSETS[0]) -> ir.Model:
+    """Export a reference layer.
+
+    The weights in the model share memory with the module's wherever they need no transposing.
+    """
+    if opset not in OPSETS:
+        raise ExportError(
+            "The canonical graph needs an operator set with Attention.", got=opset, hint=f"one of {OPSETS}"
+        )
+    before, module.path = module.path, "onnx"
+    try:
+        model = _export(module, opset)
+    finally:
+        module.path = before
+    _name_by_module(model)
+    _drop_unused_outputs(model)
+    _declare_outputs(model, module.spec)
+    _drop_exporter_metadata(model)
+    return model
+
+
+def _export(module: Attention, opset: int) -> ir.Model:
+    spec = module.spec
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                module,
+                args=(),
+                kwargs=call_arguments(spec, _example(module)),
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=_dynamic_shapes(spec),
+                input_names=[tensor.name for tensor in spec.inputs],
+                output_names=[tensor.name for tensor in spec.outputs],
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        raise ExportError(
+            f"PyTorch could not export {spec.name}.", got=str(error).strip().splitlines()[0]
+        ) from error
+    if program is None:
+        raise ExportError(f"PyTorch gave no ONNX program for {spec.name}.")
+    return program.model
+
+
+def _example(module: Attention) -> dict[str, torch.Tensor]:
+    """Inputs to trace with: no axis of size 1 where it can vary, or the exporter takes it for a constant."""
+    spec = module.spec
+    sizes = {name: max(axis.min, min(axis.max, 2 + i)) for i, (name, axis) in enumerate(spec.axes.items())}
+    parameter = next(module.parameters())
+    kinds = {tensor.name: tensor.kind for tensor in spec.inputs}
+    return {
+        name: tensor.to(parameter.device, parameter.dtype if kinds[name] == FLOAT else tensor.dtype)
+        for name, tensor in random_inputs(spec, sizes, seed=0).items()
+    }
+
+
+def _dynamic_shapes(spec: AttentionSpec) -> dict[str, dict[int, torch.export.Dim]]:
+    dims = {
+        name: torch.export.Dim(name, min=axis.min, max=axis.max)
+        for name, axis in spec.axes.items()
+        if axis.is_dynamic
+    }
+    return {
+        parameter_name(tensor): {
+            position: dims[dim] for position, dim in enumerate(tensor.dims) if isinstance(dim, str)
+        }
+        for tensor in spec.inputs
+    }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's progress prints, and its warnings about packages that are not used here."""
+    exporter = logging.getLogger("torch.onnx")
+    level = exporter.level
+    exporter.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        exporter.setLevel(level)
+
+
+def _name_by_module(model: ir.Model) -> None:
+    """Name projections and attentions after the module, instead of the exporter's running numbers."""
+    attentions = 0
+    for node in model.graph:
+        if node.op_type == "Attention":
+            node.name = f"attention_{attentions}" if attentions else "attention"
+            attentions += 1
+        elif node.op_type == "MatMul":
+            scope = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])[-2]
+            node.name = f"{scope}.matmul"
+            _rename_initializer(model, node.inputs[1], f"{scope}.weight.T")
+
+
+def _rename_initializer(model: ir.Model, value: ir.Value | None, name: str) -> None:
+    # The exporter folds `weight.T` into a new constant, and numbers it.
+    if value is not None and value.is_initializer():
+        del model.graph.initializers[value.name]
+        value.name = name
+        model.graph.initializers[name] = value
+
+
+def _drop_unused_outputs(model: ir.Model) -> None:
+    """Leave out the outputs of Attention that nobody reads: TensorRT takes a node with one output."""
+    for node in model.graph:
+        if node.op_type != "Attention":
+            continue
+        used = [output.is_graph_output() or bool(output.uses()) for output in node.outputs]
+        node.resize_outputs(max(index for index, is_used in enumerate(used) if is_used) + 1)
+        for output, is_used in zip(node.outputs, used, strict=False):
+            output.name = output.name if is_used else ""
+
+
+def _declare_outputs(model: ir.Model, spec: AttentionSpec) -> None:
+    """Write the spec's shapes on the outputs: PyTorch gives the weights of Attention a length of 0."""
+    for output, tensor in zip(model.graph.outputs, spec.outputs, strict=True):
+        output.shape = ir.Shape(tensor.dims)
+
+
+def _drop_exporter_metadata(model: ir.Model) -> None:
+    """Forget stack traces and the like: they hold paths of the export machine."""
+    common_passes.ClearMetadataAndDocStringPass()(model)

@@ -1,0 +1,56 @@
+"""Run a module in its own precision, also where the CPU has no fast arithmetic for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+_HALVES = (torch.float16, torch.bfloat16)
+_PRODUCTS = frozenset(
+    {
+        F.linear,
+        F.scaled_dot_product_attention,
+        torch.matmul,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+    }
+)
+
+
+class Float32Accumulation(TorchFunctionMode):
+    """Multiply half-precision matrices on a CPU as a GPU does.
+
+    The operands are in half precision, sums are kept in float32, and each product is rounded once. Most
+    CPUs have no such instruction, and PyTorch then takes minutes for what float32 does in a second.
+    """
+
+    def __init__(self, half: torch.dtype) -> None:
+        super().__init__()
+        self._half = half
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS or args[0].dtype not in _HALVES or args[0].device.type != "cpu":
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, _widen, (args, kwargs))
+        return func(*args, **kwargs).to(self._half)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALVES else tensor
+
+
+def run_module(module: torch.nn.Module, arguments: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Run a module without gradients and return its outputs as a tuple."""
+    dtype = next(module.parameters()).dtype
+    with torch.inference_mode(), Float32Accumulation(dtype):
+        outputs = module(**arguments)
+    return outputs if isinstance(outputs, tuple) else (outputs,)

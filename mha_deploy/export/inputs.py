@@ -1,0 +1,97 @@
+"""Inputs to try a layer with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mha_deploy.reference.attention import Attention
+from mha_deploy.reference.masks import alibi_bias
+from mha_deploy.reference.sparse_heads import SparseHeadAttention
+from mha_deploy.spec import AttentionSpec, TensorSpec
+
+Feeds = dict[str, Tensor]
+
+_REDRAWS = 64
+
+
+def random_inputs(
+    spec: AttentionSpec, sizes: Mapping[str, int], seed: int, *, label: str = "", ragged: bool = False
+) -> Feeds:
+    """Draw one set of inputs in float32: normal activations, ALiBi biases, and key lengths.
+
+    Args:
+        spec: The layer.
+        sizes: A size for every axis.
+        seed: Seed of the draw.
+        label: Makes draws of one seed differ, such as the name of the case.
+        ragged: Whether key lengths go down to 1 and 0; otherwise they are at least half.
+    """
+    generator = _generator(seed, label)
+    return {tensor.name: _draw(spec, tensor, sizes, generator, ragged) for tensor in spec.inputs}
+
+
+def call_arguments(spec: AttentionSpec, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs under the parameter names of `Attention.forward`."""
+    return {parameter_name(tensor): feeds[tensor.name] for tensor in spec.inputs}
+
+
+def parameter_name(tensor: TensorSpec) -> str:
+    """The parameter of `Attention.forward` that takes this input."""
+    return "query" if tensor.name == "x" else tensor.name
+
+
+def clear_decisions(module: Attention, feeds: Feeds, seed: int, *, margin: float) -> Feeds:
+    """Redraw the tokens at which the layer's discrete choice hangs on rounding.
+
+    A sparse-head layer picks heads by comparing gates. Where two gates differ by less than the rounding
+    of the precision under test, two correct implementations may pick different heads; such tokens say
+    nothing about either.
+    """
+    if not isinstance(module, SparseHeadAttention):
+        return feeds
+    name = module.spec.inputs[0].name
+    query = feeds[name].clone()
+    generator = _generator(seed, "clear decisions")
+    for _ in range(_REDRAWS):
+        unclear = module.decision_margin(query.double()) < margin
+        if not unclear.any():
+            break
+        fresh = torch.randn(query.shape, generator=generator).to(query.dtype)
+        query = torch.where(unclear[..., None], fresh, query)
+    return {**feeds, name: query}
+
+
+def _generator(seed: int, label: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
+
+
+def _draw(
+    spec: AttentionSpec,
+    tensor: TensorSpec,
+    sizes: Mapping[str, int],
+    generator: torch.Generator,
+    ragged: bool,
+) -> Tensor:
+    shape = tensor.shape(sizes)
+    if tensor.name == "key_lengths":
+        return _key_lengths(sizes["B"], sizes[spec.key_axis], generator, ragged)
+    if tensor.name == "attention_bias":
+        return alibi_bias(spec.Hq, shape[-2], shape[-1]).float()
+    return torch.randn(shape, generator=generator)
+
+
+def _key_lengths(B: int, T: int, generator: torch.Generator, ragged: bool) -> Tensor:
+    if not ragged:
+        lengths = torch.randint((T + 1) // 2, T + 1, (B,), generator=generator)
+        lengths[0] = T if B > 1 else lengths[0]
+        return lengths.to(torch.int32)
+    # One row with no key at all, one with a single key, one full, the rest anything.
+    lengths = torch.randint(0, T + 1, (B,), generator=generator)
+    corners = torch.tensor([0, 1, T, T // 2])[:B] if B > 1 else torch.tensor([T // 2])
+    lengths[: len(corners)] = corners
+    return lengths.to(torch.int32)

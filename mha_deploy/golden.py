@@ -1,0 +1,152 @@
+"""Golden cases on disk: inputs, the FP64 oracle, and what the module gave in its own precision.
+
+One `.npz` file a case, with the arrays `inputs/<name>`, `oracle/<name>` and `eager/<name>`. NumPy's format
+has no bfloat16, so such arrays are stored as their 16 bits and the manifest's precision says how to read
+them. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mha_deploy.bundle import Bundle, GoldenEntry
+from mha_deploy.errors import BundleError
+from mha_deploy.precision import Precision
+from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldenCase:
+    """One case: what goes in, what is true (FP64), and what the module itself gave."""
+
+    name: str
+    sizes: Mapping[str, int]
+    inputs: Arrays
+    oracle: Arrays
+    eager: Arrays
+    note: str = ""
+
+
+def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
+    """Read the golden cases of a bundle one by one."""
+    for entry in bundle.manifest.golden:
+        yield read_case(bundle, entry)
+
+
+def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
+    """Read one case, checking that it holds what the spec says."""
+    path = bundle.file(entry.file)
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise BundleError(
+            "A golden case cannot be read.", got=f"{path}: {error}", hint="export again"
+        ) from error
+    spec, precision = bundle.manifest.spec, bundle.manifest.precision
+    return GoldenCase(
+        name=entry.name,
+        sizes=entry.sizes,
+        inputs=_take(arrays, "inputs", spec.inputs, entry.sizes, precision),
+        oracle=_take(arrays, "oracle", spec.outputs, entry.sizes, None),
+        eager=_take(arrays, "eager", spec.outputs, entry.sizes, precision),
+        note=entry.note,
+    )
+
+
+def write_case(path: Path, case: GoldenCase) -> None:
+    """Write one case."""
+    groups = {"inputs": case.inputs, "oracle": case.oracle, "eager": case.eager}
+    arrays = {
+        f"{group}/{name}": _as_stored(a) for group, members in groups.items() for name, a in members.items()
+    }
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def _as_stored(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def _take(
+    arrays: Arrays,
+    group: str,
+    tensors: Iterable[TensorSpec],
+    sizes: Mapping[str, int],
+    precision: Precision | None,
+) -> dict[str, np.ndarray]:
+    """Pick one group of arrays; `precision` None means float64."""
+    taken = {}
+    for tensor in tensors:
+        array = arrays.get(f"{group}/{tensor.name}")
+        if array is None or array.shape != tensor.shape(sizes):
+            raise BundleError(
+                f"A golden case does not hold {group}/{tensor.name} as the spec describes it.",
+                got="nothing" if array is None else f"shape {array.shape}",
+                hint=f"shape {tensor.shape(sizes)}: export again",
+            )
+        wanted = np.dtype(tensor.kind if tensor.kind != FLOAT else np.float64)
+        if tensor.kind == FLOAT and precision is not None:
+            wanted = precision.numpy
+        taken[tensor.name] = _as_read(f"{group}/{tensor.name}", array, wanted)
+    return taken
+
+
+def _as_read(name: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
+    if wanted.name == "bfloat16" and array.dtype == np.uint16:
+        return array.view(wanted)
+    if array.dtype != wanted:
+        raise BundleError(
+            "A golden array has the wrong type.", got=f"{name}: {array.dtype}", hint=str(wanted)
+        )
+    return array
+
+
+# -- Polygraphy ------------------------------------------------------------------------------------
+
+
+def write_polygraphy(folder: Path, cases: Iterable[GoldenCase]) -> None:
+    """Write `inputs.json` and `outputs.json` for `polygraphy run --load-inputs … --load-outputs …`.
+
+    Polygraphy's JSON holds arrays as base64 of NumPy's own format. The oracle is written as float32, the
+    widest type that its comparison tools print well.
+    """
+    folder.mkdir(parents=True)
+    inputs, results = [], []
+    for case in cases:
+        inputs.append({name: _polygraphy_array(array) for name, array in case.inputs.items()})
+        results.append(_polygraphy_iteration(case.oracle))
+    run = {"lst": [["oracle", results]], "polygraphy_class": "RunResults"}
+    (folder / "inputs.json").write_text(json.dumps(inputs), encoding="ascii")
+    (folder / "outputs.json").write_text(json.dumps(run), encoding="ascii")
+
+
+def _polygraphy_array(array: np.ndarray) -> dict[str, str]:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return {"array": base64.b64encode(buffer.getvalue()).decode("ascii"), "polygraphy_class": "ndarray"}
+
+
+def _polygraphy_iteration(outputs: Arrays) -> dict[str, object]:
+    lazy = {
+        name: {"values": _polygraphy_array(array.astype(np.float32)), "polygraphy_class": "LazyArray"}
+        for name, array in outputs.items()
+    }
+    return {"outputs": lazy, "runtime": None, "runner_name": "oracle", "polygraphy_class": "IterationResult"}
+
+
+def polygraphy_refusal(spec: AttentionSpec, precision: Precision) -> str | None:
+    """Why Polygraphy cannot be given these cases, or None."""
+    if precision.name == "bf16":
+        return "no Polygraphy files: its JSON holds NumPy arrays, which have no bfloat16"
+    return None

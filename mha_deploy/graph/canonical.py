@@ -1,0 +1,124 @@
+"""What the canonical graph must be: checked after every export, never assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from mha_deploy.errors import ExportError
+from mha_deploy.graph.attention_node import K, Q, V, attention_nodes, input_at, is_attention, short_dtype
+from mha_deploy.graph.file import load_graph
+from mha_deploy.precision import Precision
+from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
+
+# What may stand between a projection and its attention without changing a number.
+_LAYOUT_OPS = frozenset({"Reshape", "Transpose", "Split", "Slice", "Squeeze", "Unsqueeze", "Identity"})
+_STRAY_OPS = frozenset({"Cast", "Expand", "Tile", "Gather"})
+_PRODUCTS = frozenset({"MatMul", "Gemm", "Attention", "Gelu"})
+_FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
+
+
+def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> list[str]:
+    """Check an exported file, and return what was checked.
+
+    Raises:
+        ExportError: The file is not the canonical graph of the spec.
+    """
+    onnx.checker.check_model(str(path), full_check=True)
+    model = load_graph(path)
+    _check_count(model, spec)
+    _check_heads(model, spec)
+    _check_strays(model)
+    _check_interface(model.graph.inputs, spec.inputs, precision)
+    _check_interface(model.graph.outputs, spec.outputs, precision)
+    _check_types(model, spec, precision)
+    return [
+        "onnx.checker with strict shape inference",
+        f"{spec.attention_count} fused Attention node(s), K and V not repeated",
+        "no Cast, Expand, Tile or Gather on the way into or out of attention",
+        "inputs and outputs have the spec's names, types and dynamic dimensions",
+        f"every matrix product and weight of the graph is {precision.name}",
+    ]
+
+
+def _check_count(model: ir.Model, spec: AttentionSpec) -> None:
+    found = attention_nodes(model)
+    if len(found) != spec.attention_count:
+        raise ExportError(
+            f"{spec.name} must have {spec.attention_count} fused attention node(s).",
+            got=f"{len(found)}: {', '.join(node.name for node in found) or 'none'}",
+        )
+    unfused = [node.name for node in model.graph if node.op_type == "MatMul" and _is_product(node)]
+    if unfused:
+        raise ExportError("An attention was left unfused.", got=", ".join(map(str, unfused)))
+
+
+def _is_product(node: ir.Node) -> bool:
+    """Whether a MatMul multiplies two computed tensors, as only attention does."""
+    return all(value is not None and not value.is_initializer() for value in node.inputs)
+
+
+def _check_heads(model: ir.Model, spec: AttentionSpec) -> None:
+    first = attention_nodes(model)[0]
+    wanted = (spec.Hq, spec.Hkv, spec.D, spec.causal)
+    got = (first.Hq, first.Hkv, first.D, first.is_causal)
+    if got != wanted:
+        raise ExportError("The attention node does not have the spec's heads (Hq, Hkv, D, causal).", got=got)
+
+
+def _check_strays(model: ir.Model) -> None:
+    for node in model.graph:
+        if is_attention(node):
+            for stray in (*_producers(node), *_consumers(node)):
+                if stray.op_type in _STRAY_OPS:
+                    raise ExportError(f"A stray {stray.op_type} stands beside attention.", got=stray.name)
+
+
+def _producers(attention: ir.Node) -> Iterator[ir.Node]:
+    """The nodes that Q, K and V pass on their way from the projections."""
+    pending = [input_at(attention, position) for position in (Q, K, V)]
+    while pending:
+        value = pending.pop()
+        node = value.producer() if value is not None else None
+        if node is not None:
+            yield node
+            if node.op_type in _LAYOUT_OPS:
+                pending.append(node.inputs[0])
+
+
+def _consumers(attention: ir.Node) -> Iterator[ir.Node]:
+    """The nodes that the heads pass on their way to the output stage."""
+    pending = [attention]
+    while pending:
+        for node, _ in pending.pop().outputs[0].uses():
+            yield node
+            if node.op_type in _LAYOUT_OPS:
+                pending.append(node)
+
+
+def _check_interface(values: list[ir.Value], tensors: tuple[TensorSpec, ...], precision: Precision) -> None:
+    wanted = [(t.name, precision.name if t.kind == FLOAT else t.kind, t.dims) for t in tensors]
+    got = [(v.name, short_dtype(v.dtype), _dims(v)) for v in values]
+    if got != wanted:
+        raise ExportError(
+            "The graph does not have the spec's inputs or outputs.", got=got, hint=f"wanted {wanted}"
+        )
+
+
+def _check_types(model: ir.Model, spec: AttentionSpec, precision: Precision) -> None:
+    gate_types = {precision.name, "fp32"} if spec.variant == "sparse-heads" else {precision.name}
+    for node in model.graph:
+        allowed = {precision.name} if node.op_type in _PRODUCTS else gate_types
+        for value in (*node.inputs, *node.outputs):
+            if value is not None and value.dtype in _FLOATS and short_dtype(value.dtype) not in allowed:
+                raise ExportError(
+                    f"The graph was asked for in {precision.name}.",
+                    got=f"{value.name} of {node.op_type} {node.name} is {value.dtype}",
+                )
+
+
+def _dims(value: ir.Value) -> tuple[str | int | None, ...]:
+    return () if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)

@@ -1,0 +1,77 @@
+"""The reference layers in PyTorch, each readable next to its formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mha_deploy.errors import DeployError
+from mha_deploy.reference.attention import Attention
+from mha_deploy.reference.grouped_mlp import GroupedMlpAttention
+from mha_deploy.reference.head_mix import HeadMixAttention
+from mha_deploy.reference.sparse_heads import SparseHeadAttention
+from mha_deploy.reference.weights import StateDict, in_form_of, random_state
+from mha_deploy.spec import AttentionSpec
+
+__all__ = ["Attention", "build_module", "random_weights"]
+
+_VARIANTS = {
+    "attention": Attention,
+    "sparse-heads": SparseHeadAttention,
+    "grouped-mlp": GroupedMlpAttention,
+    "head-mix": HeadMixAttention,
+}
+
+
+def build_module(
+    spec: AttentionSpec,
+    *,
+    seed: int = 0,
+    weights: StateDict | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    path: str = "sdpa",
+) -> Attention:
+    """The layer of a spec, in eval mode, with weights from a seed or from a state dict.
+
+    The same seed gives the same function in either projection form and in every precision, up to the
+    rounding of the weights. On the device `meta` the module has shapes and no weights.
+    """
+    with torch.device("meta"):
+        module = _VARIANTS[spec.variant](spec, path).to(dtype).eval().requires_grad_(False)
+    if device == "meta":
+        return module
+    state = random_weights(spec, seed) if weights is None else dict(weights)
+    state = in_form_of(spec, state)
+    _check_state(module, state)
+    for name in list(state):  # one at a time: the largest layers are gigabytes
+        state[name] = state[name].to(device=device, dtype=dtype)
+    module.load_state_dict(state, assign=True)
+    return module
+
+
+def random_weights(spec: AttentionSpec, seed: int) -> StateDict:
+    """Draw the weights of a layer in float32, as separate projections."""
+    with torch.device("meta"):
+        separate = _VARIANTS[spec.variant](replace(spec, projections="separate"))
+    return random_state(spec, {name: p.shape for name, p in separate.named_parameters()}, seed)
+
+
+def _check_state(module: Attention, state: StateDict) -> None:
+    wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    missing, extra = wanted.keys() - state.keys(), state.keys() - wanted.keys()
+    if missing or extra:
+        lists = [", ".join(sorted(names)) or "none" for names in (missing, extra)]
+        raise DeployError(
+            f"The weights do not belong to {module.spec.name}.",
+            got=f"missing: {lists[0]}; not used: {lists[1]}",
+            hint=f"name them {', '.join(sorted(wanted))}",
+        )
+    for name, shape in wanted.items():
+        if tuple(state[name].shape) != shape:
+            raise DeployError(
+                f"The weight {name} has the wrong shape for {module.spec.name}.",
+                got=tuple(state[name].shape),
+                hint=f"{shape}",
+            )

@@ -1,0 +1,66 @@
+"""Weights for the reference modules: drawn from a seed, or converted between the two projection forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mha_deploy.spec import AttentionSpec
+
+# Standard deviation of the scores under random weights. Trained layers attend sharply; with scores much
+# smaller than this the softmax is flat, and a wrong scale or mask hardly shows in the output.
+SCORE_STD = 2.0
+_BIAS_STD = 0.5
+
+StateDict = Mapping[str, Tensor]
+
+
+def random_state(spec: AttentionSpec, shapes: Mapping[str, torch.Size], seed: int) -> dict[str, Tensor]:
+    """Draw every parameter of a layer in float32, in the separate form of the projections.
+
+    Each parameter has its own generator, so that adding one does not change the others.
+    """
+    state = {}
+    for index, (name, shape) in enumerate(sorted(shapes.items())):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        state[name] = torch.randn(shape, generator=generator) * _std(spec, name, shape)
+    return state
+
+
+def _std(spec: AttentionSpec, name: str, shape: torch.Size) -> float:
+    if name.endswith("bias"):
+        return _BIAS_STD
+    std = 1.0 / math.sqrt(shape[-1])
+    if name in ("q.weight", "k.weight"):
+        std *= math.sqrt(SCORE_STD / (spec.softmax_scale * math.sqrt(spec.D)))
+    return std
+
+
+def pack_projections(state: StateDict) -> dict[str, Tensor]:
+    """Stack q, k and v into one `qkv` matrix; what is packed already stays."""
+    packed = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in ("q", "k", "v")}
+    for suffix in ("weight", "bias"):
+        parts = [state.get(f"{name}.{suffix}") for name in ("q", "k", "v")]
+        if all(part is not None for part in parts):
+            packed[f"qkv.{suffix}"] = torch.cat([part for part in parts if part is not None])
+    return packed
+
+
+def unpack_projections(state: StateDict, spec: AttentionSpec) -> dict[str, Tensor]:
+    """Split a `qkv` matrix into q, k and v; what is separate already stays."""
+    rows = [spec.Hq * spec.D, spec.Hkv * spec.D, spec.Hkv * spec.D]
+    separate = {name: tensor for name, tensor in state.items() if not name.startswith("qkv.")}
+    for suffix in ("weight", "bias"):
+        stacked = state.get(f"qkv.{suffix}")
+        if stacked is not None:
+            parts = stacked.split(rows)
+            separate.update({f"{name}.{suffix}": part for name, part in zip("qkv", parts, strict=True)})
+    return separate
+
+
+def in_form_of(spec: AttentionSpec, state: StateDict) -> dict[str, Tensor]:
+    """The state in the projection form that the spec asks for."""
+    return pack_projections(state) if spec.projections == "packed" else unpack_projections(state, spec)
