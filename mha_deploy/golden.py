@@ -20,7 +20,7 @@ import numpy as np
 from mha_deploy.bundle import Bundle, GoldenEntry
 from mha_deploy.errors import BundleError
 from mha_deploy.precision import Precision
-from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
+from mha_deploy.spec import FLOAT, TensorSpec
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -145,7 +145,7 @@ def _polygraphy_iteration(outputs: Arrays) -> dict[str, object]:
     return {"outputs": lazy, "runtime": None, "runner_name": "oracle", "polygraphy_class": "IterationResult"}
 
 
-def polygraphy_refusal(spec: AttentionSpec, precision: Precision) -> str | None:
+def polygraphy_refusal(precision: Precision) -> str | None:
     """Why Polygraphy cannot be given these cases, or None."""
     if precision.name == "bf16":
         return "no Polygraphy files: its JSON holds NumPy arrays, which have no bfloat16"

@@ -14,9 +14,9 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.inputs import call_arguments, parameter_name, random_inputs
+from mha_deploy.export.inputs import call_arguments, fed_to, parameter_name, random_inputs
 from mha_deploy.reference.attention import Attention
-from mha_deploy.spec import FLOAT, AttentionSpec
+from mha_deploy.spec import AttentionSpec
 
 OPSETS = (23, 24)
 
@@ -70,12 +70,7 @@ def _example(module: Attention) -> dict[str, torch.Tensor]:
     """Inputs to trace with: no axis of size 1 where it can vary, or the exporter takes it for a constant."""
     spec = module.spec
     sizes = {name: max(axis.min, min(axis.max, 2 + i)) for i, (name, axis) in enumerate(spec.axes.items())}
-    parameter = next(module.parameters())
-    kinds = {tensor.name: tensor.kind for tensor in spec.inputs}
-    return {
-        name: tensor.to(parameter.device, parameter.dtype if kinds[name] == FLOAT else tensor.dtype)
-        for name, tensor in random_inputs(spec, sizes, seed=0).items()
-    }
+    return fed_to(module, random_inputs(spec, sizes, seed=0))
 
 
 def _dynamic_shapes(spec: AttentionSpec) -> dict[str, dict[int, torch.export.Dim]]:

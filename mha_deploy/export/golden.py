@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mha_deploy.export.eager import run_module
 from mha_deploy.export.golden_plan import PlannedCase
-from mha_deploy.export.inputs import Feeds, call_arguments, clear_decisions, random_inputs
+from mha_deploy.export.inputs import Feeds, call_arguments, clear_decisions, fed_to, random_inputs, to_numpy
 from mha_deploy.golden import GoldenCase
 from mha_deploy.precision import Precision
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
-from mha_deploy.spec import FLOAT
 
 # In units of the precision's roundoff: a gate is a sum of E products of size one over √E, and engines that
 # accumulate in half precision lose several bits of it.
@@ -33,10 +31,10 @@ class GoldenCapture:
         self.module = module
         self.precision = precision
         self.seed = seed
-        self.device = next(module.parameters()).device
         # The oracle has the rounded weights: rounding them is the user's choice, not an error.
+        device = str(next(module.parameters()).device)
         self.oracle = build_module(
-            module.spec, weights=module.state_dict(), dtype=torch.float64, device=str(self.device)
+            module.spec, weights=module.state_dict(), dtype=torch.float64, device=device
         )
 
     def capture(self, case: PlannedCase) -> GoldenCase:
@@ -49,28 +47,15 @@ class GoldenCapture:
         return GoldenCase(
             name=case.name,
             sizes=case.sizes,
-            inputs={name: self._to_numpy(tensor) for name, tensor in feeds.items()},
-            oracle={name: tensor.cpu().numpy() for name, tensor in zip(names, oracle, strict=True)},
-            eager={name: self._to_numpy(tensor) for name, tensor in zip(names, eager, strict=True)},
+            inputs={name: to_numpy(tensor) for name, tensor in feeds.items()},
+            oracle={name: to_numpy(tensor) for name, tensor in zip(names, oracle, strict=True)},
+            eager={name: to_numpy(tensor) for name, tensor in zip(names, eager, strict=True)},
         )
 
     def _inputs(self, case: PlannedCase) -> Feeds:
-        spec = self.module.spec
-        feeds = random_inputs(spec, case.sizes, self.seed, label=case.name, ragged=case.ragged)
-        kinds = {tensor.name: tensor.kind for tensor in spec.inputs}
-        dtype = next(self.module.parameters()).dtype
-        feeds = {
-            name: tensor.to(self.device, dtype if kinds[name] == FLOAT else tensor.dtype)
-            for name, tensor in feeds.items()
-        }
+        feeds = random_inputs(self.module.spec, case.sizes, self.seed, label=case.name, ragged=case.ragged)
         margin = _DECISION_MARGIN * self.precision.roundoff
-        return clear_decisions(self.oracle, feeds, self.seed, margin=margin)
-
-    def _to_numpy(self, tensor: Tensor) -> np.ndarray:
-        tensor = tensor.cpu()
-        if tensor.dtype == torch.bfloat16:  # NumPy has no such type of its own
-            return tensor.view(torch.uint16).numpy().view(self.precision.numpy)
-        return tensor.numpy()
+        return clear_decisions(self.oracle, fed_to(self.module, feeds), self.seed, margin=margin)
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+import ml_dtypes
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +36,23 @@ def random_inputs(
     return {tensor.name: _draw(spec, tensor, sizes, generator, ragged) for tensor in spec.inputs}
 
 
+def fed_to(module: Attention, feeds: Mapping[str, Tensor]) -> Feeds:
+    """The inputs on the module's device, floating-point ones rounded to its precision."""
+    parameter = next(module.parameters())
+    return {
+        name: tensor.to(parameter.device, parameter.dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in feeds.items()
+    }
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The same numbers as a NumPy array."""
+    tensor = tensor.cpu()
+    if tensor.dtype == torch.bfloat16:  # NumPy has no such type of its own
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
 def call_arguments(spec: AttentionSpec, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs under the parameter names of `Attention.forward`."""
     return {parameter_name(tensor): feeds[tensor.name] for tensor in spec.inputs}
@@ -60,7 +79,7 @@ def clear_decisions(module: Attention, feeds: Feeds, seed: int, *, margin: float
         unclear = module.decision_margin(query.double()) < margin
         if not unclear.any():
             break
-        fresh = torch.randn(query.shape, generator=generator).to(query.dtype)
+        fresh = torch.randn(query.shape, generator=generator).to(query)
         query = torch.where(unclear[..., None], fresh, query)
     return {**feeds, name: query}
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from mha_deploy.reference.attention import Attention
 from mha_deploy.spec import SparseHeads
 
+_HEADS = 2  # the axis of Hq in [B, S, Hq], counted from the front: ONNX's evaluator gathers on no other
+
 
 class SparseHeadAttention(Attention):
     """Attention with a learnt gate that keeps `top_k` heads per token."""
@@ -35,8 +37,8 @@ class SparseHeadAttention(Attention):
         logits = _at_least_float32(self.gate(query))
         best, chosen = logits.topk(options.top_k, dim=-1)  # [B, S, top_k]
         # Renormalising softmax(G) over some of its heads is the softmax over those heads alone.
-        gates = best.softmax(-1) if options.renormalise else logits.softmax(-1).gather(-1, chosen)
-        return torch.zeros_like(logits).scatter(-1, chosen, gates).to(query.dtype)
+        gates = best.softmax(-1) if options.renormalise else logits.softmax(-1).gather(_HEADS, chosen)
+        return torch.zeros_like(logits).scatter(_HEADS, chosen, gates).to(query.dtype)
 
     def decision_margin(self, query: Tensor) -> Tensor:
         """By how much each token's choice of heads is clear: G_(k) - G_(k+1). [B, S, E] -> [B, S].

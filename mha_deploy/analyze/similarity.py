@@ -1,0 +1,204 @@
+"""How alike the heads of a layer are.
+
+    ρ_ij = mean over tokens of  cos(head_i, head_j)        head_i ∈ R^D, the output of head i for one token
+
+ρ_ij = ±1 says that head j points where head i does, on every token; ρ_ij = 0 that they are orthogonal on
+average.
+A token where a head gives zeros (it may see no key) has no direction, and is left out of that head's means.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_CHUNK = 1024  # tokens at a time in float64: a long batch of a wide layer is gigabytes
+_CELL_TEXT_UP_TO = 16  # heads; beyond that the numbers in the cells no longer fit
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadSimilarity:
+    """The similarity of every pair of heads.
+
+    Args:
+        matrix: ρ as float64 [Hq, Hq], symmetric. Its diagonal is 1, or 0 for a head that is zero everywhere;
+            ρ_ij is 0 too where heads i and j are never both non-zero.
+        redundancy: The mean of |ρ_ij| over i ≠ j: 0 for orthogonal heads, 1 for heads that all say the same.
+            0 for a single head, which repeats nothing.
+        pair: The two heads with the largest |ρ_ij|, counted from 0; None for a single head.
+        tokens: Tokens that took part: at least one head is not zero there.
+    """
+
+    matrix: np.ndarray
+    redundancy: float
+    pair: tuple[int, int] | None
+    tokens: int
+
+    @property
+    def pair_similarity(self) -> float | None:
+        """ρ of the most similar pair, with its sign."""
+        return None if self.pair is None else float(self.matrix[self.pair])
+
+
+def head_similarity(spec: AttentionSpec, inputs: Mapping[str, Any], *, seed: int = 0) -> HeadSimilarity:
+    """Compare the heads of a spec's layer with weights from a seed.
+
+    Args:
+        spec: The layer.
+        inputs: Arrays or tensors by name, as `spec.inputs` lists them.
+        seed: Of the weights.
+    """
+    try:
+        from mha_deploy.reference import build_module
+    except ImportError as error:
+        raise _missing("PyTorch", "export", error) from error
+    return similarity_from_module(build_module(spec, seed=seed), inputs)
+
+
+def similarity_from_module(module: Any, inputs: Mapping[str, Any]) -> HeadSimilarity:
+    """Compare the heads of a reference module, for example one with trained weights.
+
+    Args:
+        module: What `reference.build_module` gives, in float32.
+        inputs: Arrays or tensors by name, as the spec of the module lists them.
+    """
+    try:
+        import torch  # noqa: TID251 - heads are computed by the reference module, on the export side
+    except ImportError as error:
+        raise _missing("PyTorch", "export", error) from error
+    spec: AttentionSpec = module.spec
+    tensors = {name: torch.as_tensor(array) for name, array in inputs.items()}
+    query = tensors.pop(spec.inputs[0].name)  # its name differs between the graph and the module
+    with torch.inference_mode():
+        heads, _ = module.heads(query, **tensors)
+    by_head = heads.numpy().reshape(*heads.shape[:2], spec.Hq, spec.D)
+    return similarity_from_heads(by_head[_real_tokens(spec, inputs, *heads.shape[:2])])
+
+
+def similarity_from_heads(heads: np.ndarray) -> HeadSimilarity:
+    """Compare heads that were computed elsewhere.
+
+    Args:
+        heads: Head outputs [tokens, Hq, D].
+    """
+    Hq = heads.shape[1]
+    cosines, together, tokens = np.zeros((Hq, Hq)), np.zeros((Hq, Hq)), 0
+    for start in range(0, len(heads), _CHUNK):
+        unit, alive = _unit_vectors(heads[start : start + _CHUNK].astype(np.float64))
+        cosines += _gram(unit)
+        together += alive.T @ alive
+        tokens += int(alive.any(axis=1).sum())
+    if not tokens:
+        raise DeployError(
+            "The heads are zero for every token: there is nothing to compare.",
+            hint="inputs whose queries may see at least one key",
+        )
+    matrix = np.clip(cosines / np.maximum(together, 1.0), -1.0, 1.0)
+    redundancy, pair = _summary(matrix)
+    return HeadSimilarity(matrix=matrix, redundancy=redundancy, pair=pair, tokens=tokens)
+
+
+def similarity_to_dict(similarity: HeadSimilarity) -> dict[str, Any]:
+    """Plain data for JSON."""
+    return {
+        "matrix": similarity.matrix.tolist(),
+        "redundancy": similarity.redundancy,
+        "most_similar_pair": None if similarity.pair is None else list(similarity.pair),
+        "most_similar": similarity.pair_similarity,
+        "tokens": similarity.tokens,
+    }
+
+
+def write_heatmap(similarity: HeadSimilarity, path: Path, *, title: str = "Head similarity") -> None:
+    """Draw ρ as a PNG; the file appears whole or not at all.
+
+    Args:
+        similarity: What to draw.
+        path: Where; its folder must exist.
+        title: Above the picture; the redundancy is added to it.
+    """
+    if path.suffix.lower() != ".png":
+        raise DeployError("The heatmap is a PNG.", got=path, hint=path.with_suffix(".png").name)
+    figure = _figure(similarity, title)
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        figure.savefig(part, format="png", dpi=150)
+        os.replace(part, path)
+    except OSError as error:
+        raise DeployError("The heatmap cannot be written.", got=f"{path}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _real_tokens(spec: AttentionSpec, inputs: Mapping[str, Any], B: int, S: int) -> np.ndarray:
+    """Which query positions hold a token: in padded self attention, those before the end of their row."""
+    if spec.mask != "padding" or spec.is_cross:
+        return np.ones((B, S), dtype=bool)
+    return np.arange(S) < np.asarray(inputs["key_lengths"])[:, None]
+
+
+def _unit_vectors(heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Heads of length 1, or 0 where they are zero; and where they are not, as float."""
+    norms = np.linalg.norm(heads, axis=-1)
+    if not np.isfinite(norms).all():
+        raise DeployError("A head is not finite: its similarity means nothing.", got="NaN or infinity")
+    alive = norms > 0
+    return heads / np.where(alive, norms, 1.0)[..., None], alive.astype(np.float64)
+
+
+def _gram(unit: np.ndarray) -> np.ndarray:
+    """Sum over tokens of the cosines. [tokens, Hq, D] -> [Hq, Hq]."""
+    by_head = unit.transpose(1, 0, 2).reshape(unit.shape[1], -1)
+    return by_head @ by_head.T
+
+
+def _summary(matrix: np.ndarray) -> tuple[float, tuple[int, int] | None]:
+    Hq = len(matrix)
+    if Hq == 1:
+        return 0.0, None
+    pairs = np.triu_indices(Hq, k=1)
+    size = np.abs(matrix[pairs])
+    best = int(size.argmax())
+    return float(size.mean()), (int(pairs[0][best]), int(pairs[1][best]))
+
+
+def _figure(similarity: HeadSimilarity, title: str) -> Figure:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise _missing("matplotlib", "plot", error) from error
+    Hq = len(similarity.matrix)
+    side = min(12.0, max(4.5, 0.5 * Hq + 2.0))
+    figure = Figure(figsize=(side + 0.8, side), layout="constrained")
+    FigureCanvasAgg(figure)  # no window system, no global state of pyplot
+    axes = figure.add_subplot()
+    # Blue and red for opposite signs, with the range fixed: pictures of two layers can be compared.
+    image = axes.imshow(similarity.matrix, vmin=-1.0, vmax=1.0, cmap="RdBu_r")
+    figure.colorbar(image, ax=axes, label="ρ, mean cosine of head outputs", shrink=0.85)
+    axes.set(xlabel="head", ylabel="head", title=f"{title}\nredundancy {similarity.redundancy:.3f}")
+    ticks = range(0, Hq, max(1, Hq // 16))
+    axes.set_xticks(ticks)
+    axes.set_yticks(ticks)
+    if Hq <= _CELL_TEXT_UP_TO:
+        for (row, column), value in np.ndenumerate(similarity.matrix.round(2) + 0.0):  # + 0.0: no "-0.00"
+            colour = "white" if abs(value) > 0.6 else "black"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
+    return figure
+
+
+def _missing(what: str, extra: str, error: ImportError) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"{what} is not installed.", got=error, hint=f'pip install "mha-deploy[{extra}]"'
+    )

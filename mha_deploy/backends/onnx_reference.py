@@ -1,0 +1,51 @@
+"""ONNX's own reference evaluator: slow, complete, and the only CPU runtime here with bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+
+from mha_deploy.backends.runner import Arrays, Runner, TensorInfo
+from mha_deploy.errors import DeployError
+
+_TYPES = {
+    onnx.TensorProto.FLOAT16: np.dtype(np.float16),
+    onnx.TensorProto.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    onnx.TensorProto.FLOAT: np.dtype(np.float32),
+    onnx.TensorProto.INT32: np.dtype(np.int32),
+    onnx.TensorProto.INT64: np.dtype(np.int64),
+    onnx.TensorProto.BOOL: np.dtype(np.bool_),
+}
+
+
+class OnnxReferenceRunner(Runner):
+    """A graph in ONNX's reference evaluator."""
+
+    def __init__(self, model: Path) -> None:
+        from onnx.reference import ReferenceEvaluator
+
+        try:
+            proto = onnx.load(model)
+            self._evaluator = ReferenceEvaluator(proto)
+        except Exception as error:  # protobuf and the evaluator raise types that share no base
+            raise DeployError(
+                "The reference evaluator cannot load the graph.", got=f"{model}: {error}"
+            ) from error
+        self.name = f"onnx-reference {onnx.__version__}"
+        self.inputs = {value.name: _tensor_info(value) for value in proto.graph.input}
+        self.outputs = {value.name: _tensor_info(value) for value in proto.graph.output}
+
+    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        names = list(self.outputs)
+        return dict(zip(names, self._evaluator.run(names, dict(feeds)), strict=True))
+
+
+def _tensor_info(value: onnx.ValueInfoProto) -> TensorInfo:
+    tensor = value.type.tensor_type
+    if tensor.elem_type not in _TYPES:
+        raise DeployError("A tensor of the graph has a type that is not supported here.", got=value.name)
+    dims = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+    return TensorInfo(dtype=_TYPES[tensor.elem_type], dims=dims)

@@ -1,0 +1,69 @@
+"""What every runtime looks like from outside: open it, give it arrays, get arrays."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from mha_deploy.errors import DeployError
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """What a runtime says of one input or output; a dimension that can vary is a name or None."""
+
+    dtype: np.dtype
+    dims: tuple[int | str | None, ...]
+
+
+class Runner(ABC):
+    """A model loaded into one runtime; a context manager that holds the runtime's resources."""
+
+    name: str
+    """The backend, with its version."""
+    inputs: Mapping[str, TensorInfo]
+    outputs: Mapping[str, TensorInfo]
+
+    @abstractmethod
+    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run checked inputs."""
+
+    def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Check the inputs against the model, then run it."""
+        check_feeds(self.inputs, feeds)
+        return self._run(feeds)
+
+    def close(self) -> None:  # noqa: B027 (most runtimes hold nothing that Python does not free)
+        """Give the runtime's resources back."""
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_feeds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
+    """Refuse inputs whose names, types or shapes the model does not take."""
+    if set(feeds) != set(inputs):
+        raise DeployError("The inputs have other names.", got=sorted(feeds), hint=f"give {sorted(inputs)}")
+    for name, info in inputs.items():
+        array = feeds[name]
+        if array.dtype != info.dtype:
+            raise DeployError(f"Input {name} has the wrong type.", got=array.dtype, hint=str(info.dtype))
+        if not _shape_fits(array.shape, info.dims):
+            raise DeployError(f"Input {name} has the wrong shape.", got=array.shape, hint=str(info.dims))
+
+
+def _shape_fits(shape: tuple[int, ...], dims: tuple[int | str | None, ...]) -> bool:
+    return len(shape) == len(dims) and all(
+        size == dim for size, dim in zip(shape, dims, strict=True) if isinstance(dim, int)
+    )

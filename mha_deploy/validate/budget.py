@@ -1,0 +1,49 @@
+"""How far a result may be from the oracle: as far as the module itself is, times a calibrated factor.
+
+Every correct implementation rounds differently, so each is allowed a multiple of the error that the eager
+module makes in the same precision on the same numbers. The factor is not a taste: it lies between the
+largest error of correct runtimes and the smallest error of a set of deliberately wrong models. The record of
+that calibration is in docs/parity.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mha_deploy.precision import Precision
+from mha_deploy.validate.deviation import Deviation, measure
+
+FACTOR = 4.0
+
+# What rounding alone costs, in units of the precision's roundoff: where the module happens to be exact (one
+# key: the weights are 1) the budget must still allow for a runtime that rounds.
+_FLOOR_L2, _FLOOR_ROW, _FLOOR_MAX = 0.5, 0.75, 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The largest deviation that passes, measure by measure."""
+
+    relative_l2: float
+    worst_row: float
+    max_abs: float
+
+    def exceeded_by(self, deviation: Deviation) -> list[str]:
+        """The measures that are over the budget."""
+        return [name for name, limit in vars(self).items() if not getattr(deviation, name) <= limit]
+
+    def share_used(self, deviation: Deviation) -> float:
+        """The largest share of the budget that a deviation uses; over 1 is out of budget."""
+        return max(getattr(deviation, name) / limit for name, limit in vars(self).items())
+
+
+def budget_from_eager(eager: np.ndarray, oracle: np.ndarray, precision: Precision) -> Budget:
+    """Derive the budget of one tensor from the module's own error."""
+    own, roundoff = measure(eager, oracle), precision.roundoff
+    return Budget(
+        relative_l2=FACTOR * max(own.relative_l2, _FLOOR_L2 * roundoff),
+        worst_row=FACTOR * max(own.worst_row, _FLOOR_ROW * roundoff),
+        max_abs=FACTOR * max(own.max_abs, _FLOOR_MAX * roundoff),
+    )

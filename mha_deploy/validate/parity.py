@@ -1,0 +1,123 @@
+"""Is the result right? A verdict for every output of every golden case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mha_deploy.backends.runner import Runner
+from mha_deploy.golden import GoldenCase
+from mha_deploy.precision import Precision
+from mha_deploy.validate.budget import Budget, budget_from_eager
+from mha_deploy.validate.deviation import Deviation, measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputVerdict:
+    """The verdict on one output of one case.
+
+    Args:
+        case: Name of the golden case.
+        sizes: Its axis sizes.
+        output: Name of the output.
+        problem: Why it failed; None if it passed.
+        deviation: Its error, where names, types, shapes and values allow measuring one.
+        budget: What the error may be.
+    """
+
+    case: str
+    sizes: Mapping[str, int]
+    output: str
+    problem: str | None
+    deviation: Deviation | None = None
+    budget: Budget | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the output is right."""
+        return self.problem is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """The verdict on a model in one runtime."""
+
+    model: str
+    precision: str
+    backend: str
+    verdicts: tuple[OutputVerdict, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether there was something to check and all of it is right."""
+        return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; see docs/parity.md."""
+        return {
+            "model": self.model,
+            "precision": self.precision,
+            "backend": self.backend,
+            "passed": self.passed,
+            "verdicts": [{"passed": verdict.passed, **asdict(verdict)} for verdict in self.verdicts],
+        }
+
+
+def parity_from_runner(
+    runner: Runner,
+    cases: Iterable[GoldenCase],
+    *,
+    model: str,
+    precision: Precision,
+    on_case: Callable[[str], None] = lambda name: None,
+) -> ParityReport:
+    """Run every case and judge what comes out."""
+    verdicts: list[OutputVerdict] = []
+    for case in cases:
+        on_case(case.name)
+        verdicts += judge_case(case, runner.run(case.inputs), precision)
+    return ParityReport(model=model, precision=precision.name, backend=runner.name, verdicts=tuple(verdicts))
+
+
+def judge_case(case: GoldenCase, got: Mapping[str, np.ndarray], precision: Precision) -> list[OutputVerdict]:
+    """Judge the outputs of one case: names, then types, shapes, finite values, and error."""
+    return [
+        _judge_output(case, name, got.get(name), precision) for name in sorted(set(case.oracle) | set(got))
+    ]
+
+
+def _judge_output(case: GoldenCase, name: str, got: np.ndarray | None, precision: Precision) -> OutputVerdict:
+    problem = _problem_before_error(case, name, got)
+    if problem is not None or got is None:
+        return OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=problem)
+    deviation = measure(got, case.oracle[name])
+    budget = budget_from_eager(case.eager[name], case.oracle[name], precision)
+    exceeded = budget.exceeded_by(deviation)
+    return OutputVerdict(
+        case=case.name,
+        sizes=case.sizes,
+        output=name,
+        problem=f"out of budget: {', '.join(exceeded)}" if exceeded else None,
+        deviation=deviation,
+        budget=budget,
+    )
+
+
+def _problem_before_error(case: GoldenCase, name: str, got: np.ndarray | None) -> str | None:
+    if got is None:
+        return "missing from the result"
+    if name not in case.oracle:
+        return "not an output of the model"
+    eager = case.eager[name]
+    if got.dtype != eager.dtype:
+        return f"type {got.dtype}, not {eager.dtype}"
+    if got.shape != eager.shape:
+        return f"shape {got.shape}, not {eager.shape}"
+    finite = np.isfinite(got.astype(np.float64))
+    if not finite.all():
+        first = tuple(int(i) for i in np.argwhere(~finite)[0])
+        return f"{int((~finite).sum())} values are NaN or infinite, the first at {first}"
+    return None
