@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from mha_deploy.bundle import Bundle, GoldenEntry
 from mha_deploy.errors import BundleError
+from mha_deploy.npz import read_npz
 from mha_deploy.precision import Precision
 from mha_deploy.spec import FLOAT, TensorSpec
 
@@ -45,14 +45,7 @@ def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
 
 def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     """Read one case, checking that it holds what the spec says."""
-    path = bundle.file(entry.file)
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise BundleError(
-            "A golden case cannot be read.", got=f"{path}: {error}", hint="export again"
-        ) from error
+    arrays = read_npz(bundle.file(entry.file))
     spec, precision = bundle.manifest.spec, bundle.manifest.precision
     return GoldenCase(
         name=entry.name,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import ml_dtypes
-import numpy as np
+from typing import TYPE_CHECKING
 
 from mha_deploy.errors import DeployError, nearest
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,14 +17,14 @@ class Precision:
 
     Args:
         name: `fp16`, `bf16` or `fp32`.
-        numpy: Its NumPy type.
-        torch_name: Its name in PyTorch, for `getattr(torch, ...)`.
+        torch_name: Its name in PyTorch, for `getattr(torch, ...)`, and in NumPy with ml_dtypes.
+        bytes: Size of one number.
         significand_bits: Bits of the significand, the hidden one included.
     """
 
     name: str
-    numpy: np.dtype
     torch_name: str
+    bytes: int
     significand_bits: int
 
     @property
@@ -32,17 +33,18 @@ class Precision:
         return 2.0**-self.significand_bits
 
     @property
-    def bytes(self) -> int:
-        """Size of one number."""
-        return self.numpy.itemsize
+    def numpy(self) -> np.dtype:
+        """Its NumPy type."""
+        import ml_dtypes  # here, so that `--help` need not wait for NumPy
+        import numpy as np
+
+        return np.dtype(ml_dtypes.bfloat16 if self.name == "bf16" else self.torch_name)
 
 
 PRECISIONS = {
-    "fp16": Precision(name="fp16", numpy=np.dtype(np.float16), torch_name="float16", significand_bits=11),
-    "bf16": Precision(
-        name="bf16", numpy=np.dtype(ml_dtypes.bfloat16), torch_name="bfloat16", significand_bits=8
-    ),
-    "fp32": Precision(name="fp32", numpy=np.dtype(np.float32), torch_name="float32", significand_bits=24),
+    "fp16": Precision(name="fp16", torch_name="float16", bytes=2, significand_bits=11),
+    "bf16": Precision(name="bf16", torch_name="bfloat16", bytes=2, significand_bits=8),
+    "fp32": Precision(name="fp32", torch_name="float32", bytes=4, significand_bits=24),
 }
 
 

@@ -228,6 +228,17 @@ class AttentionSpec:
                 raise SpecError(f"{self.name} has no axis {name!r}.", got=name, hint=nearest(name, self.axes))
         return replace(self, axes={**self.axes, **changed})
 
+    def parse_sizes(self, text: str) -> dict[str, int]:
+        """Read sizes such as `B=2,S=33`: one for every axis, inside its range."""
+        try:
+            pairs = [part.split("=") for part in text.split(",")]
+            sizes = {axis.strip(): int(size) for axis, size in pairs}
+        except ValueError as error:
+            example = ",".join(f"{name}={axis.opt}" for name, axis in self.axes.items())
+            raise SpecError("Sizes cannot be read.", got=text, hint=f"such as {example}") from error
+        self.check_sizes(sizes)
+        return sizes
+
     def check_sizes(self, sizes: Sizes) -> None:
         """Refuse sizes that are missing, unknown or outside the axes."""
         if set(sizes) != set(self.axes):

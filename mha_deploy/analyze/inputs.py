@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from mha_deploy.errors import DeployError
+from mha_deploy.npz import read_npz
 from mha_deploy.spec import INT32, AttentionSpec, TensorSpec
 
 Arrays = Mapping[str, np.ndarray]
-
-# What NumPy raises on an archive that is missing, damaged, or not what it claims to be. A header may claim
-# any shape, so memory can run out before the data does.
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    EOFError,
-    MemoryError,
-    OverflowError,
-    NotImplementedError,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
@@ -40,16 +24,7 @@ def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
     Returns:
         The arrays by name: float32, and int32 where the spec says so.
     """
-    try:
-        arrays = _load(path, spec)
-    except FileNotFoundError as error:
-        raise DeployError("There is no such input file.", got=path) from error
-    except _UNREADABLE as error:
-        raise DeployError(
-            "The input file cannot be read.",
-            got=f"{path}: {error}",
-            hint="numpy.savez(path, name=array, ...), without objects",
-        ) from error
+    arrays = read_npz(path, lambda names: _check_names(spec, names))
     check_inputs(spec, arrays)
     return {
         tensor.name: arrays[tensor.name].astype(np.int32 if tensor.kind == INT32 else np.float32)
@@ -73,22 +48,6 @@ def check_inputs(spec: AttentionSpec, arrays: Arrays) -> dict[str, int]:
     if spec.mask == "padding":
         _check_lengths(arrays["key_lengths"], sizes[spec.key_axis])
     return sizes
-
-
-def _load(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
-    loaded = np.load(path, allow_pickle=False)
-    if not isinstance(loaded, np.lib.npyio.NpzFile):
-        raise ValueError("a single array, not an .npz archive")
-    with loaded as archive:
-        _check_names(spec, archive.files)  # before any array is read: nothing foreign is unpacked
-        return {name: _member(archive, name) for name in archive.files}
-
-
-def _member(archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
-    array = archive[name]
-    if not isinstance(array, np.ndarray):  # NumPy hands out members of another format as they are
-        raise ValueError(f"{name} is not an array")
-    return array
 
 
 def _check_names(spec: AttentionSpec, names: Arrays | list[str]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.spec import AttentionSpec
+from mha_deploy.spec import AttentionSpec, Sizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,6 +49,15 @@ class HeadSimilarity:
     def pair_similarity(self) -> float | None:
         """ρ of the most similar pair, with its sign."""
         return None if self.pair is None else float(self.matrix[self.pair])
+
+
+def random_feeds(spec: AttentionSpec, sizes: Sizes, seed: int) -> Mapping[str, Any]:
+    """Random inputs to compare the heads on."""
+    try:
+        from mha_deploy.export.inputs import random_inputs
+    except ImportError as error:
+        raise _missing("PyTorch", "export", error) from error
+    return random_inputs(spec, sizes, seed)
 
 
 def head_similarity(spec: AttentionSpec, inputs: Mapping[str, Any], *, seed: int = 0) -> HeadSimilarity:

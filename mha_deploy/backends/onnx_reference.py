@@ -11,7 +11,7 @@ import onnx
 from mha_deploy.backends.runner import Arrays, Runner, TensorInfo
 from mha_deploy.errors import DeployError
 
-_TYPES = {
+_TYPES: dict[int, np.dtype] = {
     onnx.TensorProto.FLOAT16: np.dtype(np.float16),
     onnx.TensorProto.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
     onnx.TensorProto.FLOAT: np.dtype(np.float32),

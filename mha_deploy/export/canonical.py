@@ -15,10 +15,9 @@ import torch
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.inputs import call_arguments, fed_to, parameter_name, random_inputs
+from mha_deploy.export.options import OPSETS
 from mha_deploy.reference.attention import Attention
 from mha_deploy.spec import AttentionSpec
-
-OPSETS = (23, 24)
 
 
 def canonical_from_module(module: Attention, *, opset: int = OPSETS[0]) -> ir.Model:
@@ -116,7 +115,7 @@ def _name_by_module(model: ir.Model) -> None:
 
 def _rename_initializer(model: ir.Model, value: ir.Value | None, name: str) -> None:
     # The exporter folds `weight.T` into a new constant, and numbers it.
-    if value is not None and value.is_initializer():
+    if value is not None and value.is_initializer() and value.name is not None:
         del model.graph.initializers[value.name]
         value.name = name
         model.graph.initializers[name] = value

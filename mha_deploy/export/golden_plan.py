@@ -83,8 +83,7 @@ def _plan_one(spec: AttentionSpec, name: str, budget: GoldenBudget) -> PlannedCa
         raise SpecError(
             "No such golden case.", got=name, hint=f"{nearest(name, CASES)} Or sizes, such as B=2,S=33."
         )
-    sizes = _parse_sizes(name)
-    spec.check_sizes(sizes)
+    sizes = spec.parse_sizes(name)
     return PlannedCase(name="-".join(f"{axis}{size}" for axis, size in sizes.items()), sizes=sizes)
 
 
@@ -135,11 +134,3 @@ def oracle_bytes(spec: AttentionSpec, sizes: dict[str, int]) -> int:
     scores = 2 * sizes["B"] * spec.Hq * sizes["S"] * T
     activations = 4 * sizes["B"] * max(sizes["S"], T) * max(spec.E, spec.Hq * spec.D)
     return 8 * (scores + activations)
-
-
-def _parse_sizes(text: str) -> dict[str, int]:
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        return {axis.strip(): int(size) for axis, size in pairs}
-    except ValueError as error:
-        raise SpecError("Sizes cannot be read.", got=text, hint="such as B=2,S=33") from error

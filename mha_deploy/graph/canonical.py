@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import onnx
@@ -99,7 +99,9 @@ def _consumers(attention: ir.Node) -> Iterator[ir.Node]:
                 pending.append(node)
 
 
-def _check_interface(values: list[ir.Value], tensors: tuple[TensorSpec, ...], precision: Precision) -> None:
+def _check_interface(
+    values: Sequence[ir.Value], tensors: tuple[TensorSpec, ...], precision: Precision
+) -> None:
     wanted = [(t.name, precision.name if t.kind == FLOAT else t.kind, t.dims) for t in tensors]
     got = [(v.name, short_dtype(v.dtype), _dims(v)) for v in values]
     if got != wanted:

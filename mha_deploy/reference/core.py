@@ -55,9 +55,12 @@ def attend(
     if path == "onnx":
         return _attend_onnx(q, k, v, mask, heads)
     q, k, v = split_heads(q, heads.Hq), split_heads(k, heads.Hkv), split_heads(v, heads.Hkv)
-    weights = _attention_weights(q, k, mask, heads) if path == "plain" or heads.weights else None
-    out = weights @ _repeat_kv(v, heads) if path == "plain" else _fused_kernel(q, k, v, mask, heads)
-    return merge_heads(out), weights if heads.weights else None
+    if path == "plain":
+        weights = _attention_weights(q, k, mask, heads)
+        out = weights @ _repeat_kv(v, heads)
+        return merge_heads(out), weights if heads.weights else None
+    out = _fused_kernel(q, k, v, mask, heads)  # which keeps its weights to itself
+    return merge_heads(out), _attention_weights(q, k, mask, heads) if heads.weights else None
 
 
 def split_heads(x: Tensor, H: int) -> Tensor:

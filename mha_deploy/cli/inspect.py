@@ -1,0 +1,35 @@
+"""`mha-deploy inspect`: what is in a bundle or an ONNX file?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mha_deploy.cli.options import Json, print_json
+
+
+def inspect(
+    what: Annotated[Path, typer.Argument(help="A bundle, or an .onnx file.")], json: Json = False
+) -> None:
+    """Show the spec, axes, attention nodes and golden cases, and check the hashes."""
+    from rich.console import Console
+
+    from mha_deploy.bundle import open_bundle
+    from mha_deploy.cli.tables import attention_renderable, bundle_renderable
+    from mha_deploy.graph.attention_node import attention_nodes
+    from mha_deploy.graph.file import load_graph
+
+    if what.suffix == ".onnx":
+        nodes = [node.describe() for node in attention_nodes(load_graph(what))]
+        if json:
+            print_json({"file": str(what), "attention": nodes})
+        else:
+            Console().print(attention_renderable(nodes))
+        return
+    bundle = open_bundle(what)  # checks every hash
+    if json:
+        print_json({"bundle": str(what), "hashes": "match", **bundle.manifest.to_dict()})
+    else:
+        Console().print(bundle_renderable(bundle, details=True))

@@ -1,0 +1,49 @@
+"""Arguments and options that several verbs share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mha_deploy.errors import SpecError
+from mha_deploy.spec import AttentionSpec, Axis
+
+Model = Annotated[str, typer.Argument(help="A name from `mha-deploy models`, or a path to a .toml spec.")]
+BundleFolder = Annotated[Path, typer.Argument(help="A bundle: the folder that `export` wrote.")]
+Precision = Annotated[str, typer.Option(help="Types in the graph: fp16, bf16 or fp32.")]
+Axes = Annotated[
+    list[str] | None,
+    typer.Option("--axis", help="Another range for an axis, as S=min:opt:max. Can be repeated."),
+]
+Projections = Annotated[str | None, typer.Option(help="separate or packed; the spec's own unless given.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random weights and inputs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there already.")]
+
+
+def spec_from_options(
+    model: str, axes: Sequence[str] | None = None, projections: str | None = None
+) -> AttentionSpec:
+    """The spec that a user asked for, with the changes from the command line."""
+    from mha_deploy.catalog import find_spec
+
+    spec = find_spec(model)
+    spec = spec.with_axes(dict(_parse_axis(text) for text in axes or ()))
+    return spec if projections is None else replace(spec, projections=projections)
+
+
+def _parse_axis(text: str) -> tuple[str, Axis]:
+    name, separator, sizes = text.partition("=")
+    if not separator:
+        raise SpecError("An axis option has no range.", got=text, hint="--axis S=min:opt:max")
+    return name, Axis.parse(sizes)
+
+
+def print_json(data: Any) -> None:
+    """Print a result for machines."""
+    typer.echo(json.dumps(data, indent=2))

@@ -1,0 +1,182 @@
+"""What the verbs print for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
+from mha_deploy.bundle import Bundle
+from mha_deploy.precision import PRECISIONS
+from mha_deploy.spec import AttentionSpec
+from mha_deploy.validate.parity import OutputVerdict, ParityReport
+
+
+def models_renderable(specs: Iterable[AttentionSpec]) -> RenderableType:
+    """The table of known models."""
+    table = _table()
+    table.add_column("model", no_wrap=True)
+    table.add_column("kind")
+    for column in ("Hq/Hkv×D", "E", "parameters", "KV B/token"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("what", no_wrap=True, overflow="ellipsis")
+    for spec in specs:
+        row = model_row(spec)
+        heads = f"{spec.Hq}/{spec.Hkv}×{spec.D}"
+        numbers = (f"{row[key]:,}" for key in ("E", "parameters", "kv_bytes_per_token"))
+        table.add_row(spec.name, row["kind"], heads, *numbers, spec.summary)
+    return Group(table, Text("One layer each; KV-cache bytes per token for FP16 or BF16.", style="dim"))
+
+
+def model_row(spec: AttentionSpec) -> dict[str, Any]:
+    """The facts of one model, for the table and for JSON."""
+    return {
+        "name": spec.name,
+        "kind": spec.kind,
+        "variant": spec.variant,
+        "attends": spec.attends,
+        "mask": spec.mask,
+        "causal": spec.causal,
+        "Hq": spec.Hq,
+        "Hkv": spec.Hkv,
+        "D": spec.D,
+        "E": spec.E,
+        "parameters": parameter_count(spec),
+        "kv_bytes_per_token": kv_cache_bytes_per_token(spec, PRECISIONS["fp16"].bytes),
+        "axes": {name: str(axis) for name, axis in spec.axes.items()},
+        "summary": spec.summary,
+    }
+
+
+def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableType:
+    """A bundle in a few lines; with `details`, everything that the manifest tells."""
+    manifest, spec = bundle.manifest, bundle.manifest.spec
+    facts = Table.grid(padding=(0, 2))
+    axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
+    size = sum(entry["bytes"] for entry in manifest.files.values())
+    facts.add_row("bundle", escape(str(bundle.path)))
+    facts.add_row("model", f"{spec.name}: {spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}")
+    facts.add_row("graph", f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}")
+    facts.add_row(
+        "fused", f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"
+    )
+    facts.add_row("golden", "  ".join(f"{entry.name} {_sizes(entry.sizes)}" for entry in manifest.golden))
+    facts.add_row("weights", escape(manifest.weights))
+    facts.add_row("size", f"{size / 1e6:,.1f} MB in {len(manifest.files)} files")
+    for note in manifest.notes:
+        facts.add_row("note", escape(note))
+    return Group(facts, attention_renderable(manifest.attention), _details(bundle)) if details else facts
+
+
+def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The attention nodes of a graph with what sets them apart."""
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title=f"{len(nodes)} Attention nodes", title_justify="left"
+    )
+    for column in ("node", "kind", "Hq", "Hkv", "D", "type", "scale", "mask", "causal", "rank", "also"):
+        table.add_column(column)
+    for node in nodes:
+        scale = node["softmax_scale"]
+        table.add_row(
+            escape(node["name"]),
+            *(_text(node[key]) for key in ("kind", "Hq", "Hkv", "D", "dtype")),
+            "?" if scale is None else f"{scale:.4g}",
+            _text(node["mask"]),
+            "yes" if node["is_causal"] else "no",
+            _text(node["rank"]),
+            _extras(node),
+        )
+    return table
+
+
+def _extras(node: Mapping[str, Any]) -> str:
+    extras = {
+        "past": node["has_past"],
+        "present": node["has_present"],
+        "weights": node["qk_output_mode"] is not None,
+        "softcap": bool(node["softcap"]),
+        "key lengths": node["has_nonpad_kv_seqlen"],
+        "window": node["left_window"] >= 0 or node["right_window"] >= 0,
+    }
+    return ", ".join(name for name, present in extras.items() if present) or "-"
+
+
+def _details(bundle: Bundle) -> RenderableType:
+    manifest = bundle.manifest
+    files = _table("files, hashes checked")
+    files.add_column("file")
+    files.add_column("bytes", justify="right")
+    files.add_column("sha256")
+    for name, entry in manifest.files.items():
+        files.add_row(escape(name), f"{entry['bytes']:,}", f"{entry['sha256'][:16]}…")
+    made = "made with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    checks = "\n".join(f"checked: {check}" for check in manifest.checks["graph"])
+    return Group(files, Text(checks, style="dim"), Text(made, style="dim"))
+
+
+def parity_renderable(report: ParityReport) -> RenderableType:
+    """The verdict, then a row for every output of every case."""
+    table = _table()
+    for column in ("case", "sizes", "output"):
+        table.add_column(column, no_wrap=True)
+    for column in ("rel. L2", "worst row", "max", "1-cosine", "budget"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", overflow="fold")
+    for verdict in report.verdicts:
+        place = (verdict.case, _sizes(verdict.sizes), verdict.output)
+        table.add_row(*place, *_figures(verdict), _verdict(verdict))
+    failed = sum(not verdict.passed for verdict in report.verdicts)
+    count = len(report.verdicts)
+    head = (
+        Text(f"PASSED  {count}/{count} outputs within budget", style="bold green")
+        if report.passed
+        else Text(f"FAILED  {failed} of {count} outputs are wrong", style="bold red")
+    )
+    where = Text(f"{report.model} {report.precision} on {report.backend}, errors against the FP64 oracle")
+    worst = [
+        _worst_element(verdict) for verdict in report.verdicts if not verdict.passed and verdict.deviation
+    ]
+    return Group(table, *worst, head, where)
+
+
+def _table(title: str | None = None) -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+
+
+def _figures(verdict: OutputVerdict) -> tuple[str, ...]:
+    deviation, budget = verdict.deviation, verdict.budget
+    if deviation is None or budget is None:
+        return ("-",) * 5
+    return (
+        f"{deviation.relative_l2:.1e}",
+        f"{deviation.worst_row:.1e}",
+        f"{deviation.max_abs:.1e}",
+        f"{1.0 - deviation.cosine:.1e}",
+        f"{budget.share_used(deviation):.0%}",
+    )
+
+
+def _verdict(verdict: OutputVerdict) -> Text:
+    return Text("passed", style="green") if verdict.passed else Text(str(verdict.problem), style="red")
+
+
+def _worst_element(verdict: OutputVerdict) -> Text:
+    worst = verdict.deviation
+    if worst is None:
+        return Text()
+    place = f"{verdict.case}/{verdict.output}{list(worst.worst_index)}"
+    return Text(f"worst element {place}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}")
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _text(value: object) -> str:
+    return "?" if value is None else str(value)

@@ -1,0 +1,159 @@
+"""Which runtimes, versions and GPUs are here, and what can be done with them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mha_deploy.versions import installed_version, versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """One package and what it is for.
+
+    Args:
+        name: What people call it.
+        module: What Python imports.
+        packages: Names it may be installed under.
+        gives: What it makes possible here.
+        install: The command that installs it.
+    """
+
+    name: str
+    module: str
+    packages: tuple[str, ...]
+    gives: str
+    install: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The state of one runtime on this machine."""
+
+    runtime: Runtime
+    version: str | None
+    problem: str | None = None
+    note: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether it is here and can be imported."""
+        return self.version is not None and self.problem is None
+
+
+RUNTIMES = (
+    Runtime(
+        name="PyTorch",
+        module="torch",
+        packages=("torch",),
+        gives="export",
+        install='pip install "mha-deploy[export]"',
+    ),
+    Runtime(
+        name="onnxscript",
+        module="onnxscript",
+        packages=("onnxscript",),
+        gives="export",
+        install='pip install "mha-deploy[export]"',
+    ),
+    Runtime(
+        name="ONNX",
+        module="onnx",
+        packages=("onnx",),
+        gives="inspect, validate --backend onnx-reference",
+        install="pip install mha-deploy",
+    ),
+    Runtime(
+        name="ONNX Runtime",
+        module="onnxruntime",
+        packages=("onnxruntime", "onnxruntime-gpu"),
+        gives="validate --backend ort-cpu",
+        install='pip install "mha-deploy[ort]"  (or [ort-gpu], not both)',
+    ),
+    Runtime(
+        name="matplotlib",
+        module="matplotlib",
+        packages=("matplotlib",),
+        gives="analyze --heads",
+        install='pip install "mha-deploy[plot]"',
+    ),
+)
+
+
+def examine(runtimes: Sequence[Runtime] = RUNTIMES) -> list[Finding]:
+    """Look for every runtime, importing it to see that it works."""
+    return [_examine_one(runtime) for runtime in runtimes]
+
+
+def _examine_one(runtime: Runtime) -> Finding:
+    found = [package for package in runtime.packages if installed_version(package) is not None]
+    if importlib.util.find_spec(runtime.module) is None:
+        return Finding(runtime=runtime, version=None)
+    version = installed_version(found[0]) if found else "unknown"
+    if len(found) > 1:
+        return Finding(
+            runtime=runtime, version=version, problem=f"{' and '.join(found)} overwrite each other"
+        )
+    try:
+        module = importlib.import_module(runtime.module)
+    except Exception as error:  # noqa: BLE001 (a broken install can raise anything)
+        return Finding(runtime=runtime, version=version, problem=f"does not import: {error}")
+    return Finding(runtime=runtime, version=version, note=_note(runtime, module))
+
+
+def _note(runtime: Runtime, module: object) -> str:
+    if runtime.module == "torch":
+        cuda = module.cuda  # type: ignore[attr-defined]
+        return f"CUDA: {cuda.get_device_name()}" if cuda.is_available() else "CPU only"
+    if runtime.module == "onnxruntime":
+        providers = module.get_available_providers()  # type: ignore[attr-defined]
+        return ", ".join(name.removesuffix("ExecutionProvider") for name in providers)
+    return ""
+
+
+def gpus() -> list[dict[str, str]]:
+    """The NVIDIA GPUs of this machine, as its driver lists them."""
+    fields = ("name", "compute_cap", "memory.total", "driver_version")
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (subprocess.SubprocessError, OSError):
+        return []
+    rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
+    return [dict(zip(fields, row, strict=False)) for row in rows]
+
+
+def report(findings: Sequence[Finding]) -> dict[str, object]:
+    """Everything the doctor found, as plain data."""
+    return {
+        "versions": versions(()),
+        "runtimes": [
+            {
+                "name": finding.runtime.name,
+                "version": finding.version,
+                "works": finding.works,
+                "problem": finding.problem,
+                "note": finding.note,
+                "gives": finding.runtime.gives,
+                "install": None if finding.works else finding.runtime.install,
+            }
+            for finding in findings
+        ],
+        "gpus": gpus(),
+        "can": {
+            "export": all(f.works for f in findings if f.runtime.gives == "export"),
+            "validate": any(f.works for f in findings if "validate" in f.runtime.gives),
+        },
+    }

@@ -1,0 +1,169 @@
+"""From a spec to a bundle: export, check the graph, capture golden cases, write."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mha_deploy.backends import cpu_backend, open_runner
+from mha_deploy.bundle import MODEL, Bundle, BundleWriter, GoldenEntry, Manifest, sha256
+from mha_deploy.errors import ExportError
+from mha_deploy.export.canonical import canonical_from_module
+from mha_deploy.export.golden import GoldenCapture
+from mha_deploy.export.golden_plan import GoldenPlan, plan_golden
+from mha_deploy.export.inputs import fed_to, random_inputs, to_numpy
+from mha_deploy.export.options import ExportOptions
+from mha_deploy.export.weight_file import read_weights
+from mha_deploy.golden import GoldenCase, polygraphy_refusal, write_case, write_polygraphy
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.canonical import check_canonical
+from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.precision import Precision, find_precision
+from mha_deploy.reference import build_module
+from mha_deploy.reference.attention import Attention
+from mha_deploy.spec import AttentionSpec
+from mha_deploy.versions import versions
+
+OnStep = Callable[[str, int, int], None]
+_FIXED_STEPS = 5
+
+
+def bundle_from_spec(
+    spec: AttentionSpec,
+    target: Path,
+    options: ExportOptions | None = None,
+    on_step: OnStep = lambda name, number, count: None,
+) -> Bundle:
+    """Export a layer and everything needed to check it elsewhere.
+
+    Nothing is left at `target` if anything fails.
+
+    Args:
+        spec: The layer.
+        target: The folder to write.
+        options: How to export.
+        on_step: Called as each step begins, with its name, its number from 0, and how many there are.
+    """
+    options = options or ExportOptions()
+    precision = find_precision(options.precision)
+    plan = plan_golden(spec, options.golden, options.budget)
+    step = _Steps(on_step, _FIXED_STEPS + len(plan.cases))
+    with BundleWriter(target, overwrite=options.overwrite) as writer:
+        step("weights")
+        module = _module(spec, precision, options)
+        step("ONNX graph")
+        checks, attention = _write_model(module, writer.path / MODEL, precision, options.opset)
+        step("run at two shapes")
+        checks["dynamic axes"] = _run_at_two_shapes(writer.path / MODEL, module, precision)
+        notes = list(plan.notes)
+        entries = _write_golden(module, precision, options.seed, plan, writer.path, notes, step)
+        step("hashes")
+        return writer.finish(
+            Manifest(
+                spec=spec,
+                precision=precision,
+                opset=options.opset,
+                weights=_origin(options),
+                attention=attention,
+                golden=entries,
+                checks=checks,
+                versions=versions(),
+                notes=notes,
+            )
+        )
+
+
+class _Steps:
+    """Counts the steps for whoever shows them."""
+
+    def __init__(self, on_step: OnStep, count: int) -> None:
+        self.on_step, self.count, self.number = on_step, count, 0
+
+    def __call__(self, name: str) -> None:
+        self.on_step(name, self.number, self.count)
+        self.number += 1
+
+
+def _module(spec: AttentionSpec, precision: Precision, options: ExportOptions) -> Attention:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ExportError("There is no CUDA device.", got=options.device, hint="--device cpu")
+    weights = None if options.weights is None else read_weights(options.weights)
+    dtype = getattr(torch, precision.torch_name)
+    # The eager result is the textbook's: what an engine that does not fuse would round like.
+    return build_module(
+        spec, seed=options.seed, weights=weights, dtype=dtype, device=options.device, path="plain"
+    )
+
+
+def _write_model(
+    module: Attention, path: Path, precision: Precision, opset: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    save_graph(canonical_from_module(module, opset=opset), path)
+    gc.collect()  # the exporter's program holds the transposed weights in reference cycles
+    checks: dict[str, Any] = {"graph": check_canonical(path, module.spec, precision)}
+    return checks, [node.describe() for node in attention_nodes(load_graph(path))]
+
+
+def _run_at_two_shapes(path: Path, module: Attention, precision: Precision) -> dict[str, Any]:
+    """Prove that the dynamic axes are dynamic: run the graph at two sizes and look at what comes out."""
+    spec = module.spec
+    cases = plan_golden(spec, ("min", "odd")).cases
+    with open_runner(cpu_backend(precision), path) as runner:
+        for case in cases:
+            feeds = fed_to(module, random_inputs(spec, case.sizes, seed=0))
+            got = runner.run({name: to_numpy(tensor) for name, tensor in feeds.items()})
+            for tensor in spec.outputs:
+                if got[tensor.name].shape != tensor.shape(case.sizes):
+                    raise ExportError(
+                        f"Output {tensor.name} does not follow the axes.",
+                        got=f"{got[tensor.name].shape} at {case.sizes}",
+                    )
+        return {"runtime": runner.name, "sizes": [case.sizes for case in cases]}
+
+
+def _write_golden(
+    module: Attention,
+    precision: Precision,
+    seed: int,
+    plan: GoldenPlan,
+    folder: Path,
+    notes: list[str],
+    step: _Steps,
+) -> list[GoldenEntry]:
+    step("FP64 oracle")
+    capture = GoldenCapture(module, precision, seed)
+    (folder / "golden").mkdir()
+    cases: list[GoldenCase] = []
+    for planned in plan.cases:
+        step(f"golden case {planned.name}")
+        case = capture.capture(planned)
+        _refuse_overflow(case, precision)
+        write_case(folder / "golden" / f"{case.name}.npz", case)
+        cases.append(case)
+    refusal = polygraphy_refusal(precision)
+    if refusal is None:
+        write_polygraphy(folder / "golden" / "polygraphy", cases)
+    else:
+        notes.append(refusal)
+    return [GoldenEntry(name=c.name, file=f"golden/{c.name}.npz", sizes=dict(c.sizes)) for c in cases]
+
+
+def _refuse_overflow(case: GoldenCase, precision: Precision) -> None:
+    for name, array in case.eager.items():
+        if not np.isfinite(array.astype(np.float64)).all():
+            raise ExportError(
+                f"The module itself overflows in {precision.name}: its own result is not finite.",
+                got=f"output {name} of golden case {case.name}",
+                hint="--precision bf16 or fp32",
+            )
+
+
+def _origin(options: ExportOptions) -> str:
+    if options.weights is None:
+        return f"random, seed {options.seed}"
+    return f"{options.weights.name}, sha256 {sha256(options.weights)}"

@@ -1,0 +1,36 @@
+"""How to export: everything a user can choose, with its default written once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mha_deploy.export.golden_plan import CASES, GoldenBudget
+
+OPSETS = (23, 24)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How to export.
+
+    Args:
+        precision: Types in the graph: `fp16`, `bf16` or `fp32`.
+        opset: Version of the ONNX operator set, one of `OPSETS`.
+        seed: Seed of the weights, unless a file is given, and of the golden inputs.
+        weights: A safetensors file of weights.
+        golden: Golden cases, by name or sizes.
+        budget: What the large golden case may cost.
+        device: Where the oracle and the eager module run: `cpu` or `cuda`.
+        overwrite: Whether a bundle that is there already may be replaced.
+    """
+
+    precision: str = "fp16"
+    opset: int = OPSETS[0]
+    seed: int = 0
+    weights: Path | None = None
+    golden: Sequence[str] = CASES
+    budget: GoldenBudget = field(default_factory=GoldenBudget)
+    device: str = "cpu"
+    overwrite: bool = False
