@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mha_deploy.backends.runner import Runner
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.precision import Precision
 
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
 RUNNERS = ("ort-cpu", "onnx-reference")
 
 
-def open_runner(backend: str, model: Path) -> Runner:
-    """Load an ONNX file into the runtime that was asked for, or say why that cannot be."""
+def open_runner(backend: str, model: Path | ir.Model) -> Runner:
+    """Load an ONNX graph into the runtime that was asked for, or say why that cannot be."""
     if backend == "ort-cpu":
         from mha_deploy.backends.ort import OrtCpuRunner
 

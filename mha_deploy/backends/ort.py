@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from mha_deploy.backends.runner import Arrays, Runner, TensorInfo
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.file import graph_of, weights_folder
 from mha_deploy.graph.widen import with_float32_products
 
 _EXTERNAL_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -31,21 +31,24 @@ _TYPES = {
 class OrtCpuRunner(Runner):
     """A graph in ONNX Runtime with the CPU provider and no other."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path | ir.Model) -> None:
         try:
             import onnxruntime as ort
         except ImportError as error:
             raise BackendUnavailable(
                 "ONNX Runtime is not installed.", got=error, hint='pip install "mha-deploy[ort]"'
             ) from error
-        graph = ir.to_proto(with_float32_products(load_graph(model))).SerializeToString()
+        graph = graph_of(model)
+        folder = weights_folder(graph)
         options = ort.SessionOptions()
         options.log_severity_level = 3  # errors: they come back as exceptions as well
-        options.add_session_config_entry(_EXTERNAL_DATA_FOLDER, str(model.resolve().parent))
+        if folder is not None:
+            options.add_session_config_entry(_EXTERNAL_DATA_FOLDER, str(folder.resolve()))
+        widened = ir.to_proto(with_float32_products(graph)).SerializeToString()
         try:
-            self._session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+            self._session = ort.InferenceSession(widened, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
-            raise _explain(model, error) from error
+            raise _explain(error) from error
         self.name = f"ort-cpu {ort.__version__}"
         self.inputs = {info.name: _tensor_info(info) for info in self._session.get_inputs()}
         self.outputs = {info.name: _tensor_info(info) for info in self._session.get_outputs()}
@@ -62,14 +65,14 @@ class OrtCpuRunner(Runner):
         del self._session
 
 
-def _explain(model: Path, error: Exception) -> DeployError:
+def _explain(error: Exception) -> DeployError:
     if "NOT_IMPLEMENTED" in str(error):
         return BackendUnavailable(
             "ONNX Runtime has no CPU kernel for a node of this graph.",
             got=_first_line(error),
             hint="--backend onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)",
         )
-    return DeployError("ONNX Runtime cannot load the graph.", got=f"{model}: {_first_line(error)}")
+    return DeployError("ONNX Runtime cannot load the graph.", got=_first_line(error))
 
 
 def _first_line(error: Exception) -> str:

@@ -16,16 +16,17 @@ from mha_deploy.bundle import Bundle
 from mha_deploy.precision import PRECISIONS
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.validate.parity import OutputVerdict, ParityReport
+from mha_deploy.validate.self_test import SelfTest, budget_share
 
 
 def models_renderable(specs: Iterable[AttentionSpec]) -> RenderableType:
     """The table of known models."""
-    table = _table()
+    table = _table(expand=True)
     table.add_column("model", no_wrap=True)
-    table.add_column("kind")
+    table.add_column("kind", no_wrap=True)
     for column in ("Hq/Hkv×D", "E", "parameters", "KV B/token"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("what", no_wrap=True, overflow="ellipsis")
+    table.add_column("what", no_wrap=True, overflow="ellipsis", ratio=1)
     for spec in specs:
         row = model_row(spec)
         heads = f"{spec.Hq}/{spec.Hkv}×{spec.D}"
@@ -125,9 +126,9 @@ def parity_renderable(report: ParityReport) -> RenderableType:
     table = _table()
     for column in ("case", "sizes", "output"):
         table.add_column(column, no_wrap=True)
-    for column in ("rel. L2", "worst row", "max", "1-cosine", "budget"):
+    for column in ("rel. L2", "row", "max", "1-cosine", "budget"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
+    table.add_column("verdict", overflow="fold", min_width=7)
     for verdict in report.verdicts:
         place = (verdict.case, _sizes(verdict.sizes), verdict.output)
         table.add_row(*place, *_figures(verdict), _verdict(verdict))
@@ -145,8 +146,30 @@ def parity_renderable(report: ParityReport) -> RenderableType:
     return Group(table, *worst, head, where)
 
 
-def _table(title: str | None = None) -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+def self_test_renderable(result: SelfTest) -> RenderableType:
+    """Every deliberate mistake, and by how much it was caught."""
+    table = _table()
+    table.add_column("model", no_wrap=True)
+    table.add_column("of budget", justify="right", no_wrap=True)
+    table.add_column("verdict")
+    right = Text("passed", style="green") if result.right.passed else Text("FAILED", style="red")
+    table.add_row("as exported", _share(budget_share(result.right)), right)
+    for catch in result.catches:
+        verdict = Text("caught", style="green") if catch.caught else Text("MISSED", style="red")
+        table.add_row(catch.mistake, _share(catch.share), verdict)
+    caught = sum(catch.caught for catch in result.catches)
+    style = "bold green" if result.passed else "bold red"
+    head = f"{'PASSED' if result.passed else 'FAILED'}  {caught}/{len(result.catches)} mistakes caught"
+    return Group(table, Text(head, style=style))
+
+
+def _share(share: float) -> str:
+    return "not a number" if share == float("inf") else f"{share:,.0%}"
+
+
+def _table(title: str | None = None, *, expand: bool = False) -> Table:
+    layout = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "title_justify": "left"}
+    return Table(title=title, expand=expand, **layout)  # type: ignore[arg-type]
 
 
 def _figures(verdict: OutputVerdict) -> tuple[str, ...]:

@@ -33,6 +33,19 @@ def _refuse_foreign_data(model: ir.Model, folder: Path) -> None:
             raise DeployError("The graph keeps weights outside its folder.", got=tensor.path)
 
 
+def graph_of(model: Path | ir.Model) -> ir.Model:
+    """A graph that may be given as a file or as it is."""
+    return load_graph(model) if isinstance(model, Path) else model
+
+
+def weights_folder(model: ir.Model) -> Path | None:
+    """The folder of the files that hold a graph's weights, or None where it holds them itself."""
+    for value in model.graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            return Path(value.const_value.base_dir)
+    return None
+
+
 def save_graph(model: ir.Model, path: Path) -> None:
     """Write an ONNX file, its weights beside it in `<name>.data` where they are large."""
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)

@@ -45,7 +45,7 @@ def _round_again(graph: ir.Graph, node: ir.Node, output: ir.Value) -> None:
     output.replace_all_uses_with(rounded, replace_graph_outputs=True)
     cast.replace_input_with(0, output)
     output.name, rounded.name = f"{name}/float32", name
-    output.dtype = ir.DataType.FLOAT
+    output.type = ir.TensorType(ir.DataType.FLOAT)  # a new one: copies of a model share their types
     graph.insert_after(node, cast)
 
 

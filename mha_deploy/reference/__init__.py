@@ -11,7 +11,7 @@ from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.grouped_mlp import GroupedMlpAttention
 from mha_deploy.reference.head_mix import HeadMixAttention
 from mha_deploy.reference.sparse_heads import SparseHeadAttention
-from mha_deploy.reference.weights import StateDict, in_form_of, random_state
+from mha_deploy.reference.weights import StateDict, in_form_of, pack_projections, random_state
 from mha_deploy.spec import AttentionSpec
 
 __all__ = ["Attention", "build_module", "random_weights"]
@@ -43,8 +43,8 @@ def build_module(
     if device == "meta":
         return module
     state = random_weights(spec, seed) if weights is None else dict(weights)
+    _check_state(spec, state)
     state = in_form_of(spec, state)
-    _check_state(module, state)
     for name in list(state):  # one at a time: the largest layers are gigabytes
         state[name] = state[name].to(device=device, dtype=dtype)
     module.load_state_dict(state, assign=True)
@@ -53,25 +53,32 @@ def build_module(
 
 def random_weights(spec: AttentionSpec, seed: int) -> StateDict:
     """Draw the weights of a layer in float32, as separate projections."""
+    return random_state(spec, {name: p.shape for name, p in _separate_parameters(spec).items()}, seed)
+
+
+def _separate_parameters(spec: AttentionSpec) -> StateDict:
+    """The parameters of a layer with separate projections, without their values."""
     with torch.device("meta"):
-        separate = _VARIANTS[spec.variant](replace(spec, projections="separate"))
-    return random_state(spec, {name: p.shape for name, p in separate.named_parameters()}, seed)
+        return dict(_VARIANTS[spec.variant](replace(spec, projections="separate")).named_parameters())
 
 
-def _check_state(module: Attention, state: StateDict) -> None:
-    wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
+def _check_state(spec: AttentionSpec, state: StateDict) -> None:
+    """Compare weights with the layer, in the projection form that they come in."""
+    parameters = _separate_parameters(spec)
+    is_packed = any(name.startswith("qkv.") for name in state)
+    wanted = pack_projections(parameters) if is_packed else parameters
     missing, extra = wanted.keys() - state.keys(), state.keys() - wanted.keys()
     if missing or extra:
         lists = [", ".join(sorted(names)) or "none" for names in (missing, extra)]
         raise DeployError(
-            f"The weights do not belong to {module.spec.name}.",
+            f"The weights do not belong to {spec.name}.",
             got=f"missing: {lists[0]}; not used: {lists[1]}",
             hint=f"name them {', '.join(sorted(wanted))}",
         )
-    for name, shape in wanted.items():
-        if tuple(state[name].shape) != shape:
+    for name, parameter in wanted.items():
+        if state[name].shape != parameter.shape:
             raise DeployError(
-                f"The weight {name} has the wrong shape for {module.spec.name}.",
+                f"The weight {name} has the wrong shape for {spec.name}.",
                 got=tuple(state[name].shape),
-                hint=f"{shape}",
+                hint=f"{tuple(parameter.shape)}",
             )

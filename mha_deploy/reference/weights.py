@@ -13,7 +13,7 @@ from mha_deploy.spec import AttentionSpec
 # Standard deviation of the scores under random weights. Trained layers attend sharply; with scores much
 # smaller than this the softmax is flat, and a wrong scale or mask hardly shows in the output.
 SCORE_STD = 2.0
-_BIAS_STD = 0.5
+_BIAS_STD = 0.1
 
 StateDict = Mapping[str, Tensor]
 
@@ -41,11 +41,11 @@ def _std(spec: AttentionSpec, name: str, shape: torch.Size) -> float:
 
 def pack_projections(state: StateDict) -> dict[str, Tensor]:
     """Stack q, k and v into one `qkv` matrix; what is packed already stays."""
-    packed = {name: tensor for name, tensor in state.items() if name.split(".")[0] not in ("q", "k", "v")}
+    packed = dict(state)
     for suffix in ("weight", "bias"):
-        parts = [state.get(f"{name}.{suffix}") for name in ("q", "k", "v")]
-        if all(part is not None for part in parts):
-            packed[f"qkv.{suffix}"] = torch.cat([part for part in parts if part is not None])
+        parts = [f"{name}.{suffix}" for name in ("q", "k", "v")]
+        if all(part in packed for part in parts):
+            packed[f"qkv.{suffix}"] = torch.cat([packed.pop(part) for part in parts])
     return packed
 
 

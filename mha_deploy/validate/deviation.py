@@ -18,6 +18,8 @@ class Deviation:
         relative_l2: ‖y − o‖ / ‖o‖ over the whole tensor.
         worst_row: The same for the worst vector along the last axis: one token, or one query's weights.
         max_abs: Largest absolute error, in units of the root mean square of the oracle.
+        gain: |⟨y, o⟩ / ⟨o, o⟩ − 1|: how much larger or smaller the result is as a whole. Rounding goes both
+            ways and cancels here, a wrong scale does not.
         cosine: Cosine between result and oracle.
         worst_index: Where the largest absolute error is.
         worst_got: The value there.
@@ -27,6 +29,7 @@ class Deviation:
     relative_l2: float
     worst_row: float
     max_abs: float
+    gain: float
     cosine: float
     worst_index: tuple[int, ...]
     worst_got: float
@@ -44,6 +47,7 @@ def measure(got: np.ndarray, oracle: np.ndarray) -> Deviation:
         relative_l2=float(_rms(error) / size),
         worst_row=float(np.max(_rms(error, axis=-1) / row_sizes)),
         max_abs=float(np.abs(error[worst]) / size),
+        gain=abs(float(np.vdot(error, oracle))) / (oracle.size * float(size) ** 2),
         cosine=_cosine(result, oracle),
         worst_index=tuple(int(i) for i in worst),
         worst_got=float(result[worst]),

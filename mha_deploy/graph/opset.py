@@ -1,0 +1,141 @@
+"""Take a model down to an older opset, where its nodes allow it.
+
+TensorRT 8.6 knows opset 17, attention is written in opset 23. Most operators changed between the two only
+in the types they accept: such a node is valid under the older schema as it stands. The few whose inputs
+moved are rewritten, and for the rest the node is named.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
+
+from mha_deploy.graph.lower.errors import LoweringError
+
+# The same node means something else in the older version, though both schemas accept it.
+_CHANGED_MEANING = frozenset({"GridSample", "Resize", "GroupNormalization", "DFT"})
+
+
+def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> ir.Model:
+    """Rewrite a model for an opset that is not newer than `version`.
+
+    Args:
+        model: The model; it is not changed.
+        version: The newest opset the result may need.
+        dialect: Name used in messages.
+
+    Raises:
+        LoweringError: A node cannot be written in that opset.
+    """
+    result = model.clone()
+    current = result.opset_imports.get("", version)
+    if current <= version:
+        return result
+    if result.functions:
+        InlinePass()(result)
+    for node in list(result.graph.all_nodes()):
+        if node.domain == "":
+            _rewrite(node, version)
+            problem = _problem(node, current, version)
+            if problem is not None:
+                raise _refusal(node, version, problem, dialect)
+            node.version = None
+    result.graph.opset_imports[""] = version
+    imports = [onnx.helper.make_opsetid(*item) for item in result.opset_imports.items()]
+    result.ir_version = min(result.ir_version, onnx.helper.find_min_ir_version_for(imports, True))
+    return result
+
+
+def _rewrite(node: ir.Node, version: int) -> None:
+    """Move what newer versions moved."""
+    if node.op_type.startswith("Reduce") and version < 18 and node.op_type != "ReduceSum":
+        _axes_to_attribute(node)
+    if node.op_type == "Split" and version < 18 and _splits_evenly(node):
+        node.attributes.pop("num_outputs", None)
+
+
+def _axes_to_attribute(node: ir.Node) -> None:
+    """Axes became an input in opset 18."""
+    axes = _constant_ints(node, 1)
+    if axes is None:
+        return
+    node.attributes.add(ir.AttrInt64s("axes", axes))
+    node.resize_inputs(1)
+
+
+def _splits_evenly(node: ir.Node) -> bool:
+    """Opset 18 lets the last part be smaller: only a split into given or equal parts is older."""
+    if len(node.inputs) > 1 and node.inputs[1] is not None:
+        return True
+    data, axis = node.inputs[0], node.attributes.get_int("axis", 0)
+    size = data.shape[axis] if data is not None and data.shape is not None else None
+    return isinstance(size, int) and size % len(node.outputs) == 0
+
+
+def _constant_ints(node: ir.Node, position: int) -> list[int] | None:
+    if position >= len(node.inputs):
+        return None
+    value = node.inputs[position]
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else [int(axis) for axis in tensor.numpy().reshape(-1)]
+
+
+def _problem(node: ir.Node, current: int, version: int) -> str | None:
+    """Why the node is not valid in the older version; None where it is."""
+    try:
+        old = onnx.defs.get_schema(node.op_type, version, "")
+    except onnx.defs.SchemaError:
+        return "it came later"
+    new = onnx.defs.get_schema(node.op_type, current, "")
+    if old.since_version == new.since_version:
+        return None
+    if node.op_type in _CHANGED_MEANING:
+        return "it has changed its meaning"
+    return _attribute_problem(node, old, new) or _input_problem(node, old)
+
+
+def _attribute_problem(node: ir.Node, old: Any, new: Any) -> str | None:
+    for name in list(node.attributes):
+        if name in old.attributes:
+            continue
+        default = new.attributes[name].default_value if name in new.attributes else None
+        if default is None or _value(node.attributes[name]) != onnx.helper.get_attribute_value(default):
+            return f"it uses the attribute {name}"
+        node.attributes.pop(name)  # the default says nothing
+    return None
+
+
+def _input_problem(node: ir.Node, old: Any) -> str | None:
+    last = old.inputs[-1] if old.inputs else None
+    variadic = last is not None and last.option == onnx.defs.OpSchema.FormalParameterOption.Variadic
+    if len(node.inputs) > len(old.inputs) and not variadic:
+        return f"it has {len(node.inputs)} inputs"
+    for index, value in enumerate(node.inputs):
+        formal = old.inputs[min(index, len(old.inputs) - 1)]
+        if value is None or value.dtype is None:
+            continue
+        if _type_string(value.dtype) not in formal.types:
+            return f"input {formal.name} is {value.dtype.name}"
+    return None
+
+
+def _type_string(dtype: ir.DataType) -> str:
+    names = {"FLOAT": "float", "DOUBLE": "double"}
+    return f"tensor({names.get(dtype.name, dtype.name.lower())})"
+
+
+def _value(attribute: ir.Attr) -> Any:
+    return attribute.value.encode() if attribute.type == ir.AttributeType.STRING else attribute.value
+
+
+def _refusal(node: ir.Node, version: int, problem: str, dialect: str) -> LoweringError:
+    return LoweringError(
+        f"{node.op_type} in opset {version}",
+        node=node.name or (node.outputs[0].name if node.outputs else None) or node.op_type,
+        dialect=dialect,
+        got=problem,
+        hint=f"opset=None keeps the model's own opset, for a target newer than opset {version}",
+    )

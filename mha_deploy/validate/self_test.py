@@ -1,0 +1,93 @@
+"""Can this bundle tell a wrong model from a right one? Make the mistakes, and see each one caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from mha_deploy.backends import cpu_backend, open_runner
+from mha_deploy.bundle import Bundle
+from mha_deploy.golden import GoldenCase, golden_cases
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.sabotage import sabotaged, sabotages
+from mha_deploy.validate.parity import ParityReport, parity_from_runner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catch:
+    """One deliberate mistake, and whether the golden cases give it away.
+
+    Args:
+        mistake: What was done to the model.
+        caught: Whether the verdict was a failure.
+        share: The largest share of an error budget it used; infinite where there was no number to compare.
+    """
+
+    mistake: str
+    caught: bool
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfTest:
+    """The right model's own share of the budget, and every mistake that could be made."""
+
+    right: ParityReport
+    catches: tuple[Catch, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the right model passes and every wrong one fails."""
+        return self.right.passed and all(catch.caught for catch in self.catches)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; an infinite share is null."""
+        return {
+            "passed": self.passed,
+            "right": {"passed": self.right.passed, "share": budget_share(self.right)},
+            "mistakes": [
+                {
+                    "mistake": catch.mistake,
+                    "caught": catch.caught,
+                    "share": catch.share if catch.share != float("inf") else None,
+                }
+                for catch in self.catches
+            ],
+        }
+
+
+def self_test(
+    bundle: Bundle,
+    backend: str | None = None,
+    *,
+    on_mistake: Callable[[str], None] = lambda name: None,
+) -> SelfTest:
+    """Validate the bundle's own graph, then every sabotaged copy of it."""
+    model, cases = load_graph(bundle.model_path), list(golden_cases(bundle))
+    catches = []
+    for mistake in sabotages():
+        wrong = sabotaged(model, mistake)
+        if wrong is not None:
+            on_mistake(mistake)
+            report = _validate(wrong, cases, bundle, backend)
+            catches.append(Catch(mistake=mistake, caught=not report.passed, share=budget_share(report)))
+    right = _validate(model, cases, bundle, backend)
+    return SelfTest(right=right, catches=tuple(catches))
+
+
+def _validate(model: ir.Model, cases: list[GoldenCase], bundle: Bundle, backend: str | None) -> ParityReport:
+    manifest = bundle.manifest
+    with open_runner(backend or cpu_backend(manifest.precision), model) as runner:
+        return parity_from_runner(runner, cases, model=manifest.spec.name, precision=manifest.precision)
+
+
+def budget_share(report: ParityReport) -> float:
+    """The largest share of a budget that any output used; infinite where one had no number to compare."""
+    shares = [
+        verdict.budget.share_used(verdict.deviation) if verdict.budget and verdict.deviation else float("inf")
+        for verdict in report.verdicts
+    ]
+    return max(shares)
