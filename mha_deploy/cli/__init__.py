@@ -13,6 +13,8 @@ import sys
 import typer
 
 from mha_deploy.cli.analyze import analyze
+from mha_deploy.cli.build_engine import build_engine
+from mha_deploy.cli.check import check
 from mha_deploy.cli.deploy import deploy
 from mha_deploy.cli.doctor import doctor
 from mha_deploy.cli.export import export
@@ -31,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (deploy, export, validate, inspect, models, analyze, doctor):
+for verb in (deploy, export, check, build_engine, validate, inspect, models, analyze, doctor):
     app.command()(verb)
 
 

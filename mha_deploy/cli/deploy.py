@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mha_deploy.cli.build_engine import Targets, build_with_progress, engine_to_dict, print_engine
 from mha_deploy.cli.export import Weights, export_with_progress, print_bundle
 from mha_deploy.cli.options import (
     Axes,
@@ -20,8 +21,14 @@ from mha_deploy.cli.options import (
     spec_from_options,
 )
 from mha_deploy.cli.validate import print_report, validate_with_progress
+from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.export.options import ExportOptions
+
+if TYPE_CHECKING:
+    from mha_deploy.bundle import Bundle
+    from mha_deploy.engine.record import Engine
+    from mha_deploy.validate.parity import ParityReport
 
 
 def deploy(
@@ -35,19 +42,48 @@ def deploy(
     projections: Projections = None,
     seed: Seed = 0,
     weights: Weights = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="tensorrt or tensorrt-rtx; the one that fits this machine unless given."),
+    ] = None,
+    sm: Targets = "",
+    engine: Annotated[bool, typer.Option(help="Whether to build an engine.")] = True,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Export a model and validate the bundle on this machine."""
+    """Export a model, validate its graph, build an engine, and say whether it is fused: the whole way."""
     spec = spec_from_options(model, axis, projections)
     target = out or Path("bundles") / f"{spec.name}-{precision}"
     options = ExportOptions(precision=precision, seed=seed, weights=weights, overwrite=overwrite)
     bundle = export_with_progress(spec, target, options)
     report = validate_with_progress(bundle, None)
+    # No engine from a graph that is wrong: its verdict would only distract.
+    built = _build(bundle, backend, sm) if engine and report.passed else None
     if json:
-        print_json({"bundle": str(bundle.path), "validation": report.to_dict()})
+        print_json(
+            {
+                "bundle": str(bundle.path),
+                "validation": report.to_dict(),
+                "engine": None if built is None else engine_to_dict(built),
+            }
+        )
     else:
-        print_bundle(bundle)
-        print_report(report)
-    if not report.passed:
+        _print(bundle, report, built)
+    if not report.passed or (built is not None and not _is_as_asked(built)):
         raise typer.Exit(EXIT_VERDICT_FAILED)
+
+
+def _build(bundle: Bundle, backend: str | None, sm: str) -> Engine:
+    return build_with_progress(bundle, EngineOptions(backend=backend, targets=sm))
+
+
+def _is_as_asked(engine: Engine) -> bool:
+    return engine.manifest.all_fused and engine.manifest.is_in_precision
+
+
+def _print(bundle: Bundle, report: ParityReport, engine: Engine | None) -> None:
+    print_bundle(bundle)
+    print_report(report)
+    if engine is not None:
+        print_engine(engine)
+        typer.echo("The engine was built and inspected, but not run.")

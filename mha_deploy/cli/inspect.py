@@ -11,9 +11,9 @@ from mha_deploy.cli.options import Json, print_json
 
 
 def inspect(
-    what: Annotated[Path, typer.Argument(help="A bundle, or an .onnx file.")], json: Json = False
+    what: Annotated[Path, typer.Argument(help="A bundle, an .engine or an .onnx file.")], json: Json = False
 ) -> None:
-    """Show the spec, axes, attention nodes and golden cases, and check the hashes."""
+    """Show what is in a bundle, an engine or an ONNX file, and check the hashes."""
     from rich.console import Console
 
     from mha_deploy.bundle import open_bundle
@@ -21,6 +21,16 @@ def inspect(
     from mha_deploy.graph.attention_node import attention_nodes
     from mha_deploy.graph.file import load_graph
 
+    if what.suffix == ".engine":
+        from mha_deploy.cli.build_engine import engine_to_dict, print_engine
+        from mha_deploy.engine.record import open_engine
+
+        engine = open_engine(what)
+        if json:
+            print_json(engine_to_dict(engine))
+        else:
+            print_engine(engine, details=True)
+        return
     if what.suffix == ".onnx":
         nodes = [node.describe() for node in attention_nodes(load_graph(what))]
         if json:

@@ -21,18 +21,18 @@ from mha_deploy.validate.self_test import SelfTest, budget_share
 
 def models_renderable(specs: Iterable[AttentionSpec]) -> RenderableType:
     """The table of known models."""
-    table = _table(expand=True)
-    table.add_column("model", no_wrap=True)
-    table.add_column("kind", no_wrap=True)
+    rows = table(expand=True)
+    rows.add_column("model", no_wrap=True)
+    rows.add_column("kind", no_wrap=True)
     for column in ("Hq/Hkv×D", "E", "parameters", "KV B/token"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("what", no_wrap=True, overflow="ellipsis", ratio=1)
+        rows.add_column(column, justify="right", no_wrap=True)
+    rows.add_column("what", no_wrap=True, overflow="ellipsis", ratio=1)
     for spec in specs:
         row = model_row(spec)
         heads = f"{spec.Hq}/{spec.Hkv}×{spec.D}"
         numbers = (f"{row[key]:,}" for key in ("E", "parameters", "kv_bytes_per_token"))
-        table.add_row(spec.name, row["kind"], heads, *numbers, spec.summary)
-    return Group(table, Text("One layer each; KV-cache bytes per token for FP16 or BF16.", style="dim"))
+        rows.add_row(spec.name, row["kind"], heads, *numbers, spec.summary)
+    return Group(rows, Text("One layer each; KV-cache bytes per token for FP16 or BF16.", style="dim"))
 
 
 def model_row(spec: AttentionSpec) -> dict[str, Any]:
@@ -77,14 +77,12 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
 
 def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The attention nodes of a graph with what sets them apart."""
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, title=f"{len(nodes)} Attention nodes", title_justify="left"
-    )
+    rows = table(f"{len(nodes)} attention node{'' if len(nodes) == 1 else 's'}")
     for column in ("node", "kind", "Hq", "Hkv", "D", "type", "scale", "mask", "causal", "rank", "also"):
-        table.add_column(column)
+        rows.add_column(column)
     for node in nodes:
         scale = node["softmax_scale"]
-        table.add_row(
+        rows.add_row(
             escape(node["name"]),
             *(_text(node[key]) for key in ("kind", "Hq", "Hkv", "D", "dtype")),
             "?" if scale is None else f"{scale:.4g}",
@@ -93,7 +91,7 @@ def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
             _text(node["rank"]),
             _extras(node),
         )
-    return table
+    return rows
 
 
 def _extras(node: Mapping[str, Any]) -> str:
@@ -110,7 +108,7 @@ def _extras(node: Mapping[str, Any]) -> str:
 
 def _details(bundle: Bundle) -> RenderableType:
     manifest = bundle.manifest
-    files = _table("files, hashes checked")
+    files = table("files, hashes checked")
     files.add_column("file")
     files.add_column("bytes", justify="right")
     files.add_column("sha256")
@@ -123,15 +121,15 @@ def _details(bundle: Bundle) -> RenderableType:
 
 def parity_renderable(report: ParityReport) -> RenderableType:
     """The verdict, then a row for every output of every case."""
-    table = _table()
+    rows = table()
     for column in ("case", "sizes", "output"):
-        table.add_column(column, no_wrap=True)
+        rows.add_column(column, no_wrap=True)
     for column in ("rel. L2", "row", "max", "1-cosine", "budget"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", overflow="fold", min_width=7)
+        rows.add_column(column, justify="right", no_wrap=True)
+    rows.add_column("verdict", overflow="fold", min_width=7)
     for verdict in report.verdicts:
         place = (verdict.case, _sizes(verdict.sizes), verdict.output)
-        table.add_row(*place, *_figures(verdict), _verdict(verdict))
+        rows.add_row(*place, *_figures(verdict), _verdict(verdict))
     failed = sum(not verdict.passed for verdict in report.verdicts)
     count = len(report.verdicts)
     head = (
@@ -143,31 +141,32 @@ def parity_renderable(report: ParityReport) -> RenderableType:
     worst = [
         _worst_element(verdict) for verdict in report.verdicts if not verdict.passed and verdict.deviation
     ]
-    return Group(table, *worst, head, where)
+    return Group(rows, *worst, head, where)
 
 
 def self_test_renderable(result: SelfTest) -> RenderableType:
     """Every deliberate mistake, and by how much it was caught."""
-    table = _table()
-    table.add_column("model", no_wrap=True)
-    table.add_column("of budget", justify="right", no_wrap=True)
-    table.add_column("verdict")
+    rows = table()
+    rows.add_column("model", no_wrap=True)
+    rows.add_column("× budget", justify="right", no_wrap=True)
+    rows.add_column("verdict")
     right = Text("passed", style="green") if result.right.passed else Text("FAILED", style="red")
-    table.add_row("as exported", _share(budget_share(result.right)), right)
+    rows.add_row("as exported", _share(budget_share(result.right)), right)
     for catch in result.catches:
         verdict = Text("caught", style="green") if catch.caught else Text("MISSED", style="red")
-        table.add_row(catch.mistake, _share(catch.share), verdict)
+        rows.add_row(catch.mistake, _share(catch.share), verdict)
     caught = sum(catch.caught for catch in result.catches)
     style = "bold green" if result.passed else "bold red"
     head = f"{'PASSED' if result.passed else 'FAILED'}  {caught}/{len(result.catches)} mistakes caught"
-    return Group(table, Text(head, style=style))
+    return Group(rows, Text(head, style=style))
 
 
 def _share(share: float) -> str:
-    return "not a number" if share == float("inf") else f"{share:,.0%}"
+    return "not a number" if share == float("inf") else f"{share:,.2f}"
 
 
-def _table(title: str | None = None, *, expand: bool = False) -> Table:
+def table(title: str | None = None, *, expand: bool = False) -> Table:
+    """An empty table in the style of this tool."""
     layout = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "title_justify": "left"}
     return Table(title=title, expand=expand, **layout)  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 
+import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
@@ -110,15 +111,21 @@ def _name_by_module(model: ir.Model) -> None:
         elif node.op_type == "MatMul":
             scope = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])[-2]
             node.name = f"{scope}.matmul"
-            _rename_initializer(model, node.inputs[1], f"{scope}.weight.T")
+            _settle_weight(model, node.inputs[1], f"{scope}.weight.T")
 
 
-def _rename_initializer(model: ir.Model, value: ir.Value | None, name: str) -> None:
-    # The exporter folds `weight.T` into a new constant, and numbers it.
+def _settle_weight(model: ir.Model, value: ir.Value | None, name: str) -> None:
+    """Name the constant that the exporter folded `weight.T` into, and lay it out as it reads.
+
+    As a transposed view it would be written to disk number by number, which takes minutes for gigabytes.
+    """
     if value is not None and value.is_initializer() and value.name is not None:
         del model.graph.initializers[value.name]
         value.name = name
         model.graph.initializers[name] = value
+        if value.const_value is not None:
+            array = np.ascontiguousarray(value.const_value.numpy())
+            value.const_value = ir.Tensor(array, dtype=value.const_value.dtype, name=name)
 
 
 def _drop_unused_outputs(model: ir.Model) -> None:
@@ -141,3 +148,6 @@ def _declare_outputs(model: ir.Model, spec: AttentionSpec) -> None:
 def _drop_exporter_metadata(model: ir.Model) -> None:
     """Forget stack traces and the like: they hold paths of the export machine."""
     common_passes.ClearMetadataAndDocStringPass()(model)
+    graph = model.graph  # the pass leaves what is written on inputs, outputs and weights
+    for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
+        value.metadata_props.clear()

@@ -97,7 +97,7 @@ def _ragged_case(spec: AttentionSpec) -> PlannedCase | str:
     if spec.mask != "padding":
         return "no ragged case: the layer takes no key lengths"
     sizes = {name: _first_allowed(spec, name, (_RAGGED_LENGTH,)) for name in spec.axes}
-    sizes["B"] = min(_RAGGED_ROWS, spec.axes["B"].max)
+    sizes["B"] = max(spec.axes["B"].min, min(_RAGGED_ROWS, spec.axes["B"].max))
     return PlannedCase(name="ragged", sizes=sizes, ragged=True)
 
 

@@ -1,0 +1,56 @@
+"""TensorRT 8.6 to 11 and TensorRT-RTX behind one door: build an engine, and say what it became.
+
+`build_engine` turns a model into a `BuiltEngine`; `engine_verdict` judges its kernels. What the versions
+differ in is in `versions.py`, and which of their names are used is in `surface.py`.
+"""
+
+from __future__ import annotations
+
+from mha_deploy.backends.tensorrt.build import build_engine, build_with
+from mha_deploy.backends.tensorrt.errors import EngineError
+from mha_deploy.backends.tensorrt.inspection import inspect_kernels, inspector_json
+from mha_deploy.backends.tensorrt.kernels import EngineTensor, Kernel, kernels_from_profile
+from mha_deploy.backends.tensorrt.layers import kernels_from_inspector, kernels_from_log
+from mha_deploy.backends.tensorrt.log import Message, collect, logger_for
+from mha_deploy.backends.tensorrt.onnx_names import members, read_names, trt_name
+from mha_deploy.backends.tensorrt.plan import kernels_from_plan, plan_targets
+from mha_deploy.backends.tensorrt.precision import Offender, PrecisionVerdict, precision_verdict
+from mha_deploy.backends.tensorrt.request import BuildRequest, BuiltEngine, Profile, parse_targets
+from mha_deploy.backends.tensorrt.verdict import EngineVerdict, NodeVerdict, engine_verdict, fusion_verdict
+from mha_deploy.backends.tensorrt.versions import Capabilities, TensorRT, load, probe
+
+__all__ = [
+    "BuildRequest",
+    "BuiltEngine",
+    "Capabilities",
+    "EngineError",
+    "EngineTensor",
+    "EngineVerdict",
+    "Kernel",
+    "Message",
+    "NodeVerdict",
+    "Offender",
+    "PrecisionVerdict",
+    "Profile",
+    "TensorRT",
+    "build_engine",
+    "build_with",
+    "collect",
+    "engine_verdict",
+    "fusion_verdict",
+    "inspect_kernels",
+    "inspector_json",
+    "kernels_from_inspector",
+    "kernels_from_log",
+    "kernels_from_plan",
+    "kernels_from_profile",
+    "load",
+    "logger_for",
+    "members",
+    "parse_targets",
+    "plan_targets",
+    "precision_verdict",
+    "probe",
+    "read_names",
+    "trt_name",
+]

@@ -1,0 +1,168 @@
+"""What is asked of the builder, and what comes back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mha_deploy.backends.tensorrt.errors import EngineError
+from mha_deploy.backends.tensorrt.kernels import EngineTensor, Kernel
+from mha_deploy.backends.tensorrt.log import Message
+from mha_deploy.errors import nearest
+
+Shape = tuple[int, ...]
+Profile = Mapping[str, tuple[Shape, Shape, Shape]]
+"""For each input, its smallest, most usual and largest shape."""
+
+PRECISIONS = ("fp16", "bf16", "fp32")
+HARDWARE_LEVELS = {"ampere-plus": "AMPERE_PLUS", "same-compute-capability": "SAME_COMPUTE_CAPABILITY"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """One engine to build.
+
+    Args:
+        onnx: Path of the model, or the model itself. A model with external data needs its path.
+        backend: `tensorrt` or `tensorrt-rtx`.
+        precision: The precision the graph is written in: `fp16`, `bf16` or `fp32`.
+        profiles: Ranges of the input shapes, one mapping per optimisation profile.
+        targets: Compute capabilities to compile for (RTX only): `"8.9"`, `"89,120"`, `("8.9", "12.0")`.
+        optimization_level: How hard the builder tries, 0 to 5; None for its default.
+        workspace: Most bytes of scratch memory a kernel may use; None for all there is.
+        timing_cache: Timings of earlier builds on this GPU.
+        version_compatible: Build an engine that later versions can load.
+        hardware_compatible: `ampere-plus` or `same-compute-capability`: other GPUs it shall run on.
+        weight_streaming: Let weights stay on the host.
+        refit: `all`, `identical`, or the names of the weights that can be replaced later.
+        strip_weights: Write the plan without the weights.
+        allow_decomposed: Let attention without a fused kernel be built from several. A graph in which
+            attention is written in primitive operators is always free to decompose.
+        weak_typing: Let TensorRT choose types within what the precision allows (8.6 can do nothing else).
+        precision_constraints: `prefer` or `obey`: hold layers to the graph's types under weak typing.
+        tf32: Let FP32 matrix products round their inputs to TF32.
+        external_tactics: Let the builder take kernels from cuBLAS and cuDNN where it can.
+    """
+
+    onnx: bytes | str | Path
+    backend: str = "tensorrt-rtx"
+    precision: str = "fp16"
+    profiles: Sequence[Profile] = ()
+    targets: str | Sequence[str] = ()
+    optimization_level: int | None = None
+    workspace: int | None = None
+    timing_cache: bytes | None = field(default=None, repr=False)
+    version_compatible: bool = False
+    hardware_compatible: str | None = None
+    weight_streaming: bool = False
+    refit: Literal["all", "identical"] | Sequence[str] | None = None
+    strip_weights: bool = False
+    allow_decomposed: bool = False
+    weak_typing: bool = False
+    precision_constraints: Literal["prefer", "obey"] | None = None
+    tf32: bool = False
+    external_tactics: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("precision", self.precision, PRECISIONS)
+        if self.hardware_compatible is not None:
+            _one_of("hardware compatibility", self.hardware_compatible, HARDWARE_LEVELS)
+        if self.precision_constraints is not None:
+            _one_of("precision constraint", self.precision_constraints, ("prefer", "obey"))
+        if isinstance(self.refit, str):
+            _one_of("refit mode", self.refit, ("all", "identical"))
+        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
+            raise EngineError(
+                "The optimisation level is out of range.", got=self.optimization_level, hint="0-5"
+            )
+        if self.workspace is not None and self.workspace <= 0:
+            raise EngineError("The workspace must be a positive number of bytes.", got=self.workspace)
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The targets as TensorRT-RTX calls them: `SM89`, `SM120`, `CURRENT`."""
+        return parse_targets(self.targets)
+
+    def options(self) -> dict[str, Any]:
+        """The options as plain data, for a manifest: everything but the model and the cache."""
+        return {
+            "precision": self.precision,
+            "profiles": [
+                {name: [list(shape) for shape in shapes] for name, shapes in profile.items()}
+                for profile in self.profiles
+            ],
+            "targets": list(self.target_names),
+            "optimization_level": self.optimization_level,
+            "workspace": self.workspace,
+            "version_compatible": self.version_compatible,
+            "hardware_compatible": self.hardware_compatible,
+            "weight_streaming": self.weight_streaming,
+            "refit": self.refit if self.refit is None or isinstance(self.refit, str) else list(self.refit),
+            "strip_weights": self.strip_weights,
+            "allow_decomposed": self.allow_decomposed,
+            "weak_typing": self.weak_typing,
+            "precision_constraints": self.precision_constraints,
+            "tf32": self.tf32,
+            "external_tactics": self.external_tactics,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltEngine:
+    """An engine, and what is known about it.
+
+    Args:
+        plan: The serialised engine.
+        backend: `tensorrt` or `tensorrt-rtx`.
+        version: Version of the TensorRT that built it.
+        seconds: How long the build took.
+        strongly_typed: Whether its types are those of the graph.
+        inputs: Inputs of the network; a dynamic size is -1.
+        outputs: Outputs of the network.
+        kernels: The engine's kernels as each source tells them: `log`, `plan`, `inspector`.
+        warnings: What TensorRT warned of, linked to nodes.
+        notes: What the caller should know: a stale timing cache, a source that was silent.
+        timing_cache: Timings to keep for the next build; None where they have no effect.
+    """
+
+    plan: bytes = field(repr=False)
+    backend: str
+    version: str
+    seconds: float
+    strongly_typed: bool
+    inputs: tuple[EngineTensor, ...]
+    outputs: tuple[EngineTensor, ...]
+    kernels: Mapping[str, tuple[Kernel, ...]]
+    warnings: tuple[Message, ...] = ()
+    notes: tuple[str, ...] = ()
+    timing_cache: bytes | None = field(default=None, repr=False)
+
+
+def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
+    """Read compute capabilities as people write them.
+
+    Args:
+        targets: `"8.9,12.0"`, `"89 120"`, `("sm_89", "SM120")`, `"current"`.
+
+    Returns:
+        Names like `SM89`, each once, in the order given.
+    """
+    parts = re.split(r"[,;\s]+", targets) if isinstance(targets, str) else list(targets)
+    return tuple(dict.fromkeys(_target(part) for part in parts if part))
+
+
+def _target(text: str) -> str:
+    if text.upper() == "CURRENT":
+        return "CURRENT"
+    match = re.fullmatch(r"(?:sm_?)?(?:(\d{1,2})\.(\d)|(\d{2,3}))", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise EngineError("This is not a compute capability.", got=text, hint="write it as 8.9 or 89")
+    return f"SM{match[3]}" if match[3] else f"SM{match[1]}{match[2]}"
+
+
+def _one_of(what: str, value: str, known: Sequence[str] | Mapping[str, str]) -> None:
+    if value not in known:
+        raise EngineError(f"No such {what}.", got=value, hint=nearest(value, known))

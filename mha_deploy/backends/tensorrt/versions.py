@@ -1,0 +1,203 @@
+"""Which TensorRT is here, and what it has: the one file that imports it.
+
+TensorRT 8.6, 10.x, 11.x and TensorRT-RTX differ in flags, classes and meaning, and the integers behind
+the flags move from version to version. So nothing here looks at a version number: `probe` asks for each
+name, and writes the answers into one frozen record that the rest of the backend reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from mha_deploy.errors import BackendUnavailable, nearest
+
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+INSTALL = {"tensorrt": "pip install tensorrt", "tensorrt-rtx": "pip install tensorrt-rtx-cu13"}
+
+# Libraries of their own that a machine may have only as stubs.
+EXTERNAL_TACTIC_SOURCES = ("CUBLAS", "CUBLAS_LT", "CUDNN")
+
+# A capability is there when every one of its names is.
+PROBES: dict[str, tuple[str, ...]] = {
+    "explicit_batch_flag": ("NetworkDefinitionCreationFlag.EXPLICIT_BATCH",),
+    "strongly_typed_flag": ("NetworkDefinitionCreationFlag.STRONGLY_TYPED",),
+    "fp16_flag": ("BuilderFlag.FP16",),
+    "bf16_flag": ("BuilderFlag.BF16",),
+    "bf16_type": ("DataType.BF16",),
+    "precision_constraints": (
+        "BuilderFlag.OBEY_PRECISION_CONSTRAINTS",
+        "BuilderFlag.PREFER_PRECISION_CONSTRAINTS",
+        "ILayer.precision",
+        "ILayer.set_output_type",
+    ),
+    "tf32_flag": ("BuilderFlag.TF32",),
+    "progress_monitor": ("IProgressMonitor", "IBuilderConfig.progress_monitor"),
+    "attention": (
+        "INetworkDefinition.add_attention",
+        "LayerType.ATTENTION_INPUT",
+        "IAttentionInputLayer.attention",
+        "IAttention.decomposable",
+    ),
+    "timing_cache": ("IBuilderConfig.create_timing_cache", "IBuilderConfig.set_timing_cache"),
+    "version_compatible": ("BuilderFlag.VERSION_COMPATIBLE", "Runtime.engine_host_code_allowed"),
+    "weight_streaming": ("BuilderFlag.WEIGHT_STREAMING",),
+    "refit": ("BuilderFlag.REFIT",),
+    "refit_identical": ("BuilderFlag.REFIT_IDENTICAL",),
+    "refit_individual": ("BuilderFlag.REFIT_INDIVIDUAL", "INetworkDefinition.mark_weights_refittable"),
+    "strip_plan": ("BuilderFlag.STRIP_PLAN",),
+    "parser_node_names": ("ParserError.node_name", "ParserError.node_operator"),
+    "inspector": (
+        "ICudaEngine.create_engine_inspector",
+        "EngineInspector.get_engine_information",
+        "LayerInformationFormat.JSON",
+    ),
+}
+
+# TensorRT-RTX keeps these names, but the setter only logs, the build fails, or nothing happens.
+_HOLLOW_ON_RTX = ("timing_cache", "version_compatible")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What one TensorRT has, by name.
+
+    Args:
+        explicit_batch_flag: Networks must be asked to have an explicit batch (8.6).
+        strongly_typed_flag: A network can take its types from the graph.
+        always_strongly_typed: A network cannot do anything else.
+        fp16_flag: FP16 can be allowed for a weakly typed network.
+        bf16_flag: BF16 can be allowed for a weakly typed network.
+        bf16_type: BF16 tensors exist at all.
+        precision_constraints: Layers can be held to a type in a weakly typed network.
+        tf32_flag: TF32 can be switched off.
+        progress_monitor: The builder reports its progress.
+        attention: Attention is a layer of its own, with a `decomposable` switch.
+        timing_cache: Timings can be kept from one build to the next, with effect.
+        version_compatible: Engines for later versions can be built.
+        weight_streaming: Weights can stay on the host.
+        refit: All weights can be made replaceable.
+        refit_identical: Weights can be stripped and put back, if they are the same.
+        refit_individual: Single weights can be made replaceable.
+        strip_plan: The plan can be written without weights.
+        parser_node_names: The parser says which node it failed on, by name.
+        inspector: A deserialised engine can be asked for its layers.
+        compute_capabilities: Targets that can be named; empty where the local GPU is the target.
+        hardware_compatibility: Levels of compatibility with other GPUs that can be asked for.
+        external_tactic_sources: Outside libraries the builder may take kernels from.
+    """
+
+    explicit_batch_flag: bool
+    strongly_typed_flag: bool
+    always_strongly_typed: bool
+    fp16_flag: bool
+    bf16_flag: bool
+    bf16_type: bool
+    precision_constraints: bool
+    tf32_flag: bool
+    progress_monitor: bool
+    attention: bool
+    timing_cache: bool
+    version_compatible: bool
+    weight_streaming: bool
+    refit: bool
+    refit_identical: bool
+    refit_individual: bool
+    strip_plan: bool
+    parser_node_names: bool
+    inspector: bool
+    compute_capabilities: tuple[str, ...]
+    hardware_compatibility: tuple[str, ...]
+    external_tactic_sources: tuple[str, ...]
+
+    @property
+    def builds_without_gpu(self) -> bool:
+        """Whether engines are compiled for named targets, so that no GPU is needed."""
+        return bool(self.compute_capabilities)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRT:
+    """One imported TensorRT.
+
+    Args:
+        module: The Python module.
+        backend: `tensorrt` or `tensorrt-rtx`.
+        version: What the module calls its version.
+        can: What it has.
+    """
+
+    module: Any
+    backend: str
+    version: str
+    can: Capabilities
+
+    @property
+    def title(self) -> str:
+        """Its name and version, for messages."""
+        name = "TensorRT-RTX" if self.backend == "tensorrt-rtx" else "TensorRT"
+        return f"{name} {self.version}"
+
+
+def load(backend: str) -> TensorRT:
+    """Import a TensorRT and say what it has.
+
+    Args:
+        backend: `tensorrt` or `tensorrt-rtx`.
+
+    Raises:
+        BackendUnavailable: No such backend, or its package cannot be imported.
+    """
+    if backend not in MODULES:
+        raise BackendUnavailable("No such TensorRT backend.", got=backend, hint=nearest(backend, MODULES))
+    try:
+        module = importlib.import_module(MODULES[backend])
+    except (ImportError, OSError) as cause:
+        # A wheel whose CUDA libraries are missing fails with OSError, not ImportError.
+        raise BackendUnavailable(
+            f"The Python package {MODULES[backend]!r} cannot be imported.", got=cause, hint=INSTALL[backend]
+        ) from cause
+    return wrap(module, backend)
+
+
+def wrap(module: Any, backend: str) -> TensorRT:
+    """Put an imported module and its capabilities together."""
+    version = str(getattr(module, "__version__", "of unknown version"))
+    return TensorRT(module=module, backend=backend, version=version, can=probe(module))
+
+
+def probe(module: Any) -> Capabilities:
+    """Ask a TensorRT module, or anything shaped like one, what it has."""
+    found = {field: all(has(module, name) for name in names) for field, names in PROBES.items()}
+    targets = _members(module, "ComputeCapability", without=("NONE",))
+    levels = _members(module, "HardwareCompatibilityLevel", without=("NONE",))
+    sources = _members(module, "TacticSource")
+    if targets:
+        found.update(dict.fromkeys(_HOLLOW_ON_RTX, False))
+        levels = ()
+    return Capabilities(
+        **found,
+        # Without the FP16 flag there is no weak typing to fall back to.
+        always_strongly_typed=found["strongly_typed_flag"] and not found["fp16_flag"],
+        compute_capabilities=targets,
+        hardware_compatibility=levels,
+        external_tactic_sources=tuple(name for name in EXTERNAL_TACTIC_SOURCES if name in sources),
+    )
+
+
+def has(module: Any, dotted: str) -> bool:
+    """Whether a dotted name can be reached from a module."""
+    missing = object()
+    value = module
+    for part in dotted.split("."):
+        value = getattr(value, part, missing)
+        if value is missing:
+            return False
+    return True
+
+
+def _members(module: Any, enum: str, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Names of an enum's members; none where there is no such enum."""
+    members = getattr(getattr(module, enum, None), "__members__", {})
+    return tuple(name for name in members if name not in without)

@@ -1,0 +1,125 @@
+"""`mha-deploy build-engine`: from a bundle to a TensorRT engine, with a verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mha_deploy.cli.options import BundleFolder, Json, print_json
+from mha_deploy.cli.progress import steps
+from mha_deploy.engine.options import EngineOptions, parse_ranges
+from mha_deploy.errors import EXIT_VERDICT_FAILED
+
+if TYPE_CHECKING:
+    from mha_deploy.bundle import Bundle
+    from mha_deploy.engine.record import Engine
+
+Targets = Annotated[
+    str, typer.Option("--sm", help="Compute capabilities to compile for, as 89,120 (TensorRT-RTX only).")
+]
+
+
+def build_engine(
+    bundle: BundleFolder,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="tensorrt or tensorrt-rtx; unless given, TensorRT where there is a GPU for it, else RTX."
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the engine; the backend's unless given.")] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An optimisation profile, as B=1:8:32,S=1:128:512. Repeat for several in one engine."
+        ),
+    ] = None,
+    sm: Targets = "",
+    require_fused: Annotated[
+        bool, typer.Option("--require-fused", help="Exit with 1 unless every attention is fused.")
+    ] = False,
+    require_precision: Annotated[
+        bool,
+        typer.Option(
+            "--require-precision", help="Exit with 1 unless the engine is in the graph's precision."
+        ),
+    ] = False,
+    allow_decomposed: Annotated[
+        bool, typer.Option("--allow-decomposed", help="Build attention without a fused kernel from several.")
+    ] = False,
+    optimization_level: Annotated[
+        int | None, typer.Option(help="How hard the builder tries, 0 to 5.")
+    ] = None,
+    workspace_mib: Annotated[
+        int | None, typer.Option(help="Most scratch memory for a kernel, in MiB.")
+    ] = None,
+    version_compatible: Annotated[
+        bool, typer.Option("--version-compatible", help="Let later TensorRT versions load it.")
+    ] = False,
+    hardware_compatible: Annotated[
+        str | None, typer.Option(help="ampere-plus or same-compute-capability: other GPUs it shall run on.")
+    ] = None,
+    weight_streaming: Annotated[
+        bool, typer.Option("--weight-streaming", help="Let weights stay on the host.")
+    ] = False,
+    refit: Annotated[
+        str | None, typer.Option(help="all or identical: weights that can be replaced later.")
+    ] = None,
+    gqa: Annotated[
+        str | None,
+        typer.Option(help="fold, broadcast or repeat: grouped heads as matrix products (8.6 to 10.13)."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an engine of that name.")] = False,
+    json: Json = False,
+) -> None:
+    """Build a TensorRT engine from a bundle, and prove that it is fused and in the right precision."""
+    from mha_deploy.bundle import open_bundle
+
+    opened = open_bundle(bundle)
+    options = EngineOptions(
+        backend=backend,
+        name=name,
+        profiles=[parse_ranges(text, opened.manifest.spec) for text in profile or ()],
+        targets=sm,
+        allow_decomposed=allow_decomposed,
+        optimization_level=optimization_level,
+        workspace_mib=workspace_mib,
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
+        weight_streaming=weight_streaming,
+        refit=refit,
+        gqa=gqa,
+        overwrite=overwrite,
+    )
+    engine = build_with_progress(opened, options)
+    if json:
+        print_json(engine_to_dict(engine))
+    else:
+        print_engine(engine)
+    manifest = engine.manifest
+    if (require_fused and not manifest.all_fused) or (require_precision and not manifest.is_in_precision):
+        raise typer.Exit(EXIT_VERDICT_FAILED)
+
+
+def build_with_progress(bundle: Bundle, options: EngineOptions) -> Engine:
+    """Build with progress on stderr, where the version tells its progress."""
+    from mha_deploy.engine.build import engine_from_bundle
+
+    with steps(f"build {bundle.manifest.spec.name}") as on_step:
+        on_step("lower and parse", 0, 1)
+        return engine_from_bundle(bundle, options, on_step)
+
+
+def print_engine(engine: Engine, *, details: bool = False) -> None:
+    """Print an engine and its verdict for people."""
+    from rich.console import Console
+
+    from mha_deploy.cli.engine_tables import engine_renderable
+
+    Console().print(engine_renderable(engine, details=details))
+
+
+def engine_to_dict(engine: Engine) -> dict[str, Any]:
+    """An engine's manifest for machines."""
+    return {"engine": str(engine.path), **vars(engine.manifest)}

@@ -1,0 +1,54 @@
+"""`mha-deploy check`: can the target take and fuse every attention? Asked before a build."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mha_deploy.cli.options import BundleFolder, Json, print_json
+from mha_deploy.errors import EXIT_VERDICT_FAILED
+
+if TYPE_CHECKING:
+    from mha_deploy.graph.eligibility import Eligibility
+
+
+def check(
+    bundle: BundleFolder,
+    target: Annotated[str, typer.Option(help="tensorrt or tensorrt-rtx.")] = "tensorrt-rtx",
+    version: Annotated[
+        str | None, typer.Option(help="Its version, such as 8.6 or 10.14; the newest unless given.")
+    ] = None,
+    sm: Annotated[str | None, typer.Option(help="Compute capability of the GPU, such as 9.0.")] = None,
+    json: Json = False,
+) -> None:
+    """Say for every attention node whether a target can take it and fuse it, and if not, why."""
+    from mha_deploy.bundle import open_bundle
+    from mha_deploy.engine.build import check_graph
+    from mha_deploy.graph.eligibility import target_from
+    from mha_deploy.graph.file import load_graph
+
+    answers = check_graph(load_graph(open_bundle(bundle).model_path), target_from(target, version, sm))
+    if json:
+        print_json([_to_dict(answer) for answer in answers])
+    else:
+        from rich.console import Console
+
+        from mha_deploy.cli.engine_tables import eligibility_renderable
+
+        Console().print(eligibility_renderable(answers))
+    if not all(answer.fused_when_lowered for answer in answers):
+        raise typer.Exit(EXIT_VERDICT_FAILED)
+
+
+def _to_dict(answer: Eligibility) -> dict[str, object]:
+    return {
+        "node": answer.node.name,
+        "target": str(answer.target),
+        "taken": answer.taken,
+        "fused": answer.fused,
+        "taken_when_lowered": answer.taken_when_lowered,
+        "fused_when_lowered": answer.fused_when_lowered,
+        "findings": [asdict(finding) for finding in answer.findings],
+    }

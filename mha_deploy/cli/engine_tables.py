@@ -1,0 +1,125 @@
+"""What the engine verbs print for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from mha_deploy.cli.tables import table
+from mha_deploy.engine.record import Engine, EngineManifest
+from mha_deploy.graph.eligibility import Eligibility
+
+_STYLES = {"fused": "green", "decomposed": "red", "unknown": "yellow"}
+
+
+def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
+    """One block per attention node: the answer, then what was found, the worst first."""
+    blocks: list[RenderableType] = [Text(f"target: {answers[0].target}")]
+    for answer in answers:
+        blocks.append(Text(f"{answer.node.name}: {_answer(answer)}", style=_answer_style(answer)))
+        for finding in answer.findings:
+            cure = f"; the lowering does this ({finding.cured_by})" if finding.cured_by else ""
+            blocks.append(Text(f"  {finding.severity}: {finding.message}"))
+            blocks.append(Text(f"    try: {finding.remedy}{cure}", style="dim"))
+    return Group(*blocks)
+
+
+def _answer(answer: Eligibility) -> str:
+    if answer.fused:
+        return "is taken and can be fused as it is"
+    if answer.fused_when_lowered:
+        return "can be fused once lowered"
+    return "is taken, but not fused" if answer.taken_when_lowered else "is not taken"
+
+
+def _answer_style(answer: Eligibility) -> str:
+    return "green" if answer.fused_when_lowered else "yellow" if answer.taken_when_lowered else "red"
+
+
+def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableType:
+    """An engine in a few lines with its verdict; with `details`, its kernels too."""
+    manifest = engine.manifest
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("engine", escape(str(engine.path)))
+    facts.add_row(
+        "built by", f"{manifest.backend} {manifest.version} in {manifest.seconds:.1f} s, {_where(manifest)}"
+    )
+    facts.add_row("size", f"{manifest.engine_bytes / 1e6:,.1f} MB")
+    for index, profile in enumerate(manifest.profiles):
+        facts.add_row(f"profile {index}", "  ".join(f"{name} {sizes}" for name, sizes in profile.items()))
+    for note in manifest.notes:
+        facts.add_row("note", escape(note))
+    blocks: list[RenderableType] = [facts, _nodes(manifest)]
+    if details:
+        blocks.append(_kernels(manifest.kernels))
+    return Group(*blocks, *_precision(manifest), _verdict(manifest))
+
+
+def _where(manifest: EngineManifest) -> str:
+    if manifest.gpu is not None:
+        return f"on {manifest.gpu['name']}"
+    return (
+        f"for {', '.join(manifest.targets)}" if manifest.targets else "for compute capability 8.0 and later"
+    )
+
+
+def _nodes(manifest: EngineManifest) -> Table:
+    rows = table()
+    rows.add_column("attention", no_wrap=True)
+    rows.add_column("profile", justify="right")
+    rows.add_column("verdict", no_wrap=True)
+    rows.add_column("evidence", overflow="fold")
+    for node in manifest.verdict["nodes"]:
+        evidence = ", ".join(node["kernels"]) or node["reason"]
+        status = Text(node["status"], style=_STYLES[node["status"]])
+        rows.add_row(
+            escape(node["node"]), str(node["profile"]), status, escape(f"{evidence} [{node['source']}]")
+        )
+    return rows
+
+
+def _precision(manifest: EngineManifest) -> list[RenderableType]:
+    precision = manifest.verdict["precision"]
+    lines: list[RenderableType] = [
+        Text(f"{offender['what']} of {offender['kernel']} is {offender['dtype']}", style="red")
+        for offender in precision["offenders"]
+    ]
+    lines += [Text(note, style="dim") for note in precision["notes"]]
+    lines += [Text(f"sources disagree: {text}", style="yellow") for text in manifest.verdict["disagreements"]]
+    if manifest.all_fused:
+        return lines
+    causes = [finding for finding in manifest.findings if finding["severity"] == "not-fused"]
+    return lines + [Text(f"likely because: {cause['message']} Try: {cause['remedy']}") for cause in causes]
+
+
+def _verdict(manifest: EngineManifest) -> Text:
+    nodes = {node["node"] for node in manifest.verdict["nodes"]}
+    broken = {node["node"] for node in manifest.verdict["nodes"] if node["status"] != "fused"}
+    precision = manifest.verdict["precision"]
+    told = precision["status"].replace("really-", "really ") + (
+        f" ({precision['reason']})" if precision["reason"] else ""
+    )
+    good = manifest.all_fused and manifest.is_in_precision
+    text = f"{len(nodes - broken)}/{len(nodes)} fused, {told}; asked for {manifest.precision}"
+    return Text(text, style="bold green" if good else "bold yellow")
+
+
+def _kernels(kernels: Sequence[Mapping[str, Any]]) -> Table:
+    rows = table(f"{len(kernels)} kernels")
+    rows.add_column("profile", justify="right")
+    rows.add_column("kernel", overflow="fold")
+    rows.add_column("type", no_wrap=True)
+    rows.add_column("types", no_wrap=True)
+    rows.add_column("nodes", overflow="fold")
+    for kernel in kernels:
+        name = Text(kernel["name"], style="green" if kernel["fused_attention"] else "")
+        types = ",".join(kernel["dtypes"])
+        rows.add_row(
+            str(kernel["profile"]), name, kernel["type"], types, escape(", ".join(kernel["nodes"][:6]))
+        )
+    return rows

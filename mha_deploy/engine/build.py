@@ -1,0 +1,206 @@
+"""From a bundle to an engine: check, lower, build, judge, write."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from mha_deploy.backends.tensorrt import (
+    BuildRequest,
+    BuiltEngine,
+    EngineError,
+    EngineVerdict,
+    Kernel,
+    TensorRT,
+    build_with,
+    engine_verdict,
+    load,
+    members,
+)
+from mha_deploy.backends.tensorrt.progress import OnProgress
+from mha_deploy.bundle import MANIFEST, Bundle, sha256
+from mha_deploy.engine.machine import default_backend, first_gpu
+from mha_deploy.engine.options import EngineOptions, Ranges, profile_shapes
+from mha_deploy.engine.record import Engine, EngineManifest, engine_path, write_atomically, write_engine
+from mha_deploy.errors import BundleError
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.eligibility import Eligibility, Target, judge, target_from
+from mha_deploy.graph.eligibility.records import REFUSED, WRONG_ANSWER
+from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.graph.lower import lower
+
+# Where the best account of an engine's kernels is, best first.
+_SOURCES = ("inspector", "plan", "log")
+
+
+def engine_from_bundle(
+    bundle: Bundle, options: EngineOptions | None = None, on_progress: OnProgress | None = None
+) -> Engine:
+    """Build an engine and judge it; it is written only when it is whole.
+
+    Raises:
+        BackendUnavailable: The TensorRT asked for is not here.
+        EngineError: The graph cannot be built as asked.
+    """
+    options = options or EngineOptions()
+    rt = load(options.backend or default_backend())
+    path = engine_path(bundle.path, options.name or rt.backend)
+    if path.exists() and not options.overwrite:
+        raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
+    model = load_graph(bundle.model_path)
+    answers = check_graph(model, target_of(rt))
+    _refuse_hopeless(answers)
+    dialect = dialect_of(rt)
+    lowered = lower(model, dialect, **_lowering_options(dialect, answers, options))
+    ranges = list(options.profiles) or [bundle.manifest.spec.axes]
+    cache = bundle.path / "engines" / f"timing-{rt.backend}-{rt.version}.cache"
+    with _on_disk(lowered, bundle.path) as onnx_path:
+        request = _request(bundle, rt, options, onnx_path, ranges, cache)
+        built = build_with(rt, request, on_progress)
+    verdict = judge_engine(built, lowered, model, bundle.manifest.precision.name, len(ranges))
+    manifest = _manifest(bundle, rt, built, verdict, answers, dialect, ranges, request)
+    engine = write_engine(path, built.plan, manifest)
+    if built.timing_cache:
+        write_atomically(cache, built.timing_cache)
+    return engine
+
+
+def target_of(rt: TensorRT) -> Target:
+    """What the engine is built for, as the check before the build wants it."""
+    gpu = None if rt.can.builds_without_gpu else first_gpu()
+    release = ".".join(rt.version.split(".")[:3])
+    return target_from(rt.backend, release, gpu["compute_cap"] if gpu else None)
+
+
+def check_graph(model: ir.Model, target: Target) -> list[Eligibility]:
+    """Can the target take and fuse every attention of a graph?"""
+    nodes = attention_nodes(model)
+    if not nodes:
+        raise EngineError("The graph has no attention node.", hint="export it with mha-deploy")
+    return judge(nodes, target)
+
+
+def dialect_of(rt: TensorRT) -> str:
+    """How attention is written for this version's parser."""
+    return "trt" if rt.can.attention else "primitives"
+
+
+def judge_engine(
+    built: BuiltEngine, lowered: ir.Model, canonical: ir.Model, precision: str, profiles: int
+) -> EngineVerdict:
+    """Was every attention fused, and is the engine in the precision asked for?"""
+    names = [node.name or "" for node in lowered.graph.all_nodes()]
+    attention = members(names, [node.name for node in attention_nodes(canonical)])
+    return engine_verdict(built.kernels, attention, precision, profiles=profiles)
+
+
+def _refuse_hopeless(answers: list[Eligibility]) -> None:
+    """Say before a long build what its end would be."""
+    for answer in answers:
+        hopeless = [
+            finding
+            for finding in answer.findings
+            if finding.cured_by is None and finding.severity in (REFUSED, WRONG_ANSWER)
+        ]
+        if hopeless:
+            raise EngineError(
+                f"{answer.target} cannot take the node {answer.node.name}.",
+                got="; ".join(finding.message for finding in hopeless),
+                hint="; ".join(finding.remedy for finding in hopeless),
+            )
+
+
+def _lowering_options(dialect: str, answers: list[Eligibility], options: EngineOptions) -> dict[str, Any]:
+    if dialect == "primitives":
+        return {} if options.gqa is None else {"gqa": options.gqa}
+    chosen: dict[str, Any] = {"decompose": True} if options.allow_decomposed else {}
+    for answer in answers:
+        chosen |= {name: value for name, value in answer.options.items() if name != "decompose"}
+    return chosen
+
+
+@contextmanager
+def _on_disk(model: ir.Model, bundle: Path) -> Iterator[Path]:
+    """The lowered graph as a file: weights beyond what fits in memory twice are read from disk."""
+    with tempfile.TemporaryDirectory(prefix=".lowered-", dir=bundle) as folder:
+        path = Path(folder) / "model.onnx"
+        save_graph(model, path)
+        yield path
+
+
+def _request(
+    bundle: Bundle,
+    rt: TensorRT,
+    options: EngineOptions,
+    onnx_path: Path,
+    ranges: list[Ranges],
+    cache: Path,
+) -> BuildRequest:
+    spec = bundle.manifest.spec
+    return BuildRequest(
+        onnx=onnx_path,
+        backend=rt.backend,
+        precision=bundle.manifest.precision.name,
+        profiles=[profile_shapes(spec, each) for each in ranges],
+        targets=options.targets,
+        optimization_level=options.optimization_level,
+        workspace=None if options.workspace_mib is None else options.workspace_mib << 20,
+        timing_cache=cache.read_bytes() if rt.can.timing_cache and cache.is_file() else None,
+        version_compatible=options.version_compatible,
+        hardware_compatible=options.hardware_compatible,
+        weight_streaming=options.weight_streaming,
+        refit=options.refit,  # type: ignore[arg-type]
+        allow_decomposed=options.allow_decomposed and rt.can.attention,
+    )
+
+
+def _manifest(
+    bundle: Bundle,
+    rt: TensorRT,
+    built: BuiltEngine,
+    verdict: EngineVerdict,
+    answers: list[Eligibility],
+    dialect: str,
+    ranges: list[Ranges],
+    request: BuildRequest,
+) -> EngineManifest:
+    source = next(name for name in (*_SOURCES, "log") if built.kernels.get(name) or name == "log")
+    return EngineManifest(
+        backend=rt.backend,
+        version=rt.version,
+        gpu=None if rt.can.builds_without_gpu else first_gpu(),
+        targets=list(request.target_names),
+        model=bundle.manifest.spec.name,
+        precision=bundle.manifest.precision.name,
+        dialect=dialect,
+        profiles=[{name: str(axis) for name, axis in each.items()} for each in ranges],
+        bundle_sha256=sha256(bundle.path / MANIFEST),
+        engine_sha256=hashlib.sha256(built.plan).hexdigest(),
+        engine_bytes=len(built.plan),
+        seconds=round(built.seconds, 3),
+        strongly_typed=built.strongly_typed,
+        verdict=verdict.as_dict(),
+        kernels=[_kernel_row(kernel) for kernel in built.kernels.get(source, ())],
+        options=request.options(),
+        findings=[asdict(finding) for answer in answers for finding in answer.findings],
+        notes=[*built.notes, *(message.text for message in built.warnings)],
+    )
+
+
+def _kernel_row(kernel: Kernel) -> dict[str, Any]:
+    return {
+        "name": kernel.name,
+        "type": kernel.layer_type,
+        "tactic": kernel.tactic,
+        "nodes": list(kernel.onnx_nodes),
+        "dtypes": sorted({tensor.dtype for tensor in kernel.tensors}),
+        "profile": kernel.profile,
+        "fused_attention": kernel.is_fused_attention,
+    }

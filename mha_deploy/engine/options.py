@@ -1,0 +1,80 @@
+"""How to build an engine: everything a user can choose, with its default written once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mha_deploy.errors import SpecError
+from mha_deploy.spec import AttentionSpec, Axis
+
+Ranges = Mapping[str, Axis]
+
+BACKENDS = ("tensorrt", "tensorrt-rtx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How to build.
+
+    Args:
+        backend: `tensorrt` or `tensorrt-rtx`; None for the one that fits this machine.
+        name: Name of the engine in the bundle; the backend's unless given.
+        profiles: Axis ranges, one set per optimisation profile; the spec's own unless given.
+        targets: Compute capabilities to compile for (RTX only).
+        allow_decomposed: Whether attention without a fused kernel may be built from several.
+        optimization_level: How hard the builder tries, 0 to 5.
+        workspace_mib: Most scratch memory a kernel may use.
+        version_compatible: Build an engine that later versions can load.
+        hardware_compatible: Other GPUs it shall run on: `ampere-plus` or `same-compute-capability`.
+        weight_streaming: Let weights stay on the host.
+        refit: `all` or `identical`: weights that can be replaced later.
+        gqa: How grouped heads are written as matrix products: `fold`, `broadcast` or `repeat`.
+        overwrite: Whether an engine of that name may be replaced.
+    """
+
+    backend: str | None = None
+    name: str | None = None
+    profiles: Sequence[Ranges] = ()
+    targets: str = ""
+    allow_decomposed: bool = False
+    optimization_level: int | None = None
+    workspace_mib: int | None = None
+    version_compatible: bool = False
+    hardware_compatible: str | None = None
+    weight_streaming: bool = False
+    refit: str | None = None
+    gqa: str | None = None
+    overwrite: bool = False
+
+
+def parse_ranges(text: str, spec: AttentionSpec) -> Ranges:
+    """Read one profile such as `B=1:8:32,S=1:128:512`; axes that are left out keep the spec's range."""
+    ranges: dict[str, Axis] = {}
+    for part in text.split(","):
+        name, separator, sizes = part.strip().partition("=")
+        if not separator:
+            raise SpecError("A profile has no range for an axis.", got=part, hint="B=1:8:32,S=1:128:512")
+        ranges[name] = Axis.parse(sizes)
+    for name, axis in ranges.items():
+        allowed = spec.axes.get(name)
+        if allowed is not None and not (allowed.min <= axis.min and axis.max <= allowed.max):
+            raise SpecError(
+                f"The graph was exported for {name} from {allowed.min} to {allowed.max}.",
+                got=f"{name}={axis}",
+                hint="a range inside it, or export again with --axis",
+            )
+    return spec.with_axes(ranges).axes
+
+
+def profile_shapes(
+    spec: AttentionSpec, ranges: Ranges
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """The smallest, usual and largest shape of every input."""
+    bounds = [
+        {name: getattr(axis, bound) for name, axis in ranges.items()} for bound in ("min", "opt", "max")
+    ]
+    return {
+        tensor.name: (tensor.shape(bounds[0]), tensor.shape(bounds[1]), tensor.shape(bounds[2]))
+        for tensor in spec.inputs
+    }

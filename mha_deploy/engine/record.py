@@ -1,0 +1,154 @@
+"""An engine on disk: the plan, and beside it a manifest that says what it is and what it fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mha_deploy.bundle import MANIFEST, sha256
+from mha_deploy.errors import BundleError
+
+FORMAT = 1
+FOLDER = "engines"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineManifest:
+    """What an engine is.
+
+    Args:
+        backend: `tensorrt` or `tensorrt-rtx`.
+        version: Version of the TensorRT that built it; another one cannot load it.
+        gpu: The GPU it was built on, or None where it was compiled for named targets.
+        targets: Compute capabilities it was compiled for, as SM89; none for all from 8.0 on (RTX).
+        model: Name of the model.
+        precision: The precision asked for.
+        dialect: How attention was written for the parser.
+        profiles: Axis ranges of each optimisation profile, as min:opt:max.
+        bundle_sha256: Hash of the manifest of the bundle it was built from.
+        engine_sha256: Hash of the plan.
+        engine_bytes: Size of the plan.
+        seconds: How long the build took.
+        strongly_typed: Whether its types are those of the graph.
+        verdict: Fusion and precision, with their evidence.
+        kernels: The kernels, as the best source tells them.
+        options: What the builder was asked for.
+        findings: What the check before the build found.
+        notes: What a reader should know.
+    """
+
+    backend: str
+    version: str
+    gpu: Mapping[str, str] | None
+    targets: list[str]
+    model: str
+    precision: str
+    dialect: str
+    profiles: list[Mapping[str, str]]
+    bundle_sha256: str
+    engine_sha256: str
+    engine_bytes: int
+    seconds: float
+    strongly_typed: bool
+    verdict: Mapping[str, Any]
+    kernels: list[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    findings: list[Mapping[str, Any]]
+    notes: list[str]
+    format: int = field(default=FORMAT)
+
+    @property
+    def all_fused(self) -> bool:
+        """Whether every attention is one fused kernel in every profile."""
+        nodes = self.verdict["nodes"]
+        return bool(nodes) and all(node["status"] == "fused" for node in nodes)
+
+    @property
+    def is_in_precision(self) -> bool:
+        """Whether the engine was shown to be in the precision asked for."""
+        return self.verdict["precision"]["status"] == f"really-{self.precision}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """An engine whose manifest has been read."""
+
+    path: Path
+    manifest: EngineManifest
+
+    def check_bundle(self, bundle: Path) -> None:
+        """Refuse an engine that was built from another bundle."""
+        if sha256(bundle / MANIFEST) != self.manifest.bundle_sha256:
+            raise BundleError(
+                "The engine was built from another bundle.",
+                got=self.path,
+                hint=f"mha-deploy build-engine {bundle} --backend {self.manifest.backend} --overwrite",
+            )
+
+
+def engine_path(bundle: Path, name: str) -> Path:
+    """Where the engine of that name lies in a bundle."""
+    if not name or Path(name).name != name or name.startswith("."):
+        raise BundleError(
+            "This cannot be the name of an engine.", got=name, hint="letters, digits and dashes"
+        )
+    return bundle / FOLDER / f"{name}.engine"
+
+
+def manifest_path(engine: Path) -> Path:
+    """Where the manifest of an engine lies: beside it."""
+    return engine.with_suffix(".json")
+
+
+def open_engine(path: Path) -> Engine:
+    """Read an engine's manifest, and check that the plan is the one it speaks of."""
+    beside = manifest_path(path)
+    try:
+        data = json.loads(beside.read_text(encoding="utf-8"))
+        if data.get("format") != FORMAT:
+            raise BundleError(
+                "The engine has another format.", got=f"format {data.get('format')!r}", hint="rebuild it"
+            )
+        manifest = EngineManifest(**data)
+    except FileNotFoundError as error:
+        raise BundleError(
+            "There is no engine with a manifest here.", got=path, hint="mha-deploy build-engine BUNDLE"
+        ) from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise BundleError(
+            "The engine's manifest cannot be read.", got=f"{beside}: {error}", hint="rebuild it"
+        ) from error
+    if not path.is_file():
+        raise BundleError("The engine is missing beside its manifest.", got=path, hint="rebuild it")
+    if path.stat().st_size != manifest.engine_bytes or sha256(path) != manifest.engine_sha256:
+        raise BundleError(
+            "The engine was changed or cut short after it was built.", got=path, hint="rebuild it"
+        )
+    return Engine(path=path, manifest=manifest)
+
+
+def write_engine(path: Path, plan: bytes, manifest: EngineManifest) -> Engine:
+    """Write plan and manifest; the manifest comes last, so that half an engine is never taken for one."""
+    path.parent.mkdir(exist_ok=True)
+    manifest_path(path).unlink(missing_ok=True)
+    write_atomically(path, plan)
+    write_atomically(manifest_path(path), (json.dumps(vars(manifest), indent=2) + "\n").encode())
+    return Engine(path=path, manifest=manifest)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it; nothing is left if that fails."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,91 @@
+"""Lower the canonical `Attention` node to the form a target takes.
+
+    onnx        as it is, checked
+    trt         what the parser of TensorRT 10.14+ and TensorRT-RTX takes
+    primitives  matrix products around a softmax, for TensorRT 8.6 to 10.13
+    contrib     com.microsoft operators, for ONNX Runtime
+
+A lowering is a function from model to model: the given model is not changed, weights are shared. What a
+dialect cannot express is refused with a `LoweringError` that names the feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import onnx_ir as ir
+
+from mha_deploy.errors import DeployError, nearest
+from mha_deploy.graph.lower import to_contrib, to_onnx, to_primitives, to_trt
+from mha_deploy.graph.lower.errors import LoweringError
+from mha_deploy.graph.lower.fold_scale import fold_scale
+from mha_deploy.graph.lower.pack import pack_projections
+from mha_deploy.graph.lower.rewrite import rewrite
+from mha_deploy.graph.opset import to_opset
+
+__all__ = ["DIALECTS", "LoweringError", "fold_scale", "lower", "pack_projections"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """One form of attention: its options, and the rule that writes it."""
+
+    options: type
+    rule: Callable[..., dict[int, ir.Value] | None]
+
+
+DIALECTS = {
+    to_onnx.DIALECT: Dialect(options=to_onnx.OnnxOptions, rule=to_onnx.keep),
+    to_trt.DIALECT: Dialect(options=to_trt.TrtOptions, rule=to_trt.lower_to_trt),
+    to_primitives.DIALECT: Dialect(
+        options=to_primitives.PrimitivesOptions, rule=to_primitives.lower_to_primitives
+    ),
+    to_contrib.DIALECT: Dialect(options=to_contrib.ContribOptions, rule=to_contrib.lower_to_contrib),
+}
+"""The dialects by name."""
+
+
+def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
+    """Write every attention of a model in a dialect.
+
+    Args:
+        model: A model with ONNX `Attention` nodes. It is not changed.
+        dialect: One of `DIALECTS`.
+        **options: Options of the dialect: the fields of `TrtOptions`, `PrimitivesOptions` or
+            `ContribOptions`.
+
+    Returns:
+        A new model that computes the same and shares the weights.
+
+    Raises:
+        LoweringError: A node uses a feature that the dialect cannot express.
+        DeployError: The dialect or an option is not known.
+    """
+    if dialect not in DIALECTS:
+        raise DeployError("No such dialect.", got=dialect, hint=nearest(dialect, DIALECTS))
+    chosen = DIALECTS[dialect]
+    settings = _read_options(dialect, chosen, options)
+    lowered = rewrite(model, partial(chosen.rule, options=settings), dialect=dialect)
+    return _finish(lowered, settings)
+
+
+def _finish(model: ir.Model, settings: object) -> ir.Model:
+    if isinstance(settings, to_onnx.OnnxOptions):
+        to_onnx.check_model(model)
+    if isinstance(settings, to_primitives.PrimitivesOptions) and settings.opset is not None:
+        return to_opset(model, settings.opset)
+    return model
+
+
+def _read_options(name: str, dialect: Dialect, options: dict[str, Any]) -> Any:
+    known = [field.name for field in fields(dialect.options)]
+    for key, value in options.items():
+        if key not in known:
+            raise DeployError(f"Unknown option of the {name} dialect.", got=key, hint=nearest(key, known))
+        choices = dialect.options.CHOICES.get(key)  # type: ignore[attr-defined]
+        if choices is not None and value not in choices:
+            raise DeployError(f"Not a choice for {key}.", got=value, hint=nearest(str(value), choices))
+    return dialect.options(**options)

@@ -1,0 +1,136 @@
+"""One attention to be lowered: its values, and the facts every dialect needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from mha_deploy.graph import attention_node as an
+from mha_deploy.graph.attention_node import AttentionNode, Dim, input_at
+from mha_deploy.graph.lower.errors import LoweringError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """An `Attention` node with what is known of it: types and head sizes are certain here.
+
+    Args:
+        facts: What the node says.
+        node: The node itself.
+        dialect: The dialect it is lowered to, for messages.
+        q: Queries.
+        k: New keys.
+        v: New values.
+        mask: Boolean or additive mask.
+        past_key: Keys of earlier steps.
+        past_value: Values of earlier steps.
+        lengths: Number of valid keys of each batch row (`nonpad_kv_seqlen`).
+        dtype: Type of q, k and v.
+        Hq: Query heads.
+        Hkv: Key/value heads.
+        D: Head size of queries and keys.
+        Dv: Head size of values.
+    """
+
+    facts: AttentionNode
+    node: ir.Node
+    dialect: str
+    q: ir.Value
+    k: ir.Value
+    v: ir.Value
+    mask: ir.Value | None
+    past_key: ir.Value | None
+    past_value: ir.Value | None
+    lengths: ir.Value | None
+    dtype: ir.DataType
+    Hq: int
+    Hkv: int
+    D: int
+    Dv: int
+
+    @property
+    def group(self) -> int:
+        """How many query heads share one key/value head."""
+        return self.Hq // self.Hkv
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores."""
+        return self.facts.scale if self.facts.scale is not None else float(self.D) ** -0.5
+
+    @property
+    def is_square(self) -> bool:
+        """Whether there are certainly as many new keys as queries: the same number or the same axis."""
+        return same_size(self.facts.S, self.facts.T)
+
+    @property
+    def may_have_empty_rows(self) -> bool:
+        """Whether some query may see no key at all; its output is then zero."""
+        facts = self.facts
+        if facts.mask != "none" or facts.has_nonpad_kv_seqlen:
+            return True
+        # A window can lie wholly beyond the last key, unless every query has a key of its own.
+        return facts.has_window and not self.is_square
+
+    def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
+        """The error that says which feature of this node the dialect cannot express."""
+        return LoweringError(feature, node=self.facts.name, dialect=self.dialect, got=got, hint=hint)
+
+
+def same_size(one: Dim, other: Dim) -> bool:
+    """Whether two sizes are certainly equal; two unknown sizes are not."""
+    return one is not None and one == other
+
+
+def read_call(node: ir.Node, *, opset: int | None, dialect: str) -> AttentionCall:
+    """Read a node for lowering; refuse one whose heads or types the graph does not state."""
+    facts = an.read_attention(node, opset=opset)
+    q, k, v = (input_at(node, at) for at in (an.Q, an.K, an.V))
+    if q is None or k is None or v is None or q.dtype is None or facts.rank not in (3, 4):
+        raise _unknown(facts, dialect, "query, key and value of known rank and type", f"rank {facts.rank}")
+    sizes = {name: getattr(facts, name) for name in ("Hq", "Hkv", "D", "Dv")}
+    for name, size in sizes.items():
+        if not isinstance(size, int):
+            raise _unknown(facts, dialect, f"head layout without a fixed {name}", size)
+    call = AttentionCall(
+        facts=facts,
+        node=node,
+        dialect=dialect,
+        q=q,
+        k=k,
+        v=v,
+        mask=input_at(node, an.MASK),
+        past_key=input_at(node, an.PAST_KEY),
+        past_value=input_at(node, an.PAST_VALUE),
+        lengths=input_at(node, an.NONPAD_KV_SEQLEN),
+        dtype=q.dtype,
+        **sizes,
+    )
+    _check(call)
+    return call
+
+
+def _check(call: AttentionCall) -> None:
+    """Refuse what ONNX itself does not allow, or leaves open."""
+    facts = call.facts
+    if call.Hq % call.Hkv:
+        raise call.refuse("uneven head groups", got=f"Hq={call.Hq}, Hkv={call.Hkv}", hint="Hq = n · Hkv")
+    if (call.past_key is None) != (call.past_value is None):
+        raise call.refuse("past of only keys or only values", hint="give past_key and past_value together")
+    if call.past_key is not None and call.lengths is not None:
+        raise call.refuse("nonpad_kv_seqlen together with past_key", hint="use one of the two kinds of cache")
+    if call.mask is None:
+        return
+    if facts.mask == "unknown" or facts.mask_dims is None:
+        raise call.refuse("mask of unknown type or rank", got=call.mask.name, hint="state it in the graph")
+    if len(facts.mask_dims) > 4 or not facts.mask_dims:
+        raise call.refuse("mask of this rank", got=facts.mask_dims, hint="a mask has 1 to 4 dimensions")
+    if facts.mask_dims[-1] == 1 and facts.T != 1:
+        # ONNX calls it broadcastable and also says that a short mask is padded: two different results.
+        raise call.refuse("mask with a single key column", got=facts.mask_dims, hint="expand it to T columns")
+
+
+def _unknown(facts: AttentionNode, dialect: str, feature: str, got: object) -> LoweringError:
+    hint = "state the shapes of Q, K and V in the graph, and q_num_heads and kv_num_heads for 3-D inputs"
+    return LoweringError(feature, node=facts.name, dialect=dialect, got=got, hint=hint)

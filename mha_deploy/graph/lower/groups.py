@@ -1,0 +1,136 @@
+"""Three ways to let groups of query heads share a key/value head in plain matrix products.
+
+Runtimes differ in which of them they fuse, so the caller chooses. None of them changes a number.
+
+    fold       [B, Hkv, G·S, D] × [B, Hkv, T, D]      the group becomes more query rows
+    broadcast  [B, Hkv, G, S, D] × [B, Hkv, 1, T, D]  the group is an axis of its own
+    repeat     [B, Hq, S, D] × [B, Hq, T, D]          keys and values are copied G times
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import onnx_ir as ir
+
+from mha_deploy.graph.build import NodeBuilder, Size
+from mha_deploy.graph.lower.call import AttentionCall
+from mha_deploy.graph.lower.masks import Mask
+
+
+class GroupForm(Protocol):
+    """How queries, keys and bias are laid out for the products, and how a result comes back."""
+
+    def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+        """`[B, Hq, S, D]` to the form's layout."""
+
+    def keys(
+        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
+    ) -> ir.Value:
+        """`[B, Hkv, rows, columns]`, turned keys or values, to the form's layout; None is the size T."""
+
+    def bias(
+        self, b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, T: Size
+    ) -> ir.Value:
+        """`[1|B, 1|Hq, 1|S, T]` to the form's layout."""
+
+    def restore(self, b: NodeBuilder, call: AttentionCall, x: ir.Value, last: Size) -> ir.Value:
+        """A result, whose last axis has size `last`, back to `[B, Hq, S, last]`."""
+
+
+class Ungrouped:
+    """Every query head has its own key/value head: nothing to do."""
+
+    def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+        """The queries as they are."""
+        return q
+
+    def keys(
+        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
+    ) -> ir.Value:
+        """The keys or values as they are."""
+        return x
+
+    def bias(
+        self, b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, T: Size
+    ) -> ir.Value:
+        """The bias as it is."""
+        return bias
+
+    def restore(self, b: NodeBuilder, call: AttentionCall, x: ir.Value, last: Size) -> ir.Value:
+        """The result as it is."""
+        return x
+
+
+class Repeat(Ungrouped):
+    """Keys and values copied for each query head of a group."""
+
+    def keys(
+        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
+    ) -> ir.Value:
+        """`[B, Hkv, ·, ·]` to `[B, Hq, ·, ·]`."""
+        copies = b.expand(b.unsqueeze(x, 2), 1, 1, call.group, 1, 1)
+        return b.reshape(copies, 0, call.Hq, rows or -1, columns or -1, name="repeated")
+
+
+class Fold:
+    """The query heads of a group as more rows of one head."""
+
+    def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+        """`[B, Hq, S, D]` to `[B, Hkv, G·S, D]`: heads of a group lie side by side, so nothing moves."""
+        return b.reshape(q, 0, call.Hkv, -1, call.D, name="q_folded")
+
+    def keys(
+        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
+    ) -> ir.Value:
+        """The keys or values as they are."""
+        return x
+
+    def bias(
+        self, b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, T: Size
+    ) -> ir.Value:
+        """Repeat the rows for each head of a group, unless one row serves all."""
+        if mask.heads == 1 and mask.one_row:
+            return bias
+        copies, heads = (call.group, 1) if mask.heads == 1 else (call.Hq, call.Hkv)
+        rows = b.expand(bias, 1, copies, S, 1)
+        return b.reshape(rows, 0, heads, -1, T, name="bias_folded")
+
+    def restore(self, b: NodeBuilder, call: AttentionCall, x: ir.Value, last: Size) -> ir.Value:
+        """`[B, Hkv, G·S, ·]` to `[B, Hq, S, ·]`."""
+        return b.reshape(x, 0, call.Hq, -1, last, name="unfolded")
+
+
+class Broadcast:
+    """The group as an axis of its own, over which keys and values are broadcast."""
+
+    def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+        """`[B, Hq, S, D]` to `[B, Hkv, G, S, D]`."""
+        return b.reshape(q, 0, call.Hkv, call.group, -1, call.D, name="q_grouped")
+
+    def keys(
+        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
+    ) -> ir.Value:
+        """`[B, Hkv, ·, ·]` to `[B, Hkv, 1, ·, ·]`."""
+        return b.unsqueeze(x, 2)
+
+    def bias(
+        self, b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, T: Size
+    ) -> ir.Value:
+        """`[·, 1|Hq, ·, T]` to `[·, 1|Hkv, 1|G, ·, T]`."""
+        if mask.heads == 1:
+            return b.unsqueeze(bias, 1)
+        return b.reshape(bias, 0, call.Hkv, call.group, -1, T, name="bias_grouped")
+
+    def restore(self, b: NodeBuilder, call: AttentionCall, x: ir.Value, last: Size) -> ir.Value:
+        """`[B, Hkv, G, S, ·]` to `[B, Hq, S, ·]`."""
+        return b.reshape(x, 0, call.Hq, -1, last, name="ungrouped")
+
+
+GROUP_FORMS: dict[str, GroupForm] = {"fold": Fold(), "broadcast": Broadcast(), "repeat": Repeat()}
+"""The ways to share heads, by the name of the option."""
+
+
+def group_form(call: AttentionCall, name: str) -> GroupForm:
+    """The form to use for this attention: none where the heads are not shared."""
+    return Ungrouped() if call.group == 1 else GROUP_FORMS[name]

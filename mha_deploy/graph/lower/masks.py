@@ -1,0 +1,256 @@
+"""Which keys a query may see, made explicit.
+
+ONNX's Attention decides this from four places: the mask, `is_causal`, the window and the key lengths.
+Here they become at most two 4-D tensors, broadcastable to `[B, Hq, S, T]`: `visible` (boolean) and
+`additive` (the mask's own numbers). From these come the bias on the scores, and which rows see no key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.graph.build import NodeBuilder, Size
+from mha_deploy.graph.lower.call import AttentionCall, same_size
+
+NEG_INF = float("-inf")
+
+# A finite number keeps a softmax over masked keys free of NaN. It must be far below every score and,
+# in fp16, leave room to add a score without overflow to -inf.
+_FAR_BELOW = {ir.DataType.FLOAT16: -32768.0}
+_FAR_BELOW_DEFAULT = -1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """What hides keys from queries.
+
+    Args:
+        visible: True where the key may be seen; None where nothing is hidden for good.
+        additive: Numbers added to the scores, in the mask's own type; None for none.
+        heads: 1, or Hq where heads differ.
+        one_row: Whether all queries of a head share one row.
+    """
+
+    visible: ir.Value | None
+    additive: ir.Value | None
+    heads: int
+    one_row: bool
+
+
+def read_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Mask | None:
+    """Gather everything that hides keys; None where every query sees every key.
+
+    Args:
+        b: Builder of the new nodes.
+        call: The attention.
+        S: Number of queries.
+        T: Number of keys, past included.
+    """
+    geometry = _geometry(b, call, S, T)
+    alike = not _depends_on_query(call) or call.facts.S == 1
+    if call.mask is None:
+        return None if geometry is None else Mask(visible=geometry, additive=None, heads=1, one_row=alike)
+    given = _to_key_length(b, call, _to_4d(b, call), T)
+    mask_heads, rows = _mask_dims_4d(call)[1:3]
+    is_bool = call.facts.mask == "bool"
+    return Mask(
+        visible=_both(b, given if is_bool else None, geometry),
+        additive=None if is_bool else given,
+        heads=1 if mask_heads == 1 else call.Hq,
+        one_row=rows == 1 and alike,
+    )
+
+
+def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, hidden: float | None = None) -> ir.Value:
+    """The number to add to each score, in the type of the scores.
+
+    Args:
+        b: Builder of the new nodes.
+        call: The attention.
+        mask: Its mask.
+        hidden: Number that hides a key; -inf where it has to stand beside numbers of a given mask,
+            else a finite one.
+    """
+    if mask.additive is None:
+        zero = b.constant(0.0, call.dtype)
+        return b.op("Where", mask.visible, zero, _hidden(b, call, hidden), name="mask_bias")
+    additive = _to_score_type(b, call, mask.additive)
+    if mask.visible is None:
+        return additive
+    # A given mask may hold numbers as low as the type has: only -inf is certainly lower.
+    return b.op("Where", mask.visible, additive, b.constant(NEG_INF, call.dtype), name="mask_bias")
+
+
+def open_rows(b: NodeBuilder, mask: Mask) -> ir.Value:
+    """`[·, ·, ·, 1]`, True for each query that sees at least one key."""
+    seen = mask.visible
+    if mask.additive is not None:
+        dtype = _dtype(mask.additive)
+        # Less than the lowest finite number is -inf: this comparison exists in every opset and runtime.
+        closed = b.op("Less", mask.additive, b.constant(_lowest(dtype), dtype))
+        seen = _both(b, b.op("Not", closed), seen)
+    # Maximum over booleans came with opset 20 only, so it is taken over numbers.
+    count = b.op("ReduceMax", b.op("Cast", seen, to=int(ir.DataType.FLOAT)), b.ints(-1), keepdims=1)
+    return b.op("Cast", count, to=int(ir.DataType.BOOL), name="row_is_open")
+
+
+def zero_closed_rows(b: NodeBuilder, call: AttentionCall, rows: ir.Value | None, x: ir.Value) -> ir.Value:
+    """Set the rows of queries that see no key to zero, whatever was computed for them."""
+    if rows is None:
+        return x
+    return b.op("Where", rows, x, b.constant(0.0, call.dtype), name="closed_rows_zero")
+
+
+# -- causal, window and lengths ----------------------------------------------------------------
+
+
+def _geometry(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> ir.Value | None:
+    """True where causal, window and lengths let query i see key j; None where they hide nothing."""
+    ahead, back = _sight_ahead(call), call.facts.left_window
+    if ahead is None and back < 0 and call.lengths is None:
+        return None
+    key = _positions(b, T, axis=3)
+    tests = []
+    if _depends_on_query(call):
+        own = _own_position(b, call, S)
+        if ahead is not None:
+            tests.append(b.op("Less", key, _plus(b, own, ahead + 1)))
+        if back >= 0:
+            tests.append(b.op("Greater", key, _plus(b, own, -back - 1)))
+    # A causal query sees keys up to (valid keys − S + i), never past the last valid one.
+    if call.lengths is not None and ahead != 0:
+        tests.append(b.op("Less", key, b.reshape(call.lengths, -1, 1, 1, 1)))
+    visible = tests[0]
+    for test in tests[1:]:
+        visible = b.op("And", visible, test)
+    return visible
+
+
+def _sight_ahead(call: AttentionCall) -> int | None:
+    """How many keys past its own position a query sees; None for all."""
+    facts = call.facts
+    if facts.is_causal and facts.S == facts.T == 1 and call.lengths is None:
+        return None  # one new token: its own key is the last one
+    if facts.is_causal:
+        return 0
+    return facts.right_window if facts.right_window >= 0 else None
+
+
+def _depends_on_query(call: AttentionCall) -> bool:
+    """Whether what a query sees depends on its position."""
+    return _sight_ahead(call) is not None or call.facts.left_window >= 0
+
+
+def _own_position(b: NodeBuilder, call: AttentionCall, S: Size) -> ir.Value:
+    """Position of each query among the keys: behind the past, or at the end of the valid keys."""
+    index = _positions(b, S, axis=2)
+    if call.past_key is not None:
+        return b.op("Add", index, b.as_tensor(b.size(call.past_key, 2)))
+    if call.lengths is not None:
+        before = b.op("Sub", b.reshape(call.lengths, -1, 1, 1, 1), b.as_tensor(S))
+        return b.op("Add", index, before)
+    return index
+
+
+def _positions(b: NodeBuilder, size: Size, *, axis: int) -> ir.Value:
+    """0, 1, 2 … along one axis of a 4-D tensor."""
+    shape = [1, 1, 1, 1]
+    shape[axis] = -1
+    if isinstance(size, int):
+        return b.reshape(b.ints(*range(size)), *shape)
+    start, step = (b.constant(number, ir.DataType.INT64) for number in (0, 1))
+    return b.reshape(b.op("Range", start, b.op("Squeeze", size), step), *shape)
+
+
+def _plus(b: NodeBuilder, value: ir.Value, number: int) -> ir.Value:
+    return value if number == 0 else b.op("Add", value, b.ints(number))
+
+
+def _both(b: NodeBuilder, one: ir.Value | None, other: ir.Value | None) -> ir.Value | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return b.op("And", one, other, name="visible")
+
+
+# -- the given mask ----------------------------------------------------------------------------
+
+
+def _mask_dims_4d(call: AttentionCall) -> tuple[int | str | None, ...]:
+    dims = call.facts.mask_dims or ()
+    return (1,) * (4 - len(dims)) + dims
+
+
+def _to_4d(b: NodeBuilder, call: AttentionCall) -> ir.Value:
+    """The mask with all four axes; its head axis is 1 or Hq for certain."""
+    mask, dims = call.mask, _mask_dims_4d(call)
+    if mask is None or call.facts.mask_dims is None:
+        raise call.refuse("mask of unknown rank")
+    dtype, missing = _dtype(mask), 4 - len(call.facts.mask_dims)
+    if missing:
+        mask = b.unsqueeze(mask, *range(missing))
+    if not isinstance(dims[1], int):
+        mask = b.expand(mask, 1, call.Hq, 1, 1)
+    mask.dtype = dtype
+    return mask
+
+
+def _to_key_length(b: NodeBuilder, call: AttentionCall, mask: ir.Value, T: Size) -> ir.Value:
+    """A short mask (opset 24) hides the keys it does not reach."""
+    columns = _mask_dims_4d(call)[3]
+    if not _may_be_short(call, columns, T):
+        return mask
+    if isinstance(columns, int) and isinstance(T, int):
+        missing: Size = T - columns
+    else:
+        missing = b.op("Sub", b.as_tensor(T), b.op("Gather", b.op("Shape", mask), b.ints(3)))
+    pads = b.shape_of(0, 0, 0, 0, 0, 0, 0, missing)
+    if call.facts.mask != "bool":
+        padded = b.op("Pad", mask, pads, b.constant(NEG_INF, _dtype(mask)), name="mask_padded")
+        padded.dtype = _dtype(mask)
+        return padded
+    # TensorRT pads numbers, not booleans.
+    numbers = b.op("Cast", mask, to=int(ir.DataType.FLOAT))
+    padded = b.op("Pad", numbers, pads, b.constant(0.0, ir.DataType.FLOAT))
+    return b.op("Cast", padded, to=int(ir.DataType.BOOL), name="mask_padded")
+
+
+def _may_be_short(call: AttentionCall, columns: int | str | None, T: Size) -> bool:
+    facts = call.facts
+    if isinstance(columns, int) and isinstance(T, int):
+        return columns < T
+    # Only with a cache outside the operator may the mask end before the keys do.
+    return call.lengths is not None and not same_size(columns, facts.T)
+
+
+def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Value:
+    """Cast a mask to the type of the scores: numbers beyond its range saturate, -inf stays -inf."""
+    dtype = _dtype(mask)
+    if dtype == call.dtype:
+        return mask
+    if not dtype.is_floating_point() or _lowest(dtype) >= _lowest(call.dtype):
+        return b.cast(mask, call.dtype, name="mask_cast")
+    low, high = (b.constant(sign * _lowest(call.dtype), dtype) for sign in (1, -1))
+    finite = b.cast(b.op("Clip", mask, low, high), call.dtype, name="mask_cast")
+    closed = b.op("Less", mask, b.constant(_lowest(dtype), dtype))
+    return b.op("Where", closed, b.constant(NEG_INF, call.dtype), finite, name="mask_cast")
+
+
+def _hidden(b: NodeBuilder, call: AttentionCall, number: float | None) -> ir.Value:
+    if number is None:
+        number = _FAR_BELOW.get(call.dtype, _FAR_BELOW_DEFAULT)
+    return b.constant(number, call.dtype)
+
+
+def _dtype(value: ir.Value) -> ir.DataType:
+    return ir.DataType.UNDEFINED if value.dtype is None else value.dtype
+
+
+def _lowest(dtype: ir.DataType) -> float:
+    numpy_dtype = dtype.numpy()
+    if np.issubdtype(numpy_dtype, np.integer):
+        return float(np.iinfo(numpy_dtype).min)
+    return float(ml_dtypes.finfo(numpy_dtype).min)

@@ -1,0 +1,196 @@
+"""One matrix product instead of three: pack the projections that read the same input.
+
+Packing changes no number: each output column is the same sum as before. Do it before lowering, while the
+Attention nodes still show which products are projections, and after folding the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.graph.attention_node import K, Q, V, is_attention
+from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.lower.rewrite import copy_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """A MatMul with constant weights, and the Add of its bias where it has one."""
+
+    matmul: ir.Node
+    add: ir.Node | None
+    weight: ir.Value
+    bias: ir.Value | None
+
+    @property
+    def weight_array(self) -> np.ndarray:
+        """The weights, `[in, out]`."""
+        return _array(self.weight)
+
+    @property
+    def bias_array(self) -> np.ndarray:
+        """The bias, `[out]`; zeros where there is none."""
+        if self.bias is not None:
+            return _array(self.bias)
+        weight = self.weight_array
+        return np.zeros(weight.shape[1], weight.dtype)
+
+    @property
+    def x(self) -> ir.Value:
+        """What is projected."""
+        return _first(self.matmul)
+
+    @property
+    def y(self) -> ir.Value:
+        """The projection, bias included."""
+        return (self.add or self.matmul).outputs[0]
+
+
+def pack_projections(model: ir.Model) -> ir.Model:
+    """Pack the projections of each attention that read the same input into one MatMul and a Split.
+
+    Self attention has three of them, cross attention two (keys and values). A missing bias becomes zeros.
+
+    Args:
+        model: A model with ONNX `Attention` nodes. It is not changed.
+
+    Returns:
+        A new model that computes the same numbers.
+    """
+    packed = copy_of(model)
+    done: set[ir.Node] = set()
+    for attention in [node for node in packed.graph.all_nodes() if is_attention(node)]:
+        for group in _groups(attention):
+            if done.isdisjoint(projection.matmul for projection in group):
+                done.update(projection.matmul for projection in group)
+                _pack(group, attention)
+    return packed
+
+
+def projection_at(matmul: ir.Node) -> Projection | None:
+    """Read a MatMul as a projection; None where its weights are not constant."""
+    weight = matmul.inputs[1] if matmul.op_type == "MatMul" and matmul.domain == "" else None
+    if weight is None or not _is_constant(weight, rank=2):
+        return None
+    uses = list(matmul.outputs[0].uses())
+    if len(uses) == 1 and uses[0].node.op_type == "Add" and not matmul.outputs[0].is_graph_output():
+        add, bias = uses[0].node, uses[0].node.inputs[1 - uses[0].idx]
+        if bias is not None and _is_constant(bias, rank=1):
+            return Projection(matmul=matmul, add=add, weight=weight, bias=bias)
+    return Projection(matmul=matmul, add=None, weight=weight, bias=None)
+
+
+def _groups(attention: ir.Node) -> list[list[Projection]]:
+    """The projections behind Q, K and V that share an input, two or more together."""
+    groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Projection]] = {}
+    seen: set[ir.Node] = set()
+    for position in (Q, K, V):
+        value = attention.inputs[position]
+        for matmul in _matmuls_behind(value) if value is not None else ():
+            projection = None if matmul in seen else projection_at(matmul)
+            seen.add(matmul)
+            if projection is not None:
+                groups.setdefault((projection.x, matmul.graph), []).append(projection)
+    return [group for group in groups.values() if len(group) > 1 and _same_type(group)]
+
+
+def _matmuls_behind(value: ir.Value) -> Iterator[ir.Node]:
+    """Every MatMul on the way to a value, the nearest on each path."""
+    pending, seen = [value], set()
+    while pending:
+        node = pending.pop(0).producer()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.op_type == "MatMul" and node.domain == "":
+            yield node
+        else:
+            pending += [x for x in node.inputs if x is not None]
+
+
+def _same_type(group: list[Projection]) -> bool:
+    constants = [value for projection in group for value in (projection.weight, projection.bias)]
+    return len({value.dtype for value in constants if value is not None}) == 1
+
+
+def _pack(group: list[Projection], attention: ir.Node) -> None:
+    """Replace a group by one product; the values that were its outputs keep their names."""
+    graph = group[0].matmul.graph
+    if not isinstance(graph, ir.Graph):
+        return
+    # No slash after the attention's own name: that prefix is left to its lowering.
+    b = NodeBuilder(_free_name(graph, f"{attention.name or attention.outputs[0].name}_qkv"))
+    weights = [projection.weight_array for projection in group]
+    y = b.op(
+        "MatMul", group[0].x, new_initializer(graph, f"{b.prefix}_weight", np.concatenate(weights, axis=1))
+    )
+    if any(projection.bias is not None for projection in group):
+        biases = [projection.bias_array for projection in group]
+        y = b.op("Add", y, new_initializer(graph, f"{b.prefix}_bias", np.concatenate(biases)))
+    sizes = b.ints(*(weight.shape[1] for weight in weights))
+    parts = b.node("Split", [y, sizes], outputs=len(group), attributes={"axis": -1})
+    graph.insert_before(_earliest(graph, group), b.nodes)
+    for projection, part in zip(group, parts, strict=True):
+        _take_over(graph, projection, part)
+
+
+def _take_over(graph: ir.Graph, projection: Projection, part: ir.Value) -> None:
+    old = projection.y
+    part.name, part.type, part.shape = old.name, old.type, old.shape
+    old.replace_all_uses_with(part, replace_graph_outputs=True)
+    nodes = [node for node in (projection.add, projection.matmul) if node is not None]
+    graph.remove(nodes, safe=True)
+    for value in (projection.weight, projection.bias):
+        drop_if_unused(graph, value)
+
+
+def _earliest(graph: ir.Graph, group: list[Projection]) -> ir.Node:
+    members = {projection.matmul for projection in group}
+    return next(node for node in graph if node in members)
+
+
+def new_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    """Add weights to a graph."""
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(
+        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def drop_if_unused(graph: ir.Graph, value: ir.Value | None) -> None:
+    """Remove weights that no node reads any more."""
+    if value is not None and value.is_initializer() and not value.uses() and value.name:
+        graph.initializers.pop(value.name)
+
+
+def _free_name(graph: ir.Graph, name: str) -> str:
+    count, free = 1, name
+    while f"{free}_weight" in graph.initializers:
+        count += 1
+        free = f"{name}{count}"
+    return free
+
+
+def _is_constant(value: ir.Value, *, rank: int) -> bool:
+    tensor = ir.convenience.get_const_tensor(value, propagate_shape_type=True)
+    return tensor is not None and len(tensor.shape) == rank
+
+
+def _array(value: ir.Value) -> np.ndarray:
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None:
+        raise ValueError(f"Value {value.name!r} is not constant.")
+    return tensor.numpy()
+
+
+def _first(node: ir.Node) -> ir.Value:
+    value = node.inputs[0]
+    if value is None:
+        raise ValueError(f"Node {node.name!r} has no first input.")
+    return value

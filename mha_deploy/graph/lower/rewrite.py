@@ -1,0 +1,78 @@
+"""Replace every attention of a model by what a dialect makes of it, without touching the input model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, ShapeInferencePass
+
+from mha_deploy.graph.attention_node import is_attention, output_at
+from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.lower.call import AttentionCall, read_call
+
+Rule = Callable[[AttentionCall, NodeBuilder], dict[int, ir.Value] | None]
+"""Builds the replacement of one attention; outputs by position, or None to leave the node."""
+
+
+def copy_of(model: ir.Model) -> ir.Model:
+    """A copy to work on: weights shared, functions that hold attention inlined, shapes inferred."""
+    copy = model.clone()
+    if any(is_attention(node) for function in copy.functions.values() for node in function.all_nodes()):
+        InlinePass()(copy)
+    return infer_shapes(copy)
+
+
+def infer_shapes(model: ir.Model) -> ir.Model:
+    """Fill in the shapes that follow from the others; what does not follow stays unknown."""
+    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    return model
+
+
+def rewrite(model: ir.Model, rule: Rule, *, dialect: str) -> ir.Model:
+    """Apply a rule to every attention of a copy of the model."""
+    lowered = copy_of(model)
+    opset = lowered.opset_imports.get("")
+    taken = {value.name for node in lowered.graph.all_nodes() for value in node.outputs if value.name}
+    for node in list(lowered.graph.all_nodes()):
+        if is_attention(node):
+            call = read_call(node, opset=opset, dialect=dialect)
+            builder = NodeBuilder(_prefix(call.facts.name, taken))
+            outputs = rule(call, builder)
+            if outputs is not None:
+                _replace(node, builder, outputs)
+                _import_domains(lowered, builder)
+    return infer_shapes(lowered)
+
+
+def _import_domains(model: ir.Model, builder: NodeBuilder) -> None:
+    for node in builder.nodes:
+        model.opset_imports.setdefault(node.domain, 1)
+
+
+def _prefix(name: str, taken: set[str]) -> str:
+    """The node's own name, with a number where another value already starts with it."""
+    prefix, count = name, 1
+    while any(used.startswith(f"{prefix}/") for used in taken):
+        count += 1
+        prefix = f"{name}_{count}"
+    taken.add(f"{prefix}/")
+    return prefix
+
+
+def _replace(node: ir.Node, builder: NodeBuilder, outputs: dict[int, ir.Value]) -> None:
+    replaced: set[ir.Value] = set()
+    for position, value in outputs.items():
+        old = output_at(node, position)
+        if old is None:
+            continue
+        # A graph output needs a node of its own: it can be neither an input nor another output.
+        new = value if builder.owns(value) and value not in replaced else builder.op("Identity", value)
+        replaced.add(new)
+        new.name, new.type, new.shape = old.name, old.type, old.shape
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+    graph = node.graph
+    if graph is None:
+        raise ValueError(f"Node {node.name!r} belongs to no graph.")
+    graph.insert_before(node, builder.live_nodes(replaced))
+    graph.remove(node, safe=True)

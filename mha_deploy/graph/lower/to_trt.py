@@ -1,0 +1,166 @@
+"""Attention as TensorRT's parser takes it (10.14 and later, and TensorRT-RTX).
+
+The parser accepts one output, one mask of the query's type or boolean, or `is_causal`, but not both. It
+refuses past, present, softcap and softmax_precision, and it *ignores* key lengths and windows. So the
+past becomes a Concat, and everything that hides keys becomes one explicit mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import onnx_ir as ir
+
+from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
+from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.lower.call import AttentionCall
+from mha_deploy.graph.lower.heads import Heads, as_input_rank, key_length, query_length, split_inputs
+from mha_deploy.graph.lower.masks import Mask, bias_of, open_rows, read_mask, zero_closed_rows
+from mha_deploy.graph.lower.to_primitives import PrimitivesOptions, lower_to_primitives
+
+DIALECT = "trt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrtOptions:
+    """What may be done to fit TensorRT.
+
+    Args:
+        decompose: Write a node that the fused operator cannot express as matrix products instead of
+            refusing it. It will be slower.
+        pad_heads: Where V's head size differs from K's, pad the smaller with zeros: exact, and fused.
+        mask: `additive` folds into the fused kernel; `bool` keeps boolean masks boolean, which costs
+            several small kernels before it.
+        explicit_causal: Also write plain `is_causal` as a mask unless there are certainly as many keys
+            as queries; for a target whose alignment is not known.
+        softmax: `cast` computes an attention that asks for a more precise softmax wholly in that
+            precision; `drop` leaves the precision to TensorRT.
+        empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where none exists.
+    """
+
+    decompose: bool = False
+    pad_heads: bool = False
+    mask: str = "additive"
+    explicit_causal: bool = False
+    softmax: str = "cast"
+    empty_rows: str = "zero"
+
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "mask": ("additive", "bool"),
+        "softmax": ("cast", "drop"),
+        "empty_rows": ("zero", "ignore"),
+    }
+
+
+def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value] | None:
+    """Write one attention for TensorRT; None where it can stay as it is."""
+    refusal = _inexpressible(call, options)
+    if refusal is not None and not options.decompose:
+        raise call.refuse(refusal[0], got=refusal[1], hint=refusal[2])
+    if refusal is not None:
+        return lower_to_primitives(call, b, PrimitivesOptions(empty_rows=options.empty_rows, opset=None))
+    return _rebuild(call, b, options) if _needs_change(call, options) else None
+
+
+def _inexpressible(call: AttentionCall, options: TrtOptions) -> tuple[str, object, str] | None:
+    """Feature, value and remedy, for what the fused operator cannot express."""
+    facts = call.facts
+    otherwise = "decompose=True writes it as matrix products (slower, not fused)"
+    if facts.softcap:
+        return "softcap", facts.softcap, otherwise
+    if facts.has_qk_output:
+        return "attention weights as output", f"qk_matmul_output_mode={facts.qk_output_mode}", otherwise
+    if call.Dv != call.D and not options.pad_heads:
+        return (
+            "V head size other than K's",
+            f"K {call.D}, V {call.Dv}",
+            f"pad_heads=True pads with zeros, or {otherwise}",
+        )
+    if "fp64" in (facts.dtype, facts.softmax_precision):
+        return "fp64", facts.softmax_precision or facts.dtype, "export in fp16, bf16 or fp32"
+    return None
+
+
+def _needs_change(call: AttentionCall, options: TrtOptions) -> bool:
+    facts = call.facts
+    return (
+        facts.mask != "none"
+        or facts.has_past
+        or len(call.node.outputs) > 1
+        or len(call.node.inputs) > 3
+        or facts.softmax_precision is not None
+        or "left_window_size" in call.node.attributes
+        or "right_window_size" in call.node.attributes
+        or call.Dv != call.D
+        or (facts.is_causal and options.explicit_causal and not call.is_square)
+    )
+
+
+def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value]:
+    heads = split_inputs(b, call)
+    causal = _stays_causal(call, options)
+    mask = None if causal else read_mask(b, call, query_length(b, call), key_length(b, call))
+    guard = mask is not None and call.may_have_empty_rows and options.empty_rows == "zero"
+    rows = open_rows(b, mask) if mask is not None and guard else None
+
+    y = _attention(b, call, options, heads, mask, causal)
+    y = zero_closed_rows(b, call, rows, y)
+    return {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
+
+
+def _stays_causal(call: AttentionCall, options: TrtOptions) -> bool:
+    """Whether `is_causal` alone means the same to TensorRT: the diagonal starts at the first key."""
+    facts = call.facts
+    alone = facts.mask == "none" and not (facts.has_past or facts.has_nonpad_kv_seqlen or facts.has_window)
+    return facts.is_causal and alone and (call.is_square or not options.explicit_causal)
+
+
+def _attention(
+    b: NodeBuilder, call: AttentionCall, options: TrtOptions, heads: Heads, mask: Mask | None, causal: bool
+) -> ir.Value:
+    """The Attention node itself: 4-D, one output, at most one mask."""
+    tensors = [*_same_head_size(b, call, heads)]
+    if mask is not None:
+        tensors.append(_mask_input(b, call, options, mask))
+    wide = _wider_softmax(call, options)
+    if wide is not None:
+        tensors = [x if x.dtype == ir.DataType.BOOL else b.op("Cast", x, to=int(wide)) for x in tensors]
+    attributes = {"scale": call.scale, "is_causal": 1 if causal else None}
+    y = b.op("Attention", *tensors, name=b.prefix, **attributes)
+    if wide is not None:
+        y = b.op("Cast", y, to=int(call.dtype))
+    if call.Dv < call.D:
+        y = b.op("Slice", y, b.ints(0), b.ints(call.Dv), b.ints(3), name="unpadded")
+    return y
+
+
+def _mask_input(b: NodeBuilder, call: AttentionCall, options: TrtOptions, mask: Mask) -> ir.Value:
+    if options.mask == "bool" and mask.additive is None and mask.visible is not None:
+        mask.visible.dtype = ir.DataType.BOOL
+        return mask.visible
+    return bias_of(b, call, mask)
+
+
+def _wider_softmax(call: AttentionCall, options: TrtOptions) -> ir.DataType | None:
+    """The type to compute in, where the softmax is to be more precise than the inputs."""
+    precision = call.facts.softmax_precision
+    if options.softmax == "drop" or precision != "fp32" or call.facts.dtype == "fp32":
+        return None  # a softmax more precise than asked for is what TensorRT does anyway
+    return ir.DataType.FLOAT
+
+
+def _same_head_size(b: NodeBuilder, call: AttentionCall, heads: Heads) -> Heads:
+    """Pad the smaller head size with zeros: they add nothing to a score, and are cut off the output."""
+    missing = call.D - call.Dv
+    if missing > 0:
+        return heads._replace(v=_pad_last(b, call, heads.v, missing))
+    if missing < 0:
+        return heads._replace(
+            q=_pad_last(b, call, heads.q, -missing), k=_pad_last(b, call, heads.k, -missing)
+        )
+    return heads
+
+
+def _pad_last(b: NodeBuilder, call: AttentionCall, x: ir.Value, count: int) -> ir.Value:
+    return b.op("Pad", x, b.ints(0, 0, 0, 0, 0, 0, 0, count), b.constant(0.0, call.dtype), name="padded")
