@@ -270,7 +270,8 @@ class AttentionSpec:
         whole_number("Hq", data["Hq"])
         whole_number("E", data["E"])
         data.setdefault("Hkv", data["Hq"])
-        data.setdefault("D", head_size(data["E"], data["Hq"]))
+        if "D" not in data:
+            data["D"] = head_size(data["E"], data["Hq"])
         data["axes"] = _axes_from(data["axes"])
         for key, options in (("sparse_heads", SparseHeads), ("grouped_mlp", GroupedMlp)):
             if key in data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,3 +32,10 @@ def open_runner(backend: str, model: Path | ir.Model) -> Runner:
 def cpu_backend(precision: Precision) -> str:
     """The runtime that checks a graph on a CPU: ONNX Runtime, but for the bfloat16 it has no kernels for."""
     return "onnx-reference" if precision.name == "bf16" else "ort-cpu"
+
+
+def available_cpu_backend(precision: Precision) -> str:
+    """The same where it is installed, else ONNX's reference evaluator, which always is."""
+    chosen = cpu_backend(precision)
+    installed = importlib.util.find_spec("onnxruntime") is not None
+    return chosen if installed or chosen != "ort-cpu" else "onnx-reference"

@@ -57,5 +57,9 @@ def main() -> None:
         typer.echo(f"error: The system refused.\n  got: {error}", err=True)
         sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
-        typer.echo("interrupted: nothing was written", err=True)
+        typer.echo("interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)
+    except SystemExit as stop:
+        if stop.code == EXIT_INTERRUPTED:  # what Typer makes of Ctrl-C
+            typer.echo("interrupted", err=True)
+        raise

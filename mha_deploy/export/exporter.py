@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from mha_deploy.backends import cpu_backend, open_runner
+from mha_deploy.backends import available_cpu_backend, open_runner
 from mha_deploy.bundle import MODEL, Bundle, BundleWriter, GoldenEntry, Manifest, sha256
-from mha_deploy.errors import ExportError
+from mha_deploy.errors import ExportError, nearest
 from mha_deploy.export.canonical import canonical_from_module
 from mha_deploy.export.golden import GoldenCapture
 from mha_deploy.export.golden_plan import GoldenPlan, plan_golden
 from mha_deploy.export.inputs import fed_to, random_inputs, to_numpy
-from mha_deploy.export.options import ExportOptions
+from mha_deploy.export.options import DEVICES, ExportOptions
 from mha_deploy.export.weight_file import read_weights
 from mha_deploy.golden import GoldenCase, polygraphy_refusal, write_case, write_polygraphy
 from mha_deploy.graph.attention_node import attention_nodes
@@ -90,6 +90,8 @@ class _Steps:
 
 
 def _module(spec: AttentionSpec, precision: Precision, options: ExportOptions) -> Attention:
+    if options.device not in DEVICES:
+        raise ExportError("No such device.", got=options.device, hint=nearest(options.device, DEVICES))
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ExportError("There is no CUDA device.", got=options.device, hint="--device cpu")
     weights = None if options.weights is None else read_weights(options.weights)
@@ -113,7 +115,7 @@ def _run_at_two_shapes(path: Path, module: Attention, precision: Precision) -> d
     """Prove that the dynamic axes are dynamic: run the graph at two sizes and look at what comes out."""
     spec = module.spec
     cases = plan_golden(spec, ("min", "odd")).cases
-    with open_runner(cpu_backend(precision), path) as runner:
+    with open_runner(available_cpu_backend(precision), path) as runner:
         for case in cases:
             feeds = fed_to(module, random_inputs(spec, case.sizes, seed=0))
             got = runner.run({name: to_numpy(tensor) for name, tensor in feeds.items()})

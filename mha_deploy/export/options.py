@@ -9,6 +9,7 @@ from pathlib import Path
 from mha_deploy.export.golden_plan import CASES, GoldenBudget
 
 OPSETS = (23, 24)
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class ExportOptions:
         weights: A safetensors file of weights.
         golden: Golden cases, by name or sizes.
         budget: What the large golden case may cost.
-        device: Where the oracle and the eager module run: `cpu` or `cuda`.
+        device: Where the oracle and the eager module run, one of `DEVICES`.
         overwrite: Whether a bundle that is there already may be replaced.
     """
 

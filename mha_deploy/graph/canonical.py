@@ -27,7 +27,7 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
     Raises:
         ExportError: The file is not the canonical graph of the spec.
     """
-    onnx.checker.check_model(str(path), full_check=True)
+    _check_onnx(path)
     model = load_graph(path)
     _check_count(model, spec)
     _check_heads(model, spec)
@@ -42,6 +42,13 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
         "inputs and outputs have the spec's names, types and dynamic dimensions",
         f"every matrix product and weight of the graph is {precision.name}",
     ]
+
+
+def _check_onnx(path: Path) -> None:
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ExportError("The exported file is not valid ONNX.", got=str(error).strip()) from error
 
 
 def _check_count(model: ir.Model, spec: AttentionSpec) -> None:

@@ -1,8 +1,8 @@
 """Let a CPU runtime multiply half-precision tensors as GPUs do: summed in float32, rounded once.
 
-ONNX Runtime 1.29 and later sum FP16 products in FP16 on x86 CPUs: a layer of width 4096 is then off by two
-per cent, which would drown the errors a check is looking for. Casts around every product keep the graph's
-types, weights and wiring, and widen only the sums.
+Where the CPU has half-precision arithmetic, ONNX Runtime sums FP16 products in FP16: a layer of width 4096
+was off by two per cent (1.31.1 on aarch64), which would drown the errors a check is looking for. Casts
+around every product keep the graph's types, weights and wiring, and widen only the sums.
 """
 
 from __future__ import annotations

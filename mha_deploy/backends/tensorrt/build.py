@@ -64,7 +64,7 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
         builder = _builder(rt)
         network = create_network(rt, builder, request)
         parser = rt.module.OnnxParser(network, logger_for(rt))
-        parse_into(rt, parser, request.onnx, names, messages)
+        parse_into(rt, parser, request.onnx, names)
         _shape_network(rt, network, request)
         config = builder.create_builder_config()
         notes = fill_config(rt, config, request)

@@ -29,10 +29,13 @@ FLOATING = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 
 # Kernel names are TensorRT's own, but layer names are made from the graph's: a node called `mha` must not
 # pass for a fused kernel. So the wide pattern reads only tactics, and the narrow one only what Myelin names.
-_FUSED_TACTIC = re.compile(r"(?<![a-z])f?mha(?![a-z])|fmha|flash_?(attn|attention|fwd)|sdpa", re.IGNORECASE)
+_FUSED_TACTIC = re.compile(
+    r"(?<![a-z])mha(?![a-z])|mha\d|fmha|flash_?(attn|attention|fwd)|sdpa", re.IGNORECASE
+)
 _FUSED_NAME = re.compile(r"^_ge(mm|mv)_mha_v\d")
 _GENERATED = ("kgen", "")
 _GEMM = re.compile(r"gemm|gemv|matrix_?multiply|fully_?connected", re.IGNORECASE)
+_GENERATED_PRODUCT = re.compile(r"^__(myl_\w*?)?fc", re.IGNORECASE)
 _SOFTMAX = re.compile(r"[Ss]oft_?[Mm]ax|Maxr?\w*Sub\w*Exp|ExpSum")
 _PLUGIN = re.compile(r"plugin|custom_layer", re.IGNORECASE)
 _PROFILE = re.compile(r"\[profile (\d+)\]")
@@ -99,6 +102,13 @@ class Kernel:
         return not self.is_fused_attention and bool(
             _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
         )
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it does the work an engine is built for: matrix products, attention, or a hidden region."""
+        generated = self.layer_type not in ("", "kgen") or self.name.startswith("__")
+        product = self.is_gemm or (generated and bool(_GENERATED_PRODUCT.search(self.name)))
+        return product or self.is_fused_attention or self.is_opaque
 
     @property
     def is_softmax(self) -> bool:

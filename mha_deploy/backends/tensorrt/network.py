@@ -33,9 +33,7 @@ def create_network(rt: TensorRT, builder: Any, request: BuildRequest) -> Any:
     return builder.create_network(flags)
 
 
-def parse_into(
-    rt: TensorRT, parser: Any, source: bytes | str | Path, names: NodeNames, messages: Sequence[Message]
-) -> None:
+def parse_into(rt: TensorRT, parser: Any, source: bytes | str | Path, names: NodeNames) -> None:
     """Parse the model, or say which node cannot be taken and why.
 
     Args:
@@ -43,20 +41,20 @@ def parse_into(
         parser: Its `OnnxParser`, made for the network to fill.
         source: The model.
         names: The model's nodes.
-        messages: What TensorRT says, as it comes.
 
     Raises:
-        EngineError: The parser refuses the model, or would ignore a part of it.
+        EngineError: The parser refuses the model.
     """
     # Only from its path does the parser find weights that lie in another file.
     in_memory = isinstance(source, bytes)
     if not (parser.parse(source) if in_memory else parser.parse_from_file(os.fspath(source))):
         raise _refused(rt, parser, names)
-    refuse_unused(rt, messages, names)
 
 
 def refuse_unused(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -> None:
     """Turn an input that TensorRT ignores into an error: the engine would compute something else.
+
+    It is the builder that says so, not the parser: ask when the plan is there.
 
     Raises:
         EngineError: TensorRT said that an input is unused.

@@ -1,8 +1,9 @@
 """Is the engine really in the precision that was asked for?
 
 A graph in FP16 and a builder allowed to use FP16 do not make an FP16 engine: TensorRT 8.6 was seen choosing
-TF32 matrix products for one. So the answer is read from what was chosen: the types of the tensors
-between the kernels, and the types in the kernels' own names.
+TF32 matrix products for one. So the answer is read from what was chosen: the types that matrix products and
+attention read and write, and the types in the kernels' own names. Small kernels of another type (a mask, a
+gate, the inside of an activation function) are islands: they are reported, and do not change the answer.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class PrecisionVerdict:
         asked: `fp16`, `bf16` or `fp32`.
         status: `really-<asked>`, `mixed` or `unknown`.
         counts: How many tensors there are of each type, and kernels whose names tell one.
-        offenders: What has another floating-point type.
+        offenders: Matrix products and attentions that have another floating-point type.
+        islands: Other kernels that have one.
         reason: Why the answer is unknown; empty otherwise.
         notes: What else was seen: FP16 sums, kernels that are chosen on the device.
     """
@@ -67,6 +69,7 @@ class PrecisionVerdict:
     status: str
     counts: dict[str, int]
     offenders: tuple[Offender, ...] = ()
+    islands: tuple[Offender, ...] = ()
     reason: str = ""
     notes: tuple[str, ...] = ()
 
@@ -84,10 +87,13 @@ def precision_verdict(kernels: Sequence[Kernel], precision: str) -> PrecisionVer
         precision: What was asked for: `fp16`, `bf16` or `fp32`.
 
     Returns:
-        `mixed` as soon as one thing is of another floating-point type; `really-...` only where every
-        kernel could be judged; else `unknown`, with the reason.
+        `mixed` as soon as one product or attention is of another floating-point type; `really-...` only
+        where every kernel could be judged; else `unknown`, with the reason.
     """
-    offenders = tuple(found for kernel in kernels for found in _offenders(kernel, precision))
+    heavy = [kernel for kernel in kernels if kernel.is_heavy]
+    light = [kernel for kernel in kernels if not kernel.is_heavy]
+    offenders = tuple(found for kernel in heavy for found in _offenders(kernel, precision))
+    islands = tuple(found for kernel in light for found in _offenders(kernel, precision))
     reason = _why_unknown(kernels)
     if offenders:
         status, reason = "mixed", ""
@@ -98,8 +104,9 @@ def precision_verdict(kernels: Sequence[Kernel], precision: str) -> PrecisionVer
         status=status,
         counts=_counts(kernels),
         offenders=offenders,
+        islands=islands,
         reason=reason,
-        notes=tuple(_notes(kernels)),
+        notes=(*_notes(kernels), *_island_notes(islands)),
     )
 
 
@@ -188,3 +195,9 @@ def _notes(kernels: Sequence[Kernel]) -> list[str]:
     if later:
         notes.append(f"the kernels of {later} matrix products are chosen on the device")
     return notes
+
+
+def _island_notes(islands: Sequence[Offender]) -> list[str]:
+    names = list(dict.fromkeys(island.kernel for island in islands))
+    types = ", ".join(sorted({island.dtype for island in islands}))
+    return [f"{len(names)} small kernels work in {types}, the first is {names[0]}"] if names else []

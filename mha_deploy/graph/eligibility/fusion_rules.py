@@ -40,7 +40,7 @@ FUSION_RULES: tuple[Rule, ...] = (
     Rule(
         id="qk-output-unfused",
         severity=NOT_FUSED,
-        holds=EVERYWHERE,
+        holds=(BEFORE_ATTENTION,),
         applies=lambda node, target: node.has_qk_output,
         message="A fused kernel never writes the weights to memory.",
         remedy="do without the weights",

@@ -90,9 +90,8 @@ PARSER_RULES: tuple[Rule, ...] = (
         holds=WITH_ATTENTION,
         applies=lambda node, target: node.has_qk_output,
         message="The parser takes Attention with one output only: the weights are not available.",
-        remedy="do without the weights, or lower to matrix products",
+        remedy="compute the weights beside the fused operator, or do without them",
         cured_by=_TRT,
-        needs=("decompose",),
         source=_SEEN_PARSER,
     ),
     Rule(

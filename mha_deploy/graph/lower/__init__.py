@@ -22,23 +22,23 @@ from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.lower import to_contrib, to_onnx, to_primitives, to_trt
 from mha_deploy.graph.lower.errors import LoweringError
 from mha_deploy.graph.lower.fold_scale import fold_scale
+from mha_deploy.graph.lower.opset import to_opset
 from mha_deploy.graph.lower.pack import pack_projections
 from mha_deploy.graph.lower.rewrite import rewrite
-from mha_deploy.graph.opset import to_opset
 
 __all__ = ["DIALECTS", "LoweringError", "fold_scale", "lower", "pack_projections"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One form of attention: its options, and the rule that writes it."""
+    """One form of attention: its options, and the rule that writes it; None where it stays as it is."""
 
     options: type
-    rule: Callable[..., dict[int, ir.Value] | None]
+    rule: Callable[..., dict[int, ir.Value] | None] | None
 
 
 DIALECTS = {
-    to_onnx.DIALECT: Dialect(options=to_onnx.OnnxOptions, rule=to_onnx.keep),
+    to_onnx.DIALECT: Dialect(options=to_onnx.OnnxOptions, rule=None),
     to_trt.DIALECT: Dialect(options=to_trt.TrtOptions, rule=to_trt.lower_to_trt),
     to_primitives.DIALECT: Dialect(
         options=to_primitives.PrimitivesOptions, rule=to_primitives.lower_to_primitives
@@ -68,16 +68,11 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
         raise DeployError("No such dialect.", got=dialect, hint=nearest(dialect, DIALECTS))
     chosen = DIALECTS[dialect]
     settings = _read_options(dialect, chosen, options)
+    if chosen.rule is None:
+        return to_onnx.checked_copy(model)
     lowered = rewrite(model, partial(chosen.rule, options=settings), dialect=dialect)
-    return _finish(lowered, settings)
-
-
-def _finish(model: ir.Model, settings: object) -> ir.Model:
-    if isinstance(settings, to_onnx.OnnxOptions):
-        to_onnx.check_model(model)
-    if isinstance(settings, to_primitives.PrimitivesOptions) and settings.opset is not None:
-        return to_opset(model, settings.opset)
-    return model
+    opset = getattr(settings, "opset", None)
+    return lowered if opset is None else to_opset(lowered, opset, dialect=dialect)
 
 
 def _read_options(name: str, dialect: Dialect, options: dict[str, Any]) -> Any:

@@ -113,19 +113,29 @@ def read_call(node: ir.Node, *, opset: int | None, dialect: str) -> AttentionCal
 
 def _check(call: AttentionCall) -> None:
     """Refuse what ONNX itself does not allow, or leaves open."""
-    facts = call.facts
     if call.Hq % call.Hkv:
         raise call.refuse("uneven head groups", got=f"Hq={call.Hq}, Hkv={call.Hkv}", hint="Hq = n · Hkv")
+    if call.v.dtype is not None and call.v.dtype != call.dtype:
+        raise call.refuse("V of another type than Q", got=call.v.dtype, hint="cast V")
     if (call.past_key is None) != (call.past_value is None):
         raise call.refuse("past of only keys or only values", hint="give past_key and past_value together")
     if call.past_key is not None and call.lengths is not None:
         raise call.refuse("nonpad_kv_seqlen together with past_key", hint="use one of the two kinds of cache")
-    if call.mask is None:
-        return
+    if call.mask is not None:
+        _check_mask(call, call.mask)
+
+
+def _check_mask(call: AttentionCall, mask: ir.Value) -> None:
+    facts = call.facts
     if facts.mask == "unknown" or facts.mask_dims is None:
-        raise call.refuse("mask of unknown type or rank", got=call.mask.name, hint="state it in the graph")
+        raise call.refuse("mask of unknown type or rank", got=mask.name, hint="state it in the graph")
     if len(facts.mask_dims) > 4 or not facts.mask_dims:
         raise call.refuse("mask of this rank", got=facts.mask_dims, hint="a mask has 1 to 4 dimensions")
+    heads = facts.mask_dims[-3] if len(facts.mask_dims) > 2 else 1
+    if isinstance(heads, int) and heads not in (1, call.Hq):
+        raise call.refuse(
+            "mask for another number of heads", got=facts.mask_dims, hint=f"1 or {call.Hq} heads"
+        )
     if facts.mask_dims[-1] == 1 and facts.T != 1:
         # ONNX calls it broadcastable and also says that a short mask is padded: two different results.
         raise call.refuse("mask with a single key column", got=facts.mask_dims, hint="expand it to T columns")

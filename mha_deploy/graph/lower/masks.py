@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import ml_dtypes
-import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.build import NodeBuilder, Size
@@ -85,8 +84,17 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, hidden: float | 
     return b.op("Where", mask.visible, additive, b.constant(NEG_INF, call.dtype), name="mask_bias")
 
 
-def open_rows(b: NodeBuilder, mask: Mask) -> ir.Value:
-    """`[·, ·, ·, 1]`, True for each query that sees at least one key."""
+def rows_to_keep(b: NodeBuilder, call: AttentionCall, mask: Mask | None, empty_rows: str) -> ir.Value | None:
+    """`[·, ·, ·, 1]`, True for each query that sees a key; None where all do, or nobody asks.
+
+    Args:
+        b: Builder of the new nodes.
+        call: The attention.
+        mask: Its mask.
+        empty_rows: `zero` or `ignore`, the option that every dialect has.
+    """
+    if mask is None or empty_rows == "ignore" or not call.may_have_empty_rows:
+        return None
     seen = mask.visible
     if mask.additive is not None:
         dtype = _dtype(mask.additive)
@@ -194,6 +202,8 @@ def _to_4d(b: NodeBuilder, call: AttentionCall) -> ir.Value:
         mask = b.unsqueeze(mask, *range(missing))
     if not isinstance(dims[1], int):
         mask = b.expand(mask, 1, call.Hq, 1, 1)
+    if call.facts.mask == "int":
+        dtype, mask = call.dtype, b.op("Cast", mask, to=int(call.dtype))  # whole numbers hold no -inf
     mask.dtype = dtype
     return mask
 
@@ -231,7 +241,7 @@ def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Va
     dtype = _dtype(mask)
     if dtype == call.dtype:
         return mask
-    if not dtype.is_floating_point() or _lowest(dtype) >= _lowest(call.dtype):
+    if _lowest(dtype) >= _lowest(call.dtype):
         return b.cast(mask, call.dtype, name="mask_cast")
     low, high = (b.constant(sign * _lowest(call.dtype), dtype) for sign in (1, -1))
     finite = b.cast(b.op("Clip", mask, low, high), call.dtype, name="mask_cast")
@@ -250,7 +260,4 @@ def _dtype(value: ir.Value) -> ir.DataType:
 
 
 def _lowest(dtype: ir.DataType) -> float:
-    numpy_dtype = dtype.numpy()
-    if np.issubdtype(numpy_dtype, np.integer):
-        return float(np.iinfo(numpy_dtype).min)
-    return float(ml_dtypes.finfo(numpy_dtype).min)
+    return float(ml_dtypes.finfo(dtype.numpy()).min)

@@ -24,7 +24,7 @@ from mha_deploy.graph.lower.heads import (
     split_heads,
     split_inputs,
 )
-from mha_deploy.graph.lower.masks import Mask, bias_of, open_rows, read_mask, zero_closed_rows
+from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
 
 DIALECT = "contrib"
 DOMAIN = "com.microsoft"
@@ -206,10 +206,9 @@ def _finish(
     b: NodeBuilder, call: AttentionCall, options: ContribOptions, mask: Mask | None, y: ir.Value
 ) -> ir.Value:
     """Zero the rows that see no key, and bring the result to the rank the node was written in."""
-    guard = mask is not None and call.may_have_empty_rows and options.empty_rows == "zero"
-    if mask is None or not guard:
+    rows = rows_to_keep(b, call, mask, options.empty_rows)
+    if mask is None or rows is None:
         return y if call.facts.rank == 3 else split_heads(b, y, call.Hq, call.Dv)
-    rows = open_rows(b, mask)
     if call.facts.rank == 3 and mask.heads == 1:
         return zero_closed_rows(b, call, b.op("Squeeze", rows, b.ints(1)), y)
     return as_input_rank(b, call, zero_closed_rows(b, call, rows, split_heads(b, y, call.Hq, call.Dv)))

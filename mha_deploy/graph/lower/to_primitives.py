@@ -13,7 +13,7 @@ from mha_deploy.graph.build import NodeBuilder, Size
 from mha_deploy.graph.lower.call import AttentionCall
 from mha_deploy.graph.lower.groups import GroupForm, group_form
 from mha_deploy.graph.lower.heads import Heads, as_input_rank, key_length, query_length, split_inputs
-from mha_deploy.graph.lower.masks import NEG_INF, Mask, bias_of, open_rows, read_mask, zero_closed_rows
+from mha_deploy.graph.lower.masks import NEG_INF, Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
 
 DIALECT = "primitives"
 
@@ -50,7 +50,7 @@ def lower_to_primitives(
     form = group_form(call, options.gqa)
     S, T = query_length(b, call), key_length(b, call)
     mask = read_mask(b, call, S, T)
-    rows = open_rows(b, mask) if mask and call.may_have_empty_rows and options.empty_rows == "zero" else None
+    rows = rows_to_keep(b, call, mask, options.empty_rows)
 
     raw = _scores(b, call, form, heads, options.scale)
     capped = _softcap(b, call, raw)
@@ -60,12 +60,10 @@ def lower_to_primitives(
 
     y = zero_closed_rows(b, call, rows, form.restore(b, call, product, call.Dv))
     outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
-    if call.facts.qk_output_mode is not None:
-        stage = (raw, capped, biased, weights)[call.facts.qk_output_mode]
-        stage = form.restore(b, call, stage, T)
-        outputs[QK_OUTPUT] = (
-            zero_closed_rows(b, call, rows, stage) if call.facts.qk_output_mode == 3 else stage
-        )
+    mode = call.facts.qk_output_mode
+    if mode is not None:
+        stage = form.restore(b, call, (raw, capped, biased, weights)[mode], T)
+        outputs[QK_OUTPUT] = zero_closed_rows(b, call, rows, stage) if mode == 3 else stage
     return outputs
 
 

@@ -12,11 +12,11 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
-from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
+from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
 from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.lower.call import AttentionCall
 from mha_deploy.graph.lower.heads import Heads, as_input_rank, key_length, query_length, split_inputs
-from mha_deploy.graph.lower.masks import Mask, bias_of, open_rows, read_mask, zero_closed_rows
+from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
 from mha_deploy.graph.lower.to_primitives import PrimitivesOptions, lower_to_primitives
 
 DIALECT = "trt"
@@ -69,8 +69,6 @@ def _inexpressible(call: AttentionCall, options: TrtOptions) -> tuple[str, objec
     otherwise = "decompose=True writes it as matrix products (slower, not fused)"
     if facts.softcap:
         return "softcap", facts.softcap, otherwise
-    if facts.has_qk_output:
-        return "attention weights as output", f"qk_matmul_output_mode={facts.qk_output_mode}", otherwise
     if call.Dv != call.D and not options.pad_heads:
         return (
             "V head size other than K's",
@@ -101,12 +99,22 @@ def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[i
     heads = split_inputs(b, call)
     causal = _stays_causal(call, options)
     mask = None if causal else read_mask(b, call, query_length(b, call), key_length(b, call))
-    guard = mask is not None and call.may_have_empty_rows and options.empty_rows == "zero"
-    rows = open_rows(b, mask) if mask is not None and guard else None
-
+    rows = rows_to_keep(b, call, mask, options.empty_rows)
     y = _attention(b, call, options, heads, mask, causal)
     y = zero_closed_rows(b, call, rows, y)
-    return {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
+    outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
+    return outputs if not call.facts.has_qk_output else outputs | _scores_beside(call, b, options)
+
+
+def _scores_beside(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value]:
+    """The scores or weights, computed once more: a fused kernel keeps its own to itself.
+
+    Their nodes carry another name than the attention's, so that nobody takes them for its parts.
+    """
+    side = NodeBuilder(f"{b.prefix}_scores")
+    written = lower_to_primitives(call, side, PrimitivesOptions(empty_rows=options.empty_rows, opset=None))
+    b.nodes += side.live_nodes([written[QK_OUTPUT]])
+    return {QK_OUTPUT: written[QK_OUTPUT]}
 
 
 def _stays_causal(call: AttentionCall, options: TrtOptions) -> bool:

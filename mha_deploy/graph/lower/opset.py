@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.graph.lower.errors import LoweringError
+from mha_deploy.graph.lower.opset_rewrites import rewrite_for
 
 # The same node means something else in the older version, though both schemas accept it.
 _CHANGED_MEANING = frozenset({"GridSample", "Resize", "GroupNormalization", "DFT"})
@@ -38,49 +39,16 @@ def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> i
         InlinePass()(result)
     for node in list(result.graph.all_nodes()):
         if node.domain == "":
-            _rewrite(node, version)
-            problem = _problem(node, current, version)
-            if problem is not None:
-                raise _refusal(node, version, problem, dialect)
-            node.version = None
+            rewrite_for(node, version)
+    for node in result.graph.all_nodes():
+        problem = _problem(node, current, version) if node.domain == "" else None
+        if problem is not None:
+            raise _refusal(node, version, problem, dialect)
+        node.version = None
     result.graph.opset_imports[""] = version
     imports = [onnx.helper.make_opsetid(*item) for item in result.opset_imports.items()]
     result.ir_version = min(result.ir_version, onnx.helper.find_min_ir_version_for(imports, True))
     return result
-
-
-def _rewrite(node: ir.Node, version: int) -> None:
-    """Move what newer versions moved."""
-    if node.op_type.startswith("Reduce") and version < 18 and node.op_type != "ReduceSum":
-        _axes_to_attribute(node)
-    if node.op_type == "Split" and version < 18 and _splits_evenly(node):
-        node.attributes.pop("num_outputs", None)
-
-
-def _axes_to_attribute(node: ir.Node) -> None:
-    """Axes became an input in opset 18."""
-    axes = _constant_ints(node, 1)
-    if axes is None:
-        return
-    node.attributes.add(ir.AttrInt64s("axes", axes))
-    node.resize_inputs(1)
-
-
-def _splits_evenly(node: ir.Node) -> bool:
-    """Opset 18 lets the last part be smaller: only a split into given or equal parts is older."""
-    if len(node.inputs) > 1 and node.inputs[1] is not None:
-        return True
-    data, axis = node.inputs[0], node.attributes.get_int("axis", 0)
-    size = data.shape[axis] if data is not None and data.shape is not None else None
-    return isinstance(size, int) and size % len(node.outputs) == 0
-
-
-def _constant_ints(node: ir.Node, position: int) -> list[int] | None:
-    if position >= len(node.inputs):
-        return None
-    value = node.inputs[position]
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else [int(axis) for axis in tensor.numpy().reshape(-1)]
 
 
 def _problem(node: ir.Node, current: int, version: int) -> str | None:

@@ -1,0 +1,198 @@
+"""A TensorRT made from the API surface of one version: it has those names, and no others.
+
+Building against it runs the real build code with every supported version. A name that the version does not
+have raises AttributeError, on reading and on writing, as the real one does.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+
+INSPECTED = json.dumps({"Layers": [{"Name": "fake", "LayerType": "NoOp"}], "Bindings": []})
+
+
+class _Missing:
+    """A name that exists in the version, but that the fake cannot do."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"{owner.__name__}.{name}"
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        raise NotImplementedError(f"the fake does not model {self.name}")
+
+
+class _Object:
+    _allowed: frozenset[str] = frozenset()
+    _module: Any = None
+
+    def __init__(self, **state: Any) -> None:
+        self.__dict__.update(state)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            object.__setattr__(self, name, value)
+            return
+        # A subclass written in Python may add what it likes, as it may to the real class.
+        own = "_allowed" in type(self).__dict__
+        if own and not name.startswith("_") and name not in self._allowed:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r} in this version")
+        self.__dict__[name] = value
+
+
+def make_module(surface: dict[str, Any]) -> SimpleNamespace:
+    """Build the fake module of one version."""
+    module = SimpleNamespace(__name__=f"fake_{surface['version']}", __version__=surface["version"])
+    for name, members in surface["enums"].items():
+        setattr(module, name, enum.IntEnum(name, members, start=0))
+    for name, attributes in surface["classes"].items():
+        setattr(module, name, _make_class(module, name, attributes))
+    return module
+
+
+def _make_class(module: Any, name: str, attributes: list[str]) -> type:
+    behaviour = BEHAVIOUR.get(name, {})
+    body: dict[str, Any] = {key: behaviour.get(key, _Missing()) for key in attributes}
+    # Attributes that instances carry must not be shadowed by the class.
+    body.update({"_allowed": frozenset(attributes), "_module": module})
+    if "__init__" in behaviour:
+        body["__init__"] = behaviour["__init__"]
+    return type(name, (_Object,), body)
+
+
+def _create_network(self: Any, flags: int) -> Any:
+    return self._module.INetworkDefinition(_flags=flags, _inputs=[], _outputs=[], _layers=[], _refit=[])
+
+
+def _create_config(self: Any) -> Any:
+    return self._module.IBuilderConfig(_raised=[], _cleared=[], _profiles=[], _targets={})
+
+
+def _build(self: Any, network: Any, config: Any) -> bytes:
+    self._module.last = SimpleNamespace(network=network, config=config)
+    monitor = config.__dict__.get("progress_monitor")
+    if monitor is not None:
+        monitor.phase_start("Building", None, 2)
+        going = monitor.step_complete("Building", 0)
+        monitor.phase_finish("Building")
+        self._module.last.cancelled = not going
+        if not going:
+            return None
+    return b"plan"
+
+
+def _parse(self: Any, data: bytes) -> bool:
+    module, network = self._module, self._network
+    model = onnx.load_model_from_string(data)
+    kinds = module.LayerType
+    for index, node in enumerate(model.graph.node):
+        if node.op_type == "Refused":
+            self._errors.append(module.ParserError(_index=index, _node=node))
+        # As the real one does under weak typing: every real number is reported as FP32.
+        dtype = module.DataType.INT32 if node.op_type == "Shape" else module.DataType.FLOAT
+        tensor = module.ITensor(name=node.output[0], shape=(1,), dtype=dtype)
+        native = node.op_type == "Attention" and hasattr(kinds, "ATTENTION_INPUT")
+        kind = kinds.ATTENTION_INPUT if native else kinds.SHUFFLE
+        network._layers.append(module.ILayer(type=kind, num_outputs=1, _tensors=[tensor]))
+    for values, kept in ((model.graph.input, network._inputs), (model.graph.output, network._outputs)):
+        for value in values:
+            shape = tuple(dim.dim_value or -1 for dim in value.type.tensor_type.shape.dim)
+            kept.append(module.ITensor(name=value.name, shape=shape, dtype=module.DataType.HALF))
+    return not self._errors
+
+
+def _parse_file(self: Any, path: str) -> bool:
+    with open(path, "rb") as file:
+        return _parse(self, file.read())
+
+
+def _mark_refittable(self: Any, name: str) -> bool:
+    self._refit.append(name)
+    return True
+
+
+def _parser_init(self: Any, network: Any, logger: Any) -> None:
+    self.__dict__.update(_network=network, _errors=[])
+
+
+def _logger_init(self: Any, logger: Any = None) -> None:
+    pass
+
+
+def _set_timing_cache(self: Any, cache: Any, ignore_mismatch: bool) -> bool:
+    fits = cache._data != b"stale"
+    if fits:
+        self.__dict__["_cache"] = cache
+    return fits
+
+
+def _attention(self: Any) -> Any:
+    return self.__dict__.setdefault("_attention", self._module.IAttention())
+
+
+BEHAVIOUR: dict[str, dict[str, Any]] = {
+    "ILogger": {"__init__": _logger_init, "log": lambda self, severity, text: None},
+    "Builder": {
+        "__init__": _logger_init,
+        "create_network": _create_network,
+        "create_builder_config": _create_config,
+        "create_optimization_profile": lambda self: self._module.IOptimizationProfile(_shapes={}),
+        "build_serialized_network": _build,
+    },
+    "OnnxParser": {
+        "__init__": _parser_init,
+        "parse": _parse,
+        "parse_from_file": _parse_file,
+        "num_errors": property(lambda self: len(self._errors)),
+        "get_error": lambda self, index: self._errors[index],
+    },
+    "ParserError": {
+        "desc": lambda self: "no importer",
+        "node": lambda self: self._index,
+        "node_name": lambda self: self._node.name,
+        "node_operator": lambda self: self._node.op_type,
+    },
+    "INetworkDefinition": {
+        "num_inputs": property(lambda self: len(self._inputs)),
+        "get_input": lambda self, index: self._inputs[index],
+        "num_outputs": property(lambda self: len(self._outputs)),
+        "get_output": lambda self, index: self._outputs[index],
+        "num_layers": property(lambda self: len(self._layers)),
+        "get_layer": lambda self, index: self._layers[index],
+        "mark_weights_refittable": _mark_refittable,
+    },
+    "ILayer": {
+        "get_output": lambda self, index: self._tensors[index],
+        "set_output_type": lambda self, index, dtype: self.__dict__.update(_typed=dtype),
+    },
+    "IAttentionInputLayer": {"attention": property(_attention)},
+    "IOptimizationProfile": {
+        "set_shape": lambda self, name, low, opt, high: self._shapes.update({name: (low, opt, high)})
+    },
+    "IBuilderConfig": {
+        "set_flag": lambda self, flag: self._raised.append(flag.name),
+        "clear_flag": lambda self, flag: self._cleared.append(flag.name),
+        "set_memory_pool_limit": lambda self, pool, size: self.__dict__.update(_pool=(pool.name, size)),
+        "add_optimization_profile": lambda self, added: self._profiles.append(added._shapes) or 0,
+        "get_tactic_sources": lambda self: (1 << len(self._module.TacticSource)) - 1,
+        "set_tactic_sources": lambda self, sources: self.__dict__.update(_sources=sources) or True,
+        "create_timing_cache": lambda self, data: self._module.ITimingCache(_data=data),
+        "set_timing_cache": _set_timing_cache,
+        "get_timing_cache": lambda self: self.__dict__.get("_cache"),
+        "set_compute_capability": lambda self, target, index: self._targets.update({index: target.name}),
+    },
+    "ITimingCache": {"serialize": lambda self: self._data + b"+timings"},
+    "IProgressMonitor": {"__init__": lambda self: None},
+    "Runtime": {
+        "__init__": _logger_init,
+        "deserialize_cuda_engine": lambda self, plan: self._module.ICudaEngine(),
+    },
+    "ICudaEngine": {"create_engine_inspector": lambda self: self._module.EngineInspector()},
+    "EngineInspector": {"get_engine_information": lambda self, form: INSPECTED},
+}

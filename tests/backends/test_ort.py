@@ -1,0 +1,108 @@
+"""ONNX Runtime on the CPU: right where it has kernels, and plain about where it has none."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from fresh_python import python
+
+from mha_deploy.backends.ort import OrtCpuRunner
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.golden import golden_cases
+from mha_deploy.validate.deviation import measure
+
+OPEN = """
+import sys
+from pathlib import Path
+from mha_deploy.backends import open_runner
+from mha_deploy.errors import BackendUnavailable
+try:
+    open_runner("ort-cpu", Path(sys.argv[1]))
+except BackendUnavailable as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+def graph(nodes, inputs, outputs, opset=23):
+    """A model of one graph in float32 tensors of shape (N,)."""
+
+    def values(names):
+        return [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["N"]) for n in names]
+
+    body = onnx.helper.make_graph(nodes, "graph", values(inputs), values(outputs))
+    opsets = [onnx.helper.make_opsetid("", opset)]
+    return onnx.helper.make_model(body, opset_imports=opsets, ir_version=11)
+
+
+def saved(model, folder):
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_results_are_as_close_to_the_oracle_as_rounding_allows(bundles, precision):
+    bundle = bundles("tiny-gqa", precision)
+    roundoff = bundle.manifest.precision.roundoff
+    with OrtCpuRunner(bundle.model_path) as runner:
+        assert runner.name == f"ort-cpu {onnxruntime.__version__}"
+        for case in golden_cases(bundle):
+            output = runner.run(case.inputs)["output"]
+            assert output.dtype == bundle.manifest.precision.numpy
+            assert measure(output, case.oracle["output"]).relative_l2 < 8 * roundoff
+
+
+def test_inputs_are_checked(bundles):
+    bundle = bundles("tiny-gqa")
+    with OrtCpuRunner(bundle.model_path) as runner:
+        for bad in ({}, {"x": np.zeros((1, 1, 64), np.float32)}, {"x": np.zeros((1, 1, 63), np.float16)}):
+            with pytest.raises(DeployError):
+                runner.run(bad)
+
+
+def test_bfloat16_is_refused_with_the_backend_that_has_it(bundles):
+    with pytest.raises(BackendUnavailable, match="no CPU kernel") as caught:
+        OrtCpuRunner(bundles("tiny-padding", "bf16").model_path)
+    assert "--backend onnx-reference" in caught.value.hint
+    assert "NOT_IMPLEMENTED" in caught.value.got
+    assert caught.value.exit_code == 3
+
+
+def test_a_machine_without_onnx_runtime_is_told_how_to_install_it(bundles):
+    done = python(OPEN, bundles("tiny-gqa").model_path, blocked=("onnxruntime",))
+    assert done.returncode == 3, done.stderr
+    assert "ONNX Runtime is not installed" in done.stdout
+    assert 'try: pip install "mha-deploy[ort]"' in done.stdout
+
+
+def test_a_graph_with_an_unknown_node_is_refused_in_one_line(tmp_path):
+    node = onnx.helper.make_node("NoSuchOperator", ["a"], ["b"])
+    path = saved(graph([node], ["a"], ["b"]), tmp_path)
+    with pytest.raises(DeployError, match="ONNX Runtime cannot load the graph") as caught:
+        OrtCpuRunner(path)
+    assert "NoSuchOperator" in caught.value.got
+    assert "\n" not in caught.value.got
+
+
+def test_a_graph_that_fails_while_it_runs_is_an_error_not_a_trace(tmp_path):
+    node = onnx.helper.make_node("Add", ["a", "b"], ["c"])
+    with OrtCpuRunner(saved(graph([node], ["a", "b"], ["c"]), tmp_path)) as runner:
+        fine = runner.run({"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)})
+        np.testing.assert_array_equal(fine["c"], [2, 2])
+        with pytest.raises(DeployError, match="failed on these inputs"):
+            runner.run({"a": np.ones(2, np.float32), "b": np.ones(3, np.float32)})
+
+
+def test_a_tensor_of_a_type_that_is_not_ours_is_refused(tmp_path):
+    model = graph([onnx.helper.make_node("Identity", ["a"], ["b"])], ["a"], ["b"])
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.elem_type = onnx.TensorProto.STRING
+    with pytest.raises(DeployError, match="type that is not supported"):
+        OrtCpuRunner(saved(model, tmp_path))
+
+
+def test_a_closed_runner_holds_no_session(bundles):
+    runner = OrtCpuRunner(bundles("tiny-gqa").model_path)
+    runner.close()
+    assert not any(isinstance(value, onnxruntime.InferenceSession) for value in vars(runner).values())

@@ -1,0 +1,343 @@
+"""Reading what TensorRT prints: the inspector's JSON of three schemas, and the records of the build log."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mha_deploy.backends.tensorrt import (
+    EngineError,
+    kernels_from_inspector,
+    kernels_from_log,
+    kernels_from_plan,
+)
+from mha_deploy.backends.tensorrt.kernels import dtype_of, onnx_nodes_of
+
+# TensorRT 8.6: type and layout in one field, Myelin as one opaque layer, borders as names.
+INSPECTOR_8 = {
+    "Layers": [
+        {
+            "Name": "Reformatting CopyNode for Input Tensor 0 to proj_q0",
+            "LayerType": "Reformat",
+            "Inputs": [
+                {
+                    "Name": "x",
+                    "Location": "Device",
+                    "Dimensions": [8, 128, 768],
+                    "Format/Datatype": "Row major linear FP32",
+                }
+            ],
+            "Outputs": [
+                {
+                    "Name": "Reformatted Input Tensor 0 to proj_q0",
+                    "Location": "Device",
+                    "Dimensions": [8, 128, 768],
+                    "Format/Datatype": "Row major linear FP16 format",
+                }
+            ],
+            "ParameterType": "Reformat",
+            "Origin": "REFORMAT",
+            "TacticValue": "0x00000000000003e8",
+        },
+        {
+            "Name": "proj_q0 + bias_q0",
+            "LayerType": "MatrixMultiply",
+            "Inputs": [
+                {
+                    "Name": "Reformatted Input Tensor 0 to proj_q0",
+                    "Location": "Device",
+                    "Dimensions": [8, 128, 768],
+                    "Format/Datatype": "Row major linear FP16 format",
+                }
+            ],
+            "Outputs": [
+                {
+                    "Name": "q0",
+                    "Location": "Device",
+                    "Dimensions": [8, 128, 768],
+                    "Format/Datatype": "Row major linear FP16 format",
+                }
+            ],
+            "ParameterType": "MatrixMultiply",
+            "TacticName": "sm80_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize64x64x32_stage6_warpsize2x2x1",
+            "TacticValue": "0x0000000000020318",
+        },
+        {
+            "Name": "{ForeignNode[att0/transpose...att0/sum]}",
+            "LayerType": "Myelin",
+            "Inputs": [
+                {
+                    "Name": "q0",
+                    "Location": "Device",
+                    "Dimensions": [8, 128, 768],
+                    "Format/Datatype": "Row major linear FP16 format",
+                }
+            ],
+            "Outputs": [
+                {
+                    "Name": "y",
+                    "Location": "Device",
+                    "Dimensions": [8, 128, 768],
+                    "Format/Datatype": "N/A due to dynamic shapes",
+                }
+            ],
+            "TacticValue": "0x0000000000000000",
+        },
+    ],
+    "Bindings": ["x", "y"],
+}
+
+# TensorRT 10.x: the same fields, but the kernels inside Myelin are listed, with metadata.
+INSPECTOR_10 = {
+    "Layers": [
+        {
+            "Name": "__mye1744_0_myl0_0",
+            "LayerType": "shape_call",
+            "Inputs": [],
+            "Outputs": [],
+            "TacticName": "",
+            "StreamId": 0,
+            "Metadata": "",
+        },
+        {
+            "Name": "_gemm_mha_v2_myl0_4",
+            "LayerType": "kgen",
+            "Inputs": [
+                {"Name": "__mye12_myl0", "Dimensions": [96, 128, 64], "Format/Datatype": "Half"},
+                {"Name": "__mye13_myl0", "Dimensions": [96, 64, 128], "Format/Datatype": "Half"},
+            ],
+            "Outputs": [{"Name": "__mye14_myl0", "Dimensions": [96, 128, 64], "Format/Datatype": "Half"}],
+            "TacticName": "_gemm_mha_v2_0xbcebb264ff01c4c4f8078856729f8b7e",
+            "StreamId": 0,
+            "Metadata": "[ONNX Layer: /a/sum][ONNX Layer: /a/softmax][ONNX Layer: /a/scores]",
+        },
+        {
+            "Name": "_gemm_mha_v2_myl1_4",
+            "LayerType": "kgen",
+            "Inputs": [{"Name": "x [profile 1]", "Dimensions": [-1, 64], "Format/Datatype": "Half"}],
+            "Outputs": [],
+            "TacticName": "_gemm_mha_v2_0xbcebb264ff01c4c4f8078856729f8b7e",
+            "StreamId": 0,
+            "Metadata": "[ONNX Layer: /a/softmax]",
+        },
+    ],
+    "Bindings": ["x", "y", "x [profile 1]", "y [profile 1]"],
+}
+
+# TensorRT 11.x and RTX: type and layout apart, borders as records.
+INSPECTOR_11 = {
+    "Layers": [
+        {
+            "Name": "_gemv_mha_v1_myl0_6",
+            "LayerType": "kgen",
+            "Inputs": [
+                {
+                    "Name": "__mye5970_myl0",
+                    "Dimensions": [-1, 4, 1, 32],
+                    "Strides": [128, 32, 32, 1],
+                    "StrideOrder": [3, 2, 1, 0],
+                    "Datatype": "BFloat16",
+                    "Format": "(Linear) Row major linear format",
+                }
+            ],
+            "Constants": [],
+            "Outputs": [
+                {
+                    "Name": "__mye6133_myl0",
+                    "Dimensions": [-1, 1, 32],
+                    "Strides": [32, -1, 1],
+                    "StrideOrder": [1, 2, 0],
+                    "Datatype": "BFloat16",
+                    "Format": "(Arbitrary) Format with stride order = [1,2,0]",
+                }
+            ],
+            "TacticName": "_gemv_mha_v1_0x811d89f1f696d64c85d4ee3a10fceeaf_vec",
+            "StreamId": 0,
+            "Metadata": "[ONNX Layer: att0]",
+        }
+    ],
+    "I/O Tensors": [
+        {
+            "Name": "x",
+            "IOMode": "Input",
+            "DataType": "BFloat16",
+            "Dimensions": [-1, -1, 128],
+            "Location": "Device",
+            "IsShapeInferenceIO": False,
+            "ProfileInfo": [
+                {
+                    "MinShape": [1, 1, 128],
+                    "OptShape": [2, 1, 128],
+                    "MaxShape": [4, 1, 128],
+                    "Format": "Row major linear BF16 format (kLINEAR)",
+                }
+            ],
+        }
+    ],
+    "Engine Metadata": {"Multi-Device": "Disabled"},
+}
+
+
+def test_the_schema_of_8_6():
+    reformat, gemm, region = kernels_from_inspector(json.dumps(INSPECTOR_8))
+    assert [tensor.dtype for tensor in reformat.tensors] == ["fp32", "fp16"]
+    assert gemm.onnx_nodes == ("proj_q0", "bias_q0")
+    assert gemm.is_gemm
+    assert gemm.inputs[0].shape == (8, 128, 768)
+    assert region.is_opaque
+    assert region.onnx_nodes == ()
+    assert region.outputs[0].dtype == "?"
+
+
+def test_the_schema_of_10():
+    shape, first, second = kernels_from_inspector(json.dumps(INSPECTOR_10))
+    assert first.is_fused_attention
+    assert not shape.is_fused_attention
+    assert first.onnx_nodes == ("/a/sum", "/a/softmax", "/a/scores")
+    assert {tensor.dtype for tensor in first.tensors} == {"fp16"}
+    assert (shape.profile, first.profile, second.profile) == (0, 0, 1)
+
+
+def test_the_schema_of_11():
+    (kernel,) = kernels_from_inspector(json.dumps(INSPECTOR_11))
+    assert kernel.is_fused_attention
+    assert kernel.onnx_nodes == ("att0",)
+    assert kernel.inputs[0].dtype == "bf16"
+    assert kernel.outputs[0].format == "(Arbitrary) Format with stride order = [1,2,0]"
+    assert kernel.outputs[0].shape == (-1, 1, 32)
+
+
+def test_names_joined_by_a_bare_control_character_are_read():
+    text = json.dumps(INSPECTOR_10).replace("/a/sum][", "/a/sum]\x1f[")
+    assert kernels_from_inspector(text)[1].onnx_nodes == ("/a/sum", "/a/softmax", "/a/scores")
+
+
+def test_an_engine_without_details_has_only_names():
+    kernels = kernels_from_inspector(json.dumps({"Layers": ["att0/scores + att0/softmax"], "Bindings": []}))
+    assert kernels[0].onnx_nodes == ("att0/scores", "att0/softmax")
+    assert kernels[0].tensors == ()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"Layer": []}'])
+def test_what_is_not_the_inspectors_is_refused(text):
+    with pytest.raises(EngineError, match="inspector"):
+        kernels_from_inspector(text)
+
+
+# One line per layer, as RTX 1.7 prints them into its verbose log.
+BLOCK = (
+    "Layers:\n"
+    "Name: proj_v0 [profile 1]+proj_q0 [profile 1]_myl1_1, LayerType: gemm, Inputs: [ { Name: x [profile 1], "
+    "Dimensions: [-1,128], Strides: [128,1], StrideOrder: [1,0], Datatype: Half, Format: (Linear) Row major "
+    "linear format }], Constants: [ { Name: __mye12_dconst_myl1, Dimensions: [3,128,128], Strides: "
+    "[16384,128,1], StrideOrder: [2,1,0], Datatype: Half, Format: (Linear) Row major linear format }, "
+    "{ Name: __mye5641proj_v0_alpha_myl1, Dimensions: [1], Strides: [1], StrideOrder: [0], Datatype: Float, "
+    "Format: (Linear) Row major linear format }], Outputs: [ { Name: __mye5_myl1, Dimensions: [3,-1,128], "
+    "Strides: [-1,128,1], StrideOrder: [2,1,0], Datatype: Half, Format: (Linear) Row major linear format }], "
+    "TacticName: __myelin_CASK_STUB, StreamId: 0, Metadata: [ONNX Layer: proj_v0]\x1f[ONNX Layer: proj_q0]\n"
+    "Name: _gemm_mha_v2_myl1_9, LayerType: kgen, Inputs: [ { Name: __mye5_myl1, Dimensions: [-1,-1,32], "
+    "Strides: [32,-1,1], StrideOrder: [1,2,0], Datatype: Half, Format: (Arbitrary) Format with stride order "
+    "= [1,2,0] }], Constants: [], Outputs: [ { Name: y, Dimensions: [-1,-1,32], Strides: [32,-1,1], "
+    "StrideOrder: [1,2,0], Datatype: Half, Format: (Arbitrary) Format with stride order = [1,2,0] }], "
+    "TacticName: _gemm_mha_v2_0x4b9d7d46, StreamId: 0, Metadata: [ONNX Layer: att0]\n"
+    "\nI/O Tensors:\n Name: x, IOMode: Input, DataType: Half\n"
+)
+
+# The joined field of 10.x, on a line.
+BLOCK_10 = (
+    "Engine Layer Information:\nLayers:\n"
+    "Name: _gemm_mha_v2_myl0_1, LayerType: kgen, Inputs: [ { Name: q, Location: Device, Dimensions: "
+    "[2,4,16,32], Format/Datatype: Half }], Outputs: [ { Name: y, Location: Device, Dimensions: [2,4,16,32], "
+    "Format/Datatype: Half }], TacticName: _gemm_mha_v2_0xff, StreamId: 0, Metadata: [ONNX Layer: att0]\n"
+)
+
+LINES_8 = (
+    "Engine Layer Information:\n"
+    "Layer(Reformat): Reformatting CopyNode for Input Tensor 0 to proj, Tactic: 0x00000000000003e8, "
+    "x (Float[8,128,768]) -> Reformatted Input Tensor 0 to proj (Half[8,128,768])\n"
+    "Layer(Myelin): {ForeignNode[att0/transpose...att0/sum]}, Tactic: 0x0000000000000000, "
+    "q (Half[-1,12:8,64]), k [profile 1] (Half[-1,12,64]) -> y (Half[-1,768])\n"
+)
+
+
+def test_the_layer_block_of_the_log():
+    gemm, fused = kernels_from_log(["noise", BLOCK, "more noise"])
+    assert gemm.onnx_nodes == ("proj_v0", "proj_q0")
+    assert [tensor.name for tensor in gemm.inputs] == ["x [profile 1]"]
+    assert [tensor.dtype for tensor in gemm.constants] == ["fp16", "fp32"]
+    assert gemm.outputs[0].shape == (3, -1, 128)
+    assert fused.tactic == "_gemm_mha_v2_0x4b9d7d46"
+    assert fused.onnx_nodes == ("att0",)
+    assert fused.inputs[0].format == "(Arbitrary) Format with stride order = [1,2,0]"
+    # The fused kernel carries no mark: what its region reads does.
+    assert (gemm.profile, fused.profile) == (1, 1)
+
+
+def test_the_layer_block_of_10():
+    (kernel,) = kernels_from_log([BLOCK_10])
+    assert kernel.is_fused_attention
+    assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in kernel.tensors] == [
+        ("q", "fp16", (2, 4, 16, 32)),
+        ("y", "fp16", (2, 4, 16, 32)),
+    ]
+
+
+def test_the_layer_lines_of_8_6():
+    reformat, region = kernels_from_log([LINES_8])
+    assert [(tensor.name, tensor.dtype) for tensor in reformat.tensors] == [
+        ("x", "fp32"),
+        ("Reformatted Input Tensor 0 to proj", "fp16"),
+    ]
+    assert region.is_opaque
+    assert [tensor.name for tensor in region.inputs] == ["q", "k [profile 1]"]
+    assert region.inputs[0].shape == (-1, 12, 64)
+    assert (reformat.profile, region.profile) == (0, 1)
+
+
+def test_the_last_block_counts_and_none_is_none():
+    first = BLOCK.replace("_gemm_mha_v2", "_gemv_mha_v1")
+    assert kernels_from_log([first, BLOCK])[1].tactic.startswith("_gemm")
+    assert kernels_from_log(["Layers are merged", "no block here"]) == []
+
+
+@pytest.mark.parametrize("plan", [b"", b"\x00" * 64, b"header {\n", b"header {\n\nmain {\n"])
+def test_bytes_without_a_program_tell_no_kernels(plan):
+    assert kernels_from_plan(plan) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Half", "fp16"),
+        ("Row major linear FP16 format (kLINEAR)", "fp16"),
+        ("Channel major FP16 format where channel % 4 == 0", "fp16"),
+        ("BFloat16", "bf16"),
+        ("Row major linear BF16 format", "bf16"),
+        ("bf16", "bf16"),
+        ("Float", "fp32"),
+        ("Row major linear FP32", "fp32"),
+        ("Int64", "int64"),
+        ("UInt8", "uint8"),
+        ("Thirty-two wide channel vectorized row major Int8 format", "int8"),
+        ("Bool", "bool"),
+        ("N/A due to dynamic shapes", "?"),
+        ("", "?"),
+    ],
+)
+def test_types_in_every_spelling(text, expected):
+    assert dtype_of(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[ONNX Layer: a]\x1f[ONNX Layer: b]", ("a", "b")),
+        ("[ONNX Layer: a][ONNX Layer: b]", ("a", "b")),
+        ("[ONNX Layer: a]\x1e[ONNX Layer: a]", ("a",)),
+        ("[ONNX Layer: x[0]/y]", ("x[0]/y",)),
+        ("", ()),
+    ],
+)
+def test_node_names_in_metadata(text, expected):
+    assert onnx_nodes_of(text) == expected

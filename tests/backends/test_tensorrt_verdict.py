@@ -1,0 +1,314 @@
+"""The verdict: said only where a kernel proves it, and unknown with a reason everywhere else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_tensorrt_layers import INSPECTOR_8, INSPECTOR_10, INSPECTOR_11
+
+from mha_deploy.backends.tensorrt import (
+    EngineTensor,
+    Kernel,
+    engine_verdict,
+    fusion_verdict,
+    kernels_from_inspector,
+    kernels_from_profile,
+    precision_verdict,
+)
+from mha_deploy.backends.tensorrt.precision import math_type
+
+FUSED = Kernel(
+    name="_gemm_mha_v2_myl0_1",
+    layer_type="kgen",
+    tactic="_gemm_mha_v2_0xbf16",
+    onnx_nodes=("att0",),
+    inputs=(EngineTensor(name="q", dtype="fp16"),),
+    outputs=(EngineTensor(name="y", dtype="fp16"),),
+    source="log",
+)
+SCORES = Kernel(name="__fc1_myl0_1", layer_type="gemm", onnx_nodes=("att0",), source="log")
+SOFTMAX = Kernel(
+    name="__myl_MaxrSubExpSumDivMul_myl0_2", layer_type="kgen", onnx_nodes=("att0",), source="log"
+)
+MOVE = Kernel(name="__myl_TranReshMove_myl0_3", layer_type="kgen", onnx_nodes=("att0",), source="log")
+
+
+def statuses(kernels, nodes=("att0",), **options):
+    return [verdict.status for verdict in fusion_verdict(kernels, nodes, **options)]
+
+
+# -- by the kernels' own words --------------------------------------------------------------------------
+
+
+def test_a_fused_kernel_that_names_the_node_proves_it():
+    (verdict,) = fusion_verdict([MOVE, FUSED], ["att0"])
+    assert (verdict.status, verdict.kernels) == ("fused", ("_gemm_mha_v2_0xbf16",))
+
+
+def test_a_product_and_a_softmax_of_its_own_prove_the_contrary():
+    (verdict,) = fusion_verdict([SCORES, SOFTMAX, MOVE], ["att0"])
+    assert verdict.status == "decomposed"
+    assert len(verdict.kernels) == 3
+
+
+def test_a_move_proves_nothing():
+    (verdict,) = fusion_verdict([MOVE], ["att0"])
+    assert verdict.status == "unknown"
+    assert "no kernel that computes" in verdict.reason
+
+
+def test_a_fused_kernel_that_names_nobody_makes_decomposed_unsure():
+    nobody = Kernel(name="_gemm_mha_v2_myl0_7", layer_type="kgen", tactic="_gemm_mha_v2_0xaa", source="log")
+    (verdict,) = fusion_verdict([SCORES, nobody], ["att0"])
+    assert verdict.status == "unknown"
+    assert "does not say of which node" in verdict.reason
+
+
+def test_one_kernel_for_two_nodes_fuses_both():
+    both = Kernel(name="k", layer_type="kgen", tactic="_gemm_mha_v2_0x1", onnx_nodes=("att0", "att1"))
+    assert statuses([both], ("att0", "att1")) == ["fused", "fused"]
+
+
+def test_a_plugin_that_is_the_node_is_fused():
+    plugin = Kernel(name="att0", layer_type="PluginV2", onnx_nodes=("att0",))
+    assert statuses([plugin]) == ["fused"]
+
+
+@pytest.mark.parametrize("layer_type", ["gemm", "MatrixMultiply", "kgen"])
+def test_a_node_named_like_a_kernel_is_no_proof(layer_type):
+    named = Kernel(
+        name="fmha_mha_myl0_2", layer_type=layer_type, onnx_nodes=("mha",), tactic="__myelin_CASK_STUB"
+    )
+    assert statuses([named], ("mha",)) != ["fused"]
+
+
+def test_a_product_named_like_a_fused_kernel_is_a_product():
+    named = Kernel(
+        name="_gemm_mha_v2_myl0_2", layer_type="gemm", onnx_nodes=("x",), tactic="__myelin_CASK_STUB"
+    )
+    assert statuses([named], ("x",)) == ["decomposed"]
+
+
+def test_a_profile_nobody_tells_of_is_unknown():
+    verdicts = fusion_verdict([FUSED], ["att0"], profiles=2)
+    assert [(verdict.profile, verdict.status) for verdict in verdicts] == [(0, "fused"), (1, "unknown")]
+    assert "profile 1" in verdicts[1].reason
+
+
+def test_no_kernels_at_all_is_unknown():
+    assert statuses([]) == ["unknown"]
+
+
+# -- through the inspector ------------------------------------------------------------------------------
+
+
+def test_8_6_hides_the_region_and_so_the_answer():
+    kernels = kernels_from_inspector(json.dumps(INSPECTOR_8))
+    groups = {"att0": ("att0/transpose", "att0/scores", "att0/softmax", "att0/sum")}
+    (verdict,) = fusion_verdict(kernels, groups)
+    assert verdict.status == "unknown"
+    assert "{ForeignNode[att0/transpose...att0/sum]}" in verdict.reason
+
+
+def test_8_6_with_attention_outside_the_region_is_decomposed():
+    text = json.dumps(INSPECTOR_8).replace("proj_q0 + bias_q0", "att0/scores")
+    (verdict,) = fusion_verdict(kernels_from_inspector(text), {"att0": ("att0/scores", "att0/softmax")})
+    assert verdict.status == "decomposed"
+
+
+def test_10_names_the_fused_nodes_in_each_profile():
+    kernels = kernels_from_inspector(json.dumps(INSPECTOR_10))
+    groups = {"a": ("/a/scores", "/a/softmax", "/a/sum")}
+    assert statuses(kernels, groups, profiles=2) == ["fused", "fused"]
+
+
+def test_11_names_the_fused_node():
+    assert statuses(kernels_from_inspector(json.dumps(INSPECTOR_11))) == ["fused"]
+
+
+# -- by what a profiler saw -----------------------------------------------------------------------------
+
+GEMM = "sm90_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize128x128x64_cga1x1x1"
+TF32 = "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x16_stage4"
+BERT = [GEMM, "__myl_bb0_3_ResTraResTra", "__myl_bb0_4_mha0", GEMM]
+LLAMA = [TF32, TF32, "__myl_bb0_7_MulAddMaxSubExpSumDiv", TF32, GEMM]
+
+
+def test_as_many_fused_kernels_as_nodes_is_fused():
+    (verdict,) = fusion_verdict(kernels_from_profile(BERT), ["att0"])
+    assert (verdict.status, verdict.kernels) == ("fused", ("__myl_bb0_4_mha0",))
+    assert "1 fused attention kernels ran for 1" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("tactic", "fused"),
+    [
+        ("__myl_bb0_4_mha0", True),
+        ("__myl_bb0_4_TraMulmha0", True),
+        ("_gemm_mha_v2_0x12", True),
+        ("_gemv_mha_v1_0x12_vec", True),
+        ("fmha_v2_flash_attention_fp16_S_64_sm90", True),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", True),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", True),
+        ("__myl_bb0_7_MulAddMaxSubExpSumDiv", False),
+        (GEMM, False),
+        ("permutationKernelPLC3", False),
+    ],
+)
+def test_kernel_names_that_mean_fused_attention(tactic, fused):
+    assert kernels_from_profile([tactic])[0].is_fused_attention is fused
+
+
+def test_none_and_a_softmax_of_its_own_is_decomposed():
+    (verdict,) = fusion_verdict(kernels_from_profile(LLAMA), ["att0"])
+    assert verdict.status == "decomposed"
+    assert "__myl_bb0_7_MulAddMaxSubExpSumDiv" in verdict.kernels
+
+
+@pytest.mark.parametrize("names", [[GEMM], [*BERT, *BERT], [*BERT, "__myl_MaxSubExpSum"] * 3])
+def test_a_count_that_does_not_fit_is_unknown(names):
+    assert statuses(kernels_from_profile(names), ("att0",)) == ["unknown"]
+
+
+def test_a_profiler_settles_what_the_inspector_hides():
+    sources = {
+        "inspector": kernels_from_inspector(json.dumps(INSPECTOR_8)),
+        "profile": kernels_from_profile(BERT),
+    }
+    verdict = engine_verdict(sources, {"att0": ("att0/softmax",)}, "fp16")
+    assert verdict.nodes[0].status == "fused"
+    assert verdict.nodes[0].source == "profile"
+    assert verdict.disagreements == ()
+
+
+# -- two sources ----------------------------------------------------------------------------------------
+
+
+def test_sources_that_contradict_each_other_leave_it_unknown():
+    verdict = engine_verdict({"log": [FUSED], "profile": kernels_from_profile(LLAMA)}, ["att0"], "fp16")
+    assert verdict.nodes[0].status == "unknown"
+    assert "the log says fused" in verdict.disagreements[0]
+    assert not verdict.all_fused
+
+
+def test_sources_that_disagree_on_precision_say_so_and_the_worse_holds():
+    verdict = engine_verdict({"log": [FUSED], "profile": kernels_from_profile(LLAMA)}, ["att0"], "fp16")
+    assert verdict.precision.status == "mixed"
+    assert verdict.disagreements[-1].startswith("precision: the profile says mixed")
+
+
+def test_without_sources_everything_is_unknown():
+    verdict = engine_verdict({"log": [], "plan": []}, ["att0"], "fp16", profiles=2)
+    assert [node.status for node in verdict.nodes] == ["unknown", "unknown"]
+    assert verdict.precision.status == "unknown"
+    assert verdict.fused_count == (0, 1)
+
+
+def test_no_attention_at_all_is_not_all_fused():
+    assert not engine_verdict({"log": [FUSED]}, [], "fp16").all_fused
+
+
+# -- precision ------------------------------------------------------------------------------------------
+
+
+def test_tf32_products_for_an_fp16_graph_are_found():
+    verdict = precision_verdict(kernels_from_profile(LLAMA), "fp16")
+    assert verdict.status == "mixed"
+    assert verdict.counts == {"tf32": 3, "fp16": 1}
+    assert {offender.dtype for offender in verdict.offenders} == {"tf32"}
+    assert not verdict.ok
+
+
+def test_fp16_products_are_really_fp16_and_their_sums_are_noted():
+    verdict = precision_verdict(kernels_from_profile(BERT), "fp16")
+    assert verdict.status == "really-fp16"
+    assert verdict.notes == (f"2 matrix products sum up in FP16, the first is {GEMM}",)
+
+
+def test_a_hash_is_not_a_type():
+    assert FUSED.tactic.endswith("bf16")
+    assert precision_verdict([FUSED], "fp16").status == "really-fp16"
+
+
+def test_a_float_tensor_of_a_product_makes_the_engine_mixed():
+    wide = Kernel(name="k", layer_type="gemm", outputs=(EngineTensor(name="t", dtype="fp32"),))
+    verdict = precision_verdict([FUSED, wide], "fp16")
+    assert verdict.status == "mixed"
+    assert [(offender.kernel, offender.what) for offender in verdict.offenders] == [("k", "t")]
+
+
+def test_a_float_product_that_myelin_generates_is_found():
+    wide = Kernel(
+        name="__myl_FcAdd_myl0_1",
+        layer_type="runtime_fusion",
+        outputs=(EngineTensor(name="t", dtype="fp32"),),
+    )
+    assert precision_verdict([FUSED, wide], "fp16").status == "mixed"
+
+
+def test_a_float_tensor_of_a_small_kernel_is_an_island():
+    wide = Kernel(name="k", layer_type="kgen", outputs=(EngineTensor(name="t", dtype="fp32"),))
+    verdict = precision_verdict([FUSED, wide], "fp16")
+    assert verdict.status == "really-fp16"
+    assert verdict.offenders == ()
+    assert [(island.kernel, island.what) for island in verdict.islands] == [("k", "t")]
+    assert verdict.notes == ("1 small kernels work in fp32, the first is k",)
+
+
+def test_factors_of_a_product_are_not_data_but_weights_are():
+    half = EngineTensor(name="x", dtype="fp16", shape=(4, 4))
+    factor = EngineTensor(name="c", dtype="fp32", shape=(1,))
+    weight = EngineTensor(name="w", dtype="fp32", shape=(4, 4))
+    product = Kernel(name="g", layer_type="gemm", inputs=(half,), constants=(factor,), outputs=(half,))
+    assert precision_verdict([product], "fp16").ok
+    product = Kernel(name="g", layer_type="gemm", inputs=(half,), constants=(weight,), outputs=(half,))
+    assert precision_verdict([product], "fp16").status == "mixed"
+    scaling = Kernel(name="k", layer_type="kgen", inputs=(half, factor), outputs=(half,))
+    assert len(precision_verdict([scaling], "fp16").islands) == 1
+
+
+def test_whole_numbers_are_no_offence():
+    shape = Kernel(name="s", layer_type="cast", outputs=(EngineTensor(name="n", dtype="int64"),))
+    assert precision_verdict([FUSED, shape], "fp16").ok
+    assert precision_verdict([shape], "fp16").status == "unknown"
+
+
+def test_what_is_hidden_or_not_told_is_unknown_unless_something_is_wrong_already():
+    hidden = Kernel(name="{ForeignNode[a...b]}", layer_type="Myelin")
+    untold = Kernel(name="k", inputs=(EngineTensor(name="t"),))
+    wrong = Kernel(name="w", layer_type="gemm", inputs=(EngineTensor(name="t", dtype="fp32"),))
+    assert precision_verdict([FUSED, hidden], "fp16").status == "unknown"
+    assert precision_verdict([FUSED, untold], "fp16").status == "unknown"
+    assert precision_verdict([FUSED, hidden, wrong], "fp16").status == "mixed"
+    nameless = kernels_from_profile(["strange_gemm"])
+    assert precision_verdict(nameless, "fp16").status == "unknown"
+
+
+def test_the_inspector_of_8_6_finds_the_fp32_input():
+    verdict = precision_verdict(kernels_from_inspector(json.dumps(INSPECTOR_8)), "fp16")
+    assert verdict.islands[0].what == "x"
+    assert verdict.islands[0].dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("tactic", "expected"),
+    [
+        ("sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x64x32", "fp16"),
+        ("sm90_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize128x128x64", "fp16"),
+        ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "bf16"),
+        ("sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x16", "tf32"),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_simt", "fp32"),
+        ("cutlass_80_tensorop_s1688gemm_128x128_16x5_nn_align4", "tf32"),
+        ("cutlass_80_tensorop_f16_s16816gemm_relu_f16_128x64_64x3_tn_align8", "fp16"),
+        ("turing_fp16_s1688gemm_fp16_128x128_ldg8_f2f_tn", "fp16"),
+        ("volta_h884gemm_128x64_ldg8_nn_v1", "fp16"),
+        ("ampere_h16816gemm_64x64_ldg8_stages_64x5_tn", "fp16"),
+        ("ampere_sgemm_32x128_tn", "fp32"),
+        ("sm80_xmma_gemm_i8i8_i8i32_f32_tn_n", "int8"),
+        ("__myelin_CASK_STUB", "?"),
+        ("_gemm_mha_v2_0xf16f16bf16f32f32", "?"),
+    ],
+)
+def test_types_in_kernel_names(tactic, expected):
+    assert math_type(tactic) == expected

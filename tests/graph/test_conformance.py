@@ -1,0 +1,84 @@
+"""Every lowering against ONNX's published cases for `Attention`, at each case's own tolerance."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from conformance import Outcome, cases, run_all
+from oracle import attend
+from refused_cases import REFUSED
+
+# With the scale split over queries and keys the products round as the specification's own do.
+OPTIONS: dict[str, dict[str, Any]] = {"onnx": {}, "trt": {}, "primitives": {"scale": "split"}, "contrib": {}}
+
+# Other ways to write the same: what is taken must pass. Half-precision results may round differently.
+VARIANTS: list[tuple[str, dict[str, Any], int]] = [
+    ("primitives", {}, 2),
+    ("primitives", {"gqa": "broadcast"}, 2),
+    ("primitives", {"gqa": "repeat", "scale": "split"}, 2),
+    ("primitives", {"gqa": "repeat", "scale": "scores"}, 4),
+    ("trt", {"decompose": True}, 2),
+    ("trt", {"pad_heads": True}, 0),
+    ("trt", {"mask": "bool"}, 0),
+    ("trt", {"explicit_causal": True}, 0),
+    ("contrib", {"repeat_kv": True}, 0),
+]
+
+
+def by_feature(outcome: Outcome) -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, feature in outcome.refused.items():
+        found[feature].add(name.removeprefix("test_attention_"))
+    return {feature: frozenset(names) for feature, names in found.items()}
+
+
+def test_all_published_cases_are_here() -> None:
+    opsets = {case.model.opset_import[0].version for case in cases()}
+    assert len(cases()) >= 93
+    assert {23, 24, 25} <= opsets
+
+
+def test_oracle_of_the_other_tests_agrees_with_the_published_results() -> None:
+    for case in cases():
+        model, tolerance = ir.from_proto(case.model), 2e-2 if case.is_half else 1e-4
+        for got, wanted in zip(attend(model, case.feeds), case.outputs, strict=True):
+            wide = np.asarray(wanted, np.float64)
+            np.testing.assert_allclose(got, wide, rtol=tolerance, atol=1e-6, err_msg=case.name)
+
+
+@pytest.mark.parametrize("dialect", OPTIONS)
+def test_dialect(dialect: str, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = run_all(dialect, **OPTIONS[dialect])
+    with capsys.disabled():
+        total, refused = len(cases()), len(outcome.refused)
+        print(f"\n  {dialect}: {len(outcome.passed)}/{total} pass, {refused} refused")
+    assert outcome.failed == {}
+    assert by_feature(outcome) == REFUSED[dialect]
+
+
+@pytest.mark.parametrize(("dialect", "options", "ulps"), VARIANTS)
+def test_variant(dialect: str, options: dict[str, Any], ulps: int) -> None:
+    outcome = run_all(dialect, ulps=ulps, **options)
+    assert outcome.failed == {}
+    before = {name for names in REFUSED[dialect].values() for name in names}
+    assert {name.removeprefix("test_attention_") for name in outcome.refused} <= before
+
+
+def test_trt_takes_every_case_when_it_may_decompose() -> None:
+    assert run_all("trt", ulps=2, decompose=True).refused == {}
+
+
+def test_guard_is_what_makes_empty_rows_zero() -> None:
+    outcome = run_all("trt", empty_rows="ignore")
+    assert {name.removeprefix("test_attention_") for name in outcome.failed} == {
+        "causal_boolmask_nan_robustness",
+        "23_boolmask_fullymasked_row_nan_robustness",
+        "4d_causal_nonpad_negative_offset_structural_empty",
+        "23_fullymasked_qk_matmul_output_mode3_zero",
+        "24_fullymasked_qk_matmul_output_mode3_zero",
+        "24_qk_matmul_output_mode3_softmax_precision",
+    }

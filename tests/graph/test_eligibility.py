@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+from attention_models import attention
+
+from mha_deploy.errors import DeployError
+from mha_deploy.graph.attention_node import AttentionNode, attention_nodes
+from mha_deploy.graph.eligibility import RULES, Target, check, judge, target_from
+from mha_deploy.graph.eligibility.records import SEVERITIES
+from mha_deploy.graph.lower import lower
+
+Q, K = ("B", 8, "S", 64), ("B", 8, "S", 64)
+CROSS, GROUPED = ("B", 8, "T", 64), ("B", 2, "S", 64)
+RTX = target_from("tensorrt-rtx", "1.7.1")
+TRT_11, TRT_10, TRT_8 = (target_from("tensorrt", version) for version in ("11.4.0", "10.14.1", "8.6.1"))
+
+
+def node(*dims: Any, dtype: str = "fp16", **features: Any) -> AttentionNode:
+    return attention_nodes(model(*dims, dtype=dtype, **features))[0]
+
+
+def model(*dims: Any, dtype: str = "fp16", **features: Any) -> ir.Model:
+    return attention(*(dims or (Q, K)), dtype=dtype, **features)
+
+
+def rules(found: AttentionNode, target: Target) -> dict[str, str]:
+    return {finding.rule: finding.severity for finding in check([found], target)}
+
+
+def with_size(D: int) -> tuple[Any, ...]:
+    return ("B", 8, "S", D), ("B", 8, "S", D)
+
+
+@pytest.mark.parametrize("target", [RTX, TRT_11, TRT_10])
+def test_plain_attention_is_taken_and_fused(target: Target) -> None:
+    (answer,) = judge([node(is_causal=1)], target)
+    assert (answer.findings, answer.taken, answer.fused) == ((), True, True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "severity", "found"),
+    [
+        ("past", "refused", node(past="P")),
+        ("present", "refused", node(present=True)),
+        ("qk-output", "refused", node(weights=True)),
+        ("qk-output-unfused", "not-fused", node(weights=True)),
+        ("softcap", "refused", node(softcap=30.0)),
+        ("softcap-unfused", "not-fused", node(softcap=30.0)),
+        ("softmax-precision", "refused", node(softmax_precision=1)),
+        ("v-head-size", "refused", node(Q, K, ("B", 8, "S", 32))),
+        ("mask-and-causal", "refused", node(mask=("fp16", ("S", "S")), is_causal=1)),
+        ("mask-dtype", "refused", node(mask=("fp32", ("S", "S")))),
+        ("short-mask", "refused", node((1, 8, 4, 64), (1, 8, 6, 64), mask=("fp16", (4, 5)))),
+        ("nonpad-kv-seqlen", "wrong-answer", node(lengths=True)),
+        ("window", "wrong-answer", node(opset=25, left_window_size=8)),
+        ("bool-mask", "note", node(mask=("bool", ("S", "S")))),
+        ("empty-rows", "note", node(mask=("fp16", ("S", "S")))),
+        ("causal-upper-left", "note", node(Q, CROSS, is_causal=1)),
+        ("head-size-range", "not-fused", node(*with_size(8))),
+        ("head-size-range", "not-fused", node(*with_size(512))),
+        ("head-size-padded", "note", node(*with_size(100))),
+        ("fp32", "not-fused", node(dtype="fp32")),
+    ],
+)
+def test_rule_speaks_of_its_node_only(rule: str, severity: str, found: AttentionNode) -> None:
+    assert rules(found, RTX)[rule] == severity
+    assert rules(found, TRT_11)[rule] == severity
+    assert rule not in rules(node(), RTX)
+
+
+def test_single_query_has_wider_limits() -> None:
+    assert "fp32" not in rules(node(("B", 8, 1, 64), CROSS, dtype="fp32"), RTX)
+    assert "head-size-range" not in rules(node(("B", 8, 1, 8), ("B", 8, "T", 8)), RTX)
+
+
+def test_versions_bound_the_rules() -> None:
+    assert rules(node(), TRT_8)["no-attention-operator"] == "refused"
+    assert "no-attention-operator" in rules(node(), target_from("tensorrt", "10.13"))
+    assert "no-attention-operator" not in rules(node(), TRT_10)
+    assert "causal-alignment-unknown" in rules(node(Q, CROSS, is_causal=1), TRT_10)
+    assert "causal-alignment-unknown" not in rules(node(Q, CROSS, is_causal=1), TRT_11)
+    assert rules(node(*with_size(100)), TRT_8)["head-size-multiple"] == "not-fused"
+    assert rules(node(dtype="bf16"), TRT_8)["bf16-version"] == "refused"
+    assert rules(node(Q, GROUPED), TRT_8)["grouped-heads"] == "not-fused"
+    assert "grouped-heads" not in rules(node(Q, GROUPED), TRT_10)
+    # Windows and lengths become plain products on 8.6: nothing is ignored there.
+    assert "window" not in rules(node(opset=25, left_window_size=8), TRT_8)
+
+
+def test_a_target_without_version_is_the_newest() -> None:
+    assert rules(node(past="P"), Target(product="tensorrt")) == rules(node(past="P"), TRT_11)
+
+
+@pytest.mark.parametrize(
+    ("product", "capability", "dtype", "rule"),
+    [
+        ("tensorrt", "7.0", "fp16", "compute-capability"),
+        ("tensorrt-rtx", "9.0", "fp16", "rtx-gpu"),
+        ("tensorrt-rtx", "10.0", "fp16", "rtx-gpu"),
+        ("tensorrt-rtx", "7.5", "bf16", "bf16-gpu"),
+        ("tensorrt", "7.5", "bf16", "bf16-gpu"),
+    ],
+)
+def test_compute_capability(product: str, capability: str, dtype: str, rule: str) -> None:
+    target = target_from(product, compute_capability=capability)
+    assert rule in rules(node(dtype=dtype), target)
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "8.9", "12.0", "12.1"])
+def test_rtx_gpus(capability: str) -> None:
+    assert rules(node(), target_from("tensorrt-rtx", compute_capability=capability)) == {}
+
+
+CURABLE = {
+    "past": {"past": "P", "present": True, "is_causal": 1},
+    "mask-and-causal": {"mask": ("fp32", ("S", "S")), "is_causal": 1},
+    "lengths": {"lengths": True, "is_causal": 1},
+    "window": {"opset": 25, "left_window_size": 8},
+    "bool": {"mask": ("bool", ("B", 1, 1, "S"))},
+    "softcap": {"softcap": 30.0},
+    "weights": {"weights": True},
+}
+
+
+@pytest.mark.parametrize("name", CURABLE)
+@pytest.mark.parametrize("target", [RTX, TRT_11, TRT_10])
+def test_what_is_said_to_be_cured_is_cured(name: str, target: Target) -> None:
+    canonical = model(**CURABLE[name])
+    (before,) = judge(attention_nodes(canonical), target)
+    assert before.taken_when_lowered
+    after = judge(attention_nodes(lower(canonical, "trt", **before.options)), target)
+    assert all(answer.taken for answer in after)
+    assert {finding.severity for answer in after for finding in answer.findings} <= {"note"}
+    assert bool(after) == before.fused_when_lowered  # what cannot be fused is no Attention node any more
+
+
+def test_value_head_size_is_cured_by_padding() -> None:
+    canonical = model(Q, K, ("B", 8, "S", 32))
+    (before,) = judge(attention_nodes(canonical), RTX)
+    assert (before.taken, before.fused_when_lowered, before.options) == (False, True, {"pad_heads": True})
+    assert judge(attention_nodes(lower(canonical, "trt", **before.options)), RTX)[0].fused
+
+
+def test_old_tensorrt_is_cured_by_primitives() -> None:
+    (answer,) = judge([node()], TRT_8)
+    assert (answer.taken, answer.taken_when_lowered, answer.fused_when_lowered) == (False, True, True)
+    assert answer.findings[0].cured_by == "primitives lowering"
+
+
+def test_findings_come_worst_first_and_say_what_to_do() -> None:
+    found = check([node(dtype="fp32", lengths=True, past=None, softcap=2.0, mask=("bool", ("S", "S")))], RTX)
+    order = [SEVERITIES.index(finding.severity) for finding in found]
+    assert order == sorted(order)
+    assert all(finding.node == "att" and finding.message and finding.remedy for finding in found)
+    assert "{" not in "".join(finding.message for finding in found)
+
+
+def test_unknown_facts_are_said_to_be_unknown() -> None:
+    bare = model()
+    for value in bare.graph.inputs:
+        value.shape, value.type = None, None
+    assert rules(attention_nodes(bare)[0], RTX)["facts-unknown"] == "note"
+
+
+def test_rules_are_well_formed() -> None:
+    ids = [rule.id for rule in RULES]
+    assert len(ids) == len(set(ids))
+    for rule in RULES:
+        assert rule.severity in SEVERITIES
+        assert rule.holds
+        assert rule.source or rule.id == "facts-unknown"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [(("tensorrtx",), "tensorrt"), (("tensorrt", "ten"), "10.14"), (("tensorrt", None, "8"), "8.9")],
+)
+def test_bad_targets(arguments: tuple[Any, ...], hint: str) -> None:
+    with pytest.raises(DeployError, match=hint):
+        target_from(*arguments)
