@@ -4,7 +4,7 @@
 
 For each model and precision: the share of the budget that the right graph uses, and the smallest share that a
 deliberately wrong one uses. The first must be under 1 and the second over it; the distance between both is
-what the factor in `mha_deploy/validate/budget.py` was chosen from. Prints a Markdown table for docs/parity.md.
+what the factors in `mha_deploy/validate/budget.py` were chosen from. Prints a Markdown table.
 """
 
 from __future__ import annotations

@@ -46,7 +46,6 @@ def test_plain_attention_is_taken_and_fused(target: Target) -> None:
         ("past", "refused", node(past="P")),
         ("present", "refused", node(present=True)),
         ("qk-output", "refused", node(weights=True)),
-        ("qk-output-unfused", "not-fused", node(weights=True)),
         ("softcap", "refused", node(softcap=30.0)),
         ("softcap-unfused", "not-fused", node(softcap=30.0)),
         ("softmax-precision", "refused", node(softmax_precision=1)),
@@ -69,6 +68,11 @@ def test_rule_speaks_of_its_node_only(rule: str, severity: str, found: Attention
     assert rules(found, RTX)[rule] == severity
     assert rules(found, TRT_11)[rule] == severity
     assert rule not in rules(node(), RTX)
+
+
+def test_weights_as_output_unfuse_only_where_products_are_all_there_is() -> None:
+    assert rules(node(weights=True), TRT_8)["qk-output-unfused"] == "not-fused"
+    assert "qk-output-unfused" not in rules(node(weights=True), RTX)
 
 
 def test_single_query_has_wider_limits() -> None:

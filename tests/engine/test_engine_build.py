@@ -1,0 +1,180 @@
+import json
+import shutil
+
+import pytest
+
+from mha_deploy.bundle import open_bundle
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.options import EngineOptions, parse_ranges, profile_shapes
+from mha_deploy.engine.record import manifest_path, open_engine
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
+
+pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+RTX = EngineOptions(backend="tensorrt-rtx", targets="8.9")
+
+
+def options(**changes):
+    return EngineOptions(**{"backend": "tensorrt-rtx", "targets": "8.9", **changes})
+
+
+@pytest.fixture
+def bundle(bundles, tmp_path):
+    """A copy of a bundle to build in."""
+
+    def copy(name, precision="fp16"):
+        target = tmp_path / f"{name}-{precision}"
+        shutil.copytree(bundles(name, precision).path, target)
+        return open_bundle(target)
+
+    return copy
+
+
+@pytest.fixture(scope="module")
+def built(bundles, tmp_path_factory):
+    """One engine that tests only read."""
+    target = tmp_path_factory.mktemp("built") / "bundle"
+    shutil.copytree(bundles("tiny-gqa").path, target, ignore=shutil.ignore_patterns("engines"))
+    return engine_from_bundle(open_bundle(target), RTX)
+
+
+def test_the_manifest_tells_what_the_engine_is(built):
+    manifest = open_engine(built.path).manifest
+    assert (manifest.backend, manifest.model, manifest.precision) == ("tensorrt-rtx", "tiny-gqa", "fp16")
+    assert manifest.dialect == "trt"
+    assert manifest.profiles == [{"B": "1:2:4", "S": "1:16:64"}]
+    assert manifest.targets == ["SM89"]
+    assert manifest.strongly_typed
+    assert manifest.all_fused
+    assert manifest.is_in_precision
+    assert any(kernel["fused_attention"] for kernel in manifest.kernels)
+    assert manifest.seconds > 0
+    assert manifest.options["profiles"][0]["x"] == [[1, 1, 64], [2, 16, 64], [4, 64, 64]]
+
+
+def test_nothing_but_the_engine_and_its_manifest_is_left(built):
+    assert sorted(path.name for path in built.path.parent.iterdir()) == [
+        "tensorrt-rtx.engine",
+        "tensorrt-rtx.json",
+    ]
+    assert not [path for path in built.path.parents[1].iterdir() if path.name.startswith(".")]
+
+
+def test_two_profiles_are_judged_each(bundle):
+    opened = bundle("tiny-gqa")
+    profiles = [parse_ranges(text, opened.manifest.spec) for text in ("S=1", "S=2:16:64")]
+    manifest = engine_from_bundle(opened, options(profiles=profiles)).manifest
+    kernels = {node["profile"]: node["kernels"][0] for node in manifest.verdict["nodes"]}
+    assert kernels[0].startswith("_gemv_mha_v1")
+    assert kernels[1].startswith("_gemm_mha_v2")
+    assert manifest.all_fused
+
+
+def test_fp32_does_not_fuse_and_the_error_says_what_to_do(bundle):
+    with pytest.raises(DeployError, match="no fused kernel") as caught:
+        engine_from_bundle(bundle("tiny-mha", "fp32"), RTX)
+    assert "fp16 or bf16" in str(caught.value)
+
+
+def test_fp32_is_reported_decomposed_where_that_is_allowed(bundle):
+    manifest = engine_from_bundle(bundle("tiny-gqa", "fp32"), options(allow_decomposed=True)).manifest
+    assert manifest.verdict["nodes"][0]["status"] == "decomposed"
+    assert not manifest.all_fused
+    assert any(finding["rule"] == "fp32" for finding in manifest.findings)
+
+
+def test_a_failed_build_leaves_nothing(bundle):
+    opened = bundle("tiny-mha", "fp32")
+    with pytest.raises(DeployError):
+        engine_from_bundle(opened, RTX)
+    assert not [path for path in opened.path.rglob("*") if "lowered" in path.name or path.suffix == ".engine"]
+
+
+def test_a_disk_that_is_full_leaves_no_engine(bundle, monkeypatch):
+    opened = bundle("tiny-mha")
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mha_deploy.engine.record.os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        engine_from_bundle(opened, RTX)
+    assert list((opened.path / "engines").iterdir()) == []
+
+
+def test_an_engine_is_not_overwritten_unless_asked(bundle):
+    opened = bundle("tiny-mha")
+    first = engine_from_bundle(opened, RTX)
+    with pytest.raises(BundleError, match="engine of that name"):
+        engine_from_bundle(opened, RTX)
+    assert engine_from_bundle(opened, options(overwrite=True)).path == first.path
+    assert engine_from_bundle(opened, options(name="second")).path.name == "second.engine"
+
+
+@pytest.mark.parametrize("name", ["../outside", "/abs", ".hidden", "a/b", ""])
+def test_a_name_cannot_leave_the_folder(bundles, name):
+    with pytest.raises(BundleError, match="name of an engine"):
+        engine_from_bundle(bundles("tiny-mha"), options(name=name or "."))
+
+
+def test_targets_that_do_not_exist_are_refused(bundles):
+    with pytest.raises(DeployError, match=r"9\.0|SM90"):
+        engine_from_bundle(bundles("tiny-mha"), options(targets="9.0", name="other"))
+
+
+def test_a_backend_that_is_not_here_is_named(bundles):
+    with pytest.raises(BackendUnavailable, match="tensorrt"):
+        engine_from_bundle(bundles("tiny-mha"), EngineOptions(backend="tensorrt", name="other"))
+
+
+def test_profiles_outside_the_export_are_refused(bundles):
+    spec = bundles("tiny-mha").manifest.spec
+    with pytest.raises(SpecError, match="exported for S from 1 to 64"):
+        parse_ranges("S=1:64:128", spec)
+    with pytest.raises(SpecError, match="no axis"):
+        parse_ranges("X=1:2:3", spec)
+    with pytest.raises(SpecError, match="no range"):
+        parse_ranges("S", spec)
+
+
+def test_a_profile_gives_every_input_its_shapes(bundles):
+    spec = bundles("tiny-cross-padding").manifest.spec
+    shapes = profile_shapes(spec, parse_ranges("B=2,S=1:2:3,T=4:5:6", spec))
+    assert shapes["query"] == ((2, 1, spec.E), (2, 2, spec.E), (2, 3, spec.E))
+    assert shapes["key"] == ((2, 4, spec.E), (2, 5, spec.E), (2, 6, spec.E))
+    assert shapes["key_lengths"] == ((2,), (2,), (2,))
+
+
+def test_a_changed_or_truncated_engine_is_refused(built, tmp_path):
+    for damage in (lambda data: data[:-1], lambda data: data[:100] + b"x" + data[101:]):
+        path = tmp_path / built.path.name
+        path.write_bytes(damage(built.path.read_bytes()))
+        shutil.copy(manifest_path(built.path), manifest_path(path))
+        with pytest.raises(BundleError, match="changed or cut short"):
+            open_engine(path)
+
+
+def test_an_engine_without_manifest_or_plan_is_refused(built, tmp_path):
+    path = tmp_path / "lonely.engine"
+    path.write_bytes(b"plan")
+    with pytest.raises(BundleError, match="no engine with a manifest"):
+        open_engine(path)
+    path.unlink()
+    shutil.copy(manifest_path(built.path), manifest_path(path))
+    with pytest.raises(BundleError, match="missing beside its manifest"):
+        open_engine(path)
+
+
+def test_a_manifest_of_another_format_is_refused(built, tmp_path):
+    path = tmp_path / "other.engine"
+    shutil.copy(built.path, path)
+    data = json.loads(manifest_path(built.path).read_text())
+    for change, text in (({"format": 99}, "another format"), ({"surprise": 1}, "cannot be read")):
+        manifest_path(path).write_text(json.dumps({**data, **change}))
+        with pytest.raises(BundleError, match=text):
+            open_engine(path)
+
+
+def test_an_engine_of_another_bundle_is_refused(built, bundles):
+    built.check_bundle(built.path.parents[1])
+    with pytest.raises(BundleError, match="another bundle"):
+        built.check_bundle(bundles("tiny-mha").path)

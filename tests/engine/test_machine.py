@@ -1,0 +1,81 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mha_deploy.engine import machine
+from mha_deploy.engine.record import Engine, EngineManifest
+from mha_deploy.errors import BackendUnavailable
+
+H200 = {"name": "NVIDIA H200", "compute_cap": "9.0"}
+ADA = {"name": "NVIDIA GeForce RTX 4090", "compute_cap": "8.9"}
+
+
+def engine(**changes):
+    manifest = EngineManifest(
+        backend="tensorrt",
+        version="8.6.0",
+        gpu=H200,
+        targets=[],
+        model="m",
+        precision="fp16",
+        dialect="primitives",
+        profiles=[],
+        bundle_sha256="",
+        engine_sha256="",
+        engine_bytes=0,
+        seconds=0.0,
+        strongly_typed=False,
+        verdict={},
+        kernels=[],
+        options={},
+        findings=[],
+        notes=[],
+    )
+    return Engine(path=Path("m.engine"), manifest=replace(manifest, **changes))
+
+
+def test_an_engine_fits_where_it_was_built():
+    assert machine.misfits(engine(), "8.6.0", H200) == []
+
+
+def test_another_version_does_not_fit_unless_the_engine_allows_it():
+    assert "here is 10.14.1" in machine.misfits(engine(), "10.14.1", H200)[0]
+    assert machine.misfits(engine(options={"version_compatible": True}), "10.14.1", H200) == []
+
+
+def test_another_gpu_does_not_fit_unless_the_engine_allows_it():
+    assert "built on NVIDIA H200" in machine.misfits(engine(), "8.6.0", ADA)[0]
+    assert machine.misfits(engine(options={"hardware_compatible": "ampere-plus"}), "8.6.0", ADA) == []
+
+
+def test_an_engine_for_named_targets_fits_those_only():
+    compiled = engine(gpu=None, targets=["SM89", "SM120"])
+    assert machine.misfits(compiled, "8.6.0", ADA) == []
+    assert "compiled for SM89, SM120" in machine.misfits(compiled, "8.6.0", H200)[0]
+
+
+def test_a_machine_without_gpu_or_runtime_says_so():
+    reasons = machine.misfits(engine(), None, None)
+    assert "not installed" in reasons[0]
+    assert "no NVIDIA GPU" in reasons[1]
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpus", "chosen"),
+    [
+        ({"tensorrt", "tensorrt_rtx"}, [H200], "tensorrt"),
+        ({"tensorrt", "tensorrt_rtx"}, [], "tensorrt-rtx"),
+        ({"tensorrt_rtx"}, [H200], "tensorrt-rtx"),
+        ({"tensorrt"}, [], None),
+        (set(), [], None),
+    ],
+)
+def test_the_default_builder_is_what_fits_the_machine(monkeypatch, installed, gpus, chosen):
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(machine, "gpus", lambda: gpus)
+    if chosen is None:
+        with pytest.raises(BackendUnavailable, match="No TensorRT"):
+            machine.default_backend()
+    else:
+        assert machine.default_backend() == chosen

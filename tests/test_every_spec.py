@@ -1,0 +1,63 @@
+"""Every spec that is shipped goes the whole way: exported, validated, built, fused, in FP16."""
+
+import pytest
+
+from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.export.exporter import bundle_from_spec
+from mha_deploy.export.options import ExportOptions
+from mha_deploy.validate import validate_bundle
+
+GIGABYTES = ("gpt3-175b", "llama-2-70b")
+TINY = [name for name in catalog_names() if name.startswith("tiny-")]
+REAL = [
+    pytest.param(name, marks=pytest.mark.slow) if name in GIGABYTES else name
+    for name in catalog_names()
+    if name not in TINY
+]
+
+
+@pytest.fixture(scope="module", params=REAL)
+def real_bundle(request, tmp_path_factory, quick_exporter):
+    """A bundle of a real model, without the golden cases that take long on a CPU."""
+    folder = tmp_path_factory.mktemp("real") / request.param
+    options = ExportOptions(golden=("min", "odd", "ragged"))
+    return bundle_from_spec(find_spec(request.param), folder, options)
+
+
+def assert_validates(bundle):
+    report = validate_bundle(bundle)
+    assert report.verdicts
+    assert report.passed, report.to_dict()
+
+
+def assert_builds_fused(bundle):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    options = EngineOptions(backend="tensorrt-rtx", targets="8.9,12.0", overwrite=True)
+    manifest = engine_from_bundle(bundle, options).manifest
+    nodes = {node["node"]: node["status"] for node in manifest.verdict["nodes"]}
+    assert list(nodes.values()) == ["fused"] * bundle.manifest.spec.attention_count
+    assert manifest.verdict["disagreements"] == ()
+    assert manifest.is_in_precision, manifest.verdict["precision"]
+    assert manifest.targets == ["SM89", "SM120"]
+
+
+def test_a_real_model_validates(real_bundle):
+    assert_validates(real_bundle)
+
+
+def test_a_real_model_builds_fused_in_fp16(real_bundle):
+    assert_builds_fused(real_bundle)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_model_validates_in_every_precision(bundles, name, precision):
+    assert_validates(bundles(name, precision))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_model_builds_fused_in_its_precision(bundles, name, precision):
+    assert_builds_fused(bundles(name, precision))

@@ -1,0 +1,87 @@
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mha_deploy.golden import GoldenCase, golden_cases
+from mha_deploy.precision import PRECISIONS
+from mha_deploy.validate import validate_bundle
+from mha_deploy.validate.parity import ParityReport, judge_case
+
+FP16 = PRECISIONS["fp16"]
+
+
+@pytest.fixture
+def case():
+    rng = np.random.default_rng(0)
+    oracle = {"output": rng.standard_normal((2, 3, 8)), "weights": rng.random((2, 4, 3, 3))}
+    eager = {name: array.astype(np.float16) for name, array in oracle.items()}
+    return GoldenCase(name="opt", sizes={"B": 2, "S": 3}, inputs={}, oracle=oracle, eager=eager)
+
+
+def problems(case, got):
+    return {verdict.output: verdict.problem for verdict in judge_case(case, got, FP16)}
+
+
+def test_the_modules_own_result_passes(case):
+    assert problems(case, case.eager) == {"output": None, "weights": None}
+
+
+def test_a_missing_output_fails(case):
+    assert problems(case, {"output": case.eager["output"]})["weights"] == "missing from the result"
+
+
+def test_an_output_too_many_fails(case):
+    assert problems(case, {**case.eager, "extra": np.zeros(3)})["extra"] == "not an output of the model"
+
+
+def test_another_type_fails_even_with_the_right_numbers(case):
+    got = {**case.eager, "output": case.eager["output"].astype(np.float32)}
+    assert problems(case, got)["output"] == "type float32, not float16"
+    got = {**case.eager, "output": case.eager["output"].astype(ml_dtypes.bfloat16)}
+    assert problems(case, got)["output"] == "type bfloat16, not float16"
+
+
+def test_another_shape_fails_even_with_the_right_numbers(case):
+    got = {**case.eager, "output": case.eager["output"].reshape(3, 2, 8)}
+    assert problems(case, got)["output"] == "shape (3, 2, 8), not (2, 3, 8)"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_fails_and_is_placed(case, bad):
+    output = case.eager["output"].copy()
+    output[1, 2, 3] = bad
+    assert problems(case, {**case.eager, "output": output})["output"] == (
+        "1 values are NaN or infinite, the first at (1, 2, 3)"
+    )
+
+
+def test_one_wrong_element_fails(case):
+    output = case.eager["output"].copy()
+    output[0, 1, 2] += np.float16(0.1)
+    assert "max_abs" in problems(case, {**case.eager, "output": output})["output"]
+
+
+def test_a_result_scaled_by_half_a_per_cent_fails(case):
+    output = (case.oracle["output"] * 1.005).astype(np.float16)
+    assert "gain" in problems(case, {**case.eager, "output": output})["output"]
+
+
+def test_a_report_without_verdicts_has_not_passed():
+    assert not ParityReport(model="m", precision="fp16", backend="b", verdicts=()).passed
+
+
+def test_the_report_is_plain_json_and_names_the_runtime(bundles):
+    report = validate_bundle(bundles("tiny-weights"))
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["passed"] is True
+    assert data["backend"].startswith("ort-cpu ")
+    assert {verdict["output"] for verdict in data["verdicts"]} == {"output", "weights"}
+    assert set(data["verdicts"][0]["budget"]) < set(data["verdicts"][0]["deviation"])
+
+
+def test_every_case_is_announced_before_it_runs(bundles):
+    bundle, seen = bundles("tiny-mha"), []
+    validate_bundle(bundle, on_case=seen.append)
+    assert seen == [case.name for case in golden_cases(bundle)]
