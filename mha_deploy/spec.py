@@ -19,7 +19,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mha_deploy.errors import SpecError, nearest
-from mha_deploy.spec_rules import check_spec, head_size, refuse_unknown, require, whole_number
+from mha_deploy.spec_rules import (
+    check_spec,
+    head_size,
+    record_from,
+    refuse_unknown,
+    require,
+    whole_number,
+)
 
 FLOAT = "float"  # a tensor kind: whatever precision the export asks for
 INT32 = "int32"
@@ -275,7 +282,7 @@ class AttentionSpec:
         data["axes"] = _axes_from(data["axes"])
         for key, options in (("sparse_heads", SparseHeads), ("grouped_mlp", GroupedMlp)):
             if key in data:
-                data[key] = _options_from(key, options, data[key])
+                data[key] = record_from(key, options, data[key])
         return cls(**data)
 
 
@@ -295,17 +302,4 @@ def _axis_from(name: str, value: Any) -> Axis:
         raise SpecError(
             f"Axis {name} is not a range.", got=value, hint=f"{name} = {{ min = 1, opt = 8, max = 32 }}"
         )
-    return _options_from(f"axis {name}", Axis, value)
-
-
-def _options_from(where: str, record: Any, data: Any) -> Any:
-    if not isinstance(data, Mapping):
-        raise SpecError(f"{where} must be a table.", got=data)
-    known = tuple(item.name for item in fields(record))
-    refuse_unknown(where, data, known)
-    try:
-        return record(**data)
-    except TypeError as error:
-        raise SpecError(
-            f"{where} is incomplete.", got=dict(data), hint=f"keys: {', '.join(known)}"
-        ) from error
+    return record_from(f"axis {name}", Axis, value)

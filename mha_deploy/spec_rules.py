@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from mha_deploy.errors import SpecError, nearest
@@ -155,3 +156,17 @@ def require(where: str, data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     missing = [key for key in keys if key not in data]
     if missing:
         raise SpecError(f"{where} lacks {', '.join(missing)}.", got=f"keys {', '.join(data) or 'none'}")
+
+
+def record_from(where: str, record: Any, data: Any) -> Any:
+    """Read a table into a dataclass, refusing keys it does not have."""
+    if not isinstance(data, Mapping):
+        raise SpecError(f"{where} must be a table.", got=data)
+    known = tuple(item.name for item in fields(record))
+    refuse_unknown(where, data, known)
+    try:
+        return record(**data)
+    except TypeError as error:
+        raise SpecError(
+            f"{where} is incomplete.", got=dict(data), hint=f"keys: {', '.join(known)}"
+        ) from error

@@ -15,62 +15,64 @@ if TYPE_CHECKING:
     from mha_deploy.bundle import Bundle
     from mha_deploy.engine.record import Engine
 
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        help="tensorrt or tensorrt-rtx; unless given, TensorRT where there is a GPU for it, else RTX."
+    ),
+]
+Name = Annotated[str | None, typer.Option(help="Name of the engine; the backend's unless given.")]
+Profiles = Annotated[
+    list[str] | None,
+    typer.Option(help="An optimisation profile, as B=1:8:32,S=1:128:512. Repeat for several in one engine."),
+]
 Targets = Annotated[
     str, typer.Option("--sm", help="Compute capabilities to compile for, as 89,120 (TensorRT-RTX only).")
 ]
+RequireFused = Annotated[
+    bool, typer.Option("--require-fused", help="Exit with 1 unless every attention is fused.")
+]
+RequirePrecision = Annotated[
+    bool,
+    typer.Option("--require-precision", help="Exit with 1 unless the engine is in the graph's precision."),
+]
+AllowDecomposed = Annotated[
+    bool, typer.Option("--allow-decomposed", help="Build attention without a fused kernel from several.")
+]
+OptimizationLevel = Annotated[int | None, typer.Option(help="How hard the builder tries, 0 to 5.")]
+WorkspaceMib = Annotated[int | None, typer.Option(help="Most scratch memory for a kernel, in MiB.")]
+VersionCompatible = Annotated[
+    bool, typer.Option("--version-compatible", help="Let later TensorRT versions load it.")
+]
+HardwareCompatible = Annotated[
+    str | None, typer.Option(help="ampere-plus or same-compute-capability: other GPUs it shall run on.")
+]
+WeightStreaming = Annotated[bool, typer.Option("--weight-streaming", help="Let weights stay on the host.")]
+Refit = Annotated[str | None, typer.Option(help="all or identical: weights that can be replaced later.")]
+Gqa = Annotated[
+    str | None,
+    typer.Option(help="fold, broadcast or repeat: grouped heads as matrix products (8.6 to 10.13)."),
+]
+Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an engine of that name.")]
 
 
 def build_engine(
     bundle: BundleFolder,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help="tensorrt or tensorrt-rtx; unless given, TensorRT where there is a GPU for it, else RTX."
-        ),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the engine; the backend's unless given.")] = None,
-    profile: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="An optimisation profile, as B=1:8:32,S=1:128:512. Repeat for several in one engine."
-        ),
-    ] = None,
+    backend: Backend = None,
+    name: Name = None,
+    profile: Profiles = None,
     sm: Targets = "",
-    require_fused: Annotated[
-        bool, typer.Option("--require-fused", help="Exit with 1 unless every attention is fused.")
-    ] = False,
-    require_precision: Annotated[
-        bool,
-        typer.Option(
-            "--require-precision", help="Exit with 1 unless the engine is in the graph's precision."
-        ),
-    ] = False,
-    allow_decomposed: Annotated[
-        bool, typer.Option("--allow-decomposed", help="Build attention without a fused kernel from several.")
-    ] = False,
-    optimization_level: Annotated[
-        int | None, typer.Option(help="How hard the builder tries, 0 to 5.")
-    ] = None,
-    workspace_mib: Annotated[
-        int | None, typer.Option(help="Most scratch memory for a kernel, in MiB.")
-    ] = None,
-    version_compatible: Annotated[
-        bool, typer.Option("--version-compatible", help="Let later TensorRT versions load it.")
-    ] = False,
-    hardware_compatible: Annotated[
-        str | None, typer.Option(help="ampere-plus or same-compute-capability: other GPUs it shall run on.")
-    ] = None,
-    weight_streaming: Annotated[
-        bool, typer.Option("--weight-streaming", help="Let weights stay on the host.")
-    ] = False,
-    refit: Annotated[
-        str | None, typer.Option(help="all or identical: weights that can be replaced later.")
-    ] = None,
-    gqa: Annotated[
-        str | None,
-        typer.Option(help="fold, broadcast or repeat: grouped heads as matrix products (8.6 to 10.13)."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an engine of that name.")] = False,
+    require_fused: RequireFused = False,
+    require_precision: RequirePrecision = False,
+    allow_decomposed: AllowDecomposed = False,
+    optimization_level: OptimizationLevel = None,
+    workspace_mib: WorkspaceMib = None,
+    version_compatible: VersionCompatible = False,
+    hardware_compatible: HardwareCompatible = None,
+    weight_streaming: WeightStreaming = False,
+    refit: Refit = None,
+    gqa: Gqa = None,
+    overwrite: Replace = False,
     json: Json = False,
 ) -> None:
     """Build a TensorRT engine from a bundle, and prove that it is fused and in the right precision."""
