@@ -18,15 +18,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from mha_deploy import spec_rules as rules
 from mha_deploy.errors import SpecError, nearest
-from mha_deploy.spec_rules import (
-    check_spec,
-    head_size,
-    record_from,
-    refuse_unknown,
-    require,
-    whole_number,
-)
 
 FLOAT = "float"  # a tensor kind: whatever precision the export asks for
 INT32 = "int32"
@@ -150,7 +143,7 @@ class AttentionSpec:
     grouped_mlp: GroupedMlp | None = None
 
     def __post_init__(self) -> None:
-        check_spec(self)
+        rules.check_spec(self)
 
     # -- derived facts -------------------------------------------------------------------------
 
@@ -272,17 +265,17 @@ class AttentionSpec:
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
         """Read a spec from plain data, refusing what it does not know."""
         data = dict(data)
-        refuse_unknown("the spec", data, _FIELDS)
-        require("the spec", data, ("name", "Hq", "E", "axes"))
-        whole_number("Hq", data["Hq"])
-        whole_number("E", data["E"])
+        rules.refuse_unknown("the spec", data, _FIELDS)
+        rules.require("the spec", data, ("name", "Hq", "E", "axes"))
+        rules.whole_number("Hq", data["Hq"])
+        rules.whole_number("E", data["E"])
         data.setdefault("Hkv", data["Hq"])
         if "D" not in data:
-            data["D"] = head_size(data["E"], data["Hq"])
+            data["D"] = rules.head_size(data["E"], data["Hq"])
         data["axes"] = _axes_from(data["axes"])
         for key, options in (("sparse_heads", SparseHeads), ("grouped_mlp", GroupedMlp)):
             if key in data:
-                data[key] = record_from(key, options, data[key])
+                data[key] = rules.record_from(key, options, data[key])
         return cls(**data)
 
 
@@ -302,4 +295,4 @@ def _axis_from(name: str, value: Any) -> Axis:
         raise SpecError(
             f"Axis {name} is not a range.", got=value, hint=f"{name} = {{ min = 1, opt = 8, max = 32 }}"
         )
-    return record_from(f"axis {name}", Axis, value)
+    return rules.record_from(f"axis {name}", Axis, value)
