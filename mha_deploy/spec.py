@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from mha_deploy import spec_rules as rules
+import mha_deploy.spec_rules as rules
 from mha_deploy.errors import SpecError, nearest
 
 FLOAT = "float"  # a tensor kind: whatever precision the export asks for
