@@ -94,18 +94,28 @@ class Manifest:
                 got=f"format {data.get('format')!r}",
                 hint=f"this version reads format {FORMAT}: export again with it",
             )
+        spec = AttentionSpec.from_dict(data["spec"])
         return cls(
-            spec=AttentionSpec.from_dict(data["spec"]),
+            spec=spec,
             precision=find_precision(data["precision"]),
             opset=data["opset"],
             weights=data["weights"],
             attention=data["attention"],
-            golden=[GoldenEntry(**entry) for entry in data["golden"]],
+            golden=[_golden_entry(entry, spec) for entry in data["golden"]],
             checks=data["checks"],
             versions=data["versions"],
-            files=data["files"],
+            files={
+                name: {"bytes": entry["bytes"], "sha256": entry["sha256"]}
+                for name, entry in data["files"].items()
+            },
             notes=data["notes"],
         )
+
+
+def _golden_entry(data: Mapping[str, Any], spec: AttentionSpec) -> GoldenEntry:
+    entry = GoldenEntry(**data)
+    spec.check_sizes(entry.sizes)
+    return entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +138,11 @@ class Bundle:
         return self.path / relative
 
     def verify(self) -> None:
-        """Compare every file with the size and hash in the manifest."""
+        """Compare every file with the size and hash in the manifest; a link is no file of the bundle."""
+        root = self.path.resolve()
         for name, wanted in self.manifest.files.items():
             path = self.file(name)
-            if path.is_symlink() or not path.is_file():
+            if not path.is_file() or path.resolve() != root / PurePosixPath(name):
                 raise BundleError("A file of the bundle is missing.", got=path, hint="export again")
             if path.stat().st_size != wanted["bytes"] or sha256(path) != wanted["sha256"]:
                 raise BundleError(
@@ -148,10 +159,11 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
         raise BundleError(
             "There is no bundle here.", got=path, hint=f"mha-deploy export MODEL -o {path}"
         ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise BundleError("The manifest cannot be read.", got=f"{manifest_path}: {error}") from error
     try:
         manifest = Manifest.from_dict(data)
+        _ = manifest.files[MODEL]  # a graph without a hash would go unchecked
     except (AttributeError, KeyError, TypeError) as error:
         raise BundleError(
             "The manifest is incomplete.",

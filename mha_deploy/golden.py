@@ -12,6 +12,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from mha_deploy.bundle import Bundle, GoldenEntry
 from mha_deploy.errors import BundleError
 from mha_deploy.npz import read_npz
 from mha_deploy.precision import Precision
-from mha_deploy.spec import FLOAT, TensorSpec
+from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -45,8 +46,8 @@ def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
 
 def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     """Read one case, checking that it holds what the spec says."""
-    arrays = read_npz(bundle.file(entry.file))
     spec, precision = bundle.manifest.spec, bundle.manifest.precision
+    arrays = read_npz(bundle.file(entry.file), partial(_refuse_strangers, spec))
     return GoldenCase(
         name=entry.name,
         sizes=entry.sizes,
@@ -55,6 +56,18 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
         eager=_take(arrays, "eager", spec.outputs, entry.sizes, precision),
         note=entry.note,
     )
+
+
+def _refuse_strangers(spec: AttentionSpec, names: list[str]) -> None:
+    groups = {"inputs": spec.inputs, "oracle": spec.outputs, "eager": spec.outputs}
+    known = {f"{group}/{tensor.name}" for group, tensors in groups.items() for tensor in tensors}
+    strangers = sorted(set(names) - known)
+    if strangers:
+        raise BundleError(
+            "A golden case holds arrays that the spec does not name.",
+            got=", ".join(strangers),
+            hint="export again",
+        )
 
 
 def write_case(path: Path, case: GoldenCase) -> None:

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from mha_deploy.errors import DeployError
-
-# What NumPy raises on an archive that is damaged or not what it claims to be. A header may claim any shape,
-# so memory can run out before the data does.
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    EOFError,
-    MemoryError,
-    OverflowError,
-    NotImplementedError,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 def read_npz(
@@ -45,7 +28,9 @@ def read_npz(
             return {name: _member(archive, name) for name in archive.files}
     except FileNotFoundError as error:
         raise DeployError("There is no such .npz file.", got=path) from error
-    except _UNREADABLE as error:
+    except DeployError:
+        raise
+    except Exception as error:  # NumPy, zipfile and the decompressors raise types that share no base
         raise DeployError(
             "The .npz file cannot be read.",
             got=f"{path}: {error}",

@@ -36,8 +36,8 @@ class OnnxReferenceRunner(Runner):
 
         graph = graph_of(model)
         proto = ir.to_proto(with_float32_products(graph))
-        onnx.load_external_data_for_model(proto, str(weights_folder(graph) or "."))
         try:
+            onnx.load_external_data_for_model(proto, str(weights_folder(graph) or "."))
             self._evaluator = ReferenceEvaluator(proto)
         except Exception as error:  # the evaluator raises types that share no base
             raise DeployError("The reference evaluator cannot load the graph.", got=error) from error
@@ -47,7 +47,10 @@ class OnnxReferenceRunner(Runner):
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         names = list(self.outputs)
-        return dict(zip(names, self._evaluator.run(names, dict(feeds)), strict=True))
+        try:
+            return dict(zip(names, self._evaluator.run(names, dict(feeds)), strict=True))
+        except Exception as error:  # the evaluator raises types that share no base
+            raise DeployError("The reference evaluator failed on these inputs.", got=error) from error
 
 
 def _tensor_info(value: onnx.ValueInfoProto) -> TensorInfo:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mha_deploy.cli.options import Axes, Json, Model, Seed, print_json, spec_from_options
+from mha_deploy.errors import DeployError
 from mha_deploy.spec import AttentionSpec, Sizes
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def analyze(
     from mha_deploy.analyze.render import analysis_renderable, analysis_to_dict, similarity_renderable
     from mha_deploy.analyze.similarity import similarity_to_dict
 
+    if inputs is not None and heads is None:
+        raise DeployError("Inputs are read only to compare heads.", got=inputs, hint="add --heads FILE.png")
     spec = spec_from_options(model, axis)
     sizes = spec.sizes("opt") if at is None else spec.parse_sizes(at)
     analysis = analyze_spec(spec, sizes, precision, gpu)
@@ -48,7 +51,7 @@ def analyze(
     console.print(analysis_renderable(analysis))
     if similarity is not None:
         console.print(similarity_renderable(similarity))
-        console.print(f"Heatmap: {heads}")
+        console.print(f"Heatmap: {heads}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _compare_heads(

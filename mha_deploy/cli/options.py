@@ -21,7 +21,7 @@ Axes = Annotated[
     typer.Option("--axis", help="Another range for an axis, as S=min:opt:max. Can be repeated."),
 ]
 Projections = Annotated[str | None, typer.Option(help="separate or packed; the spec's own unless given.")]
-Seed = Annotated[int, typer.Option(help="Seed of the random weights and inputs.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights and inputs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there already.")]
 

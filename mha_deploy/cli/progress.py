@@ -22,11 +22,16 @@ def steps(title: str) -> Iterator[OnStep]:
         with _bar(console, title) as on_step:
             yield on_step
         return
-    started = time.monotonic()
+    started, last = time.monotonic(), ""
 
     def print_step(name: str, number: int, count: int) -> None:
+        nonlocal last
+        if name == last:  # a builder tells every step of a phase: a log wants the phases
+            return
+        last = name
         elapsed = time.monotonic() - started
-        console.print(f"{title}: {number + 1}/{count} {name} ({elapsed:.1f} s)", highlight=False)
+        line = f"{title}: {min(number + 1, count)}/{count} {name} ({elapsed:.1f} s)"
+        console.print(line, highlight=False, markup=False)
 
     yield print_step
 
@@ -35,7 +40,8 @@ def steps(title: str) -> Iterator[OnStep]:
 def _bar(console: object, title: str) -> Iterator[OnStep]:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    text = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), text, BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:  # type: ignore[arg-type]
         task = progress.add_task(title, total=None)
 

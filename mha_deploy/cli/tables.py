@@ -62,12 +62,14 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
     size = sum(entry["bytes"] for entry in manifest.files.values())
     facts.add_row("bundle", escape(str(bundle.path)))
-    facts.add_row("model", f"{spec.name}: {spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}")
+    heads = f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
+    facts.add_row("model", f"{escape(spec.name)}: {heads}")
     facts.add_row("graph", f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}")
     facts.add_row(
         "fused", f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"
     )
-    facts.add_row("golden", "  ".join(f"{entry.name} {_sizes(entry.sizes)}" for entry in manifest.golden))
+    cases = "  ".join(f"{entry.name} {_sizes(entry.sizes)}" for entry in manifest.golden)
+    facts.add_row("golden", escape(cases))
     facts.add_row("weights", escape(manifest.weights))
     facts.add_row("size", f"{size / 1e6:,.1f} MB in {len(manifest.files)} files")
     for note in manifest.notes:
@@ -128,7 +130,7 @@ def parity_renderable(report: ParityReport) -> RenderableType:
         rows.add_column(column, justify="right", no_wrap=True)
     rows.add_column("verdict", overflow="fold", min_width=7)
     for verdict in report.verdicts:
-        place = (verdict.case, _sizes(verdict.sizes), verdict.output)
+        place = (escape(verdict.case), _sizes(verdict.sizes), escape(verdict.output))
         rows.add_row(*place, *_figures(verdict), _verdict(verdict))
     failed = sum(not verdict.passed for verdict in report.verdicts)
     count = len(report.verdicts)

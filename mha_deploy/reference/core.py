@@ -95,7 +95,7 @@ def _fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: H
     # PyTorch takes a mask or is_causal, not both.
     if heads.causal and mask is not None:
         mask = merge_causal(mask, q.shape[2], k.shape[2], q.device)
-    return F.scaled_dot_product_attention(
+    out = F.scaled_dot_product_attention(
         q,
         k,
         v,
@@ -104,6 +104,13 @@ def _fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: H
         scale=heads.scale,
         enable_gqa=heads.Hq != heads.Hkv,
     )
+    return out if mask is None else _blank_where_nothing_is_seen(out, mask)
+
+
+def _blank_where_nothing_is_seen(out: Tensor, mask: Tensor) -> Tensor:
+    """Zeros for queries without any key: PyTorch's half-precision CUDA kernels give other numbers there."""
+    sees = mask if mask.dtype == torch.bool else ~mask.isneginf()
+    return out.masked_fill(~sees.any(-1, keepdim=True), 0.0)
 
 
 def _attend_onnx(

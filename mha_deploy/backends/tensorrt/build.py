@@ -134,10 +134,13 @@ def _kernels(
     rt: TensorRT, request: BuildRequest, plan: bytes, messages: Sequence[Message]
 ) -> tuple[dict[str, tuple[Kernel, ...]], list[str]]:
     """The kernels by source, and which source had nothing to tell."""
-    found = {"log": tuple(kernels_from_log(message.text for message in messages))}
-    if rt.can.builds_without_gpu:
-        found["plan"] = tuple(kernels_from_plan(plan))
-    notes = [f"the {source} tells of no kernels" for source, kernels in found.items() if not kernels]
+    found = {
+        "log": tuple(kernels_from_log(message.text for message in messages)),
+        "plan": tuple(kernels_from_plan(plan)),
+    }
+    notes = []
+    if rt.can.builds_without_gpu:  # nobody else can be asked
+        notes = [f"the {source} tells of no kernels" for source, kernels in found.items() if not kernels]
     if rt.can.inspector and not rt.can.builds_without_gpu:
         try:
             found["inspector"] = tuple(inspect_kernels(rt, plan, host_code=request.version_compatible))

@@ -38,6 +38,8 @@ _GEMM = re.compile(r"gemm|gemv|matrix_?multiply|fully_?connected", re.IGNORECASE
 _GENERATED_PRODUCT = re.compile(r"^__(myl_\w*?)?fc", re.IGNORECASE)
 _SOFTMAX = re.compile(r"[Ss]oft_?[Mm]ax|Maxr?\w*Sub\w*Exp|ExpSum")
 _PLUGIN = re.compile(r"plugin|custom_layer", re.IGNORECASE)
+_LAYER_PREFIX = re.compile(r"^shuffle_(?:output|input)_(?:\d+_)?")
+_LAYER_SUFFIX = re.compile(r"_(?:matrix_multiply|reshape|transpose|elementwise|softmax)$")
 _PROFILE = re.compile(r"\[profile (\d+)\]")
 
 
@@ -152,7 +154,14 @@ def dtype_of(text: str) -> str:
 def onnx_nodes_of(metadata: str) -> tuple[str, ...]:
     """The node names in a layer's metadata, `[ONNX Layer: a]` each; their separator differs by version."""
     names = re.findall(r"\[ONNX Layer: (.*?)\](?=\x1f|\x1e|\[ONNX Layer: |\s*$)", metadata)
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(names or _old_names(metadata)))
+
+
+def _old_names(metadata: str) -> list[str]:
+    """Version 8.6 joins the names of its own layers by `+`, each made from a node's name and what it does."""
+    parts = [part.strip() for part in metadata.split("+") if part.strip()]
+    bare = [_LAYER_SUFFIX.sub("", _LAYER_PREFIX.sub("", part)) for part in parts]
+    return [name for pair in zip(parts, bare, strict=True) for name in pair]
 
 
 def profile_of(texts: Iterable[str]) -> int:

@@ -31,17 +31,24 @@ __all__ = ["DIALECTS", "LoweringError", "fold_scale", "lower", "pack_projections
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One form of attention: its options, and the rule that writes it; None where it stays as it is."""
+    """One form of attention.
+
+    Args:
+        options: The record of its options.
+        rule: Writes one attention in it.
+        broadcasts: Whether masks need not be spelled out over the queries.
+    """
 
     options: type
     rule: Callable[..., dict[int, ir.Value] | None] | None
+    broadcasts: bool = False
 
 
 DIALECTS = {
     to_onnx.DIALECT: Dialect(options=to_onnx.OnnxOptions, rule=None),
-    to_trt.DIALECT: Dialect(options=to_trt.TrtOptions, rule=to_trt.lower_to_trt),
+    to_trt.DIALECT: Dialect(options=to_trt.TrtOptions, rule=to_trt.lower_to_trt, broadcasts=True),
     to_primitives.DIALECT: Dialect(
-        options=to_primitives.PrimitivesOptions, rule=to_primitives.lower_to_primitives
+        options=to_primitives.PrimitivesOptions, rule=to_primitives.lower_to_primitives, broadcasts=True
     ),
     to_contrib.DIALECT: Dialect(options=to_contrib.ContribOptions, rule=to_contrib.lower_to_contrib),
 }
@@ -70,7 +77,8 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     settings = _read_options(dialect, chosen, options)
     if chosen.rule is None:
         return to_onnx.checked_copy(model)
-    lowered = rewrite(model, partial(chosen.rule, options=settings), dialect=dialect)
+    rule = partial(chosen.rule, options=settings)
+    lowered = rewrite(model, rule, dialect=dialect, broadcasts=chosen.broadcasts)
     opset = getattr(settings, "opset", None)
     return lowered if opset is None else to_opset(lowered, opset, dialect=dialect)
 

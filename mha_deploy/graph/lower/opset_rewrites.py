@@ -41,8 +41,8 @@ def _splits_evenly(node: ir.Node) -> bool:
 
 def _gelu_to_primitives(node: ir.Node) -> None:
     """Gelu became an operator in opset 20: x/2 · (1 + erf(x/√2)), or its tanh form."""
-    x, graph = node.inputs[0], node.graph
-    if x is None or x.dtype is None or graph is None:
+    x = node.inputs[0]
+    if x is None or x.dtype is None:
         return
     b = NodeBuilder(node.name or node.outputs[0].name or "gelu")
     half, one = (b.constant(number, x.dtype) for number in (0.5, 1.0))
@@ -51,11 +51,7 @@ def _gelu_to_primitives(node: ir.Node) -> None:
     else:
         bend = b.op("Erf", b.op("Mul", x, b.constant(math.sqrt(0.5), x.dtype)))
     y = b.op("Mul", b.op("Mul", x, half), b.op("Add", bend, one), name="gelu")
-    old = node.outputs[0]
-    y.name, y.type, y.shape = old.name, old.type, old.shape
-    old.replace_all_uses_with(y, replace_graph_outputs=True)
-    graph.insert_before(node, b.nodes)
-    graph.remove(node, safe=True)
+    _replace_with(node, b, y)
 
 
 def _tanh_of_gelu(b: NodeBuilder, x: ir.Value) -> ir.Value:
@@ -63,6 +59,37 @@ def _tanh_of_gelu(b: NodeBuilder, x: ir.Value) -> ir.Value:
     dtype = x.dtype or ir.DataType.FLOAT
     cube = b.op("Mul", b.op("Mul", b.op("Mul", x, x), x), b.constant(0.044715, dtype))
     return b.op("Tanh", b.op("Mul", b.op("Add", x, cube), b.constant(math.sqrt(2 / math.pi), dtype)))
+
+
+def _shape_in_full(node: ir.Node) -> None:
+    """Shape could take a range from opset 15 on; the parser of TensorRT 8.6 does not know of it."""
+    x = node.inputs[0]
+    rank = None if x is None or x.shape is None else len(x.shape)
+    if x is None or rank is None or not {"start", "end"} & set(node.attributes):
+        return
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
+    wanted = range(rank)[start:end]
+    b = NodeBuilder(node.name or node.outputs[0].name or "shape")
+    _replace_with(node, b, b.op("Gather", b.op("Shape", x), b.ints(*wanted), axis=0, name="range"))
+
+
+def _squeeze_by_name(node: ir.Node) -> None:
+    """Say which axis goes: TensorRT 8.6 cannot find out by itself where the shape is dynamic."""
+    x = node.inputs[0]
+    if len(node.inputs) > 1 or x is None or x.shape is None or len(x.shape) != 1:
+        return
+    b = NodeBuilder(node.name or node.outputs[0].name or "squeeze")
+    _replace_with(node, b, b.op("Squeeze", x, b.ints(0)))
+
+
+def _replace_with(node: ir.Node, b: NodeBuilder, new: ir.Value) -> None:
+    old, graph = node.outputs[0], node.graph
+    if graph is None:
+        return
+    new.name, new.type, new.shape = old.name, old.type, old.shape
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    graph.insert_before(node, b.nodes)
+    graph.remove(node, safe=True)
 
 
 def _constant_ints(node: ir.Node, position: int) -> list[int] | None:
@@ -81,5 +108,7 @@ _REDUCTIONS = frozenset(
 _REWRITES: tuple[tuple[int, frozenset[str], Callable[[ir.Node], None]], ...] = (
     (18, _REDUCTIONS, _axes_to_attribute),
     (18, frozenset({"Split"}), _drop_split_count),
+    (18, frozenset({"Shape"}), _shape_in_full),
+    (18, frozenset({"Squeeze"}), _squeeze_by_name),
     (20, frozenset({"Gelu"}), _gelu_to_primitives),
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass, ShapeInferencePass
+from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, ShapeInferencePass
 
-from mha_deploy.graph.attention_node import is_attention, output_at
+from mha_deploy.graph.attention_node import MASK, input_at, is_attention, output_at
 from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.lower.call import AttentionCall, read_call
 
@@ -29,13 +29,22 @@ def infer_shapes(model: ir.Model) -> ir.Model:
     return model
 
 
-def rewrite(model: ir.Model, rule: Rule, *, dialect: str) -> ir.Model:
-    """Apply a rule to every attention of a copy of the model."""
+def rewrite(model: ir.Model, rule: Rule, *, dialect: str, broadcasts: bool = False) -> ir.Model:
+    """Apply a rule to every attention of a copy of the model.
+
+    Args:
+        model: The model; it is not changed.
+        rule: What to make of an attention.
+        dialect: Name used in messages.
+        broadcasts: Whether masks need not be spelled out over the queries.
+    """
     lowered = copy_of(model)
     opset = lowered.opset_imports.get("")
     taken = {value.name for node in lowered.graph.all_nodes() for value in node.outputs if value.name}
     for node in list(lowered.graph.all_nodes()):
         if is_attention(node):
+            if broadcasts:
+                _take_mask_before_expand(node)
             call = read_call(node, opset=opset, dialect=dialect)
             builder = NodeBuilder(_prefix(call.facts.name, taken))
             outputs = rule(call, builder)
@@ -48,6 +57,15 @@ def rewrite(model: ir.Model, rule: Rule, *, dialect: str) -> ir.Model:
 def _import_domains(model: ir.Model, builder: NodeBuilder) -> None:
     for node in builder.nodes:
         model.opset_imports.setdefault(node.domain, 1)
+
+
+def _take_mask_before_expand(node: ir.Node) -> None:
+    """Read a mask as it was before it was copied for every query: there is less of it to move."""
+    mask = input_at(node, MASK)
+    expand = mask.producer() if mask is not None else None
+    source = expand.inputs[0] if expand is not None and expand.op_type == "Expand" else None
+    if source is not None and source.shape is not None and len(source.shape) == 4 and source.shape[3] != 1:
+        node.replace_input_with(MASK, source)
 
 
 def _prefix(name: str, taken: set[str]) -> str:

@@ -1,0 +1,93 @@
+"""Make small bundles by hand, and damage them in one place at a time."""
+
+import json
+import shutil
+
+import numpy as np
+
+from mha_deploy.bundle import MANIFEST, MODEL, BundleWriter, GoldenEntry, Manifest, sha256
+from mha_deploy.catalog import find_spec
+from mha_deploy.golden import GoldenCase, write_case
+from mha_deploy.precision import PRECISIONS
+
+SIZES = {"B": 2, "S": 3}
+
+
+def manifest(name="tiny-mha", precision="fp16"):
+    """A manifest with one golden case of SIZES."""
+    return Manifest(
+        spec=find_spec(name),
+        precision=PRECISIONS[precision],
+        opset=23,
+        weights="made by hand",
+        attention=[],
+        golden=[GoldenEntry(name="opt", file="golden/opt.npz", sizes=dict(SIZES))],
+        checks={"graph": ["nothing"]},
+        versions={"mha-deploy": "0"},
+        notes=["a note"],
+    )
+
+
+def golden_case(name="tiny-mha", precision="fp16"):
+    """Random numbers in the shapes and types of a spec."""
+    spec, rng = find_spec(name), np.random.default_rng(0)
+
+    def draw(tensors, dtype):
+        return {t.name: rng.standard_normal(t.shape(SIZES)).astype(dtype) for t in tensors}
+
+    half = PRECISIONS[precision].numpy
+    return GoldenCase(
+        name="opt",
+        sizes=SIZES,
+        inputs=draw(spec.inputs, half),
+        oracle=draw(spec.outputs, np.float64),
+        eager=draw(spec.outputs, half),
+    )
+
+
+def fill(folder, name="tiny-mha", precision="fp16"):
+    """Write the files of a small bundle, all but the manifest."""
+    (folder / MODEL).write_bytes(b"not really a graph")
+    (folder / "golden").mkdir()
+    write_case(folder / "golden" / "opt.npz", golden_case(name, precision))
+
+
+def small_bundle(target, name="tiny-mha", precision="fp16"):
+    """A bundle with a stand-in for the graph, written the way every bundle is."""
+    with BundleWriter(target) as writer:
+        fill(writer.path, name, precision)
+        return writer.finish(manifest(name, precision))
+
+
+def copy_of(bundle, target):
+    """A copy of a shared bundle, to alter; gives its folder."""
+    shutil.copytree(bundle.path, target)
+    return target
+
+
+def edit_manifest(folder, change):
+    """Change the manifest of a bundle: `change` gets its data."""
+    data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    change(data)
+    (folder / MANIFEST).write_text(json.dumps(data), encoding="utf-8")
+
+
+def rehash(folder):
+    """Make the manifest agree with the files again, as someone would who hides a change."""
+
+    def update(data):
+        for name in data["files"]:
+            path = folder / name
+            data["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+    edit_manifest(folder, update)
+
+
+def edit_arrays(folder, change, case="opt"):
+    """Change the arrays of a golden case: `change` gets them by name; the manifest is made to agree."""
+    path = folder / "golden" / f"{case}.npz"
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    change(arrays)
+    np.savez(path, **arrays)
+    rehash(folder)

@@ -1,0 +1,161 @@
+"""`deploy` goes the whole way, and `check` and `build-engine` are its last steps on their own."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+from bundle_edit import copy_of
+
+from mha_deploy.bundle import open_bundle
+
+needs_rtx = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed"
+)
+
+
+@pytest.fixture
+def folder(bundles, tmp_path):
+    """A bundle of its own, to build in."""
+    return copy_of(bundles("tiny-gqa"), tmp_path / "bundle")
+
+
+# -- deploy --------------------------------------------------------------------------------------
+
+
+def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run_cli("deploy", "tiny-mqa", "--no-engine")
+    assert done.code == 0, done.err
+    assert open_bundle(tmp_path / "bundles" / "tiny-mqa-fp16").manifest.spec.name == "tiny-mqa"
+    assert done.out.index("1/1 attention as one ONNX Attention node") < done.out.index("PASSED  4/4 outputs")
+    assert "export tiny-mqa: 1/9 weights" in done.err
+    assert "validate tiny-mqa: 4/4 large" in done.err
+    assert "export tiny-mqa:" not in done.out
+    assert "engine" not in done.out
+
+
+def test_deploy_for_machines_gives_one_document(run_cli, tmp_path):
+    target = tmp_path / "b"
+    options = ("--precision", "fp32", "--axis", "S=1:4:9", "--no-engine", "--json")
+    done = run_cli("deploy", "tiny-padding", "-o", target, *options)
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert (result["bundle"], result["engine"]) == (str(target), None)
+    assert result["validation"]["passed"] is True
+    assert result["validation"]["precision"] == open_bundle(target).manifest.precision.name == "fp32"
+    assert max(row["sizes"]["S"] for row in result["validation"]["verdicts"]) == 9
+
+
+@needs_rtx
+def test_deploy_goes_as_far_as_a_fused_engine(run_cli, tmp_path):
+    target = tmp_path / "b"
+    done = run_cli("deploy", "tiny-gqa", "-o", target, "--backend", "tensorrt-rtx", "--json")
+    assert done.code == 0, done.err
+    engine = json.loads(done.out)["engine"]
+    assert [node["status"] for node in engine["verdict"]["nodes"]] == ["fused"]
+    assert engine["backend"] == "tensorrt-rtx"
+    assert (target / "engines" / "tensorrt-rtx.engine").stat().st_size == engine["engine_bytes"]
+    open_bundle(target)  # an engine beside the bundle does not change it
+
+
+def test_deploy_refuses_what_export_refuses(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused("deploy", "tiny-mask", what="No model", got="tiny-mask", hint="tiny-m")
+    (tmp_path / "bundles" / "tiny-mha-fp16").mkdir(parents=True)
+    refused("deploy", "tiny-mha", what="folder exists", got="bundles/tiny-mha-fp16", hint="--overwrite")
+
+
+# -- check ---------------------------------------------------------------------------------------
+
+
+def test_check_tells_before_a_build_whether_attention_can_be_fused(run_cli, bundles):
+    done = run_cli("check", bundles("tiny-gqa").path, "--target", "tensorrt-rtx")
+    assert (done.code, done.err) == (0, "")
+    assert "can be fused" in done.out
+
+
+def test_check_for_machines_has_an_answer_for_every_node(run_cli, bundles):
+    path = bundles("tiny-gqa", "fp32").path
+    done = run_cli("check", path, "--target", "tensorrt-rtx", "--json")
+    (answer,) = json.loads(done.out)
+    assert answer["node"] == "attention"
+    assert done.code == (0 if answer["fused_when_lowered"] else 1)
+    assert not answer["fused"], "there is no fused kernel for float32"
+    assert answer["findings"]
+    assert all({"message", "remedy", "severity"} <= set(finding) for finding in answer["findings"])
+
+
+def test_check_refuses_a_target_that_it_does_not_know(refused, bundles):
+    path = bundles("tiny-gqa").path
+    refused("check", path, "--target", "tensorflow", what="", got="tensorflow", hint="tensorrt")
+
+
+# -- build-engine --------------------------------------------------------------------------------
+
+
+@needs_rtx
+def test_an_engine_is_built_and_can_be_inspected(run_cli, folder):
+    done = run_cli(
+        "build-engine", folder, "--backend", "tensorrt-rtx", "--require-fused", "--require-precision"
+    )
+    assert done.code == 0, done.err
+    assert "1/1 fused" in done.out
+    engine = folder / "engines" / "tensorrt-rtx.engine"
+    seen = json.loads(run_cli("inspect", engine, "--json").out)
+    assert (seen["model"], seen["precision"]) == ("tiny-gqa", "fp16")
+    with engine.open("ab") as file:
+        file.write(b"\0")
+    changed = run_cli("inspect", engine)
+    assert changed.code == 2
+    assert "changed or cut short" in changed.err
+
+
+@needs_rtx
+def test_progress_of_a_build_ends_at_its_end(run_cli, folder):
+    done = run_cli("build-engine", folder, "--backend", "tensorrt-rtx")
+    steps = [tuple(map(int, pair)) for pair in re.findall(r": (\d+)/(\d+) ", done.err)]
+    assert steps
+    assert [step for step in steps if step[0] > step[1]] == []
+
+
+@needs_rtx
+def test_an_engine_is_replaced_only_on_request(run_cli, refused, folder):
+    (folder / "engines").mkdir()
+    engine = folder / "engines" / "mine.engine"
+    engine.write_bytes(b"old")
+    arguments = ("build-engine", folder, "--backend", "tensorrt-rtx", "--name", "mine")
+    refused(*arguments, what="There is an engine of that name", got=str(engine), hint="--overwrite")
+    assert engine.read_bytes() == b"old"
+    assert run_cli(*arguments, "--overwrite").code == 0
+    assert engine.read_bytes() != b"old"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "hint"),
+    [
+        (["--profile", "S=1:2:999"], "exported for S from 1 to 64", "--axis"),
+        (["--profile", "T=1:2:3"], "has no axis 'T'", "B, S"),
+        (["--profile", "S"], "no range", "B=1:8:32"),
+    ],
+)
+def test_a_profile_beyond_the_graph_is_refused(refused, folder, arguments, what, hint):
+    refused("build-engine", folder, "--backend", "tensorrt-rtx", *arguments, what=what, hint=hint)
+    assert not (folder / "engines").exists()
+
+
+@needs_rtx
+@pytest.mark.parametrize("name", ["../outside", "/outside", ".hidden", "a/b"])
+def test_an_engine_stays_in_its_bundle(refused, folder, name):
+    refused(
+        *("build-engine", folder, "--backend", "tensorrt-rtx", "--name", name),
+        what="cannot be the name of an engine",
+        got=name,
+    )
+
+
+def test_an_unknown_builder_is_refused(run_cli, folder):
+    done = run_cli("build-engine", folder, "--backend", "tensorrt-trx")
+    assert done.code in (2, 3)
+    assert "got: tensorrt-trx\n  try: did you mean 'tensorrt-rtx'?" in done.err
+    assert not (folder / "engines").exists()

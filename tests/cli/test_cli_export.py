@@ -1,0 +1,157 @@
+"""`export` writes what was asked for, shows progress on stderr, and refuses the rest before it writes."""
+
+import json
+import resource
+
+import pytest
+from bundle_edit import small_bundle
+
+from mha_deploy.bundle import open_bundle, sha256
+from mha_deploy.golden import golden_cases
+
+
+def test_every_choice_reaches_the_bundle(run_cli, tmp_path):
+    target = tmp_path / "deep" / "bundle"
+    done = run_cli(
+        *("export", "tiny-gqa", "-o", target, "--precision", "fp32", "--projections", "packed"),
+        *("--axis", "S=2:8:32", "--axis", "B=3", "--golden", "min", "--golden", "B=3,S=5"),
+        *("--seed", "7", "--opset", "24", "--json"),
+    )
+    assert done.code == 0, done.err
+    bundle = open_bundle(target)
+    manifest, spec = bundle.manifest, bundle.manifest.spec
+    assert json.loads(done.out) == {"bundle": str(target), **manifest.to_dict()}
+    assert (spec.name, spec.projections, manifest.precision.name) == ("tiny-gqa", "packed", "fp32")
+    assert {name: str(axis) for name, axis in spec.axes.items()} == {"B": "3:3:3", "S": "2:8:32"}
+    assert manifest.opset == manifest.attention[0]["opset"] == 24
+    assert manifest.weights == "random, seed 7"
+    assert [case.name for case in golden_cases(bundle)] == ["min", "B3-S5"]
+    assert [case.inputs["x"].shape for case in golden_cases(bundle)] == [(3, 2, 64), (3, 5, 64)]
+
+
+def test_progress_goes_to_stderr_and_the_result_to_stdout(run_cli, tmp_path):
+    done = run_cli(
+        "export", "tiny-mha", "-o", tmp_path / "bundle", "--golden", "opt", "--golden-gflop", "1e-9"
+    )
+    assert done.code == 0, done.err
+    lines = done.err.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"export tiny-mha: {number}/6 {step}"
+        for number, step in enumerate(
+            ["weights", "ONNX graph", "run at two shapes", "FP64 oracle", "golden case opt", "hashes"],
+            start=1,
+        )
+    ]
+    assert "tiny-mha: MHA 4/4 heads of 16, width 64" in done.out
+    assert "fp16, opset 23, axes B 1:2:4  S 1:16:64" in done.out
+    assert "1/1 attention as one ONNX Attention node" in done.out
+    assert "opt B=2,S=16" in done.out
+    assert "export tiny-mha" not in done.out
+
+
+def test_a_bundle_is_replaced_only_on_request(run_cli, refused, tmp_path):
+    target = small_bundle(tmp_path / "bundle", "tiny-mqa").path
+    refused("export", "tiny-mha", "-o", target, what="folder exists", got=str(target), hint="--overwrite")
+    assert open_bundle(target).manifest.spec.name == "tiny-mqa"
+    done = run_cli("export", "tiny-mha", "-o", target, "--golden", "min", "--overwrite")
+    assert done.code == 0, done.err
+    assert open_bundle(target).manifest.spec.name == "tiny-mha"
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_weights_come_from_a_file(run_cli, tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    from mha_deploy.catalog import find_spec
+    from mha_deploy.reference import build_module
+
+    weights = tmp_path / "mine.safetensors"
+    save_file(build_module(find_spec("tiny-mha"), seed=3, dtype=torch.float16).state_dict(), weights)
+    by_file, by_seed = tmp_path / "by-file", tmp_path / "by-seed"
+    common = ("--golden", "min", "--json")
+    done = run_cli("export", "tiny-mha", "-o", by_file, "--weights", weights, *common)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["weights"] == f"mine.safetensors, sha256 {sha256(weights)}"
+    assert run_cli("export", "tiny-mha", "-o", by_seed, "--seed", "3", *common).code == 0
+    assert (by_file / "model.onnx").read_bytes() == (by_seed / "model.onnx").read_bytes()
+
+
+def test_a_spec_is_given_by_path(run_cli, tmp_path):
+    (tmp_path / "mine.toml").write_text("Hq = 2\nE = 32\naxes = { B = 1, S = 8 }\n")
+    done = run_cli("export", tmp_path / "mine.toml", "-o", tmp_path / "b", "--golden", "opt", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["spec"]["name"] == "mine"
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+REFUSALS = {
+    "unknown model": (["bert-bse"], "No model of that name", "bert-bse", "did you mean 'bert-base'?"),
+    "unknown axis": (["tiny-mha", "--axis", "T=1:2:3"], "has no axis 'T'", "T", "B, S"),
+    "axis without range": (["tiny-mha", "--axis", "S"], "no range", "S", "--axis S=min:opt:max"),
+    "axis of letters": (["tiny-mha", "--axis", "S=a:b:c"], "not made of numbers", "a:b:c", "min:opt:max"),
+    "axis of two": (["tiny-mha", "--axis", "S=1:2"], "wrong number of parts", "1:2", "min:opt:max"),
+    "axis upside down": (["tiny-mha", "--axis", "S=9:2:1"], "min <= opt <= max", "9:2:1", "1:2:9"),
+    "axis of zero": (["tiny-mha", "--axis", "S=0:2:3"], "at least 1", "0:2:3", "1:128:512"),
+    "precision": (["tiny-mha", "--precision", "fp8"], "No such precision", "fp8", "fp"),
+    "projections": (["tiny-mha", "--projections", "pakced"], "projections", "pakced", "'packed'"),
+    "packed cross attention": (["tiny-cross", "--projections", "packed"], "", "", ""),
+    "golden name": (["tiny-mha", "--golden", "rugged"], "No such golden case", "rugged", "'ragged'"),
+    "golden out of range": (["tiny-mha", "--golden", "B=1,S=99"], "does not allow", "S=99", "from 1 to 64"),
+    "golden without an axis": (["tiny-mha", "--golden", "B=1"], "a size for each", "{'B': 1}", ""),
+    "golden that does not apply": (
+        ["tiny-mha", "--golden", "ragged"],
+        "No golden case is left",
+        "ragged",
+        "opt",
+    ),
+    "opset": (["tiny-mha", "--opset", "17"], "operator set with Attention", "17", "(23, 24)"),
+    "weights": (["tiny-mha", "--weights", "absent.safetensors"], "no such weight file", "absent", ""),
+    "weights of another kind": (["tiny-mha", "--weights", "pyproject.toml"], "not a safetensors", "", ""),
+    "device": (["tiny-mha", "--device", "tpu"], "device", "tpu", "cpu"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "what", "got", "hint"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
+    refused, tmp_path, monkeypatch, arguments, what, got, hint
+):
+    (tmp_path / "pyproject.toml").write_text("[project]\n" * 100)
+    monkeypatch.chdir(tmp_path)
+    refused("export", *arguments, "-o", "out/bundle", what=what, got=got, hint=hint)
+    out = tmp_path / "out"
+    assert not out.exists() or list(out.iterdir()) == []
+
+
+def test_a_seed_beyond_what_pytorch_takes_is_refused(run_cli, tmp_path):
+    done = run_cli("export", "tiny-mha", "-o", tmp_path / "b", "--seed", str(2**70))
+    assert done.code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_not_here_is_refused(refused, tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    refused("export", "tiny-mha", "-o", tmp_path / "b", "--device", "cuda", what="no CUDA device", hint="cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_refused(refused, tmp_path):
+    (tmp_path / "file").write_text("a file")
+    refused("export", "tiny-mha", "-o", tmp_path / "file" / "b", what="cannot be written", got="file")
+
+
+def test_a_full_disk_leaves_nothing(run_cli, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        done = run_cli("export", "tiny-mha", "-o", tmp_path / "out" / "bundle")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.code == 2
+    assert "File too large" in done.err
+    assert "Traceback" not in done.err
+    assert list((tmp_path / "out").iterdir()) == []

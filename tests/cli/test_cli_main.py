@@ -1,0 +1,160 @@
+"""The front door: help without waiting, the version, and exit codes for what goes wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from fresh_python import python
+
+from mha_deploy import __version__, cli
+from mha_deploy.errors import BackendUnavailable, DeployError
+
+VERBS = ("deploy", "export", "check", "build-engine", "validate", "inspect", "models", "analyze", "doctor")
+HEAVY = ("torch", "onnx", "onnx_ir", "numpy", "onnxruntime", "matplotlib", "ml_dtypes")
+
+SHOW_MODULES = """
+import sys
+from mha_deploy.cli import main
+try:
+    main()
+except SystemExit as stop:
+    code = stop.code
+print(*sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([verb, "--help"] for verb in VERBS)])
+def test_help_is_a_result(run_cli, arguments):
+    done = run_cli(*arguments)
+    assert done.code == 0
+    assert "Usage: " in done.out
+    assert done.err == ""
+
+
+def test_help_lists_every_verb_in_the_order_of_use(run_cli):
+    text = run_cli("--help").out
+    places = [text.index(f"│ {verb} ") for verb in VERBS]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["export", "--help"]])
+def test_help_loads_nothing_heavy(arguments):
+    done = python(SHOW_MODULES, *arguments)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stderr.split())
+    assert "mha_deploy" in loaded
+    assert loaded.isdisjoint(HEAVY)
+
+
+def test_help_answers_within_half_a_second():
+    """In processor time, the best of a few: the machine may be busy with something else."""
+
+    def seconds():
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "mha_deploy", "--help"], stdout=subprocess.DEVNULL, check=True)
+        after = os.times()
+        return (after.children_user - before.children_user) + (after.children_system - before.children_system)
+
+    assert min(seconds() for _ in range(4)) < 0.5
+
+
+def test_the_version_is_the_package_s(run_cli):
+    done = run_cli("--version")
+    assert (done.code, done.out) == (0, f"mha-deploy {__version__}\n")
+
+
+def test_no_verb_shows_the_help(run_cli):
+    done = run_cli()
+    assert "Usage: " in done.out + done.err
+    assert done.code in (0, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["depoly"], ["export", "tiny-mha"], ["models", "--nonsense"], ["validate"]]
+)
+def test_a_wrong_call_is_bad_input(run_cli, arguments):
+    done = run_cli(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert "Usage: " in done.err
+
+
+def test_a_module_run_is_the_same_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "mha_deploy", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"mha-deploy {__version__}\n"
+
+
+# -- what goes wrong -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (
+            DeployError("It broke.", got="this", hint="that"),
+            2,
+            "error: It broke.\n  got: this\n  try: that\n",
+        ),
+        (BackendUnavailable("Not here."), 3, "error: Not here.\n"),
+        (PermissionError(13, "Permission denied", "x"), 2, "error: The system refused.\n  got: [Errno 13]"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_every_kind_of_error_has_its_exit_code(run_cli, monkeypatch, error, code, text):
+    def fail():
+        raise error
+
+    monkeypatch.setattr("mha_deploy.catalog.catalog_names", fail)
+    done = run_cli("models")
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith(text)
+
+
+def test_a_bug_is_not_hidden(run_cli, monkeypatch):
+    monkeypatch.setattr("mha_deploy.catalog.catalog_names", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.app(["models"])
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    done = subprocess.run(
+        f"'{sys.executable}' -m mha_deploy models --all --json | head -c 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("[", "")
+
+
+def test_a_full_disk_for_results_is_an_error():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full here")
+    done = subprocess.run(
+        f"'{sys.executable}' -m mha_deploy models --json > /dev/full",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "No space left" in done.stderr
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path):
+    command = [sys.executable, "-m", "mha_deploy", "export", "tiny-mha", "-o", tmp_path / "out" / "bundle"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline().startswith("export tiny-mha: 1/")
+        time.sleep(0.5)  # into the middle of the work
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert err.endswith("interrupted\n")
+    assert "Traceback" not in err
+    assert list((tmp_path / "out").iterdir()) == []

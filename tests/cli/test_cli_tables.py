@@ -1,0 +1,214 @@
+"""`models`, `inspect`, `analyze` and `doctor` print the same facts for people and for machines."""
+
+import json
+
+import pytest
+from bundle_edit import copy_of, edit_manifest, rehash
+
+from mha_deploy.analyze import kv_cache_bytes_per_token, parameter_count
+from mha_deploy.bundle import open_bundle
+from mha_deploy.catalog import catalog_names, find_spec
+
+FULL_SIZE = [name for name in catalog_names() if not name.startswith("tiny-")]
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def test_models_for_machines_are_all_specs_with_their_figures(run_cli):
+    done = run_cli("models", "--all", "--json")
+    rows = json.loads(done.out)
+    assert (done.code, done.err) == (0, "")
+    assert [row["name"] for row in rows] == catalog_names()
+    for row in rows:
+        spec = find_spec(row["name"])
+        assert row["parameters"] == parameter_count(spec)
+        assert row["kv_bytes_per_token"] == kv_cache_bytes_per_token(spec, 2) == 4 * spec.Hkv * spec.D
+        assert (row["Hq"], row["Hkv"], row["D"], row["E"]) == (spec.Hq, spec.Hkv, spec.D, spec.E)
+        assert row["axes"] == {name: str(axis) for name, axis in spec.axes.items()}
+
+
+def test_models_leave_the_test_sizes_out_unless_asked(run_cli):
+    assert [row["name"] for row in json.loads(run_cli("models", "--json").out)] == FULL_SIZE
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_the_table_of_models_fits_a_terminal(run_cli, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    done = run_cli("models")
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    for name in FULL_SIZE:
+        (line,) = [line for line in lines if line.split()[:1] == [name]]
+        assert f"{parameter_count(find_spec(name)):,}" in line
+        assert f"{kv_cache_bytes_per_token(find_spec(name), 2):,}" in line
+
+
+# -- inspect -------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_what_a_bundle_holds(run_cli, bundles):
+    bundle = bundles("tiny-gqa")
+    done = run_cli("inspect", bundle.path)
+    assert done.code == 0, done.err
+    for text in (
+        "tiny-gqa: GQA 4/2 heads of 16",
+        "S 1:16:64",
+        "hashes checked",
+        "random, seed 0",
+        "opset 23",
+    ):
+        assert text in done.out
+    for name, entry in bundle.manifest.files.items():
+        assert name in done.out
+        assert entry["sha256"][:16] in done.out
+
+
+def test_inspect_for_machines_is_the_manifest(run_cli, bundles):
+    bundle = bundles("tiny-gqa")
+    data = json.loads(run_cli("inspect", bundle.path, "--json").out)
+    assert data == {"bundle": str(bundle.path), "hashes": "match", **bundle.manifest.to_dict()}
+
+
+def test_inspect_reads_a_bare_graph(run_cli, bundles):
+    path = bundles("tiny-gqa").model_path
+    (node,) = json.loads(run_cli("inspect", path, "--json").out)["attention"]
+    assert (node["kind"], node["Hq"], node["Hkv"], node["D"], node["is_causal"]) == ("GQA", 4, 2, 16, True)
+    assert node["softmax_scale"] == pytest.approx(0.25)
+    text = run_cli("inspect", path).out
+    assert all(word in text for word in ("attention", "GQA", "fp16", "0.25", "yes"))
+
+
+def test_inspect_finds_a_changed_file(refused, bundles, tmp_path):
+    folder = copy_of(bundles("tiny-gqa"), tmp_path / "b")
+    (folder / "golden" / "opt.npz").write_bytes(b"")
+    refused("inspect", folder, what="changed after export", got="opt.npz", hint="export again")
+
+
+def test_inspect_refuses_what_it_cannot_read(refused, tmp_path):
+    garbage = tmp_path / "garbage.onnx"
+    garbage.write_bytes(b"\x00\x01\x02 not a graph")
+    refused("inspect", garbage, what="not an ONNX model", got=str(garbage))
+    refused("inspect", tmp_path / "absent.onnx", what="no such ONNX file", got="absent.onnx")
+    refused("inspect", tmp_path, what="no bundle here", got=str(tmp_path))
+    (tmp_path / "folder.onnx").mkdir()
+    refused("inspect", tmp_path / "folder.onnx", what="not an ONNX model", got="folder.onnx")
+
+
+def test_names_in_a_bundle_are_shown_as_they_are(run_cli, bundles, tmp_path):
+    """What looks like markup to the table printer is only a name."""
+    folder = copy_of(bundles("tiny-gqa"), tmp_path / "b")
+    edit_manifest(folder, lambda data: data["spec"].update(name="[/red] [bold]me"))
+    edit_manifest(folder, lambda data: data["golden"][0].update(name="[/red]"))
+    rehash(folder)
+    assert open_bundle(folder).manifest.spec.name == "[/red] [bold]me"
+    for verb in ("inspect", "validate"):
+        done = run_cli(verb, folder)
+        assert done.code == 0
+        assert "[/red] [bold]me" in done.out
+
+
+# -- analyze -------------------------------------------------------------------------------------
+
+
+def test_analyze_counts_at_the_usual_sizes(run_cli):
+    done = run_cli("analyze", "bert-base")
+    assert (done.code, done.err) == (0, "")
+    for text in ("bert-base", "B=8 S=128, fp16, H200", "projections", "attention", "output", "KV cache"):
+        assert text in done.out
+
+
+def test_analyze_for_machines_has_the_figures(run_cli):
+    done = run_cli(
+        "analyze", "llama-3-8b", "--gpu", "a100", "--precision", "bf16", "--at", "B=2,S=16", "--json"
+    )
+    data = json.loads(done.out)
+    assert done.code == 0
+    assert data["sizes"] == {"B": 2, "S": 16}
+    assert (data["gpu"]["name"], data["precision"]) == ("A100", "bf16")
+    assert data["total"]["parameters"] == parameter_count(find_spec("llama-3-8b"))
+    assert [stage["name"] for stage in data["stages"]] == ["projections", "attention", "output"]
+    assert data["kv_cache"] == {"bytes_per_token": 4096, "bytes": 2 * 16 * 4096}
+    assert "heads" not in data
+
+
+def test_analyze_takes_sizes_beyond_the_spec_when_the_axis_is_widened(run_cli, refused):
+    refused("analyze", "tiny-mha", "--at", "B=1,S=4096", what="does not allow", got="S=4096", hint="--axis")
+    done = run_cli("analyze", "tiny-mha", "--at", "B=1,S=4096", "--axis", "S=1:16:4096", "--json")
+    assert json.loads(done.out)["sizes"]["S"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "hint"),
+    [
+        (["--gpu", "h20"], "No figures for that GPU", "'h200'"),
+        (["--precision", "fp64"], "No such precision", "fp"),
+        (["--at", "S=1"], "a size for each", ""),
+        (["--at", "many"], "cannot be read", "B=2,S=16"),
+        (["--heads", "absent/folder/h.png"], "heatmap cannot be written", ""),
+        (["--heads", "h.png", "--inputs", "absent.npz"], "no such .npz file", ""),
+    ],
+)
+def test_analyze_refuses_with_what_to_try(refused, tmp_path, monkeypatch, arguments, what, hint):
+    monkeypatch.chdir(tmp_path)
+    refused("analyze", "tiny-mha", *arguments, what=what, hint=hint)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_analyze_draws_the_heads(run_cli, tmp_path):
+    picture = tmp_path / "[b] heads.png"  # not markup, a name
+    done = run_cli("analyze", "tiny-mha", "--heads", picture)
+    assert done.code == 0, done.err
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert "Head redundancy" in done.out
+
+
+def test_analyze_names_the_picture_it_drew(run_cli, tmp_path):
+    picture = tmp_path / "[b].png"
+    done = run_cli("analyze", "tiny-mha", "--heads", picture)
+    assert "[b].png" in done.out
+
+
+def test_analyze_compares_the_heads_for_machines(run_cli, tmp_path):
+    done = run_cli("analyze", "tiny-mha", "--heads", tmp_path / "h.png", "--at", "B=1,S=5", "--json")
+    heads = json.loads(done.out)["heads"]
+    assert heads["tokens"] == 5
+    assert 0 <= heads["redundancy"] <= 1
+    assert len(heads["matrix"]) == 4
+
+
+def test_inputs_that_nothing_would_read_are_refused(run_cli, tmp_path):
+    done = run_cli("analyze", "tiny-mha", "--inputs", tmp_path / "absent.npz")
+    assert done.code == 2
+
+
+# -- doctor --------------------------------------------------------------------------------------
+
+
+def test_doctor_for_machines(run_cli):
+    done = run_cli("doctor", "--json")
+    facts = json.loads(done.out)
+    assert done.code == 0
+    assert facts["can"] == {"export": True, "validate": True}
+    assert {row["name"] for row in facts["runtimes"]} >= {"PyTorch", "ONNX", "ONNX Runtime", "matplotlib"}
+    assert all(row["works"] for row in facts["runtimes"] if row["name"] in ("PyTorch", "ONNX Runtime"))
+
+
+def test_doctor_for_people(run_cli):
+    done = run_cli("doctor")
+    assert done.code == 0
+    for text in ("mha-deploy", "PyTorch", "ONNX Runtime", "works", "GPU: ", "export: yes", "validate: yes"):
+        assert text in done.out
+
+
+def test_doctor_tells_how_to_install_what_is_missing(run_cli, monkeypatch):
+    from mha_deploy import doctor
+
+    absent = doctor.Runtime(
+        name="Absent", module="surely_absent", packages=(), gives="export", install='pip install "x[y]"'
+    )
+    monkeypatch.setattr(doctor.examine, "__defaults__", ((absent,),))
+    done = run_cli("doctor")
+    assert 'not installed: pip install "x[y]"' in done.out, "brackets are no markup"
+    assert "export: no" in done.out

@@ -1,0 +1,154 @@
+"""`validate`: the verdict is the exit code, and the report says where and by how much."""
+
+import json
+
+import onnx
+import pytest
+from bundle_edit import copy_of, edit_manifest, rehash
+
+from mha_deploy.bundle import open_bundle
+
+VERDICT = {"passed", "case", "sizes", "output", "problem", "deviation", "budget"}
+MEASURES = {"relative_l2", "worst_row", "max_abs"}
+
+
+@pytest.fixture
+def folder(bundles, tmp_path):
+    """A bundle of its own, to alter."""
+    return copy_of(bundles("tiny-gqa"), tmp_path / "bundle")
+
+
+def replace_model(folder, change):
+    """Change the graph and hide it, so that only the numbers can tell."""
+    model = onnx.load(folder / "model.onnx")
+    change(model)
+    onnx.save(model, folder / "model.onnx")
+    rehash(folder)
+
+
+def wrong_scale(model):
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "scale":
+                attribute.f *= 1.02
+                return
+    raise AssertionError("the graph has no scale to change")
+
+
+def rename_output(model):
+    (node,) = [node for node in model.graph.node if "output" in node.output]
+    node.output[list(node.output).index("output")] = "result"
+    model.graph.output[0].name = "result"
+
+
+def test_a_right_bundle_passes(run_cli, bundles):
+    done = run_cli("validate", bundles("tiny-gqa").path)
+    assert done.code == 0, done.err
+    assert "PASSED  4/4 outputs within budget" in done.out
+    assert "tiny-gqa fp16 on ort-cpu" in done.out
+    for name in ("min", "opt", "odd", "large"):
+        assert f"validate tiny-gqa: {['min', 'opt', 'odd', 'large'].index(name) + 1}/4 {name}" in done.err
+        assert name in done.out
+
+
+def test_the_report_for_machines_has_every_figure(run_cli, bundles):
+    bundle = bundles("tiny-gqa")
+    done = run_cli("validate", bundle.path, "--json")
+    report = json.loads(done.out)
+    assert done.code == 0
+    assert set(report) == {"model", "precision", "backend", "passed", "verdicts"}
+    assert (report["model"], report["precision"], report["passed"]) == ("tiny-gqa", "fp16", True)
+    assert report["backend"].startswith("ort-cpu ")
+    assert [row["case"] for row in report["verdicts"]] == [entry.name for entry in bundle.manifest.golden]
+    for row, entry in zip(report["verdicts"], bundle.manifest.golden, strict=True):
+        assert set(row) == VERDICT
+        assert (row["passed"], row["problem"], row["output"]) == (True, None, "output")
+        assert row["sizes"] == entry.sizes
+        assert set(row["budget"]) >= MEASURES
+        assert set(row["deviation"]) >= {*row["budget"], "cosine", "worst_index", "worst_got", "worst_want"}
+        assert all(0 <= row["deviation"][name] <= row["budget"][name] for name in row["budget"])
+        assert len(row["deviation"]["worst_index"]) == 3
+
+
+def test_a_wrong_model_fails_though_every_hash_matches(run_cli, folder):
+    replace_model(folder, wrong_scale)
+    open_bundle(folder)  # nothing to see from outside
+    done = run_cli("validate", folder)
+    assert done.code == 1
+    assert "FAILED" in done.out
+    assert "out of budget" in done.out
+    assert "worst element" in done.out
+    assert done.err.count("validate tiny-gqa") == 4, "progress only"
+
+
+def test_a_wrong_model_fails_in_the_report_for_machines(run_cli, folder):
+    replace_model(folder, wrong_scale)
+    done = run_cli("validate", folder, "--json")
+    report = json.loads(done.out)
+    assert (done.code, report["passed"]) == (1, False)
+    failed = [row for row in report["verdicts"] if not row["passed"]]
+    assert {row["case"] for row in failed} >= {"opt", "odd", "large"}, "one key leaves nothing to scale"
+    for row in failed:
+        assert row["problem"].startswith("out of budget: ")
+        over = row["problem"].removeprefix("out of budget: ").split(", ")
+        assert all(row["deviation"][name] > row["budget"][name] for name in over)
+
+
+def test_an_output_of_another_name_fails(run_cli, folder):
+    replace_model(folder, rename_output)
+    report = json.loads(run_cli("validate", folder, "--json").out)
+    problems = {row["output"]: row["problem"] for row in report["verdicts"]}
+    assert problems == {"output": "missing from the result", "result": "not an output of the model"}
+
+
+def test_a_bundle_without_golden_cases_proves_nothing(run_cli, folder):
+    edit_manifest(folder, lambda data: data.update(golden=[]))
+    done = run_cli("validate", folder, "--json")
+    assert (done.code, json.loads(done.out)["passed"]) == (1, False)
+
+
+def test_a_changed_file_is_bad_input_not_a_verdict(refused, folder):
+    with (folder / "model.onnx").open("ab") as file:
+        file.write(b"\0")
+    refused("validate", folder, what="changed after export", got="model.onnx", hint="export again")
+
+
+def test_a_graph_that_is_none_is_bad_input(refused, folder):
+    (folder / "model.onnx").write_bytes(b"garbage")
+    rehash(folder)
+    refused("validate", folder, what="not an ONNX model", got="model.onnx")
+
+
+def test_bf16_is_validated_by_the_runtime_that_has_it(run_cli, refused, bundles):
+    path = bundles("tiny-padding", "bf16").path
+    done = run_cli("validate", path, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["backend"].startswith("onnx-reference ")
+    refused("validate", path, "--backend", "ort-cpu", what="no CPU kernel", hint="onnx-reference", code=3)
+
+
+def test_a_backend_is_chosen_by_name(run_cli, refused, bundles):
+    path = bundles("tiny-gqa").path
+    done = run_cli("validate", path, "--backend", "onnx-reference", "--json")
+    assert done.code == 0, done.out
+    assert json.loads(done.out)["backend"].startswith("onnx-reference ")
+    refused("validate", path, "--backend", "ort-gpu", what="No such backend", got="ort-gpu", hint="'ort-cpu'")
+
+
+def test_what_is_no_bundle_is_refused(refused, tmp_path):
+    refused("validate", tmp_path, what="no bundle here", got=str(tmp_path), hint="mha-deploy export MODEL")
+
+
+def test_the_self_test_catches_every_mistake(run_cli, bundles):
+    done = run_cli("validate", bundles("tiny-gqa").path, "--self-test", "--json")
+    result = json.loads(done.out)
+    assert (done.code, result["passed"], result["right"]["passed"]) == (0, True, True)
+    assert len(result["mistakes"]) >= 7
+    assert all(row["caught"] for row in result["mistakes"])
+
+
+def test_the_self_test_of_a_wrong_model_fails(run_cli, folder):
+    replace_model(folder, wrong_scale)
+    done = run_cli("validate", folder, "--self-test")
+    assert done.code == 1
+    assert "FAILED" in done.out

@@ -1,0 +1,57 @@
+"""What the tests share: exported bundles, made once a session, and the machines that have no GPU."""
+
+import functools
+import importlib.util
+
+import pytest
+
+from mha_deploy.catalog import find_spec
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip what this machine cannot run, and what takes gigabytes unless it is asked for."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not _has_cuda():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU that PyTorch can use"))
+    if "slow" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+
+
+def _has_cuda():
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def quick_exporter():
+    """Let PyTorch's exporter read its table of operators once a session: half of the time of a small export.
+
+    The table is the same for every export. Where PyTorch keeps it elsewhere, exports are only slower.
+    """
+    from torch.onnx._internal.exporter import _registration
+
+    registry = getattr(_registration, "ONNXRegistry", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(registry, "from_torchlib"):
+            patch.setattr(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib)))
+        yield
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory, quick_exporter):
+    """A function that gives the bundle of a spec by name; it is shared, so copy it before altering it."""
+    from mha_deploy.export.exporter import bundle_from_spec
+    from mha_deploy.export.options import ExportOptions
+
+    @functools.cache
+    def make(name, precision):
+        folder = tmp_path_factory.mktemp(f"{name}-{precision}") / "bundle"
+        return bundle_from_spec(find_spec(name), folder, ExportOptions(precision=precision))
+
+    return lambda name, precision="fp16": make(name, precision)

@@ -1,0 +1,206 @@
+"""What PyTorch's exporter gives after it was put in order: one fused node per attention, and nothing else."""
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+
+from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.errors import ExportError
+from mha_deploy.export.canonical import canonical_from_module
+from mha_deploy.graph.canonical import check_canonical
+from mha_deploy.graph.file import save_graph
+from mha_deploy.precision import PRECISIONS
+from mha_deploy.reference import build_module, random_weights
+from mha_deploy.spec import AttentionSpec
+
+pytestmark = pytest.mark.usefixtures("quick_exporter")
+
+TINY = [name for name in catalog_names() if name.startswith("tiny-")]
+# Every spec in every precision; opset 23 throughout, but for bf16 and fp32 of every other spec in turn.
+CASES = [
+    (name, precision, 24 if precision == turn else 23)
+    for name, turn in zip(TINY, itertools.cycle(("bf16", "fp32")), strict=False)
+    for precision in PRECISIONS
+]
+EXPORTED = pytest.mark.parametrize(
+    ("name", "precision", "opset"), CASES, ids=["-".join(map(str, case)) for case in CASES]
+)
+ONNX_TYPES = {
+    "fp16": onnx.TensorProto.FLOAT16,
+    "bf16": onnx.TensorProto.BFLOAT16,
+    "fp32": onnx.TensorProto.FLOAT,
+}
+# What a variant adds beyond projections and attention; a padding mask is made of the key lengths.
+SHAPE_OPS = {"Shape", "Concat", "Reshape"}
+MASK_OPS = {"Shape", "Squeeze", "Cast", "Range", "Unsqueeze", "Less", "Concat", "Expand"}
+VARIANT_OPS = {
+    "attention": set(),
+    "sparse-heads": SHAPE_OPS
+    | {"Cast", "TopK", "Softmax", "GatherElements", "Expand", "ScatterElements"}
+    | {"Unsqueeze", "Mul"},
+    "grouped-mlp": {"Gelu"},
+    "head-mix": SHAPE_OPS,
+}
+
+
+def module_of(name, precision="fp16", **how):
+    return build_module(find_spec(name), dtype=getattr(torch, PRECISIONS[precision].torch_name), **how)
+
+
+@pytest.fixture(scope="module")
+def exported(bundles, tmp_path_factory):
+    """A function that gives the exported file of a case."""
+    folder, made = tmp_path_factory.mktemp("opset-24"), {}
+
+    def path(name, precision, opset):
+        if opset == 23:
+            return bundles(name, precision).model_path
+        if (name, precision) not in made:
+            made[name, precision] = folder / f"{name}-{precision}.onnx"
+            save_graph(canonical_from_module(module_of(name, precision), opset=opset), made[name, precision])
+        return made[name, precision]
+
+    return path
+
+
+@EXPORTED
+def test_the_graph_is_canonical(exported, name, precision, opset):
+    path, spec = exported(name, precision, opset), find_spec(name)
+    check_canonical(path, spec, PRECISIONS[precision])
+    model = onnx.load(path)
+    assert [(i.domain, i.version) for i in model.opset_import] == [("", opset)]
+    _assert_attention_nodes(model.graph, spec)
+    _assert_interface(model.graph, spec, ONNX_TYPES[precision])
+    _assert_no_stray_operators(model.graph, spec)
+    _assert_weights(model.graph, spec, ONNX_TYPES[precision])
+
+
+def _assert_attention_nodes(graph, spec):
+    nodes = [node for node in graph.node if node.op_type == "Attention"]
+    assert [node.name for node in nodes] == ["attention", "attention_1"][: spec.attention_count]
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in nodes[0].attribute}
+    assert attributes.pop("scale") == pytest.approx(spec.softmax_scale)
+    assert attributes.pop("is_causal", 0) == spec.causal
+    assert attributes.pop("qk_matmul_output_mode", 0) == (3 if spec.weights else 0)
+    assert attributes == {"q_num_heads": spec.Hq, "kv_num_heads": spec.Hkv}
+    outputs = [name for name in nodes[0].output if name]
+    assert len(outputs) == 1 + spec.weights
+    assert len(nodes[0].output) == (4 if spec.weights else 1)
+    assert len(nodes[0].input) == (3 if spec.mask == "none" else 4)
+
+
+def _assert_interface(graph, spec, float_type):
+    for values, tensors in ((graph.input, spec.inputs), (graph.output, spec.outputs)):
+        assert [value.name for value in values] == [tensor.name for tensor in tensors]
+        for value, tensor in zip(values, tensors, strict=True):
+            kind = value.type.tensor_type
+            assert kind.elem_type == (float_type if tensor.kind == "float" else onnx.TensorProto.INT32)
+            assert tuple(d.dim_param or d.dim_value for d in kind.shape.dim) == tensor.dims
+
+
+def _assert_no_stray_operators(graph, spec):
+    allowed = {"MatMul", "Add", "Attention"} | VARIANT_OPS[spec.variant]
+    allowed |= {"Split"} if spec.projections == "packed" else set()
+    allowed |= MASK_OPS if spec.mask == "padding" else set()
+    assert {node.op_type for node in graph.node} <= allowed
+    by_output = {output: node for node in graph.node for output in node.output}
+    for node in (node for node in graph.node if node.op_type == "Attention"):
+        beside = {by_output[name].op_type for name in node.input[:3]}
+        assert beside <= {"MatMul", "Add", "Split"}
+
+
+def _assert_weights(graph, spec, float_type):
+    state = build_module(spec, device="meta").state_dict()
+    wanted = {n + ".T" * (p.dim() == 2): tuple(reversed(p.shape)) for n, p in state.items()}
+    weights = {t.name: t for t in graph.initializer if t.name in wanted}
+    assert {name: tuple(tensor.dims) for name, tensor in weights.items()} == wanted
+    assert {tensor.data_type for tensor in weights.values()} == {float_type}
+    # Beside the weights there are only shapes, ranges, and the zero that unchosen gates start from.
+    rest = [tensor for tensor in graph.initializer if tensor.name not in wanted]
+    assert all(len(onnx.numpy_helper.to_array(tensor).reshape(-1)) <= 4 for tensor in rest)
+
+
+@EXPORTED
+def test_the_file_says_nothing_of_the_exporter_or_its_machine(exported, name, precision, opset):
+    content = exported(name, precision, opset).read_bytes()
+    words = [b"pkg.", b"torch.", b"site-packages", b"mha_deploy", b".py", b'File "', os.getcwd().encode()]
+    assert [word for word in words if word in content] == []
+    model = onnx.load_from_string(content)
+    described = [model, model.graph, *model.graph.node, *model.graph.input, *model.graph.output]
+    described += [*model.graph.value_info, *model.graph.initializer]
+    assert not any(part.doc_string or part.metadata_props for part in described)
+
+
+def test_the_weights_in_the_graph_are_those_of_the_seed(bundles):
+    graph = onnx.load(bundles("tiny-gqa", "fp32").model_path).graph
+    arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    for name, weight in random_weights(find_spec("tiny-gqa"), 0).items():
+        array = arrays[f"{name}.T"].T if weight.dim() == 2 else arrays[name]
+        assert array.tobytes() == weight.contiguous().numpy().tobytes()
+
+
+_EXPORT_AGAIN = """
+import hashlib, sys, pathlib, torch
+from mha_deploy.catalog import find_spec
+from mha_deploy.export.canonical import canonical_from_module
+from mha_deploy.graph.file import save_graph
+from mha_deploy.reference import build_module
+path = pathlib.Path(sys.argv[1]) / "model.onnx"
+for name in sys.argv[2:]:
+    save_graph(canonical_from_module(build_module(find_spec(name), dtype=torch.float16)), path)
+    print(hashlib.sha256(path.read_bytes()).hexdigest())
+"""
+
+
+def test_another_process_exports_the_same_bytes(bundles, tmp_path):
+    names = ["tiny-sparse-heads", "tiny-weights"]
+    command = [sys.executable, "-c", _EXPORT_AGAIN, str(tmp_path), *names]
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    wanted = [hashlib.sha256(bundles(name).model_path.read_bytes()).hexdigest() for name in names]
+    assert again.stdout.split() == wanted
+
+
+@pytest.mark.parametrize("path", ["sdpa", "plain"])
+def test_exporting_leaves_the_module_as_it_was(path):
+    module = module_of("tiny-mha", path=path)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    canonical_from_module(module)
+    assert module.path == path
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_a_fixed_axis_is_a_number_in_the_graph(tmp_path):
+    axes = {"B": 1, "S": {"min": 1, "opt": 8, "max": 32}}
+    spec = AttentionSpec.from_dict({"name": "fixed", "Hq": 4, "E": 64, "axes": axes, "mask": "padding"})
+    model = canonical_from_module(build_module(spec, dtype=torch.float16))
+    assert [tuple(map(str, value.shape)) for value in model.graph.inputs] == [("1", "S", "64"), ("1",)]
+    save_graph(model, tmp_path / "model.onnx")
+    check_canonical(tmp_path / "model.onnx", spec, PRECISIONS["fp16"])
+
+
+def test_an_opset_without_attention_is_refused_before_anything_is_done():
+    module = module_of("tiny-mha")
+    with pytest.raises(ExportError, match="needs an operator set with Attention") as caught:
+        canonical_from_module(module, opset=22)
+    assert caught.value.got == "22"
+    assert module.path == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["tiny-sparse-heads", "tiny-sparse-heads-renormalised"])
+def test_gates_are_compared_and_normalised_in_float32(exported, name):
+    nodes = {node.op_type: node for node in ir.load(exported(name, "fp16", 23)).graph}
+    assert nodes["TopK"].inputs[0].dtype == nodes["Softmax"].inputs[0].dtype == ir.DataType.FLOAT
+
+
+def test_the_transposed_weights_are_the_only_copies(exported):
+    model = ir.load(exported("tiny-head-mix", "fp16", 23))
+    names = [name for name in model.graph.initializers if name.endswith("weight")]
+    assert names == [], "a weight beside its transpose doubles the file"

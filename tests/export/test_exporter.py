@@ -1,0 +1,341 @@
+"""From a spec to a bundle: weights from a file, interruptions, large weights, and what is refused."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mha_deploy.bundle import MANIFEST, MODEL, open_bundle, sha256
+from mha_deploy.catalog import find_spec
+from mha_deploy.errors import EXIT_BAD_INPUT, BundleError, DeployError, ExportError
+from mha_deploy.export.exporter import bundle_from_spec
+from mha_deploy.export.options import ExportOptions
+from mha_deploy.export.weight_file import read_weights
+from mha_deploy.golden import golden_cases
+from mha_deploy.graph import file as graph_file
+from mha_deploy.reference import random_weights
+from mha_deploy.reference.weights import pack_projections
+from mha_deploy.spec import AttentionSpec
+from mha_deploy.validate import validate_bundle
+
+pytestmark = pytest.mark.usefixtures("quick_exporter")
+
+GQA = find_spec("tiny-gqa")
+PACKED = replace(GQA, projections="packed")
+SMALL = ("min",)  # golden cases, where the test is about something else
+
+
+def export(spec, target, **options):
+    return bundle_from_spec(spec, target, ExportOptions(**{"golden": SMALL, **options}))
+
+
+def everything_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_same_golden(a, b):
+    for one, other in zip(golden_cases(a), golden_cases(b), strict=True):
+        for group in ("inputs", "oracle", "eager"):
+            for name, array in getattr(one, group).items():
+                assert array.tobytes() == getattr(other, group)[name].tobytes()
+
+
+# -- what is in a bundle -----------------------------------------------------------------------
+
+
+def test_the_bundle_holds_what_was_asked_for(bundles):
+    bundle = open_bundle(bundles("tiny-padding").path)
+    manifest = bundle.manifest
+    assert manifest.spec == find_spec("tiny-padding")
+    assert (manifest.precision.name, manifest.opset, manifest.weights) == ("fp16", 23, "random, seed 0")
+    assert [entry.name for entry in manifest.golden] == ["min", "opt", "odd", "ragged", "large"]
+    assert [node["Hq"] for node in manifest.attention] == [4]
+    assert manifest.checks["dynamic axes"]["sizes"] == [{"B": 1, "S": 1}, {"B": 3, "S": 37}]
+    assert {"torch", "onnx"} <= manifest.versions.keys()
+
+
+def test_steps_are_counted_to_the_end(tmp_path):
+    steps = []
+    bundle_from_spec(GQA, tmp_path / "b", ExportOptions(golden=SMALL), lambda *step: steps.append(step))
+    assert [(number, count) for _, number, count in steps] == [(number, 6) for number in range(6)]
+    assert [name for name, _, _ in steps][-3:] == ["FP64 oracle", "golden case min", "hashes"]
+
+
+def test_a_case_that_was_left_out_is_noted(bundles):
+    notes = bundles("tiny-gqa").manifest.notes
+    assert notes == ["no ragged case: the layer takes no key lengths"]
+    assert any("Polygraphy" in note for note in bundles("tiny-padding", "bf16").manifest.notes)
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seed_three(tmp_path_factory, quick_exporter):
+    """What seed 3 gives in each form of the projections."""
+    folder = tmp_path_factory.mktemp("seed-3")
+    return {spec.projections: export(spec, folder / spec.projections, seed=3) for spec in (GQA, PACKED)}
+
+
+@pytest.mark.parametrize("form", ["separate", "packed"])
+@pytest.mark.parametrize("spec", [GQA, PACKED], ids=lambda spec: f"into-{spec.projections}")
+def test_a_weight_file_of_either_form_gives_the_bundle_of_its_seed(seed_three, tmp_path, spec, form):
+    state = dict(random_weights(GQA, 3))
+    file = tmp_path / "layer.safetensors"
+    save_file(pack_projections(state) if form == "packed" else state, file)
+    bundle = export(spec, tmp_path / "bundle", seed=3, weights=file)
+    wanted = seed_three[spec.projections]
+    assert bundle.model_path.read_bytes() == wanted.model_path.read_bytes()
+    assert_same_golden(bundle, wanted)
+    assert bundle.manifest.weights == f"layer.safetensors, sha256 {sha256(file)}"
+
+
+def test_another_seed_gives_other_weights_and_other_inputs(seed_three, bundles):
+    other = bundles("tiny-gqa")
+    assert seed_three["separate"].model_path.read_bytes() != other.model_path.read_bytes()
+    a, b = (next(golden_cases(bundle)).inputs["x"] for bundle in (seed_three["separate"], other))
+    assert a.shape == b.shape
+    assert not np.array_equal(a, b)
+
+
+def test_the_same_seed_gives_the_same_golden_arrays(bundles, tmp_path):
+    again = bundle_from_spec(GQA, tmp_path / "again", ExportOptions())
+    assert_same_golden(again, bundles("tiny-gqa"))
+    assert again.model_path.read_bytes() == bundles("tiny-gqa").model_path.read_bytes()
+
+
+def refused_file(tmp_path, file, spec=GQA):
+    """The message with which an export from a weight file is refused, leaving nothing behind."""
+    before = everything_in(tmp_path)
+    with pytest.raises(DeployError) as caught:
+        export(spec, tmp_path / "bundle", weights=file)
+    assert everything_in(tmp_path) == before
+    assert caught.value.exit_code == EXIT_BAD_INPUT
+    return str(caught.value)
+
+
+def test_a_weight_file_that_is_not_there_is_refused(tmp_path):
+    assert "There is no such weight file." in refused_file(tmp_path, tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors here", b"\xff" * 64], ids=["empty", "text", "noise"])
+def test_a_file_of_another_format_is_refused(tmp_path, content):
+    file = tmp_path / "layer.safetensors"
+    file.write_bytes(content)
+    assert "The weights are not a safetensors file." in refused_file(tmp_path, file)
+
+
+def test_a_truncated_weight_file_is_refused(tmp_path):
+    file = tmp_path / "layer.safetensors"
+    save_file(dict(random_weights(GQA, 0)), file)
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "The weights are not a safetensors file." in refused_file(tmp_path, file)
+
+
+def test_a_folder_is_no_weight_file(tmp_path):
+    assert "The weights are not a safetensors file." in refused_file(tmp_path, tmp_path)
+
+
+def test_weights_that_are_whole_numbers_are_refused(tmp_path):
+    file = tmp_path / "layer.safetensors"
+    save_file({**random_weights(GQA, 0), "o.bias": torch.zeros(64, dtype=torch.int8)}, file)
+    message = refused_file(tmp_path, file)
+    assert "A weight is not floating point." in message
+    assert "o.bias: torch.int8" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"o.bias": None}, "missing: o.bias"),
+        ({"norm.weight": torch.ones(64)}, "not used: norm.weight"),
+        ({"v.weight": torch.ones(64, 64)}, "The weight v.weight has the wrong shape"),
+    ],
+    ids=["missing", "extra", "shape"],
+)
+def test_weights_of_another_layer_are_refused_by_name(tmp_path, change, named):
+    state = {name: t for name, t in {**random_weights(GQA, 0), **change}.items() if t is not None}
+    save_file(state, tmp_path / "layer.safetensors")
+    assert named in refused_file(tmp_path, tmp_path / "layer.safetensors")
+
+
+def test_weights_that_overflow_the_precision_are_refused_with_another_one(tmp_path):
+    state = dict(random_weights(GQA, 0))
+    state["o.weight"] = state["o.weight"] * 1e6
+    save_file(state, tmp_path / "layer.safetensors")
+    message = refused_file(tmp_path, tmp_path / "layer.safetensors")
+    assert "overflows in fp16" in message
+    assert "--precision bf16 or fp32" in message
+
+
+def test_reading_weights_keeps_names_values_and_types(tmp_path):
+    state = {"a": torch.randn(3, 4).bfloat16(), "b": torch.randn(2).half()}
+    save_file(state, tmp_path / "w.safetensors")
+    got = read_weights(tmp_path / "w.safetensors")
+    assert {name: (t.dtype, t.tolist()) for name, t in got.items()} == {
+        name: (t.dtype, t.tolist()) for name, t in state.items()
+    }
+
+
+# -- interruptions -----------------------------------------------------------------------------
+
+
+class Interrupt:
+    """Raises at one step of an export."""
+
+    def __init__(self, number, error):
+        self.number, self.error, self.was_called = number, error, False
+
+    def __call__(self, name, number, count):
+        if number == self.number:
+            self.was_called = True
+            raise self.error
+
+
+def interrupted(target, number, error, **options):
+    interrupt = Interrupt(number, error)
+    with pytest.raises(type(error)):
+        bundle_from_spec(GQA, target, ExportOptions(golden=SMALL, **options), interrupt)
+    assert interrupt.was_called
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_an_export_interrupted_at_any_step_leaves_nothing(tmp_path, step):
+    interrupted(tmp_path / "bundle", step, KeyboardInterrupt())
+    assert everything_in(tmp_path) == []
+
+
+def test_an_export_that_fails_at_the_last_step_leaves_nothing(tmp_path):
+    interrupted(tmp_path / "bundle", 5, RuntimeError("no more memory"))
+    assert everything_in(tmp_path) == []
+
+
+def test_an_interrupted_replacement_keeps_the_old_bundle(bundles, tmp_path):
+    target = tmp_path / "bundle"
+    shutil.copytree(bundles("tiny-mha").path, target)
+    interrupted(target, 5, KeyboardInterrupt(), overwrite=True)
+    assert everything_in(tmp_path) == ["bundle"]
+    assert open_bundle(target).manifest.spec.name == "tiny-mha"
+
+
+# -- the place of a bundle ---------------------------------------------------------------------
+
+
+def test_a_folder_that_is_there_is_refused_and_kept(bundles, tmp_path):
+    target = tmp_path / "bundle"
+    shutil.copytree(bundles("tiny-mha").path, target)
+    with pytest.raises(BundleError, match="The output folder exists") as caught:
+        export(GQA, target)
+    assert "--overwrite" in caught.value.hint
+    assert open_bundle(target).manifest.spec.name == "tiny-mha"
+
+
+def test_overwriting_replaces_a_bundle_whole(bundles, tmp_path):
+    target = tmp_path / "bundle"
+    shutil.copytree(bundles("tiny-mha").path, target)
+    export(GQA, target, overwrite=True)
+    bundle = open_bundle(target)
+    assert bundle.manifest.spec.name == "tiny-gqa"
+    assert everything_in(tmp_path) == ["bundle"]
+    assert everything_in(target / "golden") == ["min.npz", "polygraphy"]
+
+
+def test_overwriting_never_replaces_what_is_no_bundle(tmp_path):
+    target = tmp_path / "thesis"
+    target.mkdir()
+    (target / "chapter-1.txt").write_text("the only copy")
+    with pytest.raises(BundleError, match="Only a bundle is overwritten"):
+        export(GQA, target, overwrite=True)
+    assert (target / "chapter-1.txt").read_text() == "the only copy"
+    assert everything_in(tmp_path) == ["thesis"]
+
+
+# -- large weights -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def external(tmp_path_factory, quick_exporter):
+    """A bundle whose weights are beside its graph."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_file, "EXTERNAL_DATA_FROM", 1000)
+        return export(GQA, tmp_path_factory.mktemp("external") / "bundle", golden=("min", "odd"))
+
+
+def test_weights_above_the_threshold_lie_beside_the_graph(external, bundles):
+    data = external.path / f"{MODEL}.data"
+    weights = 2 * sum(weight.numel() for weight in random_weights(GQA, 0).values())
+    assert data.stat().st_size >= weights * 0.9
+    assert external.model_path.stat().st_size < bundles("tiny-gqa").model_path.stat().st_size - weights * 0.9
+    assert not (bundles("tiny-gqa").path / f"{MODEL}.data").exists()
+
+
+def test_external_weights_are_hashed_and_a_change_is_found(external, tmp_path):
+    assert external.manifest.files[f"{MODEL}.data"]["sha256"] == sha256(external.path / f"{MODEL}.data")
+    copy = tmp_path / "copy"
+    shutil.copytree(external.path, copy)
+    open_bundle(copy)
+    content = bytearray((copy / f"{MODEL}.data").read_bytes())
+    content[7] ^= 1
+    (copy / f"{MODEL}.data").write_bytes(content)
+    with pytest.raises(BundleError, match="was changed after export"):
+        open_bundle(copy)
+
+
+@pytest.mark.parametrize("backend", ["ort-cpu", "onnx-reference"])
+def test_a_bundle_with_external_weights_validates_wherever_it_is_moved(external, tmp_path, backend):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(external.path, moved)
+    report = validate_bundle(open_bundle(moved), backend)
+    assert report.passed, report
+    assert len(report.verdicts) == 2
+
+
+def test_external_weights_give_the_same_numbers(external, bundles):
+    by_name = {case.name: case for case in golden_cases(bundles("tiny-gqa"))}
+    for case in golden_cases(external):
+        assert case.oracle["output"].tobytes() == by_name[case.name].oracle["output"].tobytes()
+
+
+# -- other refusals ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_is_refused_where_there_is_none(tmp_path):
+    with pytest.raises(ExportError, match="There is no CUDA device") as caught:
+        export(GQA, tmp_path / "bundle", device="cuda")
+    assert caught.value.hint == "--device cpu"
+    assert everything_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "fp8"}, {"opset": 22}, {"golden": ("larg",)}, {"golden": ("B=9,S=1",)}, {"device": "gpu"}],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_options_that_mean_nothing_are_refused_and_leave_nothing(tmp_path, options):
+    with pytest.raises(DeployError):
+        export(GQA, tmp_path / "bundle", **options)
+    assert everything_in(tmp_path) == []
+
+
+def test_a_bundle_of_one_fixed_shape_can_be_made(tmp_path):
+    spec = AttentionSpec.from_dict({"name": "fixed", "Hq": 2, "E": 32, "axes": {"B": 1, "S": 4}})
+    bundle = bundle_from_spec(spec, tmp_path / "b")
+    assert [entry.name for entry in bundle.manifest.golden] == ["min"]
+    assert validate_bundle(bundle).passed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_golden_cases_can_be_computed_on_cuda(bundles, tmp_path, precision):
+    on_cpu = bundles("tiny-gqa", precision)
+    on_gpu = bundle_from_spec(GQA, tmp_path / "b", ExportOptions(precision=precision, device="cuda"))
+    assert (on_gpu.path / MANIFEST).is_file()
+    assert on_gpu.model_path.read_bytes() == on_cpu.model_path.read_bytes()
+    assert validate_bundle(on_gpu).passed
+    for a, b in zip(golden_cases(on_gpu), golden_cases(on_cpu), strict=True):
+        assert a.inputs["x"].tobytes() == b.inputs["x"].tobytes()
+        np.testing.assert_allclose(a.oracle["output"], b.oracle["output"], rtol=0, atol=1e-12)

@@ -1,0 +1,179 @@
+"""Which golden cases are planned: the corners of the axes, within a budget."""
+
+import pytest
+
+from mha_deploy.analyze.cost import layer_cost
+from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.errors import SpecError
+from mha_deploy.export.golden_plan import CASES, GoldenBudget, oracle_bytes, plan_golden
+from mha_deploy.spec import Axis
+
+MHA = find_spec("tiny-mha")
+PADDING = find_spec("tiny-padding")
+SPECS = pytest.mark.parametrize("name", catalog_names())
+
+
+def names(plan):
+    return [case.name for case in plan.cases]
+
+
+def only(spec, case, budget=None):
+    (planned,) = plan_golden(spec, (case,), budget).cases
+    return planned
+
+
+def axes(spec, **ranges):
+    return spec.with_axes({name: Axis.parse(text) for name, text in ranges.items()})
+
+
+def refusal(spec, *wanted):
+    with pytest.raises(SpecError) as caught:
+        plan_golden(spec, wanted)
+    return str(caught.value)
+
+
+# -- the named cases ---------------------------------------------------------------------------
+
+
+@SPECS
+def test_every_shipped_spec_gets_cases_inside_its_axes(name):
+    spec = find_spec(name)
+    plan = plan_golden(spec)
+    assert {"min", "opt"} <= set(names(plan))
+    assert len(set(names(plan))) == len(plan.cases)
+    for case in plan.cases:
+        spec.check_sizes(case.sizes)
+
+
+@SPECS
+def test_every_case_is_planned_or_its_absence_explained(name):
+    spec = find_spec(name)
+    plan = plan_golden(spec)
+    sizes = [case.sizes for case in plan.cases]
+    for wanted in CASES:
+        if not any(note.startswith(f"no {wanted} case: ") for note in plan.notes):
+            assert only(spec, wanted).sizes in sizes
+
+
+def test_min_and_opt_are_the_sizes_of_the_spec():
+    assert only(MHA, "min").sizes == {"B": 1, "S": 1}
+    assert only(MHA, "opt").sizes == {"B": 2, "S": 16}
+
+
+@SPECS
+def test_odd_lengths_are_odd_wherever_the_axis_allows_one(name):
+    spec = find_spec(name)
+    sizes = only(spec, "odd").sizes
+    for axis in (axis for axis in spec.axes if axis != "B"):
+        assert sizes[axis] % 2 == 1 or not spec.axes[axis].is_dynamic
+
+
+def test_an_odd_case_has_a_batch_of_three_where_that_is_allowed():
+    assert only(MHA, "odd").sizes == {"B": 3, "S": 37}
+    assert only(axes(MHA, B="1:2:2", S="1:8:16"), "odd").sizes == {"B": 2, "S": 13}
+
+
+def test_an_axis_that_allows_no_odd_length_stays_at_its_usual_one():
+    assert only(axes(MHA, S="64"), "odd").sizes["S"] == 64
+
+
+def test_only_layers_with_key_lengths_get_a_ragged_case():
+    assert only(PADDING, "ragged").ragged
+    assert only(PADDING, "ragged").sizes == {"B": 4, "S": 24}
+    assert "no ragged case: the layer takes no key lengths" in plan_golden(MHA).notes
+    assert not any("ragged" in note for note in plan_golden(PADDING).notes)
+
+
+@pytest.mark.parametrize("batch", ["1", "2", "8", "1:2:3", "6:8:16"])
+def test_a_ragged_batch_is_one_that_the_axis_allows(batch):
+    spec = axes(PADDING, B=batch)
+    spec.check_sizes(only(spec, "ragged").sizes)
+
+
+def test_a_ragged_case_of_the_usual_sizes_is_kept_beside_them():
+    plan = plan_golden(axes(PADDING, B="4", S="1:24:64"), ("opt", "ragged"))
+    assert names(plan) == ["opt", "ragged"]
+    assert plan.cases[0].sizes == plan.cases[1].sizes
+
+
+# -- the large case ----------------------------------------------------------------------------
+
+
+@SPECS
+def test_the_large_case_is_larger_than_usual_and_within_budget(name):
+    spec, budget = find_spec(name), GoldenBudget()
+    large = [case for case in plan_golden(spec).cases if case.name == "large"]
+    for case in large:
+        assert flops(spec, case.sizes) <= budget.gflop * 1e9
+        assert oracle_bytes(spec, case.sizes) <= budget.gib * 2**30
+        assert flops(spec, case.sizes) > flops(spec, spec.sizes("opt"))
+
+
+def flops(spec, sizes):
+    return layer_cost(spec, sizes, bytes_per_element=2).flops
+
+
+def test_a_large_case_that_fits_is_the_largest_there_is():
+    assert only(MHA, "large").sizes == MHA.sizes("max")
+
+
+@pytest.mark.parametrize(
+    "budget", [GoldenBudget(gflop=0.01), GoldenBudget(gib=0.001)], ids=["work", "memory"]
+)
+def test_a_smaller_budget_gives_a_smaller_case(budget):
+    spec = axes(MHA, B="1:1:64", S="1:2:256")
+    sizes = only(spec, "large", budget).sizes
+    assert flops(spec, sizes) < flops(spec, spec.sizes("max"))
+    assert flops(spec, sizes) <= budget.gflop * 1e9
+    assert oracle_bytes(spec, sizes) <= budget.gib * 2**30
+    assert sizes["B"] == 1, "the batch shrinks before the length does"
+
+
+def test_a_budget_that_allows_nothing_larger_is_noted():
+    plan = plan_golden(MHA, CASES, GoldenBudget(gflop=1e-6))
+    assert "large" not in names(plan)
+    assert any(
+        note.startswith("no large case: nothing larger than opt fits 1e-06 GFLOP") for note in plan.notes
+    )
+
+
+# -- what is asked for -------------------------------------------------------------------------
+
+
+def test_cases_come_in_the_order_they_were_asked_for():
+    assert names(plan_golden(MHA, ("odd", "min", "opt"))) == ["odd", "min", "opt"]
+
+
+def test_the_same_sizes_are_captured_once():
+    assert names(plan_golden(MHA, ("opt", "opt", "B=2,S=16", "S=16, B=2", "min"))) == ["opt", "min"]
+    assert names(plan_golden(axes(MHA, B="1", S="16"))) == ["min"]
+
+
+def test_sizes_can_be_asked_for():
+    (case,) = plan_golden(MHA, ("B=3,S=33",)).cases
+    assert (case.name, case.sizes, case.ragged) == ("B3-S33", {"B": 3, "S": 33}, False)
+
+
+def test_a_name_that_is_no_case_gets_the_nearest_one():
+    message = refusal(MHA, "larg")
+    assert "No such golden case." in message
+    assert "did you mean 'large'?" in message
+
+
+@pytest.mark.parametrize(
+    ("wanted", "match"),
+    [
+        ("B=2", "needs a size for each of its axes B, S"),
+        ("B=2,S=4,T=4", "needs a size for each of its axes B, S"),
+        ("B=2,S=65", "Axis S of tiny-mha does not allow this size"),
+        ("B=0,S=4", "Axis B of tiny-mha does not allow this size"),
+        ("B=2,S=x", "Sizes cannot be read"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_axes_are_refused(wanted, match):
+    assert match in refusal(MHA, wanted)
+
+
+def test_a_plan_without_any_case_is_refused():
+    assert "No golden case is left for tiny-mha." in refusal(MHA, "ragged")
+    assert "No golden case is left" in refusal(MHA)

@@ -1,0 +1,196 @@
+"""The layers compute their formulas: compared with loops over rows, heads and queries, written out here.
+
+Nothing below knows a mask value: a query sums over the keys that it may see, and over no others.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.export.inputs import call_arguments, random_inputs
+from mha_deploy.reference import build_module, random_weights
+from mha_deploy.spec import AttentionSpec, GroupedMlp, SparseHeads
+
+TINY = [name for name in catalog_names() if name.startswith("tiny-")]
+SIZES = {"B": 4, "S": 7, "T": 9}
+
+
+# -- the formulas ------------------------------------------------------------------------------
+
+
+def softmax(scores):
+    """exp(x_j) / Σ exp(x_j), shifted so that nothing overflows."""
+    powers = np.exp(scores - scores.max())
+    return powers / powers.sum()
+
+
+def linear(x, state, name):
+    """x W, with the weight stored transposed as PyTorch does."""
+    y = x @ state[f"{name}.weight"].T
+    return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
+
+
+def visible_keys(spec, feeds, row, s, T):
+    """The keys that query s of a row may see."""
+    length = feeds["key_lengths"][row] if spec.mask == "padding" else T
+    last = s if spec.causal else T - 1
+    return [t for t in range(T) if t < length and t <= last]
+
+
+def textbook_heads(spec, state, feeds):
+    """head_i = softmax(Q_i K_iᵀ · scale + bias) V_i for every row: [B, S, Hq, D] and [B, Hq, S, T]."""
+    x = feeds["query"] if spec.is_cross else feeds["x"]
+    keys, values = (feeds[name] if spec.is_cross else x for name in ("key", "value"))
+    (B, S, _), T = x.shape, keys.shape[1]
+    heads, weights = np.zeros((B, S, spec.Hq, spec.D)), np.zeros((B, spec.Hq, S, T))
+    scale = 1 / math.sqrt(spec.D) if spec.scale is None else spec.scale
+    for b in range(B):
+        q, k, v = (linear(a[b], state, name) for a, name in ((x, "q"), (keys, "k"), (values, "v")))
+        for i in range(spec.Hq):
+            shared = i // (spec.Hq // spec.Hkv)  # the K and V that this head's group shares
+            mine, theirs = (slice(j * spec.D, (j + 1) * spec.D) for j in (i, shared))
+            for s in range(S):
+                seen = visible_keys(spec, feeds, b, s, T)
+                if not seen:
+                    continue
+                scores = np.array([scale * (q[s, mine] @ k[t, theirs]) for t in seen])
+                if spec.mask == "additive":
+                    scores = scores + feeds["attention_bias"][0, i, s, seen]
+                weights[b, i, s, seen] = softmax(scores)
+                heads[b, s, i] = weights[b, i, s, seen] @ v[seen, theirs]
+    return heads, weights
+
+
+def concat_and_project(spec, state, heads, x):
+    """Concat(head_1 … head_Hq) W_O."""
+    return linear(np.concatenate(list(heads)), state, "o")
+
+
+def sum_over_chosen_heads(spec, state, heads, x):
+    """Σ_{i ∈ TopK(G)} softmax(G)_i · head_i W_O^(i), with W_O^(i) head i's slice of W_O."""
+    gates = linear(x, state, "gate")
+    chosen = sorted(range(spec.Hq), key=lambda i: -gates[i])[: spec.sparse_heads.top_k]
+    share = softmax(gates)
+    if spec.sparse_heads.renormalise:
+        share = share / sum(share[i] for i in chosen)
+    slices = np.split(state["o.weight"].T, spec.Hq)  # Hq matrices [D, E]
+    return sum(share[i] * (heads[i] @ slices[i]) for i in chosen) + state.get("o.bias", 0.0)
+
+
+def mlp_of_groups(spec, state, heads, x):
+    """MLP(Concat(Group_1 … Group_g)), MLP(z) = GELU(z W_1) W_2."""
+    size = spec.Hq // spec.grouped_mlp.groups
+    groups = [np.concatenate(heads[j : j + size]) for j in range(0, spec.Hq, size)]
+    z = linear(np.concatenate(groups), state, "mlp_in")
+    gelu = np.array([0.5 * a * (1 + math.erf(a / math.sqrt(2))) for a in z])
+    return linear(gelu, state, "mlp_out")
+
+
+def attention_over_heads(spec, state, heads, x):
+    """H' = softmax(H W_q (H W_k)ᵀ / √D) H W_v, then Concat(H'_1 … H'_Hq) W_O."""
+    q, k, v = (linear(heads, state, f"mix_{name}") for name in "qkv")
+    mixed = [softmax(q[i] @ k.T / math.sqrt(spec.D)) @ v for i in range(spec.Hq)]
+    return linear(np.concatenate(mixed), state, "o")
+
+
+OUTPUT_STAGES = {
+    "attention": concat_and_project,
+    "sparse-heads": sum_over_chosen_heads,
+    "grouped-mlp": mlp_of_groups,
+    "head-mix": attention_over_heads,
+}
+
+
+def textbook(spec, state, feeds):
+    """The whole layer in NumPy."""
+    heads, weights = textbook_heads(spec, state, feeds)
+    x = feeds["query"] if spec.is_cross else feeds["x"]
+    stage = OUTPUT_STAGES[spec.variant]
+    rows = [[stage(spec, state, heads[b, s], x[b, s]) for s in range(x.shape[1])] for b in range(len(x))]
+    return (np.array(rows), weights) if spec.weights else (np.array(rows),)
+
+
+# -- the layers --------------------------------------------------------------------------------
+
+
+def double(tensors):
+    return {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+
+
+def assert_equals_textbook(spec, seed=5):
+    state = random_weights(spec, seed)
+    feeds = double(random_inputs(spec, {axis: SIZES[axis] for axis in spec.axes}, seed, ragged=True))
+    arrays = {name: tensor.numpy() for name, tensor in double(state).items()}
+    wanted = textbook(spec, arrays, {name: tensor.numpy() for name, tensor in feeds.items()})
+    module = build_module(spec, weights=state, dtype=torch.float64)
+    for module.path in ("sdpa", "plain"):
+        got = module(**call_arguments(spec, feeds))
+        got = got if isinstance(got, tuple) else (got,)
+        assert [tensor.shape for tensor in got] == [array.shape for array in wanted]
+        for tensor, array in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(tensor.numpy(), array, rtol=0, atol=1e-12)
+
+
+def wide(**changes):
+    """A layer whose sizes all differ, so that no two of them can be mixed up unseen."""
+    names = ("B", "S", "T") if changes.get("attends") == "cross" else ("B", "S")
+    axes = {name: {"min": 1, "opt": 4, "max": 9} for name in names}
+    data = {"name": "wide", "Hq": 6, "Hkv": 2, "D": 8, "E": 40, "axes": axes, **changes}
+    return AttentionSpec.from_dict(data)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_layer_equals_its_formula(name):
+    assert_equals_textbook(find_spec(name))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": "padding", "causal": True, "weights": True},
+        {"mask": "additive", "causal": True, "bias": False},
+        {"mask": "padding", "attends": "cross", "weights": True, "Hkv": 1},
+        {"mask": "additive", "attends": "cross", "Hkv": 6},
+        {"causal": True, "scale": 0.7, "weights": True},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_masks_and_options_combine_as_the_formula_says(changes):
+    assert_equals_textbook(wide(**changes))
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("top_k", [1, 4, 6])
+def test_sparse_heads_are_the_weighted_sum_over_the_chosen_heads(top_k, renormalise):
+    options = {"top_k": top_k, "renormalise": renormalise}
+    assert_equals_textbook(wide(variant="sparse-heads", sparse_heads=options, mask="padding"))
+
+
+def test_renormalising_over_all_heads_changes_nothing():
+    spec = wide(variant="sparse-heads", sparse_heads={"top_k": 6})
+    x = torch.randn(2, 5, spec.E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    same = replace(spec, sparse_heads=SparseHeads(top_k=6, renormalise=True))
+    a, b = (build_module(s, dtype=torch.float64)(x) for s in (spec, same))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_the_mlp_sees_the_heads_in_the_order_of_their_groups(groups):
+    options = {"groups": groups, "hidden": 11}
+    assert_equals_textbook(wide(variant="grouped-mlp", grouped_mlp=options, causal=True))
+
+
+def test_the_number_of_groups_does_not_change_a_dense_mlp():
+    spec = wide(variant="grouped-mlp", grouped_mlp={"groups": 2, "hidden": 11})
+    other = replace(spec, grouped_mlp=GroupedMlp(groups=3, hidden=11))
+    x = torch.randn(2, 5, spec.E, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(build_module(spec)(x), build_module(other)(x))
+
+
+@pytest.mark.parametrize("attends", ["self", "cross"])
+def test_head_mix_attends_over_the_heads_of_each_token(attends):
+    assert_equals_textbook(wide(variant="head-mix", attends=attends, mask="padding"))

@@ -1,0 +1,182 @@
+"""Golden cases survive the way to disk bit by bit, and a case that is not the spec's is refused."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from bundle_edit import SIZES, edit_arrays, edit_manifest, golden_case, rehash, small_bundle
+
+from mha_deploy.bundle import open_bundle
+from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.golden import (
+    GoldenCase,
+    golden_cases,
+    polygraphy_refusal,
+    read_case,
+    write_case,
+    write_polygraphy,
+)
+from mha_deploy.precision import PRECISIONS
+
+GROUPS = ("inputs", "oracle", "eager")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return small_bundle(tmp_path / "bundle").path
+
+
+def read(folder):
+    bundle = open_bundle(folder)
+    return read_case(bundle, bundle.manifest.golden[0])
+
+
+def refused(folder, match):
+    with pytest.raises(BundleError, match=match) as caught:
+        read(folder)
+    return caught.value
+
+
+def bits(array):
+    return array.tobytes(), array.dtype, array.shape
+
+
+# -- round trip ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_case_is_read_back_bit_by_bit(tmp_path, precision):
+    written, case = (
+        golden_case(precision=precision),
+        read(small_bundle(tmp_path / "b", precision=precision).path),
+    )
+    assert (case.name, case.sizes) == ("opt", SIZES)
+    for group in GROUPS:
+        assert {name: bits(array) for name, array in getattr(case, group).items()} == {
+            name: bits(array) for name, array in getattr(written, group).items()
+        }
+
+
+def test_every_bfloat16_number_survives(tmp_path):
+    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)  # with NaN, infinities, subnormals
+    write_case(tmp_path / "a.npz", GoldenCase(name="a", sizes={}, inputs={"x": every}, oracle={}, eager={}))
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as archive:
+        assert bits(archive["inputs/x"].view(ml_dtypes.bfloat16)) == bits(every)
+
+
+def test_key_lengths_stay_whole_numbers(bundles):
+    cases = list(golden_cases(bundles("tiny-padding", "bf16")))
+    assert [case.name for case in cases] == ["min", "opt", "odd", "ragged", "large"]
+    for case in cases:
+        assert case.inputs["key_lengths"].dtype == np.int32
+        assert case.inputs["x"].dtype == case.eager["output"].dtype == ml_dtypes.bfloat16
+        assert case.oracle["output"].dtype == np.float64
+
+
+# -- cases that are not what the spec says -------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["inputs/x", "oracle/output", "eager/output"])
+def test_a_missing_array_is_named(folder, name):
+    edit_arrays(folder, lambda arrays: arrays.pop(name))
+    error = refused(folder, f"does not hold {name}")
+    assert error.got == "nothing"
+
+
+@pytest.mark.parametrize("name", ["inputs/y", "oracle/weights", "anything"])
+def test_an_array_too_many_is_named(folder, name):
+    edit_arrays(folder, lambda arrays: arrays.update({name: np.zeros(3)}))
+    assert name in str(refused(folder, "golden case"))
+
+
+@pytest.mark.parametrize("name", ["inputs/x", "oracle/output", "eager/output"])
+@pytest.mark.parametrize(
+    "reshape", [lambda a: a[:1], lambda a: a.T, lambda a: a.reshape(-1), lambda a: a[..., None]]
+)
+def test_a_wrong_shape_is_shown_with_the_right_one(folder, name, reshape):
+    edit_arrays(folder, lambda arrays: arrays.update({name: reshape(arrays[name])}))
+    error = refused(folder, f"does not hold {name}")
+    assert error.got.startswith("shape (")
+    assert "(2, 3, 64)" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("inputs/x", np.float32),
+        ("inputs/x", np.uint16),
+        ("oracle/output", np.float32),
+        ("oracle/output", np.complex128),
+        ("eager/output", np.float64),
+        ("eager/output", np.int16),
+    ],
+)
+def test_a_wrong_type_is_shown_with_the_right_one(folder, name, dtype):
+    edit_arrays(folder, lambda arrays: arrays.update({name: np.zeros_like(arrays[name], dtype=dtype)}))
+    error = refused(folder, "wrong type")
+    assert error.got == f"{name}: {np.dtype(dtype)}"
+    assert error.hint == ("float64" if name == "oracle/output" else "float16")
+
+
+def test_sizes_that_are_not_the_arrays_are_refused(folder):
+    edit_manifest(folder, lambda data: data["golden"][0].update(sizes={"B": 1, "S": 3}))
+    refused(folder, "does not hold inputs/x")
+
+
+@pytest.mark.parametrize("sizes", [{"B": 2}, {}, {"B": 2, "T": 3}, None, [2, 3]])
+def test_sizes_that_lack_an_axis_are_refused(folder, sizes):
+    edit_manifest(folder, lambda data: data["golden"][0].update(sizes=sizes))
+    with pytest.raises(DeployError):
+        read(folder)
+
+
+@pytest.mark.parametrize("name", ["golden/other.npz", "../opt.npz", "/etc/passwd", "manifest.json", ""])
+def test_an_entry_that_names_a_file_outside_the_list_is_refused(folder, name):
+    edit_manifest(folder, lambda data: data["golden"][0].update(file=name))
+    assert refused(folder, "not part of the bundle").got == name
+
+
+def test_an_entry_that_names_another_file_of_the_bundle_is_refused(folder):
+    edit_manifest(folder, lambda data: data["golden"][0].update(file="model.onnx"))
+    with pytest.raises(DeployError, match="cannot be read"):
+        read(folder)
+
+
+def test_a_pickled_array_is_refused(folder):
+    np.savez(folder / "golden" / "opt.npz", **{"inputs/x": np.array([{}], dtype=object)})
+    rehash(folder)
+    with pytest.raises(DeployError) as caught:
+        read(folder)
+    assert "opt.npz" in str(caught.value) or "golden case" in str(caught.value)
+
+
+# -- for Polygraphy ------------------------------------------------------------------------------
+
+
+def test_polygraphy_reads_the_same_numbers(tmp_path):
+    from polygraphy.comparator import RunResults
+    from polygraphy.json import load_json
+
+    case = golden_case()
+    write_polygraphy(tmp_path / "p", [case, case])
+    inputs = load_json(str(tmp_path / "p" / "inputs.json"))
+    assert len(inputs) == 2
+    assert bits(inputs[1]["x"]) == bits(case.inputs["x"])
+    results = RunResults.load(str(tmp_path / "p" / "outputs.json"))
+    (name, iterations), *rest = results.items()
+    assert (name, len(iterations), rest) == ("oracle", 2, [])
+    assert bits(iterations[1]["output"]) == bits(case.oracle["output"].astype(np.float32))
+
+
+def test_polygraphy_is_given_no_bfloat16():
+    assert "bfloat16" in polygraphy_refusal(PRECISIONS["bf16"])
+    assert polygraphy_refusal(PRECISIONS["fp16"]) is polygraphy_refusal(PRECISIONS["fp32"]) is None
+
+
+def test_a_bf16_bundle_says_why_it_has_nothing_for_polygraphy(bundles):
+    bundle = bundles("tiny-padding", "bf16")
+    assert not (bundle.path / "golden" / "polygraphy").exists()
+    assert not any("polygraphy" in name for name in bundle.manifest.files)
+    assert polygraphy_refusal(bundle.manifest.precision) in bundle.manifest.notes
+    assert "Polygraphy" in json.dumps(bundle.manifest.notes)

@@ -1,0 +1,194 @@
+"""What a machine must have: the deploy side works without PyTorch, and imports go in one direction."""
+
+import ast
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from fresh_python import CLI, RUNTIMES, python
+
+import mha_deploy
+
+PACKAGE = Path(mha_deploy.__file__).parent
+FILES = {
+    ".".join(("mha_deploy", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+EXPORT_SIDE = {
+    f"mha_deploy.export.{name}"
+    for name in ("exporter", "canonical", "eager", "golden", "inputs", "weight_file")
+}
+DEPLOY_SIDE = [
+    name for name in FILES if name not in EXPORT_SIDE and not name.startswith("mha_deploy.reference")
+]
+
+# One child for every module, so that each is the first of the project to be imported; what the children
+# share is only what the deploy side depends on.
+IMPORT_EACH = """
+import importlib, json, os, sys, traceback
+import ml_dtypes, numpy, onnx, onnx_ir, rich.console, rich.table, typer
+
+problems = {}
+for name in sys.argv[1:]:
+    sys.stdout.flush()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            os.write(writer, traceback.format_exc()[-4000:].encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    if text:
+        problems[name] = text
+print(json.dumps(problems))
+"""
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+@cache
+def imported_modules(name):
+    """The modules that a module of the project imports anywhere in its text, as absolute names."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = names & set(FILES)  # `from package import module` asks for the module
+            found |= modules if modules == names else {node.module, *modules}
+    return found
+
+
+def under(name, *packages):
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def breaches(room, *forbidden):
+    """Imports from inside a room of the house to where they must not go."""
+    forbidden = [f"mha_deploy.{package}" for package in forbidden]
+    return [
+        (name, other)
+        for name in FILES
+        if under(name, f"mha_deploy.{room}")
+        for other in imported_modules(name)
+        if under(other, *forbidden)
+    ]
+
+
+# -- what is not there ---------------------------------------------------------------------------
+
+
+def test_the_list_of_modules_is_not_empty():
+    assert {"mha_deploy.bundle", "mha_deploy.validate.parity", "mha_deploy.cli", "mha_deploy.export"} < set(
+        DEPLOY_SIDE
+    )
+    assert set(FILES) >= EXPORT_SIDE
+    assert not EXPORT_SIDE & set(DEPLOY_SIDE)
+
+
+def test_every_deploy_module_can_be_the_first_import_where_there_is_no_runtime():
+    done = python(IMPORT_EACH, *DEPLOY_SIDE, blocked=("torch", *RUNTIMES))
+    assert done.returncode == 0, done.stderr
+    problems = json.loads(done.stdout)
+    assert not problems, "\n".join(f"{name}:\n{text}" for name, text in problems.items())
+
+
+def test_no_deploy_module_looks_for_torch_where_the_runtimes_are():
+    done = python(IMPORT_ALL, *DEPLOY_SIDE, blocked=("torch",))
+    assert done.returncode == 0, done.stderr
+
+
+def test_blocking_a_package_blocks_it():
+    done = python(IMPORT_EACH, "mha_deploy.reference", "mha_deploy.export.exporter", blocked=("torch",))
+    assert set(json.loads(done.stdout)) == {"mha_deploy.reference", "mha_deploy.export.exporter"}
+
+
+def test_a_bundle_is_validated_without_torch(bundles):
+    bundle = bundles("tiny-gqa")
+    blocked = {"torch", *RUNTIMES} - {"onnxruntime"}
+    done = python(CLI, "validate", bundle.path, "--json", blocked=blocked)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"] is True
+
+
+def test_a_bundle_is_validated_with_nothing_but_onnx(bundles):
+    bundle = bundles("tiny-padding", "bf16")
+    done = python(CLI, "validate", bundle.path, "--json", blocked=("torch", *RUNTIMES))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["backend"].startswith("onnx-reference")
+
+
+def test_export_without_torch_says_how_to_install_it(tmp_path):
+    done = python(CLI, "export", "tiny-mha", "-o", tmp_path / "b", blocked=("torch",))
+    assert done.returncode == 3, done.stderr
+    assert "Exporting needs PyTorch" in done.stderr
+    assert 'try: pip install "mha-deploy[export]"' in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", [["models"], ["analyze", "llama-3-8b"]])
+def test_tables_need_no_runtime(verb):
+    done = python(CLI, *verb, blocked=("torch", *RUNTIMES))
+    assert done.returncode == 0, done.stderr
+    assert "llama-3-8b" in done.stdout
+
+
+# -- who may import whom -------------------------------------------------------------------------
+
+
+def test_a_spec_needs_only_the_standard_library():
+    for name in ("mha_deploy.spec", "mha_deploy.spec_rules", "mha_deploy.errors"):
+        own = {"mha_deploy.spec", "mha_deploy.spec_rules", "mha_deploy.errors"}
+        strangers = {
+            module
+            for module in imported_modules(name)
+            if module not in own and module.partition(".")[0] not in sys.stdlib_module_names
+        }
+        assert strangers == set(), name
+
+
+def test_reference_modules_know_nothing_of_what_becomes_of_them():
+    assert breaches("reference", "export", "graph", "backends", "validate", "cli", "bundle", "golden") == []
+
+
+def test_graphs_know_nothing_of_bundles_and_runtimes():
+    assert breaches("graph", "export", "backends", "validate", "cli", "reference") == []
+
+
+def test_backends_know_nothing_of_verdicts():
+    assert breaches("backends", "export", "validate", "cli", "reference") == []
+
+
+def test_validation_does_not_export():
+    assert breaches("validate", "export", "cli", "reference") == []
+
+
+def test_nothing_imports_the_command_line_but_itself():
+    importers = {
+        name for name in FILES if any(under(other, "mha_deploy.cli") for other in imported_modules(name))
+    }
+    assert {name for name in importers if not under(name, "mha_deploy.cli")} == {"mha_deploy.__main__"}
+
+
+def test_only_its_owner_imports_a_runtime():
+    owners = {
+        "onnxruntime": {"mha_deploy.backends.ort"},
+        "safetensors": {"mha_deploy.export.weight_file"},
+        "matplotlib": {"mha_deploy.analyze.similarity"},
+        "polygraphy": set(),
+    }
+    for package, owner in owners.items():
+        found = {name for name in FILES if any(under(other, package) for other in imported_modules(name))}
+        assert found == owner, package
