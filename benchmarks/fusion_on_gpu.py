@@ -2,9 +2,9 @@
 
     python benchmarks/fusion_on_gpu.py [--out results.json] [--gqa fold] MODEL ...
 
-For each model: export with golden cases on the GPU, `build-engine` with TensorRT, run the golden cases through
-the engine, judge them against the FP64 oracle, and compare the verdict from plan and inspector with the
-kernel names that PyTorch's profiler sees in one run. Prints a Markdown table for benchmarks/RECORD.md.
+For each model: export with golden cases on the GPU, `build-engine` with TensorRT, run the golden cases
+through the engine, judge them against the FP64 oracle, and compare the verdict from plan and inspector with
+the kernel names that PyTorch's profiler sees in one run. Prints a Markdown table for benchmarks/RECORD.md.
 """
 
 from __future__ import annotations
@@ -173,9 +173,8 @@ def main() -> None:
     parser.add_argument("--gqa", choices=("fold", "broadcast", "repeat"))
     arguments = parser.parse_args()
     results = []
-    print(
-        "| model | B×S | verdict | profiler | precision told / seen | worst rel. L2 | µs |\n|---|---|---|---|---|---|---|"
-    )
+    print("| model | B×S | verdict | profiler | precision told / seen | worst rel. L2 | µs |")
+    print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for model in arguments.models:
             try:
