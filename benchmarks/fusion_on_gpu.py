@@ -59,7 +59,7 @@ class TorchEngine:
                 outputs[name] = torch.full(shape, 7, dtype=dtype, device="cuda")
         for name, tensor in (buffers | outputs).items():
             self.context.set_tensor_address(name, tensor.data_ptr())
-        self.kept = buffers
+        self.kept = buffers | outputs  # the engine holds their addresses only
         return outputs
 
     def run(self) -> None:

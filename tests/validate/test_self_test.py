@@ -40,8 +40,8 @@ def test_the_layers_above_make_every_mistake():
 
 def test_right_and_wrong_are_far_apart_in_fp16(bundles):
     result = self_test(bundles("tiny-gqa"))
-    assert budget_share(result.right) < 0.7
-    assert min(catch.share for catch in result.catches) > 5
+    assert budget_share(result.right) < 0.25
+    assert min(catch.share for catch in result.catches) > 2
 
 
 def test_a_mistake_that_is_missed_fails_the_self_test(bundles, monkeypatch):

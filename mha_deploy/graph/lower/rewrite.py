@@ -51,6 +51,8 @@ def rewrite(model: ir.Model, rule: Rule, *, dialect: str, broadcasts: bool = Fal
             if outputs is not None:
                 _replace(node, builder, outputs)
                 _import_domains(lowered, builder)
+    if broadcasts:
+        RemoveUnusedNodesPass()(lowered)  # the Expand of a mask, and the shape it was expanded to
     return infer_shapes(lowered)
 
 
