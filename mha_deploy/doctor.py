@@ -22,6 +22,7 @@ class Runtime:
         packages: Names it may be installed under.
         gives: What it makes possible here.
         install: The command that installs it.
+        one_of: Whether only one of the packages may be installed, because they hold the same files.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Runtime:
     packages: tuple[str, ...]
     gives: str
     install: str
+    one_of: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,22 @@ RUNTIMES = (
         install='pip install "mha-deploy[ort]"  (or [ort-gpu], not both)',
     ),
     Runtime(
+        name="TensorRT",
+        module="tensorrt",
+        packages=("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+        gives="build-engine on this machine's GPU",
+        install='pip install "mha-deploy[trt]"',
+        one_of=False,
+    ),
+    Runtime(
+        name="TensorRT-RTX",
+        module="tensorrt_rtx",
+        packages=("tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
+        gives="build-engine without a GPU",
+        install='pip install "mha-deploy[rtx]"',
+        one_of=False,
+    ),
+    Runtime(
         name="matplotlib",
         module="matplotlib",
         packages=("matplotlib",),
@@ -95,7 +113,7 @@ def _examine_one(runtime: Runtime) -> Finding:
     if importlib.util.find_spec(runtime.module) is None:
         return Finding(runtime=runtime, version=None)
     version = installed_version(found[0]) if found else "unknown"
-    if len(found) > 1:
+    if len(found) > 1 and runtime.one_of:
         return Finding(
             runtime=runtime, version=version, problem=f"{' and '.join(found)} overwrite each other"
         )
@@ -114,6 +132,11 @@ def _note(runtime: Runtime, module: object) -> str:
         providers = module.get_available_providers()  # type: ignore[attr-defined]
         return ", ".join(name.removesuffix("ExecutionProvider") for name in providers)
     return ""
+
+
+def _can_build(findings: Sequence[Finding]) -> bool:
+    working = {finding.runtime.module for finding in findings if finding.works}
+    return "tensorrt_rtx" in working or ("tensorrt" in working and bool(gpus()))
 
 
 def gpus() -> list[dict[str, str]]:
@@ -155,5 +178,6 @@ def report(findings: Sequence[Finding]) -> dict[str, object]:
         "can": {
             "export": all(f.works for f in findings if f.runtime.gives == "export"),
             "validate": any(f.works for f in findings if "validate" in f.runtime.gives),
+            "build-engine": _can_build(findings),
         },
     }

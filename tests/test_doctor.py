@@ -1,6 +1,7 @@
 """The doctor tells what is here, what is broken, and how to install the rest."""
 
 import importlib.metadata
+import importlib.util
 import json
 import sys
 
@@ -33,10 +34,11 @@ def nvidia_smi(folder, monkeypatch, script):
 
 def test_what_is_here_works():
     findings = {finding.runtime.name: finding for finding in examine()}
-    assert set(findings) == {"PyTorch", "onnxscript", "ONNX", "ONNX Runtime", "matplotlib"}
-    for finding in findings.values():
-        assert finding.works, finding
-        assert finding.version == importlib.metadata.version(finding.runtime.packages[0])
+    here = {"PyTorch", "onnxscript", "ONNX", "ONNX Runtime", "matplotlib"}
+    assert set(findings) == here | {"TensorRT", "TensorRT-RTX"}
+    for name in here:
+        assert findings[name].works, findings[name]
+        assert findings[name].version == importlib.metadata.version(findings[name].runtime.packages[0])
     assert "CPU" in findings["ONNX Runtime"].note
     assert findings["PyTorch"].note.startswith(("CPU only", "CUDA: "))
 
@@ -89,8 +91,12 @@ def test_the_report_is_plain_data():
     facts = report(examine())
     assert json.loads(json.dumps(facts)) == facts
     assert set(facts) == {"versions", "runtimes", "gpus", "can"}
-    assert facts["can"] == {"export": True, "validate": True}
-    assert all(row["install"] is None for row in facts["runtimes"])
+    assert facts["can"] == {
+        "export": True,
+        "validate": True,
+        "build-engine": importlib.util.find_spec("tensorrt_rtx") is not None,
+    }
+    assert all((row["install"] is None) == row["works"] for row in facts["runtimes"])
 
 
 def test_export_needs_all_of_its_packages_and_validation_one_of_its_runtimes():
@@ -99,9 +105,10 @@ def test_export_needs_all_of_its_packages_and_validation_one_of_its_runtimes():
         runtime("surely_absent", gives="export"),
         runtime("surely_absent", gives="validate --backend b"),
     ]
-    assert report(examine([*here, absent[1]]))["can"] == {"export": True, "validate": True}
-    assert report(examine([*here, absent[0]]))["can"] == {"export": False, "validate": True}
-    assert report(examine([here[0], absent[1]]))["can"] == {"export": True, "validate": False}
+    no_engine = {"build-engine": False}
+    assert report(examine([*here, absent[1]]))["can"] == {"export": True, "validate": True, **no_engine}
+    assert report(examine([*here, absent[0]]))["can"] == {"export": False, "validate": True, **no_engine}
+    assert report(examine([here[0], absent[1]]))["can"] == {"export": True, "validate": False, **no_engine}
 
 
 # -- GPUs ----------------------------------------------------------------------------------------

@@ -117,9 +117,12 @@ def print_engine(engine: Engine, *, details: bool = False) -> None:
     """Print an engine and its verdict for people."""
     from rich.console import Console
 
-    from mha_deploy.cli.engine_tables import engine_renderable
+    from mha_deploy.cli.engine_tables import engine_renderable, fit_renderable
+    from mha_deploy.engine.machine import misfits_here
 
     Console().print(engine_renderable(engine, details=details))
+    if details:
+        Console().print(fit_renderable(misfits_here(engine)))
 
 
 def engine_to_dict(engine: Engine) -> dict[str, Any]:

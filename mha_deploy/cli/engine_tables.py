@@ -60,6 +60,13 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
     return Group(*blocks, *_precision(manifest), _verdict(manifest))
 
 
+def fit_renderable(misfits: Sequence[str]) -> Text:
+    """Whether an engine can run on this machine, and if not, why."""
+    if not misfits:
+        return Text("It can run on this machine.")
+    return Text(f"It cannot run on this machine: {'; '.join(misfits)}. Build it again where it shall run.")
+
+
 def _where(manifest: EngineManifest) -> str:
     if manifest.gpu is not None:
         return f"on {manifest.gpu['name']}"

@@ -126,7 +126,7 @@ def parity_renderable(report: ParityReport) -> RenderableType:
     rows = table()
     for column in ("case", "sizes", "output"):
         rows.add_column(column, no_wrap=True)
-    for column in ("rel. L2", "row", "max", "1-cosine", "budget"):
+    for column in ("rel. L2", "row", "max", "1-cos", "budget"):
         rows.add_column(column, justify="right", no_wrap=True)
     rows.add_column("verdict", overflow="fold", min_width=7)
     for verdict in report.verdicts:

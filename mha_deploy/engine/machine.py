@@ -8,6 +8,13 @@ from mha_deploy.backends.tensorrt.versions import MODULES
 from mha_deploy.doctor import gpus
 from mha_deploy.engine.record import Engine
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.versions import installed_version
+
+PACKAGES = {
+    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+    "tensorrt-rtx": ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
+}
+"""The names that each TensorRT is installed under."""
 
 
 def default_backend() -> str:
@@ -28,6 +35,13 @@ def first_gpu() -> dict[str, str] | None:
     """The GPU that an engine is built on and for."""
     found = gpus()
     return found[0] if found else None
+
+
+def misfits_here(engine: Engine) -> list[str]:
+    """Why an engine cannot run on this machine; empty where it can."""
+    packages = PACKAGES[engine.manifest.backend]
+    found = [version for version in map(installed_version, packages) if version is not None]
+    return misfits(engine, found[0] if found else None, first_gpu())
 
 
 def misfits(engine: Engine, backend_version: str | None, gpu: dict[str, str] | None) -> list[str]:

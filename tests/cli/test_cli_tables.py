@@ -190,7 +190,8 @@ def test_doctor_for_machines(run_cli):
     done = run_cli("doctor", "--json")
     facts = json.loads(done.out)
     assert done.code == 0
-    assert facts["can"] == {"export": True, "validate": True}
+    assert facts["can"]["export"]
+    assert facts["can"]["validate"]
     assert {row["name"] for row in facts["runtimes"]} >= {"PyTorch", "ONNX", "ONNX Runtime", "matplotlib"}
     assert all(row["works"] for row in facts["runtimes"] if row["name"] in ("PyTorch", "ONNX Runtime"))
 

@@ -126,6 +126,26 @@ def test_a_backend_that_is_not_here_is_named(bundles):
         engine_from_bundle(bundles("tiny-mha"), EngineOptions(backend="tensorrt", name="other"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"version_compatible": True}, "version"),
+        ({"hardware_compatible": "ampere-plus"}, "hardware"),
+        ({"optimization_level": 9}, "optimisation level"),
+        ({"refit": "sometimes"}, "refit"),
+    ],
+)
+def test_what_this_version_does_not_have_is_refused_by_name(bundles, changes, text):
+    with pytest.raises(DeployError, match=text):
+        engine_from_bundle(bundles("tiny-mha"), options(name="other", **changes))
+
+
+def test_weights_can_be_left_on_the_host(bundle):
+    manifest = engine_from_bundle(bundle("tiny-mha"), options(weight_streaming=True)).manifest
+    assert manifest.all_fused
+    assert manifest.options["weight_streaming"] is True
+
+
 def test_profiles_outside_the_export_are_refused(bundles):
     spec = bundles("tiny-mha").manifest.spec
     with pytest.raises(SpecError, match="exported for S from 1 to 64"):

@@ -61,6 +61,15 @@ def test_a_machine_without_gpu_or_runtime_says_so():
     assert "no NVIDIA GPU" in reasons[1]
 
 
+def test_this_machine_is_asked_for_its_version_and_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "installed_version", lambda name: "8.6.0" if name == "tensorrt" else None)
+    monkeypatch.setattr(machine, "gpus", lambda: [H200])
+    assert machine.misfits_here(engine()) == []
+    assert "tensorrt-rtx is not installed" in machine.misfits_here(engine(backend="tensorrt-rtx"))[0]
+    monkeypatch.setattr(machine, "gpus", list)
+    assert machine.misfits_here(engine()) == ["there is no NVIDIA GPU here"]
+
+
 @pytest.mark.parametrize(
     ("installed", "gpus", "chosen"),
     [

@@ -88,7 +88,11 @@ def test_versions_bound_the_rules() -> None:
     assert "causal-alignment-unknown" not in rules(node(Q, CROSS, is_causal=1), TRT_11)
     assert rules(node(*with_size(100)), TRT_8)["head-size-multiple"] == "not-fused"
     assert rules(node(dtype="bf16"), TRT_8)["bf16-version"] == "refused"
-    assert rules(node(Q, GROUPED), TRT_8)["grouped-heads"] == "not-fused"
+    assert rules(node(Q, GROUPED), TRT_8)["grouped-heads"] == "note"
+    assert rules(node(is_causal=1), TRT_8)["computed-mask"] == "not-fused"
+    assert rules(node(mask=("bool", ("B", 1, 1, "S"))), TRT_8)["computed-mask"] == "not-fused"
+    assert "computed-mask" not in rules(node(mask=("fp16", ("B", 1, "S", "S"))), TRT_8)
+    assert "computed-mask" not in rules(node(is_causal=1), TRT_10)
     assert "grouped-heads" not in rules(node(Q, GROUPED), TRT_10)
     # Windows and lengths become plain products on 8.6: nothing is ignored there.
     assert "window" not in rules(node(opset=25, left_window_size=8), TRT_8)

@@ -36,6 +36,8 @@ def _v_head_size_differs(node: AttentionNode, target: Target) -> bool:
     return isinstance(node.D, int) and isinstance(node.Dv, int) and node.Dv != node.D
 
 
+_SEEN_86 = "measured on TensorRT 8.6.0 and an H200, see benchmarks/RECORD.md"
+
 FUSION_RULES: tuple[Rule, ...] = (
     Rule(
         id="qk-output-unfused",
@@ -110,13 +112,22 @@ FUSION_RULES: tuple[Rule, ...] = (
         source="",
     ),
     Rule(
-        id="grouped-heads",
+        id="computed-mask",
         severity=NOT_FUSED,
         holds=(BEFORE_10,),
+        applies=lambda node, target: node.is_causal or node.mask == "bool",
+        message="A mask that the graph computes becomes part of the softmax kernel, and nothing is fused.",
+        remedy="use TensorRT 10 or later, a plugin, or give an additive mask as an input (up to 512 keys)",
+        source=_SEEN_86,
+    ),
+    Rule(
+        id="grouped-heads",
+        severity=NOTE,
+        holds=(BEFORE_10,),
         applies=lambda node, target: node.kind in ("GQA", "MQA"),
-        message="No way to write grouped heads ({Hq} on {Hkv}) was seen to fuse.",
-        remedy="use TensorRT 10 or later, or a plugin",
-        source="measured on TensorRT 8.6.0 and an H200: repeat, fold and broadcast, causal, D = 128",
+        message="Grouped heads ({Hq} on {Hkv}) were fused only under an additive mask that is an input.",
+        remedy="use TensorRT 10 or later, or a plugin: where they fuse, they are slower than unfused",
+        source=_SEEN_86,
     ),
     Rule(
         id="compute-capability",
