@@ -140,6 +140,11 @@ class Bundle:
     def verify(self) -> None:
         """Compare every file with the size and hash in the manifest; a link is no file of the bundle."""
         root = self.path.resolve()
+        for path in self.path.glob(f"{MODEL}*"):  # weights beside the graph are read with it
+            if path.name not in self.manifest.files:
+                raise BundleError(
+                    "A file of the graph is not in the manifest.", got=path, hint="export again"
+                )
         for name, wanted in self.manifest.files.items():
             path = self.file(name)
             if not path.is_file() or path.resolve() != root / PurePosixPath(name):

@@ -48,7 +48,7 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     """Read one case, checking that it holds what the spec says."""
     spec, precision = bundle.manifest.spec, bundle.manifest.precision
     arrays = read_npz(bundle.file(entry.file), partial(_refuse_strangers, spec))
-    return GoldenCase(
+    case = GoldenCase(
         name=entry.name,
         sizes=entry.sizes,
         inputs=_take(arrays, "inputs", spec.inputs, entry.sizes, precision),
@@ -56,6 +56,13 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
         eager=_take(arrays, "eager", spec.outputs, entry.sizes, precision),
         note=entry.note,
     )
+    for name, array in (*case.oracle.items(), *case.eager.items()):
+        # An infinite eager result would make an infinite budget.
+        if not np.isfinite(array.astype(np.float64)).all():
+            raise BundleError(
+                "A golden result is not finite.", got=f"{entry.file}: {name}", hint="export again"
+            )
+    return case
 
 
 def _refuse_strangers(spec: AttentionSpec, names: list[str]) -> None:

@@ -376,3 +376,10 @@ def test_the_manifest_on_disk_is_plain_json(folder):
     assert sorted(data) == KEYS
     assert data["format"] == FORMAT
     assert data["spec"]["axes"]["S"] == {"min": 1, "opt": 16, "max": 64}
+
+
+def test_weights_that_the_manifest_does_not_list_are_refused(tmp_path):
+    bundle = small_bundle(tmp_path / "bundle")
+    (bundle.path / f"{MODEL}.data").write_bytes(b"weights from elsewhere")
+    with pytest.raises(BundleError, match="not in the manifest"):
+        open_bundle(bundle.path)

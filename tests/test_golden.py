@@ -180,3 +180,12 @@ def test_a_bf16_bundle_says_why_it_has_nothing_for_polygraphy(bundles):
     assert not any("polygraphy" in name for name in bundle.manifest.files)
     assert polygraphy_refusal(bundle.manifest.precision) in bundle.manifest.notes
     assert "Polygraphy" in json.dumps(bundle.manifest.notes)
+
+
+@pytest.mark.parametrize("group", ["oracle", "eager"])
+def test_a_result_that_is_not_finite_is_refused(folder, group):
+    def spoil(arrays):
+        arrays[f"{group}/output"][0, 0, 0] = np.inf
+
+    edit_arrays(folder, spoil)
+    assert "not finite" in refused(folder, "not finite").what

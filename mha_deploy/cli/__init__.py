@@ -1,7 +1,7 @@
 """The command line: each verb parses, calls one function, prints, and gives an exit code.
 
-    0  passed          2  bad input
-    1  verdict failed  3  backend unavailable
+    0  passed          2  bad input             70   a bug in this tool
+    1  verdict failed  3  backend unavailable   130  interrupted
 
 Everything heavier than the standard library is imported by the verb that needs it.
 """
@@ -9,6 +9,7 @@ Everything heavier than the standard library is imported by the verb that needs 
 from __future__ import annotations
 
 import sys
+import traceback
 
 import typer
 
@@ -23,6 +24,7 @@ from mha_deploy.cli.models import models
 from mha_deploy.cli.validate import validate
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError
 
+EXIT_INTERNAL_ERROR = 70
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -59,6 +61,10 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)
+    except Exception:  # noqa: BLE001 (a bug of this tool: its exit code must not read as a verdict)
+        traceback.print_exc()
+        typer.echo("error: This is a bug in mha-deploy.\n  try: report it with the trace above", err=True)
+        sys.exit(EXIT_INTERNAL_ERROR)
     except SystemExit as stop:
         if stop.code == EXIT_INTERRUPTED:  # what Typer makes of Ctrl-C
             typer.echo("interrupted", err=True)

@@ -28,7 +28,6 @@ from mha_deploy.export.options import ExportOptions
 if TYPE_CHECKING:
     from mha_deploy.bundle import Bundle
     from mha_deploy.engine.record import Engine
-    from mha_deploy.validate.parity import ParityReport
 
 
 def deploy(
@@ -57,6 +56,9 @@ def deploy(
     options = ExportOptions(precision=precision, seed=seed, weights=weights, overwrite=overwrite)
     bundle = export_with_progress(spec, target, options)
     report = validate_with_progress(bundle, None)
+    if not json:  # at once: the engine may yet be refused
+        print_bundle(bundle)
+        print_report(report)
     # No engine from a graph that is wrong: its verdict would only distract.
     built = _build(bundle, backend, sm) if engine and report.passed else None
     if json:
@@ -67,8 +69,9 @@ def deploy(
                 "engine": None if built is None else engine_to_dict(built),
             }
         )
-    else:
-        _print(bundle, report, built)
+    elif built is not None:
+        print_engine(built)
+        typer.echo("The engine was built and inspected, but not run.")
     if not report.passed or (built is not None and not _is_as_asked(built)):
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
@@ -79,11 +82,3 @@ def _build(bundle: Bundle, backend: str | None, sm: str) -> Engine:
 
 def _is_as_asked(engine: Engine) -> bool:
     return engine.manifest.all_fused and engine.manifest.is_in_precision
-
-
-def _print(bundle: Bundle, report: ParityReport, engine: Engine | None) -> None:
-    print_bundle(bundle)
-    print_report(report)
-    if engine is not None:
-        print_engine(engine)
-        typer.echo("The engine was built and inspected, but not run.")

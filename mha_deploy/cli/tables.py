@@ -117,7 +117,7 @@ def _details(bundle: Bundle) -> RenderableType:
     for name, entry in manifest.files.items():
         files.add_row(escape(name), f"{entry['bytes']:,}", f"{entry['sha256'][:16]}…")
     made = "made with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    checks = "\n".join(f"checked: {check}" for check in manifest.checks["graph"])
+    checks = "\n".join(f"checked: {check}" for check in manifest.checks.get("graph", []))
     return Group(files, Text(checks, style="dim"), Text(made, style="dim"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,16 +48,16 @@ class SelfTest:
         """Plain data for JSON; an infinite share is null."""
         return {
             "passed": self.passed,
-            "right": {"passed": self.right.passed, "share": budget_share(self.right)},
+            "right": {"passed": self.right.passed, "share": _finite(budget_share(self.right))},
             "mistakes": [
-                {
-                    "mistake": catch.mistake,
-                    "caught": catch.caught,
-                    "share": catch.share if catch.share != float("inf") else None,
-                }
+                {"mistake": catch.mistake, "caught": catch.caught, "share": _finite(catch.share)}
                 for catch in self.catches
             ],
         }
+
+
+def _finite(share: float) -> float | None:
+    return share if math.isfinite(share) else None  # JSON has no infinity
 
 
 def self_test(

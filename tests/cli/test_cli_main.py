@@ -158,3 +158,14 @@ def test_an_interrupted_export_leaves_nothing(tmp_path):
     assert err.endswith("interrupted\n")
     assert "Traceback" not in err
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_bug_of_this_tool_does_not_look_like_a_verdict(run_cli, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr("mha_deploy.catalog.catalog_names", broken)
+    done = run_cli("models")
+    assert done.code == 70
+    assert "surprise" in done.err
+    assert "bug in mha-deploy" in done.err

@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from mha_deploy.errors import BackendUnavailable, nearest
+from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 INSTALL = {"tensorrt": "pip install tensorrt", "tensorrt-rtx": "pip install tensorrt-rtx-cu13"}
@@ -147,10 +147,11 @@ def load(backend: str) -> TensorRT:
         backend: `tensorrt` or `tensorrt-rtx`.
 
     Raises:
-        BackendUnavailable: No such backend, or its package cannot be imported.
+        DeployError: No such backend.
+        BackendUnavailable: Its package cannot be imported.
     """
     if backend not in MODULES:
-        raise BackendUnavailable("No such TensorRT backend.", got=backend, hint=nearest(backend, MODULES))
+        raise DeployError("No such TensorRT backend.", got=backend, hint=nearest(backend, MODULES))
     try:
         module = importlib.import_module(MODULES[backend])
     except (ImportError, OSError) as cause:
