@@ -95,6 +95,8 @@ class Manifest:
                 hint=f"this version reads format {FORMAT}: export again with it",
             )
         spec = AttentionSpec.from_dict(data["spec"])
+        if not all(isinstance(node, Mapping) for node in data["attention"]) or not data["golden"]:
+            raise TypeError("attention nodes or golden cases are missing")
         return cls(
             spec=spec,
             precision=find_precision(data["precision"]),
@@ -108,12 +110,14 @@ class Manifest:
                 name: {"bytes": entry["bytes"], "sha256": entry["sha256"]}
                 for name, entry in data["files"].items()
             },
-            notes=data["notes"],
+            notes=[str(note) for note in data["notes"]],
         )
 
 
 def _golden_entry(data: Mapping[str, Any], spec: AttentionSpec) -> GoldenEntry:
     entry = GoldenEntry(**data)
+    if not all(isinstance(text, str) for text in (entry.name, entry.file, entry.note)):
+        raise TypeError(f"golden case {data}")
     spec.check_sizes(entry.sizes)
     return entry
 
@@ -218,14 +222,23 @@ class BundleWriter:
         data = {**manifest.to_dict(), "files": files}
         (self.path / MANIFEST).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         if self.target.exists():
-            self._move_old_away()
-        os.replace(self.path, self.target)
+            self._replace_old()
+        else:
+            os.replace(self.path, self.target)
         return Bundle(path=self.target, manifest=Manifest.from_dict(data))
 
-    def _move_old_away(self) -> None:
-        old = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.old-", dir=self.path.parent))
-        os.replace(self.target, old / "bundle")
-        shutil.rmtree(old)
+    def _replace_old(self) -> None:
+        """Put the new bundle in the place of the old one; the old one stays if that fails."""
+        aside = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.old-", dir=self.path.parent))
+        try:
+            os.replace(self.target, aside / "bundle")
+            os.replace(self.path, self.target)
+        except BaseException:
+            if not self.target.exists() and (aside / "bundle").exists():
+                os.replace(aside / "bundle", self.target)
+            raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

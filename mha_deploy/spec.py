@@ -212,13 +212,6 @@ class AttentionSpec:
         """The size of every axis at `min`, `opt` or `max`."""
         return {name: getattr(axis, bound) for name, axis in self.axes.items()}
 
-    def profile(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The (min, opt, max) shape of every input, as a TensorRT optimisation profile wants it."""
-        return {
-            tensor.name: tuple(tensor.shape(self.sizes(bound)) for bound in ("min", "opt", "max"))
-            for tensor in self.inputs
-        }
-
     # -- changes -------------------------------------------------------------------------------
 
     def with_axes(self, changed: Mapping[str, Axis]) -> AttentionSpec:

@@ -166,16 +166,6 @@ def test_a_fixed_axis_becomes_a_number():
     assert dims(spec.outputs) == {"output": (1, "S", 64), "weights": (1, 4, "S", 1500)}
 
 
-def test_the_profile_has_the_smallest_usual_and_largest_shape_of_every_input():
-    spec = make(attends="cross", mask="padding", axes={"B": B, "S": S, "T": 24})
-    assert spec.profile() == {
-        "query": ((1, 1, 64), (2, 16, 64), (4, 64, 64)),
-        "key": ((1, 24, 64), (2, 24, 64), (4, 24, 64)),
-        "value": ((1, 24, 64), (2, 24, 64), (4, 24, 64)),
-        "key_lengths": ((1,), (2,), (4,)),
-    }
-
-
 def test_a_shape_replaces_names_by_sizes():
     tensor = TensorSpec(name="x", kind=FLOAT, dims=("B", 4, "S"))
     assert tensor.shape({"B": 3, "S": 7}) == (3, 4, 7)

@@ -109,7 +109,7 @@ def build_with_progress(bundle: Bundle, options: EngineOptions) -> Engine:
     from mha_deploy.engine.build import engine_from_bundle
 
     with steps(f"build {bundle.manifest.spec.name}") as on_step:
-        on_step("lower and parse", 0, 1)
+        on_step("lower, parse and build", 0, 0)
         return engine_from_bundle(bundle, options, on_step)
 
 

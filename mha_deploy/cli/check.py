@@ -20,16 +20,20 @@ def check(
     version: Annotated[
         str | None, typer.Option(help="Its version, such as 8.6 or 10.14; the newest unless given.")
     ] = None,
-    sm: Annotated[str | None, typer.Option(help="Compute capability of the GPU, such as 9.0.")] = None,
+    sm: Annotated[str, typer.Option(help="Compute capabilities of the GPUs, such as 9.0 or 89,120.")] = "",
     json: Json = False,
 ) -> None:
     """Say for every attention node whether a target can take it and fuse it, and if not, why."""
+    from mha_deploy.backends.tensorrt.request import parse_targets
     from mha_deploy.bundle import open_bundle
     from mha_deploy.engine.build import check_graph
     from mha_deploy.graph.eligibility import target_from
     from mha_deploy.graph.file import load_graph
 
-    answers = check_graph(load_graph(open_bundle(bundle).model_path), target_from(target, version, sm))
+    model = load_graph(open_bundle(bundle).model_path)
+    named = [f"{name[2:-1]}.{name[-1]}" for name in parse_targets(sm)]
+    targets = [target_from(target, version, capability) for capability in named or (None,)]
+    answers = [answer for each in targets for answer in check_graph(model, each)]
     if json:
         print_json([_to_dict(answer) for answer in answers])
     else:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mha_deploy.cli.build_engine import Targets, build_with_progress, engine_to_dict, print_engine
+from mha_deploy.cli.build_engine import (
+    AllowDecomposed,
+    Targets,
+    build_with_progress,
+    engine_to_dict,
+    print_engine,
+)
 from mha_deploy.cli.export import Weights, export_with_progress, print_bundle
 from mha_deploy.cli.options import (
     Axes,
@@ -26,7 +32,6 @@ from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.export.options import ExportOptions
 
 if TYPE_CHECKING:
-    from mha_deploy.bundle import Bundle
     from mha_deploy.engine.record import Engine
 
 
@@ -46,6 +51,7 @@ def deploy(
         typer.Option(help="tensorrt or tensorrt-rtx; the one that fits this machine unless given."),
     ] = None,
     sm: Targets = "",
+    allow_decomposed: AllowDecomposed = False,
     engine: Annotated[bool, typer.Option(help="Whether to build an engine.")] = True,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -60,7 +66,8 @@ def deploy(
         print_bundle(bundle)
         print_report(report)
     # No engine from a graph that is wrong: its verdict would only distract.
-    built = _build(bundle, backend, sm) if engine and report.passed else None
+    settings = EngineOptions(backend=backend, targets=sm, allow_decomposed=allow_decomposed)
+    built = build_with_progress(bundle, settings) if engine and report.passed else None
     if json:
         print_json(
             {
@@ -72,13 +79,10 @@ def deploy(
     elif built is not None:
         print_engine(built)
         typer.echo("The engine was built and inspected, but not run.")
-    if not report.passed or (built is not None and not _is_as_asked(built)):
+    if not report.passed or (built is not None and not _is_as_asked(built, allow_decomposed)):
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
 
-def _build(bundle: Bundle, backend: str | None, sm: str) -> Engine:
-    return build_with_progress(bundle, EngineOptions(backend=backend, targets=sm))
-
-
-def _is_as_asked(engine: Engine) -> bool:
-    return engine.manifest.all_fused and engine.manifest.is_in_precision
+def _is_as_asked(engine: Engine, allow_decomposed: bool) -> bool:
+    fused = engine.manifest.all_fused or allow_decomposed
+    return fused and engine.manifest.is_in_precision

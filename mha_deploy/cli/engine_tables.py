@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mha_deploy.cli.tables import table
+from mha_deploy.engine.machine import where_built
 from mha_deploy.engine.record import Engine, EngineManifest
 from mha_deploy.graph.eligibility import Eligibility
 
@@ -19,9 +20,10 @@ _STYLES = {"fused": "green", "decomposed": "red", "unknown": "yellow"}
 
 def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
     """One block per attention node: the answer, then what was found, the worst first."""
-    blocks: list[RenderableType] = [Text(f"target: {answers[0].target}")]
+    blocks: list[RenderableType] = []
     for answer in answers:
-        blocks.append(Text(f"{answer.node.name}: {_answer(answer)}", style=_answer_style(answer)))
+        verdict = f"{answer.target}: {answer.node.name} {_answer(answer)}"
+        blocks.append(Text(verdict, style=_answer_style(answer)))
         for finding in answer.findings:
             cure = f"; the lowering does this ({finding.cured_by})" if finding.cured_by else ""
             blocks.append(Text(f"  {finding.severity}: {finding.message}"))
@@ -47,11 +49,13 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
     facts = Table.grid(padding=(0, 2))
     facts.add_row("engine", escape(str(engine.path)))
     facts.add_row(
-        "built by", f"{manifest.backend} {manifest.version} in {manifest.seconds:.1f} s, {_where(manifest)}"
+        "built by",
+        escape(f"{manifest.backend} {manifest.version} in {manifest.seconds:.1f} s, {where_built(manifest)}"),
     )
     facts.add_row("size", f"{manifest.engine_bytes / 1e6:,.1f} MB")
     for index, profile in enumerate(manifest.profiles):
-        facts.add_row(f"profile {index}", "  ".join(f"{name} {sizes}" for name, sizes in profile.items()))
+        ranges = "  ".join(f"{name} {sizes}" for name, sizes in profile.items())
+        facts.add_row(f"profile {index}", escape(ranges))
     for note in manifest.notes:
         facts.add_row("note", escape(note))
     blocks: list[RenderableType] = [facts, _nodes(manifest)]
@@ -64,15 +68,7 @@ def fit_renderable(misfits: Sequence[str]) -> Text:
     """Whether an engine can run on this machine, and if not, why."""
     if not misfits:
         return Text("It can run on this machine.")
-    return Text(f"It cannot run on this machine: {'; '.join(misfits)}. Build it again where it shall run.")
-
-
-def _where(manifest: EngineManifest) -> str:
-    if manifest.gpu is not None:
-        return f"on {manifest.gpu['name']}"
-    return (
-        f"for {', '.join(manifest.targets)}" if manifest.targets else "for compute capability 8.0 and later"
-    )
+    return Text(f"It cannot run on this machine: {'; '.join(misfits)}.")
 
 
 def _nodes(manifest: EngineManifest) -> Table:
@@ -127,6 +123,10 @@ def _kernels(kernels: Sequence[Mapping[str, Any]]) -> Table:
         name = Text(kernel["name"], style="green" if kernel["fused_attention"] else "")
         types = ",".join(kernel["dtypes"])
         rows.add_row(
-            str(kernel["profile"]), name, kernel["type"], types, escape(", ".join(kernel["nodes"][:6]))
+            str(kernel["profile"]),
+            name,
+            escape(kernel["type"]),
+            escape(types),
+            escape(", ".join(kernel["nodes"][:6])),
         )
     return rows

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mha_deploy.cli.options import Json, print_json
+
+if TYPE_CHECKING:
+    from mha_deploy.engine.record import Engine
 
 
 def inspect(
@@ -23,11 +26,13 @@ def inspect(
 
     if what.suffix == ".engine":
         from mha_deploy.cli.build_engine import engine_to_dict, print_engine
+        from mha_deploy.engine.machine import misfits_here
         from mha_deploy.engine.record import open_engine
 
         engine = open_engine(what)
+        _check_bundle_of(engine)
         if json:
-            print_json(engine_to_dict(engine))
+            print_json(engine_to_dict(engine) | {"misfits": misfits_here(engine)})
         else:
             print_engine(engine, details=True)
         return
@@ -43,3 +48,25 @@ def inspect(
         print_json({"bundle": str(what), "hashes": "match", **bundle.manifest.to_dict()})
     else:
         Console().print(bundle_renderable(bundle, details=True))
+        _list_engines(what)
+
+
+def _check_bundle_of(engine: Engine) -> None:
+    """Refuse an engine that lies in a bundle it was not built from."""
+    from mha_deploy.bundle import MANIFEST
+
+    folder = engine.path.resolve().parent.parent
+    if (folder / MANIFEST).is_file():
+        engine.check_bundle(folder)
+
+
+def _list_engines(bundle: Path) -> None:
+    """One line per engine of a bundle, each opened and checked."""
+    from mha_deploy.engine.record import FOLDER, open_engine
+
+    for path in sorted((bundle / FOLDER).glob("*.engine")):
+        engine = open_engine(path)
+        engine.check_bundle(bundle)
+        manifest = engine.manifest
+        fused = "fused" if manifest.all_fused else "not all fused"
+        typer.echo(f"engine {path}: {manifest.backend} {manifest.version}, {fused}")

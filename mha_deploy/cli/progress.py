@@ -13,7 +13,8 @@ OnStep = Callable[[str, int, int], None]
 def steps(title: str) -> Iterator[OnStep]:
     """Show the steps of a long job.
 
-    Yields a function to call as each step begins, with its name, its number from 0, and their count.
+    Yields a function to call as each step begins, with its name, its number from 0, and their
+    count; a count of 0 where nobody knows how many there are.
     """
     from rich.console import Console
 
@@ -30,7 +31,8 @@ def steps(title: str) -> Iterator[OnStep]:
             return
         last = name
         elapsed = time.monotonic() - started
-        line = f"{title}: {min(number + 1, count)}/{count} {name} ({elapsed:.1f} s)"
+        place = f"{min(number + 1, count)}/{count} " if count else ""
+        line = f"{title}: {place}{name} ({elapsed:.1f} s)"
         console.print(line, highlight=False, markup=False)
 
     yield print_step
@@ -46,6 +48,7 @@ def _bar(console: object, title: str) -> Iterator[OnStep]:
         task = progress.add_task(title, total=None)
 
         def advance(name: str, number: int, count: int) -> None:
-            progress.update(task, description=f"{title}: {name}", completed=number, total=count)
+            # A bar without a total only shows that something goes on.
+            progress.update(task, description=f"{title}: {name}", completed=number, total=count or None)
 
         yield advance

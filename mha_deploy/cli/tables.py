@@ -64,7 +64,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     facts.add_row("bundle", escape(str(bundle.path)))
     heads = f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
     facts.add_row("model", f"{escape(spec.name)}: {heads}")
-    facts.add_row("graph", f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}")
+    facts.add_row("graph", escape(f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"))
     facts.add_row(
         "fused", f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"
     )
@@ -124,14 +124,13 @@ def _details(bundle: Bundle) -> RenderableType:
 def parity_renderable(report: ParityReport) -> RenderableType:
     """The verdict, then a row for every output of every case."""
     rows = table()
-    for column in ("case", "sizes", "output"):
+    for column in ("case", "verdict", "sizes", "output"):  # the verdict first: a narrow screen cuts the end
         rows.add_column(column, no_wrap=True)
-    for column in ("rel. L2", "row", "max", "1-cos", "budget"):
+    for column in ("rel. L2", "row", "max", "1-cos", "used"):
         rows.add_column(column, justify="right", no_wrap=True)
-    rows.add_column("verdict", overflow="fold", min_width=7)
     for verdict in report.verdicts:
-        place = (escape(verdict.case), _sizes(verdict.sizes), escape(verdict.output))
-        rows.add_row(*place, *_figures(verdict), _verdict(verdict))
+        place = (_sizes(verdict.sizes), escape(verdict.output))
+        rows.add_row(escape(verdict.case), _verdict(verdict), *place, *_figures(verdict))
     failed = sum(not verdict.passed for verdict in report.verdicts)
     count = len(report.verdicts)
     head = (
@@ -140,10 +139,8 @@ def parity_renderable(report: ParityReport) -> RenderableType:
         else Text(f"FAILED  {failed} of {count} outputs are wrong", style="bold red")
     )
     where = Text(f"{report.model} {report.precision} on {report.backend}, errors against the FP64 oracle")
-    worst = [
-        _worst_element(verdict) for verdict in report.verdicts if not verdict.passed and verdict.deviation
-    ]
-    return Group(rows, *worst, head, where)
+    problems = [_problem(verdict) for verdict in report.verdicts if not verdict.passed]
+    return Group(rows, *problems, head, where)
 
 
 def self_test_renderable(result: SelfTest) -> RenderableType:
@@ -187,15 +184,17 @@ def _figures(verdict: OutputVerdict) -> tuple[str, ...]:
 
 
 def _verdict(verdict: OutputVerdict) -> Text:
-    return Text("passed", style="green") if verdict.passed else Text(str(verdict.problem), style="red")
+    return Text("passed", style="green") if verdict.passed else Text("FAILED", style="red")
 
 
-def _worst_element(verdict: OutputVerdict) -> Text:
+def _problem(verdict: OutputVerdict) -> Text:
+    """Why an output failed, and where it is worst."""
+    text = f"{verdict.case}/{verdict.output}: {verdict.problem}"
     worst = verdict.deviation
-    if worst is None:
-        return Text()
-    place = f"{verdict.case}/{verdict.output}{list(worst.worst_index)}"
-    return Text(f"worst element {place}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}")
+    if worst is not None:
+        place = list(worst.worst_index)
+        text += f"; worst at {place}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}"
+    return Text(text, style="red")
 
 
 def _sizes(sizes: Mapping[str, int]) -> str:
@@ -203,4 +202,4 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 
 def _text(value: object) -> str:
-    return "?" if value is None else str(value)
+    return "?" if value is None else escape(str(value))

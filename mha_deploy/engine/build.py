@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from mha_deploy.backends.tensorrt import (
     engine_verdict,
     load,
     members,
+    parse_targets,
 )
 from mha_deploy.backends.tensorrt.progress import OnProgress
 from mha_deploy.bundle import MANIFEST, Bundle, sha256
@@ -55,9 +57,10 @@ def engine_from_bundle(
     if path.exists() and not options.overwrite:
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
     model = load_graph(bundle.model_path)
-    answers = check_graph(model, target_of(rt))
+    answers = [answer for target in targets_of(rt, options) for answer in check_graph(model, target)]
     _refuse_hopeless(answers)
     dialect = dialect_of(rt)
+    _refuse_ignored(rt, dialect, options)
     lowered = lower(model, dialect, **_lowering_options(dialect, answers, options))
     ranges = list(options.profiles) or [bundle.manifest.spec.axes]
     cache = bundle.path / "engines" / f"timing-{rt.backend}-{rt.version}.cache"
@@ -68,15 +71,20 @@ def engine_from_bundle(
     manifest = _manifest(bundle, rt, built, verdict, answers, dialect, ranges, request)
     engine = write_engine(path, built.plan, manifest)
     if built.timing_cache:
-        write_atomically(cache, built.timing_cache)
+        with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
+            write_atomically(cache, built.timing_cache)
     return engine
 
 
-def target_of(rt: TensorRT) -> Target:
-    """What the engine is built for, as the check before the build wants it."""
-    gpu = None if rt.can.builds_without_gpu else first_gpu()
+def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:
+    """What the engine is built for, as the check before the build wants it: one for each GPU."""
     release = ".".join(rt.version.split(".")[:3])
-    return target_from(rt.backend, release, gpu["compute_cap"] if gpu else None)
+    named = [name for name in parse_targets(options.targets) if name != "CURRENT"]
+    if named:
+        capabilities = [f"{name[2:-1]}.{name[-1]}" for name in named]
+        return [target_from(rt.backend, release, capability) for capability in capabilities]
+    gpu = None if rt.can.builds_without_gpu else first_gpu()
+    return [target_from(rt.backend, release, gpu["compute_cap"] if gpu else None)]
 
 
 def check_graph(model: ir.Model, target: Target) -> list[Eligibility]:
@@ -99,6 +107,13 @@ def judge_engine(
     names = [node.name or "" for node in lowered.graph.all_nodes()]
     attention = members(names, [node.name for node in attention_nodes(canonical)])
     return engine_verdict(built.kernels, attention, precision, profiles=profiles)
+
+
+def _refuse_ignored(rt: TensorRT, dialect: str, options: EngineOptions) -> None:
+    if options.gqa is not None and dialect != "primitives":
+        raise EngineError(
+            f"{rt.title} takes grouped heads as they are.", got=f"--gqa {options.gqa}", hint="leave it out"
+        )
 
 
 def _refuse_hopeless(answers: list[Eligibility]) -> None:
@@ -175,7 +190,7 @@ def _manifest(
     return EngineManifest(
         backend=rt.backend,
         version=rt.version,
-        gpu=None if rt.can.builds_without_gpu else first_gpu(),
+        gpu=None if rt.can.builds_without_gpu and "CURRENT" not in request.target_names else first_gpu(),
         targets=list(request.target_names),
         model=bundle.manifest.spec.name,
         precision=bundle.manifest.precision.name,
@@ -189,9 +204,15 @@ def _manifest(
         verdict=verdict.as_dict(),
         kernels=[_kernel_row(kernel) for kernel in built.kernels.get(source, ())],
         options=request.options(),
-        findings=[asdict(finding) for answer in answers for finding in answer.findings],
+        findings=_findings(answers),
         notes=[*built.notes, *(message.text for message in built.warnings)],
     )
+
+
+def _findings(answers: list[Eligibility]) -> list[dict[str, Any]]:
+    """What was found, each thing once however many GPUs it was found for."""
+    found = dict.fromkeys(finding for answer in answers for finding in answer.findings)
+    return [asdict(finding) for finding in found]
 
 
 def _kernel_row(kernel: Kernel) -> dict[str, Any]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 
 from mha_deploy.backends.tensorrt.versions import MODULES
-from mha_deploy.doctor import gpus
-from mha_deploy.engine.record import Engine
+from mha_deploy.doctor import RUNTIMES, gpus
+from mha_deploy.engine.record import Engine, EngineManifest
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.graph.eligibility.records import is_rtx_gpu
 from mha_deploy.versions import installed_version
-
-PACKAGES = {
-    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
-    "tensorrt-rtx": ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
-}
-"""The names that each TensorRT is installed under."""
 
 
 def default_backend() -> str:
@@ -39,7 +35,8 @@ def first_gpu() -> dict[str, str] | None:
 
 def misfits_here(engine: Engine) -> list[str]:
     """Why an engine cannot run on this machine; empty where it can."""
-    packages = PACKAGES[engine.manifest.backend]
+    module = MODULES[engine.manifest.backend]
+    packages = next(runtime.packages for runtime in RUNTIMES if runtime.module == module)
     found = [version for version in map(installed_version, packages) if version is not None]
     return misfits(engine, found[0] if found else None, first_gpu())
 
@@ -55,16 +52,45 @@ def misfits(engine: Engine, backend_version: str | None, gpu: dict[str, str] | N
     manifest, reasons = engine.manifest, []
     if backend_version is None:
         reasons.append(f"{manifest.backend} is not installed here")
-    elif backend_version != manifest.version and not manifest.options.get("version_compatible"):
+    elif not _version_fits(manifest, backend_version):
         reasons.append(f"it was built by {manifest.backend} {manifest.version}, here is {backend_version}")
     if gpu is None:
         reasons.append("there is no NVIDIA GPU here")
-    elif manifest.targets and f"SM{gpu['compute_cap'].replace('.', '')}" not in manifest.targets:
-        reasons.append(f"it was compiled for {', '.join(manifest.targets)}, here is {gpu['name']}")
-    elif (
-        manifest.gpu
-        and manifest.gpu["name"] != gpu["name"]
-        and not manifest.options.get("hardware_compatible")
-    ):
-        reasons.append(f"it was built on {manifest.gpu['name']}, here is {gpu['name']}")
+    elif not _gpu_fits(manifest, gpu):
+        reasons.append(f"it was built {where_built(manifest)}, here is {gpu['name']} ({gpu['compute_cap']})")
     return reasons
+
+
+def where_built(manifest: EngineManifest) -> str:
+    """The GPU or the compute capabilities that an engine was built for."""
+    if manifest.gpu is not None:
+        return f"on {manifest.gpu['name']}"
+    return (
+        f"for {', '.join(manifest.targets)}"
+        if manifest.targets
+        else "for RTX GPUs from compute capability 8.0 on"
+    )
+
+
+def _version_fits(manifest: EngineManifest, here: str) -> bool:
+    if manifest.options.get("version_compatible"):
+        built, found = _release(manifest.version), _release(here)
+        return built[:1] == found[:1] and found >= built
+    return here == manifest.version
+
+
+def _release(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdigit()]
+
+
+def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
+    major, minor = (int(part) for part in gpu["compute_cap"].split("."))
+    level = manifest.options.get("hardware_compatible")
+    if manifest.gpu is None:
+        named = f"SM{major}{minor}" in manifest.targets
+        return is_rtx_gpu((major, minor)) and (named if manifest.targets else (major, minor) >= (8, 0))
+    if level == "ampere-plus":
+        return (major, minor) >= (8, 0)
+    if level == "same-compute-capability":
+        return manifest.gpu["compute_cap"] == gpu["compute_cap"]
+    return manifest.gpu["name"] == gpu["name"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mha_deploy.bundle import MANIFEST, sha256
+from mha_deploy.engine.options import BACKENDS
 from mha_deploy.errors import BundleError
 
 FORMAT = 1
@@ -58,7 +60,7 @@ class EngineManifest:
     verdict: Mapping[str, Any]
     kernels: list[Mapping[str, Any]]
     options: Mapping[str, Any]
-    findings: list[Mapping[str, Any]]
+    findings: Sequence[Mapping[str, Any]]
     notes: list[str]
     format: int = field(default=FORMAT)
 
@@ -115,11 +117,12 @@ def open_engine(path: Path) -> Engine:
                 "The engine has another format.", got=f"format {data.get('format')!r}", hint="rebuild it"
             )
         manifest = EngineManifest(**data)
+        _check_shape(manifest)
     except FileNotFoundError as error:
         raise BundleError(
             "There is no engine with a manifest here.", got=path, hint="mha-deploy build-engine BUNDLE"
         ) from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise BundleError(
             "The engine's manifest cannot be read.", got=f"{beside}: {error}", hint="rebuild it"
         ) from error
@@ -132,23 +135,50 @@ def open_engine(path: Path) -> Engine:
     return Engine(path=path, manifest=manifest)
 
 
+def _check_shape(manifest: EngineManifest) -> None:
+    """Touch what readers will use, so that a foreign manifest fails here and not in their hands."""
+    if manifest.backend not in BACKENDS or not isinstance(manifest.options, Mapping):
+        raise ValueError(f"backend {manifest.backend!r}")
+    float(manifest.seconds), int(manifest.engine_bytes)
+    for node in manifest.verdict["nodes"]:
+        if node["status"] not in ("fused", "decomposed", "unknown"):
+            raise ValueError(f"status {node['status']!r}")
+        ", ".join([node["node"], node["reason"], node["source"], *node["kernels"]])
+    for key in ("status", "reason", "offenders", "notes"):
+        len(manifest.verdict["precision"][key])
+    len(manifest.verdict["disagreements"])
+    for kernel in manifest.kernels:
+        ", ".join([kernel["name"], kernel["type"], *kernel["dtypes"], *kernel["nodes"]])
+
+
 def write_engine(path: Path, plan: bytes, manifest: EngineManifest) -> Engine:
     """Write plan and manifest; the manifest comes last, so that half an engine is never taken for one."""
     path.parent.mkdir(exist_ok=True)
-    manifest_path(path).unlink(missing_ok=True)
-    write_atomically(path, plan)
-    write_atomically(manifest_path(path), (json.dumps(vars(manifest), indent=2) + "\n").encode())
+    beside = manifest_path(path)
+    text = json.dumps(vars(manifest), indent=2) + "\n"
+    with _written(path, plan) as new_plan, _written(beside, text.encode()) as new_manifest:
+        # Both are on the disk. Between the two renames the old manifest must not vouch for the new plan.
+        beside.unlink(missing_ok=True)
+        os.replace(new_plan, path)
+        os.replace(new_manifest, beside)
     return Engine(path=path, manifest=manifest)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file under a temporary name and rename it; nothing is left if that fails."""
+    with _written(path, data) as temporary:
+        os.replace(temporary, path)
+
+
+@contextmanager
+def _written(path: Path, data: bytes) -> Iterator[Path]:
+    """The data in a temporary file beside its place; removed unless somebody renames it."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        temporary.chmod(0o644)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)

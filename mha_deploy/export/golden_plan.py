@@ -61,7 +61,9 @@ def plan_golden(
         found = _plan_one(spec, name, budget or GoldenBudget())
         if isinstance(found, str):
             notes.append(found)
-        elif all(found.sizes != other.sizes or found.ragged != other.ragged for other in cases):
+        elif any(found.sizes == other.sizes and found.ragged == other.ragged for other in cases):
+            notes.append(f"no {found.name} case: its sizes are those of another")
+        else:
             cases.append(found)
     if not cases:
         raise SpecError(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mha_deploy.errors import ExportError
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.masks import alibi_bias
 from mha_deploy.reference.sparse_heads import SparseHeadAttention
@@ -81,6 +82,12 @@ def clear_decisions(module: Attention, feeds: Feeds, seed: int, *, margin: float
             break
         fresh = torch.randn(query.shape, generator=generator).to(query)
         query = torch.where(unclear[..., None], fresh, query)
+    else:
+        raise ExportError(
+            f"The gate of {module.spec.name} leaves no clear choice of heads.",
+            got=f"tokens whose gates differ by less than {margin:.2g}, after {_REDRAWS} draws",
+            hint="a higher precision, or weights with a gate that decides",
+        )
     return {**feeds, name: query}
 
 

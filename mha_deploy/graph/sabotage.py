@@ -72,7 +72,7 @@ def _mask_dropped(node: ir.Node, facts: AttentionNode) -> bool:
 
 
 def _mask_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
-    """Every query misses the key that it should see last, and sees what comes first twice as far."""
+    """The mask is shifted by a key: every query sees the first one that it should not."""
     mask = input_at(node, MASK)
     if mask is None or facts.mask != "bool":
         return False
@@ -164,7 +164,10 @@ def _reorder_heads(node: ir.Node, position: int, order: list[int], facts: Attent
 
 
 def _bias_dropped(node: ir.Node, facts: AttentionNode) -> bool:
-    """The values lose their bias; a key bias would not be missed, since softmax takes it out again."""
+    """The values lose their bias, and packed projections all of it.
+
+    A key bias alone would not be missed: softmax takes it out again.
+    """
     value = input_at(node, V)
     producer = value.producer() if value is not None else None
     if producer is not None and producer.op_type == "Split":
@@ -224,6 +227,6 @@ _SABOTAGES: dict[str, Sabotage] = {
     "KV heads swapped": _kv_heads_swapped,
     "groups interleaved": _groups_interleaved,
     "heads transposed": _heads_transposed,
-    "value bias dropped": _bias_dropped,
+    "bias dropped": _bias_dropped,
     "NaN": _not_a_number,
 }

@@ -42,7 +42,7 @@ class SelfTest:
     @property
     def passed(self) -> bool:
         """Whether the right model passes and every wrong one fails."""
-        return self.right.passed and all(catch.caught for catch in self.catches)
+        return self.right.passed and bool(self.catches) and all(catch.caught for catch in self.catches)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; an infinite share is null."""
@@ -91,4 +91,4 @@ def budget_share(report: ParityReport) -> float:
         verdict.budget.share_used(verdict.deviation) if verdict.budget and verdict.deviation else float("inf")
         for verdict in report.verdicts
     ]
-    return max(shares)
+    return max(shares, default=float("inf"))

@@ -26,7 +26,7 @@ from mha_deploy.backends.tensorrt import (
     plan_targets,
     read_names,
 )
-from mha_deploy.errors import BackendUnavailable
+from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable
 
 pytestmark = needs_rtx
 
@@ -122,8 +122,9 @@ def test_attention_without_a_fused_kernel_fails_clearly(model):
     with pytest.raises(EngineError, match="no fused kernel for this target") as caught:
         build(model, targets="8.9")
     assert caught.value.nodes == ("att0",)
-    assert "MyelinCheckException" in caught.value.got
-    assert "allow decomposition" in caught.value.hint
+    assert caught.value.got == "node att0"
+    assert "--allow-decomposed" in caught.value.hint
+    assert caught.value.exit_code == EXIT_VERDICT_FAILED
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from mha_deploy.backends.tensorrt import (
     read_names,
 )
 from mha_deploy.backends.tensorrt.log import errors
-from mha_deploy.errors import EXIT_BACKEND_UNAVAILABLE, BackendUnavailable, DeployError
+from mha_deploy.errors import EXIT_BAD_INPUT, BackendUnavailable, DeployError
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_an_unknown_backend_is_refused_with_the_nearest():
     with pytest.raises(DeployError) as caught:
         load("tensorrt-rtxx")
     assert caught.value.hint == "did you mean 'tensorrt-rtx'?"
-    assert caught.value.exit_code == EXIT_BACKEND_UNAVAILABLE
+    assert caught.value.exit_code == EXIT_BAD_INPUT
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])

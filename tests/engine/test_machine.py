@@ -41,18 +41,33 @@ def test_an_engine_fits_where_it_was_built():
 
 def test_another_version_does_not_fit_unless_the_engine_allows_it():
     assert "here is 10.14.1" in machine.misfits(engine(), "10.14.1", H200)[0]
-    assert machine.misfits(engine(options={"version_compatible": True}), "10.14.1", H200) == []
+    compatible = engine(options={"version_compatible": True})
+    assert machine.misfits(compatible, "8.6.1", H200) == []
+    assert "here is 8.5.3" in machine.misfits(compatible, "8.5.3", H200)[0]
+    assert "here is 10.14.1" in machine.misfits(compatible, "10.14.1", H200)[0]
 
 
 def test_another_gpu_does_not_fit_unless_the_engine_allows_it():
     assert "built on NVIDIA H200" in machine.misfits(engine(), "8.6.0", ADA)[0]
-    assert machine.misfits(engine(options={"hardware_compatible": "ampere-plus"}), "8.6.0", ADA) == []
+    ampere = engine(options={"hardware_compatible": "ampere-plus"})
+    assert machine.misfits(ampere, "8.6.0", ADA) == []
+    assert machine.misfits(ampere, "8.6.0", {"name": "Tesla T4", "compute_cap": "7.5"}) != []
+    same = engine(options={"hardware_compatible": "same-compute-capability"})
+    assert machine.misfits(same, "8.6.0", {"name": "NVIDIA H100", "compute_cap": "9.0"}) == []
+    assert machine.misfits(same, "8.6.0", ADA) != []
 
 
 def test_an_engine_for_named_targets_fits_those_only():
     compiled = engine(gpu=None, targets=["SM89", "SM120"])
     assert machine.misfits(compiled, "8.6.0", ADA) == []
-    assert "compiled for SM89, SM120" in machine.misfits(compiled, "8.6.0", H200)[0]
+    assert "built for SM89, SM120" in machine.misfits(compiled, "8.6.0", H200)[0]
+
+
+def test_an_engine_for_every_rtx_gpu_does_not_fit_the_others():
+    portable = engine(gpu=None, targets=[])
+    assert machine.misfits(portable, "8.6.0", ADA) == []
+    assert machine.misfits(portable, "8.6.0", H200) != []
+    assert machine.misfits(portable, "8.6.0", {"name": "Tesla T4", "compute_cap": "7.5"}) != []
 
 
 def test_a_machine_without_gpu_or_runtime_says_so():

@@ -13,11 +13,11 @@ LAYERS = {
     "tiny-gqa": {"causal dropped", "causal off by one", "KV heads swapped", "groups interleaved"},
     "tiny-causal-padding": {"mask dropped", "mask off by one", "causal off by one"},
     "tiny-additive-causal": {"mask dropped", "causal off by one"},
-    "tiny-packed": {"value bias dropped", "groups interleaved"},
+    "tiny-packed": {"bias dropped", "groups interleaved"},
     "tiny-cross-padding": {"mask dropped", "KV heads swapped"},
     "tiny-mqa": {"heads transposed"},
     "tiny-weights": {"mask dropped"},
-    "tiny-head-mix": {"value bias dropped"},
+    "tiny-head-mix": {"bias dropped"},
     "tiny-sparse-heads": {"heads transposed"},
     "tiny-grouped-mlp": {"KV heads swapped"},
 }

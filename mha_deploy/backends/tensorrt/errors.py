@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mha_deploy.errors import DeployError
+from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 
 
 class EngineError(DeployError):
@@ -22,3 +22,9 @@ class EngineError(DeployError):
     ) -> None:
         super().__init__(what, got=got, hint=hint)
         self.nodes = tuple(nodes)
+
+
+class NotFusedError(EngineError):
+    """No fused kernel, and nothing else allowed: a verdict, since the graph is as it should be."""
+
+    exit_code = EXIT_VERDICT_FAILED

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mha_deploy.backends.tensorrt.errors import EngineError
+from mha_deploy.backends.tensorrt.errors import EngineError, NotFusedError
 from mha_deploy.backends.tensorrt.log import Message, errors
 from mha_deploy.backends.tensorrt.onnx_names import NodeNames
 from mha_deploy.backends.tensorrt.versions import TensorRT
@@ -24,7 +24,7 @@ _KNOWN = (
     _Known(
         sign=re.compile(r"is_decomposable\(\)|not supported by a dedicated kernel|no fused kernel"),
         what="Attention has no fused kernel for this target, and may not be decomposed",
-        hint="use fp16 or bf16 and a head size of 16 to 256; or allow decomposition, and lose speed",
+        hint="use fp16 or bf16 and a head size of 16 to 256; or --allow-decomposed, and lose speed",
         is_attention=True,
     ),
     _Known(
@@ -70,8 +70,11 @@ def build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -
     if known and known.is_attention and not nodes:
         # The builder does not say which: it is one of these.
         nodes = names.attention
-        text = f"one of {', '.join(nodes)}: {text}" if len(nodes) > 1 else f"node {', '.join(nodes)}: {text}"
     what = f"{known.what} ({rt.title})." if known else f"{rt.title} could not build the engine."
+    if known and known.is_attention:
+        # What the builder says of it is long and tells no more.
+        among = "one of " if len(nodes) > 1 else "node "
+        return NotFusedError(what, got=f"{among}{', '.join(nodes)}", hint=known.hint, nodes=nodes)
     return EngineError(what, got=text, hint=known.hint if known else None, nodes=nodes)
 
 

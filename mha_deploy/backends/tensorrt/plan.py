@@ -1,8 +1,9 @@
-"""Kernels from the bytes of a TensorRT-RTX plan: what an engine is, without a GPU and without its log.
+"""Kernels from the bytes of a plan: what an engine is, without a GPU and without its log.
 
-A plan holds one Myelin program per profile, in readable text: its targets, its tensors with their types,
-and its steps with the ONNX nodes they compute. The format is not documented, so nothing is taken for
-granted: a plan without such a program gives no kernels, and the verdict is then unknown.
+A plan of TensorRT-RTX holds one Myelin program per profile, in readable text: its targets, its tensors with
+their types, and its steps with the ONNX nodes they compute; a plan of 8.6 holds one per Myelin region. The
+format is not documented, so nothing is taken for granted: a plan without such a program gives no kernels,
+and the verdict is then unknown.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class PrecisionVerdict:
         islands: Other kernels that have one.
         reason: Why the answer is unknown; empty otherwise.
         notes: What else was seen: FP16 sums, kernels that are chosen on the device.
+        has_untold: Whether a matrix product or attention was told of without its types.
     """
 
     asked: str
@@ -72,6 +73,7 @@ class PrecisionVerdict:
     islands: tuple[Offender, ...] = ()
     reason: str = ""
     notes: tuple[str, ...] = ()
+    has_untold: bool = False
 
     @property
     def ok(self) -> bool:
@@ -107,6 +109,7 @@ def precision_verdict(kernels: Sequence[Kernel], precision: str) -> PrecisionVer
         islands=islands,
         reason=reason,
         notes=(*_notes(kernels), *_island_notes(islands)),
+        has_untold=any(_is_untold(kernel) for kernel in heavy if not kernel.is_opaque),
     )
 
 

@@ -8,7 +8,7 @@ is unknown as well, and the contradiction is reported.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mha_deploy.backends.tensorrt.kernels import Kernel
@@ -129,7 +129,7 @@ def _by_name(kernels: Sequence[Kernel], node: str, names: Sequence[str], profile
     # The parser names a node without a name for its first output.
     wanted = {*names, *(f"node_of_{name}" for name in names)}
     mine = [kernel for kernel in kernels if wanted.intersection(kernel.onnx_nodes)]
-    fused = [kernel for kernel in mine if kernel.is_fused_attention or kernel.is_plugin]
+    fused = [kernel for kernel in mine if kernel.is_fused_attention]
     parts = [kernel for kernel in mine if kernel.is_gemm or kernel.is_softmax]
     source = kernels[0].source if kernels else ""
     if fused:
@@ -162,6 +162,9 @@ def _why_unknown(kernels: Sequence[Kernel], mine: Sequence[Kernel], profile: int
         return f"the kernels inside {opaque[0]} are not told by this version; give those of a profiler run"
     if _nameless(kernels):
         return f"{_nameless(kernels)[0].label} is fused attention, but does not say of which node"
+    plugins = [kernel.label for kernel in mine if kernel.is_plugin]
+    if plugins:
+        return f"the plugin {plugins[0]} computes it, and does not say how"
     if mine:
         return f"{mine[0].label} names it, but no kernel that computes scores, softmax or sum does"
     return "no kernel names it"
@@ -246,11 +249,18 @@ def _say(verdict: NodeVerdict) -> str:
 def _merge_precision(
     verdicts: Mapping[str, PrecisionVerdict], precision: str
 ) -> tuple[PrecisionVerdict, list[str]]:
-    """The worst that is known; `unknown` only where no source knows."""
+    """The worst that is known; `unknown` where no source knows, or one saw what no other could judge.
+
+    A plan tells only of Myelin's regions, the inspector of everything but what is inside them: an inspector
+    that does not know the type of a layer of its own is not overruled by a plan that never saw it.
+    """
     ranked = sorted(verdicts.items(), key=lambda item: (item[1].status == "unknown", item[1].ok))
     if not ranked:
         nothing = "no source tells of its kernels"
         return PrecisionVerdict(asked=precision, status="unknown", counts={}, reason=nothing), []
+    untold = [verdict for verdict in verdicts.values() if verdict.status == "unknown" and verdict.has_untold]
+    if untold and ranked[0][1].ok:
+        return replace(ranked[0][1], status="unknown", reason=untold[0].reason), []
     known = [(name, verdict.status) for name, verdict in ranked if verdict.status != "unknown"]
     doubts = [
         f"precision: the {known[0][0]} says {known[0][1]}, but the {name} says {status}"

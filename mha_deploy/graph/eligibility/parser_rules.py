@@ -16,14 +16,13 @@ from mha_deploy.graph.eligibility.records import (
     WRONG_ANSWER,
     Rule,
     Target,
+    is_rtx_gpu,
 )
 from mha_deploy.graph.lower.call import same_size
 
 _SEEN_PARSER = f"{SEEN_RTX}; onnx-tensorrt docs/operators.md for 10.15 says the same"
 
 _TRT = "trt lowering"
-
-_RTX_GPUS = {(7, 5), (8, 0), (8, 6), (8, 9)}
 
 
 def _float_mask_of_other_type(node: AttentionNode, target: Target) -> bool:
@@ -50,7 +49,7 @@ def _causal_is_not_square(node: AttentionNode, target: Target) -> bool:
 
 def _not_an_rtx_gpu(node: AttentionNode, target: Target) -> bool:
     gpu = target.compute_capability
-    return gpu is not None and gpu not in _RTX_GPUS and gpu[0] != 12
+    return gpu is not None and not is_rtx_gpu(gpu)
 
 
 PARSER_RULES: tuple[Rule, ...] = (

@@ -66,7 +66,7 @@ def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> di
 def _inexpressible(call: AttentionCall, options: TrtOptions) -> tuple[str, object, str] | None:
     """Feature, value and remedy, for what the fused operator cannot express."""
     facts = call.facts
-    otherwise = "decompose=True writes it as matrix products (slower, not fused)"
+    otherwise = "--allow-decomposed (decompose=True) writes it as matrix products: slower, not fused"
     if facts.softcap:
         return "softcap", facts.softcap, otherwise
     if call.Dv != call.D and not options.pad_heads:
