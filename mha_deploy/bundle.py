@@ -165,9 +165,9 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
     try:
         data = json.loads(manifest_path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise BundleError(
-            "There is no bundle here.", got=path, hint=f"mha-deploy export MODEL -o {path}"
-        ) from error
+        made = "a folder made by mha-deploy export MODEL -o FOLDER"
+        hint = made if path.exists() else f"mha-deploy export MODEL -o {path}"
+        raise BundleError("There is no bundle here.", got=path, hint=hint) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise BundleError("The manifest cannot be read.", got=f"{manifest_path}: {error}") from error
     try:

@@ -14,6 +14,7 @@ from mha_deploy.graph.eligibility.records import (
     WITH_ATTENTION,
     Rule,
     Target,
+    v_head_size_differs,
 )
 
 _ISSUE_4167 = "NVIDIA/TensorRT issue 4167: FP16 and BF16, SM >= 75, 16 <= D <= 256, D % 8 == 0"
@@ -30,10 +31,6 @@ def _head_size_out_of_range(node: AttentionNode, target: Target) -> bool:
 
 def _head_size_unaligned(node: AttentionNode, target: Target) -> bool:
     return isinstance(node.D, int) and 16 <= node.D <= 256 and node.D % 8 != 0
-
-
-def _v_head_size_differs(node: AttentionNode, target: Target) -> bool:
-    return isinstance(node.D, int) and isinstance(node.Dv, int) and node.Dv != node.D
 
 
 _SEEN_86 = "measured on TensorRT 8.6.0 and an H200, see benchmarks/RECORD.md"
@@ -61,7 +58,7 @@ FUSION_RULES: tuple[Rule, ...] = (
         id="v-head-size-unfused",
         severity=NOT_FUSED,
         holds=(BEFORE_ATTENTION,),
-        applies=_v_head_size_differs,
+        applies=v_head_size_differs,
         message="Matrix products are fused for one head size, and this has {D} and {Dv}.",
         remedy="give V the head size of K",
         source=f"{SEEN_RTX}, which fuses the same products",

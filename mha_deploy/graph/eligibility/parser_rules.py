@@ -17,6 +17,7 @@ from mha_deploy.graph.eligibility.records import (
     Rule,
     Target,
     is_rtx_gpu,
+    v_head_size_differs,
 )
 from mha_deploy.graph.lower.call import same_size
 
@@ -36,10 +37,6 @@ def _mask_is_short(node: AttentionNode, target: Target) -> bool:
     if isinstance(columns, int) and isinstance(node.T, int):
         return columns < node.T
     return node.has_nonpad_kv_seqlen and not same_size(columns, node.T)
-
-
-def _v_head_size_differs(node: AttentionNode, target: Target) -> bool:
-    return isinstance(node.D, int) and isinstance(node.Dv, int) and node.Dv != node.D
 
 
 def _causal_is_not_square(node: AttentionNode, target: Target) -> bool:
@@ -118,7 +115,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         id="v-head-size",
         severity=REFUSED,
         holds=WITH_ATTENTION,
-        applies=_v_head_size_differs,
+        applies=v_head_size_differs,
         message="Keys and values must have the same head size, and have {D} and {Dv}.",
         remedy="pad the smaller with zeros (exact), or lower to matrix products",
         cured_by=_TRT,

@@ -128,6 +128,11 @@ class Finding:
     needs: tuple[str, ...]
 
 
+def v_head_size_differs(node: AttentionNode, target: Target) -> bool:
+    """Whether V is known to have another head size than K."""
+    return isinstance(node.D, int) and isinstance(node.Dv, int) and node.Dv != node.D
+
+
 def is_rtx_gpu(compute_capability: tuple[int, int]) -> bool:
     """Whether TensorRT-RTX has kernels for this GPU: not for 9.0 and 10.0, the data centre parts."""
     return compute_capability in {(7, 5), (8, 0), (8, 6), (8, 9)} or compute_capability[0] == 12

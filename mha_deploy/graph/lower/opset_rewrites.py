@@ -62,7 +62,7 @@ def _tanh_of_gelu(b: NodeBuilder, x: ir.Value) -> ir.Value:
 
 
 def _shape_in_full(node: ir.Node) -> None:
-    """Shape could take a range from opset 15 on; the parser of TensorRT 8.6 does not know of it."""
+    """Shape could take a range from opset 15 on; TensorRT 8.6 crashed on graphs with it."""
     x = node.inputs[0]
     rank = None if x is None or x.shape is None else len(x.shape)
     if x is None or rank is None or not {"start", "end"} & set(node.attributes):
@@ -74,7 +74,7 @@ def _shape_in_full(node: ir.Node) -> None:
 
 
 def _squeeze_by_name(node: ir.Node) -> None:
-    """Say which axis goes: TensorRT 8.6 cannot find out by itself where the shape is dynamic."""
+    """Say which axis goes; TensorRT 8.6 crashed on graphs that left it to be found out."""
     x = node.inputs[0]
     if len(node.inputs) > 1 or x is None or x.shape is None or len(x.shape) != 1:
         return
