@@ -384,3 +384,23 @@ def test_weights_that_the_manifest_does_not_list_are_refused(tmp_path):
     (bundle.path / f"{MODEL}.data").write_bytes(b"weights from elsewhere")
     with pytest.raises(BundleError, match="not in the manifest"):
         open_bundle(bundle.path)
+
+
+def test_an_overwrite_that_fails_keeps_the_old_bundle(tmp_path, monkeypatch):
+    old = small_bundle(tmp_path / "bundle")
+    before = (old.path / MANIFEST).read_bytes()
+    replace, calls = os.replace, []
+
+    def fail_at_the_second(source, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr("mha_deploy.bundle.os.replace", fail_at_the_second)
+    with BundleWriter(old.path, overwrite=True) as writer:
+        fill(writer.path)
+        with pytest.raises(KeyboardInterrupt):
+            writer.finish(manifest())
+    assert (old.path / MANIFEST).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]

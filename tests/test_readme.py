@@ -33,7 +33,7 @@ def run(monkeypatch, command):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("readme")
 
 
@@ -47,8 +47,8 @@ def test_the_table_lists_every_verb():
 
 
 @pytest.mark.parametrize("command", TABLE)
-def test_a_command_of_the_table_runs(command, workplace, monkeypatch, quick_exporter):
-    monkeypatch.chdir(workplace)
+def test_a_command_of_the_table_runs(command, folder, monkeypatch, quick_exporter):
+    monkeypatch.chdir(folder)
     command = command.replace("MODEL", "tiny-gqa").replace("DIR", "layer")
     if not Path("layer").exists() and " -o layer" not in command:
         assert run(monkeypatch, "mha-deploy export tiny-gqa -o layer") == 0
@@ -58,12 +58,12 @@ def test_a_command_of_the_table_runs(command, workplace, monkeypatch, quick_expo
     assert run(monkeypatch, command) == (1 if "--version 8.6" in command else 0)
 
 
-def test_the_spec_of_your_own_exports_with_its_weights(workplace, monkeypatch, quick_exporter):
+def test_the_spec_of_your_own_exports_with_its_weights(folder, monkeypatch, quick_exporter):
     from safetensors.torch import save_file
 
     from mha_deploy.reference import random_weights
 
-    monkeypatch.chdir(workplace)
+    monkeypatch.chdir(folder)
     toml = re.search(r"```toml\n(.+?)```", README, re.DOTALL)
     command = re.search(r"^mha-deploy export my-layer.+$", README, re.MULTILINE)
     Path("my-layer.toml").write_text(toml[1], encoding="utf-8")

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from bundle_edit import copy_of
+from bundle_edit import copy_of, edit_manifest
 
 from mha_deploy.bundle import open_bundle
 
@@ -159,3 +159,17 @@ def test_an_unknown_builder_is_refused(run_cli, folder):
     assert done.code in (2, 3)
     assert "got: tensorrt-trx\n  try: did you mean 'tensorrt-rtx'?" in done.err
     assert not (folder / "engines").exists()
+
+
+def test_inspect_refuses_an_engine_of_another_bundle(run_cli, bundles, tmp_path):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    folder = copy_of(bundles("tiny-mha"), tmp_path / "bundle")
+    assert run_cli("build-engine", folder, "--name", "own").code == 0
+    engine = folder / "engines" / "own.engine"
+    done = run_cli("inspect", engine, "--json")
+    assert json.loads(done.out)["misfits"]
+    assert "engine" in run_cli("inspect", folder).out
+    edit_manifest(folder, lambda data: data["notes"].append("changed"))
+    done = run_cli("inspect", engine)
+    assert done.code == 2
+    assert "another bundle" in done.err

@@ -101,6 +101,30 @@ def test_a_disk_that_is_full_leaves_no_engine(bundle, monkeypatch):
     assert list((opened.path / "engines").iterdir()) == []
 
 
+def test_a_disk_that_is_full_keeps_the_engine_that_was_there(bundle, monkeypatch):
+    opened = bundle("tiny-mha")
+    first = engine_from_bundle(opened, RTX)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mha_deploy.engine.record.json.dumps", full)
+        with pytest.raises(OSError, match="No space left"):
+            engine_from_bundle(opened, options(overwrite=True))
+    assert open_engine(first.path).manifest.engine_sha256 == first.manifest.engine_sha256
+
+
+def test_an_option_that_would_be_ignored_is_refused(bundles):
+    with pytest.raises(DeployError, match="grouped heads as they are"):
+        engine_from_bundle(bundles("tiny-gqa"), options(name="other", gqa="fold"))
+
+
+def test_a_target_without_the_type_is_refused_before_the_build(bundles):
+    with pytest.raises(DeployError, match="cannot take the node attention"):
+        engine_from_bundle(bundles("tiny-gqa", "bf16"), options(name="other", targets="7.5"))
+
+
 def test_an_engine_is_not_overwritten_unless_asked(bundle):
     opened = bundle("tiny-mha")
     first = engine_from_bundle(opened, RTX)
