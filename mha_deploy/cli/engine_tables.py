@@ -25,9 +25,11 @@ def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
         verdict = f"{answer.target}: {answer.node.name} {_answer(answer)}"
         blocks.append(Text(verdict, style=_answer_style(answer)))
         for finding in answer.findings:
-            cure = f"; the lowering does this ({finding.cured_by})" if finding.cured_by else ""
-            blocks.append(Text(f"  {finding.severity}: {finding.message}"))
-            blocks.append(Text(f"    try: {finding.remedy}{cure}", style="dim"))
+            # What a lowering cures is no obstacle, only something that is done on the way.
+            label = f"done by the {finding.cured_by}" if finding.cured_by else finding.severity
+            blocks.append(Text(f"  {label}: {finding.message}"))
+            if not finding.cured_by:
+                blocks.append(Text(f"    try: {finding.remedy}", style="dim"))
     return Group(*blocks)
 
 
