@@ -24,15 +24,15 @@ def check(
     json: Json = False,
 ) -> None:
     """Say for every attention node whether a target can take it and fuse it, and if not, why."""
-    from mha_deploy.backends.tensorrt.request import parse_targets
+    from mha_deploy.backends.tensorrt.request import capabilities_of
     from mha_deploy.bundle import open_bundle
     from mha_deploy.engine.build import check_graph
     from mha_deploy.graph.eligibility import target_from
     from mha_deploy.graph.file import load_graph
 
     model = load_graph(open_bundle(bundle).model_path)
-    named = [f"{name[2:-1]}.{name[-1]}" for name in parse_targets(sm)]
-    targets = [target_from(target, version, capability) for capability in named or (None,)]
+    named = capabilities_of(sm) or (None,)
+    targets = [target_from(target, version, capability) for capability in named]
     answers = [answer for each in targets for answer in check_graph(model, each)]
     if json:
         print_json([_to_dict(answer) for answer in answers])

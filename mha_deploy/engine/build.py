@@ -21,10 +21,10 @@ from mha_deploy.backends.tensorrt import (
     Kernel,
     TensorRT,
     build_with,
+    capabilities_of,
     engine_verdict,
     load,
     members,
-    parse_targets,
 )
 from mha_deploy.backends.tensorrt.progress import OnProgress
 from mha_deploy.bundle import MANIFEST, Bundle, sha256
@@ -63,7 +63,7 @@ def engine_from_bundle(
     _refuse_ignored(rt, dialect, options)
     lowered = lower(model, dialect, **_lowering_options(dialect, answers, options))
     ranges = list(options.profiles) or [bundle.manifest.spec.axes]
-    cache = bundle.path / "engines" / f"timing-{rt.backend}-{rt.version}.cache"
+    cache = path.with_name(f"timing-{rt.backend}-{rt.version}.cache")
     with _on_disk(lowered, bundle.path) as onnx_path:
         request = _request(bundle, rt, options, onnx_path, ranges, cache)
         built = build_with(rt, request, on_progress)
@@ -79,10 +79,9 @@ def engine_from_bundle(
 def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:
     """What the engine is built for, as the check before the build wants it: one for each GPU."""
     release = ".".join(rt.version.split(".")[:3])
-    named = [name for name in parse_targets(options.targets) if name != "CURRENT"]
+    named = capabilities_of(options.targets)
     if named:
-        capabilities = [f"{name[2:-1]}.{name[-1]}" for name in named]
-        return [target_from(rt.backend, release, capability) for capability in capabilities]
+        return [target_from(rt.backend, release, capability) for capability in named]
     gpu = None if rt.can.builds_without_gpu else first_gpu()
     return [target_from(rt.backend, release, gpu["compute_cap"] if gpu else None)]
 

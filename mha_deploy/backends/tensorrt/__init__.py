@@ -15,7 +15,13 @@ from mha_deploy.backends.tensorrt.log import Message, collect, logger_for
 from mha_deploy.backends.tensorrt.onnx_names import members, read_names, trt_name
 from mha_deploy.backends.tensorrt.plan import kernels_from_plan, plan_targets
 from mha_deploy.backends.tensorrt.precision import Offender, PrecisionVerdict, precision_verdict
-from mha_deploy.backends.tensorrt.request import BuildRequest, BuiltEngine, Profile, parse_targets
+from mha_deploy.backends.tensorrt.request import (
+    BuildRequest,
+    BuiltEngine,
+    Profile,
+    capabilities_of,
+    parse_targets,
+)
 from mha_deploy.backends.tensorrt.verdict import EngineVerdict, NodeVerdict, engine_verdict, fusion_verdict
 from mha_deploy.backends.tensorrt.versions import Capabilities, TensorRT, load, probe
 
@@ -35,6 +41,7 @@ __all__ = [
     "TensorRT",
     "build_engine",
     "build_with",
+    "capabilities_of",
     "collect",
     "engine_verdict",
     "fusion_verdict",

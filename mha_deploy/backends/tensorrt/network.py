@@ -59,7 +59,8 @@ def refuse_unused(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -
     Raises:
         EngineError: TensorRT said that an input is unused.
     """
-    unused = [message for message in names.link(messages) if message.text.startswith(_UNUSED)]
+    # Linking reads every word of a message, and a verbose log has thousands of them.
+    unused = names.link(message for message in messages if message.text.startswith(_UNUSED))
     if not unused:
         return
     nodes = tuple(dict.fromkeys(node for message in unused for node in message.nodes))

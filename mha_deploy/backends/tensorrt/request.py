@@ -154,6 +154,12 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_target(part) for part in parts if part))
 
 
+def capabilities_of(targets: str | Sequence[str]) -> list[str]:
+    """The targets that name a GPU, as compute capabilities: `8.9`, `12.0`."""
+    names = [name for name in parse_targets(targets) if name != "CURRENT"]
+    return [f"{name[2:-1]}.{name[-1]}" for name in names]
+
+
 def _target(text: str) -> str:
     if text.upper() == "CURRENT":
         return "CURRENT"
