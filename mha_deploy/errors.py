@@ -36,6 +36,11 @@ class DeployError(Exception):
             lines.append(f"  try: {self.hint}")
         return "\n".join(lines)
 
+    @property
+    def in_one_line(self) -> str:
+        """What happened and what was got, for a table."""
+        return self.what if self.got is None else f"{self.what} {' '.join(self.got.split())}"
+
 
 class SpecError(DeployError):
     """A model spec does not describe an attention layer."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from importlib import metadata
 
 from mha_deploy import __version__
 
 EXPORT_PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
+RUN_PACKAGES = (
+    *EXPORT_PACKAGES,
+    "onnxruntime-gpu",
+    "tensorrt",
+    "tensorrt-rtx-cu13",
+    "cuda-bindings",
+    "triton",
+)
 
 
 def installed_version(package: str) -> str | None:
@@ -16,6 +25,14 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def can_import(module: str) -> bool:
+    """Whether a module is there to be imported; nothing is imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # somebody forbids it, or made it by hand
+        return False
 
 
 def versions(packages: tuple[str, ...] = EXPORT_PACKAGES) -> dict[str, str]:

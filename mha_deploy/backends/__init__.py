@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mha_deploy.backends.runner import Runner
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.precision import Precision
+from mha_deploy.versions import can_import
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-RUNNERS = ("ort-cpu", "onnx-reference")
+CPU_RUNNERS = ("ort-cpu", "onnx-reference")
+GPU_RUNNERS = ("ort-cuda", "ort-cuda-contrib")
+RUNNERS = CPU_RUNNERS + GPU_RUNNERS
 
 
 def open_runner(backend: str, model: Path | ir.Model) -> Runner:
@@ -26,6 +28,10 @@ def open_runner(backend: str, model: Path | ir.Model) -> Runner:
         from mha_deploy.backends.onnx_reference import OnnxReferenceRunner
 
         return OnnxReferenceRunner(model)
+    if backend in GPU_RUNNERS:
+        from mha_deploy.backends.ort_cuda import OrtCudaRunner
+
+        return OrtCudaRunner(model, dialect="onnx" if backend == "ort-cuda" else "contrib")
     raise DeployError("No such backend.", got=backend, hint=nearest(backend, RUNNERS))
 
 
@@ -37,5 +43,5 @@ def cpu_backend(precision: Precision) -> str:
 def available_cpu_backend(precision: Precision) -> str:
     """The same where it is installed, else ONNX's reference evaluator, which always is."""
     chosen = cpu_backend(precision)
-    installed = importlib.util.find_spec("onnxruntime") is not None
+    installed = can_import("onnxruntime")
     return chosen if installed or chosen != "ort-cpu" else "onnx-reference"

@@ -1,4 +1,4 @@
-"""What every runtime looks like from outside: open it, give it arrays, get arrays."""
+"""What every runtime looks like from outside: open it, give it arrays, get arrays or a time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mha_deploy.errors import DeployError
+
+if TYPE_CHECKING:
+    from mha_deploy.backends.timing import Timing, TimingPlan
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -29,6 +33,8 @@ class Runner(ABC):
     """The backend, with its version."""
     inputs: Mapping[str, TensorInfo]
     outputs: Mapping[str, TensorInfo]
+    device: str = "cpu"
+    """Where it computes: `cpu`, or the name of the GPU."""
 
     @abstractmethod
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -38,6 +44,12 @@ class Runner(ABC):
         """Check the inputs against the model, then run it."""
         check_feeds(self.inputs, feeds)
         return self._run(feeds)
+
+    def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
+        """How long one call takes with inputs that are on the device already."""
+        raise DeployError(
+            f"{self.name} checks a graph on the CPU; its time would say nothing about a GPU.", got=self.device
+        )
 
     def close(self) -> None:  # noqa: B027 (most runtimes hold nothing that Python does not free)
         """Give the runtime's resources back."""

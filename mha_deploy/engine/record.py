@@ -142,6 +142,11 @@ def open_engine(path: Path) -> Engine:
     return Engine(path=path, manifest=manifest)
 
 
+def engines_of(bundle: Path) -> list[Engine]:
+    """The engines of a bundle, by name."""
+    return [open_engine(path) for path in sorted((bundle / FOLDER).glob("*.engine"))]
+
+
 def _check_shape(manifest: EngineManifest) -> None:
     """Touch what readers will use, so that a foreign manifest fails here and not in their hands."""
     if manifest.backend not in BACKENDS or not isinstance(manifest.options, Mapping):

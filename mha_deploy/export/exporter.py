@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from mha_deploy.backends import available_cpu_backend, open_runner
 from mha_deploy.bundle import MODEL, Bundle, BundleWriter, GoldenEntry, Manifest, sha256
 from mha_deploy.errors import ExportError, nearest
 from mha_deploy.export.canonical import canonical_from_module
-from mha_deploy.export.golden import GoldenCapture
+from mha_deploy.export.golden import GoldenCapture, refuse_overflow
 from mha_deploy.export.golden_plan import GoldenPlan, plan_golden
 from mha_deploy.export.inputs import fed_to, random_inputs, to_numpy
 from mha_deploy.export.options import DEVICES, ExportOptions
@@ -144,7 +143,7 @@ def _write_golden(
     for planned in plan.cases:
         step(f"golden case {planned.name}")
         case = capture.capture(planned)
-        _refuse_overflow(case, precision)
+        refuse_overflow(case, precision)
         write_case(folder / "golden" / f"{case.name}.npz", case)
         cases.append(case)
     refusal = polygraphy_refusal(precision)
@@ -153,16 +152,6 @@ def _write_golden(
     else:
         notes.append(refusal)
     return [GoldenEntry(name=c.name, file=f"golden/{c.name}.npz", sizes=dict(c.sizes)) for c in cases]
-
-
-def _refuse_overflow(case: GoldenCase, precision: Precision) -> None:
-    for name, array in case.eager.items():
-        if not np.isfinite(array.astype(np.float64)).all():
-            raise ExportError(
-                f"The module itself overflows in {precision.name}: its own result is not finite.",
-                got=f"output {name} of golden case {case.name}",
-                hint="--precision bf16 or fp32",
-            )
 
 
 def _origin(options: ExportOptions) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from mha_deploy.errors import ExportError
 from mha_deploy.export.eager import run_module
 from mha_deploy.export.golden_plan import PlannedCase
 from mha_deploy.export.inputs import Feeds, call_arguments, clear_decisions, fed_to, random_inputs, to_numpy
@@ -25,24 +29,31 @@ class GoldenCapture:
         module: The layer with its weights rounded to the target precision.
         precision: That precision.
         seed: Seed of the inputs.
+        oracle: The FP64 twin, where there is one already.
+        run_oracle: Runs the twin; another than `run_module` where memory is short.
     """
 
-    def __init__(self, module: Attention, precision: Precision, seed: int) -> None:
+    def __init__(
+        self,
+        module: Attention,
+        precision: Precision,
+        seed: int,
+        *,
+        oracle: Attention | None = None,
+        run_oracle: Callable[[Attention, dict[str, Tensor]], tuple[Tensor, ...]] = run_module,
+    ) -> None:
         self.module = module
         self.precision = precision
         self.seed = seed
-        # The oracle has the rounded weights: rounding them is the user's choice, not an error.
-        device = str(next(module.parameters()).device)
-        self.oracle = build_module(
-            module.spec, weights=module.state_dict(), dtype=torch.float64, device=device
-        )
+        self.oracle = oracle or fp64_twin(module)
+        self._run_oracle = run_oracle
 
     def capture(self, case: PlannedCase) -> GoldenCase:
         """Run one case."""
         spec, feeds = self.module.spec, self._inputs(case)
         exact = {name: _widen(tensor) for name, tensor in feeds.items()}
         eager = run_module(self.module, call_arguments(spec, feeds))
-        oracle = run_module(self.oracle, call_arguments(spec, exact))
+        oracle = self._run_oracle(self.oracle, call_arguments(spec, exact))
         names = [tensor.name for tensor in spec.outputs]
         return GoldenCase(
             name=case.name,
@@ -56,6 +67,23 @@ class GoldenCapture:
         feeds = random_inputs(self.module.spec, case.sizes, self.seed, label=case.name, ragged=case.ragged)
         margin = _DECISION_MARGIN * self.precision.roundoff
         return clear_decisions(self.oracle, fed_to(self.module, feeds), self.seed, margin=margin)
+
+
+def fp64_twin(module: Attention) -> Attention:
+    """The oracle of a layer. It has the rounded weights: rounding them is the user's choice, not an error."""
+    device = str(next(module.parameters()).device)
+    return build_module(module.spec, weights=module.state_dict(), dtype=torch.float64, device=device)
+
+
+def refuse_overflow(case: GoldenCase, precision: Precision) -> None:
+    """Refuse a case on which the module itself overflows: its budget would be infinite."""
+    for name, array in case.eager.items():
+        if not np.isfinite(array.astype(np.float64)).all():
+            raise ExportError(
+                f"The module itself overflows in {precision.name}: its own result is not finite.",
+                got=f"output {name} of golden case {case.name}",
+                hint="--precision bf16 or fp32",
+            )
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A TensorRT made from the API surface of one version: it has those names, and no others.
 
-Building against it runs the real build code with every supported version. A name that the version does not
+Building against it runs the real build code with every supported version, running against it the real
+runner: every engine is the same one, whose output is a copy of its input. A name that the version does not
 have raises AttributeError, on reading and on writing, as the real one does.
 """
 
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import enum
 import json
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import onnx
+from cuda_fake import DEVICE
 
 INSPECTED = json.dumps({"Layers": [{"Name": "fake", "LayerType": "NoOp"}], "Bindings": []})
 
@@ -136,6 +139,79 @@ def _attention(self: Any) -> Any:
     return self.__dict__.setdefault("_attention", self._module.IAttention())
 
 
+# -- the engine: y = x, for x of [batch, length, 4] and a scalar per batch, in two profiles that overlap ----
+
+DIMS = {"x": (-1, -1, 4), "n": (-1,), "y": (-1, -1, 4)}
+LENGTHS = ((1, 2, 8), (5, 9, 16))
+
+
+def _runtime_init(self: Any, logger: Any) -> None:
+    self.__dict__["_logger"] = logger
+
+
+def _deserialize(self: Any, plan: bytes) -> Any:
+    return self._module.ICudaEngine(_logger=self._logger, _contexts=weakref.WeakSet())
+
+
+def _refused(self: Any, call: str) -> bool:
+    """Whether a test asked for this call to fail; TensorRT then says why in its log."""
+    asked = getattr(self._module, "refuses", None) == call
+    if asked:
+        self._engine._logger.log(SimpleNamespace(name="ERROR"), f"{call} was refused")
+    return asked
+
+
+def _profile_shape(self: Any, name: str, index: int) -> list[tuple[int, ...]]:
+    return [
+        (batch,) if name == "n" else (batch, length, 4)
+        for batch, length in zip((1, 2, 4), LENGTHS[index], strict=True)
+    ]
+
+
+def _create_context(self: Any, runtime_config: Any = None) -> Any:
+    if getattr(self._module, "refuses", None) == "create_execution_context":
+        return None
+    context = self._module.IExecutionContext(_engine=self, _config=runtime_config, _shapes={}, _addresses={})
+    self._contexts.add(context)
+    self._module.last_context = weakref.ref(context)
+    return context
+
+
+def _set_profile(self: Any, index: int, stream: int) -> bool:
+    others = [each for each in self._engine._contexts if each is not self]
+    # As documented of 8.6: a profile belongs to one context at a time.
+    if self._module.__version__.startswith("8.") and index in [each._profile for each in others]:
+        self._engine._logger.log(SimpleNamespace(name="ERROR"), f"Profile {index} has been chosen by another")
+        return False
+    self.__dict__["_profile"] = index
+    return not _refused(self, "set_optimization_profile_async")
+
+
+def _set_shape(self: Any, name: str, shape: tuple[int, ...]) -> bool:
+    self._shapes[name] = shape
+    return not _refused(self, "set_input_shape")
+
+
+def _tensor_shape(self: Any, name: str) -> tuple[int, ...]:
+    known = self._shapes["x"]
+    return (known[0], -1, 4) if getattr(self._module, "data_dependent", False) else known
+
+
+def _set_address(self: Any, name: str, address: int) -> bool:
+    self._addresses[name] = address
+    return not _refused(self, "set_tensor_address")
+
+
+def _execute(self: Any, stream: int) -> bool:
+    x, y = self._addresses["x"], self._addresses["y"]
+
+    def work() -> None:
+        DEVICE.memory[y][:] = DEVICE.memory[x]
+
+    DEVICE.queue("execute", work)
+    return not _refused(self, "execute_async_v3")
+
+
 BEHAVIOUR: dict[str, dict[str, Any]] = {
     "ILogger": {"__init__": _logger_init, "log": lambda self, severity, text: None},
     "Builder": {
@@ -189,10 +265,31 @@ BEHAVIOUR: dict[str, dict[str, Any]] = {
     },
     "ITimingCache": {"serialize": lambda self: self._data + b"+timings"},
     "IProgressMonitor": {"__init__": lambda self: None},
-    "Runtime": {
-        "__init__": _logger_init,
-        "deserialize_cuda_engine": lambda self, plan: self._module.ICudaEngine(),
+    "Runtime": {"__init__": _runtime_init, "deserialize_cuda_engine": _deserialize},
+    "ICudaEngine": {
+        "create_engine_inspector": lambda self: self._module.EngineInspector(),
+        "num_io_tensors": property(lambda self: len(DIMS)),
+        "num_optimization_profiles": property(lambda self: len(LENGTHS)),
+        "get_tensor_name": lambda self, index: list(DIMS)[index],
+        "get_tensor_mode": lambda self, name: self._module.TensorIOMode.INPUT if name != "y" else None,
+        "get_tensor_location": lambda self, name: None,
+        "get_tensor_dtype": lambda self, name: getattr(
+            self._module.DataType, "INT32" if name == "n" else "HALF"
+        ),
+        "get_tensor_shape": lambda self, name: DIMS[name],
+        "get_tensor_profile_shape": _profile_shape,
+        "device_memory_size": property(lambda self: 100),
+        "device_memory_size_v2": property(lambda self: 200),
+        "create_runtime_config": lambda self: self._module.IRuntimeConfig(),
+        "create_execution_context": _create_context,
     },
-    "ICudaEngine": {"create_engine_inspector": lambda self: self._module.EngineInspector()},
+    "IExecutionContext": {
+        "set_optimization_profile_async": _set_profile,
+        "set_input_shape": _set_shape,
+        "infer_shapes": lambda self: [name for name in ("x", "n") if name not in self._shapes],
+        "get_tensor_shape": _tensor_shape,
+        "set_tensor_address": _set_address,
+        "execute_async_v3": _execute,
+    },
     "EngineInspector": {"get_engine_information": lambda self, form: INSPECTED},
 }

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
-from mha_deploy.backends import RUNNERS, cpu_backend, open_runner
+from mha_deploy.backends import CPU_RUNNERS, GPU_RUNNERS, RUNNERS, cpu_backend, open_runner
 from mha_deploy.backends.runner import Runner, TensorInfo, check_feeds
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.precision import PRECISIONS
@@ -94,12 +94,12 @@ def test_a_runner_is_closed_when_its_block_fails():
 
 def test_an_unknown_backend_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(DeployError, match="No such backend") as caught:
-        open_runner("ort-cuda", tmp_path / "model.onnx")
+        open_runner("ort-cpo", tmp_path / "model.onnx")
     assert caught.value.hint == "did you mean 'ort-cpu'?"
     assert not isinstance(caught.value, BackendUnavailable), "a slip of the pen, not a missing runtime"
 
 
-@pytest.mark.parametrize("backend", RUNNERS)
+@pytest.mark.parametrize("backend", CPU_RUNNERS)
 def test_every_backend_can_be_opened_by_its_name(bundles, backend):
     bundle = bundles("tiny-gqa")
     with open_runner(backend, bundle.model_path) as runner:
@@ -111,7 +111,7 @@ def test_every_backend_can_be_opened_by_its_name(bundles, backend):
         assert {name: info.dtype for name, info in runner.outputs.items()} == {"output": np.float16}
 
 
-@pytest.mark.parametrize("backend", RUNNERS)
+@pytest.mark.parametrize("backend", CPU_RUNNERS)
 @pytest.mark.parametrize(
     "content", [b"", b"garbage", b"\x08\x0a" * 20, None], ids=["empty", "text", "wire", "absent"]
 )
@@ -124,7 +124,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path, backend, content):
     assert str(path) in caught.value.got
 
 
-@pytest.mark.parametrize("backend", RUNNERS)
+@pytest.mark.parametrize("backend", CPU_RUNNERS)
 @pytest.mark.parametrize("place", ["absent.bin", "../outside.bin"])
 def test_weights_that_are_missing_or_elsewhere_are_refused(tmp_path, backend, place):
     """A graph from elsewhere cannot make a runtime read any file it likes, nor fall over one that is lost."""
@@ -148,4 +148,5 @@ def test_weights_that_are_missing_or_elsewhere_are_refused(tmp_path, backend, pl
 def test_each_precision_has_a_backend_with_kernels_for_it():
     chosen = {name: cpu_backend(precision) for name, precision in PRECISIONS.items()}
     assert chosen == {"fp16": "ort-cpu", "bf16": "onnx-reference", "fp32": "ort-cpu"}
-    assert set(chosen.values()) <= set(RUNNERS)
+    assert set(chosen.values()) <= set(CPU_RUNNERS)
+    assert set(RUNNERS) == {*CPU_RUNNERS, *GPU_RUNNERS}

@@ -84,7 +84,8 @@ def test_only_the_files_of_the_table_hold_tensorrt_objects():
     others = [path for path in SOURCE.glob("*.py") if path.name not in FILES]
     for path in others:
         names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
-        assert not names & {"trt", "builder", "network", "parser", "config"}, path.name
+        held = {"trt", "builder", "network", "parser", "config", "context", "runtime_config"}
+        assert not names & held, path.name
 
 
 def test_tensorrt_objects_go_by_the_names_of_the_table():
@@ -129,6 +130,12 @@ def test_a_capability_is_its_names(surface):
         assert getattr(rt.can, field) == (there and not hollow), field
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_tells_its_scratch_memory_in_one_way_or_the_other(version):
+    can = probe(make_module(KEPT[version]))
+    assert can.device_memory_v1 or can.device_memory_v2
+
+
 @needs_surfaces
 def test_the_kept_extract_is_fresh():
     full = read_surfaces(SHARED)
@@ -151,6 +158,10 @@ def test_the_real_rtx_has_what_its_surface_says():
         ("11.4.0", {"always_strongly_typed": True, "external_tactic_sources": (), "fp16_flag": False}),
         ("rtx-1.7.1", {"always_strongly_typed": True, "timing_cache": False, "version_compatible": False}),
         ("rtx-1.7.1", {"hardware_compatibility": (), "builds_without_gpu": True}),
+        ("8.6.1", {"shared_profiles": False, "device_memory_v2": False, "kernel_specialization": False}),
+        ("10.0.1", {"shared_profiles": True, "device_memory_v2": False, "kernel_specialization": False}),
+        ("11.4.0", {"shared_profiles": True, "device_memory_v2": True, "kernel_specialization": False}),
+        ("rtx-1.7.1", {"shared_profiles": True, "device_memory_v2": True, "kernel_specialization": True}),
     ],
 )
 def test_what_the_versions_are_known_to_have(version, expected):

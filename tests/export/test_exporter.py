@@ -19,7 +19,7 @@ from mha_deploy.graph import file as graph_file
 from mha_deploy.reference import random_weights
 from mha_deploy.reference.weights import pack_projections
 from mha_deploy.spec import AttentionSpec
-from mha_deploy.validate import validate_bundle
+from mha_deploy.validate.graph import graph_parity
 
 pytestmark = pytest.mark.usefixtures("quick_exporter")
 
@@ -293,7 +293,7 @@ def test_external_weights_are_hashed_and_a_change_is_found(external, tmp_path):
 def test_a_bundle_with_external_weights_validates_wherever_it_is_moved(external, tmp_path, backend):
     moved = tmp_path / "elsewhere"
     shutil.copytree(external.path, moved)
-    report = validate_bundle(open_bundle(moved), backend)
+    report = graph_parity(open_bundle(moved), backend)
     assert report.passed, report
     assert len(report.verdicts) == 2
 
@@ -330,7 +330,7 @@ def test_a_bundle_of_one_fixed_shape_can_be_made(tmp_path):
     spec = AttentionSpec.from_dict({"name": "fixed", "Hq": 2, "E": 32, "axes": {"B": 1, "S": 4}})
     bundle = bundle_from_spec(spec, tmp_path / "b")
     assert [entry.name for entry in bundle.manifest.golden] == ["min"]
-    assert validate_bundle(bundle).passed
+    assert graph_parity(bundle).passed
 
 
 @pytest.mark.gpu
@@ -340,7 +340,7 @@ def test_golden_cases_can_be_computed_on_cuda(bundles, tmp_path, precision):
     on_gpu = bundle_from_spec(GQA, tmp_path / "b", ExportOptions(precision=precision, device="cuda"))
     assert (on_gpu.path / MANIFEST).is_file()
     assert on_gpu.model_path.read_bytes() == on_cpu.model_path.read_bytes()
-    assert validate_bundle(on_gpu).passed
+    assert graph_parity(on_gpu).passed
     for a, b in zip(golden_cases(on_gpu), golden_cases(on_cpu), strict=True):
         assert a.inputs["x"].tobytes() == b.inputs["x"].tobytes()
         np.testing.assert_allclose(a.oracle["output"], b.oracle["output"], rtol=0, atol=1e-12)

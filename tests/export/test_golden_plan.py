@@ -3,9 +3,10 @@
 import pytest
 
 from mha_deploy.analyze.cost import layer_cost
+from mha_deploy.analyze.sizes import oracle_bytes
 from mha_deploy.catalog import catalog_names, find_spec
 from mha_deploy.errors import SpecError
-from mha_deploy.export.golden_plan import CASES, GoldenBudget, oracle_bytes, plan_golden
+from mha_deploy.export.golden_plan import CASES, GoldenBudget, plan_golden
 from mha_deploy.spec import Axis
 
 MHA = find_spec("tiny-mha")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mha_deploy.backends.tensorrt.errors import EngineError
 from mha_deploy.backends.tensorrt.kernels import Kernel
 from mha_deploy.backends.tensorrt.layers import kernels_from_inspector
-from mha_deploy.backends.tensorrt.log import collect, errors, logger_for
+from mha_deploy.backends.tensorrt.loaded import load_engine
 from mha_deploy.backends.tensorrt.versions import TensorRT
 
 
@@ -27,16 +26,7 @@ def inspect_kernels(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> li
 def inspector_json(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> str:
     """Load an engine and return the inspector's JSON as it is."""
     trt = rt.module
-    with collect(rt) as messages:
-        runtime = trt.Runtime(logger_for(rt))
-        if host_code and rt.can.version_compatible:
-            runtime.engine_host_code_allowed = True
-        engine = runtime.deserialize_cuda_engine(plan)
-        if engine is None:
-            raise EngineError(
-                f"{rt.title} cannot load this engine here.",
-                got="; ".join(message.text for message in errors(messages)) or "no reason given",
-                hint="load it with the version and on the GPU it was built for, or build it again",
-            )
-        inspector = engine.create_engine_inspector()
-        return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    loaded = load_engine(rt, plan, host_code=host_code)
+    engine = loaded.engine
+    inspector = engine.create_engine_inspector()
+    return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))

@@ -7,7 +7,17 @@ go by the variable names of `OBJECTS` in these files, and by no others.
 
 from __future__ import annotations
 
-FILES = ("build.py", "config.py", "inspection.py", "log.py", "network.py", "progress.py")
+FILES = (
+    "bound.py",
+    "build.py",
+    "config.py",
+    "inspection.py",
+    "loaded.py",
+    "log.py",
+    "network.py",
+    "progress.py",
+    "run.py",
+)
 
 OBJECTS = {
     "builder": "Builder",
@@ -24,6 +34,8 @@ OBJECTS = {
     "runtime": "Runtime",
     "engine": "ICudaEngine",
     "inspector": "EngineInspector",
+    "context": "IExecutionContext",
+    "runtime_config": "IRuntimeConfig",
 }
 
 # Name -> the capability without which it is not touched; None for what every version must have.
@@ -77,6 +89,25 @@ USED: dict[str, str | None] = {
     "Runtime.engine_host_code_allowed": "version_compatible",
     "Runtime.deserialize_cuda_engine": None,
     "ICudaEngine.create_engine_inspector": "inspector",
+    "ICudaEngine.num_io_tensors": None,
+    "ICudaEngine.num_optimization_profiles": None,
+    "ICudaEngine.get_tensor_name": None,
+    "ICudaEngine.get_tensor_mode": None,
+    "ICudaEngine.get_tensor_location": None,
+    "ICudaEngine.get_tensor_dtype": None,
+    "ICudaEngine.get_tensor_shape": None,
+    "ICudaEngine.get_tensor_profile_shape": None,
+    "ICudaEngine.device_memory_size": "device_memory_v1",
+    "ICudaEngine.device_memory_size_v2": "device_memory_v2",
+    "ICudaEngine.create_execution_context": None,
+    "ICudaEngine.create_runtime_config": "kernel_specialization",
+    "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy": "kernel_specialization",
+    "IExecutionContext.set_optimization_profile_async": None,
+    "IExecutionContext.set_input_shape": None,
+    "IExecutionContext.infer_shapes": None,
+    "IExecutionContext.get_tensor_shape": None,
+    "IExecutionContext.set_tensor_address": None,
+    "IExecutionContext.execute_async_v3": None,
     "EngineInspector.get_engine_information": "inspector",
     "Builder": None,
     "OnnxParser": None,
@@ -102,6 +133,9 @@ USED: dict[str, str | None] = {
     "DataType.HALF": None,
     "DataType.FLOAT": None,
     "DataType.BF16": "bf16_type",
+    "TensorIOMode.INPUT": None,
+    "TensorLocation.HOST": None,
+    "DynamicShapesKernelSpecializationStrategy.EAGER": "kernel_specialization",
     "ProfilingVerbosity.DETAILED": None,
     "MemoryPoolType.WORKSPACE": None,
     "LayerInformationFormat.JSON": "inspector",

@@ -53,6 +53,15 @@ PROBES: dict[str, tuple[str, ...]] = {
         "EngineInspector.get_engine_information",
         "LayerInformationFormat.JSON",
     ),
+    # The choice of an allocation strategy and the sharing of profiles came with the same version.
+    "shared_profiles": ("ExecutionContextAllocationStrategy.STATIC",),
+    "device_memory_v1": ("ICudaEngine.device_memory_size",),
+    "device_memory_v2": ("ICudaEngine.device_memory_size_v2",),
+    "kernel_specialization": (
+        "ICudaEngine.create_runtime_config",
+        "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy",
+        "DynamicShapesKernelSpecializationStrategy.EAGER",
+    ),
 }
 
 # TensorRT-RTX keeps these names, but the setter only logs, the build fails, or nothing happens.
@@ -83,6 +92,10 @@ class Capabilities:
         strip_plan: The plan can be written without weights.
         parser_node_names: The parser says which node it failed on, by name.
         inspector: A deserialised engine can be asked for its layers.
+        shared_profiles: Several execution contexts can use one optimisation profile at the same time.
+        device_memory_v1: An engine tells its scratch memory in 8.6's words.
+        device_memory_v2: An engine tells its scratch memory in 10's words.
+        kernel_specialization: Kernels are compiled for the shapes at hand, when the caller says (RTX).
         compute_capabilities: Targets that can be named; empty where the local GPU is the target.
         hardware_compatibility: Levels of compatibility with other GPUs that can be asked for.
         external_tactic_sources: Outside libraries the builder may take kernels from.
@@ -107,6 +120,10 @@ class Capabilities:
     strip_plan: bool
     parser_node_names: bool
     inspector: bool
+    shared_profiles: bool
+    device_memory_v1: bool
+    device_memory_v2: bool
+    kernel_specialization: bool
     compute_capabilities: tuple[str, ...]
     hardware_compatibility: tuple[str, ...]
     external_tactic_sources: tuple[str, ...]

@@ -1,0 +1,238 @@
+"""One call with its shapes fixed: an execution context of its own, buffers, and a CUDA graph.
+
+A recorded graph holds what the context was when it was recorded, so a context keeps its profile and its
+shapes for life. Only the addresses may change: `Slot`s with buffers of their own share a context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from mha_deploy.backends.cuda import Buffer, CudaError, Graph, Stream, capture
+from mha_deploy.backends.runner import Arrays, TensorInfo
+from mha_deploy.backends.tensorrt.errors import EngineError
+from mha_deploy.backends.tensorrt.loaded import reasons
+from mha_deploy.backends.tensorrt.log import collect
+from mha_deploy.backends.tensorrt.request import Shape
+from mha_deploy.backends.tensorrt.versions import TensorRT
+
+# Not a number in every float type, and -1 in every integer: an output that nobody wrote is no result.
+_UNWRITTEN = 0xFF
+
+
+class BoundContext:
+    """An execution context whose profile and input shapes are set, once and for all."""
+
+    def __init__(
+        self,
+        rt: TensorRT,
+        engine: Any,
+        stream: Stream,
+        *,
+        profile: int,
+        shapes: Mapping[str, Shape],
+        inputs: Mapping[str, TensorInfo],
+        outputs: Mapping[str, TensorInfo],
+    ) -> None:
+        self.stream = stream
+        self.inputs, self.outputs = inputs, outputs
+        self._rt = rt
+        with self._listening(f"cannot prepare profile {profile}"):
+            context = _create_context(rt, engine)
+            _check(context is not None, "no execution context")
+            self._context = context
+            _check(context.set_optimization_profile_async(profile, stream.handle), f"profile {profile}")
+            # The switch may copy data on the stream; nothing may be recorded before that is done.
+            stream.synchronize()
+            for name, shape in shapes.items():
+                _check(context.set_input_shape(name, shape), f"{name} {shape}")
+            self.shapes = {**shapes, **self._output_shapes()}
+
+    def _output_shapes(self) -> dict[str, Shape]:
+        context = self._context
+        missing = context.infer_shapes()
+        _check(not missing, f"inputs without a shape: {', '.join(missing)}")
+        shapes = {name: tuple(int(size) for size in context.get_tensor_shape(name)) for name in self.outputs}
+        for name, shape in shapes.items():
+            _check(min(shape, default=0) >= 0, f"the size of {name} depends on the data: {shape}")
+        return shapes
+
+    def enqueue(self, addresses: Mapping[str, int]) -> None:
+        """Queue one call on the stream.
+
+        Raises:
+            EngineError: TensorRT refuses.
+        """
+        context = self._context
+        with self._listening("cannot run this engine"):
+            for name, address in addresses.items():
+                _check(context.set_tensor_address(name, address), f"the address of {name}")
+            _check(context.execute_async_v3(self.stream.handle), "the call")
+
+    def record(self, addresses: Mapping[str, int]) -> Graph:
+        """Record one call.
+
+        Raises:
+            EngineError: It does something that a CUDA graph cannot hold.
+        """
+        try:
+            with self._listening("cannot be recorded into a CUDA graph"):
+                return capture(lambda: self.enqueue(addresses), self.stream)
+        except EngineError as error:
+            raise EngineError(
+                f"{self._rt.title} cannot record this call into a CUDA graph.",
+                got=error.got,
+                hint="cuda_graph=False runs it without one",
+            ) from error
+
+    @contextmanager
+    def _listening(self, failure: str) -> Iterator[None]:
+        """Turn whatever fails inside into one error with what TensorRT said meanwhile."""
+        with collect(self._rt) as messages:
+            try:
+                yield
+            except EngineError:
+                raise
+            except (_Refused, RuntimeError, CudaError) as cause:
+                raise EngineError(
+                    f"{self._rt.title} {failure}.", got=f"{_one_line(cause)}: {reasons(messages)}"
+                ) from cause
+
+    def close(self) -> None:
+        """Destroy the context: TensorRT does so when nobody refers to it."""
+        self._context = None
+
+
+class _Refused(Exception):
+    """TensorRT returned a failure without an exception."""
+
+
+def _check(done: bool, what: str) -> None:
+    if not done:
+        raise _Refused(what)
+
+
+def _one_line(cause: Exception) -> str:
+    return " ".join(str(cause).split())
+
+
+def _create_context(rt: TensorRT, engine: Any) -> Any:
+    trt = rt.module
+    if not rt.can.kernel_specialization:
+        return engine.create_execution_context()
+    runtime_config = engine.create_runtime_config()
+    # Kernels for the shapes at hand are compiled before the first call, not behind its back.
+    eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+    runtime_config.dynamic_shapes_kernel_specialization_strategy = eager
+    return engine.create_execution_context(runtime_config)
+
+
+class Slot:
+    """The buffers of one call, and the graph that computes on them.
+
+    Args:
+        bound: The context that computes.
+    """
+
+    def __init__(self, bound: BoundContext) -> None:
+        self._bound = bound
+        self._graph: Graph | None = None
+        with ExitStack() as owned:
+            self._buffers = {
+                name: self._allocate(owned, name, info)
+                for name, info in {**bound.inputs, **bound.outputs}.items()
+            }
+            self._owned = owned.pop_all()
+        self._addresses = {name: buffer.address for name, buffer in self._buffers.items()}
+
+    def _allocate(self, owned: ExitStack, name: str, info: TensorInfo) -> Buffer:
+        buffer = Buffer(math.prod(self._bound.shapes[name]) * info.dtype.itemsize)
+        owned.callback(buffer.free)
+        return buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def upload(self, feeds: Arrays) -> None:
+        """Copy the inputs to the device, and wait for it."""
+        stream = self._bound.stream
+        arrays = {name: np.ascontiguousarray(feeds[name]) for name in self._bound.inputs}
+        for name, array in arrays.items():
+            self._buffers[name].upload(array, stream)
+        stream.synchronize()
+
+    def copy_inputs(self, other: Slot) -> None:
+        """Take the inputs of another slot."""
+        for name in self._bound.inputs:
+            self._buffers[name].copy_from(other._buffers[name], self._bound.stream)
+
+    def settle(self, *, record: bool) -> None:
+        """Run once on the inputs that are here, so that TensorRT does what it does only once; then record.
+
+        Args:
+            record: Whether later launches are those of a CUDA graph.
+        """
+        self.clear_outputs()
+        self._bound.enqueue(self._addresses)
+        self._bound.stream.synchronize()
+        if record:
+            self._graph = self._bound.record(self._addresses)
+            self._owned.callback(self._graph.close)
+        self.clear_outputs()
+
+    def clear_outputs(self) -> None:
+        """Overwrite the outputs with what no result can be."""
+        for name in self._bound.outputs:
+            self._buffers[name].fill(_UNWRITTEN, self._bound.stream)
+
+    def launch(self) -> None:
+        """Queue one call, and do not wait."""
+        if self._graph is None:
+            self._bound.enqueue(self._addresses)
+        else:
+            self._graph.launch(self._bound.stream)
+
+    def download(self) -> dict[str, np.ndarray]:
+        """Wait, and copy the outputs to the host."""
+        bound = self._bound
+        bound.stream.synchronize()
+        return {
+            name: self._buffers[name].download(bound.shapes[name], info.dtype, bound.stream)
+            for name, info in bound.outputs.items()
+        }
+
+    def close(self) -> None:
+        """Destroy the graph and free the buffers."""
+        self._owned.close()
+
+
+class BoundCall:
+    """A context and one slot, for calls that come one by one."""
+
+    def __init__(self, bound: BoundContext, feeds: Arrays, *, record: bool) -> None:
+        with ExitStack() as owned:
+            owned.callback(bound.close)
+            self.bound = bound
+            self._slot = Slot(bound)
+            owned.callback(self._slot.close)
+            self._slot.upload(feeds)
+            self._slot.settle(record=record)
+            self._owned = owned.pop_all()
+
+    def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Upload, launch, download."""
+        self._slot.upload(feeds)
+        self._slot.clear_outputs()
+        self._slot.launch()
+        return self._slot.download()
+
+    def close(self) -> None:
+        """Free everything."""
+        self._owned.close()

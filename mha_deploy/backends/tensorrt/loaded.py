@@ -1,0 +1,129 @@
+"""A plan becomes an engine again, and the engine says what it takes, what it gives and what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mha_deploy.backends.runner import TensorInfo
+from mha_deploy.backends.tensorrt.errors import EngineError
+from mha_deploy.backends.tensorrt.log import Message, collect, errors, logger_for
+from mha_deploy.backends.tensorrt.request import Profile
+from mha_deploy.backends.tensorrt.versions import TensorRT
+from mha_deploy.errors import BackendUnavailable
+
+_TYPES = {
+    "HALF": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "FLOAT": np.dtype(np.float32),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedEngine:
+    """An engine on the GPU, and the runtime that it must not outlive."""
+
+    engine: Any
+    runtime: Any
+
+
+def load_engine(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> LoadedEngine:
+    """Put a plan on the GPU.
+
+    Args:
+        rt: The TensorRT that built it.
+        plan: The serialised engine.
+        host_code: Allow the runtime code that a version-compatible engine carries. Only for plans of
+            one's own: it is executed.
+
+    Raises:
+        BackendUnavailable: TensorRT cannot start here.
+        EngineError: The engine cannot be loaded here.
+    """
+    trt = rt.module
+    with collect(rt) as messages:
+        try:
+            runtime = trt.Runtime(logger_for(rt))
+        except (TypeError, RuntimeError) as cause:
+            # The binding turns a null pointer into TypeError.
+            raise BackendUnavailable(
+                f"{rt.title} cannot start its runtime here.", got=cause, hint="mha-deploy doctor"
+            ) from cause
+        if host_code and rt.can.version_compatible:
+            runtime.engine_host_code_allowed = True
+        engine = runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise EngineError(
+                f"{rt.title} cannot load this engine here.",
+                got=reasons(messages),
+                hint="load it with the version and on the GPU it was built for, or build it again",
+            )
+        return LoadedEngine(engine=engine, runtime=runtime)
+
+
+def reasons(messages: Iterable[Message]) -> str:
+    """The errors in one line, as the cause of a failure."""
+    return "; ".join(message.text for message in errors(messages)) or "no reason given"
+
+
+def io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """The inputs and the outputs of an engine.
+
+    Raises:
+        EngineError: One of them cannot be given as an array on the device.
+    """
+    trt = rt.module
+    inputs: dict[str, TensorInfo] = {}
+    outputs: dict[str, TensorInfo] = {}
+    for index in range(engine.num_io_tensors):
+        name = engine.get_tensor_name(index)
+        is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+        if engine.get_tensor_location(name) == trt.TensorLocation.HOST:
+            raise EngineError(
+                f"The tensor {name} holds shapes, and lives on the host.",
+                hint="export the model so that all of its inputs and outputs are data",
+            )
+        (inputs if is_input else outputs)[name] = _info(engine, name)
+    return inputs, outputs
+
+
+def _info(engine: Any, name: str) -> TensorInfo:
+    kind = engine.get_tensor_dtype(name)
+    if kind.name not in _TYPES:
+        raise EngineError(f"The tensor {name} has a type that is not supported here.", got=kind.name)
+    dims = tuple(None if size < 0 else int(size) for size in engine.get_tensor_shape(name))
+    return TensorInfo(dtype=_TYPES[kind.name], dims=dims)
+
+
+def profile_ranges(engine: Any, inputs: Mapping[str, TensorInfo]) -> tuple[Profile, ...]:
+    """For each optimisation profile, the smallest, usual and largest shape of every input."""
+    return tuple(
+        {name: _range(engine, name, info, index) for name, info in inputs.items()}
+        for index in range(engine.num_optimization_profiles)
+    )
+
+
+def _range(
+    engine: Any, name: str, info: TensorInfo, index: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    fixed = tuple(size for size in info.dims if isinstance(size, int))
+    if len(fixed) == len(info.dims):  # the profiles need not speak of it
+        return fixed, fixed, fixed
+    low, usual, high = (
+        tuple(int(size) for size in shape) for shape in engine.get_tensor_profile_shape(name, index)
+    )
+    return low, usual, high
+
+
+def scratch_bytes(rt: TensorRT, engine: Any) -> int:
+    """Device memory that one execution context takes for what lies between the layers."""
+    if rt.can.device_memory_v2:
+        return int(engine.device_memory_size_v2)
+    return int(engine.device_memory_size)

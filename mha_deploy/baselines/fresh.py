@@ -1,0 +1,57 @@
+"""Golden cases that nobody has seen: new inputs at any sizes, with the oracle that belongs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from mha_deploy.baselines.blocked import run_in_blocks
+from mha_deploy.baselines.module import module_from_bundle
+from mha_deploy.bundle import Bundle
+from mha_deploy.export.golden import GoldenCapture, fp64_twin, refuse_overflow
+from mha_deploy.export.golden_plan import PlannedCase
+from mha_deploy.golden import GoldenCase
+
+_GIB = 1 << 30
+# For the scores and activations of the oracle; what the device has besides is for weights and results.
+ORACLE_BYTES = {"cpu": 2 * _GIB, "cuda": 16 * _GIB}
+
+
+class FreshCases:
+    """Makes cases for the layer of a bundle, with its own weights.
+
+    Args:
+        bundle: The bundle.
+        device: Where the module and its FP64 twin run.
+        oracle_bytes: Memory that the oracle may take besides its weights; see `ORACLE_BYTES`.
+    """
+
+    def __init__(self, bundle: Bundle, device: str, *, oracle_bytes: int | None = None) -> None:
+        self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
+        self._module = module_from_bundle(bundle, path="plain", device=device)
+        self._oracle = fp64_twin(self._module)
+        limit = oracle_bytes or ORACLE_BYTES[torch.device(device).type]
+        self._run_oracle = partial(run_in_blocks, limit_bytes=limit)
+
+    def case(self, sizes: Mapping[str, int], *, seed: int, ragged: bool = False) -> GoldenCase:
+        """Draw inputs and compute what is true of them.
+
+        Args:
+            sizes: A size for every axis of the spec.
+            seed: Seed of the inputs; the same seed at the same sizes draws the same.
+            ragged: Whether key lengths go down to 1 and 0, where the layer has key lengths.
+
+        Raises:
+            ExportError: The module itself overflows on these inputs.
+        """
+        self.spec.check_sizes(sizes)
+        at = "-".join(f"{axis}{size}" for axis, size in sizes.items())
+        name = f"fresh-{at}-seed{seed}{'-ragged' if ragged else ''}"
+        capture = GoldenCapture(
+            self._module, self.precision, seed, oracle=self._oracle, run_oracle=self._run_oracle
+        )
+        case = capture.capture(PlannedCase(name=name, sizes=dict(sizes), ragged=ragged))
+        refuse_overflow(case, self.precision)
+        return case

@@ -1,0 +1,88 @@
+"""The ways in which PyTorch runs one layer, by name, on one set of weights.
+
+eager            matmul, softmax, matmul, as the module is written; launched from Python
+eager+graph      the same in a CUDA graph
+sdpa             PyTorch's fused attention, the kernel its own choice; launched from Python
+sdpa-cudnn …     one kernel of the fused attention and no other, in a CUDA graph
+compile          torch.compile of the fused attention, in a CUDA graph
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from mha_deploy.baselines.module import module_from_bundle
+from mha_deploy.bundle import Bundle
+from mha_deploy.errors import DeployError, nearest
+from mha_deploy.reference import build_module
+from mha_deploy.reference.attention import Attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to run a layer.
+
+    Args:
+        path: How attention is computed; see `reference.core`.
+        graph: Whether a timed call is the launch of a CUDA graph.
+        kernel: The one kernel that PyTorch's fused attention may use; None leaves it the choice.
+        compiled: Whether the module goes through torch.compile.
+    """
+
+    path: str
+    graph: bool
+    kernel: SDPBackend | None = None
+    compiled: bool = False
+
+
+_WAYS = {
+    "eager": Way(path="plain", graph=False),
+    "eager+graph": Way(path="plain", graph=True),
+    "sdpa": Way(path="sdpa", graph=False),
+    "sdpa-cudnn": Way(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION),
+    "sdpa-flash": Way(path="sdpa", graph=True, kernel=SDPBackend.FLASH_ATTENTION),
+    "sdpa-efficient": Way(path="sdpa", graph=True, kernel=SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-math": Way(path="sdpa", graph=True, kernel=SDPBackend.MATH),
+    "compile": Way(path="sdpa", graph=True, compiled=True),
+}
+WAYS = tuple(_WAYS)
+
+
+def find_way(name: str) -> Way:
+    """Look a way up by name."""
+    if name not in _WAYS:
+        raise DeployError("PyTorch is not run in such a way.", got=name, hint=nearest(name, WAYS))
+    return _WAYS[name]
+
+
+class TorchModels:
+    """The layer of a bundle on one device, its weights there once for all the ways to run it.
+
+    Args:
+        bundle: The bundle.
+        device: Where the weights are.
+    """
+
+    def __init__(self, bundle: Bundle, device: str = "cuda") -> None:
+        self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
+        self.device = device
+        self._first = module_from_bundle(bundle, path="plain", device=device)
+        self._by_path = {"plain": self._first}
+
+    def module(self, path: str) -> Attention:
+        """The layer with its attention computed along a path."""
+        if path not in self._by_path:
+            dtype = getattr(torch, self.precision.torch_name)
+            # Weights that are of this type on this device already are not copied.
+            self._by_path[path] = build_module(
+                self.spec, weights=self._first.state_dict(), dtype=dtype, device=self.device, path=path
+            )
+        return self._by_path[path]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Memory of the weights."""
+        return sum(parameter.nbytes for parameter in self._first.parameters())

@@ -1,0 +1,50 @@
+"""From an engine on disk to a runner, on the machine that it fits."""
+
+from __future__ import annotations
+
+from mha_deploy.backends.tensorrt.run import TensorRTRunner
+from mha_deploy.backends.tensorrt.versions import load
+from mha_deploy.engine.machine import first_gpu, misfits
+from mha_deploy.engine.record import Engine
+from mha_deploy.errors import BackendUnavailable
+
+
+def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> TensorRTRunner:
+    """Load an engine into the TensorRT that built it.
+
+    Args:
+        engine: The engine, as `open_engine` checked it.
+        cuda_graph: Whether calls are recorded once and launched as a CUDA graph.
+
+    Raises:
+        BackendUnavailable: The engine does not fit this machine; the error says in what.
+        EngineError: It fits, and cannot be loaded.
+    """
+    manifest = engine.manifest
+    reasons = reasons_not_to_run(engine)
+    if reasons:
+        raise BackendUnavailable(
+            f"{engine.path.name} cannot run here.",
+            got="; ".join(reasons),
+            hint=f"build one here: mha-deploy build-engine BUNDLE --backend {manifest.backend}",
+        )
+    # The runtime inside a version-compatible engine is code, and is run: only where it was asked for.
+    host_code = bool(manifest.options.get("version_compatible"))
+    plan = engine.path.read_bytes()
+    return TensorRTRunner(load(manifest.backend), plan, host_code=host_code, cuda_graph=cuda_graph)
+
+
+def reasons_not_to_run(engine: Engine) -> list[str]:
+    """Why an engine cannot run on this machine; empty where it can.
+
+    Unlike `machine.misfits_here` this imports TensorRT, and asks the module itself for its version: that
+    is what the manifest holds, and the installed package may call itself otherwise.
+    """
+    return misfits(engine, _module_version(engine.manifest.backend), first_gpu())
+
+
+def _module_version(backend: str) -> str | None:
+    try:
+        return load(backend).version
+    except BackendUnavailable:
+        return None

@@ -1,0 +1,122 @@
+"""A device in the host's memory, with the methods of `backends.cuda`: for order and cleanup, not for numbers.
+
+What is queued runs at once, or is kept while the stream records. The fake of TensorRT reads and writes the
+same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mha_deploy.backends.cuda import CudaError, Gpu
+
+
+@dataclass
+class Device:
+    """What is alive, and what was done in which order."""
+
+    memory: dict[int, bytearray] = field(default_factory=dict)
+    graphs: int = 0
+    streams: int = 0
+    recording: list[Callable[[], None]] | None = None
+    done: list[str] = field(default_factory=list)
+    fail_on: str = ""
+    allocations_left: int = 1000
+
+    def queue(self, name: str, work: Callable[[], None]) -> None:
+        if self.recording is not None:
+            self.recording.append(work)
+        else:
+            self.done.append(name)
+            work()
+
+    def is_empty(self) -> bool:
+        return not self.memory and not self.graphs and not self.streams
+
+
+DEVICE = Device()
+
+
+def install(monkeypatch) -> Device:
+    """Put the fake in the place of the GPU, fresh."""
+    import mha_deploy.backends.gpu as gpu
+    import mha_deploy.backends.tensorrt.bound as bound
+    import mha_deploy.backends.tensorrt.run as run
+
+    vars(DEVICE).update(vars(Device()))
+    fake = Gpu(name="fake", compute_capability="9.0", l2_bytes=64, memory_bytes=1, pci_bus="0")
+    monkeypatch.setattr(gpu, "open_gpu", lambda: fake)
+    monkeypatch.setattr(run, "Stream", Stream)
+    monkeypatch.setattr(bound, "Buffer", Buffer)
+    monkeypatch.setattr(bound, "capture", capture)
+    return DEVICE
+
+
+class Stream:
+    def __init__(self, handle=None):
+        self.raw = self.handle = 7
+        DEVICE.streams += 1
+
+    def synchronize(self):
+        if DEVICE.recording is not None:
+            raise CudaError("cudaStreamSynchronize failed.", got="cudaErrorStreamCaptureUnsupported")
+
+    def close(self):
+        DEVICE.streams -= 1
+
+
+class Buffer:
+    def __init__(self, nbytes):
+        if not DEVICE.allocations_left:
+            raise CudaError("cudaMalloc failed.", got="cudaErrorMemoryAllocation")
+        DEVICE.allocations_left -= 1
+        self.nbytes = nbytes
+        self.address = 1000 + DEVICE.allocations_left
+        DEVICE.memory[self.address] = bytearray(nbytes)
+
+    def upload(self, array, stream):
+        data = array.tobytes()
+        assert len(data) == self.nbytes
+        DEVICE.queue("upload", lambda: self._write(data))
+
+    def copy_from(self, other, stream):
+        DEVICE.queue("copy", lambda: self._write(DEVICE.memory[other.address]))
+
+    def download(self, shape, dtype, stream):
+        DEVICE.done.append("download")
+        return np.frombuffer(bytes(DEVICE.memory[self.address]), dtype).reshape(shape)
+
+    def fill(self, byte, stream):
+        DEVICE.queue("fill", lambda: self._write(bytes([byte]) * self.nbytes))
+
+    def free(self):
+        del DEVICE.memory[self.address]
+
+    def _write(self, data):
+        DEVICE.memory[self.address][:] = data
+
+
+class Graph:
+    def __init__(self, work):
+        self._work = work
+        DEVICE.graphs += 1
+
+    def launch(self, stream):
+        DEVICE.queue("launch", lambda: [each() for each in self._work])
+
+    def close(self):
+        DEVICE.graphs -= 1
+
+
+def capture(work, stream):
+    DEVICE.recording = []
+    try:
+        work()
+        if DEVICE.fail_on == "capture":
+            raise CudaError("cudaStreamEndCapture failed.", got="cudaErrorStreamCaptureInvalidated")
+        return Graph(DEVICE.recording)
+    finally:
+        DEVICE.recording = None

@@ -1,0 +1,255 @@
+"""ONNX Runtime on a GPU: right answers from the device that was asked for, or a plain refusal."""
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from fresh_python import python
+
+from mha_deploy.backends import GPU_RUNNERS, open_runner
+from mha_deploy.backends import ort_placement as placement
+from mha_deploy.backends.cuda import find_gpu
+from mha_deploy.backends.ort_placement import PlacedNode, nodes_on_cpu, refuse_work_on_cpu
+from mha_deploy.backends.ort_session import inputs_and_outputs, run_bound, session_options
+from mha_deploy.backends.timing import TimingPlan
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.golden import golden_cases
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.lower import lower
+from mha_deploy.validate.parity import judge_case
+
+CPU_PACKAGE = "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
+QUICK = TimingPlan(samples=100, rounds=4)
+OPEN = """
+import sys
+from pathlib import Path
+from mha_deploy.backends import open_runner
+from mha_deploy.errors import BackendUnavailable
+try:
+    open_runner("ort-cuda", Path(sys.argv[1]))
+except BackendUnavailable as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+# The test layers that a graph can be captured of: no more on the CPU than shapes.
+CAPTURED = ["tiny-mha", "tiny-gqa", "tiny-padding", "tiny-cross", "tiny-packed"]
+
+
+def cpu_session(bundle):
+    graph = load_graph(bundle.model_path)
+    options = session_options(onnxruntime, graph)
+    placement.record_placement(options)
+    path = str(bundle.model_path)
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]), graph
+
+
+# -- without a GPU -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not CPU_PACKAGE, reason="this ONNX Runtime has a CUDA provider")
+@pytest.mark.parametrize("backend", GPU_RUNNERS)
+def test_the_package_for_cpus_is_refused_with_the_one_for_gpus(bundles, backend):
+    with pytest.raises(BackendUnavailable, match="has no CUDA provider") as caught:
+        open_runner(backend, bundles("tiny-gqa").model_path)
+    assert "CPUExecutionProvider" in caught.value.got
+    assert "mha-deploy[ort-gpu]" in caught.value.hint
+    assert caught.value.exit_code == 3
+
+
+def test_a_machine_without_onnx_runtime_is_told_how_to_install_it(bundles):
+    done = python(OPEN, bundles("tiny-gqa").model_path, blocked=("onnxruntime",))
+    assert done.returncode == 3, done.stderr
+    assert 'try: pip install "mha-deploy[ort-gpu]"' in done.stdout
+
+
+class FakeSession:
+    def get_providers(self):
+        return ["CPUExecutionProvider"]
+
+
+class FakeRuntime:
+    __version__ = "1.31.1"
+
+    def __init__(self, folder, providers=("CPUExecutionProvider",)):
+        self.__file__ = str(folder / "__init__.py")
+        self._providers = list(providers)
+
+    def get_available_providers(self):
+        return self._providers
+
+
+def test_a_provider_that_was_dropped_is_refused_with_the_words_of_the_loader(tmp_path):
+    (tmp_path / "capi").mkdir()
+    (tmp_path / "capi" / "libonnxruntime_providers_shared.so").write_bytes(b"no library")
+    with pytest.raises(BackendUnavailable, match="dropped its CUDA provider") as caught:
+        placement.refuse_dropped_provider(FakeRuntime(tmp_path), FakeSession())
+    assert "libonnxruntime_providers_shared.so" in caught.value.got
+    assert caught.value.exit_code == 3
+
+
+def test_a_provider_that_is_there_but_not_offered_is_no_cpu_package(tmp_path):
+    (tmp_path / "capi").mkdir()
+    (tmp_path / "capi" / "libonnxruntime_providers_cuda.so").write_bytes(b"no library")
+    with pytest.raises(BackendUnavailable, match="dropped its CUDA provider"):
+        placement.refuse_without_cuda(FakeRuntime(tmp_path))
+
+
+def test_the_packages_own_note_is_not_loaded_past(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORT_CUDA_UNAVAILABLE", "1")
+    assert "ORT_CUDA_UNAVAILABLE" in placement.why_libraries_do_not_load(tmp_path)
+
+
+def test_products_and_attention_on_the_cpu_are_refused_by_name(bundles):
+    session, graph = cpu_session(bundles("tiny-padding"))
+    nodes = nodes_on_cpu(session)
+    assert {"Shape", "MatMul", "Attention"} <= {node.op_type for node in nodes}
+    with pytest.raises(DeployError, match="on the CPU") as caught:
+        refuse_work_on_cpu(nodes, graph)
+    assert "Attention attention" in caught.value.got
+    assert "MatMul q.matmul" in caught.value.got
+    assert "Shape" not in caught.value.got
+
+
+def test_shapes_may_be_computed_on_the_cpu(bundles):
+    graph = load_graph(bundles("tiny-padding").model_path)
+    by_type = {node.op_type: node for node in graph.graph}
+    shapes = [by_type[kind] for kind in ("Shape", "Squeeze", "Concat")]
+    refuse_work_on_cpu(tuple(PlacedNode(op_type=n.op_type, name=n.name) for n in shapes), graph)
+    refuse_work_on_cpu((), graph)
+    refuse_work_on_cpu((PlacedNode(op_type="Cast", name="made by ONNX Runtime"),), graph)
+
+
+def test_an_operator_of_shapes_on_floats_is_work(bundles):
+    graph = load_graph(bundles("tiny-padding").model_path)
+    bias = next(node for node in graph.graph if node.op_type == "Add")
+    with pytest.raises(DeployError, match="on the CPU"):
+        refuse_work_on_cpu((PlacedNode(op_type="Add", name=bias.name),), graph)
+
+
+def test_a_version_that_does_not_tell_where_nodes_run_is_refused():
+    with pytest.raises(BackendUnavailable, match="does not tell"):
+        nodes_on_cpu(FakeSession())
+
+
+@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16, np.float32, np.int32, np.bool_])
+def test_arrays_of_every_type_go_through_a_session(kind):
+    dtype = np.dtype(kind)
+    number = int(onnx.helper.np_dtype_to_tensor_dtype(dtype))
+    ends = [onnx.helper.make_tensor_value_info(name, number, ["N", 3]) for name in "ab"]
+    node = onnx.helper.make_node("Identity", ["a"], ["b"])
+    body = onnx.helper.make_graph([node], "graph", ends[:1], ends[1:])
+    opsets = [onnx.helper.make_opsetid("", 23)]
+    model = onnx.helper.make_model(body, opset_imports=opsets, ir_version=11).SerializeToString()
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    array = (np.arange(12).reshape(3, 4) % 5).astype(dtype).T  # not contiguous
+    got = run_bound(onnxruntime, session, {"a": array}, inputs_and_outputs(session)[1])["b"]
+    assert got.dtype == dtype
+    assert got.flags.writeable
+    np.testing.assert_array_equal(got, array)
+
+
+def test_running_bound_is_running(bundles):
+    bundle = bundles("tiny-gqa", "fp32")
+    session, _ = cpu_session(bundle)
+    case = next(golden_cases(bundle))
+    got = run_bound(onnxruntime, session, case.inputs, inputs_and_outputs(session)[1])
+    np.testing.assert_array_equal(got["output"], session.run(None, dict(case.inputs))[0])
+
+
+@pytest.mark.skipif(find_gpu() is not None or CPU_PACKAGE, reason="there is a GPU, or no CUDA provider")
+def test_without_a_gpu_it_is_unavailable(bundles):
+    with pytest.raises(BackendUnavailable):
+        open_runner("ort-cuda", bundles("tiny-gqa").model_path)
+
+
+# -- with one ------------------------------------------------------------------------------------
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CPU_PACKAGE, reason="needs onnxruntime-gpu"),
+]
+
+
+def on_gpu(test):
+    for mark in gpu:
+        test = mark(test)
+    return test
+
+
+def assert_right(bundle, runner):
+    for case in golden_cases(bundle):
+        verdicts = judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
+        assert [(v.case, v.problem) for v in verdicts] == [(case.name, None)] * len(verdicts)
+
+
+@on_gpu
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny-mha",
+        "tiny-gqa",
+        "tiny-mqa",
+        "tiny-padding",
+        "tiny-causal-padding",
+        "tiny-additive",
+        "tiny-cross",
+    ],
+)
+def test_results_are_right(bundles, name, precision):
+    bundle = bundles(name, precision)
+    with open_runner("ort-cuda", bundle.model_path) as runner:
+        assert runner.name == f"ort-cuda {onnxruntime.__version__}"
+        assert runner.device != "cpu"
+        assert_right(bundle, runner)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["tiny-mha", "tiny-gqa", "tiny-padding"])
+def test_results_of_the_contrib_operators_are_right(bundles, name):
+    bundle = bundles(name, "fp16")
+    with open_runner("ort-cuda-contrib", bundle.model_path) as runner:
+        assert runner.name == f"ort-cuda-contrib {onnxruntime.__version__}"
+        assert_right(bundle, runner)
+
+
+@on_gpu
+@pytest.mark.parametrize("cuda_graph", [True, False])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_timed_call_gives_the_result_of_run(bundles, name, cuda_graph):
+    from mha_deploy.backends.ort_cuda import OrtCudaRunner
+
+    bundle = bundles(name, "fp16")
+    case = next(case for case in golden_cases(bundle) if case.name == "opt")
+    with OrtCudaRunner(bundle.model_path, cuda_graph=cuda_graph) as runner:
+        wanted = runner.run(case.inputs)
+        timing = runner.time(case.inputs, QUICK)
+        again = runner.time(case.inputs, QUICK)
+    assert timing.graph is cuda_graph
+    assert timing.p50 > 0
+    for results in (*timing.results, *again.results):
+        np.testing.assert_array_equal(results["output"], wanted["output"])
+
+
+@on_gpu
+def test_a_graph_that_cannot_be_captured_names_the_option(bundles):
+    """Its key lengths are made on the CPU from shapes, and copied: ONNX Runtime captures no copies."""
+    from mha_deploy.backends.ort_cuda import OrtCudaRunner
+
+    bundle = bundles("tiny-gqa", "fp16")
+    case = next(case for case in golden_cases(bundle) if case.name == "opt")
+    with (
+        OrtCudaRunner(bundle.model_path, dialect="contrib") as runner,
+        pytest.raises(DeployError, match="as a CUDA graph") as caught,
+    ):
+        runner.time(case.inputs, QUICK)
+    assert "cuda_graph=False" in caught.value.hint
+    assert "graph capture" in caught.value.got
+    with OrtCudaRunner(bundle.model_path, dialect="contrib", cuda_graph=False) as runner:
+        assert runner.time(case.inputs, QUICK).graph is False
+
+
+def test_the_contrib_dialect_refuses_what_it_cannot_say(bundles):
+    with pytest.raises(DeployError, match="attention weights"):
+        lower(load_graph(bundles("tiny-weights").model_path), "contrib")

@@ -1,0 +1,163 @@
+"""The clock's arithmetic, and when warming up ends; the GPU's own clock is tested where there is one."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mha_deploy.backends import cuda, nvml, timing
+from mha_deploy.backends.nvml import Conditions
+from mha_deploy.backends.timing import Timing, TimingPlan, settles, slots_past_cache
+from mha_deploy.errors import BackendUnavailable
+
+MIB = 2**20
+
+
+def a_timing(samples, **changes):
+    facts = {
+        "calls_per_sample": 5,
+        "slots": 40,
+        "graph": True,
+        "stable": True,
+        "host_us": 3.0,
+        "gpu": "Some GPU",
+        "conditions": Conditions(sm_mhz=1980),
+    }
+    return Timing(samples_us=tuple(samples), **{**facts, **changes})
+
+
+def test_inputs_rotate_past_the_cache_twice():
+    assert slots_past_cache(3 * MIB, 60 * MIB) == 40
+    assert slots_past_cache(7 * MIB, 50 * MIB) == 15
+    assert slots_past_cache(1, 60 * MIB) == 64, "small inputs: as many copies as are sensible"
+    assert slots_past_cache(10**10, 60 * MIB) == 2, "at least two, or nothing rotates"
+    assert slots_past_cache(0, 60 * MIB) == 64
+
+
+def test_warming_up_ends_when_three_rounds_agree():
+    falling = iter([50.0, 30.0, 20.0, 20.1, 20.2, 1.0])
+    seen = []
+
+    def measure():
+        seen.append(next(falling))
+        return seen[-1]
+
+    assert settles(measure, 0.02, 20)
+    assert seen == [50.0, 30.0, 20.0, 20.1, 20.2]
+
+
+def test_what_never_agrees_is_called_unstable():
+    values = iter(float(2**i) for i in range(100))
+    assert not settles(lambda: next(values), 0.02, 7)
+    assert next(values) == 2.0**7, "it stops after the rounds it was given"
+
+
+def test_two_rounds_that_agree_by_chance_are_not_enough():
+    values = iter([10.0, 10.0, 20.0, 20.0, 30.0, 30.0])
+    assert not settles(lambda: next(values), 0.02, 6)
+
+
+def test_percentiles_and_the_record_for_json():
+    record = a_timing(range(1, 102), results=({"output": np.zeros(3)},), memory_bytes=7)
+    assert (record.p50, record.percentile(0.9), record.percentile(0.99)) == (51.0, 91.0, 100.0)
+    data = json.loads(json.dumps(record.to_dict()))
+    assert (data["p50_us"], data["p90_us"], data["p99_us"], data["samples"]) == (51.0, 91.0, 100.0, 101)
+    assert data["conditions"]["sm_mhz"] == 1980
+    assert "results" not in data
+    assert data["memory_bytes"] == 7
+
+
+def no_gpu():
+    return cuda.find_gpu() is None
+
+
+@pytest.mark.skipif(not no_gpu(), reason="there is a GPU")
+def test_without_a_gpu_the_reason_is_told():
+    with pytest.raises(BackendUnavailable, match="no CUDA GPU") as caught:
+        cuda.open_gpu()
+    assert caught.value.exit_code == 3
+    assert caught.value.hint
+
+
+def test_without_nvml_the_conditions_are_unknown():
+    gpu = cuda.Gpu(
+        name="none", compute_capability="0.0", l2_bytes=0, memory_bytes=0, pci_bus="ffffffff:ff:ff.0"
+    )
+    assert nvml.read_conditions(gpu) == Conditions()
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    found = cuda.find_gpu()
+    if found is None:
+        pytest.skip("there is no CUDA GPU, or cuda-bindings are not installed")
+    return found
+
+
+@pytest.mark.gpu
+def test_a_buffer_gives_back_what_it_took(gpu):
+    array = np.arange(1000, dtype=np.float32)
+    with cuda.new_stream() as stream:
+        first, second = cuda.Buffer(array.nbytes), cuda.Buffer(array.nbytes)
+        first.upload(array, stream)
+        second.copy_from(first, stream)
+        np.testing.assert_array_equal(second.download((1000,), array.dtype, stream), array)
+        second.fill(0, stream)
+        assert not second.download((1000,), array.dtype, stream).any()
+        first.free(), second.free()
+
+
+@pytest.mark.gpu
+def test_an_array_of_another_size_is_refused(gpu):
+    with cuda.new_stream() as stream:
+        buffer = cuda.Buffer(16)
+        with pytest.raises(cuda.CudaError, match="does not fit"):
+            buffer.upload(np.zeros(5, np.float32), stream)
+        buffer.free()
+
+
+@pytest.mark.gpu
+def test_a_graph_does_its_work_when_it_is_launched_and_not_before(gpu):
+    with cuda.new_stream() as stream:
+        source, target = cuda.Buffer(4096), cuda.Buffer(4096)
+        source.fill(1, stream), target.fill(0, stream)
+        graph = cuda.capture(lambda: target.copy_from(source, stream), stream)
+        assert not target.download((4096,), np.dtype(np.uint8), stream).any()
+        graph.launch(stream)
+        assert target.download((4096,), np.dtype(np.uint8), stream).all()
+        graph.close(), source.free(), target.free()
+
+
+@pytest.mark.gpu
+def test_a_failure_while_capturing_leaves_the_stream_usable(gpu):
+    def fail():
+        raise ValueError("no")
+
+    with cuda.new_stream() as stream:
+        with pytest.raises(ValueError, match="no"):
+            cuda.capture(fail, stream)
+        buffer = cuda.Buffer(16)
+        buffer.fill(3, stream)
+        assert (buffer.download((16,), np.dtype(np.uint8), stream) == 3).all()
+        buffer.free()
+
+
+@pytest.mark.gpu
+def test_twice_the_work_takes_about_twice_the_time(gpu):
+    """A copy of 256 MiB against one of 512: the clock must see the difference. No bound on how fast."""
+    with cuda.new_stream() as stream:
+        a, b = cuda.Buffer(512 * MIB), cuda.Buffer(512 * MIB)
+        half_a, half_b = cuda.Buffer(256 * MIB), cuda.Buffer(256 * MIB)
+        plan = TimingPlan(samples=100)
+        whole = timing.measure_latency(lambda slot: b.copy_from(a, stream), 2, stream, gpu, plan, graph=False)
+        half = timing.measure_latency(
+            lambda slot: half_b.copy_from(half_a, stream), 2, stream, gpu, plan, graph=False
+        )
+        assert 1.5 < whole.p50 / half.p50 < 2.5
+        assert len(whole.samples_us) == 100
+        assert whole.conditions.sm_mhz is None or whole.conditions.sm_mhz > 0
+        for buffer in (a, b, half_a, half_b):
+            buffer.free()

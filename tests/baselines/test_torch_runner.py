@@ -1,0 +1,171 @@
+"""PyTorch as a runtime: each way gives right answers, or says why it cannot."""
+
+import numpy as np
+import pytest
+import torch
+
+from mha_deploy.backends.timing import TimingPlan
+from mha_deploy.baselines.refusal import explain_refusal
+from mha_deploy.baselines.runner import open_torch_runner
+from mha_deploy.baselines.ways import WAYS, TorchModels, find_way
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.golden import golden_cases
+from mha_deploy.validate.parity import judge_case
+
+LAYERS = ["tiny-gqa", "tiny-padding", "tiny-mha", "tiny-weights", "tiny-head-mix", "tiny-sparse-heads"]
+QUICK = TimingPlan(samples=100, rounds=4)
+# Kernels that PyTorch may refuse by what the layer asks for: masks, shared heads, head sizes.
+MAY_REFUSE = {"sdpa-cudnn", "sdpa-flash", "sdpa-efficient"}
+
+
+def case_of(bundle, name):
+    return next(case for case in golden_cases(bundle) if case.name == name)
+
+
+def open_or_skip(way, source):
+    try:
+        return open_torch_runner(way, source)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+
+
+def unless_refused(way, act):
+    """Let a kernel refuse the layer, if it gives a reason, and let a compiler be missing."""
+    try:
+        return act()
+    except BackendUnavailable as error:
+        if way != "compile":
+            raise
+        reason = str(error)
+    except DeployError as error:
+        if way not in MAY_REFUSE or "has no kernel for these inputs" not in error.what:
+            raise
+        reason = error.got
+    assert reason
+    pytest.skip(reason)
+
+
+# -- without a GPU -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("way", WAYS)
+def test_without_a_gpu_every_way_is_unavailable(bundles, way):
+    with pytest.raises(BackendUnavailable, match="PyTorch sees no CUDA GPU") as caught:
+        open_torch_runner(way, bundles("tiny-gqa"))
+    assert caught.value.exit_code == 3
+    with pytest.raises(BackendUnavailable, match="PyTorch sees no CUDA GPU"):
+        open_torch_runner(way, TorchModels(bundles("tiny-gqa"), device="cpu"))
+
+
+def test_a_kernel_that_refuses_says_why():
+    place = " (Triggered internally at /pytorch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:1.)"
+    reason = "For dense inputs, both fused kernels require query, key and value to have the same num_heads"
+    told = [
+        f"Memory efficient kernel not used because:{place}",
+        f"{reason}{place}",
+        f"Flash attention kernel not used because:{place}",
+        f"Flash attention has been runtime disabled.{place}",
+    ]
+    error = explain_refusal(
+        "torch 2.11 sdpa-efficient", RuntimeError("No available kernel. Aborting."), told, compiled=False
+    )
+    assert type(error) is DeployError
+    assert error.what == "torch 2.11 sdpa-efficient has no kernel for these inputs."
+    assert (
+        error.got
+        == "For dense inputs, both fused kernels require query, key and value to have the same num_heads"
+    )
+
+
+def test_a_refusal_without_a_reason_keeps_what_was_told():
+    told = ["Flash attention has been runtime disabled. (Triggered internally at x.cpp:1.)"]
+    error = explain_refusal("torch", RuntimeError("No available kernel."), told, compiled=False)
+    assert error.got == "Flash attention has been runtime disabled."
+    assert explain_refusal("torch", RuntimeError("No available kernel."), [], compiled=False).got
+
+
+def test_a_compiler_that_is_not_there_makes_the_way_unavailable():
+    from torch._inductor.exc import TritonMissing
+
+    missing = TritonMissing(first_useful_frame=None)
+    error = explain_refusal("torch 2.11 compile", missing, [], compiled=True)
+    assert isinstance(error, BackendUnavailable)
+    assert "riton" in error.got
+    other = explain_refusal("torch 2.11 compile", RuntimeError("a\nb"), [], compiled=True)
+    assert type(other) is DeployError
+    assert other.got == "a"
+
+
+def test_an_error_of_our_own_stays_as_it_is():
+    own = DeployError("mine")
+    assert explain_refusal("torch", own, [], compiled=False) is own
+
+
+# -- with one ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_way_is_right_or_says_why_not(bundles, name, way):
+    bundle = bundles(name)
+    with open_or_skip(way, bundle) as runner:
+        assert runner.name.startswith("torch ")
+        assert runner.name.endswith(f" {way}")
+        for case in golden_cases(bundle):
+            got = unless_refused(way, lambda case=case: runner.run(case.inputs))
+            verdicts = judge_case(case, got, bundle.manifest.precision)
+            assert [verdict.problem for verdict in verdicts] == [None] * len(got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("way", ["eager", "eager+graph", "sdpa", "sdpa-math"])
+def test_other_precisions(bundles, way, precision):
+    bundle = bundles("tiny-gqa", precision)
+    with open_torch_runner(way, bundle) as runner:
+        for case in golden_cases(bundle):
+            got = runner.run(case.inputs)
+            verdicts = judge_case(case, got, bundle.manifest.precision)
+            assert [verdict.problem for verdict in verdicts] == [None] * len(got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_a_timed_call_gives_the_result_of_run(bundles, way):
+    bundle = bundles("tiny-mha")
+    case = case_of(bundle, "opt")
+    with open_or_skip(way, bundle) as runner:
+        wanted = unless_refused(way, lambda: runner.run(case.inputs))
+        timing = runner.time(case.inputs, QUICK)
+    assert timing.graph == find_way(way).graph
+    assert timing.p50 > 0
+    assert timing.memory_bytes > 0
+    for results in timing.results:
+        verdicts = judge_case(case, results, bundle.manifest.precision)
+        assert [verdict.problem for verdict in verdicts] == [None]
+        np.testing.assert_array_equal(results["output"], wanted["output"])
+
+
+@pytest.mark.gpu
+def test_ways_share_the_weights_on_the_gpu(bundles):
+    models = TorchModels(bundles("tiny-mha"))
+    addresses = {next(models.module(path).parameters()).data_ptr() for path in ("plain", "sdpa")}
+    assert len(addresses) == 1
+    for way in ("eager", "sdpa"):
+        with open_torch_runner(way, models) as runner:
+            assert runner.run(case_of(bundles("tiny-mha"), "min").inputs)["output"].dtype == np.float16
+
+
+@pytest.mark.gpu
+def test_the_efficient_kernel_and_shared_heads(bundles):
+    """Either PyTorch shares heads there by now, or it says that it does not."""
+    bundle = bundles("tiny-gqa")
+    said = ""
+    with open_torch_runner("sdpa-efficient", bundle) as runner:
+        try:
+            runner.run(case_of(bundle, "opt").inputs)
+        except DeployError as error:
+            said = error.got
+    assert not said or "head" in said.lower()
