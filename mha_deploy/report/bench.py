@@ -1,0 +1,116 @@
+"""A benchmark at a glance: one line for every model and size, one column for every row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mha_deploy.report.charts import Look
+from mha_deploy.report.figures import NOTHING, short, sizes_product
+from mha_deploy.report.markup import Html, tag
+from mha_deploy.report.palette import series_of
+from mha_deploy.report.schema import plain_bench
+from mha_deploy.report.tables import Cell, Group, Row, data_table, number, sentence
+
+Data = Mapping[str, Any]
+
+_REFUSED = "refused"
+
+
+def bench_markdown(data: Data) -> str:
+    """A Markdown table of a benchmark: p50 in µs, the fastest of each line in bold, and the floor.
+
+    Args:
+        data: A benchmark as docs/report.md describes it.
+    """
+    plain = plain_bench(data)
+    names = list(series_of(entry["latency"] for entry in plain["models"]))
+    lines = [_line(["model", "B×S", *(_markdown(name) for name in names), "floor"])]
+    lines.append("|---|---|" + "---:|" * (len(names) + 1))
+    for model, point in _points(plain):
+        cells = [_markdown(f"{model['name']} {model['precision']}"), sizes_product(point["sizes"])]
+        fastest = _fastest(point)
+        for name in names:
+            words = _cell_text(point, name)
+            cells.append(f"**{words}**" if name == fastest else words)
+        lines.append(_line([*cells, _floor(point)]))
+    return "\n".join(lines) + "\n"
+
+
+def bench_overview(plain: Data, look: Look) -> Html:
+    """The same as a table of the page."""
+    columns = ("model", "B×S", *(f"#{name}" for name in look), "#floor")
+    rows: list[Row] = []
+    for model, point in _points(plain):
+        fastest = _fastest(point)
+        cells = [_overview_cell(point, name, is_best=name == fastest) for name in look]
+        floor = point["roofline"]["floor_us"] if point["roofline"] else None
+        name = f"{model['name']} {model['precision']}"
+        rows.append([name, sizes_product(point["sizes"]), *cells, number(floor, short(floor))])
+    if not rows:
+        return sentence("Nothing was timed.")
+    return data_table("p50 in µs; the fastest of each line is bold", columns, [Group(rows=rows)])
+
+
+def best_rows(plain: Data) -> Html | None:
+    """How often each row is the fastest."""
+    wins: dict[str, int] = {}
+    for _, point in _points(plain):
+        name = _fastest(point)
+        if name is not None:
+            wins[name] = wins.get(name, 0) + 1
+    if not wins:
+        return None
+    total = sum(wins.values())
+    told = [f"{name} {count}" for name, count in sorted(wins.items(), key=lambda item: -item[1])]
+    return tag("p", f"Fastest, of {total} sizes: {', '.join(told)}.")
+
+
+def _overview_cell(point: Data, name: str, *, is_best: bool) -> Cell:
+    p50, words = _p50(point, name), _cell_text(point, name)
+    return Cell(content=tag("strong", words) if is_best else words, order=p50, numeric=True)
+
+
+def _points(plain: Data) -> list[tuple[Data, Data]]:
+    return [
+        (entry["model"], point)
+        for entry in plain["models"]
+        if entry["latency"]
+        for point in entry["latency"]["points"]
+    ]
+
+
+def _row(point: Data, name: str) -> Data | None:
+    return next((row for row in point["rows"] if row["name"] == name), None)
+
+
+def _p50(point: Data, name: str) -> float | None:
+    row = _row(point, name)
+    return row["timing"]["p50_us"] if row and row["timing"] else None
+
+
+def _fastest(point: Data) -> str | None:
+    timed = [row for row in point["rows"] if row["timing"]]
+    return min(timed, key=lambda row: row["timing"]["p50_us"])["name"] if timed else None
+
+
+def _cell_text(point: Data, name: str) -> str:
+    row = _row(point, name)
+    if row is None:
+        return NOTHING
+    return short(row["timing"]["p50_us"]) if row["timing"] else _REFUSED
+
+
+def _floor(point: Data) -> str:
+    return short(point["roofline"]["floor_us"]) if point["roofline"] else NOTHING
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _markdown(words: str) -> str:
+    """A name that cannot break the table or become markup."""
+    single = re.sub(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]+", " ", words)
+    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", single).replace("&", "&amp;").replace("<", "&lt;")

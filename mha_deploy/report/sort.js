@@ -1,0 +1,37 @@
+// A click on a heading sorts the rows of each group. Rows that explain the one above them stay below it.
+document.querySelectorAll("table").forEach((table) => {
+  table.querySelectorAll("thead th").forEach((head, column) => {
+    head.classList.add("sortable");
+    head.tabIndex = 0;
+    const sort = () => {
+      const up = head.getAttribute("aria-sort") !== "ascending";
+      table.querySelectorAll("thead th").forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      for (const body of table.tBodies) sortBody(body, column, up ? 1 : -1);
+    };
+    head.addEventListener("click", sort);
+    head.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); sort(); }
+    });
+  });
+});
+
+function sortBody(body, column, sign) {
+  const units = [];
+  for (const row of [...body.rows]) {
+    if (row.classList.contains("group")) continue;
+    if (row.cells.length === 1 && units.length) units[units.length - 1].push(row);
+    else units.push([row]);
+  }
+  const key = (unit) => {
+    const cell = unit[0].cells[column];
+    if (!cell) return null;
+    return cell.dataset.v !== undefined ? Number(cell.dataset.v) : cell.classList.contains("n") ? null : cell.textContent;
+  };
+  const order = (a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (x === null || y === null) return (x === null) - (y === null);
+    return sign * (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y)));
+  };
+  units.sort(order).forEach((unit) => body.append(...unit));
+}

@@ -1,0 +1,180 @@
+"""Parts of an example report: what was checked."""
+
+import random
+
+
+def finding(level, section, text):
+    return {"level": level, "section": section, "text": text}
+
+
+def model():
+    return {
+        "name": "bert-base",
+        "summary": "BERT base: bidirectional self-attention with a padding mask",
+        "kind": "MHA",
+        "precision": "fp16",
+        "spec": {
+            "name": "bert-base",
+            "Hq": 12,
+            "Hkv": 12,
+            "D": 64,
+            "E": 768,
+            "bias": True,
+            "mask": "padding",
+            "axes": {"B": {"min": 1, "opt": 8, "max": 32}, "S": {"min": 1, "opt": 128, "max": 512}},
+        },
+        "bundle": "bert-base-fp16",
+        "bundle_sha256": "9f2c0d7be4a1" + "0" * 52,
+        "weights": "random, seed 0",
+    }
+
+
+def environment(*, gpu):
+    card = {
+        "name": "NVIDIA H200",
+        "compute_capability": "9.0",
+        "l2_bytes": 62914560,
+        "memory_bytes": 150754820096,
+    }
+    return {
+        "gpu": card if gpu else None,
+        "driver": "580.159.04" if gpu else None,
+        "platform": "Linux-6.1.0-x86_64-with-glibc2.36",
+        "python": "3.11.2",
+        "versions": {
+            "mha-deploy": "0.1.0",
+            "torch": "2.11.0",
+            "onnx": "1.20.0",
+            "onnxruntime": "1.31.1",
+            "tensorrt": "8.6.1",
+            "numpy": "2.3.4",
+        },
+    }
+
+
+CASES = {"min": (1, 1), "opt": (8, 128), "odd": (3, 37), "ragged": (4, 24), "large": (16, 512)}
+
+
+def parity(backend, share):
+    verdicts = [
+        verdict(case, *sizes, share * (1 + 0.07 * i)) for i, (case, sizes) in enumerate(CASES.items())
+    ]
+    return {
+        "model": "bert-base",
+        "precision": "fp16",
+        "backend": backend,
+        "cases": "golden",
+        "passed": True,
+        "verdicts": verdicts,
+    }
+
+
+def verdict(case, batch, length, share):
+    budget = {"relative_l2": 6.4e-3, "worst_row": 1.1e-2, "max_abs": 6.2e-2, "gain": 3.9e-4}
+    deviation = {name: share * limit * 0.8 for name, limit in budget.items()} | {
+        "relative_l2": share * 6.4e-3
+    }
+    deviation |= {
+        "cosine": 1 - (share * 6.4e-3) ** 2 / 2,
+        "worst_index": [0, length // 2, 511],
+        "worst_got": 1.2344,
+        "worst_want": 1.2361,
+    }
+    return {
+        "case": case,
+        "sizes": {"B": batch, "S": length},
+        "output": "output",
+        "passed": True,
+        "problem": None,
+        "deviation": deviation,
+        "budget": budget,
+        "share": share,
+    }
+
+
+def break_verdict(data, share):
+    data |= {"passed": False, "problem": "out of budget: relative_l2, gain", "share": share}
+    data["deviation"] |= {
+        "relative_l2": share * 6.4e-3,
+        "gain": share * 3.9e-4,
+        "cosine": 0.98,
+        "worst_got": -3.75,
+        "worst_want": 1.2361,
+    }
+
+
+def heatmap(backend, size):
+    dice = random.Random(backend)
+    values = [[size * (0.5 + 0.08 * head + 0.6 * dice.random()) for _ in range(32)] for head in range(12)]
+    return {
+        "backend": backend,
+        "case": "opt",
+        "output": "output",
+        "rows": "head",
+        "columns": "position",
+        "values": values,
+        "bin": 4,
+        "note": "the error is taken before the output projection",
+    }
+
+
+def invariance(check, detail, *, bitwise, share):
+    return {
+        "backend": "tensorrt 8.6.1",
+        "case": "opt",
+        "check": check,
+        "detail": detail,
+        "passed": True,
+        "bitwise": bitwise,
+        "share": share,
+        "problem": None,
+    }
+
+
+def conformance():
+    about = {
+        "none": "no mask",
+        "padding": "padding, boolean",
+        "additive": "additive, float",
+        "causal": "causal",
+        "causal-padding": "causal and padding",
+        "dead-row": "a row that sees no key",
+        "alibi": "ALiBi bias",
+        "native-causal": "causal as the runtime itself means it",
+    }
+    names = ("onnx-reference", "ort-cpu", "tensorrt", "tensorrt-rtx")
+    rows = [
+        {"case": case, "about": words, "diagnostic": case.startswith("native"), "cells": mask_cells(names)}
+        for case, words in about.items()
+    ]
+    rows[5]["cells"]["ort-cpu"] = cell("wrong", "NaN where ONNX defines zeros")
+    rows[4]["cells"]["tensorrt"] = cell("refused", "takes a mask or causal, not both")
+    rows[7]["cells"]["tensorrt"] = cell("wrong", "aligned to the lower right", 0.71, 212.0)
+    return {"precision": "fp16", "seed": 0, "passed": False, "columns": list(names), "rows": rows}
+
+
+def mask_cells(names):
+    cells = {name: cell("conforms", "", 4.1e-4, 0.08) for name in names[:-1]}
+    return cells | {names[-1]: cell("absent", "tensorrt_rtx is not installed")}
+
+
+def cell(status, detail, error=None, share=None):
+    return {"status": status, "detail": detail, "error": error, "share": share}
+
+
+def fp16_range():
+    advice = ["fold the scale into the query weights"]
+    what = "the product q·k reaches 7276 before the scale"
+    node = {
+        "node": "attention",
+        "status": "near",
+        "largest_score_raw": 7276.4,
+        "largest_score": 909.5,
+        "largest_softmax_sum": 128.0,
+        "max_keys": 512,
+        "headroom": 9.0,
+        "findings": [{"status": "near", "what": what, "advice": advice}],
+        "advice": advice,
+        "figures": {"tensors": {"Q": 31.2, "K": 28.9, "V": 4.0}, "scale": 0.125},
+    }
+    return {"worst": "near", "nodes": [node]}

@@ -1,0 +1,170 @@
+"""The description of the data, its checker and its documentation are one."""
+
+import re
+from pathlib import Path
+
+import example_report
+import pytest
+
+from mha_deploy.errors import DeployError
+from mha_deploy.report.plain import as_plain
+from mha_deploy.report.schema import (
+    BENCH,
+    REPORT,
+    check_bench,
+    check_report,
+    plain_bench,
+    plain_report,
+    schema_markdown,
+)
+from mha_deploy.report.shape import OneOf, records
+
+DOC = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+
+
+def problems_after(change):
+    data = as_plain(example_report.fresh("failing"))
+    change(data)
+    return check_report(data)
+
+
+@pytest.mark.parametrize("name", example_report.EXAMPLES)
+def test_the_examples_keep_the_format(name):
+    assert check_report(as_plain(example_report.fresh(name))) == []
+
+
+def test_the_example_of_a_benchmark_keeps_the_format():
+    assert check_bench(as_plain(example_report.bench())) == []
+
+
+# -- the document ----------------------------------------------------------------------------------
+
+
+def test_the_tables_of_the_document_are_those_of_the_schema():
+    assert f"<!-- from schema.py -->\n{schema_markdown()}<!-- end -->" in DOC
+
+
+@pytest.mark.parametrize("schema", [REPORT, BENCH], ids=["report", "bench"])
+def test_the_document_mentions_every_field(schema):
+    for place, record in records(schema):
+        for key, field in record.fields.items():
+            assert f"| `{key}` |" in DOC, f"{place}.{key}"
+            assert field.what
+
+
+def test_every_word_of_a_choice_is_in_the_document():
+    for _, record in records(REPORT):
+        for field in record.fields.values():
+            if isinstance(field.shape, OneOf):
+                assert all(f"`{option}`" in DOC for option in field.shape.options)
+
+
+def test_every_table_of_the_document_has_three_columns():
+    rows = [line for line in DOC.split("<!-- from")[1].splitlines() if line.startswith("|")]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 4 for row in rows)
+
+
+# -- the checker -----------------------------------------------------------------------------------
+
+
+def test_every_key_is_required_and_no_other_is_allowed():
+    """Take every key of every record away, and add a stranger to it."""
+    whole = as_plain(example_report.fresh("failing"))
+    tried = 0
+    for holder, place in walk(whole, REPORT):
+        for key in list(holder):
+            kept = holder.pop(key)
+            assert any("missing" in line and key in line for line in check_report(whole)), f"{place}.{key}"
+            holder[key] = kept
+            tried += 1
+        if not place.startswith("range.nodes"):
+            holder["stranger"] = 1
+            assert any(line.endswith("stranger: unknown") for line in check_report(whole)), place
+            del holder["stranger"]
+    assert check_report(whole) == []
+    assert tried > 100
+
+
+def walk(value, schema):
+    """The first dictionary at every place of the schema."""
+    for place, record in records(schema):
+        found = value
+        for step in filter(None, re.split(r"\.|(?=\[\])", place)):
+            if found is None:
+                break
+            found = first(found, step)
+        if isinstance(found, dict):
+            assert set(record.fields) <= set(found), place
+            yield found, place
+
+
+def first(found, step):
+    if step == "[]":
+        return next((item for item in found if item is not None), None)
+    if step == "*":
+        return next(iter(found.values()))
+    return found.get(step)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda data: data.update(format=2), "format: 2 is not 1"),
+        (lambda data: data["verdict"].update(passed=1), "verdict.passed: 1 is not a true or false"),
+        (lambda data: data["verdict"].update(headline=None), "verdict.headline: None is not a text"),
+        (
+            lambda data: data["verdict"]["findings"][0].update(level="fatal"),
+            "verdict.findings[0].level: 'fatal' is not one of failure, warning, note",
+        ),
+        (
+            lambda data: data["parity"][0]["verdicts"][0]["sizes"].update(B=True),
+            "parity[0].verdicts[0].sizes.B: True is not a whole number",
+        ),
+        (
+            lambda data: data["latency"]["points"][0]["rows"][0]["timing"].update(p50_us=float("nan")),
+            "latency.points[0].rows[0].timing.p50_us: nan is not a number",
+        ),
+        (lambda data: data.update(notes="none"), "notes: 'none' is not a list"),
+        (lambda data: data.update(blame=[]), "blame: [] is not a record"),
+        (
+            lambda data: data["conformance"]["rows"][0]["cells"].popitem(),
+            "conformance.rows[0].cells: not one for every column",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(change, line):
+    assert problems_after(change) == [line]
+
+
+@pytest.mark.parametrize("data", [None, [], "text", {}, {"format": 1}])
+def test_anything_can_be_checked(data):
+    assert check_report(data)
+    assert check_bench(data)
+
+
+def test_a_range_may_hold_further_figures():
+    assert problems_after(lambda data: data["range"]["nodes"][0].update(largest_value=3.0)) == []
+
+
+# -- plain data ------------------------------------------------------------------------------------
+
+
+def test_numbers_that_are_not_finite_become_null():
+    assert as_plain({"a": [float("nan"), float("inf"), -float("inf"), 1.5]}) == {"a": [None, None, None, 1.5]}
+
+
+def test_arrays_and_tuples_become_lists():
+    np = pytest.importorskip("numpy")
+    plain = as_plain({"a": np.arange(2), "b": (np.float32(0.5), np.bool_(True)), "c": np.float64("nan")})
+    assert plain == {"a": [0, 1], "b": [0.5, True], "c": None}
+
+
+def test_a_name_that_is_no_text_is_spelled_out():
+    assert as_plain("a\ud800") == "a\\ud800"
+
+
+@pytest.mark.parametrize("make", [plain_report, plain_bench])
+def test_data_that_does_not_keep_the_format_is_refused(make):
+    with pytest.raises(DeployError, match="does not keep its format") as caught:
+        make({"format": 1})
+    assert "missing" in caught.value.got
