@@ -1,11 +1,15 @@
-"""What the tests share: exported bundles, made once a session, and the machines that have no GPU."""
+"""What the tests share: bundles, made once a session; the command line; and the machines that have no GPU."""
 
 import functools
 import importlib.util
+import sys
+from dataclasses import dataclass
 
 import pytest
 
+from mha_deploy.backends.cuda import find_gpu
 from mha_deploy.catalog import find_spec
+from mha_deploy.cli import main
 
 
 def pytest_collection_modifyitems(config, items):
@@ -13,7 +17,7 @@ def pytest_collection_modifyitems(config, items):
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _has_cuda():
         for item in gpu:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU that PyTorch can use"))
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if "slow" not in config.option.markexpr:
         for item in items:
             if item.get_closest_marker("slow"):
@@ -21,6 +25,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _has_cuda():
+    if find_gpu() is not None:
+        return True
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
@@ -55,3 +61,49 @@ def bundles(tmp_path_factory, quick_exporter):
         return bundle_from_spec(find_spec(name), folder, ExportOptions(precision=precision))
 
     return lambda name, precision="fp16": make(name, precision)
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run_cli(monkeypatch, capsys):
+    """Run `mha-deploy` with these arguments through its `main`, errors and exit codes included."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["mha-deploy", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return Done(caught.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(run_cli):
+    """Run a command that must be refused: the error has its three parts and stdout stays empty."""
+
+    def run(*arguments, what, got="", hint="", code=2):
+        done = run_cli(*arguments)
+        assert done.code == code, done.err
+        assert done.out == ""
+        lines = done.err[done.err.index("error: ") :].splitlines()
+        text = {line.partition(": ")[0].strip(): line.partition(": ")[2] for line in lines}
+        assert what in text["error"]
+        assert got in text.get("got", "")
+        assert hint in text.get("try", "")
+        assert "Traceback" not in done.err
+        return done
+
+    return run

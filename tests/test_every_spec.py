@@ -7,7 +7,7 @@ from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.export.options import ExportOptions
-from mha_deploy.validate import validate_bundle
+from mha_deploy.validate.graph import graph_parity
 
 GIGABYTES = ("gpt3-175b", "llama-2-70b")
 TINY = [name for name in catalog_names() if name.startswith("tiny-")]
@@ -27,7 +27,7 @@ def real_bundle(request, tmp_path_factory, quick_exporter):
 
 
 def assert_validates(bundle):
-    report = validate_bundle(bundle)
+    report = graph_parity(bundle)
     assert report.verdicts
     assert report.passed, report.to_dict()
 

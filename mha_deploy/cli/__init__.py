@@ -14,6 +14,7 @@ import traceback
 import typer
 
 from mha_deploy.cli.analyze import analyze
+from mha_deploy.cli.bench import bench
 from mha_deploy.cli.build_engine import build_engine
 from mha_deploy.cli.check import check
 from mha_deploy.cli.deploy import deploy
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (deploy, export, check, build_engine, validate, inspect, models, analyze, doctor):
+for verb in (deploy, export, check, build_engine, validate, bench, inspect, models, analyze, doctor):
     app.command()(verb)
 
 

@@ -26,13 +26,17 @@ from mha_deploy.cli.options import (
     print_json,
     spec_from_options,
 )
-from mha_deploy.cli.validate import print_report, validate_with_progress
+from mha_deploy.cli.progress import steps
+from mha_deploy.cli.validate import Latency, print_report, report_to_json, write_report_files
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.export.options import ExportOptions
+from mha_deploy.validate.options import ValidateOptions
 
 if TYPE_CHECKING:
+    from mha_deploy.bundle import Bundle
     from mha_deploy.engine.record import Engine
+    from mha_deploy.validate.report import Report
 
 
 def deploy(
@@ -53,36 +57,55 @@ def deploy(
     sm: Targets = "",
     allow_decomposed: AllowDecomposed = False,
     engine: Annotated[bool, typer.Option(help="Whether to build an engine.")] = True,
+    latency: Latency = None,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Export a model, validate its graph, build an engine, and say whether it is fused: the whole way."""
+    """Export a model, build an engine, run it against the FP64 oracle and beside PyTorch: the whole way."""
     spec = spec_from_options(model, axis, projections)
     target = out or Path("bundles") / f"{spec.name}-{precision}"
     options = ExportOptions(precision=precision, seed=seed, weights=weights, overwrite=overwrite)
     bundle = export_with_progress(spec, target, options)
-    report = validate_with_progress(bundle, None)
     if not json:  # at once: the engine may yet be refused
         print_bundle(bundle)
-        print_report(report)
-    # No engine from a graph that is wrong: its verdict would only distract.
     settings = EngineOptions(backend=backend, targets=sm, allow_decomposed=allow_decomposed)
-    built = build_with_progress(bundle, settings) if engine and report.passed else None
+    asked = ValidateOptions(
+        latency=latency, require_fused=not allow_decomposed, require_precision=True, sweep=None
+    )
+    report, built = _build_and_validate(bundle, settings if engine else None, asked, json)
     if json:
         print_json(
             {
                 "bundle": str(bundle.path),
-                "validation": report.to_dict(),
+                "validation": report_to_json(report),
                 "engine": None if built is None else engine_to_dict(built),
             }
         )
-    elif built is not None:
-        print_engine(built)
-        typer.echo("The engine was built and inspected, but not run.")
-    if not report.passed or (built is not None and not _is_as_asked(built, allow_decomposed)):
+    else:
+        print_report(report)
+    write_report_files(report, bundle.path, quiet=json)
+    if not report.passed:
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
 
-def _is_as_asked(engine: Engine, allow_decomposed: bool) -> bool:
-    fused = engine.manifest.all_fused or allow_decomposed
-    return fused and engine.manifest.is_in_precision
+def _build_and_validate(
+    bundle: Bundle, settings: EngineOptions | None, options: ValidateOptions, json: bool
+) -> tuple[Report, Engine | None]:
+    """Judge the graph, build the engine once it is right, judge the engine."""
+    from mha_deploy.validate.run import validate_bundle
+
+    built: list[Engine] = []
+
+    def build(settings: EngineOptions) -> None:
+        built.append(build_with_progress(bundle, settings))
+        if not json:
+            print_engine(built[0])
+
+    with steps(f"validate {bundle.manifest.spec.name}") as on_step:
+        report = validate_bundle(
+            bundle,
+            options,
+            build=None if settings is None else lambda graph: build(settings),
+            on_step=lambda name: on_step(name, 0, 0),
+        )
+    return report, built[0] if built else None

@@ -68,7 +68,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     facts.add_row(
         "fused", f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"
     )
-    cases = "  ".join(f"{entry.name} {_sizes(entry.sizes)}" for entry in manifest.golden)
+    cases = "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden)
     facts.add_row("golden", escape(cases))
     facts.add_row("weights", escape(manifest.weights))
     facts.add_row("size", f"{size / 1e6:,.1f} MB in {len(manifest.files)} files")
@@ -129,7 +129,7 @@ def parity_renderable(report: ParityReport) -> RenderableType:
     for column in ("rel. L2", "row", "max", "1-cos", "used"):
         rows.add_column(column, justify="right", no_wrap=True)
     for verdict in report.verdicts:
-        place = (_sizes(verdict.sizes), escape(verdict.output))
+        place = (sizes_text(verdict.sizes), escape(verdict.output))
         rows.add_row(escape(verdict.case), _verdict(verdict), *place, *_figures(verdict))
     failed = sum(not verdict.passed for verdict in report.verdicts)
     count = len(report.verdicts)
@@ -197,7 +197,8 @@ def _problem(verdict: OutputVerdict) -> Text:
     return Text(text, style="red")
 
 
-def _sizes(sizes: Mapping[str, int]) -> str:
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Sizes as people write them."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 

@@ -1,7 +1,8 @@
-"""`mha-deploy validate`: is the result right?"""
+"""`mha-deploy validate`: is the result right, and how fast is it?"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,45 +10,109 @@ import typer
 from mha_deploy.cli.options import BundleFolder, Json, print_json
 from mha_deploy.cli.progress import steps
 from mha_deploy.errors import EXIT_VERDICT_FAILED
+from mha_deploy.validate.options import ValidateOptions
 
 if TYPE_CHECKING:
     from mha_deploy.bundle import Bundle
-    from mha_deploy.validate.parity import ParityReport
+    from mha_deploy.validate.report import Report
 
-Backend = Annotated[
-    str | None,
-    typer.Option(help="ort-cpu or onnx-reference; unless given, the one that has kernels for the precision."),
+Backends = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        help="Who is judged: an engine's name, ort-cuda, ort-cpu, onnx-reference, eager, sdpa-cudnn … Can be "
+        "repeated; unless given, the graph and every engine that can run here, beside PyTorch.",
+    ),
 ]
-
-
+EngineName = Annotated[
+    str | None, typer.Option("--engine", help="The one engine to run; all of the bundle's unless given.")
+]
+Latency = Annotated[
+    bool | None,
+    typer.Option("--latency/--no-latency", help="Whether to time; where there is a GPU unless given."),
+]
+Sweep = Annotated[
+    bool | None,
+    typer.Option(
+        "--sweep/--no-sweep",
+        help="Whether to try every profile at its corners; where an engine runs unless given.",
+    ),
+]
+Fresh = Annotated[int, typer.Option(min=0, help="How many random cases to draw besides. Needs PyTorch.")]
+Conformance = Annotated[
+    bool, typer.Option("--conformance", help="Also ask every runtime how it treats masks.")
+]
+Samples = Annotated[int, typer.Option(min=100, help="Samples of each timing.")]
+Kernels = Annotated[
+    bool, typer.Option("--kernels", help="Say which kernels take the time. Needs PyTorch's profiler.")
+]
+RequireFused = Annotated[
+    bool, typer.Option("--require-fused", help="Fail unless every attention of the engines is fused.")
+]
+RequirePrecision = Annotated[
+    bool, typer.Option("--require-precision", help="Fail unless the engines are in the graph's precision.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", help="Where report.json and report.html go; the bundle unless given."),
+]
+Write = Annotated[bool, typer.Option("--report/--no-report", help="Whether to write the report.")]
 SelfTest = Annotated[
     bool,
     typer.Option(
-        "--self-test", help="Also make deliberate mistakes in the graph, and show that each is caught."
+        "--self-test", help="Only make deliberate mistakes in the graph, and show that each is caught."
     ),
 ]
 
 
 def validate(
-    bundle: BundleFolder, backend: Backend = None, self_test: SelfTest = False, json: Json = False
+    bundle: BundleFolder,
+    backend: Backends = None,
+    engine: EngineName = None,
+    latency: Latency = None,
+    sweep: Sweep = None,
+    fresh: Fresh = ValidateOptions.fresh,
+    conformance: Conformance = False,
+    samples: Samples = ValidateOptions.samples,
+    kernels: Kernels = False,
+    require_fused: RequireFused = False,
+    require_precision: RequirePrecision = False,
+    out: Out = None,
+    report: Write = True,
+    self_test: SelfTest = False,
+    json: Json = False,
 ) -> None:
-    """Run every golden case of a bundle and compare it with the FP64 oracle. Needs no PyTorch."""
+    """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch."""
     from mha_deploy.bundle import open_bundle
 
     opened = open_bundle(bundle)
     if self_test:
         _self_test(opened, backend, json)
         return
-    report = validate_with_progress(opened, backend)
+    options = ValidateOptions(
+        backends=tuple(backend or ()),
+        engine=engine,
+        latency=latency,
+        sweep=sweep,
+        fresh=fresh,
+        conformance=conformance,
+        samples=samples,
+        kernels=kernels,
+        require_fused=require_fused,
+        require_precision=require_precision,
+    )
+    result = validate_with_progress(opened, options)
     if json:
-        print_json(report.to_dict())
+        print_json(report_to_json(result))
     else:
-        print_report(report)
-    if not report.passed:
+        print_report(result)
+    if report:
+        write_report_files(result, out or opened.path, quiet=json)
+    if not result.passed:
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
 
-def _self_test(bundle: Bundle, backend: str | None, json: bool) -> None:
+def _self_test(bundle: Bundle, backends: list[str] | None, json: bool) -> None:
     from rich.console import Console
 
     from mha_deploy.cli.tables import self_test_renderable
@@ -57,7 +122,9 @@ def _self_test(bundle: Bundle, backend: str | None, json: bool) -> None:
     names = sabotages()
     with steps(f"self-test {bundle.manifest.spec.name}") as on_step:
         result = self_test(
-            bundle, backend, on_mistake=lambda name: on_step(name, names.index(name), len(names))
+            bundle,
+            backends[0] if backends else None,
+            on_mistake=lambda name: on_step(name, names.index(name), len(names)),
         )
     if json:
         print_json(result.to_dict())
@@ -67,21 +134,33 @@ def _self_test(bundle: Bundle, backend: str | None, json: bool) -> None:
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
 
-def validate_with_progress(bundle: Bundle, backend: str | None) -> ParityReport:
+def validate_with_progress(bundle: Bundle, options: ValidateOptions) -> Report:
     """Validate with progress on stderr."""
-    from mha_deploy.validate import validate_bundle
+    from mha_deploy.validate.run import validate_bundle
 
-    names = [entry.name for entry in bundle.manifest.golden]
     with steps(f"validate {bundle.manifest.spec.name}") as on_step:
-        return validate_bundle(
-            bundle, backend, on_case=lambda name: on_step(name, names.index(name), len(names))
-        )
+        return validate_bundle(bundle, options, on_step=lambda name: on_step(name, 0, 0))
 
 
-def print_report(report: ParityReport) -> None:
+def report_to_json(report: Report) -> dict[str, object]:
+    """A report as plain data, checked against its own schema."""
+    from mha_deploy.report.schema import plain_report
+
+    return plain_report(report.to_dict())
+
+
+def write_report_files(report: Report, folder: Path, *, quiet: bool = False) -> None:
+    """Write the report beside the bundle, and say where."""
+    from mha_deploy.report.write import write_report
+
+    _, page = write_report(folder, report.to_dict())
+    typer.echo(f"report: {page}", err=quiet)
+
+
+def print_report(report: Report) -> None:
     """Print the verdict for people."""
     from rich.console import Console
 
-    from mha_deploy.cli.tables import parity_renderable
+    from mha_deploy.cli.report_tables import report_renderable
 
-    Console().print(parity_renderable(report))
+    Console().print(report_renderable(report))

@@ -24,6 +24,9 @@ FACTORS = {"fp16": 16.0, "bf16": 4.0, "fp32": 16.0}
 # key: the weights are 1) the budget must still allow for a runtime that rounds.
 _FLOOR_L2, _FLOOR_ROW, _FLOOR_MAX, _FLOOR_GAIN = 0.5, 0.75, 3.0, 0.1
 
+# A GPU's exponential is an approximation, good to about two ulps of float32, and errs to one side.
+_FAST_EXPONENTIAL = 2.0**-23
+
 # Random errors leave a gain of their size over √N, and more where neighbouring elements err alike.
 _GAIN_NOISE = 4.0
 
@@ -55,5 +58,5 @@ def budget_from_eager(eager: np.ndarray, oracle: np.ndarray, precision: Precisio
         relative_l2=factor * l2,
         worst_row=factor * max(own.worst_row, _FLOOR_ROW * roundoff),
         max_abs=factor * max(own.max_abs, _FLOOR_MAX * roundoff),
-        gain=factor * max(own.gain, _FLOOR_GAIN * roundoff, noise),
+        gain=factor * max(own.gain, _FLOOR_GAIN * roundoff, noise, _FAST_EXPONENTIAL),
     )

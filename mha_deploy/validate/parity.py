@@ -40,15 +40,33 @@ class OutputVerdict:
         """Whether the output is right."""
         return self.problem is None
 
+    @property
+    def share(self) -> float | None:
+        """The largest share of its budget that the error uses; None where there is no number to compare."""
+        return self.budget.share_used(self.deviation) if self.budget and self.deviation else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"passed": self.passed, **asdict(self), "share": self.share}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParityReport:
-    """The verdict on a model in one runtime."""
+    """The verdict on a model in one runtime.
+
+    Args:
+        model: Name of the model.
+        precision: Its precision.
+        backend: The runtime, with its version.
+        cases: Where the cases came from: `golden`, `sweep` or `fresh`.
+        verdicts: One for every output of every case.
+    """
 
     model: str
     precision: str
     backend: str
     verdicts: tuple[OutputVerdict, ...]
+    cases: str = "golden"
 
     @property
     def passed(self) -> bool:
@@ -56,13 +74,14 @@ class ParityReport:
         return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; see docs/parity.md."""
+        """Plain data for JSON; see docs/report.md."""
         return {
             "model": self.model,
             "precision": self.precision,
             "backend": self.backend,
+            "cases": self.cases,
             "passed": self.passed,
-            "verdicts": [{"passed": verdict.passed, **asdict(verdict)} for verdict in self.verdicts],
+            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
 
 
@@ -79,7 +98,21 @@ def parity_from_runner(
     for case in cases:
         on_case(case.name)
         verdicts += judge_case(case, runner.run(case.inputs), precision)
-    return ParityReport(model=model, precision=precision.name, backend=runner.name, verdicts=tuple(verdicts))
+    return parity_from_verdicts(verdicts, model=model, precision=precision, backend=runner.name)
+
+
+def parity_from_verdicts(
+    verdicts: Iterable[OutputVerdict],
+    *,
+    model: str,
+    precision: Precision,
+    backend: str,
+    cases: str = "golden",
+) -> ParityReport:
+    """Put verdicts together that were reached one by one."""
+    return ParityReport(
+        model=model, precision=precision.name, backend=backend, verdicts=tuple(verdicts), cases=cases
+    )
 
 
 def judge_case(case: GoldenCase, got: Mapping[str, np.ndarray], precision: Precision) -> list[OutputVerdict]:

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import onnx_ir as ir
-
-from mha_deploy.backends import cpu_backend, open_runner
 from mha_deploy.bundle import Bundle
-from mha_deploy.golden import GoldenCase, golden_cases
+from mha_deploy.golden import golden_cases
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.sabotage import sabotaged, sabotages
-from mha_deploy.validate.parity import ParityReport, parity_from_runner
+from mha_deploy.validate.graph import graph_parity
+from mha_deploy.validate.parity import ParityReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +71,10 @@ def self_test(
         wrong = sabotaged(model, mistake)
         if wrong is not None:
             on_mistake(mistake)
-            report = _validate(wrong, cases, bundle, backend)
+            report = graph_parity(bundle, backend, model=wrong, cases=cases)
             catches.append(Catch(mistake=mistake, caught=not report.passed, share=budget_share(report)))
-    right = _validate(model, cases, bundle, backend)
+    right = graph_parity(bundle, backend, model=model, cases=cases)
     return SelfTest(right=right, catches=tuple(catches))
-
-
-def _validate(model: ir.Model, cases: list[GoldenCase], bundle: Bundle, backend: str | None) -> ParityReport:
-    manifest = bundle.manifest
-    with open_runner(backend or cpu_backend(manifest.precision), model) as runner:
-        return parity_from_runner(runner, cases, model=manifest.spec.name, precision=manifest.precision)
 
 
 def budget_share(report: ParityReport) -> float:

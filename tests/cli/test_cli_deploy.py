@@ -30,9 +30,10 @@ def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
     assert open_bundle(tmp_path / "bundles" / "tiny-mqa-fp16").manifest.spec.name == "tiny-mqa"
     assert done.out.index("1/1 attention as one ONNX Attention node") < done.out.index("PASSED  4/4 outputs")
     assert "export tiny-mqa: 1/9 weights" in done.err
-    assert "validate tiny-mqa: 4/4 large" in done.err
+    assert "validate tiny-mqa: ort-c" in done.err
     assert "export tiny-mqa:" not in done.out
     assert "engine" not in done.out
+    assert (tmp_path / "bundles" / "tiny-mqa-fp16" / "report.html").is_file()
 
 
 def test_deploy_for_machines_gives_one_document(run_cli, tmp_path):
@@ -42,9 +43,10 @@ def test_deploy_for_machines_gives_one_document(run_cli, tmp_path):
     assert done.code == 0, done.err
     result = json.loads(done.out)
     assert (result["bundle"], result["engine"]) == (str(target), None)
-    assert result["validation"]["passed"] is True
-    assert result["validation"]["precision"] == open_bundle(target).manifest.precision.name == "fp32"
-    assert max(row["sizes"]["S"] for row in result["validation"]["verdicts"]) == 9
+    validation = result["validation"]
+    assert validation["verdict"]["passed"] is True
+    assert validation["model"]["precision"] == open_bundle(target).manifest.precision.name == "fp32"
+    assert max(row["sizes"]["S"] for row in validation["parity"][0]["verdicts"]) == 9
 
 
 @needs_rtx
@@ -52,7 +54,10 @@ def test_deploy_goes_as_far_as_a_fused_engine(run_cli, tmp_path):
     target = tmp_path / "b"
     done = run_cli("deploy", "tiny-gqa", "-o", target, "--backend", "tensorrt-rtx", "--json")
     assert done.code == 0, done.err
-    engine = json.loads(done.out)["engine"]
+    result = json.loads(done.out)
+    engine, (judged,) = result["engine"], result["validation"]["engines"]
+    assert (judged["name"], judged["fused"], judged["ran"]) == ("tensorrt-rtx", [1, 1], False)
+    assert "NVIDIA GPU" in judged["why_not"] or "is" in judged["why_not"]
     assert [node["status"] for node in engine["verdict"]["nodes"]] == ["fused"]
     assert engine["backend"] == "tensorrt-rtx"
     assert (target / "engines" / "tensorrt-rtx.engine").stat().st_size == engine["engine_bytes"]

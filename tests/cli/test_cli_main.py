@@ -12,7 +12,18 @@ from fresh_python import python
 from mha_deploy import __version__, cli
 from mha_deploy.errors import BackendUnavailable, DeployError
 
-VERBS = ("deploy", "export", "check", "build-engine", "validate", "inspect", "models", "analyze", "doctor")
+VERBS = (
+    "deploy",
+    "export",
+    "check",
+    "build-engine",
+    "validate",
+    "bench",
+    "inspect",
+    "models",
+    "analyze",
+    "doctor",
+)
 HEAVY = ("torch", "onnx", "onnx_ir", "numpy", "onnxruntime", "matplotlib", "ml_dtypes")
 
 SHOW_MODULES = """

@@ -3,13 +3,17 @@
 import json
 
 import onnx
+import onnxruntime
 import pytest
 from bundle_edit import copy_of, edit_manifest, rehash
 
+from mha_deploy.backends.cuda import find_gpu
 from mha_deploy.bundle import open_bundle
+from mha_deploy.report.schema import check_report
 
-VERDICT = {"passed", "case", "sizes", "output", "problem", "deviation", "budget"}
+VERDICT = {"passed", "case", "sizes", "output", "problem", "deviation", "budget", "share"}
 MEASURES = {"relative_l2", "worst_row", "max_abs"}
+on_cpu = pytest.mark.skipif(find_gpu() is not None, reason="with a GPU, others take part")
 
 
 @pytest.fixture
@@ -41,14 +45,30 @@ def rename_output(model):
     model.graph.output[0].name = "result"
 
 
-def test_a_right_bundle_passes(run_cli, bundles):
-    done = run_cli("validate", bundles("tiny-gqa").path)
+@on_cpu
+def test_a_right_bundle_passes(run_cli, folder):
+    done = run_cli("validate", folder)
     assert done.code == 0, done.err
     assert "PASSED  4/4 outputs within budget" in done.out
     assert "tiny-gqa fp16 on ort-cpu" in done.out
     for name in ("min", "opt", "odd", "large"):
-        assert f"validate tiny-gqa: {['min', 'opt', 'odd', 'large'].index(name) + 1}/4 {name}" in done.err
+        assert f"validate tiny-gqa: ort-cpu: {name}" in done.err
         assert name in done.out
+    verdict = done.out.strip().splitlines()[-2]
+    assert verdict.startswith(f"PASSED  ort-cpu {onnxruntime.__version__}: 4/4 outputs within budget")
+    assert done.out.strip().splitlines()[-1] == f"report: {folder / 'report.html'}"
+
+
+def test_the_report_is_written_beside_the_bundle_or_elsewhere_or_not_at_all(run_cli, folder, tmp_path):
+    assert run_cli("validate", folder, "--no-report").code == 0
+    assert not (folder / "report.json").exists()
+    assert run_cli("validate", folder, "-o", tmp_path / "out").code == 0
+    written = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert check_report(written) == []
+    assert not (folder / "report.json").exists()
+    assert run_cli("validate", folder).code == 0
+    assert 'data-verdict="passed"' in (folder / "report.html").read_text(encoding="utf-8")
+    open_bundle(folder)  # a report beside it does not change a bundle
 
 
 def test_the_report_for_machines_has_every_figure(run_cli, bundles):
@@ -56,11 +76,13 @@ def test_the_report_for_machines_has_every_figure(run_cli, bundles):
     done = run_cli("validate", bundle.path, "--json")
     report = json.loads(done.out)
     assert done.code == 0
-    assert set(report) == {"model", "precision", "backend", "passed", "verdicts"}
-    assert (report["model"], report["precision"], report["passed"]) == ("tiny-gqa", "fp16", True)
-    assert report["backend"].startswith("ort-cpu ")
-    assert [row["case"] for row in report["verdicts"]] == [entry.name for entry in bundle.manifest.golden]
-    for row, entry in zip(report["verdicts"], bundle.manifest.golden, strict=True):
+    assert check_report(report) == []
+    assert report["verdict"]["passed"] is True
+    assert (report["model"]["name"], report["model"]["precision"]) == ("tiny-gqa", "fp16")
+    (parity,) = report["parity"]
+    assert parity["backend"].startswith("ort-c")
+    assert [row["case"] for row in parity["verdicts"]] == [entry.name for entry in bundle.manifest.golden]
+    for row, entry in zip(parity["verdicts"], bundle.manifest.golden, strict=True):
         assert set(row) == VERDICT
         assert (row["passed"], row["problem"], row["output"]) == (True, None, "output")
         assert row["sizes"] == entry.sizes
@@ -78,15 +100,18 @@ def test_a_wrong_model_fails_though_every_hash_matches(run_cli, folder):
     assert "FAILED" in done.out
     assert "out of budget" in done.out
     assert "worst at [" in done.out
-    assert done.err.count("validate tiny-gqa") == 4, "progress only"
+    assert done.out.strip().splitlines()[-2].startswith("FAILED  ort-c")
+    assert "error" not in done.err, "a wrong result is a verdict"
+    assert 'data-verdict="failed"' in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_wrong_model_fails_in_the_report_for_machines(run_cli, folder):
     replace_model(folder, wrong_scale)
     done = run_cli("validate", folder, "--json")
     report = json.loads(done.out)
-    assert (done.code, report["passed"]) == (1, False)
-    failed = [row for row in report["verdicts"] if not row["passed"]]
+    assert (done.code, report["verdict"]["passed"]) == (1, False)
+    assert [finding["section"] for finding in report["verdict"]["findings"]] == ["parity"]
+    failed = [row for row in report["parity"][0]["verdicts"] if not row["passed"]]
     assert {row["case"] for row in failed} >= {"opt", "odd", "large"}, "one key leaves nothing to scale"
     for row in failed:
         assert row["problem"].startswith("out of budget: ")
@@ -97,7 +122,7 @@ def test_a_wrong_model_fails_in_the_report_for_machines(run_cli, folder):
 def test_an_output_of_another_name_fails(run_cli, folder):
     replace_model(folder, rename_output)
     report = json.loads(run_cli("validate", folder, "--json").out)
-    problems = {row["output"]: row["problem"] for row in report["verdicts"]}
+    problems = {row["output"]: row["problem"] for row in report["parity"][0]["verdicts"]}
     assert problems == {"output": "missing from the result", "result": "not an output of the model"}
 
 
@@ -121,11 +146,12 @@ def test_a_graph_that_is_none_is_bad_input(refused, folder):
     refused("validate", folder, what="not an ONNX model", got="model.onnx")
 
 
+@on_cpu
 def test_bf16_is_validated_by_the_runtime_that_has_it(run_cli, refused, bundles):
     path = bundles("tiny-padding", "bf16").path
     done = run_cli("validate", path, "--json")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["backend"].startswith("onnx-reference ")
+    assert json.loads(done.out)["parity"][0]["backend"].startswith("onnx-reference ")
     refused("validate", path, "--backend", "ort-cpu", what="no CPU kernel", hint="onnx-reference", code=3)
 
 
@@ -133,7 +159,7 @@ def test_a_backend_is_chosen_by_name(run_cli, refused, bundles):
     path = bundles("tiny-gqa").path
     done = run_cli("validate", path, "--backend", "onnx-reference", "--json")
     assert done.code == 0, done.out
-    assert json.loads(done.out)["backend"].startswith("onnx-reference ")
+    assert json.loads(done.out)["parity"][0]["backend"].startswith("onnx-reference ")
     refused("validate", path, "--backend", "ort-gpu", what="No such backend", got="ort-gpu", hint="'ort-cpu'")
 
 

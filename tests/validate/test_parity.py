@@ -6,7 +6,7 @@ import pytest
 
 from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.precision import PRECISIONS
-from mha_deploy.validate import validate_bundle
+from mha_deploy.validate.graph import graph_parity
 from mha_deploy.validate.parity import ParityReport, judge_case
 
 FP16 = PRECISIONS["fp16"]
@@ -73,7 +73,7 @@ def test_a_report_without_verdicts_has_not_passed():
 
 
 def test_the_report_is_plain_json_and_names_the_runtime(bundles):
-    report = validate_bundle(bundles("tiny-weights"))
+    report = graph_parity(bundles("tiny-weights"))
     data = json.loads(json.dumps(report.to_dict()))
     assert data["passed"] is True
     assert data["backend"].startswith("ort-cpu ")
@@ -83,5 +83,5 @@ def test_the_report_is_plain_json_and_names_the_runtime(bundles):
 
 def test_every_case_is_announced_before_it_runs(bundles):
     bundle, seen = bundles("tiny-mha"), []
-    validate_bundle(bundle, on_case=seen.append)
+    graph_parity(bundle, on_case=seen.append)
     assert seen == [case.name for case in golden_cases(bundle)]

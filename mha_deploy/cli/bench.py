@@ -1,0 +1,63 @@
+"""`mha-deploy bench`: how fast is it, at every batch and length, and beside whom?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mha_deploy.cli.options import Json, print_json
+from mha_deploy.cli.progress import steps
+from mha_deploy.cli.validate import Backends, EngineName, Kernels, Samples
+
+Bundles = Annotated[list[Path], typer.Argument(help="Bundles, with their engines built.")]
+At = Annotated[
+    list[str] | None,
+    typer.Option("--at", help="Sizes such as B=8,S=128, or opt. Can be repeated; a sweep unless given."),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", help="Where bench.json and bench.html go; the first bundle unless given."),
+]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print a table for a benchmark record.")]
+
+
+def bench(
+    bundles: Bundles,
+    at: At = None,
+    backend: Backends = None,
+    engine: EngineName = None,
+    samples: Samples = 200,
+    kernels: Kernels = False,
+    out: Out = None,
+    markdown: Markdown = False,
+    json: Json = False,
+) -> None:
+    """Time engines, ONNX Runtime and PyTorch's own ways side by side, over batches and lengths."""
+    from rich.console import Console
+
+    from mha_deploy.bundle import open_bundle
+    from mha_deploy.cli.report_tables import point_renderable
+    from mha_deploy.report.bench import bench_markdown
+    from mha_deploy.report.write import write_bench
+    from mha_deploy.validate.bench import BenchOptions, bench_bundle, bench_to_dict
+
+    opened = [open_bundle(path) for path in bundles]
+    options = BenchOptions(
+        at=tuple(at or ()), backends=tuple(backend or ()), engine=engine, samples=samples, kernels=kernels
+    )
+    results = []
+    for bundle in opened:
+        name = bundle.manifest.spec.name
+        with steps(f"bench {name}") as on_step:
+            results.append(bench_bundle(bundle, options, on_step=lambda step: on_step(step, 0, 0)))
+        if not json and not markdown:  # one model at a time: the whole may take long
+            Console().print(name, *map(point_renderable, results[-1].points))
+    data = bench_to_dict(results)
+    _, page = write_bench(out or opened[0].path, data)
+    if json:
+        print_json(data)
+    elif markdown:
+        typer.echo(bench_markdown(data))
+    typer.echo(f"report: {page}", err=json or markdown)

@@ -1,0 +1,126 @@
+"""What `validate`, `bench` and `deploy` print of a validation for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from mha_deploy.cli.tables import parity_renderable, sizes_text, table
+from mha_deploy.validate.conformance import ConformanceTable
+from mha_deploy.validate.examine import Examination
+from mha_deploy.validate.invariance import CHECKS
+from mha_deploy.validate.latency import LatencyPoint, LatencyRow
+from mha_deploy.validate.report import Report
+
+# What fits a terminal of 80 columns; the report has the rest.
+_FIGURES = ("p50 µs", "p90", "p99", "× eager", "× best", "TFLOP/s", "roofline")
+_SHOWN_KERNELS = 6
+_NAME_WIDTH = 100
+_LEVELS = {"failure": "red", "warning": "yellow", "note": "dim"}
+_CELLS = {"conforms": "green", "wrong": "red", "refused": "yellow", "absent": "dim"}
+
+
+def report_renderable(report: Report) -> RenderableType:
+    """The evidence first, then what it means: the last line on the screen is the verdict."""
+    return Group(*_blocks(report))
+
+
+def _blocks(report: Report) -> Iterator[RenderableType]:
+    for examination in report.examinations:
+        for parity in examination.parity:
+            yield parity_renderable(parity)
+        if examination.invariance:
+            yield _invariance(examination)
+    if report.conformance is not None:
+        yield conformance_renderable(report.conformance)
+    yield from (point_renderable(point) for point in report.points)
+    for finding in report.findings:
+        yield Text(f"{finding.level}: {finding.text}", style=_LEVELS[finding.level])
+    style = "bold green" if report.passed else "bold red"
+    yield Text(f"{'PASSED' if report.passed else 'FAILED'}  {report.headline}", style=style)
+
+
+def _invariance(examination: Examination) -> Text:
+    """In one line: what was varied, how often, and whether every answer was even the same to the bit."""
+    parts = []
+    for name in CHECKS:
+        checks = [check for check in examination.invariance if check.check == name and check.case]
+        passed = sum(check.passed for check in checks)
+        parts.append(f"{name} {passed}/{len(checks)}" if checks else f"{name}: not applicable")
+    judged = [check for check in examination.invariance if check.case]
+    same = ", bitwise the same" if judged and all(check.bitwise for check in judged) else ""
+    return Text(f"{examination.backend}, rows in other places: {', '.join(parts)}{same}")
+
+
+def point_renderable(point: LatencyPoint) -> RenderableType:
+    """Everyone's time at one set of sizes."""
+    floor = f", floor {point.roofline.floor_us:.1f} µs" if point.roofline else ""
+    rows = table(f"latency at {sizes_text(point.sizes)}{floor}")
+    rows.add_column("who", no_wrap=True)
+    for column in _FIGURES:
+        rows.add_column(column, justify="right", no_wrap=True)
+    for row in point.rows:
+        _add_row(rows, point, row)
+    refused = [Text(f"{row.name}: {row.refused}", style="yellow") for row in point.rows if row.refused]
+    return Group(
+        rows, *refused, *_without_graph(point), *(_kernels(row) for row in point.rows if row.kernels)
+    )
+
+
+def _without_graph(point: LatencyPoint) -> Iterator[Text]:
+    names = [row.name for row in point.rows if row.timing and not row.timing.graph]
+    if names:
+        yield Text(f"launched from Python, without a CUDA graph: {', '.join(names)}", style="dim")
+
+
+def _kernels(row: LatencyRow) -> Text:
+    lines = [
+        f"  {kernel.microseconds:8.1f} µs  {kernel.calls:4.0f} ×  {kernel.name[:_NAME_WIDTH]}"
+        for kernel in row.kernels[:_SHOWN_KERNELS]
+    ]
+    return Text("\n".join([f"kernels of {row.name}", *lines]), style="dim")
+
+
+def _add_row(rows: Table, point: LatencyPoint, row: LatencyRow) -> None:
+    timing = row.timing
+    if timing is None:
+        rows.add_row(escape(row.name), *("-",) * len(_FIGURES))
+        return
+    figures = point.figures(row)
+    rows.add_row(
+        escape(row.name),
+        *(f"{timing.percentile(share):,.1f}" for share in (0.5, 0.9, 0.99)),
+        _number(figures["speedup_over_eager"], ".2f"),
+        _number(figures["speedup_over_best_pytorch"], ".2f"),
+        _number(figures["tflops"], ",.1f"),
+        _number(figures["roofline_share"], ".0%"),
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def conformance_renderable(result: ConformanceTable) -> RenderableType:
+    """How each runtime treats masks."""
+    rows = table(f"masks, {result.precision}")
+    rows.add_column("case", no_wrap=True)
+    for name in result.columns:
+        rows.add_column(name, no_wrap=True)
+    for case in result.rows:
+        cells = [result.cells[case.name][name] for name in result.columns]
+        rows.add_row(escape(case.name), *(Text(cell.status, style=_CELLS[cell.status]) for cell in cells))
+    return Group(rows, *_wrong_cells(result))
+
+
+def _wrong_cells(result: ConformanceTable) -> Sequence[Text]:
+    return [
+        Text(f"{case.name} on {name}: {result.cells[case.name][name].detail}", style="red")
+        for case in result.rows
+        for name in result.columns
+        if result.cells[case.name][name].status == "wrong"
+    ]

@@ -1,0 +1,142 @@
+"""Look at what goes into every attention: a copy of the model that computes that and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from mha_deploy.errors import DeployError
+from mha_deploy.graph.attention_node import (
+    MASK,
+    AttentionNode,
+    K,
+    Q,
+    V,
+    attention_nodes,
+    input_at,
+    is_attention,
+    read_attention,
+)
+
+_POSITIONS = {"Q": Q, "K": K, "V": V, "mask": MASK}
+_CONSTANT_VALUES = ("value", "value_float", "value_floats")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedAttention:
+    """Where a probe shows the inputs of one attention.
+
+    Args:
+        facts: What the node says.
+        outputs: The probe's output for each of `Q`, `K`, `V` and, where there is one, `mask`.
+        tensors: The names that the same tensors have in the model.
+        lowest_mask_constant: The lowest finite number among the constants that the mask is made from. A
+            Cast on the way may have turned it into another one by the time the mask is computed.
+    """
+
+    facts: AttentionNode
+    outputs: Mapping[str, str]
+    tensors: Mapping[str, str]
+    lowest_mask_constant: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A model whose outputs are the inputs of the attentions, and which is which."""
+
+    model: ir.Model
+    attentions: tuple[ProbedAttention, ...]
+
+
+def attention_probe(model: ir.Model) -> Probe:
+    """A copy of the model with the inputs of every attention as its only outputs.
+
+    What does not lead to one of them is gone. The graph inputs stay, so the copy takes the same arrays, and
+    the weights are shared. The given model is not changed.
+
+    Raises:
+        DeployError: There is no attention, or one stands in a function or a branch.
+    """
+    copy = model.clone()
+    nodes = [node for node in copy.graph if is_attention(node)]
+    _refuse_out_of_reach(model, len(nodes))
+    outputs: list[ir.Value] = []
+    attentions = [_probe_one(node, index, outputs) for index, node in enumerate(nodes)]
+    copy.graph.outputs[:] = outputs
+    RemoveUnusedNodesPass()(copy)
+    return Probe(model=copy, attentions=tuple(attentions))
+
+
+def _refuse_out_of_reach(model: ir.Model, found: int) -> None:
+    everywhere = attention_nodes(model)
+    if not everywhere:
+        raise DeployError("The graph has no Attention node.", got=model.graph.name)
+    if found != len(everywhere):
+        raise DeployError(
+            "An attention stands inside a function or a branch, where it cannot be looked at.",
+            got=", ".join(f"{node.name} in {node.graph}" for node in everywhere),
+            hint="inline the functions of the graph",
+        )
+
+
+def _probe_one(node: ir.Node, index: int, outputs: list[ir.Value]) -> ProbedAttention:
+    inputs = {role: input_at(node, position) for role, position in _POSITIONS.items()}
+    given = {role: value for role, value in inputs.items() if value is not None}
+    shown = {role: _show(node, value, f"probe_{index}/{role}") for role, value in given.items()}
+    outputs.extend(shown.values())
+    return ProbedAttention(
+        facts=read_attention(node),
+        outputs={role: str(value.name) for role, value in shown.items()},
+        tensors={role: str(value.name) for role, value in given.items()},
+        lowest_mask_constant=_lowest_constant(given.get("mask")),
+    )
+
+
+def _show(attention: ir.Node, value: ir.Value, name: str) -> ir.Value:
+    """The value behind a node of its own: it may be a graph input, a weight, or shown twice."""
+    graph = attention.graph
+    if graph is None:
+        raise ValueError(f"Node {attention.name!r} belongs to no graph.")
+    identity = ir.node("Identity", inputs=[value], name=name)
+    shown = identity.outputs[0]
+    shown.name, shown.type, shown.shape = name, value.type, value.shape
+    graph.insert_before(attention, identity)
+    return shown
+
+
+def _lowest_constant(value: ir.Value | None) -> float | None:
+    finite = [array[np.isfinite(array)] for array in _float_constants_behind(value)]
+    return min((float(array.min()) for array in finite if array.size), default=None)
+
+
+def _float_constants_behind(value: ir.Value | None) -> Iterator[np.ndarray]:
+    """Every floating-point constant that a value is computed from, in float64."""
+    pending, seen = [value], set[int]()
+    while pending:
+        value = pending.pop()
+        if value is None or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.is_initializer() and value.const_value is not None:
+            yield from _if_float(value.const_value)
+        node = value.producer()
+        if node is not None:
+            pending.extend(node.inputs)
+            if node.op_type == "Constant":
+                yield from _constant_of(node)
+
+
+def _constant_of(node: ir.Node) -> Iterator[np.ndarray]:
+    for name in _CONSTANT_VALUES:
+        if name in node.attributes:
+            number = node.attributes[name].value
+            yield from _if_float(number if isinstance(number, ir.TensorProtocol) else ir.tensor(number))
+
+
+def _if_float(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
+    if tensor.dtype.is_floating_point():
+        yield tensor.numpy().astype(np.float64)

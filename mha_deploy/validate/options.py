@@ -1,0 +1,37 @@
+"""How to validate: everything a user can choose, with its default written once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions:
+    """What to examine.
+
+    Args:
+        backends: Who takes part, by name; everyone that can run here unless given.
+        engine: Name of the one engine to run; all of the bundle's unless given.
+        latency: Whether to time; None for "where there is a GPU".
+        sweep: Whether to try every profile at its corners, with fresh inputs; None for "where an engine runs
+            and PyTorch can tell what is true".
+        fresh: How many fresh random cases to draw besides.
+        conformance: Whether to put the table of masks together.
+        samples: Samples of each timing.
+        kernels: Whether to say which kernels take the time.
+        require_fused: Whether an engine with decomposed attention fails.
+        require_precision: Whether an engine in another precision than the graph's fails.
+        seed: Seed of fresh inputs.
+    """
+
+    backends: tuple[str, ...] = ()
+    engine: str | None = None
+    latency: bool | None = None
+    sweep: bool | None = None
+    fresh: int = 0
+    conformance: bool = False
+    samples: int = 200
+    kernels: bool = False
+    require_fused: bool = False
+    require_precision: bool = False
+    seed: int = 1

@@ -1,0 +1,176 @@
+"""Who takes part in a validation: the graph in ONNX Runtime, the engines, and PyTorch's own ways.
+
+A participant is a name and a way to open its runner. Asked for by name, one that cannot run here is an error;
+otherwise it is left out, and the report says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+from mha_deploy.backends import RUNNERS, available_cpu_backend, open_runner
+from mha_deploy.backends.cuda import find_gpu
+from mha_deploy.backends.runner import Runner
+from mha_deploy.bundle import Bundle
+from mha_deploy.engine.record import Engine, engines_of
+from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
+from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.versions import can_import
+
+if TYPE_CHECKING:
+    from mha_deploy.baselines.runner import TorchModels
+
+CPU_RUNNERS = ("ort-cpu", "onnx-reference")
+PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX = "pytorch", "onnxruntime", "tensorrt", "onnx"
+
+# Named here as well, so that a machine without PyTorch can tell a wrong name from a missing package.
+TORCH_WAYS = (
+    "eager",
+    "eager+graph",
+    "sdpa",
+    "sdpa-cudnn",
+    "sdpa-flash",
+    "sdpa-efficient",
+    "sdpa-math",
+    "compile",
+)
+# What is timed unless somebody asks: PyTorch's choice without a graph and its slowest kernel tell little.
+DEFAULT_WAYS = ("eager", "eager+graph", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Participant:
+    """One way to run the model.
+
+    Args:
+        name: As it is written on a command line and in a report.
+        family: Whose it is: `pytorch`, `onnxruntime`, `tensorrt` or `onnx`.
+        open: Loads it; raises `DeployError` where it cannot run.
+        engine: The engine, where it is one.
+    """
+
+    name: str
+    family: str
+    open: Callable[[], Runner]
+    engine: Engine | None = None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it runs on a GPU, where its time means something."""
+        return self.name not in CPU_RUNNERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """Somebody who could not take part, and why."""
+
+    name: str
+    reason: str
+
+
+class Casting:
+    """Finds who can take part in the validation of a bundle on this machine."""
+
+    def __init__(self, bundle: Bundle, *, engine: str | None = None) -> None:
+        self.bundle, self._engine_name = bundle, engine
+        self.absent: list[Absent] = []
+        self.look_for_engines()
+
+    def look_for_engines(self) -> None:
+        """Find the engines of the bundle: there may be a new one."""
+        self.engines = _chosen(engines_of(self.bundle.path), self._engine_name, self.bundle)
+
+    @cached_property
+    def torch_models(self) -> TorchModels:
+        """PyTorch's modules with the bundle's weights, loaded once for all ways."""
+        from mha_deploy.baselines.runner import TorchModels
+
+        return TorchModels(self.bundle)
+
+    def named(self, name: str) -> Participant:
+        """The participant of that name.
+
+        Raises:
+            DeployError: There is none.
+        """
+        for engine in self.engines:
+            if engine.path.stem == name:
+                return self._engine(engine)
+        if name in RUNNERS:
+            return self._graph(name)
+        if name in TORCH_WAYS:
+            return self._torch(name)
+        known = [*RUNNERS, *TORCH_WAYS, *(engine.path.stem for engine in self.engines)]
+        raise DeployError("No such backend.", got=name, hint=nearest(name, known))
+
+    def graphs(self) -> list[Participant]:
+        """The graph in the runtime that checks it: on the GPU where that can be, else on the CPU."""
+        if find_gpu() is not None:
+            return [
+                self._graph("ort-cuda"),
+                self._graph(available_cpu_backend(self.bundle.manifest.precision)),
+            ]
+        return [self._graph(available_cpu_backend(self.bundle.manifest.precision))]
+
+    def running_engines(self) -> list[Participant]:
+        """The engines that can run on this machine; the others are noted as absent."""
+        found = []
+        for engine in self.engines:
+            reasons = reasons_not_to_run(engine)
+            if reasons:
+                self.absent.append(Absent(name=engine.path.stem, reason="; ".join(reasons)))
+            else:
+                found.append(self._engine(engine))
+        return found
+
+    def baselines(self) -> list[Participant]:
+        """PyTorch's ways, where PyTorch and a GPU are here."""
+        if find_gpu() is None:
+            return []
+        if not can_import("torch"):
+            self.absent.append(Absent(name="PyTorch", reason="it is not installed here"))
+            return []
+        return [self._torch(way) for way in DEFAULT_WAYS]
+
+    def _graph(self, backend: str) -> Participant:
+        family = ONNX if backend == "onnx-reference" else ONNX_RUNTIME
+        return Participant(
+            name=backend, family=family, open=partial(open_runner, backend, self.bundle.model_path)
+        )
+
+    def _engine(self, engine: Engine) -> Participant:
+        return Participant(
+            name=engine.path.stem, family=TENSORRT, open=partial(open_engine_runner, engine), engine=engine
+        )
+
+    def _torch(self, way: str) -> Participant:
+        return Participant(name=way, family=PYTORCH, open=partial(self._open_torch, way))
+
+    def _open_torch(self, way: str) -> Runner:
+        if not can_import("torch"):
+            raise BackendUnavailable(
+                "PyTorch is not installed.", got=way, hint='pip install "mha-deploy[export]"'
+            )
+        from mha_deploy.baselines.runner import open_torch_runner
+
+        return open_torch_runner(way, self.torch_models)
+
+
+def _chosen(engines: list[Engine], name: str | None, bundle: Bundle) -> list[Engine]:
+    for engine in engines:
+        engine.check_bundle(bundle.path)
+    if name is None:
+        return engines
+    chosen = [engine for engine in engines if engine.path.stem == name]
+    if not chosen:
+        raise DeployError(
+            "The bundle has no engine of that name.",
+            got=name,
+            hint=nearest(name, [engine.path.stem for engine in engines])
+            if engines
+            else f"mha-deploy build-engine {bundle.path}",
+        )
+    return chosen

@@ -1,0 +1,23 @@
+"""Which kernels take the time. PyTorch's profiler sees every library's, TensorRT's too."""
+
+from __future__ import annotations
+
+from mha_deploy.backends.gpu import GpuRunner
+from mha_deploy.backends.runner import Runner
+from mha_deploy.golden import GoldenCase
+from mha_deploy.validate.latency import KernelTime
+from mha_deploy.versions import can_import
+
+_SHOWN = 12
+
+
+def kernel_times(runner: Runner, case: GoldenCase) -> tuple[KernelTime, ...]:
+    """The kernels of one call, longest first; none where there is no profiler to see them."""
+    if not isinstance(runner, GpuRunner) or not can_import("torch"):
+        return ()
+    from mha_deploy.baselines.kernels import kernel_times as profiled
+
+    seen = runner.watch(case.inputs, profiled)
+    return tuple(
+        KernelTime(name=each.name, calls=each.calls, microseconds=each.microseconds) for each in seen[:_SHOWN]
+    )

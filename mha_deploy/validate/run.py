@@ -1,0 +1,238 @@
+"""Validate a bundle: everyone who can takes part, and one report comes out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mha_deploy.backends.cuda import find_gpu
+from mha_deploy.backends.tensorrt import load
+from mha_deploy.bundle import Bundle
+from mha_deploy.engine.adhoc import engine_opener
+from mha_deploy.engine.options import profile_shapes
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.golden import GoldenCase, golden_cases
+from mha_deploy.graph.file import load_graph
+from mha_deploy.spec import AttentionSpec, Axis
+from mha_deploy.validate.bench import points_from_rows
+from mha_deploy.validate.blame import Blame, blame
+from mha_deploy.validate.conformance import ConformanceTable, conformance_table
+from mha_deploy.validate.examine import Exam, Examination, examine, refused_rows
+from mha_deploy.validate.fp16_range import fp16_range
+from mha_deploy.validate.heatmap import output_projection
+from mha_deploy.validate.latency import LatencyRow
+from mha_deploy.validate.mask_columns import mask_columns
+from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.participants import Absent, Casting, Participant
+from mha_deploy.validate.profile import kernel_times
+from mha_deploy.validate.report import Report
+from mha_deploy.validate.sweep import sweep_points
+from mha_deploy.validate.verdict import findings, headline
+from mha_deploy.versions import can_import
+
+if TYPE_CHECKING:
+    from mha_deploy.baselines.fresh import FreshCases
+
+OnStep = Callable[[str], None]
+
+
+def validate_bundle(
+    bundle: Bundle,
+    options: ValidateOptions | None = None,
+    *,
+    build: Callable[[Examination], None] | None = None,
+    on_step: OnStep = lambda name: None,
+) -> Report:
+    """Run everyone who can take part through the golden cases, judge them, and time them.
+
+    Args:
+        bundle: The bundle, with or without engines.
+        options: What to examine.
+        build: Called once the graph is known to be right, to build an engine that is judged next.
+        on_step: Called with the name of each step as it begins.
+
+    Raises:
+        BackendUnavailable: Somebody who was asked for by name cannot run here.
+    """
+    return _Validation(bundle, options or ValidateOptions(), on_step).report(build)
+
+
+class _Validation:
+    """One validation, step by step."""
+
+    def __init__(self, bundle: Bundle, options: ValidateOptions, on_step: OnStep) -> None:
+        self.bundle, self.options, self.on_step = bundle, options, on_step
+        self.casting = Casting(bundle, engine=options.engine)
+        self.golden = list(golden_cases(bundle))
+        self.rows: list[Mapping[str, LatencyRow]] = []
+
+    def report(self, build: Callable[[Examination], None] | None) -> Report:
+        """Everything, in the order in which it is needed."""
+        exam = self._exam()
+        judged = self._named(exam) if self.options.backends else self._graph_and_engines(exam, build)
+        judged_rows, self.rows = self.rows, []
+        everyone = [*self._baselines(exam), *judged]
+        self.rows += judged_rows  # what is compared against comes first in a table
+        self.on_step("FP16 range")
+        ranges = fp16_range(self.bundle)
+        table = self._conformance() if self.options.conformance else None
+        fault = self._blame(judged, exam)
+        points = points_from_rows(exam.timed, self.rows, self.bundle) if self.rows else ()
+        engines, absent = tuple(self.casting.engines), tuple(self.casting.absent)
+        found = findings(everyone, absent, engines, points, ranges, table, fault, self.options)
+        return Report(
+            bundle=self.bundle,
+            examinations=tuple(everyone),
+            absent=absent,
+            engines=engines,
+            points=points,
+            ranges=ranges,
+            conformance=table,
+            blame=fault,
+            findings=found,
+            headline=headline(judged, engines, points, found),
+        )
+
+    # -- what is examined ----------------------------------------------------------------------
+
+    def _exam(self) -> Exam:
+        manifest, options = self.bundle.manifest, self.options
+        timing = find_gpu() is not None if options.latency is None else options.latency
+        usual = [case for case in self.golden if case.name == "opt"] or self.golden[:1]
+        return Exam(
+            spec=manifest.spec,
+            precision=manifest.precision,
+            cases={"golden": self.golden},
+            timed=usual if timing else [],
+            invariance=True,
+            samples=options.samples,
+            kernels=kernel_times if options.kernels else None,
+            projection=output_projection(load_graph(self.bundle.model_path)),
+        )
+
+    def _sweep(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
+        """Every profile at its corners, with inputs that no golden case has."""
+        self.on_step("sweep: inputs and their FP64 oracle")
+        points = sweep_points(self.bundle.manifest.spec, profiles)
+        return [
+            replace(self._fresh.case(point.sizes, seed=self.options.seed), name=f"sweep-{point.name}")
+            for point in points
+        ]
+
+    @cached_property
+    def _random(self) -> list[GoldenCase]:
+        """As many cases of random sizes as were asked for."""
+        seeds = range(self.options.seed, self.options.seed + self.options.fresh)
+        return [self._fresh.case(_random_sizes(self.bundle.manifest.spec, seed), seed=seed) for seed in seeds]
+
+    @cached_property
+    def _fresh(self) -> FreshCases:
+        if not can_import("torch"):
+            raise BackendUnavailable(
+                "Only PyTorch can tell what is true of fresh inputs.",
+                got="PyTorch is not installed",
+                hint='pip install "mha-deploy[export]"',
+            )
+        from mha_deploy.baselines.fresh import FreshCases
+
+        return FreshCases(self.bundle, device="cpu" if find_gpu() is None else "cuda")
+
+    def _with_fresh(self, exam: Exam, engines: Sequence[Participant]) -> Exam:
+        """Add fresh cases to an exam: those asked for, and by itself a sweep of the engines' profiles."""
+        wanted = bool(engines) and can_import("torch") if self.options.sweep is None else self.options.sweep
+        cases = dict(exam.cases)
+        if wanted:
+            cases["sweep"] = self._sweep(_profiles_of(engines))
+        if self.options.fresh:
+            cases["fresh"] = self._random
+        return replace(exam, cases=cases)
+
+    # -- who is examined -----------------------------------------------------------------------
+
+    def _named(self, exam: Exam) -> list[Examination]:
+        """Those who were asked for; what cannot run is an error."""
+        named = [self.casting.named(name) for name in self.options.backends]
+        exam = self._with_fresh(exam, [each for each in named if each.engine is not None])
+        return [self._examined(participant, exam) for participant in named]
+
+    def _graph_and_engines(
+        self, exam: Exam, build: Callable[[Examination], None] | None
+    ) -> list[Examination]:
+        """The graph in a runtime that can be trusted, then the engines that were built from it."""
+        graph = self._first_that_opens(self.casting.graphs(), self._with_fresh(exam, ()))
+        if build is not None and not graph.failed_cases:  # an engine of a wrong graph would only distract
+            build(graph)
+            self.casting.look_for_engines()
+        engines = self.casting.running_engines()
+        exam = self._with_fresh(exam, engines) if engines else exam
+        return [graph, *(self._examined(engine, exam) for engine in engines)]
+
+    def _first_that_opens(self, candidates: Sequence[Participant], exam: Exam) -> Examination:
+        for participant in candidates[:-1]:
+            try:
+                return self._examined(participant, exam)
+            except BackendUnavailable as error:
+                self.casting.absent.append(Absent(name=participant.name, reason=error.in_one_line))
+        return self._examined(candidates[-1], exam)
+
+    def _examined(self, participant: Participant, exam: Exam) -> Examination:
+        # A graph on the CPU is checked there, not timed.
+        exam = exam if participant.is_timed else replace(exam, timed=())
+        examination = examine(participant, exam, self.on_step)
+        if exam.timed:
+            self.rows.append(examination.rows)
+        return examination
+
+    def _baselines(self, exam: Exam) -> list[Examination]:
+        """PyTorch's ways beside it: judged on the case that they are timed on, and no more."""
+        found: list[Examination] = []
+        if self.options.backends or not exam.timed:
+            return found
+        for participant in self.casting.baselines():
+            try:
+                found.append(self._examined(participant, replace(exam, cases={})))
+            except DeployError as error:
+                self.rows.append(refused_rows(participant, error.in_one_line, exam.timed))
+        return found
+
+    # -- what else is asked --------------------------------------------------------------------
+
+    def _conformance(self) -> ConformanceTable:
+        manifest = self.bundle.manifest
+        return conformance_table(
+            mask_columns(manifest.precision),
+            manifest.precision,
+            on_column=lambda name: self.on_step(f"masks: {name}"),
+        )
+
+    def _blame(self, judged: Sequence[Examination], exam: Exam) -> Blame | None:
+        """Who is at fault where an engine is wrong; the first such engine speaks for all."""
+        for each in judged:
+            engine = each.participant.engine
+            if engine is None or not each.failed_cases:
+                continue
+            self.on_step("whose fault it is")
+            cases = [case for kind in each.cases.values() for case in kind if case.name in each.failed_cases]
+            profiles = [profile_shapes(exam.spec, ranges) for ranges in _profiles_of([each.participant])]
+            opener = engine_opener(load(engine.manifest.backend), exam.precision.name, profiles)
+            return blame(self.bundle, cases, opener)
+        return None
+
+
+def _profiles_of(participants: Sequence[Participant]) -> list[Mapping[str, Axis]]:
+    """The axis ranges of every optimisation profile of the engines among them."""
+    return [
+        {name: Axis.parse(text) for name, text in profile.items()}
+        for participant in participants
+        if participant.engine is not None
+        for profile in participant.engine.manifest.profiles
+    ]
+
+
+def _random_sizes(spec: AttentionSpec, seed: int) -> dict[str, int]:
+    """Sizes from anywhere between the smallest and the usual."""
+    draw = random.Random(seed)
+    return {name: draw.randint(axis.min, max(axis.min, axis.opt)) for name, axis in spec.axes.items()}

@@ -1,0 +1,158 @@
+"""From what was found to what it means: the sentences of the verdict, and its headline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mha_deploy.engine.record import Engine
+from mha_deploy.validate.blame import Blame
+from mha_deploy.validate.conformance import WRONG, ConformanceTable
+from mha_deploy.validate.examine import Examination
+from mha_deploy.validate.fp16_range import RangeReport
+from mha_deploy.validate.latency import LatencyPoint
+from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.participants import PYTORCH, TENSORRT, Absent
+from mha_deploy.validate.report import Finding
+
+FAILURE, WARNING, NOTE = "failure", "warning", "note"
+
+
+def findings(
+    examinations: Sequence[Examination],
+    absent: Sequence[Absent],
+    engines: Sequence[Engine],
+    points: Sequence[LatencyPoint],
+    ranges: RangeReport | None,
+    conformance: ConformanceTable | None,
+    blame: Blame | None,
+    options: ValidateOptions,
+) -> tuple[Finding, ...]:
+    """Everything worth a sentence, failures first."""
+    found = [
+        *_parity(examinations),
+        *_invariance(examinations),
+        *_engines(engines, absent, options),
+        *_blame(blame),
+        *_range(ranges),
+        *_conformance(conformance),
+        *_latency(points),
+    ]
+    order = (FAILURE, WARNING, NOTE)
+    return tuple(sorted(found, key=lambda finding: order.index(finding.level)))
+
+
+def headline(
+    examinations: Sequence[Examination],
+    engines: Sequence[Engine],
+    points: Sequence[LatencyPoint],
+    found: Sequence[Finding],
+) -> str:
+    """The verdict in one line: is it right, is it fused, is it in its precision, is it fast."""
+    failures = [finding.text for finding in found if finding.level == FAILURE]
+    if failures:
+        return failures[0] if len(failures) == 1 else f"{failures[0]} (and {len(failures) - 1} more)"
+    ran = [each for each in examinations if each.participant.engine is not None]
+    subject = ran[0] if ran else next(iter(examinations), None)
+    if subject is None:
+        return "nothing was checked"
+    count = sum(len(report.verdicts) for report in subject.parity)
+    parts = [f"{subject.backend}: {count}/{count} outputs within budget"]
+    engine = subject.participant.engine or next(iter(engines), None)
+    if engine is not None:
+        fused, of = engine.manifest.fused_count
+        parts += [f"{fused}/{of} fused", engine.manifest.verdict["precision"]["status"].replace("-", " ")]
+    if engine is not None and not ran:
+        parts.append(f"engine {engine.path.stem} built and inspected, not run")
+    return ", ".join([*parts, *_speed(subject, points)])
+
+
+def _speed(subject: Examination, points: Sequence[LatencyPoint]) -> Iterator[str]:
+    for point in points[:1]:
+        row = next((row for row in point.rows if row.name == subject.participant.name and row.timing), None)
+        if row is None or row.timing is None:
+            return
+        text = f"{row.timing.p50:.1f} µs"
+        ratio, best = point.figures(row)["speedup_over_best_pytorch"], point.best_pytorch
+        if ratio is not None and best is not None:
+            text += f", {ratio:.2f} × the speed of the best PyTorch ({best.name})"
+        yield text
+
+
+def _parity(examinations: Sequence[Examination]) -> Iterator[Finding]:
+    for each in examinations:
+        for report in each.parity:
+            wrong = [verdict for verdict in report.verdicts if not verdict.passed]
+            if wrong:
+                # A baseline that is wrong is somebody else's bug: it is told, and has no latency.
+                level = WARNING if each.participant.family == PYTORCH else FAILURE
+                text = f"{report.backend} is wrong on {len(wrong)} of {len(report.verdicts)} outputs"
+                first = f"{wrong[0].case}/{wrong[0].output}: {wrong[0].problem}"
+                yield Finding(level=level, section="parity", text=f"{text} ({report.cases}; {first})")
+
+
+def _invariance(examinations: Sequence[Examination]) -> Iterator[Finding]:
+    for each in examinations:
+        for check in each.invariance:
+            if not check.passed:
+                text = f"{each.backend}: {check.check} changes the answer ({check.case}, {check.problem})"
+                yield Finding(level=FAILURE, section="invariance", text=text)
+
+
+def _engines(
+    engines: Sequence[Engine], absent: Sequence[Absent], options: ValidateOptions
+) -> Iterator[Finding]:
+    for engine in engines:
+        name, manifest = engine.path.stem, engine.manifest
+        fused, of = manifest.fused_count
+        if not manifest.all_fused:
+            level = FAILURE if options.require_fused else WARNING
+            yield Finding(
+                level=level, section="fusion", text=f"engine {name}: {fused} of {of} attentions fused"
+            )
+        if not manifest.is_in_precision:
+            level = FAILURE if options.require_precision else WARNING
+            status = manifest.verdict["precision"]["status"]
+            yield Finding(level=level, section="precision", text=f"engine {name} is {status}")
+    names = {engine.path.stem for engine in engines}
+    for each in absent:
+        if each.name in names:
+            text = f"engine {each.name} was built and inspected, but not run: {each.reason}"
+            yield Finding(level=NOTE, section="engine", text=text)
+
+
+def _blame(blame: Blame | None) -> Iterator[Finding]:
+    if blame is not None:
+        text = f"at fault: {blame.at_fault}. {blame.explanation}"
+        yield Finding(level=NOTE, section="parity", text=text)
+
+
+def _range(ranges: RangeReport | None) -> Iterator[Finding]:
+    for node in ranges.nodes if ranges is not None else ():
+        if node.status != "ok":
+            advice = "; ".join(node.advice)
+            text = f"{node.node}: {node.status} of FP16's range, {node.headroom:.1f} × headroom. {advice}"
+            yield Finding(level=WARNING, section="range", text=text)
+
+
+def _conformance(table: ConformanceTable | None) -> Iterator[Finding]:
+    if table is None:
+        return
+    for case in (case for case in table.rows if not case.diagnostic):
+        for column, cell in table.cells[case.name].items():
+            if cell.status == WRONG:
+                text = f"{column} is wrong on masks: {case.name}, {cell.detail}"
+                yield Finding(level=WARNING, section="conformance", text=text)
+
+
+def _latency(points: Sequence[LatencyPoint]) -> Iterator[Finding]:
+    for point in points:
+        best = point.best_pytorch
+        for row in point.rows:
+            place = ", ".join(f"{axis}={size}" for axis, size in point.sizes.items())
+            ratio = point.figures(row)["speedup_over_best_pytorch"]
+            if row.family == TENSORRT and ratio is not None and ratio < 1 and best is not None:
+                text = f"{row.name} is {1 / ratio:.2f} × slower than {best.name} at {place}"
+                yield Finding(level=WARNING, section="latency", text=text)
+            if row.timing is not None and not row.timing.stable:
+                text = f"the time of {row.name} at {place} did not settle"
+                yield Finding(level=WARNING, section="latency", text=text)

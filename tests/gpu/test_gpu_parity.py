@@ -1,0 +1,103 @@
+"""Accuracy parity on this machine's GPU: every variant, precision and mask, in every runtime that is here.
+
+    pytest -m gpu
+
+A runtime that is not here, or that says that it does not take a layer, is skipped by name; a wrong answer
+fails. Tiny layers have all the variants and masks of the large ones.
+"""
+
+import functools
+import importlib.util
+
+import pytest
+
+from mha_deploy.catalog import catalog_names
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.golden import golden_cases
+from mha_deploy.precision import find_precision
+from mha_deploy.validate.conformance import conformance_table
+from mha_deploy.validate.examine import Exam, examine
+from mha_deploy.validate.mask_columns import mask_columns
+from mha_deploy.validate.participants import Casting
+
+pytestmark = pytest.mark.gpu
+
+TINY = [name for name in catalog_names() if name.startswith("tiny-")]
+PRECISIONS = ("fp16", "bf16", "fp32")
+QUICK = ("eager", "eager+graph", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "ort-cuda", "ort-cuda-contrib")
+COMPILED = ("tiny-gqa", "tiny-padding")  # a compilation takes seconds, whatever the layer
+# ONNX's evaluator makes the causal triangle as tall as the mask, which broadcasts here.
+KNOWN_BUGS = {("causal-broadcast", "onnx-reference")}
+NEVER_REFUSES = ("eager", "eager+graph")
+
+
+@pytest.fixture(scope="module")
+def castings(prepared):
+    """Who takes part, once a bundle: the weights go to the GPU once."""
+    return functools.cache(lambda name, precision: Casting(prepared.bundle(name, precision)))
+
+
+def examined(casting, backend, *, invariance=False):
+    """Run every golden case through one runtime."""
+    manifest = casting.bundle.manifest
+    exam = Exam(
+        spec=manifest.spec,
+        precision=manifest.precision,
+        cases={"golden": list(golden_cases(casting.bundle))},
+        invariance=invariance,
+    )
+    return examine(casting.named(backend), exam)
+
+
+def examined_or_skipped(casting, backend):
+    try:
+        return examined(casting, backend)
+    except BackendUnavailable as error:
+        pytest.skip(f"{backend} is not here: {error.in_one_line}")
+    except DeployError as error:
+        if backend in NEVER_REFUSES:
+            raise
+        pytest.skip(f"{backend} does not take it: {error.in_one_line}")
+
+
+def assert_right(examination):
+    (report,) = examination.parity
+    assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
+    assert not [check for check in examination.invariance if not check.passed]
+
+
+@pytest.mark.parametrize("backend", QUICK)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", TINY)
+def test_a_layer_is_right(castings, name, precision, backend):
+    assert_right(examined_or_skipped(castings(name, precision), backend))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_layer_is_right(castings, name):
+    assert_right(examined_or_skipped(castings(name, "fp16"), "compile"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is None, reason="TensorRT is not installed")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", TINY)
+def test_an_engine_is_right(prepared, name, precision):
+    """In every slot of a batch, too: an engine that mixes rows up is wrong however small its error."""
+    refusal = prepared.refusal(name, precision)
+    if refusal is not None:
+        pytest.skip(f"TensorRT does not take it: {refusal}")
+    assert_right(examined(Casting(prepared.bundle(name, precision)), "tensorrt", invariance=True))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_every_runtime_treats_masks_as_onnx_says(precision):
+    """Causal alignment, boolean and additive masks, rows that see nothing."""
+    table = conformance_table(mask_columns(find_precision(precision)), find_precision(precision))
+    wrong = {
+        (case.name, column): cell.detail
+        for case in table.rows
+        if not case.diagnostic
+        for column, cell in table.cells[case.name].items()
+        if cell.status == "wrong" and (case.name, column) not in KNOWN_BUGS
+    }
+    assert wrong == {}

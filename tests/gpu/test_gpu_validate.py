@@ -1,0 +1,97 @@
+"""The commands on a GPU: an engine is run, judged, timed beside PyTorch, and blamed where it is wrong."""
+
+import json
+import shutil
+
+import pytest
+from bundle_edit import copy_of
+
+from mha_deploy.bundle import MANIFEST, open_bundle, sha256
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.engine.record import engine_path, manifest_path
+from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.graph.sabotage import sabotaged
+from mha_deploy.report.schema import check_bench, check_report
+from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.run import validate_bundle
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory, bundles):
+    """A bundle with an engine of two profiles in it."""
+    pytest.importorskip("tensorrt", reason="TensorRT is not installed")
+    folder = copy_of(bundles("tiny-gqa"), tmp_path_factory.mktemp("deployed") / "bundle")
+    bundle = open_bundle(folder)
+    axes = bundle.manifest.spec.axes
+    narrow = {**axes, "S": type(axes["S"])(min=1, opt=16, max=24)}
+    engine_from_bundle(bundle, EngineOptions(backend="tensorrt", profiles=[axes, narrow]))
+    return bundle
+
+
+@pytest.fixture(scope="module")
+def report(deployed):
+    return validate_bundle(deployed, ValidateOptions(fresh=2, samples=100, kernels=True))
+
+
+def test_the_engine_is_right_on_golden_swept_and_random_cases(report):
+    assert report.passed, report.findings
+    engine = next(each for each in report.examinations if each.participant.engine is not None)
+    assert [parity.cases for parity in engine.parity] == ["golden", "sweep", "fresh"]
+    assert {verdict.case for verdict in engine.parity[1].verdicts} >= {
+        "sweep-profile-0-max",
+        "sweep-profile-1-max",
+    }
+    profile = [check for check in engine.invariance if check.check == "profile"]
+    assert any("not applicable" not in check.detail for check in profile), "two profiles admit short cases"
+
+
+def test_everyone_is_timed_on_one_device_and_the_report_keeps_its_schema(report):
+    data = report.to_dict()
+    assert check_report(json.loads(json.dumps(data))) == []
+    (point,) = data["latency"]["points"]
+    timed = {row["name"]: row["timing"] for row in point["rows"] if row["timing"]}
+    assert {"eager", "eager+graph", "tensorrt"} <= set(timed)
+    assert len({timing["gpu"] for timing in timed.values()}) == 1
+    for timing in timed.values():
+        assert timing["samples"] >= 100
+        assert 0 < timing["p50_us"] <= timing["p90_us"] <= timing["p99_us"]
+        assert timing["slots"] >= 2
+    assert all(row["kernels"] for row in point["rows"] if row["timing"])
+
+
+def test_bench_times_the_sizes_that_were_asked_for(deployed, run_cli, tmp_path):
+    done = run_cli(
+        *("bench", deployed.path, "--at", "B=2,S=33", "--at", "opt", "--backend", "tensorrt"),
+        *("--backend", "eager", "--samples", 100, "-o", tmp_path, "--json"),
+    )
+    assert done.code == 0, done.err
+    data = json.loads(done.out)
+    assert check_bench(data) == []
+    points = data["models"][0]["latency"]["points"]
+    assert [point["sizes"] for point in points] == [{"B": 2, "S": 33}, deployed.manifest.spec.sizes("opt")]
+    assert all(row["timing"] for point in points for row in point["rows"])
+    assert (tmp_path / "bench.html").stat().st_size > 1000
+
+
+def test_an_engine_of_another_graph_is_caught_has_no_latency_and_the_graph_is_not_blamed(deployed, tmp_path):
+    """A wrong engine passed off as the bundle's own: the scale is off by half a per cent."""
+    folder = copy_of(deployed, tmp_path / "right")
+    wrong = sabotaged(load_graph(deployed.model_path), "scale off by 0.5 %")
+    other = copy_of(deployed, tmp_path / "wrong")
+    shutil.rmtree(other / "engines")
+    save_graph(wrong, other / "model.onnx")
+    engine = engine_from_bundle(open_bundle(other, verify=False), EngineOptions(backend="tensorrt"))
+    place = engine_path(folder, "tensorrt")
+    shutil.copy(engine.path, place)
+    manifest = {**vars(engine.manifest), "bundle_sha256": sha256(folder / MANIFEST)}
+    manifest_path(place).write_text(json.dumps(manifest), encoding="utf-8")
+    report = validate_bundle(open_bundle(folder), ValidateOptions(sweep=False))
+    assert not report.passed
+    (row,) = [row for row in report.points[0].rows if row.name == "tensorrt"]
+    assert row.timing is None
+    assert row.refused.startswith("wrong answer")
+    assert report.blame.at_fault == "fusion", report.blame
+    assert [trial.passed for trial in report.blame.trials] == [True, True]

@@ -1,0 +1,228 @@
+"""What a probe shows is what goes into every attention, and it computes nothing else."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from attention_models import attention, random_feeds
+from onnx import TensorProto, helper, numpy_helper
+
+from mha_deploy.backends import available_cpu_backend, open_runner
+from mha_deploy.errors import DeployError
+from mha_deploy.golden import golden_cases
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.probe import attention_probe
+from mha_deploy.reference import build_module
+from mha_deploy.reference.masks import padding_mask
+
+# Between them: packed and separate projections, grouped heads, every mask, cross attention, two attentions.
+NAMES = [
+    "tiny-gqa",
+    "tiny-packed",
+    "tiny-padding",
+    "tiny-causal-padding",
+    "tiny-additive",
+    "tiny-cross",
+    "tiny-cross-padding",
+    "tiny-sparse-heads",
+    "tiny-weights",
+    "tiny-head-mix",
+]
+TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-5}
+
+
+def exact_inputs(bundle, case):
+    """Q, K, V and mask of each attention, from the PyTorch layer in float64."""
+    spec, precision = bundle.manifest.spec, bundle.manifest.precision
+    rounded = build_module(spec, seed=0, dtype=getattr(torch, precision.torch_name))
+    layer = build_module(spec, weights=rounded.state_dict(), dtype=torch.float64)
+    feeds = {
+        name: torch.from_numpy(array if array.dtype == np.int32 else array.astype(np.float64))
+        for name, array in case.inputs.items()
+    }
+    query, lengths = feeds.get("query", feeds.get("x")), feeds.get("key_lengths")
+    Q, K, V = layer.project(query, feeds.get("key"), feeds.get("value"))
+    first = {"Q": Q, "K": K, "V": V}
+    if lengths is not None:
+        first["mask"] = padding_mask(lengths, K.shape[1]).expand(-1, 1, Q.shape[1], K.shape[1])
+    if "attention_bias" in feeds:
+        first["mask"] = feeds["attention_bias"]
+    inputs = [first]
+    if spec.variant == "head-mix":
+        tokens = layer.heads(query)[0].reshape(-1, spec.Hq, spec.D)
+        inputs.append({"Q": layer.mix_q(tokens), "K": layer.mix_k(tokens), "V": layer.mix_v(tokens)})
+    return [{role: tensor.numpy() for role, tensor in each.items()} for each in inputs]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "fp16") for name in NAMES), ("tiny-padding", "bf16"), ("tiny-head-mix", "fp32")],
+)
+def test_the_probe_shows_the_inputs_of_every_attention(bundles, name, precision):
+    bundle = bundles(name, precision)
+    probe = attention_probe(load_graph(bundle.model_path))
+    with open_runner(available_cpu_backend(bundle.manifest.precision), probe.model) as runner:
+        for case in golden_cases(bundle):
+            got = runner.run(case.inputs)
+            for shown, wanted in zip(probe.attentions, exact_inputs(bundle, case), strict=True):
+                assert set(shown.outputs) == set(wanted)
+                for role, want in wanted.items():
+                    array = got[shown.outputs[role]].astype(want.dtype)
+                    assert array.shape == want.shape, role
+                    limit = TOLERANCE[precision] * max(1.0, np.abs(want).max())
+                    assert np.abs(array * 1.0 - want).max() <= limit, role
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_else_is_computed(bundles, name):
+    model = load_graph(bundles(name).model_path)
+    probe = attention_probe(model)
+    shown = [output for each in probe.attentions for output in each.outputs.values()]
+    assert [value.name for value in probe.model.graph.outputs] == shown
+    count = sum(node.op_type == "Attention" for node in probe.model.graph)
+    assert count == len(probe.attentions) - 1  # the last one is not needed, those before it are
+    assert not any("TopK" in node.op_type for node in probe.model.graph)
+    weights = set(probe.model.graph.initializers)
+    assert not weights & {"o.weight.T", "o.bias", "gate.weight.T"}
+    for value in probe.model.graph.initializers.values():
+        assert value.uses()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_graph_takes_the_same_inputs_and_is_valid(bundles, name):
+    model = load_graph(bundles(name).model_path)
+    probe = attention_probe(model)
+    described = [[(v.name, v.dtype, str(v.shape)) for v in m.graph.inputs] for m in (model, probe.model)]
+    assert described[0] == described[1]
+    onnx.checker.check_model(ir.to_proto(probe.model), full_check=True)
+
+
+@pytest.mark.parametrize("name", ["tiny-head-mix", "tiny-additive"])
+def test_the_given_model_is_left_alone_and_its_weights_are_shared(bundles, name):
+    model = load_graph(bundles(name).model_path)
+    before = ir.to_proto(model).SerializeToString(deterministic=True)
+    probe = attention_probe(model)
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == before
+    for key, value in probe.model.graph.initializers.items():
+        assert value.const_value is model.graph.initializers[key].const_value
+
+
+def test_tensors_are_named_as_in_the_model(bundles):
+    model = load_graph(bundles("tiny-additive").model_path)
+    (shown,) = attention_probe(model).attentions
+    (node,) = [node for node in model.graph if node.op_type == "Attention"]
+    assert [shown.tensors[role] for role in ("Q", "K", "V", "mask")] == [v.name for v in node.inputs]
+    assert shown.tensors["mask"] == "attention_bias"
+    assert shown.facts.name == node.name
+
+
+def test_one_tensor_may_be_all_three_inputs():
+    model = attention((2, 3, 5, 8), (2, 3, 5, 8))
+    node = model.graph[0]
+    for position in (1, 2):
+        node.replace_input_with(position, node.inputs[0])
+    feeds = random_feeds(model, {})
+    (shown,) = attention_probe(model).attentions
+    with open_runner("ort-cpu", attention_probe(model).model) as runner:
+        got = runner.run(feeds)
+    for role in ("Q", "K", "V"):
+        assert (got[shown.outputs[role]] == feeds["q"]).all()
+
+
+# -- constants behind the mask -----------------------------------------------------------------
+
+
+def masked(nodes, initializers=(), mask="mask"):
+    """An FP16 attention of q, k, v whose mask is made from the boolean input `seen` by the given nodes."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [1, 2, 4, 8]) for name in "qkv"]
+    seen = helper.make_tensor_value_info("seen", TensorProto.BOOL, [1, 1, 4, 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT16, [1, 2, 4, 8])
+    attend = helper.make_node("Attention", ["q", "k", "v", mask], ["y"], name="att")
+    graph = helper.make_graph([*nodes, attend], "masked", [*values, seen], [y], list(initializers))
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+
+
+def where(hidden):
+    return [
+        helper.make_node("Where", ["seen", "zero", hidden], ["wide"]),
+        helper.make_node("Cast", ["wide"], ["mask"], to=TensorProto.FLOAT16),
+    ]
+
+
+def scalar(name, number, dtype=np.float32):
+    return numpy_helper.from_array(np.array(number, dtype), name)
+
+
+def lowest(model):
+    return attention_probe(model).attentions[0].lowest_mask_constant
+
+
+def test_a_constant_is_seen_through_the_cast_that_loses_it():
+    model = masked(where("hidden"), [scalar("zero", 0.0), scalar("hidden", -1e9)])
+    probe = attention_probe(model)
+    assert lowest(model) == -1e9
+    feeds = random_feeds(model, {})
+    with open_runner("ort-cpu", probe.model) as runner:
+        mask = runner.run(feeds)[probe.attentions[0].outputs["mask"]]
+    assert np.isneginf(mask[~feeds["seen"]]).all()
+    assert (mask[feeds["seen"]] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        {"value": scalar("", -3e4, np.float32)},
+        {"value_float": -3e4},
+        {"value_floats": [0.0, -3e4, float("-inf"), float("nan")]},
+    ],
+    ids=lambda attribute: next(iter(attribute)),
+)
+def test_a_constant_may_be_a_node(attribute):
+    constant = helper.make_node("Constant", [], ["hidden"], **attribute)
+    first = helper.make_node("ReduceMin", ["hidden"], ["least"], keepdims=0)
+    assert lowest(masked([constant, first, *where("least")], [scalar("zero", 0.0)])) == -3e4
+
+
+def test_constants_of_other_tensors_and_whole_numbers_do_not_count():
+    shape = [numpy_helper.from_array(np.array([n, 1, 4, 4]), f"shape_{-n}") for n in (-1, -100)]
+    other = [scalar("other", -6e4, np.float16), scalar("zero", 0.0), scalar("hidden", -7.0)]
+    nodes = [
+        helper.make_node("Mul", ["q", "other"], ["q_large"]),
+        helper.make_node("Where", ["seen", "zero", "hidden"], ["wide"]),
+        helper.make_node("Max", ["shape_1", "shape_100"], ["shape"]),
+        helper.make_node("Reshape", ["wide", "shape"], ["shaped"]),
+        helper.make_node("Cast", ["shaped"], ["mask"], to=TensorProto.FLOAT16),
+    ]
+    model = masked(nodes, [*shape, *other])
+    model.graph[-1].replace_input_with(0, model.graph[0].outputs[0])
+    assert lowest(model) == -7.0
+
+
+def test_a_mask_without_constants_has_none():
+    assert lowest(masked([], mask="seen")) is None
+    assert lowest(attention((2, 3, 5, 8), (2, 3, 5, 8))) is None
+
+
+# -- what cannot be looked at ------------------------------------------------------------------
+
+
+def test_a_graph_without_attention_is_refused():
+    model = attention((2, 3, 5, 8), (2, 3, 5, 8))
+    model.graph[0].op_type = "Nothing"
+    with pytest.raises(DeployError, match="no Attention node"):
+        attention_probe(model)
+
+
+def test_an_attention_in_a_function_is_refused():
+    node = helper.make_node("Attention", ["q", "k", "v"], ["y"], name="inner")
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("local", 1)]
+    function = helper.make_function("local", "Attend", ["q", "k", "v"], ["y"], [node], opsets[:1])
+    call = helper.make_node("Attend", ["q", "k", "v"], ["y"], domain="local")
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2, 4, 8]) for name in "qkvy"]
+    graph = helper.make_graph([call], "outer", values[:3], values[3:])
+    model = helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=10)
+    with pytest.raises(DeployError, match="function or a branch") as caught:
+        attention_probe(ir.from_proto(model))
+    assert caught.value.got == "inner in Attend"

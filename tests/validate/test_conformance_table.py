@@ -1,0 +1,566 @@
+import json
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from mask_runtimes import MISTAKES, NumpyRunner
+
+from mha_deploy.backends import open_runner
+from mha_deploy.backends.tensorrt import BuildRequest, build_engine
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.conformance import CASES, Case, MaskInput
+from mha_deploy.graph.eligibility import target_from
+from mha_deploy.graph.sabotage import sabotaged
+from mha_deploy.precision import PRECISIONS
+from mha_deploy.reference.conformance import torch_column
+from mha_deploy.validate.conformance import (
+    RunColumn,
+    absent_column,
+    conformance_table,
+    draw_trial,
+    engine_column,
+    oracle,
+    runner_column,
+)
+
+BY_NAME = {case.name: case for case in CASES}
+FP16, BF16, FP32 = (PRECISIONS[name] for name in ("fp16", "bf16", "fp32"))
+RTX = target_from("tensorrt-rtx", "1.7.1", "8.9")
+TRT_86 = target_from("tensorrt", "8.6.1", "9.0")
+TRT_1014 = target_from("tensorrt", "10.14.1", "9.0")
+
+
+def in_ort(model):
+    return open_runner("ort-cpu", model)
+
+
+def in_reference(model):
+    return open_runner("onnx-reference", model)
+
+
+def named(*names):
+    return [BY_NAME[name] for name in names]
+
+
+def column_of(column, precision=FP16, cases=CASES, seed=0):
+    """The only column of a table, by case."""
+    table = conformance_table([column], precision, cases=cases, seed=seed)
+    return {name: cells[column.name] for name, cells in table.cells.items()}
+
+
+def unusual(cells):
+    """The cells that are not simply right."""
+    return {name: (cell.status, cell.detail) for name, cell in cells.items() if str(cell) != "conforms"}
+
+
+# -- what the runtimes do ------------------------------------------------------------------------------
+
+SWALLOWED = ("conforms", "averages all keys under -1e4, by rounding")
+KEPT = ("conforms", "keeps the scores under -1e4")
+UPPER_LEFT = ("conforms", "upper-left")
+FIRST_ROW = ("wrong", "every query sees what the first one sees")
+
+
+@pytest.mark.parametrize(
+    ("path", "precision", "sentinel"),
+    [
+        ("plain", FP16, SWALLOWED),
+        ("plain", BF16, SWALLOWED),
+        ("plain", FP32, KEPT),
+        ("sdpa", FP16, KEPT),
+        ("sdpa", BF16, KEPT),
+        ("sdpa", FP32, KEPT),
+    ],
+    ids=[f"{path}-{name}" for path in ("plain", "sdpa") for name in ("fp16", "bf16", "fp32")],
+)
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_pytorch_conforms(path, precision, sentinel):
+    cells = column_of(torch_column(path), precision)
+    assert unusual(cells) == {"closed-rows-sentinel": sentinel, "own-causal": UPPER_LEFT}
+
+
+@pytest.mark.parametrize("precision", [FP16, FP32], ids=lambda precision: precision.name)
+def test_onnx_runtime_conforms_or_refuses(precision):
+    cells = column_of(runner_column("ort", in_ort, "onnx"), precision)
+    refused = {name: cells.pop(name) for name in ("broadcast-queries", "causal-broadcast")}
+    assert unusual(cells) == {"closed-rows-sentinel": KEPT, "own-causal": UPPER_LEFT}
+    for cell in refused.values():
+        assert cell.status == "refused"
+        assert "inconsistent q_sequence_length (between attn_mask and Q)" in cell.detail
+
+
+def test_onnx_runtimes_own_operators_conform():
+    cells = column_of(runner_column("contrib", in_ort, "contrib"))
+    assert unusual(cells) == {
+        "closed-rows-sentinel": KEPT,
+        "own-causal": (
+            "refused",
+            "The contrib dialect writes causal as a mask: the runtime's own is not used.",
+        ),
+    }
+
+
+def test_a_lowering_that_refuses_a_case_is_heard():
+    wide = Case(name="wide", about="", S=24, Hq=4, mask=MaskInput(pattern="padding"))
+    cells = column_of(runner_column("contrib", in_ort, "contrib"), cases=[wide])
+    assert cells["wide"].status == "refused"
+    assert cells["wide"].detail.startswith(
+        "The contrib dialect has no grouped heads with other key than query length (node 'wide')."
+    )
+    repeated = column_of(runner_column("contrib", in_ort, "contrib", repeat_kv=True), cases=[wide])
+    assert unusual(repeated) == {}
+
+
+@pytest.mark.parametrize("precision", [FP16, BF16], ids=lambda precision: precision.name)
+def test_onnx_reference_misplaces_causal_under_a_mask_of_one_row(precision):
+    cells = column_of(runner_column("reference", in_reference, "onnx"), precision)
+    assert unusual(cells) == {
+        "closed-rows-sentinel": KEPT,
+        "own-causal": UPPER_LEFT,
+        "causal-broadcast": FIRST_ROW,
+    }
+    assert cells["causal-broadcast"].error > 0.5
+
+
+def test_onnx_runtime_has_no_bfloat16_and_is_here_all_the_same():
+    cells = column_of(
+        runner_column("contrib", in_ort, "contrib"), BF16, cases=named("bool-mask", "closed-rows-bool")
+    )
+    assert {cell.status for cell in cells.values()} == {"refused"}
+    assert all("no CPU kernel" in cell.detail for cell in cells.values())
+
+
+# -- the oracle ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "seed"), [(FP16, 0), (BF16, 1), (FP32, 2)], ids=["fp16", "bf16", "fp32"]
+)
+def test_a_runtime_written_from_the_specification_conforms(precision, seed):
+    cells = column_of(runner_column("numpy", NumpyRunner, "onnx"), precision, seed=seed)
+    assert unusual(cells) == {"closed-rows-sentinel": KEPT, "own-causal": UPPER_LEFT}
+    assert all(0 < cell.share < 0.6 for cell in cells.values())
+    assert all(0 < cell.error < 2 * precision.roundoff or precision == FP32 for cell in cells.values())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_oracle_is_pytorchs_float64(case):
+    trial = draw_trial(case, FP32, 0)
+    q, k, v = (
+        torch.from_numpy(trial.arrays[role].astype(np.float64)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for role, heads in (("q", case.Hq), ("k", case.Hkv), ("v", case.Hkv))
+    )
+    bias = torch.zeros(case.B, case.Hq, case.S, case.T, dtype=torch.float64)
+    if case.mask is not None:
+        mask = torch.from_numpy(trial.arrays["mask"])
+        bias = bias.masked_fill(~mask, -torch.inf) if case.mask.is_bool else bias + mask
+    if case.is_causal:
+        bias = bias.masked_fill(~torch.ones(case.S, case.T, dtype=torch.bool).tril(), -torch.inf)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, enable_gqa=True
+    ).nan_to_num(0.0)
+    np.testing.assert_allclose(oracle.exact(trial), wanted.numpy(), rtol=1e-9, atol=1e-12)
+
+
+def test_rows_without_a_key_are_known_and_zero():
+    counts = {}
+    for case in CASES:
+        trial = draw_trial(case, FP16, 0)
+        closed = oracle.closed_rows(trial)
+        assert not oracle.exact(trial)[closed].any()
+        assert oracle.exact(trial)[~closed].any(axis=-1).all()
+        counts[case.name] = int(closed.sum())
+    closed_in = {name: count for name, count in counts.items() if count}
+    # Every eighth of 40 queries; and in the second row of the batch, whose first 24 keys are padding.
+    assert closed_in == {
+        "closed-rows-bool": 2 * 2 * 5,
+        "closed-rows-inf": 2 * 2 * 5,
+        "causal-left-padding": 2 * 24,
+    }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=list(PRECISIONS))
+def test_the_sentinel_swallows_every_score_or_none(precision):
+    trial = draw_trial(BY_NAME["closed-rows-sentinel"], precision, 0)
+    shifted = oracle.shifted_rows(trial)
+    assert shifted.sum() == 2 * 2 * 5
+    q, k = (oracle.split_heads(trial, trial.arrays[role].astype(np.float64)) for role in "qk")
+    scores = q @ k.swapaxes(-1, -2) * trial.case.scale
+    assert 1 < np.abs(scores).max() < 4  # numbers near 1e4 are 8 apart in FP16, 64 in BF16
+    averaged = (oracle.rounded(trial) - oracle.average(trial).astype(precision.numpy))[shifted]
+    assert (np.abs(averaged.astype(np.float64)).max() < 1e-2) == (precision != FP32)
+
+
+def test_inputs_come_from_the_seed_and_the_name_alone():
+    case = BY_NAME["additive-mask"]
+    first, again = (draw_trial(case, FP16, 3).arrays for _ in range(2))
+    assert all((first[role] == again[role]).all() for role in ("q", "k", "v", "mask"))
+    assert not (first["q"] == draw_trial(case, FP16, 4).arrays["q"]).all()
+    assert not (first["q"] == draw_trial(BY_NAME["bool-mask"], FP16, 3).arrays["q"]).all()
+
+
+def test_every_mask_hides_and_shows_something():
+    for case in CASES:
+        if case.mask is not None:
+            mask = draw_trial(case, FP16, 0).arrays["mask"]
+            seen = mask if mask.dtype == bool else mask > -9000
+            assert 0.1 < seen.mean() < 0.95, case.name
+            assert mask.shape == case.mask_shape
+
+
+def test_an_unknown_pattern_is_refused():
+    case = Case(name="odd", about="", mask=MaskInput(pattern="scatered"))
+    with pytest.raises(DeployError, match="did you mean 'scattered'"):
+        draw_trial(case, FP16, 0)
+
+
+# -- runtimes that are wrong on purpose ------------------------------------------------------------------
+
+CAUSAL = {case.name for case in CASES if case.is_causal}
+MASKED = {case.name for case in CASES if case.mask is not None}
+BOOLEAN = {name for name in MASKED if BY_NAME[name].mask.is_bool}
+ADDITIVE = MASKED - BOOLEAN
+CLOSED = {"closed-rows-bool", "closed-rows-inf", "causal-left-padding"}
+UNEQUAL = {name for name in CAUSAL if BY_NAME[name].S != BY_NAME[name].T}
+NUMBERS = {"additive-mask", "causal-additive-mask"}
+
+CAUGHT = {
+    "causal from the lower right": {name: "causal starts in the lower right corner" for name in UNEQUAL},
+    "causal ignored": {name: "causal is ignored" for name in CAUSAL},
+    "causal off by one": dict.fromkeys(CAUSAL, "out of budget: relative_l2, worst_row, max_abs, gain"),
+    "causal of the first query": dict.fromkeys(CAUSAL, FIRST_ROW[1]),
+    "mask ignored": dict.fromkeys(MASKED, "the mask is ignored"),
+    "mask upside down": dict.fromkeys(BOOLEAN, "the mask is read upside down"),
+    "boolean mask added": dict.fromkeys(BOOLEAN, "the boolean mask is added as 0 and 1"),
+    "additive mask as boolean": dict.fromkeys(ADDITIVE, "the additive mask is read as boolean"),
+    "additive mask only where zero": {
+        **dict.fromkeys(NUMBERS, "only whether the mask is 0 counts"),
+        "closed-rows-sentinel": "gives zeros under -1e4",
+    },
+    "closed rows are NaN": dict.fromkeys(CLOSED, "gives NaN where no key is seen"),
+    "closed rows are infinite": dict.fromkeys(CLOSED, "gives infinity where no key is seen"),
+    "closed rows are averages": dict.fromkeys(CLOSED, "averages all keys where no key is seen"),
+    "closed rows attend": dict.fromkeys(CLOSED, "not zeros where no key is seen"),
+    "sentinel hides": {"closed-rows-sentinel": "gives zeros under -1e4"},
+    "heads interleaved": {"gqa-mask": "query heads use the wrong key heads"},
+    "one NaN": {case.name: f"gives NaN in 1 of {2 * case.Hq * case.S} rows" for case in CASES},
+    "wrong type": dict.fromkeys(BY_NAME, "type float64, not bfloat16"),
+    "wrong shape": {
+        case.name: f"shape (2, {case.S}, {case.Hq * 32 - 1}), not (2, {case.S}, {case.Hq * 32})"
+        for case in CASES
+    },
+}
+
+
+def test_every_mistake_has_its_verdict():
+    assert set(CAUGHT) == set(MISTAKES)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_caught_where_it_is_made_and_named(mistake):
+    column = runner_column("wrong", lambda model: NumpyRunner(model, mistake), "onnx")
+    # BF16 has the widest budget of the three: what is over it is over the others.
+    wrong = {name: cell for name, cell in column_of(column, BF16).items() if cell.status == "wrong"}
+    assert {name: cell.detail for name, cell in wrong.items()} == CAUGHT[mistake]
+    # Where there are numbers of the right form, the error is told as well.
+    told = {name for name, cell in wrong.items() if cell.error is not None and cell.share > 1}
+    assert told == (set() if {"NaN", "infinite", "type", "shape"} & set(mistake.split()) else set(wrong))
+
+
+def test_an_average_under_the_sentinel_is_wrong_where_the_precision_does_not_excuse_it():
+    case = BY_NAME["closed-rows-sentinel"]
+
+    def averages(trials):
+        (trial,) = trials
+        y = np.where(oracle.shifted_rows(trial)[..., None], oracle.average(trial), oracle.exact(trial))
+        joined = y.transpose(0, 2, 1, 3).reshape(case.B, case.S, -1)
+        return {case.name: joined.astype(trial.precision.numpy)}
+
+    column = RunColumn(name="averages", run=averages)
+    assert unusual(column_of(column, FP16, cases=[case])) == {case.name: SWALLOWED}
+    wrong = {case.name: ("wrong", "averages all keys under -1e4")}
+    assert unusual(column_of(column, FP32, cases=[case])) == wrong
+
+
+@pytest.mark.parametrize(
+    ("mistake", "cases"),
+    [
+        ("mask dropped", MASKED),
+        ("causal dropped", CAUSAL),
+        ("causal off by one", CAUSAL),
+        ("KV heads swapped", set(BY_NAME)),
+        ("groups interleaved", {"gqa-mask"}),
+    ],
+)
+def test_a_wrong_graph_in_a_real_runtime_is_caught(mistake, cases):
+    column = runner_column("wrong", lambda model: in_ort(sabotaged(model, mistake) or model), "onnx")
+    cells = column_of(column)
+    refused = {name for name, cell in cells.items() if cell.status == "refused"}
+    assert refused <= {"broadcast-queries", "causal-broadcast"}
+    assert {name for name, cell in cells.items() if cell.status == "wrong"} == cases - refused
+
+
+# -- engines -------------------------------------------------------------------------------------------
+
+
+class Builds:
+    """Opens models in a runtime, and remembers them."""
+
+    def __init__(self, open_model):
+        self.open_model, self.models = open_model, []
+
+    def __call__(self, model):
+        self.models.append(model)
+        return self.open_model(model)
+
+    @property
+    def sizes(self):
+        """How many cases each build held."""
+        return [len(model.graph.outputs) for model in self.models]
+
+
+def test_all_cases_are_one_engine():
+    builds = Builds(in_ort)
+    cells = column_of(engine_column("engine", builds, target=TRT_86, dialect="primitives"))
+    assert builds.sizes == [len(CASES) - 1]
+    assert unusual(cells) == {
+        "closed-rows-sentinel": SWALLOWED,
+        "own-causal": (
+            "refused",
+            "The primitives dialect writes causal as a mask: the runtime's own is not used.",
+        ),
+    }
+
+
+def test_one_refusal_does_not_hide_the_rest():
+    builds = Builds(in_ort)  # which refuses masks that broadcast, when it runs them
+    cases = named("bool-mask", "broadcast-queries", "causal-wide", "own-causal")
+    cells = column_of(engine_column("engine", builds, target=RTX, dialect="trt"), cases=cases)
+    assert builds.sizes == [4, 1, 1, 1, 1]
+    assert {name: cell.status for name, cell in cells.items()} == {
+        "bool-mask": "conforms",
+        "broadcast-queries": "refused",
+        "causal-wide": "conforms",
+        "own-causal": "conforms",
+    }
+    assert "inconsistent q_sequence_length" in cells["broadcast-queries"].detail
+
+
+def test_the_trt_dialect_conforms_in_one_model():
+    builds = Builds(in_reference)
+    cells = column_of(engine_column("engine", builds, target=RTX, dialect="trt"), BF16)
+    assert builds.sizes == [len(CASES)]
+    assert unusual(cells) == {"closed-rows-sentinel": KEPT, "own-causal": UPPER_LEFT}
+
+
+def test_what_no_lowering_cures_is_refused_before_anything_is_built():
+    builds = Builds(in_ort)
+    cells = column_of(engine_column("engine", builds, target=TRT_86, dialect="primitives"), BF16)
+    assert builds.sizes == []
+    assert {(cell.status, cell.detail) for cell in cells.values()} == {
+        ("refused", "There is no bf16 before TensorRT 10.")
+    }
+
+
+def test_a_target_of_unknown_alignment_gets_causal_as_a_mask_but_is_asked_for_its_own():
+    builds = Builds(in_reference)
+    cases = named("causal", "causal-wide", "own-causal")
+    column_of(engine_column("engine", builds, target=TRT_1014, dialect="trt"), cases=cases)
+    (model,) = builds.models
+    causal = {node.name: node.is_causal for node in attention_nodes(model)}
+    assert causal == {"causal": True, "causal-wide": False, "own-causal": True}
+
+
+def test_an_engine_of_the_lower_right_corner_is_seen_in_its_own_row_only():
+    # The lowering avoids the runtime's own causal, so that the answers are right all the same.
+    def misaligned(model):
+        return NumpyRunner(model, "causal from the lower right")
+
+    cases = named("causal", "own-causal")
+    column = engine_column("engine", misaligned, target=TRT_1014, dialect="trt")
+    table = conformance_table([column], FP16, cases=cases)
+    assert unusual({name: cells["engine"] for name, cells in table.cells.items()}) == {
+        "own-causal": ("wrong", "causal starts in the lower right corner")
+    }
+    assert table.passed
+
+
+def rtx_builds(**options):
+    """Really builds engines; the numbers come from ONNX's evaluator, for there may be no GPU to run them."""
+
+    def open_model(model):
+        onnx_bytes = ir.to_proto(model).SerializeToString()
+        build_engine(BuildRequest(onnx=onnx_bytes, targets="8.9", **options))
+        return in_reference(model)
+
+    return Builds(open_model)
+
+
+def test_tensorrt_rtx_builds_all_cases_as_one_engine():
+    pytest.importorskip("tensorrt_rtx")
+    builds = rtx_builds(precision="bf16")
+    cells = column_of(engine_column("rtx", builds, target=RTX, dialect="trt"), BF16)
+    assert builds.sizes == [len(CASES)]
+    assert {cell.status for cell in cells.values()} == {"conforms"}
+
+
+def test_tensorrt_rtx_refuses_fp32_unless_it_may_decompose():
+    pytest.importorskip("tensorrt_rtx")
+    cases = named("causal", "bool-mask")
+    builds = rtx_builds(precision="fp32")
+    cells = column_of(engine_column("rtx", builds, target=RTX, dialect="trt"), FP32, cases=cases)
+    assert builds.sizes == [2, 1, 1]
+    for name, cell in cells.items():
+        assert cell.status == "refused"
+        assert cell.detail.startswith("Attention has no fused kernel for this target, and may not be")
+        assert name in cell.detail
+    builds = rtx_builds(precision="fp32", allow_decomposed=True)
+    cells = column_of(engine_column("rtx", builds, target=RTX, dialect="trt"), FP32, cases=cases)
+    assert builds.sizes == [2]
+    assert unusual(cells) == {}
+
+
+# -- runtimes that are not here --------------------------------------------------------------------------
+
+
+def test_a_runtime_that_is_not_here_is_absent():
+    table = conformance_table([absent_column("tensorrt", "There is no GPU.")], FP16)
+    assert {(cells["tensorrt"].status, cells["tensorrt"].detail) for cells in table.cells.values()} == {
+        ("absent", "There is no GPU.")
+    }
+    assert table.passed
+
+
+def not_installed(model):
+    raise BackendUnavailable("It is not installed.", got="No module named 'it'")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        runner_column("it", not_installed, "onnx"),
+        engine_column("it", not_installed, target=RTX, dialect="trt"),
+    ],
+    ids=["runner", "engine"],
+)
+def test_a_runtime_that_cannot_open_anything_is_absent(column):
+    cells = column_of(column, cases=named("causal", "bool-mask"))
+    assert {str(cell) for cell in cells.values()} == {"absent: It is not installed. No module named 'it'"}
+
+
+@pytest.mark.parametrize("make", [runner_column, engine_column])
+def test_a_runtime_without_kernels_for_a_case_is_here(make):
+    def without_masks(model):
+        if any(value.name.endswith("mask") for value in model.graph.inputs):
+            raise BackendUnavailable("No kernel.")
+        return in_reference(model)
+
+    options = {"target": RTX} if make is engine_column else {}
+    column = make("it", without_masks, dialect="trt", **options)
+    cells = column_of(column, cases=named("causal", "bool-mask"))
+    assert {name: str(cell) for name, cell in cells.items()} == {
+        "causal": "conforms",
+        "bool-mask": "refused: No kernel.",
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_pytorch_without_a_gpu_is_absent_on_cuda():
+    column = torch_column("sdpa", "cuda")
+    assert column.name == "sdpa cuda"
+    cells = column_of(column, cases=named("causal"))
+    assert str(cells["causal"]) == "absent: PyTorch finds no CUDA GPU here."
+
+
+def test_pytorch_has_no_other_ways():
+    with pytest.raises(DeployError, match="No such way"):
+        torch_column("plane")
+
+
+def test_what_pytorch_refuses_is_told(monkeypatch):
+    def attend(*arguments):
+        raise RuntimeError("No available kernel.\nAborting execution.")
+
+    monkeypatch.setattr("mha_deploy.reference.conformance.attend", attend)
+    cells = column_of(torch_column("sdpa"), cases=named("causal"))
+    assert str(cells["causal"]) == "refused: PyTorch refuses the case. No available kernel."
+
+
+# -- the table -----------------------------------------------------------------------------------------
+
+
+def test_the_table_is_plain_data():
+    columns = [
+        runner_column("right", NumpyRunner, "onnx"),
+        runner_column("wrong", lambda model: NumpyRunner(model, "closed rows are NaN"), "onnx"),
+        absent_column("absent", "Not here."),
+    ]
+    seen = []
+    cases = named("causal", "closed-rows-bool", "own-causal")
+    table = conformance_table(columns, FP16, seed=5, cases=cases, on_column=seen.append)
+    assert seen == ["right", "wrong", "absent"]
+    data = json.loads(json.dumps(table.to_dict(), allow_nan=False))
+    assert {key: data[key] for key in ("precision", "seed", "passed", "columns")} == {
+        "precision": "fp16",
+        "seed": 5,
+        "passed": False,
+        "columns": ["right", "wrong", "absent"],
+    }
+    assert [(row["case"], row["about"], row["diagnostic"]) for row in data["rows"]] == [
+        (case.name, case.about, case.diagnostic) for case in cases
+    ]
+    closed = data["rows"][1]["cells"]
+    assert closed["wrong"] == {
+        "status": "wrong",
+        "detail": "gives NaN where no key is seen",
+        "error": None,
+        "share": None,
+    }
+    assert closed["right"]["status"] == "conforms"
+    assert closed["absent"]["status"] == "absent"
+
+
+def test_a_table_passes_unless_an_answer_is_wrong():
+    wrong = runner_column("wrong", lambda model: NumpyRunner(model, "causal from the lower right"), "onnx")
+    assert not conformance_table([wrong], FP16, cases=named("causal", "causal-wide")).passed
+    assert conformance_table([wrong], FP16, cases=named("causal", "own-causal")).passed
+
+
+def test_a_wrong_cell_tells_its_error():
+    wrong = runner_column("wrong", lambda model: NumpyRunner(model, "closed rows attend"), "onnx")
+    cell = column_of(wrong, cases=named("closed-rows-inf"))["closed-rows-inf"]
+    trial = draw_trial(BY_NAME["closed-rows-inf"], FP16, 0)
+    exact = oracle.exact(trial)
+    # The mistake is in the closed rows alone, so its size is theirs.
+    attending = oracle.exact(trial, oracle.Reading(mask=None, causal=oracle.NOWHERE))
+    closed = oracle.closed_rows(trial)
+    error = np.linalg.norm(attending[closed]) / np.linalg.norm(exact)
+    assert cell.error == pytest.approx(error, rel=1e-3)
+    assert str(cell) == f"wrong ({cell.error:.2g}): not zeros where no key is seen"
+
+
+def test_columns_have_different_names():
+    column = absent_column("twice", "")
+    with pytest.raises(DeployError, match="same name"):
+        conformance_table([column, column], FP16)
+
+
+def test_an_output_left_out_is_a_refusal():
+    def forgetful(model):
+        runner = NumpyRunner(model)
+        runner._run = lambda feeds: {}
+        return runner
+
+    cells = column_of(runner_column("it", forgetful, "onnx"), cases=named("causal"))
+    assert str(cells["causal"]) == "refused: The runtime left out an output. causal.y"
+
+
+def test_a_column_is_a_name_and_a_function():
+    def zeros(trials):
+        return {trial.case.name: np.zeros_like(trial.arrays["q"]) for trial in trials}
+
+    cells = column_of(RunColumn(name="zeros", run=zeros))
+    assert {cell.status for cell in cells.values()} == {"wrong"}
+    assert all(cell.error == pytest.approx(1) for cell in cells.values())

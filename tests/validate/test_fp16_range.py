@@ -1,0 +1,681 @@
+"""How near FP16's limit: every figure against plain NumPy in float64, and every finding made to happen."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from bundle_edit import copy_of, edit_arrays, edit_manifest, rehash
+from onnx import TensorProto, helper
+
+from mha_deploy.backends import open_runner
+from mha_deploy.bundle import MODEL, open_bundle
+from mha_deploy.errors import DeployError
+from mha_deploy.golden import golden_cases
+from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.graph.lower.fold_scale import fold_scale
+from mha_deploy.graph.probe import attention_probe
+from mha_deploy.reference import build_module
+from mha_deploy.validate import fp16_figures
+from mha_deploy.validate.fp16_figures import Meter
+from mha_deploy.validate.fp16_range import FP16_MAX, fp16_range
+
+NAMES = [
+    "tiny-mha",
+    "tiny-gqa",
+    "tiny-mqa",
+    "tiny-scale",
+    "tiny-packed",
+    "tiny-padding",
+    "tiny-causal-padding",
+    "tiny-additive",
+    "tiny-additive-causal",
+    "tiny-cross",
+    "tiny-cross-padding",
+    "tiny-sparse-heads",
+    "tiny-head-mix",
+]
+
+
+# -- plain NumPy -------------------------------------------------------------------------------
+
+
+def attentions(bundle, case):
+    """Each attention of a layer as (q, k, v [B, H, length, D] in float64, scale)."""
+    spec, precision = bundle.manifest.spec, bundle.manifest.precision
+    rounded = build_module(spec, seed=0, dtype=getattr(torch, precision.torch_name))
+    layer = build_module(spec, weights=rounded.state_dict(), dtype=torch.float64)
+    x = {
+        name: torch.from_numpy(array if array.dtype == np.int32 else array.astype(np.float64))
+        for name, array in case.inputs.items()
+    }
+    query = x["query"] if spec.is_cross else x["x"]
+    q, k, v = layer.project(query, x.get("key"), x.get("value"))
+    found = [(*(heads(a, H) for a, H in ((q, spec.Hq), (k, spec.Hkv), (v, spec.Hkv))), spec.softmax_scale)]
+    if spec.variant == "head-mix":
+        tokens = layer.heads(query)[0].reshape(-1, spec.Hq, spec.D)
+        mixed = (heads(mix(tokens), 1) for mix in (layer.mix_q, layer.mix_k, layer.mix_v))
+        found.append((*mixed, spec.D**-0.5))
+    return found
+
+
+def heads(tensor, H):
+    B, length, width = tensor.shape
+    return tensor.numpy().reshape(B, length, H, width // H).transpose(0, 2, 1, 3)
+
+
+def visible_and_bias(bundle, case, shape):
+    B, _, S, T = shape
+    spec, visible, bias = bundle.manifest.spec, np.ones(shape, bool), np.zeros(shape)
+    if spec.causal:
+        visible &= np.tril(np.ones((S, T), bool))
+    if "key_lengths" in case.inputs:
+        visible &= np.arange(T) < case.inputs["key_lengths"].reshape(B, 1, 1, 1)
+    if "attention_bias" in case.inputs:
+        bias = bias + case.inputs["attention_bias"].astype(np.float64)
+    return visible, bias
+
+
+def plain_figures(q, k, v, scale, visible, bias, softcap=0.0):
+    """Everything at once, as a textbook would."""
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    product = np.einsum("bhsd,bhtd->bhst", q, k)
+    score = product * scale
+    score = softcap * np.tanh(score / softcap) if softcap else score
+    logit = np.where(visible, score + bias, -np.inf)
+    top = logit.max(-1, keepdims=True)
+    sums = np.exp(logit - np.where(np.isneginf(top), 0, top)).sum(-1)
+    return {
+        "Q": np.abs(q).max(),
+        "K": np.abs(k).max(),
+        "V": np.abs(v).max(),
+        "products": product,
+        "all_scores": (score.min(), score.max()),
+        "scores": np.where(visible, score, 0.0),
+        "logits": np.where(visible, score + bias, 0.0),
+        "exponent": logit.max(),
+        "sum": sums.max(),
+        "closed_rows": int((~visible.any(-1)).sum()),
+    }
+
+
+def plain_by_node(bundle):
+    """The figures of every case, by attention."""
+    by_node = {}
+    for case in golden_cases(bundle):
+        for index, (q, k, v, scale) in enumerate(attentions(bundle, case)):
+            shape = (*q.shape[:3], k.shape[2])
+            masks = visible_and_bias(bundle, case, shape) if index == 0 else (np.ones(shape, bool), 0.0)
+            by_node.setdefault(index, {})[case.name] = plain_figures(q, k, v, scale, *masks)
+    return [by_node[index] for index in sorted(by_node)]
+
+
+def largest(cases, key):
+    return max(np.abs(each[key]).max() for each in cases.values())
+
+
+def at(cases, key, peak):
+    return cases[peak.case][key][peak.row, peak.head, peak.query, peak.key]
+
+
+def compare(node, cases, near):
+    figures = node.figures
+    for name in ("Q", "K", "V"):
+        assert figures.tensors[name] == near(max(each[name] for each in cases.values())), name
+    peaks = {"products": figures.product, "scores": figures.score, "logits": figures.logit}
+    for key, peak in peaks.items():
+        assert abs(peak.value) == near(largest(cases, key)), key
+        assert peak.value == near(at(cases, key, peak)), f"{key} is elsewhere"
+    assert figures.exponent == near(max(each["exponent"] for each in cases.values()))
+    lows, highs = zip(*(each["all_scores"] for each in cases.values()), strict=True)
+    assert figures.all_scores == (near(min(lows)), near(max(highs)))
+    assert [each.case for each in figures.sums] == list(cases)
+    for each in figures.sums:
+        assert each.largest == near(cases[each.case]["sum"])
+        assert each.keys == cases[each.case]["products"].shape[3]
+    assert figures.closed_rows == sum(each["closed_rows"] for each in cases.values())
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_is_what_plain_numpy_gives(bundles, name):
+    bundle = bundles(name, "fp32")
+    report = fp16_range(bundle)
+    wanted = plain_by_node(bundle)
+    assert len(report.nodes) == len(wanted) == bundle.manifest.spec.attention_count
+    for node, cases in zip(report.nodes, wanted, strict=True):
+        compare(node, cases, lambda number: pytest.approx(number, rel=2e-5, abs=1e-4))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "rel"),
+    [("tiny-gqa", "fp16", 5e-3), ("tiny-head-mix", "fp16", 5e-3), ("tiny-causal-padding", "bf16", 5e-2)],
+)
+def test_half_precisions_give_the_same_up_to_their_rounding(bundles, name, precision, rel):
+    bundle = bundles(name, precision)
+    for node, cases in zip(fp16_range(bundle).nodes, plain_by_node(bundle), strict=True):
+        compare(node, cases, lambda number: pytest.approx(number, rel=rel, abs=10 * rel))
+
+
+def test_the_headroom_is_the_limit_over_the_largest_number(bundles):
+    bundle = bundles("tiny-gqa", "fp32")
+    (node,) = fp16_range(bundle).nodes
+    (cases,) = plain_by_node(bundle)
+    keys = ("Q", "K", "V", "products", "scores", "logits", "sum")
+    assert node.headroom == pytest.approx(FP16_MAX / max(largest(cases, key) for key in keys), rel=1e-5)
+    assert node.status == "ok"
+
+
+def test_large_values_leave_less_headroom(bundles, tmp_path):
+    (node,) = fp16_range(with_weights(bundles("tiny-gqa", "fp32"), tmp_path / "b", v=3000.0)).nodes
+    assert node.figures.tensors["V"] > 8188
+    assert node.headroom == pytest.approx(FP16_MAX / node.figures.tensors["V"])
+    assert node.status == "near"
+
+
+@pytest.mark.parametrize("block", [1, 7, 100, 1000])
+@pytest.mark.parametrize("name", ["tiny-causal-padding", "tiny-additive-causal", "tiny-head-mix"])
+def test_blocks_change_nothing(bundles, monkeypatch, name, block):
+    bundle = bundles(name, "fp32")
+    whole = fp16_range(bundle)
+    monkeypatch.setattr(fp16_figures, "_BLOCK", block)
+    for node, cut in zip(whole.nodes, fp16_range(bundle).nodes, strict=True):
+        near = [pytest.approx(each.largest, rel=1e-5) for each in node.figures.sums]
+        assert [each.largest for each in cut.figures.sums] == near
+        for key in ("product", "score", "logit"):
+            one, other = getattr(node.figures, key), getattr(cut.figures, key)
+            assert other.value == pytest.approx(one.value, rel=1e-5)
+            place = (one.case, one.row, one.head, one.query, one.key)
+            assert (other.case, other.row, other.head, other.query, other.key) == place
+        assert (cut.figures.closed_rows, cut.status) == (node.figures.closed_rows, node.status)
+
+
+def test_hidden_pairs_count_for_the_product_and_not_for_the_score(bundles, tmp_path):
+    bundle = bundles("tiny-causal-padding", "fp32")
+    folder, case = copy_of(bundle, tmp_path / "b"), "opt"
+
+    def enlarge_last(arrays):
+        arrays["inputs/x"][:, -1] *= 100.0  # a key that only the last query sees
+        arrays["inputs/key_lengths"][:] = arrays["inputs/x"].shape[1] - 1  # and now not even that one
+
+    edit_arrays(folder, enlarge_last, case=case)
+    before = fp16_range(bundle, cases=[case]).nodes[0].figures
+    after = fp16_range(open_bundle(folder), cases=[case]).nodes[0].figures
+    last = bundle.manifest.golden[1].sizes["S"] - 1
+    assert after.product.key == after.product.query == last
+    assert abs(after.product.value) > 1000 * abs(before.product.value)
+    # The last query still sees the keys before it, a hundred times larger than before.
+    assert after.score.key < last
+    assert after.score.query == last
+
+
+def test_chosen_cases_are_run_and_announced(bundles):
+    bundle, seen = bundles("tiny-mha"), []
+    report = fp16_range(bundle, cases=["odd", "min"], on_case=seen.append)
+    assert seen == ["odd", "min"]
+    assert report.cases == ("odd", "min")
+    assert [each.case for each in report.nodes[0].figures.sums] == ["odd", "min"]
+    assert report.backend.startswith("ort-cpu ")
+    fp16_range(bundle, on_case=seen.append)
+    assert seen[2:] == [case.name for case in golden_cases(bundle)]
+
+
+@pytest.mark.parametrize("cases", [["opt", "oddd"], []])
+def test_a_case_that_is_not_there_is_refused(bundles, cases):
+    with pytest.raises(DeployError, match="no such golden case") as caught:
+        fp16_range(bundles("tiny-mha"), cases=cases)
+    assert "odd" in caught.value.hint
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_report_is_plain_json(bundles, precision):
+    report = fp16_range(bundles("tiny-head-mix", precision))
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert data["worst"] == "ok"
+    first, second = data["nodes"]
+    assert (first["node"], second["node"]) == ("attention", "attention_1")
+    assert first["largest_score_raw"] == abs(report.nodes[0].figures.product.value)
+    assert first["largest_score"] == abs(report.nodes[0].figures.score.value)
+    assert first["largest_softmax_sum"] == max(each.largest for each in report.nodes[0].figures.sums)
+    assert second["max_keys"] == 4
+    assert first["figures"]["product"]["case"] in report.cases
+
+
+# -- one attention, as ONNX allows it ----------------------------------------------------------
+
+
+def measured(feeds, *, dtype=TensorProto.FLOAT, **attributes):
+    """The figures of a graph that is one Attention node; `feeds` in the order of its inputs."""
+    kinds = {np.dtype(bool): TensorProto.BOOL}
+    values = [
+        helper.make_tensor_value_info(name, kinds.get(a.dtype, dtype), a.shape) for name, a in feeds.items()
+    ]
+    node = helper.make_node("Attention", list(feeds), ["y"], name="att", **attributes)
+    y = helper.make_tensor_value_info("y", dtype, None)
+    proto = helper.make_model(
+        helper.make_graph([node], "one", values, [y]), opset_imports=[helper.make_opsetid("", 23)]
+    )
+    probe = attention_probe(ir.from_proto(onnx.shape_inference.infer_shapes(proto)))
+    meter = Meter(probe.attentions[0])
+    with open_runner("onnx-reference", probe.model) as runner:
+        meter.see("only", runner.run(feeds))
+    return meter.figures()
+
+
+def draw(*shape, seed=0, size=1.0):
+    return (np.random.default_rng(seed).standard_normal(shape) * size).astype(np.float32)
+
+
+def qkv(Hq=4, Hkv=2, size=1.0):
+    return {
+        "q": draw(2, Hq, 5, 8, size=size),
+        "k": draw(2, Hkv, 7, 8, seed=1, size=size),
+        "v": draw(2, Hkv, 7, 8, seed=2),
+    }
+
+
+@pytest.mark.parametrize("attributes", [{}, {"scale": 2.0}, {"softcap": 1.5}, {"is_causal": 1}])
+@pytest.mark.parametrize("mask", [None, "bool", "float", "rows"])
+def test_heads_of_their_own_axis_softcap_and_masks(attributes, mask):
+    feeds = qkv()
+    visible, bias = np.ones((2, 4, 5, 7), bool), np.zeros((2, 4, 5, 7))
+    if mask == "bool":
+        feeds["mask"] = draw(2, 1, 5, 7, seed=3) > 0
+        visible &= feeds["mask"]
+    elif mask == "float":
+        feeds["mask"] = draw(1, 4, 5, 7, seed=3)
+        bias = bias + feeds["mask"]
+    elif mask == "rows":
+        feeds["mask"] = draw(5, 7, seed=3)
+        feeds["mask"][3, 4] = -np.inf
+        bias, visible = bias + np.maximum(feeds["mask"], -100), visible & np.isfinite(feeds["mask"])
+    if attributes.get("is_causal"):
+        visible &= np.tril(np.ones((5, 7), bool))
+    scale = attributes.get("scale", 8**-0.5)
+    q, k, v = (feeds[name].astype(np.float64) for name in "qkv")
+    want = plain_figures(q, k, v, scale, visible, bias, softcap=attributes.get("softcap", 0.0))
+    got = measured(feeds, **attributes)
+    assert abs(got.product.value) == pytest.approx(np.abs(want["products"]).max(), rel=1e-5)
+    for peak, key in ((got.score, "scores"), (got.logit, "logits")):
+        assert abs(peak.value) == pytest.approx(np.abs(want[key]).max(), rel=1e-5), key
+        assert peak.value == pytest.approx(want[key][peak.row, peak.head, peak.query, peak.key], rel=1e-5)
+    assert got.exponent == pytest.approx(want["exponent"], rel=1e-5)
+    assert got.sums[0].largest == pytest.approx(want["sum"], rel=1e-5)
+    assert got.closed_rows == want["closed_rows"]
+    assert got.scale == pytest.approx(scale)
+    assert got.sentinel is None
+
+
+def test_products_that_do_not_fit_float32_are_still_numbers():
+    feeds = qkv(size=1e20)
+    exact = np.einsum(
+        "bhsd,bhtd->bhst", feeds["q"].astype(np.float64), np.repeat(feeds["k"].astype(np.float64), 2, axis=1)
+    )
+    got = measured(feeds)
+    assert np.abs(exact).max() > np.finfo(np.float32).max
+    assert abs(got.product.value) == pytest.approx(np.abs(exact).max(), rel=1e-6)
+    assert got.sums[0].largest == pytest.approx(1.0)
+
+
+def test_what_is_not_measured_is_refused():
+    past = {name: draw(2, 2, 3, 8) for name in ("past_key", "past_value")}
+    with pytest.raises(DeployError, match="past keys") as caught:
+        measured({**qkv(), "mask": draw(5, 10), **past})
+    assert caught.value.got == "att"
+
+
+# -- products that are too large ---------------------------------------------------------------
+
+
+def with_weights(bundle, folder, **factors):
+    """A copy of a bundle whose projections are multiplied; `q=2.0` doubles weights and bias of Q."""
+    copy_of(bundle, folder)
+    model = load_graph(bundle.model_path)
+    for name, factor in factors.items():
+        for part in (f"{name}.weight.T", f"{name}.bias"):
+            if part in model.graph.initializers:
+                value = model.graph.initializers[part]
+                array = value.const_value.numpy()
+                larger = (array.astype(np.float64) * factor).astype(array.dtype)
+                value.const_value = ir.Tensor(larger, dtype=value.const_value.dtype, name=part)
+    return save(model, folder)
+
+
+def save(model, folder):
+    for path in folder.glob(f"{MODEL}*"):
+        path.unlink()
+    save_graph(model, folder / MODEL)
+    rehash(folder)
+    return open_bundle(folder)
+
+
+def grown_to(bundle, folder, product):
+    """A copy of a bundle whose largest |Q·Kᵀ| is this, Q and K growing alike."""
+    now = abs(fp16_range(bundle).nodes[0].figures.product.value)
+    factor = (product / now) ** 0.5
+    return with_weights(bundle, folder, q=factor, k=factor)
+
+
+@pytest.mark.parametrize(
+    ("product", "status"), [(8000, "ok"), (8400, "near"), (65000, "near"), (66000, "overflows")]
+)
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_status_follows_the_product(bundles, tmp_path, precision, product, status):
+    report = fp16_range(grown_to(bundles("tiny-gqa", precision), tmp_path / "b", product))
+    (node,) = report.nodes
+    rel = {"fp16": 1e-3, "bf16": 7e-3, "fp32": 1e-5}[precision]
+    assert abs(node.figures.product.value) == pytest.approx(product, rel=rel)
+    assert node.headroom == pytest.approx(FP16_MAX / product, rel=rel)
+    assert report.worst == node.status == status
+    about = [each.what for each in node.findings if "Q·Kᵀ" in each.what]
+    assert len(about) == (status != "ok")
+    if status == "overflows":
+        assert ("would overflow in FP16" in about[0]) == (precision != "fp16")
+        assert ("which overflows FP16" in about[0]) == (precision == "fp16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "words"), [("fp16", "export with --precision bf16"), ("bf16", "stay with bf16")]
+)
+def test_large_products_get_advice(bundles, tmp_path, precision, words):
+    (node,) = fp16_range(grown_to(bundles("tiny-gqa", precision), tmp_path / "b", 70000)).nodes
+    assert any("fold the scale into the query projection" in line for line in node.advice)
+    assert any("in FP32" in line for line in node.advice)
+    assert any(words in line for line in node.advice)
+
+
+def test_folding_the_scale_does_what_the_advice_says(bundles, tmp_path):
+    bundle = grown_to(bundles("tiny-gqa"), tmp_path / "b", 70000)
+    (before,) = fp16_range(bundle).nodes
+    folded = save(fold_scale(load_graph(bundle.model_path)), copy_of(bundle, tmp_path / "folded"))
+    (after,) = fp16_range(folded).nodes
+    assert before.status == "overflows"
+    assert after.status == "near"
+    assert after.figures.product.value == pytest.approx(before.figures.product.value / 4, rel=2e-3)
+    assert after.figures.score.value == pytest.approx(before.figures.score.value, rel=2e-3)
+    assert not any("fold" in line for line in after.advice)
+
+
+def test_folding_is_not_advised_where_the_scores_overflow_too(bundles, tmp_path):
+    (node,) = fp16_range(grown_to(bundles("tiny-gqa", "fp32"), tmp_path / "b", 300_000)).nodes
+    assert abs(node.figures.score.value) > FP16_MAX
+    assert any("the largest score" in each.what for each in node.findings)
+    assert not any("fold" in line for line in node.advice)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_tensor_that_overflows_already_is_named(bundles, tmp_path, name):
+    bundle = with_weights(bundles("tiny-gqa"), tmp_path / "b", **{name: 25000.0})
+    tensor = attention_probe(load_graph(bundle.model_path)).attentions[0].tensors[name.upper()]
+    (node,) = fp16_range(bundle, cases=["min", "opt"]).nodes
+    assert (node.status, node.headroom) == ("overflows", 0.0)
+    assert f"{name.upper()} ({tensor}) in case opt: " in node.figures.not_finite[-1]
+    assert any(tensor in each.what and "NaN or infinite" in each.what for each in node.findings)
+    json.dumps(node.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("name", ["Q", "K", "V"])
+def test_a_tensor_that_would_overflow_is_measured(bundles, tmp_path, name):
+    bundle = with_weights(bundles("tiny-gqa", "bf16"), tmp_path / "b", **{name.lower(): 1e6})
+    (node,) = fp16_range(bundle).nodes
+    assert node.figures.not_finite == ()
+    assert node.figures.tensors[name] > 1e6
+    assert node.status == "overflows"
+    assert any(f"|{name}|" in each.what and "would overflow in FP16" in each.what for each in node.findings)
+
+
+def test_the_second_attention_is_judged_by_itself(bundles, tmp_path):
+    bundle = with_weights(bundles("tiny-head-mix", "fp32"), tmp_path / "b", mix_q=1000.0, mix_k=1000.0)
+    report = fp16_range(bundle)
+    assert [node.status for node in report.nodes] == ["ok", "overflows"]
+    assert report.worst == "overflows"
+
+
+# -- softmax -----------------------------------------------------------------------------------
+
+
+def with_keys(bundle, folder, keys):
+    """The same bundle for an engine that takes this many keys."""
+    copy_of(bundle, folder)
+    edit_manifest(folder, lambda data: data["spec"]["axes"]["S"].update(max=keys))
+    return open_bundle(folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "status", "words"),
+    [(2048, "ok", None), (2049, "ok", "stops at 2,048"), (70000, "near", "overflows above 65,504")],
+)
+def test_the_largest_sum_a_spec_allows_is_told(bundles, tmp_path, keys, status, words):
+    (node,) = fp16_range(with_keys(bundles("tiny-mha"), tmp_path / "b", keys)).nodes
+    about = [each for each in node.findings if "the softmax sums" in each.what]
+    assert node.max_keys == keys
+    assert node.status == status
+    assert [words in each.what for each in about] == ([True] if words else [])
+
+
+def test_fp16_really_stops_counting_there():
+    total = np.float16(0)
+    for _ in range(3000):
+        total = np.float16(total + np.float16(1))
+    assert total == 2048
+
+
+def test_a_measured_sum_counts_for_the_headroom(bundles, tmp_path):
+    bundle = with_weights(bundles("tiny-mha"), tmp_path / "b", q=0.0)
+    (node,) = fp16_range(bundle).nodes
+    most = max(entry.sizes["S"] for entry in bundle.manifest.golden)
+    assert [each.largest for each in node.figures.sums] == [e.sizes["S"] for e in bundle.manifest.golden]
+    assert most > max(node.figures.tensors.values())
+    assert node.headroom == pytest.approx(FP16_MAX / most)
+
+
+def test_nothing_but_zeros_has_no_headroom_to_tell(bundles, tmp_path):
+    bundle = with_weights(bundles("tiny-padding"), tmp_path / "b", q=0.0, k=0.0, v=0.0)
+    edit_arrays(bundle.path, lambda arrays: arrays["inputs/key_lengths"].fill(0))
+    (node,) = fp16_range(open_bundle(bundle.path), cases=["opt"]).nodes
+    assert node.figures.score is None
+    assert node.status == "ok"
+    assert node.to_dict()["headroom"] is None
+
+
+def test_exp_without_its_maximum_is_a_remark(bundles, tmp_path):
+    told = {}
+    for factor in (0.5, 0.9, 1.1, 4.0):
+        bundle = with_weights(bundles("tiny-gqa", "fp32"), tmp_path / str(factor), q=factor)
+        (node,) = fp16_range(bundle).nodes
+        told[factor] = any("does not subtract the maximum" in each.what for each in node.findings)
+        with np.errstate(over="ignore"):
+            assert told[factor] == bool(np.isinf(np.exp(np.float16(node.figures.exponent))))
+        assert node.status == "ok"
+    assert told == {0.5: False, 0.9: False, 1.1: True, 4.0: True}
+
+
+# -- masks of numbers --------------------------------------------------------------------------
+
+
+def hide(number, *, closed_row=False):
+    """Give the mask this number for some keys of every query, and for all keys of one if asked to."""
+
+    def change(arrays):
+        old = arrays["inputs/attention_bias"]
+        is_bf16 = old.dtype == np.uint16  # NumPy's files have no bfloat16
+        mask = np.zeros(old.shape, ml_dtypes.bfloat16 if is_bf16 else old.dtype)
+        mask[..., 1::2] = number
+        if closed_row:
+            mask[:, 0, 2] = number
+        arrays["inputs/attention_bias"] = mask.view(np.uint16) if is_bf16 else mask
+
+    return change
+
+
+def with_sentinel(bundle, folder, number, **options):
+    copy_of(bundle, folder)
+    edit_arrays(folder, hide(number, **options))
+    return fp16_range(open_bundle(folder), cases=["opt"]).nodes[0]
+
+
+def about_mask(node):
+    return [each for each in node.findings if "the mask's" in each.what]
+
+
+@pytest.mark.parametrize(
+    ("precision", "number", "status", "words"),
+    [
+        ("fp32", -1e9, "overflows", "is -inf in FP16"),
+        ("bf16", -3e38, "overflows", "is -inf in FP16"),
+        ("fp32", -65520.0, "overflows", "is -inf in FP16"),
+        ("fp16", -65504.0, "near", "leaves FP16 room for scores down to -16"),
+        ("fp32", -65504.0, "near", "leaves FP16 room for scores down to -16"),
+        ("fp16", -1e4, "ok", None),
+        ("fp16", -32768.0, "ok", None),
+        ("fp16", -5.0, "near", "is too small"),
+        ("fp32", -5.0, "near", "is too small"),
+    ],
+)
+def test_the_number_that_hides_keys_is_judged(bundles, tmp_path, precision, number, status, words):
+    node = with_sentinel(bundles("tiny-additive", precision), tmp_path / "b", number)
+    assert node.figures.sentinel == pytest.approx(number, rel=4e-3)
+    assert node.status == status
+    found = about_mask(node)
+    assert [words in each.what for each in found] == ([True] if words else [])
+    assert all(each.advice for each in found)
+    assert node.headroom > 8  # the sentinel is no score
+
+
+def test_a_low_sentinel_overflows_under_large_scores(bundles, tmp_path):
+    large = with_weights(bundles("tiny-additive"), tmp_path / "large", q=8.0)
+    node = with_sentinel(large, tmp_path / "b", -65504.0)
+    reach = max(abs(score) for score in node.figures.all_scores)
+    assert reach > 16
+    assert node.status == "overflows"
+    assert "add up to -inf in FP16" in about_mask(node)[0].what
+    with np.errstate(over="ignore"):
+        assert np.isneginf(np.float16(-65504.0) + np.float16(-reach))
+
+
+@pytest.mark.parametrize("number", [-1e9, -65504.0, -32768.0, -1e4, -150.0, -37.0, -24.0, -5.0])
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_the_judgement_agrees_with_arithmetic_in_fp16(bundles, tmp_path, number, factor):
+    """A softmax in NumPy's FP16 over the reported extremes: NaN without keys, or weight on hidden keys."""
+    large = with_weights(bundles("tiny-additive", "fp32"), tmp_path / "large", q=factor)
+    node = with_sentinel(large, tmp_path / "b", number)
+    low, high = node.figures.all_scores
+    with np.errstate(all="ignore"):
+        lowest = -max(-low, high)
+        closed = fp16_softmax(np.float16([lowest, lowest]) + np.float16(number))
+        leak = fp16_softmax(np.float16([low, np.float16(high) + np.float16(number)]))[1]
+    assert np.isnan(closed).any() == (node.status == "overflows")
+    too_small = any("too small" in each.what for each in about_mask(node))
+    assert too_small == bool(leak > 0)
+
+
+def fp16_softmax(scores):
+    weights = np.exp(scores - scores.max())
+    return (weights / weights.sum(dtype=np.float16)).astype(np.float16)
+
+
+def test_pairs_hidden_by_a_number_are_not_seen(bundles, tmp_path):
+    bundle = bundles("tiny-additive", "fp32")
+    node = with_sentinel(bundle, tmp_path / "b", -1e4, closed_row=True)
+    case = next(case for case in golden_cases(bundle) if case.name == "opt")
+    q, k, v, scale = attentions(bundle, case)[0]
+    shape = (*q.shape[:3], k.shape[2])
+    visible = np.ones(shape, bool)
+    visible[..., 1::2] = False
+    visible[:, 0, 2] = False
+    want = plain_figures(q, k, v, scale, visible, 0.0)
+    figures = node.figures
+    for peak, key in ((figures.score, "scores"), (figures.logit, "logits")):
+        assert abs(peak.value) == pytest.approx(np.abs(want[key]).max(), rel=1e-5)
+    assert figures.exponent == pytest.approx(want["exponent"], rel=1e-5)
+    assert figures.closed_rows == want["closed_rows"] == shape[0]
+    # A query whose keys all have the number has a softmax all the same, over its scores.
+    bias = np.where(visible, 0.0, -1e4)
+    given = plain_figures(q, k, v, scale, np.ones(shape, bool), bias)["sum"]
+    assert figures.sums[0].largest == pytest.approx(given, rel=1e-3)
+
+
+def test_a_number_beside_biases_is_found(bundles, tmp_path):
+    folder = copy_of(bundles("tiny-additive", "fp32"), tmp_path / "b")
+
+    def change(arrays):
+        arrays["inputs/attention_bias"][..., 3] = -1e9
+
+    edit_arrays(folder, change)
+    (node,) = fp16_range(open_bundle(folder)).nodes
+    assert node.figures.sentinel == -1e9
+    assert node.status == "overflows"
+
+
+@pytest.mark.parametrize("name", ["tiny-additive", "tiny-additive-causal"])
+def test_a_bias_is_no_sentinel(bundles, name):
+    (node,) = fp16_range(bundles(name)).nodes
+    assert node.figures.sentinel is None
+    assert about_mask(node) == []
+    assert abs(node.figures.logit.value) > abs(node.figures.score.value)
+
+
+def test_minus_infinity_hides_keys_and_is_no_sentinel(bundles, tmp_path):
+    node = with_sentinel(bundles("tiny-additive"), tmp_path / "b", -np.inf, closed_row=True)
+    assert node.figures.sentinel is None
+    assert node.status == "ok"
+    assert node.figures.closed_rows == 2  # one query of one head in each row of the batch
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_mask_that_is_broken_is_named(bundles, tmp_path, bad):
+    node = with_sentinel(bundles("tiny-additive"), tmp_path / "b", bad)
+    assert node.status == "overflows"
+    assert "mask (attention_bias) in case opt" in node.findings[0].what
+
+
+@pytest.mark.parametrize("name", ["tiny-padding", "tiny-causal-padding", "tiny-cross-padding"])
+def test_a_boolean_mask_has_no_sentinel(bundles, name):
+    (node,) = fp16_range(bundles(name)).nodes
+    assert node.figures.sentinel is None
+    assert node.figures.closed_rows > 0  # the ragged case has a row without keys
+
+
+def with_mask_of_numbers(bundle, folder, back_to_bool=False):
+    """The padding mask as FP32's 0 and -1e9, cast to FP16 for the attention, or compared to booleans again."""
+    model = load_graph(bundle.model_path)
+    attention = next(node for node in model.graph if node.op_type == "Attention")
+    zero, hidden, half = (
+        ir.Value(name=name, const_value=ir.tensor(np.float32(number), name=name))
+        for name, number in (("zero", 0.0), ("hidden", -1e9), ("half", -5e8))
+    )
+    for value in (zero, hidden, half):
+        model.graph.register_initializer(value)
+    where = ir.node("Where", inputs=[attention.inputs[3], zero, hidden])
+    last = ir.node("Cast", inputs=where.outputs, attributes={"to": ir.DataType.FLOAT16})
+    if back_to_bool:
+        last = ir.node("Greater", inputs=[*where.outputs, half])
+    where.outputs[0].name, mask = "mask_wide", last.outputs[0]
+    mask.name, mask.shape = "mask", attention.inputs[3].shape
+    mask.type = ir.TensorType(ir.DataType.BOOL if back_to_bool else ir.DataType.FLOAT16)
+    model.graph.insert_before(attention, [where, last])
+    attention.replace_input_with(3, mask)
+    return save(model, copy_of(bundle, folder))
+
+
+def test_a_constant_behind_a_boolean_mask_hides_nothing(bundles, tmp_path):
+    bundle = bundles("tiny-padding")
+    (found,) = fp16_range(with_mask_of_numbers(bundle, tmp_path / "b", back_to_bool=True)).nodes
+    assert found == fp16_range(bundle).nodes[0]
+
+
+def test_a_constant_of_the_graph_is_found_behind_its_cast(bundles, tmp_path):
+    """The mask itself holds -inf by then."""
+    bundle = bundles("tiny-padding")
+    (found,) = fp16_range(with_mask_of_numbers(bundle, tmp_path / "b")).nodes
+    (plain,) = fp16_range(bundle).nodes
+    assert found.figures.sentinel == -1e9
+    assert (plain.status, found.status) == ("ok", "overflows")
+    assert f"({plain.figures.closed_rows:,} such rows" in about_mask(found)[0].what
+    assert found.figures.score == plain.figures.score
+    assert found.figures.closed_rows == plain.figures.closed_rows

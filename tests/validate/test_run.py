@@ -1,0 +1,160 @@
+"""A whole validation without a GPU: the graph is run; engines are built, inspected and told of."""
+
+import json
+
+import onnx
+import pytest
+from bundle_edit import copy_of, edit_manifest, rehash
+
+from mha_deploy.backends.cuda import find_gpu
+from mha_deploy.bundle import open_bundle
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.report.schema import check_report
+from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.participants import TORCH_WAYS, Casting
+from mha_deploy.validate.run import validate_bundle
+
+pytestmark = pytest.mark.skipif(find_gpu() is not None, reason="with a GPU, others take part")
+
+
+@pytest.fixture
+def folder(bundles, tmp_path):
+    return copy_of(bundles("tiny-gqa"), tmp_path / "bundle")
+
+
+@pytest.fixture
+def with_engine(folder):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    bundle = open_bundle(folder)
+    engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="8.9"))
+    return bundle
+
+
+def names(report):
+    return [each.participant.name for each in report.examinations]
+
+
+def test_the_graph_is_run_and_the_report_keeps_its_schema(bundles):
+    report = validate_bundle(bundles("tiny-padding"))
+    assert report.passed
+    assert names(report) == ["ort-cpu"]
+    assert (report.points, report.engines, report.conformance, report.blame) == ((), (), None, None)
+    assert report.ranges.nodes[0].node == "attention"
+    data = json.loads(json.dumps(report.to_dict()))
+    assert check_report(data) == []
+    assert data["latency"] is None
+    assert data["environment"]["gpu"] is None
+    assert [heat["case"] for heat in data["heatmaps"]] == ["opt"]
+
+
+def test_an_engine_that_cannot_run_here_is_told_of_and_does_not_fail(with_engine):
+    report = validate_bundle(with_engine)
+    assert report.passed
+    assert names(report) == ["ort-cpu"]
+    (engine,) = report.to_dict()["engines"]
+    assert (engine["name"], engine["ran"], engine["fused"]) == ("tensorrt-rtx", False, [1, 1])
+    assert engine["why_not"] == "there is no NVIDIA GPU here"
+    (finding,) = report.findings
+    assert finding.level == "note"
+    assert finding.text.startswith("engine tensorrt-rtx was built and inspected, but not run: ")
+    assert report.headline.endswith(
+        "1/1 fused, really fp16, engine tensorrt-rtx built and inspected, not run"
+    )
+
+
+def test_an_engine_that_is_asked_for_by_name_must_run(with_engine):
+    with pytest.raises(BackendUnavailable, match="cannot run here"):
+        validate_bundle(with_engine, ValidateOptions(backends=("tensorrt-rtx",)))
+
+
+def test_an_engine_of_another_bundle_is_refused(with_engine):
+    edit_manifest(with_engine.path, lambda data: data["notes"].append("changed"))
+    with pytest.raises(BundleError, match="another bundle"):
+        validate_bundle(open_bundle(with_engine.path))
+
+
+def test_an_engine_that_is_not_fused_fails_only_where_that_is_required(bundles, tmp_path):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    bundle = open_bundle(copy_of(bundles("tiny-gqa", "fp32"), tmp_path / "bundle"))
+    engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", allow_decomposed=True))
+    report = validate_bundle(bundle)
+    assert report.passed
+    assert [finding.level for finding in report.findings if finding.section == "fusion"] == ["warning"]
+    report = validate_bundle(bundle, ValidateOptions(require_fused=True))
+    assert not report.passed
+    assert report.headline == "engine tensorrt-rtx: 0 of 1 attentions fused"
+
+
+def test_an_engine_is_built_once_the_graph_is_right(folder):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    bundle, seen = open_bundle(folder), []
+
+    def build(graph):
+        seen.append(graph.failed_cases)
+        engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx"))
+
+    report = validate_bundle(bundle, build=build)
+    assert seen == [[]]
+    assert [engine.path.stem for engine in report.engines] == ["tensorrt-rtx"]
+
+
+def test_no_engine_is_built_of_a_wrong_graph(folder):
+    model = onnx.load(folder / "model.onnx")
+    (scale,) = [a for node in model.graph.node for a in node.attribute if a.name == "scale"]
+    scale.f *= 1.02
+    onnx.save(model, folder / "model.onnx")
+    rehash(folder)
+    report = validate_bundle(open_bundle(folder), build=lambda graph: pytest.fail("built"))
+    assert not report.passed
+    assert report.findings[0].level == "failure"
+    assert "is wrong on 3 of 4 outputs" in report.headline
+    wrong = {heat.case for each in report.examinations for heat in each.heatmaps}
+    assert wrong == {"opt", "odd", "large"}, "a map of every wrong case"
+
+
+def test_fresh_cases_and_a_sweep_are_judged_on_request(bundles):
+    report = validate_bundle(bundles("tiny-padding"), ValidateOptions(fresh=2, sweep=True))
+    assert report.passed, report.findings
+    (examination,) = report.examinations
+    kinds = {parity.cases: [verdict.case for verdict in parity.verdicts] for parity in examination.parity}
+    assert list(kinds) == ["golden", "sweep", "fresh"]
+    assert {"sweep-min", "sweep-opt", "sweep-max", "sweep-odd"} <= set(kinds["sweep"])
+    assert len(kinds["fresh"]) == 2
+
+
+def test_the_table_of_masks_is_put_together_on_request(bundles):
+    report = validate_bundle(bundles("tiny-mha"), ValidateOptions(conformance=True))
+    table = report.conformance
+    assert {"eager", "sdpa", "onnx-reference", "ort-cpu", "ort-cuda", "tensorrt"} == set(table.columns)
+    statuses = {
+        column: {table.cells[case.name][column].status for case in table.rows} for column in table.columns
+    }
+    assert statuses["tensorrt"] == statuses["ort-cuda"] == {"absent"}
+    assert statuses["eager"] == {"conforms"}
+    assert check_report(json.loads(json.dumps(report.to_dict()))) == []
+
+
+def test_a_name_that_nobody_has_is_refused_with_the_nearest(bundles):
+    with pytest.raises(DeployError, match="No such backend") as caught:
+        validate_bundle(bundles("tiny-mha"), ValidateOptions(backends=("sdpa-cudn",)))
+    assert caught.value.hint == "did you mean 'sdpa-cudnn'?"
+    with pytest.raises(DeployError, match="no engine of that name"):
+        validate_bundle(bundles("tiny-mha"), ValidateOptions(engine="mine"))
+
+
+@pytest.mark.parametrize("name", ["ort-cuda", "eager", "sdpa-cudnn", "compile"])
+def test_what_needs_a_gpu_says_so(bundles, name):
+    with pytest.raises(BackendUnavailable):
+        validate_bundle(bundles("tiny-mha"), ValidateOptions(backends=(name,)))
+
+
+def test_the_names_of_pytorchs_ways_are_those_of_the_baselines():
+    from mha_deploy.baselines.ways import WAYS
+
+    assert tuple(WAYS) == TORCH_WAYS
+
+
+def test_without_a_gpu_there_are_no_baselines(bundles):
+    assert Casting(bundles("tiny-mha")).baselines() == []

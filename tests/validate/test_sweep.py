@@ -1,0 +1,180 @@
+"""Which shapes are tried: every corner of every profile once, none beyond the limit."""
+
+import pytest
+
+from mha_deploy.analyze.sizes import SizeLimit, odd_sizes, shrunk
+from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.errors import SpecError
+from mha_deploy.spec import Axis
+from mha_deploy.validate.sweep import bench_points, sweep_points
+
+MHA, CROSS, LLAMA = find_spec("tiny-mha"), find_spec("tiny-cross"), find_spec("llama-3-8b")
+SPECS = pytest.mark.parametrize("name", catalog_names())
+
+
+def ranges(**texts):
+    return {name: Axis.parse(text) for name, text in texts.items()}
+
+
+def by_name(plan):
+    return {point.name: dict(point.sizes) for point in plan}
+
+
+# -- the corners -------------------------------------------------------------------------------
+
+
+def test_a_layer_without_profiles_is_tried_at_the_corners_of_its_own_axes():
+    plan = sweep_points(MHA)
+    assert by_name(plan) == {
+        "min": {"B": 1, "S": 1},
+        "opt": {"B": 2, "S": 16},
+        "max": {"B": 4, "S": 64},
+        "odd": {"B": 3, "S": 37},
+        "small-batch-long": {"B": 1, "S": 64},
+        "large-batch-short": {"B": 4, "S": 1},
+        "largest-odd": {"B": 1, "S": 63},
+    }
+    assert {point.profile for point in plan} == {None}
+    assert {point.note for point in plan} == {""}
+
+
+def test_cross_attention_also_gets_lengths_that_differ():
+    sizes = by_name(sweep_points(CROSS))
+    assert sizes["few-queries-many-keys"] == {"B": 2, "S": 1, "T": 64}
+    assert sizes["many-queries-few-keys"] == {"B": 2, "S": 64, "T": 1}
+
+
+@SPECS
+def test_every_shipped_spec_is_tried_inside_its_axes_and_each_size_once(name):
+    spec = find_spec(name)
+    plan = sweep_points(spec)
+    for point in plan:
+        spec.check_sizes(point.sizes)
+    assert len({tuple(point.sizes.items()) for point in plan}) == len(plan)
+    assert len({point.name for point in plan}) == len(plan)
+
+
+def test_every_profile_is_tried_and_shared_corners_once():
+    profiles = [ranges(B="1:1:2", S="1:8:16"), ranges(B="1:2:4", S="16:32:64")]
+    plan = sweep_points(MHA, profiles)
+    sizes = by_name(plan)
+    assert sizes["profile-0-max"] == {"B": 2, "S": 16}
+    assert sizes["profile-1-max"] == {"B": 4, "S": 64}
+    assert sizes["profile-0-small-batch-long"] == {"B": 1, "S": 16}
+    assert "profile-1-min" not in sizes, "the same sizes as profile-0-small-batch-long"
+    assert len({tuple(point.sizes.items()) for point in plan}) == len(plan)
+    for point in plan:
+        assert point.profile == int(point.name.split("-")[1])
+        for axis, size in point.sizes.items():
+            assert profiles[point.profile][axis].min <= size <= profiles[point.profile][axis].max
+
+
+def test_one_profile_gives_its_number_and_plain_names():
+    plan = sweep_points(MHA, [ranges(B="1:1:2", S="1:8:16")])
+    assert {point.profile for point in plan} == {0}
+    assert by_name(plan)["max"] == {"B": 2, "S": 16}
+
+
+# -- odd lengths -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axis", "odd"), [("1:16:64", 37), ("1:8:16", 13), ("64:128:512", 65), ("65:65:66", 65), ("64", 64)]
+)
+def test_a_length_is_odd_wherever_the_axis_allows_one(axis, odd):
+    assert odd_sizes(ranges(B="1", S=axis))["S"] == odd
+
+
+@pytest.mark.parametrize(
+    ("axis", "lengths"), [("2:16:64", {2, 16, 64, 37, 63}), ("2:16:63", {2, 16, 63, 37}), ("64", {64})]
+)
+def test_the_largest_odd_length_is_tried_and_stays_inside_the_axis(axis, lengths):
+    plan = sweep_points(MHA.with_axes(ranges(S=axis)))
+    assert {point.sizes["S"] for point in plan} == lengths
+
+
+# -- the limit ---------------------------------------------------------------------------------
+
+
+def test_a_huge_corner_is_shrunk_and_a_note_says_so():
+    limit = SizeLimit(gflop=100)
+    plan = {point.name: point for point in sweep_points(LLAMA, limit=limit)}
+    assert plan["max"].sizes == {"B": 1, "S": 1024}
+    assert plan["max"].note == (
+        "B=8,S=8192 was shrunk to stay within 100 GFLOP and 4 GiB; "
+        "small-batch-long: B=1,S=8192 was shrunk to stay within 100 GFLOP and 4 GiB"
+    )
+    for point in plan.values():
+        assert limit.allows(LLAMA, point.sizes) == (point.name != "opt")
+    assert plan["opt"].sizes == LLAMA.sizes("opt")
+    assert plan["opt"].note == "costs more than 100 GFLOP and 4 GiB"
+    assert plan["min"].note == ""
+
+
+def test_a_shrunk_odd_length_is_still_odd():
+    sizes = by_name(sweep_points(LLAMA.with_axes(ranges(S="1:64:7010"))))
+    assert sizes["max"]["S"] == 7010 // 8 == 876
+    assert sizes["largest-odd"]["S"] == 875
+
+
+@pytest.mark.parametrize("limit", [SizeLimit(gflop=1e-4), SizeLimit(gib=1e-5)], ids=["work", "memory"])
+def test_work_and_memory_both_limit(limit):
+    sizes = shrunk(MHA, MHA.sizes("max"), MHA.sizes("min"), limit)
+    assert sizes["B"] == 1, "the batch shrinks before the length does"
+    assert 1 <= sizes["S"] < 64
+    assert limit.allows(MHA, sizes) or sizes == MHA.sizes("min")
+
+
+def test_a_profile_is_not_shrunk_below_its_own_smallest_sizes():
+    plan = sweep_points(LLAMA, [ranges(B="4:4:8", S="4096:4096:8192")])
+    assert all(point.sizes["B"] >= 4 and point.sizes["S"] >= 4096 for point in plan)
+    assert all("costs more than 100 GFLOP" in point.note for point in plan)
+
+
+# -- latencies ---------------------------------------------------------------------------------
+
+
+@SPECS
+def test_a_grid_is_small_inside_the_axes_and_has_the_usual_sizes(name):
+    spec = find_spec(name)
+    points = bench_points(spec)
+    assert 1 <= len(points) <= 37
+    assert [dict(point.sizes) for point in points].count(spec.sizes("opt")) == 1
+    assert len({point.name for point in points}) == len(points)
+    for point in points:
+        spec.check_sizes(point.sizes)
+
+
+def test_a_grid_has_powers_of_two_from_the_smallest_to_the_largest():
+    grid = {(point.sizes["B"], point.sizes["S"]) for point in bench_points(LLAMA)}
+    assert {B for B, _ in grid} == {1, 2, 4, 8}
+    assert {1, 8192} <= {S for _, S in grid}
+    assert all(size & (size - 1) == 0 for pair in grid for size in pair)
+
+
+def test_a_grid_can_be_asked_for():
+    points = bench_points(MHA, batches=[3], lengths=[5, 7])
+    assert [point.name for point in points] == ["B3-S5", "B3-S7", "opt"]
+
+
+def test_cross_attention_takes_both_lengths_alike_and_leaves_a_fixed_one():
+    sizes = {tuple(p.sizes.values()) for p in bench_points(CROSS, batches=[1], lengths=[8])}
+    assert sizes == {(1, 8, 8), (2, 16, 24)}
+    whisper = find_spec("whisper-large-cross")
+    assert {p.sizes["T"] for p in bench_points(whisper, batches=[1], lengths=[8, 16])} == {1500}
+
+
+def test_a_range_without_a_power_of_two_is_timed_at_its_usual_size():
+    spec = MHA.with_axes(ranges(B="3", S="33:40:60"))
+    assert [dict(point.sizes) for point in bench_points(spec)] == [{"B": 3, "S": 40}]
+
+
+@pytest.mark.parametrize("asked", [{"batches": [64]}, {"lengths": [65]}])
+def test_sizes_outside_the_axes_are_refused(asked):
+    with pytest.raises(SpecError, match="does not allow this size"):
+        bench_points(MHA, **asked)
+
+
+def test_a_length_for_a_layer_of_fixed_length_is_refused():
+    with pytest.raises(SpecError, match="does not allow this size"):
+        bench_points(MHA.with_axes(ranges(S="64")), lengths=[32])
