@@ -40,7 +40,7 @@ _BF16 = {
 }
 _FP32_ISLAND = "keep the scores and the softmax in FP32, with Casts around them"
 _SUM_IN_FP32 = "take kernels that sum the softmax in FP32"
-_SENTINEL = "hide keys with -inf or a boolean mask, or with a number such as -32768"
+_SENTINEL = "hide keys by a boolean mask or -inf, which every lowering knows, or clamp the number to -32768"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -558,7 +558,7 @@ def test_a_low_sentinel_overflows_under_large_scores(bundles, tmp_path):
         assert np.isneginf(np.float16(-65504.0) + np.float16(-reach))
 
 
-@pytest.mark.parametrize("number", [-1e9, -65504.0, -32768.0, -1e4, -150.0, -37.0, -24.0, -5.0])
+@pytest.mark.parametrize("number", [-1e9, -65504.0, -32768.0, -1e4, -120.0, -30.0, -24.0, -5.0])
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 def test_the_judgement_agrees_with_arithmetic_in_fp16(bundles, tmp_path, number, factor):
     """A softmax in NumPy's FP16 over the reported extremes: NaN without keys, or weight on hidden keys."""
@@ -642,7 +642,7 @@ def test_a_boolean_mask_has_no_sentinel(bundles, name):
 
 
 def with_mask_of_numbers(bundle, folder, back_to_bool=False):
-    """The padding mask as FP32's 0 and -1e9, cast to FP16 for the attention, or compared to booleans again."""
+    """The padding mask as FP32's 0 and -1e9, cast to FP16 for the attention, or made boolean again."""
     model = load_graph(bundle.model_path)
     attention = next(node for node in model.graph if node.op_type == "Attention")
     zero, hidden, half = (
