@@ -60,8 +60,8 @@ def small_bundle(target, name="tiny-mha", precision="fp16"):
 
 
 def copy_of(bundle, target):
-    """A copy of a shared bundle, to alter; gives its folder."""
-    shutil.copytree(bundle.path, target)
+    """A copy of a shared bundle, to alter; gives its folder. What others put beside it stays there."""
+    shutil.copytree(bundle.path, target, ignore=shutil.ignore_patterns("engines", "report.*"))
     return target
 
 

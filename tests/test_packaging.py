@@ -113,7 +113,7 @@ def test_an_installed_wheel_finds_its_gpu_figures(run_installed):
 def test_an_installed_wheel_validates_a_bundle(run_installed, bundles):
     done = run_installed("validate", bundles("tiny-gqa").path, "--json")
     assert done.returncode == EXIT_PASSED, done.stderr
-    assert json.loads(done.stdout)["passed"] is True
+    assert json.loads(done.stdout)["verdict"]["passed"] is True
 
 
 def test_an_installed_wheel_knows_its_version(run_installed):

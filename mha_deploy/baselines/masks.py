@@ -2,6 +2,49 @@
 
 from __future__ import annotations
 
-from mha_deploy.reference.conformance import torch_column
+from collections.abc import Mapping, Sequence
 
-__all__ = ["torch_column"]
+import torch
+
+from mha_deploy.baselines.module import check_device, tensor_from_numpy
+from mha_deploy.errors import DeployError, nearest
+from mha_deploy.export.inputs import to_numpy
+from mha_deploy.reference.core import Heads, attend
+from mha_deploy.validate.conformance.columns import Column, RunColumn
+from mha_deploy.validate.conformance.judging import Answer
+from mha_deploy.validate.conformance.trial import Trial
+
+_NAMES = {"plain": "eager", "sdpa": "sdpa"}
+
+
+def torch_column(path: str, device: str = "cpu") -> Column:
+    """One path of `reference.core.attend`, on one device.
+
+    Args:
+        path: `plain` for matmul, softmax, matmul; `sdpa` for PyTorch's own kernel.
+        device: `cpu`, or `cuda` where there is one.
+
+    Raises:
+        DeployError: There is no such path.
+    """
+    if path not in _NAMES:
+        raise DeployError("No such way to compute attention.", got=path, hint=nearest(path, _NAMES))
+
+    def run(trials: Sequence[Trial]) -> Mapping[str, Answer]:
+        check_device(device)
+        return {trial.case.name: _answer(trial, path, device) for trial in trials}
+
+    name = _NAMES[path]
+    return RunColumn(name=name if device == "cpu" else f"{name} {device}", run=run)
+
+
+def _answer(trial: Trial, path: str, device: str) -> Answer:
+    case = trial.case
+    tensors = {role: tensor_from_numpy(array).to(device) for role, array in trial.arrays.items()}
+    heads = Heads(Hq=case.Hq, Hkv=case.Hkv, scale=case.scale, causal=case.is_causal)
+    try:
+        with torch.inference_mode():
+            y, _ = attend(tensors["q"], tensors["k"], tensors["v"], tensors.get("mask"), heads, path)
+    except (RuntimeError, NotImplementedError) as error:
+        return DeployError("PyTorch refuses the case.", got=str(error).splitlines()[0])
+    return to_numpy(y)

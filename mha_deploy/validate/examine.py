@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mha_deploy.backends.runner import Runner
+from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
 from mha_deploy.precision import Precision
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.validate.heatmap import Heatmap, Projection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
 from mha_deploy.validate.latency import KernelTime, LatencyRow, time_case
-from mha_deploy.validate.parity import ParityReport, judge_case, parity_from_verdicts
+from mha_deploy.validate.parity import ParityReport, failed_to_run, judge_case, parity_from_verdicts
 from mha_deploy.validate.participants import TENSORRT, Participant
 
 OnStep = Callable[[str], None]
@@ -99,7 +100,14 @@ def _parity(
     verdicts, maps = [], []
     for case in cases:
         on_step(f"{participant.name}: {case.name}")
-        got = runner.run(case.inputs)
+        try:
+            got = runner.run(case.inputs)
+        except DeployError as error:
+            if participant.engine is None:
+                raise
+            # An engine was built for these shapes: that it cannot run them is a verdict on it.
+            verdicts += failed_to_run(case, error.in_one_line)
+            continue
         judged = judge_case(case, got, exam.precision)
         verdicts += judged
         wrong = [verdict for verdict in judged if not verdict.passed and verdict.deviation is not None]

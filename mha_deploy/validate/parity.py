@@ -115,6 +115,14 @@ def parity_from_verdicts(
     )
 
 
+def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
+    """The verdicts on a case that a runtime gave up on."""
+    problem = f"could not be run: {reason}"
+    return [
+        OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=problem) for name in case.oracle
+    ]
+
+
 def judge_case(case: GoldenCase, got: Mapping[str, np.ndarray], precision: Precision) -> list[OutputVerdict]:
     """Judge the outputs of one case: names, then types, shapes, finite values, and error."""
     return [

@@ -4,11 +4,11 @@ import functools
 import importlib.util
 import multiprocessing
 import os
+import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import pytest
-from gpu_prepare import prepare
+from gpu_prepare import build, export
 
 from mha_deploy.bundle import open_bundle
 
@@ -18,34 +18,42 @@ WORKERS = min(12, os.cpu_count() or 1)
 class Prepared:
     """Bundles by name and precision, and why a bundle has no engine."""
 
-    def __init__(self, jobs):
-        self._jobs = jobs
+    def __init__(self, pool, folders, with_engine):
+        self._pool, self._folders = pool, folders
+        # All exports before the first build: most tests need a bundle, and a build keeps a core for long.
+        self._exports = {key: pool.submit(export, *key, str(folder)) for key, folder in folders.items()}
+        self._builds = {}
+        for key in with_engine:
+            self._exports[key].add_done_callback(functools.partial(self._start_build, key))
+
+    def _start_build(self, key, exported):
+        if exported.exception() is None:
+            self._builds[key] = self._pool.submit(build, str(self._folders[key]))
 
     @functools.cache  # noqa: B019 (one for a session)
     def bundle(self, name, precision):
-        folder, job = self._jobs[name, precision]
-        job.result()
-        return open_bundle(Path(folder))
+        self._exports[name, precision].result()
+        return open_bundle(self._folders[name, precision])
 
     def refusal(self, name, precision):
-        return self._jobs[name, precision][1].result()
+        self._exports[name, precision].result()
+        while (name, precision) not in self._builds:  # the callback that starts it comes a moment later
+            time.sleep(0.01)
+        return self._builds[name, precision].result()
 
 
 @pytest.fixture(scope="session")
 def prepared(request, tmp_path_factory):
     """Everything that the chosen tests need, being made while the first of them run."""
-    wanted = {}
+    folders, with_engine = {}, []
     for item in request.session.items:
         arguments = getattr(getattr(item, "callspec", None), "params", {})
         if "prepared" in item.fixturenames and "name" in arguments:
             key = (arguments["name"], arguments.get("precision", "fp16"))
-            wanted[key] = wanted.get(key, False) or "engine" in item.name
-    has_tensorrt = importlib.util.find_spec("tensorrt") is not None
+            if key not in folders:
+                folders[key] = tmp_path_factory.mktemp("-".join(key)) / "bundle"
+            if "engine" in item.name and importlib.util.find_spec("tensorrt") is not None:
+                with_engine.append(key)
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool:
-        jobs = {}
-        for (name, precision), engine in wanted.items():
-            folder = tmp_path_factory.mktemp(f"{name}-{precision}") / "bundle"
-            job = pool.submit(prepare, name, precision, str(folder), engine and has_tensorrt)
-            jobs[name, precision] = (folder, job)
-        yield Prepared(jobs)
+        yield Prepared(pool, folders, with_engine)

@@ -1,7 +1,8 @@
-"""What a worker process does for the GPU tests: it must find this by name."""
+"""What worker processes do for the GPU tests: they must find it by name."""
 
 from pathlib import Path
 
+from mha_deploy.bundle import open_bundle
 from mha_deploy.catalog import find_spec
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions
@@ -10,13 +11,16 @@ from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.export.options import ExportOptions
 
 
-def prepare(name, precision, folder, with_engine):
-    """Export a bundle, and build its engine where that is wanted; why there is none, otherwise."""
-    bundle = bundle_from_spec(find_spec(name), Path(folder), ExportOptions(precision=precision))
-    if not with_engine:
-        return "nobody asked for an engine"
+def export(name, precision, folder):
+    """Write a bundle."""
+    bundle_from_spec(find_spec(name), Path(folder), ExportOptions(precision=precision))
+
+
+def build(folder):
+    """Build the engine of a bundle; why there is none, otherwise."""
     try:
-        engine_from_bundle(bundle, EngineOptions(backend="tensorrt", optimization_level=1))
+        options = EngineOptions(backend="tensorrt", optimization_level=1)
+        engine_from_bundle(open_bundle(Path(folder)), options)
     except DeployError as error:
         return error.in_one_line
     return None

@@ -81,10 +81,10 @@ def test_an_engine_of_another_graph_is_caught_has_no_latency_and_the_graph_is_no
     folder = copy_of(deployed, tmp_path / "right")
     wrong = sabotaged(load_graph(deployed.model_path), "scale off by 0.5 %")
     other = copy_of(deployed, tmp_path / "wrong")
-    shutil.rmtree(other / "engines")
     save_graph(wrong, other / "model.onnx")
     engine = engine_from_bundle(open_bundle(other, verify=False), EngineOptions(backend="tensorrt"))
     place = engine_path(folder, "tensorrt")
+    place.parent.mkdir()
     shutil.copy(engine.path, place)
     manifest = {**vars(engine.manifest), "bundle_sha256": sha256(folder / MANIFEST)}
     manifest_path(place).write_text(json.dumps(manifest), encoding="utf-8")

@@ -5,16 +5,17 @@ import onnx_ir as ir
 import pytest
 import torch
 from mask_runtimes import MISTAKES, NumpyRunner
+from torch.nn.attention.bias import causal_lower_right
 
 from mha_deploy.backends import open_runner
 from mha_deploy.backends.tensorrt import BuildRequest, build_engine
+from mha_deploy.baselines.masks import torch_column
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.conformance import CASES, Case, MaskInput
 from mha_deploy.graph.eligibility import target_from
 from mha_deploy.graph.sabotage import sabotaged
 from mha_deploy.precision import PRECISIONS
-from mha_deploy.reference.conformance import torch_column
 from mha_deploy.validate.conformance import (
     RunColumn,
     absent_column,
@@ -162,6 +163,18 @@ def test_the_oracle_is_pytorchs_float64(case):
         q, k, v, attn_mask=bias, enable_gqa=True
     ).nan_to_num(0.0)
     np.testing.assert_allclose(oracle.exact(trial), wanted.numpy(), rtol=1e-9, atol=1e-12)
+
+
+def test_the_lower_right_corner_is_pytorchs():
+    trial = draw_trial(BY_NAME["lower-right"], FP32, 0)
+    q, k, v = (
+        torch.from_numpy(oracle.split_heads(trial, trial.arrays[role]).astype(np.float64)) for role in "qkv"
+    )
+    corner = causal_lower_right(trial.case.S, trial.case.T)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=corner)
+    np.testing.assert_allclose(oracle.exact(trial), wanted.numpy(), rtol=1e-9, atol=1e-12)
+    own = oracle.exact(trial, oracle.Reading(mask=None, causal=oracle.LOWER_RIGHT))
+    np.testing.assert_array_equal(oracle.exact(trial), own)
 
 
 def test_rows_without_a_key_are_known_and_zero():
@@ -471,7 +484,7 @@ def test_pytorch_without_a_gpu_is_absent_on_cuda():
     column = torch_column("sdpa", "cuda")
     assert column.name == "sdpa cuda"
     cells = column_of(column, cases=named("causal"))
-    assert str(cells["causal"]) == "absent: PyTorch finds no CUDA GPU here."
+    assert str(cells["causal"]).startswith("absent: PyTorch sees no CUDA GPU.")
 
 
 def test_pytorch_has_no_other_ways():
@@ -483,7 +496,7 @@ def test_what_pytorch_refuses_is_told(monkeypatch):
     def attend(*arguments):
         raise RuntimeError("No available kernel.\nAborting execution.")
 
-    monkeypatch.setattr("mha_deploy.reference.conformance.attend", attend)
+    monkeypatch.setattr("mha_deploy.baselines.masks.attend", attend)
     cells = column_of(torch_column("sdpa"), cases=named("causal"))
     assert str(cells["causal"]) == "refused: PyTorch refuses the case. No available kernel."
 
@@ -520,6 +533,12 @@ def test_the_table_is_plain_data():
     }
     assert closed["right"]["status"] == "conforms"
     assert closed["absent"]["status"] == "absent"
+
+
+def test_another_seed_asks_with_other_numbers():
+    column = runner_column("numpy", NumpyRunner, "onnx")
+    errors = [column_of(column, cases=named("causal"), seed=seed)["causal"].error for seed in (0, 0, 1)]
+    assert errors[0] == errors[1] != errors[2]
 
 
 def test_a_table_passes_unless_an_answer_is_wrong():

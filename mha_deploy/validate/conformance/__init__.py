@@ -2,7 +2,7 @@
 
 `conformance_table` asks every column the cases of `graph.conformance`. A column is a runtime: `runner_column`
 for one that loads a graph, `engine_column` for one that builds an engine, `absent_column` for one that is not
-here; PyTorch's own is `reference.conformance.torch_column`, which this side cannot import.
+here; PyTorch's own is `baselines.masks.torch_column`, for which PyTorch must be here.
 """
 
 from __future__ import annotations
