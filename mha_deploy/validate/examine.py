@@ -11,9 +11,15 @@ from mha_deploy.golden import GoldenCase
 from mha_deploy.precision import Precision
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.validate.heatmap import Heatmap, Projection, heatmap
-from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
+from mha_deploy.validate.invariance import InvarianceCheck, ProfiledRunner, invariance_from_runner
 from mha_deploy.validate.latency import KernelTime, LatencyRow, time_case
-from mha_deploy.validate.parity import ParityReport, failed_to_run, judge_case, parity_from_verdicts
+from mha_deploy.validate.parity import (
+    OutputVerdict,
+    ParityReport,
+    failed_to_run,
+    judge_case,
+    parity_from_verdicts,
+)
 from mha_deploy.validate.participants import TENSORRT, Participant
 
 OnStep = Callable[[str], None]
@@ -46,12 +52,25 @@ class Exam:
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What came out for one participant."""
+    """What came out for one participant.
+
+    Args:
+        participant: Who it was.
+        backend: The runner's own name, with its version.
+        device: Where it computed.
+        cases: The cases it was judged on, by kind.
+        outside: Names of the cases that its profiles do not admit.
+        parity: The verdicts, one report for each kind of cases.
+        invariance: Whether rows cared about their place.
+        heatmaps: Where the errors lie.
+        rows: Its times, by the name of the case.
+    """
 
     participant: Participant
     backend: str
     device: str
     cases: Mapping[str, Sequence[GoldenCase]] = field(default_factory=dict, repr=False)
+    outside: tuple[str, ...] = ()
     parity: tuple[ParityReport, ...] = ()
     invariance: tuple[InvarianceCheck, ...] = ()
     heatmaps: tuple[Heatmap, ...] = ()
@@ -67,66 +86,81 @@ class Examination:
 def examine(participant: Participant, exam: Exam, on_step: OnStep = lambda name: None) -> Examination:
     """Open a participant, judge it, and time it where its answers are right."""
     with participant.open() as runner:
-        reports, maps = [], []
-        for kind, cases in exam.cases.items():
-            report, heat = _parity(participant, runner, kind, cases, exam, on_step)
-            reports.append(report)
-            maps += heat
+        return _Sitting(participant, runner, exam, on_step).examination()
+
+
+class _Sitting:
+    """One participant in one exam, its runner opened."""
+
+    def __init__(self, participant: Participant, runner: Runner, exam: Exam, on_step: OnStep) -> None:
+        self.participant, self.runner, self.exam, self.on_step = participant, runner, exam, on_step
+        self.heatmaps: list[Heatmap] = []
+        self.outside: list[str] = []
+
+    def examination(self) -> Examination:
+        exam = self.exam
+        cases = {kind: self._admitted(given) for kind, given in exam.cases.items()}
+        parity = [self._parity(kind, given) for kind, given in cases.items() if given]
         checks: tuple[InvarianceCheck, ...] = ()
-        if exam.invariance and participant.family == TENSORRT:
-            on_step(f"{participant.name}: rows in other places")
-            checks = invariance_from_runner(runner, exam.cases.get("golden", ()), exam.spec, exam.precision)
-        rows = {case.name: _row(participant, runner, case, exam, on_step) for case in exam.timed}
+        if exam.invariance and self.participant.family == TENSORRT:
+            self.on_step(f"{self.participant.name}: rows in other places")
+            golden = cases.get("golden", ())
+            checks = invariance_from_runner(self.runner, golden, exam.spec, exam.precision)
         return Examination(
-            participant=participant,
-            backend=runner.name,
-            device=runner.device,
-            cases=exam.cases,
-            parity=tuple(reports),
+            participant=self.participant,
+            backend=self.runner.name,
+            device=self.runner.device,
+            cases=cases,
+            outside=tuple(self.outside),
+            parity=tuple(parity),
             invariance=checks,
-            heatmaps=tuple(maps),
-            rows=rows,
+            heatmaps=tuple(self.heatmaps),
+            rows={case.name: self._row(case) for case in exam.timed},
         )
 
+    def _admitted(self, cases: Sequence[GoldenCase]) -> list[GoldenCase]:
+        """The cases that the engine was built for: its profiles may be narrower than the layer's axes."""
+        if not isinstance(self.runner, ProfiledRunner):
+            return list(cases)
+        admitted = [case for case in cases if self.runner.profiles_for(case.inputs)]
+        self.outside += [case.name for case in cases if all(case is not other for other in admitted)]
+        return admitted
 
-def _parity(
-    participant: Participant,
-    runner: Runner,
-    kind: str,
-    cases: Sequence[GoldenCase],
-    exam: Exam,
-    on_step: OnStep,
-) -> tuple[ParityReport, list[Heatmap]]:
-    verdicts, maps = [], []
-    for case in cases:
-        on_step(f"{participant.name}: {case.name}")
+    def _parity(self, kind: str, cases: Sequence[GoldenCase]) -> ParityReport:
+        exam = self.exam
+        return parity_from_verdicts(
+            [verdict for case in cases for verdict in self._judged(case)],
+            model=exam.spec.name,
+            precision=exam.precision,
+            backend=self.runner.name,
+            cases=kind,
+        )
+
+    def _judged(self, case: GoldenCase) -> list[OutputVerdict]:
+        self.on_step(f"{self.participant.name}: {case.name}")
         try:
-            got = runner.run(case.inputs)
+            got = self.runner.run(case.inputs)
         except DeployError as error:
-            if participant.engine is None:
+            if self.participant.engine is None:
                 raise
-            # An engine was built for these shapes: that it cannot run them is a verdict on it.
-            verdicts += failed_to_run(case, error.in_one_line)
-            continue
-        judged = judge_case(case, got, exam.precision)
-        verdicts += judged
-        wrong = [verdict for verdict in judged if not verdict.passed and verdict.deviation is not None]
+            # The engine was built for these shapes: that it cannot run them is a verdict on it.
+            return failed_to_run(case, error.in_one_line)
+        verdicts = judge_case(case, got, self.exam.precision)
+        wrong = [
+            verdict.output for verdict in verdicts if not verdict.passed and verdict.deviation is not None
+        ]
         # A map of the usual case, and of whatever is wrong.
-        for name in ["output"] if case.name == "opt" and not wrong else [verdict.output for verdict in wrong]:
-            if name in got and name in case.oracle:
-                maps.append(heatmap(runner.name, case, name, got[name], exam.projection))
-    report = parity_from_verdicts(
-        verdicts, model=exam.spec.name, precision=exam.precision, backend=runner.name, cases=kind
-    )
-    return report, maps
+        usual = [verdicts[0].output] if case.name == "opt" and verdicts[0].passed else []
+        for name in wrong or usual:
+            self.heatmaps.append(heatmap(self.runner.name, case, name, got[name], self.exam.projection))
+        return verdicts
 
-
-def _row(
-    participant: Participant, runner: Runner, case: GoldenCase, exam: Exam, on_step: OnStep
-) -> LatencyRow:
-    on_step(f"{participant.name}: time {case.name}")
-    row = LatencyRow(name=participant.name, backend=runner.name, family=participant.family)
-    return time_case(runner, case, exam.precision, row, samples=exam.samples, kernels=exam.kernels)
+    def _row(self, case: GoldenCase) -> LatencyRow:
+        who = self.participant
+        self.on_step(f"{who.name}: time {case.name}")
+        row = LatencyRow(name=who.name, backend=self.runner.name, family=who.family)
+        exam = self.exam
+        return time_case(self.runner, case, exam.precision, row, samples=exam.samples, kernels=exam.kernels)
 
 
 def refused_rows(participant: Participant, reason: str, cases: Sequence[GoldenCase]) -> dict[str, LatencyRow]:

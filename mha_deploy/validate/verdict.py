@@ -32,6 +32,7 @@ def findings(
         *_parity(examinations),
         *_invariance(examinations),
         *_engines(engines, absent, options),
+        *_outside(examinations),
         *_blame(blame),
         *_range(ranges),
         *_conformance(conformance),
@@ -117,6 +118,13 @@ def _engines(
     for each in absent:
         if each.name in names:
             text = f"engine {each.name} was built and inspected, but not run: {each.reason}"
+            yield Finding(level=NOTE, section="engine", text=text)
+
+
+def _outside(examinations: Sequence[Examination]) -> Iterator[Finding]:
+    for each in examinations:
+        if each.outside:
+            text = f"{each.backend} was not run on {', '.join(each.outside)}: outside its profiles"
             yield Finding(level=NOTE, section="engine", text=text)
 
 
