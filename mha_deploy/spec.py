@@ -5,10 +5,12 @@ golden shapes. The whole project writes shapes in one alphabet:
 
     B    batch                      Hq   query heads
     S    query length               Hkv  key/value heads
-    T    key length                 D    head size
-    E    model width
+    T    key length, or rows of a   D    head size
+         static cache               E    model width
+    P    past length
 
-Self attention has T = S, so its only axes are B and S.
+Self attention has T = S, so its only axes are B and S. A cache adds one: P, the tokens that a growing cache
+holds before the call, or T, the fixed number of rows of a static one.
 """
 
 from __future__ import annotations
@@ -20,84 +22,33 @@ from typing import Any
 
 import mha_deploy.spec_rules as rules
 from mha_deploy.errors import SpecError, nearest
+from mha_deploy.spec_parts import (
+    FLOAT,
+    INT32,
+    OPTIONS,
+    Axis,
+    Dim,
+    GroupedMlp,
+    Rope,
+    Sizes,
+    SparseHeads,
+    TensorSpec,
+    axes_from,
+    simplified,
+)
 
-FLOAT = "float"  # a tensor kind: whatever precision the export asks for
-INT32 = "int32"
-
-Dim = str | int
-Sizes = Mapping[str, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """The range of one named axis: the smallest, the usual and the largest size."""
-
-    min: int
-    opt: int
-    max: int
-
-    def __post_init__(self) -> None:
-        if not all(type(size) is int and size >= 1 for size in (self.min, self.opt, self.max)):
-            raise SpecError(
-                "An axis needs three whole numbers of at least 1.", got=self, hint="for example 1:128:512"
-            )
-        if not self.min <= self.opt <= self.max:
-            raise SpecError(
-                "An axis must satisfy min <= opt <= max.", got=self, hint=f"sort them: {self._sorted()}"
-            )
-
-    def __str__(self) -> str:
-        return f"{self.min}:{self.opt}:{self.max}"
-
-    def _sorted(self) -> str:
-        return ":".join(str(size) for size in sorted((self.min, self.opt, self.max)))
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether more than one size is allowed."""
-        return self.min != self.max
-
-    @classmethod
-    def parse(cls, text: str) -> Axis:
-        """Read `min:opt:max`, or one number for a fixed size."""
-        try:
-            sizes = [int(part) for part in text.split(":")]
-        except ValueError as error:
-            raise SpecError("An axis range is not made of numbers.", got=text, hint="min:opt:max") from error
-        if len(sizes) == 1:
-            sizes *= 3
-        if len(sizes) != 3:
-            raise SpecError("An axis range has the wrong number of parts.", got=text, hint="min:opt:max")
-        return cls(min=sizes[0], opt=sizes[1], max=sizes[2])
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorSpec:
-    """One named input or output: its kind (`float` or `int32`) and its dimensions."""
-
-    name: str
-    kind: str
-    dims: tuple[Dim, ...]
-
-    def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Replace axis names by the given sizes."""
-        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseHeads:
-    """Options of the sparse-head variant: each token uses its `top_k` highest-gated heads."""
-
-    top_k: int
-    renormalise: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupedMlp:
-    """Options of the grouped variant: `groups` of heads, mixed by an MLP of width `hidden`."""
-
-    groups: int
-    hidden: int
+__all__ = [
+    "FLOAT",
+    "INT32",
+    "AttentionSpec",
+    "Axis",
+    "Dim",
+    "GroupedMlp",
+    "Rope",
+    "Sizes",
+    "SparseHeads",
+    "TensorSpec",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +61,7 @@ class AttentionSpec:
         Hkv: Key/value heads: Hq for multi-head, fewer for grouped-query, 1 for multi-query.
         D: Head size; E / Hq unless given.
         E: Model width.
-        axes: Sizes of B and S, and of T for cross attention.
+        axes: Sizes of B and S; of T for cross attention and a static cache; of P for a growing cache.
         summary: One line for people.
         variant: What happens to the heads after attention; one of `spec_rules.VARIANTS`.
         attends: `self` or `cross`.
@@ -122,6 +73,11 @@ class AttentionSpec:
         projections: `separate` q, k, v matrices or one `packed` matrix.
         sparse_heads: Options, for that variant only.
         grouped_mlp: Options, for that variant only.
+        rope: Rotary position embedding of queries and keys, if any.
+        window: How many keys a query sees, itself included; all before it unless given.
+        softcap: Bound of the scores: s becomes softcap · tanh(s / softcap), before any mask.
+        cache: `none`, `growing` (past keys and values come in, longer ones go out) or `static` (buffers of
+            T rows, of which the first `lengths[b]` are valid before the call).
     """
 
     name: str
@@ -141,6 +97,10 @@ class AttentionSpec:
     projections: str = "separate"
     sparse_heads: SparseHeads | None = None
     grouped_mlp: GroupedMlp | None = None
+    rope: Rope | None = None
+    window: int | None = None
+    softcap: float | None = None
+    cache: str = "none"
 
     def __post_init__(self) -> None:
         rules.check_spec(self)
@@ -171,8 +131,17 @@ class AttentionSpec:
 
     @property
     def key_axis(self) -> str:
-        """The axis that counts keys: T, or S where the layer attends to itself."""
-        return "T" if self.is_cross else "S"
+        """What counts the keys: T, S where the layer attends to itself, or P+S behind a growing cache."""
+        if self.cache == "growing":
+            return "P+S"
+        return "T" if self.is_cross or self.cache == "static" else "S"
+
+    @property
+    def rope_dims(self) -> int:
+        """How many numbers of a head the rotary embedding turns: 0 without one."""
+        if self.rope is None:
+            return 0
+        return self.D if self.rope.dims is None else self.rope.dims
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -192,6 +161,11 @@ class AttentionSpec:
         if self.mask == "additive":
             dims = self._dims(1, self.Hq, "S", self.key_axis)
             tensors.append(TensorSpec(name="attention_bias", kind=FLOAT, dims=dims))
+        if self.cache == "growing":
+            tensors += self._cache_tensors("past_key", "past_value", length="P")
+        if self.cache == "static":
+            tensors += self._cache_tensors("key_cache", "value_cache", length="T")
+            tensors.append(TensorSpec(name="lengths", kind=INT32, dims=self._dims("B")))
         return tuple(tensors)
 
     @property
@@ -201,12 +175,20 @@ class AttentionSpec:
         if self.weights:
             dims = self._dims("B", self.Hq, "S", self.key_axis)
             tensors.append(TensorSpec(name="weights", kind=FLOAT, dims=dims))
+        if self.cache == "growing":
+            tensors += self._cache_tensors("present_key", "present_value", length="P+S")
+        if self.cache == "static":
+            tensors += self._cache_tensors("key_cache_out", "value_cache_out", length="T")
         return tuple(tensors)
+
+    def _cache_tensors(self, *names: str, length: str) -> list[TensorSpec]:
+        dims = self._dims("B", self.Hkv, length, self.D)
+        return [TensorSpec(name=name, kind=FLOAT, dims=dims) for name in names]
 
     def _dims(self, *dims: Dim) -> tuple[Dim, ...]:
         """Write a fixed axis as its number: only what varies is a named dimension."""
         fixed = {name: axis.min for name, axis in self.axes.items() if not axis.is_dynamic}
-        return tuple(fixed.get(dim, dim) if isinstance(dim, str) else dim for dim in dims)
+        return tuple(simplified(dim, fixed) for dim in dims)
 
     def sizes(self, bound: str) -> dict[str, int]:
         """The size of every axis at `min`, `opt` or `max`."""
@@ -220,6 +202,15 @@ class AttentionSpec:
             if name not in self.axes:
                 raise SpecError(f"{self.name} has no axis {name!r}.", got=name, hint=nearest(name, self.axes))
         return replace(self, axes={**self.axes, **changed})
+
+    def without_cache(self) -> AttentionSpec:
+        """The same layer over whole sequences: what stepping through a cache must add up to."""
+        if self.cache == "none":
+            return self
+        S, most = self.axes["S"], self.sizes("max")
+        longest = most["T"] if self.cache == "static" else most["P"] + most["S"]
+        axes = {"B": self.axes["B"], "S": replace(S, max=longest)}
+        return replace(self, cache="none", axes=axes)
 
     def parse_sizes(self, text: str) -> dict[str, int]:
         """Read sizes such as `B=2,S=33`: one for every axis, inside its range."""
@@ -252,6 +243,10 @@ class AttentionSpec:
         """Plain data, readable back with `from_dict`."""
         data = asdict(self)
         data["axes"] = {name: asdict(axis) for name, axis in self.axes.items()}
+        if self.rope is not None:
+            data["rope"] = {key: value for key, value in data["rope"].items() if value is not None}
+        if self.cache == "none":  # as it was written before there were caches
+            del data["cache"]
         return {key: value for key, value in data.items() if value is not None}
 
     @classmethod
@@ -265,27 +260,11 @@ class AttentionSpec:
         data.setdefault("Hkv", data["Hq"])
         if "D" not in data:
             data["D"] = rules.head_size(data["E"], data["Hq"])
-        data["axes"] = _axes_from(data["axes"])
-        for key, options in (("sparse_heads", SparseHeads), ("grouped_mlp", GroupedMlp)):
+        data["axes"] = axes_from(data["axes"])
+        for key, options in OPTIONS.items():
             if key in data:
                 data[key] = rules.record_from(key, options, data[key])
         return cls(**data)
 
 
 _FIELDS = tuple(item.name for item in fields(AttentionSpec))
-
-
-def _axes_from(data: Any) -> dict[str, Axis]:
-    if not isinstance(data, Mapping):
-        raise SpecError("axes must be a table.", got=data, hint="B = { min = 1, opt = 8, max = 32 }")
-    return {name: _axis_from(name, value) for name, value in data.items()}
-
-
-def _axis_from(name: str, value: Any) -> Axis:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return Axis(min=value, opt=value, max=value)
-    if not isinstance(value, Mapping):
-        raise SpecError(
-            f"Axis {name} is not a range.", got=value, hint=f"{name} = {{ min = 1, opt = 8, max = 32 }}"
-        )
-    return rules.record_from(f"axis {name}", Axis, value)

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any
 from mha_deploy.errors import SpecError, nearest
 
 if TYPE_CHECKING:
-    from mha_deploy.spec import AttentionSpec
+    from mha_deploy.spec import AttentionSpec, Axis, Rope
 
 ATTENDS = ("self", "cross")
 MASKS = ("none", "padding", "additive")
 PROJECTIONS = ("separate", "packed")
 VARIANTS = ("attention", "sparse-heads", "grouped-mlp", "head-mix")
+CACHES = ("none", "growing", "static")
+SCALINGS = ("none", "linear", "ntk", "llama3")
+_CACHE_AXES: dict[str, tuple[str, ...]] = {"none": (), "growing": ("P",), "static": ("T",)}
+_MAY_BE_EMPTY = ("P",)
+_AXIS_HINTS = {
+    "T": 'self attention has T = S: leave T out, or set attends = "cross"',
+    "P": 'only a growing cache has a past: leave P out, or set cache = "growing"',
+}
 
 
 def check_spec(spec: AttentionSpec) -> None:
@@ -26,6 +34,11 @@ def check_spec(spec: AttentionSpec) -> None:
     _check_axes(spec)
     _check_combinations(spec)
     _check_variant_options(spec)
+    _check_scores(spec)
+    if spec.rope is not None:
+        _check_rope(spec, spec.rope)
+    if spec.cache != "none":
+        _check_cache(spec)
 
 
 def _check_types(spec: AttentionSpec) -> None:
@@ -36,18 +49,24 @@ def _check_types(spec: AttentionSpec) -> None:
             raise SpecError(f"{name} must be text.", got=getattr(spec, name), hint=f'{name} = "..."')
     for name in ("bias", "causal", "weights"):
         _true_or_false(name, getattr(spec, name))
-    if spec.scale is not None and not (
-        _is_number(spec.scale) and math.isfinite(spec.scale) and spec.scale > 0
-    ):
+    if spec.scale is not None and not _is_above(0, spec.scale):
         raise SpecError("scale must be a positive number.", got=spec.scale, hint="leave it out for 1/sqrt(D)")
+    if spec.softcap is not None and not _is_above(0, spec.softcap):
+        raise SpecError("softcap must be a positive number.", got=spec.softcap, hint="leave it out for none")
+    if spec.window is not None:
+        whole_number("window", spec.window)
 
 
 def _check_choices(spec: AttentionSpec) -> None:
-    choices = {"variant": VARIANTS, "attends": ATTENDS, "mask": MASKS, "projections": PROJECTIONS}
+    choices = {
+        "variant": VARIANTS,
+        "attends": ATTENDS,
+        "mask": MASKS,
+        "projections": PROJECTIONS,
+        "cache": CACHES,
+    }
     for name, known in choices.items():
-        value = getattr(spec, name)
-        if value not in known:
-            raise SpecError(f"{name} is not a known one.", got=value, hint=nearest(str(value), known))
+        _one_of(name, getattr(spec, name), known)
 
 
 def _check_heads(spec: AttentionSpec) -> None:
@@ -60,14 +79,24 @@ def _check_heads(spec: AttentionSpec) -> None:
 
 
 def _check_axes(spec: AttentionSpec) -> None:
-    wanted = ("B", "S", "T") if spec.is_cross else ("B", "S")
+    wanted = ("B", "S", "T") if spec.is_cross else ("B", "S", *_CACHE_AXES[spec.cache])
     for name in spec.axes:
         if name not in wanted:
-            hint = 'self attention has T = S: leave T out, or set attends = "cross"' if name == "T" else None
-            raise SpecError(
-                f"Axis {name!r} does not belong here.", got=name, hint=hint or nearest(name, wanted)
-            )
+            hint = _AXIS_HINTS.get(name) or nearest(name, wanted)
+            raise SpecError(f"Axis {name!r} does not belong here.", got=name, hint=hint)
     require("[axes]", spec.axes, wanted)
+    for name, axis in spec.axes.items():
+        check_axis(name, axis)
+
+
+def check_axis(name: str, axis: Axis) -> None:
+    """Refuse an axis of size 0, unless it is one that may be empty: a cache begins with no past."""
+    if axis.min < 1 and name not in _MAY_BE_EMPTY:
+        raise SpecError(
+            "An axis needs three whole numbers of at least 1.",
+            got=f"{name} = {axis}" if name else axis,
+            hint="for example 1:128:512",
+        )
 
 
 def _check_combinations(spec: AttentionSpec) -> None:
@@ -114,6 +143,95 @@ def _check_variant_options(spec: AttentionSpec) -> None:
             )
 
 
+def _check_scores(spec: AttentionSpec) -> None:
+    if spec.window is not None and not spec.causal:
+        raise SpecError(
+            "A window counts keys back from the query, and this layer also looks ahead.",
+            got=f"window = {spec.window}, causal = false",
+            hint="causal = true",
+        )
+
+
+def _check_rope(spec: AttentionSpec, rope: Rope) -> None:
+    if spec.is_cross:
+        raise SpecError(
+            "Rotary embedding needs queries and keys on one line of positions.",
+            got='attends = "cross"',
+            hint='attends = "self", or drop [rope]',
+        )
+    _true_or_false("interleaved", rope.interleaved)
+    _one_of("scaling", rope.scaling, SCALINGS)
+    dims = spec.rope_dims
+    whole_number("dims", dims)
+    if dims % 2 or dims > spec.D:
+        raise SpecError(
+            "Rotary embedding turns pairs inside a head: dims must be even and at most D.",
+            got=f"dims={dims}, D={spec.D}",
+            hint=f"an even number up to {spec.D}",
+        )
+    if not _is_above(1, rope.base):
+        raise SpecError("base must be a number above 1.", got=rope.base, hint="base = 10000.0")
+    _check_scaling(rope, dims)
+
+
+def _check_scaling(rope: Rope, dims: int) -> None:
+    if not (_is_above(1, rope.factor) or rope.factor == 1):
+        raise SpecError("factor must be a number of at least 1.", got=rope.factor, hint="factor = 8.0")
+    if rope.scaling == "none" and rope.factor != 1:
+        raise SpecError(
+            "A factor without a scaling does nothing.",
+            got=f"factor = {rope.factor}",
+            hint="scaling = " + ", ".join(SCALINGS[1:]),
+        )
+    if rope.scaling == "ntk" and dims < 4:
+        raise SpecError("NTK scaling needs two pairs or more.", got=f"dims={dims}", hint="dims of at least 4")
+    whole_number("original_length", rope.original_length)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if not (_is_above(0, low) and _is_above(low, high)):
+        raise SpecError(
+            "The frequency factors must satisfy 0 < low_freq_factor < high_freq_factor.",
+            got=f"{low}, {high}",
+            hint="1.0 and 4.0, as Llama 3.1 has them",
+        )
+
+
+def _check_cache(spec: AttentionSpec) -> None:
+    cached = f'cache = "{spec.cache}"'
+    wanted: dict[str, object] = {"attends": "self", "causal": True, "variant": "attention", "mask": "none"}
+    why = {"mask": " (the lengths of a static cache are the padding)"}
+    for name, value in {**wanted, "weights": False}.items():
+        if getattr(spec, name) != value:
+            raise SpecError(
+                f"A cache does not go with this {name}.",
+                got=f"{cached}, {name} = {_toml(getattr(spec, name))}",
+                hint=f"{name} = {_toml(value)}{why.get(name, '')}",
+            )
+    if spec.cache == "static":
+        _check_capacity(spec.axes["S"], spec.axes["T"])
+
+
+def _check_capacity(S: Axis, T: Axis) -> None:
+    if T.is_dynamic:
+        raise SpecError(
+            "The capacity of a static cache must be one number.", got=f"T = {T}", hint=f"T = {T.max}"
+        )
+    if S.max > T.max:
+        raise SpecError(
+            "One call may bring more tokens than the cache has rows.",
+            got=f"S up to {S.max}, T = {T.max}",
+            hint=f"S up to {T.max}, or a larger T",
+        )
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"'
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise SpecError(f"{name} is not a known one.", got=value, hint=nearest(str(value), known))
+
+
 def _true_or_false(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise SpecError(f"{name} is neither true nor false.", got=value, hint=f"{name} = true")
@@ -123,8 +241,9 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_above(bound: float, value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > bound  # type: ignore[arg-type, operator]
 
 
 def whole_number(name: str, value: object) -> None:

@@ -148,8 +148,8 @@ def test_tables_need_no_runtime(verb):
 
 
 def test_a_spec_needs_only_the_standard_library():
-    for name in ("mha_deploy.spec", "mha_deploy.spec_rules", "mha_deploy.errors"):
-        own = {"mha_deploy.spec", "mha_deploy.spec_rules", "mha_deploy.errors"}
+    for name in ("mha_deploy.spec", "mha_deploy.spec_parts", "mha_deploy.spec_rules", "mha_deploy.errors"):
+        own = {"mha_deploy.spec", "mha_deploy.spec_parts", "mha_deploy.spec_rules", "mha_deploy.errors"}
         strangers = {
             module
             for module in imported_modules(name)

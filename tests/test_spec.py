@@ -1,12 +1,13 @@
 """The spec is the single source of names, shapes and ranges, and refuses what makes no sense."""
 
+import json
 import math
 from dataclasses import FrozenInstanceError
 
 import pytest
 
 from mha_deploy.errors import EXIT_BAD_INPUT, SpecError
-from mha_deploy.spec import FLOAT, INT32, AttentionSpec, Axis, TensorSpec
+from mha_deploy.spec import FLOAT, INT32, AttentionSpec, Axis, Rope, TensorSpec
 
 B = {"min": 1, "opt": 2, "max": 4}
 S = {"min": 1, "opt": 16, "max": 64}
@@ -15,6 +16,9 @@ SELF = {"B": B, "S": S}
 CROSS = {"B": B, "S": S, "T": T}
 PLAIN = {"name": "plain", "Hq": 4, "E": 64, "axes": SELF}
 SPARSE = {"variant": "sparse-heads", "sparse_heads": {"top_k": 2}}
+P = {"min": 0, "opt": 8, "max": 128}
+GROWING = {"cache": "growing", "causal": True, "axes": {**SELF, "P": P}}
+STATIC = {"cache": "static", "causal": True, "axes": {**SELF, "T": 128}}
 GROUPED = {"variant": "grouped-mlp", "grouped_mlp": {"groups": 2, "hidden": 32}}
 
 
@@ -171,6 +175,115 @@ def test_a_shape_replaces_names_by_sizes():
     assert tensor.shape({"B": 3, "S": 7}) == (3, 4, 7)
 
 
+def test_a_sum_of_axes_has_the_size_of_its_parts():
+    tensor = TensorSpec(name="k", kind=FLOAT, dims=("B", "P+S", "P+1"))
+    assert tensor.shape({"B": 3, "S": 7, "P": 0}) == (3, 7, 1)
+
+
+def test_a_growing_cache_brings_the_past_and_gives_past_and_present():
+    spec = make(Hkv=2, **GROWING)
+    assert dims(spec.inputs) == {
+        "x": ("B", "S", 64),
+        "past_key": ("B", 2, "P", 16),
+        "past_value": ("B", 2, "P", 16),
+    }
+    assert dims(spec.outputs) == {
+        "output": ("B", "S", 64),
+        "present_key": ("B", 2, "P+S", 16),
+        "present_value": ("B", 2, "P+S", 16),
+    }
+    assert spec.outputs[1].shape({"B": 3, "S": 4, "P": 5}) == (3, 2, 9, 16)
+
+
+@pytest.mark.parametrize(
+    ("axes", "length"), [({"S": 1}, "P+1"), ({"S": 1, "P": 7}, 8), ({"P": 0}, "S"), ({"P": 3}, "S+3")]
+)
+def test_fixed_axes_of_a_sum_become_numbers(axes, length):
+    spec = make(**{**GROWING, "axes": {**GROWING["axes"], **axes}})
+    assert spec.outputs[1].dims == ("B", 4, length, 16)
+    assert spec.outputs[1].shape(spec.sizes("max"))[2] == spec.axes["P"].max + spec.axes["S"].max
+
+
+def test_a_static_cache_brings_buffers_and_lengths_and_gives_buffers():
+    spec = make(Hkv=2, **STATIC)
+    assert dims(spec.inputs) == {
+        "x": ("B", "S", 64),
+        "key_cache": ("B", 2, 128, 16),
+        "value_cache": ("B", 2, 128, 16),
+        "lengths": ("B",),
+    }
+    assert spec.inputs[-1].kind == INT32
+    assert [tensor.name for tensor in spec.outputs] == ["output", "key_cache_out", "value_cache_out"]
+    assert spec.outputs[1].dims == ("B", 2, 128, 16)
+
+
+@pytest.mark.parametrize(("cached", "longest"), [(GROWING, 192), (STATIC, 128)], ids=["growing", "static"])
+def test_the_layer_without_its_cache_takes_whole_sequences(cached, longest):
+    spec = make(**cached, window=4, rope={})
+    whole = spec.without_cache()
+    assert dims(whole.inputs) == {"x": ("B", "S", 64)}
+    assert dims(whole.outputs) == {"output": ("B", "S", 64)}
+    assert whole.axes["S"].max == longest
+    assert (whole.window, whole.rope) == (spec.window, spec.rope)
+    assert whole.without_cache() is whole
+
+
+def test_what_counts_the_keys_follows_from_the_cache():
+    assert [make(**cached).key_axis for cached in ({}, GROWING, STATIC)] == ["S", "P+S", "T"]
+
+
+def test_only_the_past_may_be_empty():
+    assert make(**GROWING).axes["P"].min == 0
+    assert Axis.parse("0:8:32", name="P") == Axis(min=0, opt=8, max=32)
+    with pytest.raises(SpecError, match="at least 1"):
+        Axis.parse("0:8:32", name="S")
+    with pytest.raises(SpecError, match="at least 1"):
+        make(**GROWING).with_axes({"S": Axis(min=0, opt=1, max=1)})
+
+
+def test_rope_turns_the_whole_head_unless_told():
+    assert make().rope_dims == 0
+    assert make(rope={}).rope_dims == 16
+    assert make(rope={"dims": 4}).rope_dims == 4
+
+
+# -- reading and writing -----------------------------------------------------------------------
+
+OLD_KEYS = {
+    *("name", "Hq", "Hkv", "D", "E", "axes", "summary", "variant", "attends", "bias", "mask", "causal"),
+    *("weights", "projections"),
+}
+
+
+def test_a_spec_without_the_newer_options_is_written_as_before_them():
+    assert make().to_dict().keys() == OLD_KEYS
+    assert make(**SPARSE).to_dict().keys() == OLD_KEYS | {"sparse_heads"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        SPARSE,
+        GROWING,
+        STATIC,
+        {"rope": {}},
+        {"rope": {"base": 500000, "dims": 8, "interleaved": True, "scaling": "llama3", "factor": 8.0}},
+        {**GROWING, "rope": {}, "window": 4, "softcap": 30.0},
+    ],
+    ids=str,
+)
+def test_a_spec_reads_what_it_writes(changes):
+    spec = make(**changes)
+    data = json.loads(json.dumps(spec.to_dict()))
+    assert AttentionSpec.from_dict(data) == spec
+    assert None not in data.get("rope", {}).values()
+
+
+def test_rope_has_the_defaults_of_the_paper():
+    assert make(rope={}).rope == Rope(base=10000.0, dims=None, interleaved=False, scaling="none", factor=1.0)
+
+
 # -- changes -----------------------------------------------------------------------------------
 
 
@@ -255,6 +368,41 @@ def test_sizes_must_name_exactly_the_axes(sizes):
         ({**GROUPED, "grouped_mlp": {"groups": 3, "hidden": 32}}, "groups from 1, 2, 4"),
         ({**GROUPED, "grouped_mlp": {"groups": 0, "hidden": 32}}, "groups must be a whole number"),
         ({**GROUPED, "grouped_mlp": {"groups": 2, "hidden": 0}}, "hidden must be a whole number"),
+        ({"window": 4}, "causal = true"),
+        ({"window": 0, "causal": True}, "window must be a whole number of at least 1"),
+        ({"window": 2.5, "causal": True}, "window must be a whole number of at least 1"),
+        ({"softcap": 0.0}, "softcap must be a positive number"),
+        ({"softcap": math.inf}, "softcap must be a positive number"),
+        ({"rope": 1}, "rope must be a table"),
+        ({"rope": {"bass": 1e4}}, "did you mean 'base'?"),
+        ({"rope": {"dims": 3}}, "an even number up to 16"),
+        ({"rope": {"dims": 18}}, "an even number up to 16"),
+        ({"rope": {"dims": 0}}, "dims must be a whole number of at least 1"),
+        ({"rope": {}, "D": 15}, "an even number up to 15"),
+        ({"rope": {"base": 1.0}}, "base must be a number above 1"),
+        ({"rope": {"factor": 2.0}}, "A factor without a scaling does nothing"),
+        ({"rope": {"scaling": "linear", "factor": 0.5}}, "factor must be a number of at least 1"),
+        ({"rope": {"scaling": "linear", "factor": "2"}}, "factor must be a number of at least 1"),
+        ({"rope": {"scaling": "lama3"}}, "did you mean 'llama3'?"),
+        ({"rope": {"scaling": "ntk", "dims": 2, "factor": 2.0}}, "dims of at least 4"),
+        ({"rope": {"low_freq_factor": 4.0}}, "0 < low_freq_factor < high_freq_factor"),
+        ({"rope": {"original_length": 0}}, "original_length must be a whole number"),
+        ({"rope": {"interleaved": 1}}, "interleaved = true"),
+        ({"rope": {}, "attends": "cross", "axes": CROSS}, 'attends = "self", or drop [rope]'),
+        ({"cache": "grown"}, "did you mean 'growing'?"),
+        ({"cache": "growing", "causal": True}, "[axes] lacks P"),
+        ({"cache": "static", "causal": True}, "[axes] lacks T"),
+        ({"axes": {**SELF, "P": P}}, 'leave P out, or set cache = "growing"'),
+        ({**GROWING, "causal": False}, "causal = true"),
+        ({**GROWING, "variant": "head-mix"}, 'variant = "attention"'),
+        ({**GROWING, "mask": "padding"}, 'mask = "none" (the lengths of a static cache are the padding)'),
+        ({**STATIC, "mask": "additive"}, 'got: cache = "static", mask = "additive"'),
+        ({**STATIC, "weights": True}, "weights = false"),
+        ({**STATIC, "attends": "cross", "causal": False, "axes": {**CROSS, "T": 64}}, 'attends = "self"'),
+        ({**STATIC, "axes": {**SELF, "T": T}}, "T = 32"),
+        ({**STATIC, "axes": {**SELF, "T": 63}}, "S up to 63, or a larger T"),
+        ({**GROWING, "axes": {"B": {**B, "min": 0}, "S": S, "P": P}}, "B = 0:2:4"),
+        ({**GROWING, "axes": {**SELF, "P": {**P, "min": -1}}}, "at least 1"),
         ({"heads": 4}, "Unknown key in the spec"),
         ({"casual": True}, "did you mean 'causal'?"),
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mha_deploy.errors import SpecError
 from mha_deploy.spec import AttentionSpec, Sizes
 
 _INT32_BYTES = 4
@@ -112,6 +113,12 @@ def layer_cost(spec: AttentionSpec, sizes: Sizes, bytes_per_element: int) -> Lay
         sizes: A size for each of its axes, inside their ranges.
         bytes_per_element: 2 for FP16 and BF16, 4 for FP32; weights and activations alike.
     """
+    if spec.cache != "none" or spec.window is not None:
+        raise SpecError(
+            "The cost model does not count caches and windows yet.",
+            got=f"cache = {spec.cache}, window = {spec.window}",
+            hint="leave them out to see the cost of a whole sequence",
+        )
     spec.check_sizes(sizes)
     work = _Work(
         spec=spec, B=sizes["B"], S=sizes["S"], T=sizes[spec.key_axis], bytes_per_element=bytes_per_element

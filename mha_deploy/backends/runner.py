@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -61,6 +61,17 @@ class Runner(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@runtime_checkable
+class ProfiledRunner(Protocol):
+    """A runner whose engine has optimisation profiles to choose from."""
+
+    def profiles_for(self, feeds: Arrays) -> list[int]:
+        """The profiles that admit these inputs."""
+
+    def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
+        """Run under one of them."""
 
 
 def check_feeds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:

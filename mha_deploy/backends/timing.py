@@ -86,6 +86,21 @@ class Timing:
         return {**figures, "samples": len(self.samples_us), **kept, "conditions": asdict(self.conditions)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelTime:
+    """What one kernel costs.
+
+    Args:
+        name: As the library calls it.
+        calls: How often it runs in one call of the layer.
+        microseconds: Device time of those runs together, in one call of the layer.
+    """
+
+    name: str
+    calls: float
+    microseconds: float
+
+
 def slots_past_cache(call_bytes: int, l2_bytes: int) -> int:
     """How many copies of the inputs and outputs of one call outgrow the cache twice."""
     return min(_SLOTS_MAX, max(2, math.ceil(2 * l2_bytes / max(call_bytes, 1))))

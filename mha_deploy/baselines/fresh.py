@@ -10,6 +10,7 @@ import torch
 from mha_deploy.baselines.blocked import run_in_blocks
 from mha_deploy.baselines.module import module_from_bundle
 from mha_deploy.bundle import Bundle
+from mha_deploy.errors import DeployError
 from mha_deploy.export.golden import GoldenCapture, fp64_twin, refuse_overflow
 from mha_deploy.export.golden_plan import PlannedCase
 from mha_deploy.golden import GoldenCase
@@ -45,6 +46,7 @@ class FreshCases:
 
         Raises:
             ExportError: The module itself overflows on these inputs.
+            DeployError: They do not fit the device's memory.
         """
         self.spec.check_sizes(sizes)
         at = "-".join(f"{axis}{size}" for axis, size in sizes.items())
@@ -52,6 +54,11 @@ class FreshCases:
         capture = GoldenCapture(
             self._module, self.precision, seed, oracle=self._oracle, run_oracle=self._run_oracle
         )
-        case = capture.capture(PlannedCase(name=name, sizes=dict(sizes), ragged=ragged))
+        try:
+            case = capture.capture(PlannedCase(name=name, sizes=dict(sizes), ragged=ragged))
+        except torch.OutOfMemoryError as error:
+            raise DeployError(
+                "There is no room to compute what is true at these sizes.", got=at, hint="smaller sizes"
+            ) from error
         refuse_overflow(case, self.precision)
         return case

@@ -7,27 +7,12 @@ those inside CUDA graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from mha_deploy.backends.timing import KernelTime
 from mha_deploy.errors import BackendUnavailable, DeployError
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelTime:
-    """What one kernel costs.
-
-    Args:
-        name: As the library calls it.
-        calls: How often it runs in one call of the layer.
-        microseconds: Device time of those runs together, in one call of the layer.
-    """
-
-    name: str
-    calls: float
-    microseconds: float
 
 
 def kernel_times(

@@ -9,7 +9,9 @@ import typer
 
 from mha_deploy.cli.options import Json, print_json
 from mha_deploy.cli.progress import steps
-from mha_deploy.cli.validate import Backends, EngineName, Kernels, Samples
+from mha_deploy.cli.validate import Backends, EngineName, Kernels, Samples, refuse_unwritable
+from mha_deploy.errors import EXIT_VERDICT_FAILED
+from mha_deploy.validate.options import ValidateOptions
 
 Bundles = Annotated[list[Path], typer.Argument(help="Bundles, with their engines built.")]
 At = Annotated[
@@ -28,7 +30,7 @@ def bench(
     at: At = None,
     backend: Backends = None,
     engine: EngineName = None,
-    samples: Samples = 200,
+    samples: Samples = ValidateOptions.samples,
     kernels: Kernels = False,
     out: Out = None,
     markdown: Markdown = False,
@@ -40,6 +42,7 @@ def bench(
     from mha_deploy.bundle import open_bundle
     from mha_deploy.cli.report_tables import point_renderable
     from mha_deploy.report.bench import bench_markdown
+    from mha_deploy.report.schema import plain_bench
     from mha_deploy.report.write import write_bench
     from mha_deploy.validate.bench import BenchOptions, bench_bundle, bench_to_dict
 
@@ -47,6 +50,8 @@ def bench(
     options = BenchOptions(
         at=tuple(at or ()), backends=tuple(backend or ()), engine=engine, samples=samples, kernels=kernels
     )
+    folder = out or opened[0].path
+    refuse_unwritable(folder)
     results = []
     for bundle in opened:
         name = bundle.manifest.spec.name
@@ -54,10 +59,13 @@ def bench(
             results.append(bench_bundle(bundle, options, on_step=lambda step: on_step(step, 0, 0)))
         if not json and not markdown:  # one model at a time: the whole may take long
             Console().print(name, *map(point_renderable, results[-1].points))
-    data = bench_to_dict(results)
-    _, page = write_bench(out or opened[0].path, data)
+        # After every model: the whole may take long, and what was measured must not get lost.
+        data = plain_bench(bench_to_dict(results))
+        _, page = write_bench(folder, data)
     if json:
         print_json(data)
     elif markdown:
         typer.echo(bench_markdown(data))
     typer.echo(f"report: {page}", err=json or markdown)
+    if any(result.wrong for result in results):
+        raise typer.Exit(EXIT_VERDICT_FAILED)

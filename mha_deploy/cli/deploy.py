@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,15 +28,22 @@ from mha_deploy.cli.options import (
     spec_from_options,
 )
 from mha_deploy.cli.progress import steps
-from mha_deploy.cli.validate import Latency, print_report, report_to_json, write_report_files
+from mha_deploy.cli.validate import (
+    Latency,
+    print_parity,
+    print_report,
+    report_to_json,
+    write_report_files,
+)
 from mha_deploy.engine.options import EngineOptions
-from mha_deploy.errors import EXIT_VERDICT_FAILED
+from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.export.options import ExportOptions
 from mha_deploy.validate.options import ValidateOptions
 
 if TYPE_CHECKING:
     from mha_deploy.bundle import Bundle
     from mha_deploy.engine.record import Engine
+    from mha_deploy.validate.examine import Examination
     from mha_deploy.validate.report import Report
 
 
@@ -73,17 +81,13 @@ def deploy(
         latency=latency, require_fused=not allow_decomposed, require_precision=True, sweep=None
     )
     report, built = _build_and_validate(bundle, settings if engine else None, asked, json)
+    data = report_to_json(report)
     if json:
-        print_json(
-            {
-                "bundle": str(bundle.path),
-                "validation": report_to_json(report),
-                "engine": None if built is None else engine_to_dict(built),
-            }
-        )
+        engine_data = None if built is None else engine_to_dict(built)
+        print_json({"bundle": str(bundle.path), "validation": data, "engine": engine_data})
     else:
         print_report(report)
-    write_report_files(report, bundle.path, quiet=json)
+    write_report_files(data, bundle.path, quiet=json)
     if not report.passed:
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
@@ -96,8 +100,13 @@ def _build_and_validate(
 
     built: list[Engine] = []
 
-    def build(settings: EngineOptions) -> None:
-        built.append(build_with_progress(bundle, settings))
+    def build(graph: Examination, settings: EngineOptions) -> None:
+        try:
+            built.append(build_with_progress(bundle, settings))
+        except DeployError:
+            if not json:  # the graph was right all the same: that must not get lost
+                print_parity(graph)
+            raise
         if not json:
             print_engine(built[0])
 
@@ -105,7 +114,7 @@ def _build_and_validate(
         report = validate_bundle(
             bundle,
             options,
-            build=None if settings is None else lambda graph: build(settings),
+            build=None if settings is None else partial(build, settings=settings),
             on_step=lambda name: on_step(name, 0, 0),
         )
     return report, built[0] if built else None

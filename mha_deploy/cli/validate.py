@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from mha_deploy.validate.options import ValidateOptions
 
 if TYPE_CHECKING:
     from mha_deploy.bundle import Bundle
+    from mha_deploy.validate.examine import Examination
     from mha_deploy.validate.report import Report
 
 Backends = Annotated[
@@ -101,13 +103,21 @@ def validate(
         require_fused=require_fused,
         require_precision=require_precision,
     )
-    result = validate_with_progress(opened, options)
+    folder = (out or opened.path) if report else None
+    if folder is not None:
+        refuse_unwritable(folder)
+    show_result(validate_with_progress(opened, options), folder, json)
+
+
+def show_result(result: Report, folder: Path | None, json: bool) -> None:
+    """Print a report, write it where there is a folder for it, and exit with its verdict."""
+    data = report_to_json(result)
     if json:
-        print_json(report_to_json(result))
+        print_json(data)
     else:
         print_report(result)
-    if report:
-        write_report_files(result, out or opened.path, quiet=json)
+    if folder is not None:
+        write_report_files(data, folder, quiet=json)
     if not result.passed:
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
@@ -149,11 +159,22 @@ def report_to_json(report: Report) -> dict[str, object]:
     return plain_report(report.to_dict())
 
 
-def write_report_files(report: Report, folder: Path, *, quiet: bool = False) -> None:
-    """Write the report beside the bundle, and say where."""
+def refuse_unwritable(folder: Path) -> None:
+    """Say before a long validation that its report could not be written."""
+    from mha_deploy.errors import DeployError
+
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise DeployError(
+            "The report cannot be written there.", got=folder, hint="-o elsewhere, or --no-report"
+        )
+
+
+def write_report_files(data: dict[str, object], folder: Path, *, quiet: bool = False) -> None:
+    """Write the report, and say where."""
     from mha_deploy.report.write import write_report
 
-    _, page = write_report(folder, report.to_dict())
+    _, page = write_report(folder, data)
     typer.echo(f"report: {page}", err=quiet)
 
 
@@ -164,3 +185,12 @@ def print_report(report: Report) -> None:
     from mha_deploy.cli.report_tables import report_renderable
 
     Console().print(report_renderable(report))
+
+
+def print_parity(examination: Examination) -> None:
+    """Print how one participant was judged."""
+    from rich.console import Console
+
+    from mha_deploy.cli.tables import parity_renderable
+
+    Console().print(*map(parity_renderable, examination.parity))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 
+from mha_deploy.backends.cuda import find_gpu
 from mha_deploy.backends.tensorrt.versions import MODULES
 from mha_deploy.doctor import RUNTIMES, gpus
 from mha_deploy.engine.record import Engine, EngineManifest
@@ -28,7 +29,13 @@ def default_backend() -> str:
 
 
 def first_gpu() -> dict[str, str] | None:
-    """The GPU that an engine is built on and for."""
+    """The GPU that an engine is built on and for: the first that CUDA shows, as all runners take it.
+
+    Where CUDA cannot be asked, the first that the driver lists.
+    """
+    gpu = find_gpu()
+    if gpu is not None:
+        return {"name": gpu.name, "compute_cap": gpu.compute_capability}
     found = gpus()
     return found[0] if found else None
 

@@ -48,6 +48,7 @@ def bundle_from_spec(
         options: How to export.
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
     """
+    _refuse_decoding(spec)
     options = options or ExportOptions()
     precision = find_precision(options.precision)
     plan = plan_golden(spec, options.golden, options.budget)
@@ -74,6 +75,18 @@ def bundle_from_spec(
                 versions=versions(),
                 notes=notes,
             )
+        )
+
+
+def _refuse_decoding(spec: AttentionSpec) -> None:
+    given = {"rope": spec.rope, "window": spec.window, "softcap": spec.softcap}
+    found = [name for name, value in given.items() if value is not None]
+    found += [f"cache ({spec.cache})"] if spec.cache != "none" else []
+    if found:
+        raise ExportError(
+            "The exporter does not write rotary embedding / caches / windows / softcap yet.",
+            got=f"{spec.name} with {', '.join(found)}",
+            hint="leave them out of the spec, or run the layer in PyTorch",
         )
 
 

@@ -1,6 +1,7 @@
 """Scaled dot-product attention, three ways to compute one function.
 
-    head_i = softmax(Q_i K_iᵀ · scale + mask) V_i        i = 1 … Hq
+    head_i = softmax(cap(Q_i K_iᵀ · scale) + mask) V_i        i = 1 … Hq
+    cap(s) = softcap · tanh(s / softcap), or s where there is no softcap
 
 `sdpa`   PyTorch's fused kernel: what the layer runs by default.
 `plain`  matmul, softmax, matmul, as a textbook writes it.
@@ -8,6 +9,8 @@
 
 All three read and write heads side by side, [B, length, heads·D], the layout that leaves and enters the
 projections: splitting them is the business of the attention, not of its neighbours.
+
+PyTorch's fused kernel has no softcap: with one, `sdpa` computes what `plain` does.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mha_deploy.errors import DeployError
 from mha_deploy.reference.masks import merge_causal
 
 PATHS = ("sdpa", "plain", "onnx")
@@ -26,13 +30,32 @@ _WEIGHTS_AFTER_SOFTMAX = 3  # ONNX Attention's qk_matmul_output_mode
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """How the heads are laid out and scored."""
+    """How the heads are laid out and scored.
+
+    Args:
+        Hq: Query heads.
+        Hkv: Key/value heads.
+        scale: Factor on the scores.
+        causal: Whether query s, at position past + s, sees only keys at or before that position.
+        weights: Whether the attention weights are asked for.
+        window: How many keys a causal query sees, itself included.
+        softcap: Bound of the scores.
+        past: How many of the keys come before the first query.
+    """
 
     Hq: int
     Hkv: int
     scale: float
     causal: bool = False
     weights: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    past: int = 0
+
+    @property
+    def is_triangle(self) -> bool:
+        """Whether the causal mask is the plain one that every runtime knows: no window, no past."""
+        return self.causal and self.window is None and self.past == 0
 
 
 def attend(
@@ -55,7 +78,7 @@ def attend(
     if path == "onnx":
         return _attend_onnx(q, k, v, mask, heads)
     q, k, v = split_heads(q, heads.Hq), split_heads(k, heads.Hkv), split_heads(v, heads.Hkv)
-    if path == "plain":
+    if path == "plain" or heads.softcap is not None:
         weights = _attention_weights(q, k, mask, heads)
         out = weights @ _repeat_kv(v, heads)
         return merge_heads(out), weights if heads.weights else None
@@ -74,16 +97,21 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, heads: Heads) -> Tensor:
-    """softmax(Q Kᵀ · scale + mask). [B, Hq, S, D], [B, Hkv, T, D] -> [B, Hq, S, T]."""
+    """softmax(cap(Q Kᵀ · scale) + mask). [B, Hq, S, D], [B, Hkv, T, D] -> [B, Hq, S, T]."""
     scores = q @ _repeat_kv(k, heads).transpose(-1, -2) * heads.scale
-    S, T = scores.shape[-2:]
-    if heads.causal:
-        mask = merge_causal(mask, S, T, q.device)
+    if heads.softcap is not None:
+        scores = heads.softcap * torch.tanh(scores / heads.softcap)
+    mask = _with_causal(mask, q.shape[2], k.shape[2], heads, q.device)
     if mask is None:
         return scores.softmax(-1)
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     sees_nothing = scores.isneginf().all(-1, keepdim=True)
     return scores.softmax(-1).masked_fill(sees_nothing, 0.0)
+
+
+def _with_causal(mask: Tensor | None, S: int, T: int, heads: Heads, device: torch.device) -> Tensor | None:
+    """The given mask, and what causality adds to it."""
+    return merge_causal(mask, S, T, device, heads.past, heads.window) if heads.causal else mask
 
 
 def _repeat_kv(x: Tensor, heads: Heads) -> Tensor:
@@ -92,9 +120,9 @@ def _repeat_kv(x: Tensor, heads: Heads) -> Tensor:
 
 
 def _fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads) -> Tensor:
-    # PyTorch takes a mask or is_causal, not both.
-    if heads.causal and mask is not None:
-        mask = merge_causal(mask, q.shape[2], k.shape[2], q.device)
+    # PyTorch takes a mask or is_causal, not both, and its is_causal starts in the upper left corner.
+    if mask is not None or not heads.is_triangle:
+        mask = _with_causal(mask, q.shape[2], k.shape[2], heads, q.device)
     out = F.scaled_dot_product_attention(
         q,
         k,
@@ -116,18 +144,35 @@ def _blank_where_nothing_is_seen(out: Tensor, mask: Tensor) -> Tensor:
 def _attend_onnx(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads
 ) -> tuple[Tensor, Tensor | None]:
+    is_causal = heads.causal
+    if heads.causal and not heads.is_triangle:
+        mask, is_causal = _with_causal(mask, q.shape[1], k.shape[1], heads, q.device), False
     if mask is not None:
         # ONNX lets a mask broadcast over the queries; ONNX Runtime's CPU kernel does not.
+        mask = mask[None, None] if mask.dim() == 2 else mask
         mask = mask.expand(mask.shape[0], mask.shape[1], q.shape[1], k.shape[1])
+    if heads.softcap is not None and (is_causal or mask is not None):
+        _refuse_stand_in(heads.softcap)
     out, _, _, weights = torch.onnx.ops.attention(
         q,
         k,
         v,
         mask,
-        is_causal=heads.causal,
+        is_causal=is_causal,
         q_num_heads=heads.Hq,
         kv_num_heads=heads.Hkv,
         scale=heads.scale,
+        softcap=heads.softcap or 0.0,
         qk_matmul_output_mode=_WEIGHTS_AFTER_SOFTMAX if heads.weights else 0,
     )
     return out, weights if heads.weights else None
+
+
+def _refuse_stand_in(softcap: float) -> None:
+    """PyTorch's own stand-in for the ONNX node caps after masking, which makes -inf a finite score."""
+    if not torch.compiler.is_exporting():
+        raise DeployError(
+            "PyTorch cannot run the ONNX attention with a softcap and a mask: it caps the mask too.",
+            got=f"softcap = {softcap}, path = onnx",
+            hint="path plain to compute it; path onnx only exports it",
+        )

@@ -16,14 +16,27 @@ def padding_mask(key_lengths: Tensor, T: int) -> Tensor:
     return positions < key_lengths[:, None, None, None]
 
 
-def causal_mask(S: int, T: int, device: torch.device) -> Tensor:
-    """Query s may see keys 0..s (the diagonal starts in the upper left corner). bool [S, T]."""
-    return torch.ones(S, T, dtype=torch.bool, device=device).tril()
+def seen_from(positions: Tensor, T: int, window: int | None = None) -> Tensor:
+    """A query at position p may see keys 0..p, or the last `window` of them. [..., S] -> bool [..., S, T]."""
+    keys, queries = torch.arange(T, device=positions.device), positions[..., None]
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
 
 
-def merge_causal(mask: Tensor | None, S: int, T: int, device: torch.device) -> Tensor:
+def causal_mask(S: int, T: int, device: torch.device, past: int = 0, window: int | None = None) -> Tensor:
+    """Query s, at position past + s, may see the keys up to its own position. bool [S, T].
+
+    Without a past the diagonal starts in the upper left corner; where the T keys are the past and the S new
+    ones, it ends in the lower right.
+    """
+    return seen_from(torch.arange(past, past + S, device=device), T, window)
+
+
+def merge_causal(
+    mask: Tensor | None, S: int, T: int, device: torch.device, past: int = 0, window: int | None = None
+) -> Tensor:
     """Both masks at once, in the kind of the given one: boolean, or float with -inf."""
-    causal = causal_mask(S, T, device)
+    causal = causal_mask(S, T, device, past, window)
     if mask is None:
         return causal
     return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, float("-inf"))

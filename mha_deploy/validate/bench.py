@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mha_deploy.backends.cuda import open_gpu
@@ -13,8 +13,9 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.validate.examine import Exam, Examination, examine, refused_rows
-from mha_deploy.validate.latency import LatencyPoint, LatencyRow, latency_point
-from mha_deploy.validate.participants import Absent, Casting, Participant
+from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point
+from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.participants import TENSORRT, Absent, Casting, Participant
 from mha_deploy.validate.profile import kernel_times
 from mha_deploy.validate.report import engines_to_dict, frame, latency_to_dict, model_to_dict
 from mha_deploy.validate.sweep import bench_points
@@ -39,7 +40,7 @@ class BenchOptions:
     at: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
     engine: str | None = None
-    samples: int = 200
+    samples: int = ValidateOptions.samples
     kernels: bool = False
     seed: int = 1
 
@@ -61,6 +62,12 @@ class ModelBench:
     examinations: tuple[Examination, ...]
     absent: tuple[Absent, ...]
     points: tuple[LatencyPoint, ...]
+
+    @property
+    def wrong(self) -> bool:
+        """Whether an engine gave a wrong answer anywhere."""
+        rows = [row for point in self.points for row in point.rows if row.family == TENSORRT]
+        return any(row.refused is not None and row.refused.startswith(WRONG_ANSWER) for row in rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
@@ -92,6 +99,7 @@ def bench_bundle(
     options = options or BenchOptions()
     open_gpu()  # what follows takes a while: say now that there is nothing to time on
     casting = Casting(bundle, engine=options.engine)
+    participants = _participants(casting, options)
     on_step("cases and their FP64 oracle")
     cases = _cases(bundle, options)
     exam = Exam(
@@ -102,7 +110,7 @@ def bench_bundle(
         samples=options.samples,
         kernels=kernel_times if options.kernels else None,
     )
-    examined, rows = _time_everyone(casting, exam, options, on_step)
+    examined, rows = _time_everyone(participants, exam, options, on_step)
     return ModelBench(
         bundle=bundle,
         engines=tuple(casting.engines),
@@ -124,11 +132,11 @@ def points_from_rows(
 
 
 def _time_everyone(
-    casting: Casting, exam: Exam, options: BenchOptions, on_step: OnStep
+    participants: Sequence[Participant], exam: Exam, options: BenchOptions, on_step: OnStep
 ) -> tuple[list[Examination], list[dict[str, LatencyRow]]]:
     examined: list[Examination] = []
     rows: list[dict[str, LatencyRow]] = []
-    for participant in _participants(casting, options):
+    for participant in participants:
         try:
             examined.append(examine(participant, exam, on_step))
             rows.append(examined[-1].rows)
@@ -139,9 +147,9 @@ def _time_everyone(
     return examined, rows
 
 
-def _participants(casting: Casting, options: BenchOptions) -> Iterable[Participant]:
+def _participants(casting: Casting, options: BenchOptions) -> list[Participant]:
     if options.backends:
-        return [casting.named(name) for name in options.backends]
+        return [casting.named(name) for name in dict.fromkeys(options.backends)]
     return [*casting.baselines(), casting.named("ort-cuda"), *casting.running_engines()]
 
 
@@ -154,13 +162,17 @@ def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
     if all(_key(sizes) in known for sizes in wanted):
         return [known[_key(sizes)] for sizes in wanted]
     draw = _fresh(bundle, options.seed)
-    return [known.get(_key(sizes)) or draw(sizes) for sizes in wanted]
+    return [known.get(_key(sizes)) or replace(draw(sizes), name=_name(sizes)) for sizes in wanted]
 
 
 def _wanted(spec: AttentionSpec, at: Sequence[str]) -> list[Mapping[str, int]]:
     if not at:
         return [point.sizes for point in bench_points(spec)]
     return [spec.sizes("opt") if text == "opt" else spec.parse_sizes(text) for text in at]
+
+
+def _name(sizes: Mapping[str, int]) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items())
 
 
 def _key(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mha_deploy.backends.runner import Runner
+from mha_deploy.backends.runner import ProfiledRunner, Runner
+from mha_deploy.backends.timing import KernelTime
 from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
 from mha_deploy.precision import Precision
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.validate.heatmap import Heatmap, Projection, heatmap
-from mha_deploy.validate.invariance import InvarianceCheck, ProfiledRunner, invariance_from_runner
-from mha_deploy.validate.latency import KernelTime, LatencyRow, time_case
+from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
+from mha_deploy.validate.latency import LatencyRow, time_case
 from mha_deploy.validate.parity import (
     OutputVerdict,
     ParityReport,
@@ -57,7 +58,6 @@ class Examination:
     Args:
         participant: Who it was.
         backend: The runner's own name, with its version.
-        device: Where it computed.
         cases: The cases it was judged on, by kind.
         outside: Names of the cases that its profiles do not admit.
         parity: The verdicts, one report for each kind of cases.
@@ -68,13 +68,18 @@ class Examination:
 
     participant: Participant
     backend: str
-    device: str
     cases: Mapping[str, Sequence[GoldenCase]] = field(default_factory=dict, repr=False)
     outside: tuple[str, ...] = ()
     parity: tuple[ParityReport, ...] = ()
     invariance: tuple[InvarianceCheck, ...] = ()
     heatmaps: tuple[Heatmap, ...] = ()
     rows: dict[str, LatencyRow] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Who it was, for people: two engines of one TensorRT differ by name only."""
+        name = self.participant.name
+        return self.backend if self.backend.startswith(name) else f"{name} ({self.backend})"
 
     @property
     def failed_cases(self) -> list[str]:
@@ -109,7 +114,6 @@ class _Sitting:
         return Examination(
             participant=self.participant,
             backend=self.runner.name,
-            device=self.runner.device,
             cases=cases,
             outside=tuple(self.outside),
             parity=tuple(parity),
@@ -122,9 +126,16 @@ class _Sitting:
         """The cases that the engine was built for: its profiles may be narrower than the layer's axes."""
         if not isinstance(self.runner, ProfiledRunner):
             return list(cases)
-        admitted = [case for case in cases if self.runner.profiles_for(case.inputs)]
+        admitted = [case for case in cases if self._admits(self.runner, case)]
         self.outside += [case.name for case in cases if all(case is not other for other in admitted)]
         return admitted
+
+    @staticmethod
+    def _admits(runner: ProfiledRunner, case: GoldenCase) -> bool:
+        try:
+            return bool(runner.profiles_for(case.inputs))
+        except DeployError:  # other names or types than the layer's: running it will tell
+            return True
 
     def _parity(self, kind: str, cases: Sequence[GoldenCase]) -> ParityReport:
         exam = self.exam

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from mha_deploy.analyze.sizes import SizeLimit, shrunk
-from mha_deploy.backends.runner import Arrays, Runner
+from mha_deploy.backends.runner import Arrays, ProfiledRunner, Runner
 from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
 from mha_deploy.precision import Precision
@@ -27,17 +27,6 @@ CHECKS = (SLOT, SIZE, PROFILE)
 
 # Enough to put a row into every part of a batch; more would only take longer.
 _MOST_PLACES = 8
-
-
-@runtime_checkable
-class ProfiledRunner(Protocol):
-    """A runner whose engine has optimisation profiles to choose from."""
-
-    def profiles_for(self, feeds: Arrays) -> list[int]:
-        """The profiles that admit these inputs."""
-
-    def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
-        """Run under one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +88,12 @@ def _not_applicable(runner: Runner, check: str, spec: AttentionSpec) -> Invarian
     if check == PROFILE:
         profiled = isinstance(runner, ProfiledRunner)
         why = "no case fits two profiles" if profiled else "the runtime has no profiles"
+    elif check == SLOT:
+        why = "no case has two rows"
     elif not spec.axes["B"].is_dynamic:
         why = f"the batch is fixed at {spec.axes['B'].min}"
     else:
-        why = "no case has two rows" if check != SIZE else "no other batch is allowed"
+        why = "no other batch is allowed"
     return InvarianceCheck(
         backend=runner.name, case="", check=check, detail=f"not applicable: {why}", passed=True
     )
@@ -125,15 +116,15 @@ _Plan = tuple[str, str, Iterable[_Trial]]
 
 def _planned(bench: _Bench, limit: SizeLimit) -> Iterator[_Plan]:
     case, spec = bench.case, bench.spec
+    B = case.sizes["B"]
+    if B > 1:
+        shifts = _spread(range(1, B))
+        moved = (bench.rearranged([(slot - shift) % B for slot in range(B)]) for shift in shifts)
+        yield SLOT, f"slot 0..{B - 1}, {len(shifts)} arrangements", moved
+        kept = _spread(range(B))
+        alone = (_among_strangers(bench, row) for row in kept)
+        yield SLOT, f"row {', '.join(map(str, kept))} among other neighbours", alone
     if spec.axes["B"].is_dynamic:
-        B = case.sizes["B"]
-        if B > 1:
-            shifts = _spread(range(1, B))
-            moved = (bench.rearranged([(slot - shift) % B for slot in range(B)]) for shift in shifts)
-            yield SLOT, f"slot 0..{B - 1}, {len(shifts)} arrangements", moved
-            kept = _spread(range(B))
-            alone = (_among_strangers(bench, row) for row in kept)
-            yield SLOT, f"row {', '.join(map(str, kept))} among other neighbours", alone
         for size in _other_batches(case, spec, limit):
             trials = [bench.rearranged(rows) for rows in _groups(B, size)]
             if all(bench.admits(trial.feeds) for trial in trials):
@@ -171,7 +162,7 @@ def _among_strangers(bench: _Bench, row: int) -> _Trial:
     feeds = {}
     for tensor in bench.spec.inputs:
         array = bench.case.inputs[tensor.name]
-        axis = _batch_axis(tensor)
+        axis = _batch_axis(tensor, bench.spec)
         if axis is not None:
             strange = np.take(array, order, axis=axis)
             strange = -strange if tensor.kind == FLOAT else strange
@@ -181,8 +172,10 @@ def _among_strangers(bench: _Bench, row: int) -> _Trial:
     return _Trial(feeds=feeds, rows=tuple(row if slot == row else None for slot in range(B)))
 
 
-def _batch_axis(tensor: TensorSpec) -> int | None:
-    return tensor.dims.index("B") if "B" in tensor.dims else None
+def _batch_axis(tensor: TensorSpec, spec: AttentionSpec) -> int | None:
+    """The batch is the first axis of what has one; a fixed batch stands there as its number."""
+    batch = spec.axes["B"]
+    return 0 if tensor.dims[0] == ("B" if batch.is_dynamic else batch.min) else None
 
 
 # -- what comes out --------------------------------------------------------------------------------
@@ -230,7 +223,7 @@ class _Bench:
         """The given rows of the case, in that order."""
         feeds = {}
         for tensor in self.spec.inputs:
-            array, axis = self.case.inputs[tensor.name], _batch_axis(tensor)
+            array, axis = self.case.inputs[tensor.name], _batch_axis(tensor, self.spec)
             feeds[tensor.name] = array if axis is None else np.take(array, rows, axis=axis)
         return _Trial(feeds=feeds, rows=tuple(rows))
 

@@ -15,7 +15,7 @@ from mha_deploy.analyze.gpus import Gpu as PeakFigures
 from mha_deploy.analyze.gpus import find_gpu as find_peaks
 from mha_deploy.analyze.roofline import roofline_floor
 from mha_deploy.backends.runner import Runner
-from mha_deploy.backends.timing import Timing, TimingPlan
+from mha_deploy.backends.timing import KernelTime, Timing, TimingPlan
 from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
 from mha_deploy.precision import Precision
@@ -24,15 +24,7 @@ from mha_deploy.validate.parity import judge_case
 from mha_deploy.validate.participants import PYTORCH
 
 EAGER = "eager"
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelTime:
-    """One kernel's share of a call: how often it ran, and its device time in all."""
-
-    name: str
-    calls: float
-    microseconds: float
+WRONG_ANSWER = "wrong answer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,14 +211,18 @@ def time_case(
     try:
         problem = _problem(case, [runner.run(case.inputs)], precision)
         if problem is not None:
-            return replace(row, refused=f"wrong answer: {problem}")
+            return replace(row, refused=f"{WRONG_ANSWER}: {problem}")
         timing = runner.time(case.inputs, TimingPlan(samples=samples))
         problem = _problem(case, timing.results, precision)
         if problem is not None:
-            return replace(row, refused=f"wrong answer while it was timed: {problem}")
-        return replace(row, timing=timing, kernels=kernels(runner, case) if kernels else ())
+            return replace(row, refused=f"{WRONG_ANSWER} while it was timed: {problem}")
     except DeployError as error:
         return replace(row, refused=error.in_one_line)
+    timed = replace(row, timing=timing)
+    try:
+        return replace(timed, kernels=kernels(runner, case)) if kernels else timed
+    except DeployError:  # no profiler here: the time stands without its kernels
+        return timed
 
 
 def _problem(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision: Precision) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from mha_deploy.backends import RUNNERS, available_cpu_backend, open_runner
+from mha_deploy.backends import CPU_RUNNERS, RUNNERS, available_cpu_backend, open_runner
 from mha_deploy.backends.cuda import find_gpu
 from mha_deploy.backends.runner import Runner
 from mha_deploy.bundle import Bundle
@@ -23,7 +23,6 @@ from mha_deploy.versions import can_import
 if TYPE_CHECKING:
     from mha_deploy.baselines.runner import TorchModels
 
-CPU_RUNNERS = ("ort-cpu", "onnx-reference")
 PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX = "pytorch", "onnxruntime", "tensorrt", "onnx"
 
 # Named here as well, so that a machine without PyTorch can tell a wrong name from a missing package.
@@ -77,11 +76,15 @@ class Casting:
     def __init__(self, bundle: Bundle, *, engine: str | None = None) -> None:
         self.bundle, self._engine_name = bundle, engine
         self.absent: list[Absent] = []
-        self.look_for_engines()
+
+    @cached_property
+    def engines(self) -> list[Engine]:
+        """The engines of the bundle; their plans are hashed, so only where somebody asks."""
+        return _chosen(engines_of(self.bundle.path), self._engine_name, self.bundle)
 
     def look_for_engines(self) -> None:
-        """Find the engines of the bundle: there may be a new one."""
-        self.engines = _chosen(engines_of(self.bundle.path), self._engine_name, self.bundle)
+        """Forget what was found: there may be a new engine."""
+        vars(self).pop("engines", None)
 
     @cached_property
     def torch_models(self) -> TorchModels:
@@ -96,13 +99,13 @@ class Casting:
         Raises:
             DeployError: There is none.
         """
-        for engine in self.engines:
-            if engine.path.stem == name:
-                return self._engine(engine)
         if name in RUNNERS:
             return self._graph(name)
         if name in TORCH_WAYS:
             return self._torch(name)
+        for engine in self.engines:
+            if engine.path.stem == name:
+                return self._engine(engine)
         known = [*RUNNERS, *TORCH_WAYS, *(engine.path.stem for engine in self.engines)]
         raise DeployError("No such backend.", got=name, hint=nearest(name, known))
 
@@ -120,6 +123,8 @@ class Casting:
         found = []
         for engine in self.engines:
             reasons = reasons_not_to_run(engine)
+            if reasons and self._engine_name is not None:
+                self._engine(engine).open()  # asked for by name: its own error tells why not
             if reasons:
                 self.absent.append(Absent(name=engine.path.stem, reason="; ".join(reasons)))
             else:

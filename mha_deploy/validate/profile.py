@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mha_deploy.backends.gpu import GpuRunner
 from mha_deploy.backends.runner import Runner
+from mha_deploy.backends.timing import KernelTime
 from mha_deploy.golden import GoldenCase
-from mha_deploy.validate.latency import KernelTime
 from mha_deploy.versions import can_import
 
 _SHOWN = 12
@@ -17,7 +17,4 @@ def kernel_times(runner: Runner, case: GoldenCase) -> tuple[KernelTime, ...]:
         return ()
     from mha_deploy.baselines.kernels import kernel_times as profiled
 
-    seen = runner.watch(case.inputs, profiled)
-    return tuple(
-        KernelTime(name=each.name, calls=each.calls, microseconds=each.microseconds) for each in seen[:_SHOWN]
-    )
+    return tuple(runner.watch(case.inputs, profiled)[:_SHOWN])

@@ -55,6 +55,7 @@ class Report:
         blame: What is at fault, where an engine is wrong.
         findings: The verdict's sentences.
         headline: The verdict in one line.
+        notes: What a reader should know besides.
     """
 
     bundle: Bundle
@@ -67,6 +68,7 @@ class Report:
     blame: Blame | None
     findings: tuple[Finding, ...]
     headline: str
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -92,7 +94,10 @@ class Report:
             "blame": None if self.blame is None else self.blame.to_dict(),
             "engines": engines_to_dict(self.engines, self.absent, self.examinations),
             "latency": latency_to_dict(self.points),
-            "notes": [f"{absent.name} did not take part: {absent.reason}" for absent in self.absent],
+            "notes": [
+                *(f"{absent.name} did not take part: {absent.reason}" for absent in self.absent),
+                *self.notes,
+            ],
         }
 
 
@@ -123,7 +128,7 @@ def model_to_dict(bundle: Bundle) -> dict[str, Any]:
         "kind": manifest.spec.kind,
         "precision": manifest.precision.name,
         "spec": manifest.spec.to_dict(),
-        "bundle": bundle.path.name,
+        "bundle": bundle.path.resolve().name,
         "bundle_sha256": sha256(bundle.path / MANIFEST),
         "weights": manifest.weights,
     }

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mha_deploy.backends.cuda import find_gpu
+from mha_deploy.analyze.sizes import SizeLimit
+from mha_deploy.backends.cuda import find_gpu, open_gpu
 from mha_deploy.backends.tensorrt import load
 from mha_deploy.bundle import Bundle
 from mha_deploy.engine.adhoc import engine_opener
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import FreshCases
 
 OnStep = Callable[[str], None]
+
+# The oracle of a sweep is computed on the GPU where there is one, and larger corners can be afforded.
+_LIMIT_ON_GPU = SizeLimit(gflop=5000.0, gib=24.0)
 
 
 def validate_bundle(
@@ -68,6 +72,8 @@ class _Validation:
         self.casting = Casting(bundle, engine=options.engine)
         self.golden = list(golden_cases(bundle))
         self.rows: list[Mapping[str, LatencyRow]] = []
+        self.notes: list[str] = []
+        self.broken: list[Absent] = []
 
     def report(self, build: Callable[[Examination], None] | None) -> Report:
         """Everything, in the order in which it is needed."""
@@ -81,8 +87,8 @@ class _Validation:
         table = self._conformance() if self.options.conformance else None
         fault = self._blame(judged, exam)
         points = points_from_rows(exam.timed, self.rows, self.bundle) if self.rows else ()
-        engines, absent = tuple(self.casting.engines), tuple(self.casting.absent)
-        found = findings(everyone, absent, engines, points, ranges, table, fault, self.options)
+        engines, absent = tuple(self.casting.engines), (*self.casting.absent, *self.broken)
+        found = findings(everyone, absent, self.broken, engines, points, ranges, table, fault, self.options)
         return Report(
             bundle=self.bundle,
             examinations=tuple(everyone),
@@ -94,12 +100,15 @@ class _Validation:
             blame=fault,
             findings=found,
             headline=headline(judged, engines, points, found),
+            notes=tuple(self.notes),
         )
 
     # -- what is examined ----------------------------------------------------------------------
 
     def _exam(self) -> Exam:
         manifest, options = self.bundle.manifest, self.options
+        if options.latency:
+            open_gpu()  # somebody asked for times: say that there can be none
         timing = find_gpu() is not None if options.latency is None else options.latency
         usual = [case for case in self.golden if case.name == "opt"] or self.golden[:1]
         return Exam(
@@ -116,7 +125,9 @@ class _Validation:
     def _sweep(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Every profile at its corners, with inputs that no golden case has."""
         self.on_step("sweep: inputs and their FP64 oracle")
-        points = sweep_points(self.bundle.manifest.spec, profiles)
+        limit = SizeLimit() if find_gpu() is None else _LIMIT_ON_GPU
+        points = sweep_points(self.bundle.manifest.spec, profiles, limit=limit)
+        self.notes += [f"sweep-{point.name}: {point.note}" for point in points if point.note]
         return [
             replace(self._fresh.case(point.sizes, seed=self.options.seed), name=f"sweep-{point.name}")
             for point in points
@@ -142,10 +153,14 @@ class _Validation:
 
     def _with_fresh(self, exam: Exam, engines: Sequence[Participant]) -> Exam:
         """Add fresh cases to an exam: those asked for, and by itself a sweep of the engines' profiles."""
-        wanted = bool(engines) and can_import("torch") if self.options.sweep is None else self.options.sweep
         cases = dict(exam.cases)
-        if wanted:
+        if self.options.sweep:
             cases["sweep"] = self._sweep(_profiles_of(engines))
+        elif self.options.sweep is None and engines and can_import("torch"):
+            try:
+                cases["sweep"] = self._sweep(_profiles_of(engines))
+            except DeployError as error:  # nobody asked for it
+                self.casting.absent.append(Absent(name="the sweep", reason=error.in_one_line))
         if self.options.fresh:
             cases["fresh"] = self._random
         return replace(exam, cases=cases)
@@ -154,7 +169,7 @@ class _Validation:
 
     def _named(self, exam: Exam) -> list[Examination]:
         """Those who were asked for; what cannot run is an error."""
-        named = [self.casting.named(name) for name in self.options.backends]
+        named = [self.casting.named(name) for name in dict.fromkeys(self.options.backends)]
         exam = self._with_fresh(exam, [each for each in named if each.engine is not None])
         return [self._examined(participant, exam) for participant in named]
 
@@ -168,13 +183,23 @@ class _Validation:
             self.casting.look_for_engines()
         engines = self.casting.running_engines()
         exam = self._with_fresh(exam, engines) if engines else exam
-        return [graph, *(self._examined(engine, exam) for engine in engines)]
+        return [graph, *(each for engine in engines if (each := self._examined_engine(engine, exam)))]
+
+    def _examined_engine(self, engine: Participant, exam: Exam) -> Examination | None:
+        """An engine that fits this machine and cannot be loaded is wrong, not absent."""
+        try:
+            return self._examined(engine, exam)
+        except BackendUnavailable as error:
+            self.casting.absent.append(Absent(name=engine.name, reason=error.in_one_line))
+        except DeployError as error:
+            self.broken.append(Absent(name=engine.name, reason=error.in_one_line))
+        return None
 
     def _first_that_opens(self, candidates: Sequence[Participant], exam: Exam) -> Examination:
         for participant in candidates[:-1]:
             try:
                 return self._examined(participant, exam)
-            except BackendUnavailable as error:
+            except DeployError as error:
                 self.casting.absent.append(Absent(name=participant.name, reason=error.in_one_line))
         return self._examined(candidates[-1], exam)
 

@@ -11,7 +11,7 @@ from mha_deploy.validate.examine import Examination
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.latency import LatencyPoint
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.participants import PYTORCH, TENSORRT, Absent
+from mha_deploy.validate.participants import TENSORRT, Absent
 from mha_deploy.validate.report import Finding
 
 FAILURE, WARNING, NOTE = "failure", "warning", "note"
@@ -20,6 +20,7 @@ FAILURE, WARNING, NOTE = "failure", "warning", "note"
 def findings(
     examinations: Sequence[Examination],
     absent: Sequence[Absent],
+    broken: Sequence[Absent],
     engines: Sequence[Engine],
     points: Sequence[LatencyPoint],
     ranges: RangeReport | None,
@@ -31,7 +32,8 @@ def findings(
     found = [
         *_parity(examinations),
         *_invariance(examinations),
-        *_engines(engines, absent, options),
+        *(_broken(each) for each in broken),
+        *_engines(engines, [each for each in absent if each not in broken], options),
         *_outside(examinations),
         *_blame(blame),
         *_range(ranges),
@@ -56,8 +58,9 @@ def headline(
     subject = ran[0] if ran else next(iter(examinations), None)
     if subject is None:
         return "nothing was checked"
-    count = sum(len(report.verdicts) for report in subject.parity)
-    parts = [f"{subject.backend}: {count}/{count} outputs within budget"]
+    verdicts = [verdict for report in subject.parity for verdict in report.verdicts]
+    right = sum(verdict.passed for verdict in verdicts)
+    parts = [f"{subject.label}: {right}/{len(verdicts)} outputs within budget"]
     engine = subject.participant.engine or next(iter(engines), None)
     if engine is not None:
         fused, of = engine.manifest.fused_count
@@ -84,18 +87,16 @@ def _parity(examinations: Sequence[Examination]) -> Iterator[Finding]:
         for report in each.parity:
             wrong = [verdict for verdict in report.verdicts if not verdict.passed]
             if wrong:
-                # A baseline that is wrong is somebody else's bug: it is told, and has no latency.
-                level = WARNING if each.participant.family == PYTORCH else FAILURE
-                text = f"{report.backend} is wrong on {len(wrong)} of {len(report.verdicts)} outputs"
+                text = f"{each.label} is wrong on {len(wrong)} of {len(report.verdicts)} outputs"
                 first = f"{wrong[0].case}/{wrong[0].output}: {wrong[0].problem}"
-                yield Finding(level=level, section="parity", text=f"{text} ({report.cases}; {first})")
+                yield Finding(level=FAILURE, section="parity", text=f"{text} ({report.cases}; {first})")
 
 
 def _invariance(examinations: Sequence[Examination]) -> Iterator[Finding]:
     for each in examinations:
         for check in each.invariance:
             if not check.passed:
-                text = f"{each.backend}: {check.check} changes the answer ({check.case}, {check.problem})"
+                text = f"{each.label}: {check.check} changes the answer ({check.case}, {check.problem})"
                 yield Finding(level=FAILURE, section="invariance", text=text)
 
 
@@ -121,10 +122,18 @@ def _engines(
             yield Finding(level=NOTE, section="engine", text=text)
 
 
+def _broken(engine: Absent) -> Finding:
+    text = f"engine {engine.name} fits this machine and cannot be loaded: {engine.reason}"
+    return Finding(level=FAILURE, section="engine", text=text)
+
+
 def _outside(examinations: Sequence[Examination]) -> Iterator[Finding]:
     for each in examinations:
-        if each.outside:
-            text = f"{each.backend} was not run on {', '.join(each.outside)}: outside its profiles"
+        if each.outside and not each.parity:
+            text = f"{each.label} was compared with nothing: every case is outside its profiles"
+            yield Finding(level=FAILURE, section="engine", text=text)
+        elif each.outside:
+            text = f"{each.label} was not run on {', '.join(each.outside)}: outside its profiles"
             yield Finding(level=NOTE, section="engine", text=text)
 
 
@@ -136,10 +145,12 @@ def _blame(blame: Blame | None) -> Iterator[Finding]:
 
 def _range(ranges: RangeReport | None) -> Iterator[Finding]:
     for node in ranges.nodes if ranges is not None else ():
-        if node.status != "ok":
-            advice = "; ".join(node.advice)
-            text = f"{node.node}: {node.status} of FP16's range, {node.headroom:.1f} × headroom. {advice}"
-            yield Finding(level=WARNING, section="range", text=text)
+        for finding in node.findings:
+            if finding.status != "ok":
+                # What FP16 could not hold is no trouble for a model in another precision.
+                level = WARNING if ranges is not None and ranges.precision == "fp16" else NOTE
+                text = f"{node.node}: {finding.what}; {'; '.join(finding.advice)}"
+                yield Finding(level=level, section="range", text=text)
 
 
 def _conformance(table: ConformanceTable | None) -> Iterator[Finding]:

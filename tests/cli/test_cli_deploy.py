@@ -57,7 +57,7 @@ def test_deploy_goes_as_far_as_a_fused_engine(run_cli, tmp_path):
     result = json.loads(done.out)
     engine, (judged,) = result["engine"], result["validation"]["engines"]
     assert (judged["name"], judged["fused"], judged["ran"]) == ("tensorrt-rtx", [1, 1], False)
-    assert "NVIDIA GPU" in judged["why_not"] or "is" in judged["why_not"]
+    assert judged["why_not"]
     assert [node["status"] for node in engine["verdict"]["nodes"]] == ["fused"]
     assert engine["backend"] == "tensorrt-rtx"
     assert (target / "engines" / "tensorrt-rtx.engine").stat().st_size == engine["engine_bytes"]

@@ -40,12 +40,15 @@ class Refused(Exception):
     """The parser or the builder said no."""
 
 
-def build(model: ir.Model, profile: dict[str, Shapes] | None = None, sm: str = "SM89") -> Built:
+Profile = dict[str, Shapes]
+
+
+def build(model: ir.Model, *profiles: Profile, sm: str = "SM89") -> Built:
     """Build for one compute capability.
 
     Args:
         model: The model, lowered or not.
-        profile: Smallest, usual and largest shape of each dynamic input.
+        *profiles: Smallest, usual and largest shape of each dynamic input; one profile or several.
         sm: The compute capability, by TensorRT's name.
     """
     rt = load("tensorrt-rtx")
@@ -55,17 +58,17 @@ def build(model: ir.Model, profile: dict[str, Shapes] | None = None, sm: str = "
         parser = trt.OnnxParser(network, logger_for(rt))
         if not parser.parse(ir.to_proto(model).SerializeToString()):
             raise Refused([parser.get_error(i).desc() for i in range(parser.num_errors)])
-        if builder.build_serialized_network(network, _config(builder, profile, sm)) is None:
+        if builder.build_serialized_network(network, _config(builder, profiles, sm)) is None:
             raise Refused([message.text for message in messages if "ERROR" in message.severity])
     return Built(kernels=_kernels(messages), unused_inputs=_starting_with(messages, "Unused Input"))
 
 
-def _config(builder: Any, profile: dict[str, Shapes] | None, sm: str) -> Any:
+def _config(builder: Any, profiles: Sequence[Profile], sm: str) -> Any:
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.num_compute_capabilities = 1
     config.set_compute_capability(trt.ComputeCapability.__members__[sm], 0)
-    if profile:
+    for profile in filter(None, profiles):
         shapes = builder.create_optimization_profile()
         for name, (smallest, usual, largest) in profile.items():
             shapes.set_shape(name, smallest, usual, largest)

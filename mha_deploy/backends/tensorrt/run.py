@@ -32,7 +32,8 @@ class TensorRTRunner(GpuRunner):
         plan: The serialised engine.
         host_code: Allow the runtime code that a version-compatible engine carries; it is executed.
         cuda_graph: Whether calls are recorded once and launched as a CUDA graph.
-        keep: For how many shapes contexts, buffers and graphs are kept.
+        keep: For how many shapes contexts, buffers and graphs are kept; each context has scratch memory for
+            the largest shapes of its profile.
 
     Raises:
         BackendUnavailable: There is no GPU, or TensorRT cannot start.
@@ -49,7 +50,7 @@ class TensorRTRunner(GpuRunner):
         *,
         host_code: bool = False,
         cuda_graph: bool = True,
-        keep: int = 8,
+        keep: int = 2,
     ) -> None:
         super().__init__()
         self._rt, self._plan_bytes = rt, len(plan)

@@ -2,6 +2,7 @@
 
 The check reads the canonical graph. Much of what TensorRT's parser refuses is cured by a lowering; a
 finding says so in `cured_by`, and `judge` draws the conclusion for the graph as it is and as lowered.
+`check_operators` does the same for the operators around attention: rotary embedding and cache update.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from mha_deploy.graph.attention_node import AttentionNode
 from mha_deploy.graph.eligibility.fusion_rules import FUSION_RULES
+from mha_deploy.graph.eligibility.operator_rules import check_operators, operator_options
 from mha_deploy.graph.eligibility.parser_rules import PARSER_RULES
 from mha_deploy.graph.eligibility.records import (
     NOT_FUSED,
@@ -23,7 +25,18 @@ from mha_deploy.graph.eligibility.records import (
     target_from,
 )
 
-__all__ = ["RULES", "Eligibility", "Finding", "Rule", "Target", "check", "judge", "target_from"]
+__all__ = [
+    "RULES",
+    "Eligibility",
+    "Finding",
+    "Rule",
+    "Target",
+    "check",
+    "check_operators",
+    "judge",
+    "operator_options",
+    "target_from",
+]
 
 RULES: tuple[Rule, ...] = PARSER_RULES + FUSION_RULES
 """Everything that is known, in the order it is reported within one severity."""

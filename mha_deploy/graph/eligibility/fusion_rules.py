@@ -33,6 +33,13 @@ def _head_size_unaligned(node: AttentionNode, target: Target) -> bool:
     return isinstance(node.D, int) and 16 <= node.D <= 256 and node.D % 8 != 0
 
 
+def _mask_is_computed(node: AttentionNode, target: Target) -> bool:
+    # A single new token sees every key behind it: the lowering writes no mask.
+    one_token = node.S == node.T == 1 and not node.has_nonpad_kv_seqlen
+    causal = node.is_causal and not one_token
+    return causal or node.mask == "bool" or node.has_nonpad_kv_seqlen or node.has_window
+
+
 _SEEN_86 = "measured on TensorRT 8.6.0 and an H200, see benchmarks/RECORD.md"
 
 FUSION_RULES: tuple[Rule, ...] = (
@@ -112,7 +119,7 @@ FUSION_RULES: tuple[Rule, ...] = (
         id="computed-mask",
         severity=NOT_FUSED,
         holds=(BEFORE_10,),
-        applies=lambda node, target: node.is_causal or node.mask == "bool",
+        applies=_mask_is_computed,
         message="A mask that the graph computes becomes part of the softmax kernel, and nothing is fused.",
         remedy="use TensorRT 10 or later, a plugin, or give an additive mask as an input (up to 512 keys)",
         source=_SEEN_86,

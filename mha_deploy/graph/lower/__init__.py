@@ -5,6 +5,8 @@
     primitives  matrix products around a softmax, for TensorRT 8.6 to 10.13
     contrib     com.microsoft operators, for ONNX Runtime
 
+`RotaryEmbedding` and `TensorScatter`, which stand around attention in a model that generates, go with it.
+
 A lowering is a function from model to model: the given model is not changed, weights are shared. What a
 dialect cannot express is refused with a `LoweringError` that names the feature.
 """
@@ -22,6 +24,7 @@ from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.lower import to_contrib, to_onnx, to_primitives, to_trt
 from mha_deploy.graph.lower.errors import LoweringError
 from mha_deploy.graph.lower.fold_scale import fold_scale
+from mha_deploy.graph.lower.operator_node import OperatorRules
 from mha_deploy.graph.lower.opset import to_opset
 from mha_deploy.graph.lower.pack import pack_projections
 from mha_deploy.graph.lower.rewrite import rewrite
@@ -36,21 +39,35 @@ class Dialect:
     Args:
         options: The record of its options.
         rule: Writes one attention in it.
+        operators: From its options to what it makes of the operators around attention.
         broadcasts: Whether masks need not be spelled out over the queries.
     """
 
     options: type
     rule: Callable[..., dict[int, ir.Value] | None] | None
+    operators: Callable[[Any], OperatorRules] = lambda options: {}
     broadcasts: bool = False
 
 
 DIALECTS = {
     to_onnx.DIALECT: Dialect(options=to_onnx.OnnxOptions, rule=None),
-    to_trt.DIALECT: Dialect(options=to_trt.TrtOptions, rule=to_trt.lower_to_trt, broadcasts=True),
-    to_primitives.DIALECT: Dialect(
-        options=to_primitives.PrimitivesOptions, rule=to_primitives.lower_to_primitives, broadcasts=True
+    to_trt.DIALECT: Dialect(
+        options=to_trt.TrtOptions,
+        rule=to_trt.lower_to_trt,
+        operators=to_trt.operator_rules,
+        broadcasts=True,
     ),
-    to_contrib.DIALECT: Dialect(options=to_contrib.ContribOptions, rule=to_contrib.lower_to_contrib),
+    to_primitives.DIALECT: Dialect(
+        options=to_primitives.PrimitivesOptions,
+        rule=to_primitives.lower_to_primitives,
+        operators=lambda options: to_primitives.OPERATOR_RULES,
+        broadcasts=True,
+    ),
+    to_contrib.DIALECT: Dialect(
+        options=to_contrib.ContribOptions,
+        rule=to_contrib.lower_to_contrib,
+        operators=lambda options: to_contrib.OPERATOR_RULES,
+    ),
 }
 """The dialects by name."""
 
@@ -59,7 +76,7 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     """Write every attention of a model in a dialect.
 
     Args:
-        model: A model with ONNX `Attention` nodes. It is not changed.
+        model: A model with ONNX `Attention` nodes, and what stands around them. It is not changed.
         dialect: One of `DIALECTS`.
         **options: Options of the dialect: the fields of `TrtOptions`, `PrimitivesOptions` or
             `ContribOptions`.
@@ -78,7 +95,8 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     if chosen.rule is None:
         return to_onnx.checked_copy(model)
     rule = partial(chosen.rule, options=settings)
-    lowered = rewrite(model, rule, dialect=dialect, broadcasts=chosen.broadcasts)
+    operators = chosen.operators(settings)
+    lowered = rewrite(model, rule, dialect=dialect, broadcasts=chosen.broadcasts, operators=operators)
     opset = getattr(settings, "opset", None)
     return lowered if opset is None else to_opset(lowered, opset, dialect=dialect)
 

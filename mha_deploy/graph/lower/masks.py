@@ -164,14 +164,17 @@ def _own_position(b: NodeBuilder, call: AttentionCall, S: Size) -> ir.Value:
     return index
 
 
+def count_up(b: NodeBuilder, size: Size) -> ir.Value:
+    """0, 1, 2 … as a 1-D tensor."""
+    if isinstance(size, int):
+        return b.ints(*range(size))
+    start, step = (b.constant(number, ir.DataType.INT64) for number in (0, 1))
+    return b.op("Range", start, b.op("Squeeze", size), step)
+
+
 def _positions(b: NodeBuilder, size: Size, *, axis: int) -> ir.Value:
     """0, 1, 2 … along one axis of a 4-D tensor."""
-    shape = [1, 1, 1, 1]
-    shape[axis] = -1
-    if isinstance(size, int):
-        return b.reshape(b.ints(*range(size)), *shape)
-    start, step = (b.constant(number, ir.DataType.INT64) for number in (0, 1))
-    return b.reshape(b.op("Range", start, b.op("Squeeze", size), step), *shape)
+    return b.reshape(count_up(b, size), *(-1 if at == axis else 1 for at in range(4)))
 
 
 def _plus(b: NodeBuilder, value: ir.Value, number: int) -> ir.Value:

@@ -1,4 +1,7 @@
-"""Replace every attention of a model by what a dialect makes of it, without touching the input model."""
+"""Replace every attention of a model by what a dialect makes of it, without touching the input model.
+
+So are the operators that stand around it in a model that generates: rotary embedding and cache update.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,19 @@ from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, ShapeInfere
 from mha_deploy.graph.attention_node import MASK, input_at, is_attention, output_at
 from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.lower.call import AttentionCall, read_call
+from mha_deploy.graph.lower.operator_node import OperatorCall, OperatorRules
 
 Rule = Callable[[AttentionCall, NodeBuilder], dict[int, ir.Value] | None]
 """Builds the replacement of one attention; outputs by position, or None to leave the node."""
+
+_LOWERED = frozenset({"Attention", "RotaryEmbedding", "TensorScatter"})
 
 
 def copy_of(model: ir.Model) -> ir.Model:
     """A copy to work on: weights shared, functions that hold attention inlined, shapes inferred."""
     copy = model.clone()
-    if any(is_attention(node) for function in copy.functions.values() for node in function.all_nodes()):
+    inner = (node for function in copy.functions.values() for node in function.all_nodes())
+    if any(node.domain == "" and node.op_type in _LOWERED for node in inner):
         InlinePass()(copy)
     return infer_shapes(copy)
 
@@ -29,7 +36,14 @@ def infer_shapes(model: ir.Model) -> ir.Model:
     return model
 
 
-def rewrite(model: ir.Model, rule: Rule, *, dialect: str, broadcasts: bool = False) -> ir.Model:
+def rewrite(
+    model: ir.Model,
+    rule: Rule,
+    *,
+    dialect: str,
+    broadcasts: bool = False,
+    operators: OperatorRules | None = None,
+) -> ir.Model:
     """Apply a rule to every attention of a copy of the model.
 
     Args:
@@ -37,6 +51,7 @@ def rewrite(model: ir.Model, rule: Rule, *, dialect: str, broadcasts: bool = Fal
         rule: What to make of an attention.
         dialect: Name used in messages.
         broadcasts: Whether masks need not be spelled out over the queries.
+        operators: What to make of the operators around attention; those not named stay.
     """
     lowered = copy_of(model)
     opset = lowered.opset_imports.get("")
@@ -48,9 +63,16 @@ def rewrite(model: ir.Model, rule: Rule, *, dialect: str, broadcasts: bool = Fal
             call = read_call(node, opset=opset, dialect=dialect)
             builder = NodeBuilder(_prefix(call.facts.name, taken))
             outputs = rule(call, builder)
-            if outputs is not None:
-                _replace(node, builder, outputs)
-                _import_domains(lowered, builder)
+        elif operators is not None and node.domain == "" and node.op_type in operators:
+            other = OperatorCall(node=node, dialect=dialect)
+            builder = NodeBuilder(_prefix(other.name, taken))
+            output = operators[node.op_type](other, builder)
+            outputs = None if output is None else {0: output}
+        else:
+            continue
+        if outputs is not None:
+            _replace(node, builder, outputs)
+            _import_domains(lowered, builder)
     if broadcasts:
         RemoveUnusedNodesPass()(lowered)  # the Expand of a mask, and the shape it was expanded to
     return infer_shapes(lowered)

@@ -25,9 +25,14 @@ from mha_deploy.graph.lower.heads import (
     split_inputs,
 )
 from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
+from mha_deploy.graph.lower.rotary import rotary_to_contrib
+from mha_deploy.graph.lower.scatter import scatter_to_primitives
 
 DIALECT = "contrib"
 DOMAIN = "com.microsoft"
+
+OPERATOR_RULES = {"RotaryEmbedding": rotary_to_contrib, "TensorScatter": scatter_to_primitives}
+"""What becomes of the operators around attention; ONNX Runtime has no cache update of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

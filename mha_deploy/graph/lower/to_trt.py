@@ -3,6 +3,8 @@
 The parser accepts one output, one mask of the query's type or boolean, or `is_causal`, but not both. It
 refuses past, present, softcap and softmax_precision, and it *ignores* key lengths and windows. So the
 past becomes a Concat, and everything that hides keys becomes one explicit mask.
+
+`RotaryEmbedding` and `TensorScatter` stay: the parser has them from 10.15 on.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.lower.call import AttentionCall
 from mha_deploy.graph.lower.heads import Heads, as_input_rank, key_length, query_length, split_inputs
 from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
-from mha_deploy.graph.lower.to_primitives import PrimitivesOptions, lower_to_primitives
+from mha_deploy.graph.lower.native import fits_native, native_attention
+from mha_deploy.graph.lower.operator_node import OperatorRules
+from mha_deploy.graph.lower.scatter import keep_scatter
+from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptions, lower_to_primitives
 
 DIALECT = "trt"
 
@@ -37,6 +42,10 @@ class TrtOptions:
         softmax: `cast` computes an attention that asks for a more precise softmax wholly in that
             precision; `drop` leaves the precision to TensorRT.
         empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where none exists.
+        native: Write the causal corner behind a past, and key lengths, with TensorRT's own attention
+            operator instead of a mask (TensorRT 11, TensorRT-RTX), where its documentation leaves no doubt.
+        decode_primitives: Write `RotaryEmbedding` and `TensorScatter` in primitive operators: for
+            TensorRT 10.14, which has neither, and for a cache that cannot be updated in place.
     """
 
     decompose: bool = False
@@ -45,12 +54,19 @@ class TrtOptions:
     explicit_causal: bool = False
     softmax: str = "cast"
     empty_rows: str = "zero"
+    native: bool = False
+    decode_primitives: bool = False
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
         "mask": ("additive", "bool"),
         "softmax": ("cast", "drop"),
         "empty_rows": ("zero", "ignore"),
     }
+
+
+def operator_rules(options: TrtOptions) -> OperatorRules:
+    """What becomes of the operators around attention."""
+    return OPERATOR_RULES if options.decode_primitives else {"TensorScatter": keep_scatter}
 
 
 def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value] | None:
@@ -97,6 +113,9 @@ def _needs_change(call: AttentionCall, options: TrtOptions) -> bool:
 
 def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value]:
     heads = split_inputs(b, call)
+    if options.native and fits_native(call):
+        y = native_attention(b, call, heads, options.empty_rows)
+        return {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
     causal = _stays_causal(call, options)
     mask = None if causal else read_mask(b, call, query_length(b, call), key_length(b, call))
     rows = rows_to_keep(b, call, mask, options.empty_rows)

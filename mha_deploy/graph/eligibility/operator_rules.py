@@ -1,0 +1,156 @@
+"""What TensorRT makes of the operators around attention in a model that generates.
+
+`RotaryEmbedding` and `TensorScatter` are no attention nodes, so they are judged from the graph itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from mha_deploy.graph.eligibility.records import (
+    BEFORE_ATTENTION,
+    NOTE,
+    REFUSED,
+    RTX,
+    SEEN_RTX,
+    SEVERITIES,
+    TENSORRT,
+    Finding,
+    Target,
+    Versions,
+)
+from mha_deploy.graph.lower import rotary, scatter
+
+_WITHOUT_OPERATORS = Versions(product=TENSORRT, since=(10, 14), before=(10, 15))
+_WITH_OPERATORS = (Versions(product=TENSORRT, since=(10, 15)), RTX)
+
+_CHANGELOG = "TensorRT OSS CHANGELOG, 10.15"
+_BOTH = frozenset({rotary.OP_TYPE, scatter.OP_TYPE})
+_SCATTER = frozenset({scatter.OP_TYPE})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRule:
+    """One thing a target does not take of an operator, or asks for.
+
+    Args:
+        id: Short name.
+        severity: `refused` or `note`.
+        operators: The operators it speaks of.
+        holds: The versions it was seen in.
+        applies: What it found in a node, in words; None where it does not speak of it.
+        remedy: What to change.
+        cured_by: The lowering after which it no longer applies.
+        needs: Options of that lowering that have to be turned on for it.
+        source: Where it was seen.
+    """
+
+    id: str
+    severity: str
+    operators: frozenset[str]
+    holds: tuple[Versions, ...]
+    applies: Callable[[ir.Node], str | None]
+    remedy: str
+    source: str
+    cured_by: str | None = None
+    needs: tuple[str, ...] = ()
+
+
+def check_operators(model: ir.Model, target: Target) -> list[Finding]:
+    """Everything the rules say about the operators around attention, the worst first for each node."""
+    return [finding for node in model.graph.all_nodes() for finding in _findings(node, target)]
+
+
+def operator_options(findings: Sequence[Finding]) -> dict[str, bool]:
+    """The options of the lowering that have to be turned on to cure what it can cure."""
+    return {name: True for finding in findings for name in finding.needs}
+
+
+def _findings(node: ir.Node, target: Target) -> list[Finding]:
+    found = []
+    for rule in OPERATOR_RULES:
+        covered = any(versions.covers(target) for versions in rule.holds)
+        if node.domain != "" or node.op_type not in rule.operators or not covered:
+            continue
+        message = rule.applies(node)
+        if message is not None:
+            found.append(_finding(rule, node, message))
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def _finding(rule: OperatorRule, node: ir.Node, message: str) -> Finding:
+    return Finding(
+        node=node.name or node.outputs[0].name or node.op_type,
+        rule=rule.id,
+        severity=rule.severity,
+        message=message,
+        remedy=rule.remedy,
+        source=rule.source,
+        cured_by=rule.cured_by,
+        needs=rule.needs,
+    )
+
+
+def _missing(node: ir.Node) -> str:
+    return f"The parser has no {node.op_type} before TensorRT 10.15."
+
+
+def _not_in_place(node: ir.Node) -> str | None:
+    obstacle = scatter.obstacle_to_update_in_place(node)
+    return None if obstacle is None else f"There is no {obstacle.feature} ({obstacle.got})."
+
+
+def _in_place(node: ir.Node) -> str | None:
+    if scatter.obstacle_to_update_in_place(node) is not None:
+        return None
+    cache = node.inputs[0]
+    return f"The cache is updated in place: {cache.name if cache else ''} and {node.outputs[0].name} are one."
+
+
+OPERATOR_RULES: tuple[OperatorRule, ...] = (
+    OperatorRule(
+        id="no-decode-operator-primitives",
+        severity=REFUSED,
+        operators=_BOTH,
+        holds=(BEFORE_ATTENTION,),
+        applies=_missing,
+        remedy="write it in primitive operators",
+        cured_by="primitives lowering",
+        source=_CHANGELOG,
+    ),
+    OperatorRule(
+        id="no-decode-operator",
+        severity=REFUSED,
+        operators=_BOTH,
+        holds=(_WITHOUT_OPERATORS,),
+        applies=_missing,
+        remedy="write it in primitive operators",
+        cured_by="trt lowering",
+        needs=("decode_primitives",),
+        source=_CHANGELOG,
+    ),
+    OperatorRule(
+        id="cache-update",
+        severity=REFUSED,
+        operators=_SCATTER,
+        holds=_WITH_OPERATORS,
+        applies=_not_in_place,
+        remedy="give the cache as a graph input [B, H, T, D] of fixed T and return it, or write it out",
+        cured_by="trt lowering",
+        needs=("decode_primitives",),
+        source=f"{SEEN_RTX}: messages of its parser and builder",
+    ),
+    OperatorRule(
+        id="cache-in-place",
+        severity=NOTE,
+        operators=_SCATTER,
+        holds=_WITH_OPERATORS,
+        applies=_in_place,
+        remedy="bind input and output to the same memory",
+        source="TensorRT operator documentation, KVCacheUpdate",
+    ),
+)
+"""Everything that is known, in the order it is reported within one severity."""
