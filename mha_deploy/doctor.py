@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mha_deploy.versions import installed_version, versions
+from mha_deploy.versions import can_import, installed_version, versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +93,13 @@ RUNTIMES = (
         one_of=False,
     ),
     Runtime(
+        name="cuda-bindings",
+        module="cuda.bindings",
+        packages=("cuda-bindings",),
+        gives="run and time on a GPU: validate, bench",
+        install='pip install "mha-deploy[cuda]"',
+    ),
+    Runtime(
         name="matplotlib",
         module="matplotlib",
         packages=("matplotlib",),
@@ -110,7 +116,7 @@ def examine(runtimes: Sequence[Runtime] = RUNTIMES) -> list[Finding]:
 
 def _examine_one(runtime: Runtime) -> Finding:
     found = [package for package in runtime.packages if installed_version(package) is not None]
-    if importlib.util.find_spec(runtime.module) is None:
+    if not can_import(runtime.module):
         return Finding(runtime=runtime, version=None)
     version = installed_version(found[0]) if found else "unknown"
     if len(found) > 1 and runtime.one_of:
@@ -137,6 +143,13 @@ def _note(runtime: Runtime, module: object) -> str:
 def _can_build(findings: Sequence[Finding]) -> bool:
     working = {finding.runtime.module for finding in findings if finding.works}
     return "tensorrt_rtx" in working or ("tensorrt" in working and bool(gpus()))
+
+
+def _can_run(findings: Sequence[Finding]) -> bool:
+    working = {finding.runtime.module for finding in findings if finding.works}
+    return (
+        "cuda.bindings" in working and not working.isdisjoint({"tensorrt", "tensorrt_rtx"}) and bool(gpus())
+    )
 
 
 def gpus() -> list[dict[str, str]]:
@@ -177,7 +190,8 @@ def report(findings: Sequence[Finding]) -> dict[str, object]:
         "gpus": gpus(),
         "can": {
             "export": all(f.works for f in findings if f.runtime.gives == "export"),
-            "validate": any(f.works for f in findings if "validate" in f.runtime.gives),
+            "validate": any(f.works for f in findings if "validate --backend" in f.runtime.gives),
             "build-engine": _can_build(findings),
+            "run-engines": _can_run(findings),
         },
     }

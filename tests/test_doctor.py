@@ -34,7 +34,7 @@ def nvidia_smi(folder, monkeypatch, script):
 
 def test_what_is_here_works():
     findings = {finding.runtime.name: finding for finding in examine()}
-    here = {"PyTorch", "onnxscript", "ONNX", "ONNX Runtime", "matplotlib"}
+    here = {"PyTorch", "onnxscript", "ONNX", "ONNX Runtime", "cuda-bindings", "matplotlib"}
     assert set(findings) == here | {"TensorRT", "TensorRT-RTX"}
     for name in here:
         assert findings[name].works, findings[name]
@@ -95,6 +95,7 @@ def test_the_report_is_plain_data():
         "export": True,
         "validate": True,
         "build-engine": importlib.util.find_spec("tensorrt_rtx") is not None,
+        "run-engines": bool(gpus()),
     }
     assert all((row["install"] is None) == row["works"] for row in facts["runtimes"])
 
@@ -105,7 +106,7 @@ def test_export_needs_all_of_its_packages_and_validation_one_of_its_runtimes():
         runtime("surely_absent", gives="export"),
         runtime("surely_absent", gives="validate --backend b"),
     ]
-    no_engine = {"build-engine": False}
+    no_engine = {"build-engine": False, "run-engines": False}
     assert report(examine([*here, absent[1]]))["can"] == {"export": True, "validate": True, **no_engine}
     assert report(examine([*here, absent[0]]))["can"] == {"export": False, "validate": True, **no_engine}
     assert report(examine([here[0], absent[1]]))["can"] == {"export": True, "validate": False, **no_engine}

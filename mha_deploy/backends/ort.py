@@ -37,6 +37,8 @@ class OrtCpuRunner(Runner):
             raise _explain(error) from error
         self.name = f"ort-cpu {ort.__version__}"
         self.inputs, self.outputs = inputs_and_outputs(self._session)
+        if any(info.dtype.name == "bfloat16" for info in (*self.inputs.values(), *self.outputs.values())):
+            raise _no_bfloat16("an input or output of the graph")
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         names = list(self.outputs)
@@ -52,9 +54,13 @@ class OrtCpuRunner(Runner):
 
 def _explain(error: Exception) -> DeployError:
     if "NOT_IMPLEMENTED" in str(error):
-        return BackendUnavailable(
-            "ONNX Runtime has no CPU kernel for a node of this graph.",
-            got=first_line(error),
-            hint="--backend onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)",
-        )
+        return _no_bfloat16(first_line(error))
     return DeployError("ONNX Runtime cannot load the graph.", got=first_line(error))
+
+
+def _no_bfloat16(got: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        "ONNX Runtime has no CPU kernel for a node of this graph.",
+        got=got,
+        hint="--backend onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)",
+    )

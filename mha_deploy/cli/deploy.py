@@ -71,6 +71,8 @@ def deploy(
 ) -> None:
     """Export a model, build an engine, run it against the FP64 oracle and beside PyTorch: the whole way."""
     spec = spec_from_options(model, axis, projections)
+    if engine:
+        _refuse_builder(backend, sm)
     target = out or Path("bundles") / f"{spec.name}-{precision}"
     options = ExportOptions(precision=precision, seed=seed, weights=weights, overwrite=overwrite)
     bundle = export_with_progress(spec, target, options)
@@ -78,7 +80,7 @@ def deploy(
         print_bundle(bundle)
     settings = EngineOptions(backend=backend, targets=sm, allow_decomposed=allow_decomposed)
     asked = ValidateOptions(
-        latency=latency, require_fused=not allow_decomposed, require_precision=True, sweep=None
+        latency=latency, require_fused=engine and not allow_decomposed, require_precision=engine
     )
     report, built = _build_and_validate(bundle, settings if engine else None, asked, json)
     data = report_to_json(report)
@@ -90,6 +92,15 @@ def deploy(
     write_report_files(data, bundle.path, quiet=json)
     if not report.passed:
         raise typer.Exit(EXIT_VERDICT_FAILED)
+
+
+def _refuse_builder(backend: str | None, sm: str) -> None:
+    """Say before an export that nothing could be built afterwards."""
+    from mha_deploy.backends.tensorrt import load, parse_targets
+    from mha_deploy.engine.machine import default_backend
+
+    parse_targets(sm)
+    load(backend or default_backend())
 
 
 def _build_and_validate(

@@ -21,6 +21,7 @@ _FIGURES = ("p50 µs", "p90", "p99", "× eager", "× best", "TFLOP/s", "roofline
 _SHOWN_KERNELS = 6
 _NAME_WIDTH = 100
 _LEVELS = {"failure": "red", "warning": "yellow", "note": "dim"}
+_MARKS = {"conforms": "ok", "wrong": "WRONG", "refused": "refused", "absent": "-"}
 _CELLS = {"conforms": "green", "wrong": "red", "refused": "yellow", "absent": "dim"}
 
 
@@ -110,10 +111,12 @@ def conformance_renderable(result: ConformanceTable) -> RenderableType:
     rows = table(f"masks, {result.precision}")
     rows.add_column("case", no_wrap=True)
     for name in result.columns:
-        rows.add_column(name, no_wrap=True)
+        rows.add_column(name, overflow="fold")
     for case in result.rows:
         cells = [result.cells[case.name][name] for name in result.columns]
-        rows.add_row(escape(case.name), *(Text(cell.status, style=_CELLS[cell.status]) for cell in cells))
+        rows.add_row(
+            escape(case.name), *(Text(_MARKS[cell.status], style=_CELLS[cell.status]) for cell in cells)
+        )
     return Group(rows, *_wrong_cells(result))
 
 

@@ -123,13 +123,15 @@ def _details(bundle: Bundle) -> RenderableType:
 
 def parity_renderable(report: ParityReport) -> RenderableType:
     """The verdict, then a row for every output of every case."""
+    several = len({verdict.output for verdict in report.verdicts}) > 1
     rows = table()
-    for column in ("case", "verdict", "sizes", "output"):  # the verdict first: a narrow screen cuts the end
-        rows.add_column(column, no_wrap=True)
-    for column in ("rel. L2", "row", "max", "1-cos", "used"):
+    # The verdict first, and only what is needed: a terminal of 80 columns must not cut a number.
+    for column in ("case", "verdict", "sizes", *(["output"] if several else [])):
+        rows.add_column(column, no_wrap=column == "verdict", overflow="fold")
+    for column in ("rel. L2", "row", "max", "gain", "used"):
         rows.add_column(column, justify="right", no_wrap=True)
     for verdict in report.verdicts:
-        place = (sizes_text(verdict.sizes), escape(verdict.output))
+        place = [sizes_text(verdict.sizes), *([escape(verdict.output)] if several else [])]
         rows.add_row(escape(verdict.case), _verdict(verdict), *place, *_figures(verdict))
     failed = sum(not verdict.passed for verdict in report.verdicts)
     count = len(report.verdicts)
@@ -178,9 +180,14 @@ def _figures(verdict: OutputVerdict) -> tuple[str, ...]:
         f"{deviation.relative_l2:.1e}",
         f"{deviation.worst_row:.1e}",
         f"{deviation.max_abs:.1e}",
-        f"{1.0 - deviation.cosine:.1e}",
-        f"{budget.share_used(deviation):.0%}",
+        f"{deviation.gain:.1e}",
+        _used(budget.share_used(deviation)),
     )
+
+
+def _used(share: float) -> str:
+    """In per cent while that is easy to read, then as a multiple."""
+    return f"{share:.0%}" if share < 10 else f"{share:,.0f}×"
 
 
 def _verdict(verdict: OutputVerdict) -> Text:

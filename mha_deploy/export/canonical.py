@@ -58,12 +58,20 @@ def _export(module: Attention, opset: int) -> ir.Model:
                 verbose=False,
             )
     except torch.onnx.OnnxExporterError as error:
+        if _was_interrupted(error):  # which the exporter takes for a failure of its own
+            raise KeyboardInterrupt from error
         raise ExportError(
             f"PyTorch could not export {spec.name}.", got=str(error).strip().splitlines()[0]
         ) from error
     if program is None:
         raise ExportError(f"PyTorch gave no ONNX program for {spec.name}.")
     return program.model
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _example(module: Attention) -> dict[str, torch.Tensor]:

@@ -92,6 +92,17 @@ def blame(bundle: Bundle, failing_cases: Sequence[GoldenCase], open_twin: OpenTw
     ).blame()
 
 
+def blamed_graph(backend: str, share: float | None) -> Blame:
+    """What a graph that is wrong in a trusted runtime proves by itself.
+
+    Args:
+        backend: The runtime.
+        share: The largest share of the budget it used.
+    """
+    trial = Trial(name=f"the graph in {backend}", passed=False, share=share)
+    return Blame(at_fault=GRAPH, explanation=_EXPLANATIONS[GRAPH], trials=(trial,))
+
+
 class _Inquiry:
     """The trials of one engine, in the order in which they can tell."""
 

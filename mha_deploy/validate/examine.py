@@ -82,6 +82,12 @@ class Examination:
         return self.backend if self.backend.startswith(name) else f"{name} ({self.backend})"
 
     @property
+    def share(self) -> float | None:
+        """The largest share of a budget that was used, where there is a number."""
+        verdicts = [verdict for report in self.parity for verdict in report.verdicts]
+        return max((verdict.share for verdict in verdicts if verdict.share is not None), default=None)
+
+    @property
     def failed_cases(self) -> list[str]:
         """Names of the cases with a wrong output."""
         failed = [verdict.case for report in self.parity for verdict in report.verdicts if not verdict.passed]

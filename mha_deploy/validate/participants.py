@@ -15,6 +15,7 @@ from mha_deploy.backends import CPU_RUNNERS, RUNNERS, available_cpu_backend, ope
 from mha_deploy.backends.cuda import find_gpu
 from mha_deploy.backends.runner import Runner
 from mha_deploy.bundle import Bundle
+from mha_deploy.engine.options import BACKENDS
 from mha_deploy.engine.record import Engine, engines_of
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
@@ -106,6 +107,12 @@ class Casting:
         for engine in self.engines:
             if engine.path.stem == name:
                 return self._engine(engine)
+        if name in BACKENDS:
+            raise BackendUnavailable(
+                "The bundle has no engine of that name.",
+                got=name,
+                hint=f"mha-deploy build-engine {self.bundle.path} --backend {name}",
+            )
         known = [*RUNNERS, *TORCH_WAYS, *(engine.path.stem for engine in self.engines)]
         raise DeployError("No such backend.", got=name, hint=nearest(name, known))
 

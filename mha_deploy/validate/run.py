@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mha_deploy.analyze.sizes import SizeLimit
+from mha_deploy.backends import CPU_RUNNERS
 from mha_deploy.backends.cuda import find_gpu, open_gpu
 from mha_deploy.backends.tensorrt import load
 from mha_deploy.bundle import Bundle
@@ -19,7 +20,7 @@ from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.graph.file import load_graph
 from mha_deploy.spec import AttentionSpec, Axis
 from mha_deploy.validate.bench import points_from_rows
-from mha_deploy.validate.blame import Blame, blame
+from mha_deploy.validate.blame import Blame, blame, blamed_graph
 from mha_deploy.validate.conformance import ConformanceTable, conformance_table
 from mha_deploy.validate.examine import Exam, Examination, examine, refused_rows
 from mha_deploy.validate.fp16_range import fp16_range
@@ -234,10 +235,14 @@ class _Validation:
         )
 
     def _blame(self, judged: Sequence[Examination], exam: Exam) -> Blame | None:
-        """Who is at fault where an engine is wrong; the first such engine speaks for all."""
+        """Who is at fault where an answer is wrong; the first that is speaks for all."""
         for each in judged:
             engine = each.participant.engine
-            if engine is None or not each.failed_cases:
+            if not each.failed_cases:
+                continue
+            if engine is None:
+                if each.participant.name in CPU_RUNNERS:
+                    return blamed_graph(each.participant.name, each.share)
                 continue
             self.on_step("whose fault it is")
             cases = [case for kind in each.cases.values() for case in kind if case.name in each.failed_cases]

@@ -54,20 +54,27 @@ def headline(
     failures = [finding.text for finding in found if finding.level == FAILURE]
     if failures:
         return failures[0] if len(failures) == 1 else f"{failures[0]} (and {len(failures) - 1} more)"
-    ran = [each for each in examinations if each.participant.engine is not None]
-    subject = ran[0] if ran else next(iter(examinations), None)
-    if subject is None:
+    judged = [each for each in examinations if each.parity]
+    if not judged:
         return "nothing was checked"
-    verdicts = [verdict for report in subject.parity for verdict in report.verdicts]
+    ran = [each for each in judged if each.participant.engine is not None]
+    parts = ["; ".join(_outputs(each) for each in ran or judged)]
+    not_run = [engine for engine in engines if all(engine is not each.participant.engine for each in ran)]
+    if engines and not ran:
+        parts[0] = f"the graph is right ({parts[0]})"
+        names = ", ".join(engine.path.stem for engine in not_run)
+        parts.append(f"engine {names} built and inspected, NOT RUN")
+    for engine in [each.participant.engine for each in ran] or not_run:
+        if engine is not None:
+            fused, of = engine.manifest.fused_count
+            parts += [f"{fused}/{of} fused", engine.manifest.verdict["precision"]["status"].replace("-", " ")]
+    return ", ".join([*parts, *_speed((ran or judged)[0], points)])
+
+
+def _outputs(examination: Examination) -> str:
+    verdicts = [verdict for report in examination.parity for verdict in report.verdicts]
     right = sum(verdict.passed for verdict in verdicts)
-    parts = [f"{subject.label}: {right}/{len(verdicts)} outputs within budget"]
-    engine = subject.participant.engine or next(iter(engines), None)
-    if engine is not None:
-        fused, of = engine.manifest.fused_count
-        parts += [f"{fused}/{of} fused", engine.manifest.verdict["precision"]["status"].replace("-", " ")]
-    if engine is not None and not ran:
-        parts.append(f"engine {engine.path.stem} built and inspected, not run")
-    return ", ".join([*parts, *_speed(subject, points)])
+    return f"{examination.label}: {right}/{len(verdicts)} outputs within budget"
 
 
 def _speed(subject: Examination, points: Sequence[LatencyPoint]) -> Iterator[str]:
@@ -103,6 +110,9 @@ def _invariance(examinations: Sequence[Examination]) -> Iterator[Finding]:
 def _engines(
     engines: Sequence[Engine], absent: Sequence[Absent], options: ValidateOptions
 ) -> Iterator[Finding]:
+    if not engines and (options.require_fused or options.require_precision):
+        text = "the bundle has no engine that could be fused or in its precision"
+        yield Finding(level=FAILURE, section="fusion", text=text)
     for engine in engines:
         name, manifest = engine.path.stem, engine.manifest
         fused, of = manifest.fused_count

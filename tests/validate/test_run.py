@@ -65,9 +65,9 @@ def test_an_engine_that_cannot_run_here_is_told_of_and_does_not_fail(with_engine
     (finding,) = report.findings
     assert finding.level == "note"
     assert finding.text.startswith("engine tensorrt-rtx was built and inspected, but not run: ")
-    assert report.headline.endswith(
-        "1/1 fused, really fp16, engine tensorrt-rtx built and inspected, not run"
-    )
+    assert report.headline.startswith("the graph is right (ort-cpu ")
+    told = "), engine tensorrt-rtx built and inspected, NOT RUN, 1/1 fused, really fp16"
+    assert report.headline.endswith(told)
 
 
 def test_an_engine_that_is_asked_for_by_name_must_run(with_engine):
@@ -93,6 +93,19 @@ def test_an_engine_that_is_not_fused_fails_only_where_that_is_required(bundles, 
     assert report.headline == "engine tensorrt-rtx: 0 of 1 attentions fused"
 
 
+def test_what_is_required_of_engines_fails_where_there_is_none(bare):
+    report = validate_bundle(bare("tiny-mha"), ValidateOptions(require_fused=True))
+    assert not report.passed
+    assert report.headline == "the bundle has no engine that could be fused or in its precision"
+
+
+def test_a_builder_without_an_engine_here_says_how_to_build_one(bare):
+    bundle = bare("tiny-mha")
+    with pytest.raises(BackendUnavailable, match="no engine of that name") as caught:
+        validate_bundle(bundle, ValidateOptions(backends=("tensorrt",)))
+    assert "build-engine" in caught.value.hint
+
+
 def test_an_engine_is_built_once_the_graph_is_right(folder):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     bundle, seen = open_bundle(folder), []
@@ -116,6 +129,7 @@ def test_no_engine_is_built_of_a_wrong_graph(folder):
     assert not report.passed
     assert report.findings[0].level == "failure"
     assert "is wrong on 3 of 4 outputs" in report.headline
+    assert report.blame.at_fault == "graph"
     wrong = {heat.case for each in report.examinations for heat in each.heatmaps}
     assert wrong == {"opt", "odd", "large"}, "a map of every wrong case"
 
