@@ -33,8 +33,15 @@ from mha_deploy.engine.options import EngineOptions, Ranges, profile_shapes
 from mha_deploy.engine.record import Engine, EngineManifest, engine_path, write_atomically, write_engine
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.eligibility import Eligibility, Target, judge, target_from
-from mha_deploy.graph.eligibility.records import REFUSED, WRONG_ANSWER
+from mha_deploy.graph.eligibility import (
+    Eligibility,
+    Target,
+    check_operators,
+    judge,
+    operator_options,
+    target_from,
+)
+from mha_deploy.graph.eligibility.records import REFUSED, WRONG_ANSWER, Finding
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower import lower
 
@@ -57,11 +64,13 @@ def engine_from_bundle(
     if path.exists() and not options.overwrite:
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
     model = load_graph(bundle.model_path)
-    answers = [answer for target in targets_of(rt, options) for answer in check_graph(model, target)]
+    targets = targets_of(rt, options)
+    answers = [answer for target in targets for answer in check_graph(model, target)]
     _refuse_hopeless(answers)
     dialect = dialect_of(rt)
     _refuse_ignored(rt, dialect, options)
-    lowered = lower(model, dialect, **_lowering_options(dialect, answers, options))
+    operators = [finding for target in targets for finding in check_operators(model, target)]
+    lowered = lower(model, dialect, **_lowering_options(dialect, answers, operators, options))
     ranges = list(options.profiles) or [bundle.manifest.spec.axes]
     cache = path.with_name(f"timing-{rt.backend}-{rt.version}.cache")
     with _on_disk(lowered, bundle.path) as onnx_path:
@@ -131,10 +140,13 @@ def _refuse_hopeless(answers: list[Eligibility]) -> None:
             )
 
 
-def _lowering_options(dialect: str, answers: list[Eligibility], options: EngineOptions) -> dict[str, Any]:
+def _lowering_options(
+    dialect: str, answers: list[Eligibility], operators: list[Finding], options: EngineOptions
+) -> dict[str, Any]:
     if dialect == "primitives":
         return {} if options.gqa is None else {"gqa": options.gqa}
     chosen: dict[str, Any] = {"decompose": True} if options.allow_decomposed else {}
+    chosen |= operator_options(operators)
     for answer in answers:
         chosen |= {name: value for name, value in answer.options.items() if name != "decompose"}
     return chosen
