@@ -93,5 +93,7 @@ def _array_of(value: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def first_line(error: BaseException) -> str:
-    """The line of an error that says what happened."""
-    return str(error).strip().partition("\n")[0]
+    """The line of an error that says what happened, without the signature of the C++ that noticed."""
+    line = str(error).strip().partition("\n")[0]
+    _, separator, told = line.rpartition(" was false. ")
+    return told if separator and told else line

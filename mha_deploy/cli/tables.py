@@ -159,6 +159,7 @@ def self_test_renderable(result: SelfTest) -> RenderableType:
     caught = sum(catch.caught for catch in result.catches)
     style = "bold green" if result.passed else "bold red"
     head = f"{'PASSED' if result.passed else 'FAILED'}  {caught}/{len(result.catches)} mistakes caught"
+    head += "" if result.right.passed else ", but the graph as exported is wrong itself"
     return Group(rows, Text(head, style=style))
 
 

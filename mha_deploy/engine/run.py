@@ -26,12 +26,18 @@ def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> TensorRTRu
         raise BackendUnavailable(
             f"{engine.path.name} cannot run here.",
             got="; ".join(reasons),
-            hint=f"build one here: mha-deploy build-engine BUNDLE --backend {manifest.backend}",
+            hint=_where_to_go(engine, first_gpu() is not None),
         )
     # The runtime inside a version-compatible engine is code, and is run: only where it was asked for.
     host_code = bool(manifest.options.get("version_compatible"))
     plan = engine.path.read_bytes()
     return TensorRTRunner(load(manifest.backend), plan, host_code=host_code, cuda_graph=cuda_graph)
+
+
+def _where_to_go(engine: Engine, has_gpu: bool) -> str:
+    if not has_gpu:
+        return "run it on a machine with a GPU that it was built for"
+    return f"build one here: mha-deploy build-engine BUNDLE --backend {engine.manifest.backend}"
 
 
 def reasons_not_to_run(engine: Engine) -> list[str]:

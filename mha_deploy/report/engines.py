@@ -19,7 +19,7 @@ def fusion(engines: Sequence[Data], findings: Sequence[Data], *, name: str = "fu
     """A row for every attention node and profile of every engine."""
     if not engines:
         told = [finding["text"] for finding in findings if finding["section"] == "engine"]
-        why = f"No engine was built: {told[0]}." if told else "No engine was built in this run."
+        why = f"No engine was built: {told[0]}." if told else "The bundle has no engine."
         return section(name, "Engines and fusion", sentence(why))
     groups = [Group(title=_title(engine), rows=_rows(engine)) for engine in engines]
     table = data_table("What every attention became, and who says so", _COLUMNS, groups)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mha_deploy.analyze.sizes import SizeLimit
+from mha_deploy.analyze.sizes import SizeLimit, shrunk
 from mha_deploy.backends import CPU_RUNNERS
 from mha_deploy.backends.cuda import find_gpu, open_gpu
 from mha_deploy.backends.tensorrt import load
@@ -263,6 +263,7 @@ def _profiles_of(participants: Sequence[Participant]) -> list[Mapping[str, Axis]
 
 
 def _random_sizes(spec: AttentionSpec, seed: int) -> dict[str, int]:
-    """Sizes from anywhere between the smallest and the usual."""
+    """Sizes from anywhere in the axes, halved until an oracle can be afforded."""
     draw = random.Random(seed)
-    return {name: draw.randint(axis.min, max(axis.min, axis.opt)) for name, axis in spec.axes.items()}
+    sizes = {name: draw.randint(axis.min, axis.max) for name, axis in spec.axes.items()}
+    return shrunk(spec, sizes, spec.sizes("min"), SizeLimit())

@@ -154,7 +154,7 @@ def test_what_was_not_run_is_said_in_one_sentence():
 def test_a_run_of_nothing_still_makes_a_page():
     text = read("empty").text
     assert "No result was compared in this run." in text
-    assert "No engine was built in this run." in text
+    assert "The bundle has no engine." in text
 
 
 def test_masks_are_told_with_their_reasons():
