@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The latency record: exports models, builds their engines and times everyone beside them in one run of `bench`.
+#
+#     benchmarks/latency_on_gpu.sh FOLDER [MODEL ...]
+#
+# Needs a GPU, TensorRT, ONNX Runtime CUDA and PyTorch. Engines are built one after the other: another build at the
+# same time would disturb the timing of their kernels. FOLDER gets the bundles, bench.json and bench.html;
+# the table for benchmarks/RECORD.md is printed.
+set -euo pipefail
+folder=$1; shift
+models=("${@:-bert-base bert-large llama-3-8b gpt3-175b whisper-large-cross falcon-7b sparse-heads-base}")
+read -ra models <<< "${models[*]}"
+python=${PYTHON:-python3}
+bundles=()
+for model in "${models[@]}"; do
+  bundle=$folder/$model; bundles+=("$bundle")
+  [ -d "$bundle" ] || "$python" -m mha_deploy export "$model" -o "$bundle" --device cuda --golden min --golden opt --golden odd
+  [ -f "$bundle/engines/tensorrt.engine" ] || "$python" -m mha_deploy build-engine "$bundle" --backend tensorrt
+done
+"$python" -m mha_deploy bench "${bundles[@]}" --at opt --kernels --markdown -o "$folder"
