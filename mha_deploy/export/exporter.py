@@ -79,12 +79,12 @@ def bundle_from_spec(
 
 
 def _refuse_decoding(spec: AttentionSpec) -> None:
-    given = {"rope": spec.rope, "window": spec.window, "softcap": spec.softcap}
+    given = {"window": spec.window, "softcap": spec.softcap}
     found = [name for name, value in given.items() if value is not None]
     found += [f"cache ({spec.cache})"] if spec.cache != "none" else []
     if found:
         raise ExportError(
-            "The exporter does not write rotary embedding / caches / windows / softcap yet.",
+            "The exporter does not write caches, windows and softcap yet.",
             got=f"{spec.name} with {', '.join(found)}",
             hint="leave them out of the spec, or run the layer in PyTorch",
         )

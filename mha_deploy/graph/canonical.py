@@ -14,8 +14,10 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.precision import Precision
 from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
 
-# What may stand between a projection and its attention without changing a number.
-_LAYOUT_OPS = frozenset({"Reshape", "Transpose", "Split", "Slice", "Squeeze", "Unsqueeze", "Identity"})
+# What may stand between a projection and its attention: layout, and the rotary embedding.
+_LAYOUT_OPS = frozenset(
+    {"RotaryEmbedding", "Reshape", "Transpose", "Split", "Slice", "Squeeze", "Unsqueeze", "Identity"}
+)
 _STRAY_OPS = frozenset({"Cast", "Expand", "Tile", "Gather"})
 _PRODUCTS = frozenset({"MatMul", "Gemm", "Attention", "Gelu"})
 _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})

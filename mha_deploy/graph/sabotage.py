@@ -25,6 +25,7 @@ from mha_deploy.graph.attention_node import (
 from mha_deploy.graph.build import NodeBuilder
 
 Sabotage = Callable[[ir.Node, AttentionNode], bool]
+_POSITIONS = 3  # where RotaryEmbedding takes them
 
 
 def sabotages() -> list[str]:
@@ -163,6 +164,33 @@ def _reorder_heads(node: ir.Node, position: int, order: list[int], facts: Attent
 # -- projections -----------------------------------------------------------------------------------
 
 
+def _rotary_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+    """The keys are not turned."""
+    rotary = _rotary_of(node, K)
+    if rotary is None:
+        return False
+    node.replace_input_with(K, rotary.inputs[0])
+    return True
+
+
+def _rotary_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
+    """The keys are turned as if they stood one place before; turning queries alike would change nothing."""
+    rotary = _rotary_of(node, K)
+    positions = input_at(rotary, _POSITIONS) if rotary is not None else None
+    if rotary is None or positions is None:
+        return False
+    build = NodeBuilder(f"{node.name}/sabotage")
+    earlier = build.op("Sub", positions, build.ints(1))
+    _feed(rotary, _POSITIONS, build, build.op("Max", earlier, build.ints(0)))
+    return True
+
+
+def _rotary_of(node: ir.Node, position: int) -> ir.Node | None:
+    value = input_at(node, position)
+    producer = value.producer() if value is not None else None
+    return producer if producer is not None and producer.op_type == "RotaryEmbedding" else None
+
+
 def _bias_dropped(node: ir.Node, facts: AttentionNode) -> bool:
     """The values lose their bias, and packed projections all of it.
 
@@ -227,6 +255,8 @@ _SABOTAGES: dict[str, Sabotage] = {
     "KV heads swapped": _kv_heads_swapped,
     "groups interleaved": _groups_interleaved,
     "heads transposed": _heads_transposed,
+    "rotary dropped": _rotary_dropped,
+    "rotary off by one": _rotary_off_by_one,
     "bias dropped": _bias_dropped,
     "NaN": _not_a_number,
 }

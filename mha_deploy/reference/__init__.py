@@ -10,6 +10,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.grouped_mlp import GroupedMlpAttention
 from mha_deploy.reference.head_mix import HeadMixAttention
+from mha_deploy.reference.rotary import rotary_tables
 from mha_deploy.reference.sparse_heads import SparseHeadAttention
 from mha_deploy.reference.weights import StateDict, in_form_of, pack_projections, random_state
 from mha_deploy.spec import AttentionSpec
@@ -48,6 +49,9 @@ def build_module(
     for name in list(state):  # one at a time: the largest layers are gigabytes
         state[name] = state[name].to(device=device, dtype=dtype)
     module.load_state_dict(state, assign=True)
+    if spec.rope is not None:
+        positions = torch.arange(spec.axes["S"].max, device=device)
+        module.rotary = rotary_tables(spec.rope, spec.rope_dims, positions, dtype)
     return module
 
 

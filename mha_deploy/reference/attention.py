@@ -35,6 +35,8 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         self.path = path
+        # Cosines and sines of every position that the axes allow; path `onnx` keeps them in the graph.
+        self.rotary: tuple[Tensor, Tensor] | None = None
         E, queries, keys = spec.E, spec.Hq * spec.D, spec.Hkv * spec.D
         if spec.projections == "packed":
             self.qkv = nn.Linear(E, queries + 2 * keys, bias=spec.bias)
@@ -131,12 +133,28 @@ class Attention(nn.Module):
         spec = self.spec
         if spec.rope is None:
             return q, k
+        if self.path == "onnx":
+            return self._turn_onnx(q, spec.Hq, positions), self._turn_onnx(k, spec.Hkv, positions)
         cos, sin = rotary_tables(spec.rope, spec.rope_dims, positions, q.dtype)
         q, k = (
             rotate(x.unflatten(-1, (-1, spec.D)), cos, sin, interleaved=spec.rope.interleaved).flatten(-2)
             for x in (q, k)
         )
         return q, k
+
+    def _turn_onnx(self, x: Tensor, H: int, positions: Tensor) -> Tensor:
+        """One ONNX `RotaryEmbedding` node, which looks the angles of its positions up in tables."""
+        rope = self.spec.rope
+        if rope is None or self.rotary is None:
+            raise DeployError("The layer has no rotary tables.", hint="build_module(spec, path='onnx')")
+        return torch.onnx.ops.rotary_embedding(
+            x,
+            *self.rotary,
+            positions.expand(x.shape[0], -1),
+            interleaved=rope.interleaved,
+            num_heads=H,
+            rotary_embedding_dim=self.spec.rope_dims if self.spec.rope_dims < self.spec.D else 0,
+        )
 
     def combine(self, heads: Tensor, query: Tensor) -> Tensor:
         """The output stage: Concat(head_1 … head_Hq) W_O. [B, S, Hq·D] -> [B, S, E]."""

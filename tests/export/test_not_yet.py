@@ -9,7 +9,6 @@ from mha_deploy.spec import AttentionSpec
 
 AXES = {"B": 1, "S": 4}
 OPTIONS = {
-    "rope": {"rope": {}},
     "window": {"window": 2},
     "softcap": {"softcap": 5.0},
     "cache (growing)": {"cache": "growing", "axes": {**AXES, "P": {"min": 0, "opt": 2, "max": 4}}},
@@ -25,7 +24,7 @@ def make(**changes):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_exporter_refuses_what_it_does_not_write(name, tmp_path):
-    with pytest.raises(ExportError, match="does not write rotary embedding") as caught:
+    with pytest.raises(ExportError, match="does not write caches, windows and softcap") as caught:
         bundle_from_spec(make(**OPTIONS[name]), tmp_path / "bundle")
     assert caught.value.got == f"layer with {name}"
     assert caught.value.hint
