@@ -51,6 +51,7 @@ TINY_DIFFERENCES = {
     "tiny-sparse-heads-renormalised": {"variant", "sparse_heads"},
     "tiny-grouped-mlp": {"variant", "grouped_mlp"},
     "tiny-head-mix": {"variant"},
+    "tiny-rope": {"Hkv", "causal", "rope"},
     "tiny-scale": {"scale"},
     "tiny-wide-heads": {"D", "E"},
 }

@@ -39,6 +39,8 @@ ONNX_TYPES = {
 }
 # What a variant adds beyond projections and attention; a padding mask is made of the key lengths.
 SHAPE_OPS = {"Shape", "Concat", "Reshape"}
+# Where the tokens stand, and the rotation by it.
+POSITION_OPS = {"RotaryEmbedding", "Shape", "Range", "Squeeze", "Concat", "Expand"}
 MASK_OPS = {"Shape", "Squeeze", "Cast", "Range", "Unsqueeze", "Less", "Concat", "Expand"}
 VARIANT_OPS = {
     "attention": set(),
@@ -109,11 +111,15 @@ def _assert_no_stray_operators(graph, spec):
     allowed = {"MatMul", "Add", "Attention"} | VARIANT_OPS[spec.variant]
     allowed |= {"Split"} if spec.projections == "packed" else set()
     allowed |= MASK_OPS if spec.mask == "padding" else set()
+    allowed |= POSITION_OPS if spec.rope is not None else set()
     assert {node.op_type for node in graph.node} <= allowed
     by_output = {output: node for node in graph.node for output in node.output}
     for node in (node for node in graph.node if node.op_type == "Attention"):
-        beside = {by_output[name].op_type for name in node.input[:3]}
-        assert beside <= {"MatMul", "Add", "Split"}
+        beside = [by_output[name].op_type for name in node.input[:3]]
+        if spec.rope is not None:
+            assert beside[:2] == ["RotaryEmbedding", "RotaryEmbedding"]
+            beside = beside[2:]
+        assert set(beside) <= {"MatMul", "Add", "Split"}
 
 
 def _assert_weights(graph, spec, float_type):
@@ -124,6 +130,10 @@ def _assert_weights(graph, spec, float_type):
     assert {tensor.data_type for tensor in weights.values()} == {float_type}
     # Beside the weights there are only shapes, ranges, and the zero that unchosen gates start from.
     rest = [tensor for tensor in graph.initializer if tensor.name not in wanted]
+    if spec.rope is not None:  # and the two tables of angles, a row for every position
+        tables = [tensor for tensor in rest if list(tensor.dims) == [spec.axes["S"].max, spec.rope_dims // 2]]
+        assert [tensor.data_type for tensor in tables] == [float_type] * 2
+        rest = [tensor for tensor in rest if tensor not in tables]
     assert all(len(onnx.numpy_helper.to_array(tensor).reshape(-1)) <= 4 for tensor in rest)
 
 

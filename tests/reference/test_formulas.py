@@ -41,6 +41,24 @@ def visible_keys(spec, feeds, row, s, T):
     return [t for t in range(T) if t < length and t <= last]
 
 
+def turned(rows, rope, D):
+    """Every head's first numbers as complex ones, (x_j, x_{j + dims/2}), turned by position times θ_j."""
+    if rope is None:
+        return rows
+    half, result = rope.dims // 2, rows.copy()
+    for j in range(half):
+        theta = rope.base ** (-2 * j / rope.dims)
+        turns = rope.original_length * theta / (2 * math.pi)
+        kept = min(1, max(0, (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)))
+        theta = (1 - kept) * theta / rope.factor + kept * theta
+        for p in range(len(rows)):
+            for start in range(0, rows.shape[1], D):
+                a, b = start + j, start + j + half
+                pair = complex(rows[p, a], rows[p, b]) * np.exp(1j * p * theta)
+                result[p, a], result[p, b] = pair.real, pair.imag
+    return result
+
+
 def textbook_heads(spec, state, feeds):
     """head_i = softmax(Q_i K_iᵀ · scale + bias) V_i for every row: [B, S, Hq, D] and [B, Hq, S, T]."""
     x = feeds["query"] if spec.is_cross else feeds["x"]
@@ -50,6 +68,7 @@ def textbook_heads(spec, state, feeds):
     scale = 1 / math.sqrt(spec.D) if spec.scale is None else spec.scale
     for b in range(B):
         q, k, v = (linear(a[b], state, name) for a, name in ((x, "q"), (keys, "k"), (values, "v")))
+        q, k = (turned(rows, spec.rope, spec.D) for rows in (q, k))
         for i in range(spec.Hq):
             shared = i // (spec.Hq // spec.Hkv)  # the K and V that this head's group shares
             mine, theirs = (slice(j * spec.D, (j + 1) * spec.D) for j in (i, shared))

@@ -20,6 +20,7 @@ LAYERS = {
     "tiny-head-mix": {"bias dropped"},
     "tiny-sparse-heads": {"heads transposed"},
     "tiny-grouped-mlp": {"KV heads swapped"},
+    "tiny-rope": {"rotary dropped", "rotary off by one"},
 }
 ALWAYS = {"scale off by 0.5 %", "scale missing", "NaN"}
 
