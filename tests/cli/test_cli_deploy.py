@@ -64,6 +64,30 @@ def test_deploy_goes_as_far_as_a_fused_engine(run_cli, tmp_path):
     open_bundle(target)  # an engine beside the bundle does not change it
 
 
+@needs_rtx
+def test_deploy_tells_of_the_graph_where_no_engine_can_be_built(run_cli, tmp_path):
+    """There is no fused kernel for float32, and nobody allowed to do without."""
+    done = run_cli("deploy", "tiny-gqa", "-o", tmp_path / "b", "--precision", "fp32")
+    assert done.code == 1
+    assert "PASSED  4/4 outputs within budget" in done.out
+    assert "--allow-decomposed" in done.err
+
+
+def test_deploy_refuses_a_builder_before_it_exports(refused, tmp_path):
+    what = "No such TensorRT backend"
+    refused(
+        "deploy",
+        "tiny-mha",
+        "-o",
+        tmp_path / "b",
+        "--backend",
+        "tensorrt-trx",
+        what=what,
+        hint="'tensorrt-rtx'",
+    )
+    assert not (tmp_path / "b").exists()
+
+
 def test_deploy_refuses_what_export_refuses(refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused("deploy", "tiny-mask", what="No model", got="tiny-mask", hint="tiny-m")

@@ -166,3 +166,13 @@ def test_a_refusal_is_one_line(opt):
     blank = LatencyRow(name="answers", backend="answers", family="pytorch")
     result = time_case(Refuses(opt), opt, FP16, blank, samples=100)
     assert result.refused == "No kernel. this and that"
+
+
+def test_a_profiler_that_fails_costs_no_time(opt):
+    def no_profiler(runner, case):
+        raise DeployError("The profiler saw no kernel.")
+
+    blank = LatencyRow(name="answers", backend="answers", family="tensorrt")
+    result = time_case(Answers(opt), opt, FP16, blank, samples=100, kernels=no_profiler)
+    assert (result.refused, result.kernels) == (None, ())
+    assert result.timing is not None
