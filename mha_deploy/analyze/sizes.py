@@ -44,6 +44,11 @@ def shrunk(spec: AttentionSpec, sizes: Sizes, smallest: Sizes, limit: SizeLimit)
     return found
 
 
+def sizes_name(sizes: Sizes) -> str:
+    """Sizes as the name of a case or a file: `B2-S33`."""
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items())
+
+
 def odd_sizes(axes: Mapping[str, Axis]) -> dict[str, int]:
     """Lengths that no kernel tiles evenly, and a batch of three where that is allowed."""
     sizes = {

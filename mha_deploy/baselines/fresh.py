@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from mha_deploy.analyze.sizes import sizes_name
 from mha_deploy.baselines.blocked import run_in_blocks
 from mha_deploy.baselines.module import module_from_bundle
 from mha_deploy.bundle import Bundle
@@ -49,7 +50,7 @@ class FreshCases:
             DeployError: They do not fit the device's memory.
         """
         self.spec.check_sizes(sizes)
-        at = "-".join(f"{axis}{size}" for axis, size in sizes.items())
+        at = sizes_name(sizes)
         name = f"fresh-{at}-seed{seed}{'-ragged' if ragged else ''}"
         capture = GoldenCapture(
             self._module, self.precision, seed, oracle=self._oracle, run_oracle=self._run_oracle

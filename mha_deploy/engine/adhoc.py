@@ -18,7 +18,7 @@ _LITTLE_EFFORT = 1
 
 
 def engine_opener(
-    rt: TensorRT, precision: str, profiles: Sequence[Profile] = (), *, effort: int | None = _LITTLE_EFFORT
+    rt: TensorRT, precision: str, profiles: Sequence[Profile] = ()
 ) -> Callable[[ir.Model], TensorRTRunner]:
     """A function that builds a lowered graph on this machine's GPU and loads it.
 
@@ -26,7 +26,6 @@ def engine_opener(
         rt: The TensorRT.
         precision: The precision the graphs are written in.
         profiles: Ranges of the inputs; none for graphs of fixed shapes.
-        effort: The builder's optimisation level; None for its own default.
     """
 
     def open_model(model: ir.Model) -> TensorRTRunner:
@@ -39,7 +38,7 @@ def engine_opener(
                 precision=_precision_of(model, precision),
                 profiles=profiles,
                 allow_decomposed=True,
-                optimization_level=effort,
+                optimization_level=_LITTLE_EFFORT,
             )
             plan = build_with(rt, request).plan
         return TensorRTRunner(rt, plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mha_deploy.analyze.sizes import SizeLimit, first_allowed, layer_flops, odd_sizes, shrunk
+from mha_deploy.analyze.sizes import SizeLimit, first_allowed, layer_flops, odd_sizes, shrunk, sizes_name
 from mha_deploy.errors import SpecError, nearest
 from mha_deploy.spec import AttentionSpec
 
@@ -77,7 +77,7 @@ def _plan_one(spec: AttentionSpec, name: str, budget: GoldenBudget) -> PlannedCa
             "No such golden case.", got=name, hint=f"{nearest(name, CASES)} Or sizes, such as B=2,S=33."
         )
     sizes = spec.parse_sizes(name)
-    return PlannedCase(name="-".join(f"{axis}{size}" for axis, size in sizes.items()), sizes=sizes)
+    return PlannedCase(name=sizes_name(sizes), sizes=sizes)
 
 
 def _ragged_case(spec: AttentionSpec) -> PlannedCase | str:

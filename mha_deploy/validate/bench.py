@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mha_deploy.analyze.sizes import sizes_name
 from mha_deploy.backends.cuda import open_gpu
 from mha_deploy.bundle import Bundle
 from mha_deploy.engine.record import Engine
@@ -162,17 +163,13 @@ def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
     if all(_key(sizes) in known for sizes in wanted):
         return [known[_key(sizes)] for sizes in wanted]
     draw = _fresh(bundle, options.seed)
-    return [known.get(_key(sizes)) or replace(draw(sizes), name=_name(sizes)) for sizes in wanted]
+    return [known.get(_key(sizes)) or replace(draw(sizes), name=sizes_name(sizes)) for sizes in wanted]
 
 
 def _wanted(spec: AttentionSpec, at: Sequence[str]) -> list[Mapping[str, int]]:
     if not at:
         return [point.sizes for point in bench_points(spec)]
     return [spec.sizes("opt") if text == "opt" else spec.parse_sizes(text) for text in at]
-
-
-def _name(sizes: Mapping[str, int]) -> str:
-    return "-".join(f"{axis}{size}" for axis, size in sizes.items())
 
 
 def _key(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

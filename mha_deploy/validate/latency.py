@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mha_deploy.analyze.cost import layer_cost
+from mha_deploy.analyze.cost import LayerCost, layer_cost
 from mha_deploy.analyze.gpus import Gpu as PeakFigures
 from mha_deploy.analyze.gpus import find_gpu as find_peaks
 from mha_deploy.analyze.roofline import roofline_floor
@@ -160,7 +160,7 @@ def latency_point(
         sizes=case.sizes,
         flops=cost.flops,
         bytes=cost.bytes,
-        roofline=None if peaks is None else _roofline(spec, case.sizes, precision, peaks),
+        roofline=None if peaks is None else _roofline(cost, case.sizes, precision, peaks),
         rows=tuple(rows),
     )
 
@@ -173,9 +173,8 @@ def _peaks(gpu: str) -> PeakFigures | None:
 
 
 def _roofline(
-    spec: AttentionSpec, sizes: Mapping[str, int], precision: Precision, peaks: PeakFigures
+    cost: LayerCost, sizes: Mapping[str, int], precision: Precision, peaks: PeakFigures
 ) -> Roofline:
-    cost = layer_cost(spec, sizes, precision.bytes)
     floor = roofline_floor(cost, peaks, precision.name, tokens=sizes["B"] * sizes["S"])
     shares: dict[str, float] = {}
     for stage in floor.stages:

@@ -14,6 +14,7 @@ from mha_deploy.backends.nvml import driver_version
 from mha_deploy.bundle import MANIFEST, Bundle, sha256
 from mha_deploy.engine.machine import where_built
 from mha_deploy.engine.record import Engine
+from mha_deploy.report.schema import FORMAT
 from mha_deploy.validate.blame import Blame
 from mha_deploy.validate.conformance import ConformanceTable
 from mha_deploy.validate.examine import Examination
@@ -21,8 +22,6 @@ from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.latency import LatencyPoint
 from mha_deploy.validate.participants import Absent
 from mha_deploy.versions import RUN_PACKAGES, versions
-
-FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mha_deploy.analyze.sizes import SizeLimit, odd_sizes, shrunk
+from mha_deploy.analyze.sizes import SizeLimit, odd_sizes, shrunk, sizes_name
 from mha_deploy.spec import AttentionSpec, Axis, Sizes
 
 # A grid has at most this many batches and as many lengths.
@@ -124,12 +124,8 @@ def bench_points(
     found = [dict(pairs) for pairs in wanted | {tuple(usual.items())}]
     found.sort(key=lambda sizes: ([sizes[name] for name in _length_axes(spec)], sizes["B"]))
     return tuple(
-        SweepPoint(name="opt" if sizes == usual else _short_name(sizes), sizes=sizes) for sizes in found
+        SweepPoint(name="opt" if sizes == usual else sizes_name(sizes), sizes=sizes) for sizes in found
     )
-
-
-def _short_name(sizes: Sizes) -> str:
-    return "-".join(f"{name}{size}" for name, size in sizes.items())
 
 
 def _length_axes(spec: AttentionSpec) -> list[str]:
