@@ -51,7 +51,7 @@ WeightStreaming = Annotated[bool, typer.Option("--weight-streaming", help="Let w
 Refit = Annotated[str | None, typer.Option(help="all or identical: weights that can be replaced later.")]
 Gqa = Annotated[
     str | None,
-    typer.Option(help="fold, broadcast or repeat: grouped heads as matrix products (8.6 to 10.13)."),
+    typer.Option(help="auto, fold, broadcast or repeat: grouped heads as matrix products (8.6 to 10.13)."),
 ]
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an engine of that name.")]
 

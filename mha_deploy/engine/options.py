@@ -29,7 +29,7 @@ class EngineOptions:
         hardware_compatible: Other GPUs it shall run on: `ampere-plus` or `same-compute-capability`.
         weight_streaming: Let weights stay on the host.
         refit: `all` or `identical`: weights that can be replaced later.
-        gqa: How grouped heads are written as matrix products: `fold`, `broadcast` or `repeat`.
+        gqa: How grouped heads are written as matrix products: `auto`, `fold`, `broadcast` or `repeat`.
         overwrite: Whether an engine of that name may be replaced.
     """
 

@@ -130,7 +130,18 @@ class Broadcast:
 GROUP_FORMS: dict[str, GroupForm] = {"fold": Fold(), "broadcast": Broadcast(), "repeat": Repeat()}
 """The ways to share heads, by the name of the option."""
 
+AUTO = "auto"
+GROUP_CHOICES = (AUTO, *GROUP_FORMS)
+
 
 def group_form(call: AttentionCall, name: str) -> GroupForm:
-    """The form to use for this attention: none where the heads are not shared."""
-    return Ungrouped() if call.group == 1 else GROUP_FORMS[name]
+    """The form to use for this attention: none where the heads are not shared.
+
+    `auto` folds. Not so with a single key/value head: TensorRT 8.6 builds the folded form of it, and the
+    engine fails at some sizes and is wrong at others.
+    """
+    if call.group == 1:
+        return Ungrouped()
+    if name == AUTO:
+        name = "repeat" if call.Hkv == 1 else "fold"
+    return GROUP_FORMS[name]

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
 from mha_deploy.graph.build import NodeBuilder, Size
 from mha_deploy.graph.lower.call import AttentionCall
-from mha_deploy.graph.lower.groups import GroupForm, group_form
+from mha_deploy.graph.lower.groups import AUTO, GROUP_CHOICES, GroupForm, group_form
 from mha_deploy.graph.lower.heads import Heads, as_input_rank, key_length, query_length, split_inputs
 from mha_deploy.graph.lower.masks import NEG_INF, Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
 from mha_deploy.graph.lower.rotary import rotary_to_primitives
@@ -28,20 +28,20 @@ class PrimitivesOptions:
     """How to write the products.
 
     Args:
-        gqa: `fold`, `broadcast` or `repeat`: see `groups`.
+        gqa: `auto`, `fold`, `broadcast` or `repeat`: see `groups`.
         scale: Where the factor goes: on the `query`, on the `scores`, or its square root on query and
             key (`split`), as the ONNX specification writes it.
         empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where none exists.
         opset: The highest opset the result may need; None keeps the model's own.
     """
 
-    gqa: str = "fold"
+    gqa: str = AUTO
     scale: str = "query"
     empty_rows: str = "zero"
     opset: int | None = 17
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "gqa": ("fold", "broadcast", "repeat"),
+        "gqa": GROUP_CHOICES,
         "scale": ("query", "scores", "split"),
         "empty_rows": ("zero", "ignore"),
     }
