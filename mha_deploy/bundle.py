@@ -4,6 +4,7 @@
     model.onnx (+ .data)      the canonical graph
     golden/<case>.npz         inputs, FP64 oracle and eager result of one case
     golden/polygraphy/*.json  the same inputs and oracle for `polygraphy run`
+    traces/<name>.npz         of a layer with a cache: tokens to step through, and what is true of them
 
 A bundle is built in a temporary folder beside its place and renamed when it is whole; the manifest is
 the last file written. See docs/bundle.md.
@@ -42,6 +43,14 @@ class GoldenEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceEntry:
+    """What the manifest says of one decode trace."""
+
+    name: str
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a bundle is.
 
@@ -56,6 +65,7 @@ class Manifest:
         versions: Versions of everything that took part.
         files: Size and SHA-256 of every file but the manifest.
         notes: What a reader should know, such as golden cases that were left out.
+        traces: The decode traces, of a layer with a cache.
     """
 
     spec: AttentionSpec
@@ -68,6 +78,7 @@ class Manifest:
     versions: dict[str, str]
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    traces: list[TraceEntry] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -79,6 +90,7 @@ class Manifest:
             "weights": self.weights,
             "attention": self.attention,
             "golden": [vars(entry) for entry in self.golden],
+            "traces": [vars(entry) for entry in self.traces],
             "checks": self.checks,
             "versions": self.versions,
             "files": dict(self.files),
@@ -111,6 +123,7 @@ class Manifest:
                 for name, entry in data["files"].items()
             },
             notes=[str(note) for note in data["notes"]],
+            traces=[_trace_entry(entry) for entry in data.get("traces", ())],
         )
 
 
@@ -119,6 +132,13 @@ def _golden_entry(data: Mapping[str, Any], spec: AttentionSpec) -> GoldenEntry:
     if not all(isinstance(text, str) for text in (entry.name, entry.file, entry.note)):
         raise TypeError(f"golden case {data}")
     spec.check_sizes(entry.sizes)
+    return entry
+
+
+def _trace_entry(data: Mapping[str, Any]) -> TraceEntry:
+    entry = TraceEntry(**data)
+    if not isinstance(entry.name, str) or not isinstance(entry.file, str):
+        raise TypeError(f"trace {data}")
     return entry
 
 

@@ -2,7 +2,7 @@
 
 One `.npz` file a case, with the arrays `inputs/<name>`, `oracle/<name>` and `eager/<name>`. NumPy's format
 has no bfloat16, so such arrays are stored as their 16 bits and the manifest's precision says how to read
-them. Nothing is pickled.
+them. Nothing is pickled. Of a cache, results hold the rows that the call wrote; see `golden_cache`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from mha_deploy.bundle import Bundle, GoldenEntry
 from mha_deploy.errors import BundleError
+from mha_deploy.golden_cache import only_new_rows, stored_outputs, with_old_rows
 from mha_deploy.npz import read_npz
 from mha_deploy.precision import Precision
 from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
@@ -48,21 +49,38 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     """Read one case, checking that it holds what the spec says."""
     spec, precision = bundle.manifest.spec, bundle.manifest.precision
     arrays = read_npz(bundle.file(entry.file), partial(_refuse_strangers, spec))
-    case = GoldenCase(
+    inputs = take_arrays(arrays, "inputs", spec.inputs, entry.sizes, precision)
+    _refuse_bad_lengths(entry, inputs)
+    oracle = take_arrays(arrays, "oracle", stored_outputs(spec), entry.sizes, None)
+    eager = take_arrays(arrays, "eager", stored_outputs(spec), entry.sizes, precision)
+    refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
+    return GoldenCase(
         name=entry.name,
         sizes=entry.sizes,
-        inputs=_take(arrays, "inputs", spec.inputs, entry.sizes, precision),
-        oracle=_take(arrays, "oracle", spec.outputs, entry.sizes, None),
-        eager=_take(arrays, "eager", spec.outputs, entry.sizes, precision),
+        inputs=inputs,
+        oracle=with_old_rows(oracle, inputs),
+        eager=with_old_rows(eager, inputs),
         note=entry.note,
     )
-    for name, array in (*case.oracle.items(), *case.eager.items()):
-        # An infinite eager result would make an infinite budget.
+
+
+def _refuse_bad_lengths(entry: GoldenEntry, inputs: Arrays) -> None:
+    if "lengths" not in inputs:
+        return
+    lengths, room = inputs["lengths"], inputs["key_cache"].shape[2] - inputs["x"].shape[1]
+    if (lengths < 0).any() or (lengths > room).any():
+        raise BundleError(
+            "The new rows of a golden case do not fit its cache.",
+            got=f"{entry.file}: lengths {lengths.tolist()}",
+            hint=f"0 to {room}: export again",
+        )
+
+
+def refuse_infinite(file: str, results: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Refuse golden results that are not finite: an infinite eager result would make an infinite budget."""
+    for name, array in results:
         if not np.isfinite(array.astype(np.float64)).all():
-            raise BundleError(
-                "A golden result is not finite.", got=f"{entry.file}: {name}", hint="export again"
-            )
-    return case
+            raise BundleError("A golden result is not finite.", got=f"{file}: {name}", hint="export again")
 
 
 def _refuse_strangers(spec: AttentionSpec, names: list[str]) -> None:
@@ -79,7 +97,8 @@ def _refuse_strangers(spec: AttentionSpec, names: list[str]) -> None:
 
 def write_case(path: Path, case: GoldenCase) -> None:
     """Write one case."""
-    groups = {"inputs": case.inputs, "oracle": case.oracle, "eager": case.eager}
+    oracle, eager = (only_new_rows(results, case.inputs) for results in (case.oracle, case.eager))
+    groups = {"inputs": case.inputs, "oracle": oracle, "eager": eager}
     arrays = {
         f"{group}/{name}": _as_stored(a) for group, members in groups.items() for name, a in members.items()
     }
@@ -91,7 +110,7 @@ def _as_stored(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
-def _take(
+def take_arrays(
     arrays: Arrays,
     group: str,
     tensors: Iterable[TensorSpec],
@@ -158,8 +177,10 @@ def _polygraphy_iteration(outputs: Arrays) -> dict[str, object]:
     return {"outputs": lazy, "runtime": None, "runner_name": "oracle", "polygraphy_class": "IterationResult"}
 
 
-def polygraphy_refusal(precision: Precision) -> str | None:
+def polygraphy_refusal(spec: AttentionSpec, precision: Precision) -> str | None:
     """Why Polygraphy cannot be given these cases, or None."""
+    if spec.cache != "none":
+        return "no Polygraphy files: it would compare whole caches, of which only the new rows say anything"
     if precision.name == "bf16":
         return "no Polygraphy files: its JSON holds NumPy arrays, which have no bfloat16"
     return None

@@ -137,6 +137,14 @@ class AttentionSpec:
         return "T" if self.is_cross or self.cache == "static" else "S"
 
     @property
+    def longest(self) -> int:
+        """How many positions a sequence may have, all calls together."""
+        most = self.sizes("max")
+        if self.cache == "static":
+            return most["T"]
+        return most["S"] + most.get("P", 0)
+
+    @property
     def rope_dims(self) -> int:
         """How many numbers of a head the rotary embedding turns: 0 without one."""
         if self.rope is None:
@@ -207,10 +215,26 @@ class AttentionSpec:
         """The same layer over whole sequences: what stepping through a cache must add up to."""
         if self.cache == "none":
             return self
-        S, most = self.axes["S"], self.sizes("max")
-        longest = most["T"] if self.cache == "static" else most["P"] + most["S"]
-        axes = {"B": self.axes["B"], "S": replace(S, max=longest)}
+        axes = {"B": self.axes["B"], "S": replace(self.axes["S"], max=self.longest)}
         return replace(self, cache="none", axes=axes)
+
+    def with_cache(self, cache: str) -> AttentionSpec:
+        """The same layer with another cache, for sequences as long as its own.
+
+        Args:
+            cache: `none`, `growing`, which takes any past that one more token fits behind, or `static`.
+        """
+        if cache == self.cache:
+            return self
+        whole = self.without_cache()
+        rules.check_cache_kind(cache)
+        S = whole.axes["S"]
+        added = {
+            "none": {},
+            "growing": {"P": Axis(min=0, opt=min(S.opt, S.max - 1), max=S.max - 1)},
+            "static": {"T": Axis(min=S.max, opt=S.max, max=S.max)},
+        }
+        return replace(whole, cache=cache, axes={**whole.axes, **added[cache]})
 
     def parse_sizes(self, text: str) -> dict[str, int]:
         """Read sizes such as `B=2,S=33`: one for every axis, inside its range."""

@@ -89,6 +89,11 @@ def _check_axes(spec: AttentionSpec) -> None:
         check_axis(name, axis)
 
 
+def check_cache_kind(cache: str) -> None:
+    """Refuse a cache of no known kind."""
+    _one_of("cache", cache, CACHES)
+
+
 def check_axis(name: str, axis: Axis) -> None:
     """Refuse an axis of size 0, unless it is one that may be empty: a cache begins with no past."""
     if axis.min < 1 and name not in _MAY_BE_EMPTY:

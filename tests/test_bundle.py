@@ -121,10 +121,21 @@ def test_another_format_is_refused_with_the_one_that_is_read(folder, number):
     assert f"reads format {FORMAT}" in error.hint
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key != "format"])
+@pytest.mark.parametrize("key", [key for key in KEYS if key not in ("format", "traces")])
 def test_a_missing_key_is_named(folder, key):
     edit_manifest(folder, lambda data: data.pop(key))
     assert key in refused(folder, "The manifest is incomplete").got
+
+
+def test_a_bundle_written_before_there_were_traces_still_opens(folder):
+    edit_manifest(folder, lambda data: data.pop("traces"))
+    assert open_bundle(folder).manifest.traces == []
+
+
+@pytest.mark.parametrize("entry", [{"name": "steps"}, {"name": "steps", "file": 3}, "steps"], ids=str)
+def test_a_trace_entry_that_is_not_one_is_refused(folder, entry):
+    edit_manifest(folder, lambda data: data.update(traces=[entry]))
+    refused(folder, "The manifest is incomplete")
 
 
 def test_a_golden_entry_with_a_missing_or_unknown_key_is_refused(folder):

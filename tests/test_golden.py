@@ -8,6 +8,7 @@ import pytest
 from bundle_edit import SIZES, edit_arrays, edit_manifest, golden_case, rehash, small_bundle
 
 from mha_deploy.bundle import open_bundle
+from mha_deploy.catalog import find_spec
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.golden import (
     GoldenCase,
@@ -170,15 +171,17 @@ def test_polygraphy_reads_the_same_numbers(tmp_path):
 
 
 def test_polygraphy_is_given_no_bfloat16():
-    assert "bfloat16" in polygraphy_refusal(PRECISIONS["bf16"])
-    assert polygraphy_refusal(PRECISIONS["fp16"]) is polygraphy_refusal(PRECISIONS["fp32"]) is None
+    assert "bfloat16" in polygraphy_refusal(find_spec("tiny-gqa"), PRECISIONS["bf16"])
+    for name in ("fp16", "fp32"):
+        assert polygraphy_refusal(find_spec("tiny-gqa"), PRECISIONS[name]) is None
+        assert "caches" in polygraphy_refusal(find_spec("tiny-static"), PRECISIONS[name])
 
 
 def test_a_bf16_bundle_says_why_it_has_nothing_for_polygraphy(bundles):
     bundle = bundles("tiny-padding", "bf16")
     assert not (bundle.path / "golden" / "polygraphy").exists()
     assert not any("polygraphy" in name for name in bundle.manifest.files)
-    assert polygraphy_refusal(bundle.manifest.precision) in bundle.manifest.notes
+    assert polygraphy_refusal(bundle.manifest.spec, bundle.manifest.precision) in bundle.manifest.notes
     assert "Polygraphy" in json.dumps(bundle.manifest.notes)
 
 

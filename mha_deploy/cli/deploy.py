@@ -18,6 +18,7 @@ from mha_deploy.cli.build_engine import (
 from mha_deploy.cli.export import Weights, export_with_progress, print_bundle
 from mha_deploy.cli.options import (
     Axes,
+    Cache,
     Json,
     Model,
     Overwrite,
@@ -58,6 +59,7 @@ def deploy(
     projections: Projections = None,
     seed: Seed = 0,
     weights: Weights = None,
+    cache: Cache = None,
     backend: Annotated[
         str | None,
         typer.Option(help="tensorrt or tensorrt-rtx; the one that fits this machine unless given."),
@@ -70,7 +72,7 @@ def deploy(
     json: Json = False,
 ) -> None:
     """Export a model, build an engine, run it against the FP64 oracle and beside PyTorch: the whole way."""
-    spec = spec_from_options(model, axis, projections)
+    spec = spec_from_options(model, axis, projections, cache)
     if engine:
         _refuse_builder(backend, sm)
     target = out or Path("bundles") / f"{spec.name}-{precision}"

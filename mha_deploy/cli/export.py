@@ -9,6 +9,7 @@ import typer
 
 from mha_deploy.cli.options import (
     Axes,
+    Cache,
     Json,
     Model,
     Overwrite,
@@ -20,7 +21,7 @@ from mha_deploy.cli.options import (
 )
 from mha_deploy.cli.progress import steps
 from mha_deploy.errors import BackendUnavailable
-from mha_deploy.export.golden_plan import CASES, GoldenBudget
+from mha_deploy.export.golden_plan import GoldenBudget
 from mha_deploy.export.options import ExportOptions
 from mha_deploy.spec import AttentionSpec
 
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 Weights = Annotated[Path | None, typer.Option(help="A safetensors file of weights, instead of random ones.")]
 Golden = Annotated[
     list[str] | None,
-    typer.Option(help="A golden case: min, opt, odd, ragged, large, or sizes as B=2,S=33. Can be repeated."),
+    typer.Option(
+        help="A golden case: min, opt, odd, ragged, large, with a cache prefill and decode, "
+        "or sizes as B=2,S=33. Can be repeated."
+    ),
 ]
 
 
@@ -40,6 +44,7 @@ def export(
     precision: Precision = ExportOptions.precision,
     axis: Axes = None,
     projections: Projections = None,
+    cache: Cache = None,
     seed: Seed = 0,
     weights: Weights = None,
     golden: Golden = None,
@@ -49,7 +54,9 @@ def export(
     golden_gib: Annotated[
         float, typer.Option(help="Memory limit of the large golden case.")
     ] = GoldenBudget.gib,
-    opset: Annotated[int, typer.Option(help="ONNX operator set: 23 or 24.")] = ExportOptions.opset,
+    opset: Annotated[
+        int | None, typer.Option(help="ONNX operator set: 23 or 24; the first that suffices unless given.")
+    ] = None,
     device: Annotated[
         str, typer.Option(help="Where golden cases are computed: cpu or cuda.")
     ] = ExportOptions.device,
@@ -62,12 +69,12 @@ def export(
         opset=opset,
         seed=seed,
         weights=weights,
-        golden=tuple(golden or CASES),
+        golden=tuple(golden or ()),
         budget=GoldenBudget(gflop=golden_gflop, gib=golden_gib),
         device=device,
         overwrite=overwrite,
     )
-    bundle = export_with_progress(spec_from_options(model, axis, projections), out, options)
+    bundle = export_with_progress(spec_from_options(model, axis, projections, cache), out, options)
     if json:
         print_json({"bundle": str(bundle.path), **bundle.manifest.to_dict()})
     else:

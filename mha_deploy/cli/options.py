@@ -21,18 +21,28 @@ Axes = Annotated[
     typer.Option("--axis", help="Another range for an axis, as S=min:opt:max. Can be repeated."),
 ]
 Projections = Annotated[str | None, typer.Option(help="separate or packed; the spec's own unless given.")]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        help="none, growing (past in, present out) or static (fixed buffers); the spec's own unless given."
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights and inputs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there already.")]
 
 
 def spec_from_options(
-    model: str, axes: Sequence[str] | None = None, projections: str | None = None
+    model: str,
+    axes: Sequence[str] | None = None,
+    projections: str | None = None,
+    cache: str | None = None,
 ) -> AttentionSpec:
     """The spec that a user asked for, with the changes from the command line."""
     from mha_deploy.catalog import find_spec
 
     spec = find_spec(model)
+    spec = spec if cache is None else spec.with_cache(cache)
     spec = spec.with_axes(dict(_parse_axis(text) for text in axes or ()))
     return spec if projections is None else replace(spec, projections=projections)
 
@@ -41,7 +51,7 @@ def _parse_axis(text: str) -> tuple[str, Axis]:
     name, separator, sizes = text.partition("=")
     if not separator:
         raise SpecError("An axis option has no range.", got=text, hint="--axis S=min:opt:max")
-    return name, Axis.parse(sizes)
+    return name, Axis.parse(sizes, name=name)
 
 
 def print_json(data: Any) -> None:

@@ -17,19 +17,32 @@ import torch
 from mha_deploy.errors import ExportError
 from mha_deploy.export.inputs import call_arguments, fed_to, parameter_name, random_inputs
 from mha_deploy.export.options import OPSETS
+from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.spec import AttentionSpec
 
 
-def canonical_from_module(module: Attention, *, opset: int = OPSETS[0]) -> ir.Model:
+def choose_opset(spec: AttentionSpec, wanted: int | None) -> int:
+    """The operator set to export with: the first that has what the layer needs, or the wanted one."""
+    needed = OPSETS[-1] if spec.cache == "static" else OPSETS[0]
+    if wanted is not None and wanted not in OPSETS:
+        raise ExportError(
+            "The canonical graph needs an operator set with Attention.", got=wanted, hint=f"one of {OPSETS}"
+        )
+    if wanted is not None and wanted < needed:
+        raise ExportError(
+            "A static cache needs an operator set with TensorScatter.", got=wanted, hint=f"--opset {needed}"
+        )
+    return wanted or needed
+
+
+def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.Model:
     """Export a reference layer.
 
     The weights in the model share memory with the module's wherever they need no transposing.
     """
-    if opset not in OPSETS:
-        raise ExportError(
-            "The canonical graph needs an operator set with Attention.", got=opset, hint=f"one of {OPSETS}"
-        )
+    opset = choose_opset(module.spec, opset)
+    module = _on_cpu(module)
     before, module.path = module.path, "onnx"
     try:
         model = _export(module, opset)
@@ -40,6 +53,15 @@ def canonical_from_module(module: Attention, *, opset: int = OPSETS[0]) -> ir.Mo
     _declare_outputs(model, module.spec)
     _drop_exporter_metadata(model)
     return model
+
+
+def _on_cpu(module: Attention) -> Attention:
+    """The same layer on the CPU: what the exporter traces must not hang on where the golden cases run."""
+    parameter = next(module.parameters())
+    if parameter.device.type == "cpu":
+        return module
+    weights = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
+    return build_module(module.spec, weights=weights, dtype=parameter.dtype)
 
 
 def _export(module: Attention, opset: int) -> ir.Model:
@@ -116,6 +138,8 @@ def _name_by_module(model: ir.Model) -> None:
         if node.op_type == "Attention":
             node.name = f"attention_{attentions}" if attentions else "attention"
             attentions += 1
+        elif node.op_type == "TensorScatter" and node.inputs[0] is not None:
+            node.name = f"{node.inputs[0].name}.update"
         elif node.op_type == "MatMul":
             scope = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])[-2]
             node.name = f"{scope}.matmul"

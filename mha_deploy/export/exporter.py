@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from mha_deploy.backends import available_cpu_backend, open_runner
-from mha_deploy.bundle import MODEL, Bundle, BundleWriter, GoldenEntry, Manifest, sha256
+from mha_deploy.bundle import MODEL, Bundle, BundleWriter, GoldenEntry, Manifest, TraceEntry, sha256
 from mha_deploy.errors import ExportError, nearest
-from mha_deploy.export.canonical import canonical_from_module
+from mha_deploy.export.canonical import canonical_from_module, choose_opset
 from mha_deploy.export.golden import GoldenCapture, refuse_overflow
 from mha_deploy.export.golden_plan import GoldenPlan, plan_golden
 from mha_deploy.export.inputs import fed_to, random_inputs, to_numpy
 from mha_deploy.export.options import DEVICES, ExportOptions
+from mha_deploy.export.trace import TraceCapture
+from mha_deploy.export.trace_plan import PlannedTrace, plan_trace
 from mha_deploy.export.weight_file import read_weights
 from mha_deploy.golden import GoldenCase, polygraphy_refusal, write_case, write_polygraphy
 from mha_deploy.graph.attention_node import attention_nodes
@@ -26,6 +28,7 @@ from mha_deploy.precision import Precision, find_precision
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.spec import AttentionSpec
+from mha_deploy.trace import write_trace
 from mha_deploy.versions import versions
 
 OnStep = Callable[[str, int, int], None]
@@ -48,45 +51,36 @@ def bundle_from_spec(
         options: How to export.
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
     """
-    _refuse_decoding(spec)
     options = options or ExportOptions()
     precision = find_precision(options.precision)
+    opset = choose_opset(spec, options.opset)
     plan = plan_golden(spec, options.golden, options.budget)
-    step = _Steps(on_step, _FIXED_STEPS + len(plan.cases))
+    trace = plan_trace(spec)
+    step = _Steps(on_step, _FIXED_STEPS + len(plan.cases) + isinstance(trace, PlannedTrace))
     with BundleWriter(target, overwrite=options.overwrite) as writer:
         step("weights")
         module = _module(spec, precision, options)
         step("ONNX graph")
-        checks, attention = _write_model(module, writer.path / MODEL, precision, options.opset)
+        checks, attention = _write_model(module, writer.path / MODEL, precision, opset)
         step("run at two shapes")
         checks["dynamic axes"] = _run_at_two_shapes(writer.path / MODEL, module, precision)
         notes = list(plan.notes)
         entries = _write_golden(module, precision, options.seed, plan, writer.path, notes, step)
+        traces = _write_trace(module, precision, options.seed, trace, writer.path, notes, step)
         step("hashes")
         return writer.finish(
             Manifest(
                 spec=spec,
                 precision=precision,
-                opset=options.opset,
+                opset=opset,
                 weights=_origin(options),
                 attention=attention,
                 golden=entries,
                 checks=checks,
                 versions=versions(),
                 notes=notes,
+                traces=traces,
             )
-        )
-
-
-def _refuse_decoding(spec: AttentionSpec) -> None:
-    given = {"window": spec.window, "softcap": spec.softcap}
-    found = [name for name, value in given.items() if value is not None]
-    found += [f"cache ({spec.cache})"] if spec.cache != "none" else []
-    if found:
-        raise ExportError(
-            "The exporter does not write caches, windows and softcap yet.",
-            got=f"{spec.name} with {', '.join(found)}",
-            hint="leave them out of the spec, or run the layer in PyTorch",
         )
 
 
@@ -159,12 +153,35 @@ def _write_golden(
         refuse_overflow(case, precision)
         write_case(folder / "golden" / f"{case.name}.npz", case)
         cases.append(case)
-    refusal = polygraphy_refusal(precision)
+    refusal = polygraphy_refusal(module.spec, precision)
     if refusal is None:
         write_polygraphy(folder / "golden" / "polygraphy", cases)
     else:
         notes.append(refusal)
     return [GoldenEntry(name=c.name, file=f"golden/{c.name}.npz", sizes=dict(c.sizes)) for c in cases]
+
+
+def _write_trace(
+    module: Attention,
+    precision: Precision,
+    seed: int,
+    planned: PlannedTrace | str,
+    folder: Path,
+    notes: list[str],
+    step: _Steps,
+) -> list[TraceEntry]:
+    """Of a layer with a cache: what stepping through it token by token must give."""
+    if isinstance(planned, str):
+        notes += [planned] if module.spec.cache != "none" else []
+        return []
+    step("decode trace")
+    trace = TraceCapture(module, precision, seed).capture(
+        planned.name, len(planned.prompt), planned.prompt, planned.steps
+    )
+    file = f"traces/{trace.name}.npz"
+    (folder / "traces").mkdir()
+    write_trace(folder / file, trace)
+    return [TraceEntry(name=trace.name, file=file)]
 
 
 def _origin(options: ExportOptions) -> str:

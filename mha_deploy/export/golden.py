@@ -64,7 +64,9 @@ class GoldenCapture:
         )
 
     def _inputs(self, case: PlannedCase) -> Feeds:
-        feeds = random_inputs(self.module.spec, case.sizes, self.seed, label=case.name, ragged=case.ragged)
+        feeds = random_inputs(
+            self.module.spec, case.sizes, self.seed, label=case.name, ragged=case.ragged, past=case.past
+        )
         margin = _DECISION_MARGIN * self.precision.roundoff
         return clear_decisions(self.oracle, fed_to(self.module, feeds), self.seed, margin=margin)
 

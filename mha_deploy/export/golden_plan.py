@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mha_deploy.analyze.sizes import SizeLimit, first_allowed, layer_flops, odd_sizes, shrunk, sizes_name
+from mha_deploy.analyze.points import DECODE, usual_points
+from mha_deploy.analyze.sizes import (
+    SizeLimit,
+    first_allowed,
+    layer_flops,
+    odd_sizes,
+    oracle_cache_bytes,
+    shrunk,
+    sizes_name,
+)
 from mha_deploy.errors import SpecError, nearest
 from mha_deploy.spec import AttentionSpec
 
 CASES = ("min", "opt", "odd", "ragged", "large")
+CACHE_CASES = ("min", "prefill", "decode", "odd", "ragged", "large")
 _RAGGED_ROWS = 4
 _RAGGED_LENGTH = 24
+_CACHE_BYTES = 1 << 30  # of the FP64 oracle's
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCase:
-    """One case to capture."""
+    """One case to capture.
+
+    Args:
+        name: Its name.
+        sizes: A size for every axis.
+        ragged: Whether the rows of the batch have lengths of their own, the extreme ones included.
+        past: How many rows of a static cache are valid in every row of the batch; drawn unless given.
+    """
 
     name: str
     sizes: dict[str, int]
     ragged: bool = False
+    past: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,55 +56,76 @@ class GoldenPlan:
 
 
 def plan_golden(
-    spec: AttentionSpec, wanted: Sequence[str] = CASES, budget: GoldenBudget | None = None
+    spec: AttentionSpec, wanted: Sequence[str] = (), budget: GoldenBudget | None = None
 ) -> GoldenPlan:
     """Choose the cases.
 
     Args:
         spec: The layer.
-        wanted: Names from `CASES`, or sizes such as `B=2,S=33`.
+        wanted: Names from `CASES` or `CACHE_CASES`, or sizes such as `B=2,S=33`; all that suit the layer
+            unless given.
         budget: Limit of the large case.
     """
     cases: list[PlannedCase] = []
     notes: list[str] = []
-    for name in wanted:
+    known = CASES if spec.cache == "none" else CACHE_CASES
+    for name in wanted or known:
         found = _plan_one(spec, name, budget or GoldenBudget())
         if isinstance(found, str):
             notes.append(found)
-        elif any(found.sizes == other.sizes and found.ragged == other.ragged for other in cases):
+        elif any(replace(found, name=other.name) == other for other in cases):
             notes.append(f"no {found.name} case: its sizes are those of another")
         else:
             cases.append(found)
     if not cases:
         raise SpecError(
-            f"No golden case is left for {spec.name}.", got=", ".join(wanted), hint=", ".join(CASES)
+            f"No golden case is left for {spec.name}.", got=", ".join(wanted), hint=", ".join(known)
         )
     return GoldenPlan(cases=tuple(cases), notes=tuple(notes))
 
 
 def _plan_one(spec: AttentionSpec, name: str, budget: GoldenBudget) -> PlannedCase | str:
     if name in ("min", "opt"):
-        return PlannedCase(name=name, sizes=spec.sizes(name))
+        # The least that a growing cache holds is nothing, too.
+        past = 0 if name == "min" and spec.cache == "static" else None
+        return PlannedCase(name=name, sizes=spec.sizes(name), past=past)
+    if name in ("prefill", "decode") and spec.cache != "none":
+        return _step_case(spec, name)
     if name == "odd":
-        return PlannedCase(name=name, sizes=odd_sizes(spec.axes))
+        return PlannedCase(name=name, sizes=_with_few_rows(spec, odd_sizes(spec.axes)))
     if name == "ragged":
         return _ragged_case(spec)
     if name == "large":
         return _large_case(spec, budget)
     if "=" not in name:
+        known = CASES if spec.cache == "none" else CACHE_CASES
         raise SpecError(
-            "No such golden case.", got=name, hint=f"{nearest(name, CASES)} Or sizes, such as B=2,S=33."
+            "No such golden case.", got=name, hint=f"{nearest(name, known)} Or sizes, such as B=2,S=33."
         )
     sizes = spec.parse_sizes(name)
     return PlannedCase(name=sizes_name(sizes), sizes=sizes)
 
 
+def _step_case(spec: AttentionSpec, name: str) -> PlannedCase:
+    """A prompt into an empty cache, or the token that fills it: what is timed, unless somebody asks."""
+    points = {point.name: point for point in usual_points(spec)}
+    point = points.get(name, points[DECODE])
+    return PlannedCase(name=name, sizes=dict(point.sizes), past=point.past)
+
+
 def _ragged_case(spec: AttentionSpec) -> PlannedCase | str:
-    if spec.mask != "padding":
-        return "no ragged case: the layer takes no key lengths"
+    if spec.mask != "padding" and spec.cache != "static":
+        return "no ragged case: the layer takes no lengths"
     sizes = {name: first_allowed(axis, (_RAGGED_LENGTH,)) for name, axis in spec.axes.items()}
     sizes["B"] = max(spec.axes["B"].min, min(_RAGGED_ROWS, spec.axes["B"].max))
-    return PlannedCase(name="ragged", sizes=sizes, ragged=True)
+    return PlannedCase(name="ragged", sizes=_with_few_rows(spec, sizes), ragged=True)
+
+
+def _with_few_rows(spec: AttentionSpec, sizes: dict[str, int]) -> dict[str, int]:
+    """Fewer rows of a batch whose caches would make up most of a bundle."""
+    while oracle_cache_bytes(spec, sizes) > _CACHE_BYTES and sizes["B"] > spec.axes["B"].min:
+        sizes = {**sizes, "B": sizes["B"] - 1}
+    return sizes
 
 
 def _large_case(spec: AttentionSpec, budget: GoldenBudget) -> PlannedCase | str:

@@ -22,19 +22,26 @@ _REDRAWS = 64
 
 
 def random_inputs(
-    spec: AttentionSpec, sizes: Mapping[str, int], seed: int, *, label: str = "", ragged: bool = False
+    spec: AttentionSpec,
+    sizes: Mapping[str, int],
+    seed: int,
+    *,
+    label: str = "",
+    ragged: bool = False,
+    past: int | None = None,
 ) -> Feeds:
-    """Draw one set of inputs in float32: normal activations, ALiBi biases, and key lengths.
+    """Draw one set of inputs in float32: normal activations and caches, ALiBi biases, and lengths.
 
     Args:
         spec: The layer.
         sizes: A size for every axis.
         seed: Seed of the draw.
         label: Makes draws of one seed differ, such as the name of the case.
-        ragged: Whether key lengths go down to 1 and 0; otherwise they are at least half.
+        ragged: Whether lengths go down to 1 and 0; otherwise they are at least half.
+        past: How many rows of a static cache are valid in every row of the batch; drawn unless given.
     """
     generator = _generator(seed, label)
-    return {tensor.name: _draw(spec, tensor, sizes, generator, ragged) for tensor in spec.inputs}
+    return {tensor.name: _draw(spec, tensor, sizes, generator, ragged, past) for tensor in spec.inputs}
 
 
 def fed_to(module: Attention, feeds: Mapping[str, Tensor]) -> Feeds:
@@ -102,16 +109,22 @@ def _draw(
     sizes: Mapping[str, int],
     generator: torch.Generator,
     ragged: bool,
+    past: int | None,
 ) -> Tensor:
     shape = tensor.shape(sizes)
+    if tensor.name == "lengths":
+        if past is not None:
+            return torch.full((sizes["B"],), past, dtype=torch.int32)
+        return _lengths(sizes["B"], sizes["T"] - sizes["S"], generator, ragged)
     if tensor.name == "key_lengths":
-        return _key_lengths(sizes["B"], sizes[spec.key_axis], generator, ragged)
+        return _lengths(sizes["B"], sizes[spec.key_axis], generator, ragged)
     if tensor.name == "attention_bias":
         return alibi_bias(spec.Hq, shape[-2], shape[-1]).float()
     return torch.randn(shape, generator=generator)
 
 
-def _key_lengths(B: int, T: int, generator: torch.Generator, ragged: bool) -> Tensor:
+def _lengths(B: int, T: int, generator: torch.Generator, ragged: bool) -> Tensor:
+    """How many of T rows are valid in each row of the batch."""
     if not ragged:
         lengths = torch.randint((T + 1) // 2, T + 1, (B,), generator=generator)
         lengths[0] = T if B > 1 else lengths[0]

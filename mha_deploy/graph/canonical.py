@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +10,21 @@ import onnx
 import onnx_ir as ir
 
 from mha_deploy.errors import ExportError
-from mha_deploy.graph.attention_node import K, Q, V, attention_nodes, input_at, is_attention, short_dtype
+from mha_deploy.graph.attention_node import (
+    NONPAD_KV_SEQLEN,
+    PAST_KEY,
+    PAST_VALUE,
+    PRESENT_KEY,
+    PRESENT_VALUE,
+    K,
+    Q,
+    V,
+    attention_nodes,
+    input_at,
+    is_attention,
+    output_at,
+    short_dtype,
+)
 from mha_deploy.graph.file import load_graph
 from mha_deploy.precision import Precision
 from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
@@ -20,6 +35,10 @@ _LAYOUT_OPS = frozenset(
 )
 _STRAY_OPS = frozenset({"Cast", "Expand", "Tile", "Gather"})
 _PRODUCTS = frozenset({"MatMul", "Gemm", "Attention", "Gelu"})
+_CACHE_CHECKS = {
+    "growing": "past keys and values come in through Attention, and the present goes out",
+    "static": "TensorScatter writes the new rows into the given buffers, Attention knows how many are valid",
+}
 _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 
 
@@ -34,6 +53,8 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
     _check_count(model, spec)
     _check_heads(model, spec)
     _check_strays(model)
+    _check_rotary(model, spec)
+    _check_cache(model, spec)
     _check_interface(model.graph.inputs, spec.inputs, precision)
     _check_interface(model.graph.outputs, spec.outputs, precision)
     _check_types(model, spec, precision)
@@ -43,6 +64,8 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
         "no Cast, Expand, Tile or Gather on the way into or out of attention",
         "inputs and outputs have the spec's names, types and dynamic dimensions",
         f"every matrix product and weight of the graph is {precision.name}",
+        *(["queries and keys each pass one RotaryEmbedding node"] if spec.rope is not None else []),
+        *([_CACHE_CHECKS[spec.cache]] if spec.cache != "none" else []),
     ]
 
 
@@ -72,10 +95,17 @@ def _is_product(node: ir.Node) -> bool:
 
 def _check_heads(model: ir.Model, spec: AttentionSpec) -> None:
     first = attention_nodes(model)[0]
-    wanted = (spec.Hq, spec.Hkv, spec.D, spec.causal)
+    # A window has no attribute: it is a mask, and the mask is causal too.
+    wanted = (spec.Hq, spec.Hkv, spec.D, spec.causal and spec.window is None)
     got = (first.Hq, first.Hkv, first.D, first.is_causal)
     if got != wanted:
         raise ExportError("The attention node does not have the spec's heads (Hq, Hkv, D, causal).", got=got)
+    if not math.isclose(first.softcap, spec.softcap or 0.0, rel_tol=1e-6):
+        raise ExportError(
+            "The attention node does not have the spec's softcap.",
+            got=first.softcap,
+            hint=f"wanted {spec.softcap}",
+        )
 
 
 def _check_strays(model: ir.Model) -> None:
@@ -84,6 +114,39 @@ def _check_strays(model: ir.Model) -> None:
             for stray in (*_producers(node), *_consumers(node)):
                 if stray.op_type in _STRAY_OPS:
                     raise ExportError(f"A stray {stray.op_type} stands beside attention.", got=stray.name)
+
+
+def _check_rotary(model: ir.Model, spec: AttentionSpec) -> None:
+    count = sum(node.op_type == "RotaryEmbedding" for node in model.graph)
+    wanted = 2 if spec.rope is not None else 0
+    if count != wanted:
+        raise ExportError(f"{spec.name} must have {wanted} RotaryEmbedding nodes.", got=count)
+
+
+def _check_cache(model: ir.Model, spec: AttentionSpec) -> None:
+    """The cache of the spec's kind, between the graph's own inputs and outputs."""
+    attention = next(node for node in model.graph if is_attention(node))
+    past = [input_at(attention, at) for at in (PAST_KEY, PAST_VALUE)]
+    present = [output_at(attention, at) for at in (PRESENT_KEY, PRESENT_VALUE)]
+    lengths = input_at(attention, NONPAD_KV_SEQLEN)
+    found = "none"
+    if all(v is not None and v.is_graph_input() for v in past) and all(
+        v is not None and v.is_graph_output() for v in present
+    ):
+        found = "growing"
+    elif lengths is not None and all(_is_updated_cache(input_at(attention, at)) for at in (K, V)):
+        found = "static"
+    if found != spec.cache:
+        raise ExportError(f"{spec.name} must have a cache of the kind {spec.cache}.", got=found)
+
+
+def _is_updated_cache(value: ir.Value | None) -> bool:
+    """Whether this is a graph input with new rows in it, given out again."""
+    node = value.producer() if value is not None else None
+    if value is None or node is None or node.op_type != "TensorScatter":
+        return False
+    cache = node.inputs[0]
+    return value.is_graph_output() and cache is not None and cache.is_graph_input()
 
 
 def _producers(attention: ir.Node) -> Iterator[ir.Node]:

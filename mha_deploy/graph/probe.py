@@ -12,6 +12,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import (
     MASK,
+    NONPAD_KV_SEQLEN,
+    PAST_KEY,
+    PAST_VALUE,
     AttentionNode,
     K,
     Q,
@@ -22,7 +25,15 @@ from mha_deploy.graph.attention_node import (
     read_attention,
 )
 
-_POSITIONS = {"Q": Q, "K": K, "V": V, "mask": MASK}
+_POSITIONS = {
+    "Q": Q,
+    "K": K,
+    "V": V,
+    "mask": MASK,
+    "past": PAST_KEY,
+    "past_values": PAST_VALUE,
+    "lengths": NONPAD_KV_SEQLEN,
+}
 _CONSTANT_VALUES = ("value", "value_float", "value_floats")
 
 
@@ -32,7 +43,8 @@ class ProbedAttention:
 
     Args:
         facts: What the node says.
-        outputs: The probe's output for each of `Q`, `K`, `V` and, where there is one, `mask`.
+        outputs: The probe's output for each of `Q`, `K`, `V` and, where there are, `mask`, `past` (keys),
+            `past_values` and `lengths` (of the valid keys).
         tensors: The names that the same tensors have in the model.
         lowest_mask_constant: The lowest finite number among the constants that the mask is made from. A
             Cast on the way may have turned it into another one by the time the mask is computed.

@@ -12,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import (
-    MASK,
     AttentionNode,
     K,
     Q,
@@ -23,6 +22,15 @@ from mha_deploy.graph.attention_node import (
     read_attention,
 )
 from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.sabotage_masks import (
+    cache_off_by_one,
+    causal_dropped,
+    causal_off_by_one,
+    mask_dropped,
+    mask_off_by_one,
+    past_forgotten,
+)
+from mha_deploy.graph.sabotage_wiring import feed, follow, new_rows
 
 Sabotage = Callable[[ir.Node, AttentionNode], bool]
 _POSITIONS = 3  # where RotaryEmbedding takes them
@@ -55,67 +63,15 @@ def _scale_missing(node: ir.Node, facts: AttentionNode) -> bool:
     )
 
 
+def _softcap_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+    return facts.softcap > 0 and node.attributes.pop("softcap", None) is not None
+
+
 def _set_scale(node: ir.Node, facts: AttentionNode, factor: float) -> bool:
     if facts.softmax_scale is None:
         return False
     node.attributes["scale"] = ir.AttrFloat32("scale", facts.softmax_scale * factor)
     return True
-
-
-# -- masks -----------------------------------------------------------------------------------------
-
-
-def _mask_dropped(node: ir.Node, facts: AttentionNode) -> bool:
-    if facts.mask == "none":
-        return False
-    node.replace_input_with(MASK, None)
-    return True
-
-
-def _mask_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
-    """The mask is shifted by a key: every query sees the first one that it should not."""
-    mask = input_at(node, MASK)
-    if mask is None or facts.mask != "bool":
-        return False
-    build = NodeBuilder(f"{node.name}/sabotage")
-    first, rest = build.ints(0), build.ints(1)
-    axis = build.ints(3)
-    head = build.op("Slice", mask, first, rest, axis)
-    tail = build.op("Slice", mask, first, build.ints(-1), axis)
-    _feed(node, MASK, build, build.op("Concat", head, tail, axis=3))
-    return True
-
-
-def _causal_dropped(node: ir.Node, facts: AttentionNode) -> bool:
-    if not facts.is_causal:
-        return False
-    node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
-    return True
-
-
-def _causal_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
-    """Every query sees one key of the future."""
-    q, k, mask = input_at(node, Q), input_at(node, K), input_at(node, MASK)
-    if not _causal_dropped(node, facts) or q is None or k is None or q.dtype is None:
-        return False
-    build = NodeBuilder(f"{node.name}/sabotage")
-    length_axis = 1 if facts.rank == 3 else 2
-    rows = build.unsqueeze(_positions(build, q, length_axis), 1)
-    columns = build.unsqueeze(_positions(build, k, length_axis), 0)
-    shifted = build.op("Add", rows, build.ints(1))
-    seen = build.unsqueeze(build.op("LessOrEqual", columns, shifted), 0, 1)
-    if mask is not None and facts.mask == "bool":
-        seen = build.op("And", seen, mask)
-    elif mask is not None:
-        seen = build.op("Where", seen, mask, build.constant(float("-inf"), q.dtype))
-    _feed(node, MASK, build, seen)
-    return True
-
-
-def _positions(build: NodeBuilder, value: ir.Value, axis: int) -> ir.Value:
-    length = build.op("Squeeze", build.op("Shape", value, start=axis, end=axis + 1))
-    zero, one = (build.constant(number, ir.DataType.INT64) for number in (0, 1))
-    return build.op("Range", zero, length, one)
 
 
 # -- heads -----------------------------------------------------------------------------------------
@@ -139,11 +95,15 @@ def _groups_interleaved(node: ir.Node, facts: AttentionNode) -> bool:
 
 def _heads_transposed(node: ir.Node, facts: AttentionNode) -> bool:
     """The output is laid out D by Hq, not Hq by D."""
-    if facts.rank != 3 or not isinstance(facts.Hq, int) or not isinstance(facts.Dv, int) or facts.Hq < 2:
+    if not isinstance(facts.Hq, int) or not isinstance(facts.Dv, int) or facts.Hq < 2:
         return False
-    order = np.arange(facts.Hq * facts.Dv).reshape(facts.Hq, facts.Dv).T.reshape(-1)
     build = NodeBuilder(f"{node.name}/sabotage")
-    _follow(node, build, build.op("Gather", node.outputs[Y], build.ints(*order.tolist()), axis=2))
+    if facts.rank == 4:
+        turned = build.reshape(build.transpose(node.outputs[Y], 0, 2, 3, 1), 0, 0, facts.Hq, facts.Dv)
+        follow(node, build, build.transpose(turned, 0, 2, 1, 3))
+        return True
+    order = np.arange(facts.Hq * facts.Dv).reshape(facts.Hq, facts.Dv).T.reshape(-1)
+    follow(node, build, build.op("Gather", node.outputs[Y], build.ints(*order.tolist()), axis=2))
     return True
 
 
@@ -154,10 +114,10 @@ def _reorder_heads(node: ir.Node, position: int, order: list[int], facts: Attent
         return False
     build = NodeBuilder(f"{node.name}/sabotage_{position}")
     if facts.rank == 4:
-        _feed(node, position, build, build.op("Gather", value, build.ints(*order), axis=1))
+        feed(node, position, build, build.op("Gather", value, build.ints(*order), axis=1))
         return True
     columns = [head * size + column for head in order for column in range(size)]
-    _feed(node, position, build, build.op("Gather", value, build.ints(*columns), axis=2))
+    feed(node, position, build, build.op("Gather", value, build.ints(*columns), axis=2))
     return True
 
 
@@ -167,9 +127,9 @@ def _reorder_heads(node: ir.Node, position: int, order: list[int], facts: Attent
 def _rotary_dropped(node: ir.Node, facts: AttentionNode) -> bool:
     """The keys are not turned."""
     rotary = _rotary_of(node, K)
-    if rotary is None:
+    if rotary is None or rotary.inputs[0] is None:
         return False
-    node.replace_input_with(K, rotary.inputs[0])
+    rotary.outputs[0].replace_all_uses_with(rotary.inputs[0])
     return True
 
 
@@ -181,12 +141,12 @@ def _rotary_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
         return False
     build = NodeBuilder(f"{node.name}/sabotage")
     earlier = build.op("Sub", positions, build.ints(1))
-    _feed(rotary, _POSITIONS, build, build.op("Max", earlier, build.ints(0)))
+    feed(rotary, _POSITIONS, build, build.op("Max", earlier, build.ints(0)))
     return True
 
 
 def _rotary_of(node: ir.Node, position: int) -> ir.Node | None:
-    value = input_at(node, position)
+    value = new_rows(node, position)
     producer = value.producer() if value is not None else None
     return producer if producer is not None and producer.op_type == "RotaryEmbedding" else None
 
@@ -196,7 +156,7 @@ def _bias_dropped(node: ir.Node, facts: AttentionNode) -> bool:
 
     A key bias alone would not be missed: softmax takes it out again.
     """
-    value = input_at(node, V)
+    value = new_rows(node, V)
     producer = value.producer() if value is not None else None
     if producer is not None and producer.op_type == "Split":
         value = producer.inputs[0]
@@ -216,42 +176,20 @@ def _not_a_number(node: ir.Node, facts: AttentionNode) -> bool:
     width = facts.Dv * facts.Hq if facts.rank == 3 and isinstance(facts.Hq, int) else facts.Dv
     build = NodeBuilder(f"{node.name}/sabotage")
     broken = build.constant([1, *[0] * (width - 1)], ir.DataType.BOOL)
-    _follow(node, build, build.op("Where", broken, build.constant(float("nan"), output.dtype), output))
+    follow(node, build, build.op("Where", broken, build.constant(float("nan"), output.dtype), output))
     return True
-
-
-def _follow(node: ir.Node, build: NodeBuilder, wrong: ir.Value) -> None:
-    """Put new nodes behind an attention, the last one in the place of its output."""
-    output, last = node.outputs[Y], build.nodes[-1]
-    position = list(last.inputs).index(output)
-    wrong.type, wrong.shape = output.type, output.shape
-    output.replace_all_uses_with(wrong, replace_graph_outputs=True)
-    last.replace_input_with(position, output)
-    if node.graph is None:
-        raise ValueError(f"Node {node.name!r} belongs to no graph.")
-    node.graph.insert_after(node, build.nodes)
-
-
-def _feed(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> None:
-    """Put new nodes before an attention and one of its inputs behind them."""
-    old = input_at(node, position)
-    value.type = old.type if old is not None else ir.TensorType(ir.DataType.BOOL)
-    value.shape = old.shape if old is not None else None
-    if node.graph is None:
-        raise ValueError(f"Node {node.name!r} belongs to no graph.")
-    node.graph.insert_before(node, build.nodes)
-    if position >= len(node.inputs):
-        node.resize_inputs(position + 1)
-    node.replace_input_with(position, value)
 
 
 _SABOTAGES: dict[str, Sabotage] = {
     "scale off by 0.5 %": _scale_off,
     "scale missing": _scale_missing,
-    "mask dropped": _mask_dropped,
-    "mask off by one": _mask_off_by_one,
-    "causal dropped": _causal_dropped,
-    "causal off by one": _causal_off_by_one,
+    "softcap dropped": _softcap_dropped,
+    "mask dropped": mask_dropped,
+    "mask off by one": mask_off_by_one,
+    "causal dropped": causal_dropped,
+    "causal off by one": causal_off_by_one,
+    "past forgotten": past_forgotten,
+    "cache off by one": cache_off_by_one,
     "KV heads swapped": _kv_heads_swapped,
     "groups interleaved": _groups_interleaved,
     "heads transposed": _heads_transposed,

@@ -50,7 +50,7 @@ def build_module(
         state[name] = state[name].to(device=device, dtype=dtype)
     module.load_state_dict(state, assign=True)
     if spec.rope is not None:
-        positions = torch.arange(spec.axes["S"].max, device=device)
+        positions = torch.arange(spec.longest, device=device)
         module.rotary = rotary_tables(spec.rope, spec.rope_dims, positions, dtype)
     return module
 

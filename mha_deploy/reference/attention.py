@@ -19,6 +19,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.reference.cache import append_rows, check_room, given, valid_rows, write_rows
 from mha_deploy.reference.core import Heads, attend, merge_heads, split_heads
 from mha_deploy.reference.masks import padding_mask, seen_from
+from mha_deploy.reference.onnx_cache import attend_growing, attend_static
 from mha_deploy.reference.rotary import rotary_tables, rotate
 from mha_deploy.spec import AttentionSpec
 
@@ -135,7 +136,10 @@ class Attention(nn.Module):
             return q, k
         if self.path == "onnx":
             return self._turn_onnx(q, spec.Hq, positions), self._turn_onnx(k, spec.Hkv, positions)
-        cos, sin = rotary_tables(spec.rope, spec.rope_dims, positions, q.dtype)
+        if self.rotary is not None and self.rotary[0].device == q.device:
+            cos, sin = (table[positions] for table in self.rotary)  # nothing comes from the host
+        else:
+            cos, sin = rotary_tables(spec.rope, spec.rope_dims, positions, q.dtype)
         q, k = (
             rotate(x.unflatten(-1, (-1, spec.D)), cos, sin, interleaved=spec.rope.interleaved).flatten(-2)
             for x in (q, k)
@@ -179,9 +183,14 @@ class Attention(nn.Module):
         past_key, past_value = given(self.spec.name, past_key=past_key, past_value=past_value)
         past = past_key.shape[2]
         positions = past + torch.arange(query.shape[1], device=query.device)
+        layout = self._layout(causal=True, past=past)
+        if self.path == "onnx":
+            mask = self._window_mask(positions, past + query.shape[1])
+            tensors = self._turned(query, positions)
+            heads, keys, values = attend_growing(*tensors, (past_key, past_value), mask, layout)
+            return self.combine(heads, query), keys, values
         q, k, v = self._new_rows(query, positions)
         keys, values = append_rows(past_key, k), append_rows(past_value, v)
-        layout = self._layout(causal=True, past=past)
         heads, _ = attend(q, merge_heads(keys), merge_heads(values), None, layout, self.path)
         return self.combine(heads, query), keys, values
 
@@ -201,6 +210,11 @@ class Attention(nn.Module):
         check_room(lengths, S, T)
         positions = lengths[:, None] + torch.arange(S, device=query.device)
         q, k, v = self._new_rows(query, positions)
+        if self.path == "onnx":
+            window = self._window_mask(positions, T)
+            layout = self._layout(causal=True)
+            heads, keys, values = attend_static(q, (k, v), (key_cache, value_cache), lengths, window, layout)
+            return self.combine(heads, query), keys, values
         keys = write_rows(key_cache, k, positions, in_place=in_place)
         values = write_rows(value_cache, v, positions, in_place=in_place)
         valid = [merge_heads(valid_rows(rows, lengths + S)) for rows in (keys, values)]
@@ -210,6 +224,17 @@ class Attention(nn.Module):
 
     def _new_rows(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q side by side [B, S, Hq·D]; K and V as a cache holds them [B, Hkv, S, D]."""
-        q, k, v = self.project(query, None, None)
-        q, k = self.turn(q, k, positions)
+        q, k, v = self._turned(query, positions)
         return q, split_heads(k, self.spec.Hkv), split_heads(v, self.spec.Hkv)
+
+    def _turned(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V of the new tokens side by side, Q and K at their positions."""
+        q, k, v = self.project(query, None, None)
+        return *self.turn(q, k, positions), v
+
+    def _window_mask(self, positions: Tensor, T: int) -> Tensor | None:
+        """What a window leaves to see, for an ONNX node: [1|B, 1, S, T]; None where there is no window."""
+        if self.spec.window is None:
+            return None
+        mask = seen_from(positions, T, self.spec.window)
+        return mask[None, None] if mask.dim() == 2 else mask[:, None]

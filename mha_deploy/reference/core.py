@@ -57,6 +57,10 @@ class Heads:
         """Whether the causal mask is the plain one that every runtime knows: no window, no past."""
         return self.causal and self.window is None and self.past == 0
 
+    def hides_nothing(self, S: int, T: int) -> bool:
+        """Whether S queries see all T keys: nothing is causal, or one query stands at the last of them."""
+        return not self.causal or (S == 1 and self.window is None and self.past + 1 == T)
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads, path: str = "sdpa"
@@ -111,7 +115,9 @@ def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, heads: Heads) 
 
 def _with_causal(mask: Tensor | None, S: int, T: int, heads: Heads, device: torch.device) -> Tensor | None:
     """The given mask, and what causality adds to it."""
-    return merge_causal(mask, S, T, device, heads.past, heads.window) if heads.causal else mask
+    if heads.hides_nothing(S, T):
+        return mask
+    return merge_causal(mask, S, T, device, heads.past, heads.window)
 
 
 def _repeat_kv(x: Tensor, heads: Heads) -> Tensor:
@@ -128,7 +134,7 @@ def _fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: H
         k,
         v,
         attn_mask=mask,
-        is_causal=heads.causal and mask is None,
+        is_causal=mask is None and not heads.hides_nothing(q.shape[2], k.shape[2]),
         scale=heads.scale,
         enable_gqa=heads.Hq != heads.Hkv,
     )

@@ -23,9 +23,10 @@ from mha_deploy.spec import AttentionSpec
 pytestmark = pytest.mark.usefixtures("quick_exporter")
 
 TINY = [name for name in catalog_names() if name.startswith("tiny-")]
-# Every spec in every precision; opset 23 throughout, but for bf16 and fp32 of every other spec in turn.
+# Every spec in every precision; opset 23 throughout, but for bf16 and fp32 of every other spec in turn, and
+# for static caches, whose TensorScatter came with 24.
 CASES = [
-    (name, precision, 24 if precision == turn else 23)
+    (name, precision, 24 if precision == turn or find_spec(name).cache == "static" else 23)
     for name, turn in zip(TINY, itertools.cycle(("bf16", "fp32")), strict=False)
     for precision in PRECISIONS
 ]
@@ -42,6 +43,10 @@ SHAPE_OPS = {"Shape", "Concat", "Reshape"}
 # Where the tokens stand, and the rotation by it.
 POSITION_OPS = {"RotaryEmbedding", "Shape", "Range", "Squeeze", "Concat", "Expand"}
 MASK_OPS = {"Shape", "Squeeze", "Cast", "Range", "Unsqueeze", "Less", "Concat", "Expand"}
+# Which keys are no further back than the window, and none ahead.
+WINDOW_OPS = {"Shape", "Squeeze", "Range", "Unsqueeze", "LessOrEqual", "Sub", "Greater", "And"}
+# The heads on an axis of their own, as the buffers have them, and where the new rows go.
+BUFFER_OPS = SHAPE_OPS | {"TensorScatter", "Transpose", "Cast", "Unsqueeze", "Range", "Squeeze"}
 VARIANT_OPS = {
     "attention": set(),
     "sparse-heads": SHAPE_OPS
@@ -62,7 +67,7 @@ def exported(bundles, tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("opset-24"), {}
 
     def path(name, precision, opset):
-        if opset == 23:
+        if opset == 23 or find_spec(name).cache == "static":
             return bundles(name, precision).model_path
         if (name, precision) not in made:
             made[name, precision] = folder / f"{name}-{precision}.onnx"
@@ -89,13 +94,46 @@ def _assert_attention_nodes(graph, spec):
     assert [node.name for node in nodes] == ["attention", "attention_1"][: spec.attention_count]
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in nodes[0].attribute}
     assert attributes.pop("scale") == pytest.approx(spec.softmax_scale)
-    assert attributes.pop("is_causal", 0) == spec.causal
+    has_window = spec.window is not None  # which is a mask that is causal too
+    assert attributes.pop("is_causal", 0) == (spec.causal and not has_window)
+    assert attributes.pop("softcap", None) == spec.softcap
     assert attributes.pop("qk_matmul_output_mode", 0) == (3 if spec.weights else 0)
-    assert attributes == {"q_num_heads": spec.Hq, "kv_num_heads": spec.Hkv}
-    outputs = [name for name in nodes[0].output if name]
-    assert len(outputs) == 1 + spec.weights
-    assert len(nodes[0].output) == (4 if spec.weights else 1)
-    assert len(nodes[0].input) == (3 if spec.mask == "none" else 4)
+    # Static buffers have the heads on an axis of their own.
+    heads = {} if spec.cache == "static" else {"q_num_heads": spec.Hq, "kv_num_heads": spec.Hkv}
+    assert attributes == heads
+    has_mask = spec.mask != "none" or has_window
+    assert list(map(bool, nodes[0].input)) == ATTENTION_INPUTS[spec.cache](has_mask)
+    assert list(map(bool, nodes[0].output)) == _attention_outputs(spec)
+    _assert_cache(graph, nodes[0], spec)
+
+
+# Whether each input is there: Q, K, V, mask, past key and value, lengths; ONNX leaves out those at the end.
+ATTENTION_INPUTS = {
+    "none": lambda has_mask: [True] * (4 if has_mask else 3),
+    "growing": lambda has_mask: [True, True, True, has_mask, True, True],
+    "static": lambda has_mask: [True, True, True, has_mask, False, False, True],
+}
+
+
+def _attention_outputs(spec):
+    """Whether each output is there: heads, present key and value, weights."""
+    if spec.weights:
+        return [True, False, False, True]
+    return [True] * (3 if spec.cache == "growing" else 1)
+
+
+def _assert_cache(graph, attention, spec):
+    """The cache goes from the graph's inputs to its outputs, and the new rows by way of the scatter."""
+    if spec.cache == "growing":
+        assert list(attention.input[4:6]) == ["past_key", "past_value"]
+        assert list(attention.output[1:3]) == ["present_key", "present_value"]
+    scatters = [node for node in graph.node if node.op_type == "TensorScatter"]
+    assert len(scatters) == (2 if spec.cache == "static" else 0)
+    for node, name, at in zip(scatters, ("key_cache", "value_cache"), (1, 2), strict=False):
+        assert (node.name, node.input[0], list(node.output)) == (f"{name}.update", name, [f"{name}_out"])
+        assert attention.input[at] == node.output[0]
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        assert attributes in ({"axis": 2}, {"axis": 2, "mode": b"linear"})
 
 
 def _assert_interface(graph, spec, float_type):
@@ -112,14 +150,27 @@ def _assert_no_stray_operators(graph, spec):
     allowed |= {"Split"} if spec.projections == "packed" else set()
     allowed |= MASK_OPS if spec.mask == "padding" else set()
     allowed |= POSITION_OPS if spec.rope is not None else set()
+    allowed |= WINDOW_OPS if spec.window is not None else set()
+    allowed |= BUFFER_OPS if spec.cache == "static" else set()
     assert {node.op_type for node in graph.node} <= allowed
     by_output = {output: node for node in graph.node for output in node.output}
     for node in (node for node in graph.node if node.op_type == "Attention"):
-        beside = [by_output[name].op_type for name in node.input[:3]]
+        beside = _beside(node, by_output, spec)
         if spec.rope is not None:
             assert beside[:2] == ["RotaryEmbedding", "RotaryEmbedding"]
             beside = beside[2:]
         assert set(beside) <= {"MatMul", "Add", "Split"}
+
+
+def _beside(attention, by_output, spec):
+    """What Q, K and V come from; behind the cache and the split into heads where the buffers need that."""
+    producers = [by_output[name] for name in attention.input[:3]]
+    if spec.cache == "static":
+        producers[1:] = [by_output[node.input[1]] for node in producers[1:]]
+        for wanted in ("Transpose", "Reshape"):
+            assert [node.op_type for node in producers] == [wanted] * 3
+            producers = [by_output[node.input[0]] for node in producers]
+    return [node.op_type for node in producers]
 
 
 def _assert_weights(graph, spec, float_type):
@@ -131,7 +182,8 @@ def _assert_weights(graph, spec, float_type):
     # Beside the weights there are only shapes, ranges, and the zero that unchosen gates start from.
     rest = [tensor for tensor in graph.initializer if tensor.name not in wanted]
     if spec.rope is not None:  # and the two tables of angles, a row for every position
-        tables = [tensor for tensor in rest if list(tensor.dims) == [spec.axes["S"].max, spec.rope_dims // 2]]
+        positions = {"growing": 127, "static": 64}.get(spec.cache, spec.axes["S"].max)
+        tables = [tensor for tensor in rest if list(tensor.dims) == [positions, spec.rope_dims // 2]]
         assert [tensor.data_type for tensor in tables] == [float_type] * 2
         rest = [tensor for tensor in rest if tensor not in tables]
     assert all(len(onnx.numpy_helper.to_array(tensor).reshape(-1)) <= 4 for tensor in rest)

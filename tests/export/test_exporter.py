@@ -71,7 +71,7 @@ def test_steps_are_counted_to_the_end(tmp_path):
 
 def test_a_case_that_was_left_out_is_noted(bundles):
     notes = bundles("tiny-gqa").manifest.notes
-    assert notes == ["no ragged case: the layer takes no key lengths"]
+    assert notes == ["no ragged case: the layer takes no lengths"]
     assert any("Polygraphy" in note for note in bundles("tiny-padding", "bf16").manifest.notes)
 
 

@@ -6,11 +6,14 @@ from mha_deploy.analyze.cost import layer_cost
 from mha_deploy.analyze.sizes import oracle_bytes
 from mha_deploy.catalog import catalog_names, find_spec
 from mha_deploy.errors import SpecError
-from mha_deploy.export.golden_plan import CASES, GoldenBudget, plan_golden
+from mha_deploy.export.golden_plan import CACHE_CASES, CASES, GoldenBudget, plan_golden
+from mha_deploy.export.trace_plan import plan_trace
 from mha_deploy.spec import Axis
 
 MHA = find_spec("tiny-mha")
 PADDING = find_spec("tiny-padding")
+GROWING = find_spec("tiny-growing")
+STATIC = find_spec("tiny-static")
 SPECS = pytest.mark.parametrize("name", catalog_names())
 
 
@@ -24,7 +27,11 @@ def only(spec, case, budget=None):
 
 
 def axes(spec, **ranges):
-    return spec.with_axes({name: Axis.parse(text) for name, text in ranges.items()})
+    return spec.with_axes({name: Axis.parse(text, name=name) for name, text in ranges.items()})
+
+
+def cases_of(spec):
+    return CASES if spec.cache == "none" else CACHE_CASES
 
 
 def refusal(spec, *wanted):
@@ -40,7 +47,8 @@ def refusal(spec, *wanted):
 def test_every_shipped_spec_gets_cases_inside_its_axes(name):
     spec = find_spec(name)
     plan = plan_golden(spec)
-    assert {"min", "opt"} <= set(names(plan))
+    usual = {"opt"} if spec.cache == "none" else {"prefill", "decode"}
+    assert {"min"} | usual <= set(names(plan)) <= set(cases_of(spec))
     assert len(set(names(plan))) == len(plan.cases)
     for case in plan.cases:
         spec.check_sizes(case.sizes)
@@ -51,7 +59,7 @@ def test_every_case_is_planned_or_its_absence_explained(name):
     spec = find_spec(name)
     plan = plan_golden(spec)
     sizes = [case.sizes for case in plan.cases]
-    for wanted in CASES:
+    for wanted in cases_of(spec):
         if not any(note.startswith(f"no {wanted} case: ") for note in plan.notes):
             assert only(spec, wanted).sizes in sizes
 
@@ -78,16 +86,21 @@ def test_an_axis_that_allows_no_odd_length_stays_at_its_usual_one():
     assert only(axes(MHA, S="64"), "odd").sizes["S"] == 64
 
 
-def test_only_layers_with_key_lengths_get_a_ragged_case():
+def test_only_layers_with_lengths_get_a_ragged_case():
     assert only(PADDING, "ragged").ragged
     assert only(PADDING, "ragged").sizes == {"B": 4, "S": 24}
-    assert "no ragged case: the layer takes no key lengths" in plan_golden(MHA).notes
-    assert not any("ragged" in note for note in plan_golden(PADDING).notes)
+    assert only(STATIC, "ragged").ragged
+    assert only(STATIC, "ragged").sizes == {"B": 4, "S": 24, "T": 64}
+    for spec in (MHA, GROWING):
+        assert "no ragged case: the layer takes no lengths" in plan_golden(spec).notes
+    for spec in (PADDING, STATIC):
+        assert not any("ragged" in note for note in plan_golden(spec).notes)
 
 
+@pytest.mark.parametrize("spec", [PADDING, STATIC], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("batch", ["1", "2", "8", "1:2:3", "6:8:16"])
-def test_a_ragged_batch_is_one_that_the_axis_allows(batch):
-    spec = axes(PADDING, B=batch)
+def test_a_ragged_batch_is_one_that_the_axis_allows(spec, batch):
+    spec = axes(spec, B=batch)
     spec.check_sizes(only(spec, "ragged").sizes)
 
 
@@ -95,6 +108,55 @@ def test_a_ragged_case_of_the_usual_sizes_is_kept_beside_them():
     plan = plan_golden(axes(PADDING, B="4", S="1:24:64"), ("opt", "ragged"))
     assert names(plan) == ["opt", "ragged"]
     assert plan.cases[0].sizes == plan.cases[1].sizes
+
+
+# -- prompts and tokens ------------------------------------------------------------------------
+
+
+def test_prefill_is_the_usual_prompt_into_an_empty_cache():
+    growing, static = only(GROWING, "prefill"), only(STATIC, "prefill")
+    assert (growing.sizes, growing.past) == ({"B": 2, "S": 16, "P": 0}, None)  # P says it already
+    assert (static.sizes, static.past) == ({"B": 2, "S": 16, "T": 64}, 0)
+
+
+def test_decode_is_one_token_behind_the_usual_past_or_in_the_last_row():
+    growing, static = only(GROWING, "decode"), only(STATIC, "decode")
+    assert (growing.sizes, growing.past) == ({"B": 2, "S": 1, "P": 24}, None)
+    assert (static.sizes, static.past) == ({"B": 2, "S": 1, "T": 64}, 63)
+
+
+def test_a_cache_that_is_never_empty_or_stepped_by_one_gets_the_least_that_is_allowed():
+    spec = axes(GROWING, P="8:16:32", S="4:8:16")
+    assert only(spec, "prefill").sizes == {"B": 2, "S": 8, "P": 8}
+    assert only(spec, "decode").sizes == {"B": 2, "S": 4, "P": 16}
+
+
+def test_the_least_case_is_the_first_token_into_an_empty_cache():
+    growing, static = only(GROWING, "min"), only(STATIC, "min")
+    assert (growing.sizes, growing.past) == ({"B": 1, "S": 1, "P": 0}, None)
+    assert (static.sizes, static.past) == ({"B": 1, "S": 1, "T": 64}, 0)
+    one_row = axes(STATIC, B="1:1:4")
+    assert names(plan_golden(one_row))[:3] == ["min", "prefill", "decode"], "no token is both"
+
+
+def test_the_same_sizes_with_an_empty_and_a_filled_cache_are_two_cases():
+    plan = plan_golden(STATIC, ("opt", "prefill"))
+    assert names(plan) == ["opt", "prefill"]
+    assert plan.cases[0].sizes == plan.cases[1].sizes
+    assert names(plan_golden(GROWING, ("decode", "B=2,S=1,P=24"))) == ["decode"]
+
+
+@pytest.mark.parametrize("cache", ["growing", "static"])
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-2-70b", "falcon-7b", "gpt3-175b"])
+def test_a_published_model_that_generates_gets_every_case(name, cache):
+    spec = find_spec(name).with_cache(cache)
+    plan, budget = plan_golden(spec), GoldenBudget()
+    assert set(names(plan)) >= {"min", "prefill", "decode", "odd"}
+    assert [case.ragged for case in plan.cases if case.name == "ragged"] == [True] * (cache == "static")
+    for case in plan.cases:
+        spec.check_sizes(case.sizes)
+        if case.name == "large":
+            assert oracle_bytes(spec, case.sizes) <= budget.gib * 2**30
 
 
 # -- the large case ----------------------------------------------------------------------------
@@ -159,6 +221,8 @@ def test_a_name_that_is_no_case_gets_the_nearest_one():
     message = refusal(MHA, "larg")
     assert "No such golden case." in message
     assert "did you mean 'large'?" in message
+    assert "did you mean 'prefill'?" in refusal(GROWING, "prefil")
+    assert "did you mean" not in refusal(MHA, "prefil"), "a layer without a cache has no such case"
 
 
 @pytest.mark.parametrize(
@@ -177,4 +241,45 @@ def test_sizes_that_do_not_fit_the_axes_are_refused(wanted, match):
 
 def test_a_plan_without_any_case_is_refused():
     assert "No golden case is left for tiny-mha." in refusal(MHA, "ragged")
-    assert "No golden case is left" in refusal(MHA)
+    assert "min, prefill, decode, odd, ragged, large" in refusal(GROWING, "ragged")
+
+
+@pytest.mark.parametrize("spec", [MHA, PADDING, GROWING, STATIC], ids=lambda spec: spec.name)
+def test_nothing_asked_for_means_every_case_that_suits_the_layer(spec):
+    assert plan_golden(spec) == plan_golden(spec, ()) == plan_golden(spec, cases_of(spec))
+
+
+# -- traces ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("P", ["0:1:1", "0:4:20", "0:24:63", "0:24:200"])
+@pytest.mark.parametrize("S", ["1", "1:8:16", "1:16:64"])
+def test_a_trace_never_outgrows_its_cache(S, P):
+    spec = axes(GROWING, S=S, P=P)
+    trace = plan_trace(spec)
+    prompt = max(trace.prompt)
+    assert min(*trace.prompt, trace.steps) >= 1
+    for past, new in ((0, prompt), (prompt, 1), (prompt + trace.steps - 1, 1)):
+        spec.check_sizes({"B": len(trace.prompt), "S": new, "P": past})
+
+
+@pytest.mark.parametrize("T", ["2", "20", "64", "300"])
+def test_a_trace_fits_a_static_cache_with_prompts_of_their_own(T):
+    trace = plan_trace(axes(STATIC, S="1:1:2", T=T))
+    assert min(*trace.prompt, trace.steps) >= 1
+    assert max(trace.prompt) + trace.steps <= int(T)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MHA,
+        axes(GROWING, P="1:24:63"),
+        axes(GROWING, P="0"),
+        axes(GROWING, S="2:4:8"),
+        axes(STATIC, S="2:4:8"),
+    ],
+    ids=lambda spec: f"{spec.name} {' '.join(map(str, spec.axes.values()))}",
+)
+def test_a_layer_that_cannot_be_stepped_from_nothing_has_no_trace(spec):
+    assert plan_trace(spec).startswith("no trace: ")

@@ -291,3 +291,88 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"no graph at all")
     with pytest.raises(DeployError):
         check_canonical(tmp_path / "model.onnx", find_spec("tiny-mha"), PRECISIONS["fp16"])
+
+
+# -- caches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tiny-growing", "the present goes out"),
+        ("tiny-window", "the present goes out"),
+        ("tiny-static", "TensorScatter writes the new rows into the given buffers"),
+    ],
+)
+def test_a_cache_is_said_to_be_there(tampered, name, said):
+    lines = tampered(lambda graph: None, name)
+    assert any(said in line for line in lines)
+    assert any("RotaryEmbedding" in line for line in lines) == (name != "tiny-window")
+
+
+def past_copied(graph):
+    """The past comes in by way of another node."""
+    before_input(graph, 4, ("Identity", [], FP16, {}))
+
+
+def past_swapped_for_a_copy_of_the_values(graph):
+    node = attention(graph)
+    node.replace_input_with(4, None)
+    node.replace_input_with(5, None)
+
+
+def lengths_left_out(graph):
+    attention(graph).replace_input_with(6, None)
+
+
+def scatter_passed_by(graph):
+    """The attention reads the buffer as it was before the new rows."""
+    node = attention(graph)
+    node.replace_input_with(K, node.inputs[K].producer().inputs[0])
+
+
+def buffer_copied(graph):
+    """The new rows go into a copy of the buffer."""
+    scatter = attention(graph).inputs[V].producer()
+    scatter.replace_input_with(0, chain(graph, scatter, scatter.inputs[0], ("Identity", [], FP16, {})))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tiny-growing", past_copied),
+        ("tiny-window", past_swapped_for_a_copy_of_the_values),
+        ("tiny-static", lengths_left_out),
+        ("tiny-static", scatter_passed_by),
+        ("tiny-static", buffer_copied),
+    ],
+)
+def test_a_cache_that_is_not_the_specs_is_refused(refusal, name, change):
+    assert f"must have a cache of the kind {find_spec(name).cache}" in refusal(change, name)
+
+
+@pytest.mark.parametrize("name", ["tiny-rope", "tiny-growing", "tiny-static"])
+def test_a_rotary_embedding_that_is_missing_is_refused(refusal, name):
+    def skip(graph):
+        rotary = [node for node in graph if node.op_type == "RotaryEmbedding"][1]
+        rotary.outputs[0].replace_all_uses_with(rotary.inputs[0])
+        graph.remove(rotary, safe=True)
+
+    assert "must have 2 RotaryEmbedding nodes" in refusal(skip, name)
+
+
+@pytest.mark.parametrize("name", ["tiny-window", "tiny-softcap"])
+def test_a_window_is_no_causal_attribute(refusal, name):
+    def flip(graph):
+        node = attention(graph)
+        node.attributes["is_causal"] = ir.AttrInt64("is_causal", int(name == "tiny-window"))
+
+    assert "does not have the spec's heads" in refusal(flip, name)
+
+
+@pytest.mark.parametrize("name", ["tiny-softcap", "tiny-gqa"])
+def test_another_softcap_is_refused(refusal, name):
+    def change(graph):
+        attention(graph).attributes["softcap"] = ir.AttrFloat32("softcap", 7.0)
+
+    assert "softcap" in refusal(change, name)

@@ -14,9 +14,11 @@ from mha_deploy.golden import golden_cases
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.probe import attention_probe
 from mha_deploy.reference import build_module
-from mha_deploy.reference.masks import padding_mask
+from mha_deploy.reference.core import split_heads
+from mha_deploy.reference.masks import padding_mask, seen_from
 
-# Between them: packed and separate projections, grouped heads, every mask, cross attention, two attentions.
+# Between them: packed and separate projections, grouped heads, every mask, cross attention, two attentions,
+# rotary embedding, both kinds of cache, a window.
 NAMES = [
     "tiny-gqa",
     "tiny-packed",
@@ -28,6 +30,10 @@ NAMES = [
     "tiny-sparse-heads",
     "tiny-weights",
     "tiny-head-mix",
+    "tiny-rope",
+    "tiny-growing",
+    "tiny-static",
+    "tiny-window",
 ]
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-5}
 
@@ -43,7 +49,9 @@ def exact_inputs(bundle, case):
     }
     query, lengths = feeds.get("query", feeds.get("x")), feeds.get("key_lengths")
     Q, K, V = layer.project(query, feeds.get("key"), feeds.get("value"))
-    first = {"Q": Q, "K": K, "V": V}
+    first = {"Q": Q, "K": K, "V": V} if spec.cache == "none" else cached_inputs(layer, feeds, Q, K, V)
+    if spec.rope is not None and spec.cache == "none":
+        first["Q"], first["K"] = layer.turn(Q, K, torch.arange(Q.shape[1]))
     if lengths is not None:
         first["mask"] = padding_mask(lengths, K.shape[1]).expand(-1, 1, Q.shape[1], K.shape[1])
     if "attention_bias" in feeds:
@@ -55,9 +63,33 @@ def exact_inputs(bundle, case):
     return [{role: tensor.numpy() for role, tensor in each.items()} for each in inputs]
 
 
+def cached_inputs(layer, feeds, Q, K, V):
+    """The same behind a cache: new rows with their past, or buffers with the new rows in them."""
+    spec, S = layer.spec, Q.shape[1]
+    if spec.cache == "growing":
+        past = feeds["past_key"], feeds["past_value"]
+        positions = past[0].shape[2] + torch.arange(S)
+        Q, K = layer.turn(Q, K, positions)
+        first = {"Q": Q, "K": K, "V": V, "past": past[0], "past_values": past[1]}
+        if spec.window is not None:
+            first["mask"] = seen_from(positions, past[0].shape[2] + S, spec.window)[None, None]
+        return first
+    Q, K = layer.turn(Q, K, feeds["lengths"][:, None] + torch.arange(S))
+    buffers = {"K": feeds["key_cache"].clone(), "V": feeds["value_cache"].clone()}
+    for row, start in enumerate(feeds["lengths"].tolist()):
+        for role, new in (("K", K), ("V", V)):
+            buffers[role][row, :, start : start + S] = split_heads(new, spec.Hkv)[row]
+    return {"Q": split_heads(Q, spec.Hq), **buffers, "lengths": (feeds["lengths"] + S).long()}
+
+
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [*((name, "fp16") for name in NAMES), ("tiny-padding", "bf16"), ("tiny-head-mix", "fp32")],
+    [
+        *((name, "fp16") for name in NAMES),
+        ("tiny-padding", "bf16"),
+        ("tiny-head-mix", "fp32"),
+        ("tiny-static", "fp32"),
+    ],
 )
 def test_the_probe_shows_the_inputs_of_every_attention(bundles, name, precision):
     bundle = bundles(name, precision)
@@ -70,8 +102,8 @@ def test_the_probe_shows_the_inputs_of_every_attention(bundles, name, precision)
                 for role, want in wanted.items():
                     array = got[shown.outputs[role]].astype(want.dtype)
                     assert array.shape == want.shape, role
-                    limit = TOLERANCE[precision] * max(1.0, np.abs(want).max())
-                    assert np.abs(array * 1.0 - want).max() <= limit, role
+                    limit = TOLERANCE[precision] * max(1.0, np.abs(want * 1.0).max(initial=0.0))
+                    assert np.abs(array * 1.0 - want).max(initial=0.0) <= limit, role
 
 
 @pytest.mark.parametrize("name", NAMES)

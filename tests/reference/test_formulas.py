@@ -16,7 +16,7 @@ from mha_deploy.reference import build_module, random_weights
 from mha_deploy.spec import AttentionSpec, GroupedMlp, SparseHeads
 
 TINY = [name for name in catalog_names() if name.startswith("tiny-")]
-SIZES = {"B": 4, "S": 7, "T": 9}
+SIZES = {"B": 4, "S": 7, "T": 9, "P": 5}
 
 
 # -- the formulas ------------------------------------------------------------------------------
@@ -34,54 +34,96 @@ def linear(x, state, name):
     return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
 
 
-def visible_keys(spec, feeds, row, s, T):
-    """The keys that query s of a row may see."""
+def visible_keys(spec, feeds, row, position, T):
+    """The keys that the query at a position of a row may see."""
     length = feeds["key_lengths"][row] if spec.mask == "padding" else T
-    last = s if spec.causal else T - 1
-    return [t for t in range(T) if t < length and t <= last]
+    first = position + 1 - spec.window if spec.window else 0
+    last = position if spec.causal else T - 1
+    return [t for t in range(T) if t < length and first <= t <= last]
 
 
-def turned(rows, rope, D):
+def turned(rows, rope, D, start=0):
     """Every head's first numbers as complex ones, (x_j, x_{j + dims/2}), turned by position times θ_j."""
     if rope is None:
         return rows
-    half, result = rope.dims // 2, rows.copy()
+    dims = rope.dims or D
+    half, result = dims // 2, rows.copy()
     for j in range(half):
-        theta = rope.base ** (-2 * j / rope.dims)
+        theta = rope.base ** (-2 * j / dims)
         turns = rope.original_length * theta / (2 * math.pi)
         kept = min(1, max(0, (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)))
         theta = (1 - kept) * theta / rope.factor + kept * theta
         for p in range(len(rows)):
-            for start in range(0, rows.shape[1], D):
-                a, b = start + j, start + j + half
-                pair = complex(rows[p, a], rows[p, b]) * np.exp(1j * p * theta)
+            for head in range(0, rows.shape[1], D):
+                a, b = head + j, head + j + half
+                pair = complex(rows[p, a], rows[p, b]) * np.exp(1j * (start + p) * theta)
                 result[p, a], result[p, b] = pair.real, pair.imag
     return result
 
 
+def first_position(spec, feeds, row):
+    """Where the first token of a call stands: behind what the cache of its row holds."""
+    if spec.cache == "static":
+        return int(feeds["lengths"][row])
+    return feeds["past_key"].shape[2] if spec.cache == "growing" else 0
+
+
+def with_cache(spec, feeds, row, name, new):
+    """The rows of the keys or values that a query may look at, the new ones [S, Hkv·D] among them."""
+    if spec.cache == "none":
+        return new
+    old = feeds[f"past_{name}" if spec.cache == "growing" else f"{name}_cache"][row]  # [Hkv, rows, D]
+    rows = [np.concatenate([old[h, t] for h in range(spec.Hkv)]) for t in range(old.shape[1])]
+    if spec.cache == "growing":
+        return np.array([*rows, *new])
+    start = first_position(spec, feeds, row)
+    for s, line in enumerate(new):
+        rows[start + s] = line
+    return np.array(rows)
+
+
+def as_cache(spec, rows):
+    """The same rows as a cache holds them: [rows, Hkv·D] -> [Hkv, rows, D]."""
+    return np.array([rows[:, h * spec.D : (h + 1) * spec.D] for h in range(spec.Hkv)])
+
+
+def capped(spec, scores):
+    """c · tanh(s / c), or the scores as they are."""
+    return scores if spec.softcap is None else spec.softcap * np.tanh(scores / spec.softcap)
+
+
 def textbook_heads(spec, state, feeds):
-    """head_i = softmax(Q_i K_iᵀ · scale + bias) V_i for every row: [B, S, Hq, D] and [B, Hq, S, T]."""
+    """head_i = softmax(cap(Q_i K_iᵀ · scale) + bias) V_i for every row of the batch.
+
+    Returns:
+        The heads [B, S, Hq, D], the weights [B, Hq, S, T], and the keys and values looked at [B, Hkv, T, D].
+    """
     x = feeds["query"] if spec.is_cross else feeds["x"]
     keys, values = (feeds[name] if spec.is_cross else x for name in ("key", "value"))
-    (B, S, _), T = x.shape, keys.shape[1]
-    heads, weights = np.zeros((B, S, spec.Hq, spec.D)), np.zeros((B, spec.Hq, S, T))
+    B, S, _ = x.shape
+    heads, weights, looked_at = np.zeros((B, S, spec.Hq, spec.D)), [], []
     scale = 1 / math.sqrt(spec.D) if spec.scale is None else spec.scale
     for b in range(B):
         q, k, v = (linear(a[b], state, name) for a, name in ((x, "q"), (keys, "k"), (values, "v")))
-        q, k = (turned(rows, spec.rope, spec.D) for rows in (q, k))
+        start = first_position(spec, feeds, b)
+        q, k = (turned(rows, spec.rope, spec.D, start) for rows in (q, k))
+        k, v = with_cache(spec, feeds, b, "key", k), with_cache(spec, feeds, b, "value", v)
+        T = len(k)
+        weights.append(np.zeros((spec.Hq, S, T)))
+        looked_at.append((as_cache(spec, k), as_cache(spec, v)))
         for i in range(spec.Hq):
             shared = i // (spec.Hq // spec.Hkv)  # the K and V that this head's group shares
             mine, theirs = (slice(j * spec.D, (j + 1) * spec.D) for j in (i, shared))
             for s in range(S):
-                seen = visible_keys(spec, feeds, b, s, T)
+                seen = visible_keys(spec, feeds, b, start + s, T)
                 if not seen:
                     continue
-                scores = np.array([scale * (q[s, mine] @ k[t, theirs]) for t in seen])
+                scores = capped(spec, np.array([scale * (q[s, mine] @ k[t, theirs]) for t in seen]))
                 if spec.mask == "additive":
                     scores = scores + feeds["attention_bias"][0, i, s, seen]
-                weights[b, i, s, seen] = softmax(scores)
-                heads[b, s, i] = weights[b, i, s, seen] @ v[seen, theirs]
-    return heads, weights
+                weights[b][i, s, seen] = softmax(scores)
+                heads[b, s, i] = weights[b][i, s, seen] @ v[seen, theirs]
+    return heads, np.array(weights), *map(np.array, zip(*looked_at, strict=True))
 
 
 def concat_and_project(spec, state, heads, x):
@@ -126,10 +168,12 @@ OUTPUT_STAGES = {
 
 def textbook(spec, state, feeds):
     """The whole layer in NumPy."""
-    heads, weights = textbook_heads(spec, state, feeds)
+    heads, weights, keys, values = textbook_heads(spec, state, feeds)
     x = feeds["query"] if spec.is_cross else feeds["x"]
     stage = OUTPUT_STAGES[spec.variant]
     rows = [[stage(spec, state, heads[b, s], x[b, s]) for s in range(x.shape[1])] for b in range(len(x))]
+    if spec.cache != "none":
+        return np.array(rows), keys, values
     return (np.array(rows), weights) if spec.weights else (np.array(rows),)
 
 
@@ -142,7 +186,8 @@ def double(tensors):
 
 def assert_equals_textbook(spec, seed=5):
     state = random_weights(spec, seed)
-    feeds = double(random_inputs(spec, {axis: SIZES[axis] for axis in spec.axes}, seed, ragged=True))
+    sizes = {name: SIZES[name] if axis.is_dynamic else axis.max for name, axis in spec.axes.items()}
+    feeds = double(random_inputs(spec, sizes, seed, ragged=True))
     arrays = {name: tensor.numpy() for name, tensor in double(state).items()}
     wanted = textbook(spec, arrays, {name: tensor.numpy() for name, tensor in feeds.items()})
     module = build_module(spec, weights=state, dtype=torch.float64)
@@ -158,6 +203,9 @@ def wide(**changes):
     """A layer whose sizes all differ, so that no two of them can be mixed up unseen."""
     names = ("B", "S", "T") if changes.get("attends") == "cross" else ("B", "S")
     axes = {name: {"min": 1, "opt": 4, "max": 9} for name in names}
+    axes |= {"growing": {"P": {"min": 0, "opt": 4, "max": 9}}, "static": {"T": 11}}.get(
+        changes.get("cache"), {}
+    )
     data = {"name": "wide", "Hq": 6, "Hkv": 2, "D": 8, "E": 40, "axes": axes, **changes}
     return AttentionSpec.from_dict(data)
 
@@ -175,11 +223,31 @@ def test_a_layer_equals_its_formula(name):
         {"mask": "padding", "attends": "cross", "weights": True, "Hkv": 1},
         {"mask": "additive", "attends": "cross", "Hkv": 6},
         {"causal": True, "scale": 0.7, "weights": True},
+        {"causal": True, "softcap": 1.3, "window": 3, "weights": True},
+        {"mask": "additive", "softcap": 1.3, "bias": False},
+        {"mask": "padding", "causal": True, "softcap": 1.3, "window": 4},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
 def test_masks_and_options_combine_as_the_formula_says(changes):
     assert_equals_textbook(wide(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window": 1},
+        {"window": 4, "softcap": 1.3},
+        {"rope": {"base": 100.0}, "Hkv": 1},
+        {"rope": {"base": 100.0, "dims": 6}, "window": 3, "softcap": 1.3, "Hkv": 6, "bias": False},
+        {"scale": 0.7, "softcap": 0.5},
+    ],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+@pytest.mark.parametrize("cache", ["growing", "static"])
+def test_a_layer_behind_a_cache_equals_its_formula(cache, changes):
+    assert_equals_textbook(wide(cache=cache, causal=True, **changes))
 
 
 @pytest.mark.parametrize("renormalise", [False, True])

@@ -1,0 +1,139 @@
+"""Layers that generate, exported: which nodes, which shapes, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from mha_deploy.backends import open_runner
+from mha_deploy.catalog import find_spec
+from mha_deploy.errors import ExportError, SpecError
+from mha_deploy.export.canonical import canonical_from_module, choose_opset
+from mha_deploy.export.golden_plan import plan_golden
+from mha_deploy.export.inputs import random_inputs
+from mha_deploy.golden import golden_cases
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.canonical import check_canonical
+from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.precision import find_precision
+from mha_deploy.reference import build_module
+
+CACHED = ("tiny-growing", "tiny-static", "tiny-window")
+
+
+def operators(model: ir.Model) -> list[str]:
+    return [node.op_type for node in model.graph]
+
+
+@pytest.fixture(scope="module", params=CACHED)
+def bundle(request, bundles):
+    return bundles(request.param)
+
+
+def test_a_growing_cache_is_the_past_and_present_of_attention(bundles):
+    model = load_graph(bundles("tiny-growing").model_path)
+    (attention,) = attention_nodes(model)
+    assert (attention.has_past, attention.has_present, attention.is_causal) == (True, True, True)
+    assert (attention.Hq, attention.Hkv, attention.mask) == (4, 2, "none")
+    assert operators(model).count("RotaryEmbedding") == 2
+    assert [str(value.shape) for value in model.graph.outputs[1:]] == ["[B,2,P+S,16]"] * 2
+
+
+def test_a_static_cache_is_written_by_scatter_and_counted_by_lengths(bundles):
+    model = load_graph(bundles("tiny-static").model_path)
+    (attention,) = attention_nodes(model)
+    assert (attention.has_nonpad_kv_seqlen, attention.has_past, attention.is_causal) == (True, False, True)
+    scatters = [node for node in model.graph if node.op_type == "TensorScatter"]
+    assert [node.name for node in scatters] == ["key_cache.update", "value_cache.update"]
+    assert [node.outputs[0].name for node in scatters] == ["key_cache_out", "value_cache_out"]
+    assert bundles("tiny-static").manifest.opset == 24
+
+
+def test_a_window_is_a_mask_and_a_softcap_an_attribute(bundles):
+    (window,) = attention_nodes(load_graph(bundles("tiny-window").model_path))
+    assert (window.mask, window.is_causal, window.has_past) == ("bool", False, True)
+    (capped,) = attention_nodes(load_graph(bundles("tiny-softcap").model_path))
+    assert (capped.softcap, capped.is_causal) == (10.0, True)
+
+
+def test_golden_cases_hold_a_prompt_and_a_token(bundle):
+    cases = {case.name: case for case in golden_cases(bundle)}
+    assert {"min", "prefill", "decode", "odd"} <= set(cases)
+    assert cases["decode"].sizes["S"] == 1
+    spec = bundle.manifest.spec
+    for case in cases.values():
+        for tensor in spec.outputs:
+            assert case.oracle[tensor.name].shape == tensor.shape(case.sizes)
+    if spec.cache == "static":
+        assert not cases["prefill"].inputs["lengths"].any()
+        assert {0, spec.axes["T"].max - cases["ragged"].sizes["S"]} <= set(cases["ragged"].inputs["lengths"])
+    else:
+        assert cases["prefill"].inputs["past_key"].shape[2] == 0
+
+
+def test_old_rows_come_out_as_they_went_in(bundle):
+    spec = bundle.manifest.spec
+    case = next(case for case in golden_cases(bundle) if case.name == "decode")
+    if spec.cache == "growing":
+        P = case.sizes["P"]
+        np.testing.assert_array_equal(case.eager["present_key"][:, :, :P], case.inputs["past_key"])
+        return
+    for row, length in enumerate(case.inputs["lengths"]):
+        before, after = case.inputs["key_cache"][row], case.eager["key_cache_out"][row]
+        np.testing.assert_array_equal(np.delete(after, length, axis=1), np.delete(before, length, axis=1))
+        assert (after[:, length] != before[:, length]).any()
+
+
+def test_lengths_leave_room_for_the_new_tokens():
+    spec = find_spec("tiny-static")
+    for seed in range(20):
+        lengths = random_inputs(spec, {"B": 4, "S": 40, "T": 64}, seed, ragged=seed % 2 == 0)["lengths"]
+        assert lengths.min() >= 0
+        assert lengths.max() <= 24
+
+
+def test_the_reference_evaluator_agrees(bundle):
+    with open_runner("onnx-reference", bundle.model_path) as runner:
+        for case in golden_cases(bundle):
+            got = runner.run(case.inputs)
+            for name, oracle in case.oracle.items():
+                np.testing.assert_allclose(got[name].astype(float), oracle, atol=0.02)
+
+
+def test_the_operator_set_is_the_first_that_suffices():
+    assert [choose_opset(find_spec(name), None) for name in CACHED] == [23, 24, 23]
+    assert choose_opset(find_spec("tiny-growing"), 24) == 24
+    with pytest.raises(ExportError, match="TensorScatter") as caught:
+        choose_opset(find_spec("tiny-static"), 23)
+    assert caught.value.hint == "--opset 24"
+
+
+def test_the_check_of_the_graph_tells_one_cache_from_another(tmp_path):
+    growing = find_spec("tiny-growing")
+    save_graph(canonical_from_module(build_module(growing)), tmp_path / "model.onnx")
+    check_canonical(tmp_path / "model.onnx", growing, find_precision("fp32"))
+    with pytest.raises(ExportError, match="cache of the kind static"):
+        check_canonical(tmp_path / "model.onnx", growing.with_cache("static"), find_precision("fp32"))
+    with pytest.raises(ExportError, match="0 RotaryEmbedding"):
+        check_canonical(tmp_path / "model.onnx", replace(growing, rope=None), find_precision("fp32"))
+
+
+def test_any_causal_layer_can_be_given_a_cache():
+    llama = find_spec("llama-3-8b")
+    growing, static = llama.with_cache("growing"), llama.with_cache("static")
+    assert (str(growing.axes["P"]), str(static.axes["T"])) == ("0:2048:8191", "8192:8192:8192")
+    assert (llama.longest, growing.longest, static.longest) == (8192, 8191 + 8192, 8192)
+    assert growing.with_cache("growing") is growing
+    assert static.with_cache("none").cache == "none"
+    with pytest.raises(SpecError, match="cache is not a known one"):
+        llama.with_cache("grown")
+    with pytest.raises(SpecError, match="A cache does not go with"):
+        find_spec("bert-base").with_cache("growing")
+
+
+def test_prefill_and_decode_are_cases_of_a_cache_only():
+    with pytest.raises(SpecError, match="No such golden case"):
+        plan_golden(find_spec("tiny-gqa"), ("prefill",))

@@ -1,0 +1,173 @@
+"""A captured trace is true: its oracle is the layer without a cache, its eager results are stepped."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mha_deploy.catalog import find_spec
+from mha_deploy.errors import DeployError, ExportError
+from mha_deploy.export.eager import run_module
+from mha_deploy.export.inputs import to_numpy
+from mha_deploy.export.trace import TraceCapture, whole_twin
+from mha_deploy.precision import PRECISIONS
+from mha_deploy.reference import build_module
+from mha_deploy.reference.cache import Decoder, decode_in_chunks
+from mha_deploy.spec import Axis
+from mha_deploy.trace import check_trace, read_trace, write_trace
+from mha_deploy.validate.deviation import measure
+
+STEPS = 6
+PROMPTS = {"growing": 5, "static": [5, 2, 7]}
+CACHES = tuple(PROMPTS)
+
+
+def layer(cache, **changes):
+    spec = find_spec("tiny-rope")
+    added = {"static": {"T": Axis(min=32, opt=32, max=32)}, "growing": {"P": Axis(min=0, opt=8, max=32)}}
+    axes = {**spec.axes, "S": Axis(min=1, opt=8, max=16), **added[cache]}
+    return replace(spec, cache=cache, axes=axes, **changes)
+
+
+def module_of(spec, precision="fp16", **options):
+    return build_module(spec, dtype=getattr(torch, PRECISIONS[precision].torch_name), **options)
+
+
+def captured(cache, precision="fp16", seed=0, name="decode", **changes):
+    capture = TraceCapture(module_of(layer(cache, **changes), precision), PRECISIONS[precision], seed)
+    return capture.capture(name, 3, PROMPTS[cache], STEPS)
+
+
+def valid(trace, name, row):
+    """What means something of one row: [tokens, E], or [Hkv, tokens, D]."""
+    end = trace.prompt[row] + trace.steps
+    return np.s_[row, :end] if name == "output" else np.s_[row, :, :end]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_stepping_rounds_and_nothing_else(cache, precision):
+    trace = captured(cache, precision)
+    check_trace(layer(cache), trace, PRECISIONS[precision])
+    for name in trace.oracle:
+        for row in range(3):
+            at = valid(trace, name, row)
+            error = measure(trace.eager[name][at], trace.oracle[name][at])
+            assert 0 < error.relative_l2 < 10 * PRECISIONS[precision].roundoff
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"rope": None}, {"window": 3}, {"softcap": 1.5}, {"projections": "packed"}]
+)
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_oracle_is_what_stepping_in_fp64_gives(cache, changes):
+    trace, spec = captured(cache, "fp16", **changes), layer(cache, **changes)
+    exact = build_module(spec, weights=module_of(spec).state_dict(), dtype=torch.float64)
+    for row in range(3):
+        x = torch.from_numpy(trace.x[row : row + 1, : trace.prompt[row] + STEPS].astype(np.float64))
+        output, decoder = decode_in_chunks(exact, x, [1] * x.shape[1])
+        rows = {"output": output, "key": decoder.keys, "value": decoder.values}
+        for name, got in rows.items():
+            at = valid(trace, name, row)
+            np.testing.assert_allclose(got[0].numpy()[at[1:]], trace.oracle[name][at], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_eager_is_the_module_fed_as_a_stepper_is(cache):
+    trace, module = captured(cache, "fp32"), module_of(layer(cache), "fp32")
+    decoder = Decoder(module, 3)
+    counts = torch.from_numpy(trace.prompt) if cache == "static" else None
+    first = decoder.feed(torch.from_numpy(trace.prefill), counts).numpy()
+    for row, end in enumerate(trace.prompt):
+        assert np.array_equal(first[row, :end], trace.eager["output"][row, :end])
+    for step in range(1, STEPS + 1):
+        output = decoder.feed(torch.from_numpy(trace.tokens(step))).numpy()
+        assert np.array_equal(output, trace.at_step(trace.eager["output"], step))
+    assert np.array_equal(decoder.keys[:, :, : trace.length].numpy(), trace.eager["key"])
+
+
+def test_the_oracle_knows_of_no_cache():
+    module = module_of(layer("static"))
+    twin = whole_twin(module)
+    assert twin.spec.cache == "none"
+    assert {p.dtype for p in twin.parameters()} == {torch.float64}
+    for name, weight in module.state_dict().items():  # rounded as the module's are
+        assert torch.equal(twin.state_dict()[name], weight.double())
+
+
+def test_an_oracle_and_a_way_to_run_it_can_be_given():
+    module, calls = module_of(layer("static")), []
+
+    def run(twin, arguments):
+        calls.append(twin)
+        return run_module(twin, arguments)
+
+    twin = whole_twin(module)
+    given = TraceCapture(module, PRECISIONS["fp16"], 0, twin, run_oracle=run)
+    trace = given.capture("decode", 3, PROMPTS["static"], STEPS)
+    assert calls == [twin]
+    assert np.array_equal(trace.oracle["output"], captured("static").oracle["output"])
+
+
+def test_the_same_seed_draws_the_same_and_another_name_does_not():
+    again = captured("static")
+    assert np.array_equal(captured("static").x, again.x)
+    assert not np.array_equal(captured("static", seed=1).x, again.x)
+    assert not np.array_equal(captured("static", name="other").x, again.x)
+
+
+def test_one_length_serves_every_row():
+    capture = TraceCapture(module_of(layer("static")), PRECISIONS["fp16"], 0)
+    one, each = (capture.capture("decode", 2, prompt, 3) for prompt in (4, [4, 4]))
+    assert one.prompt.tolist() == [4, 4]
+    assert np.array_equal(one.eager["output"], each.eager["output"])
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_captured_trace_can_be_written_and_read(tmp_path, cache):
+    trace = captured(cache, "bf16")
+    write_trace(tmp_path / "decode.npz", trace)
+    read = read_trace(tmp_path / "decode.npz")
+    assert np.array_equal(read.eager["key"], trace.eager["key"])
+    assert np.array_equal(read.oracle["key"], trace.oracle["key"])
+
+
+@pytest.mark.parametrize(
+    ("cache", "B", "prompt", "steps", "match"),
+    [
+        ("growing", 3, [5, 2, 7], 2, "one length"),
+        ("static", 3, [5, 2], 2, "Every row needs a prompt"),
+        ("static", 3, 16, 17, "do not fit into the cache"),
+        ("growing", 3, 16, 18, "Axis P"),
+        ("static", 3, 17, 1, "Axis S"),
+        ("static", 9, 4, 1, "Axis B"),
+        ("static", 3, 0, 1, "needs a prompt"),
+    ],
+)
+def test_what_the_layer_cannot_step_through_is_refused(cache, B, prompt, steps, match):
+    capture = TraceCapture(module_of(layer(cache)), PRECISIONS["fp16"], 0)
+    with pytest.raises(DeployError, match=match):
+        capture.capture("decode", B, prompt, steps)
+
+
+def test_a_module_that_overflows_is_refused():
+    module = module_of(layer("growing"))
+    module.v.weight.mul_(60000)
+    with pytest.raises(ExportError, match="overflows"):
+        TraceCapture(module, PRECISIONS["fp16"], 0).capture("decode", 2, 4, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_trace_can_be_captured_on_a_gpu(cache):
+    here = captured(cache)
+    module = module_of(layer(cache), device="cuda")
+    there = TraceCapture(module, PRECISIONS["fp16"], 0).capture("decode", 3, PROMPTS[cache], STEPS)
+    assert np.array_equal(here.x, there.x)
+    for name in here.oracle:
+        np.testing.assert_allclose(there.oracle[name], here.oracle[name], rtol=0, atol=1e-12)
+        for row in range(3):
+            at = valid(there, name, row)
+            assert measure(there.eager[name][at], there.oracle[name][at]).relative_l2 < 2.0**-7
+    assert to_numpy(next(module.parameters())).dtype == np.float16

@@ -1,0 +1,91 @@
+"""Golden files hold the new rows of a cache, and the cases that are read from them hold all of it."""
+
+import numpy as np
+import pytest
+
+from mha_deploy.bundle import open_bundle
+from mha_deploy.errors import BundleError
+from mha_deploy.export.golden import GoldenCapture
+from mha_deploy.export.golden_plan import plan_golden
+from mha_deploy.golden import golden_cases, read_case
+from mha_deploy.golden_cache import only_new_rows, with_old_rows
+from mha_deploy.precision import find_precision
+from mha_deploy.reference import build_module
+from mha_deploy.spec import AttentionSpec
+
+CACHED = ("tiny-growing", "tiny-static")
+
+
+@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_what_is_read_is_what_was_captured(bundles, name, precision):
+    import torch
+
+    bundle = bundles(name, precision)
+    spec, wanted = bundle.manifest.spec, find_precision(precision)
+    module = build_module(spec, dtype=getattr(torch, wanted.torch_name), path="plain")
+    capture = GoldenCapture(module, wanted, seed=0)
+    read = {case.name: case for case in golden_cases(bundle)}
+    for planned in plan_golden(spec).cases:
+        captured = capture.capture(planned)
+        for group in ("inputs", "oracle", "eager"):
+            for key, array in getattr(captured, group).items():
+                got = getattr(read[planned.name], group)[key]
+                assert got.dtype == array.dtype
+                np.testing.assert_array_equal(got.astype(np.float64), array.astype(np.float64))
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_file_holds_no_old_row_twice(bundles, name):
+    bundle = bundles(name)
+    for entry in bundle.manifest.golden:
+        S, Hkv, D = entry.sizes["S"], bundle.manifest.spec.Hkv, bundle.manifest.spec.D
+        with np.load(bundle.file(entry.file)) as arrays:
+            shapes = {key: arrays[key].shape for key in arrays if "oracle/" in key and "/output" not in key}
+        assert set(shapes.values()) == {(entry.sizes["B"], Hkv, S, D)}
+
+
+def test_rows_go_out_and_back_ragged():
+    rng = np.random.default_rng(0)
+    inputs = {
+        "x": np.zeros((3, 2, 8)),
+        "key_cache": rng.standard_normal((3, 2, 6, 4)),
+        "lengths": np.array([0, 4, 2], np.int32),
+    }
+    new = rng.standard_normal((3, 2, 2, 4))
+    whole = with_old_rows({"key_cache_out": new, "output": inputs["x"]}, inputs)
+    for row, start in enumerate((0, 4, 2)):
+        np.testing.assert_array_equal(whole["key_cache_out"][row, :, start : start + 2], new[row])
+        kept = np.delete(whole["key_cache_out"][row], [start, start + 1], axis=1)
+        np.testing.assert_array_equal(kept, np.delete(inputs["key_cache"][row], [start, start + 1], axis=1))
+    np.testing.assert_array_equal(only_new_rows(whole, inputs)["key_cache_out"], new)
+
+
+def test_lengths_that_do_not_fit_are_refused(bundles, tmp_path):
+    bundle = bundles("tiny-static")
+    entry = bundle.manifest.golden[0]
+    with np.load(bundle.file(entry.file)) as stored:
+        arrays = {key: stored[key] for key in stored}
+    arrays["inputs/lengths"] = np.array([64], np.int32)
+    folder = tmp_path / "bundle"
+    (folder / "golden").mkdir(parents=True)
+    np.savez(folder / entry.file, **arrays)
+    forged = open_bundle(bundle.path)
+    object.__setattr__(forged, "path", folder)
+    with pytest.raises(BundleError, match="do not fit its cache"):
+        read_case(forged, entry)
+
+
+def test_large_caches_get_few_rows():
+    spec = AttentionSpec.from_dict(
+        {
+            "name": "long",
+            "Hq": 8,
+            "E": 1024,
+            "causal": True,
+            "cache": "static",
+            "axes": {"B": {"min": 1, "opt": 2, "max": 8}, "S": {"min": 1, "opt": 16, "max": 64}, "T": 32768},
+        }
+    )
+    rows = {case.name: case.sizes["B"] for case in plan_golden(spec, ("odd", "ragged")).cases}
+    assert rows == {"odd": 1, "ragged": 1}
