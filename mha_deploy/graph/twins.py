@@ -34,7 +34,7 @@ def unfused_twin(model: ir.Model) -> ir.Model:
     for node in attentions:
         if _SOFTMAX_PRECISION not in node.attributes:
             node.attributes[_SOFTMAX_PRECISION] = ir.AttrInt64(_SOFTMAX_PRECISION, int(ir.DataType.FLOAT))
-    twin = lower(copy, "primitives")
+    twin = lower(copy, "primitives", cache="copy")  # the outputs stay as they are
     inner = [
         node.outputs[0]
         for node in twin.graph

@@ -15,12 +15,17 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
+from mha_deploy.graph.lower import CacheForm
+
 _DTYPES = {"fp16": (TensorProto.FLOAT16, np.float16), "fp32": (TensorProto.FLOAT, np.float32)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Sizes of the layer; M is the number of positions, and of the slots of a fixed cache."""
+    """Sizes of the layer; M is the number of positions, and of the slots of a fixed cache.
+
+    A mask has a row for each query, unless `mask_rows` says otherwise.
+    """
 
     E: int = 32
     Hq: int = 4
@@ -33,6 +38,8 @@ class Layer:
     rotary: dict[str, Any] = field(default_factory=dict)
     attention: dict[str, Any] = field(default_factory=lambda: {"is_causal": 1})
     opset: int = 24
+    mask: bool = False
+    mask_rows: int | None = None
 
     @property
     def turned(self) -> int:
@@ -47,7 +54,7 @@ def growing(layer: Layer) -> ir.Model:
         _rotary(layer, "k", "k_turned", num_heads=layer.Hkv),
         _attention(
             layer,
-            ["q_turned", "k_turned", "v", "", "past_key", "past_value"],
+            ["q_turned", "k_turned", "v", _mask(layer), "past_key", "past_value"],
             ["heads", "present_key", "present_value"],
             q_num_heads=layer.Hq,
             kv_num_heads=layer.Hkv,
@@ -57,7 +64,8 @@ def growing(layer: Layer) -> ir.Model:
     past = ["B", layer.Hkv, "P", layer.D]
     present = ["B", layer.Hkv, "P_plus_S", layer.D]
     states = {"present_key": present, "present_value": present}
-    return _model(layer, nodes, {"past_key": past, "past_value": past}, states)
+    inputs = {"past_key": past, "past_value": past, "mask": [layer.mask_rows or layer.S, "P_plus_S"]}
+    return _model(layer, nodes, inputs, states)
 
 
 def fixed(layer: Layer) -> ir.Model:
@@ -74,33 +82,58 @@ def fixed(layer: Layer) -> ir.Model:
         _rotary(layer, "q4", "q_turned"),
         _rotary(layer, "k4", "k_turned"),
         helper.make_node(
-            "TensorScatter", ["key_cache", "k_turned", "write"], ["new_key_cache"], name="key_update"
+            "TensorScatter", ["key_cache", "k_turned", "write"], ["key_cache_out"], name="key_update"
         ),
         helper.make_node(
-            "TensorScatter", ["value_cache", "v4", "write"], ["new_value_cache"], name="value_update"
+            "TensorScatter", ["value_cache", "v4", "write"], ["value_cache_out"], name="value_update"
         ),
-        _attention(layer, ["q_turned", "new_key_cache", "new_value_cache", "", "", "", "ends"], ["heads"]),
+        _attention(
+            layer, ["q_turned", "key_cache_out", "value_cache_out", _mask(layer), "", "", "ends"], ["heads"]
+        ),
         helper.make_node("Transpose", ["heads"], ["rows"], name="merge_turn", perm=[0, 2, 1, 3]),
         helper.make_node("Reshape", ["rows", "y_shape"], ["merged"], name="merge"),
         helper.make_node("MatMul", ["merged", "wo"], ["y"], name="out"),
     ]
     cache = ["B", layer.Hkv, layer.T or layer.M, layer.D]
-    inputs = {"key_cache": cache, "value_cache": cache, "lengths": ["B"]}
-    return _model(layer, nodes, inputs, {"new_key_cache": cache, "new_value_cache": cache})
+    mask = ["B", 1, layer.mask_rows or layer.S, layer.T or layer.M]
+    inputs = {"key_cache": cache, "value_cache": cache, "lengths": ["B"], "mask": mask}
+    return _model(layer, nodes, inputs, {"key_cache_out": cache, "value_cache_out": cache})
 
 
 def feeds(model: ir.Model, layer: Layer, *, starts: list[int], S: int, P: int = 0) -> dict[str, np.ndarray]:
     """Random inputs for S new tokens behind `starts` tokens in each batch row; P is the length of a past."""
     rng, B = np.random.default_rng(len(starts) + 10 * S + 100 * P), len(starts)
-    sizes = {"B": B, "S": S, "P": P, "M": layer.M}
+    sizes = {"B": B, "S": S, "P": P, "P_plus_S": P + S, "M": layer.M}
     begin = np.array(starts, np.int64)
     given = {"lengths": begin.astype(np.int32), "positions": begin[:, None] + np.arange(S)}
     out = {}
     for value in model.graph.inputs:
         shape = [dim if isinstance(dim, int) else sizes[dim.value] for dim in value.shape]
         numbers = rng.standard_normal(shape).astype(_DTYPES[layer.dtype][1])
+        numbers = numbers < 0.5 if value.name == "mask" else numbers
         out[value.name] = given.get(value.name, numbers)
     return out
+
+
+def with_whole_states(
+    form: CacheForm, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]
+) -> list[np.ndarray]:
+    """The outputs with whole caches: rows that were given out alone are written into them."""
+    whole = []
+    for name, array in outputs.items():
+        past = inputs.get(form.rows.get(name, ""))
+        if past is not None and "lengths" not in inputs:
+            array = np.concatenate([past, array], axis=2)
+        elif past is not None:
+            rows, array = array, past.copy()
+            for b, begin in enumerate(inputs["lengths"]):
+                array[b, :, begin : begin + rows.shape[2]] = rows[b]
+        whole.append(array)
+    return whole
+
+
+def _mask(layer: Layer) -> str:
+    return "mask" if layer.mask else ""
 
 
 def _projections() -> list[onnx.NodeProto]:
@@ -130,8 +163,10 @@ def _model(
 ) -> ir.Model:
     kind = _DTYPES[layer.dtype][0]
     inputs = {"x": ["B", layer.S, layer.E], "positions": ["B", layer.S], **more}
+    if not layer.mask:
+        inputs.pop("mask")
     outputs = {"y": inputs["x"], **states}
-    kinds = {"positions": TensorProto.INT64, "lengths": TensorProto.INT32}
+    kinds = {"positions": TensorProto.INT64, "lengths": TensorProto.INT32, "mask": TensorProto.BOOL}
     graph = helper.make_graph(
         nodes,
         "layer",

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import pytest
 from attention_models import attention
 from conformance import run_in_ort
-from decode_models import Layer, feeds, fixed, growing
+from decode_models import Layer, feeds, fixed, growing, with_whole_states
 from onnx import TensorProto, helper
 from onnx.backend.test.case.node import _NodeTestCases
 from onnx.backend.test.runner import Runner
@@ -24,7 +24,7 @@ from mha_deploy.backends.tensorrt import BuildRequest, build_engine
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.eligibility import check_operators, judge, operator_options, target_from
-from mha_deploy.graph.lower import LoweringError, lower
+from mha_deploy.graph.lower import LoweringError, cache_form, lower
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)
@@ -47,6 +47,7 @@ LAYERS = {
     "window": Layer(attention={"is_causal": 1, "left_window_size": 2}, opset=25),
     "one-token": Layer(S=1),
     "not-causal": Layer(attention={}),
+    "masked": Layer(attention={}, mask=True),
 }
 KINDS = {"growing": growing, "fixed": fixed}
 WAYS: list[tuple[str, dict[str, Any]]] = [
@@ -54,8 +55,9 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("trt", {"decompose": True}),
     ("trt", {"decompose": True, "mask": "bool", "decode_primitives": True}),
     ("primitives", {}),
-    ("primitives", {"gqa": "broadcast"}),
-    ("contrib", {"repeat_kv": True}),
+    ("primitives", {"cache": "copy"}),
+    ("primitives", {"cache": "rows", "gqa": "broadcast"}),
+    ("contrib", {"repeat_kv": True, "cache": "copy"}),
 ]
 # New tokens, and how many each batch row has before them: empty, one past for all, ragged.
 CALLS: dict[str, list[tuple[int, list[int]]]] = {
@@ -71,7 +73,9 @@ def reference(model: ir.Model, inputs: dict[str, np.ndarray]) -> list[np.ndarray
 def evaluate(model: ir.Model, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Run a lowered model: in ONNX Runtime where it is not left with an Attention that it cannot run."""
     kept = attention_nodes(model)
-    return reference(model, inputs) if kept else run_in_ort(ir.to_proto(model), inputs)
+    outputs = reference(model, inputs) if kept else run_in_ort(ir.to_proto(model), inputs)
+    named = dict(zip((value.name for value in model.graph.outputs), outputs, strict=True))
+    return with_whole_states(cache_form(model), inputs, named)
 
 
 @functools.cache
@@ -105,18 +109,18 @@ def test_layer_computes_the_same(name: str, kind: str, dialect: str, options: di
                 np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("dialect", "options"), [*WAYS[1:4], ("contrib", {"repeat_kv": True})])
+@pytest.mark.parametrize(("dialect", "options"), WAYS[1:])
 @pytest.mark.parametrize("kind", KINDS)
 def test_token_by_token_is_the_same_as_all_at_once(kind: str, dialect: str, options: dict[str, Any]) -> None:
     layer = Layer()
     model = KINDS[kind](layer)
-    lowered = ir.to_proto(lower(model, dialect, **options))
+    lowered = lower(model, dialect, **options)
     whole = feeds(model, layer, starts=[0], S=8)
     states = [name for name in whole if "key" in name or "value" in name]
     outputs, kept = [], {name: whole[name] for name in states}
     for begin, end in ((0, 5), (5, 6), (6, 7), (7, 8)):
         step = feeds(model, layer, starts=[begin], S=end - begin, P=begin)
-        y, *new = run_in_ort(lowered, {**step, **kept, "x": whole["x"][:, begin:end]})
+        y, *new = evaluate(lowered, {**step, **kept, "x": whole["x"][:, begin:end]})
         kept = dict(zip(states, new, strict=True))
         outputs.append(y)
     wanted = reference(model, whole)
@@ -127,7 +131,7 @@ def test_token_by_token_is_the_same_as_all_at_once(kind: str, dialect: str, opti
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_and_values_are_not_repeated_and_reach_opset_17(kind: str) -> None:
-    lowered = lower(KINDS[kind](Layer()), "primitives")
+    lowered = lower(KINDS[kind](Layer()), "primitives", cache="copy")
     assert lowered.opset_imports[""] == 17
     onnx.checker.check_model(ir.to_proto(lowered), full_check=True)
     (scores,) = [node for node in lowered.graph if node.name == "att/scores"]
@@ -136,7 +140,7 @@ def test_keys_and_values_are_not_repeated_and_reach_opset_17(kind: str) -> None:
 
 def test_contrib_names_what_has_no_operator() -> None:
     with pytest.raises(LoweringError, match="repeat_kv=True") as caught:
-        lower(fixed(Layer()), "contrib")
+        lower(fixed(Layer()), "contrib", cache="copy")
     assert caught.value.feature == "grouped heads with other key than query length"
 
 
@@ -303,7 +307,7 @@ def shapes(model: ir.Model, sizes: dict[str, tuple[int, int, int]]) -> dict[str,
 @needs_rtx
 @pytest.mark.parametrize(
     ("dialect", "options"),
-    [("trt", {}), ("trt", {"native": True, "decode_primitives": True}), ("primitives", {})],
+    [("trt", {}), ("trt", {"native": True, "decode_primitives": True}), ("primitives", {"cache": "copy"})],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_engine_is_fused_for_prompt_and_token(kind: str, dialect: str, options: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.eligibility.records import (
     BEFORE_ATTENTION,
     NOTE,
@@ -23,6 +24,8 @@ from mha_deploy.graph.eligibility.records import (
     Versions,
 )
 from mha_deploy.graph.lower import rotary, scatter
+from mha_deploy.graph.lower.cache_form import rows_name
+from mha_deploy.graph.lower.cache_pattern import CachedAttention, read_cache
 
 _WITHOUT_OPERATORS = Versions(product=TENSORRT, since=(10, 14), before=(10, 15))
 _WITH_OPERATORS = (Versions(product=TENSORRT, since=(10, 15)), RTX)
@@ -110,6 +113,15 @@ def _in_place(node: ir.Node) -> str | None:
     return f"The cache is updated in place: {cache.name if cache else ''} and {node.outputs[0].name} are one."
 
 
+def _as_rows(node: ir.Node) -> str | None:
+    """Whether the primitives lowering gives out the new rows of this cache alone."""
+    readers = [use.node for use in node.outputs[0].uses() if is_attention(use.node)]
+    if not any(isinstance(read_cache(reader), CachedAttention) for reader in readers):
+        return None
+    name = str(node.outputs[0].name)
+    return f"The cache is read in place and not given out: {rows_name(name)} stands for {name}."
+
+
 OPERATOR_RULES: tuple[OperatorRule, ...] = (
     OperatorRule(
         id="no-decode-operator-primitives",
@@ -151,6 +163,15 @@ OPERATOR_RULES: tuple[OperatorRule, ...] = (
         applies=_in_place,
         remedy="bind input and output to the same memory",
         source="TensorRT operator documentation, KVCacheUpdate",
+    ),
+    OperatorRule(
+        id="cache-rows",
+        severity=NOTE,
+        operators=_SCATTER,
+        holds=(BEFORE_ATTENTION,),
+        applies=_as_rows,
+        remedy="write the rows into the cache after each call, or lower with cache=copy",
+        source="primitives lowering",
     ),
 )
 """Everything that is known, in the order it is reported within one severity."""

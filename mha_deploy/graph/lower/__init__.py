@@ -22,6 +22,9 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.lower import to_contrib, to_onnx, to_primitives, to_trt
+from mha_deploy.graph.lower.cache_form import CacheForm, cache_form
+from mha_deploy.graph.lower.cache_rows import give_rows_out
+from mha_deploy.graph.lower.contrib_cache import append_to_caches
 from mha_deploy.graph.lower.errors import LoweringError
 from mha_deploy.graph.lower.fold_scale import fold_scale
 from mha_deploy.graph.lower.operator_node import OperatorRules
@@ -29,7 +32,7 @@ from mha_deploy.graph.lower.opset import to_opset
 from mha_deploy.graph.lower.pack import pack_projections
 from mha_deploy.graph.lower.rewrite import rewrite
 
-__all__ = ["DIALECTS", "LoweringError", "fold_scale", "lower", "pack_projections"]
+__all__ = ["DIALECTS", "CacheForm", "LoweringError", "cache_form", "fold_scale", "lower", "pack_projections"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +43,14 @@ class Dialect:
         options: The record of its options.
         rule: Writes one attention in it.
         operators: From its options to what it makes of the operators around attention.
+        caches: Writes attention and its cache as one, before the others; a model to a new one.
         broadcasts: Whether masks need not be spelled out over the queries.
     """
 
     options: type
     rule: Callable[..., dict[int, ir.Value] | None] | None
     operators: Callable[[Any], OperatorRules] = lambda options: {}
+    caches: Callable[..., ir.Model] | None = None
     broadcasts: bool = False
 
 
@@ -61,12 +66,14 @@ DIALECTS = {
         options=to_primitives.PrimitivesOptions,
         rule=to_primitives.lower_to_primitives,
         operators=lambda options: to_primitives.OPERATOR_RULES,
+        caches=give_rows_out,
         broadcasts=True,
     ),
     to_contrib.DIALECT: Dialect(
         options=to_contrib.ContribOptions,
         rule=to_contrib.lower_to_contrib,
         operators=lambda options: to_contrib.OPERATOR_RULES,
+        caches=append_to_caches,
     ),
 }
 """The dialects by name."""
@@ -96,7 +103,8 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
         return to_onnx.checked_copy(model)
     rule = partial(chosen.rule, options=settings)
     operators = chosen.operators(settings)
-    lowered = rewrite(model, rule, dialect=dialect, broadcasts=chosen.broadcasts, operators=operators)
+    prepared = model if chosen.caches is None else chosen.caches(model, settings, dialect=dialect)
+    lowered = rewrite(prepared, rule, dialect=dialect, broadcasts=chosen.broadcasts, operators=operators)
     opset = getattr(settings, "opset", None)
     return lowered if opset is None else to_opset(lowered, opset, dialect=dialect)
 

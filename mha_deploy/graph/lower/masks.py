@@ -76,7 +76,7 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, hidden: float | 
     """
     if mask.additive is None:
         zero = b.constant(0.0, call.dtype)
-        return b.op("Where", mask.visible, zero, _hidden(b, call, hidden), name="mask_bias")
+        return b.op("Where", mask.visible, zero, hidden_number(b, call, hidden), name="mask_bias")
     additive = _to_score_type(b, call, mask.additive)
     if mask.visible is None:
         return additive
@@ -121,7 +121,7 @@ def _geometry(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> ir.Value
     ahead, back = _sight_ahead(call), call.facts.left_window
     if ahead is None and back < 0 and call.lengths is None:
         return None
-    key = _positions(b, T, axis=3)
+    key = positions_along(b, T, axis=3)
     tests = []
     if _depends_on_query(call):
         own = _own_position(b, call, S)
@@ -155,7 +155,7 @@ def _depends_on_query(call: AttentionCall) -> bool:
 
 def _own_position(b: NodeBuilder, call: AttentionCall, S: Size) -> ir.Value:
     """Position of each query among the keys: behind the past, or at the end of the valid keys."""
-    index = _positions(b, S, axis=2)
+    index = positions_along(b, S, axis=2)
     if call.past_key is not None:
         return b.op("Add", index, b.as_tensor(b.size(call.past_key, 2)))
     if call.lengths is not None:
@@ -172,7 +172,7 @@ def count_up(b: NodeBuilder, size: Size) -> ir.Value:
     return b.op("Range", start, b.op("Squeeze", size), step)
 
 
-def _positions(b: NodeBuilder, size: Size, *, axis: int) -> ir.Value:
+def positions_along(b: NodeBuilder, size: Size, *, axis: int) -> ir.Value:
     """0, 1, 2 … along one axis of a 4-D tensor."""
     return b.reshape(count_up(b, size), *(-1 if at == axis else 1 for at in range(4)))
 
@@ -252,7 +252,8 @@ def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Va
     return b.op("Where", closed, b.constant(NEG_INF, call.dtype), finite, name="mask_cast")
 
 
-def _hidden(b: NodeBuilder, call: AttentionCall, number: float | None) -> ir.Value:
+def hidden_number(b: NodeBuilder, call: AttentionCall, number: float | None = None) -> ir.Value:
+    """The number that hides a key: the given one, else a finite one far below every score."""
     if number is None:
         number = _FAR_BELOW.get(call.dtype, _FAR_BELOW_DEFAULT)
     return b.constant(number, call.dtype)

@@ -5,7 +5,7 @@ So are the operators that stand around it in a model that generates: rotary embe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, ShapeInferencePass
@@ -55,35 +55,41 @@ def rewrite(
     """
     lowered = copy_of(model)
     opset = lowered.opset_imports.get("")
-    taken = {value.name for node in lowered.graph.all_nodes() for value in node.outputs if value.name}
+    taken = names_in(lowered)
     for node in list(lowered.graph.all_nodes()):
         if is_attention(node):
             if broadcasts:
-                _take_mask_before_expand(node)
+                take_mask_before_expand(node)
             call = read_call(node, opset=opset, dialect=dialect)
-            builder = NodeBuilder(_prefix(call.facts.name, taken))
+            builder = NodeBuilder(free_prefix(call.facts.name, taken))
             outputs = rule(call, builder)
         elif operators is not None and node.domain == "" and node.op_type in operators:
             other = OperatorCall(node=node, dialect=dialect)
-            builder = NodeBuilder(_prefix(other.name, taken))
+            builder = NodeBuilder(free_prefix(other.name, taken))
             output = operators[node.op_type](other, builder)
             outputs = None if output is None else {0: output}
         else:
             continue
         if outputs is not None:
-            _replace(node, builder, outputs)
-            _import_domains(lowered, builder)
+            replace_node(node, builder, outputs)
+            import_domains(lowered, builder)
     if broadcasts:
         RemoveUnusedNodesPass()(lowered)  # the Expand of a mask, and the shape it was expanded to
     return infer_shapes(lowered)
 
 
-def _import_domains(model: ir.Model, builder: NodeBuilder) -> None:
+def names_in(model: ir.Model) -> set[str]:
+    """The names of all values that nodes produce."""
+    return {value.name for node in model.graph.all_nodes() for value in node.outputs if value.name}
+
+
+def import_domains(model: ir.Model, builder: NodeBuilder) -> None:
+    """Let the model know the operator sets of new nodes."""
     for node in builder.nodes:
         model.opset_imports.setdefault(node.domain, 1)
 
 
-def _take_mask_before_expand(node: ir.Node) -> None:
+def take_mask_before_expand(node: ir.Node) -> None:
     """Read a mask as it was before it was copied for every query: there is less of it to move."""
     mask = input_at(node, MASK)
     expand = mask.producer() if mask is not None else None
@@ -92,7 +98,7 @@ def _take_mask_before_expand(node: ir.Node) -> None:
         node.replace_input_with(MASK, source)
 
 
-def _prefix(name: str, taken: set[str]) -> str:
+def free_prefix(name: str, taken: set[str]) -> str:
     """The node's own name, with a number where another value already starts with it."""
     prefix, count = name, 1
     while any(used.startswith(f"{prefix}/") for used in taken):
@@ -102,7 +108,17 @@ def _prefix(name: str, taken: set[str]) -> str:
     return prefix
 
 
-def _replace(node: ir.Node, builder: NodeBuilder, outputs: dict[int, ir.Value]) -> None:
+def replace_node(
+    node: ir.Node, builder: NodeBuilder, outputs: dict[int, ir.Value], *, keep: Iterable[ir.Value] = ()
+) -> None:
+    """Put new nodes in the place of a node.
+
+    Args:
+        node: The node; it is removed.
+        builder: Holds the new nodes.
+        outputs: What stands for its outputs, by position.
+        keep: Values that are needed besides.
+    """
     replaced: set[ir.Value] = set()
     for position, value in outputs.items():
         old = output_at(node, position)
@@ -116,5 +132,5 @@ def _replace(node: ir.Node, builder: NodeBuilder, outputs: dict[int, ir.Value]) 
     graph = node.graph
     if graph is None:
         raise ValueError(f"Node {node.name!r} belongs to no graph.")
-    graph.insert_before(node, builder.live_nodes(replaced))
+    graph.insert_before(node, builder.live_nodes([*replaced, *keep]))
     graph.remove(node, safe=True)

@@ -42,12 +42,18 @@ class ContribOptions:
     Args:
         repeat_kv: Copy keys and values for each query head where `GroupQueryAttention` cannot be used.
         empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where none exists.
+        cache: `append` lets `GroupQueryAttention` write the new rows of a static cache, which brings an input
+            `total_length` (see `contrib_cache`); `copy` writes them with ScatterND before an attention.
     """
 
     repeat_kv: bool = False
     empty_rows: str = "zero"
+    cache: str = "append"
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"empty_rows": ("zero", "ignore")}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "empty_rows": ("zero", "ignore"),
+        "cache": ("append", "copy"),
+    }
 
 
 def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: ContribOptions) -> dict[int, ir.Value]:
