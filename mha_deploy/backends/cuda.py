@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from mha_deploy.errors import BackendUnavailable, DeployError
+
+UNWRITTEN = 0xFF
+"""As every byte: NaN in every float type, -1 in every integer. An output that nobody wrote is no result."""
 
 _INSTALL = 'pip install "mha-deploy[cuda]"'
 
@@ -109,8 +112,39 @@ def free_memory() -> int:
     return int(_call("cudaMemGetInfo")[0])
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowCopy:
+    """Rows of equal width that lie apart, from one buffer to another. All figures are in bytes, but `rows`.
+
+    Args:
+        target: Where the first row goes in its buffer.
+        target_pitch: From the start of a row to the start of the next.
+        source: Where the first row comes from.
+        source_pitch: From the start of a row to the start of the next.
+        width: How much of each row is copied.
+        rows: How many.
+    """
+
+    target: int
+    target_pitch: int
+    source: int
+    source_pitch: int
+    width: int
+    rows: int
+
+    def back(self) -> RowCopy:
+        """The same rows the other way."""
+        return replace(
+            self,
+            target=self.source,
+            target_pitch=self.source_pitch,
+            source=self.target,
+            source_pitch=self.target_pitch,
+        )
+
+
 class Buffer:
-    """A piece of device memory."""
+    """A piece of device memory; an empty one has an address, too."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -128,8 +162,22 @@ class Buffer:
         """Copy another buffer of the same size."""
         _copy(self.address, other.address, self.nbytes, "DeviceToDevice", stream)
 
+    def copy_rows(self, other: Buffer, copy: RowCopy, stream: Stream) -> None:
+        """Copy rows of another buffer into rows of this one."""
+        _call(
+            "cudaMemcpy2DAsync",
+            self.address + copy.target,
+            copy.target_pitch,
+            other.address + copy.source,
+            copy.source_pitch,
+            copy.width,
+            copy.rows,
+            _runtime().cudaMemcpyKind.cudaMemcpyDeviceToDevice,
+            stream.raw,
+        )
+
     def download(self, shape: tuple[int, ...], dtype: np.dtype, stream: Stream) -> np.ndarray:
-        """Copy to a new array, and wait for it."""
+        """Copy what comes first in the buffer to a new array, and wait for it."""
         array = np.empty(shape, dtype)
         _copy(array.ctypes.data, self.address, array.nbytes, "DeviceToHost", stream)
         stream.synchronize()
@@ -137,7 +185,8 @@ class Buffer:
 
     def fill(self, byte: int, stream: Stream) -> None:
         """Set every byte, so that an output nobody wrote cannot pass for one."""
-        _call("cudaMemsetAsync", self.address, byte, self.nbytes, stream.raw)
+        if self.nbytes:
+            _call("cudaMemsetAsync", self.address, byte, self.nbytes, stream.raw)
 
     def free(self) -> None:
         """Give the memory back."""

@@ -10,9 +10,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from mha_deploy.backends.cached_stepper import open_stepper
 from mha_deploy.backends.cuda import Gpu, Stream, open_gpu
 from mha_deploy.backends.runner import Arrays, Runner, check_feeds
+from mha_deploy.backends.stepper import Launcher, Stepper
 from mha_deploy.backends.timing import Timing, TimingPlan, measure_latency, slots_past_cache
+from mha_deploy.errors import DeployError
 
 T = TypeVar("T")
 
@@ -47,6 +50,26 @@ class GpuRunner(Runner):
     def _prepare(self, feeds: Arrays, slots: int) -> AbstractContextManager[Prepared]:
         """Put `slots` copies of the inputs on the device, and record the call for each."""
 
+    def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
+        """Device memory of the inputs and outputs of one call."""
+        return sum(array.nbytes for array in (*feeds.values(), *results.values()))
+
+    def _launcher(self) -> Launcher:
+        """The loaded layer, for a stepper."""
+        raise DeployError(f"{self.name} does not step through tokens.", hint="TensorRT or ONNX Runtime")
+
+    def stepper(self, *, B: int, T: int | None = None) -> Stepper:
+        """Step through tokens with a cache on the device; close the stepper before the runner.
+
+        Args:
+            B: Rows of the batch.
+            T: Rows of a growing cache at its longest; a static cache has its own.
+
+        Raises:
+            DeployError: The layer has no cache, or one of another size.
+        """
+        return open_stepper(self._launcher(), B=B, T=T)
+
     def watch(self, feeds: Arrays, watcher: Callable[[Callable[[], None], Callable[[], None]], T]) -> T:
         """Hand a watcher, such as a profiler, one call to launch as it likes, and a way to wait for it."""
         check_feeds(self.inputs, feeds)
@@ -57,7 +80,7 @@ class GpuRunner(Runner):
         """How long one call takes, by the device's own clock, with inputs that come from memory."""
         check_feeds(self.inputs, feeds)
         results = self.run(feeds)
-        moved = sum(array.nbytes for array in (*feeds.values(), *results.values()))
+        moved = self._call_bytes(feeds, results)
         slots = slots_past_cache(moved, self.gpu.l2_bytes)
         with self._prepare(feeds, slots) as prepared:
             timing = measure_latency(

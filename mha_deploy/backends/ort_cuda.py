@@ -6,7 +6,7 @@ for each timing, since ONNX Runtime keeps what it captured for as long as the se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.backends.cuda import Buffer, Stream, free_memory
+from mha_deploy.backends.cache_rows import (
+    CACHES,
+    LENGTHS,
+    TOTAL_LENGTH,
+    check_room,
+    total_length,
+    written_in_place,
+)
+from mha_deploy.backends.cuda import UNWRITTEN, Buffer, Stream, free_memory
 from mha_deploy.backends.gpu import GpuRunner, Prepared
+from mha_deploy.backends.ort_bound import NO_CAPTURE, BoundRun, NotCapturable, cannot_run
 from mha_deploy.backends.ort_placement import (
     CUDA,
     nodes_on_cpu,
@@ -28,18 +37,18 @@ from mha_deploy.backends.ort_session import (
     first_line,
     import_onnxruntime,
     inputs_and_outputs,
-    onnx_type,
     run_bound,
     session_options,
 )
 from mha_deploy.backends.runner import Arrays
+from mha_deploy.backends.stepper import Launcher
+from mha_deploy.backends.timing import Timing, TimingPlan
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import graph_of
 from mha_deploy.graph.lower import lower
 
-_NO_CAPTURE = -1  # an id that ONNX Runtime never captures; 0 is its own
-_NEVER_WRITTEN = 0xFF  # as every byte of an output: NaN, or -1
-_WARM_UP = 2
+WARM_UP = 2
+"""How often a call runs before it is timed, the first time to be captured."""
 
 
 class OrtCudaRunner(GpuRunner):
@@ -49,29 +58,43 @@ class OrtCudaRunner(GpuRunner):
         model: The graph, with ONNX `Attention` nodes.
         dialect: `onnx` to run it as it is, `contrib` for ONNX Runtime's own attention operators.
         cuda_graph: Whether a timed call is the launch of a CUDA graph.
+
+    Attributes:
+        ort: The package.
+        session: The graph, loaded to run without CUDA graphs.
+        all_inputs: The inputs of the graph, with the one that callers do not see.
+        aliases: For each output that is written in place, the input whose memory it shares.
     """
 
     def __init__(self, model: Path | ir.Model, *, dialect: str = "onnx", cuda_graph: bool = True) -> None:
         ort = import_onnxruntime(extra="ort-gpu")
         refuse_without_cuda(ort)
         super().__init__()
-        self._ort = ort
+        self.ort = ort
         self._model = lower(graph_of(model), dialect)
         self._serialized = ir.to_proto(self._model).SerializeToString()
         self.graph = cuda_graph
         self.name = f"ort-cuda{'' if dialect == 'onnx' else f'-{dialect}'} {ort.__version__}"
         self.stream = Stream()
         try:
-            self._session = self._open_session(capture=False)
-            self.cpu_nodes = nodes_on_cpu(self._session)
+            self.session = self.open_session(capture=False)
+            self.cpu_nodes = nodes_on_cpu(self.session)
             refuse_work_on_cpu(self.cpu_nodes, self._model)
-            self.inputs, self.outputs = inputs_and_outputs(self._session)
+            self.all_inputs, self.outputs = inputs_and_outputs(self.session)
+            # Ours to give: it follows from the others.
+            self.inputs = {name: info for name, info in self.all_inputs.items() if name != TOTAL_LENGTH}
+            self.aliases = written_in_place(self.inputs, self.outputs)
         except BaseException:
             self.close()
             raise
 
-    def _open_session(self, *, capture: bool) -> Any:
-        options = session_options(self._ort, self._model)
+    def open_session(self, *, capture: bool) -> Any:
+        """Load the graph once more, to run on the runner's stream.
+
+        Args:
+            capture: Whether calls are captured as CUDA graphs.
+        """
+        options = session_options(self.ort, self._model)
         record_placement(options)
         settings = {
             "device_id": "0",
@@ -81,30 +104,74 @@ class OrtCudaRunner(GpuRunner):
         }
         try:
             # Without enable_fallback=0 the package retries on the CPU when the provider raises.
-            session = self._ort.InferenceSession(
+            session = self.ort.InferenceSession(
                 self._serialized, options, providers=[(CUDA, settings)], enable_fallback=0
             )
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
-            raise _cannot_open(error, capture) from error
-        refuse_dropped_provider(self._ort, session)
+            raise cannot_run(error, capture=capture) from error
+        refuse_dropped_provider(self.ort, session)
         return session
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        check_room(feeds)
         try:
-            return run_bound(self._ort, self._session, feeds, self.outputs)
+            if self.aliases:
+                return self._run_in_place(feeds)
+            return run_bound(self.ort, self.session, feeds, self.outputs)
+        except DeployError:
+            raise
         except Exception as error:
             raise DeployError("ONNX Runtime failed on these inputs.", got=first_line(error)) from error
+
+    def _run_in_place(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run with the caches in one place: what stands behind the new rows is then left as it was."""
+        slot = _Slot(BoundRun(self.ort, self.session), self.stream, self.aliases)
+        likes = {name: feeds[self.aliases.get(name, "x")] for name in self.outputs}
+        try:
+            slot.bind(self._fed(feeds), likes)
+            slot.launch()
+            self.stream.synchronize()
+            return slot.results()
+        finally:
+            self.stream.synchronize()
+            slot.free()
+
+    def _fed(self, feeds: Arrays) -> Arrays:
+        """The inputs, and what follows from them."""
+        if TOTAL_LENGTH not in self.all_inputs:
+            return feeds
+        S, T = feeds["x"].shape[1], feeds[CACHES[0]].shape[2]
+        return {**feeds, TOTAL_LENGTH: total_length(feeds[LENGTHS], S, T)}
+
+    def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
+        apart = {name: array for name, array in results.items() if name not in self.aliases}
+        return super()._call_bytes(feeds, apart)
+
+    def _launcher(self) -> Launcher:
+        from mha_deploy.backends.ort_stepper import OrtLauncher
+
+        return OrtLauncher(self)
+
+    def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
+        """How long one call takes; one that cannot be captured is launched, and its timing says so."""
+        try:
+            return super().time(feeds, plan)
+        except NotCapturable:
+            self.graph = False
+            return super().time(feeds, plan)
 
     @contextmanager
     def _prepare(self, feeds: Arrays, slots: int) -> Iterator[Prepared]:
         results = self._run(feeds)  # for the shapes of the outputs, which captured calls must know
         before = free_memory()
-        session = self._open_session(capture=self.graph)
+        session = self.open_session(capture=self.graph)
         bound: list[_Slot] = []
         try:
             for number in range(slots):
-                bound.append(_Slot(self._ort, session, self.stream))
-                bound[-1].bind(feeds, results, graph_id=number + 1 if self.graph else _NO_CAPTURE)
+                graph_id = number + 1 if self.graph else NO_CAPTURE
+                run = BoundRun(self.ort, session, graph_id=graph_id)
+                bound.append(_Slot(run, self.stream, self.aliases))
+                bound[-1].bind(self._fed(feeds), results)
             self._warm_up(bound)
             yield Prepared(
                 launch=lambda slot: bound[slot].launch(),
@@ -121,58 +188,62 @@ class OrtCudaRunner(GpuRunner):
         """Run every slot; ONNX Runtime repeats the first run by itself until it has captured it."""
         try:
             for slot in bound:
-                for _ in range(_WARM_UP):
+                for _ in range(WARM_UP):
                     slot.launch()
             self.stream.synchronize()
             for slot in bound:  # what is read later must come from a launch that was timed
                 slot.clear_outputs()
         except Exception as error:
-            raise _cannot_open(error, capture=self.graph) from error
+            raise cannot_run(error, capture=self.graph) from error
 
     def close(self) -> None:
         """Drop the session, and the weights with it; then the stream that it ran on."""
-        self.__dict__.pop("_session", None)
+        self.__dict__.pop("session", None)
         self.stream.close()
 
 
 class _Slot:
-    """One copy of the inputs and outputs on the device, and the call that is bound to them."""
+    """One copy of the inputs and outputs on the device, and the call that is bound to them.
 
-    def __init__(self, ort: Any, session: Any, stream: Stream) -> None:
-        self._session, self._stream = session, stream
-        self._binding = session.io_binding()
-        self._options = ort.RunOptions()
-        self._buffers: list[Buffer] = []
+    Args:
+        run: The call.
+        stream: Where it goes.
+        aliases: For each output that is written in place, the input whose memory it shares.
+    """
+
+    def __init__(self, run: BoundRun, stream: Stream, aliases: Mapping[str, str]) -> None:
+        self._run, self._stream, self._aliases = run, stream, aliases
+        self._inputs: dict[str, Buffer] = {}
         self._outputs: dict[str, tuple[Buffer, np.ndarray]] = {}
 
-    def bind(self, feeds: Arrays, results: Arrays, *, graph_id: int) -> None:
-        """Copy the inputs to the device, and bind outputs of the shapes of `results`."""
-        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        self._options.add_run_config_entry("gpu_graph_id", str(graph_id))
-        for name, array in feeds.items():
-            contiguous = np.ascontiguousarray(array)
-            buffer = self._allocate(contiguous)
-            buffer.upload(contiguous, self._stream)
-            self._binding.bind_input(name, *_place_of(buffer, contiguous))
-        for name, array in results.items():
-            buffer = self._allocate(array)
-            buffer.fill(_NEVER_WRITTEN, self._stream)
-            self._binding.bind_output(name, *_place_of(buffer, array))
-            self._outputs[name] = (buffer, array)
+    def bind(self, feeds: Arrays, likes: Arrays) -> None:
+        """Copy the inputs to the device, and bind outputs that look like `likes`."""
+        held = {name: np.ascontiguousarray(feeds[name]) for name in feeds if name != TOTAL_LENGTH}
+        for name, array in held.items():
+            buffer = self._inputs[name] = Buffer(array.nbytes)
+            buffer.upload(array, self._stream)
+            self._run.bind_input(name, buffer, array.shape, array.dtype)
+        if TOTAL_LENGTH in feeds:
+            self._run.bind_host_input(TOTAL_LENGTH, feeds[TOTAL_LENGTH])
+        for name, like in likes.items():
+            shared = self._aliases.get(name)
+            buffer = Buffer(like.nbytes) if shared is None else self._inputs[shared]
+            self._outputs[name] = (buffer, like)
+            self._run.bind_output(name, buffer, like.shape, like.dtype)
+        self.clear_outputs()
         self._stream.synchronize()  # the uploads read from arrays of the host
-
-    def _allocate(self, array: np.ndarray) -> Buffer:
-        self._buffers.append(Buffer(array.nbytes))
-        return self._buffers[-1]
 
     def clear_outputs(self) -> None:
         """Overwrite the outputs with what no result can be."""
-        for buffer, _ in self._outputs.values():
-            buffer.fill(_NEVER_WRITTEN, self._stream)
+        for buffer in self._own_outputs():
+            buffer.fill(UNWRITTEN, self._stream)
+
+    def _own_outputs(self) -> list[Buffer]:
+        return [buffer for name, (buffer, _) in self._outputs.items() if name not in self._aliases]
 
     def launch(self) -> None:
         """Queue one call."""
-        self._session.run_with_iobinding(self._binding, self._options)
+        self._run.launch()
 
     def results(self) -> dict[str, np.ndarray]:
         """What the last call wrote."""
@@ -183,23 +254,6 @@ class _Slot:
 
     def free(self) -> None:
         """Give the memory back, after what is bound to it."""
-        del self._binding, self._session
-        for buffer in self._buffers:
+        del self._run
+        for buffer in (*self._own_outputs(), *self._inputs.values()):
             buffer.free()
-
-
-def _place_of(buffer: Buffer, array: np.ndarray) -> tuple[str, int, int, list[int], int]:
-    """Device, its number, type, shape and address, in the order in which bindings take them."""
-    return "cuda", 0, onnx_type(array.dtype), list(array.shape), buffer.address
-
-
-def _cannot_open(error: Exception, capture: bool) -> DeployError:
-    if isinstance(error, DeployError):
-        return error
-    if capture:
-        return DeployError(
-            "ONNX Runtime cannot run this graph as a CUDA graph.",
-            got=first_line(error),
-            hint="cuda_graph=False, to time calls that are launched one kernel at a time",
-        )
-    return DeployError("ONNX Runtime's CUDA provider cannot run the graph.", got=first_line(error))

@@ -1,11 +1,13 @@
 """A device in the host's memory, with the methods of `backends.cuda`: for order and cleanup, not for numbers.
 
 What is queued runs at once, or is kept while the stream records. The fake of TensorRT reads and writes the
-same memory.
+same memory, and so can ONNX Runtime on the CPU: the addresses are real.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +25,8 @@ class Device:
     streams: int = 0
     recording: list[Callable[[], None]] | None = None
     done: list[str] = field(default_factory=list)
+    row_copies: list[tuple] = field(default_factory=list)
+    uploaded: int = 0
     fail_on: str = ""
     allocations_left: int = 1000
 
@@ -43,14 +47,20 @@ DEVICE = Device()
 def install(monkeypatch) -> Device:
     """Put the fake in the place of the GPU, fresh."""
     import mha_deploy.backends.gpu as gpu
+    import mha_deploy.backends.ort_cuda as ort_cuda
+    import mha_deploy.backends.step_memory as step_memory
     import mha_deploy.backends.tensorrt.bound as bound
     import mha_deploy.backends.tensorrt.run as run
+    import mha_deploy.backends.timing as timing
 
     vars(DEVICE).update(vars(Device()))
     fake = Gpu(name="fake", compute_capability="9.0", l2_bytes=64, memory_bytes=1, pci_bus="0")
     monkeypatch.setattr(gpu, "open_gpu", lambda: fake)
-    monkeypatch.setattr(run, "Stream", Stream)
-    monkeypatch.setattr(bound, "Buffer", Buffer)
+    for module in (run, ort_cuda):
+        monkeypatch.setattr(module, "Stream", Stream)
+    for module in (bound, step_memory, ort_cuda):
+        monkeypatch.setattr(module, "Buffer", Buffer)
+    monkeypatch.setattr(timing, "Event", Event)
     monkeypatch.setattr(bound, "capture", capture)
     return DEVICE
 
@@ -74,12 +84,14 @@ class Buffer:
             raise CudaError("cudaMalloc failed.", got="cudaErrorMemoryAllocation")
         DEVICE.allocations_left -= 1
         self.nbytes = nbytes
-        self.address = 1000 + DEVICE.allocations_left
-        DEVICE.memory[self.address] = bytearray(nbytes)
+        memory = bytearray(b"\x7e" * max(nbytes, 1))  # whatever was there before
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        DEVICE.memory[self.address] = memory
 
     def upload(self, array, stream):
         data = array.tobytes()
         assert len(data) == self.nbytes
+        DEVICE.uploaded += self.nbytes
         DEVICE.queue("upload", lambda: self._write(data))
 
     def copy_from(self, other, stream):
@@ -87,7 +99,22 @@ class Buffer:
 
     def download(self, shape, dtype, stream):
         DEVICE.done.append("download")
-        return np.frombuffer(bytes(DEVICE.memory[self.address]), dtype).reshape(shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        assert nbytes <= self.nbytes
+        return np.frombuffer(bytes(DEVICE.memory[self.address][:nbytes]), dtype).reshape(shape)
+
+    def copy_rows(self, other, copy, stream):
+        DEVICE.row_copies.append((self.address, other.address, copy))
+        DEVICE.queue("rows", lambda: self._write_rows(DEVICE.memory[other.address], copy))
+
+    def _write_rows(self, source, copy):
+        assert copy.width <= min(copy.target_pitch, copy.source_pitch), "CUDA refuses it"
+        for row in range(copy.rows):
+            read, written = copy.source + row * copy.source_pitch, copy.target + row * copy.target_pitch
+            piece = source[read : read + copy.width]
+            assert len(piece) == copy.width
+            assert written + copy.width <= self.nbytes
+            DEVICE.memory[self.address][written : written + copy.width] = piece
 
     def fill(self, byte, stream):
         DEVICE.queue("fill", lambda: self._write(bytes([byte]) * self.nbytes))
@@ -96,7 +123,23 @@ class Buffer:
         del DEVICE.memory[self.address]
 
     def _write(self, data):
-        DEVICE.memory[self.address][:] = data
+        DEVICE.memory[self.address][: self.nbytes] = data[: self.nbytes]
+
+
+class Event:
+    """A clock by which every moment is 10 µs after the one before."""
+
+    now = 0.0
+
+    def record(self, stream):
+        Event.now += 10.0
+        self.at = Event.now
+
+    def microseconds_since(self, earlier):
+        return self.at - earlier.at
+
+    def close(self):
+        pass
 
 
 class Graph:

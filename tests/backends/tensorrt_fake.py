@@ -1,18 +1,22 @@
 """A TensorRT made from the API surface of one version: it has those names, and no others.
 
 Building against it runs the real build code with every supported version, running against it the real
-runner: every engine is the same one, whose output is a copy of its input. A name that the version does not
-have raises AttributeError, on reading and on writing, as the real one does.
+runner: the output of an engine is a copy of its input, unless a test brings another in `ENGINES`. A name that
+the version does not have raises AttributeError, on reading and on writing, as the real one does.
 """
 
 from __future__ import annotations
 
 import enum
 import json
+import math
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 from cuda_fake import DEVICE
 
@@ -139,10 +143,51 @@ def _attention(self: Any) -> Any:
     return self.__dict__.setdefault("_attention", self._module.IAttention())
 
 
-# -- the engine: y = x, for x of [batch, length, 4] and a scalar per batch, in two profiles that overlap ----
+# -- engines: the plan says which ----------------------------------------------------------------------------
 
-DIMS = {"x": (-1, -1, 4), "n": (-1,), "y": (-1, -1, 4)}
+
+@dataclass(frozen=True, kw_only=True)
+class FakeEngine:
+    """What an engine takes and gives, and what it computes."""
+
+    inputs: dict[str, tuple[int, ...]]
+    outputs: dict[str, tuple[int, ...]]
+    profiles: list[dict[str, tuple]]
+    shape: Callable[[str, dict], tuple[int, ...]]
+    compute: Callable[[Callable[[str], np.ndarray]], None]
+    integers: tuple[str, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def dims(self) -> dict[str, tuple[int, ...]]:
+        return {**self.inputs, **self.outputs}
+
+    def dtype(self, name: str) -> np.dtype:
+        return np.dtype(np.int32 if name in self.integers else np.float16)
+
+
+def _copy(tensor: Callable[[str], np.ndarray]) -> None:
+    tensor("y")[:] = tensor("x")
+
+
+# y = x, for x of [batch, length, 4] and a scalar per batch, in two profiles that overlap.
 LENGTHS = ((1, 2, 8), (5, 9, 16))
+COPY = FakeEngine(
+    inputs={"x": (-1, -1, 4), "n": (-1,)},
+    outputs={"y": (-1, -1, 4)},
+    profiles=[
+        {
+            "x": tuple((b, s, 4) for b, s in zip((1, 2, 4), lengths, strict=True)),
+            "n": ((1,), (2,), (4,)),
+        }
+        for lengths in LENGTHS
+    ],
+    shape=lambda name, shapes: shapes["x"],
+    compute=_copy,
+    integers=("n",),
+)
+ENGINES: dict[bytes, FakeEngine] = {}
+"""Engines by their plans; any other plan is COPY."""
 
 
 def _runtime_init(self: Any, logger: Any) -> None:
@@ -150,7 +195,8 @@ def _runtime_init(self: Any, logger: Any) -> None:
 
 
 def _deserialize(self: Any, plan: bytes) -> Any:
-    return self._module.ICudaEngine(_logger=self._logger, _contexts=weakref.WeakSet())
+    what = ENGINES.get(plan, COPY)
+    return self._module.ICudaEngine(_logger=self._logger, _contexts=weakref.WeakSet(), _what=what)
 
 
 def _refused(self: Any, call: str) -> bool:
@@ -159,13 +205,6 @@ def _refused(self: Any, call: str) -> bool:
     if asked:
         self._engine._logger.log(SimpleNamespace(name="ERROR"), f"{call} was refused")
     return asked
-
-
-def _profile_shape(self: Any, name: str, index: int) -> list[tuple[int, ...]]:
-    return [
-        (batch,) if name == "n" else (batch, length, 4)
-        for batch, length in zip((1, 2, 4), LENGTHS[index], strict=True)
-    ]
 
 
 def _create_context(self: Any, runtime_config: Any = None) -> Any:
@@ -193,7 +232,7 @@ def _set_shape(self: Any, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _tensor_shape(self: Any, name: str) -> tuple[int, ...]:
-    known = self._shapes["x"]
+    known = self._engine._what.shape(name, self._shapes)
     return (known[0], -1, 4) if getattr(self._module, "data_dependent", False) else known
 
 
@@ -203,12 +242,18 @@ def _set_address(self: Any, name: str, address: int) -> bool:
 
 
 def _execute(self: Any, stream: int) -> bool:
-    x, y = self._addresses["x"], self._addresses["y"]
+    what, addresses = self._engine._what, dict(self._addresses)
+    shapes = {name: self._shapes.get(name) or what.shape(name, self._shapes) for name in what.dims}
+    for out, source in what.aliases.items():
+        if addresses[out] != addresses[source]:
+            self._engine._logger.log(SimpleNamespace(name="ERROR"), f"{out} must be where {source} is")
+            return False
 
-    def work() -> None:
-        DEVICE.memory[y][:] = DEVICE.memory[x]
+    def tensor(name: str) -> np.ndarray:
+        dtype, count = what.dtype(name), math.prod(shapes[name])
+        return np.frombuffer(DEVICE.memory[addresses[name]], dtype, count).reshape(shapes[name])
 
-    DEVICE.queue("execute", work)
+    DEVICE.queue("execute", lambda: what.compute(tensor))
     return not _refused(self, "execute_async_v3")
 
 
@@ -268,16 +313,19 @@ BEHAVIOUR: dict[str, dict[str, Any]] = {
     "Runtime": {"__init__": _runtime_init, "deserialize_cuda_engine": _deserialize},
     "ICudaEngine": {
         "create_engine_inspector": lambda self: self._module.EngineInspector(),
-        "num_io_tensors": property(lambda self: len(DIMS)),
-        "num_optimization_profiles": property(lambda self: len(LENGTHS)),
-        "get_tensor_name": lambda self, index: list(DIMS)[index],
-        "get_tensor_mode": lambda self, name: self._module.TensorIOMode.INPUT if name != "y" else None,
+        "num_io_tensors": property(lambda self: len(self._what.dims)),
+        "num_optimization_profiles": property(lambda self: len(self._what.profiles)),
+        "get_tensor_name": lambda self, index: list(self._what.dims)[index],
+        "get_tensor_mode": lambda self, name: (
+            self._module.TensorIOMode.INPUT if name in self._what.inputs else None
+        ),
         "get_tensor_location": lambda self, name: None,
         "get_tensor_dtype": lambda self, name: getattr(
-            self._module.DataType, "INT32" if name == "n" else "HALF"
+            self._module.DataType, "INT32" if name in self._what.integers else "HALF"
         ),
-        "get_tensor_shape": lambda self, name: DIMS[name],
-        "get_tensor_profile_shape": _profile_shape,
+        "get_tensor_shape": lambda self, name: self._what.dims[name],
+        "get_tensor_profile_shape": lambda self, name, index: self._what.profiles[index][name],
+        "get_aliased_input_tensor": lambda self, name: self._what.aliases.get(name),
         "device_memory_size": property(lambda self: 100),
         "device_memory_size_v2": property(lambda self: 200),
         "create_runtime_config": lambda self: self._module.IRuntimeConfig(),
@@ -286,7 +334,7 @@ BEHAVIOUR: dict[str, dict[str, Any]] = {
     "IExecutionContext": {
         "set_optimization_profile_async": _set_profile,
         "set_input_shape": _set_shape,
-        "infer_shapes": lambda self: [name for name in ("x", "n") if name not in self._shapes],
+        "infer_shapes": lambda self: [name for name in self._engine._what.inputs if name not in self._shapes],
         "get_tensor_shape": _tensor_shape,
         "set_tensor_address": _set_address,
         "execute_async_v3": _execute,

@@ -1,19 +1,21 @@
 """One call with its shapes fixed: an execution context of its own, buffers, and a CUDA graph.
 
 A recorded graph holds what the context was when it was recorded, so a context keeps its profile and its
-shapes for life. Only the addresses may change: `Slot`s with buffers of their own share a context.
+shapes for as long as there are graphs. Only the addresses may change: `Slot`s with buffers of their own
+share a context.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 
-from mha_deploy.backends.cuda import Buffer, CudaError, Graph, Stream, capture
+from mha_deploy.backends.cache_rows import CacheCopy
+from mha_deploy.backends.cuda import UNWRITTEN, Buffer, CudaError, Graph, Stream, capture
 from mha_deploy.backends.runner import Arrays, TensorInfo
 from mha_deploy.backends.tensorrt.errors import EngineError
 from mha_deploy.backends.tensorrt.loaded import reasons
@@ -21,12 +23,20 @@ from mha_deploy.backends.tensorrt.log import collect
 from mha_deploy.backends.tensorrt.request import Shape
 from mha_deploy.backends.tensorrt.versions import TensorRT
 
-# Not a number in every float type, and -1 in every integer: an output that nobody wrote is no result.
-_UNWRITTEN = 0xFF
-
 
 class BoundContext:
-    """An execution context whose profile and input shapes are set, once and for all."""
+    """An execution context whose profile and input shapes are set.
+
+    Args:
+        rt: The TensorRT that built the engine.
+        engine: The engine.
+        stream: Where its calls go.
+        profile: The optimisation profile, for life.
+        shapes: The shape of every input.
+        inputs: What goes in.
+        outputs: What comes out.
+        aliases: For each output that is written in place, the input whose memory it shares.
+    """
 
     def __init__(
         self,
@@ -38,9 +48,10 @@ class BoundContext:
         shapes: Mapping[str, Shape],
         inputs: Mapping[str, TensorInfo],
         outputs: Mapping[str, TensorInfo],
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.stream = stream
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.outputs, self.aliases = inputs, outputs, dict(aliases or {})
         self._rt = rt
         with self._listening(f"cannot prepare profile {profile}"):
             context = _create_context(rt, engine)
@@ -49,6 +60,16 @@ class BoundContext:
             _check(context.set_optimization_profile_async(profile, stream.handle), f"profile {profile}")
             # The switch may copy data on the stream; nothing may be recorded before that is done.
             stream.synchronize()
+        self.reshape(shapes)
+
+    def reshape(self, shapes: Mapping[str, Shape]) -> None:
+        """Set the shape of every input. What was recorded before must not be launched again.
+
+        Raises:
+            EngineError: TensorRT refuses.
+        """
+        context = self._context
+        with self._listening("cannot take these shapes"):
             for name, shape in shapes.items():
                 _check(context.set_input_shape(name, shape), f"{name} {shape}")
             self.shapes = {**shapes, **self._output_shapes()}
@@ -74,15 +95,21 @@ class BoundContext:
                 _check(context.set_tensor_address(name, address), f"the address of {name}")
             _check(context.execute_async_v3(self.stream.handle), "the call")
 
-    def record(self, addresses: Mapping[str, int]) -> Graph:
-        """Record one call.
+    def record(self, addresses: Mapping[str, int], then: Callable[[], None] | None = None) -> Graph:
+        """Record one call, and what `then` queues behind it.
 
         Raises:
             EngineError: It does something that a CUDA graph cannot hold.
         """
+
+        def work() -> None:
+            self.enqueue(addresses)
+            if then is not None:
+                then()
+
         try:
             with self._listening("cannot be recorded into a CUDA graph"):
-                return capture(lambda: self.enqueue(addresses), self.stream)
+                return capture(work, self.stream)
         except EngineError as error:
             raise EngineError(
                 f"{self._rt.title} cannot record this call into a CUDA graph.",
@@ -135,18 +162,28 @@ def _create_context(rt: TensorRT, engine: Any) -> Any:
 class Slot:
     """The buffers of one call, and the graph that computes on them.
 
+    An output that is written in place is the buffer of its input. It is never cleared, and a launch changes
+    that input; launched again, it writes the same again.
+
     Args:
         bound: The context that computes.
+
+    Attributes:
+        nbytes: Device memory of the buffers.
     """
 
     def __init__(self, bound: BoundContext) -> None:
         self._bound = bound
         self._graph: Graph | None = None
+        self._copies: tuple[CacheCopy, ...] = ()
         with ExitStack() as owned:
             self._buffers = {
                 name: self._allocate(owned, name, info)
                 for name, info in {**bound.inputs, **bound.outputs}.items()
+                if name not in bound.aliases
             }
+            self.nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
+            self._buffers |= {name: self._buffers[shared] for name, shared in bound.aliases.items()}
             self._owned = owned.pop_all()
         self._addresses = {name: buffer.address for name, buffer in self._buffers.items()}
 
@@ -154,11 +191,6 @@ class Slot:
         buffer = Buffer(math.prod(self._bound.shapes[name]) * info.dtype.itemsize)
         owned.callback(buffer.free)
         return buffer
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory of the buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def upload(self, feeds: Arrays) -> None:
         """Copy the inputs to the device, and wait for it."""
@@ -173,29 +205,38 @@ class Slot:
         for name in self._bound.inputs:
             self._buffers[name].copy_from(other._buffers[name], self._bound.stream)
 
-    def settle(self, *, record: bool) -> None:
+    def settle(self, *, record: bool, copies: Sequence[CacheCopy] = ()) -> None:
         """Run once on the inputs that are here, so that TensorRT does what it does only once; then record.
 
         Args:
             record: Whether later launches are those of a CUDA graph.
+            copies: What belongs to a launch behind the engine's own work: new rows on their way to a cache.
         """
         self.clear_outputs()
+        self._copies = tuple(copies)
         self._bound.enqueue(self._addresses)
         self._bound.stream.synchronize()
         if record:
-            self._graph = self._bound.record(self._addresses)
+            self._graph = self._bound.record(self._addresses, self._copy_rows)
             self._owned.callback(self._graph.close)
         self.clear_outputs()
+
+    def _copy_rows(self) -> None:
+        for copy in self._copies:
+            rows = self._buffers[copy.rows]
+            self._buffers[copy.cache].copy_rows(rows, copy.place, self._bound.stream)
 
     def clear_outputs(self) -> None:
         """Overwrite the outputs with what no result can be."""
         for name in self._bound.outputs:
-            self._buffers[name].fill(_UNWRITTEN, self._bound.stream)
+            if name not in self._bound.aliases:
+                self._buffers[name].fill(UNWRITTEN, self._bound.stream)
 
     def launch(self) -> None:
         """Queue one call, and do not wait."""
         if self._graph is None:
             self._bound.enqueue(self._addresses)
+            self._copy_rows()
         else:
             self._graph.launch(self._bound.stream)
 
@@ -221,6 +262,7 @@ class BoundCall:
             owned.callback(bound.close)
             self.bound = bound
             self._slot = Slot(bound)
+            self.nbytes = self._slot.nbytes
             owned.callback(self._slot.close)
             self._slot.upload(feeds)
             self._slot.settle(record=record)

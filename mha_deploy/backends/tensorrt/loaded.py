@@ -102,6 +102,14 @@ def _info(engine: Any, name: str) -> TensorInfo:
     return TensorInfo(dtype=_TYPES[kind.name], dims=dims)
 
 
+def aliased_outputs(rt: TensorRT, engine: Any, outputs: Iterable[str]) -> dict[str, str]:
+    """For each output that TensorRT writes in place, the input whose memory it must share."""
+    if not rt.can.aliased_outputs:
+        return {}
+    shared = {name: engine.get_aliased_input_tensor(name) for name in outputs}
+    return {name: source for name, source in shared.items() if source}
+
+
 def profile_ranges(engine: Any, inputs: Mapping[str, TensorInfo]) -> tuple[Profile, ...]:
     """For each optimisation profile, the smallest, usual and largest shape of every input."""
     return tuple(

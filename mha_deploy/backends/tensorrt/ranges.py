@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from mha_deploy.backends.tensorrt.request import Profile, Shape
@@ -41,6 +42,20 @@ def first_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) ->
             hint="; ".join(f"profile {index}: {describe(each)}" for index, each in enumerate(profiles)),
         )
     return found[0]
+
+
+def tightest_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
+    """Of the profiles that take these shapes the one with the least room, as one for single tokens has.
+
+    Raises:
+        DeployError: None does.
+    """
+    first_admitting(profiles, shapes)
+    return min(admitting(profiles, shapes), key=lambda index: _room(profiles[index]))
+
+
+def _room(profile: Profile) -> int:
+    return sum(math.prod(high) for _, _, high in profile.values())
 
 
 def refuse_outside(profiles: Sequence[Profile], index: int, shapes: Mapping[str, Shape]) -> None:

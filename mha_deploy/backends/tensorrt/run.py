@@ -6,19 +6,38 @@ a runner has one stream, and a context serves one call at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
+from mha_deploy.backends.cache_rows import (
+    cache_copies,
+    cache_form,
+    check_room,
+    presented_outputs,
+    presented_results,
+)
 from mha_deploy.backends.cuda import Stream
 from mha_deploy.backends.gpu import GpuRunner, Prepared
-from mha_deploy.backends.runner import Arrays, check_feeds
+from mha_deploy.backends.runner import Arrays, TensorInfo, check_feeds
 from mha_deploy.backends.tensorrt.bound import BoundCall, BoundContext, Slot
-from mha_deploy.backends.tensorrt.loaded import io_tensors, load_engine, profile_ranges, scratch_bytes
-from mha_deploy.backends.tensorrt.ranges import admitting, first_admitting, refuse_outside
+from mha_deploy.backends.tensorrt.loaded import (
+    aliased_outputs,
+    io_tensors,
+    load_engine,
+    profile_ranges,
+    scratch_bytes,
+)
+from mha_deploy.backends.tensorrt.ranges import (
+    admitting,
+    first_admitting,
+    refuse_outside,
+    tightest_admitting,
+)
 from mha_deploy.backends.tensorrt.recent import Recent
 from mha_deploy.backends.tensorrt.request import Profile, Shape
+from mha_deploy.backends.tensorrt.stepper import TensorRTLauncher
 from mha_deploy.backends.tensorrt.versions import TensorRT
 
 _Key = tuple[int, tuple[tuple[str, Shape], ...]]
@@ -42,6 +61,10 @@ class TensorRTRunner(GpuRunner):
 
     profiles: tuple[Profile, ...]
     """What each optimisation profile takes: smallest, usual and largest shape of every input."""
+    engine_outputs: Mapping[str, TensorInfo]
+    """What the engine itself gives: `outputs`, but new rows where those are caches with the rows in them."""
+    aliases: Mapping[str, str]
+    """For each output that is written in place, the input whose memory it shares."""
 
     def __init__(
         self,
@@ -58,7 +81,9 @@ class TensorRTRunner(GpuRunner):
         self.graph = cuda_graph
         self._loaded = load_engine(rt, plan, host_code=host_code)
         engine = self._loaded.engine
-        self.inputs, self.outputs = io_tensors(rt, engine)
+        self.inputs, self.engine_outputs = io_tensors(rt, engine)
+        self.outputs = presented_outputs(self.inputs, self.engine_outputs)
+        self.aliases = aliased_outputs(rt, engine, self.engine_outputs)
         self.profiles = profile_ranges(engine, self.inputs)
         self._calls: Recent[_Key, BoundCall] = Recent(keep)
         self.stream = Stream()
@@ -76,12 +101,22 @@ class TensorRTRunner(GpuRunner):
         """
         check_feeds(self.inputs, feeds)
         refuse_outside(self.profiles, profile, _shapes(feeds))
-        return self._call(feeds, profile).run(feeds)
+        return presented_results(feeds, self._call(feeds, profile).run(feeds))
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        return self._call(feeds, first_admitting(self.profiles, _shapes(feeds))).run(feeds)
+        return presented_results(feeds, self._usual_call(feeds).run(feeds))
+
+    def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
+        return self._usual_call(feeds).nbytes
+
+    def _usual_call(self, feeds: Arrays) -> BoundCall:
+        """The call in the first profile that fits; behind a cache in the tightest, as steppers choose it."""
+        cached = cache_form(self.inputs, self.engine_outputs) is not None
+        choose = tightest_admitting if cached else first_admitting
+        return self._call(feeds, choose(self.profiles, _shapes(feeds)))
 
     def _call(self, feeds: Arrays, profile: int) -> BoundCall:
+        check_room(feeds)
         key = (profile, tuple(sorted(_shapes(feeds).items())))
         if not self._rt.can.shared_profiles:
             # Here a profile belongs to one context at a time, so the other shapes' has to go first.
@@ -89,22 +124,36 @@ class TensorRTRunner(GpuRunner):
         return self._calls.get(key, lambda: self._bind(feeds, profile))
 
     def _bind(self, feeds: Arrays, profile: int) -> BoundCall:
-        bound = BoundContext(
+        return BoundCall(self.bind(_shapes(feeds), profile), feeds, record=self.graph)
+
+    def bind(self, shapes: Mapping[str, Shape], profile: int) -> BoundContext:
+        """A context of the caller's own, who closes it.
+
+        Where a profile belongs to one context at a time, `release` those of this runner first.
+        """
+        return BoundContext(
             self._rt,
             self._loaded.engine,
             self.stream,
             profile=profile,
-            shapes=_shapes(feeds),
+            shapes=shapes,
             inputs=self.inputs,
-            outputs=self.outputs,
+            outputs=self.engine_outputs,
+            aliases=self.aliases,
         )
-        return BoundCall(bound, feeds, record=self.graph)
+
+    def _launcher(self) -> TensorRTLauncher:
+        self.release()  # where a profile belongs to one context at a time, the stepper needs it
+        return TensorRTLauncher(self, self._rt)
+
+    def release(self) -> None:
+        """Free the contexts and buffers that are kept for the next calls."""
+        self._calls.close()
 
     @contextmanager
     def _prepare(self, feeds: Arrays, slots: int) -> Iterator[Prepared]:
-        """Slots of the first profile that fits; nothing else may run on this runner meanwhile."""
-        profile = first_admitting(self.profiles, _shapes(feeds))
-        bound = self._call(feeds, profile).bound
+        """Slots of the profile that `run` takes; nothing else may run on this runner meanwhile."""
+        bound = self._usual_call(feeds).bound
         with ExitStack() as owned:
             prepared: list[Slot] = []
             for _ in range(slots):
@@ -114,21 +163,25 @@ class TensorRTRunner(GpuRunner):
                     slot.copy_inputs(prepared[0])
                 else:
                     slot.upload(feeds)
-                slot.settle(record=self.graph)
+                slot.settle(record=self.graph, copies=cache_copies(feeds, self.engine_outputs))
                 prepared.append(slot)
             try:
                 yield Prepared(
                     launch=lambda index: prepared[index].launch(),
-                    results=lambda index: prepared[index].download(),
+                    results=lambda index: presented_results(feeds, prepared[index].download()),
                     memory_bytes=self._memory_bytes(prepared),
                 )
             finally:
                 self.stream.synchronize()  # the buffers must not go while a call is using them
 
     def _memory_bytes(self, slots: list[Slot]) -> int:
-        """Scratch memory, the buffers of all calls, and the plan, whose size stands for the weights."""
-        buffers = sum(slot.nbytes for slot in slots)
-        return scratch_bytes(self._rt, self._loaded.engine) + self._plan_bytes + buffers
+        """The engine, and the buffers of all calls."""
+        return self.engine_bytes + sum(slot.nbytes for slot in slots)
+
+    @property
+    def engine_bytes(self) -> int:
+        """Device memory of the scratch of one context, and the plan, whose size stands for the weights."""
+        return scratch_bytes(self._rt, self._loaded.engine) + self._plan_bytes
 
     def close(self) -> None:
         """Free the contexts, the buffers, the engine and the stream."""

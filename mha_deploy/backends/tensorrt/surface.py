@@ -97,6 +97,7 @@ USED: dict[str, str | None] = {
     "ICudaEngine.get_tensor_dtype": None,
     "ICudaEngine.get_tensor_shape": None,
     "ICudaEngine.get_tensor_profile_shape": None,
+    "ICudaEngine.get_aliased_input_tensor": "aliased_outputs",
     "ICudaEngine.device_memory_size": "device_memory_v1",
     "ICudaEngine.device_memory_size_v2": "device_memory_v2",
     "ICudaEngine.create_execution_context": None,

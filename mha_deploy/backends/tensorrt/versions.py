@@ -55,6 +55,7 @@ PROBES: dict[str, tuple[str, ...]] = {
     ),
     # The choice of an allocation strategy and the sharing of profiles came with the same version.
     "shared_profiles": ("ExecutionContextAllocationStrategy.STATIC",),
+    "aliased_outputs": ("ICudaEngine.get_aliased_input_tensor",),
     "device_memory_v1": ("ICudaEngine.device_memory_size",),
     "device_memory_v2": ("ICudaEngine.device_memory_size_v2",),
     "kernel_specialization": (
@@ -93,6 +94,7 @@ class Capabilities:
         parser_node_names: The parser says which node it failed on, by name.
         inspector: A deserialised engine can be asked for its layers.
         shared_profiles: Several execution contexts can use one optimisation profile at the same time.
+        aliased_outputs: An engine tells which outputs it writes in place of an input.
         device_memory_v1: An engine tells its scratch memory in 8.6's words.
         device_memory_v2: An engine tells its scratch memory in 10's words.
         kernel_specialization: Kernels are compiled for the shapes at hand, when the caller says (RTX).
@@ -121,6 +123,7 @@ class Capabilities:
     parser_node_names: bool
     inspector: bool
     shared_profiles: bool
+    aliased_outputs: bool
     device_memory_v1: bool
     device_memory_v2: bool
     kernel_specialization: bool

@@ -1,0 +1,302 @@
+"""ONNX Runtime steps through tokens in place: its CPU kernels on the fake device's memory, and on a GPU."""
+
+import cuda_fake
+import numpy as np
+import pytest
+from test_ort_cuda import on_gpu
+
+from mha_deploy.backends import ort_bound, ort_cuda
+from mha_deploy.backends.ort import OrtCpuRunner
+from mha_deploy.backends.ort_cuda import OrtCudaRunner
+from mha_deploy.backends.timing import TimingPlan
+from mha_deploy.errors import DeployError
+from mha_deploy.golden import golden_cases
+from mha_deploy.validate.parity import judge_case
+
+QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)
+B, T = 2, 64
+LAYERS = [("tiny-static", "onnx"), ("tiny-static", "contrib"), ("tiny-growing", "onnx")]
+STATIC = [layer for layer in LAYERS if layer[0] == "tiny-static"]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """ONNX Runtime's CPU in the place of its CUDA provider, and the host's memory in that of the GPU's."""
+    place = ort_bound._place_of
+    monkeypatch.setattr(ort_bound, "_place_of", lambda *given: ("cpu", *place(*given)[1:]))
+    monkeypatch.setattr(ort_cuda, "CUDA", "CPUExecutionProvider")
+    for check in ("refuse_without_cuda", "refuse_dropped_provider", "refuse_work_on_cpu"):
+        monkeypatch.setattr(ort_cuda, check, lambda *given: None)
+    monkeypatch.setattr(ort_cuda, "free_memory", lambda: 0)
+    return cuda_fake.install(monkeypatch)
+
+
+def opened(bundles, layer, **more):
+    name, dialect = layer
+    return OrtCudaRunner(bundles(name, "fp32").model_path, dialect=dialect, **more)
+
+
+def drawn(S, batch=B, seed=0):
+    return np.random.default_rng(seed).standard_normal((batch, S, 64)).astype(np.float32)
+
+
+def static_feeds(x, lengths, seed=1):
+    cache = np.random.default_rng(seed).standard_normal((2, len(x), 2, T, 16)).astype(np.float32)
+    return {"x": x, "key_cache": cache[0], "value_cache": cache[1], "lengths": np.array(lengths, np.int32)}
+
+
+@pytest.fixture
+def whole(bundles):
+    """The layer over a whole sequence, from an empty cache: output, keys and values."""
+
+    def run(x):
+        empty = np.zeros((len(x), 2, 0, 16), np.float32)
+        with OrtCpuRunner(bundles("tiny-growing", "fp32").model_path) as runner:
+            return list(runner.run({"x": x, "past_key": empty, "past_value": empty}).values())
+
+    return run
+
+
+def close(got, wanted):
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
+
+
+def fed(stepper, x, sizes):
+    return np.concatenate([stepper.feed(part) for part in np.split(x, np.cumsum(sizes)[:-1], axis=1)], axis=1)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids="-".join)
+def test_steps_add_up_to_the_whole_sequence(device, bundles, whole, layer):
+    x = drawn(9)
+    output, keys, values = whole(x)
+    with opened(bundles, layer) as runner:
+        with runner.stepper(B=B, T=T) as stepper:
+            assert stepper.name == runner.name
+            close(fed(stepper, x, [5, 1, 1, 1, 1]), output)
+            assert stepper.lengths.tolist() == [9] * B
+            held = stepper.cache()
+            for got, wanted in zip(held, (keys, values), strict=True):
+                close(got[:, :, :9], wanted)
+                assert not got[:, :, 9:].any()
+        assert held[0].shape[2] == (T if layer[0] == "tiny-static" else 9)
+    assert device.is_empty()
+
+
+@pytest.mark.parametrize("layer", STATIC, ids="-".join)
+def test_rows_advance_by_their_counts(device, bundles, whole, layer):
+    x = drawn(6)
+    with opened(bundles, layer) as runner, runner.stepper(B=B) as stepper:
+        stepper.feed(x[:, :4], np.array([4, 2], np.int32))
+        got = [stepper.feed(x[:, at : at + 1]) for at in (4, 5)]
+        assert stepper.lengths.tolist() == [6, 4]
+    close(np.concatenate([each[:1] for each in got], axis=1), whole(x[:1])[0][:, 4:])
+    short = np.concatenate((x[1:, :2], x[1:, 4:]), axis=1)
+    close(np.concatenate([each[1:] for each in got], axis=1), whole(short)[0][:, 2:])
+
+
+@pytest.mark.parametrize("layer", STATIC, ids="-".join)
+def test_the_caches_that_go_out_are_those_that_came_in(device, bundles, layer, monkeypatch):
+    bound = []
+    real = ort_bound.BoundRun.bind_output
+    monkeypatch.setattr(
+        ort_bound.BoundRun,
+        "bind_output",
+        lambda self, name, buffer, *rest: (
+            bound.append((name, buffer.address)) or real(self, name, buffer, *rest)
+        ),
+    )
+    with opened(bundles, layer) as runner, runner.stepper(B=B) as stepper:
+        stepper.feed(drawn(1))
+        keys, values = (tensor.buffer.address for tensor in stepper._held)
+        assert dict(bound)["key_cache_out"] == keys
+        assert dict(bound)["value_cache_out"] == values
+        device.done.clear()
+        device.uploaded = 0
+        stepper.feed(drawn(1))
+        assert device.uploaded == drawn(1).nbytes + B * 4
+        assert device.done == ["upload", "upload", "fill", "download"]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids="-".join)
+def test_a_full_cache_takes_no_more(device, bundles, layer):
+    with opened(bundles, layer) as runner, runner.stepper(B=B, T=T) as stepper:
+        stepper.feed(drawn(T))
+        with pytest.raises(DeployError, match="do not fit"):
+            stepper.feed(drawn(1))
+        assert stepper.lengths.tolist() == [T] * B
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids="-".join)
+def test_a_timed_step_leaves_everything_as_it_was(device, bundles, whole, layer):
+    x = drawn(6)
+    with opened(bundles, layer) as runner, runner.stepper(B=B, T=T) as stepper:
+        fed(stepper, x[:, :5], [4, 1])
+        before, held = stepper.cache(), len(device.memory)
+        timing = stepper.time_step(4, QUICK)
+        assert timing.graph is (layer[0] == "tiny-static")
+        if layer[0] == "tiny-static":
+            close(timing.results[0]["output"], whole(x[:, :5])[0][:, 4:])
+        assert len(device.memory) == held
+        np.testing.assert_array_equal(stepper.cache(), before)
+        close(stepper.feed(x[:, 5:]), whole(x)[0][:, 5:])
+    assert device.is_empty()
+
+
+@pytest.mark.parametrize(("cuda_graph", "sessions"), [(True, ["0", "1"]), (False, ["0", "0"])])
+def test_timed_calls_are_captured_if_they_may(device, bundles, monkeypatch, cuda_graph, sessions):
+    opens, ids = [], []
+    real = ort_cuda.OrtCudaRunner.open_session
+    bound = ort_bound.BoundRun.__init__
+
+    def open_session(self, *, capture):
+        opens.append(str(int(capture)))
+        return real(self, capture=capture)
+
+    def init(self, ort, session, *, graph_id=ort_bound.NO_CAPTURE):
+        ids.append(graph_id)
+        bound(self, ort, session, graph_id=graph_id)
+
+    monkeypatch.setattr(ort_cuda.OrtCudaRunner, "open_session", open_session)
+    monkeypatch.setattr(ort_bound.BoundRun, "__init__", init)
+    with opened(bundles, STATIC[0], cuda_graph=cuda_graph) as runner, runner.stepper(B=B) as stepper:
+        stepper.feed(drawn(1))
+        assert stepper.time_step(1, QUICK).graph is cuda_graph
+    assert opens == sessions
+    assert ids == [-1, 1 if cuda_graph else -1]
+
+
+def test_what_onnx_runtime_refuses_is_told_and_the_stepper_goes_on(device, bundles):
+    """GroupQueryAttention takes several tokens behind a past in one row of a batch only."""
+    with opened(bundles, ("tiny-static", "contrib")) as runner, runner.stepper(B=B) as stepper:
+        stepper.feed(drawn(3))
+        with pytest.raises(DeployError, match="ONNX Runtime failed on these tokens") as caught:
+            stepper.feed(drawn(2))
+        assert "batch" in caught.value.got
+        assert stepper.lengths.tolist() == [3] * B
+        stepper.feed(drawn(1))
+
+
+# -- a run of the layer, without a stepper -------------------------------------------------------------------
+
+
+def is_refused(layer, inputs):
+    """Whether GroupQueryAttention does not take these: several tokens behind a past, in several rows."""
+    batch, S = inputs["x"].shape[:2]
+    behind = inputs["lengths"].any() if "lengths" in inputs else inputs["past_key"].shape[2] > 0
+    return layer[1] == "contrib" and behind and S > 1 and batch > 1
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids="-".join)
+def test_the_golden_cases_pass(device, bundles, layer):
+    bundle = bundles(layer[0], "fp32")
+    judged = 0
+    with opened(bundles, layer) as runner:
+        for case in golden_cases(bundle):
+            if is_refused(layer, case.inputs):
+                with pytest.raises(DeployError, match="batch"):
+                    runner.run(case.inputs)
+                continue
+            verdicts = judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
+            assert [(v.case, v.problem) for v in verdicts] == [(case.name, None)] * len(verdicts)
+            judged += 1
+    assert judged
+    assert device.is_empty()
+
+
+@pytest.mark.parametrize("layer", STATIC, ids="-".join)
+@pytest.mark.parametrize(("lengths", "S"), [([0, 0], 4), ([7, 3], 1), ([0, 0], 1)])
+def test_a_run_gives_the_caches_with_the_new_rows_in_them(device, bundles, layer, lengths, S):
+    given = static_feeds(drawn(S), lengths)
+    kept = {name: array.copy() for name, array in given.items()}
+    with opened(bundles, layer) as runner:
+        assert set(runner.inputs) == set(given)
+        with OrtCpuRunner(bundles("tiny-static", "fp32").model_path) as reference:
+            wanted = reference.run(given)
+        timing = runner.time(given, QUICK)
+        for got in (runner.run(given), runner.run(given), *timing.results):
+            assert set(got) == set(wanted)
+            for name, array in wanted.items():
+                close(got[name], array)
+        with pytest.raises(DeployError, match="do not fit"):
+            runner.run({**given, "lengths": np.full(B, T, np.int32)})
+    for name, array in kept.items():
+        np.testing.assert_array_equal(given[name], array)
+    assert device.is_empty()
+
+
+@pytest.mark.parametrize("P", [0, 5])
+def test_a_run_with_a_past_and_with_none(device, bundles, whole, P):
+    x = drawn(P + 2)
+    output, keys, values = whole(x)
+    given = {"x": x[:, P:], "past_key": keys[:, :, :P].copy(), "past_value": values[:, :, :P].copy()}
+    with opened(bundles, ("tiny-growing", "onnx")) as runner:
+        timing = runner.time(given, QUICK)
+        for got in (runner.run(given), *timing.results):
+            close(got["output"], output[:, P:])
+            close(got["present_key"], keys)
+            close(got["present_value"], values)
+    assert device.is_empty()
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------
+
+GPU = [*LAYERS, ("tiny-growing", "contrib")]
+
+
+@pytest.fixture
+def half(bundles):
+    """The layer in FP16 over a whole sequence, on the CPU."""
+
+    def run(x):
+        empty = np.zeros((len(x), 2, 0, 16), np.float16)
+        with OrtCpuRunner(bundles("tiny-growing").model_path) as runner:
+            return list(runner.run({"x": x, "past_key": empty, "past_value": empty}).values())
+
+    return run
+
+
+def near(got, wanted):
+    np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), rtol=0, atol=1e-2)
+
+
+@on_gpu
+@pytest.mark.parametrize("layer", GPU, ids="-".join)
+def test_steps_add_up_to_the_whole_sequence_on_a_gpu(bundles, half, layer):
+    x = drawn(20).astype(np.float16)
+    output, keys, values = half(x)
+    path = bundles(layer[0]).model_path
+    with OrtCudaRunner(path, dialect=layer[1]) as runner, runner.stepper(B=B, T=T) as stepper:
+        near(fed(stepper, x, [8, *[1] * 12]), output)
+        for got, wanted in zip(stepper.cache(), (keys, values), strict=True):
+            near(got[:, :, :20], wanted)
+
+
+@on_gpu
+@pytest.mark.parametrize("layer", GPU, ids="-".join)
+def test_the_golden_cases_pass_on_a_gpu(bundles, layer):
+    bundle = bundles(layer[0])
+    with OrtCudaRunner(bundle.model_path, dialect=layer[1]) as runner:
+        for case in golden_cases(bundle):
+            if is_refused(layer, case.inputs):
+                continue
+            verdicts = judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
+            assert [(v.case, v.problem) for v in verdicts] == [(case.name, None)] * len(verdicts)
+
+
+@on_gpu
+@pytest.mark.parametrize("layer", GPU, ids="-".join)
+def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(bundles, half, layer):
+    x = drawn(10).astype(np.float16)
+    path = bundles(layer[0]).model_path
+    with (
+        OrtCudaRunner(path, dialect=layer[1], cuda_graph=False) as runner,
+        runner.stepper(B=B, T=T) as stepper,
+    ):
+        fed(stepper, x[:, :9], [8, 1])
+        before = stepper.cache()
+        timing = stepper.time_step(8, QUICK)
+        assert timing.p50 > 0
+        if layer[0] == "tiny-static":
+            near(timing.results[0]["output"], half(x[:, :9])[0][:, 8:])
+        np.testing.assert_array_equal(stepper.cache(), before)
+        near(stepper.feed(x[:, 9:]), half(x)[0][:, 9:])

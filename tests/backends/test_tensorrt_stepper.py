@@ -1,0 +1,595 @@
+"""TensorRT steps through tokens: what the cache holds, what is moved, recorded and refused."""
+
+import shutil
+
+import cuda_fake
+import numpy as np
+import pytest
+from step_engines import FORMS, HKV, STATIC, B, D, E, T, heads, running_sum, tokens
+from tensorrt_fake import ENGINES, FakeEngine
+from test_tensorrt_runner import VERSIONS, fake
+
+from mha_deploy.backends import cuda
+from mha_deploy.backends.cuda import RowCopy
+from mha_deploy.backends.ort import OrtCpuRunner
+from mha_deploy.backends.runner import TensorInfo
+from mha_deploy.backends.tensorrt import EngineError
+from mha_deploy.backends.tensorrt.ranges import tightest_admitting
+from mha_deploy.backends.tensorrt.run import TensorRTRunner
+from mha_deploy.backends.timing import TimingPlan
+from mha_deploy.bundle import open_bundle
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.machine import default_backend
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.engine.record import open_engine
+from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.golden import golden_cases
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.lower import lower
+from mha_deploy.validate.parity import judge_case
+
+ALIASING = ("10.16.1", "11.0.0", "11.4.0", "rtx-1.7.1")
+STATIC_FORMS = [b"rows", b"copied", b"in place"]
+QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)
+ITEM = np.dtype(np.float16).itemsize
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return cuda_fake.install(monkeypatch)
+
+
+def opened(plan, version="11.4.0", **more):
+    return TensorRTRunner(fake(version), plan, **more)
+
+
+def stepper_of(runner, plan, batch=B):
+    return runner.stepper(B=batch, T=T if plan == b"growing" else None)
+
+
+def fed(stepper, x, sizes):
+    return np.concatenate([stepper.feed(part) for part in np.split(x, np.cumsum(sizes)[:-1], axis=1)], axis=1)
+
+
+# -- the numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize(
+    ("version", "plan"),
+    [(v, p) for v in VERSIONS for p in FORMS if p != b"in place" or v in ALIASING],
+)
+def test_steps_add_up_to_the_whole_sequence(device, version, plan, graph):
+    x = tokens(7)
+    with opened(plan, version, cuda_graph=graph) as runner, stepper_of(runner, plan) as stepper:
+        assert stepper.name == runner.name
+        assert stepper.lengths.tolist() == [0] * B
+        np.testing.assert_array_equal(fed(stepper, x, [3, 1, 1, 2]), running_sum(x))
+        assert stepper.lengths.tolist() == [7] * B
+        assert stepper.lengths.dtype == np.int32
+        keys, values = stepper.cache()
+        assert keys.shape == (B, HKV, 7 if plan == b"growing" else T, D)
+        np.testing.assert_array_equal(keys[:, :, :7], heads(x))
+        np.testing.assert_array_equal(values[:, :, :7], 2 * heads(x))
+        assert not keys[:, :, 7:].any(), "what nobody wrote is zero"
+    assert device.is_empty()
+
+
+@pytest.mark.parametrize("plan", STATIC_FORMS)
+def test_rows_advance_by_their_counts_and_padding_is_overwritten(device, plan):
+    x, counts = tokens(4), np.array([4, 1, 2], np.int32)
+    with opened(plan) as runner, stepper_of(runner, plan) as stepper:
+        first = stepper.feed(x[:, :3], np.minimum(counts, 3))
+        assert stepper.lengths.tolist() == [3, 1, 2]
+        second = stepper.feed(x[:, 3:])
+        assert stepper.lengths.tolist() == [4, 2, 3]
+        keys, _ = stepper.cache()
+    for b, real in enumerate([3, 1, 2]):
+        own = np.concatenate((x[b : b + 1, :real], x[b : b + 1, 3:]), axis=1)
+        np.testing.assert_array_equal(first[b, :real], running_sum(own)[0, :real])
+        np.testing.assert_array_equal(second[b, 0], running_sum(own)[0, -1])
+        np.testing.assert_array_equal(keys[b, :, : real + 1], heads(own)[0])
+
+
+def test_the_rows_of_a_growing_cache_advance_together(device):
+    with opened(b"growing") as runner, stepper_of(runner, b"growing") as stepper:
+        stepper.feed(tokens(2), np.array([2, 2, 2], np.int32))
+        with pytest.raises(DeployError, match="one length"):
+            stepper.feed(tokens(2), np.array([2, 1, 2], np.int32))
+        assert stepper.lengths.tolist() == [2, 2, 2]
+
+
+# -- what is moved ---------------------------------------------------------------------------------------
+
+ROW = D * ITEM
+
+
+def test_rows_of_equal_lengths_are_one_copy_for_each_tensor(device):
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
+        stepper.feed(tokens(2))
+        device.row_copies.clear()
+        stepper.feed(tokens(3))
+        copy = RowCopy(
+            target=2 * ROW,
+            target_pitch=T * ROW,
+            source=0,
+            source_pitch=3 * ROW,
+            width=3 * ROW,
+            rows=B * HKV,
+        )
+        assert [each for _, _, each in device.row_copies] == [copy, copy]
+        (keys, key_rows, _), (values, value_rows, _) = device.row_copies
+        assert len({keys, key_rows, values, value_rows}) == 4
+        assert [keys, values] == [tensor.buffer.address for tensor in stepper._held]
+
+
+def test_rows_of_ragged_lengths_are_one_copy_for_each_row_of_the_batch(device):
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
+        stepper.feed(tokens(4), np.array([4, 1, 2], np.int32))
+        device.row_copies.clear()
+        stepper.feed(tokens(2))
+        expected = [
+            RowCopy(
+                target=(b * HKV * T + length) * ROW,
+                target_pitch=T * ROW,
+                source=b * HKV * 2 * ROW,
+                source_pitch=2 * ROW,
+                width=2 * ROW,
+                rows=HKV,
+            )
+            for b, length in enumerate([4, 1, 2])
+        ]
+        assert [each for _, _, each in device.row_copies] == 2 * expected
+
+
+@pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
+def test_a_step_uploads_its_token_and_the_lengths_and_no_more(device, plan):
+    with opened(plan) as runner, stepper_of(runner, plan) as stepper:
+        stepper.feed(tokens(1))
+        device.uploaded = 0
+        device.done.clear()
+        stepper.feed(tokens(1))
+        lengths = 0 if plan == b"growing" else B * 4
+        assert device.uploaded == B * E * ITEM + lengths
+        assert device.done.count("download") == 1
+        assert "copy" not in device.done
+        assert device.done.count("rows") == (2 if plan == b"rows" else 0)
+
+
+def test_a_growing_cache_goes_to_and_fro_between_two_buffers(device):
+    seen = []
+    with opened(b"growing") as runner, stepper_of(runner, b"growing") as stepper:
+        execution = runner._rt.module.IExecutionContext.execute_async_v3
+
+        def spy(self, stream):
+            seen.append((dict(self._addresses), dict(self._shapes)))
+            return execution(self, stream)
+
+        runner._rt.module.IExecutionContext.execute_async_v3 = spy
+        for S in (2, 1, 1):
+            stepper.feed(tokens(S))
+        held = len(device.memory)
+        assert device.graphs == 0, "every step has other shapes"
+    assert held == 4 + 1 + 2, "two pairs, the lengths, and a frame"
+    for name, out in (("past_key", "present_key"), ("past_value", "present_value")):
+        came, went = [a[name] for a, _ in seen], [a[out] for a, _ in seen]
+        assert came[0] == went[1] == came[2]
+        assert went[0] == came[1] == went[2]
+        assert came[0] != went[0]
+        assert [shapes[name][2] for _, shapes in seen] == [0, 2, 3]
+
+
+# -- graphs and contexts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [b"rows", b"in place"])
+def test_single_tokens_launch_one_recorded_graph(device, plan):
+    with opened(plan) as runner, stepper_of(runner, plan) as stepper:
+        stepper.feed(tokens(2))
+        assert device.graphs == 0, "a prompt is not repeated"
+        stepper.feed(tokens(1))
+        assert device.graphs == 1
+        device.done.clear()
+        stepper.feed(tokens(1))
+        stepper.feed(tokens(1))
+        assert device.graphs == 1
+        assert device.done.count("launch") == 2
+        assert "execute" not in device.done
+
+
+def test_a_graph_goes_with_its_context_where_profiles_are_not_shared(device):
+    """One profile: prompts and tokens need contexts in turn, and the graph of a dead one must not run."""
+    x = tokens(8)
+    with opened(b"rows", "8.6.1") as runner:
+        runner.profiles = runner.profiles[:1]
+        with stepper_of(runner, b"rows") as stepper:
+            got = fed(stepper, x, [1, 1, 2, 1, 1, 2])
+    np.testing.assert_array_equal(got, running_sum(x))
+    assert device.is_empty()
+
+
+def test_a_single_token_goes_to_the_profile_for_it(device):
+    rt = fake()
+    with TensorRTRunner(rt, b"rows") as runner, stepper_of(runner, b"rows") as stepper:
+        stepper.feed(tokens(2))
+        assert rt.module.last_context()._profile == 0
+        stepper.feed(tokens(1))
+        assert rt.module.last_context()._profile == 1
+        shapes = {"x": (1, 1, E), **{name: (1, *dims[1:]) for name, dims in STATIC.items() if name != "x"}}
+        assert tightest_admitting(runner.profiles, shapes) == 1
+        with pytest.raises(DeployError, match="No optimisation profile"):
+            stepper_of(runner, b"rows", batch=5).feed(tokens(1, batch=5))
+
+
+def test_a_runner_runs_before_and_after_a_stepper(device):
+    feeds = static_feeds([0, 0, 0], 2)
+    for version in ("8.6.1", "11.4.0"):
+        with opened(b"rows", version) as runner:
+            before = runner.run(feeds)
+            with stepper_of(runner, b"rows") as stepper:
+                np.testing.assert_array_equal(stepper.feed(feeds["x"]), before["output"])
+            np.testing.assert_array_equal(runner.run(feeds)["output"], before["output"])
+    assert device.is_empty()
+
+
+def test_outputs_of_another_shape_than_their_memory_are_refused(device, monkeypatch):
+    rt = fake()
+    with TensorRTRunner(rt, b"rows") as runner, stepper_of(runner, b"rows") as stepper:
+        right = rt.module.IExecutionContext.get_tensor_shape
+        larger = lambda self, name: (9, *right(self, name)[1:])  # noqa: E731
+        monkeypatch.setattr(rt.module.IExecutionContext, "get_tensor_shape", larger)
+        with pytest.raises(EngineError, match="other shapes"):
+            stepper.feed(tokens(1))
+
+
+# -- refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
+def test_a_full_cache_takes_no_more(device, plan):
+    with opened(plan) as runner, stepper_of(runner, plan) as stepper:
+        stepper.feed(tokens(6))
+        with pytest.raises(DeployError, match="do not fit") as caught:
+            stepper.feed(tokens(3))
+        assert caught.value.got == "lengths [6, 6, 6], 3 new tokens, 8 rows"
+        stepper.feed(tokens(2))
+        before = stepper.cache()
+        with pytest.raises(DeployError, match="do not fit"):
+            stepper.feed(tokens(1))
+        assert stepper.lengths.tolist() == [T] * B
+        np.testing.assert_array_equal(stepper.cache(), before)
+        with pytest.raises(DeployError, match="do not fit"):
+            stepper.time_step(T, QUICK)
+
+
+def test_padding_needs_room_too(device):
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
+        stepper.feed(tokens(7))
+        with pytest.raises(DeployError, match="do not fit"):
+            stepper.feed(tokens(2), np.ones(B, np.int32))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [tokens(1, batch=2), tokens(1).astype(np.float32), tokens(1)[..., :-1], tokens(0)],
+    ids=["batch", "type", "width", "none"],
+)
+def test_tokens_of_another_shape_or_type_are_refused(device, x):
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
+        with pytest.raises(DeployError):
+            stepper.feed(x)
+        assert stepper.lengths.tolist() == [0] * B
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [-1, 1, 1], [1, 3, 1]])
+def test_counts_that_are_not_those_of_the_tokens_are_refused(device, counts):
+    with (
+        opened(b"rows") as runner,
+        stepper_of(runner, b"rows") as stepper,
+        pytest.raises(DeployError, match="counts"),
+    ):
+        stepper.feed(tokens(2), np.array(counts, np.int32))
+
+
+def test_what_cannot_be_stepped_is_refused_and_frees_everything(device):
+    with opened(b"plan") as runner, pytest.raises(DeployError, match="no cache"):
+        runner.stepper(B=2)
+    with opened(b"growing") as runner, pytest.raises(DeployError, match="How long"):
+        runner.stepper(B=2)
+    with opened(b"rows") as runner, pytest.raises(DeployError, match="another size"):
+        runner.stepper(B=2, T=9)
+    with opened(b"rows") as runner:
+        runner.inputs = {**runner.inputs, "positions": TensorInfo(dtype=np.dtype(np.int64), dims=(None,))}
+        with pytest.raises(DeployError, match="other inputs") as caught:
+            runner.stepper(B=2)
+        assert caught.value.got == "['positions']"
+    with opened(b"rows") as runner:
+        wide = TensorInfo(dtype=np.dtype(np.float32), dims=(None, HKV, None, D))
+        runner.engine_outputs = {**runner.engine_outputs, "key_rows": wide}
+        with pytest.raises(DeployError, match="different types"):
+            runner.stepper(B=2)
+    assert device.is_empty()
+
+
+@pytest.mark.parametrize("allocations", range(9))
+def test_no_memory_is_lost_when_there_is_too_little(device, allocations):
+    with opened(b"rows") as runner:
+        device.allocations_left = allocations
+        with pytest.raises(DeployError, match="cudaMalloc"), stepper_of(runner, b"rows") as stepper:
+            fed(stepper, tokens(3), [1, 2])
+        assert not device.memory
+    assert device.is_empty()
+
+
+# -- time ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
+def test_a_timed_step_is_the_whole_step_and_leaves_everything_as_it_was(device, plan, graph):
+    x = tokens(6)
+    with opened(plan, cuda_graph=graph) as runner, stepper_of(runner, plan) as stepper:
+        fed(stepper, x[:, :5], [4, 1])
+        before, held = stepper.cache(), (len(device.memory), device.graphs)
+        device.done.clear()
+        timing = stepper.time_step(3, QUICK)
+        assert timing.graph is (graph and plan != b"growing")
+        assert (timing.slots, len(timing.samples_us)) == (1, 100)
+        seen = timing.results[0]["output"][:, 0]
+        assert np.isfinite(seen).all()
+        if plan != b"growing":  # whose rows lie elsewhere at another length
+            # The token that was fed last, behind the first three.
+            np.testing.assert_array_equal(seen, running_sum(x)[:, 2] + x[:, 4])
+        assert (len(device.memory), device.graphs) == held
+        assert stepper.lengths.tolist() == [5] * B
+        np.testing.assert_array_equal(stepper.cache(), before)
+        np.testing.assert_array_equal(stepper.feed(x[:, 5:]), running_sum(x)[:, 5:])
+    assert device.is_empty()
+
+
+def test_the_copies_of_rows_are_in_the_timed_graph(device):
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
+        stepper.feed(tokens(1))
+        device.done.clear()
+        device.row_copies.clear()
+        stepper.time_step(0, QUICK)
+        calls = device.done.index("launch")
+        assert set(device.done[calls:]) == {"launch", "download", "rows"}
+        assert device.done[calls:].count("rows") == 2, "only to put the rows back"
+        assert device.done[:calls].count("rows") == 4, "to save them, and those of the first run"
+        assert len(device.row_copies) == 8, "and two that were recorded"
+
+
+def test_a_step_can_be_timed_before_anything_was_fed(device):
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
+        timing = stepper.time_step(T - 1, QUICK)
+        assert not timing.results[0]["output"].any()
+        cache, frame = 2 * B * HKV * T * ROW + B * 4, 2 * B * E * ITEM + 2 * B * HKV * ROW
+        assert timing.memory_bytes == 200 + len(b"rows") + cache + frame
+
+
+# -- a run of the layer, without a stepper -------------------------------------------------------------------
+
+
+def static_feeds(lengths, S):
+    cache = np.arange(len(lengths) * HKV * T * D).reshape(-1, HKV, T, D) % 5
+    return {
+        "x": tokens(S, batch=len(lengths)),
+        "key_cache": cache.astype(np.float16),
+        "value_cache": (cache + 1).astype(np.float16),
+        "lengths": np.array(lengths, np.int32),
+    }
+
+
+def scattered(cache, rows, lengths):
+    wanted = cache.copy()
+    for b, length in enumerate(lengths):
+        wanted[b, :, length : length + rows.shape[2]] = rows[b]
+    return wanted
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [5, 0, 3], [6]])
+@pytest.mark.parametrize("plan", STATIC_FORMS)
+def test_a_run_gives_the_caches_with_the_new_rows_in_them(device, plan, lengths):
+    given = static_feeds(lengths, 2)
+    kept = {name: array.copy() for name, array in given.items()}
+    with opened(plan) as runner:
+        assert list(runner.outputs) == ["output", "key_cache_out", "value_cache_out"]
+        assert runner.outputs["key_cache_out"].dims == (None, HKV, T, D)
+        runner.run(static_feeds([1] * len(lengths), 2))
+        timing = runner.time(given, QUICK)
+        inside = runner.run_in_profile(given, 0)
+        for got in (runner.run(given), runner.run(given), inside, *timing.results):
+            rows = heads(given["x"])
+            wanted = {
+                "key_cache_out": scattered(given["key_cache"], rows, lengths),
+                "value_cache_out": scattered(given["value_cache"], 2 * rows, lengths),
+            }
+            assert set(got) == {"output", *wanted}
+            for name, array in wanted.items():
+                np.testing.assert_array_equal(got[name], array)
+            assert np.isfinite(got["output"]).all()
+        own = (given["x"].nbytes, given["key_cache"].nbytes, 2 * heads(given["x"]).nbytes)
+        moved = 2 * own[0] + given["lengths"].nbytes + 2 * own[1]
+        moved += {b"rows": own[2], b"copied": 2 * own[1], b"in place": 0}[plan]
+        assert timing.memory_bytes == 200 + len(plan) + moved
+    for name, array in kept.items():
+        np.testing.assert_array_equal(given[name], array)
+    assert device.is_empty()
+
+
+def test_a_run_of_a_single_token_takes_the_profile_for_it(device):
+    rt = fake()
+    with TensorRTRunner(rt, b"rows") as runner:
+        runner.run(static_feeds([3], 2))
+        assert rt.module.last_context()._profile == 0
+        runner.run(static_feeds([3], 1))
+        assert rt.module.last_context()._profile == 1
+
+
+@pytest.mark.parametrize("plan", STATIC_FORMS)
+def test_a_run_behind_the_end_of_the_cache_is_refused(device, plan):
+    with opened(plan) as runner:
+        runner.run(static_feeds([6], 2))
+        for lengths in ([7], [-1]):
+            with pytest.raises(DeployError, match="do not fit"):
+                runner.run(static_feeds(lengths, 2))
+
+
+@pytest.mark.parametrize("P", [0, 3])
+def test_a_run_with_a_past_and_with_none(device, P):
+    x, past = tokens(2), tokens(P, start=3)
+    given = {"x": x, "past_key": heads(past).copy(), "past_value": 2 * heads(past)}
+    with opened(b"growing") as runner:
+        got = runner.run(given)
+        timing = runner.time(given, QUICK)
+    everything = np.concatenate((past, x), axis=1)
+    for results in (got, *timing.results):
+        np.testing.assert_array_equal(results["output"], running_sum(everything)[:, P:])
+        np.testing.assert_array_equal(results["present_key"], heads(everything))
+    assert device.is_empty()
+
+
+# -- a real layer: what TensorRT 8.6 is given, computed by ONNX Runtime -----------------------------------
+
+
+def close(got, wanted):
+    np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), rtol=0, atol=1e-2)
+
+
+@pytest.fixture
+def whole(bundles):
+    """The layer over a whole sequence, from an empty cache: output, keys and values."""
+
+    def run(x):
+        empty = np.zeros((len(x), 2, 0, 16), np.float16)
+        with OrtCpuRunner(bundles("tiny-growing").model_path) as runner:
+            return list(runner.run({"x": x, "past_key": empty, "past_value": empty}).values())
+
+    return run
+
+
+def drawn(batch, S):
+    return np.random.default_rng(S).standard_normal((batch, S, 64)).astype(np.float16)
+
+
+def compute_with(layer):
+    """An engine's work, done by a layer in ONNX Runtime."""
+
+    def compute(tensor):
+        for name, array in layer.run({name: tensor(name).copy() for name in layer.inputs}).items():
+            tensor(name)[:] = array
+
+    return compute
+
+
+def test_the_lowering_to_primitives_can_be_stepped_through(device, bundles, whole, monkeypatch):
+    layer = OrtCpuRunner(lower(load_graph(bundles("tiny-static").model_path), "primitives"))
+    dims = {
+        name: tuple(dim if isinstance(dim, int) else -1 for dim in info.dims)
+        for name, info in {**layer.inputs, **layer.outputs}.items()
+    }
+
+    def shape(name, shapes):
+        batch, S = shapes["x"][:2]
+        return (batch, S, 64) if name == "output" else (batch, 2, S, 16)
+
+    def ends(dim):
+        return tuple(tuple(most if size < 0 else size for size in dim) for most in (1, 16, 64))
+
+    engine = FakeEngine(
+        inputs={name: dims[name] for name in layer.inputs},
+        outputs={name: dims[name] for name in layer.outputs},
+        profiles=[{name: ends(dims[name]) for name in layer.inputs}],
+        shape=shape,
+        compute=compute_with(layer),
+        integers=("lengths",),
+    )
+    monkeypatch.setitem(ENGINES, b"primitives", engine)
+    x = drawn(2, 12)
+    with opened(b"primitives", "8.6.1") as runner, runner.stepper(B=2) as stepper:
+        first = stepper.feed(x[:, :6], np.array([6, 3], np.int32))
+        steps = [stepper.feed(x[:, at : at + 1]) for at in range(6, 11)]
+        got = np.concatenate((first, *steps, stepper.feed(x[:, 11:])), axis=1)
+        keys, values = stepper.cache()
+    ragged = np.concatenate((x[1:, :3], x[1:, 6:]), axis=1)
+    for b, own in ((0, x[:1]), (1, ragged)):
+        output, wanted_keys, wanted_values = whole(own)
+        length = own.shape[1]
+        close(got[b, -6:], output[0, -6:])
+        close(keys[b, :, :length], wanted_keys[0])
+        close(values[b, :, :length], wanted_values[0])
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["tiny-static", "tiny-growing"])
+def gpu_engine(request, bundles, tmp_path_factory):
+    """An engine of the layer, built with the TensorRT that is here."""
+    if cuda.find_gpu() is None:
+        pytest.skip("cuda-bindings see no GPU")
+    try:
+        backend = default_backend()
+    except BackendUnavailable as missing:
+        pytest.skip(str(missing))
+    target = tmp_path_factory.mktemp("gpu") / "bundle"
+    shutil.copytree(bundles(request.param).path, target, ignore=shutil.ignore_patterns("engines"))
+    bundle = open_bundle(target)
+    options = EngineOptions(backend=backend, allow_decomposed=True)
+    engine = open_engine(engine_from_bundle(bundle, options).path)
+    if reasons_not_to_run(engine):
+        pytest.skip("; ".join(reasons_not_to_run(engine)))
+    return bundle, engine
+
+
+@pytest.mark.gpu
+def test_the_golden_cases_of_a_cached_layer_pass_on_a_gpu(gpu_engine):
+    bundle, engine = gpu_engine
+    with open_engine_runner(engine) as runner:
+        for case in golden_cases(bundle):
+            verdicts = judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
+            assert [(v.case, v.problem) for v in verdicts] == [(case.name, None)] * len(verdicts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False])
+def test_steps_add_up_to_the_whole_sequence_on_a_gpu(gpu_engine, whole, graph):
+    x = drawn(3, 40)
+    output, keys, values = whole(x)
+    with open_engine_runner(gpu_engine[1], cuda_graph=graph) as runner, runner.stepper(B=3, T=64) as stepper:
+        close(fed(stepper, x, [17, *[1] * 10, 3, *[1] * 10]), output)
+        for got, wanted in zip(stepper.cache(), (keys, values), strict=True):
+            close(got[:, :, :40], wanted)
+            assert not got[:, :, 40:].any()
+
+
+@pytest.mark.gpu
+def test_ragged_rows_are_stepped_through_on_a_gpu(gpu_engine, whole):
+    if gpu_engine[0].manifest.spec.cache == "growing":
+        return  # whose rows have one length
+    x = drawn(2, 12)
+    with open_engine_runner(gpu_engine[1]) as runner, runner.stepper(B=2) as stepper:
+        stepper.feed(x[:, :6], np.array([6, 3], np.int32))
+        got = np.concatenate([stepper.feed(x[:, at : at + 1]) for at in range(6, 12)], axis=1)
+    close(got[:1], whole(x[:1])[0][:, 6:])
+    close(got[1:], whole(np.concatenate((x[1:, :3], x[1:, 6:]), axis=1))[0][:, 3:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(gpu_engine, whole, graph):
+    x = drawn(3, 10)
+    is_static = gpu_engine[0].manifest.spec.cache == "static"
+    with open_engine_runner(gpu_engine[1], cuda_graph=graph) as runner, runner.stepper(B=3, T=64) as stepper:
+        fed(stepper, x[:, :9], [8, 1])
+        before = stepper.cache()
+        timing = stepper.time_step(8)
+        assert timing.graph is (graph and is_static)
+        assert timing.p50 > 0
+        assert timing.memory_bytes > gpu_engine[1].manifest.engine_bytes
+        if is_static:
+            close(timing.results[0]["output"], whole(x[:, :9])[0][:, 8:])
+        np.testing.assert_array_equal(stepper.cache(), before)
+        close(stepper.feed(x[:, 9:]), whole(x)[0][:, 9:])
