@@ -29,7 +29,13 @@ from mha_deploy.backends.tensorrt import (
 from mha_deploy.backends.tensorrt.progress import OnProgress
 from mha_deploy.bundle import MANIFEST, Bundle, sha256
 from mha_deploy.engine.machine import default_backend, first_gpu
-from mha_deploy.engine.options import EngineOptions, Ranges, profile_shapes
+from mha_deploy.engine.options import (
+    EngineOptions,
+    Ranges,
+    default_profiles,
+    profile_names,
+    profile_shapes,
+)
 from mha_deploy.engine.record import Engine, EngineManifest, engine_path, write_atomically, write_engine
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
@@ -71,7 +77,7 @@ def engine_from_bundle(
     _refuse_ignored(rt, dialect, options)
     operators = [finding for target in targets for finding in check_operators(model, target)]
     lowered = lower(model, dialect, **_lowering_options(dialect, answers, operators, options))
-    ranges = list(options.profiles) or [bundle.manifest.spec.axes]
+    ranges = list(options.profiles) or default_profiles(bundle.manifest.spec)
     cache = path.with_name(f"timing-{rt.backend}-{rt.version}.cache")
     with _on_disk(lowered, bundle.path) as onnx_path:
         request = _request(bundle, rt, options, onnx_path, ranges, cache)
@@ -207,6 +213,7 @@ def _manifest(
         precision=bundle.manifest.precision.name,
         dialect=dialect,
         profiles=[{name: str(axis) for name, axis in each.items()} for each in ranges],
+        profile_names=profile_names(bundle.manifest.spec, ranges),
         bundle_sha256=sha256(bundle.path / MANIFEST),
         engine_sha256=hashlib.sha256(built.plan).hexdigest(),
         engine_bytes=len(built.plan),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mha_deploy.errors import SpecError
 from mha_deploy.spec import AttentionSpec, Axis
@@ -20,7 +20,7 @@ class EngineOptions:
     Args:
         backend: `tensorrt` or `tensorrt-rtx`; None for the one that fits this machine.
         name: Name of the engine in the bundle; the backend's unless given.
-        profiles: Axis ranges, one set per optimisation profile; the spec's own unless given.
+        profiles: Axis ranges, one set per optimisation profile; `default_profiles` unless given.
         targets: Compute capabilities to compile for (RTX only).
         allow_decomposed: Whether attention without a fused kernel may be built from several.
         optimization_level: How hard the builder tries, 0 to 5.
@@ -55,7 +55,7 @@ def parse_ranges(text: str, spec: AttentionSpec) -> Ranges:
         name, separator, sizes = part.strip().partition("=")
         if not separator:
             raise SpecError("A profile has no range for an axis.", got=part, hint="B=1:8:32,S=1:128:512")
-        ranges[name] = Axis.parse(sizes)
+        ranges[name] = Axis.parse(sizes, name=name)
     for name, axis in ranges.items():
         allowed = spec.axes.get(name)
         if allowed is not None and not (allowed.min <= axis.min and axis.max <= allowed.max):
@@ -65,6 +65,28 @@ def parse_ranges(text: str, spec: AttentionSpec) -> Ranges:
                 hint="a range inside it, or export again with --axis",
             )
     return spec.with_axes(ranges).axes
+
+
+def default_profiles(spec: AttentionSpec) -> list[Ranges]:
+    """The spec's own ranges; a layer with a cache gets one profile for prompts and one for single tokens."""
+    S = spec.axes["S"]
+    if spec.cache == "none" or S.min > 1 or S.max == 1:
+        return [spec.axes]
+    prompt, token = dict(spec.axes), {**spec.axes, "S": Axis(min=1, opt=1, max=1)}
+    if "P" in spec.axes:
+        prompt["P"] = replace(spec.axes["P"], opt=spec.axes["P"].min)
+    return [prompt, token]
+
+
+def profile_names(spec: AttentionSpec, profiles: Sequence[Ranges]) -> list[str]:
+    """What to call each profile: its number, or what it is for where the layer has a cache."""
+    if spec.cache == "none":
+        return [str(index) for index in range(len(profiles))]
+    names = ["decode" if ranges["S"].max == 1 else "prefill" for ranges in profiles]
+    return [
+        name if names.count(name) == 1 else f"{name}-{names[:index].count(name)}"
+        for index, name in enumerate(names)
+    ]
 
 
 def profile_shapes(

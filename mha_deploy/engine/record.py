@@ -32,6 +32,7 @@ class EngineManifest:
         precision: The precision asked for.
         dialect: How attention was written for the parser.
         profiles: Axis ranges of each optimisation profile, as min:opt:max.
+        profile_names: What each profile is called: its number, or `prefill` and `decode`.
         bundle_sha256: Hash of the manifest of the bundle it was built from.
         engine_sha256: Hash of the plan.
         engine_bytes: Size of the plan.
@@ -62,7 +63,12 @@ class EngineManifest:
     options: Mapping[str, Any]
     findings: Sequence[Mapping[str, Any]]
     notes: list[str]
+    profile_names: list[str] = field(default_factory=list)
     format: int = field(default=FORMAT)
+
+    def profile_name(self, index: int) -> str:
+        """What a profile is called."""
+        return self.profile_names[index] if index < len(self.profile_names) else str(index)
 
     @property
     def fused_count(self) -> tuple[int, int]:

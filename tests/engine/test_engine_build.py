@@ -23,7 +23,7 @@ def bundle(bundles, tmp_path):
 
     def copy(name, precision="fp16"):
         target = tmp_path / f"{name}-{precision}"
-        shutil.copytree(bundles(name, precision).path, target)
+        shutil.copytree(bundles(name, precision).path, target, ignore=shutil.ignore_patterns("engines"))
         return open_bundle(target)
 
     return copy
