@@ -9,7 +9,6 @@ from __future__ import annotations
 from mha_deploy.analyze.analysis import Analysis, analyze
 from mha_deploy.analyze.cost import (
     LayerCost,
-    StageCost,
     kv_cache_bytes,
     kv_cache_bytes_per_token,
     layer_cost,
@@ -17,6 +16,7 @@ from mha_deploy.analyze.cost import (
 )
 from mha_deploy.analyze.gpus import Gpu, find_gpu, gpu_names
 from mha_deploy.analyze.roofline import LayerFloor, StageFloor, roofline_floor
+from mha_deploy.analyze.work import StageCost
 
 __all__ = [
     "Analysis",

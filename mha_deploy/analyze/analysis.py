@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mha_deploy.analyze.cost import LayerCost, kv_cache_bytes, kv_cache_bytes_per_token, layer_cost
 from mha_deploy.analyze.gpus import Gpu, find_gpu
 from mha_deploy.analyze.roofline import LayerFloor, roofline_floor
+from mha_deploy.analyze.work import key_length
 from mha_deploy.precision import find_precision
 from mha_deploy.spec import AttentionSpec, Sizes
 
@@ -37,7 +38,14 @@ class Analysis:
     kv_bytes: int
 
 
-def analyze(spec: AttentionSpec, sizes: Sizes, precision: str, gpu: str | Gpu) -> Analysis:
+def analyze(
+    spec: AttentionSpec,
+    sizes: Sizes,
+    precision: str,
+    gpu: str | Gpu,
+    *,
+    lengths: Sequence[int] | None = None,
+) -> Analysis:
     """Count a layer and place it under a roofline; nothing is run.
 
     Args:
@@ -45,10 +53,11 @@ def analyze(spec: AttentionSpec, sizes: Sizes, precision: str, gpu: str | Gpu) -
         sizes: A size for each of its axes.
         precision: `fp16`, `bf16` or `fp32`.
         gpu: A name from `gpu_names()`, or the figures of another GPU, for example measured ones.
+        lengths: Valid rows of a static cache before the call; it is full after it unless given.
     """
     figures = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     element = find_precision(precision).bytes
-    cost = layer_cost(spec, sizes, element)
+    cost = layer_cost(spec, sizes, element, lengths=lengths)
     return Analysis(
         spec=spec,
         sizes=dict(sizes),
@@ -57,5 +66,5 @@ def analyze(spec: AttentionSpec, sizes: Sizes, precision: str, gpu: str | Gpu) -
         cost=cost,
         floor=roofline_floor(cost, figures, precision, tokens=sizes["B"] * sizes["S"]),
         kv_bytes_per_token=kv_cache_bytes_per_token(spec, element),
-        kv_bytes=kv_cache_bytes(spec, sizes["B"], sizes[spec.key_axis], element),
+        kv_bytes=kv_cache_bytes(spec, sizes["B"], key_length(spec, sizes), element),
     )

@@ -4,40 +4,23 @@ A multiply-add is 2 FLOPs. Only matrix products are counted: bias additions, the
 activations are of lower order. Bytes are what a stage must move if each operand crosses the memory bus once:
 weights, inputs and outputs. Attention is counted as fused: its S x T matrix never goes to memory, unless the
 weights are an output of the layer. Padding saves nothing here, since its lengths are only known at run time.
+
+With a cache, only the S new tokens are projected, and their keys and values are written to where the cache is
+kept: nothing else of it moves but the rows that some query sees, which are read once. A growing cache that is
+copied to make room for a row moves far more than this; that is the cost of copying, and not of the layer. The
+valid rows of a static cache are data, no size: it is counted as full after the call, T - S rows before it,
+unless its lengths are given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mha_deploy.errors import SpecError
+from mha_deploy.analyze.work import StageCost, Work, key_length, past_rows
 from mha_deploy.spec import AttentionSpec, Sizes
 
 _INT32_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageCost:
-    """The cost of one stage.
-
-    Args:
-        name: What the stage does.
-        growth: The order of its FLOPs per batch row, in the project's alphabet.
-        parameters: Learned numbers, biases included.
-        flops: Floating point operations, 2 per multiply-add.
-        bytes: Weights, inputs and outputs, each moved once.
-    """
-
-    name: str
-    growth: str
-    parameters: int
-    flops: int
-    bytes: int
-
-    @property
-    def intensity(self) -> float:
-        """Arithmetic intensity: FLOPs per byte moved."""
-        return self.flops / self.bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,61 +50,26 @@ class LayerCost:
         return self.flops / self.bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """A layer at one set of sizes: what every stage is counted from."""
-
-    spec: AttentionSpec
-    B: int
-    S: int
-    T: int
-    bytes_per_element: int
-
-    @property
-    def rows(self) -> int:
-        """Query tokens."""
-        return self.B * self.S
-
-    @property
-    def head_elements(self) -> int:
-        """Elements of the query heads, and of the head outputs."""
-        return self.rows * self.spec.Hq * self.spec.D
-
-    @property
-    def kv_elements(self) -> int:
-        """Elements of the keys and values together."""
-        return 2 * self.B * self.T * self.spec.Hkv * self.spec.D
-
-    @property
-    def pairs(self) -> int:
-        """(query, key) pairs of one head in one batch row; causal attention sees the lower triangle."""
-        return self.S * (self.S + 1) // 2 if self.spec.causal else self.S * self.T
-
-    def stage(
-        self, name: str, growth: str, *, parameters: int = 0, flops: int, elements: int, other: int = 0
-    ) -> StageCost:
-        """Turn counted elements into bytes; `other` is bytes that do not follow the precision."""
-        total = (parameters + elements) * self.bytes_per_element + other
-        return StageCost(name=name, growth=growth, parameters=parameters, flops=flops, bytes=total)
-
-
-def layer_cost(spec: AttentionSpec, sizes: Sizes, bytes_per_element: int) -> LayerCost:
+def layer_cost(
+    spec: AttentionSpec, sizes: Sizes, bytes_per_element: int, *, lengths: Sequence[int] | None = None
+) -> LayerCost:
     """Count the layer at the given sizes.
 
     Args:
         spec: The layer.
         sizes: A size for each of its axes, inside their ranges.
         bytes_per_element: 2 for FP16 and BF16, 4 for FP32; weights and activations alike.
+        lengths: How many rows of a static cache are valid before the call, one for every row of the batch;
+            the cache is full after it unless given.
     """
-    if spec.cache != "none" or spec.window is not None:
-        raise SpecError(
-            "The cost model does not count caches and windows yet.",
-            got=f"cache = {spec.cache}, window = {spec.window}",
-            hint="leave them out to see the cost of a whole sequence",
-        )
     spec.check_sizes(sizes)
-    work = _Work(
-        spec=spec, B=sizes["B"], S=sizes["S"], T=sizes[spec.key_axis], bytes_per_element=bytes_per_element
+    work = Work(
+        spec=spec,
+        B=sizes["B"],
+        S=sizes["S"],
+        T=key_length(spec, sizes),
+        past=past_rows(spec, sizes, lengths),
+        bytes_per_element=bytes_per_element,
     )
     return LayerCost(stages=(_projections(work), _attention(work), *_OUTPUT_STAGES[spec.variant](work)))
 
@@ -148,39 +96,46 @@ def _linear_parameters(inputs: int, outputs: int, bias: bool) -> int:
     return inputs * outputs + (outputs if bias else 0)
 
 
-def _projections(work: _Work) -> StageCost:
+def _projections(work: Work) -> StageCost:
     """Queries, keys and values as one stage: self attention reads x once, however it is packed."""
     spec = work.spec
     q_width, kv_width = spec.Hq * spec.D, 2 * spec.Hkv * spec.D
-    keys = work.B * work.T
-    read = (work.rows + 2 * keys if spec.is_cross else work.rows) * spec.E
+    read = (work.rows + 2 * work.kv_rows if spec.is_cross else work.rows) * spec.E
     return work.stage(
         "projections",
         "(S+T)·E²" if spec.is_cross else "S·E²",
         parameters=_linear_parameters(spec.E, q_width + kv_width, spec.bias),
-        flops=2 * spec.E * (work.rows * q_width + keys * kv_width),
-        elements=read + work.head_elements + work.kv_elements,
+        flops=2 * spec.E * (work.rows * q_width + work.kv_rows * kv_width),
+        elements=read + work.head_elements + work.kv_elements(work.kv_rows),
     )
 
 
-def _attention(work: _Work) -> StageCost:
+def _attention(work: Work) -> StageCost:
     """Scores and weighted values: two products of D multiply-adds per pair and query head."""
     spec = work.spec
-    elements = 2 * work.head_elements + work.kv_elements
+    elements = 2 * work.head_elements + work.kv_elements(work.kv_rows_seen)
     if spec.mask == "additive":
-        elements += spec.Hq * work.pairs
+        elements += spec.Hq * work.pairs(0)
     if spec.weights:
         elements += work.B * spec.Hq * work.S * work.T
+    has_lengths = spec.mask == "padding" or spec.cache == "static"
     return work.stage(
         "attention",
-        "S·T·E" if spec.is_cross else "S²·E",
-        flops=4 * spec.D * work.B * spec.Hq * work.pairs,
+        _attention_growth(spec),
+        flops=4 * spec.D * spec.Hq * work.all_pairs,
         elements=elements,
-        other=_INT32_BYTES * work.B if spec.mask == "padding" else 0,
+        other=_INT32_BYTES * work.B if has_lengths else 0,
     )
 
 
-def _output_projection(work: _Work, extra_elements: int = 0) -> StageCost:
+def _attention_growth(spec: AttentionSpec) -> str:
+    """A window is a constant; a cache has T keys, which a growing one counts as P + S."""
+    if spec.window is not None:
+        return "S·E"
+    return "S²·E" if spec.key_axis == "S" else "S·T·E"
+
+
+def _output_projection(work: Work, extra_elements: int = 0) -> StageCost:
     spec = work.spec
     width = spec.Hq * spec.D
     return work.stage(
@@ -192,11 +147,11 @@ def _output_projection(work: _Work, extra_elements: int = 0) -> StageCost:
     )
 
 
-def _plain_output(work: _Work) -> tuple[StageCost, ...]:
+def _plain_output(work: Work) -> tuple[StageCost, ...]:
     return (_output_projection(work),)
 
 
-def _sparse_heads_output(work: _Work) -> tuple[StageCost, ...]:
+def _sparse_heads_output(work: Work) -> tuple[StageCost, ...]:
     """A gate per head from the layer's input; unused heads are computed and then masked, so none is free."""
     spec = work.spec
     gates = work.rows * spec.Hq
@@ -210,7 +165,7 @@ def _sparse_heads_output(work: _Work) -> tuple[StageCost, ...]:
     return gate, _output_projection(work, extra_elements=gates)
 
 
-def _grouped_mlp_output(work: _Work) -> tuple[StageCost, ...]:
+def _grouped_mlp_output(work: Work) -> tuple[StageCost, ...]:
     """Two linear layers in place of the output projection, with the hidden activations between them."""
     spec = work.spec
     hidden = spec.grouped_mlp.hidden if spec.grouped_mlp else 0
@@ -232,7 +187,7 @@ def _grouped_mlp_output(work: _Work) -> tuple[StageCost, ...]:
     return first, second
 
 
-def _head_mix_output(work: _Work) -> tuple[StageCost, ...]:
+def _head_mix_output(work: Work) -> tuple[StageCost, ...]:
     """A second attention inside each token: its Hq heads are the sequence, and they share D x D matrices."""
     spec = work.spec
     projections = work.stage(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mha_deploy.analyze.cost import LayerCost, StageCost
+from mha_deploy.analyze.cost import LayerCost
 from mha_deploy.analyze.gpus import Gpu
+from mha_deploy.analyze.work import StageCost
 
 COMPUTE = "compute"
 MEMORY = "memory"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mha_deploy.analyze.cost import layer_cost
+from mha_deploy.analyze.cost import kv_cache_bytes, layer_cost
+from mha_deploy.analyze.work import key_length
 from mha_deploy.spec import AttentionSpec, Axis, Sizes
 
 _ODD_LENGTHS = (37, 13, 7, 5, 3)
@@ -17,7 +18,7 @@ class SizeLimit:
 
     Args:
         gflop: Work in 10⁹ floating-point operations.
-        gib: Memory for the oracle's scores and activations.
+        gib: Memory for the oracle's scores, activations and cache.
     """
 
     gflop: float = 100.0
@@ -70,7 +71,14 @@ def layer_flops(spec: AttentionSpec, sizes: Sizes) -> int:
 
 def oracle_bytes(spec: AttentionSpec, sizes: Sizes) -> int:
     """Memory of an FP64 run that keeps scores and weights: an upper bound, fused kernels need less."""
-    T = sizes[spec.key_axis]
+    T = key_length(spec, sizes)
     scores = 2 * sizes["B"] * spec.Hq * sizes["S"] * T
     activations = 4 * sizes["B"] * max(sizes["S"], T) * max(spec.E, spec.Hq * spec.D)
-    return 8 * (scores + activations)
+    return 8 * (scores + activations) + oracle_cache_bytes(spec, sizes)
+
+
+def oracle_cache_bytes(spec: AttentionSpec, sizes: Sizes) -> int:
+    """Memory of the cache of an FP64 run, as it comes in and as it goes out; 0 where there is none."""
+    if spec.cache == "none":
+        return 0
+    return 2 * kv_cache_bytes(spec, sizes["B"], key_length(spec, sizes), bytes_per_element=8)

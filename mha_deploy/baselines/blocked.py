@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from mha_deploy.analyze.sizes import oracle_bytes
 from mha_deploy.export.eager import run_module
-from mha_deploy.export.inputs import parameter_name
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.masks import causal_mask
 
@@ -38,21 +37,29 @@ def run_in_blocks(module: Attention, arguments: dict[str, Tensor], limit_bytes: 
     rows = max(1, limit_bytes // _bytes_per_row(module, arguments))
     blocks = []
     for start in range(0, batch, rows):
-        taken = _batch_rows(module, arguments, slice(start, start + rows))
+        taken = _batch_rows(arguments, slice(start, start + rows))
         with QueriesInBlocks(limit_bytes):
             blocks.append([output.cpu() for output in run_module(module, taken)])
     return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
 
 
 def _bytes_per_row(module: Attention, arguments: dict[str, Tensor]) -> int:
-    keys = arguments.get("key", arguments["query"])
-    sizes = {"B": 1, "S": arguments["query"].shape[1], module.spec.key_axis: keys.shape[1]}
-    return oracle_bytes(module.spec, sizes)
+    spec = module.spec
+    sizes = {"B": 1, "S": arguments["query"].shape[1]}
+    if spec.cache == "growing":
+        sizes["P"] = arguments["past_key"].shape[2]
+    elif spec.cache == "static":
+        sizes["T"] = arguments["key_cache"].shape[2]
+    elif spec.is_cross:
+        sizes["T"] = arguments["key"].shape[1]
+    return oracle_bytes(spec, sizes)
 
 
-def _batch_rows(module: Attention, arguments: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    has_rows = {parameter_name(tensor): tensor.dims[0] == "B" for tensor in module.spec.inputs}
-    return {name: tensor[rows] if has_rows[name] else tensor for name, tensor in arguments.items()}
+def _batch_rows(arguments: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    return {
+        name: tensor if name == "attention_bias" else tensor[rows]  # which all rows share
+        for name, tensor in arguments.items()
+    }
 
 
 class QueriesInBlocks(TorchFunctionMode):

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from mha_deploy.analyze.sizes import sizes_name
+from mha_deploy.analyze.work import past_rows
 from mha_deploy.baselines.blocked import run_in_blocks
 from mha_deploy.baselines.module import module_from_bundle
 from mha_deploy.bundle import Bundle
@@ -37,26 +38,32 @@ class FreshCases:
         limit = oracle_bytes or ORACLE_BYTES[torch.device(device).type]
         self._run_oracle = partial(run_in_blocks, limit_bytes=limit)
 
-    def case(self, sizes: Mapping[str, int], *, seed: int, ragged: bool = False) -> GoldenCase:
+    def case(
+        self, sizes: Mapping[str, int], *, seed: int, ragged: bool = False, past: int | None = None
+    ) -> GoldenCase:
         """Draw inputs and compute what is true of them.
 
         Args:
             sizes: A size for every axis of the spec.
             seed: Seed of the inputs; the same seed at the same sizes draws the same.
-            ragged: Whether key lengths go down to 1 and 0, where the layer has key lengths.
+            ragged: Whether lengths go down to 1 and 0, where the layer has lengths.
+            past: How many rows of a static cache are valid in every row of the batch; drawn unless given.
 
         Raises:
+            SpecError: The sizes, or that many rows, are not for this layer.
             ExportError: The module itself overflows on these inputs.
             DeployError: They do not fit the device's memory.
         """
         self.spec.check_sizes(sizes)
+        if past is not None:
+            past_rows(self.spec, sizes, [past] * sizes["B"])  # raises where they do not fit
         at = sizes_name(sizes)
         name = f"fresh-{at}-seed{seed}{'-ragged' if ragged else ''}"
         capture = GoldenCapture(
             self._module, self.precision, seed, oracle=self._oracle, run_oracle=self._run_oracle
         )
         try:
-            case = capture.capture(PlannedCase(name=name, sizes=dict(sizes), ragged=ragged))
+            case = capture.capture(PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past))
         except torch.OutOfMemoryError as error:
             raise DeployError(
                 "There is no room to compute what is true at these sizes.", got=at, hint="smaller sizes"

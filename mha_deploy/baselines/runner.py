@@ -15,11 +15,11 @@ from torch.nn.attention import sdpa_kernel
 from mha_deploy.backends.cuda import Stream
 from mha_deploy.backends.gpu import GpuRunner, Prepared
 from mha_deploy.backends.runner import Arrays, TensorInfo
-from mha_deploy.baselines.module import check_device, tensor_from_numpy
+from mha_deploy.baselines.module import check_device
 from mha_deploy.baselines.refusal import explain_refusal
 from mha_deploy.baselines.ways import TorchModels, find_way
 from mha_deploy.bundle import Bundle
-from mha_deploy.export.inputs import call_arguments, to_numpy
+from mha_deploy.export.inputs import to_numpy
 from mha_deploy.precision import Precision
 from mha_deploy.spec import FLOAT, TensorSpec
 
@@ -57,7 +57,7 @@ class TorchRunner(GpuRunner):
         self.graph = self._way.graph
         self.inputs = _tensor_infos(models.spec.inputs, models.precision)
         self.outputs = _tensor_infos(models.spec.outputs, models.precision)
-        self._module: Callable[..., Any] = models.module(self._way.path)
+        self._module: Callable[..., Any] = models.in_service(self._way.path)
         if self._way.compiled:
             # fullgraph: what cannot be compiled is an error, not a way back to eager.
             self._module = torch.compile(self._module, dynamic=False, fullgraph=True)
@@ -126,8 +126,13 @@ class TorchRunner(GpuRunner):
                 raise explain_refusal(self.name, error, texts, compiled=self._way.compiled) from error
 
     def _arguments(self, feeds: Arrays) -> dict[str, Tensor]:
-        tensors = {name: tensor_from_numpy(array).cuda() for name, array in feeds.items()}
-        return call_arguments(self._models.spec, tensors)
+        return self._models.arguments(feeds)
+
+    def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
+        """A static cache is written in place: what comes out of it takes no memory of its own."""
+        shared = results if self._models.spec.cache == "static" else {}
+        once = sum(array.nbytes for name, array in shared.items() if name != "output")
+        return super()._call_bytes(feeds, results) - once
 
     def _named(self, outputs: Outputs) -> dict[str, np.ndarray]:
         return {name: to_numpy(tensor) for name, tensor in zip(self.outputs, outputs, strict=True)}

@@ -5,6 +5,8 @@ eager+graph      the same in a CUDA graph
 sdpa             PyTorch's fused attention, the kernel its own choice; launched from Python
 sdpa-cudnn …     one kernel of the fused attention and no other, in a CUDA graph
 compile          torch.compile of the fused attention, in a CUDA graph
+
+A layer with a cache is run as a decoder in service would run it; see `baselines.decode`.
 """
 
 from __future__ import annotations
@@ -12,11 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from mha_deploy.baselines.module import module_from_bundle
+from mha_deploy.backends.cache_rows import CACHES, PAST, refuse_overflow
+from mha_deploy.backends.runner import Arrays
+from mha_deploy.baselines.decode import DecodeLayer, side_by_side
+from mha_deploy.baselines.module import module_from_bundle, tensor_from_numpy
 from mha_deploy.bundle import Bundle
 from mha_deploy.errors import DeployError, nearest
+from mha_deploy.export.inputs import call_arguments
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 
@@ -81,6 +88,23 @@ class TorchModels:
                 self.spec, weights=self._first.state_dict(), dtype=dtype, device=self.device, path=path
             )
         return self._by_path[path]
+
+    def in_service(self, path: str) -> nn.Module:
+        """The layer as it is run and timed: one with a cache steps without needless copies of it."""
+        layer = self.module(path)
+        return layer if self.spec.cache == "none" else DecodeLayer(layer)
+
+    def arguments(self, feeds: Arrays) -> dict[str, Tensor]:
+        """Inputs on the device, by the names that `in_service` calls them; each call has copies of its own.
+
+        Raises:
+            DeployError: The new tokens do not fit into a static cache.
+        """
+        if self.spec.cache == "static":  # on the device, nobody looks at the lengths any more
+            refuse_overflow(feeds["lengths"], feeds["x"].shape[1], feeds["key_cache"].shape[2])
+        tensors = {name: tensor_from_numpy(array).to(self.device) for name, array in feeds.items()}
+        laid_out = {name: side_by_side(tensors[name]) for name in (*PAST, *CACHES) if name in tensors}
+        return call_arguments(self.spec, {**tensors, **laid_out})
 
     @property
     def parameter_bytes(self) -> int:

@@ -14,21 +14,33 @@ from mha_deploy.export.eager import run_module
 from mha_deploy.export.inputs import call_arguments, fed_to, random_inputs
 from mha_deploy.golden import golden_cases
 from mha_deploy.reference import build_module
+from mha_deploy.spec import Axis
 from mha_deploy.validate.parity import judge_case
 
 TINY = [name for name in catalog_names() if name.startswith("tiny-")]
-SIZES = {"B": 4, "S": 37, "T": 24}
+SIZES = {"B": 4, "S": 37, "T": 24, "P": 21}
 
 
 def sizes_of(spec):
-    return {axis: SIZES[axis] for axis in spec.axes}
+    return {name: SIZES[name] if axis.is_dynamic else axis.min for name, axis in spec.axes.items()}
 
 
 # -- cases ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", ["tiny-gqa", "tiny-cross-padding", "tiny-sparse-heads", "tiny-weights"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny-gqa",
+        "tiny-cross-padding",
+        "tiny-sparse-heads",
+        "tiny-weights",
+        "tiny-growing",
+        "tiny-static",
+        "tiny-window",
+    ],
+)
 def test_a_fresh_case_is_passed_by_the_module_itself_and_by_a_runtime(bundles, name, precision):
     bundle = bundles(name, precision)
     kind, spec = bundle.manifest.precision, bundle.manifest.spec
@@ -67,6 +79,33 @@ def test_a_seed_draws_one_case_and_another_seed_another(bundles):
     assert ragged.inputs["key_lengths"].min() == 0
 
 
+def test_a_static_cache_can_be_filled_to_one_length(bundles):
+    fresh, sizes = FreshCases(bundles("tiny-static"), "cpu"), {"B": 3, "S": 1, "T": 64}
+    empty, full, drawn = (fresh.case(sizes, seed=3, past=past) for past in (0, 63, None))
+    assert empty.inputs["lengths"].tolist() == [0] * 3
+    assert full.inputs["lengths"].tolist() == [63] * 3
+    assert full.inputs["lengths"].dtype == np.int32
+    assert len(set(drawn.inputs["lengths"].tolist())) > 1
+    for case, row in ((empty, 0), (full, 63)):
+        np.testing.assert_array_equal(case.inputs["x"], drawn.inputs["x"])
+        differ = case.oracle["key_cache_out"] != case.inputs["key_cache"]
+        assert set(np.nonzero(differ)[2].tolist()) == {row}, "the only row that was written"
+
+
+def test_a_growing_cache_may_be_empty_and_takes_no_lengths(bundles):
+    fresh = FreshCases(bundles("tiny-growing"), "cpu")
+    case = fresh.case({"B": 2, "S": 5, "P": 0}, seed=1)
+    assert case.inputs["past_key"].shape == (2, 2, 0, 16)
+    assert case.oracle["present_key"].shape == (2, 2, 5, 16)
+    with pytest.raises(SpecError, match="Only a static cache has lengths"):
+        fresh.case({"B": 2, "S": 5, "P": 0}, seed=1, past=0)
+
+
+def test_a_cache_without_room_is_refused(bundles):
+    with pytest.raises(SpecError, match="do not fit into the cache"):
+        FreshCases(bundles("tiny-static"), "cpu").case({"B": 2, "S": 4, "T": 64}, seed=1, past=61)
+
+
 def test_sizes_outside_the_axes_are_refused(bundles):
     with pytest.raises(SpecError):
         FreshCases(bundles("tiny-gqa"), "cpu").case({"B": 1, "S": 4096}, seed=0)
@@ -100,6 +139,17 @@ def test_blocks_change_nothing(name, limit):
     whole = run_module(module, arguments)
     parts = run_in_blocks(module, arguments, limit)
     assert len(parts) == len(whole)
+    for part, one in zip(parts, whole, strict=True):
+        torch.testing.assert_close(part, one, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["tiny-gqa", "tiny-additive", "tiny-growing", "tiny-static"])
+def test_a_batch_of_fixed_size_is_split_too(name):
+    """Its first dimension is a number in the spec, as that of a mask that all rows share."""
+    spec = find_spec(name).with_axes({"B": Axis.parse("4")})
+    module = build_module(spec, dtype=torch.float64)
+    arguments = call_arguments(spec, fed_to(module, random_inputs(spec, sizes_of(spec), seed=0)))
+    whole, parts = run_module(module, arguments), run_in_blocks(module, arguments, 1)
     for part, one in zip(parts, whole, strict=True):
         torch.testing.assert_close(part, one, rtol=1e-13, atol=1e-14)
 

@@ -6,12 +6,13 @@ import torch
 
 from mha_deploy.backends.timing import TimingPlan
 from mha_deploy.baselines.refusal import explain_refusal
-from mha_deploy.baselines.runner import open_torch_runner
+from mha_deploy.baselines.runner import TorchRunner, open_torch_runner
 from mha_deploy.baselines.ways import WAYS, TorchModels, find_way
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.golden import golden_cases
 from mha_deploy.validate.parity import judge_case
 
+CACHED = ["tiny-growing", "tiny-static", "tiny-window"]
 LAYERS = ["tiny-gqa", "tiny-padding", "tiny-mha", "tiny-weights", "tiny-head-mix", "tiny-sparse-heads"]
 QUICK = TimingPlan(samples=100, rounds=4)
 # Kernels that PyTorch may refuse by what the layer asks for: masks, shared heads, head sizes.
@@ -102,12 +103,23 @@ def test_an_error_of_our_own_stays_as_it_is():
     assert explain_refusal("torch", own, [], compiled=False) is own
 
 
+def test_a_cache_that_is_written_in_place_is_counted_once(bundles):
+    """Else the memory of all but one of the timed copies would be taken off twice."""
+    for name, shared in (("tiny-static", True), ("tiny-growing", False)):
+        runner = object.__new__(TorchRunner)  # which needs a GPU to be made
+        runner._models = TorchModels(bundles(name), device="cpu")
+        case = case_of(bundles(name), "decode")
+        once = sum(array.nbytes for array in case.inputs.values()) + case.eager["output"].nbytes
+        out = sum(array.nbytes for key, array in case.eager.items() if key != "output")
+        assert runner._call_bytes(case.inputs, case.eager) == once + (0 if shared else out)
+
+
 # -- with one ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [*LAYERS, "tiny-rope", *CACHED])
 def test_every_way_is_right_or_says_why_not(bundles, name, way):
     bundle = bundles(name)
     with open_or_skip(way, bundle) as runner:
@@ -133,9 +145,19 @@ def test_other_precisions(bundles, way, precision):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
-def test_a_timed_call_gives_the_result_of_run(bundles, way):
-    bundle = bundles("tiny-mha")
-    case = case_of(bundle, "opt")
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("tiny-mha", "opt"),
+        ("tiny-rope", "opt"),
+        ("tiny-growing", "prefill"),
+        ("tiny-growing", "decode"),
+        ("tiny-static", "decode"),
+    ],
+)
+def test_a_timed_call_gives_the_result_of_run(bundles, name, at, way):
+    bundle = bundles(name)
+    case = case_of(bundle, at)
     with open_or_skip(way, bundle) as runner:
         wanted = unless_refused(way, lambda: runner.run(case.inputs))
         timing = runner.time(case.inputs, QUICK)
@@ -144,8 +166,9 @@ def test_a_timed_call_gives_the_result_of_run(bundles, way):
     assert timing.memory_bytes > 0
     for results in timing.results:
         verdicts = judge_case(case, results, bundle.manifest.precision)
-        assert [verdict.problem for verdict in verdicts] == [None]
-        np.testing.assert_array_equal(results["output"], wanted["output"])
+        assert [verdict.problem for verdict in verdicts] == [None] * len(wanted)
+        for output, array in wanted.items():
+            np.testing.assert_array_equal(results[output], array)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,166 @@
+"""A layer as a decoder runs it: the reference to the last digits, in place, and with nothing to wait for."""
+
+import pytest
+import torch
+
+from mha_deploy.baselines.decode import DecodeLayer, side_by_side
+from mha_deploy.baselines.ways import TorchModels
+from mha_deploy.catalog import find_spec
+from mha_deploy.errors import DeployError
+from mha_deploy.export.eager import run_module
+from mha_deploy.export.inputs import call_arguments, fed_to, random_inputs, to_numpy
+from mha_deploy.reference import build_module
+from mha_deploy.reference.core import merge_heads
+from mha_deploy.spec import AttentionSpec
+
+CACHED = ("tiny-growing", "tiny-static", "tiny-window")
+
+
+def changed(model, **changes):
+    return AttentionSpec.from_dict({**find_spec(model).to_dict(), **changes})
+
+
+SPECS = [
+    *(find_spec(name) for name in CACHED),
+    changed("tiny-static", window=5, name="static with a window"),
+    changed("tiny-growing", softcap=2.0, rope={"dims": 6, "interleaved": True}, name="softcap, partial rope"),
+    changed("tiny-static", projections="packed", Hkv=1, name="packed, multi-query"),
+]
+
+
+def call(spec, S, *, path="sdpa", past=20, dtype=torch.float64, ragged=True):
+    """A layer, and the arguments of one call."""
+    module = build_module(spec, dtype=dtype, path=path)
+    sizes = {"B": 4, "S": S, **({"P": past} if spec.cache == "growing" else {"T": 64})}
+    feeds = fed_to(module, random_inputs(spec, sizes, 0, ragged=ragged))
+    return module, call_arguments(spec, feeds)
+
+
+def copies(arguments):
+    return {name: side_by_side(t) if t.dim() == 4 else t.clone() for name, t in arguments.items()}
+
+
+@pytest.mark.parametrize("path", ["plain", "sdpa"])
+@pytest.mark.parametrize("S", [1, 6])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_step_is_that_of_the_reference_layer(spec, S, path):
+    module, arguments = call(spec, S, path=path)
+    wanted, got = module(**arguments), DecodeLayer(module)(**copies(arguments))
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
+
+
+def test_an_empty_past_is_a_prefill():
+    module, arguments = call(find_spec("tiny-growing"), 7, past=0)
+    for one, other in zip(DecodeLayer(module)(**copies(arguments)), module(**arguments), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
+
+
+def test_a_static_cache_is_written_where_it_is_and_a_second_call_gives_the_same():
+    module, arguments = call(find_spec("tiny-static"), 3)
+    own, step = copies(arguments), DecodeLayer(module)
+    output, keys, values = step(**own)
+    first = [tensor.clone() for tensor in (output, keys, values)]
+    assert keys is own["key_cache"]
+    assert values is own["value_cache"]
+    assert not torch.equal(keys, arguments["key_cache"])
+    for one, other in zip(step(**own), first, strict=True):
+        assert torch.equal(one, other), "timed calls repeat one step"
+
+
+def test_heads_side_by_side_are_merged_without_a_copy():
+    cache = torch.randn(2, 3, 5, 4)
+    laid_out = side_by_side(cache)
+    assert torch.equal(laid_out, cache)
+    assert merge_heads(laid_out).data_ptr() == laid_out.data_ptr()
+    assert merge_heads(cache).data_ptr() != cache.data_ptr()
+
+
+@pytest.mark.parametrize("S", [1, 4])
+@pytest.mark.parametrize("name", CACHED)
+def test_torch_compile_takes_a_step_as_one_graph(name, S):
+    """Traced with fake tensors, a step that looked at its lengths would break the graph."""
+    module, arguments = call(find_spec(name), S)
+    own = copies(arguments)
+    compiled = torch.compile(DecodeLayer(module), dynamic=False, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        got = compiled(**own)
+    for one, other in zip(got, module(**arguments), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
+    if "key_cache" in own:
+        torch.testing.assert_close(own["key_cache"], got[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_no_call_reads_a_number_from_the_device(name):
+    """On the device `meta` there are no numbers: whatever waits for one fails."""
+    module, arguments = call(find_spec(name), 1)
+    module = build_module(module.spec, device="meta")
+    module.rotary = (
+        None if module.spec.rope is None else tuple(torch.empty(127, 8, device="meta") for _ in "cs")
+    )
+    output, *_ = DecodeLayer(module)(
+        **{name: tensor.to("meta") for name, tensor in copies(arguments).items()}
+    )
+    assert output.shape == (4, 1, 64)
+
+
+def test_one_token_behind_a_growing_cache_has_no_mask(monkeypatch):
+    """So that every fused kernel of PyTorch takes it."""
+    seen = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, **options):
+        seen.append((options["attn_mask"], options["is_causal"]))
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    for name, S in (("tiny-growing", 1), ("tiny-growing", 2), ("tiny-static", 1)):
+        module, arguments = call(find_spec(name), S)
+        DecodeLayer(module)(**copies(arguments))
+    assert seen[0] == (None, False)
+    assert all(mask is not None for mask, _ in seen[1:])
+
+
+def test_a_layer_without_a_cache_and_a_call_without_one_are_refused():
+    with pytest.raises(DeployError, match="no cache to decode with"):
+        DecodeLayer(build_module(find_spec("tiny-gqa")))
+    module, arguments = call(find_spec("tiny-static"), 1)
+    with pytest.raises(DeployError, match="brings none") as caught:
+        DecodeLayer(module)(arguments["query"], key_cache=arguments["key_cache"])
+    assert caught.value.got == "no value_cache, lengths"
+
+
+# -- among the ways to run a bundle --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", CACHED)
+def test_the_models_of_a_bundle_bring_it(bundles, name, precision):
+    from mha_deploy.golden import golden_cases
+    from mha_deploy.validate.parity import judge_case
+
+    bundle = bundles(name, precision)
+    models = TorchModels(bundle, device="cpu")
+    assert isinstance(models.in_service("sdpa"), DecodeLayer)
+    names = [tensor.name for tensor in models.spec.outputs]
+    for case in golden_cases(bundle):
+        outputs = run_module(models.in_service("sdpa"), models.arguments(case.inputs))
+        got = {key: to_numpy(tensor) for key, tensor in zip(names, outputs, strict=True)}
+        verdicts = judge_case(case, got, bundle.manifest.precision)
+        assert [verdict.problem for verdict in verdicts] == [None] * len(names), case.name
+
+
+def test_a_layer_without_a_cache_is_run_as_it_is(bundles):
+    models = TorchModels(bundles("tiny-gqa"), device="cpu")
+    assert models.in_service("plain") is models.module("plain")
+
+
+def test_tokens_that_do_not_fit_are_refused_before_they_are_on_the_device(bundles):
+    models = TorchModels(bundles("tiny-static"), device="cpu")
+    _, arguments = call(models.spec, 4, dtype=torch.float16)
+    feeds = {"x" if key == "query" else key: to_numpy(tensor) for key, tensor in arguments.items()}
+    models.arguments(feeds)
+    feeds["lengths"] = feeds["lengths"] * 0 + 61
+    with pytest.raises(DeployError, match="do not fit into the cache"):
+        models.arguments(feeds)
