@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mha_deploy.analyze.sizes import sizes_name
+from mha_deploy.analyze.points import TimedPoint, points_from_text
 from mha_deploy.backends.cuda import open_gpu
 from mha_deploy.bundle import Bundle
 from mha_deploy.engine.record import Engine
@@ -23,6 +23,7 @@ from mha_deploy.validate.sweep import bench_points
 from mha_deploy.versions import can_import
 
 OnStep = Callable[[str], None]
+Key = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # sizes, and the lengths of a static cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class BenchOptions:
     """What to time.
 
     Args:
-        at: Sizes such as `B=8,S=128`, or `opt`; a sweep over batches and lengths unless given.
+        at: Sizes such as `B=8,S=128`, or `opt`; with a cache also `prefill` or `decode`, and `opt` is both.
+            A sweep over batches and lengths unless given.
         backends: Who takes part, by name; everyone that can run here unless given.
         engine: Name of the one engine to run; all of the bundle's unless given.
         samples: Samples of each timing.
@@ -151,32 +153,42 @@ def _time_everyone(
 def _participants(casting: Casting, options: BenchOptions) -> list[Participant]:
     if options.backends:
         return [casting.named(name) for name in dict.fromkeys(options.backends)]
-    return [*casting.baselines(), casting.named("ort-cuda"), *casting.running_engines()]
+    # Behind a cache, ONNX Runtime's own attention operator is the one that people run.
+    cached = casting.bundle.manifest.spec.cache != "none"
+    runtimes = ("ort-cuda", "ort-cuda-contrib") if cached else ("ort-cuda",)
+    return [*casting.baselines(), *map(casting.named, runtimes), *casting.running_engines()]
 
 
 def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
-    """The cases to time: golden ones where the sizes are theirs, fresh ones for all others."""
-    spec = bundle.manifest.spec
-    golden = list(golden_cases(bundle))
-    known = {_key(case.sizes): case for case in golden if case.name != "ragged"}
-    wanted = _wanted(spec, options.at)
-    if all(_key(sizes) in known for sizes in wanted):
-        return [known[_key(sizes)] for sizes in wanted]
+    """The cases to time: golden ones where the sizes and lengths are theirs, fresh ones for all others."""
+    known = {_key_of(case): case for case in golden_cases(bundle) if case.name != "ragged"}
+    wanted = _wanted(bundle.manifest.spec, options.at)
+    if all(_key(point) in known for point in wanted):
+        return [known[_key(point)] for point in wanted]
     draw = _fresh(bundle, options.seed)
-    return [known.get(_key(sizes)) or replace(draw(sizes), name=sizes_name(sizes)) for sizes in wanted]
+    return [known.get(_key(point)) or replace(draw(point), name=point.name) for point in wanted]
 
 
-def _wanted(spec: AttentionSpec, at: Sequence[str]) -> list[Mapping[str, int]]:
-    if not at:
-        return [point.sizes for point in bench_points(spec)]
-    return [spec.sizes("opt") if text == "opt" else spec.parse_sizes(text) for text in at]
+def _wanted(spec: AttentionSpec, at: Sequence[str]) -> list[TimedPoint]:
+    """The points to time, each once, under the first name that it was asked for by."""
+    points = [point for text in at for point in points_from_text(spec, text)] if at else bench_points(spec)
+    found: dict[Key, TimedPoint] = {}
+    for point in points:
+        found.setdefault(_key(point), point)
+    return list(found.values())
 
 
-def _key(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(sizes.items()))
+def _key(point: TimedPoint) -> Key:
+    lengths = () if point.past is None else (point.past,) * point.sizes["B"]
+    return tuple(sorted(point.sizes.items())), lengths
 
 
-def _fresh(bundle: Bundle, seed: int) -> Callable[[Mapping[str, int]], GoldenCase]:
+def _key_of(case: GoldenCase) -> Key:
+    lengths = tuple(int(length) for length in case.inputs.get("lengths", ()))
+    return tuple(sorted(case.sizes.items())), lengths
+
+
+def _fresh(bundle: Bundle, seed: int) -> Callable[[TimedPoint], GoldenCase]:
     if not can_import("torch"):
         raise BackendUnavailable(
             "Only PyTorch can tell what is true at sizes that have no golden case.",
@@ -186,4 +198,4 @@ def _fresh(bundle: Bundle, seed: int) -> Callable[[Mapping[str, int]], GoldenCas
     from mha_deploy.baselines.fresh import FreshCases
 
     fresh = FreshCases(bundle, device="cuda")
-    return lambda sizes: fresh.case(sizes, seed=seed)
+    return lambda point: fresh.case(point.sizes, seed=seed, past=point.past)

@@ -11,6 +11,8 @@ from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
 from mha_deploy.precision import Precision
 from mha_deploy.spec import AttentionSpec
+from mha_deploy.trace import DecodeTrace
+from mha_deploy.validate.growth import SteppingReport
 from mha_deploy.validate.heatmap import Heatmap, Projection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
 from mha_deploy.validate.latency import LatencyRow, time_case
@@ -22,8 +24,11 @@ from mha_deploy.validate.parity import (
     parity_from_verdicts,
 )
 from mha_deploy.validate.participants import TENSORRT, Participant
+from mha_deploy.validate.stepping import open_stepper, step_through
 
 OnStep = Callable[[str], None]
+
+_STEPS_TOLD = 64  # how often progress is told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,7 @@ class Exam:
         timed: The cases to time it on.
         invariance: Whether rows must not care about their place; on golden cases.
         samples: Samples of each timing.
+        traces: Tokens to step through, for a layer with a cache.
         kernels: Says which kernels take the time; None where nobody asked.
         projection: The output projection, which the map of errors is pulled back through.
     """
@@ -47,6 +53,7 @@ class Exam:
     timed: Sequence[GoldenCase] = ()
     invariance: bool = False
     samples: int = 200
+    traces: Sequence[DecodeTrace] = ()
     kernels: Callable[[Runner, GoldenCase], tuple[KernelTime, ...]] | None = None
     projection: Projection | None = None
 
@@ -63,6 +70,7 @@ class Examination:
         parity: The verdicts, one report for each kind of cases.
         invariance: Whether rows cared about their place.
         heatmaps: Where the errors lie.
+        stepping: Whether it decodes rightly, one report for each trace.
         rows: Its times, by the name of the case.
     """
 
@@ -73,6 +81,7 @@ class Examination:
     parity: tuple[ParityReport, ...] = ()
     invariance: tuple[InvarianceCheck, ...] = ()
     heatmaps: tuple[Heatmap, ...] = ()
+    stepping: tuple[SteppingReport, ...] = ()
     rows: dict[str, LatencyRow] = field(default_factory=dict)
 
     @property
@@ -86,6 +95,11 @@ class Examination:
         """The largest share of a budget that was used, where there is a number."""
         verdicts = [verdict for report in self.parity for verdict in report.verdicts]
         return max((verdict.share for verdict in verdicts if verdict.share is not None), default=None)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether everything that it was judged on is right."""
+        return not self.failed_cases and all(report.passed for report in self.stepping)
 
     @property
     def failed_cases(self) -> list[str]:
@@ -125,6 +139,7 @@ class _Sitting:
             parity=tuple(parity),
             invariance=checks,
             heatmaps=tuple(self.heatmaps),
+            stepping=tuple(self._stepped(trace) for trace in exam.traces),
             rows={case.name: self._row(case) for case in exam.timed},
         )
 
@@ -171,6 +186,17 @@ class _Sitting:
         for name in wrong or usual:
             self.heatmaps.append(heatmap(self.runner.name, case, name, got[name], self.exam.projection))
         return verdicts
+
+    def _stepped(self, trace: DecodeTrace) -> SteppingReport:
+        """Prefill and single tokens, with the cache where the runtime keeps it best."""
+        exam = self.exam
+
+        def report(step: int) -> None:
+            if step % _STEPS_TOLD == 0:
+                self.on_step(f"{self.participant.name}: {trace.name}, step {step} of {trace.steps}")
+
+        with open_stepper(self.runner, exam.spec, trace) as stepper:
+            return step_through(stepper, trace, exam.spec, exam.precision, report)
 
     def _row(self, case: GoldenCase) -> LatencyRow:
         who = self.participant

@@ -16,8 +16,8 @@ from itertools import product
 import numpy as np
 
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.attention_node import Dim
 from mha_deploy.graph.probe import ProbedAttention
+from mha_deploy.validate.fp16_cache import all_keys, by_head, valid_only, visible_keys
 
 _BLOCK = 1 << 20  # pairs at a time: four megabytes
 
@@ -82,10 +82,11 @@ class Meter:
 
     def __init__(self, attention: ProbedAttention) -> None:
         facts = attention.facts
-        strange = facts.has_past or facts.has_nonpad_kv_seqlen or facts.has_window
+        cached = facts.has_past or facts.has_nonpad_kv_seqlen
+        strange = facts.has_window or (cached and facts.mask not in ("none", "bool"))
         if strange or facts.group is None or facts.softmax_scale is None:
             raise DeployError(
-                "The range is not measured with past keys, key counts, windows or heads that are not stated.",
+                "The range is not measured with windows, numbers as a mask of a cache, or without heads.",
                 got=facts.name,
                 hint="a canonical graph, as mha-deploy export writes it",
             )
@@ -100,14 +101,23 @@ class Meter:
     def see(self, case: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Measure one case, given what the probe computed."""
         given = {role: arrays[name] for role, name in self._attention.outputs.items()}
+        given = valid_only(self.facts, given)
         broken = [line for role, array in given.items() if (line := self._broken(case, role, array))]
         self._not_finite += broken
         if broken:
             return
-        for role, largest in self._tensors.items():
-            self._tensors[role] = max(largest, float(np.abs(given[role]).max()))
+        for role, past in {"Q": None, "K": "past", "V": "past_values"}.items():
+            both = [given[role], *([given[past]] if past in given else [])]
+            sizes = [float(np.abs(array).max(initial=0.0)) for array in both]
+            self._tensors[role] = max(self._tensors[role], *sizes)
         q, k = self._queries_and_keys(given["Q"], given["K"])
-        mask = _Mask(given.get("mask"), is_causal=self.facts.is_causal, shape=(*q.shape[:3], k.shape[2]))
+        k = all_keys(self.facts, given, k)
+        visible = visible_keys(self.facts, given, q.shape[2], k.shape[2])
+        mask = _Mask(
+            given.get("mask") if visible is None else visible,
+            is_causal=visible is None and self.facts.is_causal,
+            shape=(*q.shape[:3], k.shape[2]),
+        )
         if mask.numbers is not None:
             self._mask_numbers.append(mask.numbers)
         largest = max(self._see_block(block, q, k, mask) for block in _blocks(case, *mask.shape))
@@ -117,7 +127,7 @@ class Meter:
         bound = self._tensors["Q"] * self._tensors["K"] * q.shape[-1]
         # BF16 and FP32 tensors may be so large that their product does not fit float32.
         kind = np.dtype(np.float32 if bound < float(np.finfo(np.float32).max) else np.float64)
-        return _by_head(q.astype(kind), self.facts.Hq), _by_head(k.astype(kind), self.facts.Hkv)
+        return by_head(q.astype(kind), self.facts.Hq), by_head(k.astype(kind), self.facts.Hkv)
 
     def _broken(self, case: str, role: str, array: np.ndarray) -> str | None:
         usable = array < np.inf if role == "mask" else np.isfinite(array)  # -inf in a mask hides a key
@@ -266,13 +276,6 @@ class _Mask:
             return None
         queries = np.arange(block.queries.start, block.queries.stop)
         return np.arange(self.shape[3]) <= queries[:, None]
-
-
-def _by_head(array: np.ndarray, heads: Dim) -> np.ndarray:
-    """[B, length, heads·D] or [B, heads, length, D] -> [B, heads, length, D]."""
-    if array.ndim == 4 or not isinstance(heads, int):
-        return array
-    return array.reshape(*array.shape[:2], heads, -1).swapaxes(1, 2)
 
 
 def _number_range(mask: np.ndarray) -> tuple[float, float] | None:

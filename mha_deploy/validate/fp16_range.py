@@ -173,9 +173,13 @@ def _node_range(meter: Meter, spec: AttentionSpec, precision: Precision) -> Node
 
 
 def _max_keys(facts: AttentionNode, figures: Figures, spec: AttentionSpec) -> int:
-    if isinstance(facts.T, str) and facts.T in spec.axes:
-        return spec.axes[facts.T].max
-    return max((each.keys for each in figures.sums), default=1)
+    """The longest past and the most new keys; no more than a window, which is a mask in the graph."""
+    lengths = (facts.T, facts.past_length) if facts.has_past else (facts.T,)
+    most = [spec.axes[dim].max for dim in lengths if isinstance(dim, str) and dim in spec.axes]
+    most += [dim for dim in lengths if isinstance(dim, int)]
+    measured = max((each.keys for each in figures.sums), default=1)
+    keys = sum(most) if len(most) == len(lengths) else measured
+    return keys if spec.window is None or facts.mask == "none" else min(keys, spec.window)
 
 
 # -- judging -----------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ class LatencyPoint:
         bytes: Least traffic of one call.
         roofline: The floor; None for a GPU without figures.
         rows: One for every participant.
+        past: The most rows of a static cache that are valid before the call; None for other layers.
+        decoded: Tokens that one decode step brings, one for every row of the batch; None for other calls.
     """
 
     case: str
@@ -86,6 +88,8 @@ class LatencyPoint:
     bytes: int
     roofline: Roofline | None
     rows: tuple[LatencyRow, ...]
+    past: int | None = None
+    decoded: int | None = None
 
     def time_of(self, name: str) -> float | None:
         """The median time of a participant."""
@@ -102,6 +106,7 @@ class LatencyPoint:
         return {
             "case": self.case,
             "sizes": dict(self.sizes),
+            "past": self.past,
             "flops": self.flops,
             "bytes": self.bytes,
             "roofline": None if self.roofline is None else vars(self.roofline),
@@ -127,6 +132,7 @@ class LatencyPoint:
                 "speedup_over_best_pytorch",
                 "tflops",
                 "gb_per_s",
+                "tokens_per_s",
                 "roofline_share",
             )
             return dict.fromkeys(names)
@@ -137,6 +143,7 @@ class LatencyPoint:
             "speedup_over_best_pytorch": _ratio(best, row),
             "tflops": self.flops / time / 1e6,
             "gb_per_s": self.bytes / time / 1e3,
+            "tokens_per_s": None if self.decoded is None else self.decoded / time * 1e6,
             "roofline_share": None if self.roofline is None else self.roofline.floor_us / time,
         }
 
@@ -151,8 +158,12 @@ def _ratio(other: LatencyRow | None, row: LatencyRow) -> float | None:
 def latency_point(
     case: GoldenCase, rows: Sequence[LatencyRow], spec: AttentionSpec, precision: Precision
 ) -> LatencyPoint:
-    """Put the rows of one case together with what the work needs at least."""
-    cost = layer_cost(spec, case.sizes, precision.bytes)
+    """Put the rows of one case together with what the work needs at least.
+
+    The work behind a static cache is that of the case's own lengths.
+    """
+    lengths = case.inputs["lengths"].tolist() if spec.cache == "static" else None
+    cost = layer_cost(spec, case.sizes, precision.bytes, lengths=lengths)
     gpus = {row.timing.gpu for row in rows if row.timing}
     peaks = _peaks(gpus.pop()) if len(gpus) == 1 else None
     return LatencyPoint(
@@ -162,6 +173,8 @@ def latency_point(
         bytes=cost.bytes,
         roofline=None if peaks is None else _roofline(cost, case.sizes, precision, peaks),
         rows=tuple(rows),
+        past=None if lengths is None else max(lengths),
+        decoded=case.sizes["B"] if spec.cache != "none" and case.sizes["S"] == 1 else None,
     )
 
 

@@ -16,6 +16,9 @@ class ValidateOptions:
         sweep: Whether to try every profile at its corners, with fresh inputs; None for "where an engine runs
             and PyTorch can tell what is true".
         fresh: How many fresh random cases to draw besides.
+        steps: How many tokens to step through besides the bundle's own, for a layer with a cache.
+        prompt: Length of the prompt before them; the usual one unless given.
+        rows: Rows of their batch; the usual number unless given.
         conformance: Whether to put the table of masks together.
         samples: Samples of each timing.
         kernels: Whether to say which kernels take the time.
@@ -29,6 +32,9 @@ class ValidateOptions:
     latency: bool | None = None
     sweep: bool | None = None
     fresh: int = 0
+    steps: int = 0
+    prompt: int | None = None
+    rows: int | None = None
     conformance: bool = False
     samples: int = 200
     kernels: bool = False

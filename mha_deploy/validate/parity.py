@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from mha_deploy.backends.runner import Runner
 from mha_deploy.golden import GoldenCase
 from mha_deploy.precision import Precision
 from mha_deploy.validate.budget import Budget, budget_from_eager
+from mha_deploy.validate.cache_parity import new_rows
 from mha_deploy.validate.deviation import Deviation, measure
 
 
@@ -123,19 +124,41 @@ def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
     ]
 
 
-def judge_case(case: GoldenCase, got: Mapping[str, np.ndarray], precision: Precision) -> list[OutputVerdict]:
-    """Judge the outputs of one case: names, then types, shapes, finite values, and error."""
+def judge_case(
+    case: GoldenCase,
+    got: Mapping[str, np.ndarray],
+    precision: Precision,
+    budgets: Mapping[str, Budget] | None = None,
+) -> list[OutputVerdict]:
+    """Judge the outputs of one case: names, then types, shapes, finite values, and error.
+
+    A cache is judged by its new rows, and the old ones must be as they were.
+
+    Args:
+        case: What is true, and what the module gave.
+        got: What is judged.
+        precision: The precision of both.
+        budgets: What the error of an output may be, where that is not to come from the case alone.
+    """
+    known, rows = budgets or {}, new_rows(case, got)
+    verdicts = [
+        _judge_output(rows.case, name, rows.got.get(name), precision, known.get(name))
+        for name in sorted(set(case.oracle) | set(got))
+    ]
     return [
-        _judge_output(case, name, got.get(name), precision) for name in sorted(set(case.oracle) | set(got))
+        replace(verdict, problem=rows.spoiled[verdict.output]) if verdict.output in rows.spoiled else verdict
+        for verdict in verdicts
     ]
 
 
-def _judge_output(case: GoldenCase, name: str, got: np.ndarray | None, precision: Precision) -> OutputVerdict:
+def _judge_output(
+    case: GoldenCase, name: str, got: np.ndarray | None, precision: Precision, budget: Budget | None
+) -> OutputVerdict:
     problem = _problem_before_error(case, name, got)
     if problem is not None or got is None:
         return OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=problem)
     deviation = measure(got, case.oracle[name])
-    budget = budget_from_eager(case.eager[name], case.oracle[name], precision)
+    budget = budget or budget_from_eager(case.eager[name], case.oracle[name], precision)
     exceeded = budget.exceeded_by(deviation)
     return OutputVerdict(
         case=case.name,

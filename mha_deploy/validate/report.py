@@ -87,6 +87,7 @@ class Report:
             "model": model_to_dict(self.bundle),
             "parity": [report.to_dict() for each in self.examinations for report in each.parity],
             "heatmaps": [heat.to_dict() for each in self.examinations for heat in each.heatmaps],
+            "decode": [report.to_dict() for each in self.examinations for report in each.stepping],
             "invariance": [check.to_dict() for each in self.examinations for check in each.invariance],
             "conformance": None if self.conformance is None else self.conformance.to_dict(),
             "range": None if self.ranges is None else self.ranges.to_dict(),
@@ -162,6 +163,7 @@ def _engine_to_dict(engine: Engine, ran: bool, reasons: dict[str, str]) -> dict[
         "seconds": manifest.seconds,
         "engine_bytes": manifest.engine_bytes,
         "profiles": [dict(profile) for profile in manifest.profiles],
+        "profile_names": [manifest.profile_name(index) for index in range(len(manifest.profiles))],
     }
 
 

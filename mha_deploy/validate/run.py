@@ -19,6 +19,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.graph.file import load_graph
 from mha_deploy.spec import AttentionSpec, Axis
+from mha_deploy.trace import DecodeTrace
 from mha_deploy.validate.bench import points_from_rows
 from mha_deploy.validate.blame import Blame, blame, blamed_graph
 from mha_deploy.validate.conformance import ConformanceTable, conformance_table
@@ -32,6 +33,7 @@ from mha_deploy.validate.participants import Absent, Casting, Participant
 from mha_deploy.validate.profile import kernel_times
 from mha_deploy.validate.report import Report
 from mha_deploy.validate.sweep import sweep_points
+from mha_deploy.validate.traces import traces_of
 from mha_deploy.validate.verdict import findings, headline
 from mha_deploy.versions import can_import
 
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import FreshCases
 
 OnStep = Callable[[str], None]
+
+# Where everyone is timed: the usual sizes, or the two kinds of call of a layer with a cache.
+_TIMED = ("opt", "prefill", "decode")
 
 # The oracle of a sweep is computed on the GPU where there is one, and larger corners can be afforded.
 _LIMIT_ON_GPU = SizeLimit(gflop=5000.0, gib=24.0)
@@ -111,7 +116,7 @@ class _Validation:
         if options.latency:
             open_gpu()  # somebody asked for times: say that there can be none
         timing = find_gpu() is not None if options.latency is None else options.latency
-        usual = [case for case in self.golden if case.name == "opt"] or self.golden[:1]
+        usual = [case for case in self.golden if case.name in _TIMED] or self.golden[:1]
         return Exam(
             spec=manifest.spec,
             precision=manifest.precision,
@@ -121,7 +126,13 @@ class _Validation:
             samples=options.samples,
             kernels=kernel_times if options.kernels else None,
             projection=output_projection(load_graph(self.bundle.model_path)),
+            traces=self._traces(),
         )
+
+    def _traces(self) -> list[DecodeTrace]:
+        if self.options.steps:
+            self.on_step("tokens to step through, and their FP64 oracle")
+        return traces_of(self.bundle, self.options)
 
     def _sweep(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Every profile at its corners, with inputs that no golden case has."""
@@ -179,7 +190,7 @@ class _Validation:
     ) -> list[Examination]:
         """The graph in a runtime that can be trusted, then the engines that were built from it."""
         graph = self._first_that_opens(self.casting.graphs(), self._with_fresh(exam, ()))
-        if build is not None and not graph.failed_cases:  # an engine of a wrong graph would only distract
+        if build is not None and graph.is_right:  # an engine of a wrong graph would only distract
             build(graph)
             self.casting.look_for_engines()
         engines = self.casting.running_engines()
@@ -219,7 +230,7 @@ class _Validation:
             return found
         for participant in self.casting.baselines():
             try:
-                found.append(self._examined(participant, replace(exam, cases={})))
+                found.append(self._examined(participant, replace(exam, cases={}, traces=())))
             except DeployError as error:
                 self.rows.append(refused_rows(participant, error.in_one_line, exam.timed))
         return found
@@ -255,7 +266,7 @@ class _Validation:
 def _profiles_of(participants: Sequence[Participant]) -> list[Mapping[str, Axis]]:
     """The axis ranges of every optimisation profile of the engines among them."""
     return [
-        {name: Axis.parse(text) for name, text in profile.items()}
+        {name: Axis.parse(text, name=name) for name, text in profile.items()}
         for participant in participants
         if participant.engine is not None
         for profile in participant.engine.manifest.profiles

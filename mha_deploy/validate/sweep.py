@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mha_deploy.analyze.sizes import SizeLimit, odd_sizes, shrunk, sizes_name
+from mha_deploy.analyze.points import TimedPoint, usual_points, with_full_cache
+from mha_deploy.analyze.sizes import SizeLimit, odd_sizes, oracle_cache_bytes, shrunk, sizes_name
 from mha_deploy.spec import AttentionSpec, Axis, Sizes
 
 # A grid has at most this many batches and as many lengths.
 _MOST_STEPS = 6
+# What the cache of a grid's point may take in the memory of an FP64 oracle.
+_ORACLE_CACHE_BYTES = 16 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +107,12 @@ def _text(sizes: Sizes) -> str:
 
 def bench_points(
     spec: AttentionSpec, *, batches: Sequence[int] | None = None, lengths: Sequence[int] | None = None
-) -> tuple[SweepPoint, ...]:
-    """A grid of batches and lengths to time, with the usual sizes always in it.
+) -> tuple[TimedPoint, ...]:
+    """A grid of batches and lengths to time, with the usual points always in it.
+
+    A layer with a cache is timed at its decode step: over batches and past lengths of a growing cache, over
+    batches alone of a static one, which is full. Points whose cache an FP64 oracle has no room for are left
+    out of a grid that nobody asked for.
 
     Args:
         spec: The layer.
@@ -115,21 +122,30 @@ def bench_points(
     Raises:
         SpecError: A given batch or length is outside the axes.
     """
-    wanted = {
-        tuple(_grid_sizes(spec, B, length, clip=lengths is None).items())
-        for B in (_powers(spec.axes["B"]) if batches is None else batches)
-        for length in (_powers(_length_range(spec)) if lengths is None else lengths)
-    }
-    usual = spec.sizes("opt")
-    found = [dict(pairs) for pairs in wanted | {tuple(usual.items())}]
-    found.sort(key=lambda sizes: ([sizes[name] for name in _length_axes(spec)], sizes["B"]))
-    return tuple(
-        SweepPoint(name="opt" if sizes == usual else sizes_name(sizes), sizes=sizes) for sizes in found
-    )
+    asked = batches is not None or lengths is not None
+    found = {_key(point): point for point in usual_points(spec)}
+    for B in _powers(spec.axes["B"]) if batches is None else batches:
+        for length in _powers(_length_range(spec)) if lengths is None else lengths:
+            sizes = _grid_sizes(spec, B, length, clip=lengths is None)
+            if asked or oracle_cache_bytes(spec, sizes) <= _ORACLE_CACHE_BYTES:
+                point = with_full_cache(spec, sizes_name(sizes), sizes)
+                found.setdefault(_key(point), point)
+    return tuple(sorted(found.values(), key=lambda point: _order(spec, point.sizes)))
+
+
+def _key(point: TimedPoint) -> tuple[object, ...]:
+    return point.past, *point.sizes.items()
+
+
+def _order(spec: AttentionSpec, sizes: Sizes) -> tuple[list[int], int]:
+    """Short before long, then small batches before large ones."""
+    return [sizes[name] for name in spec.axes if name != "B"], sizes["B"]
 
 
 def _length_axes(spec: AttentionSpec) -> list[str]:
-    """The axes that a length is for: those that vary, or all where none does."""
+    """The axes that a length is for: those that vary, or all where none does; for a step, the cache's own."""
+    if spec.cache != "none":
+        return ["P"] if spec.cache == "growing" else ["T"]
     lengths = [name for name in spec.axes if name != "B"]
     return [name for name in lengths if spec.axes[name].is_dynamic] or lengths
 
@@ -141,7 +157,7 @@ def _length_range(spec: AttentionSpec) -> Axis:
 
 
 def _grid_sizes(spec: AttentionSpec, B: int, length: int, *, clip: bool) -> dict[str, int]:
-    sizes = {**spec.sizes("opt"), "B": B}
+    sizes = {**usual_points(spec)[-1].sizes, "B": B}
     for name in _length_axes(spec):
         axis = spec.axes[name]
         sizes[name] = max(axis.min, min(length, axis.max)) if clip else length

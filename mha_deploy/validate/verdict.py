@@ -31,6 +31,7 @@ def findings(
     """Everything worth a sentence, failures first."""
     found = [
         *_parity(examinations),
+        *_stepping(examinations),
         *_invariance(examinations),
         *(_broken(each) for each in broken),
         *_engines(engines, [each for each in absent if each not in broken], options),
@@ -74,7 +75,9 @@ def headline(
 def _outputs(examination: Examination) -> str:
     verdicts = [verdict for report in examination.parity for verdict in report.verdicts]
     right = sum(verdict.passed for verdict in verdicts)
-    return f"{examination.label}: {right}/{len(verdicts)} outputs within budget"
+    text = f"{examination.label}: {right}/{len(verdicts)} outputs within budget"
+    steps = sum(report.steps for report in examination.stepping)
+    return f"{text}, right at all {steps} decode steps" if steps else text
 
 
 def _speed(subject: Examination, points: Sequence[LatencyPoint]) -> Iterator[str]:
@@ -97,6 +100,15 @@ def _parity(examinations: Sequence[Examination]) -> Iterator[Finding]:
                 text = f"{each.label} is wrong on {len(wrong)} of {len(report.verdicts)} outputs"
                 first = f"{wrong[0].case}/{wrong[0].output}: {wrong[0].problem}"
                 yield Finding(level=FAILURE, section="parity", text=f"{text} ({report.cases}; {first})")
+
+
+def _stepping(examinations: Sequence[Examination]) -> Iterator[Finding]:
+    for each in examinations:
+        for report in each.stepping:
+            if not report.passed:
+                first = report.failures[0]
+                text = f"{each.label} decodes wrongly ({first.case}/{first.output}: {first.problem})"
+                yield Finding(level=FAILURE, section="decode", text=text)
 
 
 def _invariance(examinations: Sequence[Examination]) -> Iterator[Finding]:

@@ -18,7 +18,9 @@ from mha_deploy.precision import find_precision
 from mha_deploy.validate.conformance import conformance_table
 from mha_deploy.validate.examine import Exam, examine
 from mha_deploy.validate.mask_columns import mask_columns
+from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.participants import Casting
+from mha_deploy.validate.traces import traces_of
 
 pytestmark = pytest.mark.gpu
 
@@ -26,12 +28,16 @@ TINY = [name for name in catalog_names() if name.startswith("tiny-")]
 PRECISIONS = ("fp16", "bf16", "fp32")
 QUICK = ("eager", "eager+graph", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "ort-cuda", "ort-cuda-contrib")
 COMPILED = ("tiny-gqa", "tiny-padding")  # a compilation takes seconds, whatever the layer
+# Who is led through a layer with a cache token by token, its cache where the runtime keeps it.
+STEPPED = ("eager", "ort-cuda", "ort-cuda-contrib", "tensorrt")
 # ONNX's evaluator makes the causal triangle as tall as the mask, which broadcasts here.
 KNOWN_BUGS = {("causal-broadcast", "onnx-reference")}
 # Whoever is here must take every layer, or a runtime that breaks altogether would only be skipped.
 NEVER_REFUSES = ("eager", "eager+graph", "ort-cuda")
 # ONNX Runtime 1.31's CUDA kernel does not give out weights after the softmax.
 REFUSALS = {("ort-cuda", "tiny-weights")}
+# Out of budget with ONNX Runtime 1.31.1 on an H200; right in FP16 and BF16, and on its CPU.
+KNOWN_WRONG = {("ort-cuda", "tiny-softcap", "fp32")}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,7 @@ def examined(casting, backend, *, invariance=False):
         precision=manifest.precision,
         cases={"golden": list(golden_cases(casting.bundle))},
         invariance=invariance,
+        traces=traces_of(casting.bundle, ValidateOptions()) if backend in STEPPED else (),
     )
     return examine(casting.named(backend), exam)
 
@@ -67,12 +74,16 @@ def assert_right(examination):
     (report,) = examination.parity
     assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
     assert not [check for check in examination.invariance if not check.passed]
+    for stepping in examination.stepping:
+        assert stepping.passed, stepping.failures[:3]
 
 
 @pytest.mark.parametrize("backend", QUICK)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", TINY)
-def test_a_layer_is_right(castings, name, precision, backend):
+def test_a_layer_is_right(request, castings, name, precision, backend):
+    if (backend, name, precision) in KNOWN_WRONG:
+        request.applymarker(pytest.mark.xfail(reason="a known mistake of the runtime", strict=True))
     assert_right(examined_or_skipped(castings(name, precision), backend))
 
 

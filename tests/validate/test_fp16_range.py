@@ -37,6 +37,11 @@ NAMES = [
     "tiny-cross-padding",
     "tiny-sparse-heads",
     "tiny-head-mix",
+    "tiny-rope",
+    "tiny-growing",
+    "tiny-static",
+    "tiny-window",
+    "tiny-softcap",
 ]
 
 
@@ -54,12 +59,36 @@ def attentions(bundle, case):
     }
     query = x["query"] if spec.is_cross else x["x"]
     q, k, v = layer.project(query, x.get("key"), x.get("value"))
-    found = [(*(heads(a, H) for a, H in ((q, spec.Hq), (k, spec.Hkv), (v, spec.Hkv))), spec.softmax_scale)]
+    starts = starts_of(spec, case)
+    q, k = layer.turn(q, k, torch.from_numpy(starts[:, None] + np.arange(q.shape[1])))
+    q, k, v = (heads(a, H) for a, H in ((q, spec.Hq), (k, spec.Hkv), (v, spec.Hkv)))
+    k, v = (behind_cache(spec, case, starts, name, new) for name, new in (("key", k), ("value", v)))
+    found = [(q, k, v, spec.softmax_scale)]
     if spec.variant == "head-mix":
         tokens = layer.heads(query)[0].reshape(-1, spec.Hq, spec.D)
         mixed = (heads(mix(tokens), 1) for mix in (layer.mix_q, layer.mix_k, layer.mix_v))
         found.append((*mixed, spec.D**-0.5))
     return found
+
+
+def starts_of(spec, case):
+    """Where the first query of every row stands."""
+    if spec.cache == "static":
+        return case.inputs["lengths"]
+    return np.full(case.sizes["B"], case.sizes.get("P", 0))
+
+
+def behind_cache(spec, case, starts, name, new):
+    """The past and the new rows; for buffers, the valid rows, and zeros where nothing is to be looked at."""
+    if spec.cache == "none":
+        return new
+    if spec.cache == "growing":
+        return np.concatenate((case.inputs[f"past_{name}"].astype(np.float64), new), axis=2)
+    rows = np.zeros(case.inputs[f"{name}_cache"].shape)
+    for b, start in enumerate(starts):
+        rows[b, :, :start] = case.inputs[f"{name}_cache"][b, :, :start]
+        rows[b, :, start : start + new.shape[2]] = new[b]
+    return rows
 
 
 def heads(tensor, H):
@@ -70,8 +99,10 @@ def heads(tensor, H):
 def visible_and_bias(bundle, case, shape):
     B, _, S, T = shape
     spec, visible, bias = bundle.manifest.spec, np.ones(shape, bool), np.zeros(shape)
-    if spec.causal:
-        visible &= np.tril(np.ones((S, T), bool))
+    for b, start in enumerate(starts_of(spec, case)):
+        for s in range(S if spec.causal else 0):
+            visible[b, :, s, start + s + 1 :] = False
+            visible[b, :, s, : max(0, start + s + 1 - (spec.window or T))] = False
     if "key_lengths" in case.inputs:
         visible &= np.arange(T) < case.inputs["key_lengths"].reshape(B, 1, 1, 1)
     if "attention_bias" in case.inputs:
@@ -109,7 +140,8 @@ def plain_by_node(bundle):
         for index, (q, k, v, scale) in enumerate(attentions(bundle, case)):
             shape = (*q.shape[:3], k.shape[2])
             masks = visible_and_bias(bundle, case, shape) if index == 0 else (np.ones(shape, bool), 0.0)
-            by_node.setdefault(index, {})[case.name] = plain_figures(q, k, v, scale, *masks)
+            cap = bundle.manifest.spec.softcap or 0.0
+            by_node.setdefault(index, {})[case.name] = plain_figures(q, k, v, scale, *masks, softcap=cap)
     return [by_node[index] for index in sorted(by_node)]
 
 
@@ -154,7 +186,13 @@ def test_every_figure_is_what_plain_numpy_gives(bundles, name):
 
 @pytest.mark.parametrize(
     ("name", "precision", "rel"),
-    [("tiny-gqa", "fp16", 5e-3), ("tiny-head-mix", "fp16", 5e-3), ("tiny-causal-padding", "bf16", 5e-2)],
+    [
+        ("tiny-gqa", "fp16", 5e-3),
+        ("tiny-head-mix", "fp16", 5e-3),
+        ("tiny-causal-padding", "bf16", 5e-2),
+        ("tiny-static", "fp16", 5e-3),
+        ("tiny-window", "bf16", 5e-2),
+    ],
 )
 def test_half_precisions_give_the_same_up_to_their_rounding(bundles, name, precision, rel):
     bundle = bundles(name, precision)
@@ -179,7 +217,9 @@ def test_large_values_leave_less_headroom(bundles, tmp_path):
 
 
 @pytest.mark.parametrize("block", [1, 7, 100, 1000])
-@pytest.mark.parametrize("name", ["tiny-causal-padding", "tiny-additive-causal", "tiny-head-mix"])
+@pytest.mark.parametrize(
+    "name", ["tiny-causal-padding", "tiny-additive-causal", "tiny-head-mix", "tiny-static", "tiny-window"]
+)
 def test_blocks_change_nothing(bundles, monkeypatch, name, block):
     bundle = bundles(name, "fp32")
     whole = fp16_range(bundle)
@@ -212,6 +252,58 @@ def test_hidden_pairs_count_for_the_product_and_not_for_the_score(bundles, tmp_p
     # The last query still sees the keys before it, a hundred times larger than before.
     assert after.score.key < last
     assert after.score.query == last
+
+
+@pytest.mark.parametrize("rubbish", [6e4, np.nan, np.inf])
+def test_what_stands_behind_the_valid_rows_is_not_measured(bundles, tmp_path, rubbish):
+    bundle = bundles("tiny-static")
+    folder = copy_of(bundle, tmp_path / "b")
+
+    def spoil(arrays):
+        ends = arrays["inputs/lengths"] + arrays["inputs/x"].shape[1]
+        for name, row in ((n, b) for n in ("key", "value") for b in range(len(ends))):
+            arrays[f"inputs/{name}_cache"][row, :, ends[row] :] = rubbish
+
+    for entry in bundle.manifest.golden:
+        edit_arrays(folder, spoil, case=entry.name)
+    assert fp16_range(open_bundle(folder)).nodes == fp16_range(bundle).nodes
+
+
+@pytest.mark.parametrize("name", ["tiny-growing", "tiny-static", "tiny-window"])
+def test_an_old_key_counts_for_the_product_and_for_the_score_where_it_is_seen(bundles, tmp_path, name):
+    bundle = bundles(name, "fp32")
+    folder, window = copy_of(bundle, tmp_path / "b"), bundle.manifest.spec.window
+
+    def enlarge_first(arrays):
+        static = "inputs/lengths" in arrays
+        arrays["inputs/key_cache" if static else "inputs/past_key"][:, :, 0] *= 1000.0
+        arrays["inputs/value_cache" if static else "inputs/past_value"][:, :, 0] = 5000.0
+
+    edit_arrays(folder, enlarge_first, case="decode")
+    before = fp16_range(bundle, cases=["decode"]).nodes[0].figures
+    after = fp16_range(open_bundle(folder), cases=["decode"]).nodes[0].figures
+    assert after.product.key == 0
+    assert abs(after.product.value) > 100 * abs(before.product.value)
+    assert after.tensors["K"] > 100 * before.tensors["K"]
+    assert after.tensors["V"] == 5000.0
+    if window is None:
+        assert after.score.key == 0
+    else:  # the past is longer than the window
+        assert after.score == before.score
+
+
+def test_the_most_keys_of_a_cache_are_its_past_and_the_new_ones(bundles):
+    most = {
+        name: fp16_range(bundles(name), cases=["min"]).nodes[0].max_keys
+        for name in ("tiny-gqa", "tiny-growing", "tiny-static", "tiny-window", "tiny-softcap")
+    }
+    assert most == {
+        "tiny-gqa": 64,
+        "tiny-growing": 127,
+        "tiny-static": 64,
+        "tiny-window": 12,
+        "tiny-softcap": 64,
+    }
 
 
 def test_chosen_cases_are_run_and_announced(bundles):
@@ -249,16 +341,16 @@ def test_the_report_is_plain_json(bundles, precision):
 # -- one attention, as ONNX allows it ----------------------------------------------------------
 
 
-def measured(feeds, *, dtype=TensorProto.FLOAT, **attributes):
-    """The figures of a graph that is one Attention node; `feeds` in the order of its inputs."""
-    kinds = {np.dtype(bool): TensorProto.BOOL}
+def measured(feeds, *, dtype=TensorProto.FLOAT, inputs=None, **attributes):
+    """The figures of a graph that is one Attention node; `feeds` in the order of its inputs unless given."""
+    kinds = {np.dtype(bool): TensorProto.BOOL, np.dtype(np.int64): TensorProto.INT64}
     values = [
         helper.make_tensor_value_info(name, kinds.get(a.dtype, dtype), a.shape) for name, a in feeds.items()
     ]
-    node = helper.make_node("Attention", list(feeds), ["y"], name="att", **attributes)
+    node = helper.make_node("Attention", inputs or list(feeds), ["y"], name="att", **attributes)
     y = helper.make_tensor_value_info("y", dtype, None)
     proto = helper.make_model(
-        helper.make_graph([node], "one", values, [y]), opset_imports=[helper.make_opsetid("", 23)]
+        helper.make_graph([node], "one", values, [y]), opset_imports=[helper.make_opsetid("", 24)]
     )
     probe = attention_probe(ir.from_proto(onnx.shape_inference.infer_shapes(proto)))
     meter = Meter(probe.attentions[0])
@@ -271,11 +363,11 @@ def draw(*shape, seed=0, size=1.0):
     return (np.random.default_rng(seed).standard_normal(shape) * size).astype(np.float32)
 
 
-def qkv(Hq=4, Hkv=2, size=1.0):
+def qkv(Hq=4, Hkv=2, size=1.0, length=7):
     return {
         "q": draw(2, Hq, 5, 8, size=size),
-        "k": draw(2, Hkv, 7, 8, seed=1, size=size),
-        "v": draw(2, Hkv, 7, 8, seed=2),
+        "k": draw(2, Hkv, length, 8, seed=1, size=size),
+        "v": draw(2, Hkv, length, 8, seed=2),
     }
 
 
@@ -322,10 +414,49 @@ def test_products_that_do_not_fit_float32_are_still_numbers():
     assert got.sums[0].largest == pytest.approx(1.0)
 
 
-def test_what_is_not_measured_is_refused():
-    past = {name: draw(2, 2, 3, 8) for name in ("past_key", "past_value")}
-    with pytest.raises(DeployError, match="past keys") as caught:
-        measured({**qkv(), "mask": draw(5, 10), **past})
+PAST = {"past_key": draw(2, 2, 3, 8, seed=4), "past_value": draw(2, 2, 3, 8, seed=5, size=3.0)}
+ENDS = np.array([5, 7])  # the first row's last two keys are not valid
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("is_causal", [0, 1])
+@pytest.mark.parametrize("cache", ["past", "lengths"])
+def test_keys_behind_a_cache(cache, is_causal, mask, softcap):
+    feeds = qkv(length=5 if cache == "past" else 7)
+    q, k, v = (feeds[name].astype(np.float64) for name in "qkv")
+    if cache == "past":
+        extra, ends = PAST, np.array([8, 8])
+        k, v = (np.concatenate((old, new), axis=2) for old, new in zip(PAST.values(), (k, v), strict=True))
+    else:
+        extra, ends = {"lengths": ENDS}, ENDS
+        k[0, :, 5:] = v[0, :, 5:] = 0.0
+    T = k.shape[2]
+    visible = np.zeros((2, 4, 5, T), bool)
+    for b in range(2):
+        for s in range(5):
+            visible[b, :, s, : ends[b] - 5 + s + 1 if is_causal else ends[b]] = True
+    if mask:
+        extra = {"mask": draw(2, 1, 5, T, seed=3) > 0, **extra}
+        visible &= extra["mask"]
+    order = ["q", "k", "v", "mask" if mask else ""]
+    order += ["past_key", "past_value"] if cache == "past" else ["", "", "lengths"]
+    got = measured({**feeds, **extra}, inputs=order, is_causal=is_causal, softcap=softcap)
+    want = plain_figures(q, k, v, 8**-0.5, visible, 0.0, softcap=softcap)
+    assert got.tensors == {name: pytest.approx(want[name]) for name in "QKV"}
+    for peak, key in ((got.product, "products"), (got.score, "scores"), (got.logit, "logits")):
+        assert abs(peak.value) == pytest.approx(np.abs(want[key]).max(), rel=1e-5), key
+    assert got.exponent == pytest.approx(want["exponent"], rel=1e-5)
+    assert got.sums[0].largest == pytest.approx(want["sum"], rel=1e-5)
+    assert (got.sums[0].keys, got.closed_rows) == (T, want["closed_rows"])
+
+
+@pytest.mark.parametrize("cache", ["past", "lengths"])
+def test_what_is_not_measured_is_refused(cache):
+    extra, order = (PAST, list(PAST)) if cache == "past" else ({"lengths": ENDS}, ["", "", "lengths"])
+    feeds = {**qkv(), "mask": draw(5, 10 if cache == "past" else 7), **extra}
+    with pytest.raises(DeployError, match="numbers as a mask") as caught:
+        measured(feeds, inputs=["q", "k", "v", "mask", *order])
     assert caught.value.got == "att"
 
 

@@ -24,6 +24,9 @@ NAMES = [
     "tiny-head-mix",
     "tiny-sparse-heads",
     "tiny-grouped-mlp",
+    "tiny-growing",
+    "tiny-static",
+    "tiny-window",
 ]
 FP16 = PRECISIONS["fp16"]
 
@@ -351,3 +354,37 @@ def test_a_batch_that_no_profile_takes_is_not_asked_for(opened):
     profiled = Profiled(runner, most=2)
     assert failed(checked(spec, [opt], profiled)) == set()
     assert {call["x"][0] for call in profiled.calls} == {1, 2}
+
+
+# -- caches ------------------------------------------------------------------------------------
+
+
+def last_takes_the_first(*names):
+    """The last slot of a batch reads the cache or the length of the first one."""
+
+    def before(feeds):
+        wrong = dict(feeds)
+        for name in names:
+            wrong[name] = feeds[name].copy()
+            wrong[name][-1] = feeds[name][0]
+        return wrong
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [
+        ("tiny-growing", ["past_key"]),
+        ("tiny-growing", ["past_value"]),
+        ("tiny-window", ["past_key", "past_value"]),
+        ("tiny-static", ["key_cache"]),
+        ("tiny-static", ["value_cache"]),
+        ("tiny-static", ["lengths"]),
+    ],
+)
+def test_a_cache_of_another_slot_is_caught(opened, name, tensors):
+    spec, cases, runner = opened(name)
+    case = [next(case for case in cases if case.name == "odd")]  # three rows, each with a past of its own
+    assert failed(checked(spec, case, runner)) == set()
+    assert "batch slot" in failed(checked(spec, case, Altered(runner, last_takes_the_first(*tensors))))

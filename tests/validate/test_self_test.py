@@ -1,5 +1,7 @@
 """The wrong models: each must be caught in every precision in which it can be seen."""
 
+import math
+
 import pytest
 
 from mha_deploy.backends import cpu_backend, open_runner
@@ -8,6 +10,16 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.sabotage import sabotaged, sabotages
 from mha_deploy.validate.self_test import budget_share, self_test
 
+CACHED = {
+    "causal dropped",
+    "causal off by one",
+    "past forgotten",
+    "cache off by one",
+    "KV heads swapped",
+    "groups interleaved",
+    "heads transposed",
+    "bias dropped",
+}
 # Between them, these layers have everything that can be got wrong.
 LAYERS = {
     "tiny-gqa": {"causal dropped", "causal off by one", "KV heads swapped", "groups interleaved"},
@@ -21,6 +33,10 @@ LAYERS = {
     "tiny-sparse-heads": {"heads transposed"},
     "tiny-grouped-mlp": {"KV heads swapped"},
     "tiny-rope": {"rotary dropped", "rotary off by one"},
+    "tiny-softcap": {"softcap dropped", "causal off by one"},
+    "tiny-growing": {*CACHED, "rotary dropped", "rotary off by one"},
+    "tiny-static": {*CACHED, "rotary dropped", "rotary off by one"},
+    "tiny-window": {"mask dropped", "mask off by one", "cache off by one", "heads transposed"},
 }
 ALWAYS = {"scale off by 0.5 %", "scale missing", "NaN"}
 
@@ -32,6 +48,8 @@ def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, pre
     assert result.right.passed
     assert [catch.mistake for catch in result.catches if not catch.caught] == []
     assert {catch.mistake for catch in result.catches} >= ALWAYS | LAYERS[name]
+    # A wrong model that does not even run would be no proof.
+    assert [catch.mistake for catch in result.catches if math.isinf(catch.share)] == ["NaN"]
     assert result.passed
 
 
@@ -69,7 +87,17 @@ def test_a_mistake_is_made_in_a_copy(bundles):
 
 @pytest.mark.parametrize(
     ("name", "mistake"),
-    [("tiny-mha", "mask dropped"), ("tiny-mha", "causal off by one"), ("tiny-mqa", "KV heads swapped")],
+    [
+        ("tiny-mha", "mask dropped"),
+        ("tiny-mha", "causal off by one"),
+        ("tiny-mqa", "KV heads swapped"),
+        ("tiny-gqa", "past forgotten"),
+        ("tiny-gqa", "cache off by one"),
+        ("tiny-window", "past forgotten"),
+        ("tiny-window", "causal off by one"),
+        ("tiny-window", "rotary dropped"),
+        ("tiny-static", "softcap dropped"),
+    ],
 )
 def test_a_mistake_that_cannot_be_made_is_left_out(bundles, name, mistake):
     assert sabotaged(load_graph(bundles(name).model_path), mistake) is None

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mha_deploy.analyze.points import usual_points
 from mha_deploy.analyze.sizes import SizeLimit, odd_sizes, shrunk
 from mha_deploy.catalog import catalog_names, find_spec
 from mha_deploy.errors import SpecError
@@ -9,6 +10,7 @@ from mha_deploy.spec import Axis
 from mha_deploy.validate.sweep import bench_points, sweep_points
 
 MHA, CROSS, LLAMA = find_spec("tiny-mha"), find_spec("tiny-cross"), find_spec("llama-3-8b")
+GROWING, STATIC = find_spec("tiny-growing"), find_spec("tiny-static")
 SPECS = pytest.mark.parametrize("name", catalog_names())
 
 
@@ -138,8 +140,10 @@ def test_a_profile_is_not_shrunk_below_its_own_smallest_sizes():
 def test_a_grid_is_small_inside_the_axes_and_has_the_usual_sizes(name):
     spec = find_spec(name)
     points = bench_points(spec)
-    assert 1 <= len(points) <= 37
-    assert [dict(point.sizes) for point in points].count(spec.sizes("opt")) == 1
+    assert 1 <= len(points) <= 38
+    assert [point for point in points if point in usual_points(spec)] == sorted(
+        usual_points(spec), key=lambda point: point.sizes["S"]
+    )
     assert len({point.name for point in points}) == len(points)
     for point in points:
         spec.check_sizes(point.sizes)
@@ -178,3 +182,44 @@ def test_sizes_outside_the_axes_are_refused(asked):
 def test_a_length_for_a_layer_of_fixed_length_is_refused():
     with pytest.raises(SpecError, match="does not allow this size"):
         bench_points(MHA.with_axes(ranges(S="64")), lengths=[32])
+
+
+def test_a_growing_cache_is_timed_over_batches_and_pasts_one_token_at_a_time():
+    points = bench_points(GROWING)
+    steps = [point for point in points if point.name != "prefill"]
+    assert {point.sizes["S"] for point in steps} == {1}
+    assert {point.sizes["B"] for point in steps} == {1, 2, 4}
+    assert {point.sizes["P"] for point in steps} == {1, 2, 4, 8, 16, 32, 24}, "powers, and the usual past"
+    assert by_name(points)["prefill"] == {"B": 2, "S": 16, "P": 0}
+    assert by_name(points)["decode"] == {"B": 2, "S": 1, "P": 24}
+    assert {point.past for point in points} == {None}
+    GROWING.check_sizes(points[0].sizes)
+
+
+def test_a_static_cache_is_timed_over_batches_and_full():
+    points = bench_points(STATIC)
+    assert [(p.name, p.sizes["B"], p.sizes["S"], p.past) for p in points] == [
+        ("B1-S1-T64", 1, 1, 63),
+        ("decode", 2, 1, 63),
+        ("B4-S1-T64", 4, 1, 63),
+        ("prefill", 2, 16, 0),
+    ]
+
+
+def test_a_cache_that_an_oracle_has_no_room_for_is_left_out_unless_asked_for():
+    huge = {"B": "1:1:4096", "P": "0:1024:131072"}
+    spec = GROWING.with_axes({name: Axis.parse(text, name=name) for name, text in huge.items()})
+    found = [(p.sizes["B"], p.sizes["P"]) for p in bench_points(spec)]
+    assert max(found) == (4096, max(P for B, P in found if B == 4096))
+    assert max(B * P for B, P in found) * 2 * 2 * 2 * 16 * 8 <= 16 << 30
+    assert (1, 131072) in found
+    assert (4096, 131072) in [
+        (p.sizes["B"], p.sizes["P"]) for p in bench_points(spec, batches=[4096], lengths=[131072])
+    ]
+
+
+@pytest.mark.parametrize("name", ["tiny-growing", "tiny-static", "tiny-window"])
+def test_the_corners_of_a_cached_layer_are_inside_its_axes(name):
+    spec = find_spec(name)
+    for point in sweep_points(spec):
+        spec.check_sizes(point.sizes)
