@@ -12,6 +12,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.spec import AttentionSpec, Sizes
 
 if TYPE_CHECKING:
+    from mha_deploy.analyze.points import TimedPoint
     from mha_deploy.analyze.similarity import HeadSimilarity
 
 
@@ -20,7 +21,10 @@ def analyze(
     gpu: Annotated[str, typer.Option(help="h200, h100, a100, rtx-4090, rtx-5090 or orin.")] = "h200",
     precision: Annotated[str, typer.Option(help="fp16, bf16 or fp32.")] = "fp16",
     at: Annotated[
-        str | None, typer.Option(help="Sizes, as B=1,S=2048; the spec's usual sizes unless given.")
+        str | None,
+        typer.Option(
+            help="Sizes, as B=1,S=2048, or for a cache prefill or decode; the usual ones unless given."
+        ),
     ] = None,
     axis: Axes = None,
     heads: Annotated[
@@ -38,9 +42,10 @@ def analyze(
     if inputs is not None and heads is None:
         raise DeployError("Inputs are read only to compare heads.", got=inputs, hint="add --heads FILE.png")
     spec = spec_from_options(model, axis)
-    sizes = spec.sizes("opt") if at is None else spec.parse_sizes(at)
-    analysis = analyze_spec(spec, sizes, precision, gpu)
-    similarity = None if heads is None else _compare_heads(spec, sizes, heads, inputs, seed)
+    point = _point(spec, at)
+    lengths = None if point.past is None else [point.past] * point.sizes["B"]
+    analysis = analyze_spec(spec, point.sizes, precision, gpu, lengths=lengths)
+    similarity = None if heads is None else _compare_heads(spec, point.sizes, heads, inputs, seed)
     if json:
         extra = {} if similarity is None else {"heads": similarity_to_dict(similarity)}
         print_json(analysis_to_dict(analysis) | extra)
@@ -54,12 +59,23 @@ def analyze(
         console.print(f"Heatmap: {heads}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _point(spec: AttentionSpec, at: str | None) -> TimedPoint:
+    """Where the layer is counted: the step that is repeated, for a layer with a cache."""
+    from mha_deploy.analyze.points import USUAL, points_from_text
+
+    return points_from_text(spec, at or USUAL)[-1]
+
+
 def _compare_heads(
     spec: AttentionSpec, sizes: Sizes, png: Path, inputs: Path | None, seed: int
 ) -> HeadSimilarity:
     from mha_deploy.analyze.inputs import read_inputs
     from mha_deploy.analyze.similarity import head_similarity, random_feeds, write_heatmap
+    from mha_deploy.analyze.work import key_length
 
+    # The heads of a cached layer are those of the whole sequence that its cache has come from.
+    sizes = sizes if spec.cache == "none" else {"B": sizes["B"], "S": key_length(spec, sizes)}
+    spec = spec.without_cache()
     feeds = random_feeds(spec, sizes, seed) if inputs is None else read_inputs(inputs, spec)
     similarity = head_similarity(spec, feeds, seed=seed)
     write_heatmap(similarity, png, title=f"{spec.name}: similarity of heads")

@@ -16,7 +16,9 @@ from mha_deploy.validate.options import ValidateOptions
 Bundles = Annotated[list[Path], typer.Argument(help="Bundles, with their engines built.")]
 At = Annotated[
     list[str] | None,
-    typer.Option("--at", help="Sizes such as B=8,S=128, or opt. Can be repeated; a sweep unless given."),
+    typer.Option(
+        "--at", help="Sizes such as B=8,S=128, opt, prefill or decode. Can be repeated; a sweep unless given."
+    ),
 ]
 Out = Annotated[
     Path | None,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -57,12 +56,12 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
     facts.add_row("size", f"{manifest.engine_bytes / 1e6:,.1f} MB")
     for index, profile in enumerate(manifest.profiles):
         ranges = "  ".join(f"{name} {sizes}" for name, sizes in profile.items())
-        facts.add_row(f"profile {index}", escape(ranges))
+        facts.add_row(f"profile {manifest.profile_name(index)}", escape(ranges))
     for note in manifest.notes:
         facts.add_row("note", escape(note))
     blocks: list[RenderableType] = [facts, _nodes(manifest)]
     if details:
-        blocks.append(_kernels(manifest.kernels))
+        blocks.append(_kernels(manifest))
     return Group(*blocks, *_precision(manifest), _verdict(manifest))
 
 
@@ -83,7 +82,10 @@ def _nodes(manifest: EngineManifest) -> Table:
         evidence = ", ".join(node["kernels"]) or node["reason"]
         status = Text(node["status"], style=_STYLES[node["status"]])
         rows.add_row(
-            escape(node["node"]), str(node["profile"]), status, escape(f"{evidence} [{node['source']}]")
+            escape(node["node"]),
+            escape(manifest.profile_name(node["profile"])),
+            status,
+            escape(f"{evidence} [{node['source']}]"),
         )
     return rows
 
@@ -113,18 +115,18 @@ def _verdict(manifest: EngineManifest) -> Text:
     return Text(text, style="bold green" if good else "bold yellow")
 
 
-def _kernels(kernels: Sequence[Mapping[str, Any]]) -> Table:
-    rows = table(f"{len(kernels)} kernels")
+def _kernels(manifest: EngineManifest) -> Table:
+    rows = table(f"{len(manifest.kernels)} kernels")
     rows.add_column("profile", justify="right")
     rows.add_column("kernel", overflow="fold")
     rows.add_column("type", no_wrap=True)
     rows.add_column("types", no_wrap=True)
     rows.add_column("nodes", overflow="fold")
-    for kernel in kernels:
+    for kernel in manifest.kernels:
         name = Text(kernel["name"], style="green" if kernel["fused_attention"] else "")
         types = ",".join(kernel["dtypes"])
         rows.add_row(
-            str(kernel["profile"]),
+            escape(manifest.profile_name(kernel["profile"])),
             name,
             escape(kernel["type"]),
             escape(types),

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from mha_deploy.cli.decode_tables import stepping_renderable
 from mha_deploy.cli.tables import parity_renderable, sizes_text, table
 from mha_deploy.validate.conformance import ConformanceTable
 from mha_deploy.validate.examine import Examination
@@ -18,6 +19,7 @@ from mha_deploy.validate.report import Report
 
 # What fits a terminal of 80 columns; the report has the rest.
 _FIGURES = ("p50 µs", "p90", "p99", "× eager", "× best", "TFLOP/s", "roofline")
+_DECODE_FIGURES = ("p50 µs", "p99", "× eager", "× best", "ktok/s", "GB/s", "roofline")
 _SHOWN_KERNELS = 6
 _NAME_WIDTH = 100
 _LEVELS = {"failure": "red", "warning": "yellow", "note": "dim"}
@@ -34,6 +36,7 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
     for examination in report.examinations:
         for parity in examination.parity:
             yield parity_renderable(parity)
+        yield from map(stepping_renderable, examination.stepping)
         if examination.invariance:
             yield _invariance(examination)
     if report.conformance is not None:
@@ -59,10 +62,11 @@ def _invariance(examination: Examination) -> Text:
 
 def point_renderable(point: LatencyPoint) -> RenderableType:
     """Everyone's time at one set of sizes."""
+    filled = "" if point.past is None else f", {point.past:,} rows cached"
     floor = f", floor {point.roofline.floor_us:.1f} µs" if point.roofline else ""
-    rows = table(f"latency at {sizes_text(point.sizes)}{floor}")
+    rows = table(f"latency at {sizes_text(point.sizes)}{filled}{floor}")
     rows.add_column("who", no_wrap=True)
-    for column in _FIGURES:
+    for column in _columns(point):
         rows.add_column(column, justify="right", no_wrap=True)
     for row in point.rows:
         _add_row(rows, point, row)
@@ -86,20 +90,30 @@ def _kernels(row: LatencyRow) -> Text:
     return Text("\n".join([f"kernels of {row.name}", *lines]), style="dim")
 
 
+def _columns(point: LatencyPoint) -> tuple[str, ...]:
+    """Arithmetic is what a prefill is about; memory and tokens are what a decode step is."""
+    return _FIGURES if point.decoded is None else _DECODE_FIGURES
+
+
 def _add_row(rows: Table, point: LatencyPoint, row: LatencyRow) -> None:
     timing = row.timing
     if timing is None:
-        rows.add_row(escape(row.name), *("-",) * len(_FIGURES))
+        rows.add_row(escape(row.name), *("-",) * len(_columns(point)))
         return
     figures = point.figures(row)
-    rows.add_row(
-        escape(row.name),
-        *(f"{timing.percentile(share):,.1f}" for share in (0.5, 0.9, 0.99)),
-        _number(figures["speedup_over_eager"], ".2f"),
-        _number(figures["speedup_over_best_pytorch"], ".2f"),
-        _number(figures["tflops"], ",.1f"),
-        _number(figures["roofline_share"], ".0%"),
-    )
+    rate = figures["tokens_per_s"]
+    cells = {
+        "p50 µs": f"{timing.p50:,.1f}",
+        "p90": f"{timing.percentile(0.9):,.1f}",
+        "p99": f"{timing.percentile(0.99):,.1f}",
+        "× eager": _number(figures["speedup_over_eager"], ".2f"),
+        "× best": _number(figures["speedup_over_best_pytorch"], ".2f"),
+        "TFLOP/s": _number(figures["tflops"], ",.1f"),
+        "ktok/s": _number(None if rate is None else rate / 1e3, ",.1f"),  # thousands of tokens a second
+        "GB/s": _number(figures["gb_per_s"], ",.0f"),
+        "roofline": _number(figures["roofline_share"], ".0%"),
+    }
+    rows.add_row(escape(row.name), *(cells[column] for column in _columns(point)))
 
 
 def _number(value: float | None, form: str) -> str:

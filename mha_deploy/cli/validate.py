@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mha_deploy.cli.options import BundleFolder, Json, print_json
-from mha_deploy.cli.progress import steps
+from mha_deploy.cli.progress import steps as progress
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.validate.options import ValidateOptions
 
@@ -41,6 +41,12 @@ Sweep = Annotated[
     ),
 ]
 Fresh = Annotated[int, typer.Option(min=0, help="How many random cases to draw besides. Needs PyTorch.")]
+Steps = Annotated[
+    int,
+    typer.Option(min=0, help="Tokens to step through besides the bundle's own, for a layer with a cache."),
+]
+Prompt = Annotated[int | None, typer.Option(min=1, help="Length of the prompt before --steps.")]
+Rows = Annotated[int | None, typer.Option(min=1, help="Rows of the batch of --steps.")]
 Conformance = Annotated[
     bool, typer.Option("--conformance", help="Also ask every runtime how it treats masks.")
 ]
@@ -74,6 +80,9 @@ def validate(
     latency: Latency = None,
     sweep: Sweep = None,
     fresh: Fresh = ValidateOptions.fresh,
+    steps: Steps = ValidateOptions.steps,
+    prompt: Prompt = None,
+    rows: Rows = None,
     conformance: Conformance = False,
     samples: Samples = ValidateOptions.samples,
     kernels: Kernels = False,
@@ -97,6 +106,9 @@ def validate(
         latency=latency,
         sweep=sweep,
         fresh=fresh,
+        steps=steps,
+        prompt=prompt,
+        rows=rows,
         conformance=conformance,
         samples=samples,
         kernels=kernels,
@@ -130,7 +142,7 @@ def _self_test(bundle: Bundle, backends: list[str] | None, json: bool) -> None:
     from mha_deploy.validate.self_test import self_test
 
     names = sabotages()
-    with steps(f"self-test {bundle.manifest.spec.name}") as on_step:
+    with progress(f"self-test {bundle.manifest.spec.name}") as on_step:
         result = self_test(
             bundle,
             backends[0] if backends else None,
@@ -148,7 +160,7 @@ def validate_with_progress(bundle: Bundle, options: ValidateOptions) -> Report:
     """Validate with progress on stderr."""
     from mha_deploy.validate.run import validate_bundle
 
-    with steps(f"validate {bundle.manifest.spec.name}") as on_step:
+    with progress(f"validate {bundle.manifest.spec.name}") as on_step:
         return validate_bundle(bundle, options, on_step=lambda name: on_step(name, 0, 0))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mha_deploy.report.charts import Look
-from mha_deploy.report.figures import NOTHING, short, sizes_product
+from mha_deploy.report.figures import NOTHING, short, sizes_product, sizes_text
 from mha_deploy.report.markup import Html, tag
 from mha_deploy.report.palette import series_of
 from mha_deploy.report.schema import plain_bench
@@ -26,10 +26,11 @@ def bench_markdown(data: Data) -> str:
     """
     plain = plain_bench(data)
     names = list(series_of(entry["latency"] for entry in plain["models"]))
-    lines = [_line(["model", "B×S", *(_markdown(name) for name in names), "floor"])]
+    axes = _axes(plain)
+    lines = [_line(["model", axes, *(_markdown(name) for name in names), "floor"])]
     lines.append("|---|---|" + "---:|" * (len(names) + 1))
     for model, point in _points(plain):
-        cells = [_markdown(f"{model['name']} {model['precision']}"), sizes_product(point["sizes"])]
+        cells = [_markdown(f"{model['name']} {model['precision']}"), _sizes(point, axes)]
         fastest = _fastest(point)
         for name in names:
             words = _cell_text(point, name)
@@ -40,14 +41,15 @@ def bench_markdown(data: Data) -> str:
 
 def bench_overview(plain: Data, look: Look) -> Html:
     """The same as a table of the page."""
-    columns = ("model", "B×S", *(f"#{name}" for name in look), "#floor")
+    axes = _axes(plain)
+    columns = ("model", axes, *(f"#{name}" for name in look), "#floor")
     rows: list[Row] = []
     for model, point in _points(plain):
         fastest = _fastest(point)
         cells = [_overview_cell(point, name, is_best=name == fastest) for name in look]
         floor = point["roofline"]["floor_us"] if point["roofline"] else None
         name = f"{model['name']} {model['precision']}"
-        rows.append([name, sizes_product(point["sizes"]), *cells, number(floor, short(floor))])
+        rows.append([name, _sizes(point, axes), *cells, number(floor, short(floor))])
     if not rows:
         return sentence("Nothing was timed.")
     return data_table("p50 in µs; the fastest of each line is bold", columns, [Group(rows=rows)])
@@ -79,6 +81,17 @@ def _points(plain: Data) -> list[tuple[Data, Data]]:
         if entry["latency"]
         for point in entry["latency"]["points"]
     ]
+
+
+def _axes(plain: Data) -> str:
+    """The heading of the sizes: the axes, where all points have the same."""
+    found = {"×".join(point["sizes"]) for _, point in _points(plain)}
+    return found.pop() if len(found) == 1 else "sizes"
+
+
+def _sizes(point: Data, axes: str) -> str:
+    """The sizes, with their names where the heading does not say them."""
+    return sizes_text(point["sizes"]) if axes == "sizes" else sizes_product(point["sizes"])
 
 
 def _row(point: Data, name: str) -> Data | None:

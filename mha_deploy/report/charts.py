@@ -117,17 +117,27 @@ class Panel:
 
 
 def sweep_panels(points: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
-    """Every line of points along one axis: first those along a length, then those along the batch."""
+    """Every line of points along one axis: first those along a length, then those along the batch.
+
+    Points of a static cache are on one line where it was filled alike. A past of nothing is on no line: the
+    axes are logarithmic.
+    """
     axes = {axis: None for point in points for axis in point["sizes"]}
     for axis in sorted(axes, key=lambda name: name == "B"):
         groups: dict[tuple[tuple[str, int], ...], dict[int, Mapping[str, Any]]] = {}
         for point in points:
-            rest = tuple(sorted((k, v) for k, v in point["sizes"].items() if k != axis))
-            if axis in point["sizes"]:
+            rest = tuple(sorted((k, v) for k, v in _fixed(point).items() if k != axis))
+            if point["sizes"].get(axis):
                 groups.setdefault(rest, {})[point["sizes"][axis]] = point
         for rest, found in sorted(groups.items()):
             if len(found) > 1:
                 yield Panel(axis=axis, fixed=dict(rest), points=tuple(found[size] for size in sorted(found)))
+
+
+def _fixed(point: Mapping[str, Any]) -> dict[str, int]:
+    """What must be alike along a line, by the name that a reader is told."""
+    past = {} if point["past"] is None else {"rows cached": point["past"]}
+    return {**point["sizes"], **past}
 
 
 def sweep_chart(panel: Panel, look: Look) -> Html | None:
@@ -142,7 +152,7 @@ def sweep_chart(panel: Panel, look: Look) -> Html | None:
     up = log_scale([us for found in curves.values() for _, us in found], bottom, top)
     parts = [bottom_axis(across, top, bottom, sizes), left_axis(up, left, right)]
     parts += [_curve_parts(name, found, across, up, look) for name, found in curves.items()]
-    parts.append(_end_labels(curves, across, up, right, look))
+    parts.append(end_labels(curves, across, up, right, look))
     parts.append(text((left + right) / 2, bottom + 28, panel.axis, anchor="middle", css="muted"))
     label = f"p50 in µs along {panel.axis} at {sizes_text(panel.fixed)}, for {', '.join(curves)}"
     return chart(right + _LABEL_WIDTH, _PANEL_HEIGHT, *parts, label=label, css="sweep")
@@ -167,8 +177,8 @@ def _curve_parts(name: str, found: Sequence[tuple[int, float]], across: Scale, u
     return join([polyline(places, f"curve {series.css}"), *marks])
 
 
-def _end_labels(
-    curves: Mapping[str, Sequence[tuple[int, float]]], across: Scale, up: Scale, right: float, look: Look
+def end_labels(
+    curves: Mapping[str, Sequence[tuple[float, float]]], across: Scale, up: Scale, right: float, look: Look
 ) -> Html:
     """The names at the ends of their curves, moved apart, with a hairline to where they belong."""
     ends = [found[-1] for found in curves.values()]

@@ -7,12 +7,12 @@ from typing import Any
 
 from mha_deploy.report.figures import NOTHING, plural, short, size
 from mha_deploy.report.markup import Html, join, tag
-from mha_deploy.report.tables import Group, Row, code, data_table, number, section, sentence, status
+from mha_deploy.report.tables import Cell, Group, Row, code, data_table, section, sentence, status
 
 Data = Mapping[str, Any]
 
 _LEVELS = {"fused": "good", "decomposed": "bad", "unknown": "doubt"}
-_COLUMNS = ("node", "#profile", "status", "kernels", "evidence", "reason")
+_COLUMNS = ("node", "profile", "status", "kernels", "evidence", "reason")
 
 
 def fusion(engines: Sequence[Data], findings: Sequence[Data], *, name: str = "fusion") -> Html:
@@ -36,7 +36,7 @@ def _title(engine: Data) -> Html:
         f"{engine['precision_status']} (asked for {engine['precision']})",
         built,
         size(engine["engine_bytes"]) if engine["engine_bytes"] is not None else None,
-        *(_profile(index, profile) for index, profile in enumerate(engine["profiles"])),
+        *(_profile(engine, index) for index in range(len(engine["profiles"]))),
     ]
     words = " · ".join(figure for figure in figures if figure)
     named = engine["name"] if engine["name"] != engine["backend"] else ""
@@ -44,15 +44,24 @@ def _title(engine: Data) -> Html:
     return join([tag("span", head), tag("span", f" {words}", class_="about-group")])
 
 
-def _profile(index: int, profile: Mapping[str, str]) -> str:
-    return f"profile {index}: " + " ".join(f"{axis} {bounds}" for axis, bounds in profile.items())
+def _profile(engine: Data, index: int) -> str:
+    ranges = " ".join(f"{axis} {bounds}" for axis, bounds in engine["profiles"][index].items())
+    return f"profile {_profile_name(engine, index)}: {ranges}"
+
+
+def _profile_name(engine: Data, index: int | None) -> str:
+    """What a profile is called; its number where it has no name."""
+    if index is None:
+        return NOTHING
+    names = engine["profile_names"]
+    return names[index] if 0 <= index < len(names) else str(index)
 
 
 def _rows(engine: Data) -> list[Row]:
     return [
         [
             code(node["node"]),
-            number(node["profile"], NOTHING if node["profile"] is None else str(node["profile"])),
+            Cell(content=_profile_name(engine, node["profile"]), order=node["profile"]),
             status(node["status"], _LEVELS[node["status"]]),
             join(tag("div", code(kernel)) for kernel in node["kernels"]) or NOTHING,
             node["source"] or NOTHING,

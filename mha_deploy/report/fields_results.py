@@ -5,7 +5,9 @@ from __future__ import annotations
 from mha_deploy.report.fields import FLAG, NUMBER, SIZES, TEXT, TEXTS, WHOLE, field, list_of, maybe
 from mha_deploy.report.shape import Anything, ListOf, MapOf, Maybe, OneOf, Record
 
-SECTIONS = ("parity", "fusion", "precision", "latency", "range", "invariance", "conformance", "engine")
+SECTIONS = (
+    "parity", "decode", "fusion", "precision", "latency", "range", "invariance", "conformance", "engine",
+)  # fmt: skip
 
 VERDICT = {
     "passed": field(FLAG, "whether everything that was asked for is right"),
@@ -98,6 +100,36 @@ HEATMAP = {
     ),
     "bin": field(WHOLE, "how many positions one column stands for"),
     "note": field(TEXT, "what else there is to say; may be empty"),
+}
+
+_STEP_ERRORS = ListOf(item=Maybe(shape=NUMBER))
+
+DECODE = {
+    "model": field(TEXT, "name of the model"),
+    "precision": field(TEXT, "precision of the graph"),
+    "backend": field(TEXT, "the runtime with its version"),
+    "trace": field(TEXT, "name of the trace in the bundle"),
+    "passed": field(FLAG, "whether every step was run, and outputs, lengths and the cache are right"),
+    "prompt": field(ListOf(item=WHOLE), "tokens of the prompt of every row"),
+    "steps": field(WHOLE, "single tokens that were to follow"),
+    "first_failed": maybe(
+        WHOLE, "first wrong step, 0 for the prefill; null where no step is wrong, the cache may still be"
+    ),
+    "share": maybe(NUMBER, "largest share of a budget used, over 1 is too much; null where not finite"),
+    "errors": field(
+        _STEP_ERRORS, "relative L2 of every step that was run, from step 1; null where not measured"
+    ),
+    "eager_errors": field(_STEP_ERRORS, "the same of the PyTorch module, stepped in its own precision"),
+    "growth": maybe(
+        NUMBER, "median error of the last tenth of the steps over that of the first; null where unknown"
+    ),
+    "eager_growth": maybe(NUMBER, "the same of the PyTorch module; null as above"),
+    "table": field(
+        ListOf(item=_STEP_ERRORS), "pairs of step and error, for steps 1, 2, 4, 8, … and the last one"
+    ),
+    "judged": field(WHOLE, "how many things were judged: prefill, steps, and keys and values at the end"),
+    "failed": field(WHOLE, "how many of them are wrong"),
+    "failures": list_of(PARITY_VERDICT, "the first of them; fields as in `parity[].verdicts[]`"),
 }
 
 INVARIANCE = {

@@ -31,6 +31,7 @@ ENGINE = {
     "seconds": maybe(NUMBER, "how long the build took, seconds; null where that is not known"),
     "engine_bytes": maybe(WHOLE, "size of the plan, bytes; null where there is none"),
     "profiles": field(ListOf(item=MapOf(item=TEXT)), "axis ranges of each profile, as `min:opt:max`"),
+    "profile_names": field(TEXTS, "what each profile is called: its number, or `prefill` and `decode`"),
 }
 
 CONDITIONS = {
@@ -67,6 +68,7 @@ ROW = {
     "speedup_over_best_pytorch": maybe(NUMBER, "best PyTorch row's p50 over this one; null as above"),
     "tflops": maybe(NUMBER, "10¹² FLOP/s at p50; null if it was refused"),
     "gb_per_s": maybe(NUMBER, "10⁹ bytes/s at p50, counting the bytes of the point; null as above"),
+    "tokens_per_s": maybe(NUMBER, "tokens/s at p50, all rows of the batch; null where it is no decode step"),
     "roofline_share": maybe(NUMBER, "floor over p50; null where there is no roofline"),
     "kernels": list_of(
         {
@@ -92,6 +94,9 @@ LATENCY = {
         {
             "case": field(TEXT, "name of the case"),
             "sizes": field(SIZES, "axis sizes"),
+            "past": maybe(
+                WHOLE, "most rows of a static cache that were valid before the call; null where there is none"
+            ),
             "flops": field(NUMBER, "operations of one call"),
             "bytes": field(NUMBER, "bytes that one call must move"),
             "roofline": maybe(Record(fields=ROOFLINE), "the floor; null for a GPU without known figures"),

@@ -23,8 +23,9 @@ from mha_deploy.report.tables import Cell, Group, Row, code, data_table, number,
 
 Data = Mapping[str, Any]
 
+_TOKENS = "#tokens/s"
 _COLUMNS = (
-    "row", "#p50 µs", "#p90 µs", "#p99 µs", "#× eager", "#× best PyTorch", "#TFLOP/s", "#GB/s",
+    "row", "#p50 µs", "#p90 µs", "#p99 µs", "#× eager", "#× best PyTorch", "#TFLOP/s", "#GB/s", _TOKENS,
     "#of roofline", "#memory", "#host µs", "graph", "stable", "#SM MHz", "#°C",
 )  # fmt: skip
 
@@ -89,8 +90,14 @@ def _point_figure(point: Data, look: Look, *, log: bool) -> Html:
 
 def _named(point: Data) -> list[object]:
     """The name of a point and its sizes, the first of them in bold."""
-    name, sizes = point_name(point["case"], point["sizes"]), sizes_text(point["sizes"])
+    name, sizes = point_name(point["case"], point["sizes"]), _sizes(point)
     return [tag("strong", name), f" {sizes}"] if name else [tag("strong", sizes)]
+
+
+def _sizes(point: Data) -> str:
+    """The sizes, and how much of a static cache was filled, which no size tells."""
+    filled = "" if point["past"] is None else f", {point['past']:,} rows cached"
+    return f"{sizes_text(point['sizes'])}{filled}"
 
 
 def _sweeps(points: Sequence[Data], look: Look) -> Html | None:
@@ -138,12 +145,13 @@ def swatch(name: str, look: Look) -> Html:
 
 
 def _table(points: Sequence[Data], look: Look) -> Html:
+    decodes = any(row["tokens_per_s"] is not None for point in points for row in point["rows"])
+    columns = [name for name in _COLUMNS if decodes or name != _TOKENS]
     groups = [
-        Group(title=_point_title(point), rows=[_row(row, look) for row in point["rows"]]) for point in points
+        Group(title=_point_title(point), rows=[_row(row, look, columns) for row in point["rows"]])
+        for point in points
     ]
-    return join(
-        [tag("h3", "All figures"), data_table("Latency of every row at every size", _COLUMNS, groups)]
-    )
+    return join([tag("h3", "All figures"), data_table("Latency of every row at every size", columns, groups)])
 
 
 def _point_title(point: Data) -> Html:
@@ -153,12 +161,13 @@ def _point_title(point: Data) -> Html:
     return join([*_named(point), tag("span", f" {work}", class_="about-group")])
 
 
-def _row(row: Data, look: Look) -> Row:
+def _row(row: Data, look: Look, columns: Sequence[str]) -> Row:
     timing = row["timing"]
     if timing is None:
         reason = tag("span", f"not timed: {row['refused'] or 'no reason was given'}", class_="aside")
-        return [swatch(row["name"], look), Cell(content=reason, span=len(_COLUMNS) - 1)]
+        return [swatch(row["name"], look), Cell(content=reason, span=len(columns) - 1)]
     conditions = timing["conditions"]
+    tokens = [number(row["tokens_per_s"], short(row["tokens_per_s"]))] if _TOKENS in columns else []
     return [
         tag("span", swatch(row["name"], look), title=row["backend"]),
         *(number(timing[key], short(timing[key])) for key in ("p50_us", "p90_us", "p99_us")),
@@ -166,6 +175,7 @@ def _row(row: Data, look: Look) -> Row:
         number(row["speedup_over_best_pytorch"], times(row["speedup_over_best_pytorch"])),
         number(row["tflops"], short(row["tflops"])),
         number(row["gb_per_s"], short(row["gb_per_s"])),
+        *tokens,
         number(row["roofline_share"], percent(row["roofline_share"])),
         number(timing["memory_bytes"], size(timing["memory_bytes"])),
         number(timing["host_us"], short(timing["host_us"])),
@@ -202,7 +212,7 @@ def _kernels(points: Sequence[Data], look: Look) -> Html | None:
 
 def _kernel_fold(point: Data, look: Look, *, is_open: bool) -> Html:
     rows = [_kernel_row(kernel, row, look) for row in point["rows"] for kernel in row["kernels"]]
-    caption = f"Kernels at {sizes_text(point['sizes'])}"
+    caption = f"Kernels at {_sizes(point)}"
     table = data_table(caption, ("row", "kernel", "#calls", "#µs", "#of p50"), [Group(rows=rows)])
     return tag("details", tag("summary", *_named(point)), table, open=is_open)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mha_deploy.report.bench import bench_overview, best_rows
+from mha_deploy.report.decode import decode
 from mha_deploy.report.engines import engine_line, fusion
 from mha_deploy.report.latency import latency, latency_parts
 from mha_deploy.report.markup import Html, join, tag
@@ -34,6 +35,7 @@ def report_page(data: Mapping[str, Any]) -> str:
         "blame": ("What is at fault", blame(plain)),
         "parity": ("Parity", parity(plain)),
         "maps": ("Error maps", heatmaps(plain)),
+        "decode": ("Decode", decode(plain, look)),
         "invariance": ("Invariance", invariance(plain)),
         "conformance": ("Mask conformance", conformance(plain)),
         "range": ("FP16 range", fp16_range(plain)),
@@ -43,9 +45,8 @@ def report_page(data: Mapping[str, Any]) -> str:
         "environment": ("Environment", environment(plain, model=plain["model"])),
     }
     present = {name: title for name, (title, part) in wanted.items() if part is not None}
-    absent = [
-        title for name, (title, part) in wanted.items() if part is None and name not in ("blame", "notes")
-    ]
+    unmissed = {"blame", "notes"} | (set() if "cache" in plain["model"]["spec"] else {"decode"})
+    absent = [title for name, (title, part) in wanted.items() if part is None and name not in unmissed]
     head = join([verdict_block(plain, present), contents(list(present.items()))])
     body = tag(
         "main",

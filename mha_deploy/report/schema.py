@@ -14,6 +14,7 @@ from mha_deploy.report.fields import TEXT, TEXTS, WHOLE, field, list_of, maybe
 from mha_deploy.report.fields_results import (
     BLAME,
     CONFORMANCE,
+    DECODE,
     ENVIRONMENT,
     HEATMAP,
     INVARIANCE,
@@ -51,6 +52,9 @@ REPORT = Record(
         "environment": _ENVIRONMENT,
         "parity": list_of(PARITY, "errors against the FP64 oracle, one for every runtime and set of inputs"),
         "heatmaps": list_of(HEATMAP, "where the errors lie"),
+        "decode": list_of(
+            DECODE, "prefill and single tokens, one for every runtime and trace; empty without a cache"
+        ),
         "invariance": list_of(INVARIANCE, "whether results hang on what must not matter"),
         "conformance": maybe(
             Record(fields=CONFORMANCE), "masks as ONNX defines them; null where it was not asked for"
@@ -100,11 +104,12 @@ def plain_bench(data: Any) -> dict[str, Any]:
 
 
 def schema_markdown() -> str:
-    """The tables of docs/report.md: one for every record, in the order in which they are met."""
-    report = [(place, record) for place, record in records(REPORT)]
-    shared = {id(record) for _, record in report}
-    bench = [(place, record) for place, record in records(BENCH) if id(record) not in shared]
-    files = (("report.json", report), ("bench.json", bench))
+    """The tables of docs/report.md: one for all records of the same fields, where they are first met."""
+    report: dict[int, tuple[str, Record]] = {}
+    for place, record in records(REPORT):
+        report.setdefault(id(record.fields), (place, record))
+    bench = [(place, record) for place, record in records(BENCH) if id(record.fields) not in report]
+    files = (("report.json", [*report.values()]), ("bench.json", bench))
     return "\n".join(f"## {name}\n\n{_tables(found)}" for name, found in files)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mha_deploy.report.figures import tick
@@ -137,12 +137,12 @@ def bottom_axis(scale: Scale, top: float, bottom: float, ticks: Sequence[float] 
     return join([*parts, line(scale.start, bottom, scale.end, bottom, "axis")])
 
 
-def left_axis(scale: Scale, left: float, right: float) -> Html:
+def left_axis(scale: Scale, left: float, right: float, words: Callable[[float], str] = tick) -> Html:
     """Ticks with numbers left of the plot, and a hairline from each."""
     parts = []
     for value in scale.ticks():
         y = scale.place(value)
-        parts += [line(left, y, right, y, "grid"), text(left - 6, y, tick(value), anchor="end")]
+        parts += [line(left, y, right, y, "grid"), text(left - 6, y, words(value), anchor="end")]
     return join(parts)
 
 

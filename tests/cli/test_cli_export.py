@@ -155,3 +155,52 @@ def test_a_full_disk_leaves_nothing(run_cli, tmp_path):
     assert "File too large" in done.err
     assert "Traceback" not in done.err
     assert list((tmp_path / "out").iterdir()) == []
+
+
+# -- caches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cache", "axis", "axes", "opset"),
+    [
+        ("growing", "P=0:4:20", {"B": "1:2:4", "S": "1:16:64", "P": "0:4:20"}, 23),
+        ("static", "T=96", {"B": "1:2:4", "S": "1:16:64", "T": "96:96:96"}, 24),
+    ],
+)
+def test_a_cache_can_be_given_to_a_layer(run_cli, tmp_path, cache, axis, axes, opset):
+    target = tmp_path / "bundle"
+    arguments = ("--cache", cache, "--axis", axis, "--golden", "min", "--golden", "decode")
+    done = run_cli("export", "tiny-rope", "-o", target, *arguments)
+    assert done.code == 0, done.err
+    bundle = open_bundle(target)
+    spec = bundle.manifest.spec
+    assert (spec.name, spec.cache, bundle.manifest.opset) == ("tiny-rope", cache, opset)
+    assert {name: str(found) for name, found in spec.axes.items()} == axes
+    assert [case.name for case in golden_cases(bundle)] == ["min", "decode"]
+    assert f"opset {opset}" in done.out
+
+
+def test_a_cache_can_be_left_out(run_cli, tmp_path):
+    target = tmp_path / "bundle"
+    done = run_cli("export", "tiny-growing", "-o", target, "--cache", "none", "--golden", "min")
+    assert done.code == 0, done.err
+    spec = open_bundle(target).manifest.spec
+    assert (spec.cache, spec.longest, [tensor.name for tensor in spec.inputs]) == ("none", 127, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "got", "hint"),
+    [
+        (["tiny-gqa", "--cache", "grown"], "cache is not a known one", "grown", "growing"),
+        (["tiny-mha", "--cache", "growing"], "does not go with this causal", "causal = false", "true"),
+        (["tiny-causal-padding", "--cache", "static"], "does not go with this mask", "padding", "none"),
+        (["tiny-gqa", "--axis", "P=0:1:2"], "has no axis 'P'", "P", "B, S"),
+        (["tiny-growing", "--axis", "S=0:1:2"], "whole numbers of at least 1", "S = 0:1:2", "1:128:512"),
+        (["tiny-static", "--opset", "23"], "needs an operator set with TensorScatter", "23", "--opset 24"),
+        (["tiny-static", "--axis", "T=32"], "more tokens than the cache has rows", "T = 32", "S up to 32"),
+        (["tiny-gqa", "--golden", "prefill"], "No such golden case", "prefill", "min"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(refused, tmp_path, arguments, what, got, hint):
+    refused("export", *arguments, "-o", tmp_path / "bundle", what=what, got=got, hint=hint)
+    assert not (tmp_path / "bundle").exists()

@@ -3,6 +3,7 @@
 import copy
 import math
 
+from example_decode import break_decode, decode
 from example_results import (
     break_verdict,
     conformance,
@@ -39,6 +40,7 @@ def passing():
         "environment": environment(gpu=True),
         "parity": [parity("ort-cpu 1.31.1", 0.09), parity("tensorrt 8.6.1", 0.42)],
         "heatmaps": [heatmap("ort-cpu 1.31.1", 3e-4), heatmap("tensorrt 8.6.1", 1.4e-3)],
+        "decode": [decode("ort-cpu 1.31.1"), decode("tensorrt 8.6.1", level=1e-3)],
         "invariance": [
             invariance("batch slot", "slots 0 to 7 hold the same row", bitwise=True, share=0.0),
             invariance("batch size", "B=1 against B=8", bitwise=False, share=0.11),
@@ -84,6 +86,7 @@ def failing():
     values = data["heatmaps"][1]["values"]
     values[5] = [0.31 + 0.01 * (i % 5) for i in range(len(values[5]))]
     values[7][3:6] = [math.nan, math.inf, None]
+    break_decode(data["decode"][1])
     data["invariance"][1] |= {"passed": False, "share": 3.4, "problem": "rows differ by 3.4 budgets"}
     data["range"]["worst"] = "overflows"
     data["range"]["nodes"][0] |= {
@@ -127,6 +130,7 @@ def cpu_only():
     data["parity"] = data["parity"][:1]
     data |= {
         "heatmaps": [],
+        "decode": [],
         "invariance": [],
         "conformance": None,
         "range": None,

@@ -44,6 +44,7 @@ def engine():
         "seconds": 12.13,
         "engine_bytes": 5812344,
         "profiles": [{"B": "1:8:32", "S": "1:128:512"}],
+        "profile_names": ["0"],
     }
 
 
@@ -67,6 +68,7 @@ def point(batch, length, dice):
     return {
         "case": "opt" if (batch, length) == (8, 128) else f"{batch}x{length}",
         "sizes": {"B": batch, "S": length},
+        "past": None,
         "flops": flops,
         "bytes": count,
         "roofline": {
@@ -116,6 +118,7 @@ def row(entry, flops, count, floor, length, dice):
         "speedup_over_best_pytorch": None,
         "tflops": flops / p50 / 1e6,
         "gb_per_s": count / p50 / 1e3,
+        "tokens_per_s": None,
         "roofline_share": floor / p50,
         "kernels": kernels,
     }
@@ -128,6 +131,7 @@ def refuse(data, reason):
         "speedup_over_best_pytorch": None,
         "tflops": None,
         "gb_per_s": None,
+        "tokens_per_s": None,
         "roofline_share": None,
         "kernels": [],
     }

@@ -90,8 +90,10 @@ def test_nothing_is_fetched_and_nothing_goes_wrong(facts):
 
 def test_every_chart_is_drawn(facts):
     kinds = [chart["kind"] for chart in facts["charts"]]
-    counts = {kind: kinds.count(f"chart {kind}") for kind in ("bars", "sweep", "roofline", "heatmap")}
-    assert counts == {"bars": 6, "sweep": 5, "roofline": 1, "heatmap": 2}
+    counts = {
+        kind: kinds.count(f"chart {kind}") for kind in ("bars", "sweep", "roofline", "heatmap", "decode")
+    }
+    assert counts == {"bars": 6, "sweep": 5, "roofline": 1, "heatmap": 2, "decode": 1}
     for chart in facts["charts"]:
         left, top, right, bottom = chart["box"]
         assert right - left > 300
