@@ -1,10 +1,13 @@
 """Every spec that is shipped goes the whole way: exported, validated, built, fused, in FP16."""
 
+from dataclasses import replace
+
 import pytest
 
 from mha_deploy.catalog import catalog_names, find_spec
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions
+from mha_deploy.errors import DeployError
 from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.export.options import ExportOptions
 from mha_deploy.validate.graph import graph_parity
@@ -36,8 +39,10 @@ def assert_builds_fused(bundle):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     options = EngineOptions(backend="tensorrt-rtx", targets="8.9,12.0", overwrite=True)
     manifest = engine_from_bundle(bundle, options).manifest
-    nodes = {node["node"]: node["status"] for node in manifest.verdict["nodes"]}
-    assert list(nodes.values()) == ["fused"] * bundle.manifest.spec.attention_count
+    spec = bundle.manifest.spec
+    assert len(manifest.profiles) == (1 if spec.cache == "none" else 2)
+    statuses = [node["status"] for node in manifest.verdict["nodes"]]
+    assert statuses == ["fused"] * spec.attention_count * len(manifest.profiles)
     assert manifest.verdict["disagreements"] == ()
     assert manifest.is_in_precision, manifest.verdict["precision"]
     assert manifest.targets == ["SM89", "SM120"]
@@ -58,6 +63,19 @@ def test_a_tiny_model_validates_in_every_precision(bundles, name, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in TINY if find_spec(name).softcap is None])
 def test_a_tiny_model_builds_fused_in_its_precision(bundles, name, precision):
     assert_builds_fused(bundles(name, precision))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_softcap_is_not_fused_and_built_only_where_that_is_allowed(bundles, precision):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    options = EngineOptions(backend="tensorrt-rtx", targets="8.9,12.0", overwrite=True)
+    with pytest.raises(DeployError, match="no softcap") as caught:
+        engine_from_bundle(bundles("tiny-softcap", precision), options)
+    assert "--allow-decomposed" in caught.value.hint
+    allowed = replace(options, allow_decomposed=True)
+    manifest = engine_from_bundle(bundles("tiny-softcap", precision), allowed).manifest
+    assert [node["status"] for node in manifest.verdict["nodes"]] == ["decomposed"]
+    assert manifest.is_in_precision, manifest.verdict["precision"]

@@ -18,7 +18,7 @@ FILES = {
 }
 EXPORT_SIDE = {
     f"mha_deploy.export.{name}"
-    for name in ("exporter", "canonical", "eager", "golden", "inputs", "weight_file")
+    for name in ("exporter", "canonical", "eager", "golden", "inputs", "trace", "weight_file")
 }
 TORCH_ROOMS = ("mha_deploy.reference", "mha_deploy.baselines")
 DEPLOY_SIDE = [name for name in FILES if name not in EXPORT_SIDE and not name.startswith(TORCH_ROOMS)]

@@ -64,6 +64,23 @@ def expected_code(command):
     return 3 if " bench " in command and find_gpu() is None else 0
 
 
+def test_the_layer_that_generates_is_deployed_and_stepped_through(folder, monkeypatch, quick_exporter):
+    monkeypatch.chdir(folder)
+    commands = re.findall(r"^mha-deploy (?:deploy llama|validate llama).+$", README, re.MULTILINE)
+    assert len(commands) == 2
+    smaller = {
+        "llama-3-8b": "tiny-rope",
+        "T=1024": "T=64",
+        "S=1:128:512": "S=1:8:32",
+        "256": "20",
+        "500": "30",
+    }
+    for command in commands:
+        for large, small in smaller.items():
+            command = command.replace(large, small)
+        assert run(monkeypatch, command) == 0
+
+
 def test_the_spec_of_your_own_exports_with_its_weights(folder, monkeypatch, quick_exporter):
     from safetensors.torch import save_file
 
