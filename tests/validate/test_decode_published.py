@@ -1,0 +1,46 @@
+"""Published models that generate, stepped through 64 tokens in ONNX Runtime on the CPU, equal to the oracle."""
+
+import pytest
+import torch
+
+from mha_deploy.backends import open_runner
+from mha_deploy.catalog import find_spec
+from mha_deploy.export.canonical import canonical_from_module
+from mha_deploy.export.trace import TraceCapture
+from mha_deploy.export.trace_plan import plan_trace
+from mha_deploy.precision import find_precision
+from mha_deploy.reference import build_module
+from mha_deploy.spec import Axis
+from mha_deploy.validate.stepping import HostStepper, step_through
+
+pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
+
+AXES = {"B": Axis(min=1, opt=1, max=2), "S": Axis(min=1, opt=24, max=64)}
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("llama-3-8b", "static"),
+        pytest.param("llama-3-8b", "growing", marks=pytest.mark.slow),
+        pytest.param("falcon-7b", "growing", marks=pytest.mark.slow),
+        pytest.param("falcon-7b", "static", marks=pytest.mark.slow),
+        pytest.param("llama-2-70b", "static", marks=pytest.mark.slow),
+    ],
+)
+def test_64_tokens_are_those_of_the_whole_sequence(name, cache, quick_exporter):
+    spec = find_spec(name).with_axes(AXES).with_cache(cache)
+    spec = spec.with_axes(
+        {"P": Axis(min=0, opt=64, max=127)} if cache == "growing" else {"T": Axis(min=96, opt=96, max=96)}
+    )
+    precision = find_precision("fp16")
+    module = build_module(spec, dtype=torch.float16, path="plain")
+    planned = plan_trace(spec)
+    trace = TraceCapture(module, precision, seed=0).capture(
+        planned.name, len(planned.prompt), planned.prompt, planned.steps
+    )
+    assert trace.steps == 64
+    with open_runner("ort-cpu", canonical_from_module(module)) as runner:
+        report = step_through(HostStepper(runner, spec, trace.B), trace, spec, precision)
+    assert report.passed, report.failures[:3]
+    assert len(report.errors) == 64
