@@ -3,8 +3,8 @@
 #
 #     benchmarks/decode_on_gpu.sh FOLDER [MODEL]
 #
-# Needs a GPU, TensorRT, ONNX Runtime CUDA and PyTorch. Every runtime is led through a prompt of 3840 tokens and 256 single
-# ones; the engine takes the prompt in pieces of 256 tokens. Then everyone is timed at the last token of a full cache.
+# Needs a GPU, TensorRT, ONNX Runtime CUDA and PyTorch. Everyone is timed at the last token of a full cache. Then every runtime is
+# led through a prompt and 256 single tokens; the engine takes the prompt in pieces of 256 tokens. Its build may take minutes.
 set -euo pipefail
 folder=$1
 model=${2:-llama-3-8b}
@@ -15,9 +15,16 @@ deploy() { "$python" -m mha_deploy "$@"; }
   --axis T=4096 --golden min --golden decode
 [ -f "$bundle/engines/tensorrt.engine" ] || deploy build-engine "$bundle" --backend tensorrt \
   --profile B=1:1:32,S=1:256:256 --profile B=1,S=1 --profile B=32,S=1
-runtimes=(--backend tensorrt --backend ort-cuda-contrib --backend ort-cuda)
-for rows in 1 32; do
-  deploy validate "$bundle" "${runtimes[@]}" --steps 256 --prompt 3840 --rows "$rows" --no-sweep --no-latency \
-    -o "$folder/steps-$rows"
-done
+# The times first: what was measured must not be lost to a step that fails.
 deploy bench "$bundle" --at B=1,S=1,T=4096 --at B=32,S=1,T=4096 --kernels --markdown -o "$folder"
+failed=0
+for backend in tensorrt ort-cuda-contrib ort-cuda; do
+  deploy validate "$bundle" --backend $backend --steps 256 --prompt 3840 --rows 1 --no-sweep --no-latency \
+    -o "$folder/$backend-1" || failed=1
+done
+# A prompt of 1280 tokens: PyTorch's oracle and its judge hold all of 32 rows at once.
+for backend in tensorrt ort-cuda-contrib; do
+  deploy validate "$bundle" --backend $backend --steps 256 --prompt 1280 --rows 32 --no-sweep --no-latency \
+    -o "$folder/$backend-32" || failed=1
+done
+exit $failed

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 
 from mha_deploy.bundle import open_bundle
 from mha_deploy.errors import BundleError
 from mha_deploy.export.golden import GoldenCapture
 from mha_deploy.export.golden_plan import plan_golden
-from mha_deploy.golden import golden_cases, read_case
+from mha_deploy.golden import read_case, write_case
 from mha_deploy.golden_cache import only_new_rows, with_old_rows
 from mha_deploy.precision import find_precision
 from mha_deploy.reference import build_module
@@ -16,21 +17,30 @@ from mha_deploy.spec import AttentionSpec
 CACHED = ("tiny-growing", "tiny-static")
 
 
+def moved(bundle, folder):
+    """The same bundle in another folder, whose files nobody vouches for."""
+    (folder / "golden").mkdir(parents=True)
+    other = open_bundle(bundle.path)
+    object.__setattr__(other, "path", folder)
+    return other
+
+
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_what_is_read_is_what_was_captured(bundles, name, precision):
-    import torch
-
+def test_what_is_read_is_what_was_captured(bundles, tmp_path, name, precision):
     bundle = bundles(name, precision)
-    spec, wanted = bundle.manifest.spec, find_precision(precision)
-    module = build_module(spec, dtype=getattr(torch, wanted.torch_name), path="plain")
+    wanted = find_precision(precision)
+    module = build_module(bundle.manifest.spec, dtype=getattr(torch, wanted.torch_name), path="plain")
     capture = GoldenCapture(module, wanted, seed=0)
-    read = {case.name: case for case in golden_cases(bundle)}
-    for planned in plan_golden(spec).cases:
-        captured = capture.capture(planned)
+    planned = {case.name: case for case in plan_golden(bundle.manifest.spec).cases}
+    other = moved(bundle, tmp_path / "bundle")
+    for entry in bundle.manifest.golden:
+        captured = capture.capture(planned[entry.name])
+        write_case(other.path / entry.file, captured)
+        read = read_case(other, entry)
         for group in ("inputs", "oracle", "eager"):
             for key, array in getattr(captured, group).items():
-                got = getattr(read[planned.name], group)[key]
+                got = getattr(read, group)[key]
                 assert got.dtype == array.dtype
                 np.testing.assert_array_equal(got.astype(np.float64), array.astype(np.float64))
 
@@ -67,11 +77,8 @@ def test_lengths_that_do_not_fit_are_refused(bundles, tmp_path):
     with np.load(bundle.file(entry.file)) as stored:
         arrays = {key: stored[key] for key in stored}
     arrays["inputs/lengths"] = np.array([64], np.int32)
-    folder = tmp_path / "bundle"
-    (folder / "golden").mkdir(parents=True)
-    np.savez(folder / entry.file, **arrays)
-    forged = open_bundle(bundle.path)
-    object.__setattr__(forged, "path", folder)
+    forged = moved(bundle, tmp_path / "bundle")
+    np.savez(forged.path / entry.file, **arrays)
     with pytest.raises(BundleError, match="do not fit its cache"):
         read_case(forged, entry)
 

@@ -2,7 +2,7 @@
 
 The reference layers of `reference.attention` are written to be read: they copy a static cache before they
 write to it, blank the rows that are not valid, and move the heads of all rows about. This one computes the
-same and copies no row of a cache that it need not:
+same and copies no row of a cache that it need not (but for the path `plain`, which repeats grouped heads):
 
 `growing`  past and new rows are joined in one copy, which no growing cache can do without.
 `static`   new rows are written into the caller's buffers, which are then read as they are, behind a mask that
@@ -87,8 +87,10 @@ class DecodeLayer(nn.Module):
         """Q, K and V of the new tokens side by side; the angles of their positions are looked up."""
         spec = self.layer.spec
         q, k, v = self.layer.project(query, None, None)
-        if spec.rope is None or self.layer.rotary is None:
+        if spec.rope is None:
             return q, k, v
+        if self.layer.rotary is None:
+            raise DeployError("The layer has no rotary tables.", hint="reference.build_module makes them")
         cos, sin = (table[positions] for table in self.layer.rotary)
         q, k = (
             rotate(x.unflatten(-1, (-1, spec.D)), cos, sin, interleaved=spec.rope.interleaved).flatten(-2)
@@ -109,6 +111,7 @@ class DecodeLayer(nn.Module):
             window=spec.window if mask is None else None,
             softcap=spec.softcap,
             past=past,
+            sees_itself=True,
         )
         heads, _ = attend(q, keys, values, mask, layout, self.layer.path)
         return self.layer.combine(heads, query)

@@ -7,7 +7,7 @@ at position past + i and sees the keys up to there.
            batch have the same past.
 `static`   buffers of T rows; row b of the batch is valid up to `lengths[b]`, and its new rows go to
            lengths[b] … lengths[b] + S − 1. Rows of the batch may have different lengths. What stands behind
-           the valid rows is never read, whatever it is.
+           the valid rows changes nothing, whatever it is; in an exported graph it must be finite.
 
 A batch of prompts of different lengths is padded on the right: the rows that padding writes are behind the
 valid ones, and the next call overwrites them. They must fit into the buffer all the same, and be finite.

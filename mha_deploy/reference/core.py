@@ -41,6 +41,7 @@ class Heads:
         window: How many keys a causal query sees, itself included.
         softcap: Bound of the scores.
         past: How many of the keys come before the first query.
+        sees_itself: Whether every query sees a key whatever the mask, as one does whose own key is there.
     """
 
     Hq: int
@@ -51,6 +52,7 @@ class Heads:
     window: int | None = None
     softcap: float | None = None
     past: int = 0
+    sees_itself: bool = False
 
     @property
     def is_triangle(self) -> bool:
@@ -138,7 +140,7 @@ def _fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: H
         scale=heads.scale,
         enable_gqa=heads.Hq != heads.Hkv,
     )
-    return out if mask is None else _blank_where_nothing_is_seen(out, mask)
+    return out if mask is None or heads.sees_itself else _blank_where_nothing_is_seen(out, mask)
 
 
 def _blank_where_nothing_is_seen(out: Tensor, mask: Tensor) -> Tensor:

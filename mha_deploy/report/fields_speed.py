@@ -68,7 +68,7 @@ ROW = {
     "speedup_over_best_pytorch": maybe(NUMBER, "best PyTorch row's p50 over this one; null as above"),
     "tflops": maybe(NUMBER, "10¹² FLOP/s at p50; null if it was refused"),
     "gb_per_s": maybe(NUMBER, "10⁹ bytes/s at p50, counting the bytes of the point; null as above"),
-    "tokens_per_s": maybe(NUMBER, "tokens/s at p50, all rows of the batch; null where it is no decode step"),
+    "tokens_per_s": maybe(NUMBER, "tokens/s through this layer at p50, all rows of the batch; null where it is no decode step"),
     "roofline_share": maybe(NUMBER, "floor over p50; null where there is no roofline"),
     "kernels": list_of(
         {

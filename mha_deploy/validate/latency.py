@@ -230,7 +230,7 @@ def time_case(
             return replace(row, refused=f"{WRONG_ANSWER} while it was timed: {problem}")
     except DeployError as error:
         return replace(row, refused=error.in_one_line)
-    timed = replace(row, timing=timing)
+    timed = replace(row, timing=replace(timing, results=()))  # judged: caches among them may be gigabytes
     try:
         return replace(timed, kernels=kernels(runner, case)) if kernels else timed
     except DeployError:  # no profiler here: the time stands without its kernels
