@@ -191,10 +191,19 @@ def presented_outputs(
     return presented
 
 
-def presented_results(feeds: Arrays, results: Arrays) -> dict[str, np.ndarray]:
-    """The results by the names of `presented_outputs`."""
-    presented = dict(results)
+def presented_results(feeds: Arrays, results: Arrays, written: Arrays | None = None) -> dict[str, np.ndarray]:
+    """The results by the names of `presented_outputs`.
+
+    Args:
+        feeds: The inputs of the call.
+        results: What the engine gave.
+        written: The caches that the call has written the rows into, by the names of the inputs. Into a copy
+            of any other they are written here.
+    """
+    presented, written = dict(results), written or {}
     for cache, rows, out in zip(CACHES, ROWS, CACHES_OUT, strict=True):
         if rows in results:
-            presented[out] = scatter_rows(feeds[cache], presented.pop(rows), feeds[LENGTHS])
+            new = presented.pop(rows)
+            held = written.get(cache)
+            presented[out] = scatter_rows(feeds[cache], new, feeds[LENGTHS]) if held is None else held
     return presented

@@ -11,7 +11,7 @@ A cache begins empty, and full of zeros: what is masked out is still multiplied 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -24,9 +24,7 @@ from mha_deploy.backends.cache_rows import (
     PRESENT,
     ROWS,
     TOTAL_LENGTH,
-    CacheForm,
     CacheShape,
-    cache_form,
     refuse_overflow,
     row_copies,
     total_length,
@@ -40,66 +38,10 @@ from mha_deploy.errors import DeployError
 
 Pair = tuple[DeviceTensor, DeviceTensor]
 
-
-def open_stepper(launcher: Launcher, *, B: int, T: int | None = None) -> Stepper:
-    """Step through tokens with a loaded layer; the launcher is closed with the stepper.
-
-    Args:
-        launcher: The layer.
-        B: Rows of the batch.
-        T: Rows of a growing cache at its longest. A static cache has rows of its own.
-
-    Raises:
-        DeployError: The layer has no cache, or other inputs besides, or another size.
-    """
-    with ExitStack() as owned:
-        owned.callback(launcher.close)
-        form = cache_form(launcher.inputs, launcher.outputs)
-        if form is None:
-            raise DeployError("This layer has no cache to step with.", got=sorted(launcher.outputs))
-        _refuse_other_tensors(launcher, form)
-        stepper = _kind(form, launcher)(launcher, _cache_shape(launcher, form, B, T))
-        owned.pop_all()
-        return stepper
+_VARIES = "a growing cache has another shape at every step"
 
 
-def _kind(form: CacheForm, launcher: Launcher) -> type[_CachedStepper]:
-    if form is CacheForm.STATIC:
-        return _InPlaceStepper if launcher.in_place else _CopiedStepper
-    return _RowsStepper if form is CacheForm.ROWS else _GrowingStepper
-
-
-def _refuse_other_tensors(launcher: Launcher, form: CacheForm) -> None:
-    lengths = () if form is CacheForm.GROWING else (LENGTHS,)
-    wanted = {"x", "output", *lengths, *form.inputs, *form.outputs}
-    other = wanted ^ ({*launcher.inputs, *launcher.outputs} - {TOTAL_LENGTH})
-    if other:
-        raise DeployError(
-            "The layer has other inputs and outputs than one that is stepped through.", got=sorted(other)
-        )
-    tensors = {**launcher.inputs, **launcher.outputs}
-    kinds = {name: str(tensors[name].dtype) for name in (*form.inputs, *form.outputs)}
-    if len(set(kinds.values())) > 1:
-        raise DeployError("Keys and values come in and go out in different types.", got=kinds)
-
-
-def _cache_shape(launcher: Launcher, form: CacheForm, B: int, T: int | None) -> CacheShape:
-    info = launcher.inputs[form.inputs[0]]
-    batch, Hkv, rows, D = info.dims
-    T = T if T is not None or not isinstance(rows, int) else rows
-    if T is None:
-        raise DeployError("How long the cache may grow is not said.", got="T = None", hint="T, its rows")
-    for size, dim in ((B, batch), (T, rows)):
-        if isinstance(dim, int) and size != dim:
-            raise DeployError(
-                "The layer has a cache of another size.", got=f"B={B}, T={T}", hint=str(info.dims)
-            )
-    if not isinstance(Hkv, int) or not isinstance(D, int) or B < 1:
-        raise DeployError("The cache has no fixed heads, or no rows.", got=f"B={B}, {info.dims}")
-    return CacheShape(B=B, Hkv=Hkv, T=T, D=D, dtype=info.dtype)
-
-
-class _CachedStepper(Stepper):
+class CachedStepper(Stepper):
     """What all forms share.
 
     Args:
@@ -113,7 +55,7 @@ class _CachedStepper(Stepper):
     """Whether every call has other shapes."""
 
     def __init__(self, launcher: Launcher, cache: CacheShape) -> None:
-        self.name, self.most_tokens = launcher.name, launcher.most_tokens
+        self.name, self.most_tokens = launcher.name, launcher.most_tokens(cache.B)
         self.lengths = np.zeros(cache.B, np.int32)
         self._launcher, self._cache, self._stream = launcher, cache, launcher.stream
         self._memory, self._frames = Memory(), Frames(launcher, cache)
@@ -191,30 +133,41 @@ class _CachedStepper(Stepper):
         lengths = np.full(self._cache.B, length, np.int32)
         refuse_overflow(lengths, 1, self._cache.T)
         frame, launcher = self._frames.get(1), self._launcher
-        graph = launcher.graph and not self.varies
+        wanted = launcher.graph and not self.varies
         call = self._call(frame, lengths)
         with self._undisturbed(lengths):
             self._upload_lengths(lengths)
-            with launcher.repeated(call, lambda: self._keep(frame, lengths), graph=graph) as launch:
+            with launcher.repeated(call, lambda: self._keep(frame, lengths), graph=wanted) as repeated:
+                why = repeated.why_no_graph
                 frame.output.buffer.fill(UNWRITTEN, self._stream)
                 timing = measure_latency(
-                    lambda slot: launch(), 1, self._stream, launcher.gpu, plan or TimingPlan(), graph=graph
+                    lambda slot: repeated.launch(),
+                    1,
+                    self._stream,
+                    launcher.gpu,
+                    plan or TimingPlan(),
+                    graph=wanted and why is None,
                 )
                 output = frame.output.download(self._stream)
-        return replace(timing, results=({"output": output},), memory_bytes=self._memory_bytes(frame))
+        if launcher.graph and self.varies:
+            why = _VARIES
+        memory = self._memory_bytes(frame)
+        return replace(timing, results=({"output": output},), memory_bytes=memory, why_no_graph=why)
 
     @contextmanager
     def _undisturbed(self, lengths: np.ndarray) -> Iterator[None]:
-        """Put the rows back that calls at these equal lengths overwrite."""
+        """Put the rows back that calls at these equal lengths overwrite, also where one of them fails."""
         (copy,) = row_copies(self._cache, lengths, 1)
         memory = Memory()
         try:
             saved = [memory.tensor(self._cache.first(1), self._cache.dtype) for _ in self._held]
             for safe, tensor in zip(saved, self._held, strict=True):
                 safe.buffer.copy_rows(tensor.buffer, copy.back(), self._stream)
-            yield
-            for safe, tensor in zip(saved, self._held, strict=True):
-                tensor.buffer.copy_rows(safe.buffer, copy, self._stream)
+            try:
+                yield
+            finally:
+                for safe, tensor in zip(saved, self._held, strict=True):
+                    tensor.buffer.copy_rows(safe.buffer, copy, self._stream)
         finally:
             self._stream.synchronize()
             memory.close()
@@ -232,17 +185,17 @@ class _CachedStepper(Stepper):
         self._memory.close()
 
 
-class _InPlaceStepper(_CachedStepper):
+class InPlaceStepper(CachedStepper):
     """The layer writes into the cache: what comes out is what went in."""
 
 
-class _CopiedStepper(_CachedStepper):
+class CopiedStepper(CachedStepper):
     """The layer writes another cache."""
 
     has_spare = True
 
 
-class _RowsStepper(_CachedStepper):
+class RowsStepper(CachedStepper):
     """The layer gives the new rows: they go to their places behind the call."""
 
     def _cache_tensors(self, frame: Frame, lengths: np.ndarray) -> dict[str, DeviceTensor]:
@@ -255,7 +208,7 @@ class _RowsStepper(_CachedStepper):
                 tensor.buffer.copy_rows(rows.buffer, copy, self._stream)
 
 
-class _GrowingStepper(_CachedStepper):
+class GrowingStepper(CachedStepper):
     """Each call reads the past of one pair of buffers, and writes past and new rows into the other."""
 
     has_spare = True

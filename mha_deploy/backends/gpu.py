@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from mha_deploy.backends.cached_stepper import open_stepper
 from mha_deploy.backends.cuda import Gpu, Stream, open_gpu
+from mha_deploy.backends.open_stepper import open_stepper
 from mha_deploy.backends.runner import Arrays, Runner, check_feeds
 from mha_deploy.backends.stepper import Launcher, Stepper
 from mha_deploy.backends.timing import Timing, TimingPlan, measure_latency, slots_past_cache
@@ -28,11 +28,13 @@ class Prepared:
         launch: Queues one call with the inputs of a slot on the runner's stream, and does not wait.
         results: Waits, and copies the outputs of a slot to the host.
         memory_bytes: Device memory held for all slots, weights included, where that is known.
+        why_no_graph: Why a launch is not that of a CUDA graph, where the runner should make it one.
     """
 
     launch: Callable[[int], None]
     results: Callable[[int], dict[str, np.ndarray]]
     memory_bytes: int | None = None
+    why_no_graph: str | None = None
 
 
 class GpuRunner(Runner):
@@ -40,7 +42,7 @@ class GpuRunner(Runner):
 
     stream: Stream
     graph: bool = True
-    """Whether a timed call is the launch of a CUDA graph."""
+    """Whether a timed call is the launch of a CUDA graph, where it can be one."""
 
     def __init__(self) -> None:
         self.gpu: Gpu = open_gpu()
@@ -83,11 +85,11 @@ class GpuRunner(Runner):
         moved = self._call_bytes(feeds, results)
         slots = slots_past_cache(moved, self.gpu.l2_bytes)
         with self._prepare(feeds, slots) as prepared:
-            timing = measure_latency(
-                prepared.launch, slots, self.stream, self.gpu, plan or TimingPlan(), graph=self.graph
-            )
+            why, plan = prepared.why_no_graph, plan or TimingPlan()
+            graph = self.graph and why is None
+            timing = measure_latency(prepared.launch, slots, self.stream, self.gpu, plan, graph=graph)
             seen = tuple(prepared.results(slot) for slot in (0, slots - 1))
             # A user has one set of inputs and outputs on the device, not the many that rotate here.
             held = prepared.memory_bytes
             memory = None if held is None else held - (slots - 1) * moved
-            return replace(timing, results=seen, memory_bytes=memory)
+            return replace(timing, results=seen, memory_bytes=memory, why_no_graph=why)

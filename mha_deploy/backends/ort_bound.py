@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,9 +13,23 @@ from mha_deploy.errors import DeployError
 
 NO_CAPTURE = -1  # an id that ONNX Runtime never captures; 0 is its own
 
+# What ONNX Runtime says where it does not capture: of a session with copies between the devices or with
+# control flow (in two wordings), of an operator or option that does not go with it, and of a capture that
+# never ends; and what CUDA says through it of a kernel that waits or allocates meanwhile.
+_REFUSALS = (
+    "cannot use the graph capture feature",
+    "cannot use the cuda graph feature",
+    "not supported when graph capture is enabled",
+    "graph capture did not complete",
+    "not permitted when stream is capturing",
+    "failed due to a previous error during capture",
+)
+
+Made = TypeVar("Made")
+
 
 class NotCapturable(DeployError):
-    """A graph that ONNX Runtime runs, but not as a CUDA graph."""
+    """A graph that ONNX Runtime may run, but not as a CUDA graph."""
 
 
 class BoundRun:
@@ -60,13 +75,35 @@ def _place_of(
 
 
 def cannot_run(error: Exception, *, capture: bool) -> DeployError:
-    """What ONNX Runtime raises, in our words; its own types share no base."""
+    """What ONNX Runtime raises, in our words; its own types share no base.
+
+    Args:
+        error: What it raised.
+        capture: Whether it should have captured a CUDA graph.
+    """
     if isinstance(error, DeployError):
         return error
-    if capture:
-        return NotCapturable(
-            "ONNX Runtime cannot run this graph as a CUDA graph.",
-            got=first_line(error),
-            hint="cuda_graph=False, to time calls that are launched one kernel at a time",
-        )
+    told = str(error).lower()
+    if capture and any(refusal in told for refusal in _REFUSALS):
+        return NotCapturable("ONNX Runtime cannot run this graph as a CUDA graph.", got=first_line(error))
     return DeployError("ONNX Runtime's CUDA provider cannot run the graph.", got=first_line(error))
+
+
+def captured_if_possible(make: Callable[[bool], Made], *, graph: bool) -> tuple[Made, str | None]:
+    """Make calls that are CUDA graphs, or plain ones where ONNX Runtime does not capture them.
+
+    Args:
+        make: Makes them, as graphs or not.
+        graph: Whether they should be graphs.
+
+    Returns:
+        What was made; and why it is no graph, where it should be.
+    """
+    why = None
+    if graph:
+        try:
+            return make(True), None
+        except NotCapturable as error:
+            why = str(error.got)
+    # Not inside `except`: the traceback would keep the session that failed, and its memory, alive.
+    return make(False), why

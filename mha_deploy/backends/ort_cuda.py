@@ -7,7 +7,7 @@ for each timing, since ONNX Runtime keeps what it captured for as long as the se
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mha_deploy.backends.cache_rows import (
 )
 from mha_deploy.backends.cuda import UNWRITTEN, Buffer, Stream, free_memory
 from mha_deploy.backends.gpu import GpuRunner, Prepared
-from mha_deploy.backends.ort_bound import NO_CAPTURE, BoundRun, NotCapturable, cannot_run
+from mha_deploy.backends.ort_bound import NO_CAPTURE, BoundRun, cannot_run, captured_if_possible
 from mha_deploy.backends.ort_placement import (
     CUDA,
     nodes_on_cpu,
@@ -42,7 +42,6 @@ from mha_deploy.backends.ort_session import (
 )
 from mha_deploy.backends.runner import Arrays
 from mha_deploy.backends.stepper import Launcher
-from mha_deploy.backends.timing import Timing, TimingPlan
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import graph_of
 from mha_deploy.graph.lower import lower
@@ -57,7 +56,7 @@ class OrtCudaRunner(GpuRunner):
     Args:
         model: The graph, with ONNX `Attention` nodes.
         dialect: `onnx` to run it as it is, `contrib` for ONNX Runtime's own attention operators.
-        cuda_graph: Whether a timed call is the launch of a CUDA graph.
+        cuda_graph: Whether a timed call is the launch of a CUDA graph, where ONNX Runtime captures it.
 
     Attributes:
         ort: The package.
@@ -152,39 +151,42 @@ class OrtCudaRunner(GpuRunner):
 
         return OrtLauncher(self)
 
-    def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
-        """How long one call takes; one that cannot be captured is launched, and its timing says so."""
-        try:
-            return super().time(feeds, plan)
-        except NotCapturable:
-            self.graph = False
-            return super().time(feeds, plan)
-
     @contextmanager
     def _prepare(self, feeds: Arrays, slots: int) -> Iterator[Prepared]:
+        """Slots whose calls are captured; where that cannot be, they are launched, and it is told why."""
         results = self._run(feeds)  # for the shapes of the outputs, which captured calls must know
         before = free_memory()
-        session = self.open_session(capture=self.graph)
-        bound: list[_Slot] = []
-        try:
-            for number in range(slots):
-                graph_id = number + 1 if self.graph else NO_CAPTURE
-                run = BoundRun(self.ort, session, graph_id=graph_id)
-                bound.append(_Slot(run, self.stream, self.aliases))
-                bound[-1].bind(self._fed(feeds), results)
-            self._warm_up(bound)
+        with ExitStack() as owned:
+            bound, why = captured_if_possible(
+                lambda capture: owned.enter_context(self._slots(feeds, results, slots, capture=capture)),
+                graph=self.graph,
+            )
             yield Prepared(
                 launch=lambda slot: bound[slot].launch(),
                 results=lambda slot: bound[slot].results(),
                 memory_bytes=before - free_memory(),
+                why_no_graph=why,
             )
+
+    @contextmanager
+    def _slots(self, feeds: Arrays, likes: Arrays, count: int, *, capture: bool) -> Iterator[list[_Slot]]:
+        """Slots in a session of their own, warmed up."""
+        session = self.open_session(capture=capture)
+        bound: list[_Slot] = []
+        try:
+            for number in range(count):
+                run = BoundRun(self.ort, session, graph_id=number + 1 if capture else NO_CAPTURE)
+                bound.append(_Slot(run, self.stream, self.aliases))
+                bound[-1].bind(self._fed(feeds), likes)
+            self._warm_up(bound, capture=capture)
+            yield bound
         finally:
             self.stream.synchronize()
             for slot in bound:
                 slot.free()
             bound.clear()
 
-    def _warm_up(self, bound: list[_Slot]) -> None:
+    def _warm_up(self, bound: list[_Slot], *, capture: bool) -> None:
         """Run every slot; ONNX Runtime repeats the first run by itself until it has captured it."""
         try:
             for slot in bound:
@@ -194,7 +196,7 @@ class OrtCudaRunner(GpuRunner):
             for slot in bound:  # what is read later must come from a launch that was timed
                 slot.clear_outputs()
         except Exception as error:
-            raise cannot_run(error, capture=self.graph) from error
+            raise cannot_run(error, capture=capture) from error
 
     def close(self) -> None:
         """Drop the session, and the weights with it; then the stream that it ran on."""

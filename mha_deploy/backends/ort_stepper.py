@@ -1,7 +1,7 @@
 """ONNX Runtime under a stepper.
 
 Steps are run by the session without CUDA graphs, since not every graph can be captured. Timed calls are
-captured by a session of their own.
+captured by a session of their own, where they can be.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mha_deploy.backends.ort_bound import NO_CAPTURE, BoundRun, cannot_run
+from mha_deploy.backends.ort_bound import NO_CAPTURE, BoundRun, cannot_run, captured_if_possible
 from mha_deploy.backends.ort_cuda import WARM_UP, OrtCudaRunner
 from mha_deploy.backends.ort_session import first_line
-from mha_deploy.backends.stepper import Launcher, StepCall
+from mha_deploy.backends.stepper import Launcher, Repeated, StepCall
 from mha_deploy.errors import DeployError
 
 _GRAPH_ID = 1
@@ -45,22 +45,28 @@ class OrtLauncher(Launcher):
             raise DeployError("ONNX Runtime failed on these tokens.", got=first_line(error)) from error
 
     @contextmanager
-    def repeated(
-        self, call: StepCall, then: Callable[[], None], *, graph: bool
-    ) -> Iterator[Callable[[], None]]:
-        """Capture a call in a session of its own; nothing has to be done behind it, so `then` is left out."""
+    def repeated(self, call: StepCall, then: Callable[[], None], *, graph: bool) -> Iterator[Repeated]:
+        """Capture a call in a session of its own; nothing has to be done behind it, so `then` is left out.
+
+        One that cannot be captured is launched, and it is told why.
+        """
+        run, why = captured_if_possible(lambda capture: self._warm(call, capture=capture), graph=graph)
         try:
-            session = self._runner.open_session(capture=graph)
-            run = self._bound(session, call, _GRAPH_ID if graph else NO_CAPTURE)
+            yield Repeated(launch=run.launch, why_no_graph=why)
+        finally:
+            self.stream.synchronize()
+
+    def _warm(self, call: StepCall, *, capture: bool) -> BoundRun:
+        """A call in a session of its own that has run."""
+        try:
+            session = self._runner.open_session(capture=capture)
+            run = self._bound(session, call, _GRAPH_ID if capture else NO_CAPTURE)
             for _ in range(WARM_UP):
                 run.launch()
             self.stream.synchronize()
         except Exception as error:
-            raise cannot_run(error, capture=graph) from error
-        try:
-            yield run.launch
-        finally:
-            self.stream.synchronize()
+            raise cannot_run(error, capture=capture) from error
+        return run
 
     def _bound(self, session: Any, call: StepCall, graph_id: int) -> BoundRun:
         run = BoundRun(self._runner.ort, session, graph_id=graph_id)

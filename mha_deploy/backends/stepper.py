@@ -120,6 +120,19 @@ class StepCall:
         return {name: tensor.buffer.address for name, tensor in self.tensors.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """A call that is ready to be launched many times.
+
+    Args:
+        launch: Queues it, and does not wait.
+        why_no_graph: Why it is no CUDA graph although it should be one.
+    """
+
+    launch: Callable[[], None]
+    why_no_graph: str | None = None
+
+
 class Launcher(ABC):
     """A loaded layer, seen as something that is launched on tensors of the caller's.
 
@@ -132,7 +145,6 @@ class Launcher(ABC):
         outputs: What it gives.
         in_place: Whether a static cache that goes out is the memory of the one that came in.
         engine_bytes: Device memory besides the tensors, where that is known.
-        most_tokens: How many tokens of a row one call may bring; None where nothing here bounds them.
     """
 
     name: str
@@ -143,7 +155,10 @@ class Launcher(ABC):
     outputs: Mapping[str, TensorInfo]
     in_place: bool
     engine_bytes: int | None = None
-    most_tokens: int | None = None
+
+    def most_tokens(self, B: int) -> int | None:
+        """How many tokens of each of B rows one call may bring; None where nothing here bounds them."""
+        return None
 
     @abstractmethod
     def launch(self, call: StepCall, *, again: bool) -> None:
@@ -157,13 +172,13 @@ class Launcher(ABC):
     @abstractmethod
     def repeated(
         self, call: StepCall, then: Callable[[], None], *, graph: bool
-    ) -> AbstractContextManager[Callable[[], None]]:
+    ) -> AbstractContextManager[Repeated]:
         """Make a call ready to be launched many times; it has run when the block begins.
 
         Args:
             call: The call.
             then: Queues what belongs behind it.
-            graph: Whether both are one CUDA graph.
+            graph: Whether both should be one CUDA graph.
         """
 
     @abstractmethod

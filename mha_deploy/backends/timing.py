@@ -56,6 +56,8 @@ class Timing:
         gpu: The GPU.
         conditions: Clocks, temperature and power while it ran.
         memory_bytes: Device memory that the runner held for it, where that is known.
+        why_no_graph: Why the calls were no CUDA graph although they should have been; None where they were
+            one, or were not meant to be.
         results: What the first and the last slot computed, for whoever wants to judge the timed calls.
     """
 
@@ -68,6 +70,7 @@ class Timing:
     gpu: str
     conditions: Conditions
     memory_bytes: int | None = None
+    why_no_graph: str | None = None
     results: tuple[Arrays, ...] = field(default=(), repr=False, compare=False)
 
     def percentile(self, share: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mha_deploy.report.charts import Look
 from mha_deploy.report.figures import NOTHING, short, sizes_product, sizes_text
-from mha_deploy.report.markup import Html, tag
+from mha_deploy.report.markup import Html, join, tag
 from mha_deploy.report.palette import series_of
 from mha_deploy.report.schema import plain_bench
 from mha_deploy.report.tables import Cell, Group, Row, data_table, number, sentence
@@ -20,6 +20,8 @@ _REFUSED = "refused"
 
 def bench_markdown(data: Data) -> str:
     """A Markdown table of a benchmark: p50 in µs, the fastest of each line in bold, and the floor.
+
+    What was timed without a CUDA graph has an asterisk, and a line below says who that is.
 
     Args:
         data: A benchmark as docs/report.md describes it.
@@ -34,8 +36,11 @@ def bench_markdown(data: Data) -> str:
         fastest = _fastest(point)
         for name in names:
             words = _cell_text(point, name)
-            cells.append(f"**{words}**" if name == fastest else words)
+            told = f"**{words}**" if name == fastest else words
+            cells.append(f"{told}\\*" if _lacks_graph(point, name) else told)
         lines.append(_line([*cells, _floor(point)]))
+    note = _without_graph(plain)
+    lines += ["", f"\\* {_markdown(note)}"] if note else []
     return "\n".join(lines) + "\n"
 
 
@@ -52,7 +57,9 @@ def bench_overview(plain: Data, look: Look) -> Html:
         rows.append([name, _sizes(point, axes), *cells, number(floor, short(floor))])
     if not rows:
         return sentence("Nothing was timed.")
-    return data_table("p50 in µs; the fastest of each line is bold", columns, [Group(rows=rows)])
+    table = data_table("p50 in µs; the fastest of each line is bold", columns, [Group(rows=rows)])
+    note = _without_graph(plain)
+    return join([table, sentence(f"* {note}") if note else None])
 
 
 def best_rows(plain: Data) -> Html | None:
@@ -71,7 +78,9 @@ def best_rows(plain: Data) -> Html | None:
 
 def _overview_cell(point: Data, name: str, *, is_best: bool) -> Cell:
     p50, words = _p50(point, name), _cell_text(point, name)
-    return Cell(content=tag("strong", words) if is_best else words, order=p50, numeric=True)
+    told = tag("strong", words) if is_best else words
+    content = join([told, "*"]) if _lacks_graph(point, name) else told
+    return Cell(content=content, order=p50, numeric=True)
 
 
 def _points(plain: Data) -> list[tuple[Data, Data]]:
@@ -113,6 +122,22 @@ def _cell_text(point: Data, name: str) -> str:
     if row is None:
         return NOTHING
     return short(row["timing"]["p50_us"]) if row["timing"] else _REFUSED
+
+
+def _lacks_graph(point: Data, name: str) -> bool:
+    row = _row(point, name)
+    return bool(row and row["timing"] and not row["timing"]["graph"])
+
+
+def _without_graph(plain: Data) -> str | None:
+    """Who was timed without a CUDA graph, and why where there should have been one; None if nobody was."""
+    reasons: dict[str, list[str]] = {}
+    for row in (row for _, point in _points(plain) for row in point["rows"]):
+        if row["timing"] and not row["timing"]["graph"]:
+            told, why = reasons.setdefault(row["name"], []), row["timing"]["why_no_graph"]
+            told.extend([why] if why and why not in told else [])
+    names = [f"{name} ({'; '.join(told)})" if told else name for name, told in reasons.items()]
+    return f"timed without a CUDA graph: {', '.join(names)}" if names else None
 
 
 def _floor(point: Data) -> str:

@@ -51,6 +51,7 @@ TIMING = {
     "calls_per_sample": field(WHOLE, "calls in one sample; a sample is their mean"),
     "slots": field(WHOLE, "copies of the inputs that the calls rotated through"),
     "graph": field(FLAG, "whether the calls were launches of a CUDA graph"),
+    "why_no_graph": maybe(TEXT, "why they were not although they should have been; null otherwise"),
     "stable": field(FLAG, "whether warming up ended with rounds that agreed"),
     "host_us": maybe(NUMBER, "host time of one launch, µs; null where it was not measured"),
     "gpu": field(TEXT, "the GPU"),
@@ -68,7 +69,9 @@ ROW = {
     "speedup_over_best_pytorch": maybe(NUMBER, "best PyTorch row's p50 over this one; null as above"),
     "tflops": maybe(NUMBER, "10¹² FLOP/s at p50; null if it was refused"),
     "gb_per_s": maybe(NUMBER, "10⁹ bytes/s at p50, counting the bytes of the point; null as above"),
-    "tokens_per_s": maybe(NUMBER, "tokens/s through this layer at p50, all rows of the batch; null where it is no decode step"),
+    "tokens_per_s": maybe(
+        NUMBER, "tokens/s through this layer at p50, all rows of the batch; null where it is no decode step"
+    ),
     "roofline_share": maybe(NUMBER, "floor over p50; null where there is no roofline"),
     "kernels": list_of(
         {

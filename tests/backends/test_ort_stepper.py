@@ -1,8 +1,9 @@
 """ONNX Runtime steps through tokens in place: its CPU kernels on the fake device's memory, and on a GPU."""
 
-import cuda_fake
 import numpy as np
+import ort_on_cpu
 import pytest
+from ort_on_cpu import B, T, drawn, opened, static_feeds
 from test_ort_cuda import on_gpu
 
 from mha_deploy.backends import ort_bound, ort_cuda
@@ -14,35 +15,13 @@ from mha_deploy.golden import golden_cases
 from mha_deploy.validate.parity import judge_case
 
 QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)
-B, T = 2, 64
 LAYERS = [("tiny-static", "onnx"), ("tiny-static", "contrib"), ("tiny-growing", "onnx")]
 STATIC = [layer for layer in LAYERS if layer[0] == "tiny-static"]
 
 
 @pytest.fixture
 def device(monkeypatch):
-    """ONNX Runtime's CPU in the place of its CUDA provider, and the host's memory in that of the GPU's."""
-    place = ort_bound._place_of
-    monkeypatch.setattr(ort_bound, "_place_of", lambda *given: ("cpu", *place(*given)[1:]))
-    monkeypatch.setattr(ort_cuda, "CUDA", "CPUExecutionProvider")
-    for check in ("refuse_without_cuda", "refuse_dropped_provider", "refuse_work_on_cpu"):
-        monkeypatch.setattr(ort_cuda, check, lambda *given: None)
-    monkeypatch.setattr(ort_cuda, "free_memory", lambda: 0)
-    return cuda_fake.install(monkeypatch)
-
-
-def opened(bundles, layer, **more):
-    name, dialect = layer
-    return OrtCudaRunner(bundles(name, "fp32").model_path, dialect=dialect, **more)
-
-
-def drawn(S, batch=B, seed=0):
-    return np.random.default_rng(seed).standard_normal((batch, S, 64)).astype(np.float32)
-
-
-def static_feeds(x, lengths, seed=1):
-    cache = np.random.default_rng(seed).standard_normal((2, len(x), 2, T, 16)).astype(np.float32)
-    return {"x": x, "key_cache": cache[0], "value_cache": cache[1], "lengths": np.array(lengths, np.int32)}
+    return ort_on_cpu.install(monkeypatch)
 
 
 @pytest.fixture
@@ -134,6 +113,7 @@ def test_a_timed_step_leaves_everything_as_it_was(device, bundles, whole, layer)
         before, held = stepper.cache(), len(device.memory)
         timing = stepper.time_step(4, QUICK)
         assert timing.graph is (layer[0] == "tiny-static")
+        assert (timing.why_no_graph is None) is timing.graph
         if layer[0] == "tiny-static":
             close(timing.results[0]["output"], whole(x[:, :5])[0][:, 4:])
         assert len(device.memory) == held
@@ -284,18 +264,20 @@ def test_the_golden_cases_pass_on_a_gpu(bundles, layer):
 
 
 @on_gpu
+@pytest.mark.parametrize("cuda_graph", [True, False])
 @pytest.mark.parametrize("layer", GPU, ids="-".join)
-def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(bundles, half, layer):
+def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(bundles, half, layer, cuda_graph):
     x = drawn(10).astype(np.float16)
     path = bundles(layer[0]).model_path
     with (
-        OrtCudaRunner(path, dialect=layer[1], cuda_graph=False) as runner,
+        OrtCudaRunner(path, dialect=layer[1], cuda_graph=cuda_graph) as runner,
         runner.stepper(B=B, T=T) as stepper,
     ):
         fed(stepper, x[:, :9], [8, 1])
         before = stepper.cache()
         timing = stepper.time_step(8, QUICK)
         assert timing.p50 > 0
+        assert (timing.why_no_graph is None) is (timing.graph or not cuda_graph)
         if layer[0] == "tiny-static":
             near(timing.results[0]["output"], half(x[:, :9])[0][:, 8:])
         np.testing.assert_array_equal(stepper.cache(), before)

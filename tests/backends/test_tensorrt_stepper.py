@@ -1,6 +1,7 @@
 """TensorRT steps through tokens: what the cache holds, what is moved, recorded and refused."""
 
 import shutil
+from dataclasses import replace
 
 import cuda_fake
 import numpy as np
@@ -9,8 +10,8 @@ from step_engines import FORMS, HKV, STATIC, B, D, E, T, heads, running_sum, tok
 from tensorrt_fake import ENGINES, FakeEngine
 from test_tensorrt_runner import VERSIONS, fake
 
-from mha_deploy.backends import cuda
-from mha_deploy.backends.cuda import RowCopy
+from mha_deploy.backends import cached_stepper, cuda
+from mha_deploy.backends.cuda import CudaError, RowCopy
 from mha_deploy.backends.ort import OrtCpuRunner
 from mha_deploy.backends.runner import TensorInfo
 from mha_deploy.backends.tensorrt import EngineError
@@ -243,6 +244,46 @@ def test_outputs_of_another_shape_than_their_memory_are_refused(device, monkeypa
             stepper.feed(tokens(1))
 
 
+def _ranges(dims, **sizes):
+    """A profile from the ranges of its axes."""
+    return {
+        name: tuple(tuple(sizes[axis][end] if axis in sizes else axis for axis in axes) for end in (0, 1, 1))
+        for name, axes in dims.items()
+    }
+
+
+STATIC_AXES = {
+    "x": ("B", "S", E),
+    "key_cache": ("B", HKV, T, D),
+    "value_cache": ("B", HKV, T, D),
+    "lengths": ("B",),
+}
+GROWING_AXES = {"x": ("B", "S", E), "past_key": ("B", HKV, "P", D), "past_value": ("B", HKV, "P", D)}
+
+
+@pytest.mark.parametrize(("batch", "most"), [(1, 512), (32, 1), (16, None)])
+def test_the_longest_call_is_that_of_the_profiles_for_so_many_rows(device, batch, most):
+    with opened(b"rows") as runner:
+        runner.profiles = (
+            _ranges(STATIC_AXES, B=(1, 1), S=(1, 512)),
+            _ranges(STATIC_AXES, B=(32, 32), S=(1, 1)),
+        )
+        with runner.stepper(B=batch) as stepper:
+            assert stepper.most_tokens == most
+
+
+def test_the_longest_call_of_a_growing_cache_begins_without_a_past(device):
+    with opened(b"growing") as runner:
+        runner.profiles = (
+            _ranges(GROWING_AXES, B=(1, 4), S=(1, 64), P=(0, 0)),
+            _ranges(GROWING_AXES, B=(1, 4), S=(1, 512), P=(1, T)),
+            _ranges(GROWING_AXES, B=(1, 8), S=(1, 1), P=(0, T)),
+        )
+        for batch, most in ((4, 64), (8, 1)):
+            with runner.stepper(B=batch, T=T) as stepper:
+                assert stepper.most_tokens == most
+
+
 # -- refusals --------------------------------------------------------------------------------------------
 
 
@@ -361,6 +402,39 @@ def test_the_copies_of_rows_are_in_the_timed_graph(device):
         assert len(device.row_copies) == 8, "and two that were recorded"
 
 
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
+def test_why_a_step_is_no_graph_is_told_where_it_should_be_one(device, plan, graph):
+    with opened(plan, cuda_graph=graph) as runner, stepper_of(runner, plan) as stepper:
+        why = stepper.time_step(3, QUICK).why_no_graph
+    if graph and plan == b"growing":
+        assert "another shape at every step" in why
+    else:
+        assert why is None
+
+
+@pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
+@pytest.mark.parametrize("failure", ["capture", "clock"])
+def test_a_timing_that_fails_leaves_everything_as_it_was(device, monkeypatch, plan, failure):
+    def broken(*given, **more):
+        raise CudaError("cudaEventRecord failed.", got="cudaErrorLaunchFailure")
+
+    x = tokens(6)
+    with opened(plan) as runner, stepper_of(runner, plan) as stepper:
+        stepper.feed(x[:, :5])
+        before, held = stepper.cache(), (len(device.memory), device.graphs)
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "fail_on", failure)
+            if failure == "clock" or plan == b"growing":  # which is not captured
+                patch.setattr(cached_stepper, "measure_latency", broken)
+            with pytest.raises(DeployError):
+                stepper.time_step(3, QUICK)
+        np.testing.assert_array_equal(stepper.cache(), before)
+        assert (len(device.memory), device.graphs) == held
+        np.testing.assert_array_equal(stepper.feed(x[:, 5:]), running_sum(x)[:, 5:])
+    assert device.is_empty()
+
+
 def test_a_step_can_be_timed_before_anything_was_fed(device):
     with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
         timing = stepper.time_step(T - 1, QUICK)
@@ -417,6 +491,69 @@ def test_a_run_gives_the_caches_with_the_new_rows_in_them(device, plan, lengths)
     for name, array in kept.items():
         np.testing.assert_array_equal(given[name], array)
     assert device.is_empty()
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_caches_of_a_timed_call_are_those_of_the_device(device, monkeypatch, graph):
+    """Rows that never get there, or to a wrong place, must show in the results."""
+    given = static_feeds([2, 2, 2], 2)
+
+    def timed():
+        with opened(b"rows", cuda_graph=graph) as runner:
+            return runner.time(given, QUICK).results
+
+    rows = heads(given["x"])
+    wanted = {
+        "key_cache_out": scattered(given["key_cache"], rows, [2, 2, 2]),
+        "value_cache_out": scattered(given["value_cache"], 2 * rows, [2, 2, 2]),
+    }
+    for results in timed():
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(results[name], array)
+    real = cuda_fake.Buffer.copy_rows
+
+    def elsewhere(self, other, copy, stream):
+        real(self, other, replace(copy, target=copy.target + ROW), stream)
+
+    for broken in (lambda *given: None, elsewhere):
+        monkeypatch.setattr(cuda_fake.Buffer, "copy_rows", broken)
+        for results in timed():
+            for name, array in wanted.items():
+                assert (results[name] != array).any()
+                assert np.isfinite(results[name]).all(), "that the engine gave its rows is no excuse"
+
+
+@pytest.mark.parametrize(("lengths", "copies"), [([2, 2, 2], 2), ([5, 0, 3], 6)])
+@pytest.mark.parametrize("graph", [True, False])
+def test_every_timed_call_copies_its_rows_once(device, graph, lengths, copies):
+    with opened(b"rows", cuda_graph=graph) as runner:
+        given = static_feeds(lengths, 2)
+        runner.run(given)
+        device.row_copies.clear()
+        device.done.clear()
+        slots = runner.time(given, QUICK).slots
+        calls = device.done.count("execute") - slots - (0 if graph else 1)  # one to settle each, and one run
+        if graph:
+            assert len(device.row_copies) == slots * copies, "recorded with the call"
+            assert device.done.count("rows") == calls == 0
+        else:
+            assert calls >= 100
+            assert len(device.row_copies) == device.done.count("rows") == calls * copies
+        assert {copy.rows for _, _, copy in device.row_copies} == {B * HKV if copies == 2 else HKV}
+        assert len({(to, at) for to, at, _ in device.row_copies}) == 2 * slots, (
+            "keys and values of every slot"
+        )
+
+
+@pytest.mark.parametrize("plan", [b"copied", b"in place", b"growing"])
+def test_calls_whose_engine_writes_the_cache_copy_no_rows(device, plan):
+    given = static_feeds([2, 2, 2], 2)
+    if plan == b"growing":
+        past = heads(tokens(3)).copy()
+        given = {"x": given["x"], "past_key": past, "past_value": past}
+    with opened(plan) as runner:
+        runner.time(given, QUICK)
+    assert not device.row_copies
 
 
 def test_a_run_of_a_single_token_takes_the_profile_for_it(device):

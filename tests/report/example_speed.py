@@ -12,6 +12,7 @@ ROWS = (
     ("onnxruntime-cuda", "ort-cuda 1.24.1", "onnxruntime", 2.4),
     ("tensorrt", "tensorrt 8.6.1", "tensorrt", 1.25),
 )
+WHY_NO_GRAPH = "This session cannot use the graph capture feature as requested by the user"
 SWEEP = [(batch, length) for batch in (1, 8) for length in (128, 512, 2048)]
 KERNELS = (
     ("sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute", 2, 0.52),
@@ -93,7 +94,8 @@ def row(entry, flops, count, floor, length, dice):
         "samples": 200,
         "calls_per_sample": max(1, int(100 / p50)),
         "slots": 21,
-        "graph": name != "eager",
+        "graph": name not in ("eager", "onnxruntime-cuda"),
+        "why_no_graph": WHY_NO_GRAPH if name == "onnxruntime-cuda" else None,
         "stable": True,
         "host_us": 3.1 if name != "eager" else 88.0,
         "gpu": "NVIDIA H200",

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from example_report import HOSTILE, bench, fresh, refuse
+from example_speed import WHY_NO_GRAPH
 
 from mha_deploy.errors import DeployError
 from mha_deploy.report import write
@@ -64,16 +65,17 @@ def test_a_page_that_fails_leaves_the_old_files_alone(tmp_path, monkeypatch):
 
 
 def test_a_benchmark_as_markdown():
-    head, rule, first, *_, last = bench_markdown(bench()).splitlines()
+    head, rule, first, *_, last, _, note = bench_markdown(bench()).splitlines()
     assert head == (
         "| model | B×S | eager | sdpa-math | sdpa-efficient | sdpa-flash | sdpa-cudnn | compile "
         "| onnxruntime-cuda | tensorrt | floor |"
     )
     assert rule == "|---|---|" + "---:|" * 9
-    assert first.startswith("| bert-base fp16 | 1×128 | 67.0 |")
+    assert first.startswith("| bert-base fp16 | 1×128 | 67.0\\* |")
     assert first.endswith("| **13.9** | 1.31 |")
     assert last.startswith("| gpt2 fp16 | 8×2048 |")
     assert "| refused |" in last
+    assert note == rf"\* timed without a CUDA graph: eager, onnxruntime-cuda ({WHY_NO_GRAPH})"
 
 
 def test_names_cannot_break_the_table():
@@ -81,7 +83,7 @@ def test_names_cannot_break_the_table():
     data["models"] = data["models"][:1]
     data["models"][0]["model"]["name"] = "a|b\n<script>\\|*x*"
     lines = bench_markdown(data).splitlines()
-    assert len(lines) == 2 + 6
+    assert len(lines) == 2 + 6 + 2
     assert lines[2].startswith(r"| a\|b &lt;script>\\\|\*x\* fp16 |")
 
 
@@ -89,7 +91,7 @@ def test_a_row_that_one_model_lacks_is_a_dash():
     data = bench()
     for point in data["models"][1]["latency"]["points"]:
         del point["rows"][7]
-    assert bench_markdown(data).splitlines()[-1].endswith("| – | 182 |")
+    assert bench_markdown(data).splitlines()[-3].endswith("| – | 182 |")
 
 
 def test_where_all_were_refused_nothing_is_bold():

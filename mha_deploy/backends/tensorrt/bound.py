@@ -242,11 +242,19 @@ class Slot:
 
     def download(self) -> dict[str, np.ndarray]:
         """Wait, and copy the outputs to the host."""
+        return self._downloaded(self._bound.outputs)
+
+    def download_caches(self) -> dict[str, np.ndarray]:
+        """Wait, and copy the caches that launches copy rows into to the host."""
+        written = {copy.cache: self._bound.inputs[copy.cache] for copy in self._copies}
+        return self._downloaded(written)
+
+    def _downloaded(self, tensors: Mapping[str, TensorInfo]) -> dict[str, np.ndarray]:
         bound = self._bound
         bound.stream.synchronize()
         return {
             name: self._buffers[name].download(bound.shapes[name], info.dtype, bound.stream)
-            for name, info in bound.outputs.items()
+            for name, info in tensors.items()
         }
 
     def close(self) -> None:

@@ -168,7 +168,7 @@ class TensorRTRunner(GpuRunner):
             try:
                 yield Prepared(
                     launch=lambda index: prepared[index].launch(),
-                    results=lambda index: presented_results(feeds, prepared[index].download()),
+                    results=lambda index: _timed_results(feeds, prepared[index]),
                     memory_bytes=self._memory_bytes(prepared),
                 )
             finally:
@@ -188,6 +188,11 @@ class TensorRTRunner(GpuRunner):
         self._calls.close()
         self.stream.close()
         vars(self).pop("_loaded", None)  # may be closed twice
+
+
+def _timed_results(feeds: Arrays, slot: Slot) -> dict[str, np.ndarray]:
+    """The results, with the caches of the device: rows that were not copied must not be put there here."""
+    return presented_results(feeds, slot.download(), slot.download_caches())
 
 
 def _shapes(feeds: Arrays) -> dict[str, Shape]:

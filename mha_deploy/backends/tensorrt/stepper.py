@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mha_deploy.backends.cache_rows import CACHES, CACHES_OUT
+from mha_deploy.backends.cache_rows import CACHES, CACHES_OUT, PAST
 from mha_deploy.backends.cuda import Graph
-from mha_deploy.backends.stepper import Launcher, StepCall
+from mha_deploy.backends.stepper import Launcher, Repeated, StepCall
 from mha_deploy.backends.tensorrt.bound import BoundContext
 from mha_deploy.backends.tensorrt.errors import EngineError
 from mha_deploy.backends.tensorrt.ranges import tightest_admitting
 from mha_deploy.backends.tensorrt.recent import Recent
-from mha_deploy.backends.tensorrt.request import Shape
+from mha_deploy.backends.tensorrt.request import Profile, Shape
 from mha_deploy.backends.tensorrt.versions import TensorRT
 
 if TYPE_CHECKING:
@@ -40,9 +40,13 @@ class TensorRTLauncher(Launcher):
         self.in_place = {out: runner.aliases.get(out) for out in CACHES_OUT} == dict(
             zip(CACHES_OUT, CACHES, strict=True)
         )
-        self.most_tokens = max(profile["x"][2][1] for profile in runner.profiles)
         self._runner, self._rt = runner, rt
         self._contexts: Recent[_Key, _StepContext] = Recent(2)
+
+    def most_tokens(self, B: int) -> int | None:
+        """The longest call that a profile for so many rows takes into an empty cache; None without one."""
+        fitting = [profile for profile in self._runner.profiles if _begins(profile, B)]
+        return max((profile["x"][2][1] for profile in fitting), default=None)
 
     def launch(self, call: StepCall, *, again: bool) -> None:
         """Queue one call: the graph that was recorded of it, or the call itself, which is then recorded."""
@@ -57,9 +61,7 @@ class TensorRTLauncher(Launcher):
             step.record(call)
 
     @contextmanager
-    def repeated(
-        self, call: StepCall, then: Callable[[], None], *, graph: bool
-    ) -> Iterator[Callable[[], None]]:
+    def repeated(self, call: StepCall, then: Callable[[], None], *, graph: bool) -> Iterator[Repeated]:
         """Run a call once, so that TensorRT does what it does only once; then record it, if asked to."""
         bound, addresses = self._context(call).bound, call.addresses
 
@@ -70,11 +72,11 @@ class TensorRTLauncher(Launcher):
         work()
         self.stream.synchronize()
         if not graph:
-            yield work
+            yield Repeated(launch=work)
             return
         recorded = bound.record(addresses, then)
         try:
-            yield lambda: recorded.launch(self.stream)
+            yield Repeated(launch=lambda: recorded.launch(self.stream))
         finally:
             self.stream.synchronize()
             recorded.close()
@@ -105,6 +107,12 @@ class TensorRTLauncher(Launcher):
     def close(self) -> None:
         """Destroy the graphs and the contexts."""
         self._contexts.close()
+
+
+def _begins(profile: Profile, B: int) -> bool:
+    """Whether a profile takes B rows that have no past; every input of a stepper has the rows first."""
+    takes_rows = all(low[0] <= B <= high[0] for low, _, high in profile.values())
+    return takes_rows and all(profile[name][0][2] == 0 for name in PAST if name in profile)
 
 
 class _StepContext:

@@ -1,0 +1,39 @@
+"""ONNX Runtime's CPU in the place of its CUDA provider, and the host's memory in that of the GPU's."""
+
+from __future__ import annotations
+
+import cuda_fake
+import numpy as np
+
+from mha_deploy.backends import ort_bound, ort_cuda
+from mha_deploy.backends.ort_cuda import OrtCudaRunner
+
+B, T = 2, 64
+
+
+def install(monkeypatch) -> cuda_fake.Device:
+    """Put both in their places."""
+    place = ort_bound._place_of
+    monkeypatch.setattr(ort_bound, "_place_of", lambda *given: ("cpu", *place(*given)[1:]))
+    monkeypatch.setattr(ort_cuda, "CUDA", "CPUExecutionProvider")
+    for check in ("refuse_without_cuda", "refuse_dropped_provider", "refuse_work_on_cpu"):
+        monkeypatch.setattr(ort_cuda, check, lambda *given: None)
+    monkeypatch.setattr(ort_cuda, "free_memory", lambda: 0)
+    return cuda_fake.install(monkeypatch)
+
+
+def opened(bundles, layer, **more) -> OrtCudaRunner:
+    """A layer by its name and dialect, in float32."""
+    name, dialect = layer
+    return OrtCudaRunner(bundles(name, "fp32").model_path, dialect=dialect, **more)
+
+
+def drawn(S, batch=B, seed=0):
+    """Random tokens."""
+    return np.random.default_rng(seed).standard_normal((batch, S, 64)).astype(np.float32)
+
+
+def static_feeds(x, lengths, seed=1):
+    """The tokens behind a random cache."""
+    cache = np.random.default_rng(seed).standard_normal((2, len(x), 2, T, 16)).astype(np.float32)
+    return {"x": x, "key_cache": cache[0], "value_cache": cache[1], "lengths": np.array(lengths, np.int32)}
