@@ -75,11 +75,6 @@ class DecodeTrace:
         """How many tokens the call of the prefill has, padding included."""
         return int(self.prompt.max())
 
-    @property
-    def is_ragged(self) -> bool:
-        """Whether the prompts have different lengths."""
-        return bool((self.prompt != self.prompt[0]).any())
-
     @cached_property
     def prefill(self) -> np.ndarray:
         """The tokens of the first call, [B, max(prompt), E]."""
@@ -134,22 +129,31 @@ def check_steps(spec: AttentionSpec, prompt: np.ndarray, steps: int) -> None:
             got=f"prompts {prompt.tolist()}, {steps} steps",
             hint="at least 1 of each",
         )
-    B, longest = len(prompt), int(prompt.max())
-    if spec.cache == "static":
-        T = spec.axes["T"].max
-        calls = [{"B": B, "S": S, "T": T} for S in (longest, 1)]
-        if longest + steps > T:
-            raise DeployError(
-                f"The tokens do not fit into the cache of {spec.name}.",
-                got=f"a prompt of {longest} tokens and {steps} steps, {T} rows",
-                hint=f"{T - longest} steps at most",
-            )
-    else:
+    if spec.cache == "growing":
         _refuse_ragged(prompt)
-        past = (0, longest, longest + steps - 1)
-        calls = [{"B": B, "S": S, "P": P} for S, P in zip((longest, 1, 1), past, strict=True)]
-    for sizes in calls:
-        spec.check_sizes(sizes)
+    longest = int(prompt.max())
+    _check_axis(spec, "B", len(prompt))
+    _check_axis(spec, "S", longest)
+    _check_axis(spec, "S", 1)
+    if spec.cache == "growing":
+        _check_axis(spec, "P", 0)
+    if longest + steps > spec.room:
+        most = spec.room - longest
+        raise DeployError(
+            f"The tokens do not fit into the cache of {spec.name}.",
+            got=f"a prompt of {longest} tokens and {steps} steps",
+            hint=f"{most} steps at most" if most > 0 else f"{spec.room} tokens in all at most",
+        )
+
+
+def _check_axis(spec: AttentionSpec, name: str, size: int) -> None:
+    axis = spec.axes[name]
+    if not axis.min <= size <= axis.max:
+        raise DeployError(
+            f"Axis {name} of {spec.name} does not allow these steps.",
+            got=f"{name}={size}",
+            hint=f"a size from {axis.min} to {axis.max}, or export it for others",
+        )
 
 
 def _refuse_ragged(prompt: np.ndarray) -> None:

@@ -72,8 +72,6 @@ def test_a_step_has_the_token_behind_each_rows_own():
 
 def test_prompts_of_one_length_need_no_padding():
     made = trace(prompt=(3, 3, 3))
-    assert not made.is_ragged
-    assert trace().is_ragged
     assert np.array_equal(made.prefill, made.x[:, :3])
 
 
@@ -207,7 +205,12 @@ def test_a_static_cache_is_filled_to_its_last_row_and_no_further():
 
 def test_a_growing_cache_takes_what_its_past_allows():
     check_steps(layer("growing"), np.array([60, 60], np.int32), 4)
-    assert "P=64" in steps_refused(layer("growing"), [60, 60], 5, "Axis P")
+    assert "4 steps at most" in steps_refused(layer("growing"), [60, 60], 5, "do not fit into the cache")
+
+
+@pytest.mark.parametrize("cache", ["static", "growing"])
+def test_a_prompt_that_leaves_no_room_is_told_how_much_there_is(cache):
+    assert "64 tokens in all at most" in steps_refused(layer(cache), [64, 64], 1, "do not fit into the cache")
 
 
 def test_a_growing_cache_needs_prompts_of_one_length():
@@ -225,6 +228,13 @@ def test_a_layer_that_takes_no_single_token_is_refused():
 def test_other_sizes_than_the_axes_are_refused():
     steps_refused(layer(), [3] * 5, 1, "Axis B")
     steps_refused(layer(S=Axis(min=1, opt=8, max=8)), [9], 1, "Axis S")
+    assert "a size from 1 to 4, or export it" in steps_refused(layer(), [3] * 5, 1, "B=5")
+
+
+@pytest.mark.parametrize(("prompt", "steps"), [([3] * 5, 1), ([65], 1), ([60], 9), ([64], 1)])
+@pytest.mark.parametrize("cache", ["static", "growing"])
+def test_hints_name_no_option_that_only_an_export_has(cache, prompt, steps):
+    assert "--" not in steps_refused(layer(cache), prompt, steps, "does not allow|do not fit")
 
 
 def test_a_layer_without_a_cache_is_refused():

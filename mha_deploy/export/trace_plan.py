@@ -34,13 +34,15 @@ def plan_trace(spec: AttentionSpec, steps: int = STEPS) -> PlannedTrace | str:
     if spec.cache == "none":
         return "no trace: the layer has no cache"
     B, S = spec.axes["B"], spec.axes["S"]
-    is_growing = spec.cache == "growing"
+    if S.min > 1:
+        return "no trace: the layer does not take single tokens"
+    if spec.cache == "growing" and spec.axes["P"].min > 0:
+        return "no trace: the layer does not begin with an empty cache"
+    if spec.room < 2:
+        return "no trace: the cache has no room for a second token"
     rows = min(max(_ROWS, B.min), B.max)
-    room = spec.axes["P"].max + 1 if is_growing else spec.axes["T"].max
-    longest = min(_PROMPT, S.max, room // 2)
-    if S.min > 1 or longest < 1 or (is_growing and spec.axes["P"].min > 0):
-        return "no trace: the layer does not take single tokens behind an empty cache"
+    longest = min(_PROMPT, S.max, spec.room // 2)
     prompts = [longest] * rows
     if spec.cache == "static":
         prompts = [max(1, longest // 2**row) for row in range(rows)]
-    return PlannedTrace(name="steps", prompt=tuple(prompts), steps=min(steps, room - longest))
+    return PlannedTrace(name="steps", prompt=tuple(prompts), steps=min(steps, spec.room - longest))

@@ -108,7 +108,7 @@ DECODE = {
     "model": field(TEXT, "name of the model"),
     "precision": field(TEXT, "precision of the graph"),
     "backend": field(TEXT, "the runtime with its version"),
-    "trace": field(TEXT, "name of the trace in the bundle"),
+    "trace": field(TEXT, "name of the trace: of one in the bundle, or of the one that was drawn on request"),
     "passed": field(FLAG, "whether every step was run, and outputs, lengths and the cache are right"),
     "prompt": field(ListOf(item=WHOLE), "tokens of the prompt of every row"),
     "steps": field(WHOLE, "single tokens that were to follow"),
@@ -121,7 +121,9 @@ DECODE = {
     ),
     "eager_errors": field(_STEP_ERRORS, "the same of the PyTorch module, stepped in its own precision"),
     "growth": maybe(
-        NUMBER, "median error of the last tenth of the steps over that of the first; null where unknown"
+        NUMBER,
+        "median error of the last tenth of the steps, at least one, over that of the first; null where "
+        "unknown, or there is one step only",
     ),
     "eager_growth": maybe(NUMBER, "the same of the PyTorch module; null as above"),
     "table": field(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mha_deploy.backends.runner import ProfiledRunner, Runner
+import numpy as np
+
+from mha_deploy.backends.runner import Runner
 from mha_deploy.backends.timing import KernelTime
 from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
+from mha_deploy.golden_cache import CACHE_INPUTS
 from mha_deploy.precision import Precision
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.trace import DecodeTrace
+from mha_deploy.validate.cache_parity import new_rows
+from mha_deploy.validate.decode_exam import admits, examine_trace
 from mha_deploy.validate.growth import SteppingReport
 from mha_deploy.validate.heatmap import Heatmap, Projection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
-from mha_deploy.validate.latency import LatencyRow, time_case
+from mha_deploy.validate.latency import WRONG_ANSWER, LatencyRow, time_case
 from mha_deploy.validate.parity import (
     OutputVerdict,
     ParityReport,
@@ -24,11 +29,11 @@ from mha_deploy.validate.parity import (
     parity_from_verdicts,
 )
 from mha_deploy.validate.participants import TENSORRT, Participant
-from mha_deploy.validate.stepping import open_stepper, step_through
 
 OnStep = Callable[[str], None]
 
 _STEPS_TOLD = 64  # how often progress is told
+_MAPPED = ("opt", "prefill")  # the usual cases, which are mapped also where they are right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +71,12 @@ class Examination:
         participant: Who it was.
         backend: The runner's own name, with its version.
         cases: The cases it was judged on, by kind.
-        outside: Names of the cases that its profiles do not admit.
+        outside: Names of the cases and traces that its profiles do not admit.
         parity: The verdicts, one report for each kind of cases.
         invariance: Whether rows cared about their place.
         heatmaps: Where the errors lie.
         stepping: Whether it decodes rightly, one report for each trace.
+        unstepped: Why nobody knows whether it does, for a layer with a cache; else None.
         rows: Its times, by the name of the case.
     """
 
@@ -82,6 +88,7 @@ class Examination:
     invariance: tuple[InvarianceCheck, ...] = ()
     heatmaps: tuple[Heatmap, ...] = ()
     stepping: tuple[SteppingReport, ...] = ()
+    unstepped: str | None = None
     rows: dict[str, LatencyRow] = field(default_factory=dict)
 
     @property
@@ -93,8 +100,9 @@ class Examination:
     @property
     def share(self) -> float | None:
         """The largest share of a budget that was used, where there is a number."""
-        verdicts = [verdict for report in self.parity for verdict in report.verdicts]
-        return max((verdict.share for verdict in verdicts if verdict.share is not None), default=None)
+        shares = [verdict.share for report in self.parity for verdict in report.verdicts]
+        shares += [report.share for report in self.stepping]
+        return max((share for share in shares if share is not None), default=None)
 
     @property
     def is_right(self) -> bool:
@@ -109,7 +117,10 @@ class Examination:
 
 
 def examine(participant: Participant, exam: Exam, on_step: OnStep = lambda name: None) -> Examination:
-    """Open a participant, judge it, and time it where its answers are right."""
+    """Open a participant, judge it, and time it where its answers are right.
+
+    One that decodes wrongly has no time for single tokens.
+    """
     with participant.open() as runner:
         return _Sitting(participant, runner, exam, on_step).examination()
 
@@ -131,6 +142,7 @@ class _Sitting:
             self.on_step(f"{self.participant.name}: rows in other places")
             golden = cases.get("golden", ())
             checks = invariance_from_runner(self.runner, golden, exam.spec, exam.precision)
+        stepping = [report for trace in exam.traces if (report := self._stepped(trace))]
         return Examination(
             participant=self.participant,
             backend=self.runner.name,
@@ -139,24 +151,16 @@ class _Sitting:
             parity=tuple(parity),
             invariance=checks,
             heatmaps=tuple(self.heatmaps),
-            stepping=tuple(self._stepped(trace) for trace in exam.traces),
-            rows={case.name: self._row(case) for case in exam.timed},
+            stepping=tuple(stepping),
+            unstepped=None if stepping else self._why_unstepped(),
+            rows={case.name: self._row(case, stepping) for case in exam.timed},
         )
 
     def _admitted(self, cases: Sequence[GoldenCase]) -> list[GoldenCase]:
         """The cases that the engine was built for: its profiles may be narrower than the layer's axes."""
-        if not isinstance(self.runner, ProfiledRunner):
-            return list(cases)
-        admitted = [case for case in cases if self._admits(self.runner, case)]
+        admitted = [case for case in cases if admits(self.runner, case.inputs)]
         self.outside += [case.name for case in cases if all(case is not other for other in admitted)]
         return admitted
-
-    @staticmethod
-    def _admits(runner: ProfiledRunner, case: GoldenCase) -> bool:
-        try:
-            return bool(runner.profiles_for(case.inputs))
-        except DeployError:  # other names or types than the layer's: running it will tell
-            return True
 
     def _parity(self, kind: str, cases: Sequence[GoldenCase]) -> ParityReport:
         exam = self.exam
@@ -178,32 +182,56 @@ class _Sitting:
             # The engine was built for these shapes: that it cannot run them is a verdict on it.
             return failed_to_run(case, error.in_one_line)
         verdicts = judge_case(case, got, self.exam.precision)
-        wrong = [
-            verdict.output for verdict in verdicts if not verdict.passed and verdict.deviation is not None
-        ]
-        # A map of the usual case, and of whatever is wrong.
-        usual = [verdicts[0].output] if case.name == "opt" and verdicts[0].passed else []
-        for name in wrong or usual:
-            self.heatmaps.append(heatmap(self.runner.name, case, name, got[name], self.exam.projection))
+        self._map(case, got, verdicts)
         return verdicts
 
-    def _stepped(self, trace: DecodeTrace) -> SteppingReport:
-        """Prefill and single tokens, with the cache where the runtime keeps it best."""
+    def _map(self, case: GoldenCase, got: Mapping[str, np.ndarray], verdicts: list[OutputVerdict]) -> None:
+        """A map of the usual case, and of whatever is wrong; of a cache, the rows that the call wrote."""
+        names = [verdict.output for verdict in verdicts if _is_out_of_budget(verdict)]
+        if not names and case.name in _MAPPED:
+            names = [each.output for each in verdicts if each.output == "output" and each.passed]
+        if not names:
+            return
+        rows = new_rows(case, got)
+        for name in names:
+            found = heatmap(self.runner.name, rows.case, name, rows.got[name], self.exam.projection)
+            note = "the rows of the cache that the call wrote" if name in CACHE_INPUTS else found.note
+            self.heatmaps.append(replace(found, note=note))
+
+    def _stepped(self, trace: DecodeTrace) -> SteppingReport | None:
+        """Prefill and single tokens; None where they are outside the engine's profiles."""
         exam = self.exam
 
         def report(step: int) -> None:
             if step % _STEPS_TOLD == 0:
                 self.on_step(f"{self.participant.name}: {trace.name}, step {step} of {trace.steps}")
 
-        with open_stepper(self.runner, exam.spec, trace) as stepper:
-            return step_through(stepper, trace, exam.spec, exam.precision, report)
+        found = examine_trace(self.runner, trace, exam.spec, exam.precision, report)
+        if found is None:
+            self.outside.append(trace.name)
+        return found
 
-    def _row(self, case: GoldenCase) -> LatencyRow:
-        who = self.participant
+    def _why_unstepped(self) -> str | None:
+        """Why there is no verdict on decoding; None for a layer that does not, or that is only timed."""
+        if self.exam.spec.cache == "none" or not self.exam.cases:
+            return None
+        return "its profiles take no trace" if self.exam.traces else "the bundle has no trace"
+
+    def _row(self, case: GoldenCase, stepping: Sequence[SteppingReport]) -> LatencyRow:
+        who, exam = self.participant, self.exam
         self.on_step(f"{who.name}: time {case.name}")
         row = LatencyRow(name=who.name, backend=self.runner.name, family=who.family)
-        exam = self.exam
+        wrong = [failure for report in stepping for failure in report.failures]
+        if wrong and case.sizes["S"] == 1:
+            first = wrong[0]
+            return replace(row, refused=f"{WRONG_ANSWER}: {first.case}/{first.output}: {first.problem}")
         return time_case(self.runner, case, exam.precision, row, samples=exam.samples, kernels=exam.kernels)
+
+
+def _is_out_of_budget(verdict: OutputVerdict) -> bool:
+    """Whether there is an error to map; a cache may be wrong by its old rows alone."""
+    deviation, budget = verdict.deviation, verdict.budget
+    return deviation is not None and budget is not None and bool(budget.exceeded_by(deviation))
 
 
 def refused_rows(participant: Participant, reason: str, cases: Sequence[GoldenCase]) -> dict[str, LatencyRow]:

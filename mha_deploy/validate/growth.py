@@ -117,10 +117,12 @@ class SteppingReport:
 
 
 def growth_of(errors: Errors) -> float | None:
-    """The median error of the last tenth of the steps over that of the first.
+    """The median error of the last tenth of the steps over that of the first; a tenth is at least one step.
 
-    None where a tenth has nothing that could be measured, or the first one no error.
+    None for a single step, and where a tenth has nothing that could be measured, or the first one no error.
     """
+    if len(errors) < 2:
+        return None
     tenth = max(1, len(errors) // _SHARE)
     first, last = _median(errors[:tenth]), _median(errors[-tenth:])
     return last / first if first and last is not None else None

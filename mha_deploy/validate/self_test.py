@@ -68,7 +68,7 @@ def self_test(
     model, cases = load_graph(bundle.model_path), list(golden_cases(bundle))
     catches = []
     for mistake in sabotages():
-        wrong = sabotaged(model, mistake)
+        wrong = sabotaged(model, mistake, bundle.manifest.spec)
         if wrong is not None:
             on_mistake(mistake)
             report = graph_parity(bundle, backend, model=wrong, cases=cases)

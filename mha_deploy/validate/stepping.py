@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +24,15 @@ from mha_deploy.validate.growth import StepBudgets, SteppingReport
 from mha_deploy.validate.host_stepper import HostStepper, Stepper, open_stepper
 from mha_deploy.validate.parity import OutputVerdict, failed_to_run, judge_case
 
-__all__ = ["HostStepper", "Stepper", "SteppingReport", "open_stepper", "step_through"]
+__all__ = [
+    "HostStepper",
+    "Stepper",
+    "SteppingReport",
+    "attempt",
+    "not_stepped",
+    "open_stepper",
+    "step_through",
+]
 
 _T = TypeVar("_T")
 _PLACES = {3: ("row", "token"), 4: ("row", "head", "position")}  # the axes of an output and of a cache
@@ -57,42 +66,57 @@ def step_through(
             got=f"lengths {before.tolist()}",
             hint=f"{trace.B} zeros: open a new one",
         )
-    walk = _Walk(stepper, trace, spec, precision)
-    walk.go(on_step or (lambda step: None))
+    walk = _Walk(stepper.name, trace, spec, precision)
+    walk.go(stepper, on_step or (lambda step: None))
+    return walk.report()
+
+
+def not_stepped(
+    backend: str, trace: DecodeTrace, spec: AttentionSpec, precision: Precision, reason: str
+) -> SteppingReport:
+    """The verdict on a runtime that could not begin: it has failed the prefill."""
+    walk = _Walk(backend, trace, spec, precision)
+    walk.give_up(reason)
     return walk.report()
 
 
 class _Walk:
     """One way through a trace."""
 
-    def __init__(
-        self, stepper: Stepper, trace: DecodeTrace, spec: AttentionSpec, precision: Precision
-    ) -> None:
-        self.stepper, self.trace, self.spec, self.precision = stepper, trace, spec, precision
+    def __init__(self, backend: str, trace: DecodeTrace, spec: AttentionSpec, precision: Precision) -> None:
+        self.backend, self.trace, self.spec, self.precision = backend, trace, spec, precision
         self.verdicts: list[OutputVerdict] = []
         self.errors: list[float | None] = []
         self.eager_errors: list[float | None] = []
         self.first_failed: int | None = None
-        steps = (self._case(step) for step in range(1, trace.steps + 1))
-        self._budgets = StepBudgets(steps, precision)
 
-    def go(self, on_step: Callable[[int], None]) -> None:
+    @cached_property
+    def _budgets(self) -> StepBudgets:
+        steps = (self._case(step) for step in range(1, self.trace.steps + 1))
+        return StepBudgets(steps, self.precision)
+
+    def give_up(self, reason: str) -> None:
+        """Note that not even the prefill could be run."""
+        case = self._case(0)
+        self._note(0, case, failed_to_run(case, reason))
+
+    def go(self, stepper: Stepper, on_step: Callable[[int], None]) -> None:
         """Prefill, steps and cache, up to the first call that cannot be run."""
         for step in range(self.trace.steps + 1):
             on_step(step)
             case = self._case(step)
-            verdicts, has_run = self._call(step, case)
+            verdicts, has_run = self._call(stepper, step, case)
             self._note(step, case, verdicts)
             if not has_run:
                 return
-        self.verdicts += self._cache()
+        self.verdicts += self._cache(stepper)
 
-    def _call(self, step: int, case: GoldenCase) -> tuple[list[OutputVerdict], bool]:
+    def _call(self, stepper: Stepper, step: int, case: GoldenCase) -> tuple[list[OutputVerdict], bool]:
         """The verdicts on one call, and whether it could be run."""
         trace = self.trace
         try:
-            output = _attempt(lambda: self._fed(step))
-            lengths = _attempt(lambda: np.asarray(self.stepper.lengths))
+            output = attempt(lambda: self._fed(stepper, step))
+            lengths = attempt(lambda: np.asarray(stepper.lengths))
         except DeployError as error:
             return failed_to_run(case, error.in_one_line), False
         if step == 0:
@@ -101,9 +125,9 @@ class _Walk:
         verdicts = [_placed(v) for v in judge_case(case, {"output": output}, self.precision, budgets)]
         return verdicts + _lengths_verdict(case, lengths, trace.prompt + step), True
 
-    def _fed(self, step: int) -> np.ndarray:
+    def _fed(self, stepper: Stepper, step: int) -> np.ndarray:
         """The output of a step, or of the prompt in as many calls as the stepper needs for it."""
-        trace, stepper = self.trace, self.stepper
+        trace = self.trace
         if step:
             return np.asarray(stepper.feed(trace.tokens(step), None))
         calls = prefill_calls(trace.prompt, stepper.most_tokens)
@@ -140,7 +164,7 @@ class _Walk:
             self.errors.append(deviation.relative_l2 if deviation else None)
             self.eager_errors.append(measure(case.eager["output"], case.oracle["output"]).relative_l2)
 
-    def _cache(self) -> list[OutputVerdict]:
+    def _cache(self, stepper: Stepper) -> list[OutputVerdict]:
         """The verdicts on the keys and values of every token, once all were fed."""
         trace, ends = self.trace, self.trace.prompt + self.trace.steps
         names = ("key", "value")
@@ -152,13 +176,15 @@ class _Walk:
             eager={name: _without_padding(trace.eager[name], ends, axis=2) for name in names},
         )
         try:
-            got = _attempt(lambda: self._held(ends))
+            got = attempt(lambda: self._held(stepper, ends))
         except DeployError as error:
             return failed_to_run(case, error.in_one_line)
         return [_placed(verdict) for verdict in judge_case(case, got, self.precision)]
 
-    def _held(self, ends: np.ndarray) -> dict[str, np.ndarray]:
-        keys, values = (np.asarray(rows)[:, :, : self.trace.length] for rows in self.stepper.cache())
+    def _held(self, stepper: Stepper, ends: np.ndarray) -> dict[str, np.ndarray]:
+        keys, values = (np.asarray(rows) for rows in stepper.cache())
+        if self.spec.cache == "static":  # a growing one has as many rows as there are tokens, and no more
+            keys, values = (rows[:, :, : self.trace.length] for rows in (keys, values))
         return {
             "key": _without_padding(keys, ends, axis=2),
             "value": _without_padding(values, ends, axis=2),
@@ -169,7 +195,7 @@ class _Walk:
         return SteppingReport(
             model=self.spec.name,
             precision=self.precision.name,
-            backend=self.stepper.name,
+            backend=self.backend,
             trace=self.trace.name,
             prompt=tuple(self.trace.prompt.tolist()),
             steps=self.trace.steps,
@@ -180,7 +206,7 @@ class _Walk:
         )
 
 
-def _attempt(call: Callable[[], _T]) -> _T:
+def attempt(call: Callable[[], _T]) -> _T:
     """Call a runtime; whatever it raises is an error with a reason."""
     try:
         return call()

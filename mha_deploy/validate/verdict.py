@@ -76,6 +76,8 @@ def _outputs(examination: Examination) -> str:
     verdicts = [verdict for report in examination.parity for verdict in report.verdicts]
     right = sum(verdict.passed for verdict in verdicts)
     text = f"{examination.label}: {right}/{len(verdicts)} outputs within budget"
+    if examination.unstepped is not None:
+        return f"{text}, not stepped"
     steps = sum(report.steps for report in examination.stepping)
     return f"{text}, right at all {steps} decode steps" if steps else text
 
@@ -104,6 +106,9 @@ def _parity(examinations: Sequence[Examination]) -> Iterator[Finding]:
 
 def _stepping(examinations: Sequence[Examination]) -> Iterator[Finding]:
     for each in examinations:
+        if each.unstepped is not None:
+            text = f"{each.label} was not stepped through tokens: {each.unstepped}"
+            yield Finding(level=WARNING, section="decode", text=text)
         for report in each.stepping:
             if not report.passed:
                 first = report.failures[0]

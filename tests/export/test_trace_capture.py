@@ -139,7 +139,7 @@ def test_a_captured_trace_can_be_written_and_read(tmp_path, cache):
         ("growing", 3, [5, 2, 7], 2, "one length"),
         ("static", 3, [5, 2], 2, "Every row needs a prompt"),
         ("static", 3, 16, 17, "do not fit into the cache"),
-        ("growing", 3, 16, 18, "Axis P"),
+        ("growing", 3, 16, 18, "do not fit into the cache"),
         ("static", 3, 17, 1, "Axis S"),
         ("static", 9, 4, 1, "Axis B"),
         ("static", 3, 0, 1, "needs a prompt"),

@@ -1,13 +1,19 @@
 """The wrong models: each must be caught in every precision in which it can be seen."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from mha_deploy.backends import cpu_backend, open_runner
+from mha_deploy.catalog import find_spec
+from mha_deploy.export.exporter import bundle_from_spec
+from mha_deploy.export.options import ExportOptions
 from mha_deploy.golden import golden_cases
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.sabotage import sabotaged, sabotages
+from mha_deploy.spec import Axis
+from mha_deploy.validate.graph import graph_parity
 from mha_deploy.validate.self_test import budget_share, self_test
 
 CACHED = {
@@ -51,6 +57,37 @@ def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, pre
     # A wrong model that does not even run would be no proof.
     assert [catch.mistake for catch in result.catches if math.isinf(catch.share)] == ["NaN"]
     assert result.passed
+
+
+# What cannot show within the axes: the future of a single token, a past that is always empty, the share of a
+# key that is seen alone.
+ALONE = {"scale off by 0.5 %", "scale missing", "groups interleaved"}
+NARROW = {
+    "token by token": ("tiny-growing", {"S": "1"}, {}, {"causal dropped", "causal off by one"}),
+    "static token by token": ("tiny-static", {"S": "1"}, {}, {"causal dropped", "causal off by one"}),
+    "no past": ("tiny-growing", {"P": "0"}, {}, {"past forgotten", "cache off by one"}),
+    "a past of one": ("tiny-growing", {"P": "0:1:1"}, {}, {"cache off by one"}),
+    "filled by every call": ("tiny-static", {"S": "64"}, {}, {"past forgotten", "cache off by one"}),
+    "window of one": ("tiny-growing", {}, {"window": 1}, ALONE),
+    "idle window": ("tiny-static", {"S": "1"}, {"window": 99}, {"mask dropped", "mask off by one"}),
+    "one additive key": ("tiny-additive", {"S": "1"}, {}, {*ALONE, "mask dropped"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", NARROW)
+def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, quick_exporter, layer):
+    name, ranges, changes, hidden = NARROW[layer]
+    spec = replace(find_spec(name), **changes)
+    spec = spec.with_axes({axis: Axis.parse(text, name=axis) for axis, text in ranges.items()})
+    bundle = bundle_from_spec(spec, tmp_path / "bundle", ExportOptions(precision="fp32"))
+    result = self_test(bundle)
+    assert result.passed
+    model, cases = load_graph(bundle.model_path), list(golden_cases(bundle))
+    made = {mistake for mistake in sabotages() if sabotaged(model, mistake) is not None}
+    left_out = made - {catch.mistake for catch in result.catches}
+    assert left_out == hidden & made
+    for mistake in left_out:
+        assert graph_parity(bundle, model=sabotaged(model, mistake), cases=cases).passed, mistake
 
 
 def test_the_layers_above_make_every_mistake():

@@ -242,12 +242,19 @@ def test_a_runtime_that_raises_has_failed_with_its_reason(at, error):
     assert not report.passed
 
 
+def longer(rows):
+    """One row more behind the right ones."""
+    return np.concatenate([rows, rows[:, :, -1:]], axis=2)
+
+
 @pytest.mark.parametrize(
     ("cache", "problem"),
     [
         (lambda held: 1 / 0, "could not be run: ZeroDivisionError"),
         (lambda held: held[:1], "could not be run: ValueError"),
-        (lambda held: (held[0].reshape(-1), held[1]), "could not be run: IndexError"),
+        (lambda held: tuple(rows.reshape(-1) for rows in held), "shape (1248,), not (3, 2, 13, 16)"),
+        (lambda held: tuple(rows.repeat(2, 2) for rows in held), "shape (3, 2, 26, 16), not (3, 2, 13, 16)"),
+        (lambda held: tuple(longer(rows) for rows in held), "shape (3, 2, 14, 16), not (3, 2, 13, 16)"),
         (lambda held: tuple(rows[:, :, :9] for rows in held), "shape (3, 2, 9, 16), not (3, 2, 13, 16)"),
         (lambda held: tuple(rows[:, :1] for rows in held), "shape (3, 1, 13, 16), not (3, 2, 13, 16)"),
         (lambda held: tuple(rows.astype(np.float32) for rows in held), "type float32, not float16"),
@@ -357,7 +364,8 @@ def test_growth_is_the_last_tenth_over_the_first():
     assert growth_of([1.0, 5.0, 1.0] + [0.0] * 24 + [3.0, 2.0, 3.0]) == 3.0
     assert growth_of([2.0, 3.0]) == 1.5
     assert growth_of([None, 2.0, 4.0] + [0.0] * 27 + [6.0, None, None]) == 2.0
-    for unknown in ([], [None, 1.0], [1.0, None], [0.0, 1.0]):
+    assert growth_of([1.0] + [9.0] * 17 + [4.0]) == 4.0, "a tenth of fewer than 20 steps is one of them"
+    for unknown in ([], [1.0], [None, 1.0], [1.0, None], [0.0, 1.0]):
         assert growth_of(unknown) is None
 
 
