@@ -34,6 +34,7 @@ from mha_deploy.spec_parts import (
     SparseHeads,
     TensorSpec,
     axes_from,
+    axes_with_cache,
     simplified,
 )
 
@@ -145,6 +146,12 @@ class AttentionSpec:
         return most["S"] + most.get("P", 0)
 
     @property
+    def room(self) -> int:
+        """How many tokens all calls together may bring, the last of them alone."""
+        most = self.sizes("max")
+        return most["P"] + 1 if self.cache == "growing" else most["T" if self.cache == "static" else "S"]
+
+    @property
     def rope_dims(self) -> int:
         """How many numbers of a head the rotary embedding turns: 0 without one."""
         if self.rope is None:
@@ -212,7 +219,7 @@ class AttentionSpec:
         return replace(self, axes={**self.axes, **changed})
 
     def without_cache(self) -> AttentionSpec:
-        """The same layer over whole sequences: what stepping through a cache must add up to."""
+        """The same layer over whole sequences, of all positions that its calls can reach: their oracle."""
         if self.cache == "none":
             return self
         axes = {"B": self.axes["B"], "S": replace(self.axes["S"], max=self.longest)}
@@ -224,17 +231,10 @@ class AttentionSpec:
         Args:
             cache: `none`, `growing`, which takes any past that one more token fits behind, or `static`.
         """
+        rules.check_cache_kind(cache)
         if cache == self.cache:
             return self
-        whole = self.without_cache()
-        rules.check_cache_kind(cache)
-        S = whole.axes["S"]
-        added = {
-            "none": {},
-            "growing": {"P": Axis(min=0, opt=min(S.opt, S.max - 1), max=S.max - 1)},
-            "static": {"T": Axis(min=S.max, opt=S.max, max=S.max)},
-        }
-        return replace(whole, cache=cache, axes={**whole.axes, **added[cache]})
+        return replace(self, cache=cache, axes=axes_with_cache(self.axes, cache, self.room))
 
     def parse_sizes(self, text: str) -> dict[str, int]:
         """Read sizes such as `B=2,S=33`: one for every axis, inside its range."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mha_deploy.spec_rules as rules
@@ -28,7 +28,9 @@ class Axis:
         # An axis does not know its name: which one may be 0 is decided in `spec_rules`.
         if not all(type(size) is int and size >= 0 for size in (self.min, self.opt, self.max)):
             raise SpecError(
-                "An axis needs three whole numbers of at least 1.", got=self, hint="for example 1:128:512"
+                "An axis needs three whole numbers of at least 1; only P, the past, may be 0.",
+                got=self,
+                hint="for example 1:128:512",
             )
         if not self.min <= self.opt <= self.max:
             raise SpecError(
@@ -141,6 +143,24 @@ def axes_from(data: Any) -> dict[str, Axis]:
     if not isinstance(data, Mapping):
         raise SpecError("axes must be a table.", got=data, hint="B = { min = 1, opt = 8, max = 32 }")
     return {name: _axis_from(name, value) for name, value in data.items()}
+
+
+def axes_with_cache(axes: Mapping[str, Axis], cache: str, room: int) -> dict[str, Axis]:
+    """The axes of a layer for another cache: its calls and its sequences stay as long as they were.
+
+    Args:
+        axes: The axes with the cache that it has.
+        cache: The other one; without any, one call brings the whole sequence.
+        room: How many tokens the calls of the layer may bring one by one.
+    """
+    S = axes["S"]
+    length = max(S.max, room)
+    added = {
+        "none": {"S": replace(S, max=length)},
+        "growing": {"P": Axis(min=0, opt=min(S.opt, length - 1), max=length - 1)},
+        "static": {"T": Axis(min=length, opt=length, max=length)},
+    }
+    return {"B": axes["B"], "S": S, **added[cache]}
 
 
 def _axis_from(name: str, value: Any) -> Axis:

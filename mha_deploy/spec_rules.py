@@ -31,14 +31,16 @@ def check_spec(spec: AttentionSpec) -> None:
     _check_types(spec)
     _check_choices(spec)
     _check_heads(spec)
+    if spec.cache != "none":  # before the axes: a layer that can have no cache needs none of its axes
+        _check_cache(spec)
     _check_axes(spec)
     _check_combinations(spec)
     _check_variant_options(spec)
     _check_scores(spec)
     if spec.rope is not None:
         _check_rope(spec, spec.rope)
-    if spec.cache != "none":
-        _check_cache(spec)
+    if spec.cache == "static":
+        _check_capacity(spec.axes["S"], spec.axes["T"])
 
 
 def _check_types(spec: AttentionSpec) -> None:
@@ -211,8 +213,6 @@ def _check_cache(spec: AttentionSpec) -> None:
                 got=f"{cached}, {name} = {_toml(getattr(spec, name))}",
                 hint=f"{name} = {_toml(value)}{why.get(name, '')}",
             )
-    if spec.cache == "static":
-        _check_capacity(spec.axes["S"], spec.axes["T"])
 
 
 def _check_capacity(S: Axis, T: Axis) -> None:

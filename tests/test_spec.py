@@ -228,6 +228,37 @@ def test_the_layer_without_its_cache_takes_whole_sequences(cached, longest):
     assert whole.without_cache() is whole
 
 
+def ranges(spec):
+    return {name: str(axis) for name, axis in spec.axes.items() if name != "B"}
+
+
+def test_another_cache_is_for_sequences_as_long_as_its_own():
+    growing, static = make(**GROWING), make(**STATIC)
+    assert ranges(growing.with_cache("static")) == {"S": "1:16:64", "T": "129:129:129"}
+    assert ranges(static.with_cache("growing")) == {"S": "1:16:64", "P": "0:16:127"}
+    assert ranges(growing.with_cache("none")) == {"S": "1:16:129"}
+    assert ranges(static.with_cache("none")) == {"S": "1:16:128"}
+    assert ranges(make(causal=True).with_cache("growing")) == {"S": "1:16:64", "P": "0:16:63"}
+    short = {"B": B, "S": S, "P": {"min": 0, "opt": 0, "max": 7}}
+    assert ranges(make(**{**GROWING, "axes": short}).with_cache("static"))["T"] == "64:64:64"
+
+
+@pytest.mark.parametrize("cached", [GROWING, STATIC], ids=["growing", "static"])
+@pytest.mark.parametrize("between", ["none", "growing", "static"])
+def test_there_and_back_a_sequence_is_as_long_as_before(cached, between):
+    spec = make(**cached)
+    back = spec.with_cache(between).with_cache(spec.cache)
+    assert back.room == spec.room
+    assert back.with_cache(between).with_cache(spec.cache) == back
+    if between != "none":
+        assert back.axes["S"] == spec.axes["S"]
+
+
+def test_rotary_tables_reach_every_position_of_a_call_behind_the_longest_past():
+    spec = make(**GROWING)
+    assert spec.longest == spec.without_cache().longest == 128 + 64
+
+
 def test_what_counts_the_keys_follows_from_the_cache():
     assert [make(**cached).key_axis for cached in ({}, GROWING, STATIC)] == ["S", "P+S", "T"]
 
@@ -402,7 +433,9 @@ def test_sizes_must_name_exactly_the_axes(sizes):
         ({**STATIC, "axes": {**SELF, "T": T}}, "T = 32"),
         ({**STATIC, "axes": {**SELF, "T": 63}}, "S up to 63, or a larger T"),
         ({**GROWING, "axes": {"B": {**B, "min": 0}, "S": S, "P": P}}, "B = 0:2:4"),
-        ({**GROWING, "axes": {**SELF, "P": {**P, "min": -1}}}, "at least 1"),
+        ({**GROWING, "axes": {**SELF, "P": {**P, "min": -1}}}, "at least 1; only P, the past, may be 0"),
+        ({**GROWING, "attends": "cross", "causal": False, "axes": {**CROSS, "P": P}}, 'attends = "self"'),
+        ({"cache": "growing", "causal": False}, "causal = true"),
         ({"heads": 4}, "Unknown key in the spec"),
         ({"casual": True}, "did you mean 'causal'?"),
     ],

@@ -39,6 +39,7 @@ from mha_deploy.cli.validate import (
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.export.options import ExportOptions
+from mha_deploy.spec import AttentionSpec
 from mha_deploy.validate.options import ValidateOptions
 
 if TYPE_CHECKING:
@@ -52,7 +53,12 @@ def deploy(
     model: Model,
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help="The folder to write; bundles/MODEL-PRECISION unless given."),
+        typer.Option(
+            "-o",
+            "--out",
+            help="The folder to write; bundles/MODEL-PRECISION or, of another cache than the model's own, "
+            "bundles/MODEL-CACHE-PRECISION unless given.",
+        ),
     ] = None,
     precision: Precision = ExportOptions.precision,
     axis: Axes = None,
@@ -75,7 +81,7 @@ def deploy(
     spec = spec_from_options(model, axis, projections, cache)
     if engine:
         _refuse_builder(backend, sm)
-    target = out or Path("bundles") / f"{spec.name}-{precision}"
+    target = out or _usual_folder(model, spec, precision)
     options = ExportOptions(precision=precision, seed=seed, weights=weights, overwrite=overwrite)
     bundle = export_with_progress(spec, target, options)
     if not json:  # at once: the engine may yet be refused
@@ -94,6 +100,13 @@ def deploy(
     write_report_files(data, bundle.path, quiet=json)
     if not report.passed:
         raise typer.Exit(EXIT_VERDICT_FAILED)
+
+
+def _usual_folder(model: str, spec: AttentionSpec, precision: str) -> Path:
+    """Where a bundle goes unless given: a layer with another cache than its own is another layer."""
+    own = spec_from_options(model).cache
+    name = spec.name if spec.cache == own else f"{spec.name}-{spec.cache.replace('none', 'uncached')}"
+    return Path("bundles") / f"{name}-{precision}"
 
 
 def _refuse_builder(backend: str | None, sm: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -14,7 +15,9 @@ from rich.text import Text
 from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
 from mha_deploy.bundle import Bundle
 from mha_deploy.precision import PRECISIONS
+from mha_deploy.report.decode import prompts_text
 from mha_deploy.spec import AttentionSpec
+from mha_deploy.trace import read_trace
 from mha_deploy.validate.parity import OutputVerdict, ParityReport
 from mha_deploy.validate.self_test import SelfTest, budget_share
 
@@ -70,11 +73,19 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     )
     cases = "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden)
     facts.add_row("golden", escape(cases))
+    for entry in manifest.traces:
+        facts.add_row("trace", escape(f"{entry.name}: {_tokens_text(bundle.file(entry.file))}"))
     facts.add_row("weights", escape(manifest.weights))
     facts.add_row("size", f"{size / 1e6:,.1f} MB in {len(manifest.files)} files")
     for note in manifest.notes:
         facts.add_row("note", escape(note))
     return Group(facts, attention_renderable(manifest.attention), _details(bundle)) if details else facts
+
+
+def _tokens_text(path: Path) -> str:
+    """What a decode trace steps through: its prompts, and the tokens behind them."""
+    trace = read_trace(path)
+    return f"{prompts_text(trace.prompt.tolist())}, then {trace.steps} single tokens"
 
 
 def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:

@@ -96,6 +96,7 @@ def validate(
     """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch."""
     from mha_deploy.bundle import open_bundle
 
+    _refuse_unheard(steps, prompt, rows, self_test)
     opened = open_bundle(bundle)
     if self_test:
         _self_test(opened, backend, json)
@@ -119,6 +120,22 @@ def validate(
     if folder is not None:
         refuse_unwritable(folder)
     show_result(validate_with_progress(opened, options), folder, json)
+
+
+def _refuse_unheard(steps: int, prompt: int | None, rows: int | None, self_test: bool) -> None:
+    """Refuse options about fresh tokens where nobody is stepped through any."""
+    from mha_deploy.errors import DeployError
+
+    given = {"--steps": steps or None, "--prompt": prompt, "--rows": rows}
+    got = " ".join(f"{name} {number}" for name, number in given.items() if number is not None)
+    if self_test and got:
+        raise DeployError(
+            "The self-test steps through no tokens.", got=f"--self-test {got}", hint="one of them at a time"
+        )
+    if got and not steps:
+        raise DeployError(
+            "Without --steps there are no tokens that this could be about.", got=got, hint="add --steps 64"
+        )
 
 
 def show_result(result: Report, folder: Path | None, json: bool) -> None:

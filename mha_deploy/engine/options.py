@@ -79,10 +79,13 @@ def default_profiles(spec: AttentionSpec) -> list[Ranges]:
 
 
 def profile_names(spec: AttentionSpec, profiles: Sequence[Ranges]) -> list[str]:
-    """What to call each profile: its number, or what it is for where the layer has a cache."""
-    if spec.cache == "none":
-        return [str(index) for index in range(len(profiles))]
+    """What to call each profile: its number, or what it is for where one is for single tokens alone.
+
+    Without such a one, a profile that takes prompts serves single tokens, too.
+    """
     names = ["decode" if ranges["S"].max == 1 else "prefill" for ranges in profiles]
+    if spec.cache == "none" or "decode" not in names:
+        return [str(index) for index in range(len(profiles))]
     return [
         name if names.count(name) == 1 else f"{name}-{names[:index].count(name)}"
         for index, name in enumerate(names)

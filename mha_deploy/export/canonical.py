@@ -19,7 +19,9 @@ from mha_deploy.export.inputs import call_arguments, fed_to, parameter_name, ran
 from mha_deploy.export.options import OPSETS
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
-from mha_deploy.spec import AttentionSpec
+from mha_deploy.spec import AttentionSpec, Axis
+
+_LEAST_TRACED = 2  # what PyTorch takes for a size that can vary
 
 
 def choose_opset(spec: AttentionSpec, wanted: int | None) -> int:
@@ -82,9 +84,7 @@ def _export(module: Attention, opset: int) -> ir.Model:
     except torch.onnx.OnnxExporterError as error:
         if _was_interrupted(error):  # which the exporter takes for a failure of its own
             raise KeyboardInterrupt from error
-        raise ExportError(
-            f"PyTorch could not export {spec.name}.", got=str(error).strip().splitlines()[0]
-        ) from error
+        raise ExportError(f"PyTorch could not export {spec.name}.", got=_first_cause(error)) from error
     if program is None:
         raise ExportError(f"PyTorch gave no ONNX program for {spec.name}.")
     return program.model
@@ -96,16 +96,35 @@ def _was_interrupted(error: BaseException | None) -> bool:
     return error is not None
 
 
+def _first_cause(error: BaseException) -> str:
+    """What began it: the exporter's own text only says at which of its steps that was."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def _example(module: Attention) -> dict[str, torch.Tensor]:
-    """Inputs to trace with: no axis of size 1 where it can vary, or the exporter takes it for a constant."""
+    """Inputs to trace with: no axis of 0 or 1 where it can vary, or the exporter takes it for a constant.
+
+    A past of one row at most is traced with more of them: tracing computes no numbers, so there is room.
+    """
     spec = module.spec
-    sizes = {name: max(axis.min, min(axis.max, 2 + i)) for i, (name, axis) in enumerate(spec.axes.items())}
+    sizes = {
+        name: max(axis.min, min(_most(axis), 2 + i)) if axis.is_dynamic else axis.min
+        for i, (name, axis) in enumerate(spec.axes.items())
+    }
     return fed_to(module, random_inputs(spec, sizes, seed=0))
+
+
+def _most(axis: Axis) -> int:
+    """The largest size of an axis while it is traced."""
+    return max(axis.max, _LEAST_TRACED)
 
 
 def _dynamic_shapes(spec: AttentionSpec) -> dict[str, dict[int, torch.export.Dim]]:
     dims = {
-        name: torch.export.Dim(name, min=axis.min, max=axis.max)
+        name: torch.export.Dim(name, min=axis.min, max=_most(axis))
         for name, axis in spec.axes.items()
         if axis.is_dynamic
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mha_deploy.analyze.points import DECODE, usual_points
+from mha_deploy.analyze.points import usual_points
 from mha_deploy.analyze.sizes import (
     SizeLimit,
     first_allowed,
@@ -106,10 +106,12 @@ def _plan_one(spec: AttentionSpec, name: str, budget: GoldenBudget) -> PlannedCa
     return PlannedCase(name=sizes_name(sizes), sizes=sizes)
 
 
-def _step_case(spec: AttentionSpec, name: str) -> PlannedCase:
+def _step_case(spec: AttentionSpec, name: str) -> PlannedCase | str:
     """A prompt into an empty cache, or the token that fills it: what is timed, unless somebody asks."""
-    points = {point.name: point for point in usual_points(spec)}
-    point = points.get(name, points[DECODE])
+    point = next((point for point in usual_points(spec) if point.name == name), None)
+    if point is None:
+        single = "the layer takes single tokens only"
+        return f"no {name} case: " + (single if spec.axes["S"].max == 1 else "its usual call is the shortest")
     return PlannedCase(name=name, sizes=dict(point.sizes), past=point.past)
 
 
@@ -118,6 +120,10 @@ def _ragged_case(spec: AttentionSpec) -> PlannedCase | str:
         return "no ragged case: the layer takes no lengths"
     sizes = {name: first_allowed(axis, (_RAGGED_LENGTH,)) for name, axis in spec.axes.items()}
     sizes["B"] = max(spec.axes["B"].min, min(_RAGGED_ROWS, spec.axes["B"].max))
+    if spec.cache == "static":  # lengths differ by what the new tokens leave free
+        sizes["S"] = max(spec.axes["S"].min, min(sizes["S"], sizes["T"] // 2))
+        if sizes["S"] == sizes["T"]:
+            return "no ragged case: new tokens leave no room for lengths in the cache"
     return PlannedCase(name="ragged", sizes=_with_few_rows(spec, sizes), ragged=True)
 
 

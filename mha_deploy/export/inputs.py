@@ -132,5 +132,5 @@ def _lengths(B: int, T: int, generator: torch.Generator, ragged: bool) -> Tensor
     # One row with no key at all, one with a single key, one full, the rest anything.
     lengths = torch.randint(0, T + 1, (B,), generator=generator)
     corners = torch.tensor([0, 1, T, T // 2])[:B] if B > 1 else torch.tensor([T // 2])
-    lengths[: len(corners)] = corners
+    lengths[: len(corners)] = corners.clamp(max=T)  # where T is 0, there is no single key
     return lengths.to(torch.int32)

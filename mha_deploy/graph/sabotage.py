@@ -1,7 +1,8 @@
 """Deliberately wrong models: what a validator must never pass.
 
 Each sabotage is a mistake that deployments really make. It alters the first attention of a copy of the model,
-or answers None where the model has nothing to get wrong that way: no mask to drop, no second head to swap.
+or answers None where the model has nothing to get wrong that way: no mask to drop, no second head to swap, no
+second token that could see the future.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mha_deploy.graph.attention_node import (
     read_attention,
 )
 from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.sabotage_effect import without_effect
 from mha_deploy.graph.sabotage_masks import (
     cache_off_by_one,
     causal_dropped,
@@ -31,6 +33,7 @@ from mha_deploy.graph.sabotage_masks import (
     past_forgotten,
 )
 from mha_deploy.graph.sabotage_wiring import feed, follow, new_rows
+from mha_deploy.spec import AttentionSpec
 
 Sabotage = Callable[[ir.Node, AttentionNode], bool]
 _POSITIONS = 3  # where RotaryEmbedding takes them
@@ -41,8 +44,16 @@ def sabotages() -> list[str]:
     return list(_SABOTAGES)
 
 
-def sabotaged(model: ir.Model, mistake: str) -> ir.Model | None:
-    """A copy of the model with one mistake made, or None where it cannot be made."""
+def sabotaged(model: ir.Model, mistake: str, spec: AttentionSpec | None = None) -> ir.Model | None:
+    """A copy of the model with one mistake made, or None where it cannot be made.
+
+    Args:
+        model: The model.
+        mistake: One of `sabotages()`.
+        spec: The layer; where it is given, None also for a mistake that would change nothing within its axes.
+    """
+    if spec is not None and mistake in without_effect(spec):
+        return None
     copy = model.clone()
     node = next((node for node in copy.graph if is_attention(node)), None)
     if node is None:

@@ -64,9 +64,8 @@ def past_forgotten(node: ir.Node, facts: AttentionNode) -> bool:
 
 def cache_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
     """The past comes in one row late, or the new rows are written one row early."""
-    build = NodeBuilder(f"{node.name}/sabotage")
     if facts.has_past:
-        return all(_shift_past(node, at, build) for at in (PAST_KEY, PAST_VALUE))
+        return all(_shift_past(node, at) for at in (PAST_KEY, PAST_VALUE))
     for scatter in (scatter_of(node, at) for at in (K, V)):
         starts = input_at(scatter, _WRITE_INDICES) if scatter is not None else None
         if scatter is None or starts is None:
@@ -77,7 +76,7 @@ def cache_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
     return True
 
 
-def _shift_past(node: ir.Node, position: int, build: NodeBuilder) -> bool:
+def _shift_past(node: ir.Node, position: int) -> bool:
     past = input_at(node, position)
     if past is None:
         return False

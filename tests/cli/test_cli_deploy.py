@@ -36,6 +36,25 @@ def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
     assert (tmp_path / "bundles" / "tiny-mqa-fp16" / "report.html").is_file()
 
 
+@pytest.mark.parametrize(
+    ("model", "cache", "folder"),
+    [
+        ("tiny-gqa", "growing", "tiny-gqa-growing-fp16"),
+        ("tiny-gqa", "none", "tiny-gqa-fp16"),
+        ("tiny-static", "static", "tiny-static-fp16"),
+        ("tiny-static", "none", "tiny-static-uncached-fp16"),
+    ],
+)
+def test_a_layer_with_another_cache_gets_a_folder_of_its_own(
+    run_cli, tmp_path, monkeypatch, model, cache, folder
+):
+    monkeypatch.chdir(tmp_path)
+    done = run_cli("deploy", model, "--cache", cache, "--axis", "S=1:4:9", "--no-engine")
+    assert done.code == 0, done.err
+    assert [path.name for path in (tmp_path / "bundles").iterdir()] == [folder]
+    assert open_bundle(tmp_path / "bundles" / folder).manifest.spec.cache == cache
+
+
 def test_deploy_for_machines_gives_one_document(run_cli, tmp_path):
     target = tmp_path / "b"
     options = ("--precision", "fp32", "--axis", "S=1:4:9", "--no-engine", "--json")

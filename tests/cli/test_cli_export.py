@@ -185,7 +185,7 @@ def test_a_cache_can_be_left_out(run_cli, tmp_path):
     done = run_cli("export", "tiny-growing", "-o", target, "--cache", "none", "--golden", "min")
     assert done.code == 0, done.err
     spec = open_bundle(target).manifest.spec
-    assert (spec.cache, spec.longest, [tensor.name for tensor in spec.inputs]) == ("none", 127, ["x"])
+    assert (spec.cache, spec.longest, [tensor.name for tensor in spec.inputs]) == ("none", 64, ["x"])
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,8 @@ def test_a_cache_can_be_left_out(run_cli, tmp_path):
         (["tiny-gqa", "--cache", "grown"], "cache is not a known one", "grown", "growing"),
         (["tiny-mha", "--cache", "growing"], "does not go with this causal", "causal = false", "true"),
         (["tiny-causal-padding", "--cache", "static"], "does not go with this mask", "padding", "none"),
+        (["tiny-cross", "--cache", "growing"], "does not go with this attends", "cross", "self"),
+        (["tiny-growing", "--axis", "P=-1:0:3"], "only P, the past, may be 0", "-1:0:3", "1:128:512"),
         (["tiny-gqa", "--axis", "P=0:1:2"], "has no axis 'P'", "P", "B, S"),
         (["tiny-growing", "--axis", "S=0:1:2"], "whole numbers of at least 1", "S = 0:1:2", "1:128:512"),
         (["tiny-static", "--opset", "23"], "needs an operator set with TensorScatter", "23", "--opset 24"),

@@ -65,6 +65,15 @@ def test_inspect_shows_what_a_bundle_holds(run_cli, bundles):
         assert entry["sha256"][:16] in done.out
 
 
+def test_inspect_shows_what_is_stepped_through(run_cli, bundles):
+    growing, static, plain = (
+        run_cli("inspect", bundles(name).path).out for name in ("tiny-growing", "tiny-static", "tiny-gqa")
+    )
+    assert "trace    steps: 3 prompts of 24, then 40 single tokens" in growing
+    assert "trace    steps: prompts of 24, 12 and 6, then 40 single tokens" in static
+    assert "trace " not in plain
+
+
 def test_inspect_for_machines_is_the_manifest(run_cli, bundles):
     bundle = bundles("tiny-gqa")
     data = json.loads(run_cli("inspect", bundle.path, "--json").out)

@@ -176,6 +176,21 @@ def test_the_self_test_catches_every_mistake(run_cli, bundles):
     assert all(row["caught"] for row in result["mistakes"])
 
 
+@pytest.mark.parametrize(
+    ("options", "what", "hint"),
+    [
+        (["--prompt", "5"], "Without --steps", "--steps 64"),
+        (["--rows", "2"], "Without --steps", "--steps 64"),
+        (["--steps", "0", "--prompt", "5", "--rows", "2"], "Without --steps", "--steps 64"),
+        (["--self-test", "--steps", "5"], "The self-test steps through no tokens", "at a time"),
+        (["--self-test", "--rows", "2"], "The self-test steps through no tokens", "at a time"),
+    ],
+)
+def test_options_about_tokens_that_nobody_steps_through_are_refused(refused, bundles, options, what, hint):
+    given = " ".join(part for part in options if part not in ("--steps", "0") or "--self-test" in options)
+    refused("validate", bundles("tiny-growing").path, *options, what=what, got=given, hint=hint)
+
+
 def test_the_self_test_of_a_wrong_model_fails(run_cli, folder):
     replace_model(folder, wrong_scale)
     done = run_cli("validate", folder, "--self-test")

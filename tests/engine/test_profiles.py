@@ -94,6 +94,15 @@ def test_profiles_are_numbered_or_named_by_what_they_are_for():
         assert profile_names(spec, default_profiles(spec)[::-1]) == ["decode", "prefill"]
 
 
+def test_a_profile_for_prompts_and_tokens_alike_has_a_number():
+    both, prompts = (parse_ranges(text, GROWING) for text in ("S=1:16:64", "S=4:8:16"))
+    token = parse_ranges("S=1", GROWING)
+    assert profile_names(GROWING, [both]) == ["0"]
+    assert profile_names(GROWING, [both, prompts]) == ["0", "1"]
+    assert profile_names(GROWING, [both, token]) == ["prefill", "decode"]
+    assert profile_names(GROWING, [token]) == ["decode"]
+
+
 def test_names_that_would_be_the_same_are_numbered():
     texts = ("S=1:8:16", "S=1", "S=16:32:64", "S=1,B=1")
     profiles = [parse_ranges(text, GROWING) for text in texts]

@@ -12,14 +12,17 @@ from mha_deploy.backends import open_runner
 from mha_deploy.catalog import find_spec
 from mha_deploy.errors import ExportError, SpecError
 from mha_deploy.export.canonical import canonical_from_module, choose_opset
+from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.export.golden_plan import plan_golden
 from mha_deploy.export.inputs import random_inputs
+from mha_deploy.export.options import ExportOptions
 from mha_deploy.golden import golden_cases
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.precision import find_precision
 from mha_deploy.reference import build_module
+from mha_deploy.spec import Axis
 
 CACHED = ("tiny-growing", "tiny-static", "tiny-window")
 
@@ -93,6 +96,46 @@ def test_lengths_leave_room_for_the_new_tokens():
         lengths = random_inputs(spec, {"B": 4, "S": 40, "T": 64}, seed, ragged=seed % 2 == 0)["lengths"]
         assert lengths.min() >= 0
         assert lengths.max() <= 24
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_a_full_call_begins_with_an_empty_cache(ragged):
+    lengths = random_inputs(find_spec("tiny-static"), {"B": 4, "S": 64, "T": 64}, 0, ragged=ragged)["lengths"]
+    assert lengths.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranges"),
+    [
+        ("tiny-static", {"T": "24", "S": "1:16:24"}),
+        ("tiny-static", {"T": "64", "S": "64"}),
+        ("tiny-static", {"T": "1", "S": "1"}),
+        ("tiny-growing", {"P": "0:1:1"}),
+        ("tiny-growing", {"P": "0:0:1", "S": "1"}),
+        ("tiny-growing", {"P": "0"}),
+    ],
+    ids=str,
+)
+def test_a_cache_of_the_narrowest_axes_can_be_exported(tmp_path, quick_exporter, name, ranges):
+    spec = find_spec(name)
+    spec = spec.with_axes({axis: Axis.parse(text, name=axis) for axis, text in ranges.items()})
+    bundle = bundle_from_spec(spec, tmp_path / "bundle", ExportOptions(precision="fp32"))
+    with open_runner("ort-cpu", bundle.model_path) as runner:
+        for case in golden_cases(bundle):
+            got = runner.run(case.inputs)
+            np.testing.assert_allclose(got["output"], case.oracle["output"], atol=1e-5)
+
+
+def test_a_failed_export_says_what_began_it(monkeypatch):
+    module = build_module(find_spec("tiny-growing"))
+
+    def turn(*given):
+        raise NotImplementedError("turning is not to be had\nand this is why")
+
+    monkeypatch.setattr(module, "turn", turn)
+    with pytest.raises(ExportError, match="could not export tiny-growing") as caught:
+        canonical_from_module(module)
+    assert "got: NotImplementedError: turning is not to be had\n" in f"{caught.value}\n"
 
 
 def test_the_reference_evaluator_agrees(bundle):

@@ -110,7 +110,35 @@ def test_a_ragged_case_of_the_usual_sizes_is_kept_beside_them():
     assert plan.cases[0].sizes == plan.cases[1].sizes
 
 
+@pytest.mark.parametrize(
+    ("S", "T", "wanted"),
+    [("1:16:24", "24", 12), ("1:8:16", "64", 8), ("1:1:2", "2", 1), ("20:22:24", "24", 20), ("23", "24", 23)],
+)
+def test_new_tokens_leave_room_for_ragged_lengths(S, T, wanted):
+    spec = axes(STATIC, S=S, T=T)
+    assert only(spec, "ragged").sizes == {"B": 4, "S": wanted, "T": int(T)}
+
+
+@pytest.mark.parametrize(("S", "T"), [("64", "64"), ("1", "1")])
+def test_a_cache_that_every_call_fills_has_no_ragged_case(S, T):
+    plan = plan_golden(axes(STATIC, S=S, T=T))
+    assert "ragged" not in names(plan)
+    assert "no ragged case: new tokens leave no room for lengths in the cache" in plan.notes
+
+
 # -- prompts and tokens ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("S", "why"),
+    [("1", "the layer takes single tokens only"), ("1:1:64", "its usual call is the shortest")],
+)
+@pytest.mark.parametrize("spec", [GROWING, STATIC], ids=lambda spec: spec.name)
+def test_a_decode_step_is_not_called_prefill(spec, S, why):
+    plan = plan_golden(axes(spec, S=S))
+    assert "prefill" not in names(plan)
+    assert f"no prefill case: {why}" in plan.notes
+    assert only(axes(spec, S=S), "decode").sizes["S"] == 1
 
 
 def test_prefill_is_the_usual_prompt_into_an_empty_cache():
@@ -283,3 +311,10 @@ def test_a_trace_fits_a_static_cache_with_prompts_of_their_own(T):
 )
 def test_a_layer_that_cannot_be_stepped_from_nothing_has_no_trace(spec):
     assert plan_trace(spec).startswith("no trace: ")
+
+
+@pytest.mark.parametrize(
+    "spec", [axes(GROWING, P="0"), axes(STATIC, S="1", T="1")], ids=["growing", "static"]
+)
+def test_where_there_is_no_trace_the_reason_is_the_true_one(spec):
+    assert plan_trace(spec) == "no trace: the cache has no room for a second token"
