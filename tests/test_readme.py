@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import onnx
 import pytest
 
 from mha_deploy.backends.cuda import find_gpu
@@ -51,11 +52,27 @@ def test_the_table_lists_every_verb():
 def test_a_command_of_the_table_runs(command, folder, monkeypatch, quick_exporter):
     monkeypatch.chdir(folder)
     command = command.replace("MODEL", "tiny-gqa").replace("DIR", "layer")
+    if "IN.onnx" in command:
+        write_unfused(Path("IN.onnx"))
     if not Path("layer").exists() and " -o layer" not in command:
         assert run(monkeypatch, "mha-deploy export tiny-gqa -o layer") == 0
     if " -o layer" in command:
         command += " --overwrite"
     assert run(monkeypatch, command) == expected_code(command)
+
+
+def write_unfused(path):
+    """Attention as two products and a softmax."""
+    nodes = [
+        onnx.helper.make_node("MatMul", ["q", "keys"], ["scores"]),
+        onnx.helper.make_node("Softmax", ["scores"], ["weights"]),
+        onnx.helper.make_node("MatMul", ["weights", "v"], ["y"]),
+    ]
+    shapes = {"q": ["B", 2, "S", 8], "keys": ["B", 2, 8, "T"], "v": ["B", 2, "T", 8], "y": ["B", 2, "S", 8]}
+    *inputs, output = (onnx.helper.make_tensor_value_info(name, 1, dims) for name, dims in shapes.items())
+    graph = onnx.helper.make_graph(nodes, "unfused", inputs, [output])
+    opset = onnx.helper.make_opsetid("", 18)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10), path)
 
 
 def expected_code(command):

@@ -20,6 +20,7 @@ from mha_deploy.cli.check import check
 from mha_deploy.cli.deploy import deploy
 from mha_deploy.cli.doctor import doctor
 from mha_deploy.cli.export import export
+from mha_deploy.cli.fuse import fuse
 from mha_deploy.cli.inspect import inspect
 from mha_deploy.cli.models import models
 from mha_deploy.cli.validate import validate
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (deploy, export, check, build_engine, validate, bench, inspect, models, analyze, doctor):
+for verb in (deploy, export, fuse, check, build_engine, validate, bench, inspect, models, analyze, doctor):
     app.command()(verb)
 
 

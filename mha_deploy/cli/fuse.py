@@ -1,0 +1,114 @@
+"""`mha-deploy fuse`: write the attention of any ONNX file as ONNX's own `Attention` node."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mha_deploy.cli.options import Json, print_json
+from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from rich.console import RenderableType
+
+    from mha_deploy.graph.fuse import FuseReport
+
+
+def fuse(
+    source: Annotated[Path, typer.Argument(metavar="IN.onnx", help="An ONNX file, of opset 18 or newer.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="OUT.onnx", help="The file to write.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a file that is there already.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Recognise attention in an ONNX file and write it as single Attention nodes; what stays is named."""
+    from mha_deploy.graph.file import load_graph
+    from mha_deploy.graph.fuse import fuse_attention
+
+    _check_output(source, output, overwrite)
+    original = load_graph(source)
+    _check_weights(original, output, overwrite)
+    model, report = fuse_attention(original)
+    _save(model, output)
+    if json:
+        print_json({"file": str(output), **report.to_dict()})
+    else:
+        from rich.console import Console
+
+        Console().print(_renderable(report))
+    if not report.complete:
+        raise typer.Exit(EXIT_VERDICT_FAILED)
+
+
+def _check_output(source: Path, output: Path, overwrite: bool) -> None:
+    if output.exists() and not output.is_file():
+        raise DeployError("The output is not a file.", got=output)
+    if output.exists() and not overwrite:
+        raise DeployError("The output is there already.", got=output, hint="--overwrite")
+    # The weights of the source may be read until the new file is whole.
+    if output.exists() and source.exists() and output.samefile(source):
+        raise DeployError("The output is the input.", got=output, hint="write to another file")
+    if not output.absolute().parent.is_dir():
+        raise DeployError("The folder of the output does not exist.", got=output.parent)
+
+
+def _check_weights(original: ir.Model, output: Path, overwrite: bool) -> None:
+    """Large weights go to a file beside the graph, which must not take the place of another's."""
+    from mha_deploy.graph.file import weights_folder
+
+    beside = output.with_name(f"{output.name}.data")
+    if not beside.exists():
+        return
+    if not overwrite:
+        raise DeployError("The file for the weights is there already.", got=beside, hint="--overwrite")
+    folder = weights_folder(original)
+    if folder is not None and folder.resolve() == beside.resolve().parent:
+        raise DeployError(
+            "The output could replace weights of the input.", got=beside, hint="write elsewhere"
+        )
+
+
+def _save(model: ir.Model, output: Path) -> None:
+    """Write beside the place and rename: the graph comes last, so that it never lacks its weights."""
+    from mha_deploy.graph.file import save_graph
+
+    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))
+    try:
+        save_graph(model, folder / output.name)
+        for part in sorted(folder.iterdir(), key=lambda path: path.name == output.name):
+            part.replace(output.absolute().parent / part.name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _renderable(report: FuseReport) -> RenderableType:
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.text import Text
+
+    from mha_deploy.cli.tables import table
+
+    rows = table(expand=True)
+    for column in ("attention", "Hq/Hkv×D", "scale", "mask"):
+        rows.add_column(column, overflow="fold")
+    rows.add_column("what became of it", overflow="fold", ratio=1)
+    for each in report.fused:
+        mask = " + ".join(["causal"] * each.causal + [each.mask] * (each.mask != "none")) or "none"
+        said = "; ".join(("fused", *each.notes))
+        rows.add_row(
+            escape(each.name), f"{each.Hq}/{each.Hkv}×{each.D}", f"{each.scale:.4g}", mask, escape(said)
+        )
+    for left in report.unfused:
+        where = f" ({left.place})" if left.place else ""
+        rows.add_row(escape(left.name), "", "", "", escape(f"not fused: {left.reason}{where}"))
+    for name in report.already:
+        rows.add_row(escape(name), "", "", "", "was an Attention node already")
+    count = len(report.fused)
+    total = f"{count} fused, {len(report.unfused)} not, {len(report.already)} were Attention already"
+    return Group(*([rows] if rows.row_count else []), Text(total))

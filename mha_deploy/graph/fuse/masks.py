@@ -1,0 +1,210 @@
+"""Decide what the masks of an attention become: the causal attribute, a boolean mask or a float mask.
+
+The numbers are kept. A row without keys shows the difference between the spellings: scores filled with a
+finite number give the mean of V, so they stay a float mask; `-inf` gives NaN in PyTorch and 0 in ONNX.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import ml_dtypes
+import onnx_ir as ir
+
+from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.fuse.facts import dims_of, is_op, same_dim, same_dims, scalar_of
+from mha_deploy.graph.fuse.records import NotFused
+from mha_deploy.graph.fuse.scores import Bias, Fill, Term
+from mha_deploy.graph.fuse.triangle import triangle_of
+
+Size = int | ir.SymbolicDim
+"""The size of an axis."""
+
+# Added to a score of any size, it leaves only itself, as the fill would: all masked keys weigh the same. It
+# is far from the smallest float, so that a kernel may multiply it by log2(e) without reaching -inf.
+ABSORBING = -1e30
+# Weaker fills could meet real scores.
+_WEAKEST_FILL = -1e4
+
+ROWS_WITHOUT_KEYS = "rows without keys: NaN in PyTorch, 0 in ONNX's Attention"
+SAFE_SOFTMAX = "rows without keys: 0, as in PyTorch; the unfused file gives the mean of V"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """What the masks become.
+
+    Args:
+        causal: Whether the triangle is the attribute.
+        terms: What remains of the masks, the one nearest to the softmax first.
+        kind: `none`, `bool` or `float`.
+        notes: What a user should know.
+    """
+
+    causal: bool
+    terms: tuple[Term, ...]
+    kind: str
+    notes: tuple[str, ...]
+
+
+def decide_masking(
+    terms: list[Term], *, dtype: ir.DataType, sizes: tuple[Size, Size], guarded: bool
+) -> Masking:
+    """Choose the strongest form that is certainly the same.
+
+    Args:
+        terms: The masks, the one nearest to the softmax first.
+        dtype: Type of Q, K and V.
+        sizes: How many queries and keys there are.
+        guarded: Whether NaN weights become 0.
+    """
+    lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
+    at = _causal_at(terms, lowest, sizes[0]) if same_dim(*sizes) else None
+    rest = [term for index, term in enumerate(terms) if index != at]
+    plain = [_as_fill(term, lowest, guarded) for term in rest]
+    if not plain:
+        return Masking(causal=at is not None, terms=(), kind="none", notes=())
+    hides = all(isinstance(term, Fill) and term.hides for term in plain)
+    _check_fills(plain, dtype)
+    _check_types(plain, dtype)
+    safe = [SAFE_SOFTMAX] if hides and plain != rest and _finite_bias(rest) else []
+    notes = safe or ([ROWS_WITHOUT_KEYS] if hides and not guarded else [])
+    return Masking(
+        causal=at is not None, terms=tuple(plain), kind="bool" if hides else "float", notes=tuple(notes)
+    )
+
+
+def _causal_at(terms: list[Term], lowest: float, size: Size) -> int | None:
+    """The position of a mask that is the causal triangle and can be said by the attribute."""
+    for index, term in enumerate(terms):
+        hidden = _hidden_by_triangle(term) if _spans_square(term.tensor, size) else None
+        filled_after = any(isinstance(outer, Fill) and not outer.hides for outer in terms[:index])
+        if hidden == -math.inf and not filled_after:
+            return index
+        # A finite number hides future keys only as long as each row has a visible one: nothing else may mask.
+        if hidden is not None and hidden <= lowest and len(terms) == 1:
+            return index
+    return None
+
+
+def _spans_square(mask: ir.Value, size: Size) -> bool:
+    """Whether a mask has a row for each query and a column for each key.
+
+    A buffer of N rows, cut to S, has min(N, S) of them, and the exporter says so. Beyond N the file fails.
+    """
+    dims = dims_of(mask) or ()
+    cut = re.compile(rf"Min\((\d+, {re.escape(str(size))}|{re.escape(str(size))}, \d+)\)")
+    return len(dims) >= 2 and all(same_dim(each, size) or cut.fullmatch(str(each)) for each in dims[-2:])
+
+
+def _hidden_by_triangle(term: Term) -> float | None:
+    """The number on the future keys, where a mask is the triangle and leaves the others alone."""
+    found = triangle_of(term.condition if isinstance(term, Fill) else term.value)
+    if found is None:
+        return None
+    if isinstance(term, Fill):
+        return term.fill if (bool(found.seen), bool(found.hidden)) == (term.shown, not term.shown) else None
+    hidden = found.hidden * term.factor
+    return hidden if found.seen == 0 and hidden < 0 else None
+
+
+def _as_fill(term: Term, lowest: float, guarded: bool) -> Term:
+    """An added `Where(mask, 0, -inf)` as the boolean mask that it is."""
+    node = term.value.producer() if isinstance(term, Bias) else None
+    if node is None or not is_op(node, "Where") or node.inputs[0] is None or not isinstance(term, Bias):
+        return term
+    numbers = [scalar_of(node.inputs[1]), scalar_of(node.inputs[2])]
+    if 0.0 not in numbers or None in numbers:
+        return term
+    shown = numbers[0] == 0.0
+    fill = (numbers[1] if shown else numbers[0]) or 0.0
+    # PyTorch's exporter writes the boolean mask of scaled_dot_product_attention with the lowest float, and
+    # the zero rows with a guard against NaN that never comes. What PyTorch computes is the boolean mask.
+    if term.factor > 0 and (fill == -math.inf or (guarded and fill <= lowest)):
+        return Fill(condition=node.inputs[0], shown=shown, fill=-math.inf)
+    return term
+
+
+def _finite_bias(terms: list[Term]) -> bool:
+    """Whether an added mask holds a finite number in the place of -inf."""
+    for term in terms:
+        node = term.value.producer() if isinstance(term, Bias) else None
+        if node is not None and -math.inf not in (scalar_of(node.inputs[1]), scalar_of(node.inputs[2])):
+            return True
+    return False
+
+
+def _check_fills(terms: list[Term], dtype: ir.DataType) -> None:
+    at = [index for index, term in enumerate(terms) if isinstance(term, Fill) and not term.hides]
+    fills = {term.fill for term in terms if isinstance(term, Fill) and not term.hides}
+    if not fills:
+        return
+    if len(fills) > 1:
+        raise NotFused("Masked scores are set to several finite numbers.", got=sorted(fills))
+    fill = fills.pop()
+    if not fill <= _WEAKEST_FILL:
+        raise NotFused("Masked scores are set to a number that real scores could have.", got=fill)
+    if dtype == ir.DataType.FLOAT16:
+        what = "Masked scores are set to a finite number, and no fp16 mask gives the same rows without keys."
+        raise NotFused(what, got=fill, hint="fill with -inf")
+    if any(isinstance(term, Bias) for term in terms[: max(at)]):
+        raise NotFused("A tensor is added to scores that are masked already.", got=fill)
+
+
+def _check_types(terms: list[Term], dtype: ir.DataType) -> None:
+    for term in terms:
+        if isinstance(term, Bias) and term.value.dtype != dtype:
+            got = f"{term.value.dtype}, Q is {dtype}"
+            raise NotFused("The tensor that is added to the scores has another type than Q.", got=got)
+
+
+def build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value | None:
+    """Write the remaining masks as one tensor, in the layout of the scores."""
+    if not masking.terms:
+        return None
+    if masking.kind == "bool":
+        return _visible(masking.terms, builder)
+    zero = builder.constant(0.0, dtype)
+    total: ir.Value | None = None
+    for term in reversed(masking.terms):
+        if isinstance(term, Fill):
+            number = builder.constant(-math.inf if term.hides else ABSORBING, dtype)
+            kept = zero if total is None else total
+            pair = (kept, number) if term.shown else (number, kept)
+            total = builder.op("Where", term.condition, *pair, name="mask")
+        else:
+            bias = _scaled(term, builder, dtype)
+            total = bias if total is None else builder.op("Add", total, bias, name="mask")
+    return total
+
+
+def _visible(terms: tuple[Term, ...], builder: NodeBuilder) -> ir.Value:
+    total: ir.Value | None = None
+    for term in terms:
+        if isinstance(term, Fill):
+            shown = term.condition if term.shown else _negated(term.condition, builder)
+            total = shown if total is None else builder.op("And", total, shown, name="visible")
+    if total is None:
+        raise ValueError("A boolean mask needs a condition.")
+    return total
+
+
+def _negated(condition: ir.Value, builder: NodeBuilder) -> ir.Value:
+    node = condition.producer()
+    if node is not None and is_op(node, "Not") and node.inputs[0] is not None:
+        return node.inputs[0]
+    return builder.op("Not", condition, name="visible")
+
+
+def _scaled(term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
+    if term.factor == 1.0:
+        return term.value
+    return builder.op("Mul", term.value, builder.constant(term.factor, dtype), name="bias")
+
+
+def spans(terms: tuple[Term, ...], sizes: tuple[Size, Size]) -> bool:
+    """Whether some mask has the full size of queries and keys already, so that their sum has it too."""
+    shapes = [dims_of(term.tensor) or () for term in terms]
+    return any(len(shape) >= 2 and same_dims(shape[-2:], sizes) for shape in shapes)

@@ -1,0 +1,216 @@
+"""Recognise one attention around a softmax: all facts that its `Attention` node needs."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from mha_deploy.graph.fuse.facts import dims_of, same_dim
+from mha_deploy.graph.fuse.masks import Masking, decide_masking
+from mha_deploy.graph.fuse.operands import Operand, unwrap
+from mha_deploy.graph.fuse.products import Product, read_product
+from mha_deploy.graph.fuse.records import NotFused
+from mha_deploy.graph.fuse.scores import Scores, read_scores
+from mha_deploy.graph.fuse.weights import read_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Letters:
+    """The letters of the axes of one attention; no head where the heads are part of the batch."""
+
+    batch: str
+    head: str | None
+    query: str
+    key: str
+    size: str
+    value_size: str
+
+    def order(self, rows: str, columns: str) -> str:
+        """The axes of a tensor as Attention wants them."""
+        return f"{self.batch}{self.head or ''}{rows}{columns}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """One attention, read.
+
+    Args:
+        softmax: Its softmax.
+        last: The product with V, whose result is the result of attention.
+        out: The letters of that result.
+        letters: The names of the axes.
+        q: Queries, as they were before scaling and turning.
+        k: Keys, before repeating as well.
+        v: Values, before repeating as well.
+        scale: The factor on the scores.
+        scores: The letters of the scores.
+        softcap: Bound of the scores; 0 for none.
+        softmax_dtype: Type of the softmax where it is not that of Q.
+        masking: What the masks become.
+        Hq: Query heads.
+        Hkv: Key/value heads.
+    """
+
+    softmax: ir.Node
+    last: ir.Node
+    out: str
+    letters: Letters
+    q: Operand
+    k: Operand
+    v: Operand
+    scale: float
+    scores: str
+    softcap: float
+    softmax_dtype: ir.DataType | None
+    masking: Masking
+    Hq: int
+    Hkv: int
+
+
+def read_pattern(softmax: ir.Node) -> Pattern:
+    """Recognise the attention around a softmax.
+
+    Raises:
+        NotFused: It is not attention, or not one that can be written as one node.
+    """
+    scores, weights = read_scores(softmax), read_weights(softmax)
+    first = scores.product
+    if first is None:
+        raise NotFused("Its scores have no product.")
+    second = _second_product(weights.product, weights.position, first)
+    letters = _letters(softmax, first, second, weights.position)
+    _check_spread(softmax, first)
+    q, k, v = _operands(first, second, letters, weights.position)
+    _check_types(q, k, v, weights.value)
+    sizes = (q.dim(letters.query), k.dim(letters.key))
+    dtype = q.value.dtype or ir.DataType.FLOAT
+    masking = decide_masking(scores.terms, dtype=dtype, sizes=sizes, guarded=weights.guarded)
+    Hq, Hkv = _heads(q, k, v, letters.head)
+    return Pattern(
+        softmax=softmax,
+        last=second.node,
+        out=second.out,
+        letters=letters,
+        q=q,
+        k=k,
+        v=v,
+        scale=_scale(scores, q, k),
+        scores=first.out,
+        softcap=scores.softcap,
+        softmax_dtype=scores.softmax_dtype,
+        masking=masking,
+        Hq=Hq,
+        Hkv=Hkv,
+    )
+
+
+def _scale(scores: Scores, q: Operand, k: Operand) -> float:
+    scale = scores.factor * q.factor * k.factor
+    if not scale > 0:
+        raise NotFused("The scores are scaled by a number that is not positive.", got=scale)
+    return scale
+
+
+def _second_product(node: ir.Node, position: int, first: Product) -> Product:
+    """The product with V, its axes named as those of the scores."""
+    product = read_product(node)
+    if len(product.letters[position]) != len(first.out):
+        raise NotFused("The weights have another number of axes than the scores.")
+    names = dict(zip(product.letters[position], first.out, strict=True))
+    # Its other axes get letters that the scores do not use.
+    taken = set("".join(first.letters))
+    free = (letter for letter in string.ascii_letters if letter not in taken)
+    for letter in "".join(product.letters):
+        if letter not in names:
+            names[letter] = next(free)
+    return product.renamed(names)
+
+
+def _letters(softmax: ir.Node, first: Product, second: Product, position: int) -> Letters:
+    axis = softmax.attributes.get_int("axis", -1)
+    key = first.out[axis]
+    holders = [side for side in (0, 1) if key in first.letters[side]]
+    if len(holders) != 1 or second.summed != {key}:
+        raise NotFused(f"The softmax runs over axis {axis}, the product with V sums over another.")
+    shared = set(first.letters[0]) & set(first.letters[1])
+    batches = [letter for letter in first.out if letter in shared]
+    queries = [letter for letter in first.out if letter not in shared and letter != key]
+    values = [letter for letter in second.letters[1 - position] if letter not in first.out]
+    if len(first.summed) != 1 or len(batches) not in (1, 2) or len(queries) != 1 or len(values) != 1:
+        raise NotFused(
+            "The two products are not those of attention.", got=f"{_text(first)} and {_text(second)}"
+        )
+    wanted = {*batches, queries[0], values[0]}
+    if set(second.letters[1 - position]) != {*batches, key, values[0]} or set(second.out) != wanted:
+        raise NotFused("The product with V is not that of attention.", got=_text(second))
+    return Letters(
+        batch=batches[0],
+        head=batches[1] if len(batches) == 2 else None,
+        query=queries[0],
+        key=key,
+        size=next(iter(first.summed)),
+        value_size=values[0],
+    )
+
+
+def _text(product: Product) -> str:
+    return f"{product.letters[0]},{product.letters[1]}->{product.out}"
+
+
+def _operands(
+    first: Product, second: Product, letters: Letters, position: int
+) -> tuple[Operand, Operand, Operand]:
+    at = 0 if letters.query in first.letters[0] else 1
+    raw_q = Operand(value=first.values[at], letters=first.letters[at])
+    raw_k = Operand(value=first.values[1 - at], letters=first.letters[1 - at])
+    raw_v = Operand(value=second.values[1 - position], letters=second.letters[1 - position])
+    _check_sizes(raw_q, raw_k, raw_v, letters)
+    q = unwrap(raw_q, wanted=letters.order(letters.query, letters.size), head=None)
+    key_order = letters.order(letters.key, letters.size)
+    value_order = letters.order(letters.key, letters.value_size)
+    k = unwrap(raw_k, wanted=key_order, head=letters.head)
+    v = unwrap(raw_v, wanted=value_order, head=letters.head, scaled=False)
+    if letters.head is not None and not same_dim(k.dim(letters.head), v.dim(letters.head)):
+        # Only one of the two was repeated, or in another way: take both as they come.
+        k = unwrap(raw_k, wanted=key_order, head=None)
+        v = unwrap(raw_v, wanted=value_order, head=None, scaled=False)
+    return q, k, v
+
+
+def _check_sizes(q: Operand, k: Operand, v: Operand, letters: Letters) -> None:
+    if any(dims_of(each.value) is None for each in (q, k, v)):
+        raise NotFused("The file does not tell the shapes of Q, K and V.")
+    if not same_dim(k.dim(letters.key), v.dim(letters.key)):
+        got = f"{k.dim(letters.key)} and {v.dim(letters.key)}"
+        raise NotFused("K and V have different lengths, or lengths that are not known to be equal.", got=got)
+    batches = [each.dim(letters.batch) for each in (q, k, v)]
+    if not all(same_dim(batches[0], each) for each in batches[1:]):
+        raise NotFused("Q, K and V have different batches.", got=", ".join(map(str, batches)))
+
+
+def _check_spread(softmax: ir.Node, first: Product) -> None:
+    """Attention has the batch and the heads of Q, whatever the mask has."""
+    plain, masked = dims_of(first.node.outputs[0]), dims_of(softmax.outputs[0])
+    if plain is None or masked is None or len(plain) != len(masked):
+        raise NotFused("The file does not tell the shape of the scores.")
+    if any(before == 1 and after != 1 for before, after in zip(plain, masked, strict=True)):
+        raise NotFused("A mask makes the scores larger than the product of Q and K.", got=list(masked))
+
+
+def _check_types(q: Operand, k: Operand, v: Operand, weights: ir.Value) -> None:
+    types = [each.value.dtype for each in (q, k, v)] + [weights.dtype]
+    if len(set(types)) != 1 or types[0] is None:
+        raise NotFused("Q, K, V and the weights have different types.", got=", ".join(map(str, types)))
+
+
+def _heads(q: Operand, k: Operand, v: Operand, head: str | None) -> tuple[int, int]:
+    if head is None:
+        return 1, 1
+    Hq, Hk, Hv = (each.dim(head) for each in (q, k, v))
+    if not isinstance(Hq, int) or not isinstance(Hk, int) or Hk != Hv:
+        raise NotFused("The number of heads is not known, or K and V differ in it.", got=f"{Hq}, {Hk}, {Hv}")
+    if Hq % Hk or (Hk > 1 and k.group * Hk != Hq):
+        raise NotFused("The heads of K do not divide those of Q.", got=f"{Hq} and {Hk}")
+    return Hq, Hk

@@ -1,0 +1,99 @@
+"""Write a recognised attention as one node, and remove what only the old nodes needed."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.fuse.masks import build_mask, spans
+from mha_deploy.graph.fuse.operands import Operand
+from mha_deploy.graph.fuse.pattern import Pattern
+from mha_deploy.graph.lower.rewrite import replace_node
+
+_HEAD_AXIS = 1
+
+
+def write_attention(pattern: Pattern, builder: NodeBuilder) -> None:
+    """Replace the nodes of an attention by one `Attention` node of the builder's prefix."""
+    letters = pattern.letters
+    q = _laid_out(pattern.q, letters.order(letters.query, letters.size), builder)
+    k = _laid_out(pattern.k, letters.order(letters.key, letters.size), builder)
+    v = _laid_out(pattern.v, letters.order(letters.key, letters.value_size), builder)
+    mask = _mask(pattern, builder, q, k)
+    if letters.head is None:
+        q, k, v = (builder.unsqueeze(each, _HEAD_AXIS) for each in (q, k, v))
+    (result,) = builder.node(
+        "Attention",
+        [q, k, v] if mask is None else [q, k, v, mask],
+        name=builder.prefix,
+        attributes={
+            "scale": pattern.scale,
+            "is_causal": int(pattern.masking.causal),
+            "softcap": pattern.softcap or None,
+            "softmax_precision": None if pattern.softmax_dtype is None else int(pattern.softmax_dtype),
+        },
+    )
+    attention = result.producer()
+    if attention is not None:
+        attention.metadata_props.update(pattern.softmax.metadata_props)
+    if letters.head is None:
+        result = builder.op("Squeeze", result, builder.ints(_HEAD_AXIS))
+    result = _turned(result, letters.order(letters.query, letters.value_size), pattern.out, builder)
+    operands = [value for value in pattern.last.inputs if value is not None]
+    replace_node(pattern.last, builder, {0: result})
+    _remove_unused(operands)
+
+
+def _laid_out(operand: Operand, order: str, builder: NodeBuilder) -> ir.Value:
+    return _turned(operand.value, operand.letters, order, builder)
+
+
+def _turned(value: ir.Value, letters: str, order: str, builder: NodeBuilder) -> ir.Value:
+    """A value with its axes in another order."""
+    if letters == order:
+        return value
+    turned = builder.transpose(value, *(letters.index(letter) for letter in order))
+    if value.shape is not None:
+        turned.shape = ir.Shape([value.shape[letters.index(letter)] for letter in order])
+    if value.dtype is not None:
+        turned.dtype = value.dtype
+    return turned
+
+
+def _mask(pattern: Pattern, builder: NodeBuilder, q: ir.Value, k: ir.Value) -> ir.Value | None:
+    """The mask as `[B or 1, Hq or 1, S, T]`, spelled out over queries and keys as ONNX Runtime needs it."""
+    letters, terms = pattern.letters, pattern.masking.terms
+    mask = build_mask(pattern.masking, builder, pattern.q.value.dtype or ir.DataType.FLOAT)
+    if mask is None:
+        return None
+    rank = max(_rank(term.tensor) for term in terms)
+    if rank < len(pattern.scores):
+        mask = builder.unsqueeze(mask, *range(len(pattern.scores) - rank))
+    order = letters.order(letters.query, letters.key)
+    mask = _turned(mask, pattern.scores, order, builder)
+    if letters.head is None:
+        mask = builder.unsqueeze(mask, _HEAD_AXIS)
+    sizes = (pattern.q.dim(letters.query), pattern.k.dim(letters.key))
+    if pattern.scores == order and spans(terms, sizes):
+        return mask
+    return builder.expand(mask, 1, 1, builder.size(q, -2), builder.size(k, -2))
+
+
+def _rank(value: ir.Value) -> int:
+    return len(value.shape) if value.shape is not None else 0
+
+
+def _remove_unused(values: list[ir.Value]) -> None:
+    """Remove the nodes and constants that led only to these values."""
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if value.uses() or value.is_graph_output() or value.is_graph_input():
+            continue
+        node = value.producer()
+        if node is None:
+            if value.graph is not None and value.name is not None and value.is_initializer():
+                del value.graph.initializers[value.name]
+        elif node.graph is not None and not any(out.uses() or out.is_graph_output() for out in node.outputs):
+            pending.extend(each for each in node.inputs if each is not None)
+            node.graph.remove(node, safe=True)

@@ -1,0 +1,320 @@
+"""Attention in other people's graphs becomes one node that computes the same."""
+
+import copy
+import functools
+from dataclasses import dataclass, field
+
+import fuse_modules as modules
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from fuse_modules import Sizes, spelling
+
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.fuse import fuse_attention
+
+SIZES = (Sizes(2, 5), Sizes(3, 11))
+OPSETS = (18, 20)
+pytestmark = pytest.mark.usefixtures("quick_exporter")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A spelling and what must become of it."""
+
+    make: object
+    kind: str = "x"
+    mask: str = "none"
+    causal: bool = False
+    Hkv: int = modules.H
+    Hq: int = modules.H
+    scale: float = modules.D**-0.5
+    facts: dict = field(default_factory=dict)
+
+
+def few(attend, **facts):
+    return Case(spelling(attend, **facts), Hkv=facts["Hkv"])
+
+
+CASES = {
+    "sdpa": Case(spelling(modules.sdpa)),
+    "sdpa causal": Case(spelling(modules.sdpa_causal), causal=True),
+    "sdpa bool mask": Case(spelling(modules.sdpa_mask), "bool", "bool"),
+    "sdpa float mask": Case(spelling(modules.sdpa_mask), "float", "float"),
+    "sdpa scale": Case(spelling(modules.sdpa_scale), scale=0.5),
+    "sdpa gqa": few(modules.sdpa_gqa, Hkv=2),
+    "scale after": Case(spelling(modules.scale_after)),
+    "divided": Case(spelling(modules.divided)),
+    "divided by a tensor": Case(spelling(modules.divided_by_tensor)),
+    "scale on q": Case(spelling(modules.scale_on_q)),
+    "scale on both": Case(spelling(modules.scale_on_both)),
+    "unscaled": Case(spelling(modules.unscaled), scale=1.0),
+    "softcap": Case(spelling(modules.softcapped), facts={"softcap": 2.0}),
+    "softmax in float32": Case(spelling(modules.in_float32)),
+    "dropout in eval": Case(spelling(modules.dropped)),
+    "fill -1e9": Case(spelling(modules.filled(-1e9)), "bool", "float"),
+    "fill -inf": Case(spelling(modules.filled(float("-inf"))), "bool", "bool"),
+    "fill lowest": Case(spelling(modules.lowest), "bool", "float"),
+    "added": Case(spelling(modules.added), "float", "float"),
+    "added before the scale": Case(spelling(modules.added_before_scale), "float", "float"),
+    # Scores less 10000 keep three digits in float32: a row without keys is noise, in PyTorch too.
+    "bert": Case(spelling(modules.bert), "some keys", "float"),
+    "padding": Case(spelling(modules.padding), "keys", "float"),
+    "bias and fill": Case(spelling(modules.biased_and_filled), "bool", "float"),
+    "tril buffer": Case(modules.TrilBuffer, causal=True),
+    "tril buffer, -1e9": Case(modules.TrilBufferFinite, mask="float"),
+    "shifted tril buffer": Case(modules.ShiftedTrilBuffer, mask="bool"),
+    "triu added": Case(spelling(modules.triu_added), causal=True),
+    "tril of booleans": Case(spelling(modules.tril_bool), causal=True),
+    "positions": Case(spelling(modules.positions), causal=True),
+    "window": Case(spelling(modules.window), mask="bool"),
+    "causal and padding": Case(spelling(modules.causal_and_padding), "keys", "float", causal=True),
+    "padding over causal": Case(spelling(modules.padding_over_causal), "keys", "float"),
+    "finite causal and padding": Case(spelling(modules.finite_causal_and_padding), "keys", "float"),
+    "einsum, heads first": Case(spelling(modules.einsum_heads_first)),
+    "einsum, length first": Case(modules.EinsumLengthFirst),
+    "packed": Case(modules.Packed),
+    "heads in the batch": Case(modules.Batched, Hq=1, Hkv=1),
+    "repeat_interleave": few(modules.interleaved, Hkv=2),
+    "expand and reshape": few(modules.expanded, Hkv=2),
+    "mqa, expand and reshape": few(modules.expanded, Hkv=1),
+    "mqa by broadcasting": few(modules.one_head, Hkv=1),
+    "tiled heads": Case(spelling(modules.tiled, Hkv=2), Hkv=4),
+    "MultiheadAttention": Case(functools.partial(modules.Multihead, need_weights=False)),
+    "MultiheadAttention, padding": Case(
+        functools.partial(modules.Multihead, need_weights=False), "keys", "float"
+    ),
+}
+
+
+# An export takes a second or two: the other spellings, and the second operator set, are for `-m slow`.
+QUICK = (
+    "sdpa",
+    "sdpa causal",
+    "sdpa bool mask",
+    "sdpa gqa",
+    "divided by a tensor",
+    "softcap",
+    "fill -1e9",
+    "fill -inf",
+    "added",
+    "tril buffer",
+    "causal and padding",
+    "einsum, length first",
+    "packed",
+    "repeat_interleave",
+    "mqa by broadcasting",
+    "MultiheadAttention, padding",
+)
+SPELLINGS = [
+    pytest.param(name, opset, marks=() if opset == 18 and name in QUICK else pytest.mark.slow)
+    for name in CASES
+    for opset in OPSETS
+]
+
+
+@functools.cache
+def module_of(name):
+    torch.manual_seed(3)
+    return CASES[name].make().eval()
+
+
+@functools.cache
+def exported(name, opset):
+    return modules.export(module_of(name), CASES[name].kind, opset)
+
+
+def run(model, inputs):
+    session = onnxruntime.InferenceSession(
+        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    names = [each.name for each in session.get_inputs()]
+    return session.run(None, dict(zip(names, (each.numpy() for each in inputs), strict=True)))
+
+
+def computed_products(model):
+    return [
+        node.name
+        for node in model.graph
+        if node.op_type in ("MatMul", "Einsum") and not any(each.is_initializer() for each in node.inputs)
+    ]
+
+
+@pytest.mark.parametrize(("name", "opset"), SPELLINGS)
+def test_a_spelling_becomes_one_node_that_computes_the_same(name, opset, quick_exporter):
+    case, model = CASES[name], exported(name, opset)
+    fused, report = fuse_attention(model)
+    assert report.unfused == ()
+    (found,) = report.fused
+    wanted = (case.Hq, case.Hkv, modules.D, case.mask, case.causal)
+    assert (found.Hq, found.Hkv, found.D, found.mask, found.causal) == wanted
+    assert found.scale == pytest.approx(case.scale, rel=1e-6)
+    assert all(getattr(found, fact) == value for fact, value in case.facts.items())
+    (node,) = attention_nodes(fused)
+    assert (node.Hq, node.Hkv, node.is_causal, node.mask) == (case.Hq, case.Hkv, case.causal, case.mask)
+    assert computed_products(fused) == []
+    assert not [each for each in fused.graph if each.op_type == "Softmax"]
+    onnx.checker.check_model(ir.to_proto(fused), full_check=True)
+    for sizes in SIZES:
+        compare(name, fused, modules.make_inputs(case.kind, sizes, seed=sizes.S))
+
+
+def compare(name, fused, inputs):
+    module = module_of(name)
+    (got,) = run(fused, inputs)
+    with torch.no_grad():
+        want = module(*inputs).numpy()
+        exact = copy.deepcopy(module).double()(*map(doubled, inputs)).numpy()
+    there = ~np.isnan(want).any(axis=-1)  # rows without keys are NaN in PyTorch and 0 in ONNX
+    assert not np.isnan(got).any()
+    assert there.any()
+    np.testing.assert_allclose(got[there], want[there], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(got[there], exact[there], atol=1e-4, rtol=0)
+    if not there.all():
+        last = module.attn.out_proj if isinstance(module, modules.Multihead) else module.o
+        zero = last.bias.detach().numpy()
+        np.testing.assert_allclose(got[~there], np.broadcast_to(zero, got[~there].shape), atol=1e-6)
+
+
+def doubled(tensor):
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+# -- the rest of the graph ---------------------------------------------------------------------------
+
+
+def test_a_stack_gives_one_node_for_each_layer_and_names_them(quick_exporter):
+    torch.manual_seed(0)
+    stack = modules.Stack().eval()
+    model = modules.export(stack, "bool", 20)
+    fused, report = fuse_attention(model)
+    assert [each.name for each in report.fused] == [f"layers.{index}" for index in range(12)]
+    assert [node.name for node in attention_nodes(fused)] == [f"layers.{index}" for index in range(12)]
+    assert report.complete
+    assert computed_products(fused) == []
+    inputs = modules.make_inputs("bool", SIZES[0])
+    inputs[1][..., 0] = True  # NaN would pass from layer to layer
+    np.testing.assert_allclose(run(fused, inputs)[0], stack(*inputs).detach().numpy(), atol=1e-5)
+
+
+def test_nothing_else_changes(quick_exporter):
+    model = exported("fill -1e9", 18)
+    before = ir.to_proto(model).SerializeToString()
+    fused, _ = fuse_attention(model)
+    assert ir.to_proto(model).SerializeToString() == before
+    for side in ("inputs", "outputs"):
+        old, new = getattr(model.graph, side), getattr(fused.graph, side)
+        assert [(v.name, v.dtype, v.shape) for v in new] == [(v.name, v.dtype, v.shape) for v in old]
+    weights = {name for name, value in model.graph.initializers.items() if len(value.shape) > 0}
+    assert weights - set(fused.graph.initializers) == set()
+    used = {value.name for node in fused.graph for value in node.inputs if value is not None}
+    assert set(fused.graph.initializers) <= used
+    assert all(any(v.uses() or v.is_graph_output() for v in node.outputs) for node in fused.graph)
+
+
+def test_the_new_node_says_where_it_came_from(quick_exporter):
+    fused, report = fuse_attention(exported("einsum, length first", 18))
+    line = source_line('weights = (torch.einsum("bshd,bthd->bhst", q, k)')
+    assert report.fused[0].place == f"{modules.__file__}:{line}"
+    (node,) = [node for node in fused.graph if node.op_type == "Attention"]
+    assert "pkg.torch.onnx.stack_trace" in node.metadata_props
+
+
+def source_line(text):
+    with open(modules.__file__, encoding="utf-8") as lines:
+        return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def test_values_that_others_use_stay(quick_exporter):
+    class KeysOut(modules.Layer):
+        def forward(self, x):
+            q, k, v = self.heads(x)
+            return (q @ k.mT * 0.3).softmax(-1) @ v, k
+
+    layer = KeysOut().eval()
+    fused, report = fuse_attention(modules.export(layer, "x", 18))
+    assert report.complete
+    inputs = modules.make_inputs("x", SIZES[1])
+    for got, want in zip(run(fused, inputs), layer(*inputs), strict=True):
+        np.testing.assert_allclose(got, want.detach().numpy(), atol=1e-5)
+
+
+def test_what_is_one_node_already_stays(quick_exporter):
+    model = exported("sdpa causal", 23)
+    fused, report = fuse_attention(model)
+    assert (report.fused, report.unfused, len(report.already)) == ((), (), 1)
+    assert ir.to_proto(fused).SerializeToString() == ir.to_proto(model).SerializeToString()
+
+
+def test_hand_written_attention_of_opset_23_is_fused(quick_exporter):
+    fused, report = fuse_attention(exported("causal and padding", 23))
+    assert report.complete
+    assert report.fused[0].causal
+    compare("causal and padding", fused, modules.make_inputs("keys", SIZES[1]))
+
+
+def test_a_graph_without_attention_comes_back_as_it_was(quick_exporter):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(modules.E, 8), torch.nn.Softmax(-1), torch.nn.Linear(8, 2))
+    model = modules.export(net.eval(), "x", 18)
+    fused, report = fuse_attention(model)
+    assert (report.fused, report.unfused) == ((), ())
+    assert ir.to_proto(fused).SerializeToString() == ir.to_proto(model).SerializeToString()
+
+
+def test_the_softmax_keeps_its_precision(quick_exporter):
+    torch.manual_seed(1)
+    layer = spelling(modules.cast_to_float32)().eval().half()
+    model = modules.export(layer, "half", 18)
+    fused, report = fuse_attention(model)
+    assert report.complete
+    (node,) = attention_nodes(fused)
+    assert (node.dtype, node.softmax_precision) == ("fp16", "fp32")
+    inputs = modules.make_inputs("half", SIZES[1])
+    np.testing.assert_allclose(run(fused, inputs)[0], run(model, inputs)[0], atol=2e-3)
+
+
+def test_filled_rows_without_keys_keep_the_mean_of_v_however_large_the_scores(quick_exporter):
+    """Added to large scores, -1e9 would not give the mean: the mask must absorb them."""
+    torch.manual_seed(3)
+    layer = spelling(modules.filled(-1e9))().eval()
+    with torch.no_grad():
+        layer.q.weight *= 300
+    fused, _ = fuse_attention(modules.export(layer, "bool", 18))
+    x, mask = modules.make_inputs("bool", SIZES[1])
+    mask[0] = False
+    got, want = run(fused, (x, mask))[0], layer(x, mask).detach().numpy()
+    np.testing.assert_allclose(got[0], want[0], atol=1e-5)
+
+
+def test_a_boolean_mask_of_sdpa_gives_pytorchs_zero_rows_and_says_so(quick_exporter):
+    model = exported("sdpa bool mask", 18)
+    fused, report = fuse_attention(model)
+    assert "the unfused file gives the mean of V" in report.fused[0].notes[0]
+    inputs = modules.make_inputs("bool", SIZES[0])
+    want = module_of("sdpa bool mask")(*inputs).detach().numpy()
+    np.testing.assert_allclose(run(fused, inputs)[0], want, atol=1e-5)
+    assert np.abs(run(model, inputs)[0] - want).max() > 1e-3
+
+
+def test_a_constant_padding_mask_is_not_the_triangle(quick_exporter):
+    """One row that hides all keys but the first looks like the first row of the triangle."""
+
+    class First(modules.Layer):
+        def __init__(self):
+            super().__init__()
+            row = torch.full((1, 1, 1, 64), float("-inf"))
+            row[..., 0] = 0
+            self.register_buffer("row", row)
+
+        def attend(self, q, k, v):
+            return (q @ k.mT + self.row[..., : q.shape[2]]).softmax(-1) @ v
+
+    layer = First().eval()
+    fused, report = fuse_attention(modules.export(layer, "x", 18))
+    assert [(each.causal, each.mask) for each in report.fused] == [(False, "float")]
+    inputs = modules.make_inputs("x", SIZES[1])
+    np.testing.assert_allclose(run(fused, inputs)[0], layer(*inputs).detach().numpy(), atol=1e-5)

@@ -1,0 +1,212 @@
+"""What is not fused stays as it is, and the report says where it stands and why."""
+
+import functools
+
+import fuse_modules as modules
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from fuse_modules import spelling
+from onnx import TensorProto, helper
+from test_fuse import SIZES, run, source_line
+
+from mha_deploy.errors import DeployError
+from mha_deploy.graph.fuse import fuse_attention
+
+ATTEND = "y = self.attend(*self.heads(x), *mask)"
+REFUSED = {
+    "weights are an output": (
+        modules.WeightsOut,
+        "x",
+        ["The attention weights are an output of the graph. softmax"],
+        "weights = (q @ k.mT * D**-0.5).softmax(-1)",
+    ),
+    "weights are used": (
+        modules.WeightsUsed,
+        "x",
+        ["The attention weights are used elsewhere too. ReduceSum at "],
+        "shares = (q @ k.mT * D**-0.5).softmax(-1)",
+    ),
+    "MultiheadAttention with weights": (
+        functools.partial(modules.Multihead, need_weights=True),
+        "x",
+        ["The attention weights are used elsewhere too."],
+        "y, weights = self.attn(x, x, x, **self.options, **keys)",
+    ),
+    "softmax over the queries": (
+        spelling(modules.over_queries),
+        "x",
+        ["The softmax runs over axis -2, the product with V sums over another."],
+        ATTEND,
+    ),
+    "linear attention": (
+        spelling(modules.linear_attention),
+        "x",
+        ["Its input is not a product of two computed tensors, so it is not dot-product attention."] * 2,
+        ATTEND,
+    ),
+    "fewer values than keys": (
+        spelling(modules.shorter_values),
+        "x",
+        ["Slice stands between the softmax and the product with V."],
+        ATTEND,
+    ),
+    "active dropout": (
+        spelling(modules.active_dropout),
+        "x",
+        ["Dropout of the weights is active: export the module in eval mode."],
+        ATTEND,
+    ),
+    "a weak fill": (
+        spelling(modules.weak_fill),
+        "bool",
+        ["Masked scores are set to a number that real scores could have. -100.0"],
+        ATTEND,
+    ),
+    "a bias after the fill": (
+        spelling(modules.added_after_fill),
+        "bool",
+        ["A tensor is added to scores that are masked already. -1000000000.0"],
+        ATTEND,
+    ),
+    "a learned scale": (
+        modules.LearnedScale,
+        "x",
+        ["The scores are scaled by something that is not one constant. temperature"],
+        ATTEND,
+    ),
+}
+
+pytestmark = pytest.mark.usefixtures("quick_exporter")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_stays_and_the_report_says_where_and_why(name, quick_exporter):
+    make, kind, reasons, line = REFUSED[name]
+    torch.manual_seed(0)
+    model = modules.export(make().eval(), kind, 18)
+    before = ir.to_proto(model).SerializeToString()
+    after, report = fuse_attention(model)
+    assert report.fused == ()
+    assert not report.complete
+    assert len(report.unfused) == len(reasons)
+    for left, reason in zip(report.unfused, reasons, strict=True):
+        assert left.reason.startswith(reason)
+        assert left.place == f"{modules.__file__}:{source_line(line)}"
+    assert ir.to_proto(after).SerializeToString() == before
+
+
+def test_one_that_stays_does_not_keep_the_others(quick_exporter):
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = spelling(modules.scale_after)(), modules.LearnedScale()
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    module = Two().eval()
+    fused, report = fuse_attention(modules.export(module, "x", 18))
+    assert [each.name for each in report.fused] == ["first"]
+    assert [each.name for each in report.unfused] == ["second"]
+    inputs = modules.make_inputs("x", SIZES[1])
+    np.testing.assert_allclose(run(fused, inputs)[0], module(*inputs).detach().numpy(), atol=1e-5)
+
+
+def test_a_finite_fill_in_fp16_stays(quick_exporter):
+    class Half(modules.Layer):
+        def attend(self, q, k, v):
+            return (q @ k.mT).masked_fill(v.mT[:, :1, :1] > 0, -6e4).softmax(-1) @ v
+
+    _, report = fuse_attention(modules.export(Half().eval().half(), "half", 18))
+    assert "no fp16 mask gives the same rows without keys. -6" in report.unfused[0].reason
+
+
+# -- graphs written by hand: what no exporter said must not be guessed ----------------------------------
+
+
+def by_hand(q=("B", 4, "S", 8), k=("B", 4, "S", 8), v=("B", 4, "S", 8), *, opset=18, extra=(), scores="s"):
+    """Attention over given shapes; `extra` nodes may stand between the product "s" and the softmax."""
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q", "kt"], ["s"]),
+        *extra,
+        helper.make_node("Softmax", [scores], ["p"], axis=-1, name="the_softmax"),
+        helper.make_node("MatMul", ["p", "v"], ["y"]),
+    ]
+    inputs = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in zip("qkv", (q, k, v), strict=True)
+    ]
+    graph = helper.make_graph(
+        nodes, "g", inputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    )
+    return ir.from_proto(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    )
+
+
+def test_without_metadata_the_name_is_that_of_the_softmax():
+    fused, report = fuse_attention(by_hand())
+    assert (report.fused[0].name, report.fused[0].place) == ("the_softmax", None)
+    random = np.random.default_rng(0)
+    q, k, v = (torch.from_numpy(random.standard_normal((2, 4, 5, 8), np.float32)) for _ in range(3))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=1.0)
+    np.testing.assert_allclose(run(fused, (q, k, v))[0], want.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        ({"k": ("B", 4, "T", 8)}, "K and V have different lengths"),
+        ({"k": ("B", 4, None, 8)}, "K and V have different lengths"),
+        ({"q": (1, 4, "S", 8)}, "Q, K and V have different batches"),
+        ({"q": ("B", "H", "S", 8)}, "The number of heads is not known"),
+        ({"k": ("B", 1, "S", 8)}, "The number of heads is not known, or K and V differ in it. 4, 1, 4"),
+    ],
+)
+def test_shapes_that_do_not_prove_it(shapes, reason):
+    _, report = fuse_attention(by_hand(**shapes))
+    assert report.unfused[0].reason.startswith(reason)
+
+
+ELSEWHERE = [helper.make_node("Identity", ["s"], ["s2"]), helper.make_node("Relu", ["s"], ["z"])]
+SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Add", ["s", "r"], ["s2"])]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        ([helper.make_node("Relu", ["s"], ["s2"])], "Its input is not a product"),
+        ([helper.make_node("Clip", ["s"], ["s2"])], "Clip stands between the scores and the softmax."),
+        (ELSEWHERE, "The scores before the softmax are used elsewhere"),
+        (SECOND, "The scores are made of two products"),
+    ],
+)
+def test_steps_that_attention_cannot_say(nodes, reason):
+    _, report = fuse_attention(by_hand(extra=nodes, scores="s2"))
+    assert report.unfused[0].reason.startswith(reason)
+
+
+def test_a_mask_that_makes_the_batch_larger_stays():
+    """Attention has the batch of Q; the products have that of the mask."""
+    mask = helper.make_tensor("m", TensorProto.FLOAT, [3, 1, 1, 1], [0.0, 1.0, 2.0])
+    nodes = [helper.make_node("Constant", [], ["m"], value=mask), helper.make_node("Add", ["s", "m"], ["s2"])]
+    one = (1, 4, "S", 8)
+    _, report = fuse_attention(by_hand(one, one, one, extra=nodes, scores="s2"))
+    assert report.unfused[0].reason.startswith("A mask makes the scores larger")
+
+
+def test_an_old_opset_is_refused():
+    with pytest.raises(DeployError, match="older than opset 18") as caught:
+        fuse_attention(by_hand(opset=17))
+    assert caught.value.got == "opset 17"
+
+
+def test_a_node_that_means_something_else_in_opset_23_is_refused():
+    model = by_hand()
+    grid = ir.node("GridSample", [model.graph.inputs[0], model.graph.inputs[1]], name="warp")
+    model.graph.append(grid)
+    with pytest.raises(DeployError, match="GridSample means something else in opset 23") as caught:
+        fuse_attention(model)
+    assert caught.value.got == "warp"
