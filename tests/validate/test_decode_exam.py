@@ -88,13 +88,14 @@ def spoiled_at_single_tokens(feeds, results):
 
 
 @pytest.fixture(params=["tiny-static", "tiny-growing"])
-def bundle(bundles, request):
-    return bundles(request.param)
+def bundle(bundles, request, tmp_path):
+    return open_bundle(copy_of(bundles(request.param), tmp_path / "bundle"))
 
 
 @pytest.fixture(scope="module")
-def static(bundles):
-    return bundles("tiny-static")
+def static(bundles, tmp_path_factory):
+    # Without the engines that other tests built into the shared one.
+    return open_bundle(copy_of(bundles("tiny-static"), tmp_path_factory.mktemp("static") / "bundle"))
 
 
 # -- a stepper that cannot be opened or closed -----------------------------------------------------
