@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 
 from mha_deploy.spec import AttentionSpec, TensorSpec
+from mha_deploy.spec_parts import CACHE_TENSORS, LENGTHS
 
 CACHE_INPUTS = {
-    "present_key": "past_key",
-    "present_value": "past_value",
-    "key_cache_out": "key_cache",
-    "value_cache_out": "value_cache",
+    out: given
+    for inputs, outputs in CACHE_TENSORS.values()
+    for out, given in zip(outputs, inputs, strict=True)
 }
 """For each cache that goes out, the one that came in."""
 
@@ -34,7 +34,7 @@ def stored_outputs(spec: AttentionSpec) -> tuple[TensorSpec, ...]:
 def written_from(inputs: Mapping[str, np.ndarray], given: str) -> np.ndarray:
     """The first new row of every row of the batch, in the cache that came in under this name. [B]."""
     cache = inputs[given]
-    return inputs["lengths"] if "lengths" in inputs else np.full(len(cache), cache.shape[2])
+    return inputs[LENGTHS] if LENGTHS in inputs else np.full(len(cache), cache.shape[2])
 
 
 def rows_from(cache: np.ndarray, starts: np.ndarray, S: int) -> np.ndarray:
@@ -59,14 +59,15 @@ def with_old_rows(
 ) -> dict[str, np.ndarray]:
     """The results of a call, with whole caches in place of the new rows."""
     return {
-        name: _joined(inputs[CACHE_INPUTS[name]], array, written_from(inputs, CACHE_INPUTS[name]))
+        name: with_rows(inputs[CACHE_INPUTS[name]], array, written_from(inputs, CACHE_INPUTS[name]))
         if CACHE_INPUTS.get(name) in inputs
         else array
         for name, array in results.items()
     }
 
 
-def _joined(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.ndarray:
+def with_rows(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """A copy of a cache with new rows in their places: in their type, and as long as they need it."""
     B, Hkv, T, D = before.shape
     S = new.shape[2]
     whole = np.empty((B, Hkv, max(T, int(starts.max()) + S), D), new.dtype)

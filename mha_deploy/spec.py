@@ -23,9 +23,14 @@ from typing import Any
 import mha_deploy.spec_rules as rules
 from mha_deploy.errors import SpecError, nearest
 from mha_deploy.spec_parts import (
+    CACHES,
+    CACHES_OUT,
     FLOAT,
     INT32,
+    LENGTHS,
     OPTIONS,
+    PAST,
+    PRESENT,
     Axis,
     Dim,
     GroupedMlp,
@@ -177,10 +182,10 @@ class AttentionSpec:
             dims = self._dims(1, self.Hq, "S", self.key_axis)
             tensors.append(TensorSpec(name="attention_bias", kind=FLOAT, dims=dims))
         if self.cache == "growing":
-            tensors += self._cache_tensors("past_key", "past_value", length="P")
+            tensors += self._cache_tensors(PAST, length="P")
         if self.cache == "static":
-            tensors += self._cache_tensors("key_cache", "value_cache", length="T")
-            tensors.append(TensorSpec(name="lengths", kind=INT32, dims=self._dims("B")))
+            tensors += self._cache_tensors(CACHES, length="T")
+            tensors.append(TensorSpec(name=LENGTHS, kind=INT32, dims=self._dims("B")))
         return tuple(tensors)
 
     @property
@@ -191,12 +196,12 @@ class AttentionSpec:
             dims = self._dims("B", self.Hq, "S", self.key_axis)
             tensors.append(TensorSpec(name="weights", kind=FLOAT, dims=dims))
         if self.cache == "growing":
-            tensors += self._cache_tensors("present_key", "present_value", length="P+S")
+            tensors += self._cache_tensors(PRESENT, length="P+S")
         if self.cache == "static":
-            tensors += self._cache_tensors("key_cache_out", "value_cache_out", length="T")
+            tensors += self._cache_tensors(CACHES_OUT, length="T")
         return tuple(tensors)
 
-    def _cache_tensors(self, *names: str, length: str) -> list[TensorSpec]:
+    def _cache_tensors(self, names: tuple[str, ...], *, length: str) -> list[TensorSpec]:
         dims = self._dims("B", self.Hkv, length, self.D)
         return [TensorSpec(name=name, kind=FLOAT, dims=dims) for name in names]
 

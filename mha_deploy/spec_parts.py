@@ -12,6 +12,12 @@ from mha_deploy.errors import SpecError
 FLOAT = "float"  # a tensor kind: whatever precision the export asks for
 INT32 = "int32"
 
+# Keys and values of a cache, as they come in and as they go out.
+PAST, PRESENT = ("past_key", "past_value"), ("present_key", "present_value")
+CACHES, CACHES_OUT = ("key_cache", "value_cache"), ("key_cache_out", "value_cache_out")
+CACHE_TENSORS = {"growing": (PAST, PRESENT), "static": (CACHES, CACHES_OUT)}
+LENGTHS = "lengths"  # of a static cache: its valid rows
+
 Dim = str | int  # an axis, a sum of axes and numbers such as "P+S", or a number
 Sizes = Mapping[str, int]
 

@@ -116,6 +116,11 @@ def prefill_calls(prompt: np.ndarray, most: int | None) -> Iterator[tuple[slice,
         yield slice(start, stop), None if (counts == stop - start).all() else counts
 
 
+def call_sizes(spec: AttentionSpec, B: int, S: int, past: int) -> dict[str, int]:
+    """The size of every axis in a call with S new tokens behind `past` ones."""
+    return {"B": B, "S": S, **({"P": past} if spec.cache == "growing" else {"T": spec.axes["T"].max})}
+
+
 # -- does it fit? ----------------------------------------------------------------------------------
 
 

@@ -19,16 +19,10 @@ import numpy as np
 from mha_deploy.backends.cuda import RowCopy
 from mha_deploy.backends.runner import Arrays, TensorInfo
 from mha_deploy.errors import DeployError
+from mha_deploy.golden_cache import with_rows
+from mha_deploy.spec_parts import CACHES, CACHES_OUT, LENGTHS, PAST, PRESENT
 
-LENGTHS = "lengths"
-TOTAL_LENGTH = "total_length"
-"""What GroupQueryAttention wants besides the lengths, on the host: an input that callers do not see."""
-
-CACHES = ("key_cache", "value_cache")
-CACHES_OUT = ("key_cache_out", "value_cache_out")
 ROWS = ("key_rows", "value_rows")
-PAST = ("past_key", "past_value")
-PRESENT = ("present_key", "present_value")
 
 
 class CacheForm(Enum):
@@ -160,15 +154,6 @@ def check_room(feeds: Arrays) -> None:
         refuse_overflow(feeds[LENGTHS], feeds["x"].shape[1], feeds[CACHES[0]].shape[2])
 
 
-def scatter_rows(cache: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """A copy of a cache with the new rows in their places."""
-    S = rows.shape[2]
-    written = cache.copy()
-    for b, length in enumerate(lengths):
-        written[b, :, length : length + S] = rows[b]
-    return written
-
-
 def total_length(lengths: np.ndarray, S: int, T: int) -> np.ndarray:
     """What GroupQueryAttention is told of the longest row: S means a prompt into an empty cache.
 
@@ -205,5 +190,5 @@ def presented_results(feeds: Arrays, results: Arrays, written: Arrays | None = N
         if rows in results:
             new = presented.pop(rows)
             held = written.get(cache)
-            presented[out] = scatter_rows(feeds[cache], new, feeds[LENGTHS]) if held is None else held
+            presented[out] = with_rows(feeds[cache], new, feeds[LENGTHS]) if held is None else held
     return presented

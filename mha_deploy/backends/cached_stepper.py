@@ -16,25 +16,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from mha_deploy.backends.cache_rows import (
-    CACHES,
-    CACHES_OUT,
-    LENGTHS,
-    PAST,
-    PRESENT,
-    ROWS,
-    TOTAL_LENGTH,
-    CacheShape,
-    refuse_overflow,
-    row_copies,
-    total_length,
-)
+from mha_deploy.backends.cache_rows import ROWS, CacheShape, refuse_overflow, row_copies, total_length
 from mha_deploy.backends.cuda import UNWRITTEN
 from mha_deploy.backends.runner import check_feeds
 from mha_deploy.backends.step_memory import Frame, Frames, Memory
 from mha_deploy.backends.stepper import DeviceTensor, Launcher, StepCall, Stepper
 from mha_deploy.backends.timing import Timing, TimingPlan, measure_latency
 from mha_deploy.errors import DeployError
+from mha_deploy.graph.lower.cache_form import TOTAL_LENGTH
+from mha_deploy.spec_parts import CACHES, CACHES_OUT, LENGTHS, PAST, PRESENT
 
 Pair = tuple[DeviceTensor, DeviceTensor]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from mha_deploy.backends.cache_rows import LENGTHS, TOTAL_LENGTH, CacheForm, CacheShape, cache_form
+from mha_deploy.backends.cache_rows import CacheForm, CacheShape, cache_form
 from mha_deploy.backends.cached_stepper import (
     CachedStepper,
     CopiedStepper,
@@ -14,6 +14,8 @@ from mha_deploy.backends.cached_stepper import (
 )
 from mha_deploy.backends.stepper import Launcher, Stepper
 from mha_deploy.errors import DeployError
+from mha_deploy.graph.lower.cache_form import TOTAL_LENGTH
+from mha_deploy.spec_parts import LENGTHS
 
 
 def open_stepper(launcher: Launcher, *, B: int, T: int | None = None) -> Stepper:

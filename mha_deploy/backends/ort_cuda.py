@@ -14,14 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.backends.cache_rows import (
-    CACHES,
-    LENGTHS,
-    TOTAL_LENGTH,
-    check_room,
-    total_length,
-    written_in_place,
-)
+from mha_deploy.backends.cache_rows import check_room, total_length, written_in_place
 from mha_deploy.backends.cuda import UNWRITTEN, Buffer, Stream, free_memory
 from mha_deploy.backends.gpu import GpuRunner, Prepared
 from mha_deploy.backends.ort_bound import NO_CAPTURE, BoundRun, cannot_run, captured_if_possible
@@ -45,6 +38,8 @@ from mha_deploy.backends.stepper import Launcher
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import graph_of
 from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.cache_form import TOTAL_LENGTH
+from mha_deploy.spec_parts import CACHES, LENGTHS
 
 WARM_UP = 2
 """How often a call runs before it is timed, the first time to be captured."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from mha_deploy.backends.cache_rows import CACHES, PAST, refuse_overflow
+from mha_deploy.backends.cache_rows import refuse_overflow
 from mha_deploy.backends.runner import Arrays
 from mha_deploy.baselines.decode import DecodeLayer, side_by_side
 from mha_deploy.baselines.module import module_from_bundle, tensor_from_numpy
@@ -26,6 +26,7 @@ from mha_deploy.errors import DeployError, nearest
 from mha_deploy.export.inputs import call_arguments
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
+from mha_deploy.spec_parts import CACHES, PAST
 
 
 @dataclass(frozen=True, kw_only=True)

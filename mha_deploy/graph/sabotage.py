@@ -32,7 +32,7 @@ from mha_deploy.graph.sabotage_masks import (
     mask_off_by_one,
     past_forgotten,
 )
-from mha_deploy.graph.sabotage_wiring import feed, follow, new_rows
+from mha_deploy.graph.sabotage_wiring import feed, feed_one_less, follow, new_rows
 from mha_deploy.spec import AttentionSpec
 
 Sabotage = Callable[[ir.Node, AttentionNode], bool]
@@ -150,9 +150,7 @@ def _rotary_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
     positions = input_at(rotary, _POSITIONS) if rotary is not None else None
     if rotary is None or positions is None:
         return False
-    build = NodeBuilder(f"{node.name}/sabotage")
-    earlier = build.op("Sub", positions, build.ints(1))
-    feed(rotary, _POSITIONS, build, build.op("Max", earlier, build.ints(0)))
+    feed_one_less(rotary, _POSITIONS, NodeBuilder(f"{node.name}/sabotage"), positions)
     return True
 
 

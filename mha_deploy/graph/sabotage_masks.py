@@ -16,7 +16,7 @@ from mha_deploy.graph.attention_node import (
     input_at,
 )
 from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.sabotage_wiring import feed, scatter_of
+from mha_deploy.graph.sabotage_wiring import feed, feed_one_less, scatter_of
 
 _WRITE_INDICES = 2  # where TensorScatter takes them
 
@@ -70,9 +70,7 @@ def cache_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
         starts = input_at(scatter, _WRITE_INDICES) if scatter is not None else None
         if scatter is None or starts is None:
             return False
-        build = NodeBuilder(f"{scatter.name}/sabotage")
-        earlier = build.op("Sub", starts, build.ints(1))
-        feed(scatter, _WRITE_INDICES, build, build.op("Max", earlier, build.ints(0)))
+        feed_one_less(scatter, _WRITE_INDICES, NodeBuilder(f"{scatter.name}/sabotage"), starts)
     return True
 
 

@@ -24,6 +24,11 @@ def feed(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> N
     node.replace_input_with(position, value)
 
 
+def feed_one_less(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> None:
+    """Let a node take whole numbers that are one too small, but not below 0."""
+    feed(node, position, build, build.op("Max", build.op("Sub", value, build.ints(1)), build.ints(0)))
+
+
 def follow(node: ir.Node, build: NodeBuilder, wrong: ir.Value) -> None:
     """Put new nodes behind an attention, the last one in the place of its output."""
     output = node.outputs[Y]

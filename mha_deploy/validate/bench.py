@@ -10,7 +10,7 @@ from mha_deploy.analyze.points import TimedPoint, points_from_text
 from mha_deploy.backends.cuda import open_gpu
 from mha_deploy.bundle import Bundle
 from mha_deploy.engine.record import Engine
-from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.validate.examine import Exam, Examination, examine, refused_rows
@@ -20,7 +20,7 @@ from mha_deploy.validate.participants import TENSORRT, Absent, Casting, Particip
 from mha_deploy.validate.profile import kernel_times
 from mha_deploy.validate.report import engines_to_dict, frame, latency_to_dict, model_to_dict
 from mha_deploy.validate.sweep import bench_points
-from mha_deploy.versions import can_import
+from mha_deploy.validate.with_torch import INSTALL, refuse_without_torch
 
 OnStep = Callable[[str], None]
 Key = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # sizes, and the lengths of a static cache
@@ -189,12 +189,7 @@ def _key_of(case: GoldenCase) -> Key:
 
 
 def _fresh(bundle: Bundle, seed: int) -> Callable[[TimedPoint], GoldenCase]:
-    if not can_import("torch"):
-        raise BackendUnavailable(
-            "Only PyTorch can tell what is true at sizes that have no golden case.",
-            got="PyTorch is not installed",
-            hint='--at opt, or pip install "mha-deploy[export]"',
-        )
+    refuse_without_torch("at sizes that have no golden case", hint=f"--at opt, or {INSTALL}")
     from mha_deploy.baselines.fresh import FreshCases
 
     fresh = FreshCases(bundle, device="cuda")

@@ -12,7 +12,7 @@ from mha_deploy.backends.runner import Arrays, ProfiledRunner, Runner
 from mha_deploy.errors import DeployError
 from mha_deploy.precision import Precision
 from mha_deploy.spec import FLOAT, AttentionSpec, Sizes
-from mha_deploy.trace import DecodeTrace, prefill_calls
+from mha_deploy.trace import DecodeTrace, call_sizes, prefill_calls
 from mha_deploy.validate.growth import SteppingReport
 from mha_deploy.validate.parity import OutputVerdict
 from mha_deploy.validate.stepping import attempt, not_stepped, open_stepper, step_through
@@ -92,15 +92,10 @@ def _step_sizes(spec: AttentionSpec, trace: DecodeTrace) -> Iterator[Sizes]:
     """The sizes of the calls with single tokens."""
     steps = trace.steps if spec.cache == "growing" else 1  # those behind a static cache are all alike
     for step in range(steps):
-        yield _sizes(spec, trace, S=1, past=trace.longest_prompt + step)
+        yield call_sizes(spec, trace.B, 1, trace.longest_prompt + step)
 
 
 def _prefill_sizes(spec: AttentionSpec, trace: DecodeTrace, most: int | None) -> Iterator[Sizes]:
     """The sizes of the calls that bring the prompts."""
     for part, _ in prefill_calls(trace.prompt, most):
-        yield _sizes(spec, trace, S=part.stop - part.start, past=part.start)
-
-
-def _sizes(spec: AttentionSpec, trace: DecodeTrace, S: int, past: int) -> Sizes:
-    rows = {"P": past} if spec.cache == "growing" else {"T": spec.axes["T"].max}
-    return {"B": trace.B, "S": S, **rows}
+        yield call_sizes(spec, trace.B, part.stop - part.start, part.start)

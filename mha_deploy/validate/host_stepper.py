@@ -11,14 +11,11 @@ from mha_deploy.backends.gpu import GpuRunner
 from mha_deploy.backends.runner import Runner
 from mha_deploy.errors import DeployError
 from mha_deploy.spec import AttentionSpec
+from mha_deploy.spec_parts import CACHE_TENSORS, LENGTHS
 from mha_deploy.trace import DecodeTrace
 
 # What stands behind the valid rows of a static cache is never to be read. Zeros would hide some of it.
 _UNREAD = 8.0
-_CACHES = {
-    "growing": (("past_key", "past_value"), ("present_key", "present_value")),
-    "static": (("key_cache", "value_cache"), ("key_cache_out", "value_cache_out")),
-}
 
 
 class Stepper(Protocol):
@@ -71,7 +68,7 @@ class HostStepper:
                 hint=f"inputs {wanted}",
             )
         self._runner, self._spec = runner, spec
-        self._takes, self._gives = _CACHES[spec.cache]
+        self._takes, self._gives = CACHE_TENSORS[spec.cache]
         rows = spec.axes["T"].max if spec.cache == "static" else 0
         shape, dtype = (B, spec.Hkv, rows, spec.D), runner.inputs[self._takes[0]].dtype
         self._held = (np.full(shape, _UNREAD, dtype), np.full(shape, -_UNREAD, dtype))
@@ -82,7 +79,7 @@ class HostStepper:
         """Run S new tokens of every row; see `Stepper`."""
         feeds = {"x": np.ascontiguousarray(x), **dict(zip(self._takes, self._held, strict=True))}
         if self._spec.cache == "static":
-            feeds["lengths"] = self.lengths
+            feeds[LENGTHS] = self.lengths
         elif counts is not None:
             raise DeployError("The rows of a growing cache have one length.", got=f"counts {counts.tolist()}")
         results = self._runner.run(feeds)

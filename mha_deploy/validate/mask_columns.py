@@ -14,6 +14,7 @@ from mha_deploy.errors import BackendUnavailable
 from mha_deploy.graph.eligibility import target_from
 from mha_deploy.precision import Precision
 from mha_deploy.validate.conformance import Column, absent_column, engine_column, runner_column
+from mha_deploy.validate.with_torch import torch_device
 from mha_deploy.versions import can_import
 
 
@@ -33,8 +34,7 @@ def _torch_columns() -> list[Column]:
         return [absent_column(name, "PyTorch is not installed") for name in ("eager", "sdpa")]
     from mha_deploy.baselines.masks import torch_column
 
-    device = "cpu" if find_gpu() is None else "cuda"
-    return [torch_column(path, device) for path in ("plain", "sdpa")]
+    return [torch_column(path, torch_device()) for path in ("plain", "sdpa")]
 
 
 def _tensorrt_column(precision: Precision) -> Column:

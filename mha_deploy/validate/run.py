@@ -35,6 +35,7 @@ from mha_deploy.validate.report import Report
 from mha_deploy.validate.sweep import sweep_points
 from mha_deploy.validate.traces import traces_of
 from mha_deploy.validate.verdict import findings, headline
+from mha_deploy.validate.with_torch import refuse_without_torch, torch_device
 from mha_deploy.versions import can_import
 
 if TYPE_CHECKING:
@@ -153,15 +154,10 @@ class _Validation:
 
     @cached_property
     def _fresh(self) -> FreshCases:
-        if not can_import("torch"):
-            raise BackendUnavailable(
-                "Only PyTorch can tell what is true of fresh inputs.",
-                got="PyTorch is not installed",
-                hint='pip install "mha-deploy[export]"',
-            )
+        refuse_without_torch("of fresh inputs")
         from mha_deploy.baselines.fresh import FreshCases
 
-        return FreshCases(self.bundle, device="cpu" if find_gpu() is None else "cuda")
+        return FreshCases(self.bundle, device=torch_device())
 
     def _with_fresh(self, exam: Exam, engines: Sequence[Participant]) -> Exam:
         """Add fresh cases to an exam: those asked for, and by itself a sweep of the engines' profiles."""

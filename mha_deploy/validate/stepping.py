@@ -18,7 +18,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
 from mha_deploy.precision import Precision
 from mha_deploy.spec import AttentionSpec
-from mha_deploy.trace import DecodeTrace, check_trace, prefill_calls
+from mha_deploy.trace import DecodeTrace, call_sizes, check_trace, prefill_calls
 from mha_deploy.validate.deviation import measure
 from mha_deploy.validate.growth import StepBudgets, SteppingReport
 from mha_deploy.validate.host_stepper import HostStepper, Stepper, open_stepper
@@ -145,15 +145,14 @@ class _Walk:
 
         return GoldenCase(
             name=f"{trace.name} step {step}" if step else f"{trace.name} prefill",
-            sizes=self._sizes(S=1, past=first + step - 1) if step else self._sizes(S=first, past=0),
+            sizes=self._sizes(1, first + step - 1) if step else self._sizes(first, 0),
             inputs={},
             oracle={"output": cut(trace.oracle["output"])},
             eager={"output": cut(trace.eager["output"])},
         )
 
     def _sizes(self, S: int, past: int) -> dict[str, int]:
-        rows = {"P": past} if self.spec.cache == "growing" else {"T": self.spec.axes["T"].max}
-        return {"B": self.trace.B, "S": S, **rows}
+        return call_sizes(self.spec, self.trace.B, S, past)
 
     def _note(self, step: int, case: GoldenCase, verdicts: list[OutputVerdict]) -> None:
         self.verdicts += verdicts
@@ -170,7 +169,7 @@ class _Walk:
         names = ("key", "value")
         case = GoldenCase(
             name=f"{trace.name} cache",
-            sizes=self._sizes(S=1, past=trace.length - 1),
+            sizes=self._sizes(1, trace.length - 1),
             inputs={},
             oracle={name: _without_padding(trace.oracle[name], ends, axis=2) for name in names},
             eager={name: _without_padding(trace.eager[name], ends, axis=2) for name in names},

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from mha_deploy.backends.cuda import find_gpu
 from mha_deploy.bundle import Bundle, TraceEntry
-from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.trace import DecodeTrace, check_trace, read_trace
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.versions import can_import
+from mha_deploy.validate.with_torch import refuse_without_torch, torch_device
 
 
 def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
@@ -45,12 +44,7 @@ def _fresh(bundle: Bundle, options: ValidateOptions) -> DecodeTrace:
             hint="export it with --cache growing or --cache static",
         )
     prompt = _usual_prompt(spec, options.steps) if options.prompt is None else options.prompt
-    if not can_import("torch"):
-        raise BackendUnavailable(
-            "Only PyTorch can tell what is true of fresh tokens.",
-            got="PyTorch is not installed",
-            hint='pip install "mha-deploy[export]"',
-        )
+    refuse_without_torch("of fresh tokens")
     from mha_deploy.baselines.traces import fresh_trace
 
     return fresh_trace(
@@ -59,7 +53,7 @@ def _fresh(bundle: Bundle, options: ValidateOptions) -> DecodeTrace:
         prompt=prompt,
         steps=options.steps,
         seed=options.seed,
-        device="cpu" if find_gpu() is None else "cuda",
+        device=torch_device(),
     )
 
 

@@ -6,6 +6,7 @@ import cuda_fake
 import numpy as np
 
 from mha_deploy.backends import ort_bound, ort_cuda
+from mha_deploy.backends.ort import OrtCpuRunner
 from mha_deploy.backends.ort_cuda import OrtCudaRunner
 
 B, T = 2, 64
@@ -37,3 +38,15 @@ def static_feeds(x, lengths, seed=1):
     """The tokens behind a random cache."""
     cache = np.random.default_rng(seed).standard_normal((2, len(x), 2, T, 16)).astype(np.float32)
     return {"x": x, "key_cache": cache[0], "value_cache": cache[1], "lengths": np.array(lengths, np.int32)}
+
+
+def whole_sequence(bundles, x):
+    """The layer in FP16 over a whole sequence, from an empty cache, on the CPU: output, keys and values."""
+    empty = np.zeros((len(x), 2, 0, 16), np.float16)
+    with OrtCpuRunner(bundles("tiny-growing").model_path) as runner:
+        return list(runner.run({"x": x, "past_key": empty, "past_value": empty}).values())
+
+
+def near(got, wanted):
+    """Equal but for what FP16 rounds."""
+    np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), rtol=0, atol=1e-2)

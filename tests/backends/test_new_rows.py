@@ -15,12 +15,12 @@ from mha_deploy.backends.cache_rows import (
     presented_outputs,
     presented_results,
     row_copies,
-    scatter_rows,
     total_length,
     written_in_place,
 )
 from mha_deploy.backends.runner import TensorInfo
 from mha_deploy.errors import DeployError
+from mha_deploy.golden_cache import with_rows
 
 HALF = np.dtype(np.float16)
 
@@ -95,7 +95,7 @@ def test_rows_get_to_their_places_on_the_device_as_on_the_host(runtime, lengths,
     copies = row_copies(shape, lengths, S)
     for copy in copies:
         target.copy_rows(source, copy, STREAM)
-    wanted = scatter_rows(cache, rows, lengths)
+    wanted = with_rows(cache, rows, lengths)
     assert (wanted != cache).any()
     np.testing.assert_array_equal(target.download(cache.shape, HALF, STREAM), wanted)
     assert runtime.calls == [(2 * B // calls, S * 8 * 2)] * calls
@@ -132,7 +132,7 @@ def test_the_real_bindings_take_the_arguments_in_this_order():
 
 def test_the_host_scatters_into_a_copy():
     cache, rows = np.zeros((2, 1, 4, 2), HALF), numbers(2, 1, 2, 2)
-    got = scatter_rows(cache, rows, np.array([0, 2], np.int32))
+    got = with_rows(cache, rows, np.array([0, 2], np.int32))
     np.testing.assert_array_equal(got[0, :, :2], rows[0])
     np.testing.assert_array_equal(got[1, :, 2:], rows[1])
     assert not cache.any()

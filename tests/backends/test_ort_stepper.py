@@ -1,9 +1,11 @@
 """ONNX Runtime steps through tokens in place: its CPU kernels on the fake device's memory, and on a GPU."""
 
+from functools import partial
+
 import numpy as np
 import ort_on_cpu
 import pytest
-from ort_on_cpu import B, T, drawn, opened, static_feeds
+from ort_on_cpu import B, T, drawn, near, opened, static_feeds, whole_sequence
 from test_ort_cuda import on_gpu
 
 from mha_deploy.backends import ort_bound, ort_cuda
@@ -226,17 +228,7 @@ GPU = [*LAYERS, ("tiny-growing", "contrib")]
 @pytest.fixture
 def half(bundles):
     """The layer in FP16 over a whole sequence, on the CPU."""
-
-    def run(x):
-        empty = np.zeros((len(x), 2, 0, 16), np.float16)
-        with OrtCpuRunner(bundles("tiny-growing").model_path) as runner:
-            return list(runner.run({"x": x, "past_key": empty, "past_value": empty}).values())
-
-    return run
-
-
-def near(got, wanted):
-    np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), rtol=0, atol=1e-2)
+    return partial(whole_sequence, bundles)
 
 
 @on_gpu

@@ -2,10 +2,12 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import cuda_fake
 import numpy as np
 import pytest
+from ort_on_cpu import near, whole_sequence
 from step_engines import FORMS, HKV, STATIC, B, D, E, T, heads, running_sum, tokens
 from tensorrt_fake import ENGINES, FakeEngine
 from test_tensorrt_runner import VERSIONS, fake
@@ -591,20 +593,10 @@ def test_a_run_with_a_past_and_with_none(device, P):
 # -- a real layer: what TensorRT 8.6 is given, computed by ONNX Runtime -----------------------------------
 
 
-def close(got, wanted):
-    np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), rtol=0, atol=1e-2)
-
-
 @pytest.fixture
 def whole(bundles):
     """The layer over a whole sequence, from an empty cache: output, keys and values."""
-
-    def run(x):
-        empty = np.zeros((len(x), 2, 0, 16), np.float16)
-        with OrtCpuRunner(bundles("tiny-growing").model_path) as runner:
-            return list(runner.run({"x": x, "past_key": empty, "past_value": empty}).values())
-
-    return run
+    return partial(whole_sequence, bundles)
 
 
 def drawn(batch, S):
@@ -654,9 +646,9 @@ def test_the_lowering_to_primitives_can_be_stepped_through(device, bundles, whol
     for b, own in ((0, x[:1]), (1, ragged)):
         output, wanted_keys, wanted_values = whole(own)
         length = own.shape[1]
-        close(got[b, -6:], output[0, -6:])
-        close(keys[b, :, :length], wanted_keys[0])
-        close(values[b, :, :length], wanted_values[0])
+        near(got[b, -6:], output[0, -6:])
+        near(keys[b, :, :length], wanted_keys[0])
+        near(values[b, :, :length], wanted_values[0])
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------
@@ -696,9 +688,9 @@ def test_steps_add_up_to_the_whole_sequence_on_a_gpu(gpu_engine, whole, graph):
     x = drawn(3, 40)
     output, keys, values = whole(x)
     with open_engine_runner(gpu_engine[1], cuda_graph=graph) as runner, runner.stepper(B=3, T=64) as stepper:
-        close(fed(stepper, x, [17, *[1] * 10, 3, *[1] * 10]), output)
+        near(fed(stepper, x, [17, *[1] * 10, 3, *[1] * 10]), output)
         for got, wanted in zip(stepper.cache(), (keys, values), strict=True):
-            close(got[:, :, :40], wanted)
+            near(got[:, :, :40], wanted)
             assert not got[:, :, 40:].any()
 
 
@@ -710,8 +702,8 @@ def test_ragged_rows_are_stepped_through_on_a_gpu(gpu_engine, whole):
     with open_engine_runner(gpu_engine[1]) as runner, runner.stepper(B=2) as stepper:
         stepper.feed(x[:, :6], np.array([6, 3], np.int32))
         got = np.concatenate([stepper.feed(x[:, at : at + 1]) for at in range(6, 12)], axis=1)
-    close(got[:1], whole(x[:1])[0][:, 6:])
-    close(got[1:], whole(np.concatenate((x[1:, :3], x[1:, 6:]), axis=1))[0][:, 3:])
+    near(got[:1], whole(x[:1])[0][:, 6:])
+    near(got[1:], whole(np.concatenate((x[1:, :3], x[1:, 6:]), axis=1))[0][:, 3:])
 
 
 @pytest.mark.gpu
@@ -727,6 +719,6 @@ def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(gpu_engine, whole, gr
         assert timing.p50 > 0
         assert timing.memory_bytes > gpu_engine[1].manifest.engine_bytes
         if is_static:
-            close(timing.results[0]["output"], whole(x[:, :9])[0][:, 8:])
+            near(timing.results[0]["output"], whole(x[:, :9])[0][:, 8:])
         np.testing.assert_array_equal(stepper.cache(), before)
-        close(stepper.feed(x[:, 9:]), whole(x)[0][:, 9:])
+        near(stepper.feed(x[:, 9:]), whole(x)[0][:, 9:])

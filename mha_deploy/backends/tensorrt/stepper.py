@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mha_deploy.backends.cache_rows import CACHES, CACHES_OUT, PAST
 from mha_deploy.backends.cuda import Graph
 from mha_deploy.backends.stepper import Launcher, Repeated, StepCall
 from mha_deploy.backends.tensorrt.bound import BoundContext
@@ -15,6 +14,7 @@ from mha_deploy.backends.tensorrt.ranges import tightest_admitting
 from mha_deploy.backends.tensorrt.recent import Recent
 from mha_deploy.backends.tensorrt.request import Profile, Shape
 from mha_deploy.backends.tensorrt.versions import TensorRT
+from mha_deploy.spec_parts import CACHES, CACHES_OUT, PAST
 
 if TYPE_CHECKING:
     from mha_deploy.backends.tensorrt.run import TensorRTRunner
