@@ -17,129 +17,28 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any
 
 from mha_deploy.errors import BundleError
-from mha_deploy.precision import Precision, find_precision
-from mha_deploy.spec import AttentionSpec
+from mha_deploy.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
 
-FORMAT = 1
+__all__ = [
+    "MANIFEST",
+    "MODEL",
+    "Bundle",
+    "BundleWriter",
+    "GoldenEntry",
+    "LayersEntry",
+    "Manifest",
+    "TraceEntry",
+    "open_bundle",
+    "sha256",
+]
+
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GoldenEntry:
-    """What the manifest says of one golden case."""
-
-    name: str
-    file: str
-    sizes: Mapping[str, int]
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceEntry:
-    """What the manifest says of one decode trace."""
-
-    name: str
-    file: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a bundle is.
-
-    Args:
-        spec: The layer, with the axes it was exported for.
-        precision: The types in the graph.
-        opset: Version of the default ONNX operator set.
-        weights: Where the weights came from, for people: a seed or a file name and its hash.
-        attention: The fused attention nodes, as found in the graph.
-        golden: The golden cases.
-        checks: What the export checked of its own work, and how.
-        versions: Versions of everything that took part.
-        files: Size and SHA-256 of every file but the manifest.
-        notes: What a reader should know, such as golden cases that were left out.
-        traces: The decode traces, of a layer with a cache.
-    """
-
-    spec: AttentionSpec
-    precision: Precision
-    opset: int
-    weights: str
-    attention: list[dict[str, Any]]
-    golden: list[GoldenEntry]
-    checks: dict[str, Any]
-    versions: dict[str, str]
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    traces: list[TraceEntry] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "format": FORMAT,
-            "spec": self.spec.to_dict(),
-            "precision": self.precision.name,
-            "opset": self.opset,
-            "weights": self.weights,
-            "attention": self.attention,
-            "golden": [vars(entry) for entry in self.golden],
-            "traces": [vars(entry) for entry in self.traces],
-            "checks": self.checks,
-            "versions": self.versions,
-            "files": dict(self.files),
-            "notes": self.notes,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Manifest:
-        """Read plain data, refusing another format."""
-        if data.get("format") != FORMAT:
-            raise BundleError(
-                "The bundle has another format.",
-                got=f"format {data.get('format')!r}",
-                hint=f"this version reads format {FORMAT}: export again with it",
-            )
-        spec = AttentionSpec.from_dict(data["spec"])
-        if not all(isinstance(node, Mapping) for node in data["attention"]) or not data["golden"]:
-            raise TypeError("attention nodes or golden cases are missing")
-        return cls(
-            spec=spec,
-            precision=find_precision(data["precision"]),
-            opset=data["opset"],
-            weights=data["weights"],
-            attention=data["attention"],
-            golden=[_golden_entry(entry, spec) for entry in data["golden"]],
-            checks=data["checks"],
-            versions=data["versions"],
-            files={
-                name: {"bytes": entry["bytes"], "sha256": entry["sha256"]}
-                for name, entry in data["files"].items()
-            },
-            notes=[str(note) for note in data["notes"]],
-            traces=[_trace_entry(entry) for entry in data.get("traces", ())],
-        )
-
-
-def _golden_entry(data: Mapping[str, Any], spec: AttentionSpec) -> GoldenEntry:
-    entry = GoldenEntry(**data)
-    if not all(isinstance(text, str) for text in (entry.name, entry.file, entry.note)):
-        raise TypeError(f"golden case {data}")
-    spec.check_sizes(entry.sizes)
-    return entry
-
-
-def _trace_entry(data: Mapping[str, Any]) -> TraceEntry:
-    entry = TraceEntry(**data)
-    if not isinstance(entry.name, str) or not isinstance(entry.file, str):
-        raise TypeError(f"trace {data}")
-    return entry
 
 
 @dataclass(frozen=True, kw_only=True)

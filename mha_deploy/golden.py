@@ -20,16 +20,20 @@ import numpy as np
 from mha_deploy.bundle import Bundle, GoldenEntry
 from mha_deploy.errors import BundleError
 from mha_deploy.golden_cache import only_new_rows, stored_outputs, with_old_rows
+from mha_deploy.model_spec import ModelSpec
 from mha_deploy.npz import read_npz
 from mha_deploy.precision import Precision
-from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
+from mha_deploy.spec import FLOAT, TensorSpec
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenCase:
-    """One case: what goes in, what is true (FP64), and what the module itself gave."""
+    """One case: what goes in, what is true (FP64), and what the module itself gave.
+
+    `flops` is the work of one call where it was counted, for a user's module; else 0.
+    """
 
     name: str
     sizes: Mapping[str, int]
@@ -37,6 +41,7 @@ class GoldenCase:
     oracle: Arrays
     eager: Arrays
     note: str = ""
+    flops: int = 0
 
 
 def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
@@ -61,6 +66,7 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
         oracle=with_old_rows(oracle, inputs),
         eager=with_old_rows(eager, inputs),
         note=entry.note,
+        flops=entry.flops,
     )
 
 
@@ -83,7 +89,7 @@ def refuse_infinite(file: str, results: Iterable[tuple[str, np.ndarray]]) -> Non
             raise BundleError("A golden result is not finite.", got=f"{file}: {name}", hint="export again")
 
 
-def _refuse_strangers(spec: AttentionSpec, names: list[str]) -> None:
+def _refuse_strangers(spec: ModelSpec, names: list[str]) -> None:
     groups = {"inputs": spec.inputs, "oracle": spec.outputs, "eager": spec.outputs}
     known = {f"{group}/{tensor.name}" for group, tensors in groups.items() for tensor in tensors}
     strangers = sorted(set(names) - known)
@@ -177,7 +183,7 @@ def _polygraphy_iteration(outputs: Arrays) -> dict[str, object]:
     return {"outputs": lazy, "runtime": None, "runner_name": "oracle", "polygraphy_class": "IterationResult"}
 
 
-def polygraphy_refusal(spec: AttentionSpec, precision: Precision) -> str | None:
+def polygraphy_refusal(spec: ModelSpec, precision: Precision) -> str | None:
     """Why Polygraphy cannot be given these cases, or None."""
     if spec.cache != "none":
         return "no Polygraphy files: it would compare whole caches, of which only the new rows say anything"

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mha_deploy.spec import AttentionSpec, TensorSpec
-from mha_deploy.spec_parts import CACHE_TENSORS, LENGTHS
+from mha_deploy.model_spec import ModelSpec
+from mha_deploy.spec_parts import CACHE_TENSORS, LENGTHS, TensorSpec
 
 CACHE_INPUTS = {
     out: given
@@ -22,7 +22,7 @@ CACHE_INPUTS = {
 """For each cache that goes out, the one that came in."""
 
 
-def stored_outputs(spec: AttentionSpec) -> tuple[TensorSpec, ...]:
+def stored_outputs(spec: ModelSpec) -> tuple[TensorSpec, ...]:
     """The outputs of a layer as a file holds them: of a cache, [B, Hkv, S, D]."""
     S = next(tensor for tensor in spec.inputs if tensor.name == "x").dims[1] if spec.cache != "none" else 0
     return tuple(

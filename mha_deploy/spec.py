@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import mha_deploy.spec_rules as rules
-from mha_deploy.errors import SpecError, nearest
+from mha_deploy.model_spec import ModelSpec
 from mha_deploy.spec_parts import (
     CACHES,
     CACHES_OUT,
@@ -58,7 +58,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(ModelSpec):
     """One attention layer, complete enough to build, export, profile and test it.
 
     Args:
@@ -210,18 +210,7 @@ class AttentionSpec:
         fixed = {name: axis.min for name, axis in self.axes.items() if not axis.is_dynamic}
         return tuple(simplified(dim, fixed) for dim in dims)
 
-    def sizes(self, bound: str) -> dict[str, int]:
-        """The size of every axis at `min`, `opt` or `max`."""
-        return {name: getattr(axis, bound) for name, axis in self.axes.items()}
-
     # -- changes -------------------------------------------------------------------------------
-
-    def with_axes(self, changed: Mapping[str, Axis]) -> AttentionSpec:
-        """The same layer over other axis ranges."""
-        for name in changed:
-            if name not in self.axes:
-                raise SpecError(f"{self.name} has no axis {name!r}.", got=name, hint=nearest(name, self.axes))
-        return replace(self, axes={**self.axes, **changed})
 
     def without_cache(self) -> AttentionSpec:
         """The same layer over whole sequences, of all positions that its calls can reach: their oracle."""
@@ -240,31 +229,6 @@ class AttentionSpec:
         if cache == self.cache:
             return self
         return replace(self, cache=cache, axes=axes_with_cache(self.axes, cache, self.room))
-
-    def parse_sizes(self, text: str) -> dict[str, int]:
-        """Read sizes such as `B=2,S=33`: one for every axis, inside its range."""
-        try:
-            pairs = [part.split("=") for part in text.split(",")]
-            sizes = {axis.strip(): int(size) for axis, size in pairs}
-        except ValueError as error:
-            example = ",".join(f"{name}={axis.opt}" for name, axis in self.axes.items())
-            raise SpecError("Sizes cannot be read.", got=text, hint=f"such as {example}") from error
-        self.check_sizes(sizes)
-        return sizes
-
-    def check_sizes(self, sizes: Sizes) -> None:
-        """Refuse sizes that are missing, unknown or outside the axes."""
-        if set(sizes) != set(self.axes):
-            raise SpecError(
-                f"{self.name} needs a size for each of its axes {', '.join(self.axes)}.", got=dict(sizes)
-            )
-        for name, axis in self.axes.items():
-            if not axis.min <= sizes[name] <= axis.max:
-                raise SpecError(
-                    f"Axis {name} of {self.name} does not allow this size.",
-                    got=f"{name}={sizes[name]}",
-                    hint=f"a size from {axis.min} to {axis.max}, or widen it with --axis {name}=min:opt:max",
-                )
 
     # -- reading and writing -------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,21 @@ def bundles(tmp_path_factory, quick_exporter):
         return bundle_from_spec(find_spec(name), folder, ExportOptions(precision=precision))
 
     return lambda name, precision="fp16": make(name, precision)
+
+
+@pytest.fixture(scope="session")
+def own_bundles(tmp_path_factory, quick_exporter):
+    """A function that gives the bundle of a factory in own_models.py; it is shared, so copy it first."""
+    from mha_deploy.export.module_exporter import bundle_from_factory
+    from mha_deploy.export.options import ExportOptions
+
+    @functools.cache
+    def make(name, precision):
+        folder = tmp_path_factory.mktemp(f"own-{name}-{precision}") / name
+        options = ExportOptions(precision=precision)
+        return bundle_from_factory(f"{Path(__file__).parent / 'own_models.py'}:{name}", folder, options)
+
+    return lambda name="encoder", precision="fp16": make(name, precision)
 
 
 # -- the command line ------------------------------------------------------------------------------

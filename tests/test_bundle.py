@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import pytest
 from bundle_edit import edit_manifest, fill, manifest, small_bundle
 
-from mha_deploy.bundle import FORMAT, MANIFEST, MODEL, BundleWriter, open_bundle, sha256
+from mha_deploy.bundle import MANIFEST, MODEL, BundleWriter, open_bundle, sha256
 from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.manifest import FORMAT
 
 KEYS = sorted(manifest().to_dict())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mha_deploy.analyze.sizes import sizes_name
 from mha_deploy.errors import SpecError, nearest
-from mha_deploy.spec import AttentionSpec
+from mha_deploy.model_spec import ModelSpec
 
 PREFILL, DECODE, USUAL = "prefill", "decode", "opt"
 
@@ -28,7 +28,7 @@ class TimedPoint:
     past: int | None = None
 
 
-def usual_points(spec: AttentionSpec) -> tuple[TimedPoint, ...]:
+def usual_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
     """The usual sizes of a layer; with a cache, of its prefill and of its decode step.
 
     `prefill` brings the usual number of tokens to a cache that holds as few as it can. `decode` brings as few
@@ -44,13 +44,13 @@ def usual_points(spec: AttentionSpec) -> tuple[TimedPoint, ...]:
     return (prefill, decode) if usual["S"] > least["S"] else (decode,)
 
 
-def with_full_cache(spec: AttentionSpec, name: str, sizes: Mapping[str, int]) -> TimedPoint:
+def with_full_cache(spec: ModelSpec, name: str, sizes: Mapping[str, int]) -> TimedPoint:
     """A point whose static cache, where there is one, is full once the new tokens are in it."""
     past = sizes["T"] - sizes["S"] if spec.cache == "static" else None
     return TimedPoint(name=name, sizes=dict(sizes), past=past)
 
 
-def points_from_text(spec: AttentionSpec, text: str) -> tuple[TimedPoint, ...]:
+def points_from_text(spec: ModelSpec, text: str) -> tuple[TimedPoint, ...]:
     """Read `opt`, for all of `usual_points`; `prefill` or `decode`; or sizes such as `B=8,S=1,P=2048`.
 
     Raises:

@@ -1,7 +1,8 @@
 """ONNX's own reference evaluator: complete, and the only CPU runtime here with bfloat16.
 
-Products are summed in float32 as on a GPU (see `graph.widen`). Left alone, the evaluator rounds even the
-softmax scale to the type of the tensors: 0.125 and 0.1256 are the same number in bfloat16.
+Products, sums and activations are computed in float32 as on a GPU (see `graph.widen`). Left alone, the
+evaluator rounds even the softmax scale to the type of the tensors: 0.125 and 0.1256 are the same number in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import onnx_ir as ir
 from mha_deploy.backends.runner import Arrays, Runner, TensorInfo
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
-from mha_deploy.graph.widen import with_float32_products
+from mha_deploy.graph.widen import with_float32_inside
 
 _TYPES: dict[int, np.dtype] = {
     onnx.TensorProto.FLOAT16: np.dtype(np.float16),
@@ -35,7 +36,7 @@ class OnnxReferenceRunner(Runner):
         from onnx.reference import ReferenceEvaluator
 
         graph = graph_of(model)
-        proto = ir.to_proto(with_float32_products(graph))
+        proto = ir.to_proto(with_float32_inside(graph))
         try:
             onnx.load_external_data_for_model(proto, str(weights_folder(graph) or "."))
             self._evaluator = ReferenceEvaluator(proto)

@@ -4,22 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from mha_deploy.analyze.sizes import sizes_name
 from mha_deploy.analyze.work import past_rows
 from mha_deploy.baselines.blocked import run_in_blocks
-from mha_deploy.baselines.module import module_from_bundle
+from mha_deploy.baselines.fresh_module import FreshModuleCases
+from mha_deploy.baselines.module import attention_spec, module_from_bundle
 from mha_deploy.bundle import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.export.golden import GoldenCapture, fp64_twin, refuse_overflow
 from mha_deploy.export.golden_plan import PlannedCase
 from mha_deploy.golden import GoldenCase
+from mha_deploy.module_spec import ModuleSpec
 
 _GIB = 1 << 30
 # For the scores and activations of the oracle; what the device has besides is for weights and results.
 ORACLE_BYTES = {"cpu": 2 * _GIB, "cuda": 16 * _GIB}
+
+
+class CaseMaker(Protocol):
+    """Draws new cases for the model of a bundle."""
+
+    def case(
+        self, sizes: Mapping[str, int], *, seed: int, ragged: bool = False, past: int | None = None
+    ) -> GoldenCase:
+        """Draw inputs and compute what is true of them."""
+
+
+def fresh_cases(bundle: Bundle, device: str) -> CaseMaker:
+    """Whoever draws new cases for a bundle: a layer is computed on the device, a user's module on the CPU."""
+    spec = bundle.manifest.spec
+    if isinstance(spec, ModuleSpec):
+        return FreshModuleCases(spec, bundle.manifest.precision)
+    return FreshCases(bundle, device)
 
 
 class FreshCases:
@@ -32,7 +52,7 @@ class FreshCases:
     """
 
     def __init__(self, bundle: Bundle, device: str, *, oracle_bytes: int | None = None) -> None:
-        self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
+        self.spec, self.precision = attention_spec(bundle), bundle.manifest.precision
         self._module = module_from_bundle(bundle, path="plain", device=device)
         self._oracle = fp64_twin(self._module)
         limit = oracle_bytes or ORACLE_BYTES[torch.device(device).type]

@@ -18,6 +18,7 @@ from mha_deploy.errors import BackendUnavailable, BundleError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
+from mha_deploy.spec import AttentionSpec
 
 
 def module_from_bundle(
@@ -32,13 +33,21 @@ def module_from_bundle(
         dtype: What they are converted to; the bundle's precision if not given.
     """
     check_device(device)
-    manifest = bundle.manifest
+    manifest, spec = bundle.manifest, attention_spec(bundle)
     dtype = dtype or getattr(torch, manifest.precision.torch_name)
     initializers = load_graph(bundle.model_path).graph.initializers
-    names = list(build_module(manifest.spec, device="meta").state_dict())
+    names = list(build_module(spec, device="meta").state_dict())
     # One at a time: the largest layers are gigabytes.
     state = {name: _read(initializers, name, device, dtype) for name in names}
-    return build_module(manifest.spec, weights=state, dtype=dtype, device=device, path=path)
+    return build_module(spec, weights=state, dtype=dtype, device=device, path=path)
+
+
+def attention_spec(bundle: Bundle) -> AttentionSpec:
+    """The spec of a bundle of one of our own layers; a user's module has its own way, `user_models`."""
+    spec = bundle.manifest.spec
+    if not isinstance(spec, AttentionSpec):
+        raise BundleError("The bundle is not one of a reference layer.", got=spec.name)
+    return spec
 
 
 def check_device(device: str) -> None:

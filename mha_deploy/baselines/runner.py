@@ -17,9 +17,11 @@ from mha_deploy.backends.gpu import GpuRunner, Prepared
 from mha_deploy.backends.runner import Arrays, TensorInfo
 from mha_deploy.baselines.module import check_device
 from mha_deploy.baselines.refusal import explain_refusal
+from mha_deploy.baselines.user_models import UserModels
 from mha_deploy.baselines.ways import TorchModels, find_way
 from mha_deploy.bundle import Bundle
 from mha_deploy.export.inputs import to_numpy
+from mha_deploy.module_spec import ModuleSpec
 from mha_deploy.precision import Precision
 from mha_deploy.spec import FLOAT, TensorSpec
 
@@ -29,8 +31,19 @@ _WARM_UP = 3
 _SHAPES_COMPILED = 256  # past its own limit of 8, torch.compile gives up on a function
 
 
-def open_torch_runner(way: str, source: Bundle | TorchModels) -> TorchRunner:
-    """Run a layer in PyTorch, one way.
+Models = TorchModels | UserModels
+
+
+def models_of(bundle: Bundle) -> Models:
+    """PyTorch's side of a bundle on the GPU: one of our own layers, or a user's module."""
+    spec = bundle.manifest.spec
+    if isinstance(spec, ModuleSpec):
+        return UserModels(spec, bundle.manifest.precision)
+    return TorchModels(bundle)
+
+
+def open_torch_runner(way: str, source: Bundle | Models) -> TorchRunner:
+    """Run a model in PyTorch, one way.
 
     Args:
         way: One of `ways.WAYS`.
@@ -38,18 +51,18 @@ def open_torch_runner(way: str, source: Bundle | TorchModels) -> TorchRunner:
     """
     check_device("cuda")
     find_way(way)
-    return TorchRunner(source if isinstance(source, TorchModels) else TorchModels(source), way)
+    return TorchRunner(models_of(source) if isinstance(source, Bundle) else source, way)
 
 
 class TorchRunner(GpuRunner):
-    """A layer in PyTorch.
+    """A layer or a user's module in PyTorch.
 
     Args:
-        models: The layer on the GPU.
+        models: The model on the GPU.
         way: How to run it, one of `ways.WAYS`.
     """
 
-    def __init__(self, models: TorchModels, way: str) -> None:
+    def __init__(self, models: Models, way: str) -> None:
         check_device("cuda")
         super().__init__()
         self._models, self._way = models, find_way(way)
@@ -57,7 +70,7 @@ class TorchRunner(GpuRunner):
         self.graph = self._way.graph
         self.inputs = _tensor_infos(models.spec.inputs, models.precision)
         self.outputs = _tensor_infos(models.spec.outputs, models.precision)
-        self._module: Callable[..., Any] = models.in_service(self._way.path)
+        self._module: Callable[..., Any] = models.in_service(self._way)
         if self._way.compiled:
             # fullgraph: what cannot be compiled is an error, not a way back to eager.
             self._module = torch.compile(self._module, dynamic=False, fullgraph=True)

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 from mha_deploy.backends.cache_rows import refuse_overflow
 from mha_deploy.backends.runner import Arrays
 from mha_deploy.baselines.decode import DecodeLayer, side_by_side
-from mha_deploy.baselines.module import module_from_bundle, tensor_from_numpy
+from mha_deploy.baselines.module import attention_spec, module_from_bundle, tensor_from_numpy
 from mha_deploy.bundle import Bundle
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.export.inputs import call_arguments
@@ -75,7 +75,7 @@ class TorchModels:
     """
 
     def __init__(self, bundle: Bundle, device: str = "cuda") -> None:
-        self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
+        self.spec, self.precision = attention_spec(bundle), bundle.manifest.precision
         self.device = device
         self._first = module_from_bundle(bundle, path="plain", device=device)
         self._by_path = {"plain": self._first}
@@ -90,9 +90,9 @@ class TorchModels:
             )
         return self._by_path[path]
 
-    def in_service(self, path: str) -> nn.Module:
+    def in_service(self, way: Way) -> nn.Module:
         """The layer as it is run and timed: one with a cache steps without needless copies of it."""
-        layer = self.module(path)
+        layer = self.module(way.path)
         return layer if self.spec.cache == "none" else DecodeLayer(layer)
 
     def arguments(self, feeds: Arrays) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import typer
 
 from mha_deploy.cli.analyze import analyze
 from mha_deploy.cli.bench import bench
+from mha_deploy.cli.bisect import bisect
 from mha_deploy.cli.build_engine import build_engine
 from mha_deploy.cli.check import check
 from mha_deploy.cli.deploy import deploy
@@ -37,7 +38,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (deploy, export, fuse, check, build_engine, validate, bench, inspect, models, analyze, doctor):
+for verb in (
+    deploy,
+    export,
+    fuse,
+    check,
+    build_engine,
+    validate,
+    bisect,
+    bench,
+    inspect,
+    models,
+    analyze,
+    doctor,
+):
     app.command()(verb)
 
 

@@ -15,12 +15,12 @@ from mha_deploy.cli.build_engine import (
     engine_to_dict,
     print_engine,
 )
-from mha_deploy.cli.export import Weights, export_with_progress, print_bundle
+from mha_deploy.cli.export import Factory, Weights, export_with_progress, print_bundle, source_from_options
 from mha_deploy.cli.options import (
     Axes,
     Cache,
     Json,
-    Model,
+    ModelOrFactory,
     Overwrite,
     Precision,
     Projections,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def deploy(
-    model: Model,
+    model: ModelOrFactory,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -78,12 +78,12 @@ def deploy(
     json: Json = False,
 ) -> None:
     """Export a model, build an engine, run it against the FP64 oracle and beside PyTorch: the whole way."""
-    spec = spec_from_options(model, axis, projections, cache)
+    source = source_from_options(model, axis, projections, cache)
     if engine:
         _refuse_builder(backend, sm)
-    target = out or _usual_folder(model, spec, precision)
+    target = out or _usual_folder(model, source, precision)
     options = ExportOptions(precision=precision, seed=seed, weights=weights, overwrite=overwrite)
-    bundle = export_with_progress(spec, target, options)
+    bundle = export_with_progress(source, target, options)
     if not json:  # at once: the engine may yet be refused
         print_bundle(bundle)
     settings = EngineOptions(backend=backend, targets=sm, allow_decomposed=allow_decomposed)
@@ -102,10 +102,11 @@ def deploy(
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
 
-def _usual_folder(model: str, spec: AttentionSpec, precision: str) -> Path:
+def _usual_folder(model: str, source: AttentionSpec | Factory, precision: str) -> Path:
     """Where a bundle goes unless given: a layer with another cache than its own is another layer."""
-    own = spec_from_options(model).cache
-    name = spec.name if spec.cache == own else f"{spec.name}-{spec.cache.replace('none', 'uncached')}"
+    name = source.name
+    if isinstance(source, AttentionSpec) and source.cache != spec_from_options(model).cache:
+        name += f"-{source.cache.replace('none', 'uncached')}"
     return Path("bundles") / f"{name}-{precision}"
 
 

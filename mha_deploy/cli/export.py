@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,24 +13,29 @@ from mha_deploy.cli.options import (
     Axes,
     Cache,
     Json,
-    Model,
+    ModelOrFactory,
     Overwrite,
     Precision,
     Projections,
     Seed,
+    axes_from_options,
+    is_factory,
     print_json,
     spec_from_options,
 )
 from mha_deploy.cli.progress import steps
-from mha_deploy.errors import BackendUnavailable
+from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.export.golden_plan import GoldenBudget
 from mha_deploy.export.options import ExportOptions
-from mha_deploy.spec import AttentionSpec
+from mha_deploy.spec import AttentionSpec, Axis
 
 if TYPE_CHECKING:
     from mha_deploy.bundle import Bundle
 
-Weights = Annotated[Path | None, typer.Option(help="A safetensors file of weights, instead of random ones.")]
+Weights = Annotated[
+    Path | None,
+    typer.Option(help="A safetensors file, or for your own model a state dict, instead of random weights."),
+]
 Golden = Annotated[
     list[str] | None,
     typer.Option(
@@ -39,7 +46,7 @@ Golden = Annotated[
 
 
 def export(
-    model: Model,
+    model: ModelOrFactory,
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder to write.")],
     precision: Precision = ExportOptions.precision,
     axis: Axes = None,
@@ -63,7 +70,7 @@ def export(
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Turn a PyTorch attention layer into an ONNX bundle with one fused node and golden cases."""
+    """Turn a PyTorch attention layer, or your own model, into an ONNX bundle with fused attention."""
     options = ExportOptions(
         precision=precision,
         opset=opset,
@@ -74,25 +81,60 @@ def export(
         device=device,
         overwrite=overwrite,
     )
-    bundle = export_with_progress(spec_from_options(model, axis, projections, cache), out, options)
+    bundle = export_with_progress(source_from_options(model, axis, projections, cache), out, options)
     if json:
         print_json({"bundle": str(bundle.path), **bundle.manifest.to_dict()})
     else:
         print_bundle(bundle)
 
 
-def export_with_progress(spec: AttentionSpec, out: Path, options: ExportOptions) -> Bundle:
+@dataclass(frozen=True, kw_only=True)
+class Factory:
+    """A user's own model, as it was named on the command line.
+
+    Args:
+        reference: `file.py:factory` or `package.module:factory`.
+        axes: Ranges in place of the factory's own.
+    """
+
+    reference: str
+    axes: Mapping[str, Axis]
+
+    @property
+    def name(self) -> str:
+        """The factory's own name."""
+        return self.reference.rpartition(":")[2].replace("_", "-")
+
+
+def source_from_options(
+    model: str, axes: Sequence[str] | None, projections: str | None, cache: str | None
+) -> AttentionSpec | Factory:
+    """What is to be exported: a spec, or what a user's factory gives."""
+    if not is_factory(model):
+        return spec_from_options(model, axes, projections, cache)
+    for option, given in (("--projections", projections), ("--cache", cache)):
+        if given is not None:
+            raise DeployError(
+                "Your own model is exported as it is written.", got=f"{option} {given}", hint="leave it out"
+            )
+    return Factory(reference=model, axes=axes_from_options(axes))
+
+
+def export_with_progress(source: AttentionSpec | Factory, out: Path, options: ExportOptions) -> Bundle:
     """Export with progress on stderr."""
     try:
         from mha_deploy.export.exporter import bundle_from_spec
+        from mha_deploy.export.module_exporter import bundle_from_factory
     except ImportError as error:
         raise BackendUnavailable(
             "Exporting needs PyTorch and its ONNX exporter.",
             got=error,
             hint='pip install "mha-deploy[export]"',
         ) from error
-    with steps(f"export {spec.name}") as on_step:
-        return bundle_from_spec(spec, out, options, on_step)
+    with steps(f"export {source.name}") as on_step:
+        if isinstance(source, Factory):
+            return bundle_from_factory(source.reference, out, options, axes=source.axes, on_step=on_step)
+        return bundle_from_spec(source, out, options, on_step)
 
 
 def print_bundle(bundle: Bundle) -> None:

@@ -14,6 +14,14 @@ from mha_deploy.errors import SpecError
 from mha_deploy.spec import AttentionSpec, Axis
 
 Model = Annotated[str, typer.Argument(help="A name from `mha-deploy models`, or a path to a .toml spec.")]
+ModelOrFactory = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name from `mha-deploy models`, a path to a .toml spec, or your own model: file.py:factory or "
+        "package.module:factory.",
+    ),
+]
 BundleFolder = Annotated[Path, typer.Argument(help="A bundle: the folder that `export` wrote.")]
 Precision = Annotated[str, typer.Option(help="Types in the graph: fp16, bf16 or fp32.")]
 Axes = Annotated[
@@ -43,8 +51,23 @@ def spec_from_options(
 
     spec = find_spec(model)
     spec = spec if cache is None else spec.with_cache(cache)
-    spec = spec.with_axes(dict(_parse_axis(text) for text in axes or ()))
+    spec = spec.with_axes(axes_from_options(axes))
     return spec if projections is None else replace(spec, projections=projections)
+
+
+def is_factory(model: str) -> bool:
+    """Whether this names a factory of a user's own model, and not a spec."""
+    place, separator, name = model.rpartition(":")
+    return bool(separator) and name.isidentifier() and (place.endswith(".py") or _is_module_name(place))
+
+
+def _is_module_name(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def axes_from_options(axes: Sequence[str] | None) -> dict[str, Axis]:
+    """The axis ranges that a user asked for."""
+    return dict(_parse_axis(text) for text in axes or ())
 
 
 def _parse_axis(text: str) -> tuple[str, Axis]:

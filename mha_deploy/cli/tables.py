@@ -14,6 +14,7 @@ from rich.text import Text
 
 from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
 from mha_deploy.bundle import Bundle
+from mha_deploy.module_spec import ModuleSpec
 from mha_deploy.precision import PRECISIONS
 from mha_deploy.report.decode import prompts_text
 from mha_deploy.spec import AttentionSpec
@@ -65,8 +66,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
     size = sum(entry["bytes"] for entry in manifest.files.values())
     facts.add_row("bundle", escape(str(bundle.path)))
-    heads = f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
-    facts.add_row("model", f"{escape(spec.name)}: {heads}")
+    facts.add_row("model", escape(f"{spec.name}: {_what(spec)}"))
     facts.add_row("graph", escape(f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"))
     facts.add_row(
         "fused", f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"
@@ -80,6 +80,12 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     for note in manifest.notes:
         facts.add_row("note", escape(note))
     return Group(facts, attention_renderable(manifest.attention), _details(bundle)) if details else facts
+
+
+def _what(spec: AttentionSpec | ModuleSpec) -> str:
+    if isinstance(spec, ModuleSpec):
+        return f"{spec.factory}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
+    return f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
 
 
 def _tokens_text(path: Path) -> str:

@@ -57,6 +57,12 @@ Kernels = Annotated[
 RequireFused = Annotated[
     bool, typer.Option("--require-fused", help="Fail unless every attention of the engines is fused.")
 ]
+Layers = Annotated[
+    bool,
+    typer.Option(
+        "--layers", help="Of your own model: judge the engines attention by attention, in a twin of each."
+    ),
+]
 RequirePrecision = Annotated[
     bool, typer.Option("--require-precision", help="Fail unless the engines are in the graph's precision.")
 ]
@@ -83,6 +89,7 @@ def validate(
     steps: Steps = ValidateOptions.steps,
     prompt: Prompt = None,
     rows: Rows = None,
+    layers: Layers = False,
     conformance: Conformance = False,
     samples: Samples = ValidateOptions.samples,
     kernels: Kernels = False,
@@ -110,6 +117,7 @@ def validate(
         steps=steps,
         prompt=prompt,
         rows=rows,
+        layers=layers,
         conformance=conformance,
         samples=samples,
         kernels=kernels,

@@ -70,13 +70,8 @@ def engine_from_bundle(
     if path.exists() and not options.overwrite:
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
     model = load_graph(bundle.model_path)
-    targets = targets_of(rt, options)
-    answers = [answer for target in targets for answer in check_graph(model, target)]
-    _refuse_hopeless(answers)
     dialect = dialect_of(rt)
-    _refuse_ignored(rt, dialect, options)
-    operators = [finding for target in targets for finding in check_operators(model, target)]
-    lowered = lower(model, dialect, **_lowering_options(dialect, answers, operators, options))
+    lowered, answers = lowered_for(rt, model, options)
     ranges = list(options.profiles) or default_profiles(bundle.manifest.spec)
     cache = path.with_name(f"timing-{rt.backend}-{rt.version}.cache")
     with _on_disk(lowered, bundle.path) as onnx_path:
@@ -89,6 +84,20 @@ def engine_from_bundle(
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
             write_atomically(cache, built.timing_cache)
     return engine
+
+
+def lowered_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir.Model, list[Eligibility]]:
+    """The graph as a TensorRT takes it, and what is known of its attention there before the build.
+
+    Raises:
+        EngineError: It cannot take the graph.
+    """
+    targets, dialect = targets_of(rt, options), dialect_of(rt)
+    answers = [answer for target in targets for answer in check_graph(model, target)]
+    _refuse_hopeless(answers)
+    _refuse_ignored(rt, dialect, options)
+    operators = [finding for target in targets for finding in check_operators(model, target)]
+    return lower(model, dialect, **_lowering_options(dialect, answers, operators, options)), answers
 
 
 def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mha_deploy.errors import SpecError
-from mha_deploy.spec import AttentionSpec, Axis
+from mha_deploy.model_spec import ModelSpec
+from mha_deploy.spec_parts import Axis
 
 Ranges = Mapping[str, Axis]
 
@@ -48,7 +49,7 @@ class EngineOptions:
     overwrite: bool = False
 
 
-def parse_ranges(text: str, spec: AttentionSpec) -> Ranges:
+def parse_ranges(text: str, spec: ModelSpec) -> Ranges:
     """Read one profile such as `B=1:8:32,S=1:128:512`; axes that are left out keep the spec's range."""
     ranges: dict[str, Axis] = {}
     for part in text.split(","):
@@ -67,10 +68,12 @@ def parse_ranges(text: str, spec: AttentionSpec) -> Ranges:
     return spec.with_axes(ranges).axes
 
 
-def default_profiles(spec: AttentionSpec) -> list[Ranges]:
+def default_profiles(spec: ModelSpec) -> list[Ranges]:
     """The spec's own ranges; a layer with a cache gets one profile for prompts and one for single tokens."""
+    if spec.cache == "none":
+        return [spec.axes]
     S = spec.axes["S"]
-    if spec.cache == "none" or S.min > 1 or S.max == 1:
+    if S.min > 1 or S.max == 1:
         return [spec.axes]
     prompt, token = dict(spec.axes), {**spec.axes, "S": Axis(min=1, opt=1, max=1)}
     if "P" in spec.axes:
@@ -78,14 +81,17 @@ def default_profiles(spec: AttentionSpec) -> list[Ranges]:
     return [prompt, token]
 
 
-def profile_names(spec: AttentionSpec, profiles: Sequence[Ranges]) -> list[str]:
+def profile_names(spec: ModelSpec, profiles: Sequence[Ranges]) -> list[str]:
     """What to call each profile: its number, or what it is for where one is for single tokens alone.
 
     Without such a one, a profile that takes prompts serves single tokens, too.
     """
+    numbers = [str(index) for index in range(len(profiles))]
+    if spec.cache == "none":
+        return numbers
     names = ["decode" if ranges["S"].max == 1 else "prefill" for ranges in profiles]
-    if spec.cache == "none" or "decode" not in names:
-        return [str(index) for index in range(len(profiles))]
+    if "decode" not in names:
+        return numbers
     return [
         name if names.count(name) == 1 else f"{name}-{names[:index].count(name)}"
         for index, name in enumerate(names)
@@ -93,7 +99,7 @@ def profile_names(spec: AttentionSpec, profiles: Sequence[Ranges]) -> list[str]:
 
 
 def profile_shapes(
-    spec: AttentionSpec, ranges: Ranges
+    spec: ModelSpec, ranges: Ranges
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """The smallest, usual and largest shape of every input."""
     bounds = [

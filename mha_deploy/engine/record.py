@@ -14,6 +14,7 @@ from typing import Any
 from mha_deploy.bundle import MANIFEST, sha256
 from mha_deploy.engine.options import BACKENDS
 from mha_deploy.errors import BundleError
+from mha_deploy.spec_parts import Axis
 
 FORMAT = 1
 FOLDER = "engines"
@@ -69,6 +70,13 @@ class EngineManifest:
     def profile_name(self, index: int) -> str:
         """What a profile is called."""
         return self.profile_names[index] if index < len(self.profile_names) else str(index)
+
+    @property
+    def ranges(self) -> list[dict[str, Axis]]:
+        """The axis ranges of every optimisation profile."""
+        return [
+            {name: Axis.parse(text, name=name) for name, text in profile.items()} for profile in self.profiles
+        ]
 
     @property
     def fused_count(self) -> tuple[int, int]:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +12,7 @@ import torch
 from mha_deploy.errors import ExportError
 from mha_deploy.export.inputs import call_arguments, fed_to, parameter_name, random_inputs
 from mha_deploy.export.options import OPSETS
+from mha_deploy.export.torch_exporter import first_cause, quiet, was_interrupted
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.spec import AttentionSpec, Axis
@@ -27,15 +23,21 @@ _LEAST_TRACED = 2  # what PyTorch takes for a size that can vary
 def choose_opset(spec: AttentionSpec, wanted: int | None) -> int:
     """The operator set to export with: the first that has what the layer needs, or the wanted one."""
     needed = OPSETS[-1] if spec.cache == "static" else OPSETS[0]
-    if wanted is not None and wanted not in OPSETS:
-        raise ExportError(
-            "The canonical graph needs an operator set with Attention.", got=wanted, hint=f"one of {OPSETS}"
-        )
+    choose_opset_of(wanted)
     if wanted is not None and wanted < needed:
         raise ExportError(
             "A static cache needs an operator set with TensorScatter.", got=wanted, hint=f"--opset {needed}"
         )
     return wanted or needed
+
+
+def choose_opset_of(wanted: int | None) -> int:
+    """The operator set of a user's module: the first with Attention, or the wanted one."""
+    if wanted is not None and wanted not in OPSETS:
+        raise ExportError(
+            "The canonical graph needs an operator set with Attention.", got=wanted, hint=f"one of {OPSETS}"
+        )
+    return wanted or OPSETS[0]
 
 
 def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.Model:
@@ -53,7 +55,7 @@ def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.
     _name_by_module(model)
     _drop_unused_outputs(model)
     _declare_outputs(model, module.spec)
-    _drop_exporter_metadata(model)
+    drop_exporter_metadata(model)
     return model
 
 
@@ -69,7 +71,7 @@ def _on_cpu(module: Attention) -> Attention:
 def _export(module: Attention, opset: int) -> ir.Model:
     spec = module.spec
     try:
-        with _quiet():
+        with quiet():
             program = torch.onnx.export(
                 module,
                 args=(),
@@ -82,26 +84,12 @@ def _export(module: Attention, opset: int) -> ir.Model:
                 verbose=False,
             )
     except torch.onnx.OnnxExporterError as error:
-        if _was_interrupted(error):  # which the exporter takes for a failure of its own
+        if was_interrupted(error):  # which the exporter takes for a failure of its own
             raise KeyboardInterrupt from error
-        raise ExportError(f"PyTorch could not export {spec.name}.", got=_first_cause(error)) from error
+        raise ExportError(f"PyTorch could not export {spec.name}.", got=first_cause(error)) from error
     if program is None:
         raise ExportError(f"PyTorch gave no ONNX program for {spec.name}.")
     return program.model
-
-
-def _was_interrupted(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _first_cause(error: BaseException) -> str:
-    """What began it: the exporter's own text only says at which of its steps that was."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _example(module: Attention) -> dict[str, torch.Tensor]:
@@ -134,20 +122,6 @@ def _dynamic_shapes(spec: AttentionSpec) -> dict[str, dict[int, torch.export.Dim
         }
         for tensor in spec.inputs
     }
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's progress prints, and its warnings about packages that are not used here."""
-    exporter = logging.getLogger("torch.onnx")
-    level = exporter.level
-    exporter.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        exporter.setLevel(level)
 
 
 def _name_by_module(model: ir.Model) -> None:
@@ -196,7 +170,7 @@ def _declare_outputs(model: ir.Model, spec: AttentionSpec) -> None:
         output.shape = ir.Shape(tensor.dims)
 
 
-def _drop_exporter_metadata(model: ir.Model) -> None:
+def drop_exporter_metadata(model: ir.Model) -> None:
     """Forget stack traces and the like: they hold paths of the export machine."""
     common_passes.ClearMetadataAndDocStringPass()(model)
     graph = model.graph  # the pass leaves what is written on inputs, outputs and weights

@@ -56,7 +56,7 @@ def bundle_from_spec(
     opset = choose_opset(spec, options.opset)
     plan = plan_golden(spec, options.golden, options.budget)
     trace = plan_trace(spec)
-    step = _Steps(on_step, _FIXED_STEPS + len(plan.cases) + isinstance(trace, PlannedTrace))
+    step = Steps(on_step, _FIXED_STEPS + len(plan.cases) + isinstance(trace, PlannedTrace))
     with BundleWriter(target, overwrite=options.overwrite) as writer:
         step("weights")
         module = _module(spec, precision, options)
@@ -84,13 +84,14 @@ def bundle_from_spec(
         )
 
 
-class _Steps:
+class Steps:
     """Counts the steps for whoever shows them."""
 
     def __init__(self, on_step: OnStep, count: int) -> None:
         self.on_step, self.count, self.number = on_step, count, 0
 
     def __call__(self, name: str) -> None:
+        """Begin the next one."""
         self.on_step(name, self.number, self.count)
         self.number += 1
 
@@ -141,7 +142,7 @@ def _write_golden(
     plan: GoldenPlan,
     folder: Path,
     notes: list[str],
-    step: _Steps,
+    step: Steps,
 ) -> list[GoldenEntry]:
     step("FP64 oracle")
     capture = GoldenCapture(module, precision, seed)
@@ -168,7 +169,7 @@ def _write_trace(
     planned: PlannedTrace | str,
     folder: Path,
     notes: list[str],
-    step: _Steps,
+    step: Steps,
 ) -> list[TraceEntry]:
     """Of a layer with a cache: what stepping through it token by token must give."""
     if isinstance(planned, str):

@@ -40,7 +40,7 @@ def random_inputs(
         ragged: Whether lengths go down to 1 and 0; otherwise they are at least half.
         past: How many rows of a static cache are valid in every row of the batch; drawn unless given.
     """
-    generator = _generator(seed, label)
+    generator = seeded_generator(seed, label)
     return {tensor.name: _draw(spec, tensor, sizes, generator, ragged, past) for tensor in spec.inputs}
 
 
@@ -82,7 +82,7 @@ def clear_decisions(module: Attention, feeds: Feeds, seed: int, *, margin: float
         return feeds
     name = module.spec.inputs[0].name
     query = feeds[name].clone()
-    generator = _generator(seed, "clear decisions")
+    generator = seeded_generator(seed, "clear decisions")
     for _ in range(_REDRAWS):
         unclear = module.decision_margin(query.double()) < margin
         if not unclear.any():
@@ -98,7 +98,8 @@ def clear_decisions(module: Attention, feeds: Feeds, seed: int, *, margin: float
     return {**feeds, name: query}
 
 
-def _generator(seed: int, label: str) -> torch.Generator:
+def seeded_generator(seed: int, label: str) -> torch.Generator:
+    """Random numbers that hang on the seed and the label alone."""
     digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
 

@@ -26,6 +26,7 @@ from mha_deploy.graph.attention_node import (
     short_dtype,
 )
 from mha_deploy.graph.file import load_graph
+from mha_deploy.module_spec import ModuleSpec
 from mha_deploy.precision import Precision
 from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
 
@@ -39,6 +40,7 @@ _CACHE_CHECKS = {
     "growing": "past keys and values come in through Attention, and the present goes out",
     "static": "TensorScatter writes the new rows into the given buffers, Attention knows how many are valid",
 }
+_SHORT_KINDS = {"float32": "fp32", "float64": "fp64"}
 _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 
 
@@ -66,6 +68,24 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
         f"every matrix product and weight of the graph is {precision.name}",
         *(["queries and keys each pass one RotaryEmbedding node"] if spec.rope is not None else []),
         *([_CACHE_CHECKS[spec.cache]] if spec.cache != "none" else []),
+    ]
+
+
+def check_module(path: Path, spec: ModuleSpec, precision: Precision) -> list[str]:
+    """Check the exported file of a user's module, and return what was checked.
+
+    Raises:
+        ExportError: The file is not valid, or not the module that the spec describes.
+    """
+    _check_onnx(path)
+    model = load_graph(path)
+    _check_interface(model.graph.inputs, spec.inputs, precision)
+    _check_interface(model.graph.outputs, spec.outputs, precision)
+    fused = len(attention_nodes(model))
+    return [
+        "onnx.checker with strict shape inference",
+        f"{fused} of {spec.attention_count} attention(s) are one Attention node",
+        "inputs and outputs have the names, types and dynamic dimensions that the factory gave",
     ]
 
 
@@ -174,12 +194,16 @@ def _consumers(attention: ir.Node) -> Iterator[ir.Node]:
 def _check_interface(
     values: Sequence[ir.Value], tensors: tuple[TensorSpec, ...], precision: Precision
 ) -> None:
-    wanted = [(t.name, precision.name if t.kind == FLOAT else t.kind, t.dims) for t in tensors]
+    wanted = [(t.name, _short_kind(t.kind, precision), t.dims) for t in tensors]
     got = [(v.name, short_dtype(v.dtype), _dims(v)) for v in values]
     if got != wanted:
         raise ExportError(
             "The graph does not have the spec's inputs or outputs.", got=got, hint=f"wanted {wanted}"
         )
+
+
+def _short_kind(kind: str, precision: Precision) -> str:
+    return precision.name if kind == FLOAT else _SHORT_KINDS.get(kind, kind)
 
 
 def _check_types(model: ir.Model, spec: AttentionSpec, precision: Precision) -> None:

@@ -10,14 +10,26 @@ from __future__ import annotations
 import onnx_ir as ir
 
 _PRODUCTS = frozenset({"MatMul", "Gemm", "Attention"})
+_WIDE_INSIDE = frozenset(
+    {"LayerNormalization", "RMSNormalization", "ReduceMean", "ReduceSum", "Softmax", "Gelu", "Erf", "Tanh"}
+)
 _HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
 def with_float32_products(model: ir.Model) -> ir.Model:
     """A copy of the model whose matrix products and attentions compute in float32; weights are shared."""
+    return _widened(model, _PRODUCTS)
+
+
+def with_float32_inside(model: ir.Model) -> ir.Model:
+    """The same for all else that kernels compute in float32: normalisations, sums, softmax, activations."""
+    return _widened(model, _PRODUCTS | _WIDE_INSIDE)
+
+
+def _widened(model: ir.Model, operators: frozenset[str]) -> ir.Model:
     copy = model.clone()
     for node in list(copy.graph):
-        if node.op_type in _PRODUCTS and node.domain == "":
+        if node.op_type in operators and node.domain == "":
             _widen(node)
     return copy
 

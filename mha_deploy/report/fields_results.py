@@ -25,9 +25,14 @@ VERDICT = {
 MODEL = {
     "name": field(TEXT, "name of the model"),
     "summary": field(TEXT, "the layer in one line"),
-    "kind": field(OneOf(options=("MHA", "GQA", "MQA")), "how query heads share keys and values"),
+    "kind": field(
+        OneOf(options=("MHA", "GQA", "MQA", "module")),
+        "how query heads share keys and values; `module` for a user's own",
+    ),
     "precision": field(TEXT, "`fp16`, `bf16` or `fp32`"),
-    "spec": field(MapOf(item=Anything()), "the layer, as in `models/*.toml`"),
+    "spec": field(
+        MapOf(item=Anything()), "the layer, as in `models/*.toml`, or the module, as in the manifest"
+    ),
     "bundle": field(TEXT, "name of the bundle's folder"),
     "bundle_sha256": field(TEXT, "hash of the bundle's manifest"),
     "weights": field(TEXT, "where the weights came from"),
@@ -84,7 +89,10 @@ PARITY = {
     "model": field(TEXT, "name of the model"),
     "precision": field(TEXT, "precision of the graph"),
     "backend": field(TEXT, "the runtime with its version"),
-    "cases": field(OneOf(options=("golden", "fresh", "sweep")), "which inputs"),
+    "cases": field(
+        OneOf(options=("golden", "fresh", "sweep", "layers")),
+        "which inputs; `layers`: attention by attention",
+    ),
     "passed": field(FLAG, "whether every output is within its budget"),
     "verdicts": list_of(PARITY_VERDICT, "one for every output of every case"),
 }

@@ -12,7 +12,7 @@ from mha_deploy.bundle import Bundle
 from mha_deploy.engine.record import Engine
 from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase, golden_cases
-from mha_deploy.spec import AttentionSpec
+from mha_deploy.model_spec import ModelSpec
 from mha_deploy.validate.examine import Exam, Examination, examine, refused_rows
 from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point
 from mha_deploy.validate.options import ValidateOptions
@@ -169,7 +169,7 @@ def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
     return [known.get(_key(point)) or replace(draw(point), name=point.name) for point in wanted]
 
 
-def _wanted(spec: AttentionSpec, at: Sequence[str]) -> list[TimedPoint]:
+def _wanted(spec: ModelSpec, at: Sequence[str]) -> list[TimedPoint]:
     """The points to time, each once, under the first name that it was asked for by."""
     points = [point for text in at for point in points_from_text(spec, text)] if at else bench_points(spec)
     found: dict[Key, TimedPoint] = {}
@@ -190,7 +190,7 @@ def _key_of(case: GoldenCase) -> Key:
 
 def _fresh(bundle: Bundle, seed: int) -> Callable[[TimedPoint], GoldenCase]:
     refuse_without_torch("at sizes that have no golden case", hint=f"--at opt, or {INSTALL}")
-    from mha_deploy.baselines.fresh import FreshCases
+    from mha_deploy.baselines.fresh import fresh_cases
 
-    fresh = FreshCases(bundle, device="cuda")
+    fresh = fresh_cases(bundle, device="cuda")
     return lambda point: fresh.case(point.sizes, seed=seed, past=point.past)

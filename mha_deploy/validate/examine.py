@@ -12,13 +12,14 @@ from mha_deploy.backends.timing import KernelTime
 from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
 from mha_deploy.golden_cache import CACHE_INPUTS
+from mha_deploy.model_spec import ModelSpec
 from mha_deploy.precision import Precision
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.trace import DecodeTrace
 from mha_deploy.validate.cache_parity import new_rows
 from mha_deploy.validate.decode_exam import admits, examine_trace
 from mha_deploy.validate.growth import SteppingReport
-from mha_deploy.validate.heatmap import Heatmap, Projection, heatmap
+from mha_deploy.validate.heatmap import MAPPED_RANKS, Heatmap, Projection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
 from mha_deploy.validate.latency import WRONG_ANSWER, LatencyRow, time_case
 from mha_deploy.validate.parity import (
@@ -52,7 +53,7 @@ class Exam:
         projection: The output projection, which the map of errors is pulled back through.
     """
 
-    spec: AttentionSpec
+    spec: ModelSpec
     precision: Precision
     cases: Mapping[str, Sequence[GoldenCase]]
     timed: Sequence[GoldenCase] = ()
@@ -188,6 +189,7 @@ class _Sitting:
     def _map(self, case: GoldenCase, got: Mapping[str, np.ndarray], verdicts: list[OutputVerdict]) -> None:
         """A map of the usual case, and of whatever is wrong; of a cache, the rows that the call wrote."""
         names = [verdict.output for verdict in verdicts if _is_out_of_budget(verdict)]
+        names = [name for name in names if case.oracle[name].ndim in MAPPED_RANKS]
         if not names and case.name in _MAPPED:
             names = [each.output for each in verdicts if each.output == "output" and each.passed]
         if not names:
@@ -201,12 +203,15 @@ class _Sitting:
     def _stepped(self, trace: DecodeTrace) -> SteppingReport | None:
         """Prefill and single tokens; None where they are outside the engine's profiles."""
         exam = self.exam
+        if not isinstance(exam.spec, AttentionSpec):
+            return None  # a trace is of one of our own layers
+        spec = exam.spec
 
         def report(step: int) -> None:
             if step % _STEPS_TOLD == 0:
                 self.on_step(f"{self.participant.name}: {trace.name}, step {step} of {trace.steps}")
 
-        found = examine_trace(self.runner, trace, exam.spec, exam.precision, report)
+        found = examine_trace(self.runner, trace, spec, exam.precision, report)
         if found is None:
             self.outside.append(trace.name)
         return found

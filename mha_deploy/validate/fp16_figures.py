@@ -16,8 +16,8 @@ from itertools import product
 import numpy as np
 
 from mha_deploy.errors import DeployError
+from mha_deploy.graph.attention_keys import all_keys, by_head, valid_only, visible_keys
 from mha_deploy.graph.probe import ProbedAttention
-from mha_deploy.validate.fp16_cache import all_keys, by_head, valid_only, visible_keys
 
 _BLOCK = 1 << 20  # pairs at a time: four megabytes
 

@@ -18,8 +18,8 @@ from mha_deploy.golden import read_case
 from mha_deploy.graph.attention_node import AttentionNode
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.probe import attention_probe
+from mha_deploy.model_spec import ModelSpec
 from mha_deploy.precision import Precision
-from mha_deploy.spec import AttentionSpec
 from mha_deploy.validate.fp16_figures import Figures, Meter
 
 OK, NEAR, OVERFLOWS = STATUSES = ("ok", "near", "overflows")
@@ -160,7 +160,7 @@ def _chosen(golden: Sequence[GoldenEntry], names: Sequence[str] | None) -> list[
     return [by_name[name] for name in wanted]
 
 
-def _node_range(meter: Meter, spec: AttentionSpec, precision: Precision) -> NodeRange:
+def _node_range(meter: Meter, spec: ModelSpec, precision: Precision) -> NodeRange:
     figures = meter.figures()
     max_keys = _max_keys(meter.facts, figures, spec)
     return NodeRange(
@@ -172,7 +172,7 @@ def _node_range(meter: Meter, spec: AttentionSpec, precision: Precision) -> Node
     )
 
 
-def _max_keys(facts: AttentionNode, figures: Figures, spec: AttentionSpec) -> int:
+def _max_keys(facts: AttentionNode, figures: Figures, spec: ModelSpec) -> int:
     """The longest past and the most new keys; no more than a window, which is a mask in the graph."""
     lengths = (facts.T, facts.past_length) if facts.has_past else (facts.T,)
     most = [spec.axes[dim].max for dim in lengths if isinstance(dim, str) and dim in spec.axes]

@@ -19,6 +19,8 @@ from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
 from mha_deploy.graph.attention_node import is_attention, read_attention
 
+MAPPED_RANKS = (3, 4)
+"""Of outputs that can be mapped: `[B, S, E]`, and weights `[B, Hq, S, T]`."""
 HEAD, CHANNEL_GROUP, POSITION = "head", "channel group", "position"
 
 _MOST_COLUMNS = 128
@@ -121,7 +123,7 @@ def heatmap(
         projection: The output projection of the layer; see `output_projection`.
     """
     oracle = case.oracle[output_name]
-    if got.shape != oracle.shape or oracle.ndim not in (3, 4):
+    if got.shape != oracle.shape or oracle.ndim not in MAPPED_RANKS:
         raise DeployError(f"{output_name} cannot be mapped.", got=got.shape, hint=str(oracle.shape))
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite stays so, and becomes null
         error = got.astype(np.float64) - oracle

@@ -18,8 +18,10 @@ from mha_deploy.analyze.sizes import SizeLimit, shrunk
 from mha_deploy.backends.runner import Arrays, ProfiledRunner, Runner
 from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
+from mha_deploy.model_spec import ModelSpec
 from mha_deploy.precision import Precision
-from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
+from mha_deploy.spec_parts import FLOAT
+from mha_deploy.validate.batch_rows import batch_axis, has_rows, hides_something
 from mha_deploy.validate.parity import OutputVerdict, judge_case
 
 SLOT, SIZE, PROFILE = "batch slot", "batch size", "profile"
@@ -61,7 +63,7 @@ class InvarianceCheck:
 def invariance_from_runner(
     runner: Runner,
     cases: Iterable[GoldenCase],
-    spec: AttentionSpec,
+    spec: ModelSpec,
     precision: Precision,
     *,
     limit: SizeLimit | None = None,
@@ -75,6 +77,8 @@ def invariance_from_runner(
         precision: The precision of the model.
         limit: What a batch larger than the case's own may cost.
     """
+    if not has_rows(spec):
+        return tuple(_not_applicable(runner, check, spec) for check in CHECKS)
     found: list[InvarianceCheck] = []
     for case in cases:
         bench = _Bench(runner, case, spec, precision)
@@ -84,8 +88,10 @@ def invariance_from_runner(
     return (*found, *(_not_applicable(runner, check, spec) for check in missing))
 
 
-def _not_applicable(runner: Runner, check: str, spec: AttentionSpec) -> InvarianceCheck:
-    if check == PROFILE:
+def _not_applicable(runner: Runner, check: str, spec: ModelSpec) -> InvarianceCheck:
+    if not has_rows(spec):
+        why = "no axis B comes first in every output"
+    elif check == PROFILE:
         profiled = isinstance(runner, ProfiledRunner)
         why = "no case fits two profiles" if profiled else "the runtime has no profiles"
     elif check == SLOT:
@@ -142,7 +148,7 @@ def _spread(choices: range) -> list[int]:
     return [choices[round(i * last / max(1, count - 1))] for i in range(count)]
 
 
-def _other_batches(case: GoldenCase, spec: AttentionSpec, limit: SizeLimit) -> list[int]:
+def _other_batches(case: GoldenCase, spec: ModelSpec, limit: SizeLimit) -> list[int]:
     B, axis = case.sizes["B"], spec.axes["B"]
     largest = shrunk(spec, {**case.sizes, "B": axis.max}, case.sizes, limit)["B"]
     wanted = {1, 2, B - 1, B + 1, axis.min, axis.opt, largest} - {B}
@@ -162,20 +168,14 @@ def _among_strangers(bench: _Bench, row: int) -> _Trial:
     feeds = {}
     for tensor in bench.spec.inputs:
         array = bench.case.inputs[tensor.name]
-        axis = _batch_axis(tensor, bench.spec)
+        axis = batch_axis(tensor, bench.spec)
         if axis is not None:
             strange = np.take(array, order, axis=axis)
-            strange = -strange if tensor.kind == FLOAT else strange
+            strange = -strange if tensor.kind == FLOAT and not hides_something(array) else strange
             np.moveaxis(strange, axis, 0)[row] = np.moveaxis(array, axis, 0)[row]
             array = strange
         feeds[tensor.name] = array
     return _Trial(feeds=feeds, rows=tuple(row if slot == row else None for slot in range(B)))
-
-
-def _batch_axis(tensor: TensorSpec, spec: AttentionSpec) -> int | None:
-    """The batch is the first axis of what has one; a fixed batch stands there as its number."""
-    batch = spec.axes["B"]
-    return 0 if tensor.dims[0] == ("B" if batch.is_dynamic else batch.min) else None
 
 
 # -- what comes out --------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class _Verdict:
 class _Bench:
     """A case in a runtime: runs trials and judges their answers."""
 
-    def __init__(self, runner: Runner, case: GoldenCase, spec: AttentionSpec, precision: Precision) -> None:
+    def __init__(self, runner: Runner, case: GoldenCase, spec: ModelSpec, precision: Precision) -> None:
         self.runner, self.case, self.spec, self.precision = runner, case, spec, precision
         self._plain: dict[str, np.ndarray] | None = None
 
@@ -223,7 +223,7 @@ class _Bench:
         """The given rows of the case, in that order."""
         feeds = {}
         for tensor in self.spec.inputs:
-            array, axis = self.case.inputs[tensor.name], _batch_axis(tensor, self.spec)
+            array, axis = self.case.inputs[tensor.name], batch_axis(tensor, self.spec)
             feeds[tensor.name] = array if axis is None else np.take(array, rows, axis=axis)
         return _Trial(feeds=feeds, rows=tuple(rows))
 

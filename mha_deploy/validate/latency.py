@@ -14,10 +14,12 @@ from mha_deploy.analyze.cost import LayerCost, layer_cost
 from mha_deploy.analyze.gpus import Gpu as PeakFigures
 from mha_deploy.analyze.gpus import find_gpu as find_peaks
 from mha_deploy.analyze.roofline import roofline_floor
+from mha_deploy.analyze.work import StageCost
 from mha_deploy.backends.runner import Runner
 from mha_deploy.backends.timing import KernelTime, Timing, TimingPlan
 from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
+from mha_deploy.module_spec import ModuleSpec
 from mha_deploy.precision import Precision
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.validate.parity import judge_case
@@ -156,14 +158,14 @@ def _ratio(other: LatencyRow | None, row: LatencyRow) -> float | None:
 
 
 def latency_point(
-    case: GoldenCase, rows: Sequence[LatencyRow], spec: AttentionSpec, precision: Precision
+    case: GoldenCase, rows: Sequence[LatencyRow], spec: AttentionSpec | ModuleSpec, precision: Precision
 ) -> LatencyPoint:
     """Put the rows of one case together with what the work needs at least.
 
     The work behind a static cache is that of the case's own lengths.
     """
     lengths = case.inputs["lengths"].tolist() if spec.cache == "static" else None
-    cost = layer_cost(spec, case.sizes, precision.bytes, lengths=lengths)
+    cost = _cost(case, spec, precision, lengths)
     gpus = {row.timing.gpu for row in rows if row.timing}
     peaks = _peaks(gpus.pop()) if len(gpus) == 1 else None
     return LatencyPoint(
@@ -178,6 +180,19 @@ def latency_point(
     )
 
 
+def _cost(
+    case: GoldenCase, spec: AttentionSpec | ModuleSpec, precision: Precision, lengths: list[int] | None
+) -> LayerCost:
+    """What a call must do; of a module, all that PyTorch counts, with every weight read once."""
+    if isinstance(spec, AttentionSpec):
+        return layer_cost(spec, case.sizes, precision.bytes, lengths=lengths)
+    moved = sum(array.nbytes for array in (*case.inputs.values(), *case.eager.values()))
+    whole = StageCost(
+        name=spec.name, growth="", parameters=0, flops=case.flops, bytes=spec.weight_bytes + moved
+    )
+    return LayerCost(stages=(whole,))
+
+
 def _peaks(gpu: str) -> PeakFigures | None:
     try:
         return find_peaks(gpu)
@@ -188,7 +203,7 @@ def _peaks(gpu: str) -> PeakFigures | None:
 def _roofline(
     cost: LayerCost, sizes: Mapping[str, int], precision: Precision, peaks: PeakFigures
 ) -> Roofline:
-    floor = roofline_floor(cost, peaks, precision.name, tokens=sizes["B"] * sizes["S"])
+    floor = roofline_floor(cost, peaks, precision.name, tokens=sizes.get("B", 1) * sizes.get("S", 1))
     shares: dict[str, float] = {}
     for stage in floor.stages:
         shares[stage.bound_by] = shares.get(stage.bound_by, 0.0) + stage.seconds

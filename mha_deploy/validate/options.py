@@ -19,6 +19,7 @@ class ValidateOptions:
         steps: How many tokens to step through besides the bundle's own, for a layer with a cache.
         prompt: Length of the prompt before them; the usual one unless given.
         rows: Rows of their batch; the usual number unless given.
+        layers: Whether an engine's attentions are judged one by one, too, in a twin that gives them out.
         conformance: Whether to put the table of masks together.
         samples: Samples of each timing.
         kernels: Whether to say which kernels take the time.
@@ -35,6 +36,7 @@ class ValidateOptions:
     steps: int = 0
     prompt: int | None = None
     rows: int | None = None
+    layers: bool = False
     conformance: bool = False
     samples: int = 200
     kernels: bool = False

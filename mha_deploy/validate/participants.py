@@ -22,7 +22,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.versions import can_import
 
 if TYPE_CHECKING:
-    from mha_deploy.baselines.runner import TorchModels
+    from mha_deploy.baselines.runner import Models
 
 PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX = "pytorch", "onnxruntime", "tensorrt", "onnx"
 
@@ -88,11 +88,11 @@ class Casting:
         vars(self).pop("engines", None)
 
     @cached_property
-    def torch_models(self) -> TorchModels:
+    def torch_models(self) -> Models:
         """PyTorch's modules with the bundle's weights, loaded once for all ways."""
-        from mha_deploy.baselines.runner import TorchModels
+        from mha_deploy.baselines.runner import models_of
 
-        return TorchModels(self.bundle)
+        return models_of(self.bundle)
 
     def named(self, name: str) -> Participant:
         """The participant of that name.

@@ -5,28 +5,32 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from mha_deploy.analyze.sizes import SizeLimit, shrunk
-from mha_deploy.backends import CPU_RUNNERS
+from mha_deploy.backends import CPU_RUNNERS, RUNNERS, open_runner
 from mha_deploy.backends.cuda import find_gpu, open_gpu
 from mha_deploy.backends.tensorrt import load
 from mha_deploy.bundle import Bundle
 from mha_deploy.engine.adhoc import engine_opener
 from mha_deploy.engine.options import profile_shapes
+from mha_deploy.engine.twin import twin_opener
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.graph.file import load_graph
-from mha_deploy.spec import AttentionSpec, Axis
+from mha_deploy.model_spec import ModelSpec
+from mha_deploy.spec import AttentionSpec
+from mha_deploy.spec_parts import Axis
 from mha_deploy.trace import DecodeTrace
 from mha_deploy.validate.bench import points_from_rows
 from mha_deploy.validate.blame import Blame, blame, blamed_graph
 from mha_deploy.validate.conformance import ConformanceTable, conformance_table
 from mha_deploy.validate.examine import Exam, Examination, examine, refused_rows
-from mha_deploy.validate.fp16_range import fp16_range
+from mha_deploy.validate.fp16_range import RangeReport, fp16_range
 from mha_deploy.validate.heatmap import output_projection
 from mha_deploy.validate.latency import LatencyRow
+from mha_deploy.validate.layers import OpenModel, layer_parity
 from mha_deploy.validate.mask_columns import mask_columns
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.participants import Absent, Casting, Participant
@@ -34,12 +38,12 @@ from mha_deploy.validate.profile import kernel_times
 from mha_deploy.validate.report import Report
 from mha_deploy.validate.sweep import sweep_points
 from mha_deploy.validate.traces import traces_of
-from mha_deploy.validate.verdict import findings, headline
+from mha_deploy.validate.verdict import findings, headline, unfused_findings
 from mha_deploy.validate.with_torch import refuse_without_torch, torch_device
 from mha_deploy.versions import can_import
 
 if TYPE_CHECKING:
-    from mha_deploy.baselines.fresh import FreshCases
+    from mha_deploy.baselines.fresh import CaseMaker
 
 OnStep = Callable[[str], None]
 
@@ -89,13 +93,15 @@ class _Validation:
         judged_rows, self.rows = self.rows, []
         everyone = [*self._baselines(exam), *judged]
         self.rows += judged_rows  # what is compared against comes first in a table
-        self.on_step("FP16 range")
-        ranges = fp16_range(self.bundle)
+        ranges = self._ranges()
         table = self._conformance() if self.options.conformance else None
         fault = self._blame(judged, exam)
         points = points_from_rows(exam.timed, self.rows, self.bundle) if self.rows else ()
         engines, absent = tuple(self.casting.engines), (*self.casting.absent, *self.broken)
-        found = findings(everyone, absent, self.broken, engines, points, ranges, table, fault, self.options)
+        found = (
+            *unfused_findings(self.bundle.manifest, self.options),
+            *findings(everyone, absent, self.broken, engines, points, ranges, table, fault, self.options),
+        )
         return Report(
             bundle=self.bundle,
             examinations=tuple(everyone),
@@ -138,7 +144,9 @@ class _Validation:
     def _sweep(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Every profile at its corners, with inputs that no golden case has."""
         self.on_step("sweep: inputs and their FP64 oracle")
-        limit = SizeLimit() if find_gpu() is None else _LIMIT_ON_GPU
+        is_layer = isinstance(self.bundle.manifest.spec, AttentionSpec)  # a module is computed on the CPU
+        on_gpu = is_layer and find_gpu() is not None
+        limit = _LIMIT_ON_GPU if on_gpu else SizeLimit()
         points = sweep_points(self.bundle.manifest.spec, profiles, limit=limit)
         self.notes += [f"sweep-{point.name}: {point.note}" for point in points if point.note]
         return [
@@ -153,11 +161,11 @@ class _Validation:
         return [self._fresh.case(_random_sizes(self.bundle.manifest.spec, seed), seed=seed) for seed in seeds]
 
     @cached_property
-    def _fresh(self) -> FreshCases:
+    def _fresh(self) -> CaseMaker:
         refuse_without_torch("of fresh inputs")
-        from mha_deploy.baselines.fresh import FreshCases
+        from mha_deploy.baselines.fresh import fresh_cases
 
-        return FreshCases(self.bundle, device=torch_device())
+        return fresh_cases(self.bundle, device=torch_device())
 
     def _with_fresh(self, exam: Exam, engines: Sequence[Participant]) -> Exam:
         """Add fresh cases to an exam: those asked for, and by itself a sweep of the engines' profiles."""
@@ -214,10 +222,25 @@ class _Validation:
     def _examined(self, participant: Participant, exam: Exam) -> Examination:
         # A graph on the CPU is checked there, not timed.
         exam = exam if participant.is_timed else replace(exam, timed=())
-        examination = examine(participant, exam, self.on_step)
+        examination = self._with_layers(examine(participant, exam, self.on_step), exam)
         if exam.timed:
             self.rows.append(examination.rows)
         return examination
+
+    def _with_layers(self, examination: Examination, exam: Exam) -> Examination:
+        """Judge every attention of a module: in ONNX Runtime, and on request in an engine's twin."""
+        participant = examination.participant
+        if self.bundle.manifest.layers is None or not exam.cases:
+            return examination
+        if participant.name in RUNNERS:
+            opener: OpenModel = partial(open_runner, participant.name)
+        elif participant.engine is not None and self.options.layers:
+            opener = twin_opener(participant.engine, self.bundle)
+        else:
+            return examination
+        self.on_step(f"{participant.name}: every attention by itself")
+        report = layer_parity(self.bundle, opener)
+        return replace(examination, parity=(*examination.parity, *([report] if report else [])))
 
     def _baselines(self, exam: Exam) -> list[Examination]:
         """PyTorch's ways beside it: judged on the case that they are timed on, and no more."""
@@ -232,6 +255,13 @@ class _Validation:
         return found
 
     # -- what else is asked --------------------------------------------------------------------
+
+    def _ranges(self) -> RangeReport | None:
+        """How near FP16's limit attention comes; None for a module without any attention node."""
+        if not self.bundle.manifest.attention:
+            return None
+        self.on_step("FP16 range")
+        return fp16_range(self.bundle)
 
     def _conformance(self) -> ConformanceTable:
         manifest = self.bundle.manifest
@@ -261,15 +291,11 @@ class _Validation:
 
 def _profiles_of(participants: Sequence[Participant]) -> list[Mapping[str, Axis]]:
     """The axis ranges of every optimisation profile of the engines among them."""
-    return [
-        {name: Axis.parse(text, name=name) for name, text in profile.items()}
-        for participant in participants
-        if participant.engine is not None
-        for profile in participant.engine.manifest.profiles
-    ]
+    engines = [participant.engine for participant in participants if participant.engine is not None]
+    return [ranges for engine in engines for ranges in engine.manifest.ranges]
 
 
-def _random_sizes(spec: AttentionSpec, seed: int) -> dict[str, int]:
+def _random_sizes(spec: ModelSpec, seed: int) -> dict[str, int]:
     """Sizes from anywhere in the axes, halved until an oracle can be afforded."""
     draw = random.Random(seed)
     sizes = {name: draw.randint(axis.min, axis.max) for name, axis in spec.axes.items()}

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from mha_deploy.analyze.points import TimedPoint, usual_points, with_full_cache
 from mha_deploy.analyze.sizes import SizeLimit, odd_sizes, oracle_cache_bytes, shrunk, sizes_name
-from mha_deploy.spec import AttentionSpec, Axis, Sizes
+from mha_deploy.model_spec import ModelSpec
+from mha_deploy.spec_parts import Axis, Sizes
 
 # A grid has at most this many batches and as many lengths.
 _MOST_STEPS = 6
@@ -33,7 +34,7 @@ class SweepPoint:
 
 
 def sweep_points(
-    spec: AttentionSpec, profiles: Sequence[Mapping[str, Axis]] = (), *, limit: SizeLimit | None = None
+    spec: ModelSpec, profiles: Sequence[Mapping[str, Axis]] = (), *, limit: SizeLimit | None = None
 ) -> tuple[SweepPoint, ...]:
     """Choose the corners of every profile, each set of sizes once.
 
@@ -62,9 +63,7 @@ def _merged(first: SweepPoint, same: SweepPoint) -> SweepPoint:
     return replace(first, note="; ".join(filter(None, (first.note, told))))
 
 
-def _corners(
-    spec: AttentionSpec, axes: Mapping[str, Axis], limit: SizeLimit
-) -> dict[str, tuple[Sizes, Sizes]]:
+def _corners(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> dict[str, tuple[Sizes, Sizes]]:
     """The sizes wanted at each corner, and those that the limit leaves of them."""
     smallest, usual, largest = (_at(axes, bound) for bound in ("min", "opt", "max"))
     wanted: dict[str, Sizes] = {
@@ -92,7 +91,7 @@ def _odd_below(axes: Mapping[str, Axis], sizes: Sizes) -> Sizes:
     return {**odd, "B": sizes["B"]}
 
 
-def _note(spec: AttentionSpec, wanted: Sizes, sizes: Sizes, limit: SizeLimit) -> str:
+def _note(spec: ModelSpec, wanted: Sizes, sizes: Sizes, limit: SizeLimit) -> str:
     if not limit.allows(spec, sizes):
         return f"costs more than {limit}"
     return f"{_text(wanted)} was shrunk to stay within {limit}" if sizes != wanted else ""
@@ -106,7 +105,7 @@ def _text(sizes: Sizes) -> str:
 
 
 def bench_points(
-    spec: AttentionSpec, *, batches: Sequence[int] | None = None, lengths: Sequence[int] | None = None
+    spec: ModelSpec, *, batches: Sequence[int] | None = None, lengths: Sequence[int] | None = None
 ) -> tuple[TimedPoint, ...]:
     """A grid of batches and lengths to time, with the usual points always in it.
 
@@ -137,12 +136,12 @@ def _key(point: TimedPoint) -> tuple[object, ...]:
     return point.past, *point.sizes.items()
 
 
-def _order(spec: AttentionSpec, sizes: Sizes) -> tuple[list[int], int]:
+def _order(spec: ModelSpec, sizes: Sizes) -> tuple[list[int], int]:
     """Short before long, then small batches before large ones."""
     return [sizes[name] for name in spec.axes if name != "B"], sizes["B"]
 
 
-def _length_axes(spec: AttentionSpec) -> list[str]:
+def _length_axes(spec: ModelSpec) -> list[str]:
     """The axes that a length is for: those that vary, or all where none does; for a step, the cache's own."""
     if spec.cache != "none":
         return ["P"] if spec.cache == "growing" else ["T"]
@@ -150,13 +149,13 @@ def _length_axes(spec: AttentionSpec) -> list[str]:
     return [name for name in lengths if spec.axes[name].is_dynamic] or lengths
 
 
-def _length_range(spec: AttentionSpec) -> Axis:
+def _length_range(spec: ModelSpec) -> Axis:
     axes = [spec.axes[name] for name in _length_axes(spec)]
     smallest, largest = min(axis.min for axis in axes), max(axis.max for axis in axes)
     return Axis(min=smallest, opt=axes[0].opt, max=largest)
 
 
-def _grid_sizes(spec: AttentionSpec, B: int, length: int, *, clip: bool) -> dict[str, int]:
+def _grid_sizes(spec: ModelSpec, B: int, length: int, *, clip: bool) -> dict[str, int]:
     sizes = {**usual_points(spec)[-1].sizes, "B": B}
     for name in _length_axes(spec):
         axis = spec.axes[name]

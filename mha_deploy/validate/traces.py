@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mha_deploy.bundle import Bundle, TraceEntry
 from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.model_spec import ModelSpec
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.trace import DecodeTrace, check_trace, read_trace
 from mha_deploy.validate.options import ValidateOptions
@@ -18,12 +19,24 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
         DeployError: Steps were asked of a layer that has no cache, or no room for them.
         BackendUnavailable: They were asked for, and PyTorch is not here to tell what is true of them.
     """
-    manifest = bundle.manifest
-    found = [_read(bundle, entry) for entry in manifest.traces]
-    return [*found, _fresh(bundle, options)] if options.steps else found
+    spec = bundle.manifest.spec
+    if not isinstance(spec, AttentionSpec) or spec.cache == "none":
+        _refuse_steps(spec, options)
+        return []
+    found = [_read(bundle, entry, spec) for entry in bundle.manifest.traces]
+    return [*found, _fresh(bundle, options, spec)] if options.steps else found
 
 
-def _read(bundle: Bundle, entry: TraceEntry) -> DecodeTrace:
+def _refuse_steps(spec: ModelSpec, options: ValidateOptions) -> None:
+    if options.steps:
+        raise DeployError(
+            f"{spec.name} has no cache to step through.",
+            got=f"--steps {options.steps}",
+            hint="export it with --cache growing or --cache static",
+        )
+
+
+def _read(bundle: Bundle, entry: TraceEntry, spec: AttentionSpec) -> DecodeTrace:
     trace = read_trace(bundle.file(entry.file))
     if trace.name != entry.name:
         raise BundleError(
@@ -31,18 +44,11 @@ def _read(bundle: Bundle, entry: TraceEntry) -> DecodeTrace:
             got=f"{entry.name} in {entry.file}",
             hint="export again",
         )
-    check_trace(bundle.manifest.spec, trace, bundle.manifest.precision)
+    check_trace(spec, trace, bundle.manifest.precision)
     return trace
 
 
-def _fresh(bundle: Bundle, options: ValidateOptions) -> DecodeTrace:
-    spec = bundle.manifest.spec
-    if spec.cache == "none":
-        raise DeployError(
-            f"{spec.name} has no cache to step through.",
-            got=f"--steps {options.steps}",
-            hint="export it with --cache growing or --cache static",
-        )
+def _fresh(bundle: Bundle, options: ValidateOptions, spec: AttentionSpec) -> DecodeTrace:
     prompt = _usual_prompt(spec, options.steps) if options.prompt is None else options.prompt
     refuse_without_torch("of fresh tokens")
     from mha_deploy.baselines.traces import fresh_trace

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mha_deploy.engine.record import Engine
+from mha_deploy.manifest import Manifest
 from mha_deploy.validate.blame import Blame
 from mha_deploy.validate.conformance import WRONG, ConformanceTable
 from mha_deploy.validate.examine import Examination
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.latency import LatencyPoint
+from mha_deploy.validate.layers import LAYERS
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.participants import TENSORRT, Absent
 from mha_deploy.validate.report import Finding
@@ -45,6 +47,18 @@ def findings(
     return tuple(sorted(found, key=lambda finding: order.index(finding.level)))
 
 
+def unfused_findings(manifest: Manifest, options: ValidateOptions) -> tuple[Finding, ...]:
+    """What of a user's module is no attention node in the graph, and so can be fused by nobody."""
+    fused, of = len(manifest.attention), manifest.spec.attention_count
+    if fused >= of:
+        return ()
+    reasons = [note for note in manifest.notes if " is not fused: " in note]
+    more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    why = f" ({reasons[0]}{more})" if reasons else ""
+    text = f"{fused} of {of} attentions are one node in the graph{why}"
+    return (Finding(level=FAILURE if options.require_fused else WARNING, section="fusion", text=text),)
+
+
 def headline(
     examinations: Sequence[Examination],
     engines: Sequence[Engine],
@@ -73,13 +87,19 @@ def headline(
 
 
 def _outputs(examination: Examination) -> str:
-    verdicts = [verdict for report in examination.parity for verdict in report.verdicts]
-    right = sum(verdict.passed for verdict in verdicts)
-    text = f"{examination.label}: {right}/{len(verdicts)} outputs within budget"
+    text = f"{examination.label}: {_count(examination, layers=False)} outputs within budget"
+    if any(report.cases == LAYERS for report in examination.parity):
+        text += f", {_count(examination, layers=True)} attentions right"
     if examination.unstepped is not None:
         return f"{text}, not stepped"
     steps = sum(report.steps for report in examination.stepping)
     return f"{text}, right at all {steps} decode steps" if steps else text
+
+
+def _count(examination: Examination, *, layers: bool) -> str:
+    reports = [report for report in examination.parity if (report.cases == LAYERS) is layers]
+    verdicts = [verdict for report in reports for verdict in report.verdicts]
+    return f"{sum(verdict.passed for verdict in verdicts)}/{len(verdicts)}"
 
 
 def _speed(subject: Examination, points: Sequence[LatencyPoint]) -> Iterator[str]:

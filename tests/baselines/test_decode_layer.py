@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mha_deploy.baselines.decode import DecodeLayer, side_by_side
-from mha_deploy.baselines.ways import TorchModels
+from mha_deploy.baselines.ways import TorchModels, find_way
 from mha_deploy.catalog import find_spec
 from mha_deploy.errors import DeployError
 from mha_deploy.export.eager import run_module
@@ -142,10 +142,10 @@ def test_the_models_of_a_bundle_bring_it(bundles, name, precision):
 
     bundle = bundles(name, precision)
     models = TorchModels(bundle, device="cpu")
-    assert isinstance(models.in_service("sdpa"), DecodeLayer)
+    assert isinstance(models.in_service(find_way("sdpa")), DecodeLayer)
     names = [tensor.name for tensor in models.spec.outputs]
     for case in golden_cases(bundle):
-        outputs = run_module(models.in_service("sdpa"), models.arguments(case.inputs))
+        outputs = run_module(models.in_service(find_way("sdpa")), models.arguments(case.inputs))
         got = {key: to_numpy(tensor) for key, tensor in zip(names, outputs, strict=True)}
         verdicts = judge_case(case, got, bundle.manifest.precision)
         assert [verdict.problem for verdict in verdicts] == [None] * len(names), case.name
@@ -153,7 +153,7 @@ def test_the_models_of_a_bundle_bring_it(bundles, name, precision):
 
 def test_a_layer_without_a_cache_is_run_as_it_is(bundles):
     models = TorchModels(bundles("tiny-gqa"), device="cpu")
-    assert models.in_service("plain") is models.module("plain")
+    assert models.in_service(find_way("eager")) is models.module("plain")
 
 
 def test_tokens_that_do_not_fit_are_refused_before_they_are_on_the_device(bundles):

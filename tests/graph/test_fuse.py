@@ -70,7 +70,7 @@ CASES = {
     "triu added": Case(spelling(modules.triu_added), causal=True),
     "tril of booleans": Case(spelling(modules.tril_bool), causal=True),
     "positions": Case(spelling(modules.positions), causal=True),
-    "window": Case(spelling(modules.window), mask="bool"),
+    "window": Case(spelling(modules.window), mask="bool", causal=True),
     "causal and padding": Case(spelling(modules.causal_and_padding), "keys", "float", causal=True),
     "padding over causal": Case(spelling(modules.padding_over_causal), "keys", "float"),
     "finite causal and padding": Case(spelling(modules.finite_causal_and_padding), "keys", "float"),

@@ -10,22 +10,37 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.fuse.facts import is_op
+from mha_deploy.graph.fuse.mask_writer import Masks
 from mha_deploy.graph.fuse.opset import raise_opset
 from mha_deploy.graph.fuse.origin import module_of, place_of
 from mha_deploy.graph.fuse.pattern import Pattern, read_pattern
-from mha_deploy.graph.fuse.records import FusedAttention, FuseReport, NotFused, UnfusedSoftmax
+from mha_deploy.graph.fuse.records import FusedAttention, FuseReport, NotFused, Repair, UnfusedSoftmax
+from mha_deploy.graph.fuse.repair import repair_attention
+from mha_deploy.graph.fuse.rotary import is_rotary, repair_rotary
+from mha_deploy.graph.fuse.tied import share_tied_weights
 from mha_deploy.graph.fuse.weights import is_candidate
 from mha_deploy.graph.fuse.write import write_attention
 from mha_deploy.graph.lower.rewrite import free_prefix, infer_shapes, names_in
 
-__all__ = ["FuseReport", "FusedAttention", "NotFused", "UnfusedSoftmax", "fuse_attention"]
+__all__ = [
+    "FuseReport",
+    "FusedAttention",
+    "NotFused",
+    "Repair",
+    "UnfusedSoftmax",
+    "fuse_attention",
+    "share_tied_weights",
+]
 
 
 def fuse_attention(model: ir.Model) -> tuple[ir.Model, FuseReport]:
-    """Write every attention of a model as one `Attention` node.
+    """Write every attention of a model as one `Attention` node, named by the module that it came from.
+
+    Nodes that the exporter fused are brought into the same form: keys and values before they were repeated,
+    the causal triangle as the attribute, masks that hide nothing left out.
 
     Args:
         model: The model, of opset 18 or newer; it is not changed.
@@ -37,32 +52,85 @@ def fuse_attention(model: ir.Model) -> tuple[ir.Model, FuseReport]:
     Raises:
         DeployError: The model cannot be written in opset 23.
     """
-    already = tuple(node.name for node in attention_nodes(model))
     work = model.clone()
     if work.functions:
         InlinePass()(work)
     infer_shapes(work)
-    fused: list[FusedAttention] = []
-    unfused: list[UnfusedSoftmax] = []
-    taken = names_in(work)
-    for softmax in [node for node in work.graph.all_nodes() if is_op(node, "Softmax")]:
-        if is_candidate(softmax):
+    fusion = _Fusion(work)
+    for node in list(work.graph.all_nodes()):
+        fusion.visit(node)
+    if not fusion.changed:
+        return model.clone(), fusion.report()
+    return infer_shapes(raise_opset(work)), fusion.report()
+
+
+class _Fusion:
+    """What became of the nodes so far; they must come in the order of the graph."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._taken = names_in(model)
+        self._masks = Masks()
+        self._fused: list[FusedAttention] = []
+        self._unfused: list[UnfusedSoftmax] = []
+        self._already: list[str] = []
+        self._repairs: list[Repair] = []
+        self._layers: list[str] = []
+        self._renamed = False
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model is another than before."""
+        return bool(self._fused or self._repairs or self._renamed)
+
+    def report(self) -> FuseReport:
+        """What was found."""
+        return FuseReport(
+            fused=tuple(self._fused),
+            unfused=tuple(self._unfused),
+            already=tuple(self._already),
+            repairs=tuple(self._repairs),
+            layers=tuple(self._layers),
+        )
+
+    def visit(self, node: ir.Node) -> None:
+        """Fuse around a softmax, or repair a node that the exporter fused."""
+        if node.graph is None:
+            return  # it was part of an attention
+        if is_op(node, "Softmax") and is_candidate(node):
             try:
-                fused.append(_fuse(softmax, taken))
+                self._fuse(node)
             except NotFused as refusal:
-                unfused.append(_left(softmax, refusal))
-    report = FuseReport(fused=tuple(fused), unfused=tuple(unfused), already=already)
-    if not fused:
-        return model.clone(), report
-    return infer_shapes(raise_opset(work)), report
+                self._unfused.append(_left(node, refusal))
+        elif is_attention(node):
+            self._keep(node)
+        elif is_rotary(node):
+            name = node.name or module_of(node)
+            self._note(name, repair_rotary(node, NodeBuilder(free_prefix(name, self._taken))))
 
+    def _fuse(self, softmax: ir.Node) -> None:
+        pattern = read_pattern(softmax)
+        builder = NodeBuilder(free_prefix(module_of(softmax), self._taken))
+        record = _record(pattern, builder.prefix)
+        write_attention(pattern, builder, self._masks)
+        self._fused.append(record)
+        self._layers.append(record.name)
 
-def _fuse(softmax: ir.Node, taken: set[str]) -> FusedAttention:
-    pattern = read_pattern(softmax)
-    builder = NodeBuilder(free_prefix(module_of(softmax), taken))
-    record = _record(pattern, builder.prefix)
-    write_attention(pattern, builder)
-    return record
+    def _keep(self, node: ir.Node) -> None:
+        """Name a node by its module, and write it as plainly as it can be."""
+        name, count = module_of(node), 1
+        while name in self._layers:
+            count += 1
+            name = f"{module_of(node)}_{count}"
+        self._renamed = self._renamed or node.name not in (name, None, "")
+        node.name = name
+        builder = NodeBuilder(free_prefix(name, self._taken))
+        self._note(node.name, repair_attention(node, builder, self._masks))
+        self._already.append(node.name)
+        self._layers.append(node.name)
+
+    def _note(self, name: str, changes: list[str]) -> None:
+        if changes:
+            self._repairs.append(Repair(name=name, changes=tuple(changes)))
 
 
 def _record(pattern: Pattern, name: str) -> FusedAttention:

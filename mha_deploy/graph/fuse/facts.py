@@ -21,15 +21,24 @@ _SAME_SCALAR = frozenset({"Cast", "Identity", "Expand", "Reshape", "Squeeze", "U
 
 def array_of(value: ir.Value | None) -> np.ndarray | None:
     """The numbers of a constant; None for anything that is computed or given."""
-    tensor = None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
+    tensor = _tensor_of(value)
     return None if tensor is None else tensor.numpy()
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether a value is a constant. Its numbers are not read: they may be gigabytes in another file."""
+    return _tensor_of(value) is not None
+
+
+def _tensor_of(value: ir.Value | None) -> ir.TensorProtocol | None:
+    return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
 
 
 def scalar_of(value: ir.Value | None) -> float | None:
     """The one number that a tensor holds everywhere, where that follows from constants alone."""
-    array = array_of(value)
-    if array is not None:
-        return float(array.ravel()[0]) if array.size == 1 else None
+    tensor = _tensor_of(value)
+    if tensor is not None:
+        return float(tensor.numpy().ravel()[0]) if tensor.size == 1 else None
     node = value.producer() if value is not None else None
     if node is None or node.domain != "":
         return None
@@ -55,6 +64,11 @@ def dims_of(value: ir.Value) -> tuple[int | ir.SymbolicDim, ...] | None:
     return None if value.shape is None else tuple(value.shape)
 
 
+def dtype_of(value: ir.Value) -> ir.DataType:
+    """The type of a value; float32 where the file does not say."""
+    return value.dtype or ir.DataType.FLOAT
+
+
 def same_dim(first: int | ir.SymbolicDim, second: int | ir.SymbolicDim) -> bool:
     """Whether two dimensions are certainly equal: the same number or the same name."""
     if isinstance(first, int) or isinstance(second, int):
@@ -77,3 +91,13 @@ def perm_of(node: ir.Node) -> list[int]:
     perm = node.attributes.get_ints("perm")
     dims = dims_of(node.inputs[0]) if node.inputs[0] is not None else None
     return list(perm) if perm is not None else list(reversed(range(len(dims or ()))))
+
+
+def adds_leading_ones(node: ir.Node) -> bool:
+    """Whether a node only puts axes of size 1 in front, which broadcasting would do as well."""
+    source = node.inputs[0] if is_op(node, "Unsqueeze", "Reshape") else None
+    before, after = None if source is None else dims_of(source), dims_of(node.outputs[0])
+    if before is None or after is None or len(after) < len(before):
+        return False
+    more = len(after) - len(before)
+    return all(size == 1 for size in after[:more]) and same_dims(after[more:], before)

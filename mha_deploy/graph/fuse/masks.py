@@ -17,6 +17,7 @@ from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.fuse.facts import dims_of, is_op, same_dim, same_dims, scalar_of
 from mha_deploy.graph.fuse.records import NotFused
 from mha_deploy.graph.fuse.scores import Bias, Fill, Term
+from mha_deploy.graph.fuse.terms import plain_terms
 from mha_deploy.graph.fuse.triangle import triangle_of
 
 Size = int | ir.SymbolicDim
@@ -25,10 +26,14 @@ Size = int | ir.SymbolicDim
 # Added to a score of any size, it leaves only itself, as the fill would: all masked keys weigh the same. It
 # is far from the smallest float, so that a kernel may multiply it by log2(e) without reaching -inf.
 ABSORBING = -1e30
+# The same in float16, added to scores below 16. One step above the lowest number, which ONNX Runtime takes
+# for -inf: rows without keys would be 0.
+ABSORBING_HALF = -65472.0
 # Weaker fills could meet real scores.
 _WEAKEST_FILL = -1e4
 
 ROWS_WITHOUT_KEYS = "rows without keys: NaN in PyTorch, 0 in ONNX's Attention"
+HALF_ROWS = "rows without keys: the mean of V where scores stay below 16, as in PyTorch"
 SAFE_SOFTMAX = "rows without keys: 0, as in PyTorch; the unfused file gives the mean of V"
 
 
@@ -61,19 +66,29 @@ def decide_masking(
         guarded: Whether NaN weights become 0.
     """
     lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
-    at = _causal_at(terms, lowest, sizes[0]) if same_dim(*sizes) else None
-    rest = [term for index, term in enumerate(terms) if index != at]
-    plain = [_as_fill(term, lowest, guarded) for term in rest]
-    if not plain:
+    plain = plain_terms([_as_fill(term, lowest, guarded) for term in terms], dtype)
+    at = _causal_at(plain, lowest, sizes[0]) if same_dim(*sizes) else None
+    rest = [term for index, term in enumerate(plain) if index != at]
+    if not rest:
         return Masking(causal=at is not None, terms=(), kind="none", notes=())
-    hides = all(isinstance(term, Fill) and term.hides for term in plain)
-    _check_fills(plain, dtype)
-    _check_types(plain, dtype)
-    safe = [SAFE_SOFTMAX] if hides and plain != rest and _finite_bias(rest) else []
-    notes = safe or ([ROWS_WITHOUT_KEYS] if hides and not guarded else [])
+    hides = all(isinstance(term, Fill) and term.hides for term in rest)
+    _check_fills(rest, dtype)
+    _check_types(rest, dtype)
     return Masking(
-        causal=at is not None, terms=tuple(plain), kind="bool" if hides else "float", notes=tuple(notes)
+        causal=at is not None,
+        terms=tuple(rest),
+        kind="bool" if hides else "float",
+        notes=_notes(terms, rest, hides=hides, guarded=guarded),
     )
+
+
+def _notes(before: list[Term], after: list[Term], *, hides: bool, guarded: bool) -> tuple[str, ...]:
+    if hides and guarded:
+        return (SAFE_SOFTMAX,) if _finite_bias(before) else ()
+    if hides:
+        return (ROWS_WITHOUT_KEYS,)
+    added = any(isinstance(term, Fill) and term.added and term.fill > ABSORBING for term in after)
+    return (HALF_ROWS,) if added else ()
 
 
 def _causal_at(terms: list[Term], lowest: float, size: Size) -> int | None:
@@ -131,13 +146,16 @@ def _finite_bias(terms: list[Term]) -> bool:
     """Whether an added mask holds a finite number in the place of -inf."""
     for term in terms:
         node = term.value.producer() if isinstance(term, Bias) else None
-        if node is not None and -math.inf not in (scalar_of(node.inputs[1]), scalar_of(node.inputs[2])):
+        if node is None or not is_op(node, "Where"):
+            continue
+        if -math.inf not in (scalar_of(node.inputs[1]), scalar_of(node.inputs[2])):
             return True
     return False
 
 
 def _check_fills(terms: list[Term], dtype: ir.DataType) -> None:
     at = [index for index, term in enumerate(terms) if isinstance(term, Fill) and not term.hides]
+    put = any(isinstance(term, Fill) and not term.hides and not term.added for term in terms)
     fills = {term.fill for term in terms if isinstance(term, Fill) and not term.hides}
     if not fills:
         return
@@ -146,7 +164,7 @@ def _check_fills(terms: list[Term], dtype: ir.DataType) -> None:
     fill = fills.pop()
     if not fill <= _WEAKEST_FILL:
         raise NotFused("Masked scores are set to a number that real scores could have.", got=fill)
-    if dtype == ir.DataType.FLOAT16:
+    if dtype == ir.DataType.FLOAT16 and put:
         what = "Masked scores are set to a finite number, and no fp16 mask gives the same rows without keys."
         raise NotFused(what, got=fill, hint="fill with -inf")
     if any(isinstance(term, Bias) for term in terms[: max(at)]):
@@ -160,23 +178,24 @@ def _check_types(terms: list[Term], dtype: ir.DataType) -> None:
             raise NotFused("The tensor that is added to the scores has another type than Q.", got=got)
 
 
-def build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value | None:
-    """Write the remaining masks as one tensor, in the layout of the scores."""
-    if not masking.terms:
-        return None
+def build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
+    """Write the remaining masks, of which there must be one, as one tensor in the layout of the scores."""
     if masking.kind == "bool":
         return _visible(masking.terms, builder)
     zero = builder.constant(0.0, dtype)
+    absorbing = ABSORBING_HALF if dtype == ir.DataType.FLOAT16 else ABSORBING
     total: ir.Value | None = None
     for term in reversed(masking.terms):
         if isinstance(term, Fill):
-            number = builder.constant(-math.inf if term.hides else ABSORBING, dtype)
+            number = builder.constant(-math.inf if term.hides else absorbing, dtype)
             kept = zero if total is None else total
             pair = (kept, number) if term.shown else (number, kept)
             total = builder.op("Where", term.condition, *pair, name="mask")
         else:
             bias = _scaled(term, builder, dtype)
             total = bias if total is None else builder.op("Add", total, bias, name="mask")
+    if total is None:
+        raise ValueError("A mask needs a term.")
     return total
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from mha_deploy.graph.fuse.facts import dims_of, same_dim
 from mha_deploy.graph.fuse.masks import Masking, decide_masking
 from mha_deploy.graph.fuse.operands import Operand, unwrap
+from mha_deploy.graph.fuse.origin import softmax_type_of
 from mha_deploy.graph.fuse.products import Product, read_product
 from mha_deploy.graph.fuse.records import NotFused
 from mha_deploy.graph.fuse.scores import Scores, read_scores
@@ -99,11 +100,17 @@ def read_pattern(softmax: ir.Node) -> Pattern:
         scale=_scale(scores, q, k),
         scores=first.out,
         softcap=scores.softcap,
-        softmax_dtype=scores.softmax_dtype,
+        softmax_dtype=_softmax_dtype(softmax, scores, dtype),
         masking=masking,
         Hq=Hq,
         Hkv=Hkv,
     )
+
+
+def _softmax_dtype(softmax: ir.Node, scores: Scores, dtype: ir.DataType) -> ir.DataType | None:
+    asked = softmax_type_of(softmax)
+    wider = asked if asked is not None and asked.itemsize > dtype.itemsize else None
+    return scores.softmax_dtype or wider
 
 
 def _scale(scores: Scores, q: Operand, k: Operand) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.facts import array_of, dims_of, is_op
+from mha_deploy.graph.fuse.facts import dims_of, is_constant, is_op
 from mha_deploy.graph.fuse.records import NotFused
 
 
@@ -50,7 +50,7 @@ def _is_computed(node: ir.Node) -> bool:
         return False
     # A constant of three or more axes is a learned query, of two a weight.
     return all(
-        value is not None and (array_of(value) is None or len(dims_of(value) or ()) > 2)
+        value is not None and (not is_constant(value) or len(dims_of(value) or ()) > 2)
         for value in node.inputs
     )
 

@@ -58,18 +58,35 @@ class UnfusedSoftmax:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Repair:
+    """A node of the exporter's that was brought into the canonical form.
+
+    Args:
+        name: Name of the node in the new model.
+        changes: What was changed, in words.
+    """
+
+    name: str
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class FuseReport:
     """What became of every candidate of a graph.
 
     Args:
         fused: Attentions that are one node now.
         unfused: Candidates that are as they were.
-        already: Names of the `Attention` nodes that were there before.
+        already: Names, in the new model, of the `Attention` nodes that were there before.
+        repairs: What was changed about those, and about nodes around them.
+        layers: Names of all `Attention` nodes of the new model in the order of execution.
     """
 
     fused: tuple[FusedAttention, ...]
     unfused: tuple[UnfusedSoftmax, ...]
     already: tuple[str, ...] = ()
+    repairs: tuple[Repair, ...] = ()
+    layers: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:

@@ -23,11 +23,13 @@ class Fill:
         condition: A boolean tensor.
         shown: The value of the condition where the score stays.
         fill: The number elsewhere.
+        added: Whether it was added to the score, which it is far larger than, and not put in its place.
     """
 
     condition: ir.Value
     shown: bool
     fill: float
+    added: bool = False
 
     @property
     def tensor(self) -> ir.Value:

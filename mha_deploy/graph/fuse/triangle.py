@@ -86,7 +86,7 @@ def _follow(value: ir.Value | None, depth: int) -> _Found:
 
 
 def _from_array(array: np.ndarray) -> _Found:
-    if array.size == 1:
+    if array.size > 0 and (array == array.ravel()[0]).all():
         number = float(array.ravel()[0])
         return Triangle(seen=number, hidden=number)
     if array.size == max(array.shape) and np.array_equal(array.ravel(), np.arange(array.size)):
@@ -178,11 +178,22 @@ def _from_elementwise(node: ir.Node, depth: int) -> _Found:
 
 def _compare(op_type: str, parts: list[_Found]) -> _Found:
     """Positions of keys beside positions of queries: `key <= query` and its kin."""
-    if len(parts) != 2 or not all(isinstance(part, _Index) for part in parts):
+    if len(parts) != 2:
         return None
+    if not all(isinstance(part, _Index) for part in parts):
+        return _compare_with_number(op_type, parts)
     first, second = (part.down is True for part in parts if isinstance(part, _Index))
     if first == second or op_type not in _COMPARISONS:
         return None
     # Before the diagonal, on it, and after it.
     before, at, after = (_ELEMENTWISE[op_type](*((0, key) if first else (key, 0))) for key in (-1, 0, 1))
     return Triangle(seen=before, hidden=after) if before == at else None
+
+
+def _compare_with_number(op_type: str, parts: list[_Found]) -> _Found:
+    """`position >= 0` and its kin, which hold for all positions."""
+    always = {"GreaterOrEqual": 0.0, "Greater": -1.0}
+    if not isinstance(parts[0], _Index) or not isinstance(parts[1], Triangle) or op_type not in always:
+        return None
+    highest = max(parts[1].seen, parts[1].hidden)
+    return Triangle(seen=1.0, hidden=1.0) if highest <= always[op_type] else None

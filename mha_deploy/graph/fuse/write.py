@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.fuse.masks import build_mask, spans
+from mha_deploy.graph.fuse.facts import dtype_of
+from mha_deploy.graph.fuse.mask_writer import Masks, turned
 from mha_deploy.graph.fuse.operands import Operand
 from mha_deploy.graph.fuse.pattern import Pattern
 from mha_deploy.graph.lower.rewrite import replace_node
@@ -13,13 +14,19 @@ from mha_deploy.graph.lower.rewrite import replace_node
 _HEAD_AXIS = 1
 
 
-def write_attention(pattern: Pattern, builder: NodeBuilder) -> None:
-    """Replace the nodes of an attention by one `Attention` node of the builder's prefix."""
+def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> None:
+    """Replace the nodes of an attention by one `Attention` node of the builder's prefix.
+
+    Args:
+        pattern: The attention.
+        builder: Holds the new nodes.
+        masks: The masks that were written for earlier ones.
+    """
     letters = pattern.letters
-    q = _laid_out(pattern.q, letters.order(letters.query, letters.size), builder)
-    k = _laid_out(pattern.k, letters.order(letters.key, letters.size), builder)
-    v = _laid_out(pattern.v, letters.order(letters.key, letters.value_size), builder)
-    mask = _mask(pattern, builder, q, k)
+    q = laid_out(pattern.q, letters.order(letters.query, letters.size), builder)
+    k = laid_out(pattern.k, letters.order(letters.key, letters.size), builder)
+    v = laid_out(pattern.v, letters.order(letters.key, letters.value_size), builder)
+    mask = _mask(pattern, builder, masks, q, k)
     if letters.head is None:
         q, k, v = (builder.unsqueeze(each, _HEAD_AXIS) for each in (q, k, v))
     (result,) = builder.node(
@@ -38,52 +45,34 @@ def write_attention(pattern: Pattern, builder: NodeBuilder) -> None:
         attention.metadata_props.update(pattern.softmax.metadata_props)
     if letters.head is None:
         result = builder.op("Squeeze", result, builder.ints(_HEAD_AXIS))
-    result = _turned(result, letters.order(letters.query, letters.value_size), pattern.out, builder)
+    result = turned(result, letters.order(letters.query, letters.value_size), pattern.out, builder)
     operands = [value for value in pattern.last.inputs if value is not None]
     replace_node(pattern.last, builder, {0: result})
-    _remove_unused(operands)
+    remove_unused(operands)
 
 
-def _laid_out(operand: Operand, order: str, builder: NodeBuilder) -> ir.Value:
-    return _turned(operand.value, operand.letters, order, builder)
+def laid_out(operand: Operand, order: str, builder: NodeBuilder) -> ir.Value:
+    """An operand with its axes in the order that Attention wants."""
+    return turned(operand.value, operand.letters, order, builder)
 
 
-def _turned(value: ir.Value, letters: str, order: str, builder: NodeBuilder) -> ir.Value:
-    """A value with its axes in another order."""
-    if letters == order:
-        return value
-    turned = builder.transpose(value, *(letters.index(letter) for letter in order))
-    if value.shape is not None:
-        turned.shape = ir.Shape([value.shape[letters.index(letter)] for letter in order])
-    if value.dtype is not None:
-        turned.dtype = value.dtype
-    return turned
-
-
-def _mask(pattern: Pattern, builder: NodeBuilder, q: ir.Value, k: ir.Value) -> ir.Value | None:
+def _mask(pattern: Pattern, builder: NodeBuilder, masks: Masks, q: ir.Value, k: ir.Value) -> ir.Value | None:
     """The mask as `[B or 1, Hq or 1, S, T]`, spelled out over queries and keys as ONNX Runtime needs it."""
-    letters, terms = pattern.letters, pattern.masking.terms
-    mask = build_mask(pattern.masking, builder, pattern.q.value.dtype or ir.DataType.FLOAT)
-    if mask is None:
-        return None
-    rank = max(_rank(term.tensor) for term in terms)
-    if rank < len(pattern.scores):
-        mask = builder.unsqueeze(mask, *range(len(pattern.scores) - rank))
-    order = letters.order(letters.query, letters.key)
-    mask = _turned(mask, pattern.scores, order, builder)
-    if letters.head is None:
-        mask = builder.unsqueeze(mask, _HEAD_AXIS)
+    letters = pattern.letters
     sizes = (pattern.q.dim(letters.query), pattern.k.dim(letters.key))
-    if pattern.scores == order and spans(terms, sizes):
-        return mask
-    return builder.expand(mask, 1, 1, builder.size(q, -2), builder.size(k, -2))
+    layout = (pattern.scores, letters.order(letters.query, letters.key))
+    return masks.write(
+        pattern.masking,
+        builder,
+        dtype=dtype_of(q),
+        layout=layout,
+        sizes=sizes,
+        rows=(q, k),
+        graph=pattern.last.graph,
+    )
 
 
-def _rank(value: ir.Value) -> int:
-    return len(value.shape) if value.shape is not None else 0
-
-
-def _remove_unused(values: list[ir.Value]) -> None:
+def remove_unused(values: list[ir.Value]) -> None:
     """Remove the nodes and constants that led only to these values."""
     pending = list(values)
     while pending:

@@ -1,0 +1,69 @@
+"""What is true of a user's module beyond its golden cases: its factory makes it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mha_deploy.analyze.sizes import sizes_name
+from mha_deploy.baselines.module import tensor_from_numpy
+from mha_deploy.export.inputs import to_numpy
+from mha_deploy.export.module_exporter import exported_program
+from mha_deploy.export.module_golden import ModuleCapture
+from mha_deploy.export.user_module import reopen_user_module
+from mha_deploy.export.widened import run_program
+from mha_deploy.golden import GoldenCase
+from mha_deploy.module_spec import ModuleSpec
+from mha_deploy.precision import Precision
+
+
+class FreshModuleCases:
+    """Makes cases for the module of a bundle, on the CPU.
+
+    Args:
+        spec: The module.
+        precision: Its precision.
+
+    Raises:
+        DeployError: The factory is not here, or gives other weights than those in the bundle.
+    """
+
+    def __init__(self, spec: ModuleSpec, precision: Precision) -> None:
+        self._spec = spec
+        self._user = reopen_user_module(spec, precision)
+        self._exported = exported_program(self._user)
+
+    def case(
+        self, sizes: Mapping[str, int], *, seed: int, ragged: bool = False, past: int | None = None
+    ) -> GoldenCase:
+        """Draw inputs and compute what is true of them; see `FreshCases.case`.
+
+        Which rows are short, or how full a cache is, a module is told by inputs of its own.
+        """
+        del ragged, past
+        self._spec.check_sizes(sizes)
+        name = f"fresh-{sizes_name(sizes)}-seed{seed}"
+        return ModuleCapture(self._user, self._exported, seed).capture(name, sizes)
+
+
+class ProgramValues:
+    """What is true of values inside the module of a bundle.
+
+    Args:
+        spec: The module.
+        precision: Its precision.
+
+    Raises:
+        DeployError: The factory is not here, or gives other weights than those in the bundle.
+    """
+
+    def __init__(self, spec: ModuleSpec, precision: Precision) -> None:
+        self._exported = exported_program(reopen_user_module(spec, precision))
+
+    def at(self, case: GoldenCase, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Values of the graph in FP64, by their names; what the program does not compute is left out."""
+        known = [name for name in names if self._exported.node_of(name) is not None]
+        inputs = {name: tensor_from_numpy(array) for name, array in case.inputs.items()}
+        _, kept = run_program(self._exported, inputs, keep=known)
+        return {name: to_numpy(tensor) for name, tensor in kept.items()}

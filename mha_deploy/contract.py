@@ -1,0 +1,73 @@
+"""What a factory gives to `mha-deploy export file.py:factory`: a module, and examples of its inputs.
+
+    from mha_deploy.contract import Deployable, Example
+
+    def encoder() -> Deployable:
+        tokens = torch.randint(0, 1000, (2, 16))
+        return Deployable(
+            module=MyEncoder().eval(),
+            inputs={"tokens": Example(tokens, "B", "S"), "mask": Example(tokens > 3, "B", "S")},
+            axes={"B": "1:8:32", "S": "1:128:512"},
+        )
+
+See docs/own-models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mha_deploy.spec_parts import Axis
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor, nn  # noqa: TID251 (for the reader of a factory)
+
+    Draw = Callable[[tuple[int, ...], Generator], Tensor]
+
+
+@dataclass(frozen=True, init=False)
+class Example:
+    """One input: a tensor that the module takes, and names for the dimensions that vary.
+
+    Args:
+        tensor: An example; its values say what others look like. Floating-point tensors are rounded to the
+            precision of the export.
+        axes: A name for each leading dimension, such as "B" or a sum as "P+S"; None for a fixed one. Those
+            that are not named are fixed.
+        draw: Makes the input at another shape, where the example does not tell how: it gets the shape and a
+            seeded generator. Unless given, floats are drawn with the example's mean and deviation, and
+            integers, booleans and masks of large or infinite floats are cut from the example or repeat it.
+    """
+
+    tensor: Tensor
+    axes: tuple[str | None, ...]
+    draw: Draw | None
+
+    def __init__(self, tensor: Tensor, *axes: str | None, draw: Draw | None = None) -> None:
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "draw", draw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployable:
+    """A module and everything that its export cannot guess.
+
+    Args:
+        module: The module; it is exported in evaluation mode.
+        inputs: An example of every input, by the name of the parameter of `forward`.
+        axes: The sizes of every named axis: `min:opt:max` as text, three numbers, or an `Axis`. Name the
+            batch B: rows of a batch are then also tried in other places.
+        outputs: Names of the outputs, where `forward` does not name them.
+        name: Name of the model; the factory's unless given.
+        summary: One line for people.
+    """
+
+    module: nn.Module
+    inputs: Mapping[str, Example]
+    axes: Mapping[str, str | tuple[int, int, int] | Axis] = field(default_factory=dict)
+    outputs: Sequence[str] = ()
+    name: str = ""
+    summary: str = ""

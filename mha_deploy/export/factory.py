@@ -1,0 +1,256 @@
+"""Load a user's factory, call it, and check that what it gives meets the contract."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mha_deploy.contract import Deployable, Example
+from mha_deploy.errors import ExportError, nearest
+from mha_deploy.spec_parts import Axis, Dim
+
+_SEE = "see mha_deploy.contract.Deployable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """What a factory gave, checked.
+
+    Args:
+        factory: The reference it was loaded by.
+        name: Name of the model.
+        module: The module, in evaluation mode.
+        inputs: An example of every input.
+        dims: The dimensions of every input: an axis, a sum, or a number.
+        axes: The named axes.
+        outputs: Names for the outputs, where the factory gave some.
+        summary: One line for people.
+    """
+
+    factory: str
+    name: str
+    module: nn.Module
+    inputs: Mapping[str, Example]
+    dims: Mapping[str, tuple[Dim, ...]]
+    axes: Mapping[str, Axis]
+    outputs: tuple[str, ...]
+    summary: str
+
+    def with_axes(self, changed: Mapping[str, Axis]) -> LoadedModel:
+        """The same model over other axis ranges."""
+        for name in changed:
+            if name not in self.axes:
+                raise ExportError(
+                    f"{self.name} has no axis {name!r}.", got=name, hint=nearest(name, self.axes)
+                )
+        return replace(self, axes={**self.axes, **changed})
+
+
+def load_factory(reference: str, *, seed: int = 0) -> LoadedModel:
+    """Load and call a factory.
+
+    Args:
+        reference: `path/to/file.py:factory` or `package.module:factory`.
+        seed: PyTorch's seed while the factory runs, so that random weights can be made again.
+
+    Raises:
+        ExportError: There is no such factory, it failed, or what it gave is not a `Deployable`.
+    """
+    place, _, name = reference.rpartition(":")
+    factory = _find(_imported(place), name, reference)
+    torch.manual_seed(seed)
+    given = _called(factory, reference)
+    if not isinstance(given, Deployable):
+        raise ExportError(
+            "The factory gives no Deployable.",
+            got=f"{type(given).__name__} from {reference}",
+            hint=_SEE,
+        )
+    return _checked(given, reference, name)
+
+
+# -- finding it --------------------------------------------------------------------------------
+
+
+def _imported(place: str) -> ModuleType:
+    try:
+        return _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    except ExportError:
+        raise
+    except Exception as error:  # whatever the user's file raises
+        raise ExportError(
+            "The factory's module cannot be imported.", got=_place_and_text(error, place)
+        ) from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ExportError("There is no such file.", got=path, hint="path/to/file.py:factory")
+    name = f"_mha_deploy_factory_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path.resolve())
+    if found is None or found.loader is None:
+        raise ExportError("This is not a Python file.", got=path)
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    _look_in(path.resolve().parent)  # where its neighbours are
+    found.loader.exec_module(module)
+    return module
+
+
+def _from_package(name: str) -> ModuleType:
+    _look_in(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and what it imports is not
+        raise ExportError(
+            "There is no such module.", got=name, hint="package.module:factory, or path/to/file.py:factory"
+        ) from error
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _find(module: ModuleType, name: str, reference: str) -> Callable[[], Any]:
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ExportError(
+            "The module has no such factory.", got=reference, hint=nearest(name, known) if known else None
+        )
+    needed = [each.name for each in _parameters(found) if each.default is each.empty]
+    if needed:
+        raise ExportError("A factory takes no arguments.", got=f"{reference} needs {', '.join(needed)}")
+    return found  # type: ignore[no-any-return]
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+
+
+def _called(factory: Callable[[], Any], reference: str) -> Any:
+    try:
+        return factory()
+    except Exception as error:  # whatever the user's code raises
+        raise ExportError("The factory failed.", got=_place_and_text(error, reference)) from error
+
+
+def _place_and_text(error: Exception, where: str) -> str:
+    """The last line of the user's own code, and what was raised there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
+    place = f"{own[-1].filename}:{own[-1].lineno}" if own else where
+    return f"{place}: {type(error).__name__}: {error}"
+
+
+# -- checking it -------------------------------------------------------------------------------
+
+
+def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
+    if not isinstance(given.module, nn.Module):
+        raise ExportError("The module is not an nn.Module.", got=type(given.module).__name__, hint=_SEE)
+    if not given.inputs:
+        raise ExportError("The factory gives no example inputs.", got=reference, hint=_SEE)
+    axes = {axis: _axis(axis, sizes) for axis, sizes in given.axes.items()}
+    dims = {key: _dims(key, example, axes) for key, example in given.inputs.items()}
+    _refuse_unused(axes, dims)
+    _refuse_contradictions(given.inputs, dims)
+    _check_forward(given.module, given.inputs)
+    return LoadedModel(
+        factory=reference,
+        name=given.name or name.replace("_", "-"),
+        module=given.module.eval(),
+        inputs=dict(given.inputs),
+        dims=dims,
+        axes=axes,
+        outputs=tuple(given.outputs),
+        summary=given.summary,
+    )
+
+
+def _axis(name: str, sizes: object) -> Axis:
+    if isinstance(sizes, Axis):
+        return sizes
+    if isinstance(sizes, str):
+        return Axis.parse(sizes, name=name)
+    if isinstance(sizes, tuple | list) and len(sizes) == 3:
+        return Axis(min=sizes[0], opt=sizes[1], max=sizes[2])
+    raise ExportError(f"Axis {name} is not a range.", got=sizes, hint='"1:128:512", or (1, 128, 512)')
+
+
+def _dims(name: str, example: object, axes: Mapping[str, Axis]) -> tuple[Dim, ...]:
+    if not isinstance(example, Example) or not isinstance(example.tensor, Tensor):
+        raise ExportError(
+            f"Input {name} is not an Example of a tensor.", got=type(example).__name__, hint=_SEE
+        )
+    shape = tuple(example.tensor.shape)
+    if len(example.axes) > len(shape):
+        raise ExportError(
+            f"Input {name} has more axis names than dimensions.", got=f"{example.axes} for shape {shape}"
+        )
+    for axis in _names(example.axes):
+        if axis not in axes:
+            raise ExportError(
+                f"Input {name} names an axis that has no range.",
+                got=axis,
+                hint=f"{nearest(axis, axes)} Ranges are given in axes={{...}}." if axes else _SEE,
+            )
+    named = (*example.axes, *(None,) * (len(shape) - len(example.axes)))
+    return tuple(size if axis is None else axis for axis, size in zip(named, shape, strict=True))
+
+
+def _names(dims: Iterable[Dim | None]) -> list[str]:
+    """The axes in dimensions, those in sums included."""
+    parts = [part for dim in dims if isinstance(dim, str) for part in dim.split("+")]
+    return [part for part in parts if not part.isdigit()]
+
+
+def _refuse_unused(axes: Mapping[str, Axis], dims: Mapping[str, tuple[Dim, ...]]) -> None:
+    used = {axis for each in dims.values() for axis in _names(each)}
+    unused = [axis for axis in axes if axis not in used]
+    if unused:
+        raise ExportError(
+            "No input has such an axis.", got=", ".join(unused), hint="name it in an Example, or leave it out"
+        )
+
+
+def _refuse_contradictions(inputs: Mapping[str, Example], dims: Mapping[str, tuple[Dim, ...]]) -> None:
+    """One axis has one size in all examples."""
+    seen: dict[Dim, tuple[str, int]] = {}
+    for name, example in inputs.items():
+        for dim, size in zip(dims[name], example.tensor.shape, strict=True):
+            if not isinstance(dim, str):
+                continue
+            other, before = seen.setdefault(dim, (name, size))
+            if before != size:
+                raise ExportError(
+                    f"Axis {dim} has two sizes in the examples.", got=f"{before} in {other}, {size} in {name}"
+                )
+
+
+def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
+    """Whether `forward` takes these inputs, and no other must be given."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    known = {each.name: each for each in _parameters(module.forward)}
+    for name in inputs:
+        if name not in known and not takes_any:
+            raise ExportError("forward() takes no such input.", got=name, hint=nearest(name, known))
+    missing = [key for key, each in known.items() if each.default is each.empty and key not in inputs]
+    if missing:
+        raise ExportError("forward() needs inputs that have no example.", got=", ".join(missing), hint=_SEE)

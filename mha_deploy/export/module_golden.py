@@ -1,0 +1,132 @@
+"""Golden cases of a user's module: the module as it is, and its exported program in FP64."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from mha_deploy.errors import ExportError
+from mha_deploy.export.drawn import draw_one, shape_of
+from mha_deploy.export.eager import Float32Accumulation
+from mha_deploy.export.golden import refuse_overflow
+from mha_deploy.export.inputs import seeded_generator, to_numpy
+from mha_deploy.export.program import ExportedModule
+from mha_deploy.export.user_module import UserModule
+from mha_deploy.export.widened import run_program
+from mha_deploy.golden import GoldenCase
+
+# Rounding alone does not come near: the program would have to be another than the module.
+_SAME_PROGRAM = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Insight:
+    """Values from inside a module: what is true of them, and what its own precision makes of them."""
+
+    oracle: Mapping[str, np.ndarray]
+    eager: Mapping[str, np.ndarray]
+
+
+class ModuleCapture:
+    """Runs a user's module and its program on the same numbers.
+
+    Args:
+        user: The module.
+        exported: Its program.
+        seed: Seed of the inputs.
+    """
+
+    def __init__(self, user: UserModule, exported: ExportedModule, seed: int) -> None:
+        self.user, self.exported, self.seed = user, exported, seed
+
+    def capture(self, name: str, sizes: Mapping[str, int]) -> GoldenCase:
+        """Run one case.
+
+        Raises:
+            ExportError: The module overflows, fails at these sizes, or is not what was exported.
+        """
+        inputs = self.inputs(name, sizes)
+        eager, flops = self._eager(inputs, name)
+        oracle, _ = run_program(self.exported, inputs)
+        case = GoldenCase(
+            name=name,
+            sizes=dict(sizes),
+            inputs={key: to_numpy(tensor) for key, tensor in inputs.items()},
+            oracle={key: _as_float64(to_numpy(tensor)) for key, tensor in oracle.items()},
+            eager={key: to_numpy(tensor) for key, tensor in eager.items()},
+            flops=flops,
+        )
+        refuse_overflow(case, self.user.precision)
+        _refuse_another_program(case)
+        return case
+
+    def look_inside(self, case: GoldenCase, values: Collection[str]) -> Insight:
+        """Values of the graph in a case that was captured, by their names."""
+        inputs = self.inputs(case.name, case.sizes)
+        _, oracle = run_program(self.exported, inputs, keep=values)
+        _, eager = run_program(self.exported, inputs, dtype="own", keep=values)
+        return Insight(
+            oracle={key: _as_float64(to_numpy(tensor)) for key, tensor in oracle.items()},
+            eager={key: to_numpy(tensor) for key, tensor in eager.items()},
+        )
+
+    def inputs(self, name: str, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """The inputs of a case: drawn by the user's own function, or after the example."""
+        loaded, drawn = self.user.loaded, {}
+        for key, example in loaded.inputs.items():
+            shape = shape_of(key, example.tensor, loaded.dims[key], sizes)
+            label = f"{name}/{key}"
+            if example.draw is None:
+                drawn[key] = draw_one(label, example.tensor, shape, self.seed)
+            else:
+                drawn[key] = example.draw(shape, seeded_generator(self.seed, label))
+            if tuple(drawn[key].shape) != shape:
+                raise ExportError(
+                    f"The draw of input {key} gives another shape.",
+                    got=tuple(drawn[key].shape),
+                    hint=str(shape),
+                )
+        return self.user.rounded(drawn)
+
+    def _eager(self, inputs: Mapping[str, Tensor], name: str) -> tuple[dict[str, Tensor], int]:
+        """The module as the user runs it, and its work."""
+        counter = FlopCounterMode(display=False)
+        try:
+            with torch.inference_mode(), Float32Accumulation(self.user.dtype), counter:
+                leaves = tree_leaves(self.user.module(**inputs))
+        except Exception as error:  # whatever the user's code raises
+            raise ExportError(
+                f"The module fails at the sizes of golden case {name}.",
+                got=f"{type(error).__name__}: {error}",
+                hint="axes that it takes, or a draw= for its inputs",
+            ) from error
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return dict(zip(self.exported.outputs, tensors, strict=True)), counter.get_total_flops()
+
+
+def _as_float64(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+def _refuse_another_program(case: GoldenCase) -> None:
+    """Tracing may have settled a choice for the example's sizes or values, and the program then differs."""
+    for name, oracle in case.oracle.items():
+        eager = case.eager[name].astype(np.float64)
+        if eager.shape != oracle.shape:
+            far = f"shape {oracle.shape}, not {eager.shape}"
+        else:
+            off = float(np.linalg.norm(eager - oracle) / max(float(np.linalg.norm(oracle)), 1e-30))
+            if off <= _SAME_PROGRAM:
+                continue
+            far = f"off by {off:.2g} of its size"
+        raise ExportError(
+            "The exported program does not compute what the module does.",
+            got=f"output {name} of golden case {case.name}: {far}",
+            hint="a module whose way does not depend on sizes or values",
+        )

@@ -1,0 +1,93 @@
+"""Whether a program still is its module at sizes that PyTorch could not trace it at, such as 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mha_deploy.errors import ExportError
+from mha_deploy.export.drawn import NamedDims, draw_inputs
+from mha_deploy.export.eager import Float32Accumulation
+from mha_deploy.export.exported import ExportedModule
+from mha_deploy.export.widened import run_program
+from mha_deploy.spec_parts import Axis
+
+_TRACED_FROM = 2
+_MOST_TRIED = 8
+_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest number; another branch is far off
+
+
+def check_small_sizes(
+    exported: ExportedModule,
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    dims: NamedDims,
+    axes: Mapping[str, Axis],
+) -> None:
+    """Run module and program at sizes that were not traced, and compare them.
+
+    Raises:
+        ExportError: The module does not run at such a size, or the program computes something else there.
+    """
+    for sizes in _sizes_to_try(axes, exported):
+        example = draw_inputs(inputs, dims, sizes, seed=1)
+        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        for name, want, got in _results(exported, module, example, said):
+            if want.shape != got.shape or not _close(want, got):
+                raise ExportError(
+                    "The module does something else at its smaller sizes, which its trace does not show.",
+                    got=f"output {name} at {said}",
+                    hint="axes that begin at a larger size",
+                )
+
+
+def _results(
+    exported: ExportedModule, module: nn.Module, example: dict[str, Tensor], said: str
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    floats = [each.dtype for each in (*module.parameters(), *example.values()) if each.is_floating_point()]
+    half = next((dtype for dtype in floats if dtype in _TOLERANCE), torch.float16)
+    try:
+        with torch.no_grad(), Float32Accumulation(half):
+            returned = module(**example)
+    except Exception as error:  # whatever the user's module raises
+        raise ExportError(
+            "The module does not run at the smallest sizes of its axes.",
+            got=f"{said}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            hint="axes that begin at a larger size",
+        ) from error
+    wanted = [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
+    try:
+        outputs, _ = run_program(exported, example, dtype="own")
+    except (RuntimeError, IndexError) as error:
+        raise ExportError(
+            "The exported program does not run at the smallest sizes of its axes.",
+            got=f"{said}: {str(error).splitlines()[0]}",
+            hint="axes that begin at a larger size",
+        ) from error
+    for (name, got), want in zip(outputs.items(), wanted, strict=True):
+        yield name, want, got
+
+
+def _close(want: Tensor, got: Tensor) -> bool:
+    if not want.is_floating_point():
+        return torch.equal(want, got)
+    tolerance = _TOLERANCE.get(want.dtype, 1e-3)
+    largest = float(want.double().nan_to_num(0, 0, 0).abs().max()) if want.numel() else 0.0
+    return torch.allclose(
+        got.double(), want.double(), rtol=tolerance, atol=tolerance * max(largest, 1e-6), equal_nan=True
+    )
+
+
+def _sizes_to_try(axes: Mapping[str, Axis], exported: ExportedModule) -> Iterator[dict[str, int]]:
+    """All axes at their smallest, then each one through the sizes that PyTorch did not vouch for."""
+    traced = exported.traced_sizes
+    small = {name: axis.min for name, axis in axes.items() if axis.is_dynamic and axis.min < _TRACED_FROM}
+    if small:
+        yield {**traced, **small}
+    for name in exported.unproven:
+        last = min(traced[name] - 1, axes[name].max, axes[name].min + _MOST_TRIED)
+        for size in range(axes[name].min, last + 1):
+            yield {**traced, name: size}

@@ -1,0 +1,118 @@
+"""The outside of a user's own module: what its factory and its export told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import mha_deploy.spec_rules as rules
+from mha_deploy.errors import SpecError
+from mha_deploy.model_spec import ModelSpec
+from mha_deploy.spec import AttentionSpec
+from mha_deploy.spec_parts import FLOAT, Axis, Sizes, TensorSpec, axes_from
+
+KINDS = (FLOAT, "float32", "float64", "int32", "int64", "bool")
+"""What a tensor may hold; `float` is whatever precision the export asks for."""
+
+
+_OPTIONAL = ("seed", "weights_file", "summary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleSpec(ModelSpec):
+    """A user's module, as it was exported.
+
+    Args:
+        name: Name of the model.
+        factory: What makes it, as `file.py:factory` or `package.module:factory`.
+        axes: The named sizes; B is the batch where there is one.
+        tensors_in: Its inputs.
+        tensors_out: Its outputs.
+        attentions: How many attentions it computes, fused or not.
+        flops: Work of one call at the usual sizes, as PyTorch counts it.
+        weight_bytes: Memory of its weights.
+        state_sha256: Hash of its weights and buffers before they were rounded.
+        seed: PyTorch's seed while the factory ran.
+        weights_file: The file that its weights were read from, where one was given.
+        summary: One line for people.
+    """
+
+    name: str
+    factory: str
+    axes: Mapping[str, Axis]
+    tensors_in: tuple[TensorSpec, ...]
+    tensors_out: tuple[TensorSpec, ...]
+    attentions: int
+    flops: int
+    weight_bytes: int
+    state_sha256: str
+    seed: int = 0
+    weights_file: str | None = None
+    summary: str = ""
+
+    cache = "none"  # a cache of the module's own is an input and an output like any other
+    window = None  # its masks are in the graph
+
+    def __post_init__(self) -> None:
+        for tensor in (*self.tensors_in, *self.tensors_out):
+            if tensor.kind not in KINDS:
+                raise SpecError(
+                    f"Tensor {tensor.name} has no such kind.", got=tensor.kind, hint=", ".join(KINDS)
+                )
+        for name, axis in self.axes.items():
+            rules.check_axis(name, axis)
+
+    @property
+    def kind(self) -> str:
+        """What it is, in a word."""
+        return "module"
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs, in the order of the graph."""
+        return self.tensors_in
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs, in the order of the graph."""
+        return self.tensors_out
+
+    @property
+    def attention_count(self) -> int:
+        """How many fused attention nodes the exported graph must have."""
+        return self.attentions
+
+    def flops_at(self, sizes: Sizes) -> int:
+        """At most the work at other sizes: it grows with every axis, and attention with one of them twice."""
+        ratios = [sizes[name] / max(axis.opt, 1) for name, axis in self.axes.items()]
+        lengths = [sizes[name] / max(axis.opt, 1) for name, axis in self.axes.items() if name != "B"]
+        growth = 1.0
+        for ratio in ratios:
+            growth *= ratio
+        return int(self.flops * growth * max([1.0, *lengths]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, readable back with `from_dict`."""
+        return {**asdict(self), "axes": {name: asdict(axis) for name, axis in self.axes.items()}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModuleSpec:
+        """Read a spec from plain data, refusing what it does not know."""
+        known = tuple(item.name for item in fields(cls))
+        rules.refuse_unknown("the spec", data, known)
+        rules.require("the spec", data, tuple(name for name in known if name not in _OPTIONAL))
+        tensors = {
+            key: tuple(_tensor_from(each) for each in data[key]) for key in ("tensors_in", "tensors_out")
+        }
+        return cls(**{**data, "axes": axes_from(data["axes"]), **tensors})
+
+
+def _tensor_from(data: Any) -> TensorSpec:
+    tensor = rules.record_from("a tensor", TensorSpec, data)
+    return TensorSpec(name=tensor.name, kind=tensor.kind, dims=tuple(tensor.dims))
+
+
+def spec_from_dict(data: Mapping[str, Any]) -> AttentionSpec | ModuleSpec:
+    """Read the spec of a bundle: of a reference layer, or of somebody's module."""
+    return ModuleSpec.from_dict(data) if "factory" in data else AttentionSpec.from_dict(data)

@@ -1,0 +1,116 @@
+"""Is every attention of a module right? Each is judged by itself, against the oracle of its own result.
+
+A model may be right as a whole while one of its attentions is off, and where it is wrong, the first attention
+that is tells where to look. What PyTorch computed there in FP64 is in the bundle, by the name of the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.backends.runner import Runner
+from mha_deploy.bundle import Bundle
+from mha_deploy.errors import BundleError
+from mha_deploy.golden import GoldenCase, read_case, refuse_infinite
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.outputs import with_outputs
+from mha_deploy.manifest import LayersEntry
+from mha_deploy.npz import read_npz
+from mha_deploy.validate.parity import OutputVerdict, ParityReport, judge_case, parity_from_verdicts
+
+LAYERS = "layers"
+OpenModel = Callable[[ir.Model], Runner]
+
+
+def layers_case(bundle: Bundle) -> GoldenCase | None:
+    """The golden case that is known inside: its results are those of every attention, by node name.
+
+    None for a bundle without such a case.
+
+    Raises:
+        BundleError: The file is not what the manifest says.
+    """
+    entry = bundle.manifest.layers
+    if entry is None:
+        return None
+    golden = next((each for each in bundle.manifest.golden if each.name == entry.case), None)
+    if golden is None:
+        raise BundleError("The manifest names no such golden case.", got=entry.case, hint="export again")
+    arrays = read_npz(bundle.file(entry.file), lambda names: _refuse_strangers(names, entry))
+    whole = read_case(bundle, golden)
+    oracle = {node: _taken(arrays, f"oracle/{value}", entry) for node, value in entry.values.items()}
+    eager = {node: _taken(arrays, f"eager/{value}", entry) for node, value in entry.values.items()}
+    half = bundle.manifest.precision.numpy
+    eager = {node: _in_type(array, half) for node, array in eager.items()}
+    refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
+    return replace(whole, name=LAYERS, oracle=oracle, eager=eager)
+
+
+def layer_parity(bundle: Bundle, open_model: OpenModel) -> ParityReport | None:
+    """Judge every attention of a module in a runtime; None where the bundle does not know them.
+
+    Args:
+        bundle: The bundle.
+        open_model: Opens a graph in the runtime.
+    """
+    case, entry = layers_case(bundle), bundle.manifest.layers
+    if case is None or entry is None:
+        return None
+    with open_model(with_outputs(load_graph(bundle.model_path), entry.values.values())) as runner:
+        got = runner.run(case.inputs)
+        return parity_from_verdicts(
+            judge_layers(case, got, bundle),
+            model=bundle.manifest.spec.name,
+            precision=bundle.manifest.precision,
+            backend=runner.name,
+            cases=LAYERS,
+        )
+
+
+def judge_layers(
+    case: GoldenCase, got: dict[str, np.ndarray], bundle: Bundle, *, only: str | None = None
+) -> list[OutputVerdict]:
+    """The verdicts on the attentions whose values are there, in the order in which they run.
+
+    Args:
+        case: What `layers_case` gave.
+        got: Values of the graph by their names; others than those of attentions do not matter.
+        bundle: The bundle.
+        only: The one attention to judge; all that are there unless given.
+    """
+    entry = bundle.manifest.layers
+    values = entry.values if entry else {}
+    there = [node for node in case.oracle if values.get(node) in got and only in (None, node)]
+    seen = replace(
+        case,
+        oracle={node: case.oracle[node] for node in there},
+        eager={node: case.eager[node] for node in there},
+    )
+    verdicts = judge_case(seen, {node: got[values[node]] for node in there}, bundle.manifest.precision)
+    return sorted(verdicts, key=lambda verdict: there.index(verdict.output))
+
+
+def _refuse_strangers(names: list[str], entry: LayersEntry) -> None:
+    known = {f"{group}/{value}" for group in ("oracle", "eager") for value in entry.values.values()}
+    strangers = sorted(set(names) - known)
+    if strangers:
+        raise BundleError(
+            "The look inside the module holds strange arrays.", got=", ".join(strangers), hint="export again"
+        )
+
+
+def _taken(arrays: dict[str, np.ndarray], name: str, entry: LayersEntry) -> np.ndarray:
+    if name not in arrays:
+        raise BundleError(
+            "The look inside the module is incomplete.", got=f"{entry.file}: no {name}", hint="export again"
+        )
+    return arrays[name]
+
+
+def _in_type(array: np.ndarray, half: np.dtype) -> np.ndarray:
+    """NumPy's format has no bfloat16: such arrays are stored as their 16 bits."""
+    return array.view(half) if half.name == "bfloat16" and array.dtype == np.uint16 else array

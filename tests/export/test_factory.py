@@ -1,0 +1,136 @@
+"""A factory is found, called and checked before anything is exported."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mha_deploy.errors import DeployError
+from mha_deploy.export.factory import load_factory
+from mha_deploy.export.user_module import open_user_module, state_digest
+from mha_deploy.precision import find_precision
+
+HERE = Path(__file__).parents[1] / "own_models.py"
+
+
+def test_a_factory_in_a_file():
+    loaded = load_factory(f"{HERE}:encoder")
+    assert loaded.name == "encoder"
+    assert loaded.summary == "three layers"
+    assert loaded.dims == {"tokens": ("B", "S"), "mask": ("B", "S")}
+    assert {name: str(axis) for name, axis in loaded.axes.items()} == {"B": "1:4:8", "S": "1:32:64"}
+    assert not loaded.module.training
+
+
+def test_a_factory_in_a_module(monkeypatch):
+    monkeypatch.syspath_prepend(HERE.parent)
+    assert load_factory("own_models:encoder").name == "encoder"
+
+
+def test_a_file_finds_its_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_a_factory.py").write_text("from own_models import encoder\n")
+    (tmp_path / "made.py").write_text("from neighbour_of_a_factory import encoder as build\n")
+    (tmp_path / "own_models.py").write_text(HERE.read_text())
+    assert load_factory(f"{tmp_path / 'made.py'}:build").name == "build"
+
+
+def test_the_same_seed_gives_the_same_weights():
+    one, same, other = (state_digest(load_factory(f"{HERE}:encoder", seed=s).module) for s in (1, 1, 2))
+    assert one == same != other
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("encode", "did you mean 'encoder'"),
+        ("fails", "no model today"),
+        ("needs_arguments", "needs size"),
+        ("gives_a_module", "gives no Deployable"),
+        ("no_inputs", "no example inputs"),
+        ("not_a_module", "not an nn.Module"),
+        ("no_example", "mask is not an Example"),
+        ("unknown_axis", "names an axis that has no range"),
+        ("unused_axis", "No input has such an axis"),
+        ("two_sizes", "8 in tokens, 9 in mask"),
+        ("too_many_names", "more axis names than dimensions"),
+        ("unknown_input", "did you mean 'mask'"),
+        ("missing_input", "no example"),
+        ("bad_range", "Axis S is not a range"),
+    ],
+)
+def test_what_does_not_meet_the_contract_is_told(name, says):
+    with pytest.raises(DeployError) as error:
+        load_factory(f"{HERE}:{name}")
+    assert says in str(error.value)
+
+
+def test_a_failure_is_told_with_its_place():
+    with pytest.raises(DeployError) as error:
+        load_factory(f"{HERE}:fails")
+    assert f"{HERE}:" in str(error.value)
+    assert "ZeroDivisionError" in str(error.value)
+
+
+@pytest.mark.parametrize("reference", ["nowhere.py:encoder", "no.such.module:encoder"])
+def test_what_is_not_there(reference):
+    with pytest.raises(DeployError, match="There is no such"):
+        load_factory(reference)
+
+
+def test_a_module_that_is_there_and_lacks_an_import(tmp_path):
+    (tmp_path / "broken.py").write_text("import not_installed_anywhere\n")
+    with pytest.raises(DeployError) as error:
+        load_factory(f"{tmp_path / 'broken.py'}:encoder")
+    assert "not_installed_anywhere" in str(error.value)
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+def saved(tmp_path, ending, change=lambda state: state):
+    state = change(load_factory(f"{HERE}:encoder", seed=7).module.state_dict())
+    path = tmp_path / f"weights{ending}"
+    if ending == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+def test_weights_from_a_file(tmp_path, ending):
+    path = saved(tmp_path, ending)
+    user = open_user_module(f"{HERE}:encoder", find_precision("fp16"), weights=path)
+    assert user.state_sha256 == state_digest(load_factory(f"{HERE}:encoder", seed=7).module)
+    assert all(parameter.dtype == torch.float16 for parameter in user.module.parameters())
+
+
+def without(name):
+    return lambda state: {key: tensor for key, tensor in state.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without("embedding.weight"), "no embedding.weight"),
+        (lambda state: {**state, "more": torch.ones(1)}, "more is unknown"),
+        (lambda state: {**state, "embedding.weight": torch.ones(2, 2)}, "do not fit"),
+    ],
+)
+def test_weights_of_another_module(tmp_path, change, says):
+    path = saved(tmp_path, ".pt", change)
+    with pytest.raises(DeployError) as error:
+        open_user_module(f"{HERE}:encoder", find_precision("fp16"), weights=path)
+    assert says in str(error.value)
+
+
+def test_a_file_of_something_else(tmp_path):
+    path = tmp_path / "weights.pt"
+    torch.save([1, 2], path)
+    with pytest.raises(DeployError, match="no state dict"):
+        open_user_module(f"{HERE}:encoder", find_precision("fp16"), weights=path)
+    path.write_text("nothing of the kind")
+    with pytest.raises(DeployError, match="no state dict"):
+        open_user_module(f"{HERE}:encoder", find_precision("fp16"), weights=path)

@@ -1,0 +1,152 @@
+"""What cannot be exported is said in a few words, with the axis and the line of the user's source."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mha_deploy.errors import ExportError
+from mha_deploy.export.program import export_program
+from mha_deploy.spec_parts import Axis
+
+AXES = {"B": Axis(min=1, opt=2, max=8), "S": Axis(min=1, opt=6, max=64)}
+X = {"x": torch.randn(2, 6, 4)}
+
+
+def line_of(text):
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    (line,) = [number for number, each in enumerate(lines, 1) if each.strip() == text]
+    return f"{Path(__file__).name}:{line}"
+
+
+class OneSize(nn.Module):
+    def forward(self, x):
+        count = int(x.shape[1])  # a number from here on
+        return x * count
+
+
+class EvenSizes(nn.Module):
+    def forward(self, x):
+        B, S, E = x.shape
+        return x.view(B, S // 2, 2, E)  # half of them
+
+
+class Short(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", torch.randn(32, 4))
+
+    def forward(self, x):
+        return x + self.positions[: x.shape[1]]  # not more than there are
+
+
+class AsksData(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:  # hangs on the data
+            return x
+        return -x
+
+
+class Wrong(nn.Module):
+    def forward(self, x):
+        return x + x.transpose(0, 1)  # batch and length are two things
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x + self.calls
+
+
+class WritesInput(nn.Module):
+    def forward(self, x):
+        return x.mul_(2) + 1
+
+
+class ReturnsNumber(nn.Module):
+    def forward(self, x):
+        return x * 2, x.shape[1]
+
+
+class ReturnsObject(nn.Module):
+    def forward(self, x):
+        return Result(x * 2)
+
+
+class Result:
+    def __init__(self, x):
+        self.x = x
+
+
+class Ignores(nn.Module):
+    def forward(self, x, unused, other):
+        return x * 2 + 0 * other.shape[0]
+
+
+class OtherWhenShort(nn.Module):
+    def forward(self, x):
+        return x.cumsum(1) if x.shape[1] > 3 else x * 2
+
+
+class FailsWhenShort(nn.Module):
+    def forward(self, x):
+        return x.unfold(1, 3, 1).sum(-1)
+
+
+CASES = {
+    OneSize: ("one size of S only", "S is always 6", "count = int(x.shape[1])  # a number from here on"),
+    EvenSizes: ("every size of S", "(S % (S // 2)) == 0", "return x.view(B, S // 2, 2, E)  # half of them"),
+    Short: (
+        "every size of S",
+        "S <= 32",
+        "return x + self.positions[: x.shape[1]]  # not more than there are",
+    ),
+    AsksData: ("could not trace", "data-dependent", "if x.sum() > 0:  # hangs on the data"),
+    Wrong: (
+        "could not trace",
+        "size of tensor a (S) must match the size of tensor b (B)",
+        "return x + x.transpose(0, 1)  # batch and length are two things",
+    ),
+    Counts: ("writes to what it should only read", "buffer calls", None),
+    WritesInput: ("writes to what it should only read", "input x", None),
+    ReturnsNumber: ("not a tensor", "output_1", None),
+    ReturnsObject: ("not made of tensors", "Result", None),
+    OtherWhenShort: ("something else at its smaller sizes", "S=1", None),
+    FailsWhenShort: ("does not run at the smallest sizes", "S=1", None),
+}
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_a_module_that_cannot_be_exported_is_explained(make, capfd, quick_exporter):
+    what, got, line = CASES[make]
+    with pytest.raises(ExportError) as caught:
+        export_program(make(), X, {"x": ("B", "S")}, AXES)
+    assert what in caught.value.what
+    assert got in caught.value.got
+    assert len(caught.value.got) < 500
+    if line is not None:
+        assert f"{line_of(line)}: " in caught.value.got
+    assert capfd.readouterr().err == ""
+
+
+def test_inputs_that_nothing_hangs_on_are_named(quick_exporter):
+    inputs = {
+        name: torch.randn(2, 6) for name in inspect.signature(Ignores.forward).parameters if name != "self"
+    }
+    with pytest.raises(ExportError, match="does not hang on every input") as caught:
+        export_program(Ignores(), inputs, dict.fromkeys(inputs, ("B", "S")), AXES)
+    assert caught.value.got == "unused, other"
+
+
+def test_a_module_is_left_as_it_was_also_after_a_failure():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), OneSize())
+    module[1].eval()
+    with pytest.raises(ExportError):
+        export_program(module, {"input": X["x"]}, {"input": ("B", "S")}, AXES)
+    assert [each.training for each in module.modules()] == [True, True, False, True]

@@ -1,0 +1,212 @@
+"""Any module becomes a graph with the user's names, axes and source lines."""
+
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mha_deploy.errors import ExportError
+from mha_deploy.export.drawn import draw_inputs
+from mha_deploy.export.program import export_program
+from mha_deploy.export.program_axes import trace_sizes
+from mha_deploy.export.program_outputs import named_outputs
+from mha_deploy.export.widened import run_program
+from mha_deploy.graph.fuse import fuse_attention
+from mha_deploy.spec_parts import Axis
+
+pytestmark = pytest.mark.usefixtures("quick_exporter")
+
+B, S, P = Axis(min=1, opt=2, max=8), Axis(min=1, opt=6, max=64), Axis(min=0, opt=4, max=32)
+
+
+def run(model, inputs):
+    session = onnxruntime.InferenceSession(
+        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    names = [each.name for each in session.get_outputs()]
+    results = session.run(None, {name: each.numpy() for name, each in inputs.items()})
+    return dict(zip(names, results, strict=True))
+
+
+class Step(nn.Module):
+    """One step of a decoder: past keys in, all keys out, and a mask over both."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.dropout = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x, past, mask, input):
+        keys = torch.cat([past, self.k(x)], 1)
+        scores = self.q(x) @ keys.mT  # of new and old keys
+        weights = scores.masked_fill(~mask[:, None], -1e9).softmax(-1)
+        y = self.dropout(weights @ keys) + input
+        return {"y": y, "nothing": None, "linear": (keys, y[:, 1:]), "past": past, "last": y[:, -1]}
+
+
+AXES = {"S": S, "B": B, "P": P, "E": Axis(min=8, opt=8, max=8)}
+DIMS = {"mask": ("B", "P+S"), "input": ("E",), "past": ("B", "P"), "x": ("B", "S", "E")}
+INPUTS = {
+    "mask": torch.rand(2, 6, generator=torch.Generator().manual_seed(0)) > 0.3,
+    "input": torch.randn(8),
+    "past": torch.randn(2, 4, 8),
+    "x": torch.randn(2, 2, 8),
+}
+
+
+@pytest.fixture(scope="module")
+def step(quick_exporter):
+    torch.manual_seed(0)
+    module = Step()
+    module.q.eval()
+    return module, export_program(module, INPUTS, DIMS, AXES)
+
+
+def test_names_and_axes_are_the_users(step):
+    module, exported = step
+    graph = exported.model.graph
+    assert [value.name for value in graph.inputs] == list(exported.inputs) == list(INPUTS)
+    assert dict(exported.outputs) == {
+        "y": ("B", "S", 8),
+        "linear_0": ("B", "P+S", 8),
+        "linear_1": ("B", None, 8),
+        "past_out": ("B", "P", 8),
+        "last": ("B", 8),
+    }
+    shapes = {value.name: tuple(map(str, value.shape)) for value in (*graph.inputs, *graph.outputs)}
+    assert shapes["mask"] == ("B", "P+S")
+    assert shapes["x"] == ("B", "S", "8")
+    assert shapes["input"] == ("8",)
+    assert shapes["linear_0"] == ("B", "P+S", "8")
+    assert shapes["linear_1"] == ("B", "S - 1", "8")
+    assert not [name for each in shapes.values() for name in each if name.startswith("s")]
+    onnx.checker.check_model(ir.to_proto(exported.model), full_check=True)
+    assert [part.training for part in module.modules()] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("sizes", [(3, 9, 5), (1, 1, 0), (1, 2, 1), (8, 1, 32)])
+def test_the_graph_is_the_module_at_every_size(step, sizes):
+    module, exported = step
+    inputs = draw_inputs(INPUTS, DIMS, {**dict(zip("BSP", sizes, strict=True)), "E": 8}, seed=2)
+    with torch.no_grad():
+        result = module.eval()(**inputs)
+    want = [result["y"], *result["linear"], result["past"], result["last"]]
+    got, (own, _) = run(exported.model, inputs), run_program(exported, inputs, dtype="own")
+    assert list(got) == list(own) == list(exported.outputs)
+    for name, tensor in zip(got, want, strict=True):
+        np.testing.assert_allclose(got[name], tensor.numpy(), atol=1e-5)
+        torch.testing.assert_close(own[name], tensor)
+
+
+def test_sizes_that_pytorch_does_not_vouch_for_are_tried(step):
+    assert "S" in step[1].unproven, "S-1 is 1 at S=2, which PyTorch takes apart"
+
+
+def test_a_node_says_its_line(step):
+    _, report = fuse_attention(step[1].model)
+    (place,) = {each.place for each in (*report.fused, *report.unfused)}
+    file, _, line = place.rpartition(":")
+    assert file == __file__
+    assert "softmax(-1)" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+
+
+def test_an_output_may_have_the_name_of_another_value():
+    class Takes(nn.Module):
+        def forward(self, x):
+            y = F.relu(x)
+            return {"relu": y.exp(), "exp": y + 1}
+
+    exported = export_program(Takes(), {"x": torch.randn(2, 3)}, {"x": ("B",)}, {"B": B})
+    x = torch.tensor([[1.0, -1.0, 2.0]])
+    got, (own, kept) = run(exported.model, {"x": x}), run_program(exported, {"x": x}, keep=["relu", "exp"])
+    (inner,) = {value.name for node in exported.model.graph for value in node.outputs} - {"relu", "exp"}
+    _, other = run_program(exported, {"x": x}, keep=[inner])
+    for each in (got, own, kept):
+        np.testing.assert_allclose(each["relu"], x.relu().exp(), rtol=1e-6)
+        np.testing.assert_allclose(each["exp"], x.relu() + 1, rtol=1e-6)
+    np.testing.assert_array_equal(other[inner], x.relu())
+
+
+# -- names of outputs: no graph needed ------------------------------------------------------------------
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Returns(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return self.make(x * 2, x * 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda a, b: a, ["output"]),
+        (lambda a, b: (a, b), ["output", "output_1"]),
+        (lambda a, b: [None, b], ["output_1"]),
+        (lambda a, b: Pair(a, b), ["left", "right"]),
+        (lambda a, b: {"a": a, "b": [a + 1, b]}, ["a", "b_0", "b_1"]),
+        (lambda a, b: (a, {"keys": b}), ["output", "output_1_keys"]),
+        (lambda a, b: {"x": a, "a b": b}, ["x_out", "a_b"]),
+        (lambda a, b: {"a.b": a, "a b": b}, ["a_b", "a_b_2"]),
+    ],
+)
+def test_outputs_are_named_by_what_holds_them(make, names):
+    program = torch.export.export(Returns(make), (), {"x": torch.randn(2)}, strict=False)
+    assert list(named_outputs(program, (), ["x"])) == names
+    given = [f"mine_{index}" for index in range(len(names))]
+    assert list(named_outputs(program, given, ["x"])) == given
+
+
+@pytest.mark.parametrize("given", [["a"], ["a", "a"], ["a", "x"]])
+def test_names_that_do_not_fit_are_refused(given):
+    program = torch.export.export(Returns(lambda a, b: (a, b)), (), {"x": torch.randn(2)}, strict=False)
+    with pytest.raises(ExportError, match="names of the outputs"):
+        named_outputs(program, given, ["x"])
+
+
+def test_a_hugging_face_output_keeps_its_keys():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    make = outputs.BaseModelOutputWithPooling
+    module = Returns(lambda a, b: make(last_hidden_state=a, pooler_output=b))
+    program = torch.export.export(module, (), {"x": torch.randn(2)}, strict=False)
+    assert list(named_outputs(program, (), ["x"])) == ["last_hidden_state", "pooler_output"]
+
+
+# -- sizes to trace at -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "shown"),
+    [
+        ({"B": B, "S": S}, (1, 1)),
+        ({"B": B, "S": S}, (7, 7)),
+        ({"B": Axis(min=1, opt=1, max=2), "S": Axis(min=1, opt=2, max=2)}, (2, 2)),
+        ({"B": Axis(min=16, opt=16, max=20), "S": Axis(min=16, opt=16, max=17)}, (16, 16)),
+        ({"B": B, "S": Axis(min=7, opt=7, max=7)}, (2, 7)),
+        ({"B": Axis(min=0, opt=1, max=1), "S": S}, (1, 3)),
+    ],
+)
+def test_axes_are_traced_at_different_sizes_of_two_or_more(axes, shown):
+    sizes = trace_sizes({"x": torch.zeros(*shown, 5)}, {"x": ("B", "S")}, axes)
+    assert list(sizes) == list(axes)
+    assert len(set(sizes.values())) == 2
+    for name, axis in axes.items():
+        assert sizes[name] == axis.min or axis.is_dynamic
+        assert sizes[name] >= max(axis.min, 2)
+        assert sizes[name] <= max(axis.max, 3)
+
+
+def test_the_sizes_of_the_example_come_first():
+    sizes = trace_sizes({"x": torch.zeros(6, 24)}, {"x": ("B", "S")}, {"B": B, "S": S})
+    assert sizes == {"B": 6, "S": 24}

@@ -1,0 +1,145 @@
+"""Mixed precision is needed, is enough, and touches nothing else: shown on models that overflow."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from mixed_models import LOWEST, distance, encoder, feeds, run
+
+from mha_deploy.backends import open_runner
+from mha_deploy.backends.ranges import measure_ranges
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.mixed import PrecisionPlan, apply_plan, plan_precision
+
+CASES = {"short": feeds(S=5), "long": feeds(S=12, seed=1)}
+OTHER = feeds(B=3, S=10, seed=7)
+NOTHING = PrecisionPlan(kept=(), inputs=(), outputs=(), clamped=(), nodes=0, attentions=0, margin=1.0)
+
+
+def planned(model, **options):
+    return plan_precision(model, measure_ranges(model, CASES), **options)
+
+
+def checked(model, plan):
+    """The mixed graph, after ONNX's checker and its strict shape inference."""
+    mixed = apply_plan(model, plan)
+    onnx.checker.check_model(ir.to_proto(mixed), full_check=True)
+    onnx.shape_inference.infer_shapes(ir.to_proto(mixed), check_type=True, strict_mode=True)
+    return mixed
+
+
+def count(model, op_type):
+    return sum(node.op_type == op_type for node in model.graph)
+
+
+@pytest.mark.parametrize("sentinel", [None, LOWEST, -1e9, -np.inf])
+def test_a_healthy_model_is_written_in_fp16_altogether(sentinel):
+    model = encoder(sentinel=sentinel)
+    plan = planned(model)
+    assert plan.is_plain_fp16, plan.lines()
+    mixed = checked(model, plan)
+    assert count(mixed, "Cast") == 0
+    assert {node.dtype for node in attention_nodes(mixed)} == {"fp16"}
+    assert all(v.dtype != ir.DataType.FLOAT for v in mixed.graph.initializers.values())
+    assert distance(run(mixed, OTHER), run(model, OTHER)) < 3e-3
+
+
+def test_an_activation_that_overflows_stays_wide_and_nothing_else_does():
+    model = encoder({"0.up": 300.0, "0.down": 2000.0})
+    plan = planned(model)
+    exact = run(model, OTHER)
+    assert distance(run(apply_plan(model, NOTHING), OTHER), exact) > 1
+    mixed = checked(model, plan)
+    assert distance(run(mixed, OTHER), exact) < 3e-3
+    wide = {"0.down", "0.add2", "1.norm1", "1.add1", "1.norm2", "1.add2", "last.norm"}
+    assert {each.name for each in plan.kept} == wide
+    assert {node.dtype for node in attention_nodes(mixed)} == {"fp16"}
+    assert len(attention_nodes(mixed)) == len(attention_nodes(model)) == 2
+    # Up: into 0.down, the residual, o and down of layer 1; down: from two norms, and for the output.
+    assert count(mixed, "Cast") == 7
+    wide_weights = {name for name, v in mixed.graph.initializers.items() if v.dtype == ir.DataType.FLOAT}
+    assert wide_weights == {"0.down.weight", "1.norm1.weight", "1.norm2.weight", "last.norm.weight"}
+
+
+def test_the_plan_says_which_number_of_what_and_why():
+    down = next(each for each in planned(encoder({"0.up": 300.0, "0.down": 2000.0})).kept)
+    assert (down.name, down.op_type, down.precision, down.kind) == ("0.down", "MatMul", "fp32", "overflow")
+    assert down.figure > 65504
+    assert down.reason == f"0.down reaches {down.figure:,.6g}, and FP16 ends at 65,504 (kept from 16,376 on)"
+
+
+def test_scores_that_overflow_keep_one_attention_wide_and_nothing_else():
+    model = encoder({"1.q": 150.0, "1.k": 150.0})
+    ranges = measure_ranges(model, CASES)
+    assert max(ranges.values[name].largest for name in ("1.q", "1.k")) < 1000
+    assert ranges.inner["1.attention"] > 65504
+    plan = plan_precision(model, ranges)
+    assert [(each.name, each.precision) for each in plan.kept] == [("1.attention", "fp32")]
+    exact = run(model, OTHER)
+    assert distance(run(apply_plan(model, NOTHING), OTHER), exact) > 0.1
+    mixed = checked(model, plan)
+    assert [node.dtype for node in attention_nodes(mixed)] == ["fp16", "fp32"]
+    assert count(mixed, "Cast") == 4
+    with open_runner("ort-cpu", mixed) as runner:
+        assert distance(next(iter(runner.run(OTHER).values())), exact) < 5e-2
+
+
+def test_wide_attention_may_be_bfloat16():
+    model = encoder({"1.q": 150.0, "1.k": 150.0}, sentinel=LOWEST)
+    plan = planned(model, wide="bf16")
+    attention = next(each for each in plan.kept if each.op_type == "Attention")
+    assert attention.precision == "bf16"
+    mixed = checked(model, plan)
+    assert [node.dtype for node in attention_nodes(mixed)] == ["fp16", "bf16"]
+    with open_runner("onnx-reference", mixed) as runner:
+        result = next(iter(runner.run(OTHER).values()))
+    assert result.dtype == np.float16
+    assert np.isfinite(result).all()
+
+
+def test_the_mask_of_a_wide_attention_still_hides_all_scores():
+    """-65504 would not hide a score of 100,000: the mask is made in float32, and clamped for the other."""
+    model = encoder({"1.q": 150.0, "1.k": 150.0}, sentinel=LOWEST)
+    plan = planned(model)
+    assert {each.name: each.kind for each in plan.kept} == {"mask": "mask", "1.attention": "overflow"}
+    mixed = checked(model, plan)
+    wide, half = (node.inputs[3] for node in reversed([n for n in mixed.graph if n.op_type == "Attention"]))
+    assert (wide.dtype, half.dtype) == (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    assert half.producer().inputs[0].producer().op_type == "Max"
+    with open_runner("ort-cpu", mixed) as runner:
+        assert distance(next(iter(runner.run(OTHER).values())), run(model, OTHER)) < 5e-2
+
+
+def test_a_sentinel_is_clamped_and_the_plan_says_so():
+    model = encoder(sentinel=LOWEST)
+    (clamped,) = planned(model).clamped
+    assert (clamped.name, clamped.found, clamped.written) == ("never", LOWEST, -65504.0)
+    assert "hides keys" in clamped.reason
+    never = apply_plan(model, planned(model)).graph.initializers["never"].const_value.numpy()
+    assert never == np.float16(-65504)
+
+
+def test_the_margin_decides_what_is_near():
+    model = encoder({"0.up": 20.0, "0.down": 20.0})
+    room = 65504 / measure_ranges(model, CASES).values["0.down"].largest
+    assert "0.down" not in {each.name for each in planned(model, margin=0.9 * room).kept}
+    assert "0.down" in {each.name for each in planned(model, margin=1.1 * room).kept}
+
+
+def test_a_norm_whose_squares_overflow_stays_wide_alone():
+    model = encoder({"0.up": 20.0, "0.down": 20.0})
+    plan = planned(model, margin=1.0)
+    assert {each.op_type for each in plan.kept} == {"LayerNormalization"}
+    assert "squares" in plan.kept[0].reason
+
+
+def test_the_model_that_was_given_is_not_changed():
+    model = encoder({"0.up": 300.0, "0.down": 2000.0}, sentinel=LOWEST)
+    before = ir.to_proto(model).SerializeToString(deterministic=True)
+    apply_plan(model, planned(model))
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == before
+
+
+def test_slices_measure_the_same():
+    model = encoder({"1.q": 150.0, "1.k": 150.0})
+    assert measure_ranges(model, CASES, slice_bytes=1) == measure_ranges(model, CASES)

@@ -1,0 +1,157 @@
+"""A user's own model, and factories that do not meet the contract."""
+
+import math
+
+import torch
+from torch import nn
+
+from mha_deploy.contract import Deployable, Example
+
+
+class HandWritten(nn.Module):
+    """Self attention as people write it, with a padding mask and -inf."""
+
+    def __init__(self, E=64, Hq=4):
+        super().__init__()
+        self.Hq, self.qkv, self.out = Hq, nn.Linear(E, 3 * E), nn.Linear(E, E)
+
+    def forward(self, x, mask):
+        B, S, E = x.shape
+        q, k, v = (t.view(B, S, self.Hq, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(E // self.Hq)
+        scores = scores.masked_fill(mask[:, None, None, :] == 0, float("-inf"))
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, E))
+
+
+class Block(nn.Module):
+    def __init__(self, E=64):
+        super().__init__()
+        self.attention, self.before, self.after = HandWritten(E), nn.LayerNorm(E), nn.LayerNorm(E)
+        self.mlp = nn.Sequential(nn.Linear(E, 2 * E), nn.GELU(), nn.Linear(2 * E, E))
+
+    def forward(self, x, mask):
+        x = x + self.attention(self.before(x), mask)
+        return x + self.mlp(self.after(x))
+
+
+class Encoder(nn.Module):
+    """Three layers over tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens, mask):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        return {"hidden": x, "pooled": x.mean(1)}
+
+
+def examples():
+    tokens = torch.arange(24).reshape(3, 8)
+    mask = torch.ones(3, 8, dtype=torch.int64)
+    mask[1, 5:] = 0
+    mask[2, 3:] = 0
+    return {"tokens": Example(tokens, "B", "S"), "mask": Example(mask, "B", "S")}
+
+
+def encoder():
+    return Deployable(
+        module=Encoder(), inputs=examples(), axes={"B": "1:4:8", "S": (1, 32, 64)}, summary="three layers"
+    )
+
+
+class Unfusable(Encoder):
+    """One of its attentions has a softmax over something else than the scores alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].attention = _Gated()
+
+
+class _Gated(HandWritten):
+    def forward(self, x, mask):
+        B, S, E = x.shape
+        q, k, v = (t.view(B, S, self.Hq, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = torch.sin(q @ k.transpose(-2, -1))
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, E))
+
+
+def unfusable():
+    return Deployable(module=Unfusable(), inputs=examples(), axes={"B": "1:4:8", "S": "1:32:64"})
+
+
+def forgetful():
+    """Other weights each time."""
+    made = encoder()
+    with torch.no_grad():
+        made.module.embedding.weight += torch.rand((), generator=torch.Generator().manual_seed(_count()))
+    return made
+
+
+def _count(counter=[0]):  # noqa: B006 (it is meant to remember)
+    counter[0] += 1
+    return counter[0]
+
+
+def fails():
+    raise ZeroDivisionError("no model today")
+
+
+def needs_arguments(size):
+    return encoder()
+
+
+def gives_a_module():
+    return Encoder()
+
+
+def no_inputs():
+    return Deployable(module=Encoder(), inputs={})
+
+
+def not_a_module():
+    return Deployable(module=print, inputs=examples(), axes={"B": "1:4:8", "S": "1:32:64"})
+
+
+def no_example():
+    return Deployable(
+        module=Encoder(), inputs={**examples(), "mask": torch.ones(3, 8)}, axes={"B": "1", "S": "1"}
+    )
+
+
+def unknown_axis():
+    return Deployable(module=Encoder(), inputs=examples(), axes={"B": "1:4:8", "T": "1:32:64"})
+
+
+def unused_axis():
+    return Deployable(module=Encoder(), inputs=examples(), axes={"B": "1:4:8", "S": "1:32:64", "T": "1:2:3"})
+
+
+def two_sizes():
+    other = {**examples(), "mask": Example(torch.ones(3, 9, dtype=torch.int64), "B", "S")}
+    return Deployable(module=Encoder(), inputs=other, axes={"B": "1:4:8", "S": "1:32:64"})
+
+
+def too_many_names():
+    other = {**examples(), "mask": Example(torch.ones(3, 8, dtype=torch.int64), "B", "S", "S")}
+    return Deployable(module=Encoder(), inputs=other, axes={"B": "1:4:8", "S": "1:32:64"})
+
+
+def unknown_input():
+    return Deployable(
+        module=Encoder(),
+        inputs={**examples(), "masks": examples()["mask"]},
+        axes={"B": "1:4:8", "S": "1:32:64"},
+    )
+
+
+def missing_input():
+    given = {"tokens": examples()["tokens"]}
+    return Deployable(module=Encoder(), inputs=given, axes={"B": "1:4:8", "S": "1:32:64"})
+
+
+def bad_range():
+    return Deployable(module=Encoder(), inputs=examples(), axes={"B": "1:4:8", "S": 64})

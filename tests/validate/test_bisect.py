@@ -1,0 +1,159 @@
+"""The first wrong attention and the first wrong node are found, in few runs."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from bundle_edit import rehash
+from onnx import numpy_helper
+
+from mha_deploy.backends import open_runner
+from mha_deploy.bundle import open_bundle
+from mha_deploy.validate.bisect import bisect_bundle, bisected_case
+from mha_deploy.validate.references import reference_for
+
+ATTENTIONS = [f"blocks.{i}.attention" for i in range(3)]
+
+
+@pytest.fixture
+def broken(own_bundles, tmp_path):
+    """A function that gives a copy of the bundle with its graph changed."""
+
+    def make(change, name="copy"):
+        path = Path(shutil.copytree(own_bundles().path, tmp_path / name))
+        model = onnx.load(path / "model.onnx")
+        change(model.graph)
+        onnx.save(model, path / "model.onnx")
+        rehash(path)
+        return open_bundle(path)
+
+    return make
+
+
+def bisected(bundle, backend="ort-cpu"):
+    reference, name = reference_for(bundle, bisected_case(bundle), backend)
+    return bisect_bundle(bundle, backend, partial(open_runner, backend), reference), name
+
+
+def scale_off(name):
+    def change(graph):
+        node = next(node for node in graph.node if node.name == name)
+        for attribute in node.attribute:
+            if attribute.name == "scale":
+                attribute.f *= 2
+
+    return change
+
+
+def product_off(block):
+    """Change the weight of the first product behind an attention."""
+
+    def change(graph):
+        weights = {tensor.name: tensor for tensor in graph.initializer}
+        node = behind(graph, ATTENTIONS[block], "MatMul")
+        name = next(name for name in node.input if name in weights)
+        larger = numpy_helper.to_array(weights[name]) * np.float16(1.5)
+        weights[name].CopyFrom(numpy_helper.from_array(larger, name))
+        change.node = node.name
+
+    return change
+
+
+def behind(graph, name, operator):
+    """The nearest node of an operator that takes what a node gives."""
+    pending = [node for node in graph.node if node.name == name]
+    while pending:
+        node = pending.pop(0)
+        if node.op_type == operator:
+            return node
+        pending += [user for user in graph.node if set(user.input) & set(node.output)]
+    raise LookupError(operator)
+
+
+def test_a_right_model_has_nothing_to_look_for(own_bundles):
+    found, _ = bisected(own_bundles())
+    assert found.wrong is None
+    assert found.first_node is None
+    assert found.runs == 1
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_a_wrong_attention_is_found(broken, block):
+    found, trusted = bisected(broken(scale_off(ATTENTIONS[block])))
+    assert trusted == "the module's program in FP64"
+    assert found.first_wrong == ATTENTIONS[block]
+    assert found.last_right == (ATTENTIONS[block - 1] if block else None)
+    assert found.first_node.node == ATTENTIONS[block]
+    assert found.runs <= 10
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_a_wrong_node_between_two_attentions_is_found(broken, block):
+    change = product_off(block)
+    found, _ = bisected(broken(change))
+    assert found.last_right == ATTENTIONS[block]
+    assert found.first_wrong == (ATTENTIONS[block + 1] if block < 2 else None)
+    # A product whose bias is added apart: what the program knows is their sum.
+    assert change.node in (found.first_node.node, *found.unseen)
+    assert len(found.unseen) <= 1
+    assert found.runs <= 12
+
+
+def test_without_the_factory_the_graph_in_another_runtime_tells(broken, monkeypatch):
+    bundle = broken(lambda graph: None)
+    monkeypatch.setattr("mha_deploy.validate.references.can_import", lambda name: False)
+    _, trusted = reference_for(bundle, bisected_case(bundle), "ort-cpu")
+    assert trusted == "the graph in onnx-reference"
+    _, trusted = reference_for(bundle, bisected_case(bundle), "tensorrt")
+    assert trusted == "the graph in ort-cpu"
+
+
+def test_a_runtime_that_is_wrong_where_the_graph_is_right(own_bundles, broken, monkeypatch):
+    """A runtime that computes another graph than it is given, as a faulty lowering would."""
+    bundle = own_bundles()
+    monkeypatch.setattr("mha_deploy.validate.references.can_import", lambda name: False)
+
+    def faulty(model):
+        copy = model.clone()
+        node = next(node for node in copy.graph if node.name == ATTENTIONS[1])
+        scale = node.attributes["scale"].as_float()
+        node.attributes["scale"] = type(node.attributes["scale"])(
+            "scale", node.attributes["scale"].type, scale * 2
+        )
+        return open_runner("ort-cpu", copy)
+
+    reference, _ = reference_for(bundle, bisected_case(bundle), "faulty")
+    found = bisect_bundle(bundle, "faulty", faulty, reference)
+    assert found.first_node.node == ATTENTIONS[1]
+
+
+def test_one_of_our_own_layers(bundles, tmp_path):
+    path = Path(shutil.copytree(bundles("tiny-mha").path, tmp_path / "copy"))
+    model = onnx.load(path / "model.onnx")
+    scale_off("attention")(model.graph)
+    onnx.save(model, path / "model.onnx")
+    rehash(path)
+    bundle = open_bundle(path)
+    reference, _ = reference_for(bundles("tiny-mha"), bisected_case(bundle), "ort-cpu")
+    found = bisect_bundle(bundle, "ort-cpu", partial(open_runner, "ort-cpu"), reference)
+    assert found.attentions == 0
+    assert found.first_node.node == "attention"
+
+
+def test_the_command(run_cli, broken, own_bundles):
+    right = run_cli("bisect", own_bundles().path)
+    assert right.code == 0
+    assert "RIGHT" in right.out
+    wrong = run_cli("bisect", broken(scale_off(ATTENTIONS[1])).path, "--backend", "ort-cpu")
+    assert wrong.code == 1
+    assert f"WRONG  first at {ATTENTIONS[1]}" in wrong.out
+    told = run_cli("bisect", broken(scale_off(ATTENTIONS[2]), "other").path, "--json")
+    assert json.loads(told.out)["first_wrong"] == ATTENTIONS[2]
+
+
+def test_what_cannot_be_looked_into_is_refused(refused, own_bundles):
+    refused("bisect", own_bundles().path, "--backend", "eager", what="Only engines and graphs")

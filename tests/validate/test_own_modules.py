@@ -1,0 +1,172 @@
+"""A user's own module, from its factory to the verdict: the whole of it, and every attention by itself."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from bundle_edit import rehash
+
+from mha_deploy.bundle import open_bundle
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.errors import DeployError
+from mha_deploy.golden import golden_cases
+from mha_deploy.validate.layers import layers_case
+from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.run import validate_bundle
+
+OWN = Path(__file__).parents[1] / "own_models.py"
+ATTENTIONS = [f"blocks.{i}.attention" for i in range(3)]
+
+
+@pytest.fixture
+def copied(own_bundles, tmp_path):
+    """A bundle of its own for a test that changes it."""
+    return open_bundle(Path(shutil.copytree(own_bundles().path, tmp_path / "copy")))
+
+
+def test_the_bundle_knows_the_module(own_bundles):
+    manifest = own_bundles().manifest
+    spec = manifest.spec
+    assert [(t.name, t.kind, t.dims) for t in spec.inputs] == [
+        ("tokens", "int64", ("B", "S")),
+        ("mask", "int64", ("B", "S")),
+    ]
+    assert [(t.name, t.kind, t.dims) for t in spec.outputs] == [
+        ("hidden", "float", ("B", "S", 64)),
+        ("pooled", "float", ("B", 64)),
+    ]
+    assert [node["name"] for node in manifest.attention] == ATTENTIONS
+    assert all(str(OWN) in node["place"] for node in manifest.attention)
+    assert {case.name: dict(case.sizes) for case in manifest.golden} == {
+        "opt": {"B": 4, "S": 32},
+        "min": {"B": 1, "S": 1},
+        "odd": {"B": 3, "S": 37},
+        "large": {"B": 8, "S": 64},
+    }
+    # 4 rows of 32 tokens: projections of 4·64², an MLP of 4·64² more, and two products of attention
+    assert spec.flops == 3 * (2 * 4 * 32 * 8 * 64**2 + 4 * 4 * 32 * 32 * 64)
+    assert open_bundle(own_bundles().path).manifest.spec == spec
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "bf16"])
+def test_the_graph_and_every_attention_are_right(own_bundles, precision):
+    report = validate_bundle(own_bundles(precision=precision))
+    assert report.passed, report.headline
+    assert "8/8 outputs within budget, 3/3 attentions right" in report.headline
+    layers = report.examinations[0].parity[-1]
+    assert [verdict.output for verdict in layers.verdicts] == ATTENTIONS
+
+
+def test_fresh_and_swept_cases(own_bundles):
+    report = validate_bundle(own_bundles(), ValidateOptions(sweep=True, fresh=2))
+    assert report.passed, report.headline
+    assert {each.cases for each in report.examinations[0].parity} == {"golden", "sweep", "fresh", "layers"}
+
+
+def test_the_oracle_is_that_of_the_module(own_bundles):
+    import torch
+
+    from mha_deploy.export.factory import load_factory
+
+    module = load_factory(f"{OWN}:encoder").module.half().double()
+    for case in golden_cases(own_bundles()):
+        with torch.no_grad():
+            want = module(**{name: torch.from_numpy(array) for name, array in case.inputs.items()})
+        for name, oracle in case.oracle.items():
+            np.testing.assert_allclose(oracle, want[name].numpy(), rtol=0, atol=1e-12)
+
+
+def changed(bundle, change):
+    model = onnx.load(bundle.model_path)
+    change(model.graph)
+    onnx.save(model, bundle.model_path)
+    rehash(bundle.path)
+    return open_bundle(bundle.path)
+
+
+def attention(graph, name):
+    return next(node for node in graph.node if node.name == name)
+
+
+def test_the_first_wrong_attention_is_named(copied):
+    def scale_off(graph):
+        for attribute in attention(graph, ATTENTIONS[1]).attribute:
+            if attribute.name == "scale":
+                attribute.f *= 1.5
+
+    report = validate_bundle(changed(copied, scale_off))
+    assert not report.passed
+    layers = report.examinations[0].parity[-1]
+    assert layers.cases == "layers"
+    assert [verdict.passed for verdict in layers.verdicts] == [True, False, False]
+
+
+def test_an_attention_that_nobody_could_write_as_one_node(own_bundles):
+    bundle = own_bundles("unfusable")
+    assert [node["name"] for node in bundle.manifest.attention] == [ATTENTIONS[0], ATTENTIONS[2]]
+    (note,) = [note for note in bundle.manifest.notes if "not fused" in note]
+    assert note.startswith(ATTENTIONS[1])
+    assert str(OWN) in note
+    report = validate_bundle(bundle)
+    assert report.passed
+    assert any("2 of 3 attentions are one node" in finding.text for finding in report.findings)
+    assert not validate_bundle(bundle, ValidateOptions(require_fused=True)).passed
+
+
+def test_a_factory_that_gives_other_weights_is_no_oracle(own_bundles):
+    with pytest.raises(DeployError, match="other weights"):
+        validate_bundle(own_bundles("forgetful"), ValidateOptions(fresh=1))
+
+
+def test_the_look_inside_must_be_whole(copied):
+    entry = copied.manifest.layers
+    path = copied.path / entry.file
+    arrays = dict(np.load(path))
+    arrays.pop(f"oracle/{entry.values[ATTENTIONS[0]]}")
+    np.savez(path, **arrays)
+    rehash(copied.path)
+    with pytest.raises(DeployError, match="incomplete"):
+        layers_case(open_bundle(copied.path))
+
+
+def test_an_engine_with_every_attention_fused(copied):
+    pytest.importorskip("tensorrt_rtx")
+    engine = engine_from_bundle(copied, EngineOptions(backend="tensorrt-rtx", targets="89"))
+    assert engine.manifest.fused_count == (3, 3)
+    assert engine.manifest.profiles == [{"B": "1:4:8", "S": "1:32:64"}]
+    report = validate_bundle(open_bundle(copied.path), ValidateOptions(require_fused=True))
+    assert report.passed, report.headline
+    assert "3/3 fused" in report.headline
+
+
+# -- the command line --------------------------------------------------------------------------
+
+
+def test_deploy_of_an_own_model(run_cli, tmp_path, quick_exporter):
+    pytest.importorskip("tensorrt_rtx")
+    out = tmp_path / "bundle"
+    result = run_cli("deploy", f"{OWN}:encoder", "-o", str(out), "--axis", "S=1:16:40", "--sm", "89")
+    assert result.code == 0, result.err
+    assert "3/3 attention as one ONNX Attention node" in result.out
+    assert "3/3 attentions right" in " ".join(result.out.split())
+    assert json.loads((out / "manifest.json").read_text())["spec"]["axes"]["S"]["max"] == 40
+    assert (out / "report.html").is_file()
+
+
+@pytest.mark.parametrize("option", [("--cache", "static"), ("--projections", "packed")])
+def test_options_of_our_own_layers_are_refused(run_cli, tmp_path, option):
+    result = run_cli("export", f"{OWN}:encoder", "-o", str(tmp_path / "bundle"), *option)
+    assert result.code == 2
+    assert "as it is written" in result.err
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_nothing_is_left_of_a_factory_that_fails(run_cli, tmp_path):
+    result = run_cli("export", f"{OWN}:fails", "-o", str(tmp_path / "bundle"))
+    assert result.code == 2
+    assert "no model today" in result.err
+    assert list(tmp_path.iterdir()) == []
