@@ -2,6 +2,8 @@
 
 import functools
 import importlib.util
+import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,21 @@ from pathlib import Path
 import pytest
 
 from mha_deploy.backends.cuda import find_gpu
+from mha_deploy.bundle import open_bundle
 from mha_deploy.catalog import find_spec
 from mha_deploy.cli import main
+
+
+def pytest_configure(config):
+    """Share the cores among the workers of the GPU tests, before PyTorch looks at them.
+
+    By themselves every worker's torch.compile starts a compiler for each core, and every sum a thread.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1 and config.option.markexpr == "gpu":
+        share = str(max(1, (os.cpu_count() or 1) // workers))
+        for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
+            os.environ.setdefault(name, share)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -51,15 +66,30 @@ def quick_exporter():
 
 
 @pytest.fixture(scope="session")
-def bundles(tmp_path_factory, quick_exporter):
+def workshop(request, tmp_path_factory):
+    """Where all workers of a session find what one of them made."""
+    from workshop import Workshop
+
+    # The folder of a worker is inside that of the session.
+    own = tmp_path_factory.getbasetemp()
+    return Workshop((own.parent if hasattr(request.config, "workerinput") else own) / "workshop")
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory, workshop, quick_exporter):
     """A function that gives the bundle of a spec by name; it is shared, so copy it before altering it."""
     from mha_deploy.export.exporter import bundle_from_spec
     from mha_deploy.export.options import ExportOptions
 
     @functools.cache
     def make(name, precision):
-        folder = tmp_path_factory.mktemp(f"{name}-{precision}") / "bundle"
-        return bundle_from_spec(find_spec(name), folder, ExportOptions(precision=precision))
+        def export(folder):
+            bundle_from_spec(find_spec(name), folder / "bundle", ExportOptions(precision=precision))
+
+        made, _ = workshop.thing(f"{name}-{precision}", export)
+        # One copy for each worker, as some tests leave their engines there.
+        own = tmp_path_factory.mktemp(f"{name}-{precision}") / "bundle"
+        return open_bundle(shutil.copytree(made / "bundle", own))
 
     return lambda name, precision="fp16": make(name, precision)
 

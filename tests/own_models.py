@@ -1,6 +1,7 @@
 """A user's own model, and factories that do not meet the contract."""
 
 import math
+import random
 
 import torch
 from torch import nn
@@ -87,13 +88,8 @@ def forgetful():
     """Other weights each time."""
     made = encoder()
     with torch.no_grad():
-        made.module.embedding.weight += torch.rand((), generator=torch.Generator().manual_seed(_count()))
+        made.module.embedding.weight += random.SystemRandom().random()
     return made
-
-
-def _count(counter=[0]):  # noqa: B006 (it is meant to remember)
-    counter[0] += 1
-    return counter[0]
 
 
 def fails():

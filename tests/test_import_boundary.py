@@ -171,7 +171,7 @@ def test_tables_need_no_runtime(verb):
 
 
 def test_a_spec_needs_only_the_standard_library():
-    rooms = ("spec", "spec_parts", "spec_rules", "model_spec", "module_spec", "contract", "errors")
+    rooms = ("spec", "spec_parts", "spec_rules", "model_spec", "module_spec", "errors")
     own = {f"mha_deploy.{room}" for room in rooms}
     for name in own:
         strangers = {

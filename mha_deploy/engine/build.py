@@ -7,7 +7,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from mha_deploy.backends.tensorrt import (
     engine_verdict,
     load,
     members,
+    written_types,
 )
 from mha_deploy.backends.tensorrt.progress import OnProgress
 from mha_deploy.bundle import MANIFEST, Bundle, sha256
@@ -37,6 +38,7 @@ from mha_deploy.engine.options import (
     profile_shapes,
 )
 from mha_deploy.engine.record import Engine, EngineManifest, engine_path, write_atomically, write_engine
+from mha_deploy.engine.trial import unprepared_profiles
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.eligibility import (
@@ -72,13 +74,17 @@ def engine_from_bundle(
     model = load_graph(bundle.model_path)
     dialect = dialect_of(rt)
     lowered, answers = lowered_for(rt, model, options)
-    ranges = list(options.profiles) or default_profiles(bundle.manifest.spec)
+    ranges = list(options.profiles) or default_profiles(
+        bundle.manifest.spec, one=not rt.can.prepare_second_profile
+    )
     cache = path.with_name(f"timing-{rt.backend}-{rt.version}.cache")
     with _on_disk(lowered, bundle.path) as onnx_path:
         request = _request(bundle, rt, options, onnx_path, ranges, cache)
         built = build_with(rt, request, on_progress)
     verdict = judge_engine(built, lowered, model, bundle.manifest.precision.name, len(ranges))
     manifest = _manifest(bundle, rt, built, verdict, answers, dialect, ranges, request)
+    tried = unprepared_profiles(rt, built.plan, manifest.profile_names, host_code=options.version_compatible)
+    manifest = replace(manifest, notes=[*tried, *manifest.notes])
     engine = write_engine(path, built.plan, manifest)
     if built.timing_cache:
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
@@ -129,7 +135,8 @@ def judge_engine(
     """Was every attention fused, and is the engine in the precision asked for?"""
     names = [node.name or "" for node in lowered.graph.all_nodes()]
     attention = members(names, [node.name for node in attention_nodes(canonical)])
-    return engine_verdict(built.kernels, attention, precision, profiles=profiles)
+    written = written_types(lowered)
+    return engine_verdict(built.kernels, attention, precision, profiles=profiles, written=written)
 
 
 def _refuse_ignored(rt: TensorRT, dialect: str, options: EngineOptions) -> None:

@@ -68,9 +68,14 @@ def parse_ranges(text: str, spec: ModelSpec) -> Ranges:
     return spec.with_axes(ranges).axes
 
 
-def default_profiles(spec: ModelSpec) -> list[Ranges]:
-    """The spec's own ranges; a layer with a cache gets one profile for prompts and one for single tokens."""
-    if spec.cache == "none":
+def default_profiles(spec: ModelSpec, *, one: bool = False) -> list[Ranges]:
+    """The spec's own ranges; a layer with a cache gets one profile for prompts and one for single tokens.
+
+    Args:
+        spec: The model.
+        one: Whether both must share a profile, because this TensorRT cannot prepare the second one.
+    """
+    if one or spec.cache == "none":
         return [spec.axes]
     S = spec.axes["S"]
     if S.min > 1 or S.max == 1:

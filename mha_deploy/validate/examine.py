@@ -112,9 +112,17 @@ class Examination:
 
     @property
     def failed_cases(self) -> list[str]:
-        """Names of the cases with a wrong output."""
-        failed = [verdict.case for report in self.parity for verdict in report.verdicts if not verdict.passed]
-        return list(dict.fromkeys(failed))
+        """Names of the cases with a wrong output, or with none."""
+        return list(dict.fromkeys(verdict.case for verdict in self._failures))
+
+    @property
+    def wrong_cases(self) -> list[str]:
+        """Names of the cases that were run and have a wrong output."""
+        return list(dict.fromkeys(verdict.case for verdict in self._failures if verdict.was_run))
+
+    @property
+    def _failures(self) -> list[OutputVerdict]:
+        return [verdict for report in self.parity for verdict in report.verdicts if not verdict.passed]
 
 
 def examine(participant: Participant, exam: Exam, on_step: OnStep = lambda name: None) -> Examination:

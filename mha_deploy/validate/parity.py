@@ -15,6 +15,9 @@ from mha_deploy.validate.budget import Budget, budget_from_eager
 from mha_deploy.validate.cache_parity import new_rows
 from mha_deploy.validate.deviation import Deviation, measure
 
+# How the problem of a case begins that gave no numbers to judge.
+_NOT_RUN = "could not be run"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputVerdict:
@@ -40,6 +43,11 @@ class OutputVerdict:
     def passed(self) -> bool:
         """Whether the output is right."""
         return self.problem is None
+
+    @property
+    def was_run(self) -> bool:
+        """Whether there was a result to judge: a runtime may give up on a case."""
+        return self.problem is None or not self.problem.startswith(_NOT_RUN)
 
     @property
     def share(self) -> float | None:
@@ -118,7 +126,7 @@ def parity_from_verdicts(
 
 def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
     """The verdicts on a case that a runtime gave up on."""
-    problem = f"could not be run: {reason}"
+    problem = f"{_NOT_RUN}: {reason}"
     return [
         OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=problem) for name in case.oracle
     ]

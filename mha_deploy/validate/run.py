@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from mha_deploy.analyze.sizes import SizeLimit, shrunk
+from mha_deploy.analyze.sizes import SizeLimit
 from mha_deploy.backends import CPU_RUNNERS, RUNNERS, open_runner
 from mha_deploy.backends.cuda import find_gpu, open_gpu
 from mha_deploy.backends.tensorrt import load
@@ -19,7 +18,6 @@ from mha_deploy.engine.twin import twin_opener
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.graph.file import load_graph
-from mha_deploy.model_spec import ModelSpec
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.spec_parts import Axis
 from mha_deploy.trace import DecodeTrace
@@ -36,7 +34,7 @@ from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.participants import Absent, Casting, Participant
 from mha_deploy.validate.profile import kernel_times
 from mha_deploy.validate.report import Report
-from mha_deploy.validate.sweep import sweep_points
+from mha_deploy.validate.sweep import random_sizes, sweep_points
 from mha_deploy.validate.traces import traces_of
 from mha_deploy.validate.verdict import findings, headline, unfused_findings
 from mha_deploy.validate.with_torch import refuse_without_torch, torch_device
@@ -158,7 +156,7 @@ class _Validation:
     def _random(self) -> list[GoldenCase]:
         """As many cases of random sizes as were asked for."""
         seeds = range(self.options.seed, self.options.seed + self.options.fresh)
-        return [self._fresh.case(_random_sizes(self.bundle.manifest.spec, seed), seed=seed) for seed in seeds]
+        return [self._fresh.case(random_sizes(self.bundle.manifest.spec, seed), seed=seed) for seed in seeds]
 
     @cached_property
     def _fresh(self) -> CaseMaker:
@@ -272,17 +270,20 @@ class _Validation:
         )
 
     def _blame(self, judged: Sequence[Examination], exam: Exam) -> Blame | None:
-        """Who is at fault where an answer is wrong; the first that is speaks for all."""
+        """Who is at fault where an answer is wrong; the first that is speaks for all.
+
+        What could not be run has no numbers to explain: its own message says why, and twins take minutes.
+        """
         for each in judged:
-            engine = each.participant.engine
-            if not each.failed_cases:
+            engine, wrong = each.participant.engine, each.wrong_cases
+            if not wrong:
                 continue
             if engine is None:
                 if each.participant.name in CPU_RUNNERS:
                     return blamed_graph(each.participant.name, each.share)
                 continue
             self.on_step("whose fault it is")
-            cases = [case for kind in each.cases.values() for case in kind if case.name in each.failed_cases]
+            cases = [case for kind in each.cases.values() for case in kind if case.name in wrong]
             profiles = [profile_shapes(exam.spec, ranges) for ranges in _profiles_of([each.participant])]
             opener = engine_opener(load(engine.manifest.backend), exam.precision.name, profiles)
             return blame(self.bundle, cases, opener)
@@ -293,10 +294,3 @@ def _profiles_of(participants: Sequence[Participant]) -> list[Mapping[str, Axis]
     """The axis ranges of every optimisation profile of the engines among them."""
     engines = [participant.engine for participant in participants if participant.engine is not None]
     return [ranges for engine in engines for ranges in engine.manifest.ranges]
-
-
-def _random_sizes(spec: ModelSpec, seed: int) -> dict[str, int]:
-    """Sizes from anywhere in the axes, halved until an oracle can be afforded."""
-    draw = random.Random(seed)
-    sizes = {name: draw.randint(axis.min, axis.max) for name, axis in spec.axes.items()}
-    return shrunk(spec, sizes, spec.sizes("min"), SizeLimit())

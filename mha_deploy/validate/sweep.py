@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -173,3 +174,10 @@ def _powers(axis: Axis) -> list[int]:
         if last < _MOST_STEPS
         else [powers[round(i * last / (_MOST_STEPS - 1))] for i in range(_MOST_STEPS)]
     )
+
+
+def random_sizes(spec: ModelSpec, seed: int) -> dict[str, int]:
+    """Sizes from anywhere in the axes, halved until an oracle can be afforded."""
+    draw = random.Random(seed)
+    sizes = {name: draw.randint(axis.min, axis.max) for name, axis in spec.axes.items()}
+    return shrunk(spec, sizes, spec.sizes("min"), SizeLimit())

@@ -210,6 +210,9 @@ def _refused(self: Any, call: str) -> bool:
 def _create_context(self: Any, runtime_config: Any = None) -> Any:
     if getattr(self._module, "refuses", None) == "create_execution_context":
         return None
+    if len(self._contexts) >= getattr(self._module, "most_contexts", 100):
+        self._logger.log(SimpleNamespace(name="ERROR"), "missing offset in id2offset")
+        return None
     context = self._module.IExecutionContext(_engine=self, _config=runtime_config, _shapes={}, _addresses={})
     self._contexts.add(context)
     self._module.last_context = weakref.ref(context)

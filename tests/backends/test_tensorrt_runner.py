@@ -1,13 +1,13 @@
 """Engines are run: profiles chosen, contexts and graphs kept and freed; on a GPU the answers are right."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import cuda_fake
 import numpy as np
 import pytest
+from bundle_edit import copy_of
 from extract_trt_surfaces import EXTRACT
 from tensorrt_fake import make_module
 from tensorrt_models import layer, needs_rtx, profile
@@ -411,7 +411,7 @@ TWO_PROFILES = ("S=1:16:40", "S=17:48:64")
 
 
 @pytest.fixture(scope="module")
-def gpu_engine(bundles, tmp_path_factory):
+def gpu_engine(bundles, workshop):
     """One engine with two profiles that overlap, built once with the TensorRT that is here."""
     if cuda.find_gpu() is None:
         pytest.skip("cuda-bindings see no GPU")
@@ -419,12 +419,15 @@ def gpu_engine(bundles, tmp_path_factory):
         backend = default_backend()
     except BackendUnavailable as missing:
         pytest.skip(str(missing))
-    target = tmp_path_factory.mktemp("gpu") / "bundle"
-    shutil.copytree(bundles("tiny-padding").path, target, ignore=shutil.ignore_patterns("engines"))
-    bundle = open_bundle(target)
-    ranges = [parse_ranges(text, bundle.manifest.spec) for text in TWO_PROFILES]
-    options = EngineOptions(backend=backend, profiles=ranges, allow_decomposed=True)
-    engine = open_engine(engine_from_bundle(bundle, options).path)
+
+    def build(folder):
+        bundle = open_bundle(copy_of(bundles("tiny-padding"), folder / "bundle"))
+        ranges = [parse_ranges(text, bundle.manifest.spec) for text in TWO_PROFILES]
+        options = EngineOptions(backend=backend, profiles=ranges, allow_decomposed=True)
+        return str(engine_from_bundle(bundle, options).path)
+
+    folder, path = workshop.thing("two-profiles", build)
+    bundle, engine = open_bundle(folder / "bundle"), open_engine(Path(path))
     if reasons_not_to_run(engine):
         pytest.skip("; ".join(reasons_not_to_run(engine)))
     return bundle, engine
@@ -544,5 +547,6 @@ def test_the_memory_comes_back(gpu_engine):
         return before - cuda.free_memory()
 
     use()  # what CUDA and TensorRT keep for the process
-    # Others may use the GPU at the same time; a leak is there every time.
-    assert min(lost() for _ in range(3)) < 8 << 20
+    # Others may take or free memory of the GPU at the same time. A leak is there every time, so one round in
+    # which nobody else did either is enough.
+    assert any(abs(lost()) < 8 << 20 for _ in range(50))

@@ -1,12 +1,13 @@
 """TensorRT steps through tokens: what the cache holds, what is moved, recorded and refused."""
 
-import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import cuda_fake
 import numpy as np
 import pytest
+from bundle_edit import copy_of
 from ort_on_cpu import near, whole_sequence
 from step_engines import FORMS, HKV, STATIC, B, D, E, T, heads, running_sum, tokens
 from tensorrt_fake import ENGINES, FakeEngine
@@ -655,7 +656,7 @@ def test_the_lowering_to_primitives_can_be_stepped_through(device, bundles, whol
 
 
 @pytest.fixture(scope="module", params=["tiny-static", "tiny-growing"])
-def gpu_engine(request, bundles, tmp_path_factory):
+def gpu_engine(request, bundles, workshop):
     """An engine of the layer, built with the TensorRT that is here."""
     if cuda.find_gpu() is None:
         pytest.skip("cuda-bindings see no GPU")
@@ -663,11 +664,14 @@ def gpu_engine(request, bundles, tmp_path_factory):
         backend = default_backend()
     except BackendUnavailable as missing:
         pytest.skip(str(missing))
-    target = tmp_path_factory.mktemp("gpu") / "bundle"
-    shutil.copytree(bundles(request.param).path, target, ignore=shutil.ignore_patterns("engines"))
-    bundle = open_bundle(target)
-    options = EngineOptions(backend=backend, allow_decomposed=True)
-    engine = open_engine(engine_from_bundle(bundle, options).path)
+
+    def build(folder):
+        bundle = open_bundle(copy_of(bundles(request.param), folder / "bundle"))
+        options = EngineOptions(backend=backend, allow_decomposed=True)
+        return str(engine_from_bundle(bundle, options).path)
+
+    folder, path = workshop.thing(f"stepped-{request.param}", build)
+    bundle, engine = open_bundle(folder / "bundle"), open_engine(Path(path))
     if reasons_not_to_run(engine):
         pytest.skip("; ".join(reasons_not_to_run(engine)))
     return bundle, engine

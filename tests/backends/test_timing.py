@@ -147,15 +147,23 @@ def test_a_failure_while_capturing_leaves_the_stream_usable(gpu):
 
 @pytest.mark.gpu
 def test_twice_the_work_takes_about_twice_the_time(gpu):
-    """A copy of 256 MiB against one of 512: the clock must see the difference. No bound on how fast."""
+    """A copy of 256 MiB against one of 512: the clock must see the difference. No bound on how fast.
+
+    Others may use the GPU during one of the two; a clock that is wrong is wrong every time.
+    """
     with cuda.new_stream() as stream:
         a, b = cuda.Buffer(512 * MIB), cuda.Buffer(512 * MIB)
         half_a, half_b = cuda.Buffer(256 * MIB), cuda.Buffer(256 * MIB)
         plan = TimingPlan(samples=100)
-        whole = timing.measure_latency(lambda slot: b.copy_from(a, stream), 2, stream, gpu, plan, graph=False)
-        half = timing.measure_latency(
-            lambda slot: half_b.copy_from(half_a, stream), 2, stream, gpu, plan, graph=False
-        )
+
+        def measured(target, source):
+            launch = lambda slot: target.copy_from(source, stream)  # noqa: E731
+            return timing.measure_latency(launch, 2, stream, gpu, plan, graph=False)
+
+        for _ in range(5):
+            whole, half = measured(b, a), measured(half_b, half_a)
+            if 1.5 < whole.p50 / half.p50 < 2.5:
+                break
         assert 1.5 < whole.p50 / half.p50 < 2.5
         assert len(whole.samples_us) == 100
         assert whole.conditions.sm_mhz is None or whole.conditions.sm_mhz > 0

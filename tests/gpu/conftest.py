@@ -1,59 +1,74 @@
-"""Bundles and engines for the GPU tests, made side by side: a TensorRT build keeps one core busy for long."""
+"""Bundles and engines for the GPU tests, made side by side: a TensorRT build keeps one core busy for long.
+
+Whatever a test needs and nobody is making yet, its own process makes. Besides, one process of the session has
+a pool that makes everything that the chosen tests will need.
+"""
 
 import functools
 import importlib.util
 import multiprocessing
 import os
-import time
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from gpu_prepare import build, export
+from gpu_prepare import begin_build, begin_export, build, export, share_cores
 
 from mha_deploy.bundle import open_bundle
 
-WORKERS = min(12, os.cpu_count() or 1)
+# A build needs some hundred MiB of the GPU, and more of them than this gain little.
+MOST_MAKERS = 12
 
 
 class Prepared:
-    """Bundles by name and precision, and why a bundle has no engine."""
+    """Bundles by name and precision, and their engines or why there is none."""
 
-    def __init__(self, pool, folders, with_engine):
-        self._pool, self._folders = pool, folders
-        # All exports before the first build: most tests need a bundle, and a build keeps a core for long.
-        self._exports = {key: pool.submit(export, *key, str(folder)) for key, folder in folders.items()}
-        self._builds = {}
-        for key in with_engine:
-            self._exports[key].add_done_callback(functools.partial(self._start_build, key))
-
-    def _start_build(self, key, exported):
-        if exported.exception() is None:
-            self._builds[key] = self._pool.submit(build, str(self._folders[key]))
+    def __init__(self, workshop):
+        self._workshop = workshop
 
     @functools.cache  # noqa: B019 (one for a session)
     def bundle(self, name, precision):
-        self._exports[name, precision].result()
-        return open_bundle(self._folders[name, precision])
+        """A bundle without engines; it is shared, so nothing may be written into it."""
+        folder, _ = self._workshop.thing(f"{name}-{precision}", functools.partial(export, name, precision))
+        return open_bundle(folder / "bundle")
 
-    def refusal(self, name, precision):
-        self._exports[name, precision].result()
-        while (name, precision) not in self._builds:  # the callback that starts it comes a moment later
-            time.sleep(0.01)
-        return self._builds[name, precision].result()
+    def engine(self, name, precision):
+        """A bundle with an engine, or None and why TensorRT refuses to build it."""
+        make = functools.partial(build, self._workshop, name, precision)
+        folder, refusal = self._workshop.thing(f"{name}-{precision}-engine", make)
+        return (open_bundle(folder / "bundle") if refusal is None else None), refusal
 
 
 @pytest.fixture(scope="session")
-def prepared(request, tmp_path_factory):
+def prepared(request, workshop, quick_exporter):
     """Everything that the chosen tests need, being made while the first of them run."""
-    folders, with_engine = {}, []
-    for item in request.session.items:
+    testers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    share_cores(testers)
+    exports, builds = _needed(request.session.items)
+    makers = min(MOST_MAKERS, (os.cpu_count() or 1) - testers, len(exports) - 1)
+    with workshop.alone("pool") as is_first:
+        if not is_first or makers < 1:
+            yield Prepared(workshop)
+            return
+        spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        pool = ProcessPoolExecutor(makers, spawn, initializer=share_cores, initargs=(makers + testers,))
+        root = str(workshop.root)
+        # All exports before the first build: most tests need a bundle, and a build keeps a core for long.
+        for key in exports:
+            pool.submit(begin_export, root, *key)
+        for key in builds:
+            pool.submit(begin_build, root, *key)
+        yield Prepared(workshop)
+        pool.shutdown(cancel_futures=True)
+
+
+def _needed(items):
+    """Names and precisions of the bundles and of the engines that these tests ask for."""
+    exports, builds = {}, {}
+    for item in items:
         arguments = getattr(getattr(item, "callspec", None), "params", {})
         if "prepared" in item.fixturenames and "name" in arguments:
             key = (arguments["name"], arguments.get("precision", "fp16"))
-            if key not in folders:
-                folders[key] = tmp_path_factory.mktemp("-".join(key)) / "bundle"
-            if "engine" in item.name and importlib.util.find_spec("tensorrt") is not None:
-                with_engine.append(key)
-    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    with ProcessPoolExecutor(WORKERS, mp_context=spawn) as pool:
-        yield Prepared(pool, folders, with_engine)
+            exports[key] = True
+            if "engine" in item.originalname and importlib.util.find_spec("tensorrt") is not None:
+                builds[key] = True
+    return list(exports), list(builds)

@@ -20,15 +20,18 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory, bundles):
+def deployed(workshop, bundles):
     """A bundle with an engine of two profiles in it."""
     pytest.importorskip("tensorrt", reason="TensorRT is not installed")
-    folder = copy_of(bundles("tiny-gqa"), tmp_path_factory.mktemp("deployed") / "bundle")
-    bundle = open_bundle(folder)
-    axes = bundle.manifest.spec.axes
-    narrow = {**axes, "S": type(axes["S"])(min=1, opt=16, max=24)}
-    engine_from_bundle(bundle, EngineOptions(backend="tensorrt", profiles=[axes, narrow]))
-    return bundle
+
+    def build(folder):
+        bundle = open_bundle(copy_of(bundles("tiny-gqa"), folder / "bundle"))
+        axes = bundle.manifest.spec.axes
+        narrow = {**axes, "S": type(axes["S"])(min=1, opt=16, max=24)}
+        engine_from_bundle(bundle, EngineOptions(backend="tensorrt", profiles=[axes, narrow]))
+
+    folder, _ = workshop.thing("deployed", build)
+    return open_bundle(folder / "bundle")
 
 
 @pytest.fixture(scope="module")

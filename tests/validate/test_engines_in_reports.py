@@ -175,3 +175,26 @@ def test_an_engine_named_with_an_option_must_run(bundle):
         validate_bundle(bundle, ValidateOptions(engine="tensorrt-rtx"))
     with pytest.raises(BackendUnavailable, match="no CUDA GPU"):
         validate_bundle(bundle, ValidateOptions(latency=True))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_only_wrong_numbers_are_blamed_on_somebody(running, bundle, monkeypatch, wrong):
+    """What could not be run says why itself, and twins take minutes to build."""
+    asked = []
+
+    class GivesUp(Stand):
+        def run(self, feeds):
+            if wrong and feeds["x"].shape == self.cases[1].inputs["x"].shape:
+                return super().run(feeds)
+            raise DeployError("TensorRT cannot prepare profile 0.", got="no execution context: Myelin")
+
+    def blamed(bundle, cases, opener):
+        asked.append([case.name for case in cases])
+
+    monkeypatch.setattr("mha_deploy.validate.run.engine_opener", lambda *given: None)
+    monkeypatch.setattr("mha_deploy.validate.run.blame", blamed)
+    report = running(lambda: GivesUp(bundle, factor=1.5))
+    assert not report.passed
+    assert "is wrong on 4 of 4 outputs (golden; " in report.headline
+    assert "no execution context: Myelin" in report.headline
+    assert asked == ([[list(golden_cases(bundle))[1].name]] if wrong else [])

@@ -24,6 +24,7 @@ from mha_deploy.backends.tensorrt.request import (
 )
 from mha_deploy.backends.tensorrt.verdict import EngineVerdict, NodeVerdict, engine_verdict, fusion_verdict
 from mha_deploy.backends.tensorrt.versions import Capabilities, TensorRT, load, probe
+from mha_deploy.backends.tensorrt.written import WrittenTypes, written_types
 
 __all__ = [
     "BuildRequest",
@@ -39,6 +40,7 @@ __all__ = [
     "PrecisionVerdict",
     "Profile",
     "TensorRT",
+    "WrittenTypes",
     "build_engine",
     "build_with",
     "capabilities_of",
@@ -60,4 +62,5 @@ __all__ = [
     "probe",
     "read_names",
     "trt_name",
+    "written_types",
 ]

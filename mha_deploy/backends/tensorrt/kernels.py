@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 UNKNOWN = "?"
 
@@ -35,7 +36,9 @@ _FUSED_TACTIC = re.compile(
 _FUSED_NAME = re.compile(r"^_ge(mm|mv)_mha_v\d")
 _GENERATED = ("kgen", "")
 _GEMM = re.compile(r"gemm|gemv|matrix_?multiply|fully_?connected", re.IGNORECASE)
-_GENERATED_PRODUCT = re.compile(r"^__(myl_\w*?)?fc", re.IGNORECASE)
+_CONVOLUTION = re.compile(r"convolution|correlation|corrltn", re.IGNORECASE)
+_CONVOLUTION_TACTIC = re.compile(r"fprop|winograd", re.IGNORECASE)
+_GENERATED_PRODUCT = re.compile(r"^__(myl_\w*?)?(fc|corr)", re.IGNORECASE)
 _SOFTMAX = re.compile(r"[Ss]oft_?[Mm]ax|Maxr?\w*Sub\w*Exp|ExpSum")
 _PLUGIN = re.compile(r"plugin|custom_layer", re.IGNORECASE)
 _LAYER_PREFIX = re.compile(r"^shuffle_(?:output|input)_(?:\d+_)?")
@@ -91,28 +94,35 @@ class Kernel:
         """Whether it is somebody's own layer."""
         return bool(_PLUGIN.search(self.layer_type))
 
-    @property
+    @cached_property
     def is_fused_attention(self) -> bool:
         """Whether it computes a whole attention: scores, softmax and weighted sum."""
         if _FUSED_TACTIC.search(self.tactic):
             return True
         return self.layer_type in _GENERATED and bool(_FUSED_NAME.match(self.name))
 
-    @property
+    @cached_property
     def is_gemm(self) -> bool:
         """Whether it is a plain matrix product."""
         return not self.is_fused_attention and bool(
             _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
         )
 
-    @property
+    @cached_property
+    def is_convolution(self) -> bool:
+        """Whether it is a convolution, which is a matrix product as well: patches of an image, sound."""
+        return not self.is_fused_attention and bool(
+            _CONVOLUTION.search(self.layer_type) or _CONVOLUTION_TACTIC.search(self.tactic)
+        )
+
+    @cached_property
     def is_heavy(self) -> bool:
-        """Whether it does the work an engine is built for: matrix products, attention, or a hidden region."""
+        """Whether it does the work an engine is built for: products, attention, or a hidden region."""
         generated = self.layer_type not in ("", "kgen") or self.name.startswith("__")
         product = self.is_gemm or (generated and bool(_GENERATED_PRODUCT.search(self.name)))
-        return product or self.is_fused_attention or self.is_opaque
+        return product or self.is_convolution or self.is_fused_attention or self.is_opaque
 
-    @property
+    @cached_property
     def is_softmax(self) -> bool:
         """Whether it computes a softmax."""
         if self.is_fused_attention or self.is_gemm:
@@ -120,7 +130,7 @@ class Kernel:
         generated = self.name if self.name.startswith("__myl") else ""
         return any(_SOFTMAX.search(text) for text in (self.layer_type, self.tactic, generated))
 
-    @property
+    @cached_property
     def is_opaque(self) -> bool:
         """Whether it stands for a whole region whose kernels are not told (8.6)."""
         return self.layer_type == "Myelin" or self.name.startswith("{ForeignNode[")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -108,12 +108,22 @@ def members(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[s
         attention: Names of the attention nodes of the canonical graph.
 
     Returns:
-        For each attention node, itself if it is still there, and every node named `<attention>/...`.
+        For each attention node, itself if it is still there, and every node named `<attention>/...`; a node
+        that two names fit belongs to the longer one.
     """
-    return {
-        node: tuple(name for name in names if name == node or name.startswith(f"{node}/"))
-        for node in attention
-    }
+    found: dict[str, list[str]] = {node: [] for node in attention}
+    for name in names:
+        owner = next((prefix for prefix in _prefixes(name) if prefix in found), None)
+        if owner is not None:
+            found[owner].append(name)
+    return {node: tuple(parts) for node, parts in found.items()}
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """A name, and what stands before each of its slashes, the longest first."""
+    while name:
+        yield name
+        name = name.rpartition("/")[0]
 
 
 def _load(source: bytes | str | Path) -> onnx.ModelProto:

@@ -3,7 +3,9 @@
 A graph in FP16 and a builder allowed to use FP16 do not make an FP16 engine: TensorRT 8.6 was seen choosing
 TF32 matrix products for one. So the answer is read from what was chosen: the types that matrix products and
 attention read and write, and the types in the kernels' own names. Small kernels of another type (a mask, a
-gate, the inside of an activation function) are islands: they are reported, and do not change the answer.
+gate, the inside of an activation function) are islands: they are reported, and do not change the answer. Nor
+do products to which the graph gives another type (angles of a rotary embedding, a layer kept in FP32): that
+is what was asked for, while a product that is FP16 in the graph and FP32 in the engine fell back.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mha_deploy.backends.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel
+from mha_deploy.backends.tensorrt.written import Written
 
 # First match wins: `f32f32_tf32f32_f32` reads FP32 and multiplies TF32, `f16_s16816gemm_f16` is FP16 with
 # an FP32 accumulator, and `s1688gemm` with no narrower type in the name is TF32.
@@ -30,6 +33,7 @@ _MATH = (
 _NARROW_SUM = re.compile(r"f16f16_f16f16_f16|(?<![a-z])h(?:884|1688|16816)(?:gemm|_)")
 _FACTOR = re.compile(r"_(alpha|beta)(_myl\d+)?$")
 _CHOSEN_LATER = "CASK_STUB"
+_READS, _WRITES, _COMPUTES = "reads", "writes", "computes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +63,13 @@ class PrecisionVerdict:
         asked: `fp16`, `bf16` or `fp32`.
         status: `really-<asked>`, `mixed` or `unknown`.
         counts: How many tensors there are of each type, and kernels whose names tell one.
-        offenders: Matrix products and attentions that have another floating-point type.
+        offenders: Products and attentions that have another floating-point type, and not from the graph.
         islands: Other kernels that have one.
         reason: Why the answer is unknown; empty otherwise.
         notes: What else was seen: FP16 sums, kernels that are chosen on the device.
         has_untold: Whether a matrix product or attention was told of without its types.
+        written: Products and attentions that have another type because the graph gives it to them.
+        narrowed: Products that the graph keeps in a wider type than the engine multiplies in.
     """
 
     asked: str
@@ -74,6 +80,8 @@ class PrecisionVerdict:
     reason: str = ""
     notes: tuple[str, ...] = ()
     has_untold: bool = False
+    written: tuple[Offender, ...] = ()
+    narrowed: tuple[Offender, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -81,21 +89,33 @@ class PrecisionVerdict:
         return self.status == f"really-{self.asked}"
 
 
-def precision_verdict(kernels: Sequence[Kernel], precision: str) -> PrecisionVerdict:
+def precision_verdict(
+    kernels: Sequence[Kernel], precision: str, written: Written | None = None
+) -> PrecisionVerdict:
     """Judge an engine's precision by its kernels.
 
     Args:
         kernels: The kernels, as one source tells them.
         precision: What was asked for: `fp16`, `bf16` or `fp32`.
+        written: The types in the graph the engine was built from, where that is at hand.
 
     Returns:
-        `mixed` as soon as one product or attention is of another floating-point type; `really-...` only
-        where every kernel could be judged; else `unknown`, with the reason.
+        `mixed` as soon as one product or attention is of another floating-point type than asked for and
+        written; `really-...` only where every kernel could be judged; else `unknown`, with the reason.
     """
     heavy = [kernel for kernel in kernels if kernel.is_heavy]
     light = [kernel for kernel in kernels if not kernel.is_heavy]
-    offenders = tuple(found for kernel in heavy for found in _offenders(kernel, precision))
-    islands = tuple(found for kernel in light for found in _offenders(kernel, precision))
+    # A graph that is of another type throughout is not what was asked for, whoever wrote it.
+    told = written if written and _has_products_in(heavy, precision) else {}
+    others = [
+        (found, _is_written(kernel, role, found, told))
+        for kernel in heavy
+        for role, found in _offenders(kernel, precision)
+    ]
+    offenders = tuple(found for found, excused in others if not excused)
+    from_graph = tuple(found for found, excused in others if excused)
+    islands = tuple(found for kernel in light for _, found in _offenders(kernel, precision))
+    narrowed = tuple(found for kernel in heavy for found in _narrowed(kernel, written or {}))
     reason = _why_unknown(kernels)
     if offenders:
         status, reason = "mixed", ""
@@ -108,8 +128,10 @@ def precision_verdict(kernels: Sequence[Kernel], precision: str) -> PrecisionVer
         offenders=offenders,
         islands=islands,
         reason=reason,
-        notes=(*_notes(kernels), *_island_notes(islands)),
+        notes=(*_notes(kernels), *_graph_notes(from_graph, narrowed), *_island_notes(islands)),
         has_untold=any(_is_untold(kernel) for kernel in heavy if not kernel.is_opaque),
+        written=from_graph,
+        narrowed=narrowed,
     )
 
 
@@ -139,23 +161,63 @@ def _data(kernel: Kernel) -> list[EngineTensor]:
 def _is_factor(kernel: Kernel, tensor: EngineTensor) -> bool:
     """Whether it is the alpha or beta of `alpha * A @ B + beta * C`; a folded scale has any name."""
     single = bool(tensor.shape) and math.prod(tensor.shape) == 1
-    return kernel.is_gemm and (single or bool(_FACTOR.search(tensor.name)))
+    multiplies = kernel.is_gemm or kernel.is_convolution
+    return multiplies and (single or bool(_FACTOR.search(tensor.name)))
 
 
 def _named_type(kernel: Kernel) -> str:
-    # Names of generated kernels are made from operators; only matrix products carry their types.
-    return math_type(kernel.tactic) if kernel.is_gemm or kernel.is_fused_attention else UNKNOWN
+    # Names of generated kernels are made from operators; only products carry their types.
+    named = kernel.is_gemm or kernel.is_convolution or kernel.is_fused_attention
+    return math_type(kernel.tactic) if named else UNKNOWN
 
 
-def _offenders(kernel: Kernel, precision: str) -> list[Offender]:
-    seen = [(tensor.name, tensor.dtype) for tensor in _data(kernel)] + [("kernel", _named_type(kernel))]
+def _offenders(kernel: Kernel, precision: str) -> list[tuple[str, Offender]]:
+    """What of a kernel is of another type, and whether it is read, written, or what it computes in."""
+    written = {tensor.name for tensor in kernel.outputs}
+    seen = [
+        (_WRITES if tensor.name in written else _READS, tensor.name, tensor.dtype) for tensor in _data(kernel)
+    ]
+    seen.append((_COMPUTES, "kernel", _named_type(kernel)))
     return [
-        Offender(
-            kernel=kernel.name, tactic=kernel.tactic, what=what, dtype=dtype, onnx_nodes=kernel.onnx_nodes
-        )
-        for what, dtype in dict.fromkeys(seen)
+        (role, _offender(kernel, what, dtype))
+        for role, what, dtype in dict.fromkeys(seen)
         if dtype in FLOATING and dtype != precision
     ]
+
+
+def _offender(kernel: Kernel, what: str, dtype: str) -> Offender:
+    return Offender(
+        kernel=kernel.name, tactic=kernel.tactic, what=what, dtype=dtype, onnx_nodes=kernel.onnx_nodes
+    )
+
+
+def _is_written(kernel: Kernel, role: str, offender: Offender, written: Written) -> bool:
+    """Whether the graph gives this type to a node of the kernel, at the same place."""
+    nodes = [written[name] for name in kernel.onnx_nodes if name in written]
+    if role == _COMPUTES:
+        products = [node for node in nodes if node.is_product]
+        return bool(products) and all(offender.dtype in node.reads for node in products)
+    return any(offender.dtype in (node.reads if role == _READS else node.writes) for node in nodes)
+
+
+def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
+    """The inputs of a product in FP16 or BF16 that the graph wants multiplied in FP32.
+
+    TensorRT-RTX 1.7.1 does so where the product stands between two Casts, and rounds its weights too: one
+    beyond the range of FP16 becomes infinite. Attention is left out: its kernels sum up in FP32 inside.
+    """
+    products = [written[name] for name in kernel.onnx_nodes if name in written and written[name].is_product]
+    if kernel.is_fused_attention or not products or any(node.reads != {"fp32"} for node in products):
+        return []
+    return [
+        _offender(kernel, tensor.name, tensor.dtype)
+        for tensor in kernel.inputs + kernel.constants
+        if tensor.dtype in ("fp16", "bf16")
+    ]
+
+
+def _has_products_in(heavy: Iterable[Kernel], precision: str) -> bool:
+    return any(tensor.dtype == precision for kernel in heavy for tensor in _data(kernel))
 
 
 def _why_unknown(kernels: Sequence[Kernel]) -> str:
@@ -175,7 +237,9 @@ def _is_untold(kernel: Kernel) -> bool:
         return True
     # A profiler tells no tensors, and fused attention need not name its type: where only a profiler can
     # tell (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
-    must_tell = kernel.is_gemm or (kernel.is_fused_attention and kernel.source != "profile")
+    must_tell = (
+        kernel.is_gemm or kernel.is_convolution or (kernel.is_fused_attention and kernel.source != "profile")
+    )
     return must_tell and not kernel.tensors and _named_type(kernel) == UNKNOWN
 
 
@@ -200,7 +264,24 @@ def _notes(kernels: Sequence[Kernel]) -> list[str]:
     return notes
 
 
+def _graph_notes(written: Sequence[Offender], narrowed: Sequence[Offender]) -> list[str]:
+    notes = []
+    if written:
+        names, types = _summary(written)
+        notes.append(f"{len(names)} products have {types} from the graph, the first is {names[0]}")
+    if narrowed:
+        names, types = _summary(narrowed)
+        notes.append(f"{len(names)} products of FP32 in the graph multiply {types}, the first is {names[0]}")
+    return notes
+
+
+def _summary(found: Sequence[Offender]) -> tuple[list[str], str]:
+    """The kernels, each once, and their types in words."""
+    return list(dict.fromkeys(each.kernel for each in found)), ", ".join(sorted({e.dtype for e in found}))
+
+
 def _island_notes(islands: Sequence[Offender]) -> list[str]:
-    names = list(dict.fromkeys(island.kernel for island in islands))
-    types = ", ".join(sorted({island.dtype for island in islands}))
-    return [f"{len(names)} small kernels work in {types}, the first is {names[0]}"] if names else []
+    if not islands:
+        return []
+    names, types = _summary(islands)
+    return [f"{len(names)} small kernels work in {types}, the first is {names[0]}"]

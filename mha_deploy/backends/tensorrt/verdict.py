@@ -13,6 +13,8 @@ from typing import Any
 
 from mha_deploy.backends.tensorrt.kernels import Kernel
 from mha_deploy.backends.tensorrt.precision import PrecisionVerdict, precision_verdict
+from mha_deploy.backends.tensorrt.told import Told
+from mha_deploy.backends.tensorrt.written import Written
 
 FUSED, DECOMPOSED, UNDECIDED = "fused", "decomposed", "unknown"
 
@@ -73,7 +75,12 @@ class EngineVerdict:
 
 
 def engine_verdict(
-    sources: Mapping[str, Sequence[Kernel]], attention: Attention, precision: str, *, profiles: int = 1
+    sources: Mapping[str, Sequence[Kernel]],
+    attention: Attention,
+    precision: str,
+    *,
+    profiles: int = 1,
+    written: Written | None = None,
 ) -> EngineVerdict:
     """Judge an engine by everything that is known of its kernels.
 
@@ -82,13 +89,14 @@ def engine_verdict(
         attention: The attention nodes, or what each was lowered to.
         precision: The precision asked for.
         profiles: How many optimisation profiles the engine has.
+        written: The types in the graph the engine was built from, where that is at hand.
     """
     groups = _groups(attention)
     told = {name: list(kernels) for name, kernels in sources.items() if kernels}
     by_source = {name: fusion_verdict(kernels, groups, profiles=profiles) for name, kernels in told.items()}
     nodes, conflicts = _merge(by_source, groups, profiles)
     found, doubts = _merge_precision(
-        {name: precision_verdict(ks, precision) for name, ks in told.items()}, precision
+        {name: precision_verdict(ks, precision, written) for name, ks in told.items()}, precision
     )
     return EngineVerdict(nodes=tuple(nodes), precision=found, disagreements=(*conflicts, *doubts))
 
@@ -110,11 +118,11 @@ def fusion_verdict(
     count = max([profiles, *(kernel.profile + 1 for kernel in kernels)])
     verdicts = []
     for profile in range(count):
-        mine = [kernel for kernel in kernels if kernel.profile == profile]
-        if mine and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in mine):
-            verdicts += _by_count(mine, groups, profile)
+        told = Told([kernel for kernel in kernels if kernel.profile == profile], groups)
+        if told.kernels and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in told.kernels):
+            verdicts += _by_count(told.kernels, groups, profile)
         else:
-            verdicts += [_by_name(mine, node, names, profile) for node, names in groups.items()]
+            verdicts += [_by_name(told, node, profile) for node in groups]
     return verdicts
 
 
@@ -124,25 +132,16 @@ def _groups(attention: Attention) -> dict[str, tuple[str, ...]]:
     return {node: (node,) for node in attention}
 
 
-def _by_name(kernels: Sequence[Kernel], node: str, names: Sequence[str], profile: int) -> NodeVerdict:
+def _by_name(told: Told, node: str, profile: int) -> NodeVerdict:
     """Judge a node by the kernels that say they compute it."""
-    # The parser names a node without a name for its first output.
-    wanted = {*names, *(f"node_of_{name}" for name in names)}
-    mine = [kernel for kernel in kernels if wanted.intersection(kernel.onnx_nodes)]
-    fused = [kernel for kernel in mine if kernel.is_fused_attention]
+    mine, fused = told.kernels_of(node), told.fused_kernels_of(node)
     parts = [kernel for kernel in mine if kernel.is_gemm or kernel.is_softmax]
-    source = kernels[0].source if kernels else ""
     if fused:
-        return _verdict(node, profile, FUSED, fused, source)
-    if parts and not any(kernel.is_opaque for kernel in mine) and not _nameless(kernels):
-        return _verdict(node, profile, DECOMPOSED, mine, source)
-    reason = _why_unknown(kernels, mine, profile)
-    return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=source)
-
-
-def _nameless(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Fused kernels that name no node: any attention node could be theirs."""
-    return [kernel for kernel in kernels if kernel.is_fused_attention and not kernel.onnx_nodes]
+        return _verdict(node, profile, FUSED, fused, told.source)
+    if parts and not any(kernel.is_opaque for kernel in mine) and told.nameless is None:
+        return _verdict(node, profile, DECOMPOSED, mine, told.source)
+    reason = _why_unknown(told, mine, profile)
+    return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=told.source)
 
 
 def _verdict(
@@ -154,17 +153,19 @@ def _verdict(
     )
 
 
-def _why_unknown(kernels: Sequence[Kernel], mine: Sequence[Kernel], profile: int) -> str:
-    if not kernels:
+def _why_unknown(told: Told, mine: Sequence[Kernel], profile: int) -> str:
+    if not told.kernels:
         return f"nothing is told of the kernels of profile {profile}"
-    opaque = [kernel.name for kernel in kernels if kernel.is_opaque]
-    if opaque:
-        return f"the kernels inside {opaque[0]} are not told by this version; give those of a profiler run"
-    if _nameless(kernels):
-        return f"{_nameless(kernels)[0].label} is fused attention, but does not say of which node"
+    if told.opaque is not None:
+        return f"the kernels inside {told.opaque} are not told by this version; give those of a profiler run"
+    if told.nameless is not None:
+        return f"{told.nameless} is fused attention, but does not say of which node"
     plugins = [kernel.label for kernel in mine if kernel.is_plugin]
     if plugins:
         return f"the plugin {plugins[0]} computes it, and does not say how"
+    foreign = [kernel.label for kernel in mine if kernel.is_fused_attention]
+    if foreign:
+        return f"{foreign[0]} names a part of it, but computes another attention"
     if mine:
         return f"{mine[0].label} names it, but no kernel that computes scores, softmax or sum does"
     return "no kernel names it"
@@ -195,13 +196,14 @@ def _by_count(
 def _merge(
     by_source: Mapping[str, Sequence[NodeVerdict]], groups: Mapping[str, Sequence[str]], profiles: int
 ) -> tuple[list[NodeVerdict], list[str]]:
-    everything = [verdict for verdicts in by_source.values() for verdict in verdicts]
-    count = max([profiles, *(verdict.profile + 1 for verdict in everything)])
+    said: dict[tuple[str, int], list[NodeVerdict]] = {}
+    for verdict in (verdict for verdicts in by_source.values() for verdict in verdicts):
+        said.setdefault((verdict.node, verdict.profile), []).append(verdict)
+    count = max([profiles, *(profile + 1 for _, profile in said)])
     nodes, conflicts = [], []
     for profile in range(count):
         for node in groups:
-            mine = [v for v in everything if v.node == node and v.profile == profile]
-            merged, conflict = _merge_one(mine, node, profile)
+            merged, conflict = _merge_one(said.get((node, profile), ()), node, profile)
             nodes.append(merged)
             conflicts += conflict
     return nodes, conflicts

@@ -136,6 +136,16 @@ class Capabilities:
         """Whether engines are compiled for named targets, so that no GPU is needed."""
         return bool(self.compute_capabilities)
 
+    @property
+    def prepare_second_profile(self) -> bool:
+        """Whether prompts and single tokens behind one cache can have a profile each.
+
+        TensorRT 8.6 builds such an engine, and then has no execution context for the second profile
+        ("Myelin", after "missing offset in id2offset"); engines without a cache have two there. No name
+        tells of it. The next version, 10.0, has shared profiles.
+        """
+        return self.shared_profiles
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRT:

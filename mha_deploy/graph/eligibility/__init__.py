@@ -2,7 +2,8 @@
 
 The check reads the canonical graph. Much of what TensorRT's parser refuses is cured by a lowering; a
 finding says so in `cured_by`, and `judge` draws the conclusion for the graph as it is and as lowered.
-`check_operators` does the same for the operators around attention: rotary embedding and cache update.
+`check_operators` does the same for the operators around attention: rotary embedding, cache update and others.
+Findings are of one node each; `group_findings` puts those of equal layers together for a reader.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from mha_deploy.graph.eligibility.records import (
     SEVERITIES,
     WRONG_ANSWER,
     Finding,
+    FindingGroup,
     Rule,
     Target,
+    group_findings,
     target_from,
 )
 
@@ -29,10 +32,12 @@ __all__ = [
     "RULES",
     "Eligibility",
     "Finding",
+    "FindingGroup",
     "Rule",
     "Target",
     "check",
     "check_operators",
+    "group_findings",
     "judge",
     "operator_options",
     "target_from",

@@ -1,6 +1,7 @@
-"""What TensorRT makes of the operators around attention in a model that generates.
+"""What TensorRT makes of the operators around attention.
 
-`RotaryEmbedding` and `TensorScatter` are no attention nodes, so they are judged from the graph itself.
+`RotaryEmbedding`, `TensorScatter` and `RMSNormalization` came with attention, and parsers know them from some
+version on. They are no attention nodes, so they are judged from the graph itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.eligibility.records import (
+    BEFORE_10,
     BEFORE_ATTENTION,
     NOTE,
     REFUSED,
@@ -23,7 +25,7 @@ from mha_deploy.graph.eligibility.records import (
     Target,
     Versions,
 )
-from mha_deploy.graph.lower import rotary, scatter
+from mha_deploy.graph.lower import norms, rotary, scatter
 from mha_deploy.graph.lower.cache_form import rows_name
 from mha_deploy.graph.lower.cache_pattern import CachedAttention, read_cache
 
@@ -31,8 +33,41 @@ _WITHOUT_OPERATORS = Versions(product=TENSORRT, since=(10, 14), before=(10, 15))
 _WITH_OPERATORS = (Versions(product=TENSORRT, since=(10, 15)), RTX)
 
 _CHANGELOG = "TensorRT OSS CHANGELOG, 10.15"
-_BOTH = frozenset({rotary.OP_TYPE, scatter.OP_TYPE})
+_OPERATORS_OF_86 = "onnx-tensorrt 8.6-GA, docs/operators.md"
+_LATE = frozenset({rotary.OP_TYPE, scatter.OP_TYPE, norms.OP_TYPE})
 _SCATTER = frozenset({scatter.OP_TYPE})
+
+
+# Operators of opset 17 that the parser of 8.6 does not have, as its list of operators says.
+_NOT_IN_86 = frozenset(
+    {
+        "Bernoulli",
+        "BitShift",
+        "BlackmanWindow",
+        "Compress",
+        "ConcatFromSequence",
+        "ConvInteger",
+        "DFT",
+        "Det",
+        "DynamicQuantizeLinear",
+        "HammingWindow",
+        "HannWindow",
+        "Hardmax",
+        "MatMulInteger",
+        "MaxRoiPool",
+        "MaxUnpool",
+        "MelWeightMatrix",
+        "Multinomial",
+        "QLinearConv",
+        "QLinearMatMul",
+        "STFT",
+        "SequenceAt",
+        "SequenceConstruct",
+        "SequenceInsert",
+        "SplitToSequence",
+        "Unique",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +136,17 @@ def _missing(node: ir.Node) -> str:
     return f"The parser has no {node.op_type} before TensorRT 10.15."
 
 
+def _not_in_86(node: ir.Node) -> str:
+    return f"The parser of TensorRT 8.6 has no {node.op_type}."
+
+
+def _sums_integers(node: ir.Node) -> str | None:
+    x = node.inputs[0]
+    if x is None or x.dtype is None or x.dtype.is_floating_point():
+        return None
+    return "CumSum becomes a loop, and its documentation lists no integers."
+
+
 def _not_in_place(node: ir.Node) -> str | None:
     obstacle = scatter.obstacle_to_update_in_place(node)
     return None if obstacle is None else f"There is no {obstacle.feature} ({obstacle.got})."
@@ -126,7 +172,7 @@ OPERATOR_RULES: tuple[OperatorRule, ...] = (
     OperatorRule(
         id="no-decode-operator-primitives",
         severity=REFUSED,
-        operators=_BOTH,
+        operators=_LATE,
         holds=(BEFORE_ATTENTION,),
         applies=_missing,
         remedy="write it in primitive operators",
@@ -136,13 +182,31 @@ OPERATOR_RULES: tuple[OperatorRule, ...] = (
     OperatorRule(
         id="no-decode-operator",
         severity=REFUSED,
-        operators=_BOTH,
+        operators=_LATE,
         holds=(_WITHOUT_OPERATORS,),
         applies=_missing,
         remedy="write it in primitive operators",
         cured_by="trt lowering",
         needs=("decode_primitives",),
         source=_CHANGELOG,
+    ),
+    OperatorRule(
+        id="no-operator",
+        severity=REFUSED,
+        operators=_NOT_IN_86,
+        holds=(BEFORE_10,),
+        applies=_not_in_86,
+        remedy="compute it before or after the engine, or write the model without it",
+        source=_OPERATORS_OF_86,
+    ),
+    OperatorRule(
+        id="integer-cumsum",
+        severity=NOTE,
+        operators=frozenset({"CumSum"}),
+        holds=(BEFORE_10,),
+        applies=_sums_integers,
+        remedy="give the model its attention mask: Transformers looks for packed sequences only without one",
+        source=_OPERATORS_OF_86,
     ),
     OperatorRule(
         id="cache-update",

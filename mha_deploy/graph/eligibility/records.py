@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import AttentionNode
@@ -126,6 +126,34 @@ class Finding:
     source: str
     cured_by: str | None
     needs: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingGroup:
+    """One finding that holds for several nodes alike, as the layers of a model do.
+
+    Args:
+        finding: What was found, in the words of the first node.
+        nodes: All nodes it was found for, each once, in order.
+    """
+
+    finding: Finding
+    nodes: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The nodes in a few words: a name, or the first one and how many more there are."""
+        others = len(self.nodes) - 1
+        return self.nodes[0] if not others else f"{self.nodes[0]} and {others} more"
+
+
+def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
+    """Put together what differs only in the node, the worst first; findings of several targets count once."""
+    groups: dict[Finding, dict[str, Finding]] = {}
+    for finding in findings:
+        groups.setdefault(replace(finding, node=""), {}).setdefault(finding.node, finding)
+    made = [FindingGroup(finding=next(iter(same.values())), nodes=tuple(same)) for same in groups.values()]
+    return sorted(made, key=lambda group: SEVERITIES.index(group.finding.severity))
 
 
 def v_head_size_differs(node: AttentionNode, target: Target) -> bool:

@@ -5,7 +5,7 @@
     primitives  matrix products around a softmax, for TensorRT 8.6 to 10.13
     contrib     com.microsoft operators, for ONNX Runtime
 
-`RotaryEmbedding` and `TensorScatter`, which stand around attention in a model that generates, go with it.
+`RotaryEmbedding`, `TensorScatter` and `RMSNormalization`, which stand around attention, go with it.
 
 A lowering is a function from model to model: the given model is not changed, weights are shared. What a
 dialect cannot express is refused with a `LoweringError` that names the feature.
@@ -30,7 +30,7 @@ from mha_deploy.graph.lower.fold_scale import fold_scale
 from mha_deploy.graph.lower.operator_node import OperatorRules
 from mha_deploy.graph.lower.opset import to_opset
 from mha_deploy.graph.lower.pack import pack_projections
-from mha_deploy.graph.lower.rewrite import rewrite
+from mha_deploy.graph.lower.rewrite import infer_shapes, rewrite
 
 __all__ = ["DIALECTS", "CacheForm", "LoweringError", "cache_form", "fold_scale", "lower", "pack_projections"]
 
@@ -106,7 +106,7 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     prepared = model if chosen.caches is None else chosen.caches(model, settings, dialect=dialect)
     lowered = rewrite(prepared, rule, dialect=dialect, broadcasts=chosen.broadcasts, operators=operators)
     opset = getattr(settings, "opset", None)
-    return lowered if opset is None else to_opset(lowered, opset, dialect=dialect)
+    return lowered if opset is None else infer_shapes(to_opset(lowered, opset, dialect=dialect))
 
 
 def _read_options(name: str, dialect: Dialect, options: dict[str, Any]) -> Any:

@@ -50,9 +50,9 @@ from mha_deploy.graph.lower.products import (
 )
 from mha_deploy.graph.lower.rewrite import (
     copy_of,
-    free_prefix,
     infer_shapes,
     names_in,
+    prefix_within,
     replace_node,
     take_mask_before_expand,
 )
@@ -94,7 +94,7 @@ def give_rows_out(model: ir.Model, options: PrimitivesOptions, *, dialect: str) 
         if cache is not None:
             take_mask_before_expand(node)
             call = read_call(node, opset=lowered.opset_imports.get(""), dialect=dialect)
-            builder = NodeBuilder(free_prefix(call.facts.name, taken))
+            builder = NodeBuilder(prefix_within(call.facts.name, taken))
             _rewrite(lowered, call, builder, cache, options)
     RemoveUnusedNodesPass()(lowered)
     return infer_shapes(lowered)

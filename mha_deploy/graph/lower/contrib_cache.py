@@ -26,10 +26,10 @@ from mha_deploy.graph.lower.call import AttentionCall, read_call
 from mha_deploy.graph.lower.heads import merge_heads, query_length, split_heads
 from mha_deploy.graph.lower.rewrite import (
     copy_of,
-    free_prefix,
     import_domains,
     infer_shapes,
     names_in,
+    prefix_within,
     replace_node,
 )
 
@@ -64,7 +64,7 @@ def append_to_caches(model: ir.Model, options: ContribOptions, *, dialect: str) 
             continue
         call = read_call(node, opset=lowered.opset_imports.get(""), dialect=dialect)
         if _has_place(call):
-            builder = NodeBuilder(free_prefix(call.facts.name, taken))
+            builder = NodeBuilder(prefix_within(call.facts.name, taken))
             _rewrite(lowered, call, builder, cache)
     RemoveUnusedNodesPass()(lowered)
     return infer_shapes(lowered)

@@ -17,7 +17,15 @@ from mha_deploy.graph.lower.errors import LoweringError
 from mha_deploy.graph.lower.opset_rewrites import rewrite_for
 
 # The same node means something else in the older version, though both schemas accept it.
-_CHANGED_MEANING = frozenset({"GridSample", "Resize", "GroupNormalization", "DFT"})
+_CHANGED_MEANING = frozenset({"GridSample", "GroupNormalization", "DFT"})
+
+# Values of attributes that came after opset 17; the schemas do not list values.
+_NEWER_VALUES = {
+    ("ScatterND", "reduction"): frozenset({"max", "min"}),
+    ("ScatterElements", "reduction"): frozenset({"max", "min"}),
+    ("Pad", "mode"): frozenset({"wrap"}),
+    ("Resize", "coordinate_transformation_mode"): frozenset({"half_pixel_symmetric"}),
+}
 
 
 def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> ir.Model:
@@ -37,6 +45,7 @@ def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> i
         return result
     if result.functions:
         InlinePass()(result)
+    _name_apart(result)
     for node in list(result.graph.all_nodes()):
         if node.domain == "":
             rewrite_for(node, version)
@@ -51,6 +60,15 @@ def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> i
     return result
 
 
+def _name_apart(model: ir.Model) -> None:
+    """Let no two nodes have one name: what they are rewritten to is named for them."""
+    seen: set[str | None] = set()
+    for node in model.graph.all_nodes():
+        if node.name in seen and node.outputs:
+            node.name = node.outputs[0].name
+        seen.add(node.name)
+
+
 def _problem(node: ir.Node, current: int, version: int) -> str | None:
     """Why the node is not valid in the older version; None where it is."""
     try:
@@ -62,12 +80,14 @@ def _problem(node: ir.Node, current: int, version: int) -> str | None:
         return None
     if node.op_type in _CHANGED_MEANING:
         return "it has changed its meaning"
-    return _attribute_problem(node, old, new) or _input_problem(node, old)
+    return _attribute_problem(node, old, new) or _input_problem(node, old) or _output_problem(node, old)
 
 
 def _attribute_problem(node: ir.Node, old: Any, new: Any) -> str | None:
     for name in list(node.attributes):
         if name in old.attributes:
+            if node.attributes[name].value in _NEWER_VALUES.get((node.op_type, name), ()):
+                return f"it uses {name}={node.attributes[name].value}"
             continue
         default = new.attributes[name].default_value if name in new.attributes else None
         if default is None or _value(node.attributes[name]) != onnx.helper.get_attribute_value(default):
@@ -87,6 +107,14 @@ def _input_problem(node: ir.Node, old: Any) -> str | None:
             continue
         if _type_string(value.dtype) not in formal.types:
             return f"input {formal.name} is {value.dtype.name}"
+    return None
+
+
+def _output_problem(node: ir.Node, old: Any) -> str | None:
+    for index, value in enumerate(node.outputs):
+        formal = old.outputs[min(index, len(old.outputs) - 1)]
+        if value.dtype is not None and _type_string(value.dtype) not in formal.types:
+            return f"output {formal.name} is {value.dtype.name}"
     return None
 
 

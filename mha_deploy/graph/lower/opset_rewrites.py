@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import onnx_ir as ir
 
-from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.lower.opset_operators import (
+    builder_for,
+    gelu_to_primitives,
+    mish_to_primitives,
+    swish_to_primitives,
+)
+from mha_deploy.graph.lower.rewrite import replace_node
 
 
 def rewrite_for(node: ir.Node, version: int) -> None:
@@ -18,11 +23,57 @@ def rewrite_for(node: ir.Node, version: int) -> None:
 
 
 def _axes_to_attribute(node: ir.Node) -> None:
-    """Axes became an input in opset 18."""
+    """Axes became an input in opset 18; without any, all are reduced, unless the node says otherwise."""
+    given = len(node.inputs) > 1 and node.inputs[1] is not None
     axes = _constant_ints(node, 1)
-    if axes is not None:
+    if given and axes is None:
+        return
+    keeps = node.attributes.get_int("noop_with_empty_axes", 0)
+    if not axes and keeps:
+        return
+    if axes:
         node.attributes.add(ir.AttrInt64s("axes", axes))
-        node.resize_inputs(1)
+    node.attributes.pop("noop_with_empty_axes", None)  # it speaks of nodes without axes only
+    node.resize_inputs(1)
+
+
+def _reduce_numbers(node: ir.Node) -> None:
+    """The largest of booleans came with opset 20: before, it is taken over numbers."""
+    x = node.inputs[0]
+    if x is None or x.dtype != ir.DataType.BOOL:
+        return
+    b = builder_for(node)
+    numbers = b.op("Cast", x, to=int(ir.DataType.FLOAT))
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    reduced = b.op(node.op_type, numbers, *node.inputs[1:], **attributes)
+    replace_node(node, b, {0: b.op("Cast", reduced, to=int(ir.DataType.BOOL), name="as_bool")})
+
+
+def _infinity_of_float32(node: ir.Node) -> None:
+    """Infinities of half-precision numbers could be asked for from opset 20 on."""
+    x = node.inputs[0]
+    if x is None or x.dtype not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+        return
+    b = builder_for(node)
+    wide = b.op("Cast", x, to=int(ir.DataType.FLOAT))
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    replace_node(node, b, {0: b.op(node.op_type, wide, **attributes)})
+
+
+def _pad_every_axis(node: ir.Node) -> None:
+    """Padding could name its axes from opset 18 on; before, it speaks of all."""
+    x = node.inputs[0]
+    pads, axes = _constant_ints(node, 1), _constant_ints(node, 3)
+    if axes is None or pads is None or x is None or x.shape is None:
+        return
+    rank = len(x.shape)
+    spelled = [0] * (2 * rank)
+    for at, axis in enumerate(axes):
+        spelled[axis % rank], spelled[rank + axis % rank] = pads[at], pads[at + len(axes)]
+    b = builder_for(node)
+    mode = node.attributes.get_string("mode", "constant")
+    y = b.op("Pad", x, b.ints(*spelled), node.inputs[2], mode=mode, name="padded")
+    replace_node(node, b, {0: y})
 
 
 def _drop_split_count(node: ir.Node) -> None:
@@ -39,28 +90,6 @@ def _splits_evenly(node: ir.Node) -> bool:
     return isinstance(size, int) and size % len(node.outputs) == 0
 
 
-def _gelu_to_primitives(node: ir.Node) -> None:
-    """Gelu became an operator in opset 20: x/2 · (1 + erf(x/√2)), or its tanh form."""
-    x = node.inputs[0]
-    if x is None or x.dtype is None:
-        return
-    b = NodeBuilder(node.name or node.outputs[0].name or "gelu")
-    half, one = (b.constant(number, x.dtype) for number in (0.5, 1.0))
-    if node.attributes.get_string("approximate", "none") == "tanh":
-        bend = _tanh_of_gelu(b, x)
-    else:
-        bend = b.op("Erf", b.op("Mul", x, b.constant(math.sqrt(0.5), x.dtype)))
-    y = b.op("Mul", b.op("Mul", x, half), b.op("Add", bend, one), name="gelu")
-    _replace_with(node, b, y)
-
-
-def _tanh_of_gelu(b: NodeBuilder, x: ir.Value) -> ir.Value:
-    """tanh(√(2/π) · (x + 0.044715 x³))."""
-    dtype = x.dtype or ir.DataType.FLOAT
-    cube = b.op("Mul", b.op("Mul", b.op("Mul", x, x), x), b.constant(0.044715, dtype))
-    return b.op("Tanh", b.op("Mul", b.op("Add", x, cube), b.constant(math.sqrt(2 / math.pi), dtype)))
-
-
 def _shape_in_full(node: ir.Node) -> None:
     """Shape could take a range from opset 15 on; TensorRT 8.6 crashed on graphs with it."""
     x = node.inputs[0]
@@ -69,8 +98,8 @@ def _shape_in_full(node: ir.Node) -> None:
         return
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
     wanted = range(rank)[start:end]
-    b = NodeBuilder(node.name or node.outputs[0].name or "shape")
-    _replace_with(node, b, b.op("Gather", b.op("Shape", x), b.ints(*wanted), axis=0, name="range"))
+    b = builder_for(node)
+    replace_node(node, b, {0: b.op("Gather", b.op("Shape", x), b.ints(*wanted), axis=0, name="range")})
 
 
 def _squeeze_by_name(node: ir.Node) -> None:
@@ -78,18 +107,8 @@ def _squeeze_by_name(node: ir.Node) -> None:
     x = node.inputs[0]
     if len(node.inputs) > 1 or x is None or x.shape is None or len(x.shape) != 1:
         return
-    b = NodeBuilder(node.name or node.outputs[0].name or "squeeze")
-    _replace_with(node, b, b.op("Squeeze", x, b.ints(0)))
-
-
-def _replace_with(node: ir.Node, b: NodeBuilder, new: ir.Value) -> None:
-    old, graph = node.outputs[0], node.graph
-    if graph is None:
-        return
-    new.name, new.type, new.shape = old.name, old.type, old.shape
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    graph.insert_before(node, b.nodes)
-    graph.remove(node, safe=True)
+    b = builder_for(node)
+    replace_node(node, b, {0: b.op("Squeeze", x, b.ints(0))})
 
 
 def _constant_ints(node: ir.Node, position: int) -> list[int] | None:
@@ -110,5 +129,10 @@ _REWRITES: tuple[tuple[int, frozenset[str], Callable[[ir.Node], None]], ...] = (
     (18, frozenset({"Split"}), _drop_split_count),
     (18, frozenset({"Shape"}), _shape_in_full),
     (18, frozenset({"Squeeze"}), _squeeze_by_name),
-    (20, frozenset({"Gelu"}), _gelu_to_primitives),
+    (18, frozenset({"Pad"}), _pad_every_axis),
+    (18, frozenset({"Mish"}), mish_to_primitives),
+    (20, frozenset({"ReduceMax", "ReduceMin"}), _reduce_numbers),
+    (20, frozenset({"IsInf"}), _infinity_of_float32),
+    (20, frozenset({"Gelu"}), gelu_to_primitives),
+    (24, frozenset({"Swish"}), swish_to_primitives),
 )

@@ -1,6 +1,6 @@
 """Replace every attention of a model by what a dialect makes of it, without touching the input model.
 
-So are the operators that stand around it in a model that generates: rotary embedding and cache update.
+So are operators that came with it, and stand around it: rotary embedding, cache update, normalisation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mha_deploy.graph.lower.operator_node import OperatorCall, OperatorRules
 Rule = Callable[[AttentionCall, NodeBuilder], dict[int, ir.Value] | None]
 """Builds the replacement of one attention; outputs by position, or None to leave the node."""
 
-_LOWERED = frozenset({"Attention", "RotaryEmbedding", "TensorScatter"})
+_LOWERED = frozenset({"Attention", "RotaryEmbedding", "TensorScatter", "RMSNormalization"})
 
 
 def copy_of(model: ir.Model) -> ir.Model:
@@ -61,11 +61,11 @@ def rewrite(
             if broadcasts:
                 take_mask_before_expand(node)
             call = read_call(node, opset=opset, dialect=dialect)
-            builder = NodeBuilder(free_prefix(call.facts.name, taken))
+            builder = NodeBuilder(prefix_within(call.facts.name, taken))
             outputs = rule(call, builder)
         elif operators is not None and node.domain == "" and node.op_type in operators:
             other = OperatorCall(node=node, dialect=dialect)
-            builder = NodeBuilder(free_prefix(other.name, taken))
+            builder = NodeBuilder(prefix_within(other.name, taken))
             output = operators[node.op_type](other, builder)
             outputs = None if output is None else {0: output}
         else:
@@ -106,6 +106,17 @@ def free_prefix(name: str, taken: set[str]) -> str:
         prefix = f"{name}_{count}"
     taken.add(f"{prefix}/")
     return prefix
+
+
+def prefix_within(name: str, taken: set[str]) -> str:
+    """A prefix for what a node is lowered to; it is the node's own name, or begins with `<name>/`.
+
+    Whoever looks for the parts of an attention afterwards looks for these. So where values of that name exist
+    already (the recogniser writes some), the new ones go one step deeper, and not under another name.
+    """
+    if any(used.startswith(f"{name}/") for used in taken):
+        return free_prefix(f"{name}/lowered", taken)
+    return free_prefix(name, taken)
 
 
 def replace_node(

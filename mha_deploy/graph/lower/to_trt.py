@@ -4,7 +4,7 @@ The parser accepts one output, one mask of the query's type or boolean, or `is_c
 refuses past, present, softcap and softmax_precision, and it *ignores* key lengths and windows. So the
 past becomes a Concat, and everything that hides keys becomes one explicit mask.
 
-`RotaryEmbedding` and `TensorScatter` stay: the parser has them from 10.15 on.
+`RotaryEmbedding`, `TensorScatter` and `RMSNormalization` stay: the parser has them from 10.15 on.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class TrtOptions:
         empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where none exists.
         native: Write the causal corner behind a past, and key lengths, with TensorRT's own attention
             operator instead of a mask (TensorRT 11, TensorRT-RTX), where its documentation leaves no doubt.
-        decode_primitives: Write `RotaryEmbedding` and `TensorScatter` in primitive operators: for
-            TensorRT 10.14, which has neither, and for a cache that cannot be updated in place.
+        decode_primitives: Write `RotaryEmbedding`, `TensorScatter` and `RMSNormalization` in primitive
+            operators: for TensorRT 10.14, which has none, and for a cache that cannot be updated in place.
     """
 
     decompose: bool = False
@@ -130,7 +130,8 @@ def _scores_beside(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> 
 
     Their nodes carry another name than the attention's, so that nobody takes them for its parts.
     """
-    side = NodeBuilder(f"{b.prefix}_scores")
+    own = call.facts.name
+    side = NodeBuilder(f"{own}_scores{b.prefix.removeprefix(own)}")
     written = lower_to_primitives(call, side, PrimitivesOptions(empty_rows=options.empty_rows, opset=None))
     b.nodes += side.live_nodes([written[QK_OUTPUT]])
     return {QK_OUTPUT: written[QK_OUTPUT]}

@@ -1,0 +1,142 @@
+"""Which profiles a layer with a cache gets from which TensorRT, and if they can be prepared: on fakes."""
+
+import cuda_fake
+import numpy as np
+import pytest
+from bundle_edit import copy_of
+from step_engines import FORMS, running_sum, tokens
+from tensorrt_fake import ENGINES
+from test_tensorrt_runner import VERSIONS, fake
+
+from mha_deploy.backends.tensorrt.ranges import tightest_admitting
+from mha_deploy.backends.tensorrt.run import TensorRTRunner
+from mha_deploy.bundle import open_bundle
+from mha_deploy.engine import build
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.options import EngineOptions, parse_ranges
+from mha_deploy.engine.record import open_engine
+from mha_deploy.engine.trial import unprepared_profiles
+from mha_deploy.errors import BackendUnavailable
+
+# TensorRT-RTX really builds in other tests; its fake cannot.
+WITH_GPU = [version for version in VERSIONS if not version.startswith("rtx")]
+CACHED = ["tiny-growing", "tiny-static"]
+OLD, NEW = "8.6.1", "10.0.1"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return cuda_fake.install(monkeypatch)
+
+
+@pytest.fixture
+def built(device, bundles, tmp_path, monkeypatch):
+    """Build a layer with the fake of a version, which gives a plan of two profiles whatever it is asked."""
+
+    def make(name, version, texts=(), **settings):
+        rt = fake(version)
+        vars(rt.module).update(settings)
+        monkeypatch.setattr(build, "load", lambda backend: rt)
+        bundle = open_bundle(copy_of(bundles(name), tmp_path / f"{name}-{version}"))
+        profiles = [parse_ranges(text, bundle.manifest.spec) for text in texts]
+        options = EngineOptions(backend="tensorrt", profiles=profiles, allow_decomposed=True)
+        engine = engine_from_bundle(bundle, options)
+        asked = [shapes["x"] for shapes in rt.module.last.config._profiles]
+        return open_engine(engine.path).manifest, asked
+
+    return make
+
+
+@pytest.mark.parametrize("version", WITH_GPU)
+@pytest.mark.parametrize("name", CACHED)
+def test_a_layer_with_a_cache_has_two_profiles_where_both_can_be_prepared(built, name, version):
+    manifest, asked = built(name, version)
+    if version == OLD:
+        assert manifest.profile_names == ["0"]
+        assert [profile["S"] for profile in manifest.profiles] == ["1:16:64"]
+        assert asked == [((1, 1, 64), (2, 16, 64), (4, 64, 64))]
+    else:
+        assert manifest.profile_names == ["prefill", "decode"]
+        assert [profile["S"] for profile in manifest.profiles] == ["1:16:64", "1:1:1"]
+        assert asked[1:] == [((1, 1, 64), (2, 1, 64), (4, 1, 64))]
+
+
+def test_profiles_that_were_asked_for_stay_as_they_are(built):
+    manifest, asked = built("tiny-static", OLD, ["S=2:16:64", "S=1"])
+    assert manifest.profile_names == ["prefill", "decode"]
+    assert [shapes[2] for shapes in asked] == [(4, 64, 64), (4, 1, 64)]
+
+
+def test_a_layer_without_a_cache_has_its_own_ranges_everywhere(built):
+    for version in (OLD, NEW):
+        manifest, _ = built("tiny-gqa", version)
+        assert [profile["S"] for profile in manifest.profiles] == ["1:16:64"]
+
+
+# -- one profile for everything --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("plan", [b"rows", b"growing"])
+def test_one_profile_serves_prompts_and_single_tokens(device, monkeypatch, plan, graph):
+    """Contexts come in turn: where profiles are not shared, there is never a second one beside the first."""
+    two = FORMS[plan]
+    one = type(two)(**{**vars(two), "profiles": two.profiles[:1]})
+    monkeypatch.setitem(ENGINES, plan, one)
+    rt = fake(OLD)
+    rt.module.most_contexts = 1
+    x = tokens(8)
+    with TensorRTRunner(rt, plan, cuda_graph=graph) as runner:
+        least = {name: shapes[0] for name, shapes in one.profiles[0].items()}
+        for S in (1, 8):
+            assert tightest_admitting(runner.profiles, {**least, "x": (1, S, x.shape[2])}) == 0
+        with runner.stepper(B=len(x), T=8 if plan == b"growing" else None) as stepper:
+            parts = [stepper.feed(part) for part in np.split(x, [3, 4, 5, 7], axis=1)]
+            assert rt.module.last_context()._profile == 0
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), running_sum(x))
+    assert device.is_empty()
+
+
+# -- is it any use ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", WITH_GPU)
+def test_an_engine_that_can_be_prepared_has_no_note(device, version):
+    assert unprepared_profiles(fake(version), b"rows", ["prefill", "decode"]) == []
+    assert device.is_empty()
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_profile_without_a_context_is_named(device, most):
+    rt = fake(OLD)
+    rt.module.most_contexts = most
+    told = unprepared_profiles(rt, b"rows", ["prefill", "decode"])
+    assert told == [
+        f"engine built, but profile {name} cannot be prepared: "
+        "no execution context: missing offset in id2offset"
+        for name in ["prefill", "decode"][most:]
+    ]
+    assert device.is_empty()
+
+
+def test_what_cannot_be_prepared_is_in_the_manifest_and_the_engine_is_there(built):
+    manifest, _ = built("tiny-static", OLD, ["S=2:16:64", "S=1"], most_contexts=1)
+    assert manifest.notes[0].startswith("engine built, but profile decode cannot be prepared: ")
+    manifest, _ = built("tiny-gqa", OLD)
+    assert not [note for note in manifest.notes if "prepared" in note]
+
+
+def test_an_engine_that_cannot_be_loaded_is_told_of(device, monkeypatch):
+    rt = fake(OLD)
+    monkeypatch.setattr(rt.module.Runtime, "deserialize_cuda_engine", lambda self, plan: None)
+    (told,) = unprepared_profiles(rt, b"rows", ["0"])
+    assert told.startswith("engine built, but it cannot be loaded: TensorRT 8.6.1 cannot load this engine")
+
+
+def test_without_a_gpu_nothing_is_tried(monkeypatch):
+    def none():
+        raise BackendUnavailable("There is no GPU.")
+
+    monkeypatch.setattr("mha_deploy.backends.gpu.open_gpu", none)
+    assert unprepared_profiles(fake(OLD), b"rows", ["0"]) == []
+    assert unprepared_profiles(fake("rtx-1.7.1"), b"rows", ["0"]) == []

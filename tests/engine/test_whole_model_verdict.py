@@ -1,0 +1,243 @@
+"""Verdicts on engines of many attentions and several types: each node by its own kernel, and quickly."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from mha_deploy.backends.tensorrt import (
+    BuildRequest,
+    EngineTensor,
+    Kernel,
+    WrittenTypes,
+    build_engine,
+    engine_verdict,
+    fusion_verdict,
+    members,
+    precision_verdict,
+    written_types,
+)
+from mha_deploy.engine.build import judge_engine
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.rewrite import infer_shapes
+
+MHA = "_gemm_mha_v2_0x2e86b3c2d45288c25fdbfc4664620464"
+
+
+def tensor(name, dtype="fp16", *shape):
+    return EngineTensor(name=name, dtype=dtype, shape=shape or (-1, 64))
+
+
+def product(name, dtype="fp16", *, nodes=None, reads=None, layer_type="gemm"):
+    return Kernel(
+        name=name,
+        layer_type=layer_type,
+        tactic="__myelin_CASK_STUB",
+        onnx_nodes=tuple(nodes or (name,)),
+        inputs=(tensor("a", reads or dtype),),
+        constants=(tensor("w", reads or dtype, 64, 64), tensor("alpha", "fp32", 1)),
+        outputs=(tensor("b", dtype),),
+        source="log",
+    )
+
+
+def attention(*nodes, profile=0, source="log"):
+    x = (tensor("q"), tensor("o"))
+    return Kernel(
+        name="_gemm_mha_v2_myl0_1",
+        layer_type="kgen",
+        tactic=MHA,
+        onnx_nodes=nodes,
+        inputs=x[:1],
+        outputs=x[1:],
+        profile=profile,
+        source=source,
+    )
+
+
+def written(dtype, writes=None, *, is_product=True):
+    types = frozenset({dtype}), frozenset({writes or dtype})
+    return WrittenTypes(reads=types[0], writes=types[1], is_product=is_product)
+
+
+# -- precision: what the graph says, and what fell back --------------------------------------------
+
+
+def test_a_product_that_the_graph_keeps_in_fp32_is_no_fallback() -> None:
+    kernels = [product("mm"), product("angles", "fp32")]
+    types = {"mm": written("fp16"), "angles": written("fp32")}
+    assert precision_verdict(kernels, "fp16").status == "mixed"
+    verdict = precision_verdict(kernels, "fp16", types)
+    assert verdict.ok
+    assert {found.kernel for found in verdict.written} == {"angles"}
+    assert "1 products have fp32 from the graph, the first is angles" in verdict.notes
+
+
+def test_a_product_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() -> None:
+    types = {"mm": written("fp16"), "other": written("fp16"), "norm": written("fp32", is_product=False)}
+    verdict = precision_verdict([product("mm"), product("other", "fp32")], "fp16", types)
+    assert verdict.status == "mixed"
+    assert {found.kernel for found in verdict.offenders} == {"other"}
+    assert verdict.written == ()
+
+
+def test_arithmetic_is_judged_by_the_products_alone() -> None:
+    """A cast beside a product explains a wide tensor, and never a wide multiplication."""
+    wide = product("mm", "fp32", nodes=("mm", "cast"), reads="fp16")
+    types = {"mm": written("fp16"), "cast": written("fp16", "fp32", is_product=False)}
+    assert precision_verdict([product("other"), wide], "fp16", types).ok
+    slow = replace(wide, tactic="sm80_xmma_gemm_f32f32_f32f32_f32_tn_n")
+    assert precision_verdict([product("other"), slow], "fp16", types).status == "mixed"
+
+
+def test_a_graph_in_fp32_throughout_is_not_what_was_asked_for() -> None:
+    assert precision_verdict([product("mm", "fp32")], "fp16", {"mm": written("fp32")}).status == "mixed"
+
+
+@pytest.mark.parametrize("layer_type", ["correlation", "corrltn", "CaskConvolution"])
+def test_a_convolution_is_a_product(layer_type) -> None:
+    assert precision_verdict([product("patches", layer_type=layer_type)], "fp16").ok
+    verdict = precision_verdict([product("patches", "fp32", layer_type=layer_type)], "fp16")
+    assert verdict.status == "mixed"
+    assert not verdict.islands
+
+
+def test_types_are_read_from_the_graph_that_is_built(mixed_graph) -> None:
+    types = written_types(mixed_graph)
+    assert types["narrow"] == written("fp16")
+    assert types["wide"] == written("fp32")
+    assert types["up"] == written("fp16", "fp32", is_product=False)
+
+
+def test_an_engine_with_a_layer_kept_in_fp32_is_as_asked(mixed_graph) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    lowered = lower(mixed_graph, "trt")
+    profile = {"x": ((1, 2, 64), (2, 16, 64), (4, 32, 64))}
+    onnx_bytes = ir.to_proto(lowered).SerializeToString()
+    built = build_engine(BuildRequest(onnx=onnx_bytes, profiles=[profile], targets="89"))
+    verdict = judge_engine(built, lowered, mixed_graph, "fp16", 1)
+    assert verdict.all_fused
+    assert verdict.precision.ok, verdict.precision.offenders
+    assert any("wide" in found.onnx_nodes for found in verdict.precision.written)
+    # The same engine from a graph that is FP16 throughout would have fallen back.
+    assert engine_verdict(built.kernels, ["att"], "fp16").precision.status == "mixed"
+
+
+def test_a_product_between_casts_is_narrowed_and_said(sandwich) -> None:
+    """If this fails, TensorRT has learnt to keep such products, and weights beyond FP16 are safe there."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    built = build_engine(BuildRequest(onnx=ir.to_proto(sandwich).SerializeToString(), targets="89"))
+    verdict = engine_verdict(built.kernels, [], "fp16", written=written_types(sandwich)).precision
+    assert {"wide"} <= {name for found in verdict.narrowed for name in found.onnx_nodes}
+    assert any("products of FP32 in the graph multiply fp16" in note for note in verdict.notes)
+
+
+def test_a_product_that_stays_wide_is_not_narrowed() -> None:
+    kernels, types = (
+        [product("mm"), product("wide", "fp32")],
+        {"mm": written("fp16"), "wide": written("fp32")},
+    )
+    assert precision_verdict(kernels, "fp16", types).narrowed == ()
+    assert len(precision_verdict([product("wide")], "fp16", types).narrowed) == 2
+
+
+@pytest.fixture(scope="module")
+def sandwich():
+    """A product in FP32 between two Casts, with weights that FP16 cannot hold."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["x32"], name="up", to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["x32", "w"], ["y32"], name="wide"),
+        helper.make_node("Cast", ["y32"], ["y"], name="down", to=TensorProto.FLOAT16),
+    ]
+    weight = numpy_helper.from_array(np.full((64, 64), 1e5, np.float32), "w")
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [4, 16, 64]) for name in "xy"]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    return infer_shapes(ir.from_proto(model))
+
+
+@pytest.fixture(scope="module")
+def mixed_graph():
+    """Attention in FP16, and behind it a product that is kept in FP32."""
+    rng = np.random.default_rng(1)
+    weights = {
+        "w0": rng.standard_normal((64, 192)).astype(np.float16),
+        "w1": rng.standard_normal((64, 256)).astype(np.float32),
+        "shift": rng.standard_normal(64).astype(np.float32),
+        "parts": np.array([64, 64, 64]),
+    }
+    nodes = [
+        helper.make_node("MatMul", ["x", "w0"], ["qkv"], name="narrow"),
+        helper.make_node("Split", ["qkv", "parts"], ["q", "k", "v"], name="split", axis=-1),
+        helper.make_node(
+            "Attention", ["q", "k", "v"], ["o"], name="att", q_num_heads=4, kv_num_heads=4, is_causal=1
+        ),
+        helper.make_node("Cast", ["o"], ["o32"], name="up", to=TensorProto.FLOAT),
+        helper.make_node("Add", ["o32", "shift"], ["moved"], name="shifted"),
+        helper.make_node("MatMul", ["moved", "w1"], ["y32"], name="wide"),
+        helper.make_node("Cast", ["y32"], ["y"], name="down", to=TensorProto.FLOAT16),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT16, ["B", "S", 64])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT16, ["B", "S", 256])],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    onnx.checker.check_model(model)
+    return infer_shapes(ir.from_proto(model))
+
+
+# -- fusion: many attentions -----------------------------------------------------------------------
+
+
+def test_a_kernel_proves_the_attention_it_computes_and_not_one_whose_mask_it_names() -> None:
+    groups = {
+        name: tuple(f"{name}/{part}" for part in ("mask_bias", "scores", "weights", "sum")) for name in "ab"
+    }
+    mine = attention("b/scores", "b/weights", "b/sum", "a/mask_bias")
+    parts = [product("a/scores"), Kernel(name="__myl_MaxrSubExpSum", onnx_nodes=("a/weights",), source="log")]
+    first, second = fusion_verdict([mine, *parts], groups)
+    assert (first.node, first.status) == ("a", "decomposed")
+    assert (second.node, second.status) == ("b", "fused")
+    (lonely, _) = fusion_verdict([mine], groups)
+    assert lonely.status == "unknown"
+    assert "names a part of it, but computes another attention" in lonely.reason
+
+
+def test_parts_belong_to_the_longest_name() -> None:
+    names = ["block/attn/lowered/scores", "block/attn", "block/attn_1/scores", "block/scores", "other"]
+    assert members(names, ["block", "block/attn", "block/attn_1"]) == {
+        "block": ("block/scores",),
+        "block/attn": ("block/attn/lowered/scores", "block/attn"),
+        "block/attn_1": ("block/attn_1/scores",),
+    }
+
+
+def seconds_to_judge(layers):
+    names = [f"model.layers.{at}/attn" for at in range(layers)]
+    groups = {name: (f"{name}/scores", f"{name}/weights") for name in names}
+    kernels = [
+        kernel
+        for name in names
+        for kernel in (
+            *(product(f"{name}_mm_{at}") for at in range(8)),
+            attention(f"{name}/scores", f"{name}/weights"),
+        )
+    ]
+    begin = time.process_time()
+    verdicts = fusion_verdict(kernels, groups)
+    parts = members([part for group in groups.values() for part in group], names)
+    seconds = time.process_time() - begin
+    assert parts == groups
+    assert [verdict.status for verdict in verdicts] == ["fused"] * layers
+    return seconds
+
+
+def test_the_time_grows_with_the_number_of_attentions_and_not_with_its_square() -> None:
+    assert min(seconds_to_judge(800) for _ in range(2)) < 20 * min(seconds_to_judge(80) for _ in range(3))

@@ -1,0 +1,166 @@
+"""Whole models in every dialect: graphs run and compute what they did, engines have every attention fused."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import small_transformers as small
+from onnx import helper
+
+from mha_deploy.backends.tensorrt import BuildRequest, build_engine, members
+from mha_deploy.engine.build import judge_engine
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.eligibility import check, check_operators, group_findings, target_from
+from mha_deploy.graph.lower import LoweringError, lower
+
+pytestmark = pytest.mark.usefixtures("quick_exporter")
+
+SIZES = ({"B": 2, "S": 5, "T": 7}, {"B": 3, "S": 11, "T": 4})
+QUICK = ("llama-padded", "handmade")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in small.MODELS]
+RANGES = {"B": (1, 2, 4), "S": (2, 16, 48), "T": (1, 16, 48)}
+DIALECTS = ("onnx", "trt", "primitives", "contrib")
+
+# Constants of primitives are rounded to FP16, as the graph's own are: √½ of GELU is the coarsest.
+TOLERANCE = {"primitives": 5e-4}
+
+
+def session_of(model):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    proto = ir.to_proto(model).SerializeToString()
+    return onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def whole(request):
+    """A model, its graph, and what the graph computes at two sizes, in float32."""
+    model = small.fused(request.param)
+    session = session_of(small.in_float32(model))
+    feeds = [small.feeds_of(request.param, sizes, np.float32) for sizes in SIZES]
+    return request.param, model, [(each, session.run(None, each)[0]) for each in feeds]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect_computes_the_same(whole, dialect) -> None:
+    name, model, cases = whole
+    lowered = lower(model, dialect)
+    onnx.checker.check_model(ir.to_proto(lowered), full_check=dialect != "contrib")
+    session = session_of(small.in_float32(lowered))
+    for feeds, wanted in cases:
+        got = session.run(None, feeds)[0]
+        assert np.isfinite(wanted).all()
+        assert np.abs(wanted).max() > 1
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE.get(dialect, 2e-5))
+    # As it is, in half precision, it is taken as well.
+    half = session_of(lowered).run(None, small.feeds_of(name, SIZES[0]))[0]
+    assert half.dtype == np.float16
+    assert np.abs(half.astype(np.float32) - cases[0][1]).max() < 0.1
+
+
+def test_masks_and_positions_matter(whole) -> None:
+    """What the comparison above would miss if attention did not count for anything."""
+    _, model, cases = whole
+    broken = small.in_float32(model)
+    for node in broken.graph.all_nodes():
+        if node.op_type == "Attention":
+            node.attributes.add(ir.AttrFloat32("scale", 0.5 * node.attributes["scale"].as_float()))
+    got = session_of(broken).run(None, cases[0][0])[0]
+    assert np.abs(got - cases[0][1]).max() > 1e-2
+
+
+def test_primitives_are_opset_17_throughout(whole) -> None:
+    _, model, _ = whole
+    lowered = lower(model, "primitives")
+    assert lowered.opset_imports == {"": 17}
+    for node in lowered.graph.all_nodes():
+        assert node.domain == ""
+        assert onnx.defs.get_schema(node.op_type, 17, "").since_version <= 17
+        assert not {"start", "end"} & set(node.attributes) or node.op_type != "Shape"
+    assert not {"Attention", "RMSNormalization", "Gelu"} & {
+        node.op_type for node in lowered.graph.all_nodes()
+    }
+
+
+@pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib"])
+def test_the_parts_of_every_attention_are_found(whole, dialect) -> None:
+    """Also where the recogniser left values of the attention's name, and where names hold dots."""
+    _, model, _ = whole
+    attentions = [node.name for node in attention_nodes(model)]
+    lowered = lower(model, dialect)
+    found = members([node.name for node in lowered.graph.all_nodes()], attentions)
+    operators = {node.name: node.op_type for node in lowered.graph.all_nodes()}
+    for parts in found.values():
+        kinds = [operators[name] for name in parts]
+        whole_node = [kind for kind in kinds if kind.endswith("Attention")]
+        assert whole_node if dialect != "primitives" else kinds.count("MatMul") == 2
+        assert kinds.count("Softmax") == (dialect == "primitives")
+
+
+@pytest.mark.parametrize("dialect", ["trt", "primitives"])
+def test_every_attention_of_an_engine_is_fused(whole, dialect) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    name, model, _ = whole
+    lowered = lower(model, dialect)
+    profile = {
+        key: tuple(tuple(RANGES.get(axis, (axis,) * 3)[at] for axis in axes) for at in range(3))
+        for key, axes in small.MODELS[name].inputs.items()
+    }
+    onnx_bytes = ir.to_proto(lowered).SerializeToString()
+    built = build_engine(BuildRequest(onnx=onnx_bytes, profiles=[profile], targets="89"))
+    verdict = judge_engine(built, lowered, model, "fp16", 1)
+    count = small.MODELS[name].attentions
+    assert verdict.fused_count == (count, count)
+    assert verdict.precision.ok, verdict.precision
+    assert verdict.disagreements == ()
+    assert {node.source for node in verdict.nodes} == {"log+plan"}
+
+
+def test_equal_layers_are_one_finding(whole) -> None:
+    _, model, _ = whole
+    nodes, target = attention_nodes(model), target_from("tensorrt", "8.6.1")
+    findings = [*check(nodes, target), *check_operators(model, target)]
+    groups = group_findings(findings)
+    assert sum(len(group.nodes) for group in groups) == len(findings) > len(groups)
+    assert len({(group.finding.rule, group.finding.message) for group in groups}) == len(groups)
+    missing = next(group for group in groups if group.finding.rule == "no-attention-operator")
+    assert missing.nodes == tuple(node.name for node in nodes)
+    assert missing.label == f"{nodes[0].name} and {len(nodes) - 1} more"
+
+
+def test_findings_for_two_targets_are_counted_once() -> None:
+    model = small.fused("handmade")
+    nodes = attention_nodes(model)
+    findings = [
+        finding
+        for capability in ("8.9", "9.0")
+        for finding in check(nodes, target_from("tensorrt", "8.6.1", capability))
+    ]
+    assert all(len(group.nodes) <= len(nodes) for group in group_findings(findings))
+
+
+def test_an_operator_that_8_6_has_not_is_said_beforehand() -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Hardmax", ["x"], ["y"], name="choice")],
+        "g",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 3])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2, 3])],
+    )
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]))
+    (finding,) = check_operators(model, target_from("tensorrt", "8.6.1"))
+    assert (finding.node, finding.rule, finding.severity) == ("choice", "no-operator", "refused")
+    assert check_operators(model, target_from("tensorrt-rtx", "1.7.1")) == []
+
+
+def test_what_cannot_be_lowered_is_named_with_its_operator() -> None:
+    model = small.fused("handmade").clone()
+    late = ir.node("BitwiseNot", [model.graph.inputs[0]], name="model.flags.not")
+    late.outputs[0].name = "flags"
+    model.graph.append(late)
+    model.graph.outputs.append(late.outputs[0])
+    with pytest.raises(LoweringError, match="BitwiseNot in opset 17") as caught:
+        lower(model, "primitives")
+    assert caught.value.node == "model.flags.not"
