@@ -16,7 +16,7 @@ KINDS = (FLOAT, "float32", "float64", "int32", "int64", "bool")
 """What a tensor may hold; `float` is whatever precision the export asks for."""
 
 
-_OPTIONAL = ("seed", "weights_file", "summary")
+_OPTIONAL = ("seed", "weights_file", "mixed", "summary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class ModuleSpec(ModelSpec):
         state_sha256: Hash of its weights and buffers before they were rounded.
         seed: PyTorch's seed while the factory ran.
         weights_file: The file that its weights were read from, where one was given.
+        mixed: Whether its precision was chosen node by node.
         summary: One line for people.
     """
 
@@ -49,6 +50,7 @@ class ModuleSpec(ModelSpec):
     state_sha256: str
     seed: int = 0
     weights_file: str | None = None
+    mixed: bool = False
     summary: str = ""
 
     cache = "none"  # a cache of the module's own is an input and an output like any other

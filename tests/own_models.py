@@ -151,3 +151,13 @@ def missing_input():
 
 def bad_range():
     return Deployable(module=Encoder(), inputs=examples(), axes={"B": "1:4:8", "S": 64})
+
+
+def overflowing():
+    """A second layer whose MLP reaches beyond what FP16 can hold, and comes back."""
+    made = encoder()
+    first, _, last = made.module.blocks[1].mlp
+    with torch.no_grad():
+        first.weight *= 2e5
+        last.weight /= 2e5
+    return made

@@ -8,6 +8,7 @@ import numpy as np
 
 from mha_deploy.analyze.sizes import sizes_name
 from mha_deploy.baselines.module import tensor_from_numpy
+from mha_deploy.errors import DeployError
 from mha_deploy.export.inputs import to_numpy
 from mha_deploy.export.module_exporter import exported_program
 from mha_deploy.export.module_golden import ModuleCapture
@@ -15,7 +16,7 @@ from mha_deploy.export.user_module import reopen_user_module
 from mha_deploy.export.widened import run_program
 from mha_deploy.golden import GoldenCase
 from mha_deploy.module_spec import ModuleSpec
-from mha_deploy.precision import Precision
+from mha_deploy.precision import Precision, find_precision
 
 
 class FreshModuleCases:
@@ -30,6 +31,12 @@ class FreshModuleCases:
     """
 
     def __init__(self, spec: ModuleSpec, precision: Precision) -> None:
+        if spec.mixed:
+            raise DeployError(
+                "What is true of fresh inputs is not known for a mixed precision.",
+                got="--precision auto",
+                hint="the golden cases, or --golden at export for other sizes",
+            )
         self._spec = spec
         self._user = reopen_user_module(spec, precision)
         self._exported = exported_program(self._user)
@@ -59,7 +66,9 @@ class ProgramValues:
     """
 
     def __init__(self, spec: ModuleSpec, precision: Precision) -> None:
-        self._exported = exported_program(reopen_user_module(spec, precision))
+        # A mixed graph was made from the module in float32, and its values have the names of that program.
+        own = find_precision("fp32") if spec.mixed else precision
+        self._exported = exported_program(reopen_user_module(spec, own))
 
     def at(self, case: GoldenCase, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Values of the graph in FP64, by their names; what the program does not compute is left out."""

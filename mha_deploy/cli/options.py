@@ -23,7 +23,12 @@ ModelOrFactory = Annotated[
     ),
 ]
 BundleFolder = Annotated[Path, typer.Argument(help="A bundle: the folder that `export` wrote.")]
-Precision = Annotated[str, typer.Option(help="Types in the graph: fp16, bf16 or fp32.")]
+Precision = Annotated[
+    str,
+    typer.Option(
+        help="Types in the graph: fp16, bf16 or fp32; auto for your own model: fp16, what overflows wider."
+    ),
+]
 Axes = Annotated[
     list[str] | None,
     typer.Option("--axis", help="Another range for an axis, as S=min:opt:max. Can be repeated."),

@@ -27,6 +27,7 @@ from mha_deploy.backends.tensorrt import (
     members,
     written_types,
 )
+from mha_deploy.backends.tensorrt.config import is_strongly_typed
 from mha_deploy.backends.tensorrt.progress import OnProgress
 from mha_deploy.bundle import MANIFEST, Bundle, sha256
 from mha_deploy.engine.machine import default_backend, first_gpu
@@ -52,6 +53,8 @@ from mha_deploy.graph.eligibility import (
 from mha_deploy.graph.eligibility.records import REFUSED, WRONG_ANSWER, Finding
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower import lower
+from mha_deploy.model_spec import ModelSpec
+from mha_deploy.module_spec import ModuleSpec
 
 # Where the best account of an engine's kernels is, best first.
 _SOURCES = ("inspector", "plan", "log")
@@ -192,7 +195,7 @@ def _request(
     cache: Path,
 ) -> BuildRequest:
     spec = bundle.manifest.spec
-    return BuildRequest(
+    request = BuildRequest(
         onnx=onnx_path,
         backend=rt.backend,
         precision=bundle.manifest.precision.name,
@@ -207,6 +210,14 @@ def _request(
         refit=options.refit,  # type: ignore[arg-type]
         allow_decomposed=options.allow_decomposed and rt.can.attention,
     )
+    if _is_mixed(spec) and not is_strongly_typed(rt, request):
+        # A TensorRT that chooses types by itself would take back what the export kept wide.
+        return replace(request, precision_constraints="obey")
+    return request
+
+
+def _is_mixed(spec: ModelSpec) -> bool:
+    return isinstance(spec, ModuleSpec) and spec.mixed
 
 
 def _manifest(

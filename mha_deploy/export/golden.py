@@ -77,14 +77,14 @@ def fp64_twin(module: Attention) -> Attention:
     return build_module(module.spec, weights=module.state_dict(), dtype=torch.float64, device=device)
 
 
-def refuse_overflow(case: GoldenCase, precision: Precision) -> None:
+def refuse_overflow(case: GoldenCase, precision: Precision, hint: str = "--precision bf16 or fp32") -> None:
     """Refuse a case on which the module itself overflows: its budget would be infinite."""
     for name, array in case.eager.items():
         if not np.isfinite(array.astype(np.float64)).all():
             raise ExportError(
                 f"The module itself overflows in {precision.name}: its own result is not finite.",
                 got=f"output {name} of golden case {case.name}",
-                hint="--precision bf16 or fp32",
+                hint=hint,
             )
 
 

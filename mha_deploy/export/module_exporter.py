@@ -17,21 +17,26 @@ from mha_deploy.export.attention_values import attention_values
 from mha_deploy.export.canonical import choose_opset_of, drop_exporter_metadata
 from mha_deploy.export.exporter import OnStep, Steps
 from mha_deploy.export.module_golden import ModuleCapture
-from mha_deploy.export.options import OPSETS, ExportOptions
+from mha_deploy.export.module_mixed import MixedCapture, mixed_graph
+from mha_deploy.export.options import AUTO, OPSETS, ExportOptions
 from mha_deploy.export.program import ExportedModule, export_program
 from mha_deploy.export.user_module import UserModule, open_user_module
 from mha_deploy.golden import GoldenCase, polygraphy_refusal, write_case, write_polygraphy
-from mha_deploy.graph.attention_node import attention_nodes, short_dtype
+from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import FuseReport, fuse_attention, share_tied_weights
+from mha_deploy.graph.fuse.origin import place_of
+from mha_deploy.graph.mixed import PrecisionPlan
 from mha_deploy.module_spec import ModuleSpec
-from mha_deploy.precision import find_precision
+from mha_deploy.precision import Precision, find_precision
 from mha_deploy.spec_parts import FLOAT, Axis, TensorSpec
 from mha_deploy.versions import versions
 
 _CASES = ("opt", "min", "odd", "large")  # opt first: it tells what the others may cost
 _LAYERS_BYTES = 1 << 30
+_FP16, _FP32 = "fp16", "fp32"
+_SHOWN = 12  # lines of a precision plan
 
 
 def bundle_from_factory(
@@ -54,21 +59,31 @@ def bundle_from_factory(
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
     """
     options = options or ExportOptions()
-    precision, opset = find_precision(options.precision), choose_opset_of(options.opset)
-    step = Steps(on_step, 5 + len(options.golden or _CASES))
+    auto, opset = options.precision == AUTO, choose_opset_of(options.opset)
+    precision = find_precision(_FP16 if auto else options.precision)
+    step = Steps(on_step, 5 + auto + len(options.golden or _CASES))
     with BundleWriter(target, overwrite=options.overwrite) as writer:
         step("factory")
         user = open_user_module(
-            reference, precision, seed=options.seed, weights=options.weights, axes=axes, device=options.device
+            reference,
+            find_precision(_FP32) if auto else precision,
+            seed=options.seed,
+            weights=options.weights,
+            axes=axes,
         )
         step("ONNX graph")
         exported = exported_program(user, opset=opset)
         step("attention")
         model, fused = fuse_attention(exported.model)
         share_tied_weights(model)
-        work = _Work(user, exported, options, writer.path, step)
+        capture, plan = ModuleCapture(user, exported, options.seed), None
+        if auto:
+            step("ranges")
+            model, plan = mixed_graph(model, capture, writer.path)
+            capture = MixedCapture(user, exported, options.seed, model)
+        work = _Work(capture, model, precision, options, writer.path, step)
         values = attention_values(model, exported)
-        places = {each.name: each.place for each in fused.fused}
+        places = {str(node.name): place_of(node) for node in model.graph.all_nodes() if is_attention(node)}
         _write_model(model, writer.path / MODEL)
         cases, spec, notes = work.golden(_attention_count(fused))
         layers = work.layers(cases, values)
@@ -84,9 +99,12 @@ def bundle_from_factory(
                     GoldenEntry(name=c.name, file=f"golden/{c.name}.npz", sizes=dict(c.sizes), flops=c.flops)
                     for c in cases
                 ],
-                checks={"graph": check_module(writer.path / MODEL, spec, precision)},
+                checks={
+                    "graph": check_module(writer.path / MODEL, spec, precision),
+                    **({} if plan is None else {"mixed precision": plan.describe()}),
+                },
                 versions=versions(),
-                notes=[*_unfused_notes(fused), *notes],
+                notes=[*_unfused_notes(fused), *_plan_notes(plan), *notes],
                 layers=layers,
             )
         )
@@ -117,6 +135,15 @@ def _unfused_notes(fused: FuseReport) -> list[str]:
     ]
 
 
+def _plan_notes(plan: PrecisionPlan | None) -> list[str]:
+    if plan is None:
+        return []
+    lines = plan.lines()
+    head = f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16"
+    more = [f"and {len(lines) - _SHOWN} more: see the manifest"] if len(lines) > _SHOWN else []
+    return [head, *lines[:_SHOWN], *more]
+
+
 def _write_model(model: ir.Model, path: Path) -> None:
     drop_exporter_metadata(model)
     save_graph(model, path)
@@ -139,14 +166,16 @@ class _Work:
 
     def __init__(
         self,
-        user: UserModule,
-        exported: ExportedModule,
+        capture: ModuleCapture,
+        graph: ir.Model,
+        precision: Precision,
         options: ExportOptions,
         folder: Path,
         step: Steps,
     ) -> None:
-        self.user, self.exported, self.options, self.folder, self.step = user, exported, options, folder, step
-        self.capture = ModuleCapture(user, exported, options.seed)
+        self.capture, self.graph, self.precision = capture, graph, precision
+        self.user, self.exported = capture.user, capture.exported
+        self.options, self.folder, self.step = options, folder, step
 
     def golden(self, attentions: int) -> tuple[list[GoldenCase], ModuleSpec, list[str]]:
         """Capture and write the golden cases; the spec is complete once the first has told its work."""
@@ -176,14 +205,15 @@ class _Work:
             name=loaded.name,
             factory=loaded.factory,
             axes=loaded.axes,
-            tensors_in=tuple(self._tensor(value) for value in self.exported.model.graph.inputs),
-            tensors_out=tuple(self._tensor(value) for value in self.exported.model.graph.outputs),
+            tensors_in=tuple(self._tensor(value) for value in self.graph.graph.inputs),
+            tensors_out=tuple(self._tensor(value) for value in self.graph.graph.outputs),
             attentions=attentions,
             flops=flops,
             weight_bytes=user.weight_bytes,
             state_sha256=user.state_sha256,
             seed=user.seed,
             weights_file=user.weights_file,
+            mixed=self.options.precision == AUTO,
             summary=loaded.summary,
         )
 
@@ -198,7 +228,7 @@ class _Work:
                 got=dims,
                 hint="give it out in a shape that follows the axes",
             )
-        own = kind == self.user.precision.name
+        own = kind == self.precision.name
         return TensorSpec(name=name, kind=FLOAT if own else _KINDS.get(kind, kind), dims=tuple(dims))  # type: ignore[arg-type]
 
     def _sizes(self, name: str, spec: ModuleSpec) -> dict[str, int] | str:
@@ -216,7 +246,7 @@ class _Work:
         return sizes
 
     def _polygraphy(self, cases: list[GoldenCase], spec: ModuleSpec, notes: list[str]) -> None:
-        refusal = polygraphy_refusal(spec, self.user.precision)
+        refusal = polygraphy_refusal(spec, self.precision)
         if refusal is None:
             write_polygraphy(self.folder / "golden" / "polygraphy", cases)
         else:

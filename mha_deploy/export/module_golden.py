@@ -62,7 +62,7 @@ class ModuleCapture:
             eager={key: to_numpy(tensor) for key, tensor in eager.items()},
             flops=flops,
         )
-        refuse_overflow(case, self.user.precision)
+        refuse_overflow(case, self.user.precision, hint="--precision auto, bf16 or fp32")
         _refuse_another_program(case)
         return case
 

@@ -10,6 +10,7 @@ from mha_deploy.export.golden_plan import GoldenBudget
 
 OPSETS = (23, 24)
 DEVICES = ("cpu", "cuda")
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,8 @@ class ExportOptions:
     """How to export.
 
     Args:
-        precision: Types in the graph: `fp16`, `bf16` or `fp32`.
+        precision: Types in the graph: `fp16`, `bf16` or `fp32`; of a user's module also `auto`, FP16 but for
+            what it cannot hold.
         opset: Version of the ONNX operator set, one of `OPSETS`; the first that suffices unless given.
         seed: Seed of the weights, unless a file is given, and of the golden inputs.
         weights: A safetensors file of weights.

@@ -162,11 +162,23 @@ def _engines(
             level = FAILURE if options.require_precision else WARNING
             status = manifest.verdict["precision"]["status"]
             yield Finding(level=level, section="precision", text=f"engine {name} is {status}")
+    yield from _narrowed(engines)
     names = {engine.path.stem for engine in engines}
     for each in absent:
         if each.name in names:
             text = f"engine {each.name} was built and inspected, but not run: {each.reason}"
             yield Finding(level=NOTE, section="engine", text=text)
+
+
+def _narrowed(engines: Sequence[Engine]) -> Iterator[Finding]:
+    """What an engine multiplies in fewer bits than the graph says, which may overflow."""
+    for engine in engines:
+        narrowed = engine.manifest.verdict["precision"].get("narrowed") or ()
+        if narrowed:
+            text = (
+                f"engine {engine.path.stem} multiplies {len(narrowed)} products in fewer bits than the graph"
+            )
+            yield Finding(level=WARNING, section="precision", text=text)
 
 
 def _broken(engine: Absent) -> Finding:

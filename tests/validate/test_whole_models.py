@@ -1,0 +1,42 @@
+"""Whole models from their factory to an engine: every attention fused and right, and so is the whole."""
+
+from pathlib import Path
+
+import pytest
+from deployable_models import CASES, factory
+from whole_models import ATTENTIONS
+
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.export.options import ExportOptions
+from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.run import validate_bundle
+
+pytest.importorskip("transformers")
+rtx = pytest.importorskip("tensorrt_rtx")
+
+MODELS = Path(__file__).parents[1] / "deployable_models.py"
+# An export takes seconds: the rest is for `-m slow`.
+QUICK = {("bert", "sdpa"), ("gpt2", "eager"), ("llama", "sdpa"), ("t5", "sdpa"), ("vit", "sdpa")}
+QUICK |= {("llama-step", "sdpa"), ("whisper", "sdpa"), ("qwen3", "sdpa"), ("mistral", "sdpa")}
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_a_whole_model(tmp_path, quick_exporter, monkeypatch, name, attention):
+    from mha_deploy.export.module_exporter import bundle_from_factory
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    reference = f"{MODELS}:{factory(name, attention)}"
+    options = ExportOptions(golden=("opt", "min", "odd"))
+    bundle = bundle_from_factory(reference, tmp_path / "bundle", options)
+    assert len(bundle.manifest.attention) == bundle.manifest.spec.attentions == ATTENTIONS[name]
+    assert all(node["place"] for node in bundle.manifest.attention)
+    engine = engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="89"))
+    assert engine.manifest.fused_count == (ATTENTIONS[name], ATTENTIONS[name])
+    assert engine.manifest.is_in_precision
+    report = validate_bundle(bundle, ValidateOptions(require_fused=True, require_precision=True))
+    assert report.passed, report.headline
+    assert f"{ATTENTIONS[name]}/{ATTENTIONS[name]} attentions right" in report.headline
