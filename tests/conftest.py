@@ -76,8 +76,12 @@ def workshop(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def bundles(tmp_path_factory, workshop, quick_exporter):
-    """A function that gives the bundle of a spec by name; it is shared, so copy it before altering it."""
+def bundles(request, tmp_path_factory, workshop, quick_exporter):
+    """A function that gives the bundle of a spec by name; it is shared, so copy it before altering it.
+
+    On a GPU the workers share the exports. Elsewhere each makes its own, whose results are then bit by bit
+    those of the same module in the same process.
+    """
     from mha_deploy.export.exporter import bundle_from_spec
     from mha_deploy.export.options import ExportOptions
 
@@ -86,6 +90,9 @@ def bundles(tmp_path_factory, workshop, quick_exporter):
         def export(folder):
             bundle_from_spec(find_spec(name), folder / "bundle", ExportOptions(precision=precision))
 
+        if request.config.option.markexpr != "gpu":
+            export(folder := tmp_path_factory.mktemp(f"{name}-{precision}"))
+            return open_bundle(folder / "bundle")
         made, _ = workshop.thing(f"{name}-{precision}", export)
         # One copy for each worker, as some tests leave their engines there.
         own = tmp_path_factory.mktemp(f"{name}-{precision}") / "bundle"
