@@ -12,7 +12,7 @@ import numpy as np
 
 from mha_deploy.backends.cuda import Gpu, Stream, open_gpu
 from mha_deploy.backends.open_stepper import open_stepper
-from mha_deploy.backends.runner import Arrays, Runner, check_feeds
+from mha_deploy.backends.runner import Arrays, Runner
 from mha_deploy.backends.stepper import Launcher, Stepper
 from mha_deploy.backends.timing import Timing, TimingPlan, measure_latency, slots_past_cache
 from mha_deploy.errors import DeployError
@@ -74,13 +74,12 @@ class GpuRunner(Runner):
 
     def watch(self, feeds: Arrays, watcher: Callable[[Callable[[], None], Callable[[], None]], T]) -> T:
         """Hand a watcher, such as a profiler, one call to launch as it likes, and a way to wait for it."""
-        check_feeds(self.inputs, feeds)
-        with self._prepare(feeds, 1) as prepared:
+        with self._prepare(self.checked(feeds), 1) as prepared:
             return watcher(lambda: prepared.launch(0), self.stream.synchronize)
 
     def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
         """How long one call takes, by the device's own clock, with inputs that come from memory."""
-        check_feeds(self.inputs, feeds)
+        feeds = self.checked(feeds)
         results = self.run(feeds)
         moved = self._call_bytes(feeds, results)
         slots = slots_past_cache(moved, self.gpu.l2_bytes)

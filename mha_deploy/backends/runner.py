@@ -42,8 +42,12 @@ class Runner(ABC):
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Check the inputs against the model, then run it."""
+        return self._run(self.checked(feeds))
+
+    def checked(self, feeds: Arrays) -> Arrays:
+        """The inputs as the runtime takes them; refused where their names, types or shapes are others."""
         check_feeds(self.inputs, feeds)
-        return self._run(feeds)
+        return feeds
 
     def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
         """How long one call takes with inputs that are on the device already."""

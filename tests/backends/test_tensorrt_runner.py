@@ -19,6 +19,7 @@ from mha_deploy.backends.tensorrt.ranges import admitting, describe, first_admit
 from mha_deploy.backends.tensorrt.recent import Recent
 from mha_deploy.backends.tensorrt.run import TensorRTRunner
 from mha_deploy.backends.tensorrt.versions import wrap
+from mha_deploy.backends.timing import TimingPlan
 from mha_deploy.bundle import open_bundle
 from mha_deploy.engine import run as engine_run
 from mha_deploy.engine.build import engine_from_bundle
@@ -178,6 +179,22 @@ def test_an_input_that_is_not_contiguous_is_taken_as_it_reads(device):
     given["x"] = np.ascontiguousarray(given["x"].transpose(1, 0, 2)).transpose(1, 0, 2)
     with TensorRTRunner(fake(), b"plan") as runner:
         np.testing.assert_array_equal(runner.run(given)["y"], given["x"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_int64_inputs_are_narrowed_where_the_parser_did_so(device, version):
+    given = {**feeds(), "n": np.full(2, 3, np.int64)}
+    with TensorRTRunner(fake(version), b"plan") as runner:
+        if not version.startswith("8."):
+            with pytest.raises(DeployError, match="wrong type"):
+                runner.run(given)
+            return
+        np.testing.assert_array_equal(runner.run(given)["y"], given["x"])
+        np.testing.assert_array_equal(runner.run_in_profile(given, 0)["y"], given["x"])
+        assert runner.profiles_for(given) == [0]
+        assert runner.time(given, TimingPlan(samples=3)).results[0].keys() == {"y"}
+        with pytest.raises(DeployError, match="beyond INT32"):
+            runner.run({**given, "n": np.full(2, 2**40)})
 
 
 def test_an_output_that_nobody_writes_is_no_result(device, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mha_deploy.backends.runner import TensorInfo
+from mha_deploy.backends.runner import Arrays, TensorInfo
 from mha_deploy.backends.tensorrt.errors import EngineError
 from mha_deploy.backends.tensorrt.log import Message, collect, errors, logger_for
 from mha_deploy.backends.tensorrt.request import Profile
@@ -100,6 +100,30 @@ def _info(engine: Any, name: str) -> TensorInfo:
         raise EngineError(f"The tensor {name} has a type that is not supported here.", got=kind.name)
     dims = tuple(None if size < 0 else int(size) for size in engine.get_tensor_shape(name))
     return TensorInfo(dtype=_TYPES[kind.name], dims=dims)
+
+
+def narrow_integers(feeds: Arrays, inputs: Mapping[str, TensorInfo]) -> dict[str, np.ndarray]:
+    """INT64 inputs as INT32 where that is what the engine takes.
+
+    Raises:
+        EngineError: A number is too large for that.
+    """
+    return {
+        name: _narrowed(name, array)
+        if name in inputs and inputs[name].dtype == np.int32 and array.dtype == np.int64
+        else array
+        for name, array in feeds.items()
+    }
+
+
+def _narrowed(name: str, array: np.ndarray) -> np.ndarray:
+    limits = np.iinfo(np.int32)
+    if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
+        raise EngineError(
+            f"Input {name} has numbers beyond INT32, and this engine takes no others.",
+            got=f"{array.min()} to {array.max()}",
+        )
+    return array.astype(np.int32)
 
 
 def aliased_outputs(rt: TensorRT, engine: Any, outputs: Iterable[str]) -> dict[str, str]:

@@ -20,12 +20,13 @@ from mha_deploy.backends.cache_rows import (
 )
 from mha_deploy.backends.cuda import Stream
 from mha_deploy.backends.gpu import GpuRunner, Prepared
-from mha_deploy.backends.runner import Arrays, TensorInfo, check_feeds
+from mha_deploy.backends.runner import Arrays, TensorInfo
 from mha_deploy.backends.tensorrt.bound import BoundCall, BoundContext, Slot
 from mha_deploy.backends.tensorrt.loaded import (
     aliased_outputs,
     io_tensors,
     load_engine,
+    narrow_integers,
     profile_ranges,
     scratch_bytes,
 )
@@ -90,8 +91,12 @@ class TensorRTRunner(GpuRunner):
 
     def profiles_for(self, feeds: Arrays) -> list[int]:
         """The optimisation profiles that take these inputs."""
-        check_feeds(self.inputs, feeds)
-        return admitting(self.profiles, _shapes(feeds))
+        return admitting(self.profiles, _shapes(self.checked(feeds)))
+
+    def checked(self, feeds: Arrays) -> Arrays:
+        """The inputs as the engine takes them: before version 10, the parser narrows INT64 to INT32."""
+        narrowed = feeds if self._rt.can.int64 else narrow_integers(feeds, self.inputs)
+        return super().checked(narrowed)
 
     def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
         """Run in a profile of one's own choice.
@@ -99,7 +104,7 @@ class TensorRTRunner(GpuRunner):
         Raises:
             DeployError: The profile does not take these inputs.
         """
-        check_feeds(self.inputs, feeds)
+        feeds = self.checked(feeds)
         refuse_outside(self.profiles, profile, _shapes(feeds))
         return presented_results(feeds, self._call(feeds, profile).run(feeds))
 

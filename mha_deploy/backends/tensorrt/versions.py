@@ -137,6 +137,11 @@ class Capabilities:
         return bool(self.compute_capabilities)
 
     @property
+    def int64(self) -> bool:
+        """Whether tensors can be INT64; it came with BF16. Before, the parser makes INT32 of it."""
+        return self.bf16_type
+
+    @property
     def prepare_second_profile(self) -> bool:
         """Whether prompts and single tokens behind one cache can have a profile each.
 
