@@ -15,6 +15,8 @@ bundles=()
 for model in "${models[@]}"; do
   bundle=$folder/$model; bundles+=("$bundle")
   [ -d "$bundle" ] || "$python" -m mha_deploy export "$model" -o "$bundle" --device cuda --golden min --golden opt --golden odd
-  [ -f "$bundle/engines/tensorrt.engine" ] || "$python" -m mha_deploy build-engine "$bundle" --backend tensorrt
+  # TensorRT 8.6 prepares gigabytes of weights for every kernel it tries, on one core, unless they can be replaced.
+  options=(); [ "$model" != gpt3-175b ] || options=(--refit all --profile B=1,S=512)
+  [ -f "$bundle/engines/tensorrt.engine" ] || "$python" -m mha_deploy build-engine "$bundle" --backend tensorrt "${options[@]}"
 done
 "$python" -m mha_deploy bench "${bundles[@]}" --at opt --kernels --markdown -o "$folder"

@@ -143,6 +143,49 @@ def test_an_engine_with_every_attention_fused(copied):
     assert "3/3 fused" in report.headline
 
 
+# -- mixed precision -----------------------------------------------------------------------------
+
+
+def test_a_module_that_overflows_is_told_what_to_try(own_bundles):
+    with pytest.raises(DeployError, match="overflows in fp16") as error:
+        own_bundles("overflowing")
+    assert "--precision auto" in error.value.hint
+
+
+def test_mixed_precision_keeps_wide_what_overflows_and_nothing_else(own_bundles):
+    bundle = own_bundles("overflowing", "auto")
+    plan = bundle.manifest.checks["mixed precision"]
+    assert [node["op_type"] for node in plan["kept"]] == ["MatMul", "Add", "Gelu", "MatMul"]
+    assert all("65,504" in node["reason"] for node in plan["kept"])
+    assert bundle.manifest.spec.mixed
+    assert bundle.manifest.precision.name == "fp16"
+    assert [node["name"] for node in bundle.manifest.attention] == ATTENTIONS
+    assert {node["dtype"] for node in bundle.manifest.attention} == {"fp16"}
+    report = validate_bundle(bundle)
+    assert report.passed, report.headline
+    assert "3/3 attentions right" in report.headline
+    for case in golden_cases(bundle):
+        for name, oracle in case.oracle.items():
+            off = np.linalg.norm(case.eager[name].astype(np.float64) - oracle) / np.linalg.norm(oracle)
+            assert off < 2e-3
+
+
+def test_a_mixed_module_is_not_judged_on_fresh_inputs(own_bundles):
+    with pytest.raises(DeployError, match="mixed precision"):
+        validate_bundle(own_bundles("overflowing", "auto"), ValidateOptions(fresh=1))
+
+
+def test_an_engine_that_narrows_what_the_graph_keeps_wide_is_told(own_bundles, tmp_path):
+    pytest.importorskip("tensorrt_rtx")
+    bundle = open_bundle(Path(shutil.copytree(own_bundles("overflowing", "auto").path, tmp_path / "copy")))
+    engine = engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="89"))
+    assert engine.manifest.fused_count == (3, 3)
+    narrowed = engine.manifest.verdict["precision"]["narrowed"]
+    report = validate_bundle(bundle)
+    told = [finding for finding in report.findings if "in fewer bits than the graph" in finding.text]
+    assert bool(told) is bool(narrowed)
+
+
 # -- the command line --------------------------------------------------------------------------
 
 
