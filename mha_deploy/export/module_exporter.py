@@ -59,6 +59,10 @@ def bundle_from_factory(
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
     """
     options = options or ExportOptions()
+    if options.device != "cpu":
+        raise ExportError(
+            "Your own model is exported on the CPU.", got=f"--device {options.device}", hint="leave it out"
+        )
     auto, opset = options.precision == AUTO, choose_opset_of(options.opset)
     precision = find_precision(_FP16 if auto else options.precision)
     step = Steps(on_step, 5 + auto + len(options.golden or _CASES))

@@ -33,11 +33,11 @@ HALF_MODELS = [
 ]
 MODELS = [
     ("by hand", ""),
-    ("bert", "eager"),
     *(
         pytest.param(name, attention, marks=pytest.mark.slow)
         for name, attention in (
             ("bert", "sdpa"),
+            ("bert", "eager"),
             ("gpt2", "sdpa"),
             ("gpt2", "eager"),
             ("llama", "sdpa"),

@@ -102,6 +102,7 @@ def test_a_healthy_bert_keeps_nothing(implementation):
     assert distance(result_of(mixed, feeds(4, 30, 3)), result_of(model, feeds(4, 30, 3))) < 1e-3
 
 
+@pytest.mark.slow
 def test_bert_with_an_activation_beyond_fp16():
     model = exported("Bert", {"0.intermediate.dense.weight": 300.0, "0.output.dense.weight": 8000.0})
     plan, mixed = mixed_of(model)

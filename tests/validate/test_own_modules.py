@@ -200,11 +200,18 @@ def test_deploy_of_an_own_model(run_cli, tmp_path, quick_exporter):
     assert (out / "report.html").is_file()
 
 
-@pytest.mark.parametrize("option", [("--cache", "static"), ("--projections", "packed")])
-def test_options_of_our_own_layers_are_refused(run_cli, tmp_path, option):
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (("--cache", "static"), "as it is written"),
+        (("--projections", "packed"), "as it is written"),
+        (("--device", "cuda"), "on the CPU"),
+    ],
+)
+def test_options_of_our_own_layers_are_refused(run_cli, tmp_path, option, says):
     result = run_cli("export", f"{OWN}:encoder", "-o", str(tmp_path / "bundle"), *option)
     assert result.code == 2
-    assert "as it is written" in result.err
+    assert says in result.err
     assert not (tmp_path / "bundle").exists()
 
 
