@@ -31,6 +31,7 @@ EXPORT_SIDE = {
         "inputs",
         "module_exporter",
         "module_golden",
+        "module_mixed",
         "program",
         "program_axes",
         "program_check",

@@ -112,6 +112,25 @@ def test_the_spec_of_your_own_exports_with_its_weights(folder, monkeypatch, quic
     assert run(monkeypatch, "mha-deploy validate my-layer") == 0
 
 
+def test_the_model_of_your_own_is_deployed(folder, monkeypatch, quick_exporter, capsys):
+    monkeypatch.chdir(folder)
+    code = re.search(r"```python\n(# my_model.py\n.+?)```", README, re.DOTALL)[1]
+    command = re.search(r"`(mha-deploy deploy my_model.py:\w+)`", README)[1]
+    smaller = {"256": "64", "num_layers=12": "num_layers=2", "1:8:32": "1:2:4", "1:128:512": "1:8:16"}
+    for large, small in smaller.items():
+        assert large in code
+        code = code.replace(large, small)
+    Path("my_model.py").write_text(code, encoding="utf-8")
+    assert run(monkeypatch, command) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "attention profile verdict evidence" in printed
+    assert "layers.0.self_attn 0 fused _gemm_mha" in printed
+    assert "and 1 more" in printed
+    assert "attention verdict rel. L2 used" in printed
+    assert "2/2 attentions right" in printed
+    assert "2/2 fused, really fp16" in printed
+
+
 def test_the_main_command_names_a_model_that_exists():
     command = between("run")
     assert "pip install -e '.[cpu]'" in command

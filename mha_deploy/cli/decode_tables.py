@@ -8,7 +8,7 @@ from math import isfinite
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from mha_deploy.cli.tables import table
+from mha_deploy.cli.table_parts import table
 from mha_deploy.report.decode import prompts_text
 from mha_deploy.report.figures import budget_share
 from mha_deploy.validate.growth import SteppingReport

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from mha_deploy.cli.tables import table
+from mha_deploy.cli.table_parts import table
 from mha_deploy.engine.machine import where_built
 from mha_deploy.engine.record import Engine, EngineManifest
-from mha_deploy.graph.eligibility import Eligibility
+from mha_deploy.graph.eligibility import Eligibility, Finding, group_findings
+from mha_deploy.report.alike import named, together, without_hash, without_numbers
 
+_NAME_WIDTH = 40
 _STYLES = {"fused": "green", "decomposed": "red", "unknown": "yellow"}
 
 
 def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
-    """One block per attention node: the answer, then what was found, the worst first."""
+    """A block for all attentions of one answer: the answer, then what was found, the worst first."""
     blocks: list[RenderableType] = []
-    for answer in answers:
-        verdict = f"{answer.target}: {answer.node.name} {_answer(answer)}"
-        blocks.append(Text(verdict, style=_answer_style(answer)))
-        for finding in answer.findings:
-            # What a lowering cures is no obstacle, only something that is done on the way.
-            label = f"done by the {finding.cured_by}" if finding.cured_by else finding.severity
-            blocks.append(Text(f"  {label}: {finding.message}"))
-            if not finding.cured_by:
-                blocks.append(Text(f"    try: {finding.remedy}", style="dim"))
+    for alike in together(answers, lambda answer: (answer.target, _answer(answer))):
+        nodes = [answer.node.name for answer in alike]
+        verdict = f"{alike[0].target}: {named(nodes)} {_answer(alike[0], several=len(nodes) > 1)}"
+        blocks.append(Text(verdict, style=_answer_style(alike[0])))
+        for group in group_findings(finding for answer in alike for finding in answer.findings):
+            about = "" if len(group.nodes) == len(nodes) else f"{group.label}: "
+            blocks += _finding(group.finding, about)
     return Group(*blocks)
 
 
-def _answer(answer: Eligibility) -> str:
+def _finding(finding: Finding, about: str) -> list[RenderableType]:
+    """A finding, and whom of a block it is about where that is not everyone."""
+    # What a lowering cures is no obstacle, only something that is done on the way.
+    label = f"done by the {finding.cured_by}" if finding.cured_by else finding.severity
+    lines: list[RenderableType] = [Text(f"  {label}: {about}{finding.message}")]
+    if not finding.cured_by:
+        lines.append(Text(f"    try: {finding.remedy}", style="dim"))
+    return lines
+
+
+def _answer(answer: Eligibility, *, several: bool = False) -> str:
+    verb = "are" if several else "is"
     if answer.fused:
-        return "is taken and can be fused as it is"
+        return f"{verb} taken and can be fused as {'they are' if several else 'it is'}"
     if answer.fused_when_lowered:
         return "can be fused once lowered"
-    return "is taken, but not fused" if answer.taken_when_lowered else "is not taken"
+    return f"{verb} taken, but not fused" if answer.taken_when_lowered else f"{verb} not taken"
 
 
 def _answer_style(answer: Eligibility) -> str:
@@ -73,35 +85,58 @@ def fit_renderable(misfits: Sequence[str]) -> Text:
 
 
 def _nodes(manifest: EngineManifest) -> Table:
+    """A row for all attentions of one kernel: those of a model differ in their numbers only."""
     rows = table()
-    rows.add_column("attention", no_wrap=True)
+    groups = together(manifest.verdict["nodes"], _kind_of_row)
+    rows.add_column("attention", no_wrap=all(len(group[0]["node"]) <= _NAME_WIDTH for group in groups))
     rows.add_column("profile", justify="right")
     rows.add_column("verdict", no_wrap=True)
     rows.add_column("evidence", overflow="fold")
-    for node in manifest.verdict["nodes"]:
-        evidence = ", ".join(node["kernels"]) or node["reason"]
-        status = Text(node["status"], style=_STYLES[node["status"]])
+    for group in groups:
+        node = group[0]
         rows.add_row(
-            escape(node["node"]),
+            escape(named([each["node"] for each in group], joint="\n")),
             escape(manifest.profile_name(node["profile"])),
-            status,
-            escape(f"{evidence} [{node['source']}]"),
+            Text(node["status"], style=_STYLES[node["status"]]),
+            escape(f"{_evidence(group)} [{node['source']}]"),
         )
     return rows
 
 
+def _kind_of_row(node: Mapping[str, Any]) -> Hashable:
+    """All that is shown of an attention, without the number of its node and the hash of its kernel."""
+    kernels = tuple(without_hash(kernel) for kernel in node["kernels"])
+    told = without_numbers(node["reason"] or "")
+    return (without_numbers(node["node"]), node["profile"], node["status"], kernels, told, node["source"])
+
+
+def _evidence(group: Sequence[Mapping[str, Any]]) -> str:
+    """The kernels of a row, with their hashes where these are the same for all its attentions."""
+    kernels = [", ".join(node["kernels"]) for node in group]
+    if len(set(kernels)) > 1:
+        return without_hash(kernels[0])
+    return kernels[0] or str(group[0]["reason"])
+
+
 def _precision(manifest: EngineManifest) -> list[RenderableType]:
     precision = manifest.verdict["precision"]
+    offenders = together(
+        precision["offenders"], lambda each: (each["what"], without_hash(each["kernel"]), each["dtype"])
+    )
     lines: list[RenderableType] = [
-        Text(f"{offender['what']} of {offender['kernel']} is {offender['dtype']}", style="red")
-        for offender in precision["offenders"]
+        Text(
+            f"{same[0]['what']} of {named([each['kernel'] for each in same])} is {same[0]['dtype']}",
+            style="red",
+        )
+        for same in offenders
     ]
     lines += [Text(note, style="dim") for note in precision["notes"]]
     lines += [Text(f"sources disagree: {text}", style="yellow") for text in manifest.verdict["disagreements"]]
     if manifest.all_fused:
         return lines
     causes = [finding for finding in manifest.findings if finding["severity"] == "not-fused"]
-    return lines + [Text(f"likely because: {cause['message']} Try: {cause['remedy']}") for cause in causes]
+    said = dict.fromkeys(f"likely because: {cause['message']} Try: {cause['remedy']}" for cause in causes)
+    return lines + [Text(line) for line in said]
 
 
 def _verdict(manifest: EngineManifest) -> Text:

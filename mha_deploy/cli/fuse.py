@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +12,14 @@ import typer
 
 from mha_deploy.cli.options import Json, print_json
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
+from mha_deploy.report.alike import named, together, without_numbers
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     from rich.console import RenderableType
 
     from mha_deploy.graph.fuse import FuseReport
+    from mha_deploy.graph.fuse.records import Repair
 
 
 def fuse(
@@ -92,7 +95,7 @@ def _renderable(report: FuseReport) -> RenderableType:
     from rich.markup import escape
     from rich.text import Text
 
-    from mha_deploy.cli.tables import table
+    from mha_deploy.cli.table_parts import table
 
     rows = table(expand=True)
     for column in ("attention", "Hq/Hkv×D", "scale", "mask"):
@@ -109,6 +112,16 @@ def _renderable(report: FuseReport) -> RenderableType:
         rows.add_row(escape(left.name), "", "", "", escape(f"not fused: {left.reason}{where}"))
     for name in report.already:
         rows.add_row(escape(name), "", "", "", "was an Attention node already")
+    repairs = [Text(_repair(same)) for same in together(report.repairs, _kind_of_repair)]
     count = len(report.fused)
     total = f"{count} fused, {len(report.unfused)} not, {len(report.already)} were Attention already"
-    return Group(*([rows] if rows.row_count else []), Text(total))
+    return Group(*([rows] if rows.row_count else []), *repairs, Text(total))
+
+
+def _kind_of_repair(repair: Repair) -> Hashable:
+    return without_numbers(repair.name), repair.changes
+
+
+def _repair(alike: Sequence[Repair]) -> str:
+    """What was changed about nodes of the exporter's, once for those of equal layers."""
+    return f"changed: {named([repair.name for repair in alike])}: {'; '.join(alike[0].changes)}"

@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mha_deploy.cli.decode_tables import stepping_renderable
-from mha_deploy.cli.tables import parity_renderable, sizes_text, table
+from mha_deploy.cli.table_parts import sizes_text, table
+from mha_deploy.cli.tables import parity_renderable
 from mha_deploy.validate.conformance import ConformanceTable
 from mha_deploy.validate.examine import Examination
 from mha_deploy.validate.invariance import CHECKS

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -14,11 +13,14 @@ from rich.text import Text
 
 from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
 from mha_deploy.bundle import Bundle
+from mha_deploy.cli.module_tables import layers_renderable, module_attention_renderable
+from mha_deploy.cli.table_parts import extras, problem_text, share_text, sizes_text, table, verdict_text
 from mha_deploy.module_spec import ModuleSpec
 from mha_deploy.precision import PRECISIONS
 from mha_deploy.report.decode import prompts_text
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.trace import read_trace
+from mha_deploy.validate.layers import LAYERS
 from mha_deploy.validate.parity import OutputVerdict, ParityReport
 from mha_deploy.validate.self_test import SelfTest, budget_share
 
@@ -75,11 +77,18 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     facts.add_row("golden", escape(cases))
     for entry in manifest.traces:
         facts.add_row("trace", escape(f"{entry.name}: {_tokens_text(bundle.file(entry.file))}"))
+    if manifest.layers is not None:
+        inside = f"what each of {len(manifest.layers.values)} attentions gives in {manifest.layers.case}"
+        facts.add_row("layers", escape(inside))
     facts.add_row("weights", escape(manifest.weights))
     facts.add_row("size", f"{size / 1e6:,.1f} MB in {len(manifest.files)} files")
     for note in manifest.notes:
         facts.add_row("note", escape(note))
-    return Group(facts, attention_renderable(manifest.attention), _details(bundle)) if details else facts
+    if not details:
+        return facts
+    is_module = isinstance(spec, ModuleSpec)
+    attention = (module_attention_renderable if is_module else attention_renderable)(manifest.attention)
+    return Group(facts, attention, _details(bundle))
 
 
 def _what(spec: AttentionSpec | ModuleSpec) -> str:
@@ -108,21 +117,9 @@ def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
             _text(node["mask"]),
             "yes" if node["is_causal"] else "no",
             _text(node["rank"]),
-            _extras(node),
+            extras(node),
         )
     return rows
-
-
-def _extras(node: Mapping[str, Any]) -> str:
-    extras = {
-        "past": node["has_past"],
-        "present": node["has_present"],
-        "weights": node["qk_output_mode"] is not None,
-        "softcap": bool(node["softcap"]),
-        "key lengths": node["has_nonpad_kv_seqlen"],
-        "window": node["left_window"] >= 0 or node["right_window"] >= 0,
-    }
-    return ", ".join(name for name, present in extras.items() if present) or "-"
 
 
 def _details(bundle: Bundle) -> RenderableType:
@@ -139,7 +136,11 @@ def _details(bundle: Bundle) -> RenderableType:
 
 
 def parity_renderable(report: ParityReport) -> RenderableType:
-    """The verdict, then a row for every output of every case."""
+    """A row for every output of every case, or for every attention of a module, and the verdict."""
+    return layers_renderable(report) if report.cases == LAYERS else _outputs_renderable(report)
+
+
+def _outputs_renderable(report: ParityReport) -> RenderableType:
     several = len({verdict.output for verdict in report.verdicts}) > 1
     rows = table()
     # The verdict first, and only what is needed: a terminal of 80 columns must not cut a number.
@@ -149,7 +150,7 @@ def parity_renderable(report: ParityReport) -> RenderableType:
         rows.add_column(column, justify="right", no_wrap=True)
     for verdict in report.verdicts:
         place = [sizes_text(verdict.sizes), *([escape(verdict.output)] if several else [])]
-        rows.add_row(escape(verdict.case), _verdict(verdict), *place, *_figures(verdict))
+        rows.add_row(escape(verdict.case), verdict_text(verdict), *place, *_figures(verdict))
     failed = sum(not verdict.passed for verdict in report.verdicts)
     count = len(report.verdicts)
     head = (
@@ -158,7 +159,7 @@ def parity_renderable(report: ParityReport) -> RenderableType:
         else Text(f"FAILED  {failed} of {count} outputs are wrong", style="bold red")
     )
     where = Text(f"{report.model} {report.precision} on {report.backend}, errors against the FP64 oracle")
-    problems = [_problem(verdict) for verdict in report.verdicts if not verdict.passed]
+    problems = [problem_text(verdict) for verdict in report.verdicts if not verdict.passed]
     return Group(rows, *problems, head, where)
 
 
@@ -184,12 +185,6 @@ def _share(share: float) -> str:
     return "not a number" if share == float("inf") else f"{share:,.2f}"
 
 
-def table(title: str | None = None, *, expand: bool = False) -> Table:
-    """An empty table in the style of this tool."""
-    layout = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "title_justify": "left"}
-    return Table(title=title, expand=expand, **layout)  # type: ignore[arg-type]
-
-
 def _figures(verdict: OutputVerdict) -> tuple[str, ...]:
     deviation, budget = verdict.deviation, verdict.budget
     if deviation is None or budget is None:
@@ -199,32 +194,8 @@ def _figures(verdict: OutputVerdict) -> tuple[str, ...]:
         f"{deviation.worst_row:.1e}",
         f"{deviation.max_abs:.1e}",
         f"{deviation.gain:.1e}",
-        _used(budget.share_used(deviation)),
+        share_text(budget.share_used(deviation)),
     )
-
-
-def _used(share: float) -> str:
-    """In per cent while that is easy to read, then as a multiple."""
-    return f"{share:.0%}" if share < 10 else f"{share:,.0f}×"
-
-
-def _verdict(verdict: OutputVerdict) -> Text:
-    return Text("passed", style="green") if verdict.passed else Text("FAILED", style="red")
-
-
-def _problem(verdict: OutputVerdict) -> Text:
-    """Why an output failed, and where it is worst."""
-    text = f"{verdict.case}/{verdict.output}: {verdict.problem}"
-    worst = verdict.deviation
-    if worst is not None:
-        place = list(worst.worst_index)
-        text += f"; worst at {place}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}"
-    return Text(text, style="red")
-
-
-def sizes_text(sizes: Mapping[str, int]) -> str:
-    """Sizes as people write them."""
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def _text(value: object) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mha_deploy.report.alike import named, together, without_numbers
 from mha_deploy.report.figures import NOTHING, error, short, sizes_text, times, yes_no
 from mha_deploy.report.heatmap import has_gaps, heat_legend, heat_scale, heatmap
 from mha_deploy.report.markup import Html, join, tag
@@ -24,33 +25,53 @@ from mha_deploy.report.tables import (
 
 Data = Mapping[str, Any]
 
-_PARITY_COLUMNS = (
-    "case", "verdict", "sizes", "output", "#budget used", "#rel. L2", "#worst row", "#max",
-    "#gain", "#1 − cos",
-)  # fmt: skip
+LAYERS = "layers"
+"""The word for results of single attentions, beside those of a whole model."""
+
+_FIGURES = ("#budget used", "#rel. L2", "#worst row", "#max", "#gain", "#1 − cos")
+_PARITY_COLUMNS = ("case", "verdict", "sizes", "output", *_FIGURES)
+_LAYER_COLUMNS = ("attention", "verdict", *_FIGURES)
 _LEVELS = {"conforms": "good", "wrong": "bad", "refused": "doubt", "absent": "none"}
 _RANGES = {"ok": "good", "near": "doubt", "overflows": "bad"}
 _ORDER = ("wrong", "refused", "conforms", "absent")
 _RANGE_COLUMNS = (
     "node", "status", "#largest |q·k|", "#scaled", "#softmax sum", "#keys at most", "#headroom",
-    "found", "advice",
 )  # fmt: skip
 
 
 def parity(data: Data) -> Html:
-    """A row for every backend, case and output."""
+    """A row for every backend, case and output, and one for every attention that was judged by itself."""
     if not data["parity"]:
         return section("parity", "Parity", sentence(_why_nothing_ran(data)))
+    runs = [run for run in data["parity"] if run["cases"] != LAYERS]
+    inside = [run for run in data["parity"] if run["cases"] == LAYERS]
     groups = [
         Group(
             title=f"{run['backend']}, {run['cases']} cases",
             rows=[row for verdict in run["verdicts"] for row in _parity_rows(verdict)],
         )
-        for run in data["parity"]
+        for run in runs
     ]
     note = "Errors are taken against the FP64 oracle. A budget is a multiple of eager PyTorch's own error."
     table = data_table("Error of every output, and its share of the budget", _PARITY_COLUMNS, groups)
-    return section("parity", "Parity", sentence(note, css="lead"), table)
+    return section(
+        "parity", "Parity", sentence(note, css="lead"), table if runs else None, _layers_table(inside)
+    )
+
+
+def _layers_table(runs: Sequence[Data]) -> Html | None:
+    """A row for every attention of a user's module."""
+    if not runs:
+        return None
+    groups = [
+        Group(
+            title=f"{run['backend']} at {sizes_text(run['verdicts'][0]['sizes'])}",
+            rows=[row for verdict in run["verdicts"] for row in _layer_rows(verdict)],
+        )
+        for run in runs
+        if run["verdicts"]
+    ]
+    return data_table("Every attention by itself, against its own oracle", _LAYER_COLUMNS, groups)
 
 
 def _why_nothing_ran(data: Data) -> str:
@@ -59,20 +80,31 @@ def _why_nothing_ran(data: Data) -> str:
 
 
 def _parity_rows(verdict: Data) -> list[Row]:
-    deviation = verdict["deviation"] or {}
-    keys = ("relative_l2", "worst_row", "max_abs", "gain")
-    cosine = deviation.get("cosine")
-    rest = None if cosine is None else 1.0 - cosine
     row: Row = [
         verdict["case"],
         passed(verdict["passed"]),
         sizes_text(verdict["sizes"]),
         verdict["output"],
+        *_figures(verdict),
+    ]
+    return [row] if verdict["passed"] else [row, [_problem(verdict, len(_PARITY_COLUMNS))]]
+
+
+def _layer_rows(verdict: Data) -> list[Row]:
+    row: Row = [code(verdict["output"]), passed(verdict["passed"]), *_figures(verdict)]
+    return [row] if verdict["passed"] else [row, [_problem(verdict, len(_LAYER_COLUMNS))]]
+
+
+def _figures(verdict: Data) -> list[Cell]:
+    deviation = verdict["deviation"] or {}
+    keys = ("relative_l2", "worst_row", "max_abs", "gain")
+    cosine = deviation.get("cosine")
+    rest = None if cosine is None else 1.0 - cosine
+    return [
         share_bar(verdict["share"], failed=not verdict["passed"]),
         *(_measure(deviation.get(key), (verdict["budget"] or {}).get(key)) for key in keys),
         number(rest, error(rest)),
     ]
-    return [row] if verdict["passed"] else [row, [_problem(verdict)]]
 
 
 def _measure(value: float | None, limit: float | None) -> Cell:
@@ -83,13 +115,13 @@ def _measure(value: float | None, limit: float | None) -> Cell:
     return Cell(content=tag("span", words, title=hover), order=value, numeric=True)
 
 
-def _problem(verdict: Data) -> Cell:
+def _problem(verdict: Data, span: int) -> Cell:
     words, worst = verdict["problem"] or "failed", verdict["deviation"]
     if worst is not None:
         place = ", ".join(map(str, worst["worst_index"]))
         got, want = _exact(worst["worst_got"]), _exact(worst["worst_want"])
         words += f"; worst at [{place}]: got {got}, oracle {want}"
-    return Cell(content=tag("span", words, class_="problem"), span=len(_PARITY_COLUMNS))
+    return Cell(content=tag("span", words, class_="problem"), span=span)
 
 
 def _exact(value: float | None) -> str:
@@ -187,7 +219,8 @@ def fp16_range(data: Data) -> Html | None:
         return section("range", "FP16 range", sentence("The graph has no attention node to measure."))
     rows: list[Row] = [_range_row(node) for node in found["nodes"]]
     caption = "Largest numbers of every attention on golden data; FP16 ends at 65,504"
-    return section("range", "FP16 range", data_table(caption, _RANGE_COLUMNS, [Group(rows=rows)]))
+    table = data_table(caption, _RANGE_COLUMNS, [Group(rows=rows)])
+    return section("range", "FP16 range", table, _range_reasons(found["nodes"]))
 
 
 def _range_row(node: Data) -> Row:
@@ -197,14 +230,27 @@ def _range_row(node: Data) -> Row:
         status(node["status"], _RANGES[node["status"]]),
         *(number(node[key], short(node[key])) for key in keys),
         number(node["headroom"], times(node["headroom"])),
-        _lines(finding["what"] for finding in node["findings"]),
-        _lines(node["advice"]),
     ]
 
 
-def _lines(lines: Iterable[str]) -> Html | str:
-    items = [tag("li", line) for line in lines]
-    return tag("ul", *items) if items else NOTHING
+def _range_reasons(nodes: Sequence[Data]) -> Html | None:
+    """What was found and what can be done, once for all attentions of which the same is true."""
+    lines = []
+    for alike in together(nodes, lambda node: without_numbers(_range_words(node))):
+        if len(set(map(_range_words, alike))) > 1:  # the numbers that are told are those of the worst
+            alike.sort(key=_room)
+        if words := _range_words(alike[0]):
+            lines.append(tag("li", tag("strong", named([node["node"] for node in alike])), f": {words}"))
+    return tag("ul", *lines, class_="reasons") if lines else None
+
+
+def _room(node: Data) -> float:
+    return float("inf") if node["headroom"] is None else float(node["headroom"])
+
+
+def _range_words(node: Data) -> str:
+    parts = ["; ".join(finding["what"] for finding in node["findings"]), "; ".join(node["advice"])]
+    return ". Advice: ".join(part for part in parts if part)
 
 
 def blame(data: Data) -> Html | None:

@@ -51,11 +51,15 @@ def _model(model: Data) -> list[tuple[str, object]]:
 
 
 def _value(value: object) -> str:
-    """A value of a spec on one line; the range of an axis as min:opt:max."""
+    """A value of a spec on one line; the range of an axis as min:opt:max, a tensor with its dimensions."""
     if isinstance(value, Mapping):
         if set(value) == {"min", "opt", "max"}:
             return f"{value['min']}:{value['opt']}:{value['max']}"
+        if set(value) == {"name", "kind", "dims"}:
+            return f"{value['name']} {value['kind']} [{', '.join(map(str, value['dims']))}]"
         return ", ".join(f"{key} {_value(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return "; ".join(map(_value, value)) or NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"
     return NOTHING if value is None or value == "" else str(value)

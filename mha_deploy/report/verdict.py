@@ -7,6 +7,7 @@ from typing import Any
 
 from mha_deploy.report.figures import NOTHING, budget_share, plural, short, times
 from mha_deploy.report.markup import Html, join, tag
+from mha_deploy.report.results import LAYERS
 from mha_deploy.report.tables import facts
 
 Data = Mapping[str, Any]
@@ -66,8 +67,8 @@ def _finding(finding: Data, present: Collection[str]) -> Html:
 def _key_facts(data: Data) -> list[tuple[str, object]]:
     gpu = data["environment"]["gpu"]
     return [
-        ("attention", _heads(data["model"])),
-        ("checked", _checked(data["parity"])),
+        ("attention", _attention(data["model"], data["parity"])),
+        ("checked", _checked([run for run in data["parity"] if run["cases"] != LAYERS])),
         ("largest error", _largest(data["parity"])),
         ("fused", join(_fused(data["engines"]))),
         ("fastest engine", _fastest(data["latency"])),
@@ -75,12 +76,22 @@ def _key_facts(data: Data) -> list[tuple[str, object]]:
     ]
 
 
-def _heads(model: Data) -> str:
+def _attention(model: Data, parity: list[Data]) -> str:
+    """The heads of a layer; of a user's module, how many of its attentions are right."""
     spec = model["spec"]
     heads, shared, size = spec.get("Hq"), spec.get("Hkv"), spec.get("D")
-    return (
-        f"{model['kind']}, {heads}/{shared} heads of {size}" if heads and shared and size else model["kind"]
-    )
+    if heads and shared and size:
+        return f"{model['kind']}, {heads}/{shared} heads of {size}"
+    counts = [
+        (sum(verdict["passed"] for verdict in run["verdicts"]), len(run["verdicts"]))
+        for run in parity
+        if run["cases"] == LAYERS
+    ]
+    if counts:
+        right, of = min(counts)  # the runtime in which the fewest are
+        return f"{model['kind']}, {right}/{of} attentions right"
+    count = spec.get("attentions")
+    return f"{model['kind']}, {plural(count, 'attention')}" if count else str(model["kind"])
 
 
 def _checked(parity: list[Data]) -> str:

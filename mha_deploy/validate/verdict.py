@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from mha_deploy.engine.record import Engine
 from mha_deploy.manifest import Manifest
+from mha_deploy.report.alike import named, together, without_numbers
 from mha_deploy.validate.blame import Blame
 from mha_deploy.validate.conformance import WRONG, ConformanceTable
 from mha_deploy.validate.examine import Examination
+from mha_deploy.validate.fp16_range import Finding as RangeFinding
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.latency import LatencyPoint
 from mha_deploy.validate.layers import LAYERS
@@ -119,7 +121,8 @@ def _parity(examinations: Sequence[Examination]) -> Iterator[Finding]:
         for report in each.parity:
             wrong = [verdict for verdict in report.verdicts if not verdict.passed]
             if wrong:
-                text = f"{each.label} is wrong on {len(wrong)} of {len(report.verdicts)} outputs"
+                what = "attentions" if report.cases == LAYERS else "outputs"
+                text = f"{each.label} is wrong on {len(wrong)} of {len(report.verdicts)} {what}"
                 first = f"{wrong[0].case}/{wrong[0].output}: {wrong[0].problem}"
                 yield Finding(level=FAILURE, section="parity", text=f"{text} ({report.cases}; {first})")
 
@@ -203,13 +206,24 @@ def _blame(blame: Blame | None) -> Iterator[Finding]:
 
 
 def _range(ranges: RangeReport | None) -> Iterator[Finding]:
-    for node in ranges.nodes if ranges is not None else ():
-        for finding in node.findings:
-            if finding.status != "ok":
-                # What FP16 could not hold is no trouble for a model in another precision.
-                level = WARNING if ranges is not None and ranges.precision == "fp16" else NOTE
-                text = f"{node.node}: {finding.what}; {'; '.join(finding.advice)}"
-                yield Finding(level=level, section="range", text=text)
+    """One sentence for all attentions of which the same is true, in the words of the first.
+
+    Where only the numbers differ, the one with the least headroom comes first.
+    """
+    if ranges is None:
+        return
+    found = [(node, each) for node in ranges.nodes for each in node.findings if each.status != "ok"]
+    # What FP16 could not hold is no trouble for a model in another precision.
+    level = WARNING if ranges.precision == "fp16" else NOTE
+    for alike in together(found, lambda pair: (pair[1].status, without_numbers(_said(pair[1])))):
+        if len({_said(finding) for _, finding in alike}) > 1:
+            alike.sort(key=lambda pair: pair[0].headroom)
+        nodes = [node.node for node, _ in alike]
+        yield Finding(level=level, section="range", text=f"{named(nodes)}: {_said(alike[0][1])}")
+
+
+def _said(finding: RangeFinding) -> str:
+    return f"{finding.what}; {'; '.join(finding.advice)}"
 
 
 def _conformance(table: ConformanceTable | None) -> Iterator[Finding]:

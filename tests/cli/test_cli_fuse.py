@@ -96,3 +96,35 @@ def test_a_write_that_fails_leaves_the_old_file(source, tmp_path, run_cli, monke
     done = run_cli("fuse", source, "-o", output, "--overwrite")
     assert (done.code, output.read_text()) == (2, "mine")
     assert {path.name for path in tmp_path.iterdir()} == {"in.onnx", "out.onnx"}
+
+
+REPEATED = """
+<ir_version: 10, opset_import: ["" : 23]>
+g (float[B,4,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v) => (float[B,4,S,8] y)
+<int64[1] at = {2}, int64[5] five = {1, 1, 2, 1, 1}, int64[4] four = {0, 4, -1, 8},
+ float[B,4,S,8] k3, float[B,4,S,8] v3, float[B,4,S,8] k4, float[B,4,S,8] v4, float[B,4,S,8] y0> {
+   k1 = Unsqueeze (k, at)
+   k2 = Expand (k1, five)
+   k3 = Reshape (k2, four)
+   v1 = Unsqueeze (v, at)
+   v2 = Expand (v1, five)
+   v3 = Reshape (v2, four)
+   y0 = Attention (q, k3, v3)
+   k4 = Reshape (k2, four)
+   v4 = Reshape (v2, four)
+   y = Attention (y0, k4, v4)
+}"""
+
+
+def test_what_was_changed_about_attention_nodes_is_said_once(tmp_path, run_cli):
+    model = onnx.parser.parse_model(REPEATED)
+    attentions = [node for node in model.graph.node if node.op_type == "Attention"]
+    for index, node in enumerate(attentions):
+        node.name = f"layers.{index}.attention"
+    onnx.save(model, tmp_path / "in.onnx")
+    done = run_cli("fuse", tmp_path / "in.onnx", "-o", tmp_path / "out.onnx")
+    assert done.code == 0, done.err
+    text = " ".join(done.out.split())
+    assert text.count("K and V are not repeated: 2 heads for 4") == 1
+    assert "changed: layers.0.attention and 1 more: K and V are not repeated" in text
+    assert "0 fused, 0 not, 2 were Attention already" in text

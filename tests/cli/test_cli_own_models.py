@@ -1,0 +1,228 @@
+"""What the terminal shows of many attentions: equal ones once, and nothing that is wrong left out."""
+
+import io
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mha_deploy.bundle import open_bundle
+from mha_deploy.cli.engine_tables import eligibility_renderable, engine_renderable
+from mha_deploy.cli.tables import parity_renderable
+from mha_deploy.engine.build import check_graph, engine_from_bundle
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.graph.eligibility import target_from
+from mha_deploy.graph.file import load_graph
+from mha_deploy.validate.budget import Budget
+from mha_deploy.validate.deviation import Deviation
+from mha_deploy.validate.fp16_figures import Figures
+from mha_deploy.validate.fp16_range import Finding, NodeRange, RangeReport
+from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.parity import OutputVerdict, ParityReport
+from mha_deploy.validate.verdict import findings
+
+LONG = "model.encoder.block.{}.layer.0.SelfAttention"
+
+
+def printed(renderable, width=80):
+    out = io.StringIO()
+    Console(file=out, width=width).print(renderable)
+    return out.getvalue()
+
+
+# -- attention by attention ------------------------------------------------------------------------
+
+
+def layers(count, *, wrong=(), worst=None, name="blocks.{}.attention"):
+    """A report on that many attentions, of which some are wrong and one is the worst that passes."""
+    limit = Budget(relative_l2=1e-2, worst_row=1.0, max_abs=1.0, gain=1.0)
+
+    def verdict(i):
+        error = 5e-2 if i in wrong else 8e-3 if i == worst else 1e-3
+        deviation = Deviation(
+            relative_l2=error,
+            worst_row=0.0,
+            max_abs=0.0,
+            gain=0.0,
+            cosine=1.0,
+            worst_index=(0, i),
+            worst_got=1.0,
+            worst_want=2.0,
+        )
+        return OutputVerdict(
+            case="layers",
+            sizes={"B": 2, "S": 8},
+            output=name.format(i),
+            problem="out of budget: relative_l2" if i in wrong else None,
+            deviation=deviation,
+            budget=limit,
+        )
+
+    verdicts = tuple(verdict(i) for i in range(count))
+    return ParityReport(model="m", precision="fp16", backend="ort-cpu 1", verdicts=verdicts, cases="layers")
+
+
+def rows_of(text):
+    """The rows of the table: name, verdict, error, share."""
+    return [line.split() for line in text.splitlines() if " passed " in line or " FAILED " in line]
+
+
+def test_few_attentions_are_all_listed():
+    text = printed(parity_renderable(layers(8)))
+    assert [row[0] for row in rows_of(text)] == [f"blocks.{i}.attention" for i in range(8)]
+    assert "PASSED  8/8 attentions right" in text
+    assert "m fp16 on ort-cpu 1 at B=2,S=8" in text
+
+
+def test_of_many_that_pass_the_first_the_worst_and_the_last_are_listed():
+    text = printed(parity_renderable(layers(12, worst=5)))
+    assert rows_of(text) == [
+        ["blocks.0.attention", "passed", "1.0e-03", "10%"],
+        ["blocks.5.attention", "passed", "8.0e-03", "80%"],
+        ["blocks.11.attention", "passed", "1.0e-03", "10%"],
+        ["9", "more", "passed", "≤", "1.0e-03", "≤", "10%"],
+    ]
+
+
+def test_every_wrong_attention_is_listed_with_its_place():
+    wrong = (2, 3, 7, 8)
+    text = printed(parity_renderable(layers(24, wrong=wrong, worst=5)))
+    listed = [row[0] for row in rows_of(text) if "FAILED" in row]
+    assert listed == [f"blocks.{i}.attention" for i in wrong]
+    assert "17 more" in text
+    assert text.count("out of budget: relative_l2; worst at") == 4
+    assert "FAILED  4 of 24 attentions are wrong" in text
+
+
+@pytest.mark.parametrize("count", [8, 12])
+def test_long_names_fit_a_terminal(count):
+    text = printed(parity_renderable(layers(count, name=LONG)))
+    assert max(map(len, text.splitlines())) <= 80
+    assert LONG.format(0) in text
+
+
+# -- a real bundle ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deployed(own_bundles, tmp_path_factory):
+    """A bundle of three equal layers with an engine."""
+    pytest.importorskip("tensorrt_rtx")
+    folder = tmp_path_factory.mktemp("deployed") / "bundle"
+    bundle = open_bundle(Path(shutil.copytree(own_bundles().path, folder)))
+    return bundle, engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="89"))
+
+
+def node_rows(engine):
+    text = printed(engine_renderable(engine), width=120)
+    return [" ".join(line.split()) for line in text.splitlines() if " fused " in line or "more" in line]
+
+
+def test_attentions_of_one_kernel_are_one_row(deployed):
+    _, engine = deployed
+    first, more = node_rows(engine)
+    assert first.startswith("blocks.0.attention 0 fused _gemm_mha_v2_0x")
+    assert more == "and 2 more"
+
+
+def test_a_hash_is_shown_only_where_it_is_the_same(deployed):
+    _, engine = deployed
+    nodes = [dict(node) for node in engine.manifest.verdict["nodes"]]
+    nodes[2]["kernels"] = ["_gemm_mha_v2_0x" + "ab" * 16]
+    first, more = node_rows(with_nodes(engine, nodes))
+    assert first == f"blocks.0.attention 0 fused _gemm_mha_v2_… [{nodes[0]['source']}]"
+    assert more == "and 2 more"
+
+
+def test_an_attention_with_another_kernel_or_status_has_its_own_row(deployed):
+    _, engine = deployed
+    for change in ({"kernels": ["_gemv_mha_v1_0x" + "ab" * 16]}, {"status": "decomposed"}, {"profile": 1}):
+        nodes = [dict(node) for node in engine.manifest.verdict["nodes"]]
+        nodes[1] |= change
+        text = printed(engine_renderable(with_nodes(engine, nodes)), width=120)
+        assert "blocks.1.attention" in text
+        assert "and 1 more" in text
+
+
+def with_nodes(engine, nodes):
+    verdict = {**engine.manifest.verdict, "nodes": nodes}
+    return replace(engine, manifest=replace(engine.manifest, verdict=verdict))
+
+
+def test_inspect_names_the_lines_of_the_source(deployed, run_cli, monkeypatch):
+    bundle, _ = deployed
+    done = run_cli("inspect", bundle.path)
+    place = bundle.manifest.attention[0]["place"]
+    assert f"tests/own_models.py:{place.rpartition(':')[2]}" in done.out
+    assert "3 attention nodes" in done.out
+    assert "blocks.0.attention" in done.out
+    assert "and 2 more" in done.out
+    assert "4/4×16" in done.out
+    assert "what each of 3 attentions gives in opt" in done.out
+
+
+def test_check_says_once_what_holds_for_all_layers(deployed):
+    bundle, _ = deployed
+    answers = check_graph(load_graph(bundle.model_path), target_from("tensorrt", "8.6"))
+    text = " ".join(printed(eligibility_renderable(answers)).split())
+    assert text.startswith("tensorrt 8.6: blocks.0.attention and 2 more are taken, but not fused")
+    assert text.count("no Attention operator before") == 1
+
+
+def test_check_says_whom_a_finding_is_about(deployed):
+    bundle, _ = deployed
+    first, second, third = check_graph(load_graph(bundle.model_path), target_from("tensorrt", "8.6"))
+    odd = replace(second.findings[0], message="It is odd.", rule="odd")
+    answers = [first, replace(second, findings=(*second.findings, odd)), third]
+    text = printed(eligibility_renderable(answers))
+    assert "blocks.0.attention and 2 more are taken" in text
+    assert "blocks.1.attention: It is odd." in text
+    cured = replace(third, findings=tuple(each for each in third.findings if each.cured_by))
+    text = printed(eligibility_renderable([first, second, cured]))
+    assert "blocks.0.attention and 1 more are taken, but not fused" in text
+    assert "blocks.2.attention can be fused once lowered" in text
+
+
+# -- FP16 range ------------------------------------------------------------------------------------
+
+
+def ranges(*nodes, precision="fp16"):
+    """A report in which each node has a headroom and findings."""
+    figures = Figures(
+        tensors={"Q": 1.0}, scale=1.0, product=None, all_scores=None, score=None, logit=None,
+        exponent=None, sums=(), sentinel=None, closed_rows=0, not_finite=(),
+    )  # fmt: skip
+    made = tuple(
+        NodeRange(node=f"blocks.{i}.attention", figures=figures, max_keys=8, headroom=room, findings=told)
+        for i, (room, told) in enumerate(nodes)
+    )
+    return RangeReport(model="m", precision=precision, backend="ort-cpu", cases=("opt",), nodes=made)
+
+
+def sentences(report):
+    return [each.text for each in findings([], [], [], [], [], report, None, None, ValidateOptions())]
+
+
+def near(what, advice="take bf16"):
+    return Finding(status="near", what=what, advice=(advice,))
+
+
+def test_the_same_of_many_attentions_is_one_sentence():
+    same = near("the mask's -65,504 leaves no room")
+    told = sentences(ranges(*((room, (same,)) for room in (9.0, 3.0, 5.0))))
+    assert told == ["blocks.0.attention and 2 more: the mask's -65,504 leaves no room; take bf16"]
+
+
+def test_where_only_numbers_differ_the_worst_is_told():
+    sizes = {4.0: "16,376", 1.5: "43,669", 2.0: "32,752"}
+    told = sentences(ranges(*((room, (near(f"the largest score is {n}"),)) for room, n in sizes.items())))
+    assert told == ["blocks.1.attention and 2 more: the largest score is 43,669; take bf16"]
+
+
+def test_other_findings_stay_sentences_of_their_own():
+    one, other = near("the largest score is 9"), near("the largest |K| is 9")
+    worse = Finding(status="overflows", what="the largest score is 9", advice=("take bf16",))
+    told = sentences(ranges((1.0, (one,)), (1.0, (other,)), (1.0, (worse,)), (1.0, ())))
+    assert [text.partition(":")[0] for text in told] == [f"blocks.{i}.attention" for i in range(3)]
