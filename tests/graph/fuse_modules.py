@@ -370,7 +370,7 @@ class Sizes:
     S: int
 
 
-def make_inputs(kind, sizes, *, seed=0):
+def make_inputs(kind, sizes, *, seed=0, dtype=torch.float32):
     """Inputs of a module; masks have a query without keys, or a row of the batch without keys.
 
     Args:
@@ -378,7 +378,13 @@ def make_inputs(kind, sizes, *, seed=0):
             [B, S], `some keys` with at least one in each row.
         sizes: Batch and length.
         seed: Of the random numbers.
+        dtype: Type of x, and of a mask of numbers.
     """
+    made = _float32_inputs(kind, sizes, seed)
+    return tuple(each.to(dtype) if each.dtype == torch.float32 else each for each in made)
+
+
+def _float32_inputs(kind, sizes, seed):
     random = torch.Generator().manual_seed(seed)
     B, S = sizes.B, sizes.S
     x = torch.randn(B, S, E, generator=random)
@@ -404,7 +410,7 @@ def _takes_any_number(module):
     )
 
 
-def export(module, kind, opset):
+def export(module, kind, opset, *, dtype=torch.float32):
     """The module as PyTorch's exporter writes it, with dynamic batch and length."""
     batch, length = torch.export.Dim("B", min=2, max=64), torch.export.Dim("S", min=2, max=64)
     axes = {
@@ -421,7 +427,7 @@ def export(module, kind, opset):
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             module,
-            make_inputs(kind, Sizes(3, 7)),
+            make_inputs(kind, Sizes(3, 7), dtype=dtype),
             dynamo=True,
             opset_version=opset,
             dynamic_shapes=tuple(shapes),

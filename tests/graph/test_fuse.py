@@ -65,7 +65,7 @@ CASES = {
     "padding": Case(spelling(modules.padding), "keys", "float"),
     "bias and fill": Case(spelling(modules.biased_and_filled), "bool", "float"),
     "tril buffer": Case(modules.TrilBuffer, causal=True),
-    "tril buffer, -1e9": Case(modules.TrilBufferFinite, mask="float"),
+    "tril buffer, -1e9": Case(modules.TrilBufferFinite, causal=True),
     "shifted tril buffer": Case(modules.ShiftedTrilBuffer, mask="bool"),
     "triu added": Case(spelling(modules.triu_added), causal=True),
     "tril of booleans": Case(spelling(modules.tril_bool), causal=True),

@@ -114,13 +114,16 @@ def test_one_that_stays_does_not_keep_the_others(quick_exporter):
     np.testing.assert_allclose(run(fused, inputs)[0], module(*inputs).detach().numpy(), atol=1e-5)
 
 
-def test_a_finite_fill_in_fp16_stays(quick_exporter):
+def test_a_number_added_to_some_scores_and_put_in_the_place_of_others_stays_in_fp16(quick_exporter):
     class Half(modules.Layer):
         def attend(self, q, k, v):
-            return (q @ k.mT).masked_fill(v.mT[:, :1, :1] > 0, -6e4).softmax(-1) @ v
+            lowest = torch.finfo(q.dtype).min
+            scores = (q @ k.mT).masked_fill(v.mT[:, :, :1] > 0, lowest)
+            added = torch.where(v.mT[:, :, :1] > 1, torch.tensor(lowest).half(), torch.tensor(0.0).half())
+            return (scores + added).softmax(-1) @ v
 
     _, report = fuse_attention(modules.export(Half().eval().half(), "half", 18))
-    assert "no fp16 mask gives the same rows without keys. -6" in report.unfused[0].reason
+    assert "their sum is -inf in fp16. -65504" in report.unfused[0].reason
 
 
 # -- graphs written by hand: what no exporter said must not be guessed ----------------------------------

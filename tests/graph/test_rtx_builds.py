@@ -39,6 +39,8 @@ FUSED: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]] = [
     ("trt", {}, (Q, GROUPED), {"lengths": True, "is_causal": 1}),
     ("trt", {}, (Q, SELF), {"opset": 25, "left_window_size": 64, "is_causal": 1}),
     ("trt", {}, (Q, SELF), {"softmax_precision": 1}),
+    ("trt", {}, (Q, GROUPED), {"softmax_precision": 1, "mask": ("fp16", ("B", 1, "S", "S"))}),
+    ("trt", {}, (Q, GROUPED), {"softmax_precision": 1, "past": "P", "is_causal": 1}),
     ("trt", {"pad_heads": True}, (Q, CROSS, ("B", 8, "T", 32)), {}),
     ("primitives", {}, (Q, SELF), {"is_causal": 1}),
     ("primitives", {}, (Q, CROSS), {"mask": ("bool", ("B", 1, 1, "T"))}),

@@ -107,7 +107,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         holds=WITH_ATTENTION,
         applies=lambda node, target: node.softmax_precision is not None,
         message="The parser refuses softmax_precision ({softmax_precision}).",
-        remedy="cast the inputs instead",
+        remedy="leave it out: the fused kernel has one softmax for all, whatever it is asked for",
         cured_by=_TRT,
         source=_SEEN_PARSER,
     ),

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import onnx_ir as ir
 
 from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.fuse.even_rows import even_mask, rank_of
 from mha_deploy.graph.fuse.masks import Masking, Size, build_mask, spans
 
 _HEAD_AXIS = 1
+
+
+class Written(NamedTuple):
+    """A mask of the graph.
+
+    Args:
+        mask: `[B or 1, Hq or 1, S, T]`; None where nothing is masked.
+        zero: `[B or 1, Hq or 1, S or 1, 1]`, True for queries that must become zero; None for none.
+    """
+
+    mask: ir.Value | None
+    zero: ir.Value | None = None
 
 
 class Masks:
@@ -15,7 +30,7 @@ class Masks:
 
     def __init__(self) -> None:
         # The key holds the values themselves, so that no id is used again for another.
-        self._written: dict[tuple[object, ...], ir.Value] = {}
+        self._written: dict[tuple[object, ...], Written] = {}
 
     def write(
         self,
@@ -27,8 +42,8 @@ class Masks:
         sizes: tuple[Size, Size],
         rows: tuple[ir.Value, ir.Value],
         graph: object,
-    ) -> ir.Value | None:
-        """The mask as `[B or 1, Hq or 1, S, T]`, spelled out over queries and keys; None without masks.
+    ) -> Written:
+        """The mask, spelled out over queries and keys, and the queries that it wants to be zero.
 
         Args:
             masking: What the masks become.
@@ -40,13 +55,13 @@ class Masks:
             graph: The graph that holds the attention. A mask of a subgraph is not seen outside of it.
         """
         if not masking.terms:
-            return None
-        key = (masking.terms, masking.kind, dtype, layout, *map(_size_key, sizes), id(graph))
+            return Written(mask=None)
+        key = (masking.terms, masking.kind, masking.even, dtype, layout, *map(_size_key, sizes), id(graph))
         if key not in self._written:
-            mask = _spelled_out(masking, builder, dtype, layout, sizes, rows)
+            written = _spelled_out(masking, builder, dtype, layout, sizes, rows)
             if not all(_is_known(size) for size in sizes):
-                return mask
-            self._written[key] = mask
+                return written
+            self._written[key] = written
         return self._written[key]
 
 
@@ -69,22 +84,23 @@ def _spelled_out(
     layout: tuple[str, str],
     sizes: tuple[Size, Size],
     rows: tuple[ir.Value, ir.Value],
-) -> ir.Value:
+) -> Written:
     scores, order = layout
-    mask = build_mask(masking, builder, dtype)
-    rank = max(_rank(term.tensor) for term in masking.terms)
-    if rank < len(scores):
-        mask = builder.unsqueeze(mask, *range(len(scores) - rank))
-    mask = turned(mask, scores, order, builder)
-    if len(order) == 3:
-        mask = builder.unsqueeze(mask, _HEAD_AXIS)
-    if scores == order and spans(masking.terms, sizes):
-        return mask
-    return builder.expand(mask, 1, 1, builder.size(rows[0], -2), builder.size(rows[1], -2))
 
+    def lay_out(value: ir.Value, rank: int) -> ir.Value:
+        if rank < len(scores):
+            value = builder.unsqueeze(value, *range(len(scores) - rank))
+        value = turned(value, scores, order, builder)
+        return builder.unsqueeze(value, _HEAD_AXIS) if len(order) == 3 else value
 
-def _rank(value: ir.Value) -> int:
-    return len(value.shape) if value.shape is not None else 0
+    zero: ir.Value | None = None
+    if masking.even:
+        mask, zero = even_mask(masking, builder, dtype, lay_out)
+    else:
+        mask = lay_out(build_mask(masking, builder, dtype), rank_of(masking.terms))
+    if scores != order or not spans(masking.terms, sizes):
+        mask = builder.expand(mask, 1, 1, builder.size(rows[0], -2), builder.size(rows[1], -2))
+    return Written(mask=mask, zero=zero)
 
 
 def _is_known(size: Size) -> bool:

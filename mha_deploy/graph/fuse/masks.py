@@ -1,7 +1,8 @@
 """Decide what the masks of an attention become: the causal attribute, a boolean mask or a float mask.
 
 The numbers are kept. A row without keys shows the difference between the spellings: scores filled with a
-finite number give the mean of V, so they stay a float mask; `-inf` gives NaN in PyTorch and 0 in ONNX.
+finite number give the mean of V, so they stay a float mask, or such rows are written apart (`even_rows`, for
+float16); `-inf` gives NaN in PyTorch and 0 in ONNX.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ABSORBING = -1e30
 # The same in float16, added to scores below 16. One step above the lowest number, which ONNX Runtime takes
 # for -inf: rows without keys would be 0.
 ABSORBING_HALF = -65472.0
-# Weaker fills could meet real scores.
+# Weaker fills could meet real scores. A file holds it as its type rounds it.
 _WEAKEST_FILL = -1e4
 
 ROWS_WITHOUT_KEYS = "rows without keys: NaN in PyTorch, 0 in ONNX's Attention"
@@ -46,12 +47,14 @@ class Masking:
         terms: What remains of the masks, the one nearest to the softmax first.
         kind: `none`, `bool` or `float`.
         notes: What a user should know.
+        even: Whether rows in which every key is filled need a query of zeros, see `even_rows`.
     """
 
     causal: bool
     terms: tuple[Term, ...]
     kind: str
     notes: tuple[str, ...]
+    even: bool = False
 
 
 def decide_masking(
@@ -67,19 +70,41 @@ def decide_masking(
     """
     lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
     plain = plain_terms([_as_fill(term, lowest, guarded) for term in terms], dtype)
-    at = _causal_at(plain, lowest, sizes[0]) if same_dim(*sizes) else None
+    weakest = float(dtype.numpy().type(_WEAKEST_FILL))
+    at = _causal_at(plain, (lowest, weakest), sizes[0]) if same_dim(*sizes) else None
     rest = [term for index, term in enumerate(plain) if index != at]
     if not rest:
         return Masking(causal=at is not None, terms=(), kind="none", notes=())
+    even = _needs_even_rows(rest, None if at is None else plain[at], dtype)
+    if even:
+        at, rest = None, plain  # a row may be without keys only because of the triangle
     hides = all(isinstance(term, Fill) and term.hides for term in rest)
-    _check_fills(rest, dtype)
+    _check_fills(rest, weakest, even)
     _check_types(rest, dtype)
+    filled = even and all(isinstance(term, Fill) for term in rest)
     return Masking(
         causal=at is not None,
         terms=tuple(rest),
-        kind="bool" if hides else "float",
+        kind="bool" if hides or filled else "float",
         notes=_notes(terms, rest, hides=hides, guarded=guarded),
+        even=even,
     )
+
+
+def _needs_even_rows(terms: list[Term], causal: Term | None, dtype: ir.DataType) -> bool:
+    """Whether no number of a float mask gives the mean of V in rows without keys."""
+    if not any(_is_put(term) for term in terms):
+        return False
+    if dtype == ir.DataType.FLOAT16:
+        return True
+    # What is added may hold numbers as low as the fill, or lower ones. With an added triangle over the fill
+    # there is no other form.
+    return any(isinstance(term, Bias) for term in terms) and not isinstance(causal, Bias)
+
+
+def _is_put(term: Term) -> bool:
+    """Whether masked scores are set to a finite number."""
+    return isinstance(term, Fill) and not term.hides and not term.added
 
 
 def _notes(before: list[Term], after: list[Term], *, hides: bool, guarded: bool) -> tuple[str, ...]:
@@ -91,15 +116,21 @@ def _notes(before: list[Term], after: list[Term], *, hides: bool, guarded: bool)
     return (HALF_ROWS,) if added else ()
 
 
-def _causal_at(terms: list[Term], lowest: float, size: Size) -> int | None:
-    """The position of a mask that is the causal triangle and can be said by the attribute."""
+def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size) -> int | None:
+    """The position of a mask that is the causal triangle and can be said by the attribute.
+
+    Args:
+        terms: The masks.
+        enough: The largest numbers that leave a key no weight: added to its score, and in its place.
+        size: How many queries and keys there are.
+    """
     for index, term in enumerate(terms):
         hidden = _hidden_by_triangle(term) if _spans_square(term.tensor, size) else None
         filled_after = any(isinstance(outer, Fill) and not outer.hides for outer in terms[:index])
         if hidden == -math.inf and not filled_after:
             return index
         # A finite number hides future keys only as long as each row has a visible one: nothing else may mask.
-        if hidden is not None and hidden <= lowest and len(terms) == 1:
+        if hidden is not None and hidden <= enough[_is_put(term)] and len(terms) == 1:
             return index
     return None
 
@@ -153,19 +184,18 @@ def _finite_bias(terms: list[Term]) -> bool:
     return False
 
 
-def _check_fills(terms: list[Term], dtype: ir.DataType) -> None:
+def _check_fills(terms: list[Term], weakest: float, even: bool) -> None:
     at = [index for index, term in enumerate(terms) if isinstance(term, Fill) and not term.hides]
-    put = any(isinstance(term, Fill) and not term.hides and not term.added for term in terms)
     fills = {term.fill for term in terms if isinstance(term, Fill) and not term.hides}
     if not fills:
         return
     if len(fills) > 1:
         raise NotFused("Masked scores are set to several finite numbers.", got=sorted(fills))
     fill = fills.pop()
-    if not fill <= _WEAKEST_FILL:
+    if not fill <= weakest:
         raise NotFused("Masked scores are set to a number that real scores could have.", got=fill)
-    if dtype == ir.DataType.FLOAT16 and put:
-        what = "Masked scores are set to a finite number, and no fp16 mask gives the same rows without keys."
+    if even and not all(_is_put(terms[index]) for index in at):
+        what = "A finite number is added to some scores and others are set to it: their sum is -inf in fp16."
         raise NotFused(what, got=fill, hint="fill with -inf")
     if any(isinstance(term, Bias) for term in terms[: max(at)]):
         raise NotFused("A tensor is added to scores that are masked already.", got=fill)
@@ -181,7 +211,7 @@ def _check_types(terms: list[Term], dtype: ir.DataType) -> None:
 def build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
     """Write the remaining masks, of which there must be one, as one tensor in the layout of the scores."""
     if masking.kind == "bool":
-        return _visible(masking.terms, builder)
+        return visible_keys(masking.terms, builder)
     zero = builder.constant(0.0, dtype)
     absorbing = ABSORBING_HALF if dtype == ir.DataType.FLOAT16 else ABSORBING
     total: ir.Value | None = None
@@ -192,32 +222,35 @@ def build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir
             pair = (kept, number) if term.shown else (number, kept)
             total = builder.op("Where", term.condition, *pair, name="mask")
         else:
-            bias = _scaled(term, builder, dtype)
+            bias = scaled_bias(term, builder, dtype)
             total = bias if total is None else builder.op("Add", total, bias, name="mask")
     if total is None:
         raise ValueError("A mask needs a term.")
     return total
 
 
-def _visible(terms: tuple[Term, ...], builder: NodeBuilder) -> ir.Value:
+def visible_keys(terms: tuple[Term, ...], builder: NodeBuilder) -> ir.Value:
+    """True where no condition masks the key; there must be one."""
     total: ir.Value | None = None
     for term in terms:
         if isinstance(term, Fill):
-            shown = term.condition if term.shown else _negated(term.condition, builder)
+            shown = term.condition if term.shown else negated(term.condition, builder)
             total = shown if total is None else builder.op("And", total, shown, name="visible")
     if total is None:
         raise ValueError("A boolean mask needs a condition.")
     return total
 
 
-def _negated(condition: ir.Value, builder: NodeBuilder) -> ir.Value:
+def negated(condition: ir.Value, builder: NodeBuilder) -> ir.Value:
+    """The opposite of a condition, without a second `Not`."""
     node = condition.producer()
     if node is not None and is_op(node, "Not") and node.inputs[0] is not None:
         return node.inputs[0]
     return builder.op("Not", condition, name="visible")
 
 
-def _scaled(term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
+def scaled_bias(term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
+    """What an added tensor adds to the scores."""
     if term.factor == 1.0:
         return term.value
     return builder.op("Mul", term.value, builder.constant(term.factor, dtype), name="bias")

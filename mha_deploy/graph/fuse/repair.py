@@ -99,7 +99,7 @@ def _simplify_mask(node: ir.Node, facts: AttentionNode, builder: NodeBuilder, ma
         rows=(q, k),
         graph=node.graph,
     )
-    node.replace_input_with(MASK, new)
+    node.replace_input_with(MASK, new.mask)
     if masking.causal:
         node.attributes.add(ir.AttrInt64("is_causal", 1))
     return _mask_words(masking, facts)

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.fuse.facts import dtype_of
-from mha_deploy.graph.fuse.mask_writer import Masks, turned
+from mha_deploy.graph.fuse.mask_writer import Masks, Written, turned
 from mha_deploy.graph.fuse.operands import Operand
 from mha_deploy.graph.fuse.pattern import Pattern
 from mha_deploy.graph.lower.rewrite import replace_node
@@ -26,9 +26,11 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> Non
     q = laid_out(pattern.q, letters.order(letters.query, letters.size), builder)
     k = laid_out(pattern.k, letters.order(letters.key, letters.size), builder)
     v = laid_out(pattern.v, letters.order(letters.key, letters.value_size), builder)
-    mask = _mask(pattern, builder, masks, q, k)
+    mask, zero = _mask(pattern, builder, masks, q, k)
     if letters.head is None:
         q, k, v = (builder.unsqueeze(each, _HEAD_AXIS) for each in (q, k, v))
+    if zero is not None:
+        q = builder.op("Where", zero, builder.constant(0.0, dtype_of(pattern.q.value)), q, name="open_q")
     (result,) = builder.node(
         "Attention",
         [q, k, v] if mask is None else [q, k, v, mask],
@@ -56,7 +58,7 @@ def laid_out(operand: Operand, order: str, builder: NodeBuilder) -> ir.Value:
     return turned(operand.value, operand.letters, order, builder)
 
 
-def _mask(pattern: Pattern, builder: NodeBuilder, masks: Masks, q: ir.Value, k: ir.Value) -> ir.Value | None:
+def _mask(pattern: Pattern, builder: NodeBuilder, masks: Masks, q: ir.Value, k: ir.Value) -> Written:
     """The mask as `[B or 1, Hq or 1, S, T]`, spelled out over queries and keys as ONNX Runtime needs it."""
     letters = pattern.letters
     sizes = (pattern.q.dim(letters.query), pattern.k.dim(letters.key))

@@ -39,8 +39,10 @@ class TrtOptions:
             several small kernels before it.
         explicit_causal: Also write plain `is_causal` as a mask unless there are certainly as many keys
             as queries; for a target whose alignment is not known.
-        softmax: `cast` computes an attention that asks for a more precise softmax wholly in that
-            precision; `drop` leaves the precision to TensorRT.
+        softmax: `drop` leaves the precision of the softmax to TensorRT; `cast` computes an attention that
+            asks for a more precise softmax wholly in that precision. TensorRT-RTX 1.7.1 takes the casts off
+            Q, K and V again and builds the kernel of `drop`, but forgets the one of a mask: with any mask
+            it fails.
         empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where none exists.
         native: Write the causal corner behind a past, and key lengths, with TensorRT's own attention
             operator instead of a mask (TensorRT 11, TensorRT-RTX), where its documentation leaves no doubt.
@@ -52,7 +54,7 @@ class TrtOptions:
     pad_heads: bool = False
     mask: str = "additive"
     explicit_causal: bool = False
-    softmax: str = "cast"
+    softmax: str = "drop"
     empty_rows: str = "zero"
     native: bool = False
     decode_primitives: bool = False

@@ -1,0 +1,225 @@
+"""Scores that are filled with a finite number: fused, and rows without keys stay the mean of V."""
+
+import copy
+
+import fuse_modules as modules
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from fuse_modules import D, H, Sizes, spelling
+
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.fuse import fuse_attention
+from mha_deploy.graph.lower import lower
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+SIZES = Sizes(3, 11)
+pytestmark = pytest.mark.usefixtures("quick_exporter")
+
+
+def scores_of(q, k):
+    return q @ k.mT * D**-0.5
+
+
+def future(q):
+    at = torch.arange(q.shape[2])
+    return at[None, :] > at[:, None]
+
+
+def lowest_of(q):
+    return torch.finfo(q.dtype).min
+
+
+def grouped(q, k, v, mask):
+    k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
+    return scores_of(q, k).masked_fill(~mask, -1e4).softmax(-1) @ v
+
+
+def padding_then_infinite_causal(q, k, v, mask):
+    """A row whose own and earlier keys are padded is the mean over those, not over all."""
+    scores = scores_of(q, k).masked_fill(mask[:, None, None, :] == 0, -1e4)
+    return scores.masked_fill(future(q), float("-inf")).softmax(-1) @ v
+
+
+def infinite_causal_then_padding(q, k, v, mask):
+    scores = scores_of(q, k).masked_fill(future(q), float("-inf"))
+    return scores.masked_fill(mask[:, None, None, :] == 0, -1e4).softmax(-1) @ v
+
+
+def causal_and_padding(q, k, v, mask):
+    scores = scores_of(q, k).masked_fill(future(q), lowest_of(q))
+    return scores.masked_fill(mask[:, None, None, :] == 0, lowest_of(q)).softmax(-1) @ v
+
+
+def bias_and_fill(q, k, v, mask):
+    bias = -torch.arange(k.shape[2], dtype=q.dtype)[None, None, None, :]
+    return (scores_of(q, k) + bias).masked_fill(~mask, -1e4).softmax(-1) @ v
+
+
+def added_padding_and_causal(q, k, v, mask):
+    """The added tensor is a mask as low as the fill: in a row without keys all of them weigh the same."""
+    bias = (1 - mask[:, None, None, :].to(q.dtype)) * lowest_of(q)
+    return (scores_of(q, k) + bias).masked_fill(future(q), lowest_of(q)).softmax(-1) @ v
+
+
+def filled_in_float32(q, k, v, mask):
+    return scores_of(q, k).float().masked_fill(~mask, -1e9).softmax(-1).to(q.dtype) @ v
+
+
+def biased_and_filled_in_float32(q, k, v, mask):
+    bias = -torch.arange(k.shape[2], dtype=q.dtype)[None, None, None, :]
+    return (scores_of(q, k) + bias).float().masked_fill(~mask, -1e9).softmax(-1).to(q.dtype) @ v
+
+
+class Turned(modules.Layer):
+    """The heads in the batch, and the queries behind the keys: the mask has to be turned."""
+
+    def attend(self, q, k, v, mask):
+        B, _, S, _ = q.shape
+        q, k, v = (each.reshape(B * H, S, D) for each in (q, k, v))
+        seen = mask.expand(B, H, S, S).reshape(B * H, S, S)
+        scores = torch.einsum("bid,bjd->bji", q, k) * D**-0.5
+        weights = scores.masked_fill(~seen.transpose(1, 2), -1e4).softmax(1)
+        return torch.einsum("bji,bjd->bid", weights, v).view(B, H, S, D)
+
+
+class FiniteTriangle(modules.TrilBuffer):
+    fill = -1e4
+
+
+FILL = spelling(modules.filled(-1e4))
+# Module, inputs, mask and causal of the node, and whether queries become zero; by the type.
+CASES = {
+    "fill": (FILL, "bool", HALF, ("bool", False, True)),
+    "lowest": (spelling(modules.lowest), "bool", HALF, ("bool", False, True)),
+    "-65504": (spelling(modules.filled(-65504.0)), "bool", HALF, ("bool", False, True)),
+    "grouped heads": (spelling(grouped, Hkv=2), "bool", HALF, ("bool", False, True)),
+    "causal over padding": (spelling(padding_then_infinite_causal), "keys", HALF, ("bool", False, True)),
+    "padding over causal": (spelling(infinite_causal_then_padding), "keys", HALF, ("bool", False, True)),
+    "causal and padding": (spelling(causal_and_padding), "keys", HALF, ("bool", False, True)),
+    "bias and fill": (spelling(bias_and_fill), "bool", HALF, ("float", False, True)),
+    "two masks": (spelling(added_padding_and_causal), "keys", HALF, ("float", False, True)),
+    "fill in float32": (spelling(filled_in_float32), "bool", HALF, ("bool", False, True)),
+    "bias, fill in float32": (spelling(biased_and_filled_in_float32), "bool", HALF, ("float", False, True)),
+    "turned": (Turned, "bool", HALF, ("bool", False, True)),
+    "triangle": (FiniteTriangle, "x", HALF, ("none", True, False)),
+    "fill, bf16": (FILL, "bool", BRAIN, ("float", False, False)),
+    "lowest, bf16": (spelling(modules.lowest), "bool", BRAIN, ("float", False, False)),
+    "bias and fill, bf16": (spelling(bias_and_fill), "bool", BRAIN, ("float", False, True)),
+    "triangle, bf16": (FiniteTriangle, "x", BRAIN, ("none", True, False)),
+    "fill, fp32": (FILL, "bool", SINGLE, ("float", False, False)),
+    "two masks, fp32": (spelling(added_padding_and_causal), "keys", SINGLE, ("float", False, True)),
+}
+QUICK = ("fill", "grouped heads", "causal over padding", "two masks", "turned", "triangle", "fill, bf16")
+SPELLINGS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+# Roundings of results near 1.
+TOLERANCE = {HALF: 3e-3, BRAIN: 1.2e-2, SINGLE: 1e-5}
+
+
+def made(name):
+    make, kind, dtype, _ = CASES[name]
+    torch.manual_seed(1)
+    module = make().eval().to(dtype)
+    return module, modules.export(module, kind, 18, dtype=dtype)
+
+
+def exact(module, inputs):
+    """What the module computes in FP64, with the fill of its own type."""
+    with torch.no_grad():
+        double = copy.deepcopy(module).double()
+        return double(*(each.double() if each.is_floating_point() else each for each in inputs)).numpy()
+
+
+def run(model, inputs):
+    """In ONNX Runtime; in ONNX's evaluator where that has no kernel for the type."""
+    proto, names = ir.to_proto(model), [each.name for each in model.graph.inputs]
+    if inputs[0].dtype != BRAIN:
+        session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+        feeds = dict(zip(names, (each.numpy() for each in inputs), strict=True))
+        return session.run(None, feeds)[0]
+    arrays = [
+        each.float().numpy().astype(ir.DataType.BFLOAT16.numpy()) if each.dtype == BRAIN else each.numpy()
+        for each in inputs
+    ]
+    evaluator = onnx.reference.ReferenceEvaluator(proto)
+    return np.asarray(evaluator.run(None, dict(zip(names, arrays, strict=True)))[0]).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_finite_fill_is_fused_and_rows_without_keys_stay(name, quick_exporter):
+    _, kind, dtype, wanted = CASES[name]
+    module, model = made(name)
+    fused, report = fuse_attention(model)
+    assert report.unfused == ()
+    (node,) = attention_nodes(fused)
+    zeroed = [each for each in fused.graph if (each.name or "").endswith("open_q")]
+    assert (node.mask, node.is_causal, bool(zeroed)) == wanted
+    onnx.checker.check_model(ir.to_proto(fused), full_check=True)
+    inputs = modules.make_inputs(kind, SIZES, seed=5, dtype=dtype)
+    got = run(fused, inputs)
+    with torch.no_grad():
+        want = module(*inputs).float().numpy()
+    np.testing.assert_allclose(got, want, atol=TOLERANCE[dtype], rtol=0)
+    np.testing.assert_allclose(got, exact(module, inputs), atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_a_row_without_keys_is_the_mean_of_v_however_large_the_scores(quick_exporter):
+    torch.manual_seed(3)
+    layer = FILL().eval().half()
+    with torch.no_grad():
+        layer.q.weight *= 100
+    fused, _ = fuse_attention(modules.export(layer, "bool", 18, dtype=HALF))
+    x, mask = modules.make_inputs("bool", SIZES, dtype=HALF)
+    mask[0] = False
+    with torch.no_grad():
+        values = layer.v(x[0]).float().mean(0)
+        want = (layer.o.weight.float() @ values + layer.o.bias.float()).numpy()
+    got = run(fused, (x, mask))
+    np.testing.assert_allclose(got[0], np.broadcast_to(want, got[0].shape), atol=2e-3)
+
+
+def test_layers_share_the_mask_and_the_rows_without_keys(quick_exporter):
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = FILL(), FILL()
+
+        def forward(self, x, mask):
+            hidden = mask == 0
+            for layer in (self.first, self.second):
+                q, k, v = layer.heads(x)
+                y = scores_of(q, k).masked_fill(hidden, -1e4).softmax(-1) @ v
+                x = x + layer.o(y.transpose(1, 2).flatten(2))
+            return x
+
+    torch.manual_seed(0)
+    module = Two().eval().half()
+    fused, report = fuse_attention(modules.export(module, "bool", 18, dtype=HALF))
+    assert len(report.fused) == 2
+    assert len([node for node in fused.graph if node.op_type == "ReduceMax"]) == 1
+    inputs = modules.make_inputs("bool", SIZES, dtype=HALF)
+    np.testing.assert_allclose(run(fused, inputs), module(*inputs).detach().numpy(), atol=4e-3)
+
+
+@pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib"])
+def test_every_dialect_keeps_the_rows(dialect, quick_exporter):
+    module, model = made("grouped heads")
+    lowered = lower(fuse_attention(model)[0], dialect)
+    inputs = modules.make_inputs("bool", SIZES, seed=5, dtype=HALF)
+    np.testing.assert_allclose(run(lowered, inputs), module(*inputs).detach().numpy(), atol=3e-3)
+
+
+def test_tensorrt_rtx_fuses_it(quick_exporter, monkeypatch):
+    from rtx_probe import build
+
+    monkeypatch.setattr(modules, "D", 32)
+    monkeypatch.setattr(modules, "E", 128)
+    torch.manual_seed(0)
+    fused, _ = fuse_attention(modules.export(FILL().eval().half(), "bool", 18, dtype=HALF))
+    x, mask = (value.name for value in fused.graph.inputs)
+    shapes = {x: [(B, S, 128) for B, S in ((2, 2), (2, 16), (4, 64))]}
+    shapes[mask] = [(B, 1, S, S) for B, S in ((2, 2), (2, 16), (4, 64))]
+    assert len(build(lower(fused, "trt"), {name: tuple(each) for name, each in shapes.items()}).fused) == 1
