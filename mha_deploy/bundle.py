@@ -92,7 +92,7 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
     try:
         manifest = Manifest.from_dict(data)
         _ = manifest.files[MODEL]  # a graph without a hash would go unchecked
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BundleError(
             "The manifest is incomplete.",
             got=f"{manifest_path}: {type(error).__name__} {error}",
@@ -139,12 +139,13 @@ class BundleWriter:
             if path.is_file()
         }
         data = {**manifest.to_dict(), "files": files}
+        checked = Manifest.from_dict(data)  # before it is put in place: what cannot be read is no bundle
         (self.path / MANIFEST).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         if self.target.exists():
             self._replace_old()
         else:
             os.replace(self.path, self.target)
-        return Bundle(path=self.target, manifest=Manifest.from_dict(data))
+        return Bundle(path=self.target, manifest=checked)
 
     def _replace_old(self) -> None:
         """Put the new bundle in the place of the old one; the old one stays if that fails."""

@@ -133,8 +133,10 @@ def take_arrays(
                 got="nothing" if array is None else f"shape {array.shape}",
                 hint=f"shape {tensor.shape(sizes)}: export again",
             )
-        wanted = np.dtype(tensor.kind if tensor.kind != FLOAT else np.float64)
-        if tensor.kind == FLOAT and precision is not None:
+        wanted = np.dtype(np.float64 if tensor.kind == FLOAT else tensor.kind)
+        if precision is None and wanted.kind == "f":  # what is true is known in FP64, also of float32
+            wanted = np.dtype(np.float64)
+        elif tensor.kind == FLOAT and precision is not None:
             wanted = precision.numpy
         taken[tensor.name] = _as_read(f"{group}/{tensor.name}", array, wanted)
     return taken

@@ -111,6 +111,8 @@ class Manifest:
         spec = spec_from_dict(data["spec"])
         if not all(isinstance(node, Mapping) for node in data["attention"]) or not data["golden"]:
             raise TypeError("attention nodes or golden cases are missing")
+        if not isinstance(data["weights"], str) or type(data["opset"]) is not int:
+            raise TypeError("weights must be text, and opset a number")
         return cls(
             spec=spec,
             precision=find_precision(data["precision"]),

@@ -57,6 +57,17 @@ class ModuleSpec(ModelSpec):
     window = None  # its masks are in the graph
 
     def __post_init__(self) -> None:
+        for name in ("name", "factory", "state_sha256", "summary"):
+            if not isinstance(getattr(self, name), str):
+                raise SpecError(f"{name} must be text.", got=getattr(self, name))
+        for name in ("attentions", "flops", "weight_bytes", "seed"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise SpecError(f"{name} must be a whole number.", got=getattr(self, name))
+        if (
+            not (self.weights_file is None or isinstance(self.weights_file, str))
+            or type(self.mixed) is not bool
+        ):
+            raise SpecError("weights_file or mixed has another type.", got=(self.weights_file, self.mixed))
         for tensor in (*self.tensors_in, *self.tensors_out):
             if tensor.kind not in KINDS:
                 raise SpecError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
@@ -17,7 +18,7 @@ from mha_deploy.bundle import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.export.golden import GoldenCapture, fp64_twin, refuse_overflow
 from mha_deploy.export.golden_plan import PlannedCase
-from mha_deploy.golden import GoldenCase
+from mha_deploy.golden import GoldenCase, read_case
 from mha_deploy.module_spec import ModuleSpec
 
 _GIB = 1 << 30
@@ -38,7 +39,8 @@ def fresh_cases(bundle: Bundle, device: str) -> CaseMaker:
     """Whoever draws new cases for a bundle: a layer is computed on the device, a user's module on the CPU."""
     spec = bundle.manifest.spec
     if isinstance(spec, ModuleSpec):
-        return FreshModuleCases(spec, bundle.manifest.precision)
+        smallest = min(bundle.manifest.golden, key=lambda entry: math.prod(entry.sizes.values()))
+        return FreshModuleCases(spec, bundle.manifest.precision, known=partial(read_case, bundle, smallest))
     return FreshCases(bundle, device)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mha_deploy.baselines.module import check_device, tensor_from_numpy
+from mha_deploy.baselines.module import check_device
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.export.inputs import to_numpy
+from mha_deploy.export.inputs import tensor_from_numpy, to_numpy
 from mha_deploy.reference.core import Heads, attend
 from mha_deploy.validate.conformance.columns import Column, RunColumn
 from mha_deploy.validate.conformance.judging import Answer

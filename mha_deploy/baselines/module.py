@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from mha_deploy.bundle import Bundle
 from mha_deploy.errors import BackendUnavailable, BundleError
+from mha_deploy.export.inputs import tensor_from_numpy
 from mha_deploy.graph.file import load_graph
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
@@ -61,13 +61,6 @@ def check_device(device: str) -> None:
         raise BackendUnavailable(
             "PyTorch sees no CUDA GPU.", got=f"torch {torch.__version__}, {built}", hint="mha-deploy doctor"
         )
-
-
-def tensor_from_numpy(array: np.ndarray) -> Tensor:
-    """The same numbers as a tensor of its own memory; the way back is `export.inputs.to_numpy`."""
-    if array.dtype.name == "bfloat16":  # PyTorch does not know the type under NumPy's roof
-        return torch.tensor(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.tensor(array)
 
 
 def _read(initializers: Mapping[str, ir.Value], name: str, device: str, dtype: torch.dtype) -> Tensor:

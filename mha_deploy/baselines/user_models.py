@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mha_deploy.backends.runner import Arrays
-from mha_deploy.baselines.module import check_device, tensor_from_numpy
+from mha_deploy.baselines.module import check_device
 from mha_deploy.baselines.ways import Way
 from mha_deploy.errors import DeployError
+from mha_deploy.export.inputs import tensor_from_numpy
 from mha_deploy.export.user_module import reopen_user_module
 from mha_deploy.module_spec import ModuleSpec
 from mha_deploy.precision import Precision

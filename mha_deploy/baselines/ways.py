@@ -20,10 +20,10 @@ from torch.nn.attention import SDPBackend
 from mha_deploy.backends.cache_rows import refuse_overflow
 from mha_deploy.backends.runner import Arrays
 from mha_deploy.baselines.decode import DecodeLayer, side_by_side
-from mha_deploy.baselines.module import attention_spec, module_from_bundle, tensor_from_numpy
+from mha_deploy.baselines.module import attention_spec, module_from_bundle
 from mha_deploy.bundle import Bundle
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.export.inputs import call_arguments
+from mha_deploy.export.inputs import call_arguments, tensor_from_numpy
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.spec_parts import CACHES, PAST

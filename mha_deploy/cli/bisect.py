@@ -81,7 +81,9 @@ def _renderable(found: Bisection, trusted: str) -> RenderableType:
 
     where = f"{found.model} on {found.backend}, case {found.case}, {found.runs} runs, against {trusted}"
     if found.wrong is None:
-        return Group(Text("RIGHT  there is nothing to look for", style="bold green"), Text(where))
+        return Group(
+            Text(f"RIGHT  nothing to look for in case {found.case}", style="bold green"), Text(where)
+        )
     lines = [f"the whole is wrong: {found.wrong}"]
     if found.attentions:
         before = f"after {found.last_right}, which is right" if found.last_right else "no attention before it"

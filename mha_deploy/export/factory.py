@@ -88,7 +88,7 @@ def _imported(place: str) -> ModuleType:
         return _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
     except ExportError:
         raise
-    except Exception as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
         raise ExportError(
             "The factory's module cannot be imported.", got=_place_and_text(error, place)
         ) from error
@@ -146,11 +146,11 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def _called(factory: Callable[[], Any], reference: str) -> Any:
     try:
         return factory()
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
         raise ExportError("The factory failed.", got=_place_and_text(error, reference)) from error
 
 
-def _place_and_text(error: Exception, where: str) -> str:
+def _place_and_text(error: BaseException, where: str) -> str:
     """The last line of the user's own code, and what was raised there."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
@@ -166,11 +166,16 @@ def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
         raise ExportError("The module is not an nn.Module.", got=type(given.module).__name__, hint=_SEE)
     if not given.inputs:
         raise ExportError("The factory gives no example inputs.", got=reference, hint=_SEE)
+    for said, table in (("inputs", given.inputs), ("axes", given.axes)):
+        if not isinstance(table, Mapping):
+            raise ExportError(f"{said} is not a dictionary.", got=type(table).__name__, hint=_SEE)
     axes = {axis: _axis(axis, sizes) for axis, sizes in given.axes.items()}
     dims = {key: _dims(key, example, axes) for key, example in given.inputs.items()}
     _refuse_unused(axes, dims)
     _refuse_contradictions(given.inputs, dims)
     _check_forward(given.module, given.inputs)
+    if not all(isinstance(each, str) and each for each in given.outputs):
+        raise ExportError("An output has no name.", got=list(given.outputs))
     return LoadedModel(
         factory=reference,
         name=given.name or name.replace("_", "-"),
@@ -183,7 +188,9 @@ def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
     )
 
 
-def _axis(name: str, sizes: object) -> Axis:
+def _axis(name: object, sizes: object) -> Axis:
+    if not isinstance(name, str) or not name.isidentifier():  # sums are made of names, and PyTorch asks it
+        raise ExportError("An axis has no name.", got=repr(name), hint="letters, digits and _, such as S")
     if isinstance(sizes, Axis):
         return sizes
     if isinstance(sizes, str):
@@ -198,6 +205,7 @@ def _dims(name: str, example: object, axes: Mapping[str, Axis]) -> tuple[Dim, ..
         raise ExportError(
             f"Input {name} is not an Example of a tensor.", got=type(example).__name__, hint=_SEE
         )
+    _refuse_unusable(name, example)
     shape = tuple(example.tensor.shape)
     if len(example.axes) > len(shape):
         raise ExportError(
@@ -212,6 +220,18 @@ def _dims(name: str, example: object, axes: Mapping[str, Axis]) -> tuple[Dim, ..
             )
     named = (*example.axes, *(None,) * (len(shape) - len(example.axes)))
     return tuple(size if axis is None else axis for axis, size in zip(named, shape, strict=True))
+
+
+def _refuse_unusable(name: str, example: Example) -> None:
+    strange = [axis for axis in example.axes if axis is not None and not isinstance(axis, str)]
+    if strange:
+        raise ExportError(
+            f"Input {name} has an axis that is no name.", got=strange[0], hint="None for a fixed dimension"
+        )
+    if example.tensor.is_meta:
+        raise ExportError(f"The example of input {name} has no numbers.", got="a tensor on meta")
+    if example.tensor.is_floating_point() and bool(example.tensor.detach().isnan().any()):
+        raise ExportError(f"The example of input {name} is not a number everywhere.", got="NaN")
 
 
 def _names(dims: Iterable[Dim | None]) -> list[str]:

@@ -61,6 +61,13 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+def tensor_from_numpy(array: np.ndarray) -> Tensor:
+    """The same numbers as a tensor of its own memory; the way back is `to_numpy`."""
+    if array.dtype.name == "bfloat16":  # PyTorch does not know the type under NumPy's roof
+        return torch.tensor(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.tensor(array)
+
+
 def call_arguments(spec: AttentionSpec, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs under the parameter names of `Attention.forward`."""
     return {parameter_name(tensor): feeds[tensor.name] for tensor in spec.inputs}

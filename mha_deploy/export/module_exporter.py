@@ -20,7 +20,7 @@ from mha_deploy.export.module_golden import ModuleCapture
 from mha_deploy.export.module_mixed import MixedCapture, mixed_graph
 from mha_deploy.export.options import AUTO, OPSETS, ExportOptions
 from mha_deploy.export.program import ExportedModule, export_program
-from mha_deploy.export.user_module import UserModule, open_user_module
+from mha_deploy.export.user_module import UserModule, drawn_inputs, open_user_module
 from mha_deploy.golden import GoldenCase, polygraphy_refusal, write_case, write_polygraphy
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_module
@@ -58,11 +58,7 @@ def bundle_from_factory(
         axes: Axis ranges in place of the factory's.
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
     """
-    options = options or ExportOptions()
-    if options.device != "cpu":
-        raise ExportError(
-            "Your own model is exported on the CPU.", got=f"--device {options.device}", hint="leave it out"
-        )
+    options = _checked(options or ExportOptions())
     auto, opset = options.precision == AUTO, choose_opset_of(options.opset)
     precision = find_precision(_FP16 if auto else options.precision)
     step = Steps(on_step, 5 + auto + len(options.golden or _CASES))
@@ -114,6 +110,12 @@ def bundle_from_factory(
         )
 
 
+def _checked(options: ExportOptions) -> ExportOptions:
+    if options.device != "cpu":
+        raise ExportError("Your own model is exported on the CPU.", got=f"--device {options.device}")
+    return options
+
+
 def exported_program(user: UserModule, *, opset: int = OPSETS[0]) -> ExportedModule:
     """A module as PyTorch exports it: its graph, and the program that tells what is true of it."""
     loaded = user.loaded
@@ -125,6 +127,7 @@ def exported_program(user: UserModule, *, opset: int = OPSETS[0]) -> ExportedMod
         loaded.axes,
         opset=opset,
         output_names=loaded.outputs,
+        draw=lambda sizes: drawn_inputs(user, "check", sizes, seed=1),
     )
 
 
@@ -200,6 +203,8 @@ class _Work:
             write_case(self.folder / "golden" / f"{label}.npz", case)
             if name == "opt":
                 spec = self._spec(attentions, flops=case.flops)
+        if not cases:
+            raise ExportError("No golden case is left.", got="; ".join(notes), hint="--golden opt")
         self._polygraphy(cases, spec, notes)
         return cases, spec, notes
 
@@ -245,7 +250,9 @@ class _Work:
         if name != "large":
             raise SpecError("No such golden case.", got=name, hint=f"{', '.join(_CASES)}, or sizes")
         sizes = shrunk(spec, spec.sizes("max"), spec.sizes("min"), self.options.budget)
-        if not spec.flops or layer_flops(spec, sizes) <= spec.flops:
+        if not spec.flops:
+            return "no large case: without opt before it nobody knows what it costs"
+        if layer_flops(spec, sizes) <= spec.flops:
             return f"no large case: nothing larger than opt fits {self.options.budget}"
         return sizes
 

@@ -12,17 +12,26 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.drawn import draw_one, shape_of
 from mha_deploy.export.eager import Float32Accumulation
 from mha_deploy.export.golden import refuse_overflow
-from mha_deploy.export.inputs import seeded_generator, to_numpy
+from mha_deploy.export.inputs import tensor_from_numpy, to_numpy
 from mha_deploy.export.program import ExportedModule
-from mha_deploy.export.user_module import UserModule
+from mha_deploy.export.user_module import UserModule, drawn_inputs
 from mha_deploy.export.widened import run_program
 from mha_deploy.golden import GoldenCase
 
 # Rounding alone does not come near: the program would have to be another than the module.
 _SAME_PROGRAM = 0.25
+
+
+def _attention_flops(query: list[int], key: list[int], value: list[int], *_: object, **__: object) -> int:
+    """The work of fused attention, from the shapes of its inputs: two products of each query and key."""
+    B, Hq, S, D = query
+    return 2 * B * Hq * S * key[2] * (D + value[3])
+
+
+# PyTorch itself counts it for its GPU kernels only.
+_ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +77,9 @@ class ModuleCapture:
 
     def look_inside(self, case: GoldenCase, values: Collection[str]) -> Insight:
         """Values of the graph in a case that was captured, by their names."""
-        inputs = self.inputs(case.name, case.sizes)
+        # Not drawn again: a user's draw may give other numbers the second time.
+        given = {key: tensor_from_numpy(array) for key, array in case.inputs.items()}
+        inputs = self.user.rounded(given)
         _, oracle = run_program(self.exported, inputs, keep=values)
         _, eager = run_program(self.exported, inputs, dtype="own", keep=values)
         return Insight(
@@ -78,25 +89,11 @@ class ModuleCapture:
 
     def inputs(self, name: str, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """The inputs of a case: drawn by the user's own function, or after the example."""
-        loaded, drawn = self.user.loaded, {}
-        for key, example in loaded.inputs.items():
-            shape = shape_of(key, example.tensor, loaded.dims[key], sizes)
-            label = f"{name}/{key}"
-            if example.draw is None:
-                drawn[key] = draw_one(label, example.tensor, shape, self.seed)
-            else:
-                drawn[key] = example.draw(shape, seeded_generator(self.seed, label))
-            if tuple(drawn[key].shape) != shape:
-                raise ExportError(
-                    f"The draw of input {key} gives another shape.",
-                    got=tuple(drawn[key].shape),
-                    hint=str(shape),
-                )
-        return self.user.rounded(drawn)
+        return drawn_inputs(self.user, name, sizes, self.seed)
 
     def _eager(self, inputs: Mapping[str, Tensor], name: str) -> tuple[dict[str, Tensor], int]:
         """The module as the user runs it, and its work."""
-        counter = FlopCounterMode(display=False)
+        counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
         try:
             with torch.inference_mode(), Float32Accumulation(self.user.dtype), counter:
                 leaves = tree_leaves(self.user.module(**inputs))

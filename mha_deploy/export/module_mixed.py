@@ -90,13 +90,14 @@ class MixedCapture(ModuleCapture):
         """The inputs as the graph takes them, in float32 again."""
         drawn = super().inputs(name, sizes)
         return {
-            key: torch.from_numpy(self._given(key, tensor)).to(tensor.dtype) for key, tensor in drawn.items()
+            key: torch.from_numpy(self._given(key, to_numpy(tensor))).to(tensor.dtype)
+            for key, tensor in drawn.items()
         }
 
     def capture(self, name: str, sizes: Sizes) -> GoldenCase:
         """Run one case: the truth in FP64, and the mixed graph in ONNX Runtime."""
         case = super().capture(name, sizes)
-        given = self._fed(name, sizes)
+        given = {key: self._given(key, array) for key, array in case.inputs.items()}
         with self._open(self._graph) as runner:
             got = runner.run(given)
         case = replace(case, inputs=given, eager={key: got[key] for key in case.oracle})
@@ -110,12 +111,8 @@ class MixedCapture(ModuleCapture):
             got = runner.run(case.inputs)
         return replace(insight, eager={name: got[name] for name in values})
 
-    def _fed(self, name: str, sizes: Sizes) -> dict[str, np.ndarray]:
-        return {key: self._given(key, tensor) for key, tensor in self.inputs(name, sizes).items()}
-
-    def _given(self, name: str, tensor: Tensor) -> np.ndarray:
+    def _given(self, name: str, array: np.ndarray) -> np.ndarray:
         dtype = self._types[name]
-        array = to_numpy(tensor)
         return array if dtype is None else array.astype(dtype.numpy())
 
     def _open(self, model: ir.Model) -> Runner:

@@ -15,16 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Node
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.drawn import NamedDims, draw_inputs
 from mha_deploy.export.exported import ExportedModule
-from mha_deploy.export.program_axes import AxisNames, dynamic_shapes, trace_sizes
-from mha_deploy.export.program_check import check_small_sizes
+from mha_deploy.export.program_axes import AxisNames, dynamic_shapes, inside, trace_sizes
+from mha_deploy.export.program_check import DrawInputs, check_repeats, check_small_sizes
 from mha_deploy.export.program_errors import explain_failure, may_be_small_sizes, silenced
 from mha_deploy.export.program_outputs import named_outputs
 from mha_deploy.export.torch_exporter import comparing_multiples, first_cause, quiet, was_interrupted
 from mha_deploy.spec_parts import Axis
+
+_FLOATS = {
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.float32: ir.DataType.FLOAT,
+    torch.float64: ir.DataType.DOUBLE,
+}
 
 
 def export_program(
@@ -35,6 +43,7 @@ def export_program(
     *,
     opset: int = 23,
     output_names: Sequence[str] = (),
+    draw: DrawInputs | None = None,
 ) -> ExportedModule:
     """Export a module.
 
@@ -45,10 +54,11 @@ def export_program(
         axes: The range of every axis that they name. An axis of one size is a number in the graph.
         opset: ONNX operator set.
         output_names: Names of the outputs; from the keys of what `forward` returns unless given.
+        draw: Makes inputs of some sizes on which the module can run; they look like `inputs` unless given.
 
     Raises:
-        ExportError: PyTorch cannot export it, an axis cannot vary as wanted, an input is not used, or the
-            module changes its own buffers or inputs.
+        ExportError: PyTorch cannot export it, an axis cannot vary as wanted, an input is not used, the
+            module changes its own buffers or inputs, or gives other results each time.
     """
     sizes = trace_sizes(inputs, dims, axes)
     example = draw_inputs(inputs, dims, sizes, seed=0)
@@ -57,11 +67,13 @@ def export_program(
         names = list(named_outputs(traced, output_names, list(inputs)))
         model, program = _translated(traced, example, opset)
         _refuse_changes(program)
+        _refuse_control_flow(program)
         fed = _fed_nodes(program)
         returned = dict(zip(names, _returned_nodes(program), strict=True))
         _settle_inputs(model, fed, list(inputs))
-        moved = _settle_outputs(model, names)
         values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+        _cast_outputs(model, [values[node] for node in returned.values()])
+        moved = _settle_outputs(model, names)
         axis_names = AxisNames(dims, axes, {name: values[node] for name, node in fed.items()})
         axis_names.rename(model)
         exported = ExportedModule(
@@ -73,7 +85,9 @@ def export_program(
             traced_sizes=sizes,
             unproven=() if small else tuple(name for name, axis in axes.items() if axis.min < sizes[name]),
         )
-        check_small_sizes(exported, module, inputs, dims, axes)
+        draw = draw or (lambda at: draw_inputs(inputs, dims, at, seed=1))
+        check_repeats(module, draw(inside(axes, sizes)))
+        check_small_sizes(exported, module, axes, draw)
     return exported
 
 
@@ -171,6 +185,34 @@ def _refuse_changes(program: ExportedProgram) -> None:
         )
 
 
+def _refuse_control_flow(program: ExportedProgram) -> None:
+    """Nobody here can say what is true of a branch that was not taken."""
+    for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise ExportError(
+                "The module has control flow that hangs on its data.",
+                got=node.target.name(),
+                hint="torch.where",
+            )
+
+
+def _cast_outputs(model: ir.Model, returned: Sequence[Tensor]) -> None:
+    """Give every output its type in the program: PyTorch forgets the cast behind a half-precision sum."""
+    for index, (value, tensor) in enumerate(zip(list(model.graph.outputs), returned, strict=True)):
+        if tensor.is_complex():
+            raise ExportError(
+                "The module returns complex numbers.", got=tensor.dtype, hint="torch.view_as_real"
+            )
+        wanted = _FLOATS.get(tensor.dtype)
+        if wanted is None or value.dtype in (None, wanted):
+            continue
+        cast = ir.node("Cast", [value], {"to": wanted})
+        cast.outputs[0].dtype, cast.outputs[0].shape = wanted, value.shape
+        cast.outputs[0].name = f"{value.name}_cast"
+        model.graph.append(cast)
+        model.graph.outputs[index] = cast.outputs[0]
+
+
 def _fed_nodes(program: ExportedProgram) -> dict[str, str]:
     """The FX node of every input by its name: PyTorch renames some, such as `input`."""
     spec = program.call_spec.in_spec
@@ -182,11 +224,16 @@ def _fed_nodes(program: ExportedProgram) -> dict[str, str]:
 
 
 def _returned_nodes(program: ExportedProgram) -> list[str]:
-    """The FX nodes of the tensors that a program returns."""
+    """The FX nodes of the tensors that a program returns.
+
+    Its signature does not know the casts that the exporter puts behind some of them, its graph does.
+    """
+    returned = program.graph.output_node().args[0]
+    specs = program.graph_signature.output_specs
     return [
-        spec.arg.name
-        for spec in program.graph_signature.output_specs
-        if spec.kind is OutputKind.USER_OUTPUT and getattr(spec.arg, "value", spec.arg.name) is not None
+        node.name
+        for node, spec in zip(returned, specs, strict=True)  # type: ignore[arg-type]
+        if isinstance(node, Node) and spec.kind is OutputKind.USER_OUTPUT
     ]
 
 

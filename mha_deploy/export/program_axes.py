@@ -15,6 +15,9 @@ from mha_deploy.export.drawn import NamedDims
 from mha_deploy.spec_parts import Axis
 from mha_deploy.spec_parts import Dim as NamedDim
 
+TORCH_NAME = "axis_"
+"""How the names of axes begin for PyTorch: it takes a bare S or N for something of SymPy's."""
+
 _LEAST = 2  # PyTorch takes sizes of 0 and 1 for constants
 _EASY = 5  # half of it, or one less, is not 1 either
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)  # seldom a number of heads, and never a multiple of one
@@ -35,6 +38,11 @@ def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[st
             sizes[name] = _free_size(axis, shown.get(name), taken)
             taken.add(sizes[name])
     return {name: sizes[name] for name in axes}
+
+
+def inside(axes: Mapping[str, Axis], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes, moved into the ranges of their axes."""
+    return {name: min(max(sizes[name], axis.min), axis.max) for name, axis in axes.items()}
 
 
 def _free_size(axis: Axis, shown: int | None, taken: set[int]) -> int:
@@ -78,18 +86,32 @@ def dynamic_shapes(
         small: Whether PyTorch shall vouch for sizes smaller than those.
     """
     torch_dims = {
-        name: Dim(name, min=axis.min if small else sizes[name], max=max(axis.max, sizes[name]))
+        name: Dim(
+            f"{TORCH_NAME}{name}", min=axis.min if small else sizes[name], max=max(axis.max, sizes[name])
+        )
         for name, axis in axes.items()
         if axis.is_dynamic
     }
     return {
         name: {
-            index: torch_dims.get(dim, Dim.DYNAMIC)
+            index: _torch_dim(dim, torch_dims, sizes)
             for index, dim in enumerate(dims.get(name, ()))
             if isinstance(dim, str) and any(part in torch_dims for part in dim.split("+"))
         }
         for name in names
     }
+
+
+def _torch_dim(dim: str, torch_dims: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+    """A sum of one varying axis and numbers; PyTorch has no words for a sum of several."""
+    parts = dim.split("+")
+    varying = [part for part in parts if part in torch_dims]
+    if len(set(varying)) > 1:
+        return Dim.DYNAMIC
+    fixed = sum(int(part) if part.isdigit() else sizes[part] for part in parts if part not in torch_dims)
+    found = torch_dims[varying[0]]
+    found = found if len(varying) == 1 else len(varying) * found
+    return found + fixed if fixed else found
 
 
 class AxisNames:

@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.drawn import NamedDims, draw_inputs
 from mha_deploy.export.eager import Float32Accumulation
 from mha_deploy.export.exported import ExportedModule
 from mha_deploy.export.widened import run_program
 from mha_deploy.spec_parts import Axis
+
+DrawInputs = Callable[[Mapping[str, int]], dict[str, Tensor]]
+"""Makes inputs of some sizes on which a module can run."""
 
 _TRACED_FROM = 2
 _MOST_TRIED = 8
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest number; another branch is far off
 
 
+def check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
+    """Run a module twice on the same inputs, which must give the same.
+
+    What is random, or remembers earlier calls, has no truth: its budget would be as wide as its whims.
+
+    Raises:
+        ExportError: The module does not run, or gives something else the second time.
+    """
+    first, second = (
+        _tensors(module, example, "the sizes of its example", "as it was traced") for _ in range(2)
+    )
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-6, atol=0, equal_nan=True):
+            raise ExportError(
+                "The module gives something else when it is called again with the same inputs.",
+                got=f"tensor {index} of what it returns",
+                hint="a module without randomness and without memory of earlier calls",
+            )
+
+
 def check_small_sizes(
     exported: ExportedModule,
     module: nn.Module,
-    inputs: Mapping[str, Tensor],
-    dims: NamedDims,
     axes: Mapping[str, Axis],
+    draw: DrawInputs,
 ) -> None:
     """Run module and program at sizes that were not traced, and compare them.
+
+    Args:
+        exported: The program.
+        module: The module.
+        axes: Its axes.
+        draw: Makes the inputs.
 
     Raises:
         ExportError: The module does not run at such a size, or the program computes something else there.
     """
     for sizes in _sizes_to_try(axes, exported):
-        example = draw_inputs(inputs, dims, sizes, seed=1)
+        example = draw(sizes)
         said = ", ".join(f"{name}={size}" for name, size in sizes.items())
         for name, want, got in _results(exported, module, example, said):
             if want.shape != got.shape or not _close(want, got):
@@ -47,18 +74,7 @@ def check_small_sizes(
 def _results(
     exported: ExportedModule, module: nn.Module, example: dict[str, Tensor], said: str
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    floats = [each.dtype for each in (*module.parameters(), *example.values()) if each.is_floating_point()]
-    half = next((dtype for dtype in floats if dtype in _TOLERANCE), torch.float16)
-    try:
-        with torch.no_grad(), Float32Accumulation(half):
-            returned = module(**example)
-    except Exception as error:  # whatever the user's module raises
-        raise ExportError(
-            "The module does not run at the smallest sizes of its axes.",
-            got=f"{said}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            hint="axes that begin at a larger size",
-        ) from error
-    wanted = [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
+    wanted = _tensors(module, example, "the smallest sizes of its axes", said)
     try:
         outputs, _ = run_program(exported, example, dtype="own")
     except (RuntimeError, IndexError) as error:
@@ -71,13 +87,29 @@ def _results(
         yield name, want, got
 
 
+def _tensors(module: nn.Module, example: Mapping[str, Tensor], where: str, said: str) -> list[Tensor]:
+    floats = [each.dtype for each in (*module.parameters(), *example.values()) if each.is_floating_point()]
+    half = next((dtype for dtype in floats if dtype in _TOLERANCE), torch.float16)
+    try:
+        with torch.no_grad(), Float32Accumulation(half):
+            returned = module(**example)
+    except Exception as error:  # whatever the user's module raises
+        raise ExportError(
+            f"The module does not run at {where}.",
+            got=f"{said}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            hint="axes that begin at a larger size, or a draw= for its inputs",
+        ) from error
+    return [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
+
+
 def _close(want: Tensor, got: Tensor) -> bool:
     if not want.is_floating_point():
         return torch.equal(want, got)
     tolerance = _TOLERANCE.get(want.dtype, 1e-3)
+    step = torch.finfo(want.dtype).smallest_normal * torch.finfo(want.dtype).eps  # the smallest number
     largest = float(want.double().nan_to_num(0, 0, 0).abs().max()) if want.numel() else 0.0
     return torch.allclose(
-        got.double(), want.double(), rtol=tolerance, atol=tolerance * max(largest, 1e-6), equal_nan=True
+        got.double(), want.double(), rtol=tolerance, atol=max(tolerance * largest, 4 * step), equal_nan=True
     )
 
 

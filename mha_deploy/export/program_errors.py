@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from mha_deploy.errors import ExportError
+from mha_deploy.export.program_axes import TORCH_NAME
 from mha_deploy.export.torch_exporter import first_cause
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
@@ -49,7 +50,7 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
         name_of: Names the dimensions of the inputs.
         trace_again: Does again what failed. It is called where PyTorch knows more, but only logs it.
     """
-    text = str(error)
+    text = str(error).replace(TORCH_NAME, "")
     about_sizes = _VIOLATED.search(text) is not None
     listener = _Listener(name_of)
     if about_sizes or _SYMBOL.search(text):

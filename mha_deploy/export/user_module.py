@@ -10,8 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mha_deploy.contract import Example
 from mha_deploy.errors import BundleError, ExportError
+from mha_deploy.export.drawn import draw_one, shape_of
 from mha_deploy.export.factory import LoadedModel, load_factory
+from mha_deploy.export.inputs import seeded_generator
 from mha_deploy.export.weight_file import read_state
 from mha_deploy.module_spec import ModuleSpec
 from mha_deploy.precision import Precision
@@ -63,6 +66,41 @@ class UserModule:
         }
 
 
+def drawn_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:
+    """Inputs at some sizes, rounded: drawn by the user's own function, or after the example.
+
+    Raises:
+        ExportError: The user's function fails, or what it gives is not like the example.
+    """
+    loaded, drawn = user.loaded, {}
+    for key, example in loaded.inputs.items():
+        shape = shape_of(key, example.tensor, loaded.dims[key], sizes)
+        if example.draw is None:
+            drawn[key] = draw_one(f"{label}/{key}", example.tensor, shape, seed)
+        else:
+            drawn[key] = _drawn_by_user(key, example, shape, seeded_generator(seed, f"{label}/{key}"))
+    return user.rounded(drawn)
+
+
+def _drawn_by_user(name: str, example: Example, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    try:
+        drawn = None if example.draw is None else example.draw(shape, generator)
+    except Exception as error:  # whatever the user's code raises
+        raise ExportError(
+            f"The draw of input {name} fails.", got=f"{type(error).__name__}: {error}", hint=f"shape {shape}"
+        ) from error
+    if not isinstance(drawn, Tensor):
+        raise ExportError(f"The draw of input {name} gives no tensor.", got=type(drawn).__name__)
+    if tuple(drawn.shape) != shape:
+        raise ExportError(
+            f"The draw of input {name} gives another shape.", got=tuple(drawn.shape), hint=str(shape)
+        )
+    wanted = example.tensor.dtype
+    if drawn.dtype != wanted and not (drawn.is_floating_point() and wanted.is_floating_point):
+        raise ExportError(f"The draw of input {name} gives another type.", got=drawn.dtype, hint=str(wanted))
+    return drawn.detach()
+
+
 def open_user_module(
     factory: str,
     precision: Precision,
@@ -89,6 +127,8 @@ def open_user_module(
     loaded = load_factory(factory, seed=seed).with_axes(axes or {})
     if weights is not None:
         _load_weights(loaded.module, weights)
+    _refuse_meta(loaded.module)
+    loaded.module.requires_grad_(False)
     digest = state_digest(loaded.module)
     _round(loaded.module, getattr(torch, precision.torch_name))
     loaded.module.to(device)
@@ -122,9 +162,9 @@ def reopen_user_module(spec: ModuleSpec, precision: Precision, *, device: str = 
 
 
 def state_digest(module: nn.Module) -> str:
-    """A hash of the names, types and numbers of all weights and buffers."""
+    """A hash of the names, types and numbers of all weights and buffers, also of those that are not saved."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in sorted({**module.state_dict(), **dict(module.named_buffers())}.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -160,9 +200,21 @@ def _round(module: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in owner.named_buffers(recurse=False)
         if name in _KEPT_WIDE
     }
-    module.to(dtype)
+    # Not module.to(): it makes complex numbers, such as a table of rotations, real.
+    module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     for (owner, name), buffer in kept.items():
         setattr(owner, name, buffer)
+
+
+def _refuse_meta(module: nn.Module) -> None:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise ExportError(
+            "The module has weights without numbers.",
+            got=f"{len(empty)} on the meta device: {', '.join(empty[:3])}",
+            hint="a factory that makes or loads them",
+        )
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -53,7 +53,7 @@ def budget_from_eager(eager: np.ndarray, oracle: np.ndarray, precision: Precisio
     """Derive the budget of one tensor from the module's own error."""
     own, roundoff, factor = measure(eager, oracle), precision.roundoff, FACTORS[precision.name]
     l2 = max(own.relative_l2, _FLOOR_L2 * roundoff)
-    noise = _GAIN_NOISE * l2 / math.sqrt(oracle.size)
+    noise = _GAIN_NOISE * l2 / math.sqrt(max(oracle.size, 1))
     return Budget(
         relative_l2=factor * l2,
         worst_row=factor * max(own.worst_row, _FLOOR_ROW * roundoff),

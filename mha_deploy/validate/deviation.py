@@ -36,9 +36,23 @@ class Deviation:
     worst_want: float
 
 
+_NOTHING = Deviation(
+    relative_l2=0.0,
+    worst_row=0.0,
+    max_abs=0.0,
+    gain=0.0,
+    cosine=1.0,
+    worst_index=(),
+    worst_got=0.0,
+    worst_want=0.0,
+)
+
+
 def measure(got: np.ndarray, oracle: np.ndarray) -> Deviation:
     """Compare a finite result with the oracle, in float64."""
-    result = got.astype(np.float64)
+    result, oracle = np.atleast_1d(got.astype(np.float64)), np.atleast_1d(oracle)  # a loss is one number
+    if not oracle.size:
+        return _NOTHING
     error = result - oracle
     size = _rms(oracle) or 1.0  # an oracle of zeros: errors are then absolute
     row_sizes = np.maximum(_rms(oracle, axis=-1), _SMALLEST_ROW * size)

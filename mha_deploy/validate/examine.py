@@ -200,6 +200,7 @@ class _Sitting:
         names = [name for name in names if case.oracle[name].ndim in MAPPED_RANKS]
         if not names and case.name in _MAPPED:
             names = [each.output for each in verdicts if each.output == "output" and each.passed]
+            names = [name for name in names if case.oracle[name].ndim in MAPPED_RANKS]
         if not names:
             return
         rows = new_rows(case, got)

@@ -146,6 +146,8 @@ def _by_row(
     """What a row is, error and truth as [B, rows, S, ·], and how they came about."""
     if oracle.ndim == 4:
         return HEAD, error, oracle, ""
+    if projection is not None and projection.weight.shape[1] != oracle.shape[-1]:
+        projection = None  # that of another output
     refusal = "no projection of heads feeds it" if projection is None else projection.refusal
     if projection is None or refusal is not None:
         note = f"rows are groups of output channels: {refusal}"

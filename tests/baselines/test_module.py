@@ -5,13 +5,13 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from mha_deploy.baselines.module import module_from_bundle, tensor_from_numpy
+from mha_deploy.baselines.module import module_from_bundle
 from mha_deploy.baselines.ways import WAYS, TorchModels, find_way
 from mha_deploy.bundle import Bundle
 from mha_deploy.catalog import catalog_names
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.export.eager import run_module
-from mha_deploy.export.inputs import call_arguments, to_numpy
+from mha_deploy.export.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.golden import golden_cases
 from mha_deploy.precision import PRECISIONS
 

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from mha_deploy.backends.runner import Arrays, Runner, TensorInfo
-from mha_deploy.baselines.module import tensor_from_numpy
 from mha_deploy.catalog import find_spec
 from mha_deploy.export.eager import run_module
-from mha_deploy.export.inputs import call_arguments, to_numpy
+from mha_deploy.export.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.precision import PRECISIONS
 from mha_deploy.reference import attention, build_module
 from mha_deploy.spec import FLOAT, Axis

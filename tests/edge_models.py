@@ -1,0 +1,206 @@
+"""Modules at the edge of the contract, and factories a little beyond it."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mha_deploy.contract import Deployable, Example
+
+E, AXES = 32, {"B": "1:2:4", "S": "1:5:9"}
+SCALE = 1.0  # a test writes another one
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(E, E) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (2, 16)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Calls(nn.Module):
+    """An attention, and what a function makes of it."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.a, self.function = Attention(), function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def deployable(function, *, inputs=None, axes=AXES, outputs=(), **parts):
+    shown = {"x": Example(torch.randn(2, 4, E), "B", "S")} if inputs is None else inputs
+    return Deployable(module=Calls(function, **parts), inputs=shown, axes=axes, outputs=outputs)
+
+
+def many_outputs():
+    """Of all kinds and ranks: also sums, whose last cast PyTorch forgets, and a weight."""
+
+    def function(self, x):
+        y = self.a(x)
+        return {
+            "output": self.wide(y),
+            "logits": y.float(),
+            "sums": y.sum(-1),
+            "loss": y.sum(),
+            "best": (y @ self.table).argmax(-1),
+            "weight": self.table,
+        }
+
+    return deployable(function, wide=nn.Linear(E, 50), table=nn.Parameter(torch.randn(E, 500)))
+
+
+class Rotated(nn.Module):
+    """A rotary embedding with a table of complex numbers, as LLaMA's first code has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = Attention()
+        self.register_buffer("turns", torch.polar(torch.ones(16, E // 2), torch.randn(16, E // 2)))
+
+    def forward(self, x):
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * self.turns[: x.shape[1]]
+        return self.a(torch.view_as_real(pairs).flatten(2).to(x.dtype))
+
+
+def rotated():
+    return Deployable(module=Rotated(), inputs={"x": Example(torch.randn(2, 4, E), "B", "S")}, axes=AXES)
+
+
+class Picks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = Attention()
+
+    def forward(self, x, places, past):
+        y = torch.cat([past, self.a(x) * SCALE], 1)
+        return y.gather(1, places[..., None].expand(-1, -1, E)), past
+
+
+def picks():
+    """Places must lie inside the sequence; its numbers are other ones each time they are drawn."""
+    return Deployable(
+        module=Picks(),
+        inputs={
+            "x": Example(torch.randn(2, 4, E), "B", "S", draw=lambda shape, _: torch.randn(shape)),
+            "places": Example(
+                torch.arange(4).expand(2, 4).flip(1),
+                "B",
+                "S",
+                draw=lambda shape, generator: torch.randint(0, shape[1], shape, generator=generator),
+            ),
+            "past": Example(torch.randn(2, 3, E), "B", "P"),
+        },
+        axes={**AXES, "P": "0:3:5"},
+    )
+
+
+class Added(nn.Module):
+    def forward(self, x, past, mask):
+        return torch.cat([past, x], 1) + mask
+
+
+def fixed_past():
+    """A sum of a fixed and a varying size."""
+    return Deployable(
+        module=Added(),
+        inputs={
+            "mask": Example(torch.randn(2, 7, E), "B", "P+S"),
+            "x": Example(torch.randn(2, 4, E), "B", "S"),
+            "past": Example(torch.randn(2, 3, E), "B", "P"),
+        },
+        axes={**AXES, "P": "3:3:3"},
+    )
+
+
+class Counting(nn.Module):
+    """Remembers how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.calls = Attention(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.a(x) * (1 + 0.001 * self.calls)
+
+
+def counting():
+    return Deployable(module=Counting(), inputs={"x": Example(torch.randn(2, 4, E), "B", "S")}, axes=AXES)
+
+
+def random():
+    return deployable(lambda self, x: self.a(F.dropout(x, 0.01)))
+
+
+def branching():
+    return deployable(lambda self, x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y * 2, (self.a(x),)))
+
+
+def complex_result():
+    return deployable(lambda self, x: torch.view_as_complex(self.a(x).float().unflatten(-1, (-1, 2))))
+
+
+def plain(**changed):
+    return deployable(lambda self, x: self.a(x), **changed)
+
+
+def leaves():
+    sys.exit(0)
+
+
+def listed_axes():
+    return plain(axes=["B", "S"])
+
+
+def listed_inputs():
+    return plain(inputs=[torch.randn(2, 4, E)])
+
+
+def spaced_axis():
+    return plain(inputs={"x": Example(torch.randn(2, 4, E), "my batch")}, axes={"my batch": "1:2:4"})
+
+
+def numbered_axis():
+    return plain(inputs={"x": Example(torch.randn(2, 4, E), 2, "S")})
+
+
+def unnamed_output():
+    return plain(outputs=[""])
+
+
+def no_number():
+    return plain(inputs={"x": Example(torch.full((2, 4, E), float("nan")), "B", "S")})
+
+
+def empty_weights():
+    made = plain()
+    made.module.to("meta")
+    return made
+
+
+def empty_example():
+    return plain(inputs={"x": Example(torch.randn(2, 4, E, device="meta"), "B", "S")})
+
+
+def _drawn(draw):
+    return plain(inputs={"x": Example(torch.randn(2, 4, E), "B", "S", draw=draw)})
+
+
+def failing_draw():
+    return _drawn(lambda shape, generator: 1 / 0)
+
+
+def no_draw():
+    return _drawn(lambda shape, generator: None)
+
+
+def whole_draw():
+    return _drawn(lambda shape, generator: torch.ones(shape, dtype=torch.int64))

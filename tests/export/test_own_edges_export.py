@@ -1,0 +1,160 @@
+"""What an export of a user's module must refuse in words, and what it must not lose."""
+
+import json
+
+import edge_models
+import numpy as np
+import pytest
+import torch
+
+from mha_deploy.errors import DeployError, ExportError
+from mha_deploy.export.factory import load_factory
+from mha_deploy.export.module_exporter import bundle_from_factory
+from mha_deploy.export.options import ExportOptions
+from mha_deploy.export.program import export_program
+from mha_deploy.export.user_module import open_user_module, state_digest
+from mha_deploy.export.weight_file import read_state
+from mha_deploy.golden import golden_cases
+from mha_deploy.precision import find_precision
+from mha_deploy.spec_parts import Axis
+
+FILE = edge_models.__file__
+FP16 = find_precision("fp16")
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("leaves", "SystemExit"),
+        ("listed_axes", "axes is not a dictionary"),
+        ("listed_inputs", "inputs is not a dictionary"),
+        ("spaced_axis", "my batch"),
+        ("numbered_axis", "no name"),
+        ("unnamed_output", "no name"),
+        ("no_number", "NaN"),
+        ("empty_weights", "without numbers"),
+        ("empty_example", "no numbers"),
+    ],
+)
+def test_what_a_factory_must_not_give(factory, said):
+    with pytest.raises(ExportError) as caught:
+        open_user_module(f"{FILE}:{factory}", FP16)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("counting", "called again"),
+        ("random", "called again"),
+        ("branching", "control flow"),
+        ("complex_result", "complex"),
+        ("failing_draw", "division by zero"),
+        ("no_draw", "gives no tensor"),
+        ("whole_draw", "another type"),
+    ],
+)
+def test_what_cannot_be_exported(tmp_path, quick_exporter, factory, said):
+    with pytest.raises(ExportError) as caught:
+        bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle")
+    assert said in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_without_a_golden_case(tmp_path, quick_exporter):
+    with pytest.raises(ExportError, match="No golden case"):
+        bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", ExportOptions(golden=("large",)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_device_is_not_ignored(tmp_path):
+    with pytest.raises(ExportError, match="on the CPU"):
+        bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", ExportOptions(device="cuda"))
+
+
+def test_complex_tables_stay_complex(tmp_path, quick_exporter):
+    options = ExportOptions(golden=("opt",))
+    (case,) = golden_cases(bundle_from_factory(f"{FILE}:rotated", tmp_path / "bundle", options))
+    with torch.no_grad():
+        want = load_factory(f"{FILE}:rotated").module(torch.from_numpy(case.inputs["x"]).float()).numpy()
+    assert np.linalg.norm(case.oracle["output"] - want) < 1e-2 * np.linalg.norm(want)
+
+
+def test_the_work_of_fused_attention_is_counted(tmp_path, quick_exporter):
+    bundle = bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", ExportOptions(golden=("opt",)))
+    B, S, E = 2, 5, edge_models.E
+    assert bundle.manifest.spec.flops == 2 * B * S * 3 * E**2 + 4 * B * S * S * E
+
+
+def test_a_sum_of_a_fixed_and_a_varying_axis(quick_exporter):
+    loaded = load_factory(f"{FILE}:fixed_past")
+    inputs = {name: example.tensor for name, example in loaded.inputs.items()}
+    exported = export_program(loaded.module, inputs, loaded.dims, loaded.axes)
+    assert exported.outputs == {"output": ("B", "S+3", edge_models.E)}
+
+
+@pytest.mark.parametrize("name", ["S", "N", "pi"])
+def test_names_that_mean_something_to_sympy(quick_exporter, name):
+    module = edge_models.Added()
+    inputs = {"x": torch.randn(2, 4, 8), "past": torch.randn(2, 4, 8), "mask": torch.randn(2, 8, 8)}
+    dims = {"x": ("B", name), "past": ("B", name), "mask": ("B", f"{name}+{name}")}
+    axes = {"B": Axis(min=1, opt=2, max=4), name: Axis(min=1, opt=4, max=8)}
+    assert export_program(module, inputs, dims, axes).outputs == {"output": ("B", f"{name}+{name}", 8)}
+
+
+def test_a_buffer_that_is_not_saved_is_hashed():
+    module = torch.nn.Linear(2, 2)
+    before = state_digest(module)
+    module.register_buffer("table", torch.ones(2), persistent=False)
+    one = state_digest(module)
+    module.table *= 2
+    assert len({before, one, state_digest(module)}) == 3
+
+
+def test_a_state_dict_has_names(tmp_path):
+    torch.save({1: torch.ones(2)}, tmp_path / "weights.pt")
+    with pytest.raises(DeployError, match="no state dict"):
+        read_state(tmp_path / "weights.pt")
+
+
+def test_a_manifest_that_cannot_be_read_is_not_put_in_place(tmp_path):
+    from bundle_edit import fill, manifest
+
+    from mha_deploy.bundle import BundleWriter
+
+    broken = manifest()
+    broken.golden.clear()
+    with BundleWriter(tmp_path / "bundle") as writer:
+        fill(writer.path)
+        with pytest.raises(TypeError):
+            writer.finish(broken)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "wrong"),
+    [
+        (("spec",), ["a"]),
+        (("spec",), "x"),
+        (("spec", "weight_bytes"), None),
+        (("spec", "mixed"), "yes"),
+        (("spec", "factory"), 3),
+        (("golden", 0, "sizes"), ["a"]),
+        (("weights",), None),
+        (("opset",), "23"),
+    ],
+)
+def test_a_manifest_of_wrong_kinds_is_refused(own_bundles, tmp_path, where, wrong):
+    from bundle_edit import copy_of
+
+    from mha_deploy.bundle import open_bundle
+
+    folder = copy_of(own_bundles(), tmp_path / "copy")
+    data = json.loads((folder / "manifest.json").read_text())
+    part = data
+    for key in where[:-1]:
+        part = part[key]
+    part[where[-1]] = wrong
+    (folder / "manifest.json").write_text(json.dumps(data))
+    with pytest.raises(DeployError):
+        open_bundle(folder)

@@ -1,0 +1,93 @@
+"""Verdicts on modules at the edge of the contract."""
+
+import dataclasses
+from pathlib import Path
+
+import edge_models
+import numpy as np
+import pytest
+
+from mha_deploy.bundle import open_bundle
+from mha_deploy.errors import BundleError
+from mha_deploy.export.module_exporter import bundle_from_factory
+from mha_deploy.export.options import ExportOptions
+from mha_deploy.golden import GoldenCase, golden_cases
+from mha_deploy.precision import find_precision
+from mha_deploy.validate.bisect import bisected_case
+from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.parity import judge_case
+from mha_deploy.validate.references import reference_for
+from mha_deploy.validate.run import validate_bundle
+
+FILE = edge_models.__file__
+FP16 = find_precision("fp16")
+
+
+@pytest.fixture(scope="module")
+def edge_bundles(tmp_path_factory, quick_exporter):
+    """The bundles of two factories; several tests look at them."""
+    folder = tmp_path_factory.mktemp("edges")
+    options = ExportOptions(golden=("opt", "min"))
+    for name in ("many_outputs", "picks"):
+        bundle_from_factory(f"{FILE}:{name}", folder / name, options)
+    return lambda name: open_bundle(folder / name)
+
+
+def test_outputs_of_every_kind_and_rank(edge_bundles):
+    bundle = edge_bundles("many_outputs")
+    assert {tensor.name: (tensor.kind, tensor.dims) for tensor in bundle.manifest.spec.outputs} == {
+        "output": ("float", ("B", "S", 50)),
+        "logits": ("float32", ("B", "S", 32)),
+        "sums": ("float", ("B", "S")),
+        "loss": ("float", ()),
+        "best": ("int64", ("B", "S")),
+        "weight": ("float", (32, 500)),
+    }
+    report = validate_bundle(bundle)
+    assert report.passed, report.headline
+    assert all(case.oracle["logits"].dtype == np.float64 for case in golden_cases(bundle))
+
+
+def test_draws_of_the_user_and_an_empty_past(edge_bundles):
+    # The draw gives other numbers each time: what lies inside must belong to the inputs that were kept.
+    report = validate_bundle(edge_bundles("picks"))
+    assert report.passed, report.headline
+    assert "1/1 attentions right" in report.headline
+
+
+def test_a_mixed_graph_is_fed_what_was_drawn_first(tmp_path, quick_exporter):
+    options = ExportOptions(precision="auto", golden=("opt",))
+    assert validate_bundle(bundle_from_factory(f"{FILE}:picks", tmp_path / "bundle", options)).passed
+
+
+def test_a_factory_that_computes_something_else_is_no_oracle(edge_bundles, tmp_path):
+    # The weights are the same: their hash does not tell.
+    bundle = edge_bundles("picks")
+    other = tmp_path / "edge_models.py"
+    other.write_text(Path(FILE).read_text().replace("self.a(x) * SCALE", "self.a(x) * 1.1"))
+    spec = dataclasses.replace(bundle.manifest.spec, factory=f"{other}:picks")
+    moved = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, spec=spec))
+    with pytest.raises(BundleError, match="something else now"):
+        validate_bundle(moved, ValidateOptions(fresh=1))
+    inside, _ = reference_for(moved, bisected_case(moved), "ort-cpu")
+    with pytest.raises(BundleError, match="something else now"):
+        inside(["x"])
+
+
+def tokens(wrong, own):
+    """A case with 1,000 tokens of which the module itself gets some wrong, and what a runtime gives."""
+    oracle = np.arange(20_000, 21_000)
+    eager, got = oracle.copy(), oracle.copy()
+    eager[:own] += 1
+    got[:wrong] += 1
+    case = GoldenCase(name="opt", sizes={}, inputs={}, oracle={"y": oracle}, eager={"y": eager})
+    return judge_case(case, {"y": got}, FP16)[0]
+
+
+def test_the_next_token_is_not_nearly_right():
+    assert tokens(wrong=0, own=0).passed
+    verdict = tokens(wrong=1, own=0)
+    assert not verdict.passed
+    assert verdict.problem.startswith("1 of 1000 differ")
+    assert tokens(wrong=2, own=1).passed  # where rounding decides, the module errs too
+    assert not tokens(wrong=17, own=1).passed
