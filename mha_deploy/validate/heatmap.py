@@ -19,6 +19,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
 from mha_deploy.graph.attention_node import is_attention, read_attention
 
+_NOT_FED = "no projection of heads feeds it"
 MAPPED_RANKS = (3, 4)
 """Of outputs that can be mapped: `[B, S, E]`, and weights `[B, Hq, S, T]`."""
 HEAD, CHANNEL_GROUP, POSITION = "head", "channel group", "position"
@@ -146,9 +147,9 @@ def _by_row(
     """What a row is, error and truth as [B, rows, S, ·], and how they came about."""
     if oracle.ndim == 4:
         return HEAD, error, oracle, ""
-    if projection is not None and projection.weight.shape[1] != oracle.shape[-1]:
-        projection = None  # that of another output
-    refusal = "no projection of heads feeds it" if projection is None else projection.refusal
+    refusal = _NOT_FED if projection is None else projection.refusal
+    if projection is not None and refusal is None and projection.weight.shape[1] != oracle.shape[-1]:
+        refusal = _NOT_FED  # it is that of another output
     if projection is None or refusal is not None:
         note = f"rows are groups of output channels: {refusal}"
         return CHANNEL_GROUP, _channel_groups(error), _channel_groups(oracle), note

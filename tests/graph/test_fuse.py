@@ -186,6 +186,7 @@ def doubled(tensor):
 # -- the rest of the graph ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stack_gives_one_node_for_each_layer_and_names_them(quick_exporter):
     torch.manual_seed(0)
     stack = modules.Stack().eval()

@@ -19,7 +19,7 @@ from mha_deploy.graph.lower import LoweringError, lower
 pytestmark = pytest.mark.usefixtures("quick_exporter")
 
 SIZES = ({"B": 2, "S": 5, "T": 7}, {"B": 3, "S": 11, "T": 4})
-QUICK = ("llama-padded", "handmade")
+QUICK = ("handmade",)
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in small.MODELS]
 RANGES = {"B": (1, 2, 4), "S": (2, 16, 48), "T": (1, 16, 48)}
 DIALECTS = ("onnx", "trt", "primitives", "contrib")

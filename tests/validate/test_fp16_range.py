@@ -216,7 +216,7 @@ def test_large_values_leave_less_headroom(bundles, tmp_path):
     assert node.status == "near"
 
 
-@pytest.mark.parametrize("block", [1, 7, 100, 1000])
+@pytest.mark.parametrize("block", [7, 1000])
 @pytest.mark.parametrize(
     "name", ["tiny-causal-padding", "tiny-additive-causal", "tiny-head-mix", "tiny-static", "tiny-window"]
 )

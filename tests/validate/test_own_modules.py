@@ -52,7 +52,7 @@ def test_the_bundle_knows_the_module(own_bundles):
     assert open_bundle(own_bundles().path).manifest.spec == spec
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_the_graph_and_every_attention_are_right(own_bundles, precision):
     report = validate_bundle(own_bundles(precision=precision))
     assert report.passed, report.headline
