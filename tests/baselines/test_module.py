@@ -30,9 +30,8 @@ def outputs(module, case):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", TINY)
 def test_the_layer_of_a_bundle_gives_the_golden_results(bundles, name, precision):
-    """But for the order of sums: on a CPU without bfloat16, PyTorch gives oneDNN up for the whole process at the
-    first such product, which another test may have computed since the bundle was made.
-    """
+    # But for the order of sums: on a CPU without bfloat16, PyTorch gives oneDNN up for the process at the
+    # first such product, which another test may have computed since the bundle was made.
     bundle = bundles(name, precision)
     module = module_from_bundle(bundle, path="plain", device="cpu")
     twin = module_from_bundle(bundle, path="sdpa", device="cpu", dtype=torch.float64)
