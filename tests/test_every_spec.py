@@ -12,10 +12,11 @@ from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.export.options import ExportOptions
 from mha_deploy.validate.graph import graph_parity
 
-GIGABYTES = ("gpt3-175b", "llama-2-70b")
+# Gigabytes, and layers of which a like one is quick: for `-m slow`.
+LARGE = ("gpt3-175b", "llama-2-70b", "falcon-7b", "whisper-large-cross")
 TINY = [name for name in catalog_names() if name.startswith("tiny-")]
 REAL = [
-    pytest.param(name, marks=pytest.mark.slow) if name in GIGABYTES else name
+    pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name
     for name in catalog_names()
     if name not in TINY
 ]

@@ -30,8 +30,15 @@ CASES = [
     for name, turn in zip(TINY, itertools.cycle(("bf16", "fp32")), strict=False)
     for precision in PRECISIONS
 ]
+# The graph is the same in every precision but for its types: most of bf16 is for `-m slow`.
+QUICK = ("tiny-mha", "tiny-gqa", "tiny-sparse-heads", "tiny-static", "tiny-growing", "tiny-packed")
 EXPORTED = pytest.mark.parametrize(
-    ("name", "precision", "opset"), CASES, ids=["-".join(map(str, case)) for case in CASES]
+    ("name", "precision", "opset"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case[1] == "bf16" and case[0] not in QUICK else ())
+        for case in CASES
+    ],
+    ids=["-".join(map(str, case)) for case in CASES],
 )
 ONNX_TYPES = {
     "fp16": onnx.TensorProto.FLOAT16,

@@ -113,7 +113,7 @@ CASES = {
     "fill, fp32": (FILL, "bool", SINGLE, ("float", False, False)),
     "two masks, fp32": (spelling(added_padding_and_causal), "keys", SINGLE, ("float", False, True)),
 }
-QUICK = ("fill", "grouped heads", "causal over padding", "fill, bf16")
+QUICK = ("grouped heads", "causal over padding")
 SPELLINGS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 # Roundings of results near 1.
 TOLERANCE = {HALF: 3e-3, BRAIN: 1.2e-2, SINGLE: 1e-5}
