@@ -174,7 +174,13 @@ def compare(node, cases, near):
 # -- figures -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+# An export in float32 each: those whose like is quick are for `-m slow`.
+ALIKE = ("tiny-scale", "tiny-packed", "tiny-padding", "tiny-additive", "tiny-cross", "tiny-mqa", "tiny-rope")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in NAMES]
+)
 def test_every_figure_is_what_plain_numpy_gives(bundles, name):
     bundle = bundles(name, "fp32")
     report = fp16_range(bundle)

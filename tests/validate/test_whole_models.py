@@ -17,7 +17,7 @@ rtx = pytest.importorskip("tensorrt_rtx")
 
 MODELS = Path(__file__).parents[1] / "deployable_models.py"
 # An export takes seconds: the rest is for `-m slow`.
-QUICK = {("bert", "sdpa"), ("gpt2", "eager"), ("llama", "sdpa"), ("t5", "eager"), ("vit", "eager")}
+QUICK = {("bert", "sdpa"), ("gpt2", "eager"), ("llama", "sdpa"), ("vit", "eager")}
 
 
 @pytest.mark.parametrize(
