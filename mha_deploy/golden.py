@@ -106,13 +106,14 @@ def write_case(path: Path, case: GoldenCase) -> None:
     oracle, eager = (only_new_rows(results, case.inputs) for results in (case.oracle, case.eager))
     groups = {"inputs": case.inputs, "oracle": oracle, "eager": eager}
     arrays = {
-        f"{group}/{name}": _as_stored(a) for group, members in groups.items() for name, a in members.items()
+        f"{group}/{name}": as_stored(a) for group, members in groups.items() for name, a in members.items()
     }
     with path.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-def _as_stored(array: np.ndarray) -> np.ndarray:
+def as_stored(array: np.ndarray) -> np.ndarray:
+    """An array as NumPy's format can hold it: bfloat16 as its 16 bits."""
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 

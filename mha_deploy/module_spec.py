@@ -12,6 +12,9 @@ from mha_deploy.model_spec import ModelSpec
 from mha_deploy.spec import AttentionSpec
 from mha_deploy.spec_parts import FLOAT, Axis, Sizes, TensorSpec, axes_from
 
+LARGEST_ACTIVATION = 1e4
+"""Floats beyond it are meant to hide something: a mask, whose numbers are not drawn or turned round."""
+
 KINDS = (FLOAT, "float32", "float64", "int32", "int64", "bool")
 """What a tensor may hold; `float` is whatever precision the export asks for."""
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from mha_deploy.backends.runner import Arrays
 from mha_deploy.baselines.module import check_device
 from mha_deploy.baselines.ways import Way
 from mha_deploy.errors import DeployError
+from mha_deploy.export.eager import tensors_in
 from mha_deploy.export.inputs import tensor_from_numpy
 from mha_deploy.export.user_module import reopen_user_module
 from mha_deploy.module_spec import ModuleSpec
@@ -79,7 +79,7 @@ class _Flat(nn.Module):
         self.module = module
 
     def forward(self, **inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(leaf for leaf in tree_leaves(self.module(**inputs)) if isinstance(leaf, Tensor))
+        return tuple(tensors_in(self.module(**inputs)))
 
 
 class _Listener(TorchFunctionMode):

@@ -15,6 +15,13 @@ from mha_deploy.engine.options import EngineOptions, profile_shapes
 from mha_deploy.engine.record import Engine
 
 
+def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], TensorRTRunner]:
+    """A function that builds a lowered graph with the profiles of an engine, and loads it."""
+    rt, manifest = load(engine.manifest.backend), bundle.manifest
+    profiles = [profile_shapes(manifest.spec, ranges) for ranges in engine.manifest.ranges]
+    return engine_opener(rt, manifest.precision.name, profiles)
+
+
 def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], TensorRTRunner]:
     """A function that builds a variation of a bundle's graph as an engine of it was built, and loads it.
 
@@ -22,8 +29,6 @@ def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], TensorRT
         engine: The engine, of a TensorRT that is here.
         bundle: Its bundle.
     """
-    rt, manifest = load(engine.manifest.backend), bundle.manifest
+    rt, open_lowered = load(engine.manifest.backend), lowered_opener(engine, bundle)
     options = EngineOptions(backend=engine.manifest.backend, allow_decomposed=True)
-    profiles = [profile_shapes(manifest.spec, ranges) for ranges in engine.manifest.ranges]
-    open_lowered = engine_opener(rt, manifest.precision.name, profiles)
     return lambda model: open_lowered(lowered_for(rt, model, options)[0])

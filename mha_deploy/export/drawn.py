@@ -9,12 +9,11 @@ from torch import Tensor
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.inputs import seeded_generator
+from mha_deploy.module_spec import LARGEST_ACTIVATION
 from mha_deploy.spec_parts import TensorSpec
 
 NamedDims = Mapping[str, Sequence[str | int | None]]
 """For every input a name for each dimension: an axis, a sum of axes, a number, or None for a fixed one."""
-
-_NO_ACTIVATION = 1e4  # floats beyond it are masks: their values mean something
 
 
 def draw_inputs(
@@ -67,7 +66,7 @@ def shape_of(
 def _is_mask(example: Tensor) -> bool:
     if example.numel() == 0:
         return False
-    return bool(example.isinf().any()) or float(example.abs().max()) > _NO_ACTIVATION
+    return bool(example.isinf().any()) or float(example.abs().max()) > LARGEST_ACTIVATION
 
 
 def _normal(example: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:

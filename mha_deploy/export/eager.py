@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _HALVES = (torch.float16, torch.bfloat16)
 _PRODUCTS = frozenset(
@@ -46,6 +46,11 @@ class Float32Accumulation(TorchFunctionMode):
 
 def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALVES else tensor
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    """The tensors of what a module returned, in their order, however it nests them."""
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def run_module(module: torch.nn.Module, arguments: dict[str, Tensor]) -> tuple[Tensor, ...]:

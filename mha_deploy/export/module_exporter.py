@@ -21,7 +21,7 @@ from mha_deploy.export.module_mixed import MixedCapture, mixed_graph
 from mha_deploy.export.options import AUTO, OPSETS, ExportOptions
 from mha_deploy.export.program import ExportedModule, export_program
 from mha_deploy.export.user_module import UserModule, drawn_inputs, open_user_module
-from mha_deploy.golden import GoldenCase, polygraphy_refusal, write_case, write_polygraphy
+from mha_deploy.golden import GoldenCase, as_stored, polygraphy_refusal, write_case, write_polygraphy
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
@@ -272,7 +272,7 @@ class _Work:
             insight = self.capture.look_inside(case, set(values.values()))
             arrays = {
                 **{f"oracle/{name}": array for name, array in insight.oracle.items()},
-                **{f"eager/{name}": _as_stored(array) for name, array in insight.eager.items()},
+                **{f"eager/{name}": as_stored(array) for name, array in insight.eager.items()},
             }
             if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
                 (self.folder / "layers").mkdir()
@@ -282,7 +282,3 @@ class _Work:
 
 
 _KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
-
-
-def _as_stored(array: np.ndarray) -> np.ndarray:
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array

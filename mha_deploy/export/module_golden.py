@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.eager import Float32Accumulation
+from mha_deploy.export.eager import Float32Accumulation, tensors_in
 from mha_deploy.export.golden import refuse_overflow
 from mha_deploy.export.inputs import tensor_from_numpy, to_numpy
 from mha_deploy.export.program import ExportedModule
@@ -96,19 +95,23 @@ class ModuleCapture:
         counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
         try:
             with torch.inference_mode(), Float32Accumulation(self.user.dtype), counter:
-                leaves = tree_leaves(self.user.module(**inputs))
+                tensors = tensors_in(self.user.module(**inputs))
         except Exception as error:  # whatever the user's code raises
             raise ExportError(
                 f"The module fails at the sizes of golden case {name}.",
                 got=f"{type(error).__name__}: {error}",
                 hint="axes that it takes, or a draw= for its inputs",
             ) from error
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return dict(zip(self.exported.outputs, tensors, strict=True)), counter.get_total_flops()
 
 
 def _as_float64(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+def relative_error(got: np.ndarray, oracle: np.ndarray) -> float:
+    """The size of the error over the size of the truth."""
+    return float(np.linalg.norm(got - oracle) / max(float(np.linalg.norm(oracle)), 1e-30))
 
 
 def _refuse_another_program(case: GoldenCase) -> None:
@@ -118,7 +121,7 @@ def _refuse_another_program(case: GoldenCase) -> None:
         if eager.shape != oracle.shape:
             far = f"shape {oracle.shape}, not {eager.shape}"
         else:
-            off = float(np.linalg.norm(eager - oracle) / max(float(np.linalg.norm(oracle)), 1e-30))
+            off = relative_error(eager, oracle)
             if off <= _SAME_PROGRAM:
                 continue
             far = f"off by {off:.2g} of its size"

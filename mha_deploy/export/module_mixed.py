@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,10 @@ from torch import Tensor
 from mha_deploy.analyze.sizes import odd_sizes
 from mha_deploy.backends.ort import OrtCpuRunner
 from mha_deploy.backends.ranges import measure_ranges
-from mha_deploy.backends.runner import Runner
 from mha_deploy.errors import ExportError
 from mha_deploy.export.exported import ExportedModule
 from mha_deploy.export.inputs import to_numpy
-from mha_deploy.export.module_golden import Insight, ModuleCapture
+from mha_deploy.export.module_golden import Insight, ModuleCapture, relative_error
 from mha_deploy.export.user_module import UserModule
 from mha_deploy.golden import GoldenCase
 from mha_deploy.graph.file import load_graph, save_graph
@@ -98,8 +98,7 @@ class MixedCapture(ModuleCapture):
         """Run one case: the truth in FP64, and the mixed graph in ONNX Runtime."""
         case = super().capture(name, sizes)
         given = {key: self._given(key, array) for key, array in case.inputs.items()}
-        with self._open(self._graph) as runner:
-            got = runner.run(given)
+        got = self._runner.run(given)
         case = replace(case, inputs=given, eager={key: got[key] for key in case.oracle})
         _refuse_far(case)
         return case
@@ -107,7 +106,7 @@ class MixedCapture(ModuleCapture):
     def look_inside(self, case: GoldenCase, values: Collection[str]) -> Insight:
         """Values of the graph in a case that was captured, by their names."""
         insight = super().look_inside(case, values)
-        with self._open(with_outputs(self._graph, values)) as runner:
+        with OrtCpuRunner(with_outputs(self._graph, values)) as runner:
             got = runner.run(case.inputs)
         return replace(insight, eager={name: got[name] for name in values})
 
@@ -115,14 +114,16 @@ class MixedCapture(ModuleCapture):
         dtype = self._types[name]
         return array if dtype is None else array.astype(dtype.numpy())
 
-    def _open(self, model: ir.Model) -> Runner:
-        return OrtCpuRunner(model)
+    @cached_property
+    def _runner(self) -> OrtCpuRunner:
+        """The mixed graph, loaded once for all cases."""
+        return OrtCpuRunner(self._graph)
 
 
 def _refuse_far(case: GoldenCase) -> None:
     for name, oracle in case.oracle.items():
         got = case.eager[name].astype(np.float64)
-        off = float(np.linalg.norm(got - oracle) / max(float(np.linalg.norm(oracle)), 1e-30))
+        off = relative_error(got, oracle)
         if not off <= _LARGEST_ERROR:
             raise ExportError(
                 "The mixed graph is too far from the module.",

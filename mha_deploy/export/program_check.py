@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.eager import Float32Accumulation
+from mha_deploy.export.eager import Float32Accumulation, tensors_in
 from mha_deploy.export.exported import ExportedModule
 from mha_deploy.export.widened import run_program
 from mha_deploy.spec_parts import Axis
@@ -99,7 +98,7 @@ def _tensors(module: nn.Module, example: Mapping[str, Tensor], where: str, said:
             got=f"{said}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             hint="axes that begin at a larger size, or a draw= for its inputs",
         ) from error
-    return [each for each in tree_leaves(returned) if isinstance(each, Tensor)]
+    return tensors_in(returned)
 
 
 def _close(want: Tensor, got: Tensor) -> bool:

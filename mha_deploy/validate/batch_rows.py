@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mha_deploy.model_spec import ModelSpec
+from mha_deploy.module_spec import LARGEST_ACTIVATION
 from mha_deploy.spec_parts import TensorSpec
-
-_LARGEST_ACTIVATION = 1e4
 
 
 def has_rows(spec: ModelSpec) -> bool:
@@ -17,7 +16,7 @@ def has_rows(spec: ModelSpec) -> bool:
 
 def hides_something(array: np.ndarray) -> bool:
     """Whether numbers are so large that they can only be meant to hide something."""
-    return bool(array.size) and not float(np.abs(array).max()) <= _LARGEST_ACTIVATION
+    return bool(array.size) and not float(np.abs(array).max()) <= LARGEST_ACTIVATION
 
 
 def batch_axis(tensor: TensorSpec, spec: ModelSpec) -> int | None:

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle import Bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import GoldenCase, golden_cases
+from mha_deploy.golden import GoldenCase, read_case
 from mha_deploy.graph.cone import cone, value_named
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.outputs import with_outputs
@@ -103,9 +103,9 @@ def bisect_bundle(
 
 def bisected_case(bundle: Bundle) -> GoldenCase:
     """The golden case that is looked into: the one whose attentions are known, or the usual one."""
-    entry, cases = bundle.manifest.layers, list(golden_cases(bundle))
-    wanted = entry.case if entry else "opt"
-    return next((case for case in cases if case.name == wanted), cases[0])
+    layers, golden = bundle.manifest.layers, bundle.manifest.golden
+    wanted = layers.case if layers else "opt"
+    return read_case(bundle, next((entry for entry in golden if entry.name == wanted), golden[0]))
 
 
 class _Search:

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING
 from mha_deploy.analyze.sizes import SizeLimit
 from mha_deploy.backends import CPU_RUNNERS, RUNNERS, open_runner
 from mha_deploy.backends.cuda import find_gpu, open_gpu
-from mha_deploy.backends.tensorrt import load
 from mha_deploy.bundle import Bundle
-from mha_deploy.engine.adhoc import engine_opener
-from mha_deploy.engine.options import profile_shapes
-from mha_deploy.engine.twin import twin_opener
+from mha_deploy.engine.twin import lowered_opener, twin_opener
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.graph.file import load_graph
@@ -93,7 +90,7 @@ class _Validation:
         self.rows += judged_rows  # what is compared against comes first in a table
         ranges = self._ranges()
         table = self._conformance() if self.options.conformance else None
-        fault = self._blame(judged, exam)
+        fault = self._blame(judged)
         points = points_from_rows(exam.timed, self.rows, self.bundle) if self.rows else ()
         engines, absent = tuple(self.casting.engines), (*self.casting.absent, *self.broken)
         found = (
@@ -269,7 +266,7 @@ class _Validation:
             on_column=lambda name: self.on_step(f"masks: {name}"),
         )
 
-    def _blame(self, judged: Sequence[Examination], exam: Exam) -> Blame | None:
+    def _blame(self, judged: Sequence[Examination]) -> Blame | None:
         """Who is at fault where an answer is wrong; the first that is speaks for all.
 
         What could not be run has no numbers to explain: its own message says why, and twins take minutes.
@@ -284,9 +281,7 @@ class _Validation:
                 continue
             self.on_step("whose fault it is")
             cases = [case for kind in each.cases.values() for case in kind if case.name in wrong]
-            profiles = [profile_shapes(exam.spec, ranges) for ranges in _profiles_of([each.participant])]
-            opener = engine_opener(load(engine.manifest.backend), exam.precision.name, profiles)
-            return blame(self.bundle, cases, opener)
+            return blame(self.bundle, cases, lowered_opener(engine, self.bundle))
         return None
 
 

@@ -76,7 +76,7 @@ def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
 
 
 def test_a_wrong_engine_fails_and_somebody_is_blamed(running, bundle, monkeypatch):
-    monkeypatch.setattr("mha_deploy.validate.run.engine_opener", lambda *given: pytest.fail)
+    monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: pytest.fail)
     monkeypatch.setattr("mha_deploy.validate.run.blame", lambda bundle, cases, opener: blamed(cases))
     seen = []
 
@@ -191,7 +191,7 @@ def test_only_wrong_numbers_are_blamed_on_somebody(running, bundle, monkeypatch,
     def blamed(bundle, cases, opener):
         asked.append([case.name for case in cases])
 
-    monkeypatch.setattr("mha_deploy.validate.run.engine_opener", lambda *given: None)
+    monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: None)
     monkeypatch.setattr("mha_deploy.validate.run.blame", blamed)
     report = running(lambda: GivesUp(bundle, factor=1.5))
     assert not report.passed
