@@ -22,9 +22,8 @@ for backend in tensorrt ort-cuda-contrib ort-cuda; do
   deploy validate "$bundle" --backend $backend --steps 256 --prompt 3840 --rows 1 --no-sweep --no-latency \
     -o "$folder/$backend-1" || failed=1
 done
-# A prompt of 1280 tokens: PyTorch's oracle and its judge hold all of 32 rows at once.
 for backend in tensorrt ort-cuda-contrib; do
-  deploy validate "$bundle" --backend $backend --steps 256 --prompt 1280 --rows 32 --no-sweep --no-latency \
+  deploy validate "$bundle" --backend $backend --steps 256 --prompt 3840 --rows 32 --no-sweep --no-latency \
     -o "$folder/$backend-32" || failed=1
 done
 exit $failed

@@ -80,14 +80,21 @@ class ProfiledRunner(Protocol):
 
 def check_feeds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
     """Refuse inputs whose names, types or shapes the model does not take."""
+    check_kinds(inputs, feeds)
+    for name, info in inputs.items():
+        shape = feeds[name].shape
+        if not _shape_fits(shape, info.dims):
+            raise DeployError(f"Input {name} has the wrong shape.", got=shape, hint=str(info.dims))
+
+
+def check_kinds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
+    """Refuse inputs whose names or types the model does not take, whatever their shapes."""
     if set(feeds) != set(inputs):
         raise DeployError("The inputs have other names.", got=sorted(feeds), hint=f"give {sorted(inputs)}")
     for name, info in inputs.items():
-        array = feeds[name]
-        if array.dtype != info.dtype:
-            raise DeployError(f"Input {name} has the wrong type.", got=array.dtype, hint=str(info.dtype))
-        if not _shape_fits(array.shape, info.dims):
-            raise DeployError(f"Input {name} has the wrong shape.", got=array.shape, hint=str(info.dims))
+        dtype = feeds[name].dtype
+        if dtype != info.dtype:
+            raise DeployError(f"Input {name} has the wrong type.", got=dtype, hint=str(info.dtype))
 
 
 def _shape_fits(shape: tuple[int, ...], dims: tuple[int | str | None, ...]) -> bool:

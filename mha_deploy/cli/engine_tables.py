@@ -140,13 +140,12 @@ def _precision(manifest: EngineManifest) -> list[RenderableType]:
 
 
 def _verdict(manifest: EngineManifest) -> Text:
-    fused, count = manifest.fused_count
     precision = manifest.verdict["precision"]
     told = precision["status"].replace("really-", "really ") + (
         f" ({precision['reason']})" if precision["reason"] else ""
     )
     good = manifest.all_fused and manifest.is_in_precision
-    text = f"{fused}/{count} fused, {told}; asked for {manifest.precision}"
+    text = f"{manifest.fusion_told}, {told}; asked for {manifest.precision}"
     return Text(text, style="bold green" if good else "bold yellow")
 
 

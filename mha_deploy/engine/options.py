@@ -11,6 +11,8 @@ from mha_deploy.spec_parts import Axis
 
 Ranges = Mapping[str, Axis]
 
+_USUAL_BATCH = 8
+
 BACKENDS = ("tensorrt", "tensorrt-rtx")
 
 
@@ -75,8 +77,10 @@ def default_profiles(spec: ModelSpec, *, one: bool = False) -> list[Ranges]:
         spec: The model.
         one: Whether both must share a profile, because this TensorRT cannot prepare the second one.
     """
-    if one or spec.cache == "none":
+    if spec.cache == "none":
         return [spec.axes]
+    if one:
+        return [_with_usual_batch(spec.axes)]
     S = spec.axes["S"]
     if S.min > 1 or S.max == 1:
         return [spec.axes]
@@ -84,6 +88,16 @@ def default_profiles(spec: ModelSpec, *, one: bool = False) -> list[Ranges]:
     if "P" in spec.axes:
         prompt["P"] = replace(spec.axes["P"], opt=spec.axes["P"].min)
     return [prompt, token]
+
+
+def _with_usual_batch(axes: Ranges) -> Ranges:
+    """The ranges with a usual batch above 1 where there is one.
+
+    TensorRT 8.6 built a layer with a cache wrongly for every other batch when both its usual batch and its
+    usual number of tokens were 1.
+    """
+    B = axes["B"]
+    return axes if B.opt > 1 else {**axes, "B": replace(B, opt=min(B.max, _USUAL_BATCH))}
 
 
 def profile_names(spec: ModelSpec, profiles: Sequence[Ranges]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +86,12 @@ class EngineManifest:
         return len(names - broken), len(names)
 
     @property
+    def fusion_told(self) -> str:
+        """How many attentions are fused, in words; what no source could tell is not called unfused."""
+        fused, count = self.fused_count
+        return fusion_told(fused, count, self.verdict["nodes"])
+
+    @property
     def all_fused(self) -> bool:
         """Whether every attention is one fused kernel in every profile."""
         fused, count = self.fused_count
@@ -112,6 +118,21 @@ class Engine:
                 got=self.path,
                 hint=f"mha-deploy build-engine {bundle} --backend {self.manifest.backend} --overwrite",
             )
+
+
+def fusion_told(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -> str:
+    """`10/12 fused`, or `10/12 fused, 2 unknown`.
+
+    Args:
+        fused: Attentions that are one fused kernel in every profile.
+        count: All attentions.
+        nodes: The verdict on each attention in each profile.
+    """
+    statuses: dict[str, set[str]] = {}
+    for node in nodes:
+        statuses.setdefault(node["node"], set()).add(node["status"])
+    unknown = sum("unknown" in found and "decomposed" not in found for found in statuses.values())
+    return f"{fused}/{count} fused" + (f", {unknown} unknown" if unknown else "")
 
 
 def engine_path(bundle: Path, name: str) -> Path:

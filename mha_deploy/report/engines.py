@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mha_deploy.engine.record import fusion_told
 from mha_deploy.report.figures import NOTHING, plural, short, size
 from mha_deploy.report.markup import Html, join, tag
 from mha_deploy.report.tables import Cell, Group, Row, code, data_table, section, sentence, status
@@ -27,12 +28,11 @@ def fusion(engines: Sequence[Data], findings: Sequence[Data], *, name: str = "fu
 
 
 def _title(engine: Data) -> Html:
-    fused, count = [*engine["fused"], 0, 0][:2]
     built = f"built {engine['built']}"
     if engine["seconds"] is not None:
         built += f" in {short(engine['seconds'])} s"
     figures = [
-        f"{fused}/{count} fused",
+        fusion_of(engine),
         f"{engine['precision_status']} (asked for {engine['precision']})",
         built,
         size(engine["engine_bytes"]) if engine["engine_bytes"] is not None else None,
@@ -82,12 +82,16 @@ def _not_run(engines: Sequence[Data]) -> Html | None:
     return join(lines)
 
 
+def fusion_of(engine: Data) -> str:
+    """How many attentions of an engine are fused, in words."""
+    fused, count = [*engine["fused"], 0, 0][:2]
+    return fusion_told(fused, count, engine["nodes"])
+
+
 def engine_line(engines: Sequence[Data]) -> str:
     """The engines in one sentence, for a benchmark."""
     parts = []
     for engine in engines:
-        fused, count = [*engine["fused"], 0, 0][:2]
-        parts.append(
-            f"{engine['name']} {engine['version']}: {fused}/{count} fused, {engine['precision_status']}"
-        )
+        told = f"{fusion_of(engine)}, {engine['precision_status']}"
+        parts.append(f"{engine['name']} {engine['version']}: {told}")
     return "; ".join(parts) or f"{plural(0, 'engine')}"

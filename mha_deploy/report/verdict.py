@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mha_deploy.report.engines import fusion_of
 from mha_deploy.report.figures import NOTHING, budget_share, plural, short, times
 from mha_deploy.report.markup import Html, join, tag
 from mha_deploy.report.results import LAYERS
@@ -111,10 +112,7 @@ def _largest(parity: list[Data]) -> str:
 def _fused(engines: list[Data]) -> list[object]:
     if not engines:
         return ["no engine"]
-    return [
-        tag("div", f"{'/'.join(map(str, each['fused']))} {each['name']}, {each['precision_status']}")
-        for each in engines
-    ]
+    return [tag("div", f"{each['name']}: {fusion_of(each)}, {each['precision_status']}") for each in engines]
 
 
 def _fastest(latency: Data | None) -> str:

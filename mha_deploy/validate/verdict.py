@@ -83,8 +83,8 @@ def headline(
         parts.append(f"engine {names} built and inspected, NOT RUN")
     for engine in [each.participant.engine for each in ran] or not_run:
         if engine is not None:
-            fused, of = engine.manifest.fused_count
-            parts += [f"{fused}/{of} fused", engine.manifest.verdict["precision"]["status"].replace("-", " ")]
+            precision = engine.manifest.verdict["precision"]["status"].replace("-", " ")
+            parts += [engine.manifest.fusion_told, precision]
     return ", ".join([*parts, *_speed((ran or judged)[0], points)])
 
 
@@ -155,12 +155,9 @@ def _engines(
         yield Finding(level=FAILURE, section="fusion", text=text)
     for engine in engines:
         name, manifest = engine.path.stem, engine.manifest
-        fused, of = manifest.fused_count
         if not manifest.all_fused:
             level = FAILURE if options.require_fused else WARNING
-            yield Finding(
-                level=level, section="fusion", text=f"engine {name}: {fused} of {of} attentions fused"
-            )
+            yield Finding(level=level, section="fusion", text=f"engine {name}: {manifest.fusion_told}")
         if not manifest.is_in_precision:
             level = FAILURE if options.require_precision else WARNING
             status = manifest.verdict["precision"]["status"]

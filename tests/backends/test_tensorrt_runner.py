@@ -213,6 +213,8 @@ def test_the_same_inputs_run_in_every_profile_that_takes_them(device):
             np.testing.assert_array_equal(runner.run_in_profile(given, index)["y"], given["x"])
             assert rt.module.last_context()._profile == index
         assert runner.profiles_for(feeds(2, 20)) == []
+        narrow = {**given, "x": given["x"][..., :2]}
+        assert runner.profiles_for(narrow) == [], "of a size that is fixed in the engine"
         with pytest.raises(DeployError, match="profile 1 does not take"):
             runner.run_in_profile(feeds(2, 3), 1)
         with pytest.raises(DeployError, match="No optimisation profile") as caught:

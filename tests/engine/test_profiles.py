@@ -183,3 +183,11 @@ def test_an_engine_written_before_profiles_had_names_still_opens(engines, run_cl
     assert [manifest.profile_name(index) for index in range(2)] == ["0", "1"]
     assert replace(manifest, profile_names=engine.manifest.profile_names) == open_engine(engine.path).manifest
     assert "profile 1" in run_cli("inspect", path).out
+
+
+def test_where_one_profile_serves_all_its_usual_batch_is_above_1():
+    (alone,) = default_profiles(STATIC.with_axes({"B": Axis(min=1, opt=1, max=32)}), one=True)
+    assert written([alone]) == [{"B": "1:8:32", "S": "1:16:64", "T": "64:64:64"}]
+    assert default_profiles(STATIC, one=True) == [STATIC.axes]
+    (single,) = default_profiles(STATIC.with_axes({"B": Axis(min=1, opt=1, max=1)}), one=True)
+    assert str(single["B"]) == "1:1:1"

@@ -97,31 +97,52 @@ def allow_decomposition(rt: TensorRT, network: Any) -> int:
 def hold_types(rt: TensorRT, network: Any, types: Mapping[str, str], precision: str) -> None:
     """Hold each layer of a weakly typed network to the types of the graph.
 
-    The network itself cannot be asked: under weak typing it reports FP32 for every real number.
+    The network itself cannot be asked: under weak typing it reports FP32 for every real number. What the
+    parser put in between (it reshapes weights, for one) keeps the widest type that goes into it: weights that
+    the export kept in FP32 would be rounded to FP16 on their way otherwise.
 
     Args:
         rt: The TensorRT.
         network: The network.
         types: Type of each tensor of the ONNX graph, by its short name.
-        precision: The type of what the parser put in between.
+        precision: The type of everything that is not known to be wider.
     """
     trt = rt.module
     dtypes = {"fp16": trt.DataType.HALF, "fp32": trt.DataType.FLOAT}
     if rt.can.bf16_type:
         dtypes["bf16"] = trt.DataType.BF16
+    wide: set[str] = set()  # tensors that are FP32
     for index in range(network.num_layers):
         layer = network.get_layer(index)
-        if layer.type == trt.LayerType.CONSTANT:
-            continue
         outputs = [_tensor(layer.get_output(place)) for place in range(layer.num_outputs)]
         if not outputs or not all(output.dtype in dtypes for output in outputs):
             # Indices, shapes and truth values have one type only.
             continue
-        held = [dtypes.get(types.get(output.name, precision)) for output in outputs]
+        if layer.type == trt.LayerType.CONSTANT:
+            usual = _weights_type(trt, layer)
+        else:
+            usual = "fp32" if any(name in wide for name in _input_names(layer)) else precision
+        told = [types.get(output.name, usual) for output in outputs]
+        wide.update(output.name for output, dtype in zip(outputs, told, strict=True) if dtype == "fp32")
+        if layer.type == trt.LayerType.CONSTANT and told != ["fp32"]:
+            continue  # its users say what becomes of it
+        held = [dtypes.get(dtype) for dtype in told]
         if None not in held:
             layer.precision = held[0]
             for place, dtype in enumerate(held):
                 layer.set_output_type(place, dtype)
+
+
+def _weights_type(trt: Any, layer: Any) -> str:
+    """The type that the weights of a constant have in the graph."""
+    layer.__class__ = trt.IConstantLayer  # how TensorRT's Python API casts down
+    weights = layer.weights
+    return dtype_of(str(getattr(weights, "dtype", "unknown")))
+
+
+def _input_names(layer: Any) -> list[str]:
+    inputs = (layer.get_input(place) for place in range(layer.num_inputs))
+    return [tensor.name for tensor in inputs if tensor is not None]
 
 
 def network_inputs(network: Any) -> tuple[EngineTensor, ...]:

@@ -20,7 +20,7 @@ from mha_deploy.backends.cache_rows import (
 )
 from mha_deploy.backends.cuda import Stream
 from mha_deploy.backends.gpu import GpuRunner, Prepared
-from mha_deploy.backends.runner import Arrays, TensorInfo
+from mha_deploy.backends.runner import Arrays, TensorInfo, check_kinds
 from mha_deploy.backends.tensorrt.bound import BoundCall, BoundContext, Slot
 from mha_deploy.backends.tensorrt.loaded import (
     aliased_outputs,
@@ -90,13 +90,18 @@ class TensorRTRunner(GpuRunner):
         self.stream = Stream()
 
     def profiles_for(self, feeds: Arrays) -> list[int]:
-        """The optimisation profiles that take these inputs."""
-        return admitting(self.profiles, _shapes(self.checked(feeds)))
+        """The optimisation profiles that take these inputs; none where an engine of fixed sizes does not."""
+        fed = self._narrowed(feeds)
+        check_kinds(self.inputs, fed)
+        return admitting(self.profiles, _shapes(fed))
 
     def checked(self, feeds: Arrays) -> Arrays:
-        """The inputs as the engine takes them: before version 10, the parser narrows INT64 to INT32."""
-        narrowed = feeds if self._rt.can.int64 else narrow_integers(feeds, self.inputs)
-        return super().checked(narrowed)
+        """The inputs as the engine takes them; refused where their names, types or shapes are others."""
+        return super().checked(self._narrowed(feeds))
+
+    def _narrowed(self, feeds: Arrays) -> Arrays:
+        """Before version 10, the parser narrows INT64 to INT32."""
+        return feeds if self._rt.can.int64 else narrow_integers(feeds, self.inputs)
 
     def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
         """Run in a profile of one's own choice.
