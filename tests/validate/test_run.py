@@ -90,7 +90,7 @@ def test_an_engine_that_is_not_fused_fails_only_where_that_is_required(bundles, 
     assert [finding.level for finding in report.findings if finding.section == "fusion"] == ["warning"]
     report = validate_bundle(bundle, ValidateOptions(require_fused=True))
     assert not report.passed
-    assert report.headline == "engine tensorrt-rtx: 0 of 1 attentions fused"
+    assert report.headline == "engine tensorrt-rtx: 0/1 fused"
 
 
 def test_what_is_required_of_engines_fails_where_there_is_none(bare):
