@@ -46,6 +46,8 @@ class UserModels:
         Raises:
             DeployError: A kernel of PyTorch's fused attention is asked for, and the module does not call it.
         """
+        if way.packed:
+            raise DeployError("The projections of your own module are as you wrote them.", got="packed")
         if way.path == "sdpa" and not way.compiled and not self._has_sdpa():
             raise DeployError(
                 "The module writes its attention out: there is no fused kernel to choose.",

@@ -4,6 +4,7 @@ eager            matmul, softmax, matmul, as the module is written; launched fro
 eager+graph      the same in a CUDA graph
 sdpa             PyTorch's fused attention, the kernel its own choice; launched from Python
 sdpa-cudnn …     one kernel of the fused attention and no other, in a CUDA graph
+sdpa-cudnn-packed  the same with one matrix product for queries, keys and values
 compile          torch.compile of the fused attention, in a CUDA graph
 
 A layer with a cache is run as a decoder in service would run it; see `baselines.decode`.
@@ -11,7 +12,7 @@ A layer with a cache is run as a decoder in service would run it; see `baselines
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from mha_deploy.errors import DeployError, nearest
 from mha_deploy.export.inputs import call_arguments, tensor_from_numpy
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
+from mha_deploy.spec import AttentionSpec
 from mha_deploy.spec_parts import CACHES, PAST
 
 
@@ -38,12 +40,14 @@ class Way:
         graph: Whether a timed call is the launch of a CUDA graph.
         kernel: The one kernel that PyTorch's fused attention may use; None leaves it the choice.
         compiled: Whether the module goes through torch.compile.
+        packed: Whether one matrix product makes queries, keys and values, whatever the layer has.
     """
 
     path: str
     graph: bool
     kernel: SDPBackend | None = None
     compiled: bool = False
+    packed: bool = False
 
 
 _WAYS = {
@@ -51,6 +55,7 @@ _WAYS = {
     "eager+graph": Way(path="plain", graph=True),
     "sdpa": Way(path="sdpa", graph=False),
     "sdpa-cudnn": Way(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION),
+    "sdpa-cudnn-packed": Way(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION, packed=True),
     "sdpa-flash": Way(path="sdpa", graph=True, kernel=SDPBackend.FLASH_ATTENTION),
     "sdpa-efficient": Way(path="sdpa", graph=True, kernel=SDPBackend.EFFICIENT_ATTENTION),
     "sdpa-math": Way(path="sdpa", graph=True, kernel=SDPBackend.MATH),
@@ -78,21 +83,36 @@ class TorchModels:
         self.spec, self.precision = attention_spec(bundle), bundle.manifest.precision
         self.device = device
         self._first = module_from_bundle(bundle, path="plain", device=device)
-        self._by_path = {"plain": self._first}
+        self._built = {("plain", False): self._first}
 
-    def module(self, path: str) -> Attention:
-        """The layer with its attention computed along a path."""
-        if path not in self._by_path:
+    def module(self, path: str, *, packed: bool = False) -> Attention:
+        """The layer with its attention computed along a path.
+
+        Args:
+            path: See `reference.core`.
+            packed: Whether its projections are one matrix instead of three.
+        """
+        if (path, packed) not in self._built:
+            spec = self._packed_spec() if packed else self.spec
             dtype = getattr(torch, self.precision.torch_name)
             # Weights that are of this type on this device already are not copied.
-            self._by_path[path] = build_module(
-                self.spec, weights=self._first.state_dict(), dtype=dtype, device=self.device, path=path
+            self._built[path, packed] = build_module(
+                spec, weights=self._first.state_dict(), dtype=dtype, device=self.device, path=path
             )
-        return self._by_path[path]
+        return self._built[path, packed]
+
+    def _packed_spec(self) -> AttentionSpec:
+        if self.spec.is_cross or self.spec.projections == "packed":
+            raise DeployError(
+                "The layer has no three projections of one input to pack.",
+                got="cross attention" if self.spec.is_cross else "packed projections",
+                hint="the way sdpa-cudnn",
+            )
+        return replace(self.spec, projections="packed")
 
     def in_service(self, way: Way) -> nn.Module:
         """The layer as it is run and timed: one with a cache steps without needless copies of it."""
-        layer = self.module(way.path)
+        layer = self.module(way.path, packed=way.packed)
         return layer if self.spec.cache == "none" else DecodeLayer(layer)
 
     def arguments(self, feeds: Arrays) -> dict[str, Tensor]:

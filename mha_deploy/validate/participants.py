@@ -32,6 +32,7 @@ TORCH_WAYS = (
     "eager+graph",
     "sdpa",
     "sdpa-cudnn",
+    "sdpa-cudnn-packed",
     "sdpa-flash",
     "sdpa-efficient",
     "sdpa-math",

@@ -103,6 +103,21 @@ def test_the_paths_of_one_layer_share_its_weights(bundles):
     assert models.parameter_bytes == sum(p.numel() for p in plain.parameters()) * 2
 
 
+def test_packed_projections_give_the_same_with_one_product(bundles):
+    models = TorchModels(bundles("tiny-gqa"), device="cpu")
+    packed = models.in_service(find_way("sdpa-cudnn-packed"))
+    assert "qkv.weight" in dict(packed.named_parameters())
+    x = torch.randn(2, 5, models.spec.E, generator=torch.Generator().manual_seed(0)).half()
+    with torch.inference_mode():
+        torch.testing.assert_close(packed(x), models.module("sdpa")(x), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["tiny-packed", "tiny-cross"])
+def test_where_there_is_nothing_to_pack_the_packed_way_is_refused(bundles, name):
+    with pytest.raises(DeployError, match="no three projections"):
+        TorchModels(bundles(name), device="cpu").in_service(find_way("sdpa-cudnn-packed"))
+
+
 def test_an_unknown_way_is_refused_with_the_nearest():
     with pytest.raises(DeployError, match="such a way") as caught:
         find_way("sdpa-cudn")
@@ -115,5 +130,7 @@ def test_every_way_names_a_path_and_only_the_ways_from_python_have_no_graph():
         "eager+graph": "plain",
     }
     assert [way for way in WAYS if not find_way(way).graph] == ["eager", "sdpa"]
-    kernels = [find_way(way).kernel for way in WAYS if find_way(way).kernel is not None]
-    assert len(set(kernels)) == len(kernels) == 4
+    kernels = [
+        (find_way(way).kernel, find_way(way).packed) for way in WAYS if find_way(way).kernel is not None
+    ]
+    assert len(set(kernels)) == len(kernels) == 5

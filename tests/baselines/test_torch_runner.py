@@ -16,7 +16,7 @@ CACHED = ["tiny-growing", "tiny-static", "tiny-window"]
 LAYERS = ["tiny-gqa", "tiny-padding", "tiny-mha", "tiny-weights", "tiny-head-mix", "tiny-sparse-heads"]
 QUICK = TimingPlan(samples=100, rounds=4)
 # Kernels that PyTorch may refuse by what the layer asks for: masks, shared heads, head sizes.
-MAY_REFUSE = {"sdpa-cudnn", "sdpa-flash", "sdpa-efficient"}
+MAY_REFUSE = {"sdpa-cudnn", "sdpa-cudnn-packed", "sdpa-flash", "sdpa-efficient"}
 
 
 def case_of(bundle, name):
