@@ -25,6 +25,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import LoweringError, lower
+from mha_deploy.graph.plugin_reference import REFERENCE_OPERATORS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)
@@ -99,7 +100,7 @@ def run_all(dialect: str, *, ulps: int = 0, **options: Any) -> Outcome:
             refused[case.name] = error.feature
             continue
         try:
-            _compare(case, _run(lowered, run.feeds, in_ort=dialect == "contrib" or _ort_can(case)), ulps)
+            _compare(case, _run(lowered, run.feeds, in_ort=_runs_in_ort(case, dialect)), ulps)
             passed.add(case.name)
         except AssertionError as error:
             failed[case.name] = str(error)
@@ -117,7 +118,16 @@ def run_in_ort(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.
 
 
 def _run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], *, in_ort: bool) -> list[np.ndarray]:
-    return run_in_ort(model, feeds) if in_ort else ReferenceEvaluator(model).run(None, feeds)
+    return run_in_ort(model, feeds) if in_ort else run_in_reference(model, feeds)
+
+
+def run_in_reference(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Run a model in ONNX's reference evaluator, the plugin's nodes too."""
+    return ReferenceEvaluator(model, new_ops=REFERENCE_OPERATORS).run(None, feeds)
+
+
+def _runs_in_ort(case: Case, dialect: str) -> bool:
+    return dialect == "contrib" or (dialect != "plugin" and _ort_can(case))
 
 
 def _compare(case: Case, got: Arrays, ulps: int) -> None:

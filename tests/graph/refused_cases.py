@@ -98,4 +98,40 @@ REFUSED: dict[str, dict[str, frozenset[str]]] = {
             }
         ),
     },
+    "plugin": {
+        "softcap": frozenset(
+            {
+                "3d_diff_heads_sizes_softcap",
+                "3d_gqa_softcap",
+                "3d_softcap",
+                "3d_with_past_and_present_qk_matmul_softcap",
+                "4d_diff_heads_sizes_softcap",
+                "4d_gqa_softcap",
+                "4d_softcap",
+                "4d_softcap_neginf_mask",
+                "4d_softcap_neginf_mask_poison",
+                "4d_with_qk_matmul_softcap",
+                "local_window_gqa_rank4_mask",
+            }
+        ),
+        "attention weights as output": frozenset(
+            {
+                "23_fullymasked_qk_matmul_output_mode3_zero",
+                "24_fullymasked_qk_matmul_output_mode3_zero",
+                "24_qk_matmul_output_mode3_softmax_precision",
+                "3d_with_past_and_present_qk_matmul",
+                "3d_with_past_and_present_qk_matmul_bias",
+                "3d_with_past_and_present_qk_matmul_softmax",
+                "4d_with_past_and_present_qk_matmul",
+                "4d_with_past_and_present_qk_matmul_bias",
+                "4d_with_past_and_present_qk_matmul_bias_3d_mask",
+                "4d_with_past_and_present_qk_matmul_bias_3d_mask_causal",
+                "4d_with_past_and_present_qk_matmul_bias_4d_mask",
+                "4d_with_past_and_present_qk_matmul_bias_4d_mask_causal",
+                "4d_with_qk_matmul",
+                "4d_with_qk_matmul_bias",
+                "4d_with_qk_matmul_softmax",
+            }
+        ),
+    },
 }

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from attention_models import attention, random_feeds
-from conformance import run_in_ort
+from conformance import run_in_ort, run_in_reference
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from oracle import attend
@@ -70,7 +70,11 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("primitives", {"gqa": "broadcast", "scale": "scores"}),
     ("primitives", {"gqa": "repeat", "scale": "split"}),
     ("contrib", {"repeat_kv": True}),
+    ("plugin", {"limits": False}),
 ]
+# These models are in fp32, for which the plugin has no kernels, but a reference.
+ANY_TYPE: dict[str, dict[str, Any]] = {"plugin": {"limits": False}}
+MISSING = {"contrib": ("weights", "scores"), "plugin": ("weights", "scores", "softcap")}
 
 
 def reference(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -81,6 +85,8 @@ def evaluate(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Run a lowered model: in ONNX Runtime where the model is not left with an Attention it cannot run."""
     if attention_nodes(model):
         return reference(model, feeds)
+    if any(node.domain == "mha_deploy" for node in model.graph):
+        return run_in_reference(ir.to_proto(model), feeds)
     return run_in_ort(ir.to_proto(model), feeds)
 
 
@@ -89,8 +95,8 @@ def evaluate(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
 def test_computes_the_same_at_two_shapes(name: str, dialect: str, options: dict[str, Any]) -> None:
     dims, features = MODELS[name]
     model = attention(*dims, **features)
-    if dialect == "contrib" and name in ("weights", "scores"):
-        pytest.skip("contrib has no weights as output")
+    if name in MISSING.get(dialect, ()):
+        pytest.skip(f"{dialect} refuses it by name")
     lowered = lower(model, dialect, **options)
     for sizes in SIZES:
         if dialect == "contrib" and name in ("past-causal", "window-past") and sizes["B"] > 1:
@@ -104,7 +110,7 @@ def test_computes_the_same_at_two_shapes(name: str, dialect: str, options: dict[
 def test_input_model_is_not_changed(dialect: str) -> None:
     model = attention(Q4, SELF_K, mask=("bool", ("S", "S")), is_causal=1)
     before = ir.to_proto(model).SerializeToString(deterministic=True)
-    lowered = lower(model, dialect)
+    lowered = lower(model, dialect, **ANY_TYPE.get(dialect, {}))
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
     assert lowered is not model
 
@@ -112,7 +118,7 @@ def test_input_model_is_not_changed(dialect: str) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_inputs_and_outputs_keep_names_and_types(dialect: str) -> None:
     model = attention(Q4, SELF_K, past="P", present=True, is_causal=1)
-    lowered = lower(model, dialect)
+    lowered = lower(model, dialect, **ANY_TYPE.get(dialect, {}))
     for before, after in (
         (model.graph.inputs, lowered.graph.inputs),
         (model.graph.outputs, lowered.graph.outputs),
@@ -134,7 +140,8 @@ def empty_row_feeds(model: ir.Model, *, kind: str) -> dict[str, np.ndarray]:
 def test_a_query_that_sees_no_key_gives_zero(dialect: str, kind: str, mask_dims: tuple[Any, ...]) -> None:
     model = attention(Q4, K4, mask=(kind, mask_dims))
     feeds = empty_row_feeds(model, kind=kind)
-    (y,) = run_in_ort(ir.to_proto(lower(model, dialect)), feeds)
+    lowered = lower(model, dialect, **ANY_TYPE.get(dialect, {}))
+    (y,) = run_in_ort(ir.to_proto(lowered), feeds) if dialect != "plugin" else evaluate(lowered, feeds)
     assert np.all(y[:, :, 1] == 0)
     assert np.all(np.isfinite(y))
     np.testing.assert_allclose(y, attend(model, feeds)[0], rtol=1e-5, atol=1e-6)
@@ -145,12 +152,12 @@ def test_a_batch_row_without_keys_gives_zero(dialect: str) -> None:
     model = attention(Q4, K4, lengths=True)
     feeds = random_feeds(model, SIZES[0])
     feeds["lengths"] = np.array([0, 4])
-    (y,) = evaluate(lower(model, dialect), feeds)
+    (y,) = evaluate(lower(model, dialect, **ANY_TYPE.get(dialect, {})), feeds)
     assert np.all(y[0] == 0)
     np.testing.assert_allclose(y, attend(model, feeds)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", [("trt", {}), ("primitives", {}), ("contrib", {})])
+@pytest.mark.parametrize("way", [("trt", {}), ("primitives", {}), ("contrib", {}), WAYS[-1]])
 def test_lowest_number_in_a_mask_does_not_open_hidden_keys(way: tuple[str, dict[str, Any]]) -> None:
     # Left padding as transformers write it: the first keys hold the lowest number, not -inf. A query that
     # sees only such keys attends to them evenly, and never to the keys that causality hides.
@@ -206,19 +213,17 @@ def two_attentions() -> ir.Model:
     return ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11))
 
 
-@pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib"])
+@pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib", "plugin"])
 def test_two_nodes_of_one_name(dialect: str) -> None:
     model = two_attentions()
     feeds = random_feeds(model, {})
-    lowered = ir.to_proto(lower(model, dialect))
-    names = [name for node in lowered.graph.node for name in node.output if name]
+    lowered = lower(model, dialect, **ANY_TYPE.get(dialect, {}))
+    names = [value.name for node in lowered.graph for value in node.outputs if value.name]
     assert len(names) == len(set(names))
-    np.testing.assert_allclose(
-        run_in_ort(lowered, feeds)[0], reference(model, feeds)[0], rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(evaluate(lowered, feeds)[0], reference(model, feeds)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib"])
+@pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib", "plugin"])
 def test_attention_inside_a_branch(dialect: str) -> None:
     def branch(name: str, causal: int) -> onnx.GraphProto:
         node = helper.make_node("Attention", ["q", "k", "v", "m"], [name], name=name, is_causal=causal)
@@ -230,12 +235,13 @@ def test_attention_inside_a_branch(dialect: str) -> None:
     node = helper.make_node("If", ["c"], ["y"], then_branch=branch("a", 1), else_branch=branch("b", 0))
     graph = helper.make_graph([node], "if", values, [helper.make_tensor_value_info("y", 1, [1, 2, 3, 8])])
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
-    lowered = ir.to_proto(lower(ir.from_proto(proto), dialect))
+    lowered = ir.to_proto(lower(ir.from_proto(proto), dialect, **ANY_TYPE.get(dialect, {})))
+    run = run_in_reference if dialect == "plugin" else run_in_ort
     feeds = random_feeds(two_attentions(), {})
     for condition in (True, False):
         both = {**feeds, "c": np.array(condition)}
         wanted = ReferenceEvaluator(proto).run(None, both)
-        np.testing.assert_allclose(run_in_ort(lowered, both)[0], wanted[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(run(lowered, both)[0], wanted[0], rtol=1e-5, atol=1e-6)
 
 
 def test_attention_inside_a_function_is_inlined() -> None:
@@ -264,6 +270,22 @@ REFUSALS: list[tuple[str, str, ir.Model, str]] = [
     ("contrib", "softcap with other key than query length", attention(Q4, K4, softcap=2.0), "onnx"),
     ("primitives", "mask with a single key column", attention(Q4, K4, mask=("bool", ("S", 1))), "expand"),
     ("trt", "mask for another number of heads", attention(Q4, G4, mask=("bool", (2, "S", "T"))), "1 or 4"),
+    ("plugin", "type but fp16 and bf16", attention(Q4, K4), "fp16"),
+    ("plugin", "softcap", attention(Q4, K4, dtype="fp16", softcap=2.0), "primitives"),
+    ("plugin", "attention weights as output", attention(Q4, K4, weights=True), "primitives"),
+    (
+        "plugin",
+        "head size no multiple of 8",
+        attention(Q4, K4, ("B", 4, "T", 12), dtype="fp16"),
+        "pad the heads",
+    ),
+    (
+        "plugin",
+        "head size above 256",
+        attention(("B", 4, "S", 264), ("B", 4, "T", 264), dtype="fp16"),
+        "primitives",
+    ),
+    ("plugin", "fp64", attention(Q4, K4, dtype="fp16", softmax_precision=11), "fp16"),
     ("primitives", "uneven head groups", attention(("B", 3, "S", 8), ("B", 2, "T", 8)), "Hq"),
 ]
 

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import small_transformers as small
+from conformance import run_in_reference
 from onnx import helper
 
 from mha_deploy.backends.tensorrt import BuildRequest, build_engine, members
@@ -15,6 +16,7 @@ from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.eligibility import check, check_operators, group_findings, target_from
 from mha_deploy.graph.lower import LoweringError, lower
+from mha_deploy.graph.plugin_node import is_plugin_attention
 
 pytestmark = pytest.mark.usefixtures("quick_exporter")
 
@@ -59,6 +61,19 @@ def test_every_dialect_computes_the_same(whole, dialect) -> None:
     half = session_of(lowered).run(None, small.feeds_of(name, SIZES[0]))[0]
     assert half.dtype == np.float16
     assert np.abs(half.astype(np.float32) - cases[0][1]).max() < 0.1
+
+
+def test_plugin_computes_the_same_and_reads_packed_projections() -> None:
+    """In ONNX's reference evaluator, which has our nodes, but cannot run every model."""
+    model = small.fused("handmade")
+    lowered = lower(model, "plugin")
+    attentions = [node for node in lowered.graph if is_plugin_attention(node)]
+    assert [node.attributes["sources"].value for node in attentions] == [(0, 0, 0)] * 2
+    session, wide = session_of(small.in_float32(model)), ir.to_proto(small.in_float32(lowered))
+    for sizes in SIZES:
+        feeds = small.feeds_of("handmade", sizes, np.float32)
+        wanted = session.run(None, feeds)[0]
+        np.testing.assert_allclose(run_in_reference(wide, feeds)[0], wanted, rtol=0, atol=2e-5)
 
 
 def test_masks_and_positions_matter(whole) -> None:

@@ -4,6 +4,7 @@
     trt         what the parser of TensorRT 10.14+ and TensorRT-RTX takes
     primitives  matrix products around a softmax, for TensorRT 8.6 to 10.13
     contrib     com.microsoft operators, for ONNX Runtime
+    plugin      one node of our own TensorRT plugin
 
 `RotaryEmbedding`, `TensorScatter` and `RMSNormalization`, which stand around attention, go with it.
 
@@ -21,7 +22,7 @@ from typing import Any
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.graph.lower import to_contrib, to_onnx, to_primitives, to_trt
+from mha_deploy.graph.lower import to_contrib, to_onnx, to_plugin, to_primitives, to_trt
 from mha_deploy.graph.lower.cache_form import CacheForm, cache_form
 from mha_deploy.graph.lower.cache_rows import give_rows_out
 from mha_deploy.graph.lower.contrib_cache import append_to_caches
@@ -30,6 +31,8 @@ from mha_deploy.graph.lower.fold_scale import fold_scale
 from mha_deploy.graph.lower.operator_node import OperatorRules
 from mha_deploy.graph.lower.opset import to_opset
 from mha_deploy.graph.lower.pack import pack_projections
+from mha_deploy.graph.lower.plugin_cache import prepare
+from mha_deploy.graph.lower.plugin_finish import finish
 from mha_deploy.graph.lower.rewrite import infer_shapes, rewrite
 
 __all__ = ["DIALECTS", "CacheForm", "LoweringError", "cache_form", "fold_scale", "lower", "pack_projections"]
@@ -45,6 +48,7 @@ class Dialect:
         operators: From its options to what it makes of the operators around attention.
         caches: Writes attention and its cache as one, before the others; a model to a new one.
         broadcasts: Whether masks need not be spelled out over the queries.
+        finish: What is left to do when every attention is written; changes the model.
     """
 
     options: type
@@ -52,6 +56,7 @@ class Dialect:
     operators: Callable[[Any], OperatorRules] = lambda options: {}
     caches: Callable[..., ir.Model] | None = None
     broadcasts: bool = False
+    finish: Callable[..., None] | None = None
 
 
 DIALECTS = {
@@ -75,6 +80,14 @@ DIALECTS = {
         operators=lambda options: to_contrib.OPERATOR_RULES,
         caches=append_to_caches,
     ),
+    to_plugin.DIALECT: Dialect(
+        options=to_plugin.PluginOptions,
+        rule=to_plugin.lower_to_plugin,
+        operators=lambda options: to_plugin.OPERATOR_RULES,
+        caches=prepare,
+        broadcasts=True,
+        finish=finish,
+    ),
 }
 """The dialects by name."""
 
@@ -85,8 +98,8 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     Args:
         model: A model with ONNX `Attention` nodes, and what stands around them. It is not changed.
         dialect: One of `DIALECTS`.
-        **options: Options of the dialect: the fields of `TrtOptions`, `PrimitivesOptions` or
-            `ContribOptions`.
+        **options: Options of the dialect: the fields of `TrtOptions`, `PrimitivesOptions`, `ContribOptions`
+            or `PluginOptions`.
 
     Returns:
         A new model that computes the same and shares the weights.
@@ -105,6 +118,8 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     operators = chosen.operators(settings)
     prepared = model if chosen.caches is None else chosen.caches(model, settings, dialect=dialect)
     lowered = rewrite(prepared, rule, dialect=dialect, broadcasts=chosen.broadcasts, operators=operators)
+    if chosen.finish is not None:
+        chosen.finish(lowered, settings)
     opset = getattr(settings, "opset", None)
     return lowered if opset is None else infer_shapes(to_opset(lowered, opset, dialect=dialect))
 

@@ -5,6 +5,9 @@ Of a static cache, the graph outputs are
     whole   the caches themselves, `[B, Hkv, T, D]`
     rows    only the new rows, `[B, Hkv, S, D]`: whoever runs the model writes them at lengths[b]
 
+Whole caches are copied at every call, unless a node writes them in place: then whoever runs the model binds
+output and input to the same memory.
+
 The model says which in its `metadata_props`, which a saved file keeps.
 """
 
@@ -17,6 +20,9 @@ import onnx_ir as ir
 
 ROWS_NOTE = "mha_deploy.cache_rows"
 """Key of the note of a model whose outputs are rows: JSON, from each output to its cache."""
+
+IN_PLACE_NOTE = "mha_deploy.cache_in_place"
+"""Key of the note of a model that writes caches in place: JSON, from each output to its cache."""
 
 TOTAL_LENGTH = "total_length"
 """The input that ONNX Runtime's `GroupQueryAttention` needs besides: an int32 scalar.
@@ -34,23 +40,30 @@ class CacheForm:
     Args:
         rows: From each output that holds new rows to the input they belong into; empty where the outputs
             are the caches themselves, or where there is none.
+        in_place: From each output that is a whole cache to the input whose memory it is to have.
         takes_total_length: Whether there is an input `total_length`.
     """
 
     rows: dict[str, str] = field(default_factory=dict)
+    in_place: dict[str, str] = field(default_factory=dict)
     takes_total_length: bool = False
 
 
 def cache_form(model: ir.Model) -> CacheForm:
     """Read the form from a lowered model."""
-    rows = json.loads(model.metadata_props.get(ROWS_NOTE, "{}"))
+    rows, in_place = (json.loads(model.metadata_props.get(note, "{}")) for note in (ROWS_NOTE, IN_PLACE_NOTE))
     inputs = {value.name for value in model.graph.inputs}
-    return CacheForm(rows=rows, takes_total_length=TOTAL_LENGTH in inputs)
+    return CacheForm(rows=rows, in_place=in_place, takes_total_length=TOTAL_LENGTH in inputs)
 
 
 def note_rows(model: ir.Model, rows: dict[str, str]) -> None:
     """Say in the model that outputs hold rows, besides those it says already."""
     model.metadata_props[ROWS_NOTE] = json.dumps({**cache_form(model).rows, **rows})
+
+
+def note_in_place(model: ir.Model, caches: dict[str, str]) -> None:
+    """Say in the model which outputs are caches written in place, besides those it says already."""
+    model.metadata_props[IN_PLACE_NOTE] = json.dumps({**cache_form(model).in_place, **caches})
 
 
 def rows_name(output: str) -> str:

@@ -7,7 +7,7 @@ Here they become at most two 4-D tensors, broadcastable to `[B, Hq, S, T]`: `vis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import onnx_ir as ir
@@ -49,19 +49,31 @@ def read_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Mask | N
         S: Number of queries.
         T: Number of keys, past included.
     """
-    geometry = _geometry(b, call, S, T)
-    alike = not _depends_on_query(call) or call.facts.S == 1
+    return with_geometry(b, call, given_mask(b, call, T), S, T)
+
+
+def given_mask(b: NodeBuilder, call: AttentionCall, T: Size) -> Mask | None:
+    """The mask input alone, without causal, window and key lengths; None where there is none."""
     if call.mask is None:
-        return None if geometry is None else Mask(visible=geometry, additive=None, heads=1, one_row=alike)
+        return None
     given = _to_key_length(b, call, _to_4d(b, call), T)
     mask_heads, rows = _mask_dims_4d(call)[1:3]
     is_bool = call.facts.mask == "bool"
     return Mask(
-        visible=_both(b, given if is_bool else None, geometry),
+        visible=given if is_bool else None,
         additive=None if is_bool else given,
         heads=1 if mask_heads == 1 else call.Hq,
-        one_row=rows == 1 and alike,
+        one_row=rows == 1,
     )
+
+
+def with_geometry(b: NodeBuilder, call: AttentionCall, given: Mask | None, S: Size, T: Size) -> Mask | None:
+    """A given mask together with what causal, window and key lengths hide."""
+    geometry = _geometry(b, call, S, T)
+    alike = not _depends_on_query(call) or call.facts.S == 1
+    if given is None:
+        return None if geometry is None else Mask(visible=geometry, additive=None, heads=1, one_row=alike)
+    return replace(given, visible=_both(b, given.visible, geometry), one_row=given.one_row and alike)
 
 
 def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, hidden: float | None = None) -> ir.Value:
@@ -214,7 +226,7 @@ def _to_4d(b: NodeBuilder, call: AttentionCall) -> ir.Value:
 def _to_key_length(b: NodeBuilder, call: AttentionCall, mask: ir.Value, T: Size) -> ir.Value:
     """A short mask (opset 24) hides the keys it does not reach."""
     columns = _mask_dims_4d(call)[3]
-    if not _may_be_short(call, columns, T):
+    if not may_be_short(call, columns, T):
         return mask
     if isinstance(columns, int) and isinstance(T, int):
         missing: Size = T - columns
@@ -231,7 +243,8 @@ def _to_key_length(b: NodeBuilder, call: AttentionCall, mask: ir.Value, T: Size)
     return b.op("Cast", padded, to=int(ir.DataType.BOOL), name="mask_padded")
 
 
-def _may_be_short(call: AttentionCall, columns: int | str | None, T: Size) -> bool:
+def may_be_short(call: AttentionCall, columns: int | str | None, T: Size) -> bool:
+    """Whether a mask of so many columns may end before the keys do."""
     facts = call.facts
     if isinstance(columns, int) and isinstance(T, int):
         return columns < T

@@ -90,7 +90,7 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
     seen: set[ir.Node] = set()
     for position in (Q, K, V):
         value = attention.inputs[position]
-        for matmul in _matmuls_behind(value) if value is not None else ():
+        for matmul in matmuls_behind(value) if value is not None else ():
             projection = None if matmul in seen else projection_at(matmul)
             seen.add(matmul)
             if projection is not None:
@@ -98,7 +98,7 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
     return [group for group in groups.values() if len(group) > 1 and _same_type(group)]
 
 
-def _matmuls_behind(value: ir.Value) -> Iterator[ir.Node]:
+def matmuls_behind(value: ir.Value) -> Iterator[ir.Node]:
     """Every MatMul on the way to a value, the nearest on each path."""
     pending, seen = [value], set()
     while pending:
