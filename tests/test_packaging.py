@@ -75,6 +75,13 @@ def test_the_wheel_carries_data_and_types(wheel):
     assert {f"mha_deploy/models/{name}.toml" for name in catalog_names()} <= names
 
 
+def test_the_wheel_carries_the_source_of_the_plugins(wheel):
+    source = ROOT / "plugins"
+    files = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    assert {f"mha_deploy/plugins/native/{name}" for name in files} <= members(wheel)
+    assert "CMakeLists.txt" in files
+
+
 def test_the_wheel_carries_every_module_and_no_tests(wheel):
     package = Path(mha_deploy.__file__).parent
     modules = {f"mha_deploy/{path.relative_to(package).as_posix()}" for path in package.rglob("*.py")}

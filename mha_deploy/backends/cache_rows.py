@@ -10,7 +10,7 @@ A cache is [B, Hkv, T, D]. The S new rows of batch row b go to lengths[b] … le
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -43,17 +43,19 @@ class CacheForm(Enum):
         return self.value[1]
 
 
-def cache_form(inputs: Mapping[str, TensorInfo], outputs: Mapping[str, TensorInfo]) -> CacheForm | None:
+def cache_form(inputs: Iterable[str], outputs: Iterable[str]) -> CacheForm | None:
     """The form that a graph or an engine has; None for one without a cache."""
+    taken, given = set(inputs), set(outputs)
     for form in CacheForm:
-        if set(form.inputs) <= set(inputs) and set(form.outputs) <= set(outputs):
+        if set(form.inputs) <= taken and set(form.outputs) <= given:
             return form
     return None
 
 
-def written_in_place(inputs: Mapping[str, TensorInfo], outputs: Mapping[str, TensorInfo]) -> dict[str, str]:
+def written_in_place(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]:
     """For each static cache that goes out, the one that came in, where a runtime takes both in one place."""
-    if cache_form(inputs, outputs) is CacheForm.STATIC and set(outputs) == {"output", *CACHES_OUT}:
+    given = set(outputs)
+    if cache_form(inputs, given) is CacheForm.STATIC and given == {"output", *CACHES_OUT}:
         return dict(zip(CACHES_OUT, CACHES, strict=True))
     return {}
 

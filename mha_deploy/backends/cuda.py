@@ -263,25 +263,29 @@ class Graph:
 
 
 def capture(work: Callable[[], None], stream: Stream) -> Graph:
-    """Record what `work` queues on a stream, without running it.
+    """Record what `work` queues on a stream, without running it, and make it ready to be launched.
 
     Raises:
         CudaError: The work does something that cannot be recorded.
     """
+    recorded = record(work, stream)
+    try:
+        return Graph(_call("cudaGraphInstantiate", recorded, 0))
+    finally:
+        _call("cudaGraphDestroy", recorded)
+
+
+def record(work: Callable[[], None], stream: Stream) -> Any:
+    """The bare graph of what `work` queues; the caller destroys it."""
     mode = _runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
     _call("cudaStreamBeginCapture", stream.raw, mode)
     try:
         work()
     except BaseException:
-        _runtime().cudaStreamEndCapture(
-            stream.raw
-        )  # leave the stream usable; the first error is the one to tell
+        # Leave the stream usable; the first error is the one to tell.
+        _runtime().cudaStreamEndCapture(stream.raw)
         raise
-    recorded = _call("cudaStreamEndCapture", stream.raw)
-    try:
-        return Graph(_call("cudaGraphInstantiate", recorded, 0))
-    finally:
-        _call("cudaGraphDestroy", recorded)
+    return _call("cudaStreamEndCapture", stream.raw)
 
 
 @contextmanager

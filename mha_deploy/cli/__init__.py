@@ -24,6 +24,7 @@ from mha_deploy.cli.export import export
 from mha_deploy.cli.fuse import fuse
 from mha_deploy.cli.inspect import inspect
 from mha_deploy.cli.models import models
+from mha_deploy.cli.plugins import plugins
 from mha_deploy.cli.validate import validate
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError
 
@@ -53,6 +54,7 @@ for verb in (
     doctor,
 ):
     app.command()(verb)
+app.add_typer(plugins, name="plugins")
 
 
 @app.callback(invoke_without_command=True)

@@ -49,6 +49,20 @@ HardwareCompatible = Annotated[
 ]
 WeightStreaming = Annotated[bool, typer.Option("--weight-streaming", help="Let weights stay on the host.")]
 Refit = Annotated[str | None, typer.Option(help="all or identical: weights that can be replaced later.")]
+Attention = Annotated[
+    str,
+    typer.Option(
+        help="native: TensorRT's own kernels. plugin: the plugin library (`mha-deploy plugins`). auto: both "
+        "are built and timed, and the faster right one is kept."
+    ),
+]
+Accumulate = Annotated[
+    str,
+    typer.Option(
+        help="How the projections sum up. fp16: as TensorRT chooses. fp32: in the plugin library. auto: with "
+        "the plugin the better of both, else as TensorRT chooses."
+    ),
+]
 Gqa = Annotated[
     str | None,
     typer.Option(help="auto, fold, broadcast or repeat: grouped heads as matrix products (8.6 to 10.13)."),
@@ -71,6 +85,8 @@ def build_engine(
     hardware_compatible: HardwareCompatible = None,
     weight_streaming: WeightStreaming = False,
     refit: Refit = None,
+    attention: Attention = EngineOptions.attention,
+    accumulate: Accumulate = EngineOptions.accumulate,
     gqa: Gqa = None,
     overwrite: Replace = False,
     json: Json = False,
@@ -91,6 +107,8 @@ def build_engine(
         hardware_compatible=hardware_compatible,
         weight_streaming=weight_streaming,
         refit=refit,
+        attention=attention,
+        accumulate=accumulate,
         gqa=gqa,
         overwrite=overwrite,
     )

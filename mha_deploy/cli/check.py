@@ -26,7 +26,7 @@ def check(
     """Say for every attention node whether a target can take it and fuse it, and if not, why."""
     from mha_deploy.backends.tensorrt.request import capabilities_of
     from mha_deploy.bundle import open_bundle
-    from mha_deploy.engine.build import check_graph
+    from mha_deploy.engine.lowered import check_graph
     from mha_deploy.graph.eligibility import target_from
     from mha_deploy.graph.file import load_graph
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mha_deploy.cli.build_engine import (
+    Accumulate,
     AllowDecomposed,
+    Attention,
     Targets,
     build_with_progress,
     engine_to_dict,
@@ -72,6 +74,8 @@ def deploy(
     ] = None,
     sm: Targets = "",
     allow_decomposed: AllowDecomposed = False,
+    attention: Attention = EngineOptions.attention,
+    accumulate: Accumulate = EngineOptions.accumulate,
     engine: Annotated[bool, typer.Option(help="Whether to build an engine.")] = True,
     latency: Latency = None,
     overwrite: Overwrite = False,
@@ -79,14 +83,20 @@ def deploy(
 ) -> None:
     """Export a model, build an engine, run it against the FP64 oracle and beside PyTorch: the whole way."""
     source = source_from_options(model, axis, projections, cache)
+    settings = EngineOptions(
+        backend=backend,
+        targets=sm,
+        allow_decomposed=allow_decomposed,
+        attention=attention,
+        accumulate=accumulate,
+    )
     if engine:
-        _refuse_builder(backend, sm)
+        _refuse_builder(settings, precision)
     target = out or _usual_folder(model, source, precision)
     options = ExportOptions(precision=precision, seed=seed, weights=weights, overwrite=overwrite)
     bundle = export_with_progress(source, target, options)
     if not json:  # at once: the engine may yet be refused
         print_bundle(bundle)
-    settings = EngineOptions(backend=backend, targets=sm, allow_decomposed=allow_decomposed)
     asked = ValidateOptions(
         latency=latency, require_fused=engine and not allow_decomposed, require_precision=engine
     )
@@ -110,13 +120,19 @@ def _usual_folder(model: str, source: AttentionSpec | Factory, precision: str) -
     return Path("bundles") / f"{name}-{precision}"
 
 
-def _refuse_builder(backend: str | None, sm: str) -> None:
+def _refuse_builder(settings: EngineOptions, precision: str) -> None:
     """Say before an export that nothing could be built afterwards."""
     from mha_deploy.backends.tensorrt import load, parse_targets
+    from mha_deploy.engine.attention import PLUGIN, ways
     from mha_deploy.engine.machine import default_backend
+    from mha_deploy.plugins.search import library_for
 
-    parse_targets(sm)
-    load(backend or default_backend())
+    parse_targets(settings.targets)
+    rt = load(settings.backend or default_backend())
+    # What `auto` finds too wide for FP16 stays wide, and all the rest is FP16.
+    asked = ways(rt, settings, "fp16" if precision == "auto" else precision)
+    if any(way.attention == PLUGIN for way in asked):
+        library_for(rt.version)
 
 
 def _build_and_validate(

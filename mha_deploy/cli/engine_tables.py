@@ -13,6 +13,7 @@ from rich.text import Text
 from mha_deploy.cli.table_parts import table
 from mha_deploy.engine.machine import where_built
 from mha_deploy.engine.record import Engine, EngineManifest
+from mha_deploy.engine.told import attention_told, libraries_told
 from mha_deploy.graph.eligibility import Eligibility, Finding, group_findings
 from mha_deploy.report.alike import named, together, without_hash, without_numbers
 
@@ -69,6 +70,10 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
     for index, profile in enumerate(manifest.profiles):
         ranges = "  ".join(f"{name} {sizes}" for name, sizes in profile.items())
         facts.add_row(f"profile {manifest.profile_name(index)}", escape(ranges))
+    if manifest.attention["asked"] != "native":
+        facts.add_row("computed by", escape(attention_told(manifest)))
+    for library in libraries_told(manifest):
+        facts.add_row("needs", escape(library))
     for note in manifest.notes:
         facts.add_row("note", escape(note))
     blocks: list[RenderableType] = [facts, _nodes(manifest)]

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,10 @@ import onnx_ir as ir
 from mha_deploy.backends.tensorrt import (
     BuildRequest,
     BuiltEngine,
-    EngineError,
     EngineVerdict,
     Kernel,
     TensorRT,
     build_with,
-    capabilities_of,
     engine_verdict,
     load,
     members,
@@ -30,6 +29,10 @@ from mha_deploy.backends.tensorrt import (
 from mha_deploy.backends.tensorrt.config import is_strongly_typed
 from mha_deploy.backends.tensorrt.progress import OnProgress
 from mha_deploy.bundle import MANIFEST, Bundle, sha256
+from mha_deploy.engine.attention import PLUGIN, ways
+from mha_deploy.engine.carried import with_carried, with_library
+from mha_deploy.engine.choose import fastest_engine
+from mha_deploy.engine.lowered import dialect_for, lowered_for
 from mha_deploy.engine.machine import default_backend, first_gpu
 from mha_deploy.engine.options import (
     EngineOptions,
@@ -38,23 +41,22 @@ from mha_deploy.engine.options import (
     profile_names,
     profile_shapes,
 )
-from mha_deploy.engine.record import Engine, EngineManifest, engine_path, write_atomically, write_engine
+from mha_deploy.engine.record import (
+    FOLDER,
+    Engine,
+    EngineManifest,
+    engine_path,
+    write_atomically,
+    write_engine,
+)
 from mha_deploy.engine.trial import unprepared_profiles
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.eligibility import (
-    Eligibility,
-    Target,
-    check_operators,
-    judge,
-    operator_options,
-    target_from,
-)
-from mha_deploy.graph.eligibility.records import REFUSED, WRONG_ANSWER, Finding
+from mha_deploy.graph.eligibility import Eligibility
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.graph.lower import lower
 from mha_deploy.model_spec import ModelSpec
 from mha_deploy.module_spec import ModuleSpec
+from mha_deploy.plugins.load import load_plugins
 
 # Where the best account of an engine's kernels is, best first.
 _SOURCES = ("inspector", "plan", "log")
@@ -74,18 +76,33 @@ def engine_from_bundle(
     path = engine_path(bundle.path, options.name or rt.backend)
     if path.exists() and not options.overwrite:
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
+    open_ways = ways(rt, options, bundle.manifest.precision.name)
+    if any(way.attention == PLUGIN for way in open_ways):
+        load_plugins(rt)  # a missing library is better told before a long build than after it
+    build = partial(_engine_at, bundle=bundle, rt=rt, on_progress=on_progress)
+    if len(open_ways) > 1:
+        return fastest_engine(bundle, options, path, open_ways, build)
+    return build(path, open_ways[0].applied_to(options))
+
+
+def _engine_at(
+    path: Path, options: EngineOptions, *, bundle: Bundle, rt: TensorRT, on_progress: OnProgress | None
+) -> Engine:
+    """Build one engine, as the options ask for it and in no other way."""
     model = load_graph(bundle.model_path)
-    dialect = dialect_of(rt)
+    library = load_plugins(rt) if options.attention == PLUGIN else None
     lowered, answers = lowered_for(rt, model, options)
     ranges = list(options.profiles) or default_profiles(
         bundle.manifest.spec, one=not rt.can.prepare_second_profile
     )
-    cache = path.with_name(f"timing-{rt.backend}-{rt.version}.cache")
+    cache = bundle.path / FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
     with _on_disk(lowered, bundle.path) as onnx_path:
         request = _request(bundle, rt, options, onnx_path, ranges, cache)
-        built = build_with(rt, request, on_progress)
+        built = with_carried(build_with(rt, request, on_progress), lowered)
     verdict = judge_engine(built, lowered, model, bundle.manifest.precision.name, len(ranges))
-    manifest = _manifest(bundle, rt, built, verdict, answers, dialect, ranges, request)
+    manifest = _manifest(bundle, rt, built, verdict, answers, dialect_for(rt, options), ranges, request)
+    if library is not None:
+        manifest = with_library(manifest, library, built, options.accumulate)
     tried = unprepared_profiles(rt, built.plan, manifest.profile_names, host_code=options.version_compatible)
     manifest = replace(manifest, notes=[*tried, *manifest.notes])
     engine = write_engine(path, built.plan, manifest)
@@ -95,86 +112,15 @@ def engine_from_bundle(
     return engine
 
 
-def lowered_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir.Model, list[Eligibility]]:
-    """The graph as a TensorRT takes it, and what is known of its attention there before the build.
-
-    Raises:
-        EngineError: It cannot take the graph.
-    """
-    targets, dialect = targets_of(rt, options), dialect_of(rt)
-    answers = [answer for target in targets for answer in check_graph(model, target)]
-    _refuse_hopeless(answers)
-    _refuse_ignored(rt, dialect, options)
-    operators = [finding for target in targets for finding in check_operators(model, target)]
-    return lower(model, dialect, **_lowering_options(dialect, answers, operators, options)), answers
-
-
-def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:
-    """What the engine is built for, as the check before the build wants it: one for each GPU."""
-    release = ".".join(rt.version.split(".")[:3])
-    named = capabilities_of(options.targets)
-    if named:
-        return [target_from(rt.backend, release, capability) for capability in named]
-    gpu = None if rt.can.builds_without_gpu else first_gpu()
-    return [target_from(rt.backend, release, gpu["compute_cap"] if gpu else None)]
-
-
-def check_graph(model: ir.Model, target: Target) -> list[Eligibility]:
-    """Can the target take and fuse every attention of a graph?"""
-    nodes = attention_nodes(model)
-    if not nodes:
-        raise EngineError("The graph has no attention node.", hint="export it with mha-deploy")
-    return judge(nodes, target)
-
-
-def dialect_of(rt: TensorRT) -> str:
-    """How attention is written for this version's parser."""
-    return "trt" if rt.can.attention else "primitives"
-
-
 def judge_engine(
     built: BuiltEngine, lowered: ir.Model, canonical: ir.Model, precision: str, profiles: int
 ) -> EngineVerdict:
     """Was every attention fused, and is the engine in the precision asked for?"""
+    built = with_carried(built, lowered)
     names = [node.name or "" for node in lowered.graph.all_nodes()]
     attention = members(names, [node.name for node in attention_nodes(canonical)])
     written = written_types(lowered)
     return engine_verdict(built.kernels, attention, precision, profiles=profiles, written=written)
-
-
-def _refuse_ignored(rt: TensorRT, dialect: str, options: EngineOptions) -> None:
-    if options.gqa is not None and dialect != "primitives":
-        raise EngineError(
-            f"{rt.title} takes grouped heads as they are.", got=f"--gqa {options.gqa}", hint="leave it out"
-        )
-
-
-def _refuse_hopeless(answers: list[Eligibility]) -> None:
-    """Say before a long build what its end would be."""
-    for answer in answers:
-        hopeless = [
-            finding
-            for finding in answer.findings
-            if finding.cured_by is None and finding.severity in (REFUSED, WRONG_ANSWER)
-        ]
-        if hopeless:
-            raise EngineError(
-                f"{answer.target} cannot take the node {answer.node.name}.",
-                got="; ".join(finding.message for finding in hopeless),
-                hint="; ".join(finding.remedy for finding in hopeless),
-            )
-
-
-def _lowering_options(
-    dialect: str, answers: list[Eligibility], operators: list[Finding], options: EngineOptions
-) -> dict[str, Any]:
-    if dialect == "primitives":
-        return {} if options.gqa is None else {"gqa": options.gqa}
-    chosen: dict[str, Any] = {"decompose": True} if options.allow_decomposed else {}
-    chosen |= operator_options(operators)
-    for answer in answers:
-        chosen |= {name: value for name, value in answer.options.items() if name != "decompose"}
-    return chosen
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from mha_deploy.doctor import RUNTIMES, gpus
 from mha_deploy.engine.record import Engine, EngineManifest
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.graph.eligibility.records import is_rtx_gpu
+from mha_deploy.plugins.search import why_missing
 from mha_deploy.versions import installed_version
 
 
@@ -45,7 +46,9 @@ def misfits_here(engine: Engine) -> list[str]:
     module = MODULES[engine.manifest.backend]
     packages = next(runtime.packages for runtime in RUNTIMES if runtime.module == module)
     found = [version for version in map(installed_version, packages) if version is not None]
-    return misfits(engine, found[0] if found else None, first_gpu())
+    version = found[0] if found else None
+    missing = why_missing(engine.manifest.plugins, version or engine.manifest.version)
+    return [*misfits(engine, version, first_gpu()), *missing]
 
 
 def misfits(engine: Engine, backend_version: str | None, gpu: dict[str, str] | None) -> list[str]:

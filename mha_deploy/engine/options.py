@@ -32,6 +32,8 @@ class EngineOptions:
         hardware_compatible: Other GPUs it shall run on: `ampere-plus` or `same-compute-capability`.
         weight_streaming: Let weights stay on the host.
         refit: `all` or `identical`: weights that can be replaced later.
+        attention: Who computes attention: `native`, `plugin` or `auto`; see `engine.attention`.
+        accumulate: How the projections sum up: `fp32`, `fp16` or `auto`.
         gqa: How grouped heads are written as matrix products: `auto`, `fold`, `broadcast` or `repeat`.
         overwrite: Whether an engine of that name may be replaced.
     """
@@ -47,6 +49,8 @@ class EngineOptions:
     hardware_compatible: str | None = None
     weight_streaming: bool = False
     refit: str | None = None
+    attention: str = "native"
+    accumulate: str = "auto"
     gqa: str | None = None
     overwrite: bool = False
 

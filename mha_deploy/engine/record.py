@@ -18,6 +18,7 @@ from mha_deploy.spec_parts import Axis
 
 FORMAT = 1
 FOLDER = "engines"
+NATIVE_ATTENTION = {"asked": "native", "chosen": "native", "accumulate": "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,11 @@ class EngineManifest:
         options: What the builder was asked for.
         findings: What the check before the build found.
         notes: What a reader should know.
+        attention: Who computes attention: `chosen` (`native` or `plugin`), how the projections sum up
+            (`accumulate`), and where it was `asked` to be measured, what each way cost.
+        plugins: The plugin libraries it needs: file name, version, hash, TensorRT and plugins of each.
+        in_place: From each output that may lie in the memory of an input to that input: there the plugin
+            writes only the new rows of a cache, elsewhere it copies the whole of it.
     """
 
     backend: str
@@ -65,6 +71,9 @@ class EngineManifest:
     findings: Sequence[Mapping[str, Any]]
     notes: list[str]
     profile_names: list[str] = field(default_factory=list)
+    attention: Mapping[str, Any] = field(default_factory=lambda: dict(NATIVE_ATTENTION))
+    plugins: list[Mapping[str, Any]] = field(default_factory=list)
+    in_place: Mapping[str, str] = field(default_factory=dict)
     format: int = field(default=FORMAT)
 
     def profile_name(self, index: int) -> str:
@@ -194,6 +203,11 @@ def _check_shape(manifest: EngineManifest) -> None:
     for key in ("status", "reason", "offenders", "notes"):
         len(manifest.verdict["precision"][key])
     len(manifest.verdict["disagreements"])
+    for library in manifest.plugins:
+        ", ".join([library["library"], library["version"], library["sha256"], library["tensorrt"]])
+        ", ".join(f"{each['name']} {each['version']}" for each in library["plugins"])
+    ", ".join([*manifest.in_place, *manifest.in_place.values()])
+    ", ".join(manifest.attention[key] for key in NATIVE_ATTENTION)
     for kernel in manifest.kernels:
         ", ".join([kernel["name"], kernel["type"], *kernel["dtypes"], *kernel["nodes"]])
 

@@ -7,6 +7,8 @@ from mha_deploy.backends.tensorrt.versions import load
 from mha_deploy.engine.machine import first_gpu, misfits
 from mha_deploy.engine.record import Engine
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.plugins.load import load_needed
+from mha_deploy.plugins.search import why_missing
 
 
 def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> TensorRTRunner:
@@ -19,9 +21,10 @@ def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> TensorRTRu
     Raises:
         BackendUnavailable: The engine does not fit this machine; the error says in what.
         EngineError: It fits, and cannot be loaded.
+        PluginError: It needs a plugin library that is not here, or not of its version.
     """
     manifest = engine.manifest
-    reasons = reasons_not_to_run(engine)
+    reasons = misfits(engine, _module_version(manifest.backend), first_gpu())
     if reasons:
         raise BackendUnavailable(
             f"{engine.path.name} cannot run here.",
@@ -30,8 +33,11 @@ def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> TensorRTRu
         )
     # The runtime inside a version-compatible engine is code, and is run: only where it was asked for.
     host_code = bool(manifest.options.get("version_compatible"))
-    plan = engine.path.read_bytes()
-    return TensorRTRunner(load(manifest.backend), plan, host_code=host_code, cuda_graph=cuda_graph)
+    plan, rt = engine.path.read_bytes(), load(manifest.backend)
+    load_needed(rt, manifest.plugins or ())
+    return TensorRTRunner(
+        rt, plan, host_code=host_code, cuda_graph=cuda_graph, in_place=manifest.in_place or {}
+    )
 
 
 def _where_to_go(engine: Engine, has_gpu: bool) -> str:
@@ -46,7 +52,9 @@ def reasons_not_to_run(engine: Engine) -> list[str]:
     Unlike `machine.misfits_here` this imports TensorRT, and asks the module itself for its version: that
     is what the manifest holds, and the installed package may call itself otherwise.
     """
-    return misfits(engine, _module_version(engine.manifest.backend), first_gpu())
+    version = _module_version(engine.manifest.backend)
+    reasons = misfits(engine, version, first_gpu())
+    return reasons or why_missing(engine.manifest.plugins or (), version or engine.manifest.version)
 
 
 def _module_version(backend: str) -> str | None:

@@ -10,14 +10,16 @@ from mha_deploy.backends.tensorrt import load
 from mha_deploy.backends.tensorrt.run import TensorRTRunner
 from mha_deploy.bundle import Bundle
 from mha_deploy.engine.adhoc import engine_opener
-from mha_deploy.engine.build import lowered_for
+from mha_deploy.engine.lowered import lowered_for
 from mha_deploy.engine.options import EngineOptions, profile_shapes
 from mha_deploy.engine.record import Engine
+from mha_deploy.plugins.load import load_needed
 
 
 def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], TensorRTRunner]:
     """A function that builds a lowered graph with the profiles of an engine, and loads it."""
     rt, manifest = load(engine.manifest.backend), bundle.manifest
+    load_needed(rt, engine.manifest.plugins)
     profiles = [profile_shapes(manifest.spec, ranges) for ranges in engine.manifest.ranges]
     return engine_opener(rt, manifest.precision.name, profiles)
 
@@ -30,5 +32,11 @@ def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], TensorRT
         bundle: Its bundle.
     """
     rt, open_lowered = load(engine.manifest.backend), lowered_opener(engine, bundle)
-    options = EngineOptions(backend=engine.manifest.backend, allow_decomposed=True)
+    way = engine.manifest.attention
+    options = EngineOptions(
+        backend=engine.manifest.backend,
+        allow_decomposed=True,
+        attention=way["chosen"],
+        accumulate=way["accumulate"],
+    )
     return lambda model: open_lowered(lowered_for(rt, model, options)[0])

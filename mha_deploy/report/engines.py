@@ -34,6 +34,8 @@ def _title(engine: Data) -> Html:
     figures = [
         fusion_of(engine),
         f"{engine['precision_status']} (asked for {engine['precision']})",
+        f"attention: {engine['attention']}",
+        *(f"needs {library}" for library in engine["plugins"]),
         built,
         size(engine["engine_bytes"]) if engine["engine_bytes"] is not None else None,
         *(_profile(engine, index) for index in range(len(engine["profiles"]))),

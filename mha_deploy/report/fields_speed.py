@@ -31,6 +31,8 @@ ENGINE = {
     "seconds": maybe(NUMBER, "how long the build took, seconds; null where that is not known"),
     "engine_bytes": maybe(WHOLE, "size of the plan, bytes; null where there is none"),
     "profiles": field(ListOf(item=MapOf(item=TEXT)), "axis ranges of each profile, as `min:opt:max`"),
+    "attention": field(TEXT, "who computes attention and projections, and what was measured to choose"),
+    "plugins": field(TEXTS, "the plugin libraries that it needs: file, version, hash and plugins"),
     "profile_names": field(TEXTS, "what each profile is called: its number, or `prefill` and `decode`"),
 }
 

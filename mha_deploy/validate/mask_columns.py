@@ -8,7 +8,7 @@ from mha_deploy.backends import open_runner
 from mha_deploy.backends.cuda import find_gpu
 from mha_deploy.backends.tensorrt import load
 from mha_deploy.engine.adhoc import engine_opener
-from mha_deploy.engine.build import dialect_of
+from mha_deploy.engine.lowered import dialect_of
 from mha_deploy.engine.machine import first_gpu
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.graph.eligibility import target_from

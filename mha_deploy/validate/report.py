@@ -14,6 +14,7 @@ from mha_deploy.backends.nvml import driver_version
 from mha_deploy.bundle import MANIFEST, Bundle, sha256
 from mha_deploy.engine.machine import where_built
 from mha_deploy.engine.record import Engine
+from mha_deploy.engine.told import attention_told, libraries_told
 from mha_deploy.report.schema import FORMAT
 from mha_deploy.validate.blame import Blame
 from mha_deploy.validate.conformance import ConformanceTable
@@ -163,6 +164,8 @@ def _engine_to_dict(engine: Engine, ran: bool, reasons: dict[str, str]) -> dict[
         "seconds": manifest.seconds,
         "engine_bytes": manifest.engine_bytes,
         "profiles": [dict(profile) for profile in manifest.profiles],
+        "attention": attention_told(manifest),
+        "plugins": libraries_told(manifest),
         "profile_names": [manifest.profile_name(index) for index in range(len(manifest.profiles))],
     }
 

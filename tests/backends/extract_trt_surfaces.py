@@ -20,7 +20,13 @@ EXTRACT = Path(__file__).with_name("trt_surfaces.json")
 
 # Enums of which the members themselves are the capability, or that a fake needs.
 WHOLE = ("ComputeCapability", "HardwareCompatibilityLevel", "TacticSource")
-EXTRA = ("LayerType.SHUFFLE", "DataType.INT32", "ILogger.log")
+EXTRA = (
+    "LayerType.SHUFFLE",
+    "DataType.INT32",
+    "ILogger.log",
+    "INetworkDefinition.add_plugin_v2",
+    "INetworkDefinition.add_plugin_v3",
+)
 
 
 def wanted_names() -> set[str]:
@@ -36,7 +42,8 @@ def read_surfaces(folder: Path) -> dict[str, dict[str, Any]]:
 
 def extract(surface: dict[str, Any]) -> dict[str, Any]:
     """Of one surface, the names that the backend knows."""
-    kept: dict[str, Any] = {"version": surface["version"], "classes": {}, "enums": {}}
+    functions = [name for name in surface["names"] if name in wanted_names() and name[0].islower()]
+    kept: dict[str, Any] = {"version": surface["version"], "classes": {}, "enums": {}, "names": functions}
     for kind in ("classes", "enums"):
         for owner, names in surface[kind].items():
             mine = {name.partition(".")[2] for name in wanted_names() if name.partition(".")[0] == owner}

@@ -106,7 +106,7 @@ def _parse(self: Any, data: bytes) -> bool:
         tensor = module.ITensor(name=node.output[0], shape=(1,), dtype=dtype)
         native = node.op_type == "Attention" and hasattr(kinds, "ATTENTION_INPUT")
         kind = kinds.ATTENTION_INPUT if native else kinds.SHUFFLE
-        network._layers.append(module.ILayer(type=kind, num_outputs=1, _tensors=[tensor]))
+        network._layers.append(module.ILayer(type=kind, num_inputs=0, num_outputs=1, _tensors=[tensor]))
     for values, kept in ((model.graph.input, network._inputs), (model.graph.output, network._outputs)):
         for value in values:
             shape = tuple(dim.dim_value or -1 for dim in value.type.tensor_type.shape.dim)

@@ -301,6 +301,33 @@ def test_a_refusal_of_tensorrt_says_why_and_leaves_nothing_behind(device, call):
     assert device.is_empty()
 
 
+@pytest.mark.parametrize("timed", [False, True])
+def test_every_shape_runs_once_before_it_is_recorded(device, monkeypatch, timed):
+    """What a layer does only once for a shape, a plugin's plan above all, is not in the graph."""
+    seen = []
+    queue, capture = bound.BoundContext.enqueue, bound.capture
+
+    def run(context, addresses):
+        seen.append(("call", context.shapes["x"]))
+        queue(context, addresses)
+
+    def recorded(work, stream):
+        seen.append(("record", seen[-1][1]))
+        return capture(work, stream)
+
+    monkeypatch.setattr(bound.BoundContext, "enqueue", run)
+    monkeypatch.setattr(bound, "capture", recorded)
+    with TensorRTRunner(fake("8.6.1"), b"plan") as runner:
+        for S in (2, 3):
+            (runner.time if timed else runner.run)(feeds(S=S))
+    shapes_seen = list(dict.fromkeys(shape for _, shape in seen))
+    assert len(shapes_seen) == 2
+    for shape in shapes_seen:
+        mine = [what for what, other in seen if other == shape]
+        # One call runs, and the next is what the graph holds.
+        assert mine == ["call", "record", "call"] * (len(mine) // 3)
+
+
 def test_a_call_that_cannot_be_recorded_is_an_error_and_not_a_slower_call(device):
     device.fail_on = "capture"
     with TensorRTRunner(fake(), b"plan") as runner, pytest.raises(EngineError, match="CUDA graph") as caught:

@@ -80,6 +80,21 @@ def test_steps_add_up_to_the_whole_sequence(device, version, plan, graph):
     assert device.is_empty()
 
 
+IN_PLACE = {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_plugin_writes_a_cache_in_place_where_tensorrt_does_not_know_of_it(device, graph):
+    x = tokens(7)
+    with opened(b"in place", "8.6.1") as runner, pytest.raises(EngineError, match="must be where"):
+        stepper_of(runner, b"in place").feed(x)
+    with opened(b"in place", "8.6.1", cuda_graph=graph, in_place=IN_PLACE) as runner:
+        assert runner.aliases == IN_PLACE
+        with stepper_of(runner, b"in place") as stepper:
+            assert isinstance(stepper, cached_stepper.InPlaceStepper)
+            np.testing.assert_array_equal(fed(stepper, x, [3, 1, 1, 2]), running_sum(x))
+
+
 @pytest.mark.parametrize("plan", STATIC_FORMS)
 def test_rows_advance_by_their_counts_and_padding_is_overwritten(device, plan):
     x, counts = tokens(4), np.array([4, 1, 2], np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from test_tensorrt_layers import INSPECTOR_8, INSPECTOR_10, INSPECTOR_11
@@ -312,3 +313,33 @@ def test_the_inspector_of_8_6_finds_the_fp32_input():
 )
 def test_types_in_kernel_names(tactic, expected):
     assert math_type(tactic) == expected
+
+
+# -- plugins: the graph says what they carry ------------------------------------------------------------
+
+PLUGIN = Kernel(
+    name="attention",
+    layer_type="PluginV2",
+    tactic="0x0000000000000000",
+    onnx_nodes=("attention",),
+    inputs=(EngineTensor(name="qkv", dtype="fp16"), EngineTensor(name="lengths", dtype="int32")),
+    outputs=(EngineTensor(name="y", dtype="fp16"),),
+    source="inspector",
+)
+
+
+@pytest.mark.parametrize("kind", ["PluginV2", "PluginV3", "plugin", "custom_layer"])
+def test_a_plugin_layer_that_carries_an_attention_is_fused(kind):
+    (unsaid,) = fusion_verdict([replace(PLUGIN, layer_type=kind)], ["attention"])
+    assert unsaid.status == "unknown"
+    (verdict,) = fusion_verdict([replace(PLUGIN, layer_type=kind, carries="attention")], ["attention"])
+    assert (verdict.status, verdict.kernels) == ("fused", ("attention (plugin)",))
+
+
+def test_a_plugin_is_judged_by_the_types_it_reads_and_writes():
+    carrier = replace(PLUGIN, carries="attention")
+    assert precision_verdict([carrier], "fp16").status == "really-fp16"
+    wide = replace(carrier, outputs=(EngineTensor(name="y", dtype="fp32"),))
+    assert precision_verdict([wide], "fp16").status == "mixed"
+    product = replace(wide, carries="product")
+    assert precision_verdict([product], "fp16").offenders[0].what == "y"

@@ -11,7 +11,8 @@ from rich.console import Console
 from mha_deploy.bundle import open_bundle
 from mha_deploy.cli.engine_tables import eligibility_renderable, engine_renderable
 from mha_deploy.cli.tables import parity_renderable
-from mha_deploy.engine.build import check_graph, engine_from_bundle
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.lowered import check_graph
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.graph.eligibility import target_from
 from mha_deploy.graph.file import load_graph

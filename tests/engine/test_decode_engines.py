@@ -12,7 +12,8 @@ import torch
 
 from mha_deploy.backends.tensorrt import BuildRequest, BuiltEngine, EngineVerdict, build_with, load
 from mha_deploy.catalog import find_spec
-from mha_deploy.engine.build import check_graph, dialect_of, judge_engine, targets_of
+from mha_deploy.engine.build import judge_engine
+from mha_deploy.engine.lowered import check_graph, dialect_of, targets_of
 from mha_deploy.engine.options import EngineOptions, default_profiles, profile_names, profile_shapes
 from mha_deploy.export.canonical import canonical_from_module
 from mha_deploy.graph.file import save_graph

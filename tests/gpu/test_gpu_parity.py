@@ -29,7 +29,7 @@ PRECISIONS = ("fp16", "bf16", "fp32")
 QUICK = ("eager", "eager+graph", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "ort-cuda", "ort-cuda-contrib")
 # torch.compile, PyTorch's own choice of a kernel and its slowest are judged in tests/baselines.
 # Who is led through a layer with a cache token by token, its cache where the runtime keeps it.
-STEPPED = ("eager", "ort-cuda", "ort-cuda-contrib", "tensorrt")
+STEPPED = ("eager", "ort-cuda", "ort-cuda-contrib", "tensorrt", "plugin")
 # ONNX's evaluator makes the causal triangle as tall as the mask, which broadcasts here.
 KNOWN_BUGS = {("causal-broadcast", "onnx-reference")}
 # Whoever is here must take every layer, or a runtime that breaks altogether would only be skipped.

@@ -72,9 +72,7 @@ def test_layer(name: str, bundles: Any) -> None:
 @pytest.mark.parametrize("name", ["tiny-padding", "tiny-static", "tiny-sparse-heads"])
 def test_layer_with_every_node_of_the_plugin(name: str, bundles: Any) -> None:
     bundle = bundles(name)
-    lowered = lower(
-        ir.load(bundle.model_path), "plugin", linear=True, linear_scope="all", limits=False, lengths="trust"
-    )
+    lowered = lower(ir.load(bundle.model_path), "plugin", linear=True, linear_scope="all", limits=False)
     assert "MatMul" not in operators(lowered)
     assert_within_budget(bundle, lowered)
 

@@ -45,6 +45,8 @@ def engine():
         "seconds": 12.13,
         "engine_bytes": 5812344,
         "profiles": [{"B": "1:8:32", "S": "1:128:512"}],
+        "attention": "native, TensorRT's own projections",
+        "plugins": [],
         "profile_names": ["0"],
     }
 

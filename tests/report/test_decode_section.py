@@ -155,6 +155,8 @@ def test_profiles_are_called_by_their_names():
     node = engine["nodes"][0]
     engine |= {
         "profiles": [{"B": "1:8:32", "S": "1:128:512"}, {"B": "1:8:32", "S": "1:1:1"}],
+        "attention": "native, TensorRT's own projections",
+        "plugins": [],
         "profile_names": ["prefill", "decode"],
         "nodes": [node, node | {"profile": 1}, node | {"profile": 7}, node | {"profile": None}],
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 UNKNOWN = "?"
+ATTENTION, PRODUCT = "attention", "product"
 
 # Every spelling of a type: enum names, the inspector's prose, the plan's own words.
 _DTYPES = (
@@ -77,6 +78,7 @@ class Kernel:
         constants: Weights it reads.
         profile: Optimisation profile it belongs to.
         source: Who tells of it: `log`, `plan`, `inspector` or `profile`.
+        carries: What a plugin layer computes, where the graph says so: `attention` or `product`.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Kernel:
     constants: tuple[EngineTensor, ...] = ()
     profile: int = 0
     source: str = ""
+    carries: str = ""
 
     @property
     def is_plugin(self) -> bool:
@@ -97,7 +100,7 @@ class Kernel:
     @cached_property
     def is_fused_attention(self) -> bool:
         """Whether it computes a whole attention: scores, softmax and weighted sum."""
-        if _FUSED_TACTIC.search(self.tactic):
+        if self.carries == ATTENTION or _FUSED_TACTIC.search(self.tactic):
             return True
         return self.layer_type in _GENERATED and bool(_FUSED_NAME.match(self.name))
 
@@ -105,7 +108,7 @@ class Kernel:
     def is_gemm(self) -> bool:
         """Whether it is a plain matrix product."""
         return not self.is_fused_attention and bool(
-            _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
+            self.carries == PRODUCT or _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
         )
 
     @cached_property
@@ -138,6 +141,8 @@ class Kernel:
     @property
     def label(self) -> str:
         """What to call it: the kernel where one is named, else the layer."""
+        if self.carries:
+            return f"{self.name} (plugin)"
         return self.tactic if self.is_fused_attention and self.tactic else self.name
 
     @property

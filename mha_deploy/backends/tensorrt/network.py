@@ -136,7 +136,8 @@ def hold_types(rt: TensorRT, network: Any, types: Mapping[str, str], precision: 
 def _weights_type(trt: Any, layer: Any) -> str:
     """The type that the weights of a constant have in the graph."""
     layer.__class__ = trt.IConstantLayer  # how TensorRT's Python API casts down
-    weights = layer.weights
+    constant_layer = layer
+    weights = constant_layer.weights
     return dtype_of(str(getattr(weights, "dtype", "unknown")))
 
 

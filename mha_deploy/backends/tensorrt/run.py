@@ -52,6 +52,7 @@ class TensorRTRunner(GpuRunner):
         plan: The serialised engine.
         host_code: Allow the runtime code that a version-compatible engine carries; it is executed.
         cuda_graph: Whether calls are recorded once and launched as a CUDA graph.
+        in_place: From each output that a plugin can write into the memory of an input to that input.
         keep: For how many shapes contexts, buffers and graphs are kept; each context has scratch memory for
             the largest shapes of its profile.
 
@@ -74,6 +75,7 @@ class TensorRTRunner(GpuRunner):
         *,
         host_code: bool = False,
         cuda_graph: bool = True,
+        in_place: Mapping[str, str] | None = None,
         keep: int = 2,
     ) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class TensorRTRunner(GpuRunner):
         engine = self._loaded.engine
         self.inputs, self.engine_outputs = io_tensors(rt, engine)
         self.outputs = presented_outputs(self.inputs, self.engine_outputs)
-        self.aliases = aliased_outputs(rt, engine, self.engine_outputs)
+        self.aliases = {**(in_place or {}), **aliased_outputs(rt, engine, self.engine_outputs)}
         self.profiles = profile_ranges(engine, self.inputs)
         self._calls: Recent[_Key, BoundCall] = Recent(keep)
         self.stream = Stream()

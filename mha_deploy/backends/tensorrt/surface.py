@@ -16,6 +16,7 @@ FILES = (
     "log.py",
     "network.py",
     "progress.py",
+    "registry.py",
     "run.py",
 )
 
@@ -29,6 +30,7 @@ OBJECTS = {
     "trt_tensor": "ITensor",
     "layer": "ILayer",
     "input_layer": "IAttentionInputLayer",
+    "constant_layer": "IConstantLayer",
     "attention": "IAttention",
     "cache": "ITimingCache",
     "runtime": "Runtime",
@@ -36,6 +38,7 @@ OBJECTS = {
     "inspector": "EngineInspector",
     "context": "IExecutionContext",
     "runtime_config": "IRuntimeConfig",
+    "registry": "IPluginRegistry",
 }
 
 # Name -> the capability without which it is not touched; None for what every version must have.
@@ -81,6 +84,9 @@ USED: dict[str, str | None] = {
     "ILayer.type": None,
     "ILayer.num_outputs": None,
     "ILayer.get_output": None,
+    "ILayer.num_inputs": None,
+    "ILayer.get_input": None,
+    "IConstantLayer.weights": None,
     "ILayer.precision": "precision_constraints",
     "ILayer.set_output_type": "precision_constraints",
     "IAttentionInputLayer.attention": "attention",
@@ -115,6 +121,7 @@ USED: dict[str, str | None] = {
     "Runtime": None,
     "ILogger": None,
     "IProgressMonitor": "progress_monitor",
+    "IConstantLayer": None,
     "IAttentionInputLayer": "attention",
     "BuilderFlag.FP16": "fp16_flag",
     "BuilderFlag.BF16": "bf16_flag",

@@ -68,6 +68,10 @@ PROBES: dict[str, tuple[str, ...]] = {
 # TensorRT-RTX keeps these names, but the setter only logs, the build fails, or nothing happens.
 _HOLLOW_ON_RTX = ("timing_cache", "version_compatible")
 
+# A network with plugins has a layer for them: that of V2 up to 11, that of V3 from 10 on, none in RTX, whose
+# parser ends the process at a plugin's node where its library goes by its full name only.
+_PLUGIN_LAYERS = ("INetworkDefinition.add_plugin_v2", "INetworkDefinition.add_plugin_v3")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
@@ -98,6 +102,7 @@ class Capabilities:
         device_memory_v1: An engine tells its scratch memory in 8.6's words.
         device_memory_v2: An engine tells its scratch memory in 10's words.
         kernel_specialization: Kernels are compiled for the shapes at hand, when the caller says (RTX).
+        plugins: Networks take plugins, which libraries add to a registry.
         compute_capabilities: Targets that can be named; empty where the local GPU is the target.
         hardware_compatibility: Levels of compatibility with other GPUs that can be asked for.
         external_tactic_sources: Outside libraries the builder may take kernels from.
@@ -127,6 +132,7 @@ class Capabilities:
     device_memory_v1: bool
     device_memory_v2: bool
     kernel_specialization: bool
+    plugins: bool
     compute_capabilities: tuple[str, ...]
     hardware_compatibility: tuple[str, ...]
     external_tactic_sources: tuple[str, ...]
@@ -216,10 +222,15 @@ def probe(module: Any) -> Capabilities:
         **found,
         # Without the FP16 flag there is no weak typing to fall back to.
         always_strongly_typed=found["strongly_typed_flag"] and not found["fp16_flag"],
+        plugins=_takes_plugins(module),
         compute_capabilities=targets,
         hardware_compatibility=levels,
         external_tactic_sources=tuple(name for name in EXTERNAL_TACTIC_SOURCES if name in sources),
     )
+
+
+def _takes_plugins(module: Any) -> bool:
+    return any(has(module, name) for name in _PLUGIN_LAYERS)
 
 
 def has(module: Any, dotted: str) -> bool:

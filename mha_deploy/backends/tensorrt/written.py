@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from mha_deploy.backends.tensorrt.kernels import FLOATING, dtype_of
 
-_PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose"})
+_PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "MhaDeployLinear"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def _rewrite(
         place_of(cache.new_value, call.Hkv, call.Dv),
     )
     S, T = places[0].length(b), b.size(cache.past_key, 2)
-    sight = read_sight(b, call, S, T, empty_rows=options.empty_rows, lengths=options.lengths, in_cache=True)
+    sight = read_sight(b, call, S, T, empty_rows=options.empty_rows, in_cache=True)
     starts = as_int32(b, before_casts(cache.starts), name="starts")
     written = WrittenCache(cache.past_key, cache.past_value, starts)
     y, *states = write_attention(b, call, operands_of(places), sight, written)

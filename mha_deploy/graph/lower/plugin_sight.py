@@ -49,7 +49,6 @@ def read_sight(
     T: Size,
     *,
     empty_rows: str,
-    lengths: str,
     in_cache: bool = False,
 ) -> Sight:
     """Say in the plugin's words what an attention sees.
@@ -60,7 +59,6 @@ def read_sight(
         S: Number of queries.
         T: Number of keys, past included.
         empty_rows: `zero` or `ignore`, the option that every dialect has.
-        lengths: `clamp` or `trust`: whether key lengths may lie outside 0 … T.
         in_cache: Whether the plugin writes the cache, and so knows the key lengths without being told.
     """
     diagonal = diagonal_of(call)
@@ -71,7 +69,7 @@ def read_sight(
     mask = None if prefix is not None else given_mask(b, call, T)
     if prefix is not None:
         counted = prefix
-    key_lengths = None if counted is None else _as_key_lengths(b, counted, T, lengths)
+    key_lengths = None if counted is None else as_int32(b, before_casts(counted), name="key_lengths")
     if mask is None:
         return Sight(diagonal=diagonal, key_lengths=key_lengths)
     whole = with_geometry(b, call, mask, S, T)
@@ -126,18 +124,6 @@ def _bias(b: NodeBuilder, call: AttentionCall, mask: Mask, S: Size) -> ir.Value:
     rows = (call.facts.mask_dims or ())[-2:-1]
     certain = not mask.one_row and (call.mask is None or same_size(call.facts.S, rows[0] if rows else None))
     return bias if certain else b.expand(bias, 1, 1, S, 1, name="bias_of_each_query")
-
-
-def _as_key_lengths(b: NodeBuilder, lengths: ir.Value, T: Size, option: str) -> ir.Value:
-    """Lengths as the node takes them: int32 `[B]`, none below 0 or above T."""
-    counted = before_casts(lengths)
-    if option == "trust" or counted.dtype is None:
-        return as_int32(b, counted, name="key_lengths")
-    # Bounded in their own type: what does not fit into int32 is more than T, and not some other number.
-    most = b.cast(b.as_tensor(T), counted.dtype)
-    bounded = b.op("Max", b.op("Min", counted, most), b.constant([0], counted.dtype), name="bounded_lengths")
-    bounded.dtype, bounded.shape = counted.dtype, counted.shape
-    return as_int32(b, bounded, name="key_lengths")
 
 
 def as_int32(b: NodeBuilder, value: ir.Value, *, name: str) -> ir.Value:

@@ -38,7 +38,6 @@ class PluginOptions:
         empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where no mask leaves one.
         cache: `append` lets the node write the new rows of a static cache; `copy` writes them with ScatterND
             before the attention; `auto` is `append` where the pattern is found, else `copy`.
-        lengths: `clamp` bounds key lengths to 0 … T; `trust` where whoever runs the engine cares for that.
         limits: Refuse the types and head sizes that the plugin has no kernels for. Without, the node is
             written all the same: for the reference operator (`plugin_reference`), which takes them all.
         opset: The highest opset the result may need; None keeps the model's own.
@@ -49,7 +48,6 @@ class PluginOptions:
     linear_scope: str = "attention"
     empty_rows: str = "zero"
     cache: str = "auto"
-    lengths: str = "clamp"
     limits: bool = True
     opset: int | None = 17
 
@@ -57,7 +55,6 @@ class PluginOptions:
         "linear_scope": ("attention", "all"),
         "empty_rows": ("zero", "ignore"),
         "cache": ("auto", "append", "copy"),
-        "lengths": ("clamp", "trust"),
     }
 
 
@@ -73,6 +70,6 @@ def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions)
     else:
         key, value, T = Place(heads.k, 0), Place(heads.v, 0), key_length(b, call)
     S = query.length(b)
-    sight = read_sight(b, call, S, T, empty_rows=options.empty_rows, lengths=options.lengths)
+    sight = read_sight(b, call, S, T, empty_rows=options.empty_rows)
     y = write_attention(b, call, operands_of((query, key, value)), sight)[0]
     return {Y: finished(b, call, sight, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}

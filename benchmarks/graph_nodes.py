@@ -1,0 +1,133 @@
+"""What one call of an engine is made of: the nodes of its CUDA graph, by kind, and its kernels in order.
+
+    python benchmarks/graph_nodes.py DIR --engine NAME --at B=8,S=128 [--json]
+
+Kernels are the work. Everything else between them is worth a question: a memset or a copy takes microseconds,
+an event or an empty node orders streams that a single one would not need. Needs the GPU that the engine fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mha_deploy.backends.cuda import Stream, record
+from mha_deploy.backends.tensorrt.bound import Slot
+from mha_deploy.backends.tensorrt.ranges import tightest_admitting
+from mha_deploy.backends.tensorrt.run import TensorRTRunner
+from mha_deploy.bundle import Bundle, open_bundle
+from mha_deploy.engine.record import engine_path, open_engine
+from mha_deploy.engine.run import open_engine_runner
+from mha_deploy.errors import DeployError
+from mha_deploy.golden import golden_cases
+
+
+def main() -> None:
+    """Read the arguments, record one call, print what it is made of."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--engine", default="tensorrt")
+    parser.add_argument("--at", required=True, help="sizes of the axes, as B=8,S=128")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    bundle = open_bundle(given.bundle)
+    engine = open_engine(engine_path(bundle.path, given.engine))
+    engine.check_bundle(bundle.path)
+    with open_engine_runner(engine) as runner:
+        nodes = call_nodes(runner, feeds_at(bundle, runner, sizes_from(given.at)))
+    if given.json:
+        print(json.dumps(nodes, indent=2))
+        return
+    for kind, count in Counter(node["kind"] for node in nodes).most_common():
+        print(f"{count:5d}  {kind}")
+    for place, node in enumerate(nodes):
+        print(f"{place:5d}  {node['kind']:<12} {node['name']}")
+
+
+def sizes_from(text: str) -> dict[str, int]:
+    """The sizes of the axes as they are written."""
+    pairs = (part.partition("=") for part in text.split(","))
+    return {name.strip(): int(size) for name, _, size in pairs}
+
+
+def feeds_at(bundle: Bundle, runner: TensorRTRunner, sizes: dict[str, int]) -> dict[str, np.ndarray]:
+    """A golden case of these sizes, or numbers of the same shapes: what they are does not matter here."""
+    for case in golden_cases(bundle):
+        if all(case.sizes.get(name) == size for name, size in sizes.items()):
+            return dict(runner.checked(case.inputs))
+    whole = {name: sizes.get(name, axis.opt) for name, axis in bundle.manifest.spec.axes.items()}
+    drawn = np.random.default_rng(0)
+    feeds = {}
+    for tensor in bundle.manifest.spec.inputs:
+        shape, dtype = tensor.shape(whole), runner.inputs[tensor.name].dtype
+        is_real = dtype not in (np.int32, np.int64, np.bool_)
+        feeds[tensor.name] = (drawn.standard_normal(shape) if is_real else np.zeros(shape)).astype(dtype)
+    return feeds
+
+
+def call_nodes(runner: TensorRTRunner, feeds: dict[str, np.ndarray]) -> list[dict[str, str]]:
+    """The nodes of one call, which has run before, as it has wherever calls are recorded."""
+    shapes = {name: array.shape for name, array in feeds.items()}
+    bound = runner.bind(shapes, tightest_admitting(runner.profiles, shapes))
+    slot = Slot(bound)
+    try:
+        slot.upload(feeds)
+        slot.settle(record=False)
+        return recorded_nodes(slot, runner.stream)
+    finally:
+        runner.stream.synchronize()
+        slot.close()
+        bound.close()
+
+
+def recorded_nodes(slot: Slot, stream: Stream) -> list[dict[str, str]]:
+    """Kind and name of every node, in the order in which they were recorded."""
+    from cuda.bindings import driver
+
+    graph = driver.CUgraph(int(record(slot.launch, stream)))
+    try:
+        _, count = called(driver.cuGraphGetNodes(graph, 0))
+        nodes, _ = called(driver.cuGraphGetNodes(graph, count))
+        return [node_facts(driver, node) for node in nodes]
+    finally:
+        called(driver.cuGraphDestroy(graph))
+
+
+def node_facts(driver: Any, node: Any) -> dict[str, str]:
+    """What a node is; of a kernel, its name, where the driver tells it."""
+    kind = called(driver.cuGraphNodeGetType(node))
+    word = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+    return {"kind": word, "name": kernel_name(driver, node) if word == "kernel" else ""}
+
+
+def kernel_name(driver: Any, node: Any) -> str:
+    """The name of a kernel: by its function, or by the kernel that it is loaded from lazily."""
+    try:
+        facts = called(driver.cuGraphKernelNodeGetParams(node))
+        if int(facts.func):
+            return text_of(called(driver.cuFuncGetName(facts.func)))
+        return text_of(called(driver.cuKernelGetName(facts.kern)))
+    except (DeployError, AttributeError) as error:
+        return f"not told ({error})"
+
+
+def text_of(name: bytes | str) -> str:
+    """A name as text."""
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+
+
+def called(answer: tuple[Any, ...]) -> Any:
+    """What a call of the driver gives besides its status."""
+    status, *results = answer
+    if int(status) != 0:
+        raise DeployError("The CUDA driver refuses.", got=getattr(status, "name", status))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+if __name__ == "__main__":
+    main()

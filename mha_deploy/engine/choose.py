@@ -1,0 +1,218 @@
+"""Several ways to write an engine: each is built, judged and timed beside the others, and one is kept.
+
+The cases are the bundle's own golden ones of the usual sizes, as many as the profiles admit. The engines are
+loaded together and timed in turn, twice, so that a clock that changes meanwhile hits them all; the better of
+both times counts. A way that cannot be built or answers wrongly is out, and the manifest says why.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mha_deploy.backends.cuda import open_gpu
+from mha_deploy.backends.tensorrt import EngineError
+from mha_deploy.backends.tensorrt.run import TensorRTRunner
+from mha_deploy.bundle import Bundle
+from mha_deploy.engine.attention import FP16, FP32, NATIVE, PLUGIN, Way
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.engine.record import Engine, write_engine
+from mha_deploy.engine.run import open_engine_runner
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.golden import GoldenCase, golden_cases
+from mha_deploy.plugins.library import PluginError
+from mha_deploy.precision import Precision
+from mha_deploy.validate.parity import judge_case
+
+Build = Callable[[Path, EngineOptions], Engine]
+
+_TIMED = ("opt", "prefill", "decode")
+_ROUNDS = 2
+
+DEARER = 1.05
+"""How much more time FP32 sums may take before TensorRT's own products are taken instead."""
+
+
+@dataclass
+class Trial:
+    """One way, and what came of it.
+
+    Args:
+        way: The way.
+        engine: What was built; None where it could not be.
+        refused: Why it is out; empty as long as it is not.
+        times: Microseconds of each case.
+    """
+
+    way: Way
+    engine: Engine | None = None
+    refused: str = ""
+    times: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it was built, and answered rightly wherever it was asked."""
+        return not self.refused and bool(self.times)
+
+    @property
+    def microseconds(self) -> float:
+        """The geometric mean over the cases: each counts alike, however long it is."""
+        return math.exp(sum(math.log(time) for time in self.times.values()) / len(self.times))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the manifest."""
+        return {
+            "attention": self.way.attention,
+            "accumulate": self.way.accumulate,
+            "us": round(self.microseconds, 3) if self.is_right else None,
+            "cases": {name: round(time, 3) for name, time in self.times.items()},
+            "refused": self.refused,
+        }
+
+
+def fastest_engine(
+    bundle: Bundle, options: EngineOptions, path: Path, open_ways: Sequence[Way], build: Build
+) -> Engine:
+    """Build every way beside its later place, time them, and keep one under its name.
+
+    Args:
+        bundle: The bundle.
+        options: What was asked for.
+        path: Where the engine goes.
+        open_ways: The ways to try.
+        build: Builds one of them at a path.
+
+    Raises:
+        BackendUnavailable: Nothing can be timed here.
+        EngineError: No way gives a right engine.
+        PluginError: The plugin library is missing or does not fit.
+    """
+    _refuse_without_gpu(options)
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".trying-", dir=path.parent) as folder:
+        trials = [_built(way, Path(folder) / f"{way.name}.engine", options, build) for way in open_ways]
+        _time(trials, bundle)
+        best = chosen(trials)
+        if best.engine is None:
+            raise EngineError("The engine that was chosen is gone.")
+        manifest = replace(best.engine.manifest, attention=record(trials, best, options))
+        return write_engine(path, best.engine.path.read_bytes(), manifest)
+
+
+def chosen(trials: Sequence[Trial]) -> Trial:
+    """The trial to keep.
+
+    Of the plugin's, the one that sums up in FP32 unless it takes more than `DEARER` times the other's time;
+    of that one and the native one, the faster.
+
+    Raises:
+        EngineError: None of them is right.
+    """
+    right = {trial.way.name: trial for trial in trials if trial.is_right}
+    wide = right.get(Way(attention=PLUGIN, accumulate=FP32).name)
+    narrow = right.get(Way(attention=PLUGIN, accumulate=FP16).name)
+    plugin = wide or narrow
+    if wide and narrow and wide.microseconds > DEARER * narrow.microseconds:
+        plugin = narrow
+    native = right.get(NATIVE)
+    found = [trial for trial in (native, plugin) if trial is not None]
+    if not found:
+        raise EngineError(
+            "No way to write this engine gives a right one.",
+            got="; ".join(f"{trial.way.name}: {trial.refused}" for trial in trials),
+        )
+    return min(found, key=lambda trial: trial.microseconds)
+
+
+def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> dict[str, Any]:
+    """What the manifest says of the choice. The plugin's time is that of its better way."""
+    times = {
+        kind: _least(trial for trial in trials if trial.way.attention == kind) for kind in (NATIVE, PLUGIN)
+    }
+    if best.way.attention == PLUGIN:
+        times[PLUGIN] = best.microseconds
+    native, plugin = times[NATIVE], times[PLUGIN]
+    return {
+        "asked": options.attention,
+        "chosen": best.way.attention,
+        "accumulate": best.way.accumulate,
+        "native_us": _rounded(native),
+        "plugin_us": _rounded(plugin),
+        "ratio": _rounded(native / plugin) if native and plugin else None,
+        "tried": [trial.to_dict() for trial in trials],
+    }
+
+
+def _least(trials: Iterable[Trial]) -> float | None:
+    return min((trial.microseconds for trial in trials if trial.is_right), default=None)
+
+
+def _rounded(figure: float | None) -> float | None:
+    return None if figure is None else round(figure, 3)
+
+
+def _refuse_without_gpu(options: EngineOptions) -> None:
+    try:
+        open_gpu()
+    except BackendUnavailable as error:
+        raise BackendUnavailable(
+            "Which way is faster has to be measured, and there is nothing to measure on.",
+            got=f"--attention {options.attention} --accumulate {options.accumulate}: {error.in_one_line}",
+            hint="name one way: --attention plugin --accumulate fp32, or --attention native",
+        ) from error
+
+
+def _built(way: Way, path: Path, options: EngineOptions, build: Build) -> Trial:
+    try:
+        return Trial(way=way, engine=build(path, way.applied_to(options)))
+    except (PluginError, BackendUnavailable):
+        raise  # no property of this way, but something to be put right
+    except DeployError as error:
+        return Trial(way=way, refused=error.in_one_line)
+
+
+def _time(trials: Sequence[Trial], bundle: Bundle) -> None:
+    precision = bundle.manifest.precision
+    with ExitStack() as owned:
+        running: list[tuple[Trial, TensorRTRunner]] = []
+        for trial in trials:
+            if trial.engine is not None:
+                runner = open_engine_runner(trial.engine)
+                owned.callback(runner.close)
+                running.append((trial, runner))
+        cases = _cases(golden_cases(bundle), [runner for _, runner in running])
+        for case in cases:
+            for trial, runner in running * _ROUNDS:
+                if not trial.refused:
+                    _time_one(trial, runner, case, precision)
+
+
+def _cases(cases: Iterable[GoldenCase], runners: Sequence[TensorRTRunner]) -> list[GoldenCase]:
+    """The usual cases that all engines admit, or else the first case that they do."""
+    admitted = [case for case in cases if all(runner.profiles_for(case.inputs) for runner in runners)]
+    if not admitted:
+        raise EngineError(
+            "No golden case of the bundle lies in the profiles, so nothing can be timed.",
+            hint="wider profiles, or name one way with --attention and --accumulate",
+        )
+    return [case for case in admitted if case.name in _TIMED] or admitted[:1]
+
+
+def _time_one(trial: Trial, runner: TensorRTRunner, case: GoldenCase, precision: Precision) -> None:
+    try:
+        results = [runner.run(case.inputs)]
+        timing = runner.time(case.inputs)
+    except DeployError as error:
+        trial.refused = f"{case.name}: {error.in_one_line}"
+        return
+    for result in (*results, *timing.results):
+        for verdict in judge_case(case, result, precision):
+            if not verdict.passed:
+                trial.refused = f"wrong answer in {case.name}, {verdict.output}: {verdict.problem}"
+                return
+    trial.times[case.name] = min(timing.p50, trial.times.get(case.name, math.inf))

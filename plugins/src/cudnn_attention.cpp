@@ -1,0 +1,249 @@
+#include "cudnn_attention.h"
+
+#include "attention_layout.h"
+#include "driver.h"
+
+// cuDNN and CUDA are opened when they are first needed, not when this library is loaded.
+#ifndef NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
+#define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
+#endif
+#include <cudnn_frontend.h>
+
+#include <dlfcn.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace cudnn_frontend {
+void* cudnn_dlhandle = nullptr;  // cudnn-frontend finds cuDNN's functions through this
+}
+
+namespace mha_deploy {
+namespace {
+
+namespace fe = cudnn_frontend;
+using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
+
+// The numbers by which a launch names its tensors.
+enum Name : int64_t { kQuery = 1, kKey, kValue, kBias, kQueryCounts, kKeyCounts, kOutput };
+
+// cuDNN, found once. Not closed: plans and handles of other objects may outlive whoever loaded it.
+Status load_cudnn() {
+    static std::mutex& mutex = *new std::mutex;
+    std::lock_guard<std::mutex> const lock(mutex);
+    if (fe::cudnn_dlhandle != nullptr) {
+        return Status();
+    }
+    fe::cudnn_dlhandle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
+    if (fe::cudnn_dlhandle != nullptr) {
+        return Status();
+    }
+    char const* const error = dlerror();
+    return Status::failed(std::string("cuDNN 9 is not found: ") + (error != nullptr ? error : "libcudnn.so.9")
+                          + "; install it and put its folder into LD_LIBRARY_PATH");
+}
+
+Status status_of_cudnn(cudnnStatus_t status, std::string const& tried) {
+    if (status == CUDNN_STATUS_SUCCESS) {
+        return Status();
+    }
+    return Status::failed("could not " + tried + ": cuDNN says " + fe::detail::get_error_string(status));
+}
+
+Status status_of_frontend(fe::error_t error, std::string const& tried) {
+    if (error.is_good()) {
+        return Status();
+    }
+    std::string const version = std::to_string(fe::detail::get_backend_version());
+    return Status::failed("could not " + tried + ": cuDNN " + version + " says " + error.get_message());
+}
+
+// A handle for building plans in the current context: kept forever, so that no plan outlives the one that
+// built it.
+Status builder_handle(cudnnHandle_t& handle) {
+    static std::mutex& mutex = *new std::mutex;
+    static std::map<CUcontext, cudnnHandle_t>& handles = *new std::map<CUcontext, cudnnHandle_t>;
+    Driver const* driver = nullptr;
+    if (Status status = load_driver(driver); !status.ok()) {
+        return status;
+    }
+    CUcontext context = nullptr;
+    if (driver->current_context(&context) != CUDA_SUCCESS || context == nullptr) {
+        return Status::failed("no CUDA context is current; make one before the attention is prepared");
+    }
+    std::lock_guard<std::mutex> const lock(mutex);
+    if (auto const known = handles.find(context); known != handles.end()) {
+        handle = known->second;
+        return Status();
+    }
+    Status status = status_of_cudnn(fe::detail::create_handle(&handle), "make a cuDNN handle");
+    if (status.ok()) {
+        handles[context] = handle;
+    }
+    return status;
+}
+
+fe::graph::Tensor_attributes describe(View const& view, Name name, fe::DataType_t type) {
+    return fe::graph::Tensor_attributes()
+        .set_uid(name)
+        .set_dim(std::vector<int64_t>(view.sizes.begin(), view.sizes.end()))
+        .set_stride(std::vector<int64_t>(view.strides.begin(), view.strides.end()))
+        .set_data_type(type);
+}
+
+void add_mask(fe::graph::SDPA_attributes& attributes, Mask const& mask) {
+    attributes.set_diagonal_alignment(
+        mask.bottom_right ? fe::DiagonalAlignment_t::BOTTOM_RIGHT : fe::DiagonalAlignment_t::TOP_LEFT);
+    if (mask.left.has_value()) {
+        attributes.set_diagonal_band_left_bound(static_cast<int>(*mask.left));
+    }
+    if (mask.right.has_value()) {
+        attributes.set_diagonal_band_right_bound(static_cast<int>(*mask.right));
+    }
+}
+
+// The views of Q, K, V, and y are given to cuDNN as they lie in memory: nothing is moved before.
+void describe_attention(fe::graph::Graph& graph, AttentionParameters const& parameters,
+    AttentionShapes const& shapes, Type type) {
+    auto const data = type == Type::kHalf ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16;
+    graph.set_io_data_type(data)
+        .set_intermediate_data_type(fe::DataType_t::FLOAT)
+        .set_compute_data_type(fe::DataType_t::FLOAT);
+    int64_t const batch = shapes.batch();
+    View key = view_of(parameters, shapes, Part::kKey);
+    View value = view_of(parameters, shapes, Part::kValue);
+    if (parameters.has_cache) {
+        key = dense_view(batch, parameters.key_heads, shapes.cache_rows, parameters.head_size);
+        value = dense_view(batch, parameters.key_heads, shapes.cache_rows, parameters.value_size);
+    }
+    Mask const mask = mask_of(parameters, shapes);
+    fe::graph::SDPA_attributes attributes;
+    attributes.set_name("attention").set_generate_stats(false).set_attn_scale(parameters.scale);
+    add_mask(attributes, mask);
+    if (parameters.has_bias) {
+        Dims const& bias = shapes.bias;
+        View const view = dense_view(bias[0], bias[1], bias[2], bias[3]);
+        attributes.set_bias(graph.tensor(describe(view, kBias, data)));
+    }
+    if (mask.counts_keys) {
+        View const counts = dense_view(batch, 1, 1, 1);
+        attributes.set_padding_mask(true)
+            .set_seq_len_q(graph.tensor(describe(counts, kQueryCounts, fe::DataType_t::INT32)))
+            .set_seq_len_kv(graph.tensor(describe(counts, kKeyCounts, fe::DataType_t::INT32)));
+    }
+    Tensor const query = graph.tensor(describe(view_of(parameters, shapes, Part::kQuery), kQuery, data));
+    auto const outputs = graph.sdpa(query, graph.tensor(describe(key, kKey, data)),
+        graph.tensor(describe(value, kValue, data)), attributes);
+    View const view = output_view(parameters, shapes);
+    outputs[0]->set_output(true)
+        .set_uid(kOutput)
+        .set_dim(std::vector<int64_t>(view.sizes.begin(), view.sizes.end()))
+        .set_stride(std::vector<int64_t>(view.strides.begin(), view.strides.end()))
+        .set_data_type(data);
+}
+
+Status build_graph(fe::graph::Graph& graph, cudnnHandle_t handle) {
+    fe::error_t error = graph.validate();
+    if (error.is_good()) {
+        error = graph.build_operation_graph(handle);
+    }
+    if (error.is_good()) {
+        error = graph.create_execution_plans({fe::HeurMode_t::A});
+    }
+    if (error.is_good()) {
+        error = graph.check_support();
+    }
+    if (error.is_good()) {
+        error = graph.build_plans(handle, fe::BuildPlanPolicy_t::HEURISTICS_CHOICE);
+    }
+    return status_of_frontend(error, "plan this attention");
+}
+
+}  // namespace
+
+CudnnHandle::~CudnnHandle() {
+    if (handle_ != nullptr) {
+        Status const status = guarded("let a cuDNN handle go", [this] {
+            fe::detail::destroy_handle(static_cast<cudnnHandle_t>(handle_));
+            return Status();
+        });
+        (void)status.ok();
+    }
+}
+
+Status CudnnHandle::create() {
+    return guarded("make a cuDNN handle", [this] {
+        if (handle_ != nullptr) {
+            return Status();
+        }
+        if (Status status = load_cudnn(); !status.ok()) {
+            return status;
+        }
+        cudnnHandle_t handle = nullptr;
+        Status status = status_of_cudnn(fe::detail::create_handle(&handle), "make a cuDNN handle");
+        handle_ = status.ok() ? handle : nullptr;
+        return status;
+    });
+}
+
+struct CudnnAttention::Graph {
+    fe::graph::Graph graph;
+    std::size_t workspace_bytes = 0;
+};
+
+CudnnAttention::CudnnAttention(std::unique_ptr<Graph> graph) : graph_(std::move(graph)) {}
+CudnnAttention::~CudnnAttention() = default;
+
+Status CudnnAttention::build(AttentionParameters const& parameters, AttentionShapes const& shapes, Type type,
+    std::shared_ptr<CudnnAttention>& plan) {
+    return guarded("plan this attention", [&] {
+        if (Status status = load_cudnn(); !status.ok()) {
+            return status;
+        }
+        cudnnHandle_t handle = nullptr;
+        if (Status status = builder_handle(handle); !status.ok()) {
+            return status;
+        }
+        // One at a time: they share the handle, and building is no matter of microseconds.
+        static std::mutex& building = *new std::mutex;
+        std::lock_guard<std::mutex> const lock(building);
+        auto graph = std::make_unique<Graph>();
+        describe_attention(graph->graph, parameters, shapes, type);
+        if (Status status = build_graph(graph->graph, handle); !status.ok()) {
+            return status;
+        }
+        int64_t bytes = 0;
+        Status sized = status_of_frontend(graph->graph.get_workspace_size(bytes), "size the scratch memory");
+        if (!sized.ok()) {
+            return sized;
+        }
+        graph->workspace_bytes = bytes > 0 ? static_cast<std::size_t>(bytes) : 0;
+        plan.reset(new CudnnAttention(std::move(graph)));
+        return Status();
+    });
+}
+
+std::size_t CudnnAttention::workspace_bytes() const noexcept {
+    return graph_->workspace_bytes;
+}
+
+Status CudnnAttention::launch(CudnnHandle const& handle, CudnnAddresses const& addresses, void* workspace,
+    CUstream stream) const {
+    return guarded("launch this attention", [&] {
+        auto* const cudnn = static_cast<cudnnHandle_t>(handle.get());
+        Status status = status_of_cudnn(fe::detail::set_stream(cudnn, stream), "use the stream");
+        if (!status.ok()) {
+            return status;
+        }
+        std::unordered_map<int64_t, void*> tensors = {{kQuery, addresses.query}, {kKey, addresses.key},
+            {kValue, addresses.value}, {kOutput, addresses.output}, {kBias, addresses.bias},
+            {kQueryCounts, addresses.query_counts}, {kKeyCounts, addresses.key_counts}};
+        return status_of_frontend(graph_->graph.execute(cudnn, tensors, workspace), "launch this attention");
+    });
+}
+
+}  // namespace mha_deploy

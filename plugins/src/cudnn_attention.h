@@ -1,0 +1,63 @@
+// cuDNN's fused attention: a plan for one set of sizes, built through cudnn-frontend.
+#pragma once
+
+#include "attention_parameters.h"
+#include "attention_work.h"
+#include "status.h"
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <memory>
+
+namespace mha_deploy {
+
+// A cuDNN handle. It belongs to one AttentionWork: calls on two streams must not share one.
+class CudnnHandle {
+public:
+    CudnnHandle() = default;
+    CudnnHandle(CudnnHandle const&) = delete;
+    CudnnHandle& operator=(CudnnHandle const&) = delete;
+    ~CudnnHandle();
+
+    // Loads cuDNN where that has not happened yet. Not while a stream is being captured.
+    Status create();
+    void* get() const noexcept { return handle_; }
+
+private:
+    void* handle_ = nullptr;
+};
+
+// Device memory of one launch. What the plan does not use may be null.
+struct CudnnAddresses {
+    void* query = nullptr;
+    void* key = nullptr;
+    void* value = nullptr;
+    void* output = nullptr;
+    void* bias = nullptr;
+    void* query_counts = nullptr;  // int32 [B]: S in every place
+    void* key_counts = nullptr;    // int32 [B]
+};
+
+// Never changes after it was built; threads with handles of their own may launch it at the same time.
+class CudnnAttention {
+public:
+    // The sizes must have passed AttentionWork::check. Fails with cuDNN's reason where it has no kernel.
+    static Status build(AttentionParameters const& parameters, AttentionShapes const& shapes, Type type,
+        std::shared_ptr<CudnnAttention>& plan);
+
+    ~CudnnAttention();
+    CudnnAttention(CudnnAttention const&) = delete;
+    CudnnAttention& operator=(CudnnAttention const&) = delete;
+
+    std::size_t workspace_bytes() const noexcept;
+    Status launch(CudnnHandle const& handle, CudnnAddresses const& addresses, void* workspace,
+        CUstream stream) const;
+
+private:
+    struct Graph;
+    explicit CudnnAttention(std::unique_ptr<Graph> graph);
+    std::unique_ptr<Graph> graph_;
+};
+
+}  // namespace mha_deploy

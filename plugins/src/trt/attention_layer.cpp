@@ -1,0 +1,200 @@
+// MhaDeployAttention: fields, sizes and pointers of TensorRT's for AttentionWork.
+#include "layer.h"
+
+#include <utility>
+
+namespace mha_deploy::trt {
+
+using nvinfer1::DimsExprs;
+using nvinfer1::PluginField;
+using nvinfer1::PluginFieldType;
+
+namespace {
+
+constexpr char const* kName = "MhaDeployAttention";
+
+// Where the inputs that may be missing stand; -1 where there is none.
+struct InputPlaces {
+    int32_t bias = -1;
+    int32_t key_lengths = -1;
+    int32_t gates = -1;
+    int32_t past_key = -1;
+    int32_t past_value = -1;
+    int32_t starts = -1;
+
+    explicit InputPlaces(AttentionParameters const& parameters) {
+        int32_t next = parameters.operands();
+        bias = parameters.has_bias ? next++ : -1;
+        key_lengths = parameters.has_key_lengths ? next++ : -1;
+        gates = parameters.has_gates ? next++ : -1;
+        past_key = parameters.has_cache ? next++ : -1;
+        past_value = parameters.has_cache ? next++ : -1;
+        starts = parameters.has_cache ? next++ : -1;
+    }
+};
+
+class AttentionLayer final : public Layer {
+public:
+    explicit AttentionLayer(AttentionParameters const& parameters)
+        : parameters_(parameters), places_(parameters), work_(parameters) {}
+
+    char const* name() const noexcept override { return kName; }
+    std::unique_ptr<Layer> clone() const override { return std::make_unique<AttentionLayer>(parameters_); }
+    std::vector<std::byte> parameter_bytes() const override { return serialize(parameters_); }
+    int32_t inputs() const noexcept override { return parameters_.inputs(); }
+    int32_t outputs() const noexcept override { return parameters_.outputs(); }
+
+    bool is_integer(int32_t input) const noexcept override {
+        return input >= 0 && (input == places_.key_lengths || input == places_.starts);
+    }
+
+    Status output_dims(int32_t output, DimsExprs const* inputs, nvinfer1::IExprBuilder& builder,
+        DimsExprs& dims) const override;
+    Status resize(std::vector<Dims> const& inputs) override;
+
+    Status prepare(Type type) override { return work_.prepare(shapes_, type); }
+    std::size_t workspace_bytes(Type type) override { return work_.workspace_bytes(shapes_, type); }
+    Status run(Type type, CallMemory const& memory) override;
+
+private:
+    Status check_others(std::vector<Dims> const& inputs, AttentionShapes const& shapes) const;
+
+    AttentionParameters parameters_;
+    InputPlaces places_;
+    AttentionWork work_;
+    AttentionShapes shapes_;
+    AttentionPointers pointers_;  // kept, so that a call allocates nothing
+};
+
+Status AttentionLayer::output_dims(
+    int32_t output, DimsExprs const* inputs, nvinfer1::IExprBuilder& builder, DimsExprs& dims) const {
+    if (output > 0) {
+        dims = inputs[output == 1 ? places_.past_key : places_.past_value];
+        return Status();
+    }
+    DimsExprs const& query = inputs[parameters_.sources[0]];
+    if (query.nbDims != 3 && query.nbDims != 4) {
+        return Status::failed("the input with the queries has rank " + std::to_string(query.nbDims)
+                              + "; give [B, S, width] or [B, heads, S, head size]");
+    }
+    dims.nbDims = 3;
+    dims.d[0] = query.d[0];
+    dims.d[1] = query.nbDims == 3 ? query.d[1] : query.d[2];
+    dims.d[2] = builder.constant(parameters_.query_heads * parameters_.value_size);
+    return Status();
+}
+
+Status expect_dims(char const* what, Dims const& got, Dims const& expected) {
+    if (got == expected) {
+        return Status();
+    }
+    return Status::failed(
+        std::string("input '") + what + "' has the size " + text_of(got) + "; give it " + text_of(expected));
+}
+
+// The inputs that AttentionShapes does not hold, because their sizes follow from the others.
+Status AttentionLayer::check_others(std::vector<Dims> const& inputs, AttentionShapes const& shapes) const {
+    int64_t const batch = shapes.batch();
+    auto const expect = [&](int32_t place, char const* what, Dims const& expected) {
+        return place < 0 ? Status() : expect_dims(what, inputs[static_cast<std::size_t>(place)], expected);
+    };
+    AttentionParameters const& p = parameters_;
+    for (Status const& status : {
+             expect(places_.key_lengths, "key_lengths", {batch}),
+             expect(places_.gates, "gates", {batch, shapes.queries(p), p.query_heads}),
+             expect(places_.past_key, "past_key", {batch, p.key_heads, shapes.cache_rows, p.head_size}),
+             expect(places_.past_value, "past_value", {batch, p.key_heads, shapes.cache_rows, p.value_size}),
+             expect(places_.starts, "starts", {batch}),
+         }) {
+        if (!status.ok()) {
+            return status;
+        }
+    }
+    return Status();
+}
+
+Status AttentionLayer::resize(std::vector<Dims> const& inputs) {
+    AttentionShapes shapes;
+    shapes.operands.assign(inputs.begin(), inputs.begin() + parameters_.operands());
+    if (parameters_.has_bias) {
+        shapes.bias = inputs[static_cast<std::size_t>(places_.bias)];
+    }
+    if (parameters_.has_cache) {
+        Dims const& past = inputs[static_cast<std::size_t>(places_.past_key)];
+        if (past.size() != 4) {
+            return Status::failed("input 'past_key' has the size " + text_of(past)
+                                  + "; give it [batch, key heads, rows, head size]");
+        }
+        shapes.cache_rows = past[2];
+    }
+    if (Status const status = AttentionWork::check(parameters_, shapes); !status.ok()) {
+        return status;
+    }
+    if (Status const status = check_others(inputs, shapes); !status.ok()) {
+        return status;
+    }
+    shapes_ = std::move(shapes);
+    return Status();
+}
+
+Status AttentionLayer::run(Type type, CallMemory const& memory) {
+    pointers_.inputs.assign(memory.inputs, memory.inputs + inputs());
+    pointers_.outputs.assign(memory.outputs, memory.outputs + outputs());
+    return work_.run(shapes_, type, pointers_, memory.workspace, memory.workspace_bytes, memory.stream);
+}
+
+Status made(AttentionParameters const& parameters, std::unique_ptr<Layer>& layer) {
+    if (Status status = parameters.check(); !status.ok()) {
+        return status;
+    }
+    layer = std::make_unique<AttentionLayer>(parameters);
+    return Status();
+}
+
+Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {
+    AttentionParameters p;
+    int32_t causal = 0;
+    fields.take("query_heads", p.query_heads);
+    fields.take("key_heads", p.key_heads);
+    fields.take("head_size", p.head_size);
+    fields.take("value_size", p.value_size);
+    fields.take("scale", p.scale);
+    fields.take_between("causal", 0, 2, causal);
+    fields.take("left_window", p.left_window);
+    fields.take("right_window", p.right_window);
+    fields.take("sources", p.sources);
+    fields.take("offsets", p.offsets);
+    fields.take("has_bias", p.has_bias);
+    fields.take("has_key_lengths", p.has_key_lengths);
+    fields.take("has_gates", p.has_gates);
+    fields.take("has_cache", p.has_cache);
+    p.causal = static_cast<Causal>(causal);
+    return fields.status().ok() ? made(p, layer) : fields.status();
+}
+
+Status from_bytes(void const* bytes, std::size_t size, std::unique_ptr<Layer>& layer) {
+    AttentionParameters parameters;
+    Status const status = deserialize(bytes, size, parameters);
+    return status.ok() ? made(parameters, layer) : status;
+}
+
+std::vector<PluginField> field_names() {
+    std::vector<PluginField> fields;
+    for (char const* const name : {"query_heads", "key_heads", "head_size", "value_size", "causal",
+             "left_window", "right_window", "has_bias", "has_key_lengths", "has_gates", "has_cache"}) {
+        fields.emplace_back(name, nullptr, PluginFieldType::kINT32, 1);
+    }
+    fields.emplace_back("sources", nullptr, PluginFieldType::kINT32, 3);
+    fields.emplace_back("offsets", nullptr, PluginFieldType::kINT32, 3);
+    fields.emplace_back("scale", nullptr, PluginFieldType::kFLOAT32, 1);
+    return fields;
+}
+
+}  // namespace
+
+LayerKind const& attention_kind() {
+    static LayerKind const kind{kName, field_names(), from_fields, from_bytes};
+    return kind;
+}
+
+}  // namespace mha_deploy::trt

@@ -1,0 +1,77 @@
+// What both plugin interfaces do the same way: types, sizes, plans, workspace, bytes for the engine.
+#pragma once
+
+#include "layer.h"
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace mha_deploy::trt {
+
+// How much workspace TensorRT was asked for while the engine was built. `enqueue` is given memory but not its
+// size, and a machine without a GPU asks for none, so what was asked has to travel with the engine. With
+// several profiles TensorRT asks several times; the smallest answer is the one that always holds.
+class WorkspacePromise {
+public:
+    void lower(std::uint64_t bytes) noexcept;
+    std::uint64_t bytes() const noexcept;
+
+private:
+    static constexpr std::uint64_t kNothingAsked = std::numeric_limits<std::uint64_t>::max();
+    std::atomic<std::uint64_t> bytes_{kNothingAsked};
+};
+
+// One plugin object. TensorRT clones it for each execution context: every clone has work of its own.
+class PluginBody {
+public:
+    PluginBody(std::unique_ptr<Layer> layer, std::shared_ptr<WorkspacePromise> promise);
+
+    std::unique_ptr<PluginBody> clone() const;
+    Layer const& layer() const noexcept { return *layer_; }
+
+    // Whether the tensor at this position, inputs first, may be so. The first input sets the type.
+    bool supports(int32_t position, nvinfer1::PluginTensorDesc const& tensor,
+        nvinfer1::PluginTensorDesc const& first) const noexcept;
+
+    // Sizes of an output, as expressions of those of the inputs. Those that are all known are checked here.
+    Status output_dims(int32_t output, nvinfer1::DimsExprs const* inputs, int32_t count,
+        nvinfer1::IExprBuilder& builder, nvinfer1::DimsExprs& dims);
+
+    // At build time: whether the largest sizes fit the parameters.
+    Status check_largest(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t count);
+
+    // Find the plans of these sizes. Without a GPU there are none: an engine may be built for another
+    // machine.
+    Status prepare(nvinfer1::PluginTensorDesc const* inputs, int32_t count);
+
+    std::size_t workspace_bytes(std::vector<Dims> const& inputs, nvinfer1::DataType type);
+    Status run(nvinfer1::PluginTensorDesc const* inputs, CallMemory memory);
+
+    std::vector<std::byte> serialize() const;
+    static Status deserialize(
+        LayerKind const& kind, void const* bytes, std::size_t size, std::unique_ptr<PluginBody>& body);
+
+private:
+    Status check_count(std::size_t inputs) const;
+    Status resize(std::vector<Dims> sizes);
+
+    std::unique_ptr<Layer> layer_;
+    std::shared_ptr<WorkspacePromise> promise_;
+    std::vector<Dims> sizes_;  // those that the layer works with now; empty: none
+};
+
+Status body_from_fields(LayerKind const& kind, nvinfer1::PluginFieldCollection const* collection,
+    std::unique_ptr<PluginBody>& body);
+
+Dims dims_of(nvinfer1::Dims const& dims);
+bool is_concrete(nvinfer1::Dims const& dims) noexcept;
+std::optional<Dims> dims_of(nvinfer1::DimsExprs const& dims);  // nothing where a size is not known yet
+std::vector<Dims> sizes_of(nvinfer1::PluginTensorDesc const* tensors, int32_t count);
+std::vector<Dims> largest_sizes_of(nvinfer1::DynamicPluginTensorDesc const* tensors, int32_t count);
+
+}  // namespace mha_deploy::trt

@@ -1,0 +1,72 @@
+// What a plugin computes, seen from TensorRT's side and behind both of its plugin interfaces.
+#pragma once
+
+#include "../attention_parameters.h"
+#include "../attention_work.h"
+#include "../status.h"
+#include "fields.h"
+
+#include <NvInferRuntime.h>
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace mha_deploy::trt {
+
+inline constexpr char const* kPluginNamespace = "mha_deploy";
+inline constexpr char const* kPluginVersion = "1";
+
+// Device memory of one call.
+struct CallMemory {
+    void const* const* inputs = nullptr;
+    void* const* outputs = nullptr;
+    void* workspace = nullptr;
+    std::size_t workspace_bytes = 0;
+    CUstream stream = nullptr;
+};
+
+// One node with its work. The floating point inputs and all outputs have one type, that of the first input.
+class Layer {
+public:
+    Layer() = default;
+    virtual ~Layer() = default;
+    Layer(Layer const&) = delete;
+    Layer& operator=(Layer const&) = delete;
+
+    virtual char const* name() const noexcept = 0;
+    virtual std::unique_ptr<Layer> clone() const = 0;  // the same parameters, with work of its own
+    virtual std::vector<std::byte> parameter_bytes() const = 0;
+
+    virtual int32_t inputs() const noexcept = 0;
+    virtual int32_t outputs() const noexcept = 0;
+    virtual bool is_integer(int32_t input) const noexcept = 0;  // lengths: INT32
+
+    virtual Status output_dims(int32_t output, nvinfer1::DimsExprs const* inputs,
+        nvinfer1::IExprBuilder& builder, nvinfer1::DimsExprs& dims) const = 0;
+
+    // Take these sizes of the inputs for what follows, or say why they do not fit.
+    virtual Status resize(std::vector<Dims> const& inputs) = 0;
+
+    virtual Status prepare(Type type) = 0;
+    virtual std::size_t workspace_bytes(Type type) = 0;
+    virtual Status run(Type type, CallMemory const& memory) = 0;
+};
+
+// One sort of plugin: its name, its fields, and the two ways to make one.
+struct LayerKind {
+    char const* name;
+    std::vector<nvinfer1::PluginField> fields;
+    Status (*from_fields)(Fields& fields, std::unique_ptr<Layer>& layer);
+    Status (*from_bytes)(void const* bytes, std::size_t size, std::unique_ptr<Layer>& layer);
+};
+
+LayerKind const& attention_kind();
+LayerKind const& linear_kind();
+
+// "[2, 128, 768]", for messages.
+std::string text_of(Dims const& dims);
+
+}  // namespace mha_deploy::trt

@@ -1,0 +1,260 @@
+// Attention calls on a GPU: their memory, their comparison, and what must hold beside the numbers.
+#pragma once
+
+#include "../src/attention_work.h"
+#include "attention_cases.h"
+
+#include <memory>
+#include <thread>
+
+namespace mha_deploy::check {
+
+// The buffers of one call.
+class DeviceCall {
+public:
+    DeviceCall(HostCall const& call, bool in_place) : call_(call) {
+        for (auto const& operand : call.operands) {
+            add_input(operand);
+        }
+        if (call.parameters.has_bias) {
+            add_input(call.bias);
+        }
+        if (call.parameters.has_key_lengths) {
+            add_input(call.key_lengths);
+        }
+        View const y = output_view(call.parameters, call.shapes);
+        add_output(static_cast<std::size_t>(y.sizes[0] * y.strides[0]) * 2);
+        if (call.parameters.has_cache) {
+            for (auto const* past : {&call.past_key, &call.past_value}) {
+                add_input(*past);
+                if (in_place) {
+                    pointers.outputs.push_back(buffers_.back()->get());
+                    caches_.push_back(buffers_.back().get());
+                } else {
+                    add_output(past->size() * 2);
+                    caches_.push_back(buffers_.back().get());
+                }
+            }
+            add_input(call.starts);
+        }
+    }
+
+    Status run(
+        AttentionWork& work, Stream const& stream, void* workspace = nullptr, std::size_t bytes = 0) const {
+        return work.run(call_.shapes, call_.type, pointers, workspace, bytes, stream.get());
+    }
+    std::vector<uint16_t> output() const { return output_->download<uint16_t>(); }
+    std::vector<uint16_t> cache(std::size_t which) const { return caches_[which]->download<uint16_t>(); }
+    void poison_output() const { output_->fill(0xff); }  // NaN: every row must be written
+    bool intact() const {
+        bool whole = true;
+        for (auto const& buffer : buffers_) {
+            whole = whole && buffer->intact();
+        }
+        return whole;
+    }
+
+    AttentionPointers pointers;
+
+private:
+    template <typename Value>
+    void add_input(std::vector<Value> const& values) {
+        buffers_.push_back(std::make_unique<Buffer>(values));
+        pointers.inputs.push_back(buffers_.back()->get());
+    }
+    void add_output(std::size_t bytes) {
+        buffers_.push_back(std::make_unique<Buffer>(bytes));
+        pointers.outputs.push_back(buffers_.back()->get());
+        output_ = output_ == nullptr ? buffers_.back().get() : output_;
+    }
+
+    HostCall const& call_;
+    std::vector<std::unique_ptr<Buffer>> buffers_;
+    std::vector<Buffer*> caches_;
+    Buffer* output_ = nullptr;
+};
+
+// Rows that must be zero are so to the last bit; the rest within the tolerance.
+inline bool compare(
+    Type type, std::vector<uint16_t> const& bits, std::vector<double> const& want, std::string& figures) {
+    std::vector<double> const got = numbers_of(type, bits);
+    double const error = relative_error(got, want);
+    std::size_t not_zero = 0;
+    for (std::size_t i = 0; i < want.size() && got.size() == want.size(); ++i) {
+        not_zero += want[i] == 0.0 && got[i] != 0.0 ? 1 : 0;  // NaN is not zero, either
+    }
+    figures = format("error %.1e", error) + (not_zero > 0 ? ", not zero: " + std::to_string(not_zero) : "");
+    return error < tolerance(type) && not_zero == 0;
+}
+
+inline bool compare_caches(HostCall const& call, DeviceCall const& device, std::string& figures) {
+    bool const same =
+        device.cache(0) == present_of(call, Part::kKey) && device.cache(1) == present_of(call, Part::kValue);
+    figures += same ? ", caches right" : ", caches WRONG";
+    return same;
+}
+
+inline void check_case(Tally& tally, Case const& given, uint32_t seed) {
+    HostCall const call = make_call(given, seed);
+    AttentionWork work(call.parameters);
+    if (Status const status = work.prepare(call.shapes, call.type); !status.ok()) {
+        tally.refused(given.name, status.reason());
+        return;
+    }
+    DeviceCall const device(call, given.in_place);
+    Stream const stream;
+    device.poison_output();
+    Buffer const workspace(work.workspace_bytes(call.shapes, call.type) + 16);
+    Status status = device.run(work, stream, workspace.get(), workspace.bytes());
+    stream.wait();
+    std::vector<uint16_t> const first = device.output();
+    device.poison_output();
+    if (status.ok()) {
+        status = device.run(work, stream);  // with memory of its own
+    }
+    stream.wait();
+    std::string figures;
+    bool passed = status.ok() && compare(call.type, first, reference(call), figures);
+    if (status.ok() && call.parameters.has_cache) {
+        passed = compare_caches(call, device, figures) && passed;
+    }
+    if (status.ok() && first != device.output()) {
+        passed = false;
+        figures += ", the second run differs";
+    }
+    if (!device.intact() || !workspace.intact()) {
+        passed = false;
+        figures += ", wrote outside";
+    }
+    tally.note(passed, given.name, status.ok() ? figures : status.reason());
+}
+
+inline Case plain(std::string const& name, int64_t rows) {
+    Case given{name};
+    given.layout = Layout::kPacked;
+    given.queries = given.keys = rows;
+    return given;
+}
+
+// What every cuDNN takes must be taken: else a missing library would look like a list of refusals.
+inline void check_installation() {
+    gpu();
+    HostCall const call = make_call(plain("installation", 64), 5);
+    AttentionWork work(call.parameters);
+    if (Status const status = work.prepare(call.shapes, call.type); !status.ok()) {
+        stop(status.reason());
+    }
+}
+
+// Bad calls end with a reason, not with the process.
+inline void check_refusals(Tally& tally) {
+    HostCall const call = make_call(plain("refusals", 64), 5);
+    DeviceCall const device(call, true);
+    Stream const stream;
+    AttentionWork work(call.parameters);
+    auto const refuses = [&tally](std::string const& name, Status const& status) {
+        tally.note(!status.ok(), "refuses " + name, status.reason());
+    };
+    AttentionPointers none = device.pointers;
+    none.outputs[0] = nullptr;
+    refuses("null", work.run(call.shapes, call.type, none, nullptr, 0, stream.get()));
+    AttentionPointers odd = device.pointers;
+    odd.outputs[0] = static_cast<char*>(odd.outputs[0]) + 2;
+    refuses("odd address", work.run(call.shapes, call.type, odd, nullptr, 0, stream.get()));
+    refuses("no pointers", work.run(call.shapes, call.type, AttentionPointers{}, nullptr, 0, stream.get()));
+    AttentionShapes wrong = call.shapes;
+    wrong.operands[0][2] -= 64;
+    refuses("wrong width", work.run(wrong, call.type, device.pointers, nullptr, 0, stream.get()));
+    refuses("no shapes", work.run(AttentionShapes{}, call.type, device.pointers, nullptr, 0, stream.get()));
+    AttentionParameters bad = call.parameters;
+    bad.head_size = 60;
+    AttentionWork unsound(bad);
+    refuses("unsound fields", unsound.run(call.shapes, call.type, device.pointers, nullptr, 0, stream.get()));
+    AttentionShapes empty = call.shapes;
+    empty.operands[0][1] = 0;
+    Status const nothing = work.run(empty, call.type, device.pointers, nullptr, 0, stream.get());
+    tally.note(nothing.ok(), "no rows: nothing to do", nothing.reason());
+    stream.wait();
+}
+
+inline void check_capture(Tally& tally) {
+    HostCall const call = make_call(plain("capture", 72), 6);
+    DeviceCall const device(call, true);
+    Stream const stream;
+    AttentionWork work(call.parameters);
+    {
+        Graph const too_early(stream, [&] { return device.run(work, stream); });
+        Status const& status = too_early.status;
+        tally.note(!status.ok(), "capture before the first run is refused", status.reason());
+    }
+    Status const first = device.run(work, stream);
+    stream.wait();
+    Graph const graph(stream, [&] { return device.run(work, stream); });
+    device.poison_output();
+    graph.launch();
+    graph.launch();
+    stream.wait();
+    std::string figures;
+    bool const right = compare(call.type, device.output(), reference(call), figures);
+    bool const passed = first.ok() && graph.status.ok() && right;
+    tally.note(passed, "capture and replay", figures + graph.status.reason());
+}
+
+// A work that keeps one plan: the captured one must survive the others.
+inline void check_eviction(Tally& tally) {
+    Case given = plain("eviction", 80);
+    given.lengths = {80, 13};
+    HostCall const call = make_call(given, 8);
+    DeviceCall const device(call, true);
+    Stream const stream;
+    AttentionWork work(call.parameters, 1);
+    Status const first = device.run(work, stream);
+    Graph const graph(stream, [&] { return device.run(work, stream); });
+    bool others = first.ok() && graph.status.ok();
+    for (int64_t const rows : {81, 82}) {
+        Case more = given;
+        more.queries = more.keys = rows;
+        HostCall const other = make_call(more, 9);
+        DeviceCall const memory(other, true);
+        others = memory.run(work, stream).ok() && others;
+        stream.wait();
+        std::string figures;
+        others = compare(other.type, memory.output(), reference(other), figures) && others;
+    }
+    device.poison_output();
+    graph.launch();
+    stream.wait();
+    std::string figures;
+    bool const right = compare(call.type, device.output(), reference(call), figures);
+    tally.note(others && right, "a captured plan survives eviction", figures);
+}
+
+inline void check_threads(Tally& tally) {
+    std::vector<int> wrong(4, -1);
+    std::vector<std::thread> threads;
+    for (std::size_t index = 0; index < wrong.size(); ++index) {
+        threads.emplace_back([&wrong, index] {
+            int64_t const rows = index % 2 == 0 ? 64 : 72;  // two share a plan
+            HostCall const call = make_call(plain("threads", rows), static_cast<uint32_t>(20 + index));
+            std::vector<double> const want = reference(call);
+            DeviceCall const device(call, true);
+            Stream const stream;
+            AttentionWork work(call.parameters);
+            int failed = 0;
+            for (int round = 0; round < 20; ++round) {
+                device.poison_output();
+                failed += device.run(work, stream).ok() ? 0 : 1;
+                stream.wait();
+                std::string figures;
+                failed += compare(call.type, device.output(), want, figures) ? 0 : 1;
+            }
+            wrong[index] = failed;
+        });
+    }
+    for (std::thread& thread : threads) {
+        thread.join();
+    }
+    tally.note(wrong == std::vector<int>(wrong.size(), 0), "four works on four threads and streams");
+}
+
+}  // namespace mha_deploy::check

@@ -1,0 +1,96 @@
+// Microseconds of attention calls in a CUDA graph.
+#pragma once
+
+#include "attention_device.h"
+
+namespace mha_deploy::check {
+
+// Memory is taken in turns until the second level cache cannot help.
+constexpr std::size_t kBeyondCache = std::size_t{300} << 20U;
+constexpr int kLaunches = 10;
+
+inline std::size_t bytes_of(HostCall const& call) {
+    std::size_t count = call.past_key.size() + call.past_value.size();
+    for (auto const& operand : call.operands) {
+        count += operand.size();
+    }
+    return count * 2;
+}
+
+inline void time_case(Tally& tally, Case const& given, bool rotate) {
+    HostCall const call = make_call(given, 3);
+    AttentionWork work(call.parameters);
+    if (Status const status = work.prepare(call.shapes, call.type); !status.ok()) {
+        tally.refused(given.name, status.reason());
+        return;
+    }
+    std::size_t const sets = rotate ? std::min<std::size_t>(kBeyondCache / bytes_of(call) + 1, 32) : 1;
+    std::vector<std::unique_ptr<DeviceCall>> memory;
+    for (std::size_t i = 0; i < sets; ++i) {
+        memory.push_back(std::make_unique<DeviceCall>(call, true));
+    }
+    Stream const stream;
+    Buffer const workspace(work.workspace_bytes(call.shapes, call.type) + 16);
+    auto const run = [&](std::size_t set) {
+        return memory[set]->run(work, stream, workspace.get(), workspace.bytes());
+    };
+    Status const warm = run(0);
+    stream.wait();
+    std::size_t const launches = std::max<std::size_t>(sets, kLaunches);
+    Graph const graph(stream, [&] {
+        Status status = warm;
+        for (std::size_t i = 0; i < launches && status.ok(); ++i) {
+            status = run(i % sets);
+        }
+        return status;
+    });
+    double const time = graph.status.ok() ? graph.microseconds(7, 20) / static_cast<double>(launches) : 0.0;
+    tally.note(graph.status.ok(), given.name,
+        graph.status.ok() ? format("%.2f us", time) + ", scratch " + std::to_string(workspace.bytes() - 16)
+                          : graph.status.reason());
+}
+
+inline Case timed(std::string const& name, int64_t batch, int32_t heads, int32_t key_heads, int64_t queries,
+    int64_t keys, int32_t size, Causal causal, Layout layout) {
+    Case given{name};
+    given.batch = batch;
+    given.heads = heads;
+    given.key_heads = key_heads;
+    given.queries = queries;
+    given.keys = keys;
+    given.size = size;
+    given.causal = causal;
+    given.layout = layout;
+    return given;
+}
+
+inline void time_attention(Tally& tally, std::string const& only) {
+    Causal const none = Causal::kNone;
+    Causal const causal = Causal::kBottomRight;
+    Layout const packed = Layout::kPacked;
+    Layout const separate = Layout::kSeparate;
+    Layout const heads_first = Layout::kHeadsFirst;
+    std::vector<Case> cases = {
+        timed("8x12x128x64", 8, 12, 12, 128, 128, 64, none, packed),
+        timed("8x12x128x64 separate", 8, 12, 12, 128, 128, 64, none, separate),
+        timed("8x12x128x64 lengths", 8, 12, 12, 128, 128, 64, none, packed),
+        timed("8x16x384x64", 8, 16, 16, 384, 384, 64, none, packed),
+        timed("1x32/8x2048x128 causal", 1, 32, 8, 2048, 2048, 128, causal, packed),
+        timed("1x32/8x8192x128 causal", 1, 32, 8, 8192, 8192, 128, causal, packed),
+        timed("1x96x512x128 causal", 1, 96, 96, 512, 512, 128, causal, packed),
+        timed("decode 1x32/8 T 4096", 1, 32, 8, 1, 4096, 128, causal, heads_first),
+        timed("decode 32x32/8 T 4096", 32, 32, 8, 1, 4096, 128, causal, heads_first),
+        timed("decode 1x32/8 T 4096 cache", 1, 32, 8, 1, 4096, 128, causal, packed),
+        timed("decode 32x32/8 T 4096 cache", 32, 32, 8, 1, 4096, 128, causal, packed),
+    };
+    cases[2].lengths.assign(8, 128);
+    cases[9].starts.assign(1, 4095);
+    cases[10].starts.assign(32, 4095);
+    for (Case const& given : cases) {
+        if (given.name.find(only) != std::string::npos) {
+            time_case(tally, given, given.queries == 1);
+        }
+    }
+}
+
+}  // namespace mha_deploy::check

@@ -1,0 +1,272 @@
+// Small things that the GPU tests share: device memory, streams, graphs, and a tally of what passed.
+#pragma once
+
+#include "../src/driver.h"
+#include "numbers.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+namespace mha_deploy::check {
+
+// What only tests want of the driver. The names in cuda.h are macros for the versioned ones, hence the two
+// steps.
+#define MHA_DEPLOY_NAME_OF(function) #function
+#define MHA_DEPLOY_LOAD(member, function) \
+    member = reinterpret_cast<decltype(member)>(dlsym(library, MHA_DEPLOY_NAME_OF(function)))
+
+struct Gpu {
+    decltype(&cuDeviceGet) device_get = nullptr;
+    decltype(&cuDeviceGetName) device_name = nullptr;
+    decltype(&cuDevicePrimaryCtxRetain) retain_context = nullptr;
+    decltype(&cuCtxSetCurrent) set_context = nullptr;
+    decltype(&cuMemAlloc) allocate = nullptr;
+    decltype(&cuMemFree) free = nullptr;
+    decltype(&cuMemsetD8) set = nullptr;
+    decltype(&cuMemcpyHtoD) to_device = nullptr;
+    decltype(&cuMemcpyDtoH) to_host = nullptr;
+    decltype(&cuStreamCreate) create_stream = nullptr;
+    decltype(&cuStreamDestroy) destroy_stream = nullptr;
+    decltype(&cuStreamSynchronize) synchronize = nullptr;
+    decltype(&cuStreamBeginCapture) begin_capture = nullptr;
+    decltype(&cuStreamEndCapture) end_capture = nullptr;
+    decltype(&cuGraphInstantiateWithFlags) instantiate = nullptr;
+    decltype(&cuGraphLaunch) launch_graph = nullptr;
+    decltype(&cuGraphExecDestroy) destroy_executable = nullptr;
+    decltype(&cuGraphDestroy) destroy_graph = nullptr;
+    decltype(&cuEventCreate) create_event = nullptr;
+    decltype(&cuEventRecord) record_event = nullptr;
+    decltype(&cuEventSynchronize) wait_event = nullptr;
+    decltype(&cuEventElapsedTime) elapsed = nullptr;
+    decltype(&cuEventDestroy) destroy_event = nullptr;
+    CUcontext context = nullptr;
+
+    explicit Gpu(void* library) {
+        MHA_DEPLOY_LOAD(device_get, cuDeviceGet);
+        MHA_DEPLOY_LOAD(device_name, cuDeviceGetName);
+        MHA_DEPLOY_LOAD(retain_context, cuDevicePrimaryCtxRetain);
+        MHA_DEPLOY_LOAD(set_context, cuCtxSetCurrent);
+        MHA_DEPLOY_LOAD(allocate, cuMemAlloc);
+        MHA_DEPLOY_LOAD(free, cuMemFree);
+        MHA_DEPLOY_LOAD(set, cuMemsetD8);
+        MHA_DEPLOY_LOAD(to_device, cuMemcpyHtoD);
+        MHA_DEPLOY_LOAD(to_host, cuMemcpyDtoH);
+        MHA_DEPLOY_LOAD(create_stream, cuStreamCreate);
+        MHA_DEPLOY_LOAD(destroy_stream, cuStreamDestroy);
+        MHA_DEPLOY_LOAD(synchronize, cuStreamSynchronize);
+        MHA_DEPLOY_LOAD(begin_capture, cuStreamBeginCapture);
+        MHA_DEPLOY_LOAD(end_capture, cuStreamEndCapture);
+        MHA_DEPLOY_LOAD(instantiate, cuGraphInstantiateWithFlags);
+        MHA_DEPLOY_LOAD(launch_graph, cuGraphLaunch);
+        MHA_DEPLOY_LOAD(destroy_executable, cuGraphExecDestroy);
+        MHA_DEPLOY_LOAD(destroy_graph, cuGraphDestroy);
+        MHA_DEPLOY_LOAD(create_event, cuEventCreate);
+        MHA_DEPLOY_LOAD(record_event, cuEventRecord);
+        MHA_DEPLOY_LOAD(wait_event, cuEventSynchronize);
+        MHA_DEPLOY_LOAD(elapsed, cuEventElapsedTime);
+        MHA_DEPLOY_LOAD(destroy_event, cuEventDestroy);
+    }
+};
+
+#undef MHA_DEPLOY_LOAD
+#undef MHA_DEPLOY_NAME_OF
+
+[[noreturn]] inline void stop(std::string const& reason) {
+    std::fprintf(stderr, "stopped: %s\n", reason.c_str());
+    std::exit(3);
+}
+
+inline void must(CUresult result, char const* tried) {
+    if (result != CUDA_SUCCESS) {
+        stop(status_of(result, tried).reason());
+    }
+}
+
+// The first GPU, its primary context made current for the calling thread; the test stops where there is none.
+inline Gpu const& gpu() {
+    static Gpu const shared = [] {
+        Driver const* driver = nullptr;
+        if (Status const status = load_driver(driver); !status.ok()) {
+            stop(status.reason());
+        }
+        Gpu made(dlopen("libcuda.so.1", RTLD_NOW));
+        CUdevice device = 0;
+        char name[128] = "";
+        must(made.device_get(&device, 0), "find a device");
+        must(made.device_name(name, sizeof(name), device), "name the device");
+        must(made.retain_context(&made.context, device), "make a context");
+        std::printf("device %s\n", name);
+        return made;
+    }();
+    must(shared.set_context(shared.context), "use the context");
+    return shared;
+}
+
+// Device memory with as many bytes behind it that nobody may touch: `intact` says whether nobody did.
+class Buffer {
+public:
+    static constexpr std::size_t kGuardBytes = 256;
+
+    explicit Buffer(std::size_t bytes) : bytes_(bytes) {
+        must(gpu().allocate(&address_, bytes + kGuardBytes), "take device memory");
+        must(gpu().set(address_, 0xa5, bytes + kGuardBytes), "fill device memory");
+        settle();
+    }
+    template <typename Value>
+    explicit Buffer(std::vector<Value> const& values) : Buffer(values.size() * sizeof(Value)) {
+        upload(values);
+    }
+    Buffer(Buffer&& other) noexcept : address_(other.address_), bytes_(other.bytes_) { other.address_ = 0; }
+    Buffer(Buffer const&) = delete;
+    Buffer& operator=(Buffer const&) = delete;
+    Buffer& operator=(Buffer&&) = delete;
+    ~Buffer() {
+        if (address_ != 0) {
+            gpu().free(address_);
+        }
+    }
+
+    template <typename Value>
+    void upload(std::vector<Value> const& values) {
+        if (values.size() * sizeof(Value) > bytes_) {
+            stop("a test uploads more than its buffer holds");
+        }
+        if (!values.empty()) {
+            must(gpu().to_device(address_, values.data(), values.size() * sizeof(Value)), "upload");
+            settle();
+        }
+    }
+    void fill(unsigned char byte) const {
+        must(gpu().set(address_, byte, bytes_), "fill device memory");
+        settle();
+    }
+    template <typename Value>
+    std::vector<Value> download() const {
+        std::vector<Value> values(bytes_ / sizeof(Value));
+        if (!values.empty()) {
+            must(gpu().to_host(values.data(), address_, values.size() * sizeof(Value)), "download");
+        }
+        return values;
+    }
+    bool intact() const {
+        std::vector<unsigned char> guard(kGuardBytes);
+        must(gpu().to_host(guard.data(), address_ + bytes_, kGuardBytes), "download");
+        for (unsigned char const byte : guard) {
+            if (byte != 0xa5) {
+                return false;
+            }
+        }
+        return true;
+    }
+    void* get() const { return reinterpret_cast<void*>(address_); }
+    std::size_t bytes() const { return bytes_; }
+
+private:
+    // Copies and fills may still be under way when CUDA returns, and the streams of the tests do not wait for
+    // them.
+    static void settle() { must(gpu().synchronize(nullptr), "wait for device memory"); }
+
+    CUdeviceptr address_ = 0;
+    std::size_t bytes_ = 0;
+};
+
+class Stream {
+public:
+    Stream() { must(gpu().create_stream(&stream_, CU_STREAM_NON_BLOCKING), "make a stream"); }
+    Stream(Stream const&) = delete;
+    Stream& operator=(Stream const&) = delete;
+    ~Stream() { gpu().destroy_stream(stream_); }
+    CUstream get() const { return stream_; }
+    void wait() const { must(gpu().synchronize(stream_), "wait for the stream"); }
+
+private:
+    CUstream stream_ = nullptr;
+};
+
+// A captured graph, ready to launch.
+class Graph {
+public:
+    // `work` launches into the stream; what it returns is kept in `status`.
+    template <typename Work>
+    Graph(Stream const& stream, Work const& work) : stream_(stream) {
+        must(gpu().begin_capture(stream.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "begin a capture");
+        status = work();
+        must(gpu().end_capture(stream.get(), &graph_), "end a capture");
+        must(gpu().instantiate(&executable_, graph_, 0), "make a graph");
+    }
+    Graph(Graph const&) = delete;
+    Graph& operator=(Graph const&) = delete;
+    ~Graph() {
+        gpu().destroy_executable(executable_);
+        gpu().destroy_graph(graph_);
+    }
+    void launch() const { must(gpu().launch_graph(executable_, stream_.get()), "launch a graph"); }
+
+    // Microseconds of one launch: the median of several rounds.
+    double microseconds(int rounds = 7, int launches = 50) const {
+        CUevent begin = nullptr;
+        CUevent end = nullptr;
+        must(gpu().create_event(&begin, CU_EVENT_DEFAULT), "make an event");
+        must(gpu().create_event(&end, CU_EVENT_DEFAULT), "make an event");
+        std::vector<float> times;
+        for (int round = 0; round <= rounds; ++round) {
+            must(gpu().record_event(begin, stream_.get()), "record an event");
+            for (int i = 0; i < launches; ++i) {
+                launch();
+            }
+            must(gpu().record_event(end, stream_.get()), "record an event");
+            must(gpu().wait_event(end), "wait for an event");
+            float milliseconds = 0.0F;
+            must(gpu().elapsed(&milliseconds, begin, end), "read the time");
+            if (round > 0) {  // the first one warms up
+                times.push_back(milliseconds);
+            }
+        }
+        gpu().destroy_event(begin);
+        gpu().destroy_event(end);
+        std::sort(times.begin(), times.end());
+        return 1000.0 * times[times.size() / 2] / launches;
+    }
+
+    Status status;
+
+private:
+    Stream const& stream_;
+    CUgraph graph_ = nullptr;
+    CUgraphExec executable_ = nullptr;
+};
+
+// One line for each case, and the exit code at the end.
+class Tally {
+public:
+    void note(bool passed, std::string const& name, std::string const& figures = "") {
+        std::printf("%s %s %s\n", passed ? "ok" : "FAILED", name.c_str(), figures.c_str());
+        std::fflush(stdout);
+        (passed ? passed_ : failed_) += 1;
+    }
+    // Not a failure: the library said before any work was done that it has no kernel, and why.
+    void refused(std::string const& name, std::string const& reason) {
+        std::printf("refused %s %s\n", name.c_str(), reason.c_str());
+        refused_.push_back(name + ": " + reason);
+    }
+    int finish() const {
+        for (std::string const& line : refused_) {
+            std::printf("  refused %s\n", line.c_str());
+        }
+        std::printf("%d ok, %d failed, %zu refused\n", passed_, failed_, refused_.size());
+        return failed_ == 0 ? 0 : 1;
+    }
+
+private:
+    int passed_ = 0;
+    int failed_ = 0;
+    std::vector<std::string> refused_;
+};
+
+}  // namespace mha_deploy::check

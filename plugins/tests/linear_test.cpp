@@ -1,0 +1,286 @@
+// Projections on a GPU against sums in double. `--time` prints times of projections of known models.
+#include "../src/linear_work.h"
+#include "check.h"
+#include "linear_times.h"
+
+#include <thread>
+
+using namespace mha_deploy;
+using namespace mha_deploy::check;
+
+namespace {
+
+constexpr std::size_t kSampledRows = 24;
+constexpr std::size_t kSampledColumns = 96;
+
+// Twice what rounding y once costs. Sums in 16 bits are far above it.
+double budget(Type type) { return type == Type::kHalf ? 4e-4 : 3.2e-3; }
+
+struct Case {
+    LinearShape shape;
+    Type type = Type::kHalf;
+    bool has_bias = true;
+    std::size_t shift = 0;  // elements by which every tensor is moved away from where memory begins
+
+    std::string name() const {
+        return std::to_string(shape.rows) + "x" + std::to_string(shape.inputs) + "x"
+               + std::to_string(shape.outputs) + (type == Type::kHalf ? " fp16" : " bf16")
+               + (has_bias ? " bias" : "")
+               + (shift > 0 ? " shifted by " + std::to_string(shift) : "");
+    }
+};
+
+std::size_t count(int64_t rows, int64_t columns) { return static_cast<std::size_t>(rows * columns); }
+
+// The tensors of a case, on the host and on the device.
+class Data {
+public:
+    explicit Data(Case const& c, uint32_t seed = 1)
+        : case_(c),
+          x_(random_bits(c.type, count(c.shape.rows, c.shape.inputs) + c.shift, seed)),
+          weight_(random_bits(c.type, count(c.shape.inputs, c.shape.outputs) + c.shift, seed + 1,
+              1.0 / std::sqrt(static_cast<double>(c.shape.inputs)))),
+          bias_(random_bits(c.type, count(1, c.shape.outputs) + c.shift, seed + 2)),
+          device_x_(x_),
+          device_weight_(weight_),
+          device_bias_(bias_),
+          device_y_(2 * (count(c.shape.rows, c.shape.outputs) + c.shift)) {}
+
+    LinearPointers pointers() const {
+        std::size_t const shift = case_.shift;
+        auto const at = [shift](Buffer const& of) { return static_cast<uint16_t*>(of.get()) + shift; };
+        void const* const bias = case_.has_bias ? at(device_bias_) : nullptr;
+        return {at(device_x_), at(device_weight_), bias, at(device_y_)};
+    }
+    Status run(LinearWork& work, Stream const& stream, Buffer const* workspace = nullptr) const {
+        void* const memory = workspace != nullptr ? workspace->get() : nullptr;
+        std::size_t const bytes = workspace != nullptr ? workspace->bytes() : 0;
+        return work.run(case_.shape, case_.type, pointers(), memory, bytes, stream.get());
+    }
+    std::vector<uint16_t> y() const {
+        std::vector<uint16_t> const all = device_y_.download<uint16_t>();
+        return {all.begin() + static_cast<std::ptrdiff_t>(case_.shift), all.end()};
+    }
+    void forget_y() { device_y_.upload(std::vector<uint16_t>(device_y_.bytes() / 2, uint16_t{0x7fff})); }
+    void set_x(std::vector<uint16_t> const& x) { device_x_.upload(x_ = x); }
+    bool intact() const { return device_y_.intact(); }
+
+    // Relative error of y at places all over it, the corners among them.
+    double error() const {
+        std::vector<uint16_t> const bits = y();
+        std::vector<double> got;
+        std::vector<double> want;
+        for (std::size_t const row : places(case_.shape.rows, kSampledRows)) {
+            for (std::size_t const column : places(case_.shape.outputs, kSampledColumns)) {
+                got.push_back(number_of_bits(case_.type, bits[row * count(1, case_.shape.outputs) + column]));
+                want.push_back(exact(row, column));
+            }
+        }
+        return relative_error(got, want);
+    }
+
+private:
+    static std::vector<std::size_t> places(int64_t size, std::size_t most) {
+        auto const all = static_cast<std::size_t>(size);
+        std::vector<std::size_t> chosen;
+        std::size_t const wanted = std::min(all, most);
+        for (std::size_t i = 0; i < wanted; ++i) {
+            chosen.push_back(wanted == 1 ? 0 : i * (all - 1) / (wanted - 1));
+        }
+        return chosen;
+    }
+    double exact(std::size_t row, std::size_t column) const {
+        std::size_t const inputs = count(1, case_.shape.inputs);
+        std::size_t const outputs = count(1, case_.shape.outputs);
+        auto const number = [this](uint16_t bits) { return number_of_bits(case_.type, bits); };
+        double sum = case_.has_bias ? number(bias_[case_.shift + column]) : 0.0;
+        for (std::size_t k = 0; k < inputs; ++k) {
+            double const x = number(x_[case_.shift + row * inputs + k]);
+            sum += x * number(weight_[case_.shift + k * outputs + column]);
+        }
+        return sum;
+    }
+
+    Case case_;
+    std::vector<uint16_t> x_, weight_, bias_;
+    Buffer device_x_, device_weight_, device_bias_, device_y_;
+};
+
+// Right, the same each time and from another object, and nothing written beyond y and the workspace.
+void check_case(Tally& tally, Case const& c, bool may_refuse = false) {
+    Data data(c);
+    LinearWork work(LinearParameters{c.has_bias});
+    LinearWork other(LinearParameters{c.has_bias});
+    Stream const stream;
+    Status const status = data.run(work, stream);
+    stream.wait();
+    if (!status.ok() && may_refuse) {
+        tally.refused(c.name(), status.reason());
+        return;
+    }
+    std::vector<uint16_t> const y = data.y();
+    double const error = status.ok() ? data.error() : 1.0;
+    Buffer const workspace(std::max<std::size_t>(work.workspace_bytes(c.shape, c.type), 1));
+    bool same = true;
+    for (int i = 0; i < 6; ++i) {
+        data.forget_y();
+        same = data.run(i < 4 ? work : other, stream, i % 2 == 0 ? &workspace : nullptr).ok() && same;
+        stream.wait();
+        same = data.y() == y && same;
+    }
+    bool const intact = data.intact() && workspace.intact();
+    tally.note(status.ok() && error < budget(c.type) && same && intact, c.name(),
+        format("error %.2e", error) + (same ? "" : " not the same each time")
+            + (intact ? "" : " wrote beyond") + " workspace "
+            + std::to_string(work.workspace_bytes(c.shape, c.type)) + " " + status.reason());
+}
+
+// 16384 and 16383 quarters: in 16 bits each quarter is lost beside the large number, wherever that stands.
+void check_accumulation(Tally& tally, Type type) {
+    Case const c{{8, 16384, 64}, type, false};
+    Data data(c);
+    std::vector<uint16_t> x(count(8, 16384), bits_of_number(type, 0.25));
+    for (std::size_t row = 0; row < 8; ++row) {
+        x[row * 16384 + (row % 2 == 0 ? 0 : 16383)] = bits_of_number(type, 16384.0);
+    }
+    data.set_x(x);
+    Buffer const ones(std::vector<uint16_t>(count(16384, 64), bits_of_number(type, 1.0)));
+    LinearPointers pointers = data.pointers();
+    pointers.weight = ones.get();
+    LinearWork work(LinearParameters{false});
+    Stream const stream;
+    Status const status = work.run(c.shape, type, pointers, nullptr, 0, stream.get());
+    stream.wait();
+    double least = 1e30;
+    double most = 0.0;
+    for (double const value : numbers_of(type, data.y())) {
+        least = std::min(least, value);
+        most = std::max(most, value);
+    }
+    tally.note(status.ok() && least == 20480.0 && most == 20480.0,
+        std::string("sums in fp32 ") + (type == Type::kHalf ? "fp16" : "bf16"),
+        format("least %.2f", least) + format(" most %.2f, want 20480", most) + " " + status.reason());
+}
+
+// A graph keeps working with new data, and after its plan would long have been forgotten.
+void check_capture(Tally& tally, Case const& c, bool prepared) {
+    Data data(c);
+    Data const fresh(c, 77);
+    LinearWork work(LinearParameters{c.has_bias});
+    Stream const stream;
+    Status status = prepared ? work.prepare(c.shape, c.type) : Status();
+    Graph const graph(stream, [&] { return data.run(work, stream); });
+    bool right = status.ok() && graph.status.ok();
+    for (int64_t rows = 1; rows <= 70; ++rows) {
+        Data const small({{rows, 64, 64}, c.type, c.has_bias});
+        right = small.run(work, stream).ok() && right;
+        stream.wait();
+    }
+    double worst = 0.0;
+    for (uint32_t seed = 3; seed < 6; ++seed) {
+        data.set_x(random_bits(c.type, count(c.shape.rows, c.shape.inputs), seed));
+        data.forget_y();
+        graph.launch();
+        stream.wait();
+        worst = std::max(worst, data.error());
+        std::vector<uint16_t> const replayed = data.y();
+        right = data.run(work, stream).ok() && right;
+        stream.wait();
+        right = data.y() == replayed && right;
+    }
+    std::string const name = "graph of " + c.name() + (prepared ? "" : ", first seen in it");
+    tally.note(right && worst < budget(c.type), name,
+        format("error %.2e", worst) + " " + status.reason() + graph.status.reason());
+}
+
+// Two objects in two threads, both with shapes that nobody has asked for yet.
+void check_threads(Tally& tally) {
+    auto const work_on = [](int64_t rows, int& wrong) {
+        (void)gpu();  // makes the context current in this thread
+        LinearWork work(LinearParameters{true});
+        Stream const stream;
+        for (int64_t i = 0; i < 12; ++i) {
+            Data const data({{rows + i % 3, 512, 768}, i % 2 == 0 ? Type::kHalf : Type::kBFloat16, true});
+            bool const ok = data.run(work, stream).ok();
+            stream.wait();
+            wrong += ok && data.error() < budget(i % 2 == 0 ? Type::kHalf : Type::kBFloat16) ? 0 : 1;
+        }
+    };
+    int wrong[3] = {0, 0, 0};
+    std::thread one(work_on, 201, std::ref(wrong[0]));
+    std::thread two(work_on, 201, std::ref(wrong[1]));
+    std::thread three(work_on, 333, std::ref(wrong[2]));
+    one.join();
+    two.join();
+    three.join();
+    int const all = wrong[0] + wrong[1] + wrong[2];
+    tally.note(all == 0, "three threads", std::to_string(all) + " wrong");
+}
+
+void check_refusals(Tally& tally) {
+    Case const c{{4, 64, 64}};
+    Data const data(c);
+    Stream const stream;
+    LinearWork work(LinearParameters{true});
+    auto const refuses = [&](char const* name, LinearShape const& shape, Type type, LinearPointers const& p) {
+        Status const status = work.run(shape, type, p, nullptr, 0, stream.get());
+        tally.note(!status.ok(), std::string("refuses ") + name, status.reason());
+    };
+    LinearPointers const good = data.pointers();
+    using Input = void const* LinearPointers::*;
+    for (Input const input : {&LinearPointers::x, &LinearPointers::weight, &LinearPointers::bias}) {
+        LinearPointers bad = good;
+        bad.*input = nullptr;
+        refuses("a null input", c.shape, c.type, bad);
+    }
+    refuses("a null y", c.shape, c.type, {good.x, good.weight, good.bias, nullptr});
+    void const* const odd = static_cast<char const*>(good.x) + 1;
+    refuses("an odd address", c.shape, c.type, {odd, good.weight, good.bias, good.y});
+    refuses("negative rows", {-1, 64, 64}, c.type, good);
+    refuses("no inputs", {4, 0, 64}, c.type, good);
+    refuses("no outputs", {4, 64, 0}, c.type, good);
+    refuses("too many rows", {int64_t{1} << 40, 64, 64}, c.type, good);
+    refuses("another type", c.shape, static_cast<Type>(7), good);
+    tally.note(work.run({0, 64, 64}, c.type, {}, nullptr, 0, stream.get()).ok(), "no rows, no work");
+    tally.note(work.workspace_bytes({0, 64, 64}, c.type) == 0, "no rows, no workspace");
+    tally.note(data.run(work, stream).ok(), "works after refusals");
+    stream.wait();
+    LinearParameters read;
+    std::vector<std::byte> bytes = serialize(LinearParameters{true});
+    tally.note(deserialize(bytes.data(), bytes.size(), read).ok() && read.has_bias, "serialized and read");
+    bytes[0] ^= std::byte{1};
+    tally.note(!deserialize(bytes.data(), bytes.size(), read).ok(), "refuses foreign bytes");
+}
+
+void check_all(Tally& tally) {
+    LinearShape const shapes[] = {{1, 4096, 6144}, {8, 768, 2304}, {1024, 768, 768}, {100, 96, 200},
+        {3072, 1024, 3072}, {1, 64, 64}, {7, 128, 384}, {333, 512, 1536}, {129, 1024, 1000}};
+    for (Type const type : {Type::kHalf, Type::kBFloat16}) {
+        for (LinearShape const& shape : shapes) {
+            check_case(tally, {shape, type, true});
+            check_case(tally, {shape, type, false});
+        }
+        check_case(tally, {{65, 256, 512}, type, true, 8});
+        check_case(tally, {{65, 256, 512}, type, true, 1}, true);
+        check_case(tally, {{5, 97, 33}, type, true}, true);
+        check_case(tally, {{6, 100, 36}, type, false}, true);
+        check_accumulation(tally, type);
+        check_capture(tally, {{48, 2048, 1024}, type, true}, true);
+        check_capture(tally, {{49, 4096, 512}, type, true}, false);
+    }
+    check_threads(tally);
+    check_refusals(tally);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    (void)gpu();
+    if (argc > 1 && std::string(argv[1]) == "--time") {
+        time_all();
+        return 0;
+    }
+    Tally tally;
+    check_all(tally);
+    return tally.finish();
+}

@@ -1,0 +1,69 @@
+// What every part of the plugin test uses: the tally, and fields to start from.
+#pragma once
+
+#include "plugin_asked.h"
+
+#include <cstdio>
+
+namespace host {
+
+inline Logger logger;
+inline int failures = 0;
+
+inline void expect(bool good, std::string const& what) {
+    std::printf("%s %s%s\n", good ? "ok" : "FAILED", what.c_str(),
+        good ? "" : (" (last reason logged: " + logger.last + ")").c_str());
+    failures += good ? 0 : 1;
+}
+
+// That something was refused, and that the reason says the word.
+inline void expect_refused(bool refused, std::string const& word, std::string const& what) {
+    expect(refused && logger.last.find(word) != std::string::npos, what + ": refused, naming '" + word + "'");
+    logger.last.clear();
+}
+
+inline Creator& attention() {
+    return *creators()[0];
+}
+
+inline Creator& linear() {
+    return *creators()[1];
+}
+
+// Grouped attention, 8 query heads and 2 key heads of 64, from three inputs.
+inline FieldList attention_fields() {
+    FieldList fields;
+    for (char const* const name : {"causal", "has_bias", "has_key_lengths", "has_gates", "has_cache"}) {
+        fields.set(name, {0});
+    }
+    fields.set("query_heads", {8});
+    fields.set("key_heads", {2});
+    fields.set("head_size", {64});
+    fields.set("value_size", {64});
+    fields.set("left_window", {-1});
+    fields.set("right_window", {-1});
+    fields.set_float("scale", 0.125F);
+    fields.set("sources", {0, 1, 2});
+    fields.set("offsets", {0, 0, 0});
+    return fields;
+}
+
+inline FieldList changed(std::string const& name, std::vector<int32_t> const& values) {
+    FieldList fields = attention_fields();
+    fields.set(name, values);
+    return fields;
+}
+
+inline FieldList linear_fields(int32_t has_bias) {
+    FieldList fields;
+    fields.set("has_bias", {has_bias});
+    return fields;
+}
+
+inline FieldList packed_fields() {
+    FieldList fields = changed("sources", {0, 0, 0});
+    fields.set("offsets", {0, 512, 640});
+    return fields;
+}
+
+}  // namespace host

@@ -1,0 +1,259 @@
+"""Engines that carry the plugin: built with a fake TensorRT, which takes the library and the graph."""
+
+import json
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+from bundle_edit import copy_of
+from plugin_libraries import PLUGINS, file_name, write_library
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
+import cuda_fake
+from test_tensorrt_runner import fake
+
+from mha_deploy.backends.tensorrt import registry
+from mha_deploy.backends.tensorrt.network import parse_into
+from mha_deploy.bundle import open_bundle, sha256
+from mha_deploy.engine import build, run
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.engine.record import open_engine
+from mha_deploy.errors import DeployError
+from mha_deploy.plugins import load
+from mha_deploy.plugins.library import PluginError
+from mha_deploy.validate.report import engines_to_dict
+
+HALF = [{"Name": "t", "Dimensions": [1, 2], "Format/Datatype": "Row major linear FP16 format (kLINEAR)"}]
+NEW_FIELDS = ("plugins", "in_place", "attention")
+REGISTERED = []  # the libraries that registered themselves
+GPU = {"name": "NVIDIA H200", "compute_cap": "9.0"}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The folder that libraries are looked for in, and nothing loaded yet."""
+    folder = tmp_path / "libraries"
+    monkeypatch.setenv("MHA_DEPLOY_PLUGINS", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(load, "_loaded", {})
+    REGISTERED.clear()
+    monkeypatch.setattr(registry, "register_itself", lambda path: REGISTERED.append(str(path)))
+    return folder
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with a GPU and the fake of a TensorRT."""
+    cuda_fake.install(monkeypatch)
+
+    def make(version="8.6.1"):
+        rt = fake(version)
+        for module in (build, run):
+            monkeypatch.setattr(module, "load", lambda backend: rt)
+            monkeypatch.setattr(module, "first_gpu", lambda: GPU)
+        return rt
+
+    return make
+
+
+@pytest.fixture
+def built(machine, bundles, tmp_path):
+    def make(name="tiny-mha", precision="fp16", version="8.6.1", **options):
+        rt = machine(version)
+        bundle = open_bundle(copy_of(bundles(name, precision), tmp_path / f"{name}-{version}"))
+        chosen = {"attention": "plugin", "accumulate": "fp16", **options}
+        return rt, engine_from_bundle(bundle, EngineOptions(backend="tensorrt", **chosen))
+
+    return make
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The operators of the graphs that the parser is given, and the libraries loaded before."""
+    seen = []
+
+    def spy(rt, parser, source, names):
+        seen.append(([node.op_type for node in onnx.load(source).graph.node], list(REGISTERED)))
+        return parse_into(rt, parser, source, names)
+
+    monkeypatch.setattr("mha_deploy.backends.tensorrt.build.parse_into", spy)
+    return seen
+
+
+def test_the_library_is_loaded_before_the_plugins_node_is_parsed(place, built, parsed):
+    path = write_library(place)
+    _, engine = built()
+    ((operators, libraries),) = parsed
+    assert operators.count("MhaDeployAttention") == 1
+    assert "Softmax" not in operators
+    assert "MhaDeployLinear" not in operators
+    assert libraries == [str(path)]
+    manifest = open_engine(engine.path).manifest
+    assert manifest.dialect == "plugin"
+    assert manifest.attention == {"asked": "plugin", "chosen": "plugin", "accumulate": "fp16"}
+    record = {"library": file_name(), "version": "0.1.0", "tensorrt": "8.6.0", "plugins": PLUGINS}
+    assert manifest.plugins == [{**record, "sha256": sha256(path)}]
+    assert manifest.in_place == {}
+
+
+def test_fp32_sums_are_products_of_the_library(place, built, parsed):
+    write_library(place)
+    _, engine = built(accumulate="fp32")
+    ((operators, _),) = parsed
+    assert "MhaDeployLinear" in operators
+    assert engine.manifest.attention["accumulate"] == "fp32"
+
+
+def test_a_native_engine_needs_no_library(place, built):
+    _, engine = built(attention="native")
+    assert REGISTERED == []
+    assert open_engine(engine.path).manifest.plugins == []
+
+
+def test_a_library_is_loaded_once_a_process(place, built, tmp_path):
+    write_library(place)
+    rt, engine = built()
+    load.load_needed(rt, engine.manifest.plugins)
+    assert len(REGISTERED) == 1
+
+
+def test_an_engine_is_loaded_after_its_library(place, built, monkeypatch):
+    path = write_library(place)
+    _, engine = built()
+    monkeypatch.setattr(load, "_loaded", {})
+    REGISTERED.clear()
+    rt = fake("8.6.1")
+    monkeypatch.setattr(run, "load", lambda backend: rt)
+    with run.open_engine_runner(engine):
+        assert [str(path)] == REGISTERED
+
+
+def test_an_engine_without_its_library_says_how_to_get_it(place, built, monkeypatch):
+    path = write_library(place)
+    _, engine = built()
+    path.unlink()
+    monkeypatch.setattr(load, "_loaded", {})
+    (reason,) = run.reasons_not_to_run(engine)
+    assert "There is no plugin library for TensorRT 8 here." in reason
+    with pytest.raises(PluginError, match="no plugin library for TensorRT 8") as caught:
+        run.open_engine_runner(engine)
+    assert "mha-deploy plugins build" in caught.value.hint
+    assert caught.value.exit_code == 3
+
+
+def test_an_engine_refuses_a_library_of_another_version(place, built, monkeypatch):
+    write_library(place)
+    _, engine = built()
+    write_library(place, version="0.2.0")
+    with pytest.raises(PluginError, match="another version of the plugin library") as caught:
+        run.open_engine_runner(engine)
+    assert "is 0.2.0, the engine was built with 0.1.0" in caught.value.got
+
+
+def test_an_engine_refuses_a_library_that_lacks_its_plugin(place, built):
+    write_library(place)
+    _, engine = built()
+    write_library(place, plugins=PLUGINS[:1])
+    with pytest.raises(PluginError, match="lacks what the engine needs") as caught:
+        run.open_engine_runner(engine)
+    assert caught.value.got == "MhaDeployLinear version 1"
+
+
+def test_a_missing_library_is_told_before_anything_is_built(place, built, parsed):
+    with pytest.raises(PluginError, match="no plugin library for TensorRT 8"):
+        built()
+    assert parsed == []
+
+
+@pytest.mark.parametrize(
+    ("precision", "version", "options", "what"),
+    [
+        ("fp16", "8.6.1", {"attention": "plug"}, "No such choice for --attention"),
+        ("fp16", "8.6.1", {"accumulate": "fp64"}, "No such choice for --accumulate"),
+        ("fp16", "8.6.1", {"attention": "native", "accumulate": "fp32"}, "chooses by itself"),
+        ("fp32", "8.6.1", {}, "computes in FP16 and BF16"),
+        ("bf16", "8.6.1", {}, r"TensorRT 8\.6\.1 has no BF16"),
+        ("fp16", "8.6.1", {"gqa": "fold"}, "attention plugin takes grouped heads as they are"),
+        ("fp16", "rtx-1.7.1", {}, "does not take the attention plugin"),
+        ("fp16", "rtx-1.7.1", {"attention": "auto"}, "does not take the attention plugin"),
+    ],
+)
+def test_what_cannot_be_is_refused(place, built, precision, version, options, what):
+    write_library(place)
+    with pytest.raises(DeployError, match=what) as caught:
+        built("tiny-mha", precision, version, **options)
+    assert caught.value.got
+    assert caught.value.hint
+
+
+def test_bf16_is_taken_from_10_on(place, built):
+    write_library(place, tensorrt="10.0.1", interface="IPluginV3")
+    _, engine = built(precision="bf16", version="10.0.1")
+    assert engine.manifest.plugins[0]["library"] == file_name("10")
+
+
+def test_the_plugins_layers_are_known_by_the_nodes_they_were(place, built, monkeypatch):
+    write_library(place)
+    layers = [
+        {"Name": name, "LayerType": "PluginV2", "Inputs": HALF, "Outputs": HALF}
+        for name in ("attention", "q_proj")
+    ]
+    text = json.dumps({"Layers": layers, "Bindings": []})
+    monkeypatch.setattr("tensorrt_fake.INSPECTED", text)
+    _, engine = built(accumulate="fp32")
+    manifest = open_engine(engine.path).manifest
+    assert manifest.all_fused
+    assert manifest.is_in_precision
+    assert manifest.verdict["nodes"][0]["kernels"] == ["attention (plugin)"]
+    fused = {kernel["name"]: kernel["fused_attention"] for kernel in manifest.kernels}
+    assert fused == {"attention": True, "q_proj": False}
+
+
+def test_what_the_engine_needs_is_shown(place, built, run_cli):
+    write_library(place)
+    _, engine = built()
+    shown = " ".join(run_cli("inspect", engine.path).out.split())
+    assert f"needs {file_name()} 0.1.0" in shown
+    assert "computed by plugin, TensorRT's own projections" in shown
+    assert "another build" not in shown
+    write_library(place, comment="compiled once more")
+    assert "another build of version 0.1.0" in " ".join(run_cli("inspect", engine.path).out.split())
+    assert "another build" in engines_to_dict([engine], [], [])[0]["plugins"][1]
+
+
+def test_a_manifest_with_broken_plugins_is_refused(place, built):
+    write_library(place)
+    _, engine = built()
+    beside = engine.path.with_suffix(".json")
+    data = json.loads(beside.read_text())
+    for change in ({"plugins": [{"library": 3}]}, {"in_place": 3}, {"attention": {}}):
+        beside.write_text(json.dumps(data | change))
+        with pytest.raises(DeployError, match="manifest cannot be read"):
+            open_engine(engine.path)
+    beside.write_text(json.dumps({k: v for k, v in data.items() if k not in NEW_FIELDS}))
+    assert open_engine(engine.path).manifest.plugins == []
+
+
+def test_a_static_cache_is_written_in_place(place, built):
+    write_library(place)
+    _, engine = built("tiny-static")
+    manifest = open_engine(engine.path).manifest
+    assert manifest.in_place == {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
+    assert "caches in place: bind key_cache_out to the memory of key_cache" in manifest.notes
+
+
+@pytest.mark.parametrize(("gives", "told"), [("0", None), ('"no registry"', "no registry")])
+def test_a_library_registers_itself_or_says_why_not(tmp_path, gives, told):
+    code = f"char const* mha_deploy_register_plugins(void) {{ return {gives}; }}"
+    assert registry.register_itself(write_library(tmp_path, code=code)) == told
+
+
+def test_what_is_no_plugin_library_is_refused(tmp_path):
+    assert "mha_deploy_register_plugins" in registry.register_itself(write_library(tmp_path))
+    nothing = tmp_path / "nothing.so"
+    nothing.write_text("nothing")
+    with pytest.raises(DeployError, match="cannot load the plugin library") as caught:
+        registry.load_library(fake("8.6.1"), nothing)
+    assert str(nothing) in caught.value.got

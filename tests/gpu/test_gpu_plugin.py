@@ -1,0 +1,76 @@
+"""Accuracy parity of engines whose attention is the plugin's: every variant and mask that it takes.
+
+The library is found as the tool finds it (`mha-deploy plugins where`); without one these tests are skipped.
+"""
+
+import importlib.util
+import shutil
+
+import pytest
+from test_gpu_parity import TINY, assert_right, examined
+
+from mha_deploy.backends.tensorrt import load
+from mha_deploy.bundle import open_bundle
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.errors import DeployError
+from mha_deploy.plugins.library import PluginError
+from mha_deploy.plugins.search import library_for
+from mha_deploy.validate.participants import Casting
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("tensorrt") is None, reason="TensorRT is not installed"),
+]
+
+# What the plugin has no kernel for; everything else it must take.
+REFUSED = {"tiny-softcap": "softcap", "tiny-weights": "output"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    rt = load("tensorrt")
+    try:
+        return library_for(rt.version)
+    except PluginError as error:
+        pytest.skip(f"no plugin library: {error.in_one_line}")
+
+
+def built(prepared, name, precision, tmp_path, **options):
+    folder = shutil.copytree(prepared.bundle(name, precision).path, tmp_path / "bundle")
+    bundle = open_bundle(folder)
+    options = EngineOptions(
+        backend="tensorrt", name="plugin", attention="plugin", optimization_level=1, **options
+    )
+    return bundle, engine_from_bundle(bundle, options)
+
+
+@pytest.mark.parametrize("accumulate", ["fp16", "fp32"])
+@pytest.mark.parametrize("name", TINY)
+def test_the_plugin_is_right(prepared, name, accumulate, tmp_path):
+    """In every slot of a batch, and token by token behind a cache that the plugin writes itself."""
+    if name in REFUSED:
+        with pytest.raises(DeployError, match=REFUSED[name]):
+            built(prepared, name, "fp16", tmp_path, accumulate=accumulate)
+        return
+    bundle, engine = built(prepared, name, "fp16", tmp_path, accumulate=accumulate)
+    assert engine.manifest.all_fused, engine.manifest.verdict
+    assert_right(examined(Casting(bundle), "plugin", invariance=True))
+
+
+def test_precisions_that_this_tensorrt_has_no_plugins_for_are_refused(prepared, tmp_path):
+    if load("tensorrt").can.bf16_type:
+        pytest.skip("this TensorRT has bfloat16")
+    with pytest.raises(DeployError):
+        built(prepared, "tiny-gqa", "bf16", tmp_path, accumulate="fp16")
+
+
+def test_fp32_sums_are_nearer_to_the_truth(prepared, tmp_path):
+    """Else the projections of the plugin would be for nothing. A wide layer: 768 products to a sum."""
+    errors = {}
+    for accumulate in ("fp16", "fp32"):
+        bundle, _ = built(prepared, "bert-base", "fp16", tmp_path / accumulate, accumulate=accumulate)
+        (report,) = examined(Casting(bundle), "plugin").parity
+        assert report.passed
+        errors[accumulate] = max(verdict.share for verdict in report.verdicts)
+    assert errors["fp32"] < errors["fp16"]
