@@ -282,6 +282,8 @@ def test_what_is_hidden_or_not_told_is_unknown_unless_something_is_wrong_already
     assert precision_verdict([FUSED, hidden], "fp16").status == "unknown"
     assert precision_verdict([FUSED, untold], "fp16").status == "unknown"
     assert precision_verdict([FUSED, hidden, wrong], "fp16").status == "mixed"
+    carried = Kernel(name="weight", layer_type="Constant", outputs=(EngineTensor(name="t"),))
+    assert precision_verdict([FUSED, carried], "fp16").status == "really-fp16"
     nameless = kernels_from_profile(["strange_gemm"])
     assert precision_verdict(nameless, "fp16").status == "unknown"
 

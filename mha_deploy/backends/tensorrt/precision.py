@@ -33,9 +33,8 @@ _MATH = (
 _NARROW_SUM = re.compile(r"f16f16_f16f16_f16|(?<![a-z])h(?:884|1688|16816)(?:gemm|_)")
 _FACTOR = re.compile(r"_(alpha|beta)(_myl\d+)?$")
 _CHOSEN_LATER = "CASK_STUB"
-
-# 8.6 brings sizes to the device under this name; they are whole numbers, of no told type.
-_COPY_OF_SIZES = "[ShapeHostToDeviceCopy"
+# Layers that only hold or move numbers; around plugins, 8.6 does not tell their types.
+_CARRIER = re.compile(r"^(constant|no_?op|shuffle|reformat|shape_?host_?to_?device)", re.IGNORECASE)
 _READS, _WRITES, _COMPUTES = "reads", "writes", "computes"
 
 
@@ -227,7 +226,7 @@ def _why_unknown(kernels: Sequence[Kernel]) -> str:
     opaque = [kernel.name for kernel in kernels if kernel.is_opaque]
     if opaque:
         return f"the kernels inside {opaque[0]} are not told by this version; give those of a profiler run"
-    untold = [kernel for kernel in kernels if _is_untold(kernel)]
+    untold = [kernel for kernel in kernels if _is_untold(kernel) and not _CARRIER.search(kernel.layer_type)]
     if untold:
         return f"the types of {untold[0].label} are not told"
     if not any(dtype in FLOATING for dtype in _counts(kernels)):
@@ -236,8 +235,6 @@ def _why_unknown(kernels: Sequence[Kernel]) -> str:
 
 
 def _is_untold(kernel: Kernel) -> bool:
-    if kernel.name.startswith(_COPY_OF_SIZES):
-        return False
     if any(tensor.dtype == UNKNOWN for tensor in _data(kernel)):
         return True
     # A profiler tells no tensors, and fused attention need not name its type: where only a profiler can
