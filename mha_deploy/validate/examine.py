@@ -239,7 +239,10 @@ class _Sitting:
         if wrong and case.sizes["S"] == 1:
             first = wrong[0]
             return replace(row, refused=f"{WRONG_ANSWER}: {first.case}/{first.output}: {first.problem}")
-        return time_case(self.runner, case, exam.precision, row, samples=exam.samples, kernels=exam.kernels)
+        row = time_case(self.runner, case, exam.precision, row, samples=exam.samples, kernels=exam.kernels)
+        if row.timing is not None:  # told at once: whatever ends the run later does not take it away
+            self.on_step(f"{who.name}: {case.name} takes {row.timing.p50:.1f} µs")
+        return row
 
 
 def _is_out_of_budget(verdict: OutputVerdict) -> bool:
