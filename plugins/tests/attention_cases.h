@@ -75,7 +75,8 @@ inline uint16_t stale_bits(Type type, std::size_t at) {
 inline void poison_rows(HostCall& call, Part part) {
     View const view = view_of(call.parameters, call.shapes, part);
     for (int64_t b = 0; b < view.sizes[0]; ++b) {
-        for (int64_t row = call.key_lengths[static_cast<std::size_t>(b)]; row < view.sizes[2]; ++row) {
+        int64_t const valid = std::max<int64_t>(0, call.key_lengths[static_cast<std::size_t>(b)]);
+        for (int64_t row = valid; row < view.sizes[2]; ++row) {
             for (int64_t h = 0; h < view.sizes[1]; ++h) {
                 for (int64_t d = 0; d < view.sizes[3]; ++d) {
                     std::size_t const at = place(view, b, h, row, d);
@@ -212,7 +213,11 @@ inline int64_t keys_of_row(HostCall const& call, int64_t b) {
     if (call.parameters.has_cache) {
         return call.starts[static_cast<std::size_t>(b)] + call.shapes.queries(call.parameters);
     }
-    return call.parameters.has_key_lengths ? call.key_lengths[static_cast<std::size_t>(b)] : keys;
+    if (!call.parameters.has_key_lengths) {
+        return keys;
+    }
+    // A length beyond the keys there are means all of them, a negative one none.
+    return std::clamp<int64_t>(call.key_lengths[static_cast<std::size_t>(b)], 0, keys);
 }
 
 inline bool sees(HostCall const& call, int64_t b, int64_t query, int64_t key) {

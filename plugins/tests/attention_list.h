@@ -105,6 +105,7 @@ inline std::vector<Case> lengths_and_caches() {
     Causal const bottom = Causal::kBottomRight;
     return {
         with("lengths", lengths({100, 0, 1, 37}), rows(100, 100), laid(Layout::kPacked)),
+        with("lengths out of range", lengths({101, -1, 1 << 30, 99}), rows(100, 100)),
         with("lengths, bf16, cross", lengths({1, 90, 0}), rows(30, 90), bf16),
         with("lengths, top left", lengths({100, 0, 1, 37}), rows(100, 100), masked(top), sizes(128)),
         with("lengths, bottom right", lengths({90, 40, 50, 0, 1}), rows(50, 90), masked(bottom)),

@@ -268,6 +268,12 @@ void test_workspace_and_exceptions() {
         !output_dims(*plugin, {builder.sizes({1})}, builder, dims), "bad_alloc", "no memory for sizes");
 }
 
+void test_registration() {
+    char const* const reason = mha_deploy_register_plugins();
+    bool const told = reason != nullptr && std::strstr(reason, "libnvinfer") != nullptr;
+    expect(told, "registering without a TensorRT in the process says what is missing");
+}
+
 }  // namespace
 
 int main() {
@@ -281,6 +287,7 @@ int main() {
     test_clones();
     test_without_gpu();
     test_workspace_and_exceptions();
+    test_registration();
     std::printf(failures == 0 ? "all passed\n" : "%d FAILED\n", failures);
     return failures == 0 ? 0 : 1;
 }

@@ -72,7 +72,6 @@ public:
         device_.emplace_back(std::vector<uint16_t>(outputs(), kNaN));
         pointers_.outputs.push_back(device_.back().get());
         device_.emplace_back(sparse_heads_workspace(parameters, shapes));
-        settle();
     }
 
     Status run(Stream const& stream) const {
@@ -84,12 +83,8 @@ public:
         c.chosen = heads;
         choose_heads();
         device_[device_.size() - 3].upload(gates_);
-        settle();
     }
-    void forget_y() {
-        output().upload(std::vector<uint16_t>(outputs(), kNaN));
-        settle();
-    }
+    void forget_y() { output().upload(std::vector<uint16_t>(outputs(), kNaN)); }
     bool intact() const {
         auto const intact = [](Buffer const& buffer) { return buffer.intact(); };
         return std::all_of(device_.begin(), device_.end(), intact);
@@ -122,10 +117,6 @@ public:
     AttentionShapes shapes;
 
 private:
-    // Fills and uploads may still be under way when they return, and a stream of ours does not wait for them:
-    // without this a late fill can overwrite what a kernel has already written.
-    static void settle() { must(gpu().synchronize(nullptr), "wait for fills and uploads"); }
-
     Buffer& output() { return device_[device_.size() - 2]; }
     Buffer const& output() const { return device_[device_.size() - 2]; }
     std::size_t index(int64_t batch, int64_t token, int64_t head) const {

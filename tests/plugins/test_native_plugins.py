@@ -1,0 +1,74 @@
+"""The C++ of the plugin library, where TensorRT's headers are: fields, sizes, bytes, and a real parser.
+
+Set TENSORRT_ROOT (and what else `mha-deploy plugins build` asks for) to run these; they need no GPU.
+Compiling takes minutes.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mha_deploy.plugins.headers import find_nvcc, find_parts
+from mha_deploy.plugins.library import PluginError
+from mha_deploy.plugins.source import source_folder
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Headers and compiler, or a skip that says what is missing."""
+    try:
+        return [*find_parts({}), find_nvcc(None)]
+    except PluginError as error:
+        pytest.skip(f"TensorRT headers are not here, or others: {error.got}")
+
+
+@pytest.fixture(scope="module")
+def compiled(parts, tmp_path_factory):
+    """A build of the library and of its test that needs no GPU, warnings being errors."""
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("CMake is not here")
+    folder = tmp_path_factory.mktemp("plugins")
+    options = [f"-D{each.part.variable}={';'.join(map(str, each.paths))}" for each in parts]
+    configure = [cmake, "-S", str(source_folder()), "-B", str(folder), *options]
+    run(*configure, "-DBUILD_TESTING=ON", "-DCUDA_ARCHITECTURES=80")
+    run(cmake, "--build", str(folder), "--parallel", "2", "--target", "plugins", "plugin_test")
+    return folder
+
+
+def run(*command, **options):
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+def test_creators_fields_sizes_types_and_bytes(compiled):
+    said = run(str(compiled / "plugin_test"))
+    assert said.rstrip().endswith("all passed")
+    assert "FAILED" not in said
+
+
+def test_nothing_is_linked_that_a_machine_without_a_gpu_lacks(compiled):
+    (library,) = compiled.glob("libmha_deploy_plugins_trt*.so")
+    needed = run("readelf", "-d", str(library))
+    for name in ("libnvinfer", "libcuda", "libcudnn", "libcublas"):
+        assert name not in needed
+
+
+@pytest.mark.parametrize(("heads", "code"), [(8, 0), (7, 7)])
+def test_a_real_parser_takes_the_library_and_refuses_bad_heads(compiled, tmp_path, heads, code):
+    """TensorRT-RTX has the plugin interface of TensorRT 11, and builds without a GPU."""
+    libraries = pytest.importorskip("tensorrt_rtx_libs", reason="TensorRT-RTX is not installed")
+    (library,) = compiled.glob("libmha_deploy_plugins_trt*.so")
+    if not library.name.endswith("trt11.so"):
+        pytest.skip(f"needs the headers of TensorRT 11, not those of {library.name}")
+    # Its parser looks for itself under a name that the package does not have.
+    (tmp_path / "libtensorrt_rtx.so").symlink_to(f"{libraries.__path__[0]}/libtensorrt_rtx.so.1")
+    command = [sys.executable, str(Path(__file__).with_name("rtx_parse.py")), str(library), str(heads)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"LD_LIBRARY_PATH": str(tmp_path), "PATH": "/usr/bin"}
+    )
+    assert done.returncode == code, done.stderr[-2000:]
