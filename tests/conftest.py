@@ -17,12 +17,12 @@ from mha_deploy.cli import main
 
 
 def pytest_configure(config):
-    """Share the cores among the workers of the GPU tests, before PyTorch looks at them.
+    """Share the cores among the workers, before PyTorch looks at them.
 
     By themselves every worker's torch.compile starts a compiler for each core, and every sum a thread.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if workers > 1 and config.option.markexpr == "gpu":
+    if workers > 1:
         share = str(max(1, (os.cpu_count() or 1) // workers))
         for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
             os.environ.setdefault(name, share)

@@ -80,6 +80,10 @@ def _refuse_unknown(options: EngineOptions) -> None:
     ):
         if value not in known:
             raise EngineError(f"No such choice for --{option}.", got=value, hint=nearest(value, known))
+    if options.attention == PLUGIN and options.allow_decomposed:
+        raise EngineError(
+            "An attention of the plugin is one fused layer.", got="--allow-decomposed", hint="leave it out"
+        )
     if options.attention == NATIVE and options.accumulate == FP32:
         raise EngineError(
             "TensorRT chooses by itself how its own products sum up.",

@@ -79,14 +79,20 @@ def engine_from_bundle(
     open_ways = ways(rt, options, bundle.manifest.precision.name)
     if any(way.attention == PLUGIN for way in open_ways):
         load_plugins(rt)  # a missing library is better told before a long build than after it
-    build = partial(_engine_at, bundle=bundle, rt=rt, on_progress=on_progress)
+    build = partial(_engine_at, bundle=bundle, rt=rt, asked=options.attention, on_progress=on_progress)
     if len(open_ways) > 1:
         return fastest_engine(bundle, options, path, open_ways, build)
     return build(path, open_ways[0].applied_to(options))
 
 
 def _engine_at(
-    path: Path, options: EngineOptions, *, bundle: Bundle, rt: TensorRT, on_progress: OnProgress | None
+    path: Path,
+    options: EngineOptions,
+    *,
+    bundle: Bundle,
+    rt: TensorRT,
+    asked: str,
+    on_progress: OnProgress | None,
 ) -> Engine:
     """Build one engine, as the options ask for it and in no other way."""
     model = load_graph(bundle.model_path)
@@ -102,7 +108,7 @@ def _engine_at(
     verdict = judge_engine(built, lowered, model, bundle.manifest.precision.name, len(ranges))
     manifest = _manifest(bundle, rt, built, verdict, answers, dialect_for(rt, options), ranges, request)
     if library is not None:
-        manifest = with_library(manifest, library, built, options.accumulate)
+        manifest = with_library(manifest, library, lowered, asked=asked, accumulate=options.accumulate)
     tried = unprepared_profiles(rt, built.plan, manifest.profile_names, host_code=options.version_compatible)
     manifest = replace(manifest, notes=[*tried, *manifest.notes])
     engine = write_engine(path, built.plan, manifest)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from mha_deploy.backends.cache_rows import written_in_place
 from mha_deploy.backends.tensorrt import BuiltEngine, Kernel
 from mha_deploy.backends.tensorrt.kernels import ATTENTION, PRODUCT
 from mha_deploy.engine.record import EngineManifest
+from mha_deploy.graph.lower import cache_form
 from mha_deploy.graph.plugin_node import DOMAIN, LINEAR, OP_TYPE
 from mha_deploy.plugins.library import PluginLibrary
 
@@ -45,16 +45,22 @@ def _marked(kernel: Kernel, carried: Mapping[str, str]) -> Kernel:
 
 
 def with_library(
-    manifest: EngineManifest, library: PluginLibrary, built: BuiltEngine, accumulate: str
+    manifest: EngineManifest, library: PluginLibrary, lowered: ir.Model, *, asked: str, accumulate: str
 ) -> EngineManifest:
-    """A manifest that says which library the engine needs, and which caches it writes in place."""
-    in_place = written_in_place(
-        (tensor.name for tensor in built.inputs), (tensor.name for tensor in built.outputs)
-    )
+    """A manifest that says which library the engine needs, and which caches it writes in place.
+
+    Args:
+        manifest: What it says already.
+        library: The library.
+        lowered: The graph that the engine was built from.
+        asked: What `--attention` was asked for.
+        accumulate: How the projections sum up.
+    """
+    in_place = cache_form(lowered).in_place
     told = [f"caches in place: bind {out} to the memory of {source}" for out, source in in_place.items()]
     return replace(
         manifest,
-        attention={"asked": "plugin", "chosen": "plugin", "accumulate": accumulate},
+        attention={"asked": asked, "chosen": "plugin", "accumulate": accumulate},
         plugins=[library.record()],
         in_place=in_place,
         notes=[*manifest.notes, *told],

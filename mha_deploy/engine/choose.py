@@ -99,7 +99,7 @@ def fastest_engine(
         _time(trials, bundle)
         best = chosen(trials)
         if best.engine is None:
-            raise EngineError("The engine that was chosen is gone.")
+            raise EngineError("The engine that was chosen is gone.", hint="build it again")
         manifest = replace(best.engine.manifest, attention=record(trials, best, options))
         return write_engine(path, best.engine.path.read_bytes(), manifest)
 
@@ -125,6 +125,7 @@ def chosen(trials: Sequence[Trial]) -> Trial:
         raise EngineError(
             "No way to write this engine gives a right one.",
             got="; ".join(f"{trial.way.name}: {trial.refused}" for trial in trials),
+            hint="see each reason; --attention native builds without timing",
         )
     return min(found, key=lambda trial: trial.microseconds)
 
@@ -181,15 +182,30 @@ def _time(trials: Sequence[Trial], bundle: Bundle) -> None:
     with ExitStack() as owned:
         running: list[tuple[Trial, TensorRTRunner]] = []
         for trial in trials:
-            if trial.engine is not None:
-                runner = open_engine_runner(trial.engine)
+            runner = _opened(trial)
+            if runner is not None:
                 owned.callback(runner.close)
                 running.append((trial, runner))
+        if not running:
+            return
         cases = _cases(golden_cases(bundle), [runner for _, runner in running])
         for case in cases:
             for trial, runner in running * _ROUNDS:
                 if not trial.refused:
                     _time_one(trial, runner, case, precision)
+
+
+def _opened(trial: Trial) -> TensorRTRunner | None:
+    """The runner of a trial; None where it was not built or cannot be loaded, which the trial then says."""
+    if trial.engine is None:
+        return None
+    try:
+        return open_engine_runner(trial.engine)
+    except BackendUnavailable:
+        raise  # no property of this way
+    except DeployError as error:
+        trial.refused = error.in_one_line
+        return None
 
 
 def _cases(cases: Iterable[GoldenCase], runners: Sequence[TensorRTRunner]) -> list[GoldenCase]:

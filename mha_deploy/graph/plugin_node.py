@@ -34,11 +34,6 @@ def is_plugin_attention(node: ir.Node) -> bool:
     return (node.domain, node.op_type) == (DOMAIN, OP_TYPE)
 
 
-def is_plugin_node(node: ir.Node) -> bool:
-    """Whether a node is any of the plugin's."""
-    return node.domain == DOMAIN and node.op_type in (OP_TYPE, LINEAR)
-
-
 def lookup_attributes() -> dict[str, Any]:
     """The attributes by which TensorRT finds the plugin of a node."""
     return {VERSION_ATTRIBUTE: VERSION, NAMESPACE_ATTRIBUTE: DOMAIN}

@@ -117,7 +117,7 @@ def _attend(given: Given, q: np.ndarray, k: np.ndarray, v: np.ndarray, counts: n
         scores = scores + given.bias.astype(np.float64)
     seen = np.stack([_seen(attributes, S, k.shape[2], int(count)) for count in counts])
     weights = _softmax(np.where(seen[:, None], scores, -np.inf))
-    # What nobody sees may hold anything, NaN as well.
+    # What nobody sees may be NaN here; the plugin wants finite numbers there.
     some = np.any(seen, axis=1).reshape(B, 1, -1, 1)
     y = np.einsum("bhst,bhtd->bshd", weights, np.where(some, v, 0.0))
     if given.gates is not None:

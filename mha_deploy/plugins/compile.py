@@ -104,7 +104,11 @@ def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:
 def _moved(folder: Path, out: Path) -> Compiled:
     built = sorted(folder.glob(f"{PREFIX}*.so"))
     if len(built) != 1:
-        raise PluginError("The build gave no library.", got=", ".join(path.name for path in built) or "none")
+        raise PluginError(
+            "The build gave no library.",
+            got=", ".join(path.name for path in built) or "none",
+            hint="mha-deploy plugins build again, with an empty --out",
+        )
     native = _is_for_this_machine(built[0])
     if native:
         read_library(built[0])  # one that cannot be loaded must not take the place of one that can

@@ -43,7 +43,7 @@ def refuse_plugins(rt: TensorRT) -> None:
     if not rt.can.plugins:
         raise PluginError(
             f"{rt.title} does not take the attention plugin.",
-            got="its networks have no plugin layers, and its engines cannot run on Hopper",
+            got="its Python API has no plugin layers, and its parser can end the process at one",
             hint="--attention native, or --backend tensorrt",
         )
 

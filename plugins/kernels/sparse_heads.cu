@@ -185,8 +185,9 @@ __device__ __forceinline__ void attend_block(SparseHeadsArguments const& argumen
 
     warp.finish(shared_memory + own * kHeadSize * 2, [&](int row) { return rows.gates[own + row]; });
     int64_t const row_stride = static_cast<int64_t>(arguments.query_heads) * kHeadSize;
-    write_rows<kHeadSize, Warp::kRows>(shared_memory + own * kHeadSize * 2, rows.tokens + own,
-        arguments.output + batch * arguments.queries * row_stride + head * kHeadSize, row_stride);
+    int64_t const begin = static_cast<int64_t>(batch) * arguments.queries * row_stride + head * kHeadSize;
+    write_rows<kHeadSize, Warp::kRows>(
+        shared_memory + own * kHeadSize * 2, rows.tokens + own, arguments.output + begin, row_stride);
 }
 
 }  // namespace

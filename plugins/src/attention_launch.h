@@ -1,4 +1,5 @@
-// One call of the attention on a stream: rows into the caches, cuDNN, zeros where there was no key.
+// One call of the attention on a stream: rows into the caches or keys counted, cuDNN, zeros where there was no
+// key.
 #pragma once
 
 #include "attention_layout.h"

@@ -22,14 +22,13 @@ PlanCache<CudnnAttention>& shared_plans() {
     return plans;
 }
 
-PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type type, CUcontext context) {
+PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type type, uint64_t context) {
     uint32_t scale = 0;
     std::memcpy(&scale, &p.scale, sizeof(scale));
     PlanKey key = {p.query_heads, p.key_heads, p.head_size, p.value_size, scale,
         static_cast<int64_t>(p.causal), p.left_window, p.right_window, p.has_bias, p.has_key_lengths,
         p.has_gates, p.has_cache,
-        static_cast<int64_t>(type), static_cast<int64_t>(reinterpret_cast<std::uintptr_t>(context)),
-        shapes.cache_rows};
+        static_cast<int64_t>(type), static_cast<int64_t>(context), shapes.cache_rows};
     key.insert(key.end(), p.sources.begin(), p.sources.end());
     key.insert(key.end(), p.offsets.begin(), p.offsets.end());
     auto const add = [&key](Dims const& dims) {
@@ -104,7 +103,7 @@ Status AttentionWork::State::find(AttentionShapes const& shapes, Type type, bool
     }
     context = current;
     if (last == nullptr || type != last_type || !(shapes == last_shapes)) {
-        PlanKey key = key_of(parameters, shapes, type, context);
+        PlanKey key = key_of(parameters, shapes, type, number_of(*driver, context));
         std::shared_ptr<Prepared> entry = prepared.find(key);
         if (entry == nullptr) {
             if (Status status = check(parameters, shapes); !status.ok()) {

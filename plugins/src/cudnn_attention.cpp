@@ -66,7 +66,7 @@ Status status_of_frontend(fe::error_t error, std::string const& tried) {
 // built it.
 Status builder_handle(cudnnHandle_t& handle) {
     static std::mutex& mutex = *new std::mutex;
-    static std::map<CUcontext, cudnnHandle_t>& handles = *new std::map<CUcontext, cudnnHandle_t>;
+    static std::map<uint64_t, cudnnHandle_t>& handles = *new std::map<uint64_t, cudnnHandle_t>;
     Driver const* driver = nullptr;
     if (Status status = load_driver(driver); !status.ok()) {
         return status;
@@ -75,14 +75,15 @@ Status builder_handle(cudnnHandle_t& handle) {
     if (driver->current_context(&context) != CUDA_SUCCESS || context == nullptr) {
         return Status::failed("no CUDA context is current; make one before the attention is prepared");
     }
+    uint64_t const number = number_of(*driver, context);
     std::lock_guard<std::mutex> const lock(mutex);
-    if (auto const known = handles.find(context); known != handles.end()) {
+    if (auto const known = handles.find(number); known != handles.end()) {
         handle = known->second;
         return Status();
     }
     Status status = status_of_cudnn(fe::detail::create_handle(&handle), "make a cuDNN handle");
     if (status.ok()) {
-        handles[context] = handle;
+        handles[number] = handle;
     }
     return status;
 }

@@ -35,7 +35,7 @@ struct CudnnAddresses {
     void* value = nullptr;
     void* output = nullptr;
     void* bias = nullptr;
-    void* query_counts = nullptr;  // int32 [B]: S in every place
+    void* query_counts = nullptr;  // int32 [B]: S, or 0 for a batch row without keys
     void* key_counts = nullptr;    // int32 [B]
 };
 

@@ -67,6 +67,7 @@ Loaded load() {
     MHA_DEPLOY_LOAD(is_capturing, cuStreamIsCapturing);
     MHA_DEPLOY_LOAD(exchange_capture_mode, cuThreadExchangeStreamCaptureMode);
     MHA_DEPLOY_LOAD(error_string, cuGetErrorString);
+    loaded.driver.context_id = reinterpret_cast<decltype(&cuCtxGetId)>(dlsym(library, "cuCtxGetId"));
     if (loaded.missing.empty()) {
         CUresult const result = loaded.driver.init(0);
         if (result != CUDA_SUCCESS) {
@@ -90,8 +91,8 @@ Loaded const& shared_driver() {
 
 struct Kernels {
     std::mutex mutex;
-    std::map<std::pair<CUcontext, unsigned char const*>, CUmodule> modules;
-    std::map<std::pair<CUcontext, std::string>, CUfunction> functions;
+    std::map<std::pair<uint64_t, unsigned char const*>, CUmodule> modules;
+    std::map<std::pair<uint64_t, std::string>, CUfunction> functions;
 };
 
 Kernels& shared_kernels() {
@@ -99,7 +100,7 @@ Kernels& shared_kernels() {
     return kernels;
 }
 
-Status module_of(Driver const& driver, Kernels& kernels, CUcontext context, MhaDeployFatbin const& fatbin,
+Status module_of(Driver const& driver, Kernels& kernels, uint64_t context, MhaDeployFatbin const& fatbin,
     CUmodule& module) {
     auto const place = std::make_pair(context, fatbin.image);
     if (auto const known = kernels.modules.find(place); known != kernels.modules.end()) {
@@ -122,7 +123,8 @@ Status find_kernel(Driver const& driver, char const* name, CUfunction& function)
     }
     Kernels& kernels = shared_kernels();
     std::lock_guard<std::mutex> const lock(kernels.mutex);
-    auto const place = std::make_pair(context, std::string(name));
+    uint64_t const number = number_of(driver, context);
+    auto const place = std::make_pair(number, std::string(name));
     if (auto const known = kernels.functions.find(place); known != kernels.functions.end()) {
         function = known->second;
         return Status();
@@ -134,7 +136,7 @@ Status find_kernel(Driver const& driver, char const* name, CUfunction& function)
             continue;  // kernels are named after their files
         }
         CUmodule module = nullptr;
-        if (Status const loaded = module_of(driver, kernels, context, *fatbin, module); !loaded.ok()) {
+        if (Status const loaded = module_of(driver, kernels, number, *fatbin, module); !loaded.ok()) {
             reason = loaded;
         } else if (driver.get_function(&function, module, name) == CUDA_SUCCESS) {
             kernels.functions[place] = function;
@@ -146,6 +148,14 @@ Status find_kernel(Driver const& driver, char const* name, CUfunction& function)
 }
 
 }  // namespace
+
+uint64_t number_of(Driver const& driver, CUcontext context) {
+    unsigned long long id = 0;
+    if (driver.context_id != nullptr && driver.context_id(context, &id) == CUDA_SUCCESS) {
+        return id;
+    }
+    return reinterpret_cast<std::uintptr_t>(context);
+}
 
 Status load_driver(Driver const*& driver) {
     try {

@@ -32,6 +32,7 @@ struct Driver {
     decltype(&cuStreamIsCapturing) is_capturing = nullptr;
     decltype(&cuThreadExchangeStreamCaptureMode) exchange_capture_mode = nullptr;
     decltype(&cuGetErrorString) error_string = nullptr;
+    decltype(&cuCtxGetId) context_id = nullptr;  // null before CUDA 12
 };
 
 // The driver, or why there is none.
@@ -39,6 +40,10 @@ Status load_driver(Driver const*& driver);
 
 // A status of the driver as one of ours: what was tried, and what CUDA says.
 Status status_of(CUresult result, char const* tried);
+
+// What tells a context from every other of the process. An address does not: a new context may get that of
+// one that was destroyed, and with it kernels and plans that are gone.
+uint64_t number_of(Driver const& driver, CUcontext context);
 
 // A kernel that the library carries (kernels/*.cu), loaded once for each context.
 Status load_kernel(char const* name, CUfunction& function);

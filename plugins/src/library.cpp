@@ -58,7 +58,7 @@ extern "C" CreatorInterface* const* getPluginCreators(int32_t& count) {
 #endif
 
 extern "C" char const* mha_deploy_register_plugins() {
-    static std::string reason;
+    static thread_local std::string reason;
     try {
         int32_t count = 0;
         CreatorInterface* const* const all = creators(count);

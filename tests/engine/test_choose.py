@@ -206,6 +206,20 @@ def test_what_cannot_be_built_is_told_and_the_other_kept(workbench):
     assert engine.manifest.attention["tried"][1]["refused"] == "The plugin has no such head size. 512"
 
 
+def test_what_cannot_be_loaded_is_told_and_the_other_kept(workbench, monkeypatch):
+    opened = choose.open_engine_runner
+
+    def open_one(engine):
+        if engine.path.stem == "plugin":
+            raise DeployError("TensorRT cannot load the engine.")
+        return opened(engine)
+
+    monkeypatch.setattr(choose, "open_engine_runner", open_one)
+    engine, _ = workbench.choose({"native": {"microseconds": 90}, "plugin": {"microseconds": 50}})
+    assert engine.path.read_bytes() == b"native"
+    assert engine.manifest.attention["tried"][1]["refused"] == "TensorRT cannot load the engine."
+
+
 def test_a_missing_library_is_no_reason_to_choose_the_other(workbench):
     def build(path, options):
         raise PluginError("There is no plugin library.")

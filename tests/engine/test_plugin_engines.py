@@ -175,6 +175,7 @@ def test_a_missing_library_is_told_before_anything_is_built(place, built, parsed
         ("fp16", "8.6.1", {"attention": "native", "accumulate": "fp32"}, "chooses by itself"),
         ("fp32", "8.6.1", {}, "computes in FP16 and BF16"),
         ("bf16", "8.6.1", {}, r"TensorRT 8\.6\.1 has no BF16"),
+        ("fp16", "8.6.1", {"allow_decomposed": True}, "one fused layer"),
         ("fp16", "8.6.1", {"gqa": "fold"}, "attention plugin takes grouped heads as they are"),
         ("fp16", "rtx-1.7.1", {}, "does not take the attention plugin"),
         ("fp16", "rtx-1.7.1", {"attention": "auto"}, "does not take the attention plugin"),

@@ -62,7 +62,7 @@ SIGHTS: dict[str, tuple[ir.Model, tuple[int, int, int, int, int]]] = {
     ),
     "mask and lengths": (
         fp16(Q, CROSS, mask=("fp16", (4, "S", "T")), lengths=True, is_causal=1),
-        (BOTTOM_RIGHT, -1, -1, 1, 1),
+        (NONE, -1, -1, 1, 0),
     ),
 }
 
@@ -282,3 +282,22 @@ def test_a_prefix_behind_a_past_stays_a_mask_when_causal() -> None:
         lowered = lower(model, "plugin")
         assert tuple(attributes_of(lowered, "causal", "has_bias", "has_key_lengths").values()) == words
         assert_as_products(model, lowered, [1, 5, 8])
+
+
+PER_QUERY = """
+<ir_version: 10, opset_import: ["" : 23]>
+layer (float16[4,4,32] q, float16[4,6,16] k, float16[4,6,16] v, int64[4,1] seen) => (float16[4,4,32] y)
+<int64[6] t = {0, 1, 2, 3, 4, 5}, int64[4] size = {4, 1, 4, 6}>
+{
+    each = Less(t, seen)
+    mask = Expand(each, size)
+    y = Attention<q_num_heads = 4, kv_num_heads = 2>(q, k, v, mask)
+}
+"""
+
+
+def test_a_mask_of_queries_is_no_prefix_where_there_are_as_many_batch_rows() -> None:
+    """Expand aligns axes at the end: the four rows of this mask are queries, and not the batch."""
+    lowered = lower(ir.from_proto(onnx.parser.parse_model(PER_QUERY)), "plugin")
+    written = plugin_node_of(lowered).attributes
+    assert (written.get_int("has_bias"), written.get_int("has_key_lengths")) == (1, 0)

@@ -86,7 +86,7 @@ def _rewrite(
 ) -> None:
     refuse_what_is_missing(call, limits=options.limits)
     if cache.starts is None:
-        raise call.refuse("static cache without lengths")
+        raise call.refuse("static cache without lengths", hint="cache=copy")
     places = (
         place_of(call.q, call.Hq, call.D),
         place_of(cache.new_key, call.Hkv, call.D),

@@ -49,7 +49,8 @@ def _has_place(attention: ir.Node, *, limits: bool) -> bool:
     if any(own.get_int(name, NO_WINDOW) != NO_WINDOW for name in ("left_window", "right_window")):
         return False
     size = own.get_int("head_size", 0)
-    return not limits or (size in _HEAD_SIZES and own.get_int("value_size", 0) == size)
+    same_sizes = size in _HEAD_SIZES and own.get_int("value_size", 0) == size
+    return not limits or (same_sizes and own.get_float("scale", 0.0) > 0.0)
 
 
 def _gated(attention: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value] | None:

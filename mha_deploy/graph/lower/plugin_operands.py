@@ -19,7 +19,7 @@ from mha_deploy.graph.lower.call import same_size
 # Kernels load 16 bytes at a time, eight numbers of two bytes.
 _ALIGNED = 8
 
-_TURN = (0, 2, 1, 3)
+TURN = (0, 2, 1, 3)
 _TURN_OF_PACKED = (2, 0, 3, 1, 4)  # [B, L, 3, H, D] to [3, B, H, L, D]
 
 
@@ -76,7 +76,7 @@ def place_of(value: ir.Value, heads: int, size: int) -> Place:
 def rows_before_turn(value: ir.Value, heads: int, size: int) -> ir.Value | None:
     """The `[B, L, H·D]` that a Reshape and a Transpose made `[B, H, L, D]` of; None where they did not."""
     turn = made_by(value, "Transpose")
-    split = None if turn is None or perm(turn) != _TURN else made_by(turn.inputs[0], "Reshape")
+    split = None if turn is None or perm(turn) != TURN else made_by(turn.inputs[0], "Reshape")
     rows = None if split is None else split.inputs[0]
     if rows is None or split is None or rank(rows) != 3:
         return None

@@ -62,7 +62,7 @@ def read_sight(
         in_cache: Whether the plugin writes the cache, and so knows the key lengths without being told.
     """
     diagonal = diagonal_of(call)
-    if diagonal is None:
+    if diagonal is None or _has_no_kernel(call, diagonal):
         return _all_in_bias(b, call, S, T, empty_rows)
     counted = None if in_cache else call.lengths
     prefix = _prefix(call, diagonal, T)
@@ -80,6 +80,11 @@ def read_sight(
         open_rows=rows_to_keep(b, call, whole, empty_rows),
         heads=mask.heads,
     )
+
+
+def _has_no_kernel(call: AttentionCall, diagonal: Diagonal) -> bool:
+    """Whether cuDNN would have to end a diagonal at the last counted key and add a bias: it cannot."""
+    return diagonal.causal == BOTTOM_RIGHT and call.lengths is not None and call.mask is not None
 
 
 def diagonal_of(call: AttentionCall) -> Diagonal | None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from mha_deploy.graph.lower.call import same_size
-from mha_deploy.graph.lower.plugin_operands import dims, perm, rank
-
-_TURN = (0, 2, 1, 3)
+from mha_deploy.graph.lower.plugin_operands import TURN, dims, perm, rank
 
 
 def cancel_turns(attention: ir.Node) -> None:
@@ -36,10 +34,10 @@ def _rows_of(attention: ir.Node) -> list[ir.Value]:
 def _cancel_behind(rows: ir.Value) -> None:
     for split in _readers(rows, "Reshape"):
         for turn in _readers(split.outputs[0], "Transpose"):
-            if perm(turn) != _TURN:
+            if perm(turn) != TURN:
                 continue
             for back in _readers(turn.outputs[0], "Transpose"):
-                if perm(back) == _TURN:
+                if perm(back) == TURN:
                     _take_over(back.outputs[0], split.outputs[0])
         for merge in _readers(split.outputs[0], "Reshape"):
             if _is_whole_again(rows, merge.outputs[0]):

@@ -56,7 +56,8 @@ def _before_layout(mask: ir.Value) -> ir.Value:
         before, after = dims(source), dims(value)
         ends = len(before) > 1 and same_size(before[0], after[0]) and same_size(before[-1], after[-1])
         plain = all(size == 1 for size in before[1:-1])
-        if node.op_type == "Expand" and may_expand and ends and plain:
+        aligned = len(before) == len(after)  # Expand counts axes from the last: a shorter mask has no batch
+        if node.op_type == "Expand" and may_expand and ends and plain and aligned:
             value = source
         elif node.op_type in _LAYOUT and ends and plain and all(size == 1 for size in after[1:-1]):
             value, may_expand = source, False
@@ -68,10 +69,10 @@ def _comparison(mask: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     """The two sides of "counted < lengths" behind a mask, however it is written."""
     where = made_by(mask, "Where")
     if where is not None:
-        condition, seen, hidden = where.inputs
-        if (_number(seen), _number(hidden)) == (0.0, -math.inf):
+        condition, numbers = where.inputs[0], _numbers(where)
+        if numbers == (0.0, -math.inf):
             return _compared(condition)
-        return _compared(condition, inverted=True) if _numbers(where) == (-math.inf, 0.0) else None
+        return _compared(condition, inverted=True) if numbers == (-math.inf, 0.0) else None
     return _compared(mask)
 
 

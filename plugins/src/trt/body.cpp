@@ -1,5 +1,7 @@
 #include "body.h"
 
+#include "log.h"
+
 #include "../driver.h"
 #include "../serializer.h"
 
@@ -130,6 +132,10 @@ std::size_t PluginBody::workspace_bytes(std::vector<Dims> const& inputs, DataTyp
     Type type = Type::kHalf;
     std::size_t bytes = 0;
     if (resize(inputs).ok() && type_of(from, type).ok()) {
+        if (has_gpu()) {
+            // Logged here: a kernel that is missing would only show at the first call.
+            logged_ok(layer_->name(), layer_->prepare(type));
+        }
         std::size_t const wanted = layer_->workspace_bytes(type);
         bytes = (wanted + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
     }

@@ -3,14 +3,16 @@
 
 #include "layer.h"
 
-#include <functional>
-#include <numeric>
+#include <cstdint>
+#include <limits>
 
 namespace mha_deploy::trt {
 
 using nvinfer1::DimsExprs;
 
 namespace {
+
+constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
 
 constexpr char const* kName = "MhaDeployLinear";
 
@@ -60,7 +62,13 @@ Status LinearLayer::resize(std::vector<Dims> const& inputs) {
     if (parameters_.has_bias && inputs[2] != Dims{weight[1]}) {
         return Status::failed("the bias is " + text_of(inputs[2]) + "; give it " + text_of({weight[1]}));
     }
-    int64_t const rows = std::accumulate(x.begin(), x.end() - 1, int64_t{1}, std::multiplies<>());
+    int64_t rows = 1;
+    for (auto size = x.begin(); size != x.end() - 1; ++size) {
+        if (*size < 0 || (*size != 0 && rows > kMostRows / *size)) {
+            return Status::failed("x is " + text_of(x) + "; it may have up to 2147483647 rows");
+        }
+        rows *= *size;
+    }
     shape_ = LinearShape{rows, weight[0], weight[1]};
     return Status();
 }

@@ -13,6 +13,14 @@ using nvinfer1::DimsExprs;
 using nvinfer1::DynamicPluginTensorDesc;
 using nvinfer1::PluginTensorDesc;
 
+namespace {
+
+char const* given(char const* text) {
+    return text == nullptr ? "" : text;
+}
+
+}  // namespace
+
 PluginV2::PluginV2(std::unique_ptr<PluginBody> body, std::string plugin_namespace)
     : body_(std::move(body)), namespace_(std::move(plugin_namespace)) {}
 
@@ -25,7 +33,7 @@ char const* PluginV2::getPluginVersion() const noexcept {
 }
 
 void PluginV2::setPluginNamespace(char const* plugin_namespace) noexcept {
-    guarded(getPluginType(), 0, [&] { return namespace_ = plugin_namespace, 0; });
+    guarded(getPluginType(), 0, [&] { return namespace_ = given(plugin_namespace), 0; });
 }
 
 char const* PluginV2::getPluginNamespace() const noexcept {
@@ -138,7 +146,7 @@ PluginV2* CreatorV2::deserializePlugin(char const*, void const* bytes, size_t si
 }
 
 void CreatorV2::setPluginNamespace(char const* plugin_namespace) noexcept {
-    guarded(kind_.name, 0, [&] { return namespace_ = plugin_namespace, 0; });
+    guarded(kind_.name, 0, [&] { return namespace_ = given(plugin_namespace), 0; });
 }
 
 char const* CreatorV2::getPluginNamespace() const noexcept {

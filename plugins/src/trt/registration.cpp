@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 
+#include <mutex>
 #include <string>
 
 namespace mha_deploy::trt {
@@ -19,7 +20,7 @@ constexpr char const* kTensorRT = MHA_DEPLOY_LIBRARY(NV_TENSORRT_MAJOR);
 // A function of the TensorRT in this process; it is not loaded for our sake.
 template <typename Function>
 Function* function_named(char const* name) {
-    static void* const library = dlopen(kTensorRT, RTLD_LAZY | RTLD_NOLOAD);
+    void* const library = dlopen(kTensorRT, RTLD_LAZY | RTLD_NOLOAD);
     return reinterpret_cast<Function*>(dlsym(library == nullptr ? RTLD_DEFAULT : library, name));
 }
 
@@ -50,6 +51,8 @@ Status register_creators(NamedCreator const* creators, int32_t count) {
                               + " in this process; load TensorRT before its plugins");
     }
     static TensorRTLogger logger;
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> const lock(mutex);
     set_logger_finder(&logger);
     for (int32_t index = 0; index < count; ++index) {
         NamedCreator const& each = creators[index];
