@@ -286,10 +286,11 @@ def test_a_prefix_behind_a_past_stays_a_mask_when_causal() -> None:
 
 PER_QUERY = """
 <ir_version: 10, opset_import: ["" : 23]>
-layer (float16[4,4,32] q, float16[4,6,16] k, float16[4,6,16] v, int64[4,1] seen) => (float16[4,4,32] y)
-<int64[6] t = {0, 1, 2, 3, 4, 5}, int64[4] size = {4, 1, 4, 6}>
+layer (float16[4,4,32] q, float16[4,6,16] k, float16[4,6,16] v, int64[4] seen) => (float16[4,4,32] y)
+<int64[6] t = {0, 1, 2, 3, 4, 5}, int64[4] size = {4, 1, 4, 6}, int64[1] last = {1}>
 {
-    each = Less(t, seen)
+    column = Unsqueeze(seen, last)
+    each = Less(t, column)
     mask = Expand(each, size)
     y = Attention<q_num_heads = 4, kv_num_heads = 2>(q, k, v, mask)
 }
