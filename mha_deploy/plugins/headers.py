@@ -196,8 +196,7 @@ def _cudnn() -> Iterator[tuple[Path, str]]:
     for path in _packages("nvidia/cudnn/include"):
         yield path, "a Python package"
     yield from _system()
-    for path, by in _cuda():
-        yield path, by
+    yield from _cuda()
 
 
 def _frontend() -> Iterator[tuple[Path, str]]:

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+SOFTCAP = frozenset(
+    {
+        "3d_diff_heads_sizes_softcap",
+        "3d_gqa_softcap",
+        "3d_softcap",
+        "3d_with_past_and_present_qk_matmul_softcap",
+        "4d_diff_heads_sizes_softcap",
+        "4d_gqa_softcap",
+        "4d_softcap",
+        "4d_softcap_neginf_mask",
+        "4d_softcap_neginf_mask_poison",
+        "4d_with_qk_matmul_softcap",
+        "local_window_gqa_rank4_mask",
+    }
+)
+
 REFUSED: dict[str, dict[str, frozenset[str]]] = {
     "onnx": {},
     "primitives": {},
@@ -24,21 +40,7 @@ REFUSED: dict[str, dict[str, frozenset[str]]] = {
                 "4d_diff_heads_with_past_and_present_mask4d",
             }
         ),
-        "softcap": frozenset(
-            {
-                "3d_diff_heads_sizes_softcap",
-                "3d_gqa_softcap",
-                "3d_softcap",
-                "3d_with_past_and_present_qk_matmul_softcap",
-                "4d_diff_heads_sizes_softcap",
-                "4d_gqa_softcap",
-                "4d_softcap",
-                "4d_softcap_neginf_mask",
-                "4d_softcap_neginf_mask_poison",
-                "4d_with_qk_matmul_softcap",
-                "local_window_gqa_rank4_mask",
-            }
-        ),
+        "softcap": SOFTCAP,
     },
     "contrib": {
         "grouped heads with other key than query length": frozenset(
@@ -99,21 +101,7 @@ REFUSED: dict[str, dict[str, frozenset[str]]] = {
         ),
     },
     "plugin": {
-        "softcap": frozenset(
-            {
-                "3d_diff_heads_sizes_softcap",
-                "3d_gqa_softcap",
-                "3d_softcap",
-                "3d_with_past_and_present_qk_matmul_softcap",
-                "4d_diff_heads_sizes_softcap",
-                "4d_gqa_softcap",
-                "4d_softcap",
-                "4d_softcap_neginf_mask",
-                "4d_softcap_neginf_mask_poison",
-                "4d_with_qk_matmul_softcap",
-                "local_window_gqa_rank4_mask",
-            }
-        ),
+        "softcap": SOFTCAP,
         "attention weights as output": frozenset(
             {
                 "23_fullymasked_qk_matmul_output_mode3_zero",

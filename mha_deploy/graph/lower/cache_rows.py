@@ -18,15 +18,16 @@ with zeros.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from mha_deploy.graph.attention_node import Y, is_attention
+from mha_deploy.graph.attention_node import Y
 from mha_deploy.graph.build import NodeBuilder, Size
 from mha_deploy.graph.lower.cache_form import note_rows, rows_name
 from mha_deploy.graph.lower.cache_pattern import GROWING, CachedAttention, read_cache
+from mha_deploy.graph.lower.cache_rewrite import rewrite_caches
 from mha_deploy.graph.lower.call import AttentionCall, read_call
 from mha_deploy.graph.lower.groups import GroupForm, group_form
 from mha_deploy.graph.lower.heads import as_input_rank, key_length, query_length, split_heads
@@ -50,11 +51,7 @@ from mha_deploy.graph.lower.products import (
 )
 from mha_deploy.graph.lower.rewrite import (
     copy_of,
-    infer_shapes,
-    names_in,
-    prefix_within,
     replace_node,
-    take_mask_before_expand,
 )
 from mha_deploy.graph.lower.scatter import Obstacle
 
@@ -88,16 +85,8 @@ def give_rows_out(model: ir.Model, options: PrimitivesOptions, *, dialect: str) 
     if options.cache == COPY:
         return model
     lowered = copy_of(model)
-    taken = names_in(lowered)
-    for node in [node for node in lowered.graph.all_nodes() if is_attention(node)]:
-        cache = _wanted(node, options, dialect)
-        if cache is not None:
-            take_mask_before_expand(node)
-            call = read_call(node, opset=lowered.opset_imports.get(""), dialect=dialect)
-            builder = NodeBuilder(prefix_within(call.facts.name, taken))
-            _rewrite(lowered, call, builder, cache, options)
-    RemoveUnusedNodesPass()(lowered)
-    return infer_shapes(lowered)
+    wanted = partial(_wanted, options=options, dialect=dialect)
+    return rewrite_caches(lowered, wanted, partial(_rewrite, lowered, options=options), dialect=dialect)
 
 
 def _wanted(node: ir.Node, options: PrimitivesOptions, dialect: str) -> CachedAttention | None:

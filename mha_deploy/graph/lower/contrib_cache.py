@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from mha_deploy.graph.attention_node import Y, is_attention
+from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.lower.cache_form import TOTAL_LENGTH
 from mha_deploy.graph.lower.cache_pattern import STATIC, CachedAttention, read_cache
+from mha_deploy.graph.lower.cache_rewrite import take_over
 from mha_deploy.graph.lower.call import AttentionCall, read_call
 from mha_deploy.graph.lower.heads import merge_heads, query_length, split_heads
 from mha_deploy.graph.lower.rewrite import (
     copy_of,
-    import_domains,
     infer_shapes,
     names_in,
     prefix_within,
-    replace_node,
 )
 
 if TYPE_CHECKING:
@@ -103,13 +102,7 @@ def _rewrite(model: ir.Model, call: AttentionCall, b: NodeBuilder, cache: Cached
         "local_window_size": window + 1 if window >= 0 else None,
     }
     y, *states = b.node(OP_TYPE, tensors, outputs=3, domain=DOMAIN, name=b.prefix, attributes=attributes)
-    for old, new in zip((cache.key_out, cache.value_out), states, strict=True):
-        new.name, new.type, new.shape = old.name, old.type, old.shape
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-    replace_node(call.node, b, {Y: split_heads(b, y, call.Hq, call.D)}, keep=states)
-    for update in cache.updates:
-        model.graph.remove(update, safe=True)
-    import_domains(model, b)
+    take_over(model, call, b, cache, split_heads(b, y, call.Hq, call.D), states)
 
 
 def _last_rows(b: NodeBuilder, call: AttentionCall, cache: CachedAttention) -> ir.Value:

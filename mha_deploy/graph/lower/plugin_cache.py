@@ -6,15 +6,15 @@ the engine binds input and output to the same memory; otherwise the node copies 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from mha_deploy.graph.attention_node import Y, is_attention
 from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.lower.cache_form import note_in_place
 from mha_deploy.graph.lower.cache_pattern import STATIC, CachedAttention, read_cache
+from mha_deploy.graph.lower.cache_rewrite import rewrite_caches, take_over
 from mha_deploy.graph.lower.call import AttentionCall, read_call
 from mha_deploy.graph.lower.pack import pack_projections
 from mha_deploy.graph.lower.plugin_limits import refuse_what_is_missing
@@ -23,12 +23,7 @@ from mha_deploy.graph.lower.plugin_sight import as_int32, before_casts, diagonal
 from mha_deploy.graph.lower.plugin_write import WrittenCache, finished, write_attention
 from mha_deploy.graph.lower.rewrite import (
     copy_of,
-    import_domains,
     infer_shapes,
-    names_in,
-    prefix_within,
-    replace_node,
-    take_mask_before_expand,
 )
 from mha_deploy.graph.lower.scatter import Obstacle
 
@@ -54,16 +49,8 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> ir.Mode
         infer_shapes(lowered)
     if options.cache == COPY:
         return lowered
-    taken = names_in(lowered)
-    for node in [node for node in lowered.graph.all_nodes() if is_attention(node)]:
-        cache = _wanted(node, options, dialect)
-        if cache is not None:
-            take_mask_before_expand(node)
-            call = read_call(node, opset=lowered.opset_imports.get(""), dialect=dialect)
-            builder = NodeBuilder(prefix_within(call.facts.name, taken))
-            _rewrite(lowered, call, builder, cache, options)
-    RemoveUnusedNodesPass()(lowered)
-    return infer_shapes(lowered)
+    wanted = partial(_wanted, options=options, dialect=dialect)
+    return rewrite_caches(lowered, wanted, partial(_rewrite, lowered, options=options), dialect=dialect)
 
 
 def _wanted(node: ir.Node, options: PluginOptions, dialect: str) -> CachedAttention | None:
@@ -97,12 +84,6 @@ def _rewrite(
     starts = as_int32(b, before_casts(cache.starts), name="starts")
     written = WrittenCache(cache.past_key, cache.past_value, starts)
     y, *states = write_attention(b, call, operands_of(places), sight, written)
-    for old, new in zip((cache.key_out, cache.value_out), states, strict=True):
-        new.name, new.type, new.shape = old.name, old.type, old.shape
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-    replace_node(call.node, b, {Y: finished(b, call, sight, y)}, keep=states)
-    for update in cache.updates:
-        model.graph.remove(update, safe=True)
-    import_domains(model, b)
+    take_over(model, call, b, cache, finished(b, call, sight, y), states)
     inputs = (cache.past_key, cache.past_value)
     note_in_place(model, {str(new.name): str(past.name) for new, past in zip(states, inputs, strict=True)})
