@@ -16,9 +16,6 @@ DOMAIN: Final = "mha_deploy"
 VERSION: Final = "1"
 """The version of both nodes: their attributes, inputs and meaning. Another meaning is another version."""
 
-OPSET: Final = 1
-"""The opset version under which ONNX files import the domain."""
-
 VERSION_ATTRIBUTE: Final = "plugin_version"
 NAMESPACE_ATTRIBUTE: Final = "plugin_namespace"
 
