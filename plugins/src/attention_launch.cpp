@@ -1,5 +1,6 @@
 #include "attention_launch.h"
 
+#include "attention_pointers.h"
 #include "row_kernels.h"
 
 #include <algorithm>
@@ -19,18 +20,6 @@ struct Call {
     Prepared const& prepared;
     AttentionPointers const& pointers;
     CUstream stream;
-};
-
-// Where the inputs behind the operands stand.
-struct Places {
-    explicit Places(AttentionParameters const& parameters) {
-        bias = static_cast<std::size_t>(parameters.operands());
-        key_lengths = bias + (parameters.has_bias ? 1 : 0);
-        past = key_lengths + (parameters.has_key_lengths ? 1 : 0) + (parameters.has_gates ? 1 : 0);
-    }
-    std::size_t bias;
-    std::size_t key_lengths;
-    std::size_t past;  // past_key, past_value, starts
 };
 
 char* moved(void const* address, int64_t elements) {
@@ -77,7 +66,7 @@ Status copy_past(Call const& call, std::size_t past) {
 }
 
 Status write_cache(Call const& call, int32_t* key_counts) {
-    std::size_t const past = Places(call.parameters).past;
+    std::size_t const past = InputPlaces(call.parameters).past;
     Status copied = copy_past(call, past);
     if (!copied.ok() || call.prepared.cache_rows == nullptr) {  // null: there are no new rows
         return copied;
@@ -127,7 +116,7 @@ unsigned blocks_for_rows(int rows) {
 
 Status count_keys(Call const& call, Counts const& counts) {
     KeyCounts rows{};
-    rows.lengths = static_cast<int const*>(call.pointers.inputs[Places(call.parameters).key_lengths]);
+    rows.lengths = static_cast<int const*>(call.pointers.inputs[InputPlaces(call.parameters).key_lengths]);
     rows.key_counts = counts.keys;
     rows.query_counts = counts.queries;
     rows.output = static_cast<uint4*>(call.pointers.outputs[0]);
@@ -145,7 +134,7 @@ Status clear_empty_rows(Call const& call) {
     EmptyRows rows{};
     rows.output = static_cast<uint4*>(call.pointers.outputs[0]);
     if (call.parameters.has_key_lengths) {
-        rows.key_counts = static_cast<int const*>(call.pointers.inputs[Places(call.parameters).key_lengths]);
+        rows.key_counts = static_cast<int const*>(call.pointers.inputs[InputPlaces(call.parameters).key_lengths]);
     }
     rows.queries = static_cast<int>(call.shapes.queries(call.parameters));
     rows.keys = static_cast<int>(call.shapes.keys(call.parameters));
@@ -171,7 +160,7 @@ Status clear_output(Call const& call) {
 }
 
 CudnnAddresses addresses_of(Call const& call, Counts const& counts) {
-    Places const places(call.parameters);
+    InputPlaces const places(call.parameters);
     bool const cache = call.parameters.has_cache;
     CudnnAddresses addresses;
     addresses.query = begin_of(call, Part::kQuery);

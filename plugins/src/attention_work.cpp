@@ -1,6 +1,7 @@
 #include "attention_work.h"
 
 #include "attention_launch.h"
+#include "attention_pointers.h"
 #include "plan_cache.h"
 #include "sparse_heads.h"
 
@@ -13,7 +14,7 @@
 namespace mha_deploy {
 namespace {
 
-constexpr std::uintptr_t kLoadBytes = 16;  // what the kernels load and store at once
+constexpr std::uintptr_t kScratchAlignment = 16;
 constexpr int64_t kMostBatches = 65535;  // of a launch grid
 
 // cuDNN's plans for the whole process: contexts of one engine share them. Kept until the process is gone.
@@ -22,13 +23,13 @@ PlanCache<CudnnAttention>& shared_plans() {
     return plans;
 }
 
-PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type type, uint64_t context) {
+PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type type, Context const& context) {
     uint32_t scale = 0;
     std::memcpy(&scale, &p.scale, sizeof(scale));
     PlanKey key = {p.query_heads, p.key_heads, p.head_size, p.value_size, scale,
         static_cast<int64_t>(p.causal), p.left_window, p.right_window, p.has_bias, p.has_key_lengths,
         p.has_gates, p.has_cache,
-        static_cast<int64_t>(type), static_cast<int64_t>(context), shapes.cache_rows};
+        static_cast<int64_t>(type), static_cast<int64_t>(context.number), shapes.cache_rows};
     key.insert(key.end(), p.sources.begin(), p.sources.end());
     key.insert(key.end(), p.offsets.begin(), p.offsets.end());
     auto const add = [&key](Dims const& dims) {
@@ -38,25 +39,6 @@ PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type
     add(shapes.bias);
     std::for_each(shapes.operands.begin(), shapes.operands.end(), add);
     return key;
-}
-
-Status check_pointers(AttentionParameters const& parameters, AttentionPointers const& pointers) {
-    if (pointers.inputs.size() != static_cast<std::size_t>(parameters.inputs())
-        || pointers.outputs.size() != static_cast<std::size_t>(parameters.outputs())) {
-        return Status::failed("attention: there must be " + std::to_string(parameters.inputs())
-                              + " inputs and " + std::to_string(parameters.outputs()) + " outputs, got "
-                              + std::to_string(pointers.inputs.size()) + " and "
-                              + std::to_string(pointers.outputs.size()));
-    }
-    auto const misplaced = [](void const* address) {
-        return address == nullptr || reinterpret_cast<std::uintptr_t>(address) % kLoadBytes != 0;
-    };
-    if (std::any_of(pointers.inputs.begin(), pointers.inputs.end(), misplaced)
-        || std::any_of(pointers.outputs.begin(), pointers.outputs.end(), misplaced)) {
-        return Status::failed("attention: every input and output must be at an address that 16 divides, got "
-                              "one that is null or between; allocate them on their own");
-    }
-    return Status();
 }
 
 Status constant_counts(Driver const& driver, int64_t batch, int64_t count, DeviceMemory& memory) {
@@ -80,7 +62,7 @@ struct AttentionWork::State {
     AttentionParameters parameters;
     Status valid;
     Driver const* driver = nullptr;
-    CUcontext context = nullptr;
+    Context context;  // the one that the handle, the plans and the memory belong to
     CudnnHandle handle;
     PlanCache<Prepared> prepared;
     std::vector<std::shared_ptr<Prepared>> leaving;  // evicted, but the device may still be at them
@@ -93,17 +75,17 @@ struct AttentionWork::State {
 
 Status AttentionWork::State::find(AttentionShapes const& shapes, Type type, bool capturing,
     std::shared_ptr<Prepared>& found) {
-    CUcontext current = nullptr;
-    if (driver->current_context(&current) != CUDA_SUCCESS || current == nullptr) {
-        return Status::failed("attention: no CUDA context is current");
+    Context current;
+    if (Status status = current_context(*driver, current); !status.ok()) {
+        return status;
     }
-    if (context != nullptr && current != context) {
+    if (context.handle != nullptr && !(current == context)) {
         return Status::failed(
             "attention: this work belongs to another CUDA context; make one for each device");
     }
     context = current;
     if (last == nullptr || type != last_type || !(shapes == last_shapes)) {
-        PlanKey key = key_of(parameters, shapes, type, number_of(*driver, context));
+        PlanKey key = key_of(parameters, shapes, type, context);
         std::shared_ptr<Prepared> entry = prepared.find(key);
         if (entry == nullptr) {
             if (Status status = check(parameters, shapes); !status.ok()) {
@@ -205,7 +187,7 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
 Status AttentionWork::State::take_scratch(Prepared& entry, bool capturing, void*& workspace,
     std::size_t bytes) {
     bool const enough = workspace != nullptr && bytes >= entry.scratch_bytes
-                        && reinterpret_cast<std::uintptr_t>(workspace) % kLoadBytes == 0;
+                        && reinterpret_cast<std::uintptr_t>(workspace) % kScratchAlignment == 0;
     if (entry.scratch_bytes == 0 || enough) {
         return Status();
     }
@@ -226,7 +208,9 @@ Status AttentionWork::State::take_scratch(Prepared& entry, bool capturing, void*
 AttentionWork::AttentionWork(AttentionParameters const& parameters, std::size_t most_plans)
     : state_(std::make_unique<State>(parameters, most_plans)) {}
 
-AttentionWork::~AttentionWork() = default;
+AttentionWork::~AttentionWork() {
+    release_in_context(state_);
+}
 
 Status AttentionWork::prepare(AttentionShapes const& shapes, Type type) {
     return guarded("prepare this attention", [&] {
@@ -264,12 +248,12 @@ Status AttentionWork::run(AttentionShapes const& shapes, Type type, AttentionPoi
         if (Status status = load_driver(state.driver); !status.ok()) {
             return status;
         }
-        if (Status status = check_pointers(state.parameters, pointers); !status.ok()) {
-            return status;
-        }
         bool const capturing = is_capturing(*state.driver, stream);
         std::shared_ptr<Prepared> entry;
         if (Status status = state.find(shapes, type, capturing, entry); !status.ok()) {
+            return status;
+        }
+        if (Status status = check_pointers(state.parameters, shapes, pointers); !status.ok()) {
             return status;
         }
         if (Status status = state.take_scratch(*entry, capturing, workspace, workspace_bytes); !status.ok()) {

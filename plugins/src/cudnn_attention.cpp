@@ -71,19 +71,18 @@ Status builder_handle(cudnnHandle_t& handle) {
     if (Status status = load_driver(driver); !status.ok()) {
         return status;
     }
-    CUcontext context = nullptr;
-    if (driver->current_context(&context) != CUDA_SUCCESS || context == nullptr) {
-        return Status::failed("no CUDA context is current; make one before the attention is prepared");
+    Context context;
+    if (Status status = current_context(*driver, context); !status.ok()) {
+        return status;
     }
-    uint64_t const number = number_of(*driver, context);
     std::lock_guard<std::mutex> const lock(mutex);
-    if (auto const known = handles.find(number); known != handles.end()) {
+    if (auto const known = handles.find(context.number); known != handles.end()) {
         handle = known->second;
         return Status();
     }
     Status status = status_of_cudnn(fe::detail::create_handle(&handle), "make a cuDNN handle");
     if (status.ok()) {
-        handles[number] = handle;
+        handles[context.number] = handle;
     }
     return status;
 }

@@ -51,6 +51,8 @@ Loaded load() {
     MHA_DEPLOY_LOAD(init, cuInit);
     MHA_DEPLOY_LOAD(current_device, cuCtxGetDevice);
     MHA_DEPLOY_LOAD(current_context, cuCtxGetCurrent);
+    MHA_DEPLOY_LOAD(push_context, cuCtxPushCurrent);
+    MHA_DEPLOY_LOAD(pop_context, cuCtxPopCurrent);
     MHA_DEPLOY_LOAD(device_attribute, cuDeviceGetAttribute);
     MHA_DEPLOY_LOAD(load_module, cuModuleLoadData);
     MHA_DEPLOY_LOAD(get_function, cuModuleGetFunction);
@@ -89,6 +91,14 @@ Loaded const& shared_driver() {
     return loaded;
 }
 
+uint64_t number_of(Driver const& driver, CUcontext context) {
+    unsigned long long id = 0;
+    if (driver.context_id != nullptr && driver.context_id(context, &id) == CUDA_SUCCESS) {
+        return id;
+    }
+    return reinterpret_cast<std::uintptr_t>(context);
+}
+
 struct Kernels {
     std::mutex mutex;
     std::map<std::pair<uint64_t, unsigned char const*>, CUmodule> modules;
@@ -116,15 +126,13 @@ Status module_of(Driver const& driver, Kernels& kernels, uint64_t context, MhaDe
 }
 
 Status find_kernel(Driver const& driver, char const* name, CUfunction& function) {
-    CUcontext context = nullptr;
-    CUresult const current = driver.current_context(&context);
-    if (current != CUDA_SUCCESS || context == nullptr) {
-        return Status::failed(std::string("no CUDA context is current; make one before using ") + name);
+    Context context;
+    if (Status status = current_context(driver, context); !status.ok()) {
+        return status;
     }
     Kernels& kernels = shared_kernels();
     std::lock_guard<std::mutex> const lock(kernels.mutex);
-    uint64_t const number = number_of(driver, context);
-    auto const place = std::make_pair(number, std::string(name));
+    auto const place = std::make_pair(context.number, std::string(name));
     if (auto const known = kernels.functions.find(place); known != kernels.functions.end()) {
         function = known->second;
         return Status();
@@ -136,7 +144,7 @@ Status find_kernel(Driver const& driver, char const* name, CUfunction& function)
             continue;  // kernels are named after their files
         }
         CUmodule module = nullptr;
-        if (Status const loaded = module_of(driver, kernels, number, *fatbin, module); !loaded.ok()) {
+        if (Status const loaded = module_of(driver, kernels, context.number, *fatbin, module); !loaded.ok()) {
             reason = loaded;
         } else if (driver.get_function(&function, module, name) == CUDA_SUCCESS) {
             kernels.functions[place] = function;
@@ -149,12 +157,13 @@ Status find_kernel(Driver const& driver, char const* name, CUfunction& function)
 
 }  // namespace
 
-uint64_t number_of(Driver const& driver, CUcontext context) {
-    unsigned long long id = 0;
-    if (driver.context_id != nullptr && driver.context_id(context, &id) == CUDA_SUCCESS) {
-        return id;
+Status current_context(Driver const& driver, Context& context) {
+    context = Context();
+    if (driver.current_context(&context.handle) != CUDA_SUCCESS || context.handle == nullptr) {
+        return Status::failed("no CUDA context is current; select a device first");
     }
-    return reinterpret_cast<std::uintptr_t>(context);
+    context.number = number_of(driver, context.handle);
+    return Status();
 }
 
 Status load_driver(Driver const*& driver) {
@@ -205,6 +214,23 @@ OutsideCapture::OutsideCapture(Driver const& driver) : driver_(driver) {
 
 OutsideCapture::~OutsideCapture() {
     driver_.exchange_capture_mode(&mode_);
+}
+
+InContext::InContext(Driver const& driver, Context const& context) : driver_(driver) {
+    if (context.handle == nullptr || number_of(driver_, context.handle) != context.number) {
+        return;
+    }
+    CUcontext current = nullptr;
+    bool const there = driver_.current_context(&current) == CUDA_SUCCESS && current == context.handle;
+    pushed_ = !there && driver_.push_context(context.handle) == CUDA_SUCCESS;
+    alive_ = there || pushed_;
+}
+
+InContext::~InContext() {
+    CUcontext left = nullptr;
+    if (pushed_) {
+        driver_.pop_context(&left);
+    }
 }
 
 DeviceMemory::~DeviceMemory() {

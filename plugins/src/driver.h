@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace mha_deploy {
 
@@ -16,6 +17,8 @@ struct Driver {
     decltype(&cuInit) init = nullptr;
     decltype(&cuCtxGetDevice) current_device = nullptr;
     decltype(&cuCtxGetCurrent) current_context = nullptr;
+    decltype(&cuCtxPushCurrent) push_context = nullptr;
+    decltype(&cuCtxPopCurrent) pop_context = nullptr;
     decltype(&cuDeviceGetAttribute) device_attribute = nullptr;
     decltype(&cuModuleLoadData) load_module = nullptr;
     decltype(&cuModuleGetFunction) get_function = nullptr;
@@ -41,9 +44,17 @@ Status load_driver(Driver const*& driver);
 // A status of the driver as one of ours: what was tried, and what CUDA says.
 Status status_of(CUresult result, char const* tried);
 
-// What tells a context from every other of the process. An address does not: a new context may get that of
-// one that was destroyed, and with it kernels and plans that are gone.
-uint64_t number_of(Driver const& driver, CUcontext context);
+// A context and what tells it from every other of the process. Its address does not: a new context may get
+// that of one that was destroyed, and with it kernels and plans that are gone.
+struct Context {
+    CUcontext handle = nullptr;
+    uint64_t number = 0;
+
+    bool operator==(Context const& other) const noexcept { return number == other.number; }
+};
+
+// That of this thread, or that it has none.
+Status current_context(Driver const& driver, Context& context);
 
 // A kernel that the library carries (kernels/*.cu), loaded once for each context.
 Status load_kernel(char const* name, CUfunction& function);
@@ -63,6 +74,39 @@ private:
     Driver const& driver_;
     CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
+
+// Makes a context current as long as it lives: what is freed on a thread without one would stay taken.
+class InContext {
+public:
+    InContext(Driver const& driver, Context const& context);
+    InContext(InContext const&) = delete;
+    InContext& operator=(InContext const&) = delete;
+    ~InContext();
+
+    // False where the context was destroyed meanwhile, and with it all that it held.
+    bool alive() const noexcept { return alive_; }
+
+private:
+    Driver const& driver_;
+    bool alive_ = false;
+    bool pushed_ = false;
+};
+
+// Lets the state of a piece of work go, in its context whatever thread this is, and while others record. What
+// belonged to a context that is gone is left alone: it went with it, and freeing it again may do harm.
+template <typename State>
+void release_in_context(std::unique_ptr<State>& state) {
+    if (state == nullptr || state->context.handle == nullptr) {
+        return;  // nothing was taken
+    }
+    OutsideCapture const outside(*state->driver);
+    InContext const in_context(*state->driver, state->context);
+    if (in_context.alive()) {
+        state.reset();
+    } else {
+        static_cast<void>(state.release());
+    }
+}
 
 // Device memory that frees itself.
 class DeviceMemory {

@@ -4,8 +4,6 @@ namespace mha_deploy {
 
 namespace {
 
-constexpr uint64_t kWorkspaceLimit = uint64_t{32} << 20;
-
 // Partial sums of a split K in FP32, added in a fixed order. The other schemes keep them in 16 bits, which is
 // what these projections are here to avoid.
 constexpr uint32_t kReductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;

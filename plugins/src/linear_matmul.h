@@ -12,6 +12,9 @@ namespace mha_deploy {
 
 inline constexpr uint32_t kFullAlignment = 256;  // bytes: what CUDA's and TensorRT's memory has
 
+// What cuBLAS takes for itself on Hopper, too.
+inline constexpr uint64_t kWorkspaceLimit = uint64_t{32} << 20;
+
 // All that decides which algorithms can be used.
 struct LinearProblem {
     LinearShape shape;

@@ -96,23 +96,23 @@ Status deserialize(void const* bytes, std::size_t size, LinearParameters& parame
 
 struct LinearWork::State {
     LinearParameters parameters;
-    CUcontext context = nullptr;  // the one that the handle and the memory belong to
+    Driver const* driver = nullptr;
+    Context context;  // the one that the handle and the memory belong to
     CublasLt const* library = nullptr;
     LtHandle handle{nullptr, nullptr};
     std::list<Plan> plans;  // the last used first
 
-    Status open(Driver const& driver);
-    Status plan(Driver const& driver, LinearProblem const& problem, bool capturing, Plan*& plan);
-    static Status workspace(
-        Driver const& driver, Plan& plan, bool capturing, void*& workspace, std::size_t given);
+    Status open();
+    Status plan(LinearProblem const& problem, bool capturing, Plan*& plan);
+    Status workspace(Plan& plan, bool capturing, void*& workspace, std::size_t given) const;
     void make_room();
 };
 
 // Once; later only a look at whether the context is still the same.
-Status LinearWork::State::open(Driver const& driver) {
-    CUcontext current = nullptr;
-    if (driver.current_context(&current) != CUDA_SUCCESS || current == nullptr) {
-        return Status::failed("a projection needs a CUDA context; got none; try selecting a device first");
+Status LinearWork::State::open() {
+    Context current;
+    if (Status status = current_context(*driver, current); !status.ok()) {
+        return status;
     }
     if (handle != nullptr) {
         if (current == context) {
@@ -121,7 +121,7 @@ Status LinearWork::State::open(Driver const& driver) {
         return Status::failed("a projection was prepared in one CUDA context; got another one; "
                               "try an execution context for each");
     }
-    OutsideCapture const outside(driver);
+    OutsideCapture const outside(*driver);
     context = current;
     return make_handle(library, handle);
 }
@@ -134,9 +134,8 @@ void LinearWork::State::make_room() {
     }
 }
 
-Status LinearWork::State::plan(
-    Driver const& driver, LinearProblem const& problem, bool capturing, Plan*& plan) {
-    if (Status status = open(driver); !status.ok()) {
+Status LinearWork::State::plan(LinearProblem const& problem, bool capturing, Plan*& plan) {
+    if (Status status = open(); !status.ok()) {
         return status;
     }
     for (auto known = plans.begin(); known != plans.end(); ++known) {
@@ -149,7 +148,7 @@ Status LinearWork::State::plan(
     if (!capturing) {  // freeing waits for the device, which is no business of a recording
         make_room();
     }
-    OutsideCapture const outside(driver);
+    OutsideCapture const outside(*driver);
     std::list<Plan> made(1);
     Plan& fresh = made.front();
     if (Status status = fresh.matmul.make(*library, handle.get(), problem); !status.ok()) {
@@ -162,7 +161,7 @@ Status LinearWork::State::plan(
 
 // `workspace` is the caller's on the way in, and the one to use on the way out.
 Status LinearWork::State::workspace(
-    Driver const& driver, Plan& plan, bool capturing, void*& workspace, std::size_t given) {
+    Plan& plan, bool capturing, void*& workspace, std::size_t given) const {
     std::size_t const wanted = plan.matmul.workspace_bytes();
     if (wanted == 0) {
         workspace = nullptr;
@@ -173,8 +172,8 @@ Status LinearWork::State::workspace(
         return Status();
     }
     if (plan.memory.address() == 0) {
-        OutsideCapture const outside(driver);
-        if (Status status = plan.memory.allocate(driver, wanted); !status.ok()) {
+        OutsideCapture const outside(*driver);
+        if (Status status = plan.memory.allocate(*driver, wanted); !status.ok()) {
             return status;
         }
     }
@@ -189,7 +188,9 @@ LinearWork::LinearWork(LinearParameters const& parameters) : state_(new (std::no
     }
 }
 
-LinearWork::~LinearWork() = default;
+LinearWork::~LinearWork() {
+    release_in_context(state_);
+}
 
 Status LinearWork::prepare(LinearShape const& shape, Type type) {
     return guarded("prepare a projection", [&]() -> Status {
@@ -199,12 +200,11 @@ Status LinearWork::prepare(LinearShape const& shape, Type type) {
         if (Status status = check(shape, type); !status.ok() || shape.rows == 0) {
             return status;
         }
-        Driver const* driver = nullptr;
-        if (Status status = load_driver(driver); !status.ok()) {
+        if (Status status = load_driver(state_->driver); !status.ok()) {
             return status;
         }
         Plan* plan = nullptr;
-        return state_->plan(*driver, {shape, type, state_->parameters.has_bias, kFullAlignment}, false, plan);
+        return state_->plan({shape, type, state_->parameters.has_bias, kFullAlignment}, false, plan);
     });
 }
 
@@ -212,7 +212,7 @@ std::size_t LinearWork::workspace_bytes(LinearShape const& shape, Type type) {
     if (!prepare(shape, type).ok() || shape.rows == 0) {
         return 0;
     }
-    return state_->plans.front().matmul.workspace_bytes();  // the plan that was just prepared
+    return kWorkspaceLimit;
 }
 
 Status LinearWork::run(LinearShape const& shape, Type type, LinearPointers const& pointers, void* workspace,
@@ -232,17 +232,15 @@ Status LinearWork::run(LinearShape const& shape, Type type, LinearPointers const
         if (Status status = alignment_of(pointers, has_bias, problem.alignment); !status.ok()) {
             return status;
         }
-        Driver const* driver = nullptr;
-        if (Status status = load_driver(driver); !status.ok()) {
+        if (Status status = load_driver(state_->driver); !status.ok()) {
             return status;
         }
-        bool const capturing = is_capturing(*driver, stream);
+        bool const capturing = is_capturing(*state_->driver, stream);
         Plan* plan = nullptr;
-        if (Status status = state_->plan(*driver, problem, capturing, plan); !status.ok()) {
+        if (Status status = state_->plan(problem, capturing, plan); !status.ok()) {
             return status;
         }
-        if (Status status = State::workspace(*driver, *plan, capturing, workspace, workspace_bytes);
-            !status.ok()) {
+        if (Status status = state_->workspace(*plan, capturing, workspace, workspace_bytes); !status.ok()) {
             return status;
         }
         return plan->matmul.launch(state_->handle.get(), pointers, workspace, stream);

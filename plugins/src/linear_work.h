@@ -46,6 +46,8 @@ public:
     LinearWork& operator=(LinearWork const&) = delete;
 
     Status prepare(LinearShape const& shape, Type type);
+    // The same for all sizes: few rows may want more than many, since they are split, and TensorRT asks for
+    // the most rows only.
     std::size_t workspace_bytes(LinearShape const& shape, Type type);
     Status run(LinearShape const& shape, Type type, LinearPointers const& pointers, void* workspace,
         std::size_t workspace_bytes, CUstream stream);

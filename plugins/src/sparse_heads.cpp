@@ -2,6 +2,7 @@
 
 #include "../kernels/sparse_heads_arguments.cuh"
 #include "attention_layout.h"
+#include "attention_pointers.h"
 #include "driver.h"
 
 #include <algorithm>
@@ -91,15 +92,15 @@ Status find_kernels(Driver const& driver, AttentionParameters const& parameters,
 
 SparseHeadsArguments arguments_of(AttentionParameters const& parameters, AttentionShapes const& shapes,
     AttentionPointers const& pointers, void* workspace) {
-    auto next = static_cast<std::size_t>(parameters.operands());
+    InputPlaces const places(parameters);
     SparseHeadsArguments arguments{};
     arguments.query = operand_of(parameters, shapes, pointers, Part::kQuery);
     arguments.key = operand_of(parameters, shapes, pointers, Part::kKey);
     arguments.value = operand_of(parameters, shapes, pointers, Part::kValue);
     if (parameters.has_key_lengths) {
-        arguments.key_lengths = static_cast<int32_t const*>(pointers.inputs[next++]);
+        arguments.key_lengths = static_cast<int32_t const*>(pointers.inputs[places.key_lengths]);
     }
-    arguments.gates = static_cast<uint16_t const*>(pointers.inputs[next]);
+    arguments.gates = static_cast<uint16_t const*>(pointers.inputs[places.gates]);
     arguments.output = static_cast<uint16_t*>(pointers.outputs[0]);
     if (lists_tokens(shapes.queries(parameters))) {
         arguments.counts = static_cast<int32_t*>(workspace);

@@ -172,8 +172,13 @@ inline void check_refusals(Tally& tally) {
     refuses("unsound fields", unsound.run(call.shapes, call.type, device.pointers, nullptr, 0, stream.get()));
     AttentionShapes empty = call.shapes;
     empty.operands[0][1] = 0;
-    Status const nothing = work.run(empty, call.type, device.pointers, nullptr, 0, stream.get());
-    tally.note(nothing.ok(), "no rows: nothing to do", nothing.reason());
+    AttentionPointers nowhere;
+    nowhere.inputs = {nullptr};
+    nowhere.outputs = {nullptr};
+    for (AttentionPointers const& pointers : {device.pointers, nowhere}) {
+        Status const nothing = work.run(empty, call.type, pointers, nullptr, 0, stream.get());
+        tally.note(nothing.ok(), "no rows: nothing to do", nothing.reason());
+    }
     stream.wait();
 }
 

@@ -1,6 +1,7 @@
 // Attention against a reference in double: attention_test [--no-gpu] [--time] [--only TEXT]
 #include "attention_device.h"
 #include "attention_host.h"
+#include "attention_lifetime.h"
 #include "attention_list.h"
 #include "attention_times.h"
 
@@ -41,6 +42,7 @@ int main(int count, char** arguments) {
             check_capture(tally);
             check_eviction(tally);
             check_threads(tally);
+            check_lifetime(tally);
         }
     }
     return tally.finish();

@@ -3,6 +3,8 @@
 
 #include "attention_device.h"
 
+#include <chrono>
+
 namespace mha_deploy::check {
 
 // Memory is taken in turns until the second level cache cannot help.
@@ -15,6 +17,17 @@ inline std::size_t bytes_of(HostCall const& call) {
         count += operand.size();
     }
     return count * 2;
+}
+
+// Short bursts with rests between them: under a load of a second the GPU lowers its clock to keep its power.
+inline double rested_microseconds(Graph const& graph) {
+    std::vector<double> times;
+    for (int burst = 0; burst < 7; ++burst) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(150));
+        times.push_back(graph.microseconds(1, 1));
+    }
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2];
 }
 
 inline void time_case(Tally& tally, Case const& given, bool rotate) {
@@ -44,10 +57,15 @@ inline void time_case(Tally& tally, Case const& given, bool rotate) {
         }
         return status;
     });
-    double const time = graph.status.ok() ? graph.microseconds(7, 20) / static_cast<double>(launches) : 0.0;
-    tally.note(graph.status.ok(), given.name,
-        graph.status.ok() ? format("%.2f us", time) + ", scratch " + std::to_string(workspace.bytes() - 16)
-                          : graph.status.reason());
+    if (!graph.status.ok()) {
+        tally.note(false, given.name, graph.status.reason());
+        return;
+    }
+    auto const count = static_cast<double>(launches);
+    double const rested = rested_microseconds(graph) / count;
+    double const sustained = graph.microseconds(7, 20) / count;
+    tally.note(true, given.name, format("%.2f us", sustained) + format(", rested %.2f us", rested)
+                                     + ", scratch " + std::to_string(workspace.bytes() - 16));
 }
 
 inline Case timed(std::string const& name, int64_t batch, int32_t heads, int32_t key_heads, int64_t queries,
@@ -77,6 +95,7 @@ inline void time_attention(Tally& tally, std::string const& only) {
         timed("8x16x384x64", 8, 16, 16, 384, 384, 64, none, packed),
         timed("1x32/8x2048x128 causal", 1, 32, 8, 2048, 2048, 128, causal, packed),
         timed("1x32/8x8192x128 causal", 1, 32, 8, 8192, 8192, 128, causal, packed),
+        timed("4x32x4096x128", 4, 32, 32, 4096, 4096, 128, none, packed),
         timed("1x96x512x128 causal", 1, 96, 96, 512, 512, 128, causal, packed),
         timed("decode 1x32/8 T 4096", 1, 32, 8, 1, 4096, 128, causal, heads_first),
         timed("decode 32x32/8 T 4096", 32, 32, 8, 1, 4096, 128, causal, heads_first),
@@ -84,8 +103,8 @@ inline void time_attention(Tally& tally, std::string const& only) {
         timed("decode 32x32/8 T 4096 cache", 32, 32, 8, 1, 4096, 128, causal, packed),
     };
     cases[2].lengths.assign(8, 128);
-    cases[9].starts.assign(1, 4095);
-    cases[10].starts.assign(32, 4095);
+    cases[10].starts.assign(1, 4095);
+    cases[11].starts.assign(32, 4095);
     for (Case const& given : cases) {
         if (given.name.find(only) != std::string::npos) {
             time_case(tally, given, given.queries == 1);

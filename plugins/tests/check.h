@@ -26,6 +26,8 @@ struct Gpu {
     decltype(&cuDeviceGetName) device_name = nullptr;
     decltype(&cuDevicePrimaryCtxRetain) retain_context = nullptr;
     decltype(&cuCtxSetCurrent) set_context = nullptr;
+    decltype(&cuCtxDestroy) destroy_context = nullptr;
+    decltype(&cuPointerGetAttributes) describe_address = nullptr;
     decltype(&cuMemAlloc) allocate = nullptr;
     decltype(&cuMemFree) free = nullptr;
     decltype(&cuMemsetD8) set = nullptr;
@@ -45,6 +47,7 @@ struct Gpu {
     decltype(&cuEventSynchronize) wait_event = nullptr;
     decltype(&cuEventElapsedTime) elapsed = nullptr;
     decltype(&cuEventDestroy) destroy_event = nullptr;
+    CUresult (*create_context)(CUcontext*, unsigned, CUdevice) = nullptr;  // the form that every driver has
     CUcontext context = nullptr;
 
     explicit Gpu(void* library) {
@@ -52,6 +55,8 @@ struct Gpu {
         MHA_DEPLOY_LOAD(device_name, cuDeviceGetName);
         MHA_DEPLOY_LOAD(retain_context, cuDevicePrimaryCtxRetain);
         MHA_DEPLOY_LOAD(set_context, cuCtxSetCurrent);
+        MHA_DEPLOY_LOAD(destroy_context, cuCtxDestroy);
+        MHA_DEPLOY_LOAD(describe_address, cuPointerGetAttributes);
         MHA_DEPLOY_LOAD(allocate, cuMemAlloc);
         MHA_DEPLOY_LOAD(free, cuMemFree);
         MHA_DEPLOY_LOAD(set, cuMemsetD8);
@@ -71,6 +76,7 @@ struct Gpu {
         MHA_DEPLOY_LOAD(wait_event, cuEventSynchronize);
         MHA_DEPLOY_LOAD(elapsed, cuEventElapsedTime);
         MHA_DEPLOY_LOAD(destroy_event, cuEventDestroy);
+        MHA_DEPLOY_LOAD(create_context, cuCtxCreate_v2);
     }
 };
 
