@@ -50,6 +50,7 @@ from mha_deploy.engine.record import (
     write_engine,
 )
 from mha_deploy.engine.trial import unprepared_profiles
+from mha_deploy.engine.volumes import explained_limits
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.eligibility import Eligibility
@@ -182,6 +183,7 @@ def _manifest(
     ranges: list[Ranges],
     request: BuildRequest,
 ) -> EngineManifest:
+    warned = [message.text for message in built.warnings]
     source = next(name for name in (*_SOURCES, "log") if built.kernels.get(name) or name == "log")
     return EngineManifest(
         backend=rt.backend,
@@ -202,7 +204,7 @@ def _manifest(
         kernels=[_kernel_row(kernel) for kernel in built.kernels.get(source, ())],
         options=request.options(),
         findings=_findings(answers),
-        notes=[*built.notes, *(message.text for message in built.warnings)],
+        notes=[*built.notes, *explained_limits(warned), *warned],
     )
 
 
