@@ -284,6 +284,11 @@ def test_what_is_hidden_or_not_told_is_unknown_unless_something_is_wrong_already
     assert precision_verdict([FUSED, hidden, wrong], "fp16").status == "mixed"
     carried = Kernel(name="weight", layer_type="Constant", outputs=(EngineTensor(name="t"),))
     assert precision_verdict([FUSED, carried], "fp16").status == "really-fp16"
+    product = Kernel(name="p", tactic="sm90_xmma_gemm_f16f16_f16f16_f16_tn_n", inputs=untold.inputs)
+    assert precision_verdict([FUSED, product], "fp16").status == "really-fp16"
+    assert precision_verdict([FUSED, replace(product, tactic="some_gemm")], "fp16").status == "unknown"
+    wide = replace(product, tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n")
+    assert precision_verdict([FUSED, wide], "fp16").status == "mixed"
     nameless = kernels_from_profile(["strange_gemm"])
     assert precision_verdict(nameless, "fp16").status == "unknown"
 

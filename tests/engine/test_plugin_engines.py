@@ -212,6 +212,21 @@ def test_the_plugins_layers_are_known_by_the_nodes_they_were(place, built, monke
     assert fused == {"attention": True, "q_proj": False}
 
 
+@pytest.mark.parametrize(("linear", "status"), [("PluginV2", "really-fp16"), ("Mystery", "unknown")])
+def test_types_that_tensorrt_does_not_tell_are_those_of_the_graph(place, built, monkeypatch, linear, status):
+    """8.6 tells none of dynamic sizes: those of the library's layers are known, those of others are not."""
+    write_library(place)
+    untold = [{**HALF[0], "Format/Datatype": "N/A due to dynamic shapes"}]
+    layers = [
+        {"Name": name, "LayerType": kind, "Inputs": untold, "Outputs": untold}
+        for name, kind in (("attention", "PluginV2"), ("attention_qkv/matmul", linear))
+    ]
+    monkeypatch.setattr("tensorrt_fake.INSPECTED", json.dumps({"Layers": layers, "Bindings": []}))
+    _, engine = built(accumulate="fp32")
+    verdict = open_engine(engine.path).manifest.verdict["precision"]
+    assert verdict["status"] == status, verdict
+
+
 def test_what_the_engine_needs_is_shown(place, built, run_cli):
     write_library(place)
     _, engine = built()

@@ -236,7 +236,8 @@ def _why_unknown(kernels: Sequence[Kernel]) -> str:
 
 def _is_untold(kernel: Kernel) -> bool:
     if any(tensor.dtype == UNKNOWN for tensor in _data(kernel)):
-        return True
+        # 8.6 does not tell the types of tensors with dynamic sizes; a product's name has them all the same.
+        return not (kernel.is_gemm and _named_type(kernel) != UNKNOWN)
     # A profiler tells no tensors, and fused attention need not name its type: where only a profiler can
     # tell (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
     must_tell = (
