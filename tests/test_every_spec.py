@@ -1,15 +1,26 @@
-"""Every spec that is shipped goes the whole way: exported, validated, built, fused, in FP16."""
+"""Every spec that is shipped goes the whole way: exported, loaded into PyTorch, validated, built, fused.
+
+All in one file, so that one worker exports them once.
+"""
 
 from dataclasses import replace
 
+import ml_dtypes
+import numpy as np
 import pytest
+import torch
 
+from mha_deploy.baselines.module import module_from_bundle
 from mha_deploy.catalog import catalog_names, find_spec
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import DeployError
+from mha_deploy.export.eager import run_module
 from mha_deploy.export.exporter import bundle_from_spec
+from mha_deploy.export.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.export.options import ExportOptions
+from mha_deploy.golden import golden_cases
+from mha_deploy.precision import PRECISIONS
 from mha_deploy.validate.graph import graph_parity
 
 # Gigabytes, and layers of which a like one is quick: for `-m slow`.
@@ -61,6 +72,35 @@ def test_a_real_model_builds_fused_in_fp16(real_bundle):
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_model_validates_in_every_precision(bundles, name, precision):
     assert_validates(bundles(name, precision))
+
+
+def outputs(module, case):
+    dtype = next(module.parameters()).dtype
+    feeds = {name: tensor_from_numpy(array) for name, array in case.inputs.items()}
+    feeds = {name: t.to(dtype) if t.is_floating_point() else t for name, t in feeds.items()}
+    results = run_module(module, call_arguments(module.spec, feeds))
+    return {t.name: to_numpy(result) for t, result in zip(module.spec.outputs, results, strict=True)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", TINY)
+def test_the_layer_of_a_bundle_gives_the_golden_results(bundles, name, precision):
+    # But for the order of sums: on a CPU without bfloat16, PyTorch gives oneDNN up for the process at the
+    # first such product, which another test may have computed since the bundle was made.
+    bundle = bundles(name, precision)
+    module = module_from_bundle(bundle, path="plain", device="cpu")
+    twin = module_from_bundle(bundle, path="sdpa", device="cpu", dtype=torch.float64)
+    assert next(module.parameters()).dtype == getattr(torch, bundle.manifest.precision.torch_name)
+    assert not module.training
+    for case in golden_cases(bundle):
+        for got, wanted in ((outputs(module, case), case.eager), (outputs(twin, case), case.oracle)):
+            assert got.keys() == wanted.keys()
+            for output, array in wanted.items():
+                assert got[output].dtype == array.dtype
+                few_ulps = 8 * float(ml_dtypes.finfo(array.dtype).eps) * float(np.abs(array).max(initial=0))
+                np.testing.assert_allclose(
+                    got[output].astype(np.float64), array.astype(np.float64), rtol=0, atol=few_ulps
+                )
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

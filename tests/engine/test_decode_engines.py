@@ -24,7 +24,11 @@ from mha_deploy.spec import AttentionSpec, Axis
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 pytestmark = pytest.mark.usefixtures("quick_exporter")
 
-MODELS = ["llama-3-8b", "falcon-7b", pytest.param("llama-2-70b", marks=pytest.mark.slow)]
+MODELS = [
+    "llama-3-8b",
+    pytest.param("falcon-7b", marks=pytest.mark.slow),
+    pytest.param("llama-2-70b", marks=pytest.mark.slow),
+]
 # Shorter than the model's own: the builder takes the same kernels, and less time.
 AXES = {"B": Axis(min=1, opt=1, max=2), "S": Axis(min=1, opt=128, max=256)}
 CACHE_AXES = {
