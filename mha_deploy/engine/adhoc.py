@@ -40,8 +40,8 @@ def engine_opener(
                 allow_decomposed=True,
                 optimization_level=_LITTLE_EFFORT,
             )
-            plan = build_with(rt, request).plan
-        return TensorRTRunner(rt, plan)
+            built = build_with(rt, request)
+        return TensorRTRunner(rt, built.plan, large_tensors=built.large_tensors)
 
     return open_model
 

@@ -23,6 +23,7 @@ NATIVE, PLUGIN, AUTO = "native", "plugin", "auto"
 FP32, FP16 = "fp32", "fp16"
 ATTENTIONS = (NATIVE, PLUGIN, AUTO)
 SUMS = (FP32, FP16, AUTO)
+_SCRATCH_MIB = 32  # what every projection of the library asks for, plugins/src/linear_matmul.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,16 @@ def _refuse_unknown(options: EngineOptions) -> None:
             "TensorRT chooses by itself how its own products sum up.",
             got="--accumulate fp32 with --attention native",
             hint="--attention plugin or auto: the plugin library has products that sum up in FP32",
+        )
+    if (
+        options.accumulate == FP32
+        and options.workspace_mib is not None
+        and options.workspace_mib < _SCRATCH_MIB
+    ):
+        raise EngineError(
+            f"The plugin's projections need {_SCRATCH_MIB} MiB of scratch memory.",
+            got=f"--workspace-mib {options.workspace_mib} with --accumulate fp32",
+            hint=f"--workspace-mib {_SCRATCH_MIB} or more, or --accumulate fp16",
         )
 
 

@@ -50,7 +50,6 @@ from mha_deploy.engine.record import (
     write_engine,
 )
 from mha_deploy.engine.trial import unprepared_profiles
-from mha_deploy.engine.volumes import explained_limits
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.eligibility import Eligibility
@@ -110,7 +109,13 @@ def _engine_at(
     manifest = _manifest(bundle, rt, built, verdict, answers, dialect_for(rt, options), ranges, request)
     if library is not None:
         manifest = with_library(manifest, library, lowered, asked=asked, accumulate=options.accumulate)
-    tried = unprepared_profiles(rt, built.plan, manifest.profile_names, host_code=options.version_compatible)
+    tried = unprepared_profiles(
+        rt,
+        built.plan,
+        manifest.profile_names,
+        host_code=options.version_compatible,
+        large_tensors=built.large_tensors,
+    )
     manifest = replace(manifest, notes=[*tried, *manifest.notes])
     engine = write_engine(path, built.plan, manifest)
     if built.timing_cache:
@@ -204,7 +209,8 @@ def _manifest(
         kernels=[_kernel_row(kernel) for kernel in built.kernels.get(source, ())],
         options=request.options(),
         findings=_findings(answers),
-        notes=[*built.notes, *explained_limits(warned), *warned],
+        notes=[*built.notes, *(each.advice for each in built.large_tensors), *warned],
+        large_tensors=[each.as_dict() for each in built.large_tensors],
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mha_deploy.backends.tensorrt.volumes import LargeTensor
 from mha_deploy.bundle import MANIFEST, sha256
 from mha_deploy.engine.options import BACKENDS
 from mha_deploy.errors import BundleError
@@ -50,6 +51,8 @@ class EngineManifest:
         plugins: The plugin libraries it needs: file name, version, hash, TensorRT and plugins of each.
         in_place: From each output that may lie in the memory of an input to that input: there the plugin
             writes only the new rows of a cache, elsewhere it copies the whole of it.
+        large_tensors: Tensors that TensorRT said it cannot hold at the largest sizes; a call that needs one
+            is refused.
     """
 
     backend: str
@@ -74,6 +77,7 @@ class EngineManifest:
     attention: Mapping[str, Any] = field(default_factory=lambda: dict(NATIVE_ATTENTION))
     plugins: list[Mapping[str, Any]] = field(default_factory=list)
     in_place: Mapping[str, str] = field(default_factory=dict)
+    large_tensors: list[Mapping[str, Any]] = field(default_factory=list)
     format: int = field(default=FORMAT)
 
     def profile_name(self, index: int) -> str:
@@ -207,6 +211,8 @@ def _check_shape(manifest: EngineManifest) -> None:
         ", ".join([library["library"], library["version"], library["sha256"], library["tensorrt"]])
         ", ".join(f"{each['name']} {each['version']}" for each in library["plugins"])
     ", ".join([*manifest.in_place, *manifest.in_place.values()])
+    for tensor in manifest.large_tensors:
+        LargeTensor.from_dict(tensor)
     ", ".join(manifest.attention[key] for key in NATIVE_ATTENTION)
     for kernel in manifest.kernels:
         ", ".join([kernel["name"], kernel["type"], *kernel["dtypes"], *kernel["nodes"]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mha_deploy.backends.tensorrt.run import TensorRTRunner
 from mha_deploy.backends.tensorrt.versions import load
+from mha_deploy.backends.tensorrt.volumes import LargeTensor
 from mha_deploy.engine.machine import first_gpu, misfits
 from mha_deploy.engine.record import Engine
 from mha_deploy.errors import BackendUnavailable
@@ -36,7 +37,12 @@ def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> TensorRTRu
     plan, rt = engine.path.read_bytes(), load(manifest.backend)
     load_needed(rt, manifest.plugins or ())
     return TensorRTRunner(
-        rt, plan, host_code=host_code, cuda_graph=cuda_graph, in_place=manifest.in_place or {}
+        rt,
+        plan,
+        host_code=host_code,
+        cuda_graph=cuda_graph,
+        in_place=manifest.in_place or {},
+        large_tensors=[LargeTensor.from_dict(each) for each in manifest.large_tensors or ()],
     )
 
 

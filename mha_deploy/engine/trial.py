@@ -12,11 +12,17 @@ from contextlib import ExitStack
 from mha_deploy.backends.tensorrt import TensorRT
 from mha_deploy.backends.tensorrt.bound import BoundContext
 from mha_deploy.backends.tensorrt.run import TensorRTRunner
+from mha_deploy.backends.tensorrt.volumes import LargeTensor
 from mha_deploy.errors import BackendUnavailable, DeployError
 
 
 def unprepared_profiles(
-    rt: TensorRT, plan: bytes, names: Sequence[str], *, host_code: bool = False
+    rt: TensorRT,
+    plan: bytes,
+    names: Sequence[str],
+    *,
+    host_code: bool = False,
+    large_tensors: Sequence[LargeTensor] = (),
 ) -> list[str]:
     """What a new engine cannot do on this machine's GPU, a line for each profile without a context.
 
@@ -27,11 +33,12 @@ def unprepared_profiles(
         plan: The serialised engine.
         names: What its profiles are called.
         host_code: Whether it carries runtime code of its own.
+        large_tensors: What TensorRT cannot hold at the largest sizes.
     """
     if rt.can.builds_without_gpu:
         return []
     try:
-        runner = TensorRTRunner(rt, plan, host_code=host_code, cuda_graph=False)
+        runner = TensorRTRunner(rt, plan, host_code=host_code, cuda_graph=False, large_tensors=large_tensors)
     except BackendUnavailable:
         return []
     except DeployError as error:

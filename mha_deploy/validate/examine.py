@@ -9,7 +9,6 @@ import numpy as np
 
 from mha_deploy.backends.runner import Runner
 from mha_deploy.backends.timing import KernelTime
-from mha_deploy.engine.volumes import beyond_limit
 from mha_deploy.errors import DeployError
 from mha_deploy.golden import GoldenCase
 from mha_deploy.golden_cache import CACHE_INPUTS
@@ -172,10 +171,6 @@ class _Sitting:
         self.outside += [case.name for case in cases if all(case is not other for other in admitted)]
         return admitted
 
-    def _beyond_limit(self, case: GoldenCase) -> str | None:
-        engine = self.participant.engine
-        return beyond_limit(engine.manifest.notes, case.sizes) if engine is not None else None
-
     def _parity(self, kind: str, cases: Sequence[GoldenCase]) -> ParityReport:
         exam = self.exam
         return parity_from_verdicts(
@@ -188,8 +183,6 @@ class _Sitting:
 
     def _judged(self, case: GoldenCase) -> list[OutputVerdict]:
         self.on_step(f"{self.participant.name}: {case.name}")
-        if reason := self._beyond_limit(case):
-            return failed_to_run(case, reason)
         try:
             got = self.runner.run(case.inputs)
         except DeployError as error:
@@ -246,8 +239,6 @@ class _Sitting:
         if wrong and case.sizes["S"] == 1:
             first = wrong[0]
             return replace(row, refused=f"{WRONG_ANSWER}: {first.case}/{first.output}: {first.problem}")
-        if reason := self._beyond_limit(case):
-            return replace(row, refused=reason)
         row = time_case(self.runner, case, exam.precision, row, samples=exam.samples, kernels=exam.kernels)
         if row.timing is not None:  # told at once: whatever ends the run later does not take it away
             self.on_step(f"{who.name}: {case.name} takes {row.timing.p50:.1f} µs")

@@ -191,12 +191,16 @@ Status CudnnHandle::create() {
 }
 
 struct CudnnAttention::Graph {
+    Driver const* driver = nullptr;
+    Context context;  // the one that its kernels were loaded into
     fe::graph::Graph graph;
     std::size_t workspace_bytes = 0;
 };
 
 CudnnAttention::CudnnAttention(std::unique_ptr<Graph> graph) : graph_(std::move(graph)) {}
-CudnnAttention::~CudnnAttention() = default;
+CudnnAttention::~CudnnAttention() {
+    release_in_context(graph_);
+}
 
 Status CudnnAttention::build(AttentionParameters const& parameters, AttentionShapes const& shapes, Type type,
     std::shared_ptr<CudnnAttention>& plan) {
@@ -212,6 +216,11 @@ Status CudnnAttention::build(AttentionParameters const& parameters, AttentionSha
         static std::mutex& building = *new std::mutex;
         std::lock_guard<std::mutex> const lock(building);
         auto graph = std::make_unique<Graph>();
+        Status known = load_driver(graph->driver);
+        known = known.ok() ? current_context(*graph->driver, graph->context) : known;
+        if (!known.ok()) {
+            return known;
+        }
         describe_attention(graph->graph, parameters, shapes, type);
         if (Status status = build_graph(graph->graph, handle); !status.ok()) {
             return status;

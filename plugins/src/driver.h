@@ -83,7 +83,8 @@ public:
     InContext& operator=(InContext const&) = delete;
     ~InContext();
 
-    // False where the context was destroyed meanwhile, and with it all that it held.
+    // False where the context was destroyed meanwhile, and with it all that it held; a driver before CUDA 12
+    // cannot tell.
     bool alive() const noexcept { return alive_; }
 
 private:

@@ -53,6 +53,8 @@ def used_names(source: str) -> Iterator[str]:
         root, parts = _chain(node)
         if isinstance(root, ast.Name) and root.id == "rt" and parts[:1] == ["module"]:
             root, parts = ast.Name("trt"), parts[1:]
+        if isinstance(root, ast.Name) and root.id == "self":  # what an object keeps goes by the same names
+            root, parts = ast.Name(parts[0].removeprefix("_")), parts[1:]
         parts = [part for part in parts if not part.startswith("__")]
         if not isinstance(root, ast.Name) or not parts:
             continue
@@ -78,6 +80,7 @@ def test_the_code_uses_exactly_the_names_of_the_table():
 def test_the_walker_sees_a_name_that_is_not_in_the_table():
     source = "def f(rt, config):\n    trt = rt.module\n    config.brand_new = trt.BuilderFlag.NOVEL\n"
     assert set(used_names(source)) == {"IBuilderConfig.brand_new", "BuilderFlag.NOVEL"}
+    assert set(used_names("self._context.brand_new()")) == {"IExecutionContext.brand_new"}
 
 
 def test_only_the_files_of_the_table_hold_tensorrt_objects():

@@ -19,6 +19,7 @@ from mha_deploy.backends.tensorrt.ranges import admitting, describe, first_admit
 from mha_deploy.backends.tensorrt.recent import Recent
 from mha_deploy.backends.tensorrt.run import TensorRTRunner
 from mha_deploy.backends.tensorrt.versions import wrap
+from mha_deploy.backends.tensorrt.volumes import LargeTensor
 from mha_deploy.backends.timing import TimingPlan
 from mha_deploy.bundle import open_bundle
 from mha_deploy.engine import run as engine_run
@@ -162,6 +163,20 @@ def test_an_engine_runs_and_leaves_nothing_behind(device, version, graph):
         assert runner.profiles[1]["x"] == ((1, 5, 4), (2, 9, 4), (4, 16, 4))
         for start, (B, S) in enumerate([(2, 3), (2, 3), (1, 8), (4, 12), (2, 3)]):
             given = feeds(B, S, start)
+            np.testing.assert_array_equal(runner.run(given)["y"], given["x"])
+    assert device.is_empty()
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("version", ["8.6.1", "11.4.0"])
+def test_a_call_that_tensorrt_cannot_hold_is_refused_before_it_sees_the_sizes(device, version, graph):
+    rows = LargeTensor(tensor="scores", dims="B,536870912,S", axes={"B": ("x", 0), "S": ("x", 1)})
+    with TensorRTRunner(fake(version), b"plan", cuda_graph=graph, large_tensors=[rows]) as runner:
+        for _ in range(2):
+            with pytest.raises(EngineError, match="cannot hold a tensor") as caught:
+                runner.run(feeds(1, 4))
+            assert caught.value.got.startswith("scores with 2,147,483,648 elements")
+            given = feeds(1, 3)
             np.testing.assert_array_equal(runner.run(given)["y"], given["x"])
     assert device.is_empty()
 

@@ -286,7 +286,10 @@ def test_what_is_hidden_or_not_told_is_unknown_unless_something_is_wrong_already
     assert precision_verdict([FUSED, carried], "fp16").status == "really-fp16"
     product = Kernel(name="p", tactic="sm90_xmma_gemm_f16f16_f16f16_f16_tn_n", inputs=untold.inputs)
     assert precision_verdict([FUSED, product], "fp16").status == "really-fp16"
-    assert precision_verdict([FUSED, replace(product, tactic="some_gemm")], "fp16").status == "unknown"
+    for name in ("cutlass_80_tensorop_f16_s16816gemm_f16_64x64", "cutlass_tensorop_h16816gemm_64x64"):
+        assert precision_verdict([FUSED, replace(product, tactic=name)], "fp16").status == "really-fp16"
+    for name in ("some_gemm", "cutlass_80_tensorop_s16816gemm_f16_64x64", "xmma_gemm_f16f16_f32f32_f32_tn_n"):
+        assert precision_verdict([FUSED, replace(product, tactic=name)], "fp16").status == "unknown"
     wide = replace(product, tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n")
     assert precision_verdict([FUSED, wide], "fp16").status == "mixed"
     nameless = kernels_from_profile(["strange_gemm"])

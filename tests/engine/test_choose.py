@@ -56,6 +56,18 @@ def test_the_options_leave_these_ways_open(attention, accumulate, precision, exp
         assert ways(rt, way.applied_to(options), precision) == [way]
 
 
+@pytest.mark.parametrize(("mib", "fits"), [(None, True), (31, False), (32, True)])
+def test_the_plugins_projections_need_room(mib, fits):
+    rt = SimpleNamespace(can=SimpleNamespace(plugins=True, bf16_type=True), title="TensorRT 10")
+    options = EngineOptions(attention="plugin", accumulate="fp32", workspace_mib=mib)
+    if fits:
+        assert ways(rt, options, "fp16") == [WIDE]
+        return
+    with pytest.raises(DeployError, match="32 MiB") as caught:
+        ways(rt, options, "fp16")
+    assert "--workspace-mib 31" in caught.value.got
+
+
 # -- which one is kept -------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@ import shutil
 
 import pytest
 
+from mha_deploy.backends.tensorrt.log import Message
+from mha_deploy.backends.tensorrt.volumes import LargeTensor
 from mha_deploy.bundle import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions, parse_ranges, profile_shapes
@@ -57,6 +59,18 @@ def test_nothing_but_the_engine_and_its_manifest_is_left(built):
         "tensorrt-rtx.json",
     ]
     assert not [path for path in built.path.parents[1].iterdir() if path.name.startswith(".")]
+
+
+def test_what_tensorrt_cannot_hold_is_in_the_manifest_and_explained(bundle, monkeypatch):
+    told = "Profile kMAX. scores: tensor volume exceeds (2^31)-1, dimensions are [B,(* 4 S),S] Volume exceeds"
+    said = [Message(severity="WARNING", text=told)]
+    monkeypatch.setattr("mha_deploy.backends.tensorrt.build.warnings", lambda messages: said)
+    engine = engine_from_bundle(bundle("tiny-gqa"), options())
+    manifest = open_engine(engine.path).manifest
+    (tensor,) = manifest.large_tensors
+    assert LargeTensor.from_dict(tensor).elements({"x": (2, 3, 64)}) == 2 * 12 * 3
+    assert any("--profile" in note for note in manifest.notes)
+    assert told in manifest.notes
 
 
 def test_two_profiles_are_judged_each(bundle):

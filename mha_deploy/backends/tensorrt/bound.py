@@ -22,6 +22,7 @@ from mha_deploy.backends.tensorrt.loaded import reasons
 from mha_deploy.backends.tensorrt.log import collect
 from mha_deploy.backends.tensorrt.request import Shape
 from mha_deploy.backends.tensorrt.versions import TensorRT
+from mha_deploy.backends.tensorrt.volumes import LargeTensor, refuse_large
 
 
 class BoundContext:
@@ -36,6 +37,7 @@ class BoundContext:
         inputs: What goes in.
         outputs: What comes out.
         aliases: For each output that is written in place, the input whose memory it shares.
+        large_tensors: What TensorRT cannot hold at the largest sizes.
     """
 
     def __init__(
@@ -49,18 +51,25 @@ class BoundContext:
         inputs: Mapping[str, TensorInfo],
         outputs: Mapping[str, TensorInfo],
         aliases: Mapping[str, str] | None = None,
+        large_tensors: Sequence[LargeTensor] = (),
     ) -> None:
         self.stream = stream
         self.inputs, self.outputs, self.aliases = inputs, outputs, dict(aliases or {})
-        self._rt = rt
+        self._rt, self._large_tensors = rt, large_tensors
         with self._listening(f"cannot prepare profile {profile}"):
-            context = _create_context(rt, engine)
-            _check(context is not None, "no execution context")
-            self._context = context
-            _check(context.set_optimization_profile_async(profile, stream.handle), f"profile {profile}")
+            self._context = _create_context(rt, engine)
+            _check(self._context is not None, "no execution context")
+            chosen = self._context.set_optimization_profile_async(profile, stream.handle)
+            _check(chosen, f"profile {profile}")
             # The switch may copy data on the stream; nothing may be recorded before that is done.
             stream.synchronize()
-        self.reshape(shapes)
+        try:
+            self.reshape(shapes)
+        except EngineError:
+            # It holds the profile, which a context of other shapes may need next. Nor must the error hold it,
+            # so no function on the way keeps it in a variable of its own.
+            self.close()
+            raise
 
     def reshape(self, shapes: Mapping[str, Shape]) -> None:
         """Set the shape of every input. What was recorded before must not be launched again.
@@ -68,17 +77,16 @@ class BoundContext:
         Raises:
             EngineError: TensorRT refuses.
         """
-        context = self._context
+        refuse_large(self._large_tensors, shapes)
         with self._listening("cannot take these shapes"):
             for name, shape in shapes.items():
-                _check(context.set_input_shape(name, shape), f"{name} {shape}")
+                _check(self._context.set_input_shape(name, shape), f"{name} {shape}")
             self.shapes = {**shapes, **self._output_shapes()}
 
     def _output_shapes(self) -> dict[str, Shape]:
-        context = self._context
-        missing = context.infer_shapes()
+        missing = self._context.infer_shapes()
         _check(not missing, f"inputs without a shape: {', '.join(missing)}")
-        shapes = {name: tuple(int(size) for size in context.get_tensor_shape(name)) for name in self.outputs}
+        shapes = {name: tuple(map(int, self._context.get_tensor_shape(name))) for name in self.outputs}
         for name, shape in shapes.items():
             _check(min(shape, default=0) >= 0, f"the size of {name} depends on the data: {shape}")
         return shapes

@@ -34,6 +34,7 @@ from mha_deploy.backends.tensorrt.plan import kernels_from_plan
 from mha_deploy.backends.tensorrt.progress import OnProgress, make_monitor
 from mha_deploy.backends.tensorrt.request import BuildRequest, BuiltEngine
 from mha_deploy.backends.tensorrt.versions import TensorRT, load
+from mha_deploy.backends.tensorrt.volumes import large_tensors
 from mha_deploy.errors import BackendUnavailable
 
 
@@ -85,6 +86,7 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
             kernels=kernels,
             warnings=tuple(names.link(warnings(messages))),
             notes=(*notes, *silent),
+            large_tensors=large_tensors((message.text for message in warnings(messages)), names.axes),
             timing_cache=_timings(rt, config),
         )
 

@@ -25,12 +25,14 @@ class NodeNames:
         names: Name of each node, in file order.
         operators: Operator of each node, in file order.
         readers: For each tensor, the nodes that read it.
+        axes: For each dimension that has a name, an input of the graph and its place there.
         has_external_data: Whether weights lie in another file.
     """
 
     names: tuple[str, ...]
     operators: tuple[str, ...]
     readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    axes: dict[str, tuple[str, int]] = field(default_factory=dict)
     has_external_data: bool = False
 
     def at(self, index: int) -> str | None:
@@ -80,8 +82,18 @@ def read_names(source: bytes | str | Path) -> NodeNames:
         names=tuple(names),
         operators=tuple(node.op_type for node in nodes),
         readers={tensor: tuple(dict.fromkeys(users)) for tensor, users in readers.items()},
+        axes=_axes(model.graph),
         has_external_data=_has_external_data(model),
     )
+
+
+def _axes(graph: onnx.GraphProto) -> dict[str, tuple[str, int]]:
+    return {
+        dim.dim_param: (value.name, place)
+        for value in graph.input
+        for place, dim in enumerate(value.type.tensor_type.shape.dim)
+        if dim.dim_param
+    }
 
 
 def tensor_types(source: bytes | str | Path) -> dict[str, str]:

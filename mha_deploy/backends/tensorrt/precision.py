@@ -31,6 +31,11 @@ _MATH = (
     ("fp32", re.compile(r"f32f32|(?<![a-z])sgemm|fp32|simt_s")),
 )
 _NARROW_SUM = re.compile(r"f16f16_f16f16_f16|(?<![a-z])h(?:884|1688|16816)(?:gemm|_)")
+# Names that state what a product reads and writes in 16 bits, not only what it multiplies:
+# `f16f16_f16f32_f32` writes FP16, `f16f16_f32f32_f32` does not, nor `s16816gemm_f16` with no type before it.
+_NAMES_ALL_TYPES = re.compile(
+    r"(b?f16)\1_\1f(?:16|32)_|(?:f16|fp16)_[sh]\d+gemm\w*_(?:f16|fp16)|(?<![a-z])h\d+gemm"
+)
 _FACTOR = re.compile(r"_(alpha|beta)(_myl\d+)?$")
 _CHOSEN_LATER = "CASK_STUB"
 # Layers that only hold or move numbers; around plugins, 8.6 does not tell their types.
@@ -236,8 +241,8 @@ def _why_unknown(kernels: Sequence[Kernel]) -> str:
 
 def _is_untold(kernel: Kernel) -> bool:
     if any(tensor.dtype == UNKNOWN for tensor in _data(kernel)):
-        # 8.6 does not tell the types of tensors with dynamic sizes; a product's name has them all the same.
-        return not (kernel.is_gemm and _named_type(kernel) != UNKNOWN)
+        # 8.6 does not tell the types of tensors with dynamic sizes; some products have them in their names.
+        return not (kernel.is_gemm and _NAMES_ALL_TYPES.search(kernel.tactic.lower()))
     # A profiler tells no tensors, and fused attention need not name its type: where only a profiler can
     # tell (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
     must_tell = (

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from mha_deploy.backends.tensorrt.errors import EngineError
 from mha_deploy.backends.tensorrt.kernels import EngineTensor, Kernel
 from mha_deploy.backends.tensorrt.log import Message
+from mha_deploy.backends.tensorrt.volumes import LargeTensor
 from mha_deploy.errors import nearest
 
 Shape = tuple[int, ...]
@@ -125,6 +126,7 @@ class BuiltEngine:
         kernels: The engine's kernels as each source tells them: `log`, `plan`, `inspector`.
         warnings: What TensorRT warned of, linked to nodes.
         notes: What the caller should know: a stale timing cache, a source that was silent.
+        large_tensors: What TensorRT cannot hold at the largest sizes.
         timing_cache: Timings to keep for the next build; None where they have no effect.
     """
 
@@ -138,6 +140,7 @@ class BuiltEngine:
     kernels: Mapping[str, tuple[Kernel, ...]]
     warnings: tuple[Message, ...] = ()
     notes: tuple[str, ...] = ()
+    large_tensors: tuple[LargeTensor, ...] = ()
     timing_cache: bytes | None = field(default=None, repr=False)
 
 

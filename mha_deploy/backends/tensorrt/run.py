@@ -6,7 +6,7 @@ a runner has one stream, and a context serves one call at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -40,6 +40,7 @@ from mha_deploy.backends.tensorrt.recent import Recent
 from mha_deploy.backends.tensorrt.request import Profile, Shape
 from mha_deploy.backends.tensorrt.stepper import TensorRTLauncher
 from mha_deploy.backends.tensorrt.versions import TensorRT
+from mha_deploy.backends.tensorrt.volumes import LargeTensor
 
 _Key = tuple[int, tuple[tuple[str, Shape], ...]]
 
@@ -53,6 +54,7 @@ class TensorRTRunner(GpuRunner):
         host_code: Allow the runtime code that a version-compatible engine carries; it is executed.
         cuda_graph: Whether calls are recorded once and launched as a CUDA graph.
         in_place: From each output that a plugin can write into the memory of an input to that input.
+        large_tensors: What TensorRT cannot hold at the largest sizes; calls that need it are refused.
         keep: For how many shapes contexts, buffers and graphs are kept; each context has scratch memory for
             the largest shapes of its profile.
 
@@ -76,10 +78,11 @@ class TensorRTRunner(GpuRunner):
         host_code: bool = False,
         cuda_graph: bool = True,
         in_place: Mapping[str, str] | None = None,
+        large_tensors: Sequence[LargeTensor] = (),
         keep: int = 2,
     ) -> None:
         super().__init__()
-        self._rt, self._plan_bytes = rt, len(plan)
+        self._rt, self._plan_bytes, self._large_tensors = rt, len(plan), large_tensors
         self.name = f"{rt.backend} {rt.version}"
         self.graph = cuda_graph
         self._loaded = load_engine(rt, plan, host_code=host_code)
@@ -152,6 +155,7 @@ class TensorRTRunner(GpuRunner):
             inputs=self.inputs,
             outputs=self.engine_outputs,
             aliases=self.aliases,
+            large_tensors=self._large_tensors,
         )
 
     def _launcher(self) -> TensorRTLauncher:
