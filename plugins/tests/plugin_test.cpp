@@ -1,5 +1,6 @@
 // The plugins as TensorRT meets them, without TensorRT and without a GPU: names, fields, sizes, types, bytes.
 #include "plugin_expect.h"
+#include "plugin_pointers.h"
 #include "plugin_probe.h"
 
 #include "../src/driver.h"
@@ -288,6 +289,7 @@ int main() {
     test_without_gpu();
     test_workspace_and_exceptions();
     test_registration();
+    test_pointers();
     std::printf(failures == 0 ? "all passed\n" : "%d FAILED\n", failures);
     return failures == 0 ? 0 : 1;
 }

@@ -10,6 +10,7 @@ from test_tensorrt_runner import VERSIONS, fake
 
 from mha_deploy.backends.tensorrt.ranges import tightest_admitting
 from mha_deploy.backends.tensorrt.run import TensorRTRunner
+from mha_deploy.backends.tensorrt.volumes import LargeTensor
 from mha_deploy.bundle import open_bundle
 from mha_deploy.engine import build
 from mha_deploy.engine.build import engine_from_bundle
@@ -116,6 +117,14 @@ def test_a_profile_without_a_context_is_named(device, most):
         "no execution context: missing offset in id2offset"
         for name in ["prefill", "decode"][most:]
     ]
+    assert device.is_empty()
+
+
+def test_a_usual_size_that_tensorrt_cannot_hold_is_not_tried(device):
+    scores = LargeTensor(tensor="scores", dims="2147483647,S", axes={"S": ("x", 1)})
+    told = unprepared_profiles(fake(NEW), b"rows", ["prefill", "decode"], large_tensors=[scores])
+    (line,) = told  # single tokens are one token
+    assert line.startswith("engine built, but profile prefill cannot be prepared: scores with ")
     assert device.is_empty()
 
 

@@ -458,6 +458,17 @@ def test_only_a_version_compatible_engine_may_bring_code(machine_with, device, t
         assert runner.graph is False
 
 
+def test_the_manifest_tells_the_runner_what_tensorrt_cannot_hold(machine_with, device, tmp_path):
+    machine_with(fake("8.6.1"), ADA)
+    path = tmp_path / "tiny.engine"
+    path.write_bytes(b"plan")
+    told = [{"tensor": "scores", "dims": "1073741824,S", "axes": {"S": ["x", 1]}}]
+    with open_engine_runner(on_disk(path, large_tensors=told)) as runner:
+        runner.run(feeds(1, 1))
+        with pytest.raises(EngineError, match="cannot hold a tensor"):
+            runner.run(feeds(1, 2))
+
+
 @needs_rtx
 @no_gpu
 def test_without_a_gpu_the_installed_rtx_is_not_enough():
