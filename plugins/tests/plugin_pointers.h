@@ -16,7 +16,8 @@ inline mha_deploy::AttentionParameters pointers_case(bool lengths, bool cache) {
     return p;
 }
 
-inline mha_deploy::AttentionShapes pointers_sizes(int64_t batch, int64_t queries, int64_t keys, int64_t rows) {
+inline mha_deploy::AttentionShapes pointers_sizes(
+    int64_t batch, int64_t queries, int64_t keys, int64_t rows) {
     mha_deploy::AttentionShapes shapes;
     shapes.operands = {{batch, queries, 32}, {batch, keys, 16}, {batch, keys, 16}};
     shapes.cache_rows = rows;
@@ -70,6 +71,9 @@ inline void test_pointers() {
         "addresses: no queries");
     auto const no_keys = pointers_sizes(2, 3, 0, 0);
     expect(right(lengths, no_keys, 1, nullptr) && !right(lengths, no_keys, 4, nullptr), "addresses: no keys");
+    auto const only_caches = pointers_sizes(2, 0, 0, 9);
+    expect(right(cache, only_caches, 6, nullptr) && !right(cache, only_caches, 7, nullptr),
+        "addresses: no new rows for the caches");
     mha_deploy::AttentionPointers few = pointers_but(lengths, kNone, nullptr);
     few.inputs.pop_back();
     expect(!mha_deploy::check_pointers(lengths, some, few).ok(), "addresses: one too few");
