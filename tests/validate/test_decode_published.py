@@ -21,7 +21,7 @@ AXES = {"B": Axis(min=1, opt=1, max=2), "S": Axis(min=1, opt=24, max=64)}
 @pytest.mark.parametrize(
     ("name", "cache"),
     [
-        ("llama-3-8b", "static"),
+        pytest.param("llama-3-8b", "static", marks=pytest.mark.slow),
         pytest.param("llama-3-8b", "growing", marks=pytest.mark.slow),
         pytest.param("falcon-7b", "growing", marks=pytest.mark.slow),
         pytest.param("falcon-7b", "static", marks=pytest.mark.slow),
