@@ -35,8 +35,8 @@ Status check_place(char const* kind, std::size_t index, void const* address, std
                           + (address == nullptr ? "null" : "one between") + "; allocate it on its own");
 }
 
-bool is_empty_input(AttentionParameters const& parameters, AttentionShapes const& shapes, std::size_t index) {
-    InputPlaces const places(parameters);
+bool is_empty_input(AttentionParameters const& parameters, AttentionShapes const& shapes,
+    InputPlaces const& places, std::size_t index) {
     if (index < shapes.operands.size()) {
         return is_empty(shapes.operands[index]);
     }
@@ -50,8 +50,7 @@ bool is_empty_input(AttentionParameters const& parameters, AttentionShapes const
     return shapes.batch() == 0 || (is_cache && shapes.cache_rows == 0);
 }
 
-bool is_counts(AttentionParameters const& parameters, std::size_t index) {
-    InputPlaces const places(parameters);
+bool is_counts(AttentionParameters const& parameters, InputPlaces const& places, std::size_t index) {
     return (parameters.has_key_lengths && index == places.key_lengths)
            || (parameters.has_cache && index == places.past + 2);
 }
@@ -60,10 +59,11 @@ bool is_counts(AttentionParameters const& parameters, std::size_t index) {
 
 Status check_pointers(AttentionParameters const& parameters, AttentionShapes const& shapes,
     AttentionPointers const& pointers) {
+    InputPlaces const places(parameters);
     Status status = check_count(parameters, pointers);
     for (std::size_t i = 0; status.ok() && i < pointers.inputs.size(); ++i) {
-        if (!is_empty_input(parameters, shapes, i)) {
-            auto const divisor = is_counts(parameters, i) ? kCountBytes : kLoadBytes;
+        if (!is_empty_input(parameters, shapes, places, i)) {
+            auto const divisor = is_counts(parameters, places, i) ? kCountBytes : kLoadBytes;
             status = check_place("input", i, pointers.inputs[i], divisor);
         }
     }

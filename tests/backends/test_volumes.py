@@ -50,7 +50,9 @@ def test_what_cannot_be_read_refuses_nothing(dims):
 
 
 def test_other_inputs_than_those_of_the_graph_refuse_nothing():
-    refuse_large([of("4294967296,S")], {"y": (1, 2)})
+    large, others = of("4294967296,S"), {"y": (1, 2)}
+    assert large.elements(others) is None
+    refuse_large([large], others)
 
 
 def test_another_limit_is_not_ours_to_judge():

@@ -75,6 +75,7 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
         seconds = time.perf_counter() - started
         refuse_unused(rt, messages, names)
         kernels, silent = _kernels(rt, request, plan, messages)
+        warned = tuple(names.link(warnings(messages)))
         return BuiltEngine(
             plan=plan,
             backend=rt.backend,
@@ -84,9 +85,9 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
             inputs=network_inputs(network),
             outputs=network_outputs(network),
             kernels=kernels,
-            warnings=tuple(names.link(warnings(messages))),
+            warnings=warned,
             notes=(*notes, *silent),
-            large_tensors=large_tensors((message.text for message in warnings(messages)), names.axes),
+            large_tensors=large_tensors((message.text for message in warned), names.axes),
             timing_cache=_timings(rt, config),
         )
 
