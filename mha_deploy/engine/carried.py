@@ -8,14 +8,20 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from mha_deploy.backends.tensorrt import BuiltEngine, Kernel
-from mha_deploy.backends.tensorrt.kernels import ATTENTION, FLOATING, PRODUCT, UNKNOWN, EngineTensor
+from mha_deploy.backends.tensorrt.kernels import (
+    ATTENTION,
+    FLOATING,
+    PRODUCT,
+    UNKNOWN,
+    EngineTensor,
+    dtype_of,
+)
 from mha_deploy.engine.record import EngineManifest
 from mha_deploy.graph.lower import cache_form
 from mha_deploy.graph.plugin_node import DOMAIN, LINEAR, OP_TYPE
 from mha_deploy.plugins.library import PluginLibrary
 
 _CARRIES = {OP_TYPE: ATTENTION, LINEAR: PRODUCT}
-_TYPES = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16", ir.DataType.INT32: "int32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +61,7 @@ def with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
 
 def _carried(node: ir.Node) -> _Carried:
     values = [value for value in (*node.inputs, *node.outputs) if value is not None]
-    types = {
-        value.name or "": _TYPES.get(value.dtype, UNKNOWN) for value in values if value.dtype is not None
-    }
+    types = {value.name or "": dtype_of(value.dtype.name) for value in values if value.dtype is not None}
     usual = next((dtype for dtype in types.values() if dtype in FLOATING), UNKNOWN)
     return _Carried(what=_CARRIES[node.op_type], types=types, usual=usual)
 

@@ -62,19 +62,11 @@ Status status_of_frontend(fe::error_t error, std::string const& tried) {
     return Status::failed("could not " + tried + ": cuDNN " + version + " says " + error.get_message());
 }
 
-// A handle for building plans in the current context: kept forever, so that no plan outlives the one that
-// built it.
-Status builder_handle(cudnnHandle_t& handle) {
+// A handle for building plans in the current context, which is given: kept forever, so that no plan outlives
+// the one that built it.
+Status builder_handle(Context const& context, cudnnHandle_t& handle) {
     static std::mutex& mutex = *new std::mutex;
     static std::map<uint64_t, cudnnHandle_t>& handles = *new std::map<uint64_t, cudnnHandle_t>;
-    Driver const* driver = nullptr;
-    if (Status status = load_driver(driver); !status.ok()) {
-        return status;
-    }
-    Context context;
-    if (Status status = current_context(*driver, context); !status.ok()) {
-        return status;
-    }
     std::lock_guard<std::mutex> const lock(mutex);
     if (auto const known = handles.find(context.number); known != handles.end()) {
         handle = known->second;
@@ -208,19 +200,20 @@ Status CudnnAttention::build(AttentionParameters const& parameters, AttentionSha
         if (Status status = load_cudnn(); !status.ok()) {
             return status;
         }
+        auto graph = std::make_unique<Graph>();
+        if (Status status = load_driver(graph->driver); !status.ok()) {
+            return status;
+        }
+        if (Status status = current_context(*graph->driver, graph->context); !status.ok()) {
+            return status;
+        }
         cudnnHandle_t handle = nullptr;
-        if (Status status = builder_handle(handle); !status.ok()) {
+        if (Status status = builder_handle(graph->context, handle); !status.ok()) {
             return status;
         }
         // One at a time: they share the handle, and building is no matter of microseconds.
         static std::mutex& building = *new std::mutex;
         std::lock_guard<std::mutex> const lock(building);
-        auto graph = std::make_unique<Graph>();
-        Status known = load_driver(graph->driver);
-        known = known.ok() ? current_context(*graph->driver, graph->context) : known;
-        if (!known.ok()) {
-            return known;
-        }
         describe_attention(graph->graph, parameters, shapes, type);
         if (Status status = build_graph(graph->graph, handle); !status.ok()) {
             return status;
