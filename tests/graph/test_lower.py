@@ -45,6 +45,8 @@ MODELS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "mask-3d-inputs": ((Q3, G3), {"mask": ("bool", ("B", 4, "S", "T")), **GROUPED}),
     "past": ((Q4, SELF_K), {"past": "P", "present": True}),
     "past-causal": ((Q4, SELF_G), {"past": "P", "present": True, "is_causal": 1}),
+    "past-value-size": ((Q4, SELF_K, ("B", 4, "S", 16)), {"past": "P", "present": True, "is_causal": 1}),
+    "past-grouped-value-size": ((Q4, SELF_G, ("B", 2, "S", 16)), {"past": "P", "is_causal": 1}),
     "past-cross": ((Q4, K4), {"past": "P", "present": True, "is_causal": 1}),
     "past-3d": ((Q3, ("B", "S", 32)), {"past": "P", "present": True, "is_causal": 1, **HEADS}),
     "present-without-past": ((Q4, K4), {"present": True}),

@@ -106,21 +106,30 @@ def _lengths_and_sizes(call: AttentionCall) -> str:
 
 def _multi_head(call: AttentionCall, b: NodeBuilder, options: ContribOptions) -> dict[int, ir.Value]:
     facts = call.facts
-    # With unequal lengths the operator's own causal mask follows neither corner: it is made explicit.
+    joins_past = _joins_past(call)
+    # The operator's own causal mask is right where it receives as many new keys as queries, and the past
+    # apart from them. With unequal lengths it follows neither corner: the mask is made explicit. A past that
+    # is concatenated before the operator makes them unequal.
+    own_causal = call.is_square and (call.past_key is None or joins_past)
     hides = call.mask is not None or call.lengths is not None or facts.has_window
-    explicit = hides or (facts.is_causal and not call.is_square)
+    explicit = hides or (facts.is_causal and not own_causal)
     mask = read_mask(b, call, query_length(b, call), key_length(b, call)) if explicit else None
     attributes = {
         "num_heads": call.Hq,
         "scale": call.scale,
         "unidirectional": int(facts.is_causal and not explicit),
     }
-    if call.past_key is not None and call.is_square and call.Dv == call.D and call.group == 1:
+    if joins_past:
         return _multi_head_with_past(call, b, options, mask, attributes)
     heads = split_inputs(b, call)
     tensors = _widths(b, call, heads)
     y = _contrib(b, "MultiHeadAttention", [*tensors, None, None, _bias(b, call, mask)], 1, attributes)[0]
     return {Y: _finish(b, call, options, mask, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
+
+
+def _joins_past(call: AttentionCall) -> bool:
+    """Whether MultiHeadAttention takes the past as an input; otherwise it is concatenated before it."""
+    return call.past_key is not None and call.is_square and call.Dv == call.D and call.group == 1
 
 
 def _multi_head_with_past(
