@@ -17,10 +17,11 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
+from mha_deploy.commit import commit_folder, refuse_occupied
 from mha_deploy.errors import BundleError
 from mha_deploy.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
 
@@ -43,10 +44,17 @@ MODEL = "model.onnx"
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A bundle on disk whose manifest has been read."""
+    """A bundle on disk whose manifest has been read.
+
+    Args:
+        path: The folder.
+        manifest: What it is.
+        removed: Of one that was just written: the engines and reports of the bundle that it replaced.
+    """
 
     path: Path
     manifest: Manifest
+    removed: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def model_path(self) -> Path:
@@ -113,19 +121,15 @@ class BundleWriter:
     """
 
     def __init__(self, target: Path, *, overwrite: bool = False) -> None:
-        self.target = target
-        if target.exists() and not overwrite:
-            raise BundleError("The output folder exists.", got=target, hint="another -o, or --overwrite")
-        if target.exists() and not (target / MANIFEST).is_file() and not _is_empty_folder(target):
-            raise BundleError(
-                "Only a bundle is overwritten, and this is none.", got=target, hint="another -o"
-            )
+        self.target, self.overwrite = target, overwrite
+        self.place = Path(os.path.realpath(target))  # a link stays, and what it leads to is replaced
+        refuse_occupied(self.place, overwrite=overwrite)
 
     def __enter__(self) -> BundleWriter:
-        parent = self.target.resolve().parent
+        parent = self.place.parent
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            self.path = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.partial-", dir=parent))
+            self.path = Path(tempfile.mkdtemp(prefix=f".{self.place.name}.partial-", dir=parent))
         except OSError as error:
             raise BundleError("The output folder cannot be written.", got=f"{parent}: {error}") from error
         self.path.chmod(0o755)
@@ -141,33 +145,13 @@ class BundleWriter:
         data = {**manifest.to_dict(), "files": files}
         checked = Manifest.from_dict(data)  # before it is put in place: what cannot be read is no bundle
         (self.path / MANIFEST).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        if self.target.exists():
-            self._replace_old()
-        else:
-            os.replace(self.path, self.target)
-        return Bundle(path=self.target, manifest=checked)
-
-    def _replace_old(self) -> None:
-        """Put the new bundle in the place of the old one; the old one stays if that fails."""
-        aside = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.old-", dir=self.path.parent))
-        try:
-            os.replace(self.target, aside / "bundle")
-            os.replace(self.path, self.target)
-        except BaseException:
-            if not self.target.exists() and (aside / "bundle").exists():
-                os.replace(aside / "bundle", self.target)
-            raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        removed = commit_folder(self.path, self.place, overwrite=self.overwrite)
+        return Bundle(path=self.target, manifest=checked, removed=removed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def sha256(path: Path) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -320,14 +321,184 @@ def test_a_folder_that_is_there_is_not_touched(tmp_path):
         assert "--overwrite" in caught.value.hint
 
 
-def test_a_bundle_is_replaced_when_that_is_asked_for(folder):
-    (folder / "stray").write_text("from the old one")
+def overwrite(folder, name="tiny-mqa"):
+    """Replace a bundle by another one."""
     with BundleWriter(folder, overwrite=True) as writer:
-        fill(writer.path, "tiny-mqa")
-        writer.finish(manifest("tiny-mqa"))
+        fill(writer.path, name)
+        return writer.finish(manifest(name))
+
+
+ONE_STEP_OR_TWO = pytest.mark.parametrize("one_step", [True, False], ids=["exchange", "two renames"])
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk that can exchange two folders in one step, or cannot."""
+
+    def choose(one_step):
+        if not one_step:
+            monkeypatch.setattr("mha_deploy.commit.exchange", lambda one, other: False)
+
+    return choose
+
+
+@ONE_STEP_OR_TWO
+def test_a_bundle_is_replaced_when_that_is_asked_for(folder, disk, one_step):
+    disk(one_step)
+    (folder / "golden" / "opt.npz").write_text("changed by hand")
+    overwrite(folder)
     assert open_bundle(folder).manifest.spec.name == "tiny-mqa"
-    assert not (folder / "stray").exists()
     assert beside(folder) == []
+
+
+@pytest.mark.parametrize("number", [0, FORMAT + 1])
+def test_a_bundle_of_another_version_is_replaced_too(folder, number):
+    edit_manifest(folder, lambda data: data.update(format=number, spec="written otherwise"))
+    overwrite(folder)
+    assert open_bundle(folder).manifest.spec.name == "tiny-mqa"
+
+
+def test_engines_and_reports_go_with_their_bundle_and_are_named(folder):
+    (folder / "engines").mkdir()
+    engine = {"format": 1, "backend": "tensorrt", "verdict": {}, "bundle_sha256": "", "engine_sha256": ""}
+    report = {"format": 1, "tool": {"name": "mha-deploy", "version": "0"}}
+    files = {
+        "engines/mine.engine": "a plan",
+        "engines/mine.json": json.dumps(engine),
+        "engines/timing-tensorrt-10.cache": "times",
+        "report.json": json.dumps(report),
+        "report.html": "<!doctype html>",
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    assert set(overwrite(folder).removed) == set(files)
+    assert sorted(path.name for path in folder.iterdir()) == ["golden", MANIFEST, MODEL]
+    assert overwrite(folder, "tiny-mha").removed == ()
+
+
+FOREIGN = [
+    "notes.txt",
+    "golden/mine.npz",
+    "engines/trtexec.engine",  # without a manifest, nobody knows who built it
+    "engines/notes/todo",
+    "report.html",
+    "report.json",
+    ".hidden",
+]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("late", [False, True], ids=["before", "meanwhile"])
+def test_a_file_that_somebody_else_wrote_is_kept_and_named(folder, name, late):
+    path = folder / name
+
+    def put():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"mine": true}')
+
+    def write():
+        if not late:
+            put()
+        with BundleWriter(folder, overwrite=True) as writer:
+            fill(writer.path, "tiny-mqa")
+            put()
+            writer.finish(manifest("tiny-mqa"))
+
+    with pytest.raises(BundleError) as caught:
+        write()
+    assert name in caught.value.got
+    assert path.read_text() == '{"mine": true}'
+    assert open_bundle(folder).manifest.spec.name == "tiny-mha"
+    assert beside(folder) == []
+
+
+def test_links_in_a_bundle_are_somebody_else_s(folder, tmp_path):
+    (tmp_path / "data").mkdir()
+    (folder / "data").symlink_to(tmp_path / "data")
+    with pytest.raises(BundleError) as caught:
+        overwrite(folder)
+    assert "data" in caught.value.got
+    assert (folder / "data").is_symlink()
+
+
+def test_many_files_of_somebody_else_are_counted(folder):
+    for number in range(40):
+        (folder / f"notes-{number:02}.txt").write_text("mine")
+    with pytest.raises(BundleError) as caught:
+        overwrite(folder)
+    assert "notes-00.txt" in caught.value.got
+    assert "notes-39.txt" not in caught.value.got
+
+
+def test_what_a_link_leads_to_is_replaced_and_the_link_stays(folder, tmp_path):
+    link = tmp_path / "elsewhere" / "latest"
+    link.parent.mkdir()
+    link.symlink_to(folder)
+    overwrite(link)
+    assert link.is_symlink()
+    assert open_bundle(folder).manifest.spec.name == "tiny-mqa"
+    assert [path.name for path in link.parent.iterdir()] == ["latest"]
+
+
+# Manifests that other tools write: a web extension, a list of packages, nothing at all.
+OTHERS = ['{"manifest_version": 3, "name": "x"}', '{"format": 1, "files": {"a": 1}}', "[]", "", "{", "null"]
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_a_manifest_of_another_tool_makes_no_bundle(tmp_path, text):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / MANIFEST).write_text(text)
+    (project / "thesis.tex").write_text("years of work")
+    with pytest.raises(BundleError):
+        BundleWriter(project, overwrite=True)
+    assert (project / "thesis.tex").read_text() == "years of work"
+
+
+def make_bundle(path):
+    small_bundle(path)
+
+
+def make_folder(path):
+    path.mkdir()
+    (path / "thesis.tex").write_text("years of work")
+
+
+def make_file(path):
+    path.write_text("years of work")
+
+
+@pytest.mark.parametrize("make", [make_bundle, make_folder, make_file])
+def test_what_appears_while_a_bundle_is_written_is_not_touched(tmp_path, make):
+    target = tmp_path / "bundle"
+
+    def write():
+        with BundleWriter(target) as writer:
+            fill(writer.path, "tiny-mqa")
+            make(target)
+            writer.finish(manifest("tiny-mqa"))
+
+    with pytest.raises(BundleError) as caught:
+        write()
+    assert caught.value.exit_code == 2
+    assert str(target) in caught.value.got
+    assert beside(target) == []
+    if make is make_bundle:
+        assert open_bundle(target).manifest.spec.name == "tiny-mha"
+    else:
+        assert (target / "thesis.tex" if target.is_dir() else target).read_text() == "years of work"
+
+
+def test_of_two_writers_of_one_new_folder_one_wins_and_one_is_told(tmp_path):
+    target = tmp_path / "bundle"
+    with BundleWriter(target) as first, BundleWriter(target) as second:
+        fill(first.path, "tiny-mqa")
+        fill(second.path, "tiny-mha")
+        second.finish(manifest("tiny-mha"))
+        with pytest.raises(BundleError):
+            first.finish(manifest("tiny-mqa"))
+    assert open_bundle(target).manifest.spec.name == "tiny-mha"
+    assert beside(target) == []
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
@@ -349,7 +520,7 @@ def test_a_folder_that_is_no_bundle_is_never_overwritten(tmp_path):
     (thesis / "thesis.tex").write_text("years of work")
     with pytest.raises(BundleError, match="Only a bundle is overwritten") as caught:
         BundleWriter(thesis, overwrite=True)
-    assert caught.value.hint == "another -o"
+    assert "another -o" in caught.value.hint
     with pytest.raises(BundleError, match="Only a bundle is overwritten"):
         BundleWriter(thesis / "thesis.tex", overwrite=True)
     assert (thesis / "thesis.tex").read_text() == "years of work"
@@ -398,21 +569,44 @@ def test_weights_that_the_manifest_does_not_list_are_refused(tmp_path):
         open_bundle(bundle.path)
 
 
-def test_an_overwrite_that_fails_keeps_the_old_bundle(tmp_path, monkeypatch):
-    old = small_bundle(tmp_path / "bundle")
-    before = (old.path / MANIFEST).read_bytes()
-    replace, calls = os.replace, []
+def test_an_overwrite_that_fails_keeps_the_old_bundle(folder, disk, monkeypatch):
+    disk(one_step=False)
+    before = (folder / MANIFEST).read_bytes()
+    rename, placed = os.rename, []
 
-    def fail_at_the_second(source, target):
-        calls.append(target)
-        if len(calls) == 2:
+    def fail_with_the_old_one_aside(source, target):
+        if target == folder and not folder.exists() and not placed:
+            placed.append(target)
             raise KeyboardInterrupt
-        replace(source, target)
+        rename(source, target)
 
-    monkeypatch.setattr("mha_deploy.bundle.os.replace", fail_at_the_second)
-    with BundleWriter(old.path, overwrite=True) as writer:
+    monkeypatch.setattr("mha_deploy.commit.os.rename", fail_with_the_old_one_aside)
+    with BundleWriter(folder, overwrite=True) as writer:
         fill(writer.path)
         with pytest.raises(KeyboardInterrupt):
             writer.finish(manifest())
-    assert (old.path / MANIFEST).read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    assert placed
+    assert (folder / MANIFEST).read_bytes() == before
+    assert beside(folder) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no exchange of two folders")
+def test_an_overwritten_bundle_is_at_its_place_at_every_moment(folder, monkeypatch):
+    """So that whoever is killed between two system calls leaves a bundle there."""
+    seen = []
+
+    def watched(move):
+        def moved(source, target):
+            try:
+                move(source, target)
+            finally:
+                seen.append((folder / MANIFEST).is_file())
+
+        return moved
+
+    monkeypatch.setattr(os, "rename", watched(os.rename))
+    monkeypatch.setattr(os, "replace", watched(os.replace))
+    overwrite(folder)
+    assert seen
+    assert all(seen)
+    assert open_bundle(folder).manifest.spec.name == "tiny-mqa"

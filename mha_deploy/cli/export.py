@@ -12,12 +12,14 @@ import typer
 from mha_deploy.cli.options import (
     Axes,
     Cache,
+    InProcess,
     Json,
     ModelOrFactory,
     Overwrite,
     Precision,
     Projections,
     Seed,
+    TimeLimit,
     axes_from_options,
     is_factory,
     print_json,
@@ -68,6 +70,8 @@ def export(
         str, typer.Option(help="Where golden cases are computed: cpu or cuda.")
     ] = ExportOptions.device,
     overwrite: Overwrite = False,
+    in_process: InProcess = False,
+    time_limit: TimeLimit = None,
     json: Json = False,
 ) -> None:
     """Turn a PyTorch attention layer, or your own model, into an ONNX bundle with fused attention."""
@@ -133,8 +137,12 @@ def export_with_progress(source: AttentionSpec | Factory, out: Path, options: Ex
         ) from error
     with steps(f"export {source.name}") as on_step:
         if isinstance(source, Factory):
-            return bundle_from_factory(source.reference, out, options, axes=source.axes, on_step=on_step)
-        return bundle_from_spec(source, out, options, on_step)
+            bundle = bundle_from_factory(source.reference, out, options, axes=source.axes, on_step=on_step)
+        else:
+            bundle = bundle_from_spec(source, out, options, on_step)
+    if bundle.removed:
+        typer.echo(f"removed with the old bundle: {', '.join(bundle.removed)}", err=True)
+    return bundle
 
 
 def print_bundle(bundle: Bundle) -> None:

@@ -59,6 +59,38 @@ def test_a_bundle_is_replaced_only_on_request(run_cli, refused, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
+def test_overwriting_keeps_what_somebody_else_put_into_a_bundle(run_cli, refused, tmp_path):
+    target = small_bundle(tmp_path / "bundle", "tiny-mqa").path
+    (target / "notes.txt").write_text("mine")
+    command = ("export", "tiny-mha", "-o", target, "--golden", "min", "--overwrite")
+    refused(*command, what="did not write", got="notes.txt", hint="another -o")
+    assert (target / "notes.txt").read_text() == "mine"
+    (target / "notes.txt").unlink()
+    (target / "report.json").write_text('{"tool": {"name": "mha-deploy"}}')
+    done = run_cli(*command)
+    assert done.code == 0, done.err
+    assert "report.json" in done.err  # nothing goes without a word
+    assert not (target / "report.json").exists()
+
+
+def test_a_folder_that_appears_during_an_export_is_kept(refused, tmp_path, monkeypatch):
+    from mha_deploy.export import exporter
+
+    target, versions = tmp_path / "bundle", exporter.versions
+
+    def late():
+        target.mkdir()
+        (target / "thesis.tex").write_text("years of work")
+        return versions()
+
+    monkeypatch.setattr(exporter, "versions", late)
+    refused(
+        "export", "tiny-mha", "-o", target, "--golden", "min", what="", got=str(target), hint="another -o"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    assert (target / "thesis.tex").read_text() == "years of work"
+
+
 def test_weights_come_from_a_file(run_cli, tmp_path):
     import torch
     from safetensors.torch import save_file

@@ -1,0 +1,213 @@
+"""The commit step of a finished folder: it takes its place whole, or what is there stays.
+
+Only what this tool wrote is ever replaced. A folder that holds anything else is refused, and so is one that
+appeared while the new one was made, unless the user asked to overwrite.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mha_deploy.errors import BundleError
+
+_MANIFEST = "manifest.json"
+_TOOL = "mha-deploy"
+_SHOWN = 5
+_OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+# What is left when the tool is killed while it writes into a bundle.
+_PARTIAL = re.compile(r"\.lowered-\w+|\.trying-\w+|\..+\.partial-\w+")
+_TIMING_CACHE = re.compile(r"engines/timing-.+\.cache")
+_ENGINE_KEYS = {"backend", "bundle_sha256", "engine_sha256", "verdict"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What stands in a folder that is to be overwritten.
+
+    Args:
+        extras: What the tool put beside the files of the bundle: engines and reports.
+        foreign: What it did not write.
+    """
+
+    extras: tuple[str, ...]
+    foreign: tuple[str, ...]
+
+
+def refuse_occupied(place: Path, *, overwrite: bool) -> tuple[str, ...]:
+    """Refuse a place that may not be written.
+
+    Args:
+        place: Where a bundle shall be.
+        overwrite: Whether a bundle that is there already may be replaced.
+
+    Returns:
+        The engines and reports that would go with the bundle that is there.
+
+    Raises:
+        BundleError: Something is there that may not be replaced.
+    """
+    if not os.path.lexists(place):
+        return ()
+    if not overwrite:
+        raise BundleError("The output folder exists.", got=place, hint="another -o, or --overwrite")
+    if _is_empty_folder(place):
+        return ()
+    manifest = _read_own_manifest(place)
+    if manifest is None:
+        raise BundleError(
+            "Only a bundle is overwritten, and this is none.",
+            got=f"{place}, without a {_MANIFEST} of {_TOOL}",
+            hint="another -o, or remove it yourself",
+        )
+    found = _contents(place, manifest)
+    if found.foreign:
+        more = f" and {len(found.foreign) - _SHOWN} more" if len(found.foreign) > _SHOWN else ""
+        raise BundleError(
+            f"The folder holds files that {_TOOL} did not write; they would be lost.",
+            got=f"{', '.join(found.foreign[:_SHOWN])}{more} in {place}",
+            hint="move them elsewhere, or another -o",
+        )
+    return found.extras
+
+
+def commit_folder(new: Path, place: Path, *, overwrite: bool) -> tuple[str, ...]:
+    """Put a finished folder in its place, in one step where the system has one.
+
+    Where a bundle is replaced, the old one is afterwards at `new`, for the caller to remove.
+
+    Args:
+        new: The finished folder, beside its place.
+        place: Where it shall be.
+        overwrite: Whether a bundle that is there may be replaced.
+
+    Returns:
+        The engines and reports that went with the bundle that was replaced.
+
+    Raises:
+        BundleError: Something is there that may not be replaced, or came while the new folder was made.
+    """
+    try:
+        os.rename(new, place)  # fails where there is anything but an empty folder
+        return ()
+    except OSError as error:
+        if error.errno not in _OCCUPIED:
+            raise
+        if not overwrite:
+            raise BundleError(
+                "Another program wrote the output folder in the meantime; it was left as it is.",
+                got=place,
+                hint="another -o, or --overwrite",
+            ) from error
+    gone = refuse_occupied(place, overwrite=True)
+    if not exchange(new, place):
+        _replace_in_two_steps(new, place)
+    return gone
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two folders change places in one step; False where the system or the disk has no such step."""
+    import ctypes
+
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    done = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    if done == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _replace_in_two_steps(new: Path, place: Path) -> None:
+    """Rename the old folder aside and the new one to its place; the old one comes back if that fails."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.old-", dir=place.parent))
+    old = aside / "bundle"
+    try:
+        os.rename(place, old)
+        os.rename(new, place)
+        os.rename(old, new)
+    except BaseException:
+        if old.exists() and not place.exists():
+            os.rename(old, place)
+        raise
+    finally:
+        with suppress(OSError):  # not empty only if nothing could be put back: then it must stay
+            aside.rmdir()
+
+
+# -- what is ours ------------------------------------------------------------------------------
+
+
+def _read_own_manifest(folder: Path) -> Mapping[str, Any] | None:
+    """The manifest of a bundle, of any format that this tool ever wrote; None where there is none."""
+    data = _read_json(folder / _MANIFEST)
+    if data is None or type(data.get("format")) is not int or not isinstance(data.get("files"), Mapping):
+        return None
+    versions = data.get("versions")
+    return data if isinstance(versions, Mapping) and _TOOL in versions else None
+
+
+def _contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
+    own = {_MANIFEST, *manifest["files"]}
+    extras, foreign = list[str](), list[str]()
+    for name in sorted(_files(folder)):
+        if name not in own:
+            (extras if _is_extra(folder, name) else foreign).append(name)
+    return Contents(extras=tuple(extras), foreign=tuple(foreign))
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Everything in a folder that is no folder, links included, by its path in the folder."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for parent, folders, files in os.walk(folder, onerror=fail):
+        linked = [name for name in folders if Path(parent, name).is_symlink()]
+        for name in (*files, *linked):
+            yield Path(parent, name).relative_to(folder).as_posix()
+
+
+def _is_extra(folder: Path, name: str) -> bool:
+    """Whether a file is an engine or a report of this tool, or what is left of one."""
+    path = folder / name
+    if path.is_symlink():
+        return False
+    if any(_PARTIAL.fullmatch(part) for part in name.split("/")) or _TIMING_CACHE.fullmatch(name):
+        return True
+    data = _read_json(path.with_suffix(".json"))
+    if data is None:
+        return False
+    if re.fullmatch(r"engines/[^/]+\.(engine|json)", name):
+        return data.keys() >= _ENGINE_KEYS
+    tool = data.get("tool")
+    is_ours = isinstance(tool, Mapping) and tool.get("name") == _TOOL
+    return is_ours and re.fullmatch(r"(report|bench)\.(json|html)", name) is not None
+
+
+def _read_json(path: Path) -> Mapping[str, Any] | None:
+    """The object in a JSON file; None where there is none."""
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return data if isinstance(data, Mapping) else None
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
