@@ -57,6 +57,19 @@ def many_outputs():
     return deployable(function, wide=nn.Linear(E, 50), table=nn.Parameter(torch.randn(E, 500)))
 
 
+def by_keyword():
+    """An attention whose every product takes its operands by keyword."""
+
+    def function(self, x):
+        q, k = (F.linear(input=x, weight=p.weight, bias=p.bias) for p in (self.a.q, self.a.k))
+        v = torch.matmul(input=x, other=self.a.v.weight)
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True)
+        return y.transpose(1, 2).flatten(2).matmul(other=self.table)
+
+    return deployable(function, table=nn.Parameter(torch.randn(E, E)))
+
+
 class Rotated(nn.Module):
     """A rotary embedding with a table of complex numbers, as LLaMA's first code has it."""
 

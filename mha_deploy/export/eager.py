@@ -21,6 +21,8 @@ _PRODUCTS = frozenset(
         torch.Tensor.__matmul__,
     }
 )
+# Their type does not decide: a mask may be wider than the queries.
+_NO_OPERANDS = ("attn_mask", "bias", "out")
 
 
 class Float32Accumulation(TorchFunctionMode):
@@ -30,18 +32,24 @@ class Float32Accumulation(TorchFunctionMode):
     CPUs have no such instruction, and PyTorch then takes minutes for what float32 does in a second.
     """
 
-    def __init__(self, half: torch.dtype) -> None:
-        super().__init__()
-        self._half = half
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _PRODUCTS or args[0].dtype not in _HALVES or args[0].device.type != "cpu":
+        first = _first_operand(args, kwargs) if func in _PRODUCTS else None
+        if first is None or first.dtype not in _HALVES or first.device.type != "cpu":
             return func(*args, **kwargs)
+        out = kwargs.get("out")
+        if out is not None:
+            return out.copy_(self.__torch_function__(func, types, args, {**kwargs, "out": None}))
         args, kwargs = tree_map_only(Tensor, _widen, (args, kwargs))
-        return func(*args, **kwargs).to(self._half)
+        return func(*args, **kwargs).to(first.dtype)
+
+
+def _first_operand(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """The first matrix of a call, whose type is that of the result. All of them may be given by keyword."""
+    operands = [each for name, each in kwargs.items() if name not in _NO_OPERANDS]
+    return next((each for each in (*args, *operands) if isinstance(each, Tensor)), None)
 
 
 def _widen(tensor: Tensor) -> Tensor:
@@ -55,7 +63,6 @@ def tensors_in(result: Any) -> list[Tensor]:
 
 def run_module(module: torch.nn.Module, arguments: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Run a module without gradients and return its outputs as a tuple."""
-    dtype = next(module.parameters()).dtype
-    with torch.inference_mode(), Float32Accumulation(dtype):
+    with torch.inference_mode(), Float32Accumulation():
         outputs = module(**arguments)
     return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -94,7 +94,7 @@ class ModuleCapture:
         """The module as the user runs it, and its work."""
         counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
         try:
-            with torch.inference_mode(), Float32Accumulation(self.user.dtype), counter:
+            with torch.inference_mode(), Float32Accumulation(), counter:
                 tensors = tensors_in(self.user.module(**inputs))
         except Exception as error:  # whatever the user's code raises
             raise ExportError(

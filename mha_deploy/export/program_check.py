@@ -87,10 +87,8 @@ def _results(
 
 
 def _tensors(module: nn.Module, example: Mapping[str, Tensor], where: str, said: str) -> list[Tensor]:
-    floats = [each.dtype for each in (*module.parameters(), *example.values()) if each.is_floating_point()]
-    half = next((dtype for dtype in floats if dtype in _TOLERANCE), torch.float16)
     try:
-        with torch.no_grad(), Float32Accumulation(half):
+        with torch.no_grad(), Float32Accumulation():
             returned = module(**example)
     except Exception as error:  # whatever the user's module raises
         raise ExportError(

@@ -91,7 +91,7 @@ class TraceCapture:
         first = torch.from_numpy(prompt).to(x.device)
         padded = torch.from_numpy(prefill_positions(prompt, steps)).to(x.device)
         decoder, output = Decoder(self.module, B), torch.zeros_like(x)
-        with torch.inference_mode(), Float32Accumulation(x.dtype):
+        with torch.inference_mode(), Float32Accumulation():
             for part, counts in prefill_calls(prompt, self._most_tokens):
                 real = None if counts is None else torch.from_numpy(counts).to(x.device)
                 output[:, part] = decoder.feed(x[rows[:, None], padded[:, part]], real)

@@ -35,6 +35,14 @@ PRODUCTS = {
     "sdpa": lambda a, b: F.scaled_dot_product_attention(
         a[None, None], b[None, None], b[None, None], scale=0.05
     ),
+    "linear by keyword": lambda a, b: F.linear(bias=a[0, : len(b)], weight=b, input=a),
+    "matmul by keyword": lambda a, b: torch.matmul(input=a, other=b.T),
+    "matmul under NumPy's names": lambda a, b: torch.matmul(x1=a, x2=b.T),
+    "matmul into a tensor": lambda a, b: torch.matmul(a, b.T, out=a.new_empty(len(a), len(b))),
+    "method by keyword": lambda a, b: a.matmul(other=b.T),
+    "sdpa by keyword": lambda a, b: F.scaled_dot_product_attention(
+        value=b[None, None], key=b[None, None], query=a[None, None], scale=0.05
+    ),
 }
 
 
@@ -42,7 +50,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_every_product_is_rounded_once(product, half):
     a, b = draw(8, 512, dtype=half), draw(8, 512, dtype=half, seed=1)
-    with Float32Accumulation(half):
+    with Float32Accumulation():
         got = PRODUCTS[product](a, b)
     assert got.dtype == half
     assert torch.equal(got, PRODUCTS[product](a.float(), b.float()).to(half))
@@ -57,7 +65,7 @@ def test_every_product_is_rounded_once(product, half):
 def test_the_result_is_that_of_native_half_arithmetic_to_a_couple_of_roundoffs(product, half):
     a, b = draw(8, 64, dtype=half), draw(8, 64, dtype=half, seed=1)
     native = PRODUCTS[product](a, b)
-    with Float32Accumulation(half):
+    with Float32Accumulation():
         got = PRODUCTS[product](a, b)
     assert got.dtype == native.dtype
     assert deviation(got, native) <= 2 * roundoff(half)
@@ -80,14 +88,22 @@ def test_a_whole_layer_is_that_of_native_half_arithmetic(name, half):
 def test_nothing_else_is_widened(half):
     a = draw(8, 64, dtype=half)
     wanted = (a + a * 3).softmax(-1)
-    with Float32Accumulation(half):
+    with Float32Accumulation():
         assert torch.equal((a + a * 3).softmax(-1), wanted)
+
+
+def test_the_result_has_the_type_of_the_operands():
+    """Not that of the module: one in fp16 may compute a part in bf16."""
+    module = torch.nn.Linear(64, 8, dtype=torch.float16)
+    module.forward = lambda x: x.bfloat16() @ module.weight.bfloat16().T
+    (got,) = run_module(module, {"x": draw(4, 64, dtype=torch.float16)})
+    assert got.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
 def test_wider_types_are_left_alone(wide):
     a, b = draw(8, 64, dtype=wide), draw(8, 64, dtype=wide, seed=1)
-    with Float32Accumulation(wide):
+    with Float32Accumulation():
         got = a @ b.T
     assert got.dtype == wide
     assert torch.equal(got, a @ b.T)
@@ -97,7 +113,7 @@ def test_wider_types_are_left_alone(wide):
 def test_a_half_precision_mask_is_widened_with_the_rest(half):
     q = draw(1, 2, 5, 16, dtype=half)
     bias = draw(1, 2, 5, 5, dtype=half, seed=1)
-    with Float32Accumulation(half):
+    with Float32Accumulation():
         got = F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
     wide = F.scaled_dot_product_attention(q.float(), q.float(), q.float(), attn_mask=bias.float())
     assert torch.equal(got, wide.to(half))
@@ -112,7 +128,7 @@ def test_the_mode_ends_with_its_block():
             return super().__torch_function__(func, types, args, kwargs)
 
     a = torch.ones(2, 2, dtype=torch.float16)
-    with Counting(torch.float16):
+    with Counting():
         a @ a
     inside = Counting.calls
     a @ a

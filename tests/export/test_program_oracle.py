@@ -112,7 +112,7 @@ def test_the_oracle_of_a_half_precision_program_is_float64(name, attention):
 def test_in_its_own_precision_a_program_is_its_module(half):
     module, inputs = module_of("by hand", "", half), inputs_of("by hand", "", half, B=3, S=11)
     outputs, _ = run_program(exported("by hand", "", half), inputs, dtype="own")
-    with torch.no_grad(), Float32Accumulation(torch.float16):
+    with torch.no_grad(), Float32Accumulation():
         want = module(**inputs)
     assert outputs["output"].dtype == want.dtype
     # The exporter rounds scalars such as 8**0.5 to float16, as the graph has them; PyTorch does not.

@@ -25,10 +25,10 @@ FP16 = find_precision("fp16")
 
 @pytest.fixture(scope="module")
 def edge_bundles(tmp_path_factory, quick_exporter):
-    """The bundles of two factories; several tests look at them."""
+    """The bundles of some factories; several tests look at them."""
     folder = tmp_path_factory.mktemp("edges")
     options = ExportOptions(golden=("opt", "min"))
-    for name in ("many_outputs", "picks"):
+    for name in ("many_outputs", "picks", "by_keyword"):
         bundle_from_factory(f"{FILE}:{name}", folder / name, options)
     return lambda name: open_bundle(folder / name)
 
@@ -46,6 +46,12 @@ def test_outputs_of_every_kind_and_rank(edge_bundles):
     report = validate_bundle(bundle)
     assert report.passed, report.headline
     assert all(case.oracle["logits"].dtype == np.float64 for case in golden_cases(bundle))
+
+
+def test_operands_by_keyword(edge_bundles):
+    report = validate_bundle(edge_bundles("by_keyword"))
+    assert report.passed, report.headline
+    assert "1/1 attentions right" in report.headline
 
 
 def test_draws_of_the_user_and_an_empty_past(edge_bundles):
