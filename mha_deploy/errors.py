@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 EXIT_PASSED = 0
 EXIT_VERDICT_FAILED = 1
@@ -58,6 +62,41 @@ class BackendUnavailable(DeployError):
     """The runtime that was asked for is not installed or cannot run here."""
 
     exit_code = EXIT_BACKEND_UNAVAILABLE
+
+
+@contextmanager
+def exit_as_error() -> Iterator[None]:
+    """Turn `sys.exit()` in the code of a user's model into an error: its code must not read as a verdict.
+
+    Also a decorator, for functions that call such code.
+
+    Raises:
+        ExportError: The code ended the program; the error names the line.
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        raise ExportError(
+            "The model's code ended the program.",
+            got=f"{place_of_error(stop)}: sys.exit({stop.code!r})",
+            hint="raise an exception there, or return",
+        ) from stop
+
+
+def place_of_error(error: BaseException, otherwise: str = "an unknown place") -> str:
+    """The last line of the user's own code on the way to an error, as `file.py:12`.
+
+    Args:
+        error: What was raised.
+        otherwise: The answer where no line of another file than ours led to it.
+    """
+    ours = str(Path(__file__).parent)
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    frames = traceback.extract_tb(error.__traceback__)
+    others = [frame for frame in frames if not frame.filename.startswith((ours, "<"))]
+    # A model may itself be installed as a library.
+    own = [frame for frame in others if not frame.filename.startswith(libraries)] or others
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else otherwise
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

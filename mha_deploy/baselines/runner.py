@@ -20,6 +20,7 @@ from mha_deploy.baselines.refusal import explain_refusal
 from mha_deploy.baselines.user_models import UserModels
 from mha_deploy.baselines.ways import TorchModels, find_way
 from mha_deploy.bundle import Bundle
+from mha_deploy.errors import exit_as_error
 from mha_deploy.export.inputs import to_numpy
 from mha_deploy.module_spec import ModuleSpec
 from mha_deploy.precision import Precision
@@ -133,7 +134,8 @@ class TorchRunner(GpuRunner):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             try:
-                yield
+                with exit_as_error():
+                    yield
             except Exception as error:
                 texts = [str(warning.message) for warning in told]
                 raise explain_refusal(self.name, error, texts, compiled=self._way.compiled) from error

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from mha_deploy.backends.runner import Arrays
 from mha_deploy.baselines.module import check_device
 from mha_deploy.baselines.ways import Way
-from mha_deploy.errors import DeployError
+from mha_deploy.errors import DeployError, exit_as_error
 from mha_deploy.export.eager import tensors_in
 from mha_deploy.export.inputs import tensor_from_numpy
 from mha_deploy.export.user_module import reopen_user_module
@@ -64,6 +64,7 @@ class UserModels:
         """Memory of the weights."""
         return self._user.weight_bytes
 
+    @exit_as_error()
     def _has_sdpa(self) -> bool:
         if self._calls_sdpa is None:
             inputs = {name: example.tensor for name, example in self._user.loaded.inputs.items()}

@@ -1,15 +1,20 @@
 """The command line: each verb parses, calls one function, prints, and gives an exit code.
 
     0  passed          2  bad input             70   a bug in this tool
-    1  verdict failed  3  backend unavailable   130  interrupted
+    1  verdict failed  3  backend unavailable   130  interrupted; 128 + the number of another signal
 
 Everything heavier than the standard library is imported by the verb that needs it.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
 
@@ -26,10 +31,11 @@ from mha_deploy.cli.inspect import inspect
 from mha_deploy.cli.models import models
 from mha_deploy.cli.plugins import plugins
 from mha_deploy.cli.validate import validate
-from mha_deploy.errors import EXIT_BAD_INPUT, DeployError
+from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, exit_as_error
 
 EXIT_INTERNAL_ERROR = 70
 EXIT_INTERRUPTED = 130
+_ENDING_SIGNALS = ("SIGTERM", "SIGHUP")
 
 app = typer.Typer(
     name="mha-deploy",
@@ -53,7 +59,7 @@ for verb in (
     analyze,
     doctor,
 ):
-    app.command()(verb)
+    app.command()(exit_as_error()(verb))  # what ends a verb is its verdict, and never the user's code
 app.add_typer(plugins, name="plugins")
 
 
@@ -68,22 +74,54 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Run the command line; an error a user can act on is printed, not traced."""
+    with _signals_as_interrupts() as ended_by:
+        try:
+            app(standalone_mode=True)
+        except DeployError as error:
+            typer.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
+        except OSError as error:
+            typer.echo(f"error: The system refused.\n  got: {error}", err=True)
+            sys.exit(EXIT_BAD_INPUT)
+        except KeyboardInterrupt:
+            _exit_interrupted(ended_by)
+        except SystemExit as stop:
+            if stop.code == EXIT_INTERRUPTED:  # what Typer makes of Ctrl-C
+                _exit_interrupted(ended_by)
+            raise
+        except BaseException:  # noqa: BLE001 (a bug of this tool: its exit code must not read as a verdict)
+            traceback.print_exc()
+            typer.echo("error: This is a bug in mha-deploy.\n  try: report it with the trace above", err=True)
+            sys.exit(EXIT_INTERNAL_ERROR)
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[list[int]]:
+    """Treat signals that end a program like Ctrl-C, so that what is half written is removed.
+
+    Yields the signals that came. The second one ends the program at once.
+    """
+    came: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        came.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    known = [getattr(signal, name) for name in _ENDING_SIGNALS if hasattr(signal, name)]
+    # A signal that somebody else handles, or ignores as `nohup` does, stays theirs.
+    own = [each for each in known if signal.getsignal(each) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        own = []  # only the main thread may handle signals
+    for each in own:
+        signal.signal(each, interrupt)
     try:
-        app(standalone_mode=True)
-    except DeployError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        typer.echo(f"error: The system refused.\n  got: {error}", err=True)
-        sys.exit(EXIT_BAD_INPUT)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(EXIT_INTERRUPTED)
-    except Exception:  # noqa: BLE001 (a bug of this tool: its exit code must not read as a verdict)
-        traceback.print_exc()
-        typer.echo("error: This is a bug in mha-deploy.\n  try: report it with the trace above", err=True)
-        sys.exit(EXIT_INTERNAL_ERROR)
-    except SystemExit as stop:
-        if stop.code == EXIT_INTERRUPTED:  # what Typer makes of Ctrl-C
-            typer.echo("interrupted", err=True)
-        raise
+        yield came
+    finally:
+        for each in own:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def _exit_interrupted(ended_by: Sequence[int]) -> NoReturn:
+    typer.echo("terminated" if ended_by else "interrupted", err=True)
+    sys.exit(128 + ended_by[0] if ended_by else EXIT_INTERRUPTED)

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mha_deploy.contract import Deployable, Example
-from mha_deploy.errors import ExportError, nearest
+from mha_deploy.errors import ExportError, nearest, place_of_error
 from mha_deploy.spec_parts import Axis, Dim
 
 _SEE = "see mha_deploy.contract.Deployable"
@@ -152,10 +151,7 @@ def _called(factory: Callable[[], Any], reference: str) -> Any:
 
 def _place_and_text(error: BaseException, where: str) -> str:
     """The last line of the user's own code, and what was raised there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    place = f"{own[-1].filename}:{own[-1].lineno}" if own else where
-    return f"{place}: {type(error).__name__}: {error}"
+    return f"{place_of_error(error, where)}: {type(error).__name__}: {error}"
 
 
 # -- checking it -------------------------------------------------------------------------------

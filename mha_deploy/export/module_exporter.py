@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from mha_deploy.analyze.sizes import layer_flops, odd_sizes, shrunk, sizes_name
 from mha_deploy.bundle import MODEL, Bundle, BundleWriter, GoldenEntry, LayersEntry, Manifest
-from mha_deploy.errors import ExportError, SpecError
+from mha_deploy.errors import ExportError, SpecError, exit_as_error
 from mha_deploy.export.attention_values import attention_values
 from mha_deploy.export.canonical import choose_opset_of, drop_exporter_metadata
 from mha_deploy.export.exporter import OnStep, Steps
@@ -39,6 +39,7 @@ _FP16, _FP32 = "fp16", "fp32"
 _SHOWN = 12  # lines of a precision plan
 
 
+@exit_as_error()
 def bundle_from_factory(
     reference: str,
     target: Path,
@@ -116,6 +117,7 @@ def _checked(options: ExportOptions) -> ExportOptions:
     return options
 
 
+@exit_as_error()
 def exported_program(user: UserModule, *, opset: int = OPSETS[0]) -> ExportedModule:
     """A module as PyTorch exports it: its graph, and the program that tells what is true of it."""
     loaded = user.loaded

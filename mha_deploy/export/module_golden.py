@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mha_deploy.errors import ExportError
+from mha_deploy.errors import ExportError, place_of_error
 from mha_deploy.export.eager import Float32Accumulation, tensors_in
 from mha_deploy.export.golden import refuse_overflow
 from mha_deploy.export.inputs import tensor_from_numpy, to_numpy
@@ -18,6 +19,7 @@ from mha_deploy.export.program import ExportedModule
 from mha_deploy.export.user_module import UserModule, drawn_inputs
 from mha_deploy.export.widened import run_program
 from mha_deploy.golden import GoldenCase
+from mha_deploy.precision import smallest_normal
 
 # Rounding alone does not come near: the program would have to be another than the module.
 _SAME_PROGRAM = 0.25
@@ -96,10 +98,10 @@ class ModuleCapture:
         try:
             with torch.inference_mode(), Float32Accumulation(), counter:
                 tensors = tensors_in(self.user.module(**inputs))
-        except Exception as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
             raise ExportError(
                 f"The module fails at the sizes of golden case {name}.",
-                got=f"{type(error).__name__}: {error}",
+                got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
                 hint="axes that it takes, or a draw= for its inputs",
             ) from error
         return dict(zip(self.exported.outputs, tensors, strict=True)), counter.get_total_flops()
@@ -110,14 +112,19 @@ def _as_float64(array: np.ndarray) -> np.ndarray:
 
 
 def relative_error(got: np.ndarray, oracle: np.ndarray) -> float:
-    """The size of the error over the size of the truth."""
-    return float(np.linalg.norm(got - oracle) / max(float(np.linalg.norm(oracle)), 1e-30))
+    """The size of the error over that of the oracle, which counts at least as the smallest normal numbers.
+
+    Numbers below those lose their digits, whatever program computes them.
+    """
+    smallest = 1.0 if got.dtype.kind in "iub" else smallest_normal(got.dtype)
+    error = float(np.linalg.norm(got.astype(np.float64) - oracle))
+    return error / max(float(np.linalg.norm(oracle)), smallest * math.sqrt(max(got.size, 1)))
 
 
 def _refuse_another_program(case: GoldenCase) -> None:
     """Tracing may have settled a choice for the example's sizes or values, and the program then differs."""
     for name, oracle in case.oracle.items():
-        eager = case.eager[name].astype(np.float64)
+        eager = case.eager[name]
         if eager.shape != oracle.shape:
             far = f"shape {oracle.shape}, not {eager.shape}"
         else:

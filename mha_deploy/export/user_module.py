@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mha_deploy.contract import Example
-from mha_deploy.errors import BundleError, ExportError
+from mha_deploy.errors import BundleError, ExportError, exit_as_error, place_of_error
 from mha_deploy.export.drawn import draw_one, shape_of
 from mha_deploy.export.factory import LoadedModel, load_factory
 from mha_deploy.export.inputs import seeded_generator
@@ -85,9 +85,11 @@ def drawn_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: i
 def _drawn_by_user(name: str, example: Example, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     try:
         drawn = None if example.draw is None else example.draw(shape, generator)
-    except Exception as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
         raise ExportError(
-            f"The draw of input {name} fails.", got=f"{type(error).__name__}: {error}", hint=f"shape {shape}"
+            f"The draw of input {name} fails.",
+            got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
+            hint=f"shape {shape}",
         ) from error
     if not isinstance(drawn, Tensor):
         raise ExportError(f"The draw of input {name} gives no tensor.", got=type(drawn).__name__)
@@ -101,6 +103,7 @@ def _drawn_by_user(name: str, example: Example, shape: tuple[int, ...], generato
     return drawn.detach()
 
 
+@exit_as_error()
 def open_user_module(
     factory: str,
     precision: Precision,

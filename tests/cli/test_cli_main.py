@@ -157,18 +157,27 @@ def test_a_full_disk_for_results_is_an_error():
     assert "No space left" in done.stderr
 
 
-def test_an_interrupted_export_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_an_interrupted_export_leaves_nothing(tmp_path, number, code, word):
     command = [sys.executable, "-m", "mha_deploy", "export", "tiny-mha", "-o", tmp_path / "out" / "bundle"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr.readline().startswith("export tiny-mha: 1/")
         time.sleep(0.5)  # into the middle of the work
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     assert out == ""
-    assert err.endswith("interrupted\n")
+    assert err.endswith(f"{word}\n")
     assert "Traceback" not in err
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_signal_is_handled_by_others_again_afterwards(run_cli):
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_cli("models").code == 0
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_bug_of_this_tool_does_not_look_like_a_verdict(run_cli, monkeypatch):
