@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-_SCALAR_OPS: dict[str, Callable[..., float]] = {
-    "Sqrt": math.sqrt,
-    "Reciprocal": lambda x: 1.0 / x,
-    "Neg": lambda x: -x,
-    "Mul": lambda x, y: x * y,
-    "Div": lambda x, y: x / y,
-    "Pow": lambda x, y: x**y,
+# Over arrays of one number, in their own type; the result of Pow has the type of the base.
+_SCALAR_OPS: dict[str, Callable[..., np.ndarray | None]] = {
+    "Sqrt": np.sqrt,
+    "Reciprocal": lambda x: np.ones_like(x) / x,
+    "Neg": np.negative,
+    "Mul": np.multiply,
+    "Div": lambda x, y: _divided(x, y),
+    "Pow": lambda x, y: np.power(x.astype(np.float64), y.astype(np.float64)).astype(x.dtype),
 }
-_SAME_SCALAR = frozenset({"Cast", "Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
+_SAME_SCALAR = frozenset({"Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
+_MAX_DEPTH = 64  # more than any constant needs; bounds the walk in a hostile file
 
 
 def array_of(value: ir.Value | None) -> np.ndarray | None:
@@ -35,22 +39,56 @@ def _tensor_of(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def scalar_of(value: ir.Value | None) -> float | None:
-    """The one number that a tensor holds everywhere, where that follows from constants alone."""
+    """The one number that a tensor holds everywhere, where that follows from constants alone.
+
+    It is computed in the types of the graph: 7 / 2 is 3 in integers, -1e9 is -inf in float16. NaN is None.
+    """
+    with np.errstate(all="ignore"):
+        found = _scalar(value, 0)
+        number = math.nan if found is None else float(found)
+    return None if math.isnan(number) else number
+
+
+def _scalar(value: ir.Value | None, depth: int) -> np.ndarray | None:
+    """The number as an array without axes, in the type of the value."""
     tensor = _tensor_of(value)
     if tensor is not None:
-        return float(tensor.numpy().ravel()[0]) if tensor.size == 1 else None
+        known = tensor.size == 1 and tensor.dtype != ir.DataType.STRING
+        return tensor.numpy().reshape(()) if known else None
     node = value.producer() if value is not None else None
-    if node is None or node.domain != "":
+    if node is None or node.domain != "" or depth > _MAX_DEPTH:
         return None
     if node.op_type in _SAME_SCALAR:
-        return scalar_of(node.inputs[0])
+        return _scalar(node.inputs[0], depth + 1)
+    if node.op_type == "Cast":
+        return _cast(_scalar(node.inputs[0], depth + 1), ir.DataType(node.attributes.get_int("to", 0)))
     if node.op_type not in _SCALAR_OPS:
         return None
-    numbers = [scalar_of(each) for each in node.inputs]
+    numbers = [_scalar(each, depth + 1) for each in node.inputs]
     try:
-        return None if None in numbers else float(_SCALAR_OPS[node.op_type](*numbers))
-    except (ArithmeticError, ValueError):
+        return None if any(each is None for each in numbers) else _SCALAR_OPS[node.op_type](*numbers)
+    except (ArithmeticError, TypeError, ValueError):
         return None
+
+
+def _cast(number: np.ndarray | None, to: ir.DataType) -> np.ndarray | None:
+    if number is None or to in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+        return None
+    if to.is_integer():
+        # What becomes of numbers beyond the type differs between runtimes.
+        info = ml_dtypes.iinfo(to.numpy())
+        if not int(info.min) <= float(number) <= int(info.max):
+            return None
+    return number.astype(to.numpy())
+
+
+def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    if x.dtype.kind not in "iu":
+        return np.divide(x, y)
+    if not y:
+        return None
+    quotient = abs(int(x)) // abs(int(y))  # ONNX rounds towards zero, Python downwards
+    return np.asarray(quotient if (int(x) < 0) == (int(y) < 0) else -quotient, x.dtype)
 
 
 def ints_of(value: ir.Value | None) -> list[int] | None:
@@ -69,6 +107,18 @@ def dtype_of(value: ir.Value) -> ir.DataType:
     return value.dtype or ir.DataType.FLOAT
 
 
+def holds(wide: ir.DataType | None, narrow: ir.DataType | None) -> bool:
+    """Whether a cast from one floating-point type to another keeps every value."""
+    if wide is None or narrow is None or not (wide.is_floating_point() and narrow.is_floating_point()):
+        return False
+    outer, inner = (ml_dtypes.finfo(each.numpy()) for each in (wide, narrow))
+    return bool(
+        outer.nmant >= inner.nmant
+        and float(outer.max) >= float(inner.max)
+        and float(outer.smallest_subnormal) <= float(inner.smallest_subnormal)
+    )
+
+
 def same_dim(first: int | ir.SymbolicDim, second: int | ir.SymbolicDim) -> bool:
     """Whether two dimensions are certainly equal: the same number or the same name."""
     if isinstance(first, int) or isinstance(second, int):
@@ -79,6 +129,18 @@ def same_dim(first: int | ir.SymbolicDim, second: int | ir.SymbolicDim) -> bool:
 def same_dims(first: tuple[int | ir.SymbolicDim, ...], second: tuple[int | ir.SymbolicDim, ...]) -> bool:
     """Whether two shapes are certainly equal."""
     return len(first) == len(second) and all(map(same_dim, first, second))
+
+
+def same_or_cut(dim: int | ir.SymbolicDim, size: int | ir.SymbolicDim) -> bool:
+    """Whether a dimension is certainly a size, wherever the file does not fail.
+
+    A buffer of N rows, cut to S, has min(N, S) of them, and the exporter says so. Beyond N the file fails.
+    """
+    if same_dim(dim, size):
+        return True
+    name = re.escape(str(size))
+    found = re.fullmatch(rf"Min\((?:(\d+), {name}|{name}, (\d+))\)", str(dim))
+    return found is not None and int(found[1] or found[2]) > 1  # a single row would be broadcast
 
 
 def is_op(node: ir.Node | None, *op_types: str) -> bool:

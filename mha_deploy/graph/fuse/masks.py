@@ -8,14 +8,13 @@ float16); `-inf` gives NaN in PyTorch and 0 in ONNX.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 import ml_dtypes
 import onnx_ir as ir
 
 from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.fuse.facts import dims_of, is_op, same_dim, same_dims, scalar_of
+from mha_deploy.graph.fuse.facts import dims_of, is_op, same_dim, same_dims, same_or_cut, scalar_of
 from mha_deploy.graph.fuse.records import NotFused
 from mha_deploy.graph.fuse.scores import Bias, Fill, Term
 from mha_deploy.graph.fuse.terms import plain_terms
@@ -58,7 +57,7 @@ class Masking:
 
 
 def decide_masking(
-    terms: list[Term], *, dtype: ir.DataType, sizes: tuple[Size, Size], guarded: bool
+    terms: list[Term], *, dtype: ir.DataType, sizes: tuple[Size, Size], guarded: bool, in_order: bool = True
 ) -> Masking:
     """Choose the strongest form that is certainly the same.
 
@@ -67,11 +66,13 @@ def decide_masking(
         dtype: Type of Q, K and V.
         sizes: How many queries and keys there are.
         guarded: Whether NaN weights become 0.
+        in_order: Whether the last two axes of the scores are queries and keys. Elsewhere a triangle in the
+            last two axes of a mask is not the causal one, and stays a mask.
     """
     lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
     plain = plain_terms([_as_fill(term, lowest, guarded) for term in terms], dtype)
     weakest = float(dtype.numpy().type(_WEAKEST_FILL))
-    at = _causal_at(plain, (lowest, weakest), sizes[0]) if same_dim(*sizes) else None
+    at = _causal_at(plain, (lowest, weakest), sizes[0]) if in_order and same_dim(*sizes) else None
     rest = [term for index, term in enumerate(plain) if index != at]
     if not rest:
         return Masking(causal=at is not None, terms=(), kind="none", notes=())
@@ -136,13 +137,9 @@ def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size) -> in
 
 
 def _spans_square(mask: ir.Value, size: Size) -> bool:
-    """Whether a mask has a row for each query and a column for each key.
-
-    A buffer of N rows, cut to S, has min(N, S) of them, and the exporter says so. Beyond N the file fails.
-    """
+    """Whether a mask has a row for each query and a column for each key."""
     dims = dims_of(mask) or ()
-    cut = re.compile(rf"Min\((\d+, {re.escape(str(size))}|{re.escape(str(size))}, \d+)\)")
-    return len(dims) >= 2 and all(same_dim(each, size) or cut.fullmatch(str(each)) for each in dims[-2:])
+    return len(dims) >= 2 and all(same_or_cut(each, size) for each in dims[-2:])
 
 
 def _hidden_by_triangle(term: Term) -> float | None:

@@ -102,11 +102,21 @@ def _before_factor(operand: Operand) -> Operand | None:
     first, second = node.inputs
     factor = scalar_of(second)
     if factor is None and node.op_type == "Mul":
-        first, factor = second, scalar_of(first)
+        first, second, factor = second, first, scalar_of(first)
+    if factor is None or not _keeps_shape(first, second, operand.value):
+        return None
     if first is None or not factor or len(dims_of(first) or ()) != len(operand.letters):
         return None
     factor = 1.0 / factor if node.op_type == "Div" else factor
     return replace(operand, value=first, factor=operand.factor * factor)
+
+
+def _keeps_shape(value: ir.Value | None, factor: ir.Value | None, result: ir.Value) -> bool:
+    """Whether multiplying by a factor does not copy a value over a larger batch or more heads."""
+    sizes = dims_of(factor) if factor is not None else None
+    if sizes is not None and all(size == 1 for size in sizes):
+        return True
+    return value is not None and same_dims(dims_of(value) or (), dims_of(result) or ())
 
 
 def _before_repeat(operand: Operand, head: str) -> Operand | None:

@@ -87,7 +87,13 @@ def read_pattern(softmax: ir.Node) -> Pattern:
     _check_types(q, k, v, weights.value)
     sizes = (q.dim(letters.query), k.dim(letters.key))
     dtype = q.value.dtype or ir.DataType.FLOAT
-    masking = decide_masking(scores.terms, dtype=dtype, sizes=sizes, guarded=weights.guarded)
+    masking = decide_masking(
+        scores.terms,
+        dtype=dtype,
+        sizes=sizes,
+        guarded=weights.guarded,
+        in_order=first.out.endswith(letters.query + letters.key),
+    )
     Hq, Hkv = _heads(q, k, v, letters.head)
     return Pattern(
         softmax=softmax,

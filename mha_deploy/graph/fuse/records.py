@@ -13,6 +13,10 @@ class NotFused(DeployError):
     """Why a softmax and its two products stay as they are."""
 
 
+class NoScores(NotFused):
+    """No product of two computed tensors stands before the softmax."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FusedAttention:
     """One attention that is now one `Attention` node.

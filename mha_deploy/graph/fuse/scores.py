@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.facts import scalar_of
+from mha_deploy.graph.fuse.facts import holds, scalar_of
 from mha_deploy.graph.fuse.products import Product, is_product, read_product
-from mha_deploy.graph.fuse.records import NotFused
+from mha_deploy.graph.fuse.records import NoScores, NotFused
 
 _MAX_STEPS = 32
 
@@ -87,7 +87,7 @@ def read_scores(softmax: ir.Node) -> Scores:
     for _ in range(_MAX_STEPS):
         node = value.producer() if value is not None else None
         if value is None or node is None or not _reaches_product(value):
-            raise NotFused(
+            raise NoScores(
                 "Its input is not a product of two computed tensors, so it is not dot-product attention."
             )
         if value.is_graph_output() or len(value.uses()) != 1:
@@ -112,8 +112,9 @@ def _identity(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 def _cast(node: ir.Node, scores: Scores) -> ir.Value | None:
     source, to = node.inputs[0], node.outputs[0].dtype
-    if source is None or source.dtype is None or to is None or to.itemsize < source.dtype.itemsize:
-        raise NotFused("The scores are rounded before the softmax.", got=to)
+    if source is None or not holds(to, source.dtype):
+        got = f"{None if source is None else source.dtype} to {to}"
+        raise NotFused("The scores are rounded before the softmax.", got=got)
     if to != source.dtype:
         scores.softmax_dtype = scores.softmax_dtype or to
     return source

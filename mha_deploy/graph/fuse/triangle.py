@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.facts import array_of, dims_of, ints_of, scalar_of
+from mha_deploy.graph.fuse.facts import array_of, dims_of, ints_of, same_dims, same_or_cut, scalar_of
 
 _MAX_DEPTH = 24  # more than any spelling needs; bounds the walk in a hostile file
 
@@ -86,7 +86,9 @@ def _follow(value: ir.Value | None, depth: int) -> _Found:
 
 
 def _from_array(array: np.ndarray) -> _Found:
-    if array.size > 0 and (array == array.ravel()[0]).all():
+    if array.size == 0 or (array != array).any():
+        return None  # nothing, or NaN, which no comparison tells anything of
+    if (array == array.ravel()[0]).all():
         number = float(array.ravel()[0])
         return Triangle(seen=number, hidden=number)
     if array.size == max(array.shape) and np.array_equal(array.ravel(), np.arange(array.size)):
@@ -159,7 +161,7 @@ def _from_layout(node: ir.Node, depth: int) -> _Found:
     if found.seen == found.hidden:
         return found
     # The matrix must stay the last two axes, and the axes before it must stay 1.
-    same = len(before) >= 2 and len(result) >= 2 and list(result[-2:]) == list(before[-2:])
+    same = len(before) >= 2 and len(result) >= 2 and same_dims(result[-2:], before[-2:])
     return found if same and all(size == 1 for size in result[:-2]) else None
 
 
@@ -170,10 +172,25 @@ def _from_elementwise(node: ir.Node, depth: int) -> _Found:
     if any(isinstance(part, _Index) for part in parts):
         return _compare(node.op_type, parts)
     triangles = [part for part in parts if isinstance(part, Triangle)]
+    if not all(_keeps_size(*pair, node.outputs[0]) for pair in zip(triangles, node.inputs, strict=True)):
+        return None
     compute = _ELEMENTWISE[node.op_type]
     return Triangle(
         seen=compute(*(part.seen for part in triangles)), hidden=compute(*(part.hidden for part in triangles))
     )
+
+
+def _keeps_size(part: Triangle, value: ir.Value | None, result: ir.Value) -> bool:
+    """Whether a part has all rows and columns of the result.
+
+    A piece of a triangle may have one row, which broadcasting copies: that is no triangle any more.
+    """
+    if part.seen == part.hidden:
+        return True
+    before, after = None if value is None else dims_of(value), dims_of(result)
+    if before is None or after is None or len(before) < 2:
+        return False
+    return all(map(same_or_cut, before[-2:], after[-2:]))
 
 
 def _compare(op_type: str, parts: list[_Found]) -> _Found:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.facts import array_of, is_op, scalar_of
+from mha_deploy.graph.fuse.facts import array_of, holds, is_op, scalar_of
 from mha_deploy.graph.fuse.origin import place_of
 from mha_deploy.graph.fuse.products import is_product
 from mha_deploy.graph.fuse.records import NotFused
@@ -56,6 +56,7 @@ def read_weights(softmax: ir.Node) -> Weights:
         NotFused: The weights are used elsewhere too, or changed on the way.
     """
     value, guarded = softmax.outputs[0], False
+    passed = list[ir.Value]()
     for _ in range(_MAX_STEPS):
         after = _after_guard(value)
         if after is not None:
@@ -63,8 +64,10 @@ def read_weights(softmax: ir.Node) -> Weights:
             continue
         node, position = _only_use(value)
         if is_product(node):
+            _check_casts(value, passed)
             return Weights(value=value, product=node, position=position, guarded=guarded)
         _check_passed(node)
+        passed.append(value)
         value = node.outputs[0]
     raise NotFused("The way from the softmax to the product with V is too long.")
 
@@ -87,6 +90,13 @@ def _check_passed(node: ir.Node) -> None:
             raise NotFused("Dropout of the weights is active: export the module in eval mode.", got=node.name)
     elif not is_op(node, "Cast", "Identity"):
         raise NotFused(f"{node.op_type} stands between the softmax and the product with V.", got=node.name)
+
+
+def _check_casts(value: ir.Value, passed: list[ir.Value]) -> None:
+    """The weights may be rounded once, to the type that the product takes: so does Attention."""
+    lossy = [each.dtype for each in passed if not holds(each.dtype, value.dtype)]
+    if lossy:
+        raise NotFused("The attention weights are rounded on the way to V.", got=", ".join(map(str, lossy)))
 
 
 def _after_guard(value: ir.Value) -> ir.Value | None:

@@ -1,0 +1,222 @@
+"""Graphs that no exporter writes, but people do: what is fused computes the same, and the rest stays."""
+
+import pkgutil
+
+import numpy as np
+import pytest
+from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
+from onnx import TensorProto
+
+LOWER = np.tri(S, dtype=bool)
+FLOAT, HALF, DOUBLE, BFLOAT = (
+    TensorProto.FLOAT,
+    TensorProto.FLOAT16,
+    TensorProto.DOUBLE,
+    TensorProto.BFLOAT16,
+)
+INT32, INT64, BOOL = TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL
+
+
+# -- the order of the score axes ------------------------------------------------------------------
+
+
+def filled(g, scores, mask):
+    return g.op("Where", g.const(mask, bool), scores, g.const(-1e9))
+
+
+def added(g, scores, mask):
+    return g.op("Add", scores, g.const(np.where(mask, 0, -np.inf)))
+
+
+MASKS = {"filled": filled, "added": added}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shown", [LOWER, LOWER.T], ids=["lower", "upper"])
+def test_a_triangle_over_keys_and_queries(mask, shown):
+    """Scores `[K, Q]`: the lower triangle hides past keys, and the upper one is the causal mask."""
+    g = Hand()
+    scores = g.op("MatMul", "k", g.op("Transpose", "q", perm=[0, 1, 3, 2]))
+    weights = g.op("Softmax", MASKS[mask](g, scores, shown), axis=2)
+    check_same(g.model(g.op("Einsum", weights, "v", equation="bhts,bhtd->bhsd")))
+
+
+@pytest.mark.parametrize(
+    ("order", "mask"),
+    # Over heads and queries a triangle hides all keys of some queries: -inf would make them NaN.
+    [("bths", "filled"), *((order, mask) for order in ("bsht", "hsbt", "sbht", "bhts") for mask in MASKS)],
+)
+def test_a_triangle_over_other_axes_than_queries_and_keys(order, mask):
+    """With as many heads as keys and queries, only the order of the axes tells what a triangle hides."""
+    g = Hand(shape=(S, S, S, D))
+    scores = g.op("Einsum", "q", "k", equation=f"bshd,bthd->{order}")
+    weights = g.op("Softmax", MASKS[mask](g, scores, LOWER), axis=order.index("t"))
+    check_same(g.model(g.op("Einsum", weights, "v", equation=f"{order},bthd->bshd")))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_triangle_over_queries_and_keys_is_the_attribute(mask):
+    g = Hand()
+    report = check_same(g.model(g.attend(MASKS[mask](g, g.scores(), LOWER))))
+    assert [(each.causal, each.mask) for each in report.fused] == [(True, "none")]
+
+
+# -- broadcast triangles ----------------------------------------------------------------------------
+
+
+def piece(g, value, rows, columns):
+    return g.op("Slice", value, g.ints(0, 0), g.ints(rows, columns), g.ints(0, 1))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, S), (S, 1), (S, S)])
+@pytest.mark.parametrize(("join", "other"), [("Or", False), ("And", True)])
+def test_a_piece_of_the_triangle_beside_a_constant(join, other, rows, columns):
+    g = Hand()
+    part = piece(g, g.const(LOWER, bool), rows, columns)
+    shown = g.op(join, part, g.const(np.full((S, S), other), bool))
+    report = check_same(g.model(g.attend(g.op("Where", shown, g.scores(), g.const(-np.inf)))))
+    assert [each.causal for each in report.fused] == [(rows, columns) == (S, S)]
+
+
+@pytest.mark.parametrize("rows", [1, S])
+def test_numbers_of_a_piece_of_the_triangle(rows):
+    g = Hand()
+    hidden = g.op("Sub", g.const(1.0), piece(g, g.const(LOWER), rows, S))
+    mask = g.op("Mul", hidden, g.const(np.full((S, S), np.finfo(np.float32).min)))
+    report = check_same(g.model(g.attend(g.op("Add", g.scores(), mask))))
+    assert [each.causal for each in report.fused] == [rows == S]
+
+
+@pytest.mark.parametrize("rows", [1, S])
+def test_a_piece_of_the_triangle_expanded(rows):
+    g = Hand()
+    part = g.op("Expand", piece(g, g.const(LOWER, bool), rows, S), g.ints(1, 1, S, S))
+    report = check_same(g.model(g.attend(g.op("Where", part, g.scores(), g.const(-np.inf)))))
+    assert [each.causal for each in report.fused] == [rows == S]
+
+
+@pytest.mark.parametrize("rows", [1, S])
+def test_a_piece_of_the_triangle_as_a_choice(rows):
+    g = Hand()
+    choice = piece(g, g.const(LOWER, bool), rows, S)
+    mask = g.op("Where", choice, g.const(np.zeros((S, S))), g.const(np.full((S, S), -np.inf)))
+    report = check_same(g.model(g.attend(g.op("Add", g.scores(), mask))))
+    assert [each.causal for each in report.fused] == [rows == S]
+
+
+# -- casts --------------------------------------------------------------------------------------------
+
+LOSSY = {
+    "int32": (INT32, FLOAT),
+    "int64": (INT64, FLOAT),
+    "int64 and double": (DOUBLE, INT64, FLOAT),
+    "bool": (BOOL, FLOAT),
+    "fp16": (HALF, FLOAT),
+    "bf16": (BFLOAT, FLOAT),
+    "uint8": (TensorProto.UINT8, FLOAT),
+}
+
+
+@pytest.mark.parametrize("types", LOSSY.values(), ids=LOSSY)
+@pytest.mark.parametrize("where", ["scores", "weights"])
+def test_casts_that_lose_values_stay(where, types):
+    g = Hand()
+    scores = g.scores()
+    if where == "scores":
+        result = g.attend(g.cast(scores, *types))
+    else:
+        result = g.op("MatMul", g.cast(g.op("Softmax", scores), *types), "v")
+    _, report = fused(g.model(result))
+    assert (len(report.fused), len(report.unfused)) == (0, 1)
+
+
+def test_scores_as_integers_in_a_wide_softmax_stay():
+    """The softmax is in double, which holds them; that they were integers on the way must not be lost."""
+    g = Hand()
+    weights = g.op("Softmax", g.cast(g.scores(), INT64, DOUBLE))
+    _, report = fused(g.model(g.op("MatMul", g.cast(weights, FLOAT), "v")))
+    assert (len(report.fused), len(report.unfused)) == (0, 1)
+
+
+def test_casts_that_hold_every_value_are_nothing():
+    g = Hand()
+    weights = g.cast(g.op("Softmax", g.cast(g.scores(), FLOAT)), DOUBLE, FLOAT)
+    assert len(check_same(g.model(g.op("MatMul", weights, "v"))).fused) == 1
+
+
+# -- constants that are computed ------------------------------------------------------------------------
+
+SCALES = {
+    "an integer of 1.5": lambda g: g.cast(g.const(1.5), INT64, FLOAT),
+    "7 // 2": lambda g: g.cast(g.op("Div", g.ints(7), g.ints(2)), FLOAT),
+    "-7 // -2": lambda g: g.cast(g.op("Div", g.ints(-7), g.ints(-2)), FLOAT),
+    "a power of an integer": lambda g: g.cast(g.op("Pow", g.ints(7), g.const(0.5)), FLOAT),
+    "a number as bool": lambda g: g.cast(g.const(0.3), BOOL, FLOAT),
+    "a number rounded to fp16": lambda g: g.cast(g.const(0.3333), HALF, FLOAT),
+    "a root": lambda g: g.op("Reciprocal", g.op("Sqrt", g.cast(g.ints(8), FLOAT))),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_a_computed_scale_is_the_number_that_the_graph_computes(scale):
+    g = Hand()
+    report = check_same(g.model(g.attend(g.op("Mul", g.scores(), scale(g)))))
+    assert len(report.fused) == 1
+
+
+def test_a_fill_beyond_fp16_is_minus_infinity():
+    g = Hand()
+    fill = g.cast(g.const(-1e9), HALF, FLOAT)
+    shown = g.input("m", [S, S], BOOL)
+    _, report = fused(g.model(g.attend(g.op("Where", shown, g.scores(), fill))))
+    assert [each.mask for each in report.fused] == ["bool"]
+
+
+def test_a_factor_on_q_that_makes_the_batch_larger_stays_on_q():
+    g = Hand()
+    g.input("q", [1, H, S, D])
+    g.op("Expand", g.const(0.3), g.ints(2, H, S, D))
+    q = g.op("Mul", "q", g.nodes[-1].output[0])
+    scores = g.op("MatMul", q, g.op("Transpose", "k", perm=[0, 1, 3, 2]))
+    check_same(g.model(g.attend(scores)))
+
+
+# -- what the recogniser cannot handle ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (S, S)])
+def test_nan_in_a_mask_does_not_end_the_run(shape):
+    g = Hand()
+    mask = g.op("Add", g.const(np.zeros((S, S))), g.const(np.full(shape, np.nan)))
+    model = g.model(g.attend(g.op("Add", g.scores(), mask)))
+    new, _ = fused(model)
+    feeds = random_feeds(model)
+    np.testing.assert_array_equal(run(new, feeds)[0], run(model, feeds)[0])
+
+
+PARTS = ["pattern.read_scores", "write_attention", "mask_writer.build_mask"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_failure_of_the_recogniser_leaves_one_attention_as_it_was(part, monkeypatch):
+    """A part of it fails for the first of two attentions that share a mask; the second is fused."""
+    g = Hand()
+    shown = g.input("m", [S, S], BOOL)
+    first = g.attend(g.op("Where", shown, g.scores(), g.const(-np.inf)))
+    name = next(node.name for node in g.nodes if node.op_type == "Softmax")
+    again = g.op("MatMul", first, g.op("Transpose", "k", perm=[0, 1, 3, 2]))
+    model = g.model(g.attend(g.op("Where", shown, again, g.const(-np.inf))))
+
+    place = f"mha_deploy.graph.fuse.{part}"
+    right = pkgutil.resolve_name(place)
+
+    def fails(*given, **named):
+        names = [getattr(each, "name", getattr(each, "prefix", None)) for each in given]
+        if name in (*names, *(each.softmax.name for each in given if hasattr(each, "softmax"))):
+            raise ZeroDivisionError("a bug")
+        return right(*given, **named)
+
+    monkeypatch.setattr(place, fails)
+    report = check_same(model)
+    assert len(report.fused) == 1
+    assert [(left.name, "a bug" in left.reason) for left in report.unfused] == [(name, True)]
