@@ -1,0 +1,223 @@
+"""Attention that cannot be one node is counted, wherever it stands; what only looks like it is not."""
+
+import fuse_modules as modules
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from fuse_modules import D, H, Layer, spelling
+from hand_graphs import Hand, S, check_same, fused
+from onnx import TensorProto
+
+from mha_deploy.graph.fuse import fuse_attention
+
+MIX = np.random.default_rng(1).standard_normal((4, 4)).astype(np.float32)
+
+
+def mixed_heads(g, value):
+    """A GEMM with a weight over the heads, as in talking-heads attention."""
+    last = g.op("Transpose", value, perm=[0, 2, 3, 1])
+    return g.op("Transpose", g.op("MatMul", last, g.const(MIX)), perm=[0, 3, 1, 2])
+
+
+def after_softmax(g, scores):
+    return g.op("MatMul", mixed_heads(g, g.op("Softmax", scores)), "v")
+
+
+def before_softmax(g, scores):
+    return g.attend(mixed_heads(g, scores))
+
+
+def around_softmax(g, scores):
+    return g.op("MatMul", mixed_heads(g, g.op("Softmax", mixed_heads(g, scores))), "v")
+
+
+def einsum_after(g, scores):
+    weights = g.op("Einsum", g.op("Softmax", scores), g.const(MIX), equation="bhst,hg->bgst")
+    return g.op("Einsum", weights, "v", equation="bhst,bhtd->bhsd")
+
+
+def convolved(g, scores):
+    weights = g.op("Conv", g.op("Softmax", scores), g.const(MIX[:, :, None, None]))
+    return g.op("MatMul", weights, "v")
+
+
+def normalised(g, scores):
+    weights = g.op("LayerNormalization", g.op("Softmax", scores), g.const(np.ones(S)))
+    return g.op("MatMul", weights, "v")
+
+
+def few_values(g, scores):
+    """The weights come to a learned table of two axes, which is no product of two computed tensors."""
+    return g.op("MatMul", g.op("Softmax", scores), g.const(np.ones((S, D))))
+
+
+SPELLINGS = [after_softmax, before_softmax, around_softmax, einsum_after, convolved, normalised, few_values]
+
+
+@pytest.mark.parametrize("attend", SPELLINGS)
+def test_one_beside_a_plain_attention_is_counted(attend):
+    g = Hand()
+    plain = g.attend(g.scores())
+    report = check_same(g.model(plain, attend(g, g.scores())))
+    assert (len(report.fused), len(report.unfused)) == (1, 1)
+    left = report.unfused[0]
+    assert not report.complete
+    assert left.name == [node.name for node in g.nodes if node.op_type == "Softmax"][1]
+    assert left.reason
+
+
+def test_every_one_is_counted_in_the_order_of_the_graph():
+    g = Hand()
+    first = after_softmax(g, g.scores())
+    again = g.op("MatMul", first, g.op("Transpose", "k", perm=[0, 1, 3, 2]))
+    second = g.op("MatMul", g.op("Softmax", again, axis=2), "v")  # over the queries
+    third = after_softmax(g, g.op("MatMul", second, g.op("Transpose", "k", perm=[0, 1, 3, 2])))
+    _, report = fused(g.model(third))
+    names = [node.name for node in g.nodes if node.op_type == "Softmax"]
+    assert [left.name for left in report.unfused] == names
+
+
+def test_gemm_of_matrices():
+    g = Hand(shape=(S, D))
+    weights = g.op("Softmax", g.op("Gemm", "q", "k", transB=1))
+    y = g.op("Gemm", weights, "v")
+    _, report = fused(g.model(g.op("Unsqueeze", y, g.ints(0, 1))))
+    assert (len(report.fused), len(report.unfused)) == (0, 1)
+
+
+PARTS = """
+<ir_version: 10, opset_import: ["" : 23, "own" : 1]>
+g (float[2,4,S,8] q, float[2,4,S,8] k, float[2,4,S,8] v, bool c) => (float[2,4,S,8] y)
+<float[4,4] mix = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}> { BODY }
+"""
+TALKING = """
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   s = MatMul (q, kt)
+   p = Softmax (s)
+   p1 = Transpose <perm = [0, 2, 3, 1]> (p)
+   p2 = MatMul (p1, mix)
+   p3 = Transpose <perm = [0, 3, 1, 2]> (p2)
+"""
+SCORES_OUTSIDE = """
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   s = MatMul (q, kt)
+   p = If (c) <then_branch = a () => (float[2,4,S,S] pa) { pa = Softmax (s) },
+               else_branch = b () => (float[2,4,S,S] pb) { pb = Softmax (s) }>
+   y = MatMul (p, v)
+"""
+IN_BRANCHES = f"""
+   y = If (c) <then_branch = a () => (float[2,4,S,8] ya) {{ {TALKING} ya = MatMul (p3, v) }},
+               else_branch = b () => (float[2,4,S,8] yb) {{ yb = Identity (v) }}>
+"""
+IN_A_LOOP = """
+   n = Constant <value_int = 3> ()
+   w0 = Constant <value_float = 0.0> ()
+   w, many = Loop (n, c, w0) <body = b (int64 i, bool go, float[] w1)
+        => (bool go2, float[2,4,S,S] w2, float[2,4,S,S] p0) {
+           go2 = Identity (go)
+           kt = Transpose <perm = [0, 1, 3, 2]> (k)
+           s = MatMul (q, kt)
+           p = Softmax (s)
+           w2 = Add (p, w1)
+           p0 = Identity (p) }>
+   y = MatMul (w, v)
+"""
+GRAPHS = {"a branch": (IN_BRANCHES, 1), "softmax in branches": (SCORES_OUTSIDE, 2), "a loop": (IN_A_LOOP, 1)}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_in_graphs_of_a_graph(name):
+    body, count = GRAPHS[name]
+    model = ir.from_proto(onnx.parser.parse_model(PARTS.replace("BODY", body)))
+    _, report = fuse_attention(model)
+    assert (len(report.fused), len(report.unfused)) == (0, count)
+
+
+def test_in_a_function():
+    function = f"""<opset_import: ["" : 23], domain: "own">
+    talk (q, k, v, mix) => (y) {{ {TALKING} y = MatMul (p3, v) }}"""
+    text = PARTS.replace("BODY", "y = own.talk (q, k, v, mix)") + function
+    _, report = fuse_attention(ir.from_proto(onnx.parser.parse_model(text)))
+    assert (len(report.fused), len(report.unfused)) == (0, 1)
+
+
+def test_a_module_with_talking_heads_is_named_with_its_source_line(quick_exporter):
+    class Talking(Layer):
+        def __init__(self):
+            super().__init__()
+            self.mix = torch.nn.Linear(H, H, bias=False)
+
+        def attend(self, q, k, v):
+            weights = (q @ k.mT * D**-0.5).softmax(-1)
+            return self.mix(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ v
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = spelling(modules.scale_after)(), Talking()
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    _, report = fuse_attention(modules.export(Two().eval(), "x", 18))
+    assert [each.name for each in report.fused] == ["first"]
+    assert [each.name for each in report.unfused] == ["second"]
+    assert report.unfused[0].place.startswith(modules.__file__)
+
+
+# -- what is none --------------------------------------------------------------------------------------------
+
+EXPERTS, WIDTH = 4, H * D
+
+
+def routed(g, x, seed):
+    """A mixture of experts whose weights are gathered for every token: a GEMM of two computed tensors."""
+    random = np.random.default_rng(seed)
+    logits = g.op("MatMul", x, g.const(random.standard_normal((WIDTH, EXPERTS))))
+    shares = g.op("ReduceMax", g.op("Softmax", logits), g.ints(-1), keepdims=1)
+    best = g.op("ArgMax", g.op("Softmax", logits), axis=-1, keepdims=0)
+    weights = g.op("Gather", g.const(random.standard_normal((EXPERTS, WIDTH, WIDTH))), best)
+    y = g.op("Squeeze", g.op("MatMul", g.op("Unsqueeze", x, g.ints(2)), weights), g.ints(2))
+    return g.op("Add", x, g.op("Mul", y, shares))
+
+
+def heads(g, x):
+    random = np.random.default_rng(5)
+    for name in "qkv":
+        y = g.op("MatMul", x, g.const(random.standard_normal((WIDTH, WIDTH))))
+        yield g.op("Transpose", g.op("Reshape", y, g.ints(2, S, H, D)), perm=[0, 2, 1, 3]), name
+
+
+@pytest.mark.parametrize("fusible", [True, False])
+def test_the_router_of_experts_is_no_attention(fusible):
+    g = Hand()
+    g.inputs = {"x": (TensorProto.FLOAT, (2, S, WIDTH))}
+    x = "x"
+    for seed in range(3):
+        parts = {name: value for value, name in heads(g, x)}
+        scores = g.op("MatMul", parts["q"], g.op("Transpose", parts["k"], perm=[0, 1, 3, 2]))
+        y = g.op("MatMul", g.op("Softmax", scores, axis=-1 if fusible else -2), parts["v"])
+        y = g.op("Reshape", g.op("Transpose", y, perm=[0, 2, 1, 3]), g.ints(2, S, WIDTH))
+        x = routed(g, g.op("Add", x, y), seed)
+    _, report = fused(g.model(g.op("Unsqueeze", x, g.ints(0))))
+    assert (len(report.fused), len(report.unfused)) == ((3, 0) if fusible else (0, 3))
+
+
+def test_a_classifier_behind_attention_is_none():
+    g = Hand()
+    y = g.op("MatMul", g.attend(g.scores()), g.const(np.ones((D, D))))
+    shares = g.op("Softmax", y)
+    report = check_same(g.model(g.op("MatMul", shares, g.const(np.ones((D, 3))))))
+    assert (len(report.fused), len(report.unfused)) == (1, 0)
+
+
+def test_shapes_of_scores_are_no_scores():
+    """A table of the size of the scores does not depend on their numbers."""
+    g = Hand()
+    scores = g.op("Relu", g.scores())
+    table = g.op("Expand", g.op("ReduceMean", "v", keepdims=1), g.op("Shape", scores))
+    shares = g.op("Softmax", table)
+    _, report = fused(g.model(g.op("MatMul", shares, g.const(np.ones((S, S)))), scores))
+    assert report.unfused == ()
