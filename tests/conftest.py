@@ -116,6 +116,16 @@ def own_bundles(tmp_path_factory, quick_exporter):
     return lambda name="encoder", precision="fp16": make(name, precision)
 
 
+@pytest.fixture
+def in_process():
+    """Runtimes in this process, for a test that replaces a part of one."""
+    from mha_deploy.backends.child import isolation
+
+    isolation.enabled = False
+    yield
+    isolation.enabled = True
+
+
 # -- the command line ------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
-"""The source keeps the project's manners."""
+"""What the linters say."""
 
-import ast
 import importlib.util
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = sorted((ROOT / "mha_deploy").rglob("*.py"))
 
 
 def tool(module, *arguments):
@@ -31,15 +29,3 @@ def test_the_source_is_formatted():
 
 def test_the_types_hold():
     tool("mypy", "mha_deploy")
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_stay_small(path):
-    text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= 300
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            docstring = ast.get_docstring(node) or ""
-            assert node.end_lineno - node.lineno + 1 - docstring.count("\n") <= 60, (
-                f"{path.name}: {node.name}"
-            )

@@ -45,6 +45,7 @@ class GpuRunner(Runner):
     """Whether a timed call is the launch of a CUDA graph, where it can be one."""
 
     def __init__(self) -> None:
+        self.can_step = type(self)._launcher is not GpuRunner._launcher
         self.gpu: Gpu = open_gpu()
         self.device = self.gpu.name
 

@@ -41,6 +41,9 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache_form import TOTAL_LENGTH
 from mha_deploy.spec_parts import CACHES, LENGTHS
 
+# Changes the layout of nodes on the CPU, has nothing to do on a GPU, and crashes on x86-64 (1.31.1).
+CPU_LAYOUT = "NchwcTransformer"
+
 WARM_UP = 2
 """How often a call runs before it is timed, the first time to be captured."""
 
@@ -88,7 +91,8 @@ class OrtCudaRunner(GpuRunner):
         Args:
             capture: Whether calls are captured as CUDA graphs.
         """
-        options = session_options(self.ort, self._model)
+        # As users run it: every fusion that its CUDA kernels have.
+        options = session_options(self.ort, self._model, level="ALL")
         record_placement(options)
         settings = {
             "device_id": "0",
@@ -99,7 +103,11 @@ class OrtCudaRunner(GpuRunner):
         try:
             # Without enable_fallback=0 the package retries on the CPU when the provider raises.
             session = self.ort.InferenceSession(
-                self._serialized, options, providers=[(CUDA, settings)], enable_fallback=0
+                self._serialized,
+                options,
+                providers=[(CUDA, settings)],
+                enable_fallback=0,
+                disabled_optimizers=[CPU_LAYOUT],
             )
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
             raise cannot_run(error, capture=capture) from error

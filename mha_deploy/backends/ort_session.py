@@ -39,9 +39,16 @@ def import_onnxruntime(extra: str) -> Any:
     return onnxruntime
 
 
-def session_options(ort: Any, graph: ir.Model) -> Any:
-    """Options of a session that is told where the graph keeps its weights, and keeps quiet."""
+def session_options(ort: Any, graph: ir.Model, *, level: str) -> Any:
+    """Options of a session that knows where the graph keeps its weights and writes no log.
+
+    Args:
+        ort: The package.
+        graph: The graph.
+        level: What ONNX Runtime may rewrite: `BASIC` or `ALL`.
+    """
     options = ort.SessionOptions()
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
     options.log_severity_level = _SILENT
     folder = weights_folder(graph)
     if folder is not None:

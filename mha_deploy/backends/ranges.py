@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.backends.ort import OrtCpuRunner
+from mha_deploy.backends import open_runner
 from mha_deploy.graph.file import graph_of
 from mha_deploy.graph.mixed import RangeMeter, Ranges
 from mha_deploy.graph.mixed.measure import SLICE_BYTES, Cases
@@ -29,6 +29,6 @@ def measure_ranges(model: Path | ir.Model, cases: Cases, *, slice_bytes: int = S
 
 
 def _run(model: ir.Model, cases: Cases) -> Iterator[Mapping[str, np.ndarray]]:
-    with OrtCpuRunner(model) as runner:
+    with open_runner("ort-cpu", model) as runner:
         for feeds in cases.values():
             yield runner.run(feeds)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mha_deploy.backends.timing import Timing, TimingPlan
 
 Arrays = Mapping[str, np.ndarray]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class Runner(ABC):
     outputs: Mapping[str, TensorInfo]
     device: str = "cpu"
     """Where it computes: `cpu`, or the name of the GPU."""
+    can_step: bool = False
+    """Whether it keeps a KV cache on its device and offers `stepper`."""
 
     @abstractmethod
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -54,6 +57,16 @@ class Runner(ABC):
         raise DeployError(
             f"{self.name} checks a graph on the CPU; its time would say nothing about a GPU.", got=self.device
         )
+
+    def apply(self, function: Callable[..., T], *arguments: Any, step: str = "") -> T:
+        """Call a function of a module on the runner, in the process in which the runtime is.
+
+        Args:
+            function: Takes the runner, and the arguments.
+            *arguments: What else it takes.
+            step: What it does, for the message of a runtime that crashes meanwhile.
+        """
+        return function(self, *arguments)
 
     def close(self) -> None:  # noqa: B027 (most runtimes hold nothing that Python does not free)
         """Give the runtime's resources back."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mha_deploy.cli.options import Json, print_json
+from mha_deploy.cli.options import InProcess, Json, TimeLimit, print_json
 from mha_deploy.cli.progress import steps
 from mha_deploy.cli.validate import Backends, EngineName, Kernels, Samples, refuse_unwritable
 from mha_deploy.errors import EXIT_VERDICT_FAILED
@@ -36,6 +36,8 @@ def bench(
     kernels: Kernels = False,
     out: Out = None,
     markdown: Markdown = False,
+    in_process: InProcess = False,
+    time_limit: TimeLimit = None,
     json: Json = False,
 ) -> None:
     """Time engines, ONNX Runtime and PyTorch's own ways side by side, over batches and lengths."""

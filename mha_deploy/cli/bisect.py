@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mha_deploy.cli.options import BundleFolder, Json, print_json
+from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json
 from mha_deploy.cli.progress import OnStep, steps
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 
@@ -28,6 +28,8 @@ def bisect(
             help="A runtime or the name of an engine; the first engine that runs here unless given."
         ),
     ] = None,
+    in_process: InProcess = False,
+    time_limit: TimeLimit = None,
     json: Json = False,
 ) -> None:
     """Find the first attention, and then the first node, at which an engine or runtime leaves the oracle."""

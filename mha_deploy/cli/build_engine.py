@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mha_deploy.cli.options import BundleFolder, Json, print_json
+from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json
 from mha_deploy.cli.progress import steps
 from mha_deploy.engine.options import EngineOptions, parse_ranges
 from mha_deploy.errors import EXIT_VERDICT_FAILED
@@ -89,6 +89,8 @@ def build_engine(
     accumulate: Accumulate = EngineOptions.accumulate,
     gqa: Gqa = None,
     overwrite: Replace = False,
+    in_process: InProcess = False,
+    time_limit: TimeLimit = None,
     json: Json = False,
 ) -> None:
     """Build a TensorRT engine from a bundle, and prove that it is fused and in the right precision."""

@@ -21,12 +21,14 @@ from mha_deploy.cli.export import Factory, Weights, export_with_progress, print_
 from mha_deploy.cli.options import (
     Axes,
     Cache,
+    InProcess,
     Json,
     ModelOrFactory,
     Overwrite,
     Precision,
     Projections,
     Seed,
+    TimeLimit,
     print_json,
     spec_from_options,
 )
@@ -79,6 +81,8 @@ def deploy(
     engine: Annotated[bool, typer.Option(help="Whether to build an engine.")] = True,
     latency: Latency = None,
     overwrite: Overwrite = False,
+    in_process: InProcess = False,
+    time_limit: TimeLimit = None,
     json: Json = False,
 ) -> None:
     """Export a model, build an engine, run it against the FP64 oracle and beside PyTorch: the whole way."""

@@ -42,6 +42,23 @@ Cache = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights and inputs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+InProcess = Annotated[
+    bool,
+    typer.Option(
+        "--in-process",
+        callback=lambda value: _isolated("enabled", not value) if value else value,
+        help="Run ONNX Runtime, TensorRT and PyTorch in this process, for a debugger: a crash then ends it.",
+    ),
+]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(
+        "--time-limit",
+        min=1.0,
+        callback=lambda value: _isolated("limit_s", value) if value is not None else value,
+        help="Seconds after which a call of a runtime counts as hung. default: 3600",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there already.")]
 
 
@@ -80,6 +97,14 @@ def _parse_axis(text: str) -> tuple[str, Axis]:
     if not separator:
         raise SpecError("An axis option has no range.", got=text, hint="--axis S=min:opt:max")
     return name, Axis.parse(sizes, name=name)
+
+
+def _isolated(setting: str, value: Any) -> Any:
+    """Set how native code is run; see `backends.child`."""
+    from mha_deploy.backends.child import isolation
+
+    setattr(isolation, setting, value)
+    return value
 
 
 def print_json(data: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mha_deploy.cli.options import BundleFolder, Json, print_json
+from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json
 from mha_deploy.cli.progress import steps as progress
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.validate.options import ValidateOptions
@@ -98,6 +98,8 @@ def validate(
     out: Out = None,
     report: Write = True,
     self_test: SelfTest = False,
+    in_process: InProcess = False,
+    time_limit: TimeLimit = None,
     json: Json = False,
 ) -> None:
     """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch."""

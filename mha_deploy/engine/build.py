@@ -14,6 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from mha_deploy.backends.child import call_isolated, isolation, send_to_parent
 from mha_deploy.backends.tensorrt import (
     BuildRequest,
     BuiltEngine,
@@ -50,13 +51,15 @@ from mha_deploy.engine.record import (
     write_engine,
 )
 from mha_deploy.engine.trial import unprepared_profiles
+from mha_deploy.engine.unrecognised import with_unrecognised
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.eligibility import Eligibility
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.model_spec import ModelSpec
 from mha_deploy.module_spec import ModuleSpec
-from mha_deploy.plugins.load import load_plugins
+from mha_deploy.plugins.library import PluginLibrary
+from mha_deploy.plugins.load import find_plugins, load_plugins
 
 # Where the best account of an engine's kernels is, best first.
 _SOURCES = ("inspector", "plan", "log")
@@ -78,7 +81,7 @@ def engine_from_bundle(
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
     open_ways = ways(rt, options, bundle.manifest.precision.name)
     if any(way.attention == PLUGIN for way in open_ways):
-        load_plugins(rt)  # a missing library is better told before a long build than after it
+        find_plugins(rt)  # a missing library is better told before a long build than after it
     build = partial(_engine_at, bundle=bundle, rt=rt, asked=options.attention, on_progress=on_progress)
     if len(open_ways) > 1:
         return fastest_engine(bundle, options, path, open_ways, build)
@@ -96,7 +99,7 @@ def _engine_at(
 ) -> Engine:
     """Build one engine, as the options ask for it and in no other way."""
     model = load_graph(bundle.model_path)
-    library = load_plugins(rt) if options.attention == PLUGIN else None
+    library = find_plugins(rt) if options.attention == PLUGIN else None
     lowered, answers = lowered_for(rt, model, options)
     ranges = list(options.profiles) or default_profiles(
         bundle.manifest.spec, one=not rt.can.prepare_second_profile
@@ -104,8 +107,9 @@ def _engine_at(
     cache = bundle.path / FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
     with _on_disk(lowered, bundle.path) as onnx_path:
         request = _request(bundle, rt, options, onnx_path, ranges, cache)
-        built = with_carried(build_with(rt, request, on_progress), lowered)
+        built = with_carried(_built(rt, request, library, on_progress), lowered)
     verdict = judge_engine(built, lowered, model, bundle.manifest.precision.name, len(ranges))
+    verdict = with_unrecognised(verdict, bundle.manifest, profiles=len(ranges))
     manifest = _manifest(bundle, rt, built, verdict, answers, dialect_for(rt, options), ranges, request)
     if library is not None:
         manifest = with_library(manifest, library, lowered, asked=asked, accumulate=options.accumulate)
@@ -122,6 +126,32 @@ def _engine_at(
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
             write_atomically(cache, built.timing_cache)
     return engine
+
+
+def _built(
+    rt: TensorRT, request: BuildRequest, library: PluginLibrary | None, on_progress: OnProgress | None
+) -> BuiltEngine:
+    """Build in a child process: parsers and builders were seen ending theirs."""
+    if not (isolation.enabled and rt.in_every_process):
+        if library is not None:
+            load_plugins(rt)
+        return build_with(rt, request, on_progress)
+    return call_isolated(
+        rt.backend,
+        _built_in_child,
+        request,
+        library is not None,
+        title=rt.title,
+        step="building the engine",
+        on_message=None if on_progress is None else lambda told: on_progress(*told),
+    )
+
+
+def _built_in_child(request: BuildRequest, with_plugins: bool) -> BuiltEngine:
+    rt = load(request.backend)
+    if with_plugins:
+        load_plugins(rt)
+    return build_with(rt, request, lambda *told: send_to_parent(told))
 
 
 def judge_engine(

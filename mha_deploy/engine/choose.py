@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from mha_deploy.backends.cuda import open_gpu
+from mha_deploy.backends.runner import Runner
 from mha_deploy.backends.tensorrt import EngineError
-from mha_deploy.backends.tensorrt.run import TensorRTRunner
 from mha_deploy.bundle import Bundle
 from mha_deploy.engine.attention import FP16, FP32, NATIVE, PLUGIN, Way
 from mha_deploy.engine.options import EngineOptions
@@ -180,7 +180,7 @@ def _built(way: Way, path: Path, options: EngineOptions, build: Build) -> Trial:
 def _time(trials: Sequence[Trial], bundle: Bundle) -> None:
     precision = bundle.manifest.precision
     with ExitStack() as owned:
-        running: list[tuple[Trial, TensorRTRunner]] = []
+        running: list[tuple[Trial, Runner]] = []
         for trial in trials:
             runner = _opened(trial)
             if runner is not None:
@@ -195,7 +195,7 @@ def _time(trials: Sequence[Trial], bundle: Bundle) -> None:
                     _time_one(trial, runner, case, precision)
 
 
-def _opened(trial: Trial) -> TensorRTRunner | None:
+def _opened(trial: Trial) -> Runner | None:
     """The runner of a trial; None where it was not built or cannot be loaded, which the trial then says."""
     if trial.engine is None:
         return None
@@ -208,7 +208,7 @@ def _opened(trial: Trial) -> TensorRTRunner | None:
         return None
 
 
-def _cases(cases: Iterable[GoldenCase], runners: Sequence[TensorRTRunner]) -> list[GoldenCase]:
+def _cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[GoldenCase]:
     """The usual cases that all engines admit, or else the first case that they do."""
     admitted = [case for case in cases if all(runner.profiles_for(case.inputs) for runner in runners)]
     if not admitted:
@@ -219,7 +219,7 @@ def _cases(cases: Iterable[GoldenCase], runners: Sequence[TensorRTRunner]) -> li
     return [case for case in admitted if case.name in _TIMED] or admitted[:1]
 
 
-def _time_one(trial: Trial, runner: TensorRTRunner, case: GoldenCase, precision: Precision) -> None:
+def _time_one(trial: Trial, runner: Runner, case: GoldenCase, precision: Precision) -> None:
     try:
         results = [runner.run(case.inputs)]
         timing = runner.time(case.inputs)
@@ -228,7 +228,7 @@ def _time_one(trial: Trial, runner: TensorRTRunner, case: GoldenCase, precision:
         return
     for result in (*results, *timing.results):
         for verdict in judge_case(case, result, precision):
-            if not verdict.passed:
+            if verdict.is_wrong:
                 trial.refused = f"wrong answer in {case.name}, {verdict.output}: {verdict.problem}"
                 return
     trial.times[case.name] = min(timing.p50, trial.times.get(case.name, math.inf))

@@ -1,7 +1,9 @@
-"""From an engine on disk to a runner, on the machine that it fits."""
+"""From an engine on disk to a runner, on the machine that it fits, in a process of its own."""
 
 from __future__ import annotations
 
+from mha_deploy.backends.child import open_isolated
+from mha_deploy.backends.runner import Runner
 from mha_deploy.backends.tensorrt.run import TensorRTRunner
 from mha_deploy.backends.tensorrt.versions import load
 from mha_deploy.backends.tensorrt.volumes import LargeTensor
@@ -12,7 +14,7 @@ from mha_deploy.plugins.load import load_needed
 from mha_deploy.plugins.search import why_missing
 
 
-def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> TensorRTRunner:
+def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> Runner:
     """Load an engine into the TensorRT that built it.
 
     Args:
@@ -32,6 +34,15 @@ def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> TensorRTRu
             got="; ".join(reasons),
             hint=_where_to_go(engine, first_gpu() is not None),
         )
+    rt = load(manifest.backend)
+    if not rt.in_every_process:
+        return open_in_this_process(engine, cuda_graph)
+    return open_isolated(rt.backend, rt.title, open_in_this_process, engine, cuda_graph)
+
+
+def open_in_this_process(engine: Engine, cuda_graph: bool = True) -> TensorRTRunner:
+    """Load an engine that fits this machine; see `open_engine_runner`."""
+    manifest = engine.manifest
     # The runtime inside a version-compatible engine is code, and is run: only where it was asked for.
     host_code = bool(manifest.options.get("version_compatible"))
     plan, rt = engine.path.read_bytes(), load(manifest.backend)

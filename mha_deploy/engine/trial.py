@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
-from mha_deploy.backends.tensorrt import TensorRT
+from mha_deploy.backends.child import RuntimeCrash, call_isolated, isolation
+from mha_deploy.backends.tensorrt import TensorRT, load
 from mha_deploy.backends.tensorrt.bound import BoundContext
 from mha_deploy.backends.tensorrt.run import TensorRTRunner
 from mha_deploy.backends.tensorrt.volumes import LargeTensor
@@ -37,6 +39,24 @@ def unprepared_profiles(
     """
     if rt.can.builds_without_gpu:
         return []
+    given = (plan, names, host_code, tuple(large_tensors))
+    if not (isolation.enabled and rt.in_every_process):
+        return _unprepared(rt, *given)
+    try:
+        return call_isolated(
+            rt.backend, _in_child, rt.backend, *given, title=rt.title, step="preparing the new engine"
+        )
+    except RuntimeCrash as crash:
+        return [f"engine built, but it cannot be run: {crash.in_one_line}"]
+
+
+def _in_child(backend: str, *given: Any) -> list[str]:
+    return _unprepared(load(backend), *given)
+
+
+def _unprepared(
+    rt: TensorRT, plan: bytes, names: Sequence[str], host_code: bool, large_tensors: Sequence[LargeTensor]
+) -> list[str]:
     try:
         runner = TensorRTRunner(rt, plan, host_code=host_code, cuda_graph=False, large_tensors=large_tensors)
     except BackendUnavailable:

@@ -6,25 +6,23 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from mha_deploy.backends.runner import Runner
 from mha_deploy.backends.tensorrt import load
-from mha_deploy.backends.tensorrt.run import TensorRTRunner
 from mha_deploy.bundle import Bundle
 from mha_deploy.engine.adhoc import engine_opener
 from mha_deploy.engine.lowered import lowered_for
 from mha_deploy.engine.options import EngineOptions, profile_shapes
 from mha_deploy.engine.record import Engine
-from mha_deploy.plugins.load import load_needed
 
 
-def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], TensorRTRunner]:
+def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
     """A function that builds a lowered graph with the profiles of an engine, and loads it."""
     rt, manifest = load(engine.manifest.backend), bundle.manifest
-    load_needed(rt, engine.manifest.plugins)
     profiles = [profile_shapes(manifest.spec, ranges) for ranges in engine.manifest.ranges]
-    return engine_opener(rt, manifest.precision.name, profiles)
+    return engine_opener(rt, manifest.precision.name, profiles, engine.manifest.plugins)
 
 
-def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], TensorRTRunner]:
+def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
     """A function that builds a variation of a bundle's graph as an engine of it was built, and loads it.
 
     Args:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from mha_deploy.analyze.sizes import odd_sizes
-from mha_deploy.backends.ort import OrtCpuRunner
+from mha_deploy.backends import open_runner
 from mha_deploy.backends.ranges import measure_ranges
+from mha_deploy.backends.runner import Runner
 from mha_deploy.errors import ExportError
 from mha_deploy.export.exported import ExportedModule
 from mha_deploy.export.inputs import to_numpy
@@ -106,7 +107,7 @@ class MixedCapture(ModuleCapture):
     def look_inside(self, case: GoldenCase, values: Collection[str]) -> Insight:
         """Values of the graph in a case that was captured, by their names."""
         insight = super().look_inside(case, values)
-        with OrtCpuRunner(with_outputs(self._graph, values)) as runner:
+        with open_runner("ort-cpu", with_outputs(self._graph, values)) as runner:
             got = runner.run(case.inputs)
         return replace(insight, eager={name: got[name] for name in values})
 
@@ -115,15 +116,14 @@ class MixedCapture(ModuleCapture):
         return array if dtype is None else array.astype(dtype.numpy())
 
     @cached_property
-    def _runner(self) -> OrtCpuRunner:
+    def _runner(self) -> Runner:
         """The mixed graph, loaded once for all cases."""
-        return OrtCpuRunner(self._graph)
+        return open_runner("ort-cpu", self._graph)
 
 
 def _refuse_far(case: GoldenCase) -> None:
     for name, oracle in case.oracle.items():
-        got = case.eager[name].astype(np.float64)
-        off = relative_error(got, oracle)
+        off = relative_error(case.eager[name], oracle)
         if not off <= _LARGEST_ERROR:
             raise ExportError(
                 "The mixed graph is too far from the module.",

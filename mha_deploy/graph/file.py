@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
@@ -44,6 +46,30 @@ def weights_folder(model: ir.Model) -> Path | None:
         if isinstance(value.const_value, ir.ExternalTensor):
             return Path(value.const_value.base_dir)
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedModel:
+    """A graph as another process can take it: its bytes, and the folder of its external weights."""
+
+    content: bytes = field(repr=False)
+    folder: Path | None
+
+    @classmethod
+    def of(cls, model: ir.Model) -> PackedModel:
+        """Pack a graph."""
+        folder = weights_folder(model)
+        return cls(
+            content=ir.to_proto(model).SerializeToString(),
+            folder=None if folder is None else folder.resolve(),
+        )
+
+    def unpacked(self) -> ir.Model:
+        """The graph again; its external weights stay on disk until they are used."""
+        model = ir.from_proto(onnx.ModelProto.FromString(self.content))
+        if self.folder is not None:
+            ir.external_data.set_base_dir(model.graph, self.folder)
+        return model
 
 
 def save_graph(model: ir.Model, path: Path) -> None:

@@ -15,14 +15,23 @@ from mha_deploy.plugins.search import library_for, library_needed
 _loaded: dict[str, PluginLibrary] = {}
 
 
+def find_plugins(rt: TensorRT) -> PluginLibrary:
+    """The library for a TensorRT, which the process that builds or runs an engine then loads.
+
+    Raises:
+        PluginError: There is none, or this TensorRT takes no plugins.
+    """
+    refuse_plugins(rt)
+    return library_for(rt.version)
+
+
 def load_plugins(rt: TensorRT) -> PluginLibrary:
     """Find the library for a TensorRT, and load it.
 
     Raises:
         PluginError: There is none, it cannot be loaded, or this TensorRT takes no plugins.
     """
-    refuse_plugins(rt)
-    return _load(rt, library_for(rt.version))
+    return _load(rt, find_plugins(rt))
 
 
 def load_needed(rt: TensorRT, records: Sequence[Mapping[str, Any]]) -> list[PluginLibrary]:

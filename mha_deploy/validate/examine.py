@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from mha_deploy.backends.child import RuntimeCrash
 from mha_deploy.backends.runner import Runner
 from mha_deploy.backends.timing import KernelTime
 from mha_deploy.errors import DeployError
@@ -186,9 +187,9 @@ class _Sitting:
         try:
             got = self.runner.run(case.inputs)
         except DeployError as error:
-            if self.participant.engine is None:
+            if self.participant.engine is None and not isinstance(error, RuntimeCrash):
                 raise
-            # The engine was built for these shapes: that it cannot run them is a verdict on it.
+            # The engine was built for these shapes: not to run them is a verdict on it. So is a crash.
             return failed_to_run(case, error.in_one_line)
         verdicts = judge_case(case, got, self.exam.precision)
         self._map(case, got, verdicts)

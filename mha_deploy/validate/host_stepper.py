@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from mha_deploy.backends.gpu import GpuRunner
 from mha_deploy.backends.runner import Runner
 from mha_deploy.errors import DeployError
 from mha_deploy.spec import AttentionSpec
@@ -115,6 +114,7 @@ def open_stepper(runner: Runner, spec: AttentionSpec, trace: DecodeTrace) -> Abs
         spec: What the layer is.
         trace: The tokens that it is to be stepped through.
     """
-    if isinstance(runner, GpuRunner) and type(runner)._launcher is not GpuRunner._launcher:
-        return runner.stepper(B=trace.B, T=None if spec.cache == "static" else trace.length)
+    if runner.can_step:
+        keeper: Any = runner
+        return keeper.stepper(B=trace.B, T=None if spec.cache == "static" else trace.length)  # type: ignore[no-any-return]
     return nullcontext(HostStepper(runner, spec, trace.B))

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any
 
-from mha_deploy.backends import CPU_RUNNERS, RUNNERS, available_cpu_backend, open_runner
+from mha_deploy.backends import CPU_RUNNERS, RUNNERS, available_cpu_backend, child, open_runner
 from mha_deploy.backends.cuda import find_gpu
 from mha_deploy.backends.runner import Runner
-from mha_deploy.bundle import Bundle
+from mha_deploy.bundle import Bundle, open_bundle
 from mha_deploy.engine.options import BACKENDS
 from mha_deploy.engine.record import Engine, engines_of
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.versions import can_import
-
-if TYPE_CHECKING:
-    from mha_deploy.baselines.runner import Models
 
 PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX = "pytorch", "onnxruntime", "tensorrt", "onnx"
 
@@ -87,13 +85,6 @@ class Casting:
     def look_for_engines(self) -> None:
         """Forget what was found: there may be a new engine."""
         vars(self).pop("engines", None)
-
-    @cached_property
-    def torch_models(self) -> Models:
-        """PyTorch's modules with the bundle's weights, loaded once for all ways."""
-        from mha_deploy.baselines.runner import models_of
-
-        return models_of(self.bundle)
 
     def named(self, name: str) -> Participant:
         """The participant of that name.
@@ -167,9 +158,21 @@ class Casting:
             raise BackendUnavailable(
                 "PyTorch is not installed.", got=way, hint='pip install "mha-deploy[export]"'
             )
-        from mha_deploy.baselines.runner import open_torch_runner
+        return child.open_isolated(child.PYTORCH, f"PyTorch ({way})", _open_torch, way, self.bundle.path)
 
-        return open_torch_runner(way, self.torch_models)
+
+def _open_torch(way: str, bundle: Path) -> Runner:
+    from mha_deploy.baselines.runner import open_torch_runner
+
+    return open_torch_runner(way, _torch_models(bundle))
+
+
+@lru_cache(maxsize=1)
+def _torch_models(bundle: Path) -> Any:
+    """PyTorch's modules with the bundle's weights, loaded once in a process for all baselines."""
+    from mha_deploy.baselines.runner import models_of
+
+    return models_of(open_bundle(bundle))
 
 
 def _chosen(engines: list[Engine], name: str | None, bundle: Bundle) -> list[Engine]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mha_deploy.analyze.sizes import SizeLimit
 from mha_deploy.backends import CPU_RUNNERS, RUNNERS, open_runner
+from mha_deploy.backends.child import RuntimeCrash
 from mha_deploy.backends.cuda import find_gpu, open_gpu
 from mha_deploy.bundle import Bundle
 from mha_deploy.engine.twin import lowered_opener, twin_opener
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import CaseMaker
 
 OnStep = Callable[[str], None]
+
+ONNX_REFERENCE = "onnx-reference"
 
 # Where everyone is timed: the usual sizes, or the two kinds of call of a layer with a cache.
 _TIMED = ("opt", "prefill", "decode")
@@ -182,19 +185,24 @@ class _Validation:
         """Those who were asked for; what cannot run is an error."""
         named = [self.casting.named(name) for name in dict.fromkeys(self.options.backends)]
         exam = self._with_fresh(exam, [each for each in named if each.engine is not None])
-        return [self._examined(participant, exam) for participant in named]
+        judged = [self._unless_it_crashes(participant, exam) for participant in named]
+        return [each for each in judged if each is not None]
 
     def _graph_and_engines(
         self, exam: Exam, build: Callable[[Examination], None] | None
     ) -> list[Examination]:
         """The graph in a runtime that can be trusted, then the engines that were built from it."""
-        graph = self._first_that_opens(self.casting.graphs(), self._with_fresh(exam, ()))
-        if build is not None and graph.is_right:  # an engine of a wrong graph would only distract
-            build(graph)
+        graph = self._graph(self._with_fresh(exam, ()))
+        if build is not None and graph is not None and graph.is_right:  # that of a wrong graph only distracts
+            try:
+                build(graph)
+            except RuntimeCrash as crash:
+                self.broken.append(Absent(name="engine build", reason=crash.in_one_line))
             self.casting.look_for_engines()
         engines = self.casting.running_engines()
         exam = self._with_fresh(exam, engines) if engines else exam
-        return [graph, *(each for engine in engines if (each := self._examined_engine(engine, exam)))]
+        judged = [graph, *(self._examined_engine(engine, exam) for engine in engines)]
+        return [each for each in judged if each is not None]
 
     def _examined_engine(self, engine: Participant, exam: Exam) -> Examination | None:
         """An engine that fits this machine and cannot be loaded is wrong, not absent."""
@@ -206,13 +214,30 @@ class _Validation:
             self.broken.append(Absent(name=engine.name, reason=error.in_one_line))
         return None
 
-    def _first_that_opens(self, candidates: Sequence[Participant], exam: Exam) -> Examination:
-        for participant in candidates[:-1]:
+    def _graph(self, exam: Exam) -> Examination | None:
+        """The graph in the first runtime that loads it; None where all of them crash."""
+        candidates = self.casting.graphs()
+        for participant in candidates:
             try:
-                return self._examined(participant, exam)
+                examined = self._unless_it_crashes(participant, exam)
             except DeployError as error:
+                if participant is candidates[-1] and not self.broken:
+                    raise
                 self.casting.absent.append(Absent(name=participant.name, reason=error.in_one_line))
-        return self._examined(candidates[-1], exam)
+            else:
+                if examined is not None:
+                    return examined
+        # ONNX's evaluator is slow, and it is Python: it does not crash.
+        known = [participant.name for participant in candidates]
+        return None if ONNX_REFERENCE in known else self._examined(self.casting.named(ONNX_REFERENCE), exam)
+
+    def _unless_it_crashes(self, participant: Participant, exam: Exam) -> Examination | None:
+        """Examine a runtime; one that crashes while it loads the model has failed, and the others go on."""
+        try:
+            return self._examined(participant, exam)
+        except RuntimeCrash as crash:
+            self.broken.append(Absent(name=participant.name, reason=crash.in_one_line))
+            return None
 
     def _examined(self, participant: Participant, exam: Exam) -> Examination:
         # A graph on the CPU is checked there, not timed.
@@ -234,7 +259,13 @@ class _Validation:
         else:
             return examination
         self.on_step(f"{participant.name}: every attention by itself")
-        report = layer_parity(self.bundle, opener)
+        try:
+            report = layer_parity(self.bundle, opener)
+        except RuntimeCrash as crash:
+            self.broken.append(
+                Absent(name=f"{participant.name}, every attention by itself", reason=crash.in_one_line)
+            )
+            return examination
         return replace(examination, parity=(*examination.parity, *([report] if report else [])))
 
     def _baselines(self, exam: Exam) -> list[Examination]:
@@ -256,7 +287,11 @@ class _Validation:
         if not self.bundle.manifest.attention:
             return None
         self.on_step("FP16 range")
-        return fp16_range(self.bundle)
+        try:
+            return fp16_range(self.bundle)
+        except RuntimeCrash as crash:
+            self.notes.append(f"the FP16 range was not measured: {crash.in_one_line}")
+            return None
 
     def _conformance(self) -> ConformanceTable:
         manifest = self.bundle.manifest

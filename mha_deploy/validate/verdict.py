@@ -15,6 +15,7 @@ from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.latency import LatencyPoint
 from mha_deploy.validate.layers import LAYERS
 from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.parity import NOT_VERIFIED, OutputVerdict
 from mha_deploy.validate.participants import TENSORRT, Absent
 from mha_deploy.validate.report import Finding
 
@@ -39,6 +40,7 @@ def findings(
         *_invariance(examinations),
         *(_broken(each) for each in broken),
         *_engines(engines, [each for each in absent if each not in broken], options),
+        *_not_shown(engines, examinations, options),
         *_outside(examinations),
         *_blame(blame),
         *_range(ranges),
@@ -81,8 +83,12 @@ def headline(
         parts[0] = f"the graph is right ({parts[0]})"
         names = ", ".join(engine.path.stem for engine in not_run)
         parts.append(f"engine {names} built and inspected, NOT RUN")
+    if not engines:  # an engine counts the attentions itself
+        parts += [finding.text for finding in found if finding.section == "fusion"]
     for engine in [each.participant.engine for each in ran] or not_run:
-        if engine is not None:
+        if engine is not None and not ran and not engine.is_shown:
+            parts.append("fusion and precision not verified")
+        elif engine is not None:
             precision = engine.manifest.verdict["precision"]["status"].replace("-", " ")
             parts += [engine.manifest.fusion_told, precision]
     return ", ".join([*parts, *_speed((ran or judged)[0], points)])
@@ -119,12 +125,18 @@ def _speed(subject: Examination, points: Sequence[LatencyPoint]) -> Iterator[str
 def _parity(examinations: Sequence[Examination]) -> Iterator[Finding]:
     for each in examinations:
         for report in each.parity:
-            wrong = [verdict for verdict in report.verdicts if not verdict.passed]
-            if wrong:
-                what = "attentions" if report.cases == LAYERS else "outputs"
-                text = f"{each.label} is wrong on {len(wrong)} of {len(report.verdicts)} {what}"
-                first = f"{wrong[0].case}/{wrong[0].output}: {wrong[0].problem}"
-                yield Finding(level=FAILURE, section="parity", text=f"{text} ({report.cases}; {first})")
+            what = "attentions" if report.cases == LAYERS else "outputs"
+            wrong = [verdict for verdict in report.verdicts if verdict.is_wrong]
+            unknown = [verdict for verdict in report.verdicts if not verdict.passed and not verdict.is_wrong]
+            for verdicts, status in ((wrong, "wrong"), (unknown, NOT_VERIFIED)):
+                if verdicts:
+                    text = f"{each.label} is {status} on {len(verdicts)} of {len(report.verdicts)} {what}"
+                    first = f"{verdicts[0].case}/{verdicts[0].output}: {_reason(verdicts[0])}"
+                    yield Finding(level=FAILURE, section="parity", text=f"{text} ({report.cases}; {first})")
+
+
+def _reason(verdict: OutputVerdict) -> str:
+    return (verdict.problem or "").removeprefix(f"{NOT_VERIFIED}: ")
 
 
 def _stepping(examinations: Sequence[Examination]) -> Iterator[Finding]:
@@ -134,8 +146,10 @@ def _stepping(examinations: Sequence[Examination]) -> Iterator[Finding]:
             yield Finding(level=WARNING, section="decode", text=text)
         for report in each.stepping:
             if not report.passed:
-                first = report.failures[0]
-                text = f"{each.label} decodes wrongly ({first.case}/{first.output}: {first.problem})"
+                failures = report.failures
+                first = next((failure for failure in failures if failure.is_wrong), failures[0])
+                status = "decodes wrongly" if first.is_wrong else f"is {NOT_VERIFIED} when decoding"
+                text = f"{each.label} {status} ({first.case}/{first.output}: {_reason(first)})"
                 yield Finding(level=FAILURE, section="decode", text=text)
 
 
@@ -170,6 +184,21 @@ def _engines(
             yield Finding(level=NOTE, section="engine", text=text)
 
 
+def _not_shown(
+    engines: Sequence[Engine], examinations: Sequence[Examination], options: ValidateOptions
+) -> Iterator[Finding]:
+    """Engines of which nothing is known but what their manifests claim."""
+    level = FAILURE if options.require_fused or options.require_precision else WARNING
+    for engine in engines:
+        ran = any(each.participant.engine is engine and each.parity for each in examinations)
+        if not ran and not engine.is_shown:
+            text = (
+                f"fusion and precision of engine {engine.path.stem} are not verified: "
+                "it did not run here, and only TensorRT can read its plan"
+            )
+            yield Finding(level=level, section="fusion", text=text)
+
+
 def _narrowed(engines: Sequence[Engine]) -> Iterator[Finding]:
     """What an engine multiplies in fewer bits than the graph says, which may overflow."""
     for engine in engines:
@@ -181,8 +210,8 @@ def _narrowed(engines: Sequence[Engine]) -> Iterator[Finding]:
             yield Finding(level=WARNING, section="precision", text=text)
 
 
-def _broken(engine: Absent) -> Finding:
-    text = f"engine {engine.name} fits this machine and cannot be loaded: {engine.reason}"
+def _broken(runtime: Absent) -> Finding:
+    text = f"{runtime.name} fits this machine and failed to run the model: {runtime.reason}"
     return Finding(level=FAILURE, section="engine", text=text)
 
 

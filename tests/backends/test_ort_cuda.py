@@ -38,7 +38,7 @@ CAPTURED = ["tiny-mha", "tiny-gqa", "tiny-padding", "tiny-cross", "tiny-packed"]
 
 def cpu_session(bundle):
     graph = load_graph(bundle.model_path)
-    options = session_options(onnxruntime, graph)
+    options = session_options(onnxruntime, graph, level="ALL")
     placement.record_placement(options)
     path = str(bundle.model_path)
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]), graph

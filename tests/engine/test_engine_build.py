@@ -61,7 +61,7 @@ def test_nothing_but_the_engine_and_its_manifest_is_left(built):
     assert not [path for path in built.path.parents[1].iterdir() if path.name.startswith(".")]
 
 
-def test_what_tensorrt_cannot_hold_is_in_the_manifest_and_explained(bundle, monkeypatch):
+def test_what_tensorrt_cannot_hold_is_in_the_manifest_and_explained(bundle, monkeypatch, in_process):
     told = "Profile kMAX. scores: tensor volume exceeds (2^31)-1, dimensions are [B,(* 4 S),S] Volume exceeds"
     said = [Message(severity="WARNING", text=told)]
     monkeypatch.setattr("mha_deploy.backends.tensorrt.build.warnings", lambda messages: said)

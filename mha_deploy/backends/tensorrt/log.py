@@ -7,12 +7,14 @@ hear nothing from the second build on. One collector per imported module lives a
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mha_deploy.backends.child import is_child
 from mha_deploy.backends.tensorrt.versions import TensorRT
 
 ERRORS = ("INTERNAL_ERROR", "ERROR")
@@ -94,5 +96,7 @@ def _make_logger(trt: Any) -> Any:
             message = Message(severity=getattr(severity, "name", str(severity)), text=str(text))
             for sink in tuple(_sinks):
                 sink.append(message)
+            if is_child():  # should it crash, its parent finds here where it was
+                os.write(2, f"{message.severity}: {message.text}\n".encode(errors="replace"))
 
     return Collector()

@@ -8,6 +8,7 @@ name, and writes the answers into one frozen record that the rest of the backend
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +180,11 @@ class TensorRT:
         """Its name and version, for messages."""
         name = "TensorRT-RTX" if self.backend == "tensorrt-rtx" else "TensorRT"
         return f"{name} {self.version}"
+
+    @property
+    def in_every_process(self) -> bool:
+        """Whether another process that imports the package gets the same: not so for a test's stand-in."""
+        return sys.modules.get(self.module.__name__) is self.module
 
 
 def load(backend: str) -> TensorRT:

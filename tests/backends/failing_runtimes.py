@@ -1,0 +1,101 @@
+"""Runtimes that fail as native code does; a child process finds these functions by their names."""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+
+import numpy as np
+
+from mha_deploy.backends.runner import Runner, TensorInfo
+from mha_deploy.errors import BackendUnavailable
+
+
+class Echo(Runner):
+    """Gives its input back; `fails` is called when `x` has 37 positions."""
+
+    def __init__(self, fails=None):
+        self.name, self._fails = f"echo in {os.getpid()}", fails
+        self.inputs = {"x": TensorInfo(dtype=np.dtype(np.float16), dims=(None,))}
+        self.outputs = dict(self.inputs)
+
+    def checked(self, feeds):
+        return feeds
+
+    def _run(self, feeds):
+        if self._fails is not None and any(37 in array.shape for array in feeds.values()):
+            self._fails()
+        return dict(feeds)
+
+
+def open_echo(fails=None):
+    return Echo(fails)
+
+
+def segmentation_fault():
+    print("the last words of a runtime", file=sys.stderr, flush=True)
+    ctypes.string_at(0)
+
+
+def abort():
+    os.abort()
+
+
+def exit_0():
+    os._exit(0)
+
+
+def exit_3():
+    os._exit(3)
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave():
+    sys.exit(0)
+
+
+def hang():
+    time.sleep(600)
+
+
+def exhaust_memory():
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+    np.ones(1 << 40, np.uint8)
+
+
+def unavailable():
+    raise BackendUnavailable("Not here.", got="nothing", hint="install it")
+
+
+def bug():
+    raise ZeroDivisionError("a bug")
+
+
+def open_ort_that_fails(backend, model):
+    segmentation_fault()
+
+
+def open_ort_that_fails_at_37(backend, model):
+    """ONNX Runtime itself, which crashes at one size."""
+    from mha_deploy.backends import _open_onnxruntime
+
+    runner = _open_onnxruntime(backend, model)
+    run = runner._run
+
+    def crashing(feeds):
+        if any(37 in array.shape for array in feeds.values()):
+            segmentation_fault()
+        return run(feeds)
+
+    runner._run = crashing
+    return runner
+
+
+def build_that_fails(request, with_plugins):
+    print("VERBOSE: Parsing node: attention [Attention]", file=sys.stderr, flush=True)
+    segmentation_fault()
