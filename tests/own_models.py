@@ -80,6 +80,36 @@ class _Gated(HandWritten):
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, E))
 
 
+class _Talking(HandWritten):
+    """A GEMM mixes the heads between the softmax and the product with V."""
+
+    def __init__(self, E=64, Hq=4):
+        super().__init__(E, Hq)
+        self.mix = nn.Linear(Hq, Hq, bias=False)
+
+    def forward(self, x, mask):
+        B, S, E = x.shape
+        q, k, v = (t.view(B, S, self.Hq, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)
+        weights = self.mix(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.out((weights @ v).transpose(1, 2).reshape(B, S, E))
+
+
+def talking():
+    """One attention of three is one with talking heads."""
+    made = unfusable()
+    made.module.blocks[1].attention = _Talking()
+    return made
+
+
+def only_talking():
+    """No attention can be one node."""
+    made = talking()
+    for block in made.module.blocks:
+        block.attention = _Talking()
+    return made
+
+
 def unfusable():
     return Deployable(module=Unfusable(), inputs=examples(), axes={"B": "1:4:8", "S": "1:32:64"})
 

@@ -33,10 +33,11 @@ def lowered_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[
     _refuse_ignored(rt, dialect, options)
     if dialect == PLUGIN:
         # What TensorRT's own kernels can fuse does not matter: the library brings its kernel along.
-        _refuse_without_attention(model)
+        _refuse_without_attention(model, hint="--attention native")
         return lower(model, dialect, linear=options.accumulate == "fp32"), []
     targets = targets_of(rt, options)
-    answers = [answer for target in targets for answer in check_graph(model, target)]
+    # A graph without attention nodes is built as well; the verdict says that none was recognised.
+    answers = [answer for target in targets for answer in judge(attention_nodes(model), target)]
     _refuse_hopeless(answers)
     operators = [finding for target in targets for finding in check_operators(model, target)]
     return lower(model, dialect, **_lowering_options(dialect, answers, operators, options)), answers
@@ -54,7 +55,7 @@ def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:
 
 def check_graph(model: ir.Model, target: Target) -> list[Eligibility]:
     """Can the target take and fuse every attention of a graph?"""
-    _refuse_without_attention(model)
+    _refuse_without_attention(model, hint="export it with mha-deploy")
     return judge(attention_nodes(model), target)
 
 
@@ -68,9 +69,9 @@ def dialect_for(rt: TensorRT, options: EngineOptions) -> str:
     return PLUGIN if options.attention == PLUGIN else dialect_of(rt)
 
 
-def _refuse_without_attention(model: ir.Model) -> None:
+def _refuse_without_attention(model: ir.Model, *, hint: str) -> None:
     if not attention_nodes(model):
-        raise EngineError("The graph has no attention node.", hint="export it with mha-deploy")
+        raise EngineError("The graph has no attention node.", hint=hint)
 
 
 def _refuse_ignored(rt: TensorRT, dialect: str, options: EngineOptions) -> None:
