@@ -63,31 +63,59 @@ def _check_output(source: Path, output: Path, overwrite: bool) -> None:
 
 def _check_weights(original: ir.Model, output: Path, overwrite: bool) -> None:
     """Large weights go to a file beside the graph, which must not take the place of another's."""
-    from mha_deploy.graph.file import weights_folder
+    from mha_deploy.graph.file import weight_files
 
     beside = output.with_name(f"{output.name}.data")
-    if not beside.exists():
-        return
-    if not overwrite:
+    needed = weight_files(original)
+    for path in (output, beside):
+        if path.resolve() in needed:
+            raise DeployError(
+                "The output could replace weights of the input.", got=path, hint="write elsewhere"
+            )
+    if beside.exists() and not overwrite:
         raise DeployError("The file for the weights is there already.", got=beside, hint="--overwrite")
-    folder = weights_folder(original)
-    if folder is not None and folder.resolve() == beside.resolve().parent:
-        raise DeployError(
-            "The output could replace weights of the input.", got=beside, hint="write elsewhere"
-        )
 
 
 def _save(model: ir.Model, output: Path) -> None:
     """Write beside the place and rename: the graph comes last, so that it never lacks its weights."""
     from mha_deploy.graph.file import save_graph
 
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))
+    home = output.absolute().parent
+    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=home))
+    new, old = folder / "new", folder / "old"
     try:
-        save_graph(model, folder / output.name)
-        for part in sorted(folder.iterdir(), key=lambda path: path.name == output.name):
-            part.replace(output.absolute().parent / part.name)
+        new.mkdir()
+        old.mkdir()
+        save_graph(model, new / output.name)
+        parts = sorted((path.name for path in new.iterdir()), key=lambda name: name == output.name)
+        _rename(parts, new, home, old)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rename(parts: Sequence[str], new: Path, home: Path, old: Path) -> None:
+    """Put files in their places, all of them or none.
+
+    Args:
+        parts: Their names, the graph last.
+        new: The folder that they are in.
+        home: The folder that they go to.
+        old: An empty folder, for files that are replaced.
+    """
+    placed = list[str]()
+    try:
+        if len(parts) > 1:  # an old graph must not be found beside new weights
+            for name in (each for each in reversed(parts) if (home / each).exists()):
+                (home / name).replace(old / name)
+        for name in parts:
+            (new / name).replace(home / name)
+            placed.append(name)
+    except BaseException:
+        for name in placed:
+            (home / name).unlink()
+        for name in (each for each in parts if (old / each).exists()):
+            (old / name).replace(home / name)
+        raise
 
 
 def _renderable(report: FuseReport) -> RenderableType:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,8 +74,57 @@ class PackedModel:
         return model
 
 
+def weight_files(model: ir.Model) -> set[Path]:
+    """The files that hold weights of a graph and of the graphs in it, or constants."""
+    weights = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    constants = [attribute.as_tensor() for _, attribute in _constants(model)]
+    outside = [tensor for tensor in (*weights, *constants) if isinstance(tensor, ir.ExternalTensor)]
+    return {Path(tensor.path).resolve() for tensor in outside}
+
+
+def _constants(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Attr]]:
+    for node in (node for graph in model.graphs() for node in graph):
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                yield node, attribute
+
+
 def save_graph(model: ir.Model, path: Path) -> None:
-    """Write an ONNX file, its weights beside it in `<name>.data` where they are large."""
-    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    """Write an ONNX file, its weights beside it in `<name>.data` where they are large.
+
+    Weights that lie in other files are taken along: the new file does not refer to those.
+    """
+    weights = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    size = sum(tensor.nbytes for tensor in weights if tensor is not None)
     external = f"{path.name}.data" if size > EXTERNAL_DATA_FROM else None
-    ir.save(model, path, external_data=external)
+    with _read_into_memory(model, weights=external is None):
+        ir.save(model, path, external_data=external)
+
+
+@contextmanager
+def _read_into_memory(model: ir.Model, *, weights: bool) -> Iterator[None]:
+    """Hold what lies in other files in memory: constants, and if wanted weights."""
+    values, constants = list[tuple[ir.Value, ir.TensorProtocol]](), list[tuple[ir.Node, ir.Attr]]()
+    try:
+        for value in (each for graph in model.graphs() for each in graph.initializers.values()):
+            if weights and isinstance(tensor := value.const_value, ir.ExternalTensor):
+                values.append((value, tensor))
+                value.const_value = _in_memory(tensor)
+        for node, attribute in list(_constants(model)):
+            if isinstance(tensor := attribute.as_tensor(), ir.ExternalTensor):
+                constants.append((node, attribute))
+                node.attributes.add(ir.AttrTensor(attribute.name, _in_memory(tensor)))
+        yield
+    finally:
+        for value, tensor in values:
+            value.const_value = tensor
+        for node, attribute in constants:
+            node.attributes.add(attribute)
+
+
+def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    try:
+        return ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
+    except (OSError, ValueError) as error:
+        what = "The weights of the graph cannot be read."
+        raise DeployError(what, got=f"{tensor.name} in {tensor.path}: {error}") from error

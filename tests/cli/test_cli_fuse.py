@@ -1,8 +1,11 @@
 """`mha-deploy fuse`: the table, the exit code, and the file it writes."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
@@ -46,6 +49,35 @@ def test_what_stays_is_named_and_is_the_exit_code(tmp_path, run_cli):
     assert done.code == 1
     assert "not fused: The softmax runs over axis -2" in " ".join(done.out.split())
     assert (tmp_path / "out.onnx").is_file()
+
+
+TALKING = """
+<ir_version: 10, opset_import: ["" : 18]>
+g (float[B,4,S,8] q, float[B,4,S,8] k, float[B,4,S,8] v) => (float[B,4,S,8] y)
+<float[4,4] mix = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}> {
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   s0 = MatMul (q, kt)
+   p0 = Softmax (s0)
+   q1 = MatMul (p0, v)
+   s = MatMul (q1, kt)
+   p = Softmax (s)
+   p1 = Transpose <perm = [0, 2, 3, 1]> (p)
+   p2 = MatMul (p1, mix)
+   p3 = Transpose <perm = [0, 3, 1, 2]> (p2)
+   y = MatMul (p3, v)
+}"""
+
+
+def test_talking_heads_beside_a_plain_attention_are_the_exit_code(tmp_path, run_cli):
+    onnx.save(onnx.parser.parse_model(TALKING), tmp_path / "in.onnx")
+    done = run_cli("fuse", tmp_path / "in.onnx", "-o", tmp_path / "out.onnx", "--json")
+    told = json.loads(done.out)
+    assert done.code == 1
+    assert (told["complete"], len(told["fused"]), [each["name"] for each in told["unfused"]]) == (
+        False,
+        1,
+        ["p"],
+    )
 
 
 def test_json(source, tmp_path, run_cli):
@@ -128,3 +160,127 @@ def test_what_was_changed_about_attention_nodes_is_said_once(tmp_path, run_cli):
     assert text.count("K and V are not repeated: 2 heads for 4") == 1
     assert "changed: layers.0.attention and 1 more: K and V are not repeated" in text
     assert "0 fused, 0 not, 2 were Attention already" in text
+
+
+# -- weights in other files ----------------------------------------------------------------------------
+
+
+def with_weights(path, *, data="weights.bin", inside_if=False):
+    """An attention whose Q is multiplied by a weight in another file."""
+    projection = helper.make_node("MatMul", ["x", "w"], ["q"])
+    weight = onnx.numpy_helper.from_array(np.arange(1024, dtype=np.float32).reshape(32, 32) / 1024, "w")
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4, 5, 32])]
+    inputs += [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4, 5, 32]) for name in "kv"]
+    nodes, weights = [projection], [weight]
+    if inside_if:
+        branch = helper.make_graph(
+            [projection], "b", [], [helper.make_tensor_value_info("q", TensorProto.FLOAT, None)], [weight]
+        )
+        inputs.append(helper.make_tensor_value_info("c", TensorProto.BOOL, []))
+        nodes, weights = [helper.make_node("If", ["c"], ["q"], then_branch=branch, else_branch=branch)], []
+    nodes += [
+        helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q", "kt"], ["s"]),
+        helper.make_node("Softmax", ["s"], ["p"], name="weights"),
+        helper.make_node("MatMul", ["p", "v"], ["y"]),
+    ]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4, 5, 32])]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    for tensor in [each for each in graph_weights(model.graph) if each.name == "w"]:
+        offset = (path.parent / data).stat().st_size if (path.parent / data).exists() else 0
+        with (path.parent / data).open("ab") as file:
+            file.write(tensor.raw_data)
+        onnx.external_data_helper.set_external_data(tensor, data, offset, len(tensor.raw_data))
+        tensor.ClearField("raw_data")
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def graph_weights(graph):
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from graph_weights(attribute.g)
+
+
+def results(path):
+    """What ONNX Runtime computes from a file, its external data read from the file's own folder."""
+    session = onnxruntime.InferenceSession(path)
+    random = np.random.default_rng(0)
+    feeds = {
+        each.name: np.array(True)
+        if each.type == "tensor(bool)"
+        else random.standard_normal(each.shape, np.float32)
+        for each in session.get_inputs()
+    }
+    return session.run(None, feeds)[0]
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("inside_if", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_weights_of_another_folder_come_along(
+    elsewhere, inside_if, large, tmp_path, run_cli, monkeypatch
+):
+    if large:
+        monkeypatch.setattr("mha_deploy.graph.file.EXTERNAL_DATA_FROM", 1024)
+    home = tmp_path / "in"
+    home.mkdir()
+    source = with_weights(home / "in.onnx", inside_if=inside_if)
+    before = {path.name: path.read_bytes() for path in home.iterdir()}
+    output = (tmp_path / "out" if elsewhere else home) / "out.onnx"
+    output.parent.mkdir(exist_ok=True)
+    want = results(source)
+    for more in ([], ["--overwrite"]):
+        done = run_cli("fuse", source, "-o", output, *more)
+        assert done.code == 0, done.err
+        assert {name: (home / name).read_bytes() for name in before} == before
+        assert "Attention" in [node.op_type for node in onnx.load(output).graph.node]
+        np.testing.assert_allclose(results(output), want, atol=1e-5)
+    made = {path.name for path in output.parent.iterdir()} - set(before)
+    assert made == {"out.onnx", "out.onnx.data"} if large else {"out.onnx"}
+
+
+def test_the_input_s_weights_are_never_replaced(tmp_path, refused):
+    source = with_weights(tmp_path / "in.onnx", data="out.onnx.data")
+    before = (tmp_path / "out.onnx.data").read_bytes()
+    for output in ("out.onnx", "out.onnx.data"):
+        refused("fuse", source, "-o", tmp_path / output, "--overwrite", what="weights of the input")
+    assert (tmp_path / "out.onnx.data").read_bytes() == before
+
+
+@pytest.mark.parametrize("broken", ["missing", "short"])
+def test_weights_that_cannot_be_read(broken, tmp_path, run_cli):
+    source = with_weights(tmp_path / "in.onnx")
+    (tmp_path / "weights.bin").unlink()
+    if broken == "short":
+        (tmp_path / "weights.bin").write_bytes(b"1234")
+    output = tmp_path / "out.onnx"
+    output.write_text("mine")
+    done = run_cli("fuse", source, "-o", output, "--overwrite")
+    assert (done.code, output.read_text()) == (2, "mine"), done.err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("failing", [b"my weights", None])
+def test_a_rename_that_fails_leaves_the_old_pair(failing, tmp_path, run_cli, monkeypatch):
+    """The old weights cannot be moved, or the new graph, which comes last."""
+    monkeypatch.setattr("mha_deploy.graph.file.EXTERNAL_DATA_FROM", 1024)
+    home, output = tmp_path / "out", tmp_path / "out" / "out.onnx"
+    home.mkdir()
+    source = with_weights(tmp_path / "in.onnx")
+    output.write_text("my graph")
+    (home / "out.onnx.data").write_text("my weights")
+    before = {path.name: path.read_bytes() for path in home.iterdir()}
+    right = Path.replace
+
+    def fails(path, target):
+        new = Path(target) == output and path.read_bytes() != b"my graph"
+        if new if failing is None else path.read_bytes() == failing:
+            raise OSError("the disk is gone")
+        return right(path, target)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    assert run_cli("fuse", source, "-o", output, "--overwrite").code == 2
+    assert {path.name: path.read_bytes() for path in home.iterdir()} == before
