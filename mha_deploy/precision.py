@@ -48,6 +48,13 @@ PRECISIONS = {
 }
 
 
+def smallest_normal(dtype: np.dtype) -> float:
+    """The smallest positive number of a floating-point type that still has all its digits."""
+    import ml_dtypes  # here, so that `--help` need not wait for NumPy
+
+    return float(ml_dtypes.finfo(dtype).smallest_normal)
+
+
 def find_precision(name: str) -> Precision:
     """Look a precision up by name."""
     if name not in PRECISIONS:

@@ -70,6 +70,27 @@ def by_keyword():
     return deployable(function, table=nn.Parameter(torch.randn(E, E)))
 
 
+def zero_head():
+    """A head that is initialised to zero, as untrained models have it."""
+    made = deployable(lambda self, x: self.head(self.a(x)), head=nn.Linear(E, 8))
+    nn.init.zeros_(made.module.head.weight)
+    nn.init.zeros_(made.module.head.bias)
+    return made
+
+
+def zero_attention():
+    """An attention that adds nothing yet."""
+    made = deployable(lambda self, x: x + self.a(x))
+    nn.init.zeros_(made.module.a.v.weight)
+    nn.init.zeros_(made.module.a.v.bias)
+    return made
+
+
+def shrinking():
+    """Activations that FP16 loses on their way."""
+    return deployable(lambda self, x: self.a(x) * 1e-4 * 1e-4 * 1e-4)
+
+
 class Rotated(nn.Module):
     """A rotary embedding with a table of complex numbers, as LLaMA's first code has it."""
 

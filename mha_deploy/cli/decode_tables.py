@@ -45,7 +45,9 @@ def _problems(report: SteppingReport) -> Iterator[Text]:
 def _problem(verdict: OutputVerdict) -> str:
     """Why a step failed; the sentence has the place already."""
     words, worst = f"{verdict.case}/{verdict.output}: {verdict.problem}", verdict.deviation
-    return words if worst is None else f"{words}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}"
+    if worst is None or not verdict.is_wrong:
+        return words
+    return f"{words}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}"
 
 
 def _head(report: SteppingReport) -> Text:

@@ -10,7 +10,15 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from mha_deploy.cli.table_parts import extras, problem_text, share_text, sizes_text, table, verdict_text
+from mha_deploy.cli.table_parts import (
+    extras,
+    failed_status,
+    problem_text,
+    share_text,
+    sizes_text,
+    table,
+    verdict_text,
+)
 from mha_deploy.report.alike import named, together, without_numbers
 from mha_deploy.validate.parity import OutputVerdict, ParityReport
 
@@ -57,7 +65,7 @@ def _head(report: ParityReport) -> Text:
     wrong, count = sum(not verdict.passed for verdict in report.verdicts), len(report.verdicts)
     if report.passed:
         return Text(f"PASSED  {count}/{count} attentions right", style="bold green")
-    return Text(f"FAILED  {wrong} of {count} attentions are wrong", style="bold red")
+    return Text(f"FAILED  {wrong} of {count} attentions are {failed_status(report)}", style="bold red")
 
 
 def _where(report: ParityReport) -> Text:

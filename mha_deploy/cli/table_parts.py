@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from mha_deploy.validate.parity import OutputVerdict
+from mha_deploy.validate.parity import NOT_VERIFIED, OutputVerdict, ParityReport
 
 
 def table(title: str | None = None, *, expand: bool = False) -> Table:
@@ -30,14 +30,21 @@ def share_text(share: float) -> str:
 
 def verdict_text(verdict: OutputVerdict) -> Text:
     """Whether an output is right."""
+    if not verdict.passed and not verdict.is_wrong:
+        return Text(NOT_VERIFIED, style="yellow")
     return Text("passed", style="green") if verdict.passed else Text("FAILED", style="red")
+
+
+def failed_status(report: ParityReport) -> str:
+    """What is true of the outputs that did not pass."""
+    return "wrong" if any(verdict.is_wrong for verdict in report.verdicts) else NOT_VERIFIED
 
 
 def problem_text(verdict: OutputVerdict) -> Text:
     """Why an output failed, and where it is worst."""
     text = f"{verdict.case}/{verdict.output}: {verdict.problem}"
     worst = verdict.deviation
-    if worst is not None:
+    if worst is not None and verdict.is_wrong:
         place = list(worst.worst_index)
         text += f"; worst at {place}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}"
     return Text(text, style="red")

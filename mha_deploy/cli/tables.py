@@ -14,7 +14,15 @@ from rich.text import Text
 from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
 from mha_deploy.bundle import Bundle
 from mha_deploy.cli.module_tables import layers_renderable, module_attention_renderable
-from mha_deploy.cli.table_parts import extras, problem_text, share_text, sizes_text, table, verdict_text
+from mha_deploy.cli.table_parts import (
+    extras,
+    failed_status,
+    problem_text,
+    share_text,
+    sizes_text,
+    table,
+    verdict_text,
+)
 from mha_deploy.module_spec import ModuleSpec
 from mha_deploy.precision import PRECISIONS
 from mha_deploy.report.decode import prompts_text
@@ -156,7 +164,7 @@ def _outputs_renderable(report: ParityReport) -> RenderableType:
     head = (
         Text(f"PASSED  {count}/{count} outputs within budget", style="bold green")
         if report.passed
-        else Text(f"FAILED  {failed} of {count} outputs are wrong", style="bold red")
+        else Text(f"FAILED  {failed} of {count} outputs are {failed_status(report)}", style="bold red")
     )
     where = Text(f"{report.model} {report.precision} on {report.backend}, errors against the FP64 oracle")
     problems = [problem_text(verdict) for verdict in report.verdicts if not verdict.passed]

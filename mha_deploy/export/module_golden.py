@@ -116,7 +116,7 @@ def relative_error(got: np.ndarray, oracle: np.ndarray) -> float:
 
     Numbers below those lose their digits, whatever program computes them.
     """
-    smallest = 1.0 if got.dtype.kind in "iub" else smallest_normal(got.dtype)
+    smallest = 1e-30 if got.dtype.kind in "iub" else smallest_normal(got.dtype)
     error = float(np.linalg.norm(got.astype(np.float64) - oracle))
     return error / max(float(np.linalg.norm(oracle)), smallest * math.sqrt(max(got.size, 1)))
 

@@ -76,7 +76,7 @@ PARITY_VERDICT = {
     "sizes": field(SIZES, "axis sizes"),
     "output": field(TEXT, "name of the output"),
     "passed": field(FLAG, "whether the output is within its budget"),
-    "problem": maybe(TEXT, "why it failed; null if it passed"),
+    "problem": maybe(TEXT, "why it failed or is not verified; null if it passed"),
     "deviation": maybe(
         Record(fields=DEVIATION),
         "the error; null where there was nothing to measure (name, type, shape, values that are not finite)",

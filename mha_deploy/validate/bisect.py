@@ -169,7 +169,7 @@ class _Search:
         while wrong - right > 1:
             middle = (right + wrong) // 2
             found = self._judged_attention(names[middle])
-            if found.passed:
+            if not found.is_wrong:
                 right = middle
             else:
                 wrong, verdict = middle, found
@@ -232,7 +232,7 @@ class _Search:
 
     @staticmethod
     def _first_wrong(verdicts: Sequence[OutputVerdict]) -> OutputVerdict | None:
-        return next((verdict for verdict in verdicts if not verdict.passed), None)
+        return next((verdict for verdict in verdicts if verdict.is_wrong), None)
 
 
 def _is_float(node: ir.Node) -> bool:

@@ -144,7 +144,7 @@ class _Inquiry:
                 verdicts = [verdict for case in self.cases for verdict in self._judged(runner, case)]
             except DeployError as error:
                 return self._keep(Trial(name=name, passed=None, problem=f"could not be run: {_line(error)}"))
-        wrong = next((verdict for verdict in verdicts if not verdict.passed), None)
+        wrong = next((verdict for verdict in verdicts if verdict.is_wrong), None)
         problem = None if wrong is None else f"{wrong.case}/{wrong.output}: {wrong.problem}"
         return self._keep(Trial(name=name, passed=wrong is None, share=_share(verdicts), problem=problem))
 

@@ -269,7 +269,7 @@ class _Bench:
             chosen = [given[min(turn, len(given) - 1)] if given else None for given in rows]
             result = {name: self._together(name, chosen) for name in self.case.oracle}
             verdicts = judge_case(self.case, result, self.precision)
-            problem = problem or next((_problem(v, chosen) for v in verdicts if v.problem), None)
+            problem = problem or next((_problem(v, chosen) for v in verdicts if v.is_wrong), None)
             share = max(share, *(math.inf if v.share is None else v.share for v in verdicts))
             bitwise = bitwise and all(_same(result[name], self.plain[name]) for name in result)
         return _Verdict(problem=problem, bitwise=bitwise, share=share)

@@ -255,6 +255,6 @@ def time_case(
 def _problem(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision: Precision) -> str | None:
     for result in results:
         for verdict in judge_case(case, result, precision):
-            if not verdict.passed:
+            if verdict.is_wrong:
                 return f"{verdict.output}: {verdict.problem}"
     return None

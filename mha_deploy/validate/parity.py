@@ -10,13 +10,18 @@ import numpy as np
 
 from mha_deploy.backends.runner import Runner
 from mha_deploy.golden import GoldenCase
-from mha_deploy.precision import Precision
+from mha_deploy.precision import Precision, smallest_normal
 from mha_deploy.validate.budget import FACTORS, Budget, budget_from_eager
 from mha_deploy.validate.cache_parity import new_rows
 from mha_deploy.validate.deviation import Deviation, measure
 
 # How the problem of a case begins that gave no numbers to judge.
 _NOT_RUN = "could not be run"
+
+# How the problem of an output begins that any result of zeros would match.
+NOT_VERIFIED = "not verified"
+_ALL_ZERO = f"{NOT_VERIFIED}: the oracle is zero everywhere"
+_REMEDY = "give real weights (--weights), or scale those that the factory makes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +51,13 @@ class OutputVerdict:
 
     @property
     def was_run(self) -> bool:
-        """Whether there was a result to judge: a runtime may give up on a case."""
-        return self.problem is None or not self.problem.startswith(_NOT_RUN)
+        """Whether a result was judged: a runtime may give up on a case, and a case may verify nothing."""
+        return self.problem is None or not self.problem.startswith((_NOT_RUN, NOT_VERIFIED))
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the output failed; one that is not verified has neither failed nor passed."""
+        return self.problem is not None and not self.problem.startswith(NOT_VERIFIED)
 
     @property
     def share(self) -> float | None:
@@ -118,10 +128,22 @@ def parity_from_verdicts(
     backend: str,
     cases: str = "golden",
 ) -> ParityReport:
-    """Put verdicts together that were reached one by one."""
-    return ParityReport(
-        model=model, precision=precision.name, backend=backend, verdicts=tuple(verdicts), cases=cases
+    """Put verdicts together that were reached one by one.
+
+    An oracle of zeros is right where every query of a case is masked: such a case passes if another one
+    verifies the output.
+    """
+    verdicts = tuple(verdicts)
+    verified = {verdict.output for verdict in verdicts if verdict.passed}
+    judged = tuple(
+        replace(each, problem=None) if each.output in verified and _is_all_zero(each) else each
+        for each in verdicts
     )
+    return ParityReport(model=model, precision=precision.name, backend=backend, verdicts=judged, cases=cases)
+
+
+def _is_all_zero(verdict: OutputVerdict) -> bool:
+    return verdict.problem is not None and verdict.problem.startswith(_ALL_ZERO)
 
 
 def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
@@ -167,6 +189,8 @@ def _judge_output(
         return OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=problem)
     if got.dtype.kind in "iub":
         problem = _miscounted(case, name, got, precision)
+    else:
+        problem = _why_not_verified(case.oracle[name], case.eager[name])
     deviation = measure(got, case.oracle[name])
     budget = budget or budget_from_eager(case.eager[name], case.oracle[name], precision)
     exceeded = budget.exceeded_by(deviation) if got.dtype.kind not in "iub" else []
@@ -190,6 +214,25 @@ def _miscounted(case: GoldenCase, name: str, got: np.ndarray, precision: Precisi
     if wrong <= FACTORS[precision.name] * own:
         return None
     return f"{wrong} of {got.size} differ, and {own} do in the module itself"
+
+
+def _why_not_verified(oracle: np.ndarray, eager: np.ndarray) -> str | None:
+    """Why a comparison would show nothing: it is between zeros, or of numbers that the type does not have."""
+    largest, smallest = float(np.abs(oracle).max(initial=0.0)), smallest_normal(eager.dtype)
+    if not oracle.size:
+        return None
+    if largest == 0:
+        return f"{_ALL_ZERO}; {_REMEDY}"
+    if largest < smallest:
+        return (
+            f"{NOT_VERIFIED}: the oracle is at most {largest:.2g}, and the smallest normal number of "
+            f"{eager.dtype} is {smallest:.2g}; {_REMEDY}"
+        )
+    if not eager.any():
+        return (
+            f"{NOT_VERIFIED}: the module itself gives zeros where the oracle reaches {largest:.2g}; {_REMEDY}"
+        )
+    return None
 
 
 def _problem_before_error(case: GoldenCase, name: str, got: np.ndarray | None) -> str | None:

@@ -234,7 +234,7 @@ def _lengths_verdict(case: GoldenCase, got: np.ndarray, want: np.ndarray) -> lis
 
 def _placed(verdict: OutputVerdict) -> OutputVerdict:
     """The same verdict; an error that is out of budget is said with its place."""
-    if verdict.passed or verdict.deviation is None:
+    if not verdict.is_wrong or verdict.deviation is None:
         return verdict
     index = verdict.deviation.worst_index
     places = ", ".join(f"{axis} {i}" for axis, i in zip(_PLACES[len(index)], index, strict=False))

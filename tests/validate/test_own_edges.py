@@ -54,6 +54,23 @@ def test_operands_by_keyword(edge_bundles):
     assert "1/1 attentions right" in report.headline
 
 
+@pytest.mark.parametrize(
+    ("factory", "outputs", "attentions"),
+    [("zero_head", False, True), ("shrinking", False, True), ("zero_attention", True, False)],
+)
+def test_zeros_verify_nothing(tmp_path, quick_exporter, factory, outputs, attentions):
+    bundle = bundle_from_factory(
+        f"{FILE}:{factory}", tmp_path / "bundle", ExportOptions(golden=("opt", "min"))
+    )
+    report = validate_bundle(bundle)
+    assert not report.passed
+    assert "not verified" in report.headline
+    assert "wrong" not in report.headline
+    golden, layers = report.examinations[0].parity
+    assert (golden.passed, layers.passed) == (outputs, attentions)
+    assert report.blame is None
+
+
 def test_draws_of_the_user_and_an_empty_past(edge_bundles):
     # The draw gives other numbers each time: what lies inside must belong to the inputs that were kept.
     report = validate_bundle(edge_bundles("picks"))

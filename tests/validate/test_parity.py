@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import ml_dtypes
@@ -7,7 +8,7 @@ import pytest
 from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.precision import PRECISIONS
 from mha_deploy.validate.graph import graph_parity
-from mha_deploy.validate.parity import ParityReport, judge_case
+from mha_deploy.validate.parity import ParityReport, judge_case, parity_from_verdicts
 
 FP16 = PRECISIONS["fp16"]
 
@@ -66,6 +67,69 @@ def test_one_wrong_element_fails(case):
 def test_a_result_scaled_by_half_a_per_cent_fails(case):
     output = (case.oracle["output"] * 1.005).astype(np.float16)
     assert "gain" in problems(case, {**case.eager, "output": output})["output"]
+
+
+def one_output(oracle, dtype=np.float16, name="opt"):
+    eager = oracle.astype(dtype)
+    return GoldenCase(name=name, sizes={}, inputs={}, oracle={"y": oracle}, eager={"y": eager})
+
+
+NOTHING_TO_SEE = {
+    "zero": lambda o: one_output(0 * o),
+    "below what fp16 has": lambda o: one_output(o * 1e-40),
+    "subnormal": lambda o: one_output(o * 1e-6),
+    "subnormal in fp32": lambda o: one_output(o * 1e-41, np.float32),
+    "subnormal in bf16": lambda o: one_output(o * 1e-41, ml_dtypes.bfloat16),
+    "lost on the way": lambda o: dataclasses.replace(one_output(o), eager={"y": 0 * o.astype(np.float16)}),
+    "one number": lambda o: one_output(np.zeros(())),
+}
+
+
+@pytest.mark.parametrize("make", NOTHING_TO_SEE.values(), ids=NOTHING_TO_SEE)
+def test_an_output_of_nothing_but_zeros_verifies_nothing(make):
+    case = make(np.random.default_rng(0).uniform(-1, 1, (2, 3, 8)))
+    (verdict,) = judge_case(case, case.eager, FP16)
+    assert not verdict.passed
+    assert not verdict.is_wrong
+    assert "not verified" in verdict.problem
+    assert "weights" in verdict.problem
+
+
+def test_what_is_wrong_is_wrong_also_where_the_oracle_is_zero():
+    case = one_output(np.zeros((2, 3)))
+    (verdict,) = judge_case(case, {"y": np.ones((2, 3), np.float16)}, FP16)
+    assert verdict.is_wrong
+    assert "out of budget" in verdict.problem
+
+
+def test_zeros_among_other_numbers_are_judged(case):
+    case.oracle["output"][1], case.eager["output"][1] = 0, 0  # a batch element without a key
+    case.oracle["output"][0, :2], case.eager["output"][0, :2] = 1e-30, 0
+    assert problems(case, case.eager) == {"output": None, "weights": None}
+
+
+@pytest.mark.parametrize(
+    "zeros", [np.zeros((2, 0, 8)), np.zeros(4, np.int64), np.zeros(4, bool)], ids=["empty", "int", "bool"]
+)
+def test_what_may_be_zero(zeros):
+    case = one_output(zeros, zeros.dtype if zeros.dtype.kind in "ib" else np.float16)
+    assert judge_case(case, case.eager, FP16)[0].passed
+
+
+def report_on(*cases):
+    verdicts = [verdict for case in cases for verdict in judge_case(case, case.eager, FP16)]
+    return parity_from_verdicts(verdicts, model="m", precision=FP16, backend="b")
+
+
+def test_one_case_may_be_zero_where_another_verifies_the_output():
+    """Every query of a small case may be masked."""
+    right, zero = one_output(np.ones((2, 3))), one_output(np.zeros((1, 3)), name="min")
+    assert report_on(right, zero).passed
+    assert not report_on(zero, zero).passed
+    assert not report_on(right, one_output(np.full((1, 3), 1e-9), name="min")).passed
+    assert not report_on(
+        right, dataclasses.replace(zero, oracle={"z": np.zeros((1, 3))}, eager=zero.eager)
+    ).passed
 
 
 def test_a_report_without_verdicts_has_not_passed():
