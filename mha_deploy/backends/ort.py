@@ -2,8 +2,9 @@
 
 It checks the graph, so products are summed in float32 as on a GPU (see `graph.widen`); how ONNX Runtime's own
 half-precision CPU kernels would round is not the question here. Nor is what its optimisers do: the level is
-BASIC, so the nodes that are checked are those of the graph. At level ALL, ONNX Runtime 1.31 on x86-64 also
-changes the memory layout for its CPU convolutions (NchwcTransformer), and crashes on some graphs doing so.
+BASIC, so the nodes that are checked are those of the graph. At level ALL, ONNX Runtime 1.24 to 1.31 on x86-64
+crashes where a transposed FP16 tensor meets a weight (MatmulTransposeFusion leaves a node without a schema,
+NchwcTransformer dereferences it).
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 """ONNX Runtime on the CPU: right where it has kernels, and plain about where it has none."""
 
+import platform
+
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from fresh_python import python
 
+from mha_deploy.backends import open_runner
+from mha_deploy.backends.child import RuntimeCrash, open_isolated
 from mha_deploy.backends.ort import OrtCpuRunner
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.golden import golden_cases
@@ -106,3 +110,60 @@ def test_a_closed_runner_holds_no_session(bundles):
     runner = OrtCpuRunner(bundles("tiny-gqa").model_path)
     runner.close()
     assert not any(isinstance(value, onnxruntime.InferenceSession) for value in vars(runner).values())
+
+
+# -- level ALL crashes on x86-64 -------------------------------------------------------------------
+
+
+def transpose_before_matmul():
+    """The smallest graph whose session at level ALL ends the process (ONNX Runtime 1.24 to 1.31, x86-64).
+
+    MatmulTransposeFusion swaps Transpose and the Cast that FP16 kernels need, then gives up because the
+    operands differ in rank, and leaves nodes without a schema; NchwcTransformer dereferences the schema.
+    """
+    nodes = [
+        onnx.helper.make_node("Transpose", ["x"], ["t"], perm=[1, 0, 2]),
+        onnx.helper.make_node("MatMul", ["t", "w"], ["y"]),
+    ]
+    half = onnx.TensorProto.FLOAT16
+    weight = np.random.default_rng(0).standard_normal((4, 5)).astype(np.float16)
+    graph = onnx.helper.make_graph(
+        nodes,
+        "g",
+        [onnx.helper.make_tensor_value_info("x", half, [2, 3, 4])],
+        [onnx.helper.make_tensor_value_info("y", half, [3, 2, 5])],
+        [onnx.numpy_helper.from_array(weight, "w")],
+    )
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=10)
+
+
+def check_transpose_before_matmul(runner):
+    x = np.random.default_rng(1).standard_normal((2, 3, 4)).astype(np.float16)
+    weight = onnx.numpy_helper.to_array(transpose_before_matmul().graph.initializer[0]).astype(np.float64)
+    exact = x.transpose(1, 0, 2).astype(np.float64) @ weight
+    np.testing.assert_allclose(runner.run({"x": x})["y"], exact, atol=0.01)
+
+
+def open_at_level_all(path):
+    """A runner whose session has every optimisation, as ONNX Runtime has it by default."""
+    runner = OrtCpuRunner(path)
+    runner._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return runner
+
+
+def test_a_graph_that_crashes_level_all_on_x86_is_checked(tmp_path):
+    path = saved(transpose_before_matmul(), tmp_path)
+    with open_runner("ort-cpu", path) as runner:
+        check_transpose_before_matmul(runner)
+
+
+def test_level_all_is_right_or_a_crash_with_its_signal(tmp_path):
+    path = saved(transpose_before_matmul(), tmp_path)
+    try:
+        runner = open_isolated("test", "ONNX Runtime", open_at_level_all, path)
+    except RuntimeCrash as crash:
+        assert platform.machine() == "x86_64"
+        assert "SIGSEGV" in crash.what
+        return
+    with runner:
+        check_transpose_before_matmul(runner)
