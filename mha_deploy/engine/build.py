@@ -52,7 +52,6 @@ from mha_deploy.engine.record import (
 )
 from mha_deploy.engine.trial import unprepared_profiles
 from mha_deploy.engine.unrecognised import with_unrecognised
-from mha_deploy.engine.unrecognised import with_unrecognised
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.eligibility import Eligibility
@@ -110,7 +109,6 @@ def _engine_at(
         request = _request(bundle, rt, options, onnx_path, ranges, cache)
         built = with_carried(_built(rt, request, library, on_progress), lowered)
     verdict = judge_engine(built, lowered, model, bundle.manifest.precision.name, len(ranges))
-    verdict = with_unrecognised(verdict, bundle.manifest, profiles=len(ranges))
     verdict = with_unrecognised(verdict, bundle.manifest, profiles=len(ranges))
     manifest = _manifest(bundle, rt, built, verdict, answers, dialect_for(rt, options), ranges, request)
     if library is not None:

@@ -85,8 +85,6 @@ def headline(
         parts.append(f"engine {names} built and inspected, NOT RUN")
     if not engines:  # an engine counts the attentions itself
         parts += [finding.text for finding in found if finding.section == "fusion"]
-    if not engines:  # an engine counts the attentions itself
-        parts += [finding.text for finding in found if finding.section == "fusion"]
     for engine in [each.participant.engine for each in ran] or not_run:
         if engine is not None and not ran and not engine.is_shown:
             parts.append("fusion and precision not verified")
