@@ -28,6 +28,10 @@ def with_float32_inside(model: ir.Model) -> ir.Model:
 
 def _widened(model: ir.Model, operators: frozenset[str]) -> ir.Model:
     copy = model.clone()
+    if any(value.dtype is None for node in copy.graph for value in node.outputs if value.name):
+        from onnx_ir.passes.common import ShapeInferencePass
+
+        copy = ShapeInferencePass()(copy).model  # other people's files often leave types out
     for node in list(copy.graph):
         if node.op_type in operators and node.domain == "":
             _widen(node)

@@ -159,11 +159,10 @@ def test_a_graph_that_crashes_level_all_on_x86_is_checked(tmp_path):
 
 def test_level_all_is_right_or_a_crash_with_its_signal(tmp_path):
     path = saved(transpose_before_matmul(), tmp_path)
+    ended = ""
     try:
-        runner = open_isolated("test", "ONNX Runtime", open_at_level_all, path)
+        with open_isolated("test", "ONNX Runtime", open_at_level_all, path) as runner:
+            check_transpose_before_matmul(runner)
     except RuntimeCrash as crash:
-        assert platform.machine() == "x86_64"
-        assert "SIGSEGV" in crash.what
-        return
-    with runner:
-        check_transpose_before_matmul(runner)
+        ended = crash.what
+    assert not ended or (platform.machine() == "x86_64" and "SIGSEGV" in ended)
