@@ -15,6 +15,21 @@ from mha_deploy.manifest import Manifest
 _NOT_FUSED = " is not fused: "
 
 
+def unrecognised(manifest: Manifest) -> dict[str, str]:
+    """The attentions of a bundle that are no node of its graph, by names of their own, with the reasons."""
+    reasons = [note.partition(_NOT_FUSED)[::2] for note in manifest.notes if _NOT_FUSED in note]
+    found: dict[str, str] = {}
+    taken = {str(node["name"]) for node in manifest.attention}
+    for index in range(manifest.spec.attention_count - len(manifest.attention)):
+        name, reason = reasons[index] if index < len(reasons) else ("attention", "no reason is recorded")
+        free, count = name, 1
+        while free in taken or free in found:
+            count += 1
+            free = f"{name}_{count}"
+        found[free] = reason
+    return found
+
+
 def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: int) -> EngineVerdict:
     """The verdict on all attentions of a bundle.
 
@@ -23,30 +38,15 @@ def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: i
         manifest: The manifest of the bundle.
         profiles: How many optimisation profiles the engine has.
     """
-    told = [note.partition(_NOT_FUSED)[::2] for note in manifest.notes if _NOT_FUSED in note]
-    missing = manifest.spec.attention_count - len(manifest.attention)
-    taken = {node.node for node in verdict.nodes}
-    nodes = list(verdict.nodes)
-    for index in range(missing):
-        name, reason = told[index] if index < len(told) else ("attention", "the bundle does not say why")
-        name = _free(name, taken)
-        taken.add(name)
-        nodes += [
-            NodeVerdict(
-                node=name,
-                profile=profile,
-                status=DECOMPOSED,
-                reason=f"not one Attention node in the graph: {reason}",
-                source="graph",
-            )
-            for profile in range(profiles)
-        ]
-    return replace(verdict, nodes=tuple(nodes))
-
-
-def _free(name: str, taken: set[str]) -> str:
-    found, count = name, 1
-    while found in taken:
-        count += 1
-        found = f"{name}_{count}"
-    return found
+    left = [
+        NodeVerdict(
+            node=name,
+            profile=profile,
+            status=DECOMPOSED,
+            reason=f"not one Attention node in the graph: {reason}",
+            source="graph",
+        )
+        for name, reason in unrecognised(manifest).items()
+        for profile in range(profiles)
+    ]
+    return replace(verdict, nodes=(*verdict.nodes, *left))
