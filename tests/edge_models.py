@@ -91,6 +91,74 @@ def shrinking():
     return deployable(lambda self, x: self.a(x) * 1e-4 * 1e-4 * 1e-4)
 
 
+class Masked(Attention):
+    """Scores of keys that a mask hides get a number that FP16 does not have."""
+
+    def __init__(self, hide):
+        super().__init__()
+        self.hide = hide
+
+    def forward(self, x, mask):
+        q, k, v = (p(x).unflatten(-1, (2, 16)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        scores = self.hide(q @ k.transpose(-2, -1) / 4, mask[:, None, None, :] == 0)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def _masked(hide):
+    mask = torch.ones(2, 4, dtype=torch.int64)
+    mask[1, 3:] = 0
+    inputs = {"x": Example(torch.randn(2, 4, E), "B", "S"), "mask": Example(mask, "B", "S")}
+    return Deployable(module=Masked(hide), inputs=inputs, axes=AXES)
+
+
+def filled():
+    return _masked(lambda scores, hidden: scores.masked_fill(hidden, -1e9))
+
+
+def filled_by_keyword():
+    return _masked(lambda scores, hidden: scores.masked_fill_(mask=hidden, value=-1e9))
+
+
+def added_full():
+    return _masked(lambda scores, hidden: scores + torch.full_like(scores, -1e9) * hidden)
+
+
+def added():
+    """In the module 0 · -1e9 is 0; in the program it is 0 · -inf."""
+    return _masked(lambda scores, hidden: scores + hidden.to(scores.dtype) * -1e9)
+
+
+def guarded():
+    """A branch for FP16, as transformers have them."""
+
+    def function(self, x):
+        y = self.a(x)
+        if y.dtype == torch.float16 and not torch.isfinite(y).all():
+            y = y.clamp(-6e4, 6e4)
+        return y
+
+    return deployable(function)
+
+
+def large_scores():
+    made = plain()
+    made.module.a.q.weight.data *= 1e4
+    made.module.a.q.bias.data += 6e4
+    return made
+
+
+def nan_weights():
+    made = plain()
+    made.module.a.k.weight.data[3, 4] = float("nan")
+    return made
+
+
+def infinite_weights():
+    made = plain()
+    made.module.a.v.bias.data[5] = float("inf")
+    return made
+
+
 class Rotated(nn.Module):
     """A rotary embedding with a table of complex numbers, as LLaMA's first code has it."""
 

@@ -90,5 +90,5 @@ class FreshCases:
             raise DeployError(
                 "There is no room to compute what is true at these sizes.", got=at, hint="smaller sizes"
             ) from error
-        refuse_overflow(case, self.precision)
+        refuse_overflow(case, self.precision, self._module)
         return case

@@ -151,7 +151,7 @@ def _write_golden(
     for planned in plan.cases:
         step(f"golden case {planned.name}")
         case = capture.capture(planned)
-        refuse_overflow(case, precision)
+        refuse_overflow(case, precision, module)
         write_case(folder / "golden" / f"{case.name}.npz", case)
         cases.append(case)
     refusal = polygraphy_refusal(module.spec, precision)

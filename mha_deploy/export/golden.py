@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mha_deploy.errors import ExportError
 from mha_deploy.export.eager import run_module
 from mha_deploy.export.golden_plan import PlannedCase
 from mha_deploy.export.inputs import Feeds, call_arguments, clear_decisions, fed_to, random_inputs, to_numpy
+from mha_deploy.export.overflow import overflow_error
 from mha_deploy.golden import GoldenCase
 from mha_deploy.precision import Precision
 from mha_deploy.reference import build_module
@@ -77,15 +77,27 @@ def fp64_twin(module: Attention) -> Attention:
     return build_module(module.spec, weights=module.state_dict(), dtype=torch.float64, device=device)
 
 
-def refuse_overflow(case: GoldenCase, precision: Precision, hint: str = "--precision bf16 or fp32") -> None:
-    """Refuse a case on which the module itself overflows: its budget would be infinite."""
+def refuse_overflow(
+    case: GoldenCase,
+    precision: Precision,
+    module: nn.Module,
+    *,
+    run: Callable[[], object] | None = None,
+    hint: str = "--precision bf16 or fp32",
+) -> None:
+    """Refuse a case on which the module itself overflows: its budget would be infinite.
+
+    Args:
+        case: The case.
+        precision: The precision of the module.
+        module: The module; its weights may be at fault.
+        run: Runs the module on the case again, to find the call that overflows.
+        hint: What helps against an overflow.
+    """
     for name, array in case.eager.items():
         if not np.isfinite(array.astype(np.float64)).all():
-            raise ExportError(
-                f"The module itself overflows in {precision.name}: its own result is not finite.",
-                got=f"output {name} of golden case {case.name}",
-                hint=hint,
-            )
+            where = f"output {name} of golden case {case.name}"
+            raise overflow_error(where, precision.name, module=module, run=run, hint=hint)
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from mha_deploy.errors import ExportError, place_of_error
 from mha_deploy.export.eager import Float32Accumulation, tensors_in
 from mha_deploy.export.golden import refuse_overflow
 from mha_deploy.export.inputs import tensor_from_numpy, to_numpy
+from mha_deploy.export.overflow import constant_error
 from mha_deploy.export.program import ExportedModule
 from mha_deploy.export.user_module import UserModule, drawn_inputs
 from mha_deploy.export.widened import run_program
@@ -72,7 +73,13 @@ class ModuleCapture:
             eager={key: to_numpy(tensor) for key, tensor in eager.items()},
             flops=flops,
         )
-        refuse_overflow(case, self.user.precision, hint="--precision auto, bf16 or fp32")
+        refuse_overflow(
+            case,
+            self.user.precision,
+            self.user.module,
+            run=lambda: self.user.module(**inputs),
+            hint="--precision auto, bf16 or fp32",
+        )
         _refuse_another_program(case)
         return case
 
@@ -99,6 +106,9 @@ class ModuleCapture:
             with torch.inference_mode(), Float32Accumulation(), counter:
                 tensors = tensors_in(self.user.module(**inputs))
         except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
+            constant = constant_error(error, self.user.module, lambda: self.user.module(**inputs))
+            if constant is not None:
+                raise constant from error
             raise ExportError(
                 f"The module fails at the sizes of golden case {name}.",
                 got=f"{place_of_error(error)}: {type(error).__name__}: {error}",

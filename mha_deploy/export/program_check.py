@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mha_deploy.errors import ExportError
 from mha_deploy.export.eager import Float32Accumulation, tensors_in
 from mha_deploy.export.exported import ExportedModule
+from mha_deploy.export.overflow import constant_error, refuse_infinite_constants
 from mha_deploy.export.widened import run_program
 from mha_deploy.spec_parts import Axis
 
@@ -29,9 +30,8 @@ def check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
     Raises:
         ExportError: The module does not run, or gives something else the second time.
     """
-    first, second = (
-        _tensors(module, example, "the sizes of its example", "as it was traced") for _ in range(2)
-    )
+    where, hint = "the sizes of its example", "an example that it takes"
+    first, second = (_tensors(module, example, where, "as it was traced", hint) for _ in range(2))
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
         if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-6, atol=0, equal_nan=True):
             raise ExportError(
@@ -62,18 +62,22 @@ def check_small_sizes(
         example = draw(sizes)
         said = ", ".join(f"{name}={size}" for name, size in sizes.items())
         for name, want, got in _results(exported, module, example, said):
-            if want.shape != got.shape or not _close(want, got):
-                raise ExportError(
-                    "The module does something else at its smaller sizes, which its trace does not show.",
-                    got=f"output {name} at {said}",
-                    hint="axes that begin at a larger size",
-                )
+            if want.shape == got.shape and _close(want, got):
+                continue
+            if want.isfinite().all() and not got.isfinite().all():
+                refuse_infinite_constants(exported.program, f"output {name} at {said}")
+            raise ExportError(
+                "The module does something else at its smaller sizes, which its trace does not show.",
+                got=f"output {name} at {said}",
+                hint="axes that begin at a larger size",
+            )
 
 
 def _results(
     exported: ExportedModule, module: nn.Module, example: dict[str, Tensor], said: str
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    wanted = _tensors(module, example, "the smallest sizes of its axes", said)
+    hint = "axes that begin at a larger size, or a draw= for its inputs"
+    wanted = _tensors(module, example, "the smallest sizes of its axes", said, hint)
     try:
         outputs, _ = run_program(exported, example, dtype="own")
     except (RuntimeError, IndexError) as error:
@@ -86,15 +90,21 @@ def _results(
         yield name, want, got
 
 
-def _tensors(module: nn.Module, example: Mapping[str, Tensor], where: str, said: str) -> list[Tensor]:
+def _tensors(
+    module: nn.Module, example: Mapping[str, Tensor], where: str, said: str, hint: str
+) -> list[Tensor]:
     try:
         with torch.no_grad(), Float32Accumulation():
             returned = module(**example)
     except Exception as error:  # whatever the user's module raises
+        constant = constant_error(error, module, lambda: module(**example))
+        if constant is not None:
+            raise constant from error
+        is_half = any(each.dtype in _TOLERANCE for each in (*module.parameters(), *example.values()))
         raise ExportError(
             f"The module does not run at {where}.",
             got=f"{said}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            hint="axes that begin at a larger size, or a draw= for its inputs",
+            hint=f"{hint}, or --precision auto if it runs in float32" if is_half else hint,
         ) from error
     return tensors_in(returned)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import logging
 import re
 import traceback
@@ -30,6 +31,7 @@ _SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 _CREATED = re.compile(r"create_symbol (\w+) = \d+ for L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 _UNKNOWN = re.compile(r"Found <class '([\w.]+)'> in output, which is not a known type")
 _SYMBOL = re.compile(r"\bs\d+\b")
+_RANGE_GUARD = re.compile(r"float16|isfinite|isinf|isnan")
 _GUARD = re.compile(r"eval (?:\[guard suppressed\] )?(.*) \[guard added\]")
 
 SizeNames = Callable[[str, int], str]
@@ -65,11 +67,23 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
     if not about_sizes:
         place = last_own_line(traceback.extract_tb(error.__traceback__))
         cause = _SYMBOL.sub(lambda match: listener.axes.get(match[0], match[0]), first_cause(error))
-        return ExportError("PyTorch could not trace the module.", got=_joined(place, cause[:_LONGEST]))
+        return ExportError(
+            "PyTorch could not trace the module.",
+            got=_joined(place, cause[:_LONGEST]),
+            hint=_without_guard(place),
+        )
     constants = dict(_CONSTANT.findall(text))
     if constants:
         return _for_one_size_only(constants, listener.places)
     return _not_for_all_sizes(text, name_of, listener.places)
+
+
+def _without_guard(place: str | None) -> str | None:
+    """A hint where the line looks after the range of FP16, which modules do in FP16 only."""
+    file, _, line = (place or "").rpartition(":")
+    if not line or not _RANGE_GUARD.search(linecache.getline(file, int(line))):
+        return None
+    return "--precision auto: it traces the module in float32, without its branches for FP16"
 
 
 def _for_one_size_only(constants: dict[str, str], places: dict[str, str]) -> ExportError:

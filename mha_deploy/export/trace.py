@@ -71,7 +71,8 @@ class TraceCapture:
         drawn = random_inputs(spec.without_cache(), sizes, self.seed, label=name)
         x = fed_to(self.module, drawn)["x"]
         eager = self._stepped(x, lengths, steps)
-        refuse_overflow(GoldenCase(name=name, sizes={}, inputs={}, oracle={}, eager=eager), self.precision)
+        case = GoldenCase(name=name, sizes={}, inputs={}, oracle={}, eager=eager)
+        refuse_overflow(case, self.precision, self.module)
         oracle = self._whole(x.double())
         return DecodeTrace(name=name, x=to_numpy(x), prompt=lengths, steps=steps, oracle=oracle, eager=eager)
 

@@ -172,8 +172,19 @@ def test_weights_that_overflow_the_precision_are_refused_with_another_one(tmp_pa
     state["o.weight"] = state["o.weight"] * 1e6
     save_file(state, tmp_path / "layer.safetensors")
     message = refused_file(tmp_path, tmp_path / "layer.safetensors")
-    assert "overflows in fp16" in message
+    assert "infinite numbers in fp16" in message
+    assert "o.weight" in message
     assert "--precision bf16 or fp32" in message
+
+
+def test_weights_with_nan_are_refused_by_name(tmp_path):
+    state = dict(random_weights(GQA, 0))
+    state["k.weight"][2, 1] = float("nan")
+    save_file(state, tmp_path / "layer.safetensors")
+    message = refused_file(tmp_path, tmp_path / "layer.safetensors")
+    assert "NaN" in message
+    assert "k.weight" in message
+    assert "bf16" not in message
 
 
 def test_reading_weights_keeps_names_values_and_types(tmp_path):

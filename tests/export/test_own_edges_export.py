@@ -61,6 +61,50 @@ def test_what_cannot_be_exported(tmp_path, quick_exporter, factory, said):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("factory", ["filled", "filled_by_keyword", "added_full", "added"])
+def test_a_number_that_fp16_does_not_have_is_named(tmp_path, quick_exporter, factory):
+    with pytest.raises(ExportError) as caught:
+        bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle")
+    assert "-1e+09" in caught.value.got
+    assert "edge_models.py:" in caught.value.got
+    assert "--precision auto" in caught.value.hint
+
+
+def test_a_branch_for_fp16_is_told_apart(tmp_path, quick_exporter):
+    with pytest.raises(ExportError, match="--precision auto"):
+        bundle_from_factory(f"{FILE}:guarded", tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("factory", ["filled", "added", "guarded"])
+def test_the_advice_for_fp16_helps(tmp_path, quick_exporter, factory):
+    options = ExportOptions(precision="auto", golden=("opt",))
+    bundle = bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", options)
+    assert all(np.isfinite(case.eager["output"]).all() for case in golden_cases(bundle))
+
+
+def test_the_call_that_overflows_is_named(tmp_path, quick_exporter):
+    with pytest.raises(ExportError, match="overflows") as caught:
+        bundle_from_factory(f"{FILE}:large_scores", tmp_path / "bundle")
+    assert "edge_models.py:" in caught.value.got
+    assert "linear" in caught.value.got
+    assert "--precision auto" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("factory", "precision", "weight", "said"),
+    [
+        ("nan_weights", "fp16", "a.k.weight", "NaN"),
+        ("nan_weights", "auto", "a.k.weight", "NaN"),
+        ("infinite_weights", "fp16", "a.v.bias", "infinite"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_named(tmp_path, quick_exporter, factory, precision, weight, said):
+    with pytest.raises(ExportError, match="weights") as caught:
+        bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", ExportOptions(precision=precision))
+    assert said in caught.value.what
+    assert weight in caught.value.got
+
+
 def test_nothing_is_left_without_a_golden_case(tmp_path, quick_exporter):
     with pytest.raises(ExportError, match="No golden case"):
         bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", ExportOptions(golden=("large",)))
