@@ -1,4 +1,4 @@
-"""The commit step of a finished folder: it takes its place whole, or what is there stays.
+"""The commit step of a finished folder or file: it takes its place whole, or what is there stays.
 
 Only what this tool wrote is ever replaced. A folder that holds anything else is refused, and so is one that
 appeared while the new one was made, unless the user asked to overwrite.
@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,29 @@ def _replace_in_two_steps(new: Path, place: Path) -> None:
     finally:
         with suppress(OSError):  # not empty only if nothing could be put back: then it must stay
             aside.rmdir()
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it; nothing is left if that fails."""
+    with written(path, data) as temporary:
+        os.replace(temporary, path)
+
+
+@contextmanager
+def written(path: Path, data: bytes) -> Iterator[Path]:
+    """The data in a temporary file beside its place; removed unless somebody renames it."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        temporary.chmod(0o644)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # -- what is ours ------------------------------------------------------------------------------

@@ -32,9 +32,11 @@ def inspect(
         engine = open_engine(what)
         _check_bundle_of(engine)
         if json:
-            print_json(engine_to_dict(engine) | {"misfits": misfits_here(engine)})
+            print_json(engine_to_dict(engine) | {"misfits": misfits_here(engine), "shown": engine.is_shown})
         else:
             print_engine(engine, details=True)
+            if not engine.is_shown:
+                typer.echo("the verdict is that of the build: only TensorRT can read this plan")
         return
     if what.suffix == ".onnx":
         nodes = [node.describe() for node in attention_nodes(load_graph(what))]
@@ -68,5 +70,5 @@ def _list_engines(bundle: Path) -> None:
         engine = open_engine(path)
         engine.check_bundle(bundle)
         manifest = engine.manifest
-        fused = "fused" if manifest.all_fused else "not all fused"
+        fused = manifest.fusion_told if engine.is_shown else f"{manifest.fusion_told} (not verified)"
         typer.echo(f"engine {path}: {manifest.backend} {manifest.version}, {fused}")

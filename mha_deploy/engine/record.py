@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mha_deploy.backends.tensorrt.volumes import LargeTensor
-from mha_deploy.bundle import MANIFEST, sha256
-from mha_deploy.engine.options import BACKENDS
-from mha_deploy.errors import BundleError
+from mha_deploy.bundle import MANIFEST, Manifest, open_bundle, sha256
+from mha_deploy.commit import write_atomically as write_atomically
+from mha_deploy.commit import written
+from mha_deploy.engine.options import BACKENDS, profile_shapes
+from mha_deploy.engine.shown import RTX, is_plan, shown_verdict
+from mha_deploy.engine.unrecognised import unrecognised
+from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.spec_parts import Axis
 
 FORMAT = 1
@@ -118,19 +121,46 @@ class EngineManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """An engine whose manifest has been read."""
+    """An engine whose manifest has been read.
+
+    Args:
+        path: The plan.
+        manifest: What it is; as `open_engine` reads it, without the claims that its plan does not show.
+        is_shown: Whether its plan, or the build, showed the verdict; else it counts once the engine runs.
+    """
 
     path: Path
     manifest: EngineManifest
+    is_shown: bool = True
 
     def check_bundle(self, bundle: Path) -> None:
-        """Refuse an engine that was built from another bundle."""
+        """Refuse an engine that was built from another bundle, or whose manifest does not fit it."""
+        hint = f"mha-deploy build-engine {bundle} --backend {self.manifest.backend} --overwrite"
         if sha256(bundle / MANIFEST) != self.manifest.bundle_sha256:
+            raise BundleError("The engine was built from another bundle.", got=self.path, hint=hint)
+        wrong = _misfit(self.manifest, open_bundle(bundle, verify=False).manifest)
+        if wrong is not None:
             raise BundleError(
-                "The engine was built from another bundle.",
-                got=self.path,
-                hint=f"mha-deploy build-engine {bundle} --backend {self.manifest.backend} --overwrite",
+                "The engine's manifest does not fit its bundle.", got=f"{self.path}: {wrong}", hint=hint
             )
+
+
+def _misfit(engine: EngineManifest, bundle: Manifest) -> str | None:
+    """What an engine's manifest says otherwise than the bundle that it was built from."""
+    if (engine.model, engine.precision) != (bundle.spec.name, bundle.precision.name):
+        return f"{engine.model} {engine.precision}, not {bundle.spec.name} {bundle.precision.name}"
+    names = {*(str(node.get("name")) for node in bundle.attention), *unrecognised(bundle)}
+    judged = [(node["node"], node["profile"]) for node in engine.verdict["nodes"]]
+    if set(judged) != {(name, profile) for name in names for profile in range(len(engine.profiles))}:
+        return f"a verdict on {len(set(judged))} attentions and profiles, not on {len(names)} attentions each"
+    try:
+        shapes = [profile_shapes(bundle.spec, ranges) for ranges in engine.ranges]
+    except (DeployError, KeyError) as error:
+        return f"profiles {engine.profiles}: {error}"
+    recorded = engine.options.get("profiles")
+    if recorded is not None and json.dumps(recorded) != json.dumps(shapes):
+        return f"profiles {engine.profiles}, but inputs {recorded}"
+    return None
 
 
 def fusion_told(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -> str:
@@ -163,7 +193,10 @@ def manifest_path(engine: Path) -> Path:
 
 
 def open_engine(path: Path) -> Engine:
-    """Read an engine's manifest, and check that the plan is the one it speaks of."""
+    """Read an engine's manifest, and check that the plan is the one it speaks of.
+
+    What the plan does not show of its verdict is unknown in the manifest that is given back.
+    """
     beside = manifest_path(path)
     try:
         data = json.loads(beside.read_text(encoding="utf-8"))
@@ -183,11 +216,32 @@ def open_engine(path: Path) -> Engine:
         ) from error
     if not path.is_file():
         raise BundleError("The engine is missing beside its manifest.", got=path, hint="rebuild it")
-    if path.stat().st_size != manifest.engine_bytes or sha256(path) != manifest.engine_sha256:
+    plan = path.read_bytes()
+    if len(plan) != manifest.engine_bytes or hashlib.sha256(plan).hexdigest() != manifest.engine_sha256:
         raise BundleError(
             "The engine was changed or cut short after it was built.", got=path, hint="rebuild it"
         )
-    return Engine(path=path, manifest=manifest)
+    if not is_plan(plan):
+        raise BundleError(
+            "The engine is not a plan of TensorRT.",
+            got=f"{path}, which begins with {plan[:8]!r}" if plan else f"{path}, which is empty",
+            hint="rebuild it",
+        )
+    verdict = shown_verdict(
+        plan,
+        manifest.verdict,
+        backend=manifest.backend,
+        precision=manifest.precision,
+        profiles=len(manifest.profiles),
+        bundle=_bundle_of(path),
+    )
+    return Engine(path=path, manifest=replace(manifest, verdict=verdict), is_shown=manifest.backend == RTX)
+
+
+def _bundle_of(engine: Path) -> Path | None:
+    """The bundle that an engine lies in; None where it lies elsewhere."""
+    folder = engine.resolve().parent
+    return folder.parent if folder.name == FOLDER and (folder.parent / MANIFEST).is_file() else None
 
 
 def engines_of(bundle: Path) -> list[Engine]:
@@ -199,8 +253,10 @@ def _check_shape(manifest: EngineManifest) -> None:
     """Touch what readers will use, so that a foreign manifest fails here and not in their hands."""
     if manifest.backend not in BACKENDS or not isinstance(manifest.options, Mapping):
         raise ValueError(f"backend {manifest.backend!r}")
-    float(manifest.seconds), int(manifest.engine_bytes)
+    float(manifest.seconds), int(manifest.engine_bytes), [dict(each) for each in manifest.profiles]
     for node in manifest.verdict["nodes"]:
+        if type(node["profile"]) is not int:
+            raise ValueError(f"profile {node['profile']!r}")
         if node["status"] not in ("fused", "decomposed", "unknown"):
             raise ValueError(f"status {node['status']!r}")
         ", ".join([node["node"], node["reason"], node["source"], *node["kernels"]])
@@ -223,29 +279,9 @@ def write_engine(path: Path, plan: bytes, manifest: EngineManifest) -> Engine:
     path.parent.mkdir(exist_ok=True)
     beside = manifest_path(path)
     text = json.dumps(vars(manifest), indent=2) + "\n"
-    with _written(path, plan) as new_plan, _written(beside, text.encode()) as new_manifest:
+    with written(path, plan) as new_plan, written(beside, text.encode()) as new_manifest:
         # Both are on the disk. Between the two renames the old manifest must not vouch for the new plan.
         beside.unlink(missing_ok=True)
         os.replace(new_plan, path)
         os.replace(new_manifest, beside)
     return Engine(path=path, manifest=manifest)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name and rename it; nothing is left if that fails."""
-    with _written(path, data) as temporary:
-        os.replace(temporary, path)
-
-
-@contextmanager
-def _written(path: Path, data: bytes) -> Iterator[Path]:
-    """The data in a temporary file beside its place; removed unless somebody renames it."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        temporary.chmod(0o644)
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -91,7 +91,7 @@ def _build(self: Any, network: Any, config: Any) -> bytes:
         self._module.last.cancelled = not going
         if not going:
             return None
-    return b"plan"
+    return b"ftrt plan"
 
 
 def _parse(self: Any, data: bytes) -> bool:

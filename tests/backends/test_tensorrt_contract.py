@@ -250,7 +250,7 @@ def test_every_option_is_set_or_refused_by_name(version, options):
             build_with(rt, request)
         assert caught.value.got
     else:
-        assert build_with(rt, request).plan == b"plan"
+        assert build_with(rt, request).plan == b"ftrt plan"
 
 
 def test_8_6_is_weakly_typed_with_fp16_allowed_and_no_outside_libraries():

@@ -1,0 +1,179 @@
+"""An engine's manifest is not believed: what it says of fusion and precision must stand in the plan."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mha_deploy.bundle import MANIFEST, open_bundle, sha256
+from mha_deploy.catalog import find_spec
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.engine.record import manifest_path, open_engine
+from mha_deploy.errors import DeployError
+from mha_deploy.export.exporter import bundle_from_spec
+from mha_deploy.export.options import ExportOptions
+
+pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+REQUIRED = ("--require-fused", "--require-precision", "--backend", "ort-cpu", "--no-report")
+
+
+def build(bundle, **changes):
+    options = {"backend": "tensorrt-rtx", "targets": "8.9", "allow_decomposed": True, **changes}
+    return engine_from_bundle(bundle, EngineOptions(**options)).path
+
+
+@pytest.fixture(scope="module")
+def others(bundles, tmp_path_factory, quick_exporter):
+    """Plans of other models, by what they are; the last one has the same layers and other weights."""
+    folder = tmp_path_factory.mktemp("others")
+    decomposed = shutil.copytree(
+        bundles("tiny-mha", "fp32").path, folder / "fp32", ignore=shutil.ignore_patterns("engines")
+    )
+    wide = shutil.copytree(
+        bundles("tiny-wide-heads").path, folder / "wide", ignore=shutil.ignore_patterns("engines")
+    )
+    options = ExportOptions(seed=7, golden=("min",))
+    reseeded = bundle_from_spec(find_spec("tiny-mha"), folder / "reseeded", options)
+    return {
+        "of another precision": build(open_bundle(decomposed)),
+        "of another model": build(open_bundle(wide)),
+        "of other weights": build(reseeded),
+    }
+
+
+@pytest.fixture
+def engine(bundles, tmp_path):
+    """An engine in a bundle of its own."""
+    copy = tmp_path / "bundle"
+    shutil.copytree(bundles("tiny-mha").path, copy, ignore=shutil.ignore_patterns("engines"))
+    return build(open_bundle(copy))
+
+
+def edit(engine, change):
+    path = manifest_path(engine)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def forge(engine, plan):
+    """Put another plan in the place of an engine's, and make its manifest agree, as a forger would."""
+    engine.write_bytes(plan)
+    digest = hashlib.sha256(plan).hexdigest()
+    edit(engine, lambda data: data.update(engine_bytes=len(plan), engine_sha256=digest))
+
+
+def test_an_engine_as_it_was_built_passes(engine, run_cli):
+    opened = open_engine(engine)
+    assert opened.is_shown
+    assert opened.manifest.all_fused
+    assert opened.manifest.is_in_precision
+    done = run_cli("validate", engine.parents[1], *REQUIRED)
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [b"", b"<!doctype html>\n<html></html>\n", b"\x7fELF" + bytes(4000)],
+    ids=["empty", "a page", "a program"],
+)
+def test_what_is_no_plan_is_no_engine(engine, refused, plan):
+    forge(engine, plan)
+    bundle = engine.parents[1]
+    refused("validate", bundle, *REQUIRED, what="not a plan", got=str(engine), hint="rebuild")
+    refused("inspect", engine, what="not a plan", got=str(engine), hint="rebuild")
+
+
+@pytest.mark.parametrize("cut", [4, 64, 4096])
+def test_the_beginning_of_a_plan_shows_nothing(engine, run_cli, cut):
+    forge(engine, engine.read_bytes()[:cut])
+    assert not open_engine(engine).manifest.all_fused
+    assert run_cli("validate", engine.parents[1], *REQUIRED).code == 1
+
+
+@pytest.mark.parametrize("other", ["of another precision", "of another model", "of other weights"])
+@pytest.mark.parametrize("whose", ["own manifest", "foreign manifest"])
+def test_the_plan_of_another_model_is_not_verified(engine, others, run_cli, other, whose):
+    bundle = engine.parents[1]
+    if whose == "foreign manifest":
+        shutil.copy(manifest_path(others[other]), manifest_path(engine))
+        names = {"model": "tiny-mha", "precision": "fp16", "bundle_sha256": sha256(bundle / MANIFEST)}
+        edit(engine, lambda data: data.update(names))
+    forge(engine, others[other].read_bytes())
+    manifest = open_engine(engine).manifest
+    assert not manifest.all_fused
+    assert not manifest.is_in_precision
+    done = run_cli("validate", bundle, *REQUIRED)
+    assert done.code != 0, done.out
+    assert "really fp16" not in done.out
+
+
+def claim_fused(data):
+    for node in data["verdict"]["nodes"]:
+        node.update(status="fused", kernels=["_gemm_mha_v2_0x716a723e0ae0a4a3ec81ab57ad16c327"], reason="")
+
+
+def claim_fused_by_any_kernel(data):
+    for node in data["verdict"]["nodes"]:
+        node.update(status="fused", kernels=[data["kernels"][-1]["name"]], source="log")
+
+
+@pytest.mark.parametrize("claim", [claim_fused, claim_fused_by_any_kernel])
+def test_a_decomposed_engine_cannot_claim_to_be_fused(bundles, tmp_path, claim):
+    copy = shutil.copytree(
+        bundles("tiny-mha", "fp32").path, tmp_path / "b", ignore=shutil.ignore_patterns("engines")
+    )
+    path = build(open_bundle(Path(copy)))
+    edit(path, claim)
+    manifest = open_engine(path).manifest
+    assert manifest.fused_count == (0, 1)
+    assert manifest.verdict["nodes"][0]["reason"]
+
+
+MISFITS = {
+    "model": lambda data: data.update(model="bert-base"),
+    "precision": lambda data: data.update(precision="bf16"),
+    "attentions": lambda data: data["verdict"].update(nodes=[*data["verdict"]["nodes"], other_node(data)]),
+    "no attention": lambda data: data["verdict"].update(nodes=[]),
+    "profiles": lambda data: data.update(profiles=[{"B": "1:2:4", "S": "1:16:32"}]),
+    "axes": lambda data: data.update(profiles=[{"T": "1:2:4"}]),
+    "inputs": lambda data: data["options"].update(profiles=[{"y": [[1], [1], [1]]}]),
+}
+
+
+def other_node(data):
+    return {**data["verdict"]["nodes"][0], "node": "another"}
+
+
+@pytest.mark.parametrize("profile", [None, "0", [0]])
+def test_a_profile_that_is_no_number_is_refused(engine, profile):
+    edit(engine, lambda data: data["verdict"]["nodes"][0].update(profile=profile))
+    with pytest.raises(DeployError):
+        open_engine(engine)
+
+
+@pytest.mark.parametrize("change", MISFITS.values(), ids=MISFITS)
+def test_a_manifest_that_does_not_fit_its_bundle_is_refused(engine, change):
+    edit(engine, change)
+    with pytest.raises(DeployError) as caught:
+        open_engine(engine).check_bundle(engine.parents[1])
+    assert str(engine) in caught.value.got
+
+
+def test_a_plan_that_only_tensorrt_can_read_counts_only_where_it_runs(engine, run_cli):
+    """An engine of TensorRT for a GPU: here nobody can say what is in it."""
+    edit(engine, lambda data: data.update(backend="tensorrt", version="10.13.0"))
+    edit(engine, lambda data: [node.update(source="inspector") for node in data["verdict"]["nodes"]])
+    forge(engine, b"ftrt" + bytes(1000))
+    assert not open_engine(engine).is_shown
+    bundle = engine.parents[1]
+    done = run_cli("validate", bundle, *REQUIRED)
+    assert done.code == 1, done.err
+    assert "not verified" in done.out
+    done = run_cli("validate", bundle, "--backend", "ort-cpu", "--no-report")
+    assert done.code == 0, done.err
+    assert "really fp16" not in done.out
+    assert "not verified" in run_cli("inspect", bundle).out
