@@ -33,6 +33,7 @@ EXPORT_SIDE = {
         "module_exporter",
         "module_golden",
         "module_mixed",
+        "overflow",
         "program",
         "program_axes",
         "program_check",
