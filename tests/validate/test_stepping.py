@@ -87,6 +87,20 @@ def test_other_layers_pass(cache, option):
     assert step_through(HostStepper(ModuleRunner(module), spec, B), trace, spec, precision).passed
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_layer_that_gives_only_zeros_is_not_verified(cache):
+    spec, precision = cached(cache), PRECISIONS["fp16"]
+    module = module_of(spec, "fp16")
+    for projection in (module.v, module.o):
+        for parameter in projection.parameters():
+            parameter.zero_()
+    trace = TraceCapture(module, precision, 0).capture("decode", B, PROMPTS[cache], STEPS)
+    report = step_through(HostStepper(ModuleRunner(module), spec, B), trace, spec, precision)
+    assert not report.passed
+    assert not any(failure.is_wrong for failure in report.failures)
+    assert {failure.output for failure in report.failures} == {"output", "value"}  # not the keys
+
+
 def test_what_padding_gives_and_what_is_behind_the_valid_rows_is_not_judged():
     def after(call, feeds, results):
         if call == 0:  # row 1 has two tokens, and five of padding
