@@ -139,7 +139,7 @@ class Child:
         limit = isolation.limit_s
         deadline = time.monotonic() + limit
         try:
-            _send(self._socket, ("call", function, arguments, limit + _GRACE_S))
+            _send(self._socket, (function, arguments, os.getcwd(), limit + _GRACE_S))
             while True:
                 self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
                 kind, content = _receive(self._socket)
@@ -489,11 +489,11 @@ def _padded(size: int) -> int:
 
 # -- the child's side ------------------------------------------------------------------------------
 
-_START = """
+_START = f"""
 import json, sys
 start = json.loads(sys.argv[2])
 sys.path[:] = start["path"]
-from mha_deploy.backends.child import serve
+from {__name__} import serve
 serve(int(sys.argv[1]), start["preload"], start["parent"])
 """
 
@@ -525,7 +525,8 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
             importlib.import_module(name)
     while True:
         try:
-            _, function, arguments, limit = _receive(_parent)
+            function, arguments, folder, limit = _receive(_parent)
+            os.chdir(folder)  # paths mean what they mean to the parent
         except (EOFError, ConnectionError):
             break
         except Exception as error:  # noqa: BLE001 (a call that cannot be unpickled: the parent must hear of it)

@@ -191,8 +191,9 @@ def test_a_child_ends_with_its_parent():
 def validated(run_cli, bundles, tmp_path):
     """Validate a bundle through the command line, and return the exit code and the report."""
 
+    folder = Path(shutil.copytree(bundles("tiny-mha").path, tmp_path / "bundle"))
+
     def run(*options):
-        folder = Path(shutil.copytree(bundles("tiny-mha").path, tmp_path / "bundle"))
         done = run_cli("validate", folder, *options)
         report = json.loads((folder / "report.json").read_text())
         assert (folder / "report.html").is_file()

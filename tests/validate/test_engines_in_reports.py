@@ -113,7 +113,7 @@ def test_an_engine_that_cannot_be_loaded_fails_and_the_report_is_there(running):
     report = running(broken)
     assert not report.passed
     assert levels(report)[0] == ("failure", "engine")
-    assert "cannot be loaded: TensorRT cannot load this engine. out of memory" in report.headline
+    assert "TensorRT cannot load this engine. out of memory" in report.headline
     assert report.to_dict()["engines"][0]["ran"] is False
 
 
