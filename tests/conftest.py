@@ -1,6 +1,7 @@
 """What the tests share: bundles, made once a session; the command line; and the machines that have no GPU."""
 
 import functools
+import gc
 import importlib.util
 import os
 import shutil
@@ -10,16 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mha_deploy.backends.cuda import find_gpu
-from mha_deploy.bundle import open_bundle
-from mha_deploy.catalog import find_spec
-from mha_deploy.cli import main
-
 
 def pytest_configure(config):
-    """Share the cores among the workers, before PyTorch looks at them.
+    """Share the cores among the workers, before NumPy and PyTorch look at them.
 
-    By themselves every worker's torch.compile starts a compiler for each core, and every sum a thread.
+    By themselves every worker's torch.compile starts a compiler for each core, and every sum a thread. So
+    this file imports nothing that imports NumPy until a test needs it.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
@@ -41,6 +38,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _has_cuda():
+    from mha_deploy.backends.cuda import find_gpu
+
     if find_gpu() is not None:
         return True
     if importlib.util.find_spec("torch") is None:
@@ -50,18 +49,39 @@ def _has_cuda():
     return torch.cuda.is_available()
 
 
-@pytest.fixture(scope="session")
+def pytest_collection_finish(session):
+    """Take what was imported out of the garbage collector's sight: an export collects all garbage, twice."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def quick_exporter():
-    """Let PyTorch's exporter read its table of operators once a session: half of the time of a small export.
+    """Let PyTorch's exporter make its tables of operators once a session: two thirds of a small export.
 
-    The table is the same for every export. Where PyTorch keeps it elsewhere, exports are only slower.
+    They are the same for every export. So are the results without the cache of fake tensors, which costs more
+    than it saves where sizes are symbols. Where PyTorch keeps these elsewhere, exports are only slower. A
+    session whose files do not import PyTorch is left without it.
     """
-    from torch.onnx._internal.exporter import _registration
+    if "torch" not in sys.modules:
+        yield
+        return
+    import torch._dynamo.config as dynamo
+    import torch._export.utils as export_utils
+    from torch.onnx._internal.exporter import _decomp, _registration
 
-    registry = getattr(_registration, "ONNXRegistry", None)
+    gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
+        registry = getattr(_registration, "ONNXRegistry", None)
         if hasattr(registry, "from_torchlib"):
             patch.setattr(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib)))
+        if make_table := getattr(_decomp, "create_onnx_friendly_decomposition_table", None):
+            table = functools.cache(make_table)
+            patch.setattr(_decomp, make_table.__name__, lambda operators: dict(table(frozenset(operators))))
+        if find_operators := getattr(export_utils, "_materialize_cpp_cia_ops", None):
+            patch.setattr(export_utils, find_operators.__name__, functools.cache(find_operators))
+        if hasattr(dynamo, "fake_tensor_cache_enabled"):
+            patch.setattr(dynamo, "fake_tensor_cache_enabled", False)
         yield
 
 
@@ -82,6 +102,8 @@ def bundles(request, tmp_path_factory, workshop, quick_exporter):
     On a GPU the workers share the exports. Elsewhere each makes its own, whose results are then bit by bit
     those of the same module in the same process.
     """
+    from mha_deploy.bundle import open_bundle
+    from mha_deploy.catalog import find_spec
     from mha_deploy.export.exporter import bundle_from_spec
     from mha_deploy.export.options import ExportOptions
 
@@ -102,16 +124,23 @@ def bundles(request, tmp_path_factory, workshop, quick_exporter):
 
 
 @pytest.fixture(scope="session")
-def own_bundles(tmp_path_factory, quick_exporter):
-    """A function that gives the bundle of a factory in own_models.py; it is shared, so copy it first."""
+def own_bundles(workshop):
+    """A function that gives the bundle of a factory in own_models.py.
+
+    All workers share it, so copy it before altering it.
+    """
+    from mha_deploy.bundle import open_bundle
     from mha_deploy.export.module_exporter import bundle_from_factory
     from mha_deploy.export.options import ExportOptions
 
     @functools.cache
     def make(name, precision):
-        folder = tmp_path_factory.mktemp(f"own-{name}-{precision}") / name
-        options = ExportOptions(precision=precision)
-        return bundle_from_factory(f"{Path(__file__).parent / 'own_models.py'}:{name}", folder, options)
+        def export(folder):
+            factory = f"{Path(__file__).parent / 'own_models.py'}:{name}"
+            bundle_from_factory(factory, folder / name, ExportOptions(precision=precision))
+
+        folder, _ = workshop.thing(f"own-{name}-{precision}", export)
+        return open_bundle(folder / name)
 
     return lambda name="encoder", precision="fp16": make(name, precision)
 
@@ -141,6 +170,8 @@ class Done:
 @pytest.fixture
 def run_cli(monkeypatch, capsys):
     """Run `mha-deploy` with these arguments through its `main`, errors and exit codes included."""
+    from mha_deploy.cli import main
+
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(*arguments):

@@ -36,12 +36,12 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Three layers over tokens."""
+    """Some layers over tokens."""
 
-    def __init__(self):
+    def __init__(self, layers=3):
         super().__init__()
         self.embedding = nn.Embedding(100, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
 
     def forward(self, tokens, mask):
         x = self.embedding(tokens)
@@ -58,10 +58,17 @@ def examples():
     return {"tokens": Example(tokens, "B", "S"), "mask": Example(mask, "B", "S")}
 
 
+def _encoder(layers, summary=""):
+    axes = {"B": "1:4:8", "S": (1, 32, 64)}
+    return Deployable(module=Encoder(layers), inputs=examples(), axes=axes, summary=summary)
+
+
 def encoder():
-    return Deployable(
-        module=Encoder(), inputs=examples(), axes={"B": "1:4:8", "S": (1, 32, 64)}, summary="three layers"
-    )
+    return _encoder(3, "three layers")
+
+
+def one_layer():
+    return _encoder(1)
 
 
 class Unfusable(Encoder):
@@ -116,7 +123,7 @@ def unfusable():
 
 def forgetful():
     """Other weights each time."""
-    made = encoder()
+    made = _encoder(1)
     with torch.no_grad():
         made.module.embedding.weight += random.SystemRandom().random()
     return made
@@ -184,8 +191,8 @@ def bad_range():
 
 
 def overflowing():
-    """A second layer whose MLP reaches beyond what FP16 can hold, and comes back."""
-    made = encoder()
+    """Two layers; the MLP of the second reaches beyond what FP16 can hold, and comes back."""
+    made = _encoder(2)
     first, _, last = made.module.blocks[1].mlp
     with torch.no_grad():
         first.weight *= 2e5

@@ -56,7 +56,7 @@ FIRST_LAYER = {
 }
 
 # An export takes seconds: the others are for `-m slow`.
-QUICK = {("vit", "sdpa")}  # others are built and judged in tests/validate/test_whole_models.py
+QUICK = {("llama", "sdpa")}  # another is built and judged in tests/validate/test_whole_models.py
 CASES = [
     pytest.param(name, attention, marks=() if (name, attention) in QUICK else pytest.mark.slow)
     for name in whole.MODELS

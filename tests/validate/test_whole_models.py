@@ -17,14 +17,14 @@ rtx = pytest.importorskip("tensorrt_rtx")
 
 MODELS = Path(__file__).parents[1] / "deployable_models.py"
 # An export takes seconds: the rest is for `-m slow`.
-QUICK = {("bert", "sdpa"), ("gpt2", "eager"), ("llama", "sdpa"), ("vit", "eager")}
+QUICK = {("vit", "eager")}
 
 
 @pytest.mark.parametrize(
     ("name", "attention"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_a_whole_model(tmp_path, quick_exporter, monkeypatch, name, attention):
+def test_a_whole_model(tmp_path, monkeypatch, name, attention):
     from mha_deploy.export.module_exporter import bundle_from_factory
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
