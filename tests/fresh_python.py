@@ -1,8 +1,10 @@
 """Run code in a new interpreter, without packages that another machine may not have."""
 
+import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 RUNTIMES = (
     "tensorrt",
@@ -25,10 +27,31 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 """
 
-CLI = """
-import sys
-from mha_deploy.cli import main
-main()
+_RUN_ALL = """
+import contextlib, importlib, io, json, sys, traceback
+
+def imported(*names):
+    for name in names:
+        importlib.import_module(name)
+
+def command(*arguments):
+    from mha_deploy.cli import main
+    sys.argv = ["mha-deploy", *arguments]
+    main()
+
+told = []
+for kind, arguments in json.loads(sys.argv[1]):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            {"import": imported, "mha-deploy": command}[kind](*arguments)
+        except SystemExit as stop:
+            code = stop.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    told.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
+print(json.dumps({"steps": told, "modules": sorted(sys.modules)}))
 """
 
 
@@ -38,3 +61,21 @@ def python(code, *arguments, blocked=(), options=(), **settings):
     settings = {"timeout": 120, "env": {**os.environ, "COLUMNS": "200"}, **settings}
     command = [sys.executable, *options, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **settings)
+
+
+def run_all(*steps, before="", **settings):
+    """Run several things in one new interpreter, as starting one for each takes longer than they do.
+
+    Args:
+        *steps: `("import", *names)` or `("mha-deploy", *arguments)`, in their order.
+        before: Code that runs first.
+        **settings: Those of `python`.
+
+    Returns:
+        The `code`, `out` and `err` of each step, and the `modules` that were loaded in the end.
+    """
+    given = json.dumps([[kind, list(map(str, arguments))] for kind, *arguments in steps])
+    done = python(before + _RUN_ALL, given, **settings)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    return SimpleNamespace(steps=[SimpleNamespace(**each) for each in told["steps"]], modules=told["modules"])

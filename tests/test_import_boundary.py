@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from fresh_python import CLI, RUNTIMES, python
+from fresh_python import RUNTIMES, run_all
 
 import mha_deploy
 
@@ -48,12 +48,6 @@ EXPORT_SIDE = {
 }
 TORCH_ROOMS = ("mha_deploy.reference", "mha_deploy.baselines")
 DEPLOY_SIDE = [name for name in FILES if name not in EXPORT_SIDE and not name.startswith(TORCH_ROOMS)]
-
-IMPORT_ALL = """
-import importlib, sys
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-"""
 
 
 @cache
@@ -150,50 +144,72 @@ def f():
         TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
 
 
-def test_every_deploy_module_is_imported_where_there_is_no_runtime():
-    done = python(IMPORT_ALL, *DEPLOY_SIDE, blocked=("torch", *RUNTIMES))
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def without_torch(bundles, tmp_path_factory):
+    """What a machine without PyTorch does, by the name of the step."""
+    target = tmp_path_factory.mktemp("no-torch") / "bundle"
+    steps = {
+        "deploy side": ("import", *DEPLOY_SIDE),
+        "validate": ("mha-deploy", "validate", bundles("tiny-gqa").path, "--json"),
+        "export": ("mha-deploy", "export", "tiny-mha", "-o", target),
+        "reference": ("import", "mha_deploy.reference"),
+        "exporter": ("import", "mha_deploy.export.exporter"),
+    }
+    done = dict(zip(steps, run_all(*steps.values(), blocked=("torch",)).steps, strict=True))
+    assert list(target.parent.iterdir()) == []
+    return done
 
 
-def test_no_deploy_module_looks_for_torch_where_the_runtimes_are():
-    done = python(IMPORT_ALL, *DEPLOY_SIDE, blocked=("torch",))
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def without_runtimes(bundles):
+    """What a machine with nothing but ONNX does, by the name of the step."""
+    steps = {
+        "deploy side": ("import", *DEPLOY_SIDE),
+        "validate": ("mha-deploy", "validate", bundles("tiny-padding", "bf16").path, "--json"),
+        "models": ("mha-deploy", "models"),
+        "analyze": ("mha-deploy", "analyze", "llama-3-8b"),
+    }
+    return dict(zip(steps, run_all(*steps.values(), blocked=("torch", *RUNTIMES)).steps, strict=True))
 
 
-def test_blocking_a_package_blocks_it():
-    modules = {"mha_deploy.reference", "mha_deploy.export.exporter"}
-    told = {name: python(IMPORT_ALL, name, blocked=("torch",)) for name in modules}
-    assert {name for name, done in told.items() if done.returncode != 0 and "torch" in done.stderr} == modules
+def test_every_deploy_module_is_imported_where_there_is_no_runtime(without_runtimes):
+    assert without_runtimes["deploy side"].code == 0, without_runtimes["deploy side"].err
 
 
-def test_a_bundle_is_validated_without_torch(bundles):
-    bundle = bundles("tiny-gqa")
-    blocked = {"torch", *RUNTIMES} - {"onnxruntime"}
-    done = python(CLI, "validate", bundle.path, "--json", blocked=blocked)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["verdict"]["passed"] is True
+def test_no_deploy_module_looks_for_torch_where_the_runtimes_are(without_torch):
+    assert without_torch["deploy side"].code == 0, without_torch["deploy side"].err
 
 
-def test_a_bundle_is_validated_with_nothing_but_onnx(bundles):
-    bundle = bundles("tiny-padding", "bf16")
-    done = python(CLI, "validate", bundle.path, "--json", blocked=("torch", *RUNTIMES))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["parity"][0]["backend"].startswith("onnx-reference")
+@pytest.mark.parametrize("step", ["reference", "exporter"])
+def test_blocking_a_package_blocks_it(without_torch, step):
+    assert without_torch[step].code != 0
+    assert "torch" in without_torch[step].err
 
 
-def test_export_without_torch_says_how_to_install_it(tmp_path):
-    done = python(CLI, "export", "tiny-mha", "-o", tmp_path / "b", blocked=("torch",))
-    assert done.returncode == 3, done.stderr
-    assert "Exporting needs PyTorch" in done.stderr
-    assert 'try: pip install "mha-deploy[export]"' in done.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_a_bundle_is_validated_without_torch(without_torch):
+    done = without_torch["validate"]
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["verdict"]["passed"] is True
 
 
-@pytest.mark.parametrize("verb", [["models"], ["analyze", "llama-3-8b"]])
-def test_tables_need_no_runtime(verb):
-    done = python(CLI, *verb, blocked=("torch", *RUNTIMES))
-    assert done.returncode == 0, done.stderr
-    assert "llama-3-8b" in done.stdout
+def test_a_bundle_is_validated_with_nothing_but_onnx(without_runtimes):
+    done = without_runtimes["validate"]
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["parity"][0]["backend"].startswith("onnx-reference")
+
+
+def test_export_without_torch_says_how_to_install_it(without_torch):
+    done = without_torch["export"]
+    assert done.code == 3, done.err
+    assert "Exporting needs PyTorch" in done.err
+    assert 'try: pip install "mha-deploy[export]"' in done.err
+
+
+@pytest.mark.parametrize("verb", ["models", "analyze"])
+def test_tables_need_no_runtime(without_runtimes, verb):
+    done = without_runtimes[verb]
+    assert done.code == 0, done.err
+    assert "llama-3-8b" in done.out
 
 
 # -- who may import whom -------------------------------------------------------------------------

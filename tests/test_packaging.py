@@ -9,24 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from fresh_python import python
+from fresh_python import run_all
 
 import mha_deploy
 from mha_deploy.catalog import catalog_names
 from mha_deploy.errors import EXIT_PASSED
 
 ROOT = Path(__file__).resolve().parents[1]
-
-# The interpreter has the project installed as a link to the checkout; -I keeps the current folder and
-# PYTHONPATH out, and the wheel comes before everything else.
-RUN = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-import mha_deploy
-print(mha_deploy.__file__, file=sys.stderr)
-from mha_deploy.cli import main
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +32,31 @@ def wheel(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """A folder with the unpacked wheel, as an installation has it."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, wheel]
-    subprocess.run(command, capture_output=True, timeout=300, check=True)
-    return folder
+def installed(wheel, bundles, tmp_path_factory):
+    """What the command line of the unpacked wheel does, in a folder that is not the checkout.
 
-
-@pytest.fixture
-def run_installed(installed, tmp_path):
-    """Run the command line of the wheel in a folder that is not the checkout."""
-
-    def run(*arguments):
-        done = python(RUN, installed, *arguments, options=["-I"], cwd=tmp_path)
-        origin = done.stderr.splitlines()[0]
-        assert Path(origin).is_relative_to(installed), f"the checkout was imported: {origin}"
-        return done
-
-    return run
+    The interpreter has the project installed as a link to the checkout; -I keeps the current folder and
+    PYTHONPATH out, and the wheel comes before everything else.
+    """
+    site = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)
+    before = f"""
+import sys
+sys.path.insert(0, {str(site)!r})
+import mha_deploy
+if not mha_deploy.__file__.startswith({str(site)!r}):
+    sys.exit(f"the checkout was imported: {{mha_deploy.__file__}}")
+"""
+    commands = {
+        "models": ("--all", "--json"),
+        "analyze": ("bert-base", "--gpu", "rtx-4090", "--json"),
+        "validate": (bundles("tiny-gqa").path, "--json"),
+        "--version": (),
+    }
+    steps = [("mha-deploy", verb, *arguments) for verb, arguments in commands.items()]
+    done = run_all(*steps, before=before, options=["-I"], cwd=tmp_path_factory.mktemp("elsewhere"))
+    return dict(zip(commands, done.steps, strict=True))
 
 
 def members(wheel):
@@ -105,23 +100,23 @@ def test_the_wheel_has_the_command_and_asks_for_no_torch(wheel):
     assert not any("torch" in line or "onnxruntime" in line for line in required)
 
 
-def test_an_installed_wheel_finds_its_specs(run_installed):
-    done = run_installed("models", "--all", "--json")
-    assert done.returncode == EXIT_PASSED, done.stderr
-    assert [row["name"] for row in json.loads(done.stdout)] == catalog_names()
+def test_an_installed_wheel_finds_its_specs(installed):
+    done = installed["models"]
+    assert done.code == EXIT_PASSED, done.err
+    assert [row["name"] for row in json.loads(done.out)] == catalog_names()
 
 
-def test_an_installed_wheel_finds_its_gpu_figures(run_installed):
-    done = run_installed("analyze", "bert-base", "--gpu", "rtx-4090", "--json")
-    assert done.returncode == EXIT_PASSED, done.stderr
-    assert json.loads(done.stdout)["gpu"]["name"] == "RTX 4090"
+def test_an_installed_wheel_finds_its_gpu_figures(installed):
+    done = installed["analyze"]
+    assert done.code == EXIT_PASSED, done.err
+    assert json.loads(done.out)["gpu"]["name"] == "RTX 4090"
 
 
-def test_an_installed_wheel_validates_a_bundle(run_installed, bundles):
-    done = run_installed("validate", bundles("tiny-gqa").path, "--json")
-    assert done.returncode == EXIT_PASSED, done.stderr
-    assert json.loads(done.stdout)["verdict"]["passed"] is True
+def test_an_installed_wheel_validates_a_bundle(installed):
+    done = installed["validate"]
+    assert done.code == EXIT_PASSED, done.err
+    assert json.loads(done.out)["verdict"]["passed"] is True
 
 
-def test_an_installed_wheel_knows_its_version(run_installed):
-    assert run_installed("--version").stdout == f"mha-deploy {mha_deploy.__version__}\n"
+def test_an_installed_wheel_knows_its_version(installed):
+    assert installed["--version"].out == f"mha-deploy {mha_deploy.__version__}\n"
