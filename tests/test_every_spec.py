@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from tiny_specs import TINY, in_precisions
 
 from mha_deploy.baselines.module import module_from_bundle
 from mha_deploy.catalog import catalog_names, find_spec
@@ -23,18 +24,17 @@ from mha_deploy.golden import golden_cases
 from mha_deploy.precision import PRECISIONS
 from mha_deploy.validate.graph import graph_parity
 
-# Gigabytes, and layers of which a like one is quick: for `-m slow`.
-LARGE = ("gpt3-175b", "llama-2-70b", "falcon-7b", "whisper-large-cross")
-TINY = [name for name in catalog_names() if name.startswith("tiny-")]
+# The variants of the others are those of the tiny specs: they are for `-m slow`, and some take gigabytes.
+QUICK = ("bert-base", "llama-3-8b")
 REAL = [
-    pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in catalog_names()
     if name not in TINY
 ]
 
 
 @pytest.fixture(scope="module", params=REAL)
-def real_bundle(request, tmp_path_factory, quick_exporter):
+def real_bundle(request, tmp_path_factory):
     """A bundle of a real model, without the golden cases that take long on a CPU."""
     folder = tmp_path_factory.mktemp("real") / request.param
     options = ExportOptions(golden=("min", "odd", "ragged"))
@@ -68,8 +68,7 @@ def test_a_real_model_builds_fused_in_fp16(real_bundle):
     assert_builds_fused(real_bundle)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("name", TINY)
+@in_precisions("fp16", "bf16", "fp32")
 def test_a_tiny_model_validates_in_every_precision(bundles, name, precision):
     assert_validates(bundles(name, precision))
 
@@ -82,8 +81,7 @@ def outputs(module, case):
     return {t.name: to_numpy(result) for t, result in zip(module.spec.outputs, results, strict=True)}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", TINY)
+@in_precisions(*PRECISIONS)
 def test_the_layer_of_a_bundle_gives_the_golden_results(bundles, name, precision):
     # But for the order of sums: on a CPU without bfloat16, PyTorch gives oneDNN up for the process at the
     # first such product, which another test may have computed since the bundle was made.
@@ -103,20 +101,19 @@ def test_the_layer_of_a_bundle_gives_the_golden_results(bundles, name, precision
                 )
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", [name for name in TINY if find_spec(name).softcap is None])
+@in_precisions("fp16", "bf16", names=[name for name in TINY if find_spec(name).softcap is None])
 def test_a_tiny_model_builds_fused_in_its_precision(bundles, name, precision):
     assert_builds_fused(bundles(name, precision))
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_softcap_is_not_fused_and_built_only_where_that_is_allowed(bundles, precision):
+@in_precisions("fp16", "bf16", names=["tiny-softcap"])
+def test_a_softcap_is_not_fused_and_built_only_where_that_is_allowed(bundles, name, precision):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     options = EngineOptions(backend="tensorrt-rtx", targets="8.9,12.0", overwrite=True)
     with pytest.raises(DeployError, match="no softcap") as caught:
-        engine_from_bundle(bundles("tiny-softcap", precision), options)
+        engine_from_bundle(bundles(name, precision), options)
     assert "--allow-decomposed" in caught.value.hint
     allowed = replace(options, allow_decomposed=True)
-    manifest = engine_from_bundle(bundles("tiny-softcap", precision), allowed).manifest
+    manifest = engine_from_bundle(bundles(name, precision), allowed).manifest
     assert [node["status"] for node in manifest.verdict["nodes"]] == ["decomposed"]
     assert manifest.is_in_precision, manifest.verdict["precision"]

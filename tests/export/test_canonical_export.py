@@ -10,8 +10,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from tiny_specs import EVERY_PRECISION, TINY
 
-from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.catalog import find_spec
 from mha_deploy.errors import ExportError
 from mha_deploy.export.canonical import canonical_from_module
 from mha_deploy.graph.canonical import check_canonical
@@ -20,9 +21,6 @@ from mha_deploy.precision import PRECISIONS
 from mha_deploy.reference import build_module, random_weights
 from mha_deploy.spec import AttentionSpec
 
-pytestmark = pytest.mark.usefixtures("quick_exporter")
-
-TINY = [name for name in catalog_names() if name.startswith("tiny-")]
 # Every spec in every precision; opset 23 throughout, but for bf16 and fp32 of every other spec in turn, and
 # for static caches, whose TensorScatter came with 24.
 CASES = [
@@ -30,12 +28,11 @@ CASES = [
     for name, turn in zip(TINY, itertools.cycle(("bf16", "fp32")), strict=False)
     for precision in PRECISIONS
 ]
-# The graph is the same in every precision but for its types: most of bf16 is for `-m slow`.
-QUICK = ("tiny-mha", "tiny-gqa", "tiny-sparse-heads", "tiny-static", "tiny-growing", "tiny-packed")
+# The graph is the same in every precision but for its types: most of bf16 and fp32 are for `-m slow`.
 EXPORTED = pytest.mark.parametrize(
     ("name", "precision", "opset"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if case[1] == "bf16" and case[0] not in QUICK else ())
+        pytest.param(*case, marks=() if case[1] == "fp16" or case[0] in EVERY_PRECISION else pytest.mark.slow)
         for case in CASES
     ],
     ids=["-".join(map(str, case)) for case in CASES],

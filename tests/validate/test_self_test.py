@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from tiny_specs import in_precisions
 
 from mha_deploy.backends import cpu_backend, open_runner
 from mha_deploy.catalog import find_spec
@@ -47,8 +48,7 @@ LAYERS = {
 ALWAYS = {"scale off by 0.5 %", "scale missing", "NaN"}
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("name", LAYERS)
+@in_precisions("fp16", "bf16", "fp32", names=LAYERS, every=("tiny-gqa", "tiny-static"))
 def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, precision):
     result = self_test(bundles(name, precision))
     assert result.right.passed
@@ -75,7 +75,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("layer", NARROW)
-def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, quick_exporter, layer):
+def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, layer):
     name, ranges, changes, hidden = NARROW[layer]
     spec = replace(find_spec(name), **changes)
     spec = spec.with_axes({axis: Axis.parse(text, name=axis) for axis, text in ranges.items()})
