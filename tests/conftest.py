@@ -96,11 +96,10 @@ def workshop(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def bundles(request, tmp_path_factory, workshop, quick_exporter):
-    """A function that gives the bundle of a spec by name; it is shared, so copy it before altering it.
+def bundles(tmp_path_factory, workshop):
+    """A function that gives the bundle of a spec by name, exported once for all workers.
 
-    On a GPU the workers share the exports. Elsewhere each makes its own, whose results are then bit by bit
-    those of the same module in the same process.
+    Each worker has a copy, as some tests leave their engines there; copy it again before altering it.
     """
     from mha_deploy.bundle import open_bundle
     from mha_deploy.catalog import find_spec
@@ -112,11 +111,7 @@ def bundles(request, tmp_path_factory, workshop, quick_exporter):
         def export(folder):
             bundle_from_spec(find_spec(name), folder / "bundle", ExportOptions(precision=precision))
 
-        if request.config.option.markexpr != "gpu":
-            export(folder := tmp_path_factory.mktemp(f"{name}-{precision}"))
-            return open_bundle(folder / "bundle")
         made, _ = workshop.thing(f"{name}-{precision}", export)
-        # One copy for each worker, as some tests leave their engines there.
         own = tmp_path_factory.mktemp(f"{name}-{precision}") / "bundle"
         return open_bundle(shutil.copytree(made / "bundle", own))
 
