@@ -18,7 +18,6 @@ from mha_deploy.graph.fuse import fuse_attention
 
 SIZES = (Sizes(2, 5), Sizes(3, 11))
 OPSETS = (18, 20)
-pytestmark = pytest.mark.usefixtures("quick_exporter")
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def computed_products(model):
 
 
 @pytest.mark.parametrize(("name", "opset"), SPELLINGS)
-def test_a_spelling_becomes_one_node_that_computes_the_same(name, opset, quick_exporter):
+def test_a_spelling_becomes_one_node_that_computes_the_same(name, opset):
     case, model = CASES[name], exported(name, opset)
     fused, report = fuse_attention(model)
     assert report.unfused == ()
@@ -187,7 +186,7 @@ def doubled(tensor):
 
 
 @pytest.mark.slow
-def test_a_stack_gives_one_node_for_each_layer_and_names_them(quick_exporter):
+def test_a_stack_gives_one_node_for_each_layer_and_names_them():
     torch.manual_seed(0)
     stack = modules.Stack().eval()
     model = modules.export(stack, "bool", 20)
@@ -201,7 +200,7 @@ def test_a_stack_gives_one_node_for_each_layer_and_names_them(quick_exporter):
     np.testing.assert_allclose(run(fused, inputs)[0], stack(*inputs).detach().numpy(), atol=1e-5)
 
 
-def test_nothing_else_changes(quick_exporter):
+def test_nothing_else_changes():
     model = exported("fill -1e9", 18)
     before = ir.to_proto(model).SerializeToString()
     fused, _ = fuse_attention(model)
@@ -216,7 +215,7 @@ def test_nothing_else_changes(quick_exporter):
     assert all(any(v.uses() or v.is_graph_output() for v in node.outputs) for node in fused.graph)
 
 
-def test_the_new_node_says_where_it_came_from(quick_exporter):
+def test_the_new_node_says_where_it_came_from():
     fused, report = fuse_attention(exported("einsum, length first", 18))
     line = source_line('weights = (torch.einsum("bshd,bthd->bhst", q, k)')
     assert report.fused[0].place == f"{modules.__file__}:{line}"
@@ -229,7 +228,7 @@ def source_line(text):
         return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
-def test_values_that_others_use_stay(quick_exporter):
+def test_values_that_others_use_stay():
     class KeysOut(modules.Layer):
         def forward(self, x):
             q, k, v = self.heads(x)
@@ -243,21 +242,21 @@ def test_values_that_others_use_stay(quick_exporter):
         np.testing.assert_allclose(got, want.detach().numpy(), atol=1e-5)
 
 
-def test_what_is_one_node_already_stays(quick_exporter):
+def test_what_is_one_node_already_stays():
     model = exported("sdpa causal", 23)
     fused, report = fuse_attention(model)
     assert (report.fused, report.unfused, len(report.already)) == ((), (), 1)
     assert ir.to_proto(fused).SerializeToString() == ir.to_proto(model).SerializeToString()
 
 
-def test_hand_written_attention_of_opset_23_is_fused(quick_exporter):
+def test_hand_written_attention_of_opset_23_is_fused():
     fused, report = fuse_attention(exported("causal and padding", 23))
     assert report.complete
     assert report.fused[0].causal
     compare("causal and padding", fused, modules.make_inputs("keys", SIZES[1]))
 
 
-def test_a_graph_without_attention_comes_back_as_it_was(quick_exporter):
+def test_a_graph_without_attention_comes_back_as_it_was():
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(modules.E, 8), torch.nn.Softmax(-1), torch.nn.Linear(8, 2))
     model = modules.export(net.eval(), "x", 18)
@@ -266,7 +265,7 @@ def test_a_graph_without_attention_comes_back_as_it_was(quick_exporter):
     assert ir.to_proto(fused).SerializeToString() == ir.to_proto(model).SerializeToString()
 
 
-def test_the_softmax_keeps_its_precision(quick_exporter):
+def test_the_softmax_keeps_its_precision():
     torch.manual_seed(1)
     layer = spelling(modules.cast_to_float32)().eval().half()
     model = modules.export(layer, "half", 18)
@@ -278,7 +277,7 @@ def test_the_softmax_keeps_its_precision(quick_exporter):
     np.testing.assert_allclose(run(fused, inputs)[0], run(model, inputs)[0], atol=2e-3)
 
 
-def test_filled_rows_without_keys_keep_the_mean_of_v_however_large_the_scores(quick_exporter):
+def test_filled_rows_without_keys_keep_the_mean_of_v_however_large_the_scores():
     """Added to large scores, -1e9 would not give the mean: the mask must absorb them."""
     torch.manual_seed(3)
     layer = spelling(modules.filled(-1e9))().eval()
@@ -291,7 +290,7 @@ def test_filled_rows_without_keys_keep_the_mean_of_v_however_large_the_scores(qu
     np.testing.assert_allclose(got[0], want[0], atol=1e-5)
 
 
-def test_a_boolean_mask_of_sdpa_gives_pytorchs_zero_rows_and_says_so(quick_exporter):
+def test_a_boolean_mask_of_sdpa_gives_pytorchs_zero_rows_and_says_so():
     model = exported("sdpa bool mask", 18)
     fused, report = fuse_attention(model)
     assert "the unfused file gives the mean of V" in report.fused[0].notes[0]
@@ -301,7 +300,7 @@ def test_a_boolean_mask_of_sdpa_gives_pytorchs_zero_rows_and_says_so(quick_expor
     assert np.abs(run(model, inputs)[0] - want).max() > 1e-3
 
 
-def test_a_constant_padding_mask_is_not_the_triangle(quick_exporter):
+def test_a_constant_padding_mask_is_not_the_triangle():
     """One row that hides all keys but the first looks like the first row of the triangle."""
 
     class First(modules.Layer):

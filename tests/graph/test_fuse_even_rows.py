@@ -1,6 +1,7 @@
 """Scores that are filled with a finite number: fused, and rows without keys stay the mean of V."""
 
 import copy
+import functools
 
 import fuse_modules as modules
 import numpy as np
@@ -17,7 +18,6 @@ from mha_deploy.graph.lower import lower
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 SIZES = Sizes(3, 11)
-pytestmark = pytest.mark.usefixtures("quick_exporter")
 
 
 def scores_of(q, k):
@@ -119,7 +119,9 @@ SPELLINGS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
 TOLERANCE = {HALF: 3e-3, BRAIN: 1.2e-2, SINGLE: 1e-5}
 
 
+@functools.cache
 def made(name):
+    """The module of a case and what the exporter makes of it; fusing leaves that as it is."""
     make, kind, dtype, _ = CASES[name]
     torch.manual_seed(1)
     module = make().eval().to(dtype)
@@ -149,7 +151,7 @@ def run(model, inputs):
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_a_finite_fill_is_fused_and_rows_without_keys_stay(name, quick_exporter):
+def test_a_finite_fill_is_fused_and_rows_without_keys_stay(name):
     _, kind, dtype, wanted = CASES[name]
     module, model = made(name)
     fused, report = fuse_attention(model)
@@ -166,7 +168,7 @@ def test_a_finite_fill_is_fused_and_rows_without_keys_stay(name, quick_exporter)
     np.testing.assert_allclose(got, exact(module, inputs), atol=TOLERANCE[dtype], rtol=0)
 
 
-def test_a_row_without_keys_is_the_mean_of_v_however_large_the_scores(quick_exporter):
+def test_a_row_without_keys_is_the_mean_of_v_however_large_the_scores():
     torch.manual_seed(3)
     layer = FILL().eval().half()
     with torch.no_grad():
@@ -181,7 +183,7 @@ def test_a_row_without_keys_is_the_mean_of_v_however_large_the_scores(quick_expo
     np.testing.assert_allclose(got[0], np.broadcast_to(want, got[0].shape), atol=2e-3)
 
 
-def test_layers_share_the_mask_and_the_rows_without_keys(quick_exporter):
+def test_layers_share_the_mask_and_the_rows_without_keys():
     class Two(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -205,14 +207,14 @@ def test_layers_share_the_mask_and_the_rows_without_keys(quick_exporter):
 
 
 @pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib"])
-def test_every_dialect_keeps_the_rows(dialect, quick_exporter):
+def test_every_dialect_keeps_the_rows(dialect):
     module, model = made("grouped heads")
     lowered = lower(fuse_attention(model)[0], dialect)
     inputs = modules.make_inputs("bool", SIZES, seed=5, dtype=HALF)
     np.testing.assert_allclose(run(lowered, inputs), module(*inputs).detach().numpy(), atol=3e-3)
 
 
-def test_tensorrt_rtx_fuses_it(quick_exporter, monkeypatch):
+def test_tensorrt_rtx_fuses_it(monkeypatch):
     from rtx_probe import build
 
     monkeypatch.setattr(modules, "D", 32)

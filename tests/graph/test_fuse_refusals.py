@@ -78,11 +78,9 @@ REFUSED = {
     ),
 }
 
-pytestmark = pytest.mark.usefixtures("quick_exporter")
-
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_stays_and_the_report_says_where_and_why(name, quick_exporter):
+def test_it_stays_and_the_report_says_where_and_why(name):
     make, kind, reasons, line = REFUSED[name]
     torch.manual_seed(0)
     model = modules.export(make().eval(), kind, 18)
@@ -97,7 +95,7 @@ def test_it_stays_and_the_report_says_where_and_why(name, quick_exporter):
     assert ir.to_proto(after).SerializeToString() == before
 
 
-def test_one_that_stays_does_not_keep_the_others(quick_exporter):
+def test_one_that_stays_does_not_keep_the_others():
     class Two(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -114,7 +112,7 @@ def test_one_that_stays_does_not_keep_the_others(quick_exporter):
     np.testing.assert_allclose(run(fused, inputs)[0], module(*inputs).detach().numpy(), atol=1e-5)
 
 
-def test_a_number_added_to_some_scores_and_put_in_the_place_of_others_stays_in_fp16(quick_exporter):
+def test_a_number_added_to_some_scores_and_put_in_the_place_of_others_stays_in_fp16():
     class Half(modules.Layer):
         def attend(self, q, k, v):
             lowest = torch.finfo(q.dtype).min
