@@ -13,11 +13,12 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from mha_deploy.catalog import catalog_names, find_spec
 from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.export.options import ExportOptions
-from mha_deploy.precision import PRECISIONS
-from mha_deploy.validate.self_test import budget_share, self_test
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.validate.self_test import largest_share as budget_share
+from mha_deploy.validate.self_test import self_test
 
 
 def main() -> None:

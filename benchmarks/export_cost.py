@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from mha_deploy.catalog import catalog_names
-from mha_deploy.versions import versions
+from mha_deploy.environment import versions
+from mha_deploy.model.catalog import catalog_names
 
 
 def export_once(model: str, precision: str, folder: Path, golden: list[str]) -> dict[str, float]:

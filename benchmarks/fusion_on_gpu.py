@@ -15,18 +15,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.backends.tensorrt import engine_verdict, kernels_from_profile
-from mha_deploy.baselines.kernels import kernel_times
-from mha_deploy.catalog import find_spec
+from mha_deploy.baselines.torch import kernel_times
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.run import open_engine_runner
 from mha_deploy.errors import DeployError
 from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.export.options import ExportOptions
-from mha_deploy.golden import golden_cases
-from mha_deploy.validate.parity import parity_from_runner
-from mha_deploy.validate.self_test import budget_share
+from mha_deploy.metrics import parity_from_runner
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.runtime.tensorrt.kernels import kernels_from_profile
+from mha_deploy.runtime.tensorrt.verdict import engine_verdict
+from mha_deploy.validate.self_test import largest_share as budget_share
 
 
 def examine(model: str, folder: Path, gqa: str | None) -> dict[str, Any]:

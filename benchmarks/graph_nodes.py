@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from mha_deploy.backends.cuda import Stream, record
-from mha_deploy.backends.tensorrt.bound import Slot
-from mha_deploy.backends.tensorrt.ranges import tightest_admitting
-from mha_deploy.backends.tensorrt.run import TensorRTRunner
-from mha_deploy.bundle import Bundle, open_bundle
-from mha_deploy.engine.record import engine_path, open_engine
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import Bundle, open_bundle
+from mha_deploy.engine.manifest import engine_path, open_engine
 from mha_deploy.engine.run import open_engine_runner
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import golden_cases
+from mha_deploy.runtime.cuda import Stream, record
+from mha_deploy.runtime.tensorrt.run import Slot, TensorRTRunner, tightest_admitting
 
 
 def main() -> None:

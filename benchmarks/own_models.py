@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
-from mha_deploy.contract import Deployable, Example
+from mha_deploy.model.deployable import Deployable, Example
 
 
 class HiddenStates(nn.Module):

@@ -5,10 +5,11 @@ import shutil
 
 import numpy as np
 
-from mha_deploy.bundle import MANIFEST, MODEL, BundleWriter, GoldenEntry, Manifest, sha256
-from mha_deploy.catalog import find_spec
-from mha_deploy.golden import GoldenCase, write_case
-from mha_deploy.precision import PRECISIONS
+from mha_deploy.bundle.cases import GoldenCase, write_case
+from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
+from mha_deploy.bundle.manifest import GoldenEntry, Manifest
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import PRECISIONS
 
 SIZES = {"B": 2, "S": 3}
 

@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _has_cuda():
-    from mha_deploy.backends.cuda import find_gpu
+    from mha_deploy.runtime.cuda import find_gpu
 
     if find_gpu() is not None:
         return True
@@ -101,10 +101,10 @@ def bundles(tmp_path_factory, workshop):
 
     Each worker has a copy, as some tests leave their engines there; copy it again before altering it.
     """
-    from mha_deploy.bundle import open_bundle
-    from mha_deploy.catalog import find_spec
+    from mha_deploy.bundle.folder import open_bundle
     from mha_deploy.export.exporter import bundle_from_spec
     from mha_deploy.export.options import ExportOptions
+    from mha_deploy.model.catalog import find_spec
 
     @functools.cache
     def make(name, precision):
@@ -124,7 +124,7 @@ def own_bundles(workshop):
 
     All workers share it, so copy it before altering it.
     """
-    from mha_deploy.bundle import open_bundle
+    from mha_deploy.bundle.folder import open_bundle
     from mha_deploy.export.module_exporter import bundle_from_factory
     from mha_deploy.export.options import ExportOptions
 
@@ -143,7 +143,7 @@ def own_bundles(workshop):
 @pytest.fixture
 def in_process():
     """Runtimes in this process, for a test that replaces a part of one."""
-    from mha_deploy.backends.child import isolation
+    from mha_deploy.runtime.child import isolation
 
     isolation.enabled = False
     yield

@@ -4,7 +4,7 @@ from functools import partial
 
 from whole_models import MODELS, ONE_WAY
 
-from mha_deploy.contract import Deployable, Example
+from mha_deploy.model.deployable import Deployable, Example
 
 RANGES = {"B": "1:2:4", "S": "1:7:16", "T": "1:9:16", "P": "1:5:16"}
 

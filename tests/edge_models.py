@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mha_deploy.contract import Deployable, Example
+from mha_deploy.model.deployable import Deployable, Example
 
 E, AXES = 32, {"B": "1:2:4", "S": "1:5:9"}
 SCALE = 1.0  # a test writes another one

@@ -6,7 +6,7 @@ import random
 import torch
 from torch import nn
 
-from mha_deploy.contract import Deployable, Example
+from mha_deploy.model.deployable import Deployable, Example
 
 
 class HandWritten(nn.Module):

@@ -9,22 +9,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from mha_deploy.analyze import (
-    Gpu,
-    analyze,
-    find_gpu,
-    gpu_names,
-    kv_cache_bytes,
-    kv_cache_bytes_per_token,
-    layer_cost,
-    parameter_count,
-    roofline_floor,
-)
-from mha_deploy.analyze.gpus import known_gpus
+from mha_deploy.analyze.cost import kv_cache_bytes, kv_cache_bytes_per_token, layer_cost, parameter_count
 from mha_deploy.analyze.render import analysis_renderable, analysis_to_dict
-from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.analyze.roofline import Gpu, analyze, find_gpu, gpu_names, known_gpus, roofline_floor
 from mha_deploy.errors import DeployError, SpecError
-from mha_deploy.spec import AttentionSpec, Axis, GroupedMlp, SparseHeads
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.spec import AttentionSpec, Axis, GroupedMlp, SparseHeads
 
 WIDE = Axis(min=1, opt=4, max=100_000)
 

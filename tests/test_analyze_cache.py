@@ -4,12 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from mha_deploy.analyze import analyze, kv_cache_bytes, layer_cost, parameter_count
-from mha_deploy.analyze.points import points_from_text, usual_points
-from mha_deploy.analyze.sizes import SizeLimit, oracle_bytes, oracle_cache_bytes, shrunk
-from mha_deploy.analyze.work import key_length
+from mha_deploy.analyze.cost import (
+    SizeLimit,
+    key_length,
+    kv_cache_bytes,
+    layer_cost,
+    oracle_bytes,
+    oracle_cache_bytes,
+    parameter_count,
+    points_from_text,
+    shrunk,
+    usual_points,
+)
+from mha_deploy.analyze.roofline import analyze
 from mha_deploy.errors import SpecError
-from mha_deploy.spec import AttentionSpec, Axis
+from mha_deploy.model.spec import AttentionSpec, Axis
 
 B, S, P, T = (Axis(min=low, opt=8, max=100_000) for low in (1, 1, 0, 1))
 CAPACITY = 16

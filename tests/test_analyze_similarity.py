@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mha_deploy.analyze.inputs import read_inputs
 from mha_deploy.analyze.render import similarity_renderable
 from mha_deploy.analyze.similarity import (
     head_similarity,
+    read_inputs,
     similarity_from_heads,
     similarity_from_module,
     similarity_to_dict,
     write_heatmap,
 )
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.spec import AttentionSpec, Axis
+from mha_deploy.model.spec import AttentionSpec, Axis
 
 TO_64 = Axis(min=1, opt=8, max=64)
 SELF = AttentionSpec(name="self", Hq=4, Hkv=4, D=8, E=32, axes={"B": TO_64, "S": TO_64})
@@ -136,7 +136,7 @@ class TestFromModule:
         assert first.tokens == 7
 
     def test_inputs_that_the_export_draws(self):
-        from mha_deploy.export.inputs import random_inputs
+        from mha_deploy.reference.inputs import random_inputs
 
         feeds = random_inputs(PADDED, {"B": 4, "S": 8}, seed=0, ragged=True)
         assert head_similarity(PADDED, feeds).tokens == int(feeds["key_lengths"].sum()) > 0

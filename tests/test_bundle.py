@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 from bundle_edit import edit_manifest, fill, manifest, small_bundle
 
-from mha_deploy.bundle import MANIFEST, MODEL, BundleWriter, open_bundle, sha256
+from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, open_bundle, sha256
+from mha_deploy.bundle.manifest import FORMAT
 from mha_deploy.errors import BundleError, DeployError
-from mha_deploy.manifest import FORMAT
 
 KEYS = sorted(manifest().to_dict())
 
@@ -337,7 +337,7 @@ def disk(monkeypatch):
 
     def choose(one_step):
         if not one_step:
-            monkeypatch.setattr("mha_deploy.commit.exchange", lambda one, other: False)
+            monkeypatch.setattr("mha_deploy.bundle.commit.exchange", lambda one, other: False)
 
     return choose
 
@@ -580,7 +580,7 @@ def test_an_overwrite_that_fails_keeps_the_old_bundle(folder, disk, monkeypatch)
             raise KeyboardInterrupt
         rename(source, target)
 
-    monkeypatch.setattr("mha_deploy.commit.os.rename", fail_with_the_old_one_aside)
+    monkeypatch.setattr("mha_deploy.bundle.commit.os.rename", fail_with_the_old_one_aside)
     with BundleWriter(folder, overwrite=True) as writer:
         fill(writer.path)
         with pytest.raises(KeyboardInterrupt):

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from mha_deploy.catalog import catalog_folder, catalog_names, find_spec, read_spec
 from mha_deploy.errors import SpecError
-from mha_deploy.spec import AttentionSpec
-from mha_deploy.spec_rules import ATTENDS, MASKS, PROJECTIONS, VARIANTS
+from mha_deploy.model.catalog import catalog_folder, catalog_names, find_spec, read_spec
+from mha_deploy.model.spec import ATTENDS, MASKS, PROJECTIONS, VARIANTS, AttentionSpec
 
 NAMES = catalog_names()
 TINY = [name for name in NAMES if name.startswith("tiny-")]

@@ -7,8 +7,16 @@ import sys
 
 import pytest
 
-from mha_deploy.doctor import RUNTIMES, Runtime, examine, gpus, report
-from mha_deploy.versions import EXPORT_PACKAGES, installed_version, versions
+from mha_deploy.environment import (
+    EXPORT_PACKAGES,
+    RUNTIMES,
+    Runtime,
+    examine,
+    gpus,
+    installed_version,
+    report,
+    versions,
+)
 
 
 def runtime(module, packages=(), gives="something"):

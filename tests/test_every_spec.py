@@ -11,18 +11,18 @@ import pytest
 import torch
 from tiny_specs import TINY, in_precisions
 
-from mha_deploy.baselines.module import module_from_bundle
-from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.baselines.fresh import module_from_bundle
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import DeployError
 from mha_deploy.export.eager import run_module
 from mha_deploy.export.exporter import bundle_from_spec
-from mha_deploy.export.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.export.options import ExportOptions
-from mha_deploy.golden import golden_cases
-from mha_deploy.precision import PRECISIONS
-from mha_deploy.validate.graph import graph_parity
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
+from mha_deploy.validate.self_test import graph_parity
 
 # The variants of the others are those of the tiny specs: they are for `-m slow`, and some take gigabytes.
 QUICK = ("bert-base", "llama-3-8b")

@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 from bundle_edit import SIZES, edit_arrays, edit_manifest, golden_case, rehash, small_bundle
 
-from mha_deploy.bundle import open_bundle
-from mha_deploy.catalog import find_spec
-from mha_deploy.errors import BundleError, DeployError
-from mha_deploy.golden import (
+from mha_deploy.bundle.cases import (
     GoldenCase,
     golden_cases,
     polygraphy_refusal,
@@ -18,7 +15,10 @@ from mha_deploy.golden import (
     write_case,
     write_polygraphy,
 )
-from mha_deploy.precision import PRECISIONS
+from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import PRECISIONS
 
 GROUPS = ("inputs", "oracle", "eager")
 

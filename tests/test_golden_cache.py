@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.cases import only_new_rows, read_case, with_old_rows, write_case
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
 from mha_deploy.export.golden import GoldenCapture
-from mha_deploy.export.golden_plan import plan_golden
-from mha_deploy.golden import read_case, write_case
-from mha_deploy.golden_cache import only_new_rows, with_old_rows
-from mha_deploy.precision import find_precision
+from mha_deploy.export.options import plan_golden
+from mha_deploy.model.precision import find_precision
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module
-from mha_deploy.spec import AttentionSpec
 
 CACHED = ("tiny-growing", "tiny-static")
 

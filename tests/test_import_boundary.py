@@ -17,37 +17,10 @@ FILES = {
     ".".join(("mha_deploy", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-EXPORT_SIDE = {
-    f"mha_deploy.export.{name}"
-    for name in (
-        "attention_values",
-        "canonical",
-        "decisions",
-        "drawn",
-        "eager",
-        "exported",
-        "exporter",
-        "factory",
-        "golden",
-        "inputs",
-        "module_exporter",
-        "module_golden",
-        "module_mixed",
-        "overflow",
-        "program",
-        "program_axes",
-        "program_check",
-        "program_errors",
-        "program_outputs",
-        "torch_exporter",
-        "trace",
-        "user_module",
-        "weight_file",
-        "widened",
-    )
-}
-TORCH_ROOMS = ("mha_deploy.reference", "mha_deploy.baselines")
-DEPLOY_SIDE = [name for name in FILES if name not in EXPORT_SIDE and not name.startswith(TORCH_ROOMS)]
+TORCH_PACKAGES = ("mha_deploy.reference", "mha_deploy.export", "mha_deploy.baselines")
+TORCH_FREE = {"mha_deploy.export", "mha_deploy.export.options", "mha_deploy.baselines"}
+EXPORT_SIDE = {name for name in FILES if name.startswith(TORCH_PACKAGES)} - TORCH_FREE
+DEPLOY_SIDE = [name for name in FILES if name not in EXPORT_SIDE]
 
 
 @cache
@@ -114,7 +87,7 @@ def breaches(room, *forbidden):
 
 
 def test_the_list_of_modules_is_not_empty():
-    assert {"mha_deploy.bundle", "mha_deploy.validate.parity", "mha_deploy.cli", "mha_deploy.export"} < set(
+    assert {"mha_deploy.bundle.folder", "mha_deploy.metrics", "mha_deploy.cli", "mha_deploy.export"} < set(
         DEPLOY_SIDE
     )
     assert set(FILES) >= EXPORT_SIDE
@@ -216,8 +189,7 @@ def test_tables_need_no_runtime(without_runtimes, verb):
 
 
 def test_a_spec_needs_only_the_standard_library():
-    rooms = ("spec", "spec_parts", "spec_rules", "model_spec", "module_spec", "errors")
-    own = {f"mha_deploy.{room}" for room in rooms}
+    own = {"mha_deploy.model.spec", "mha_deploy.errors"}
     for name in own:
         strangers = {
             module
@@ -228,16 +200,16 @@ def test_a_spec_needs_only_the_standard_library():
 
 
 def test_reference_modules_know_nothing_of_what_becomes_of_them():
-    others = ("export", "baselines", "graph", "backends", "validate", "cli", "bundle", "golden")
+    others = ("export", "baselines", "graph", "runtime", "validate", "cli", "bundle")
     assert breaches("reference", *others) == []
 
 
 def test_graphs_know_nothing_of_bundles_and_runtimes():
-    assert breaches("graph", "export", "baselines", "backends", "validate", "cli", "reference") == []
+    assert breaches("graph", "export", "baselines", "runtime", "validate", "cli", "reference") == []
 
 
-def test_backends_know_nothing_of_verdicts():
-    assert breaches("backends", "export", "baselines", "validate", "cli", "reference") == []
+def test_runtimes_know_nothing_of_verdicts():
+    assert breaches("runtime", "export", "baselines", "validate", "cli", "reference") == []
 
 
 def test_an_export_needs_no_baseline():
@@ -257,8 +229,8 @@ def test_nothing_imports_the_command_line_but_itself():
 
 def test_only_its_owner_imports_a_runtime():
     owners = {
-        "onnxruntime": {"mha_deploy.backends.ort_session"},
-        "safetensors": {"mha_deploy.export.weight_file"},
+        "onnxruntime": {"mha_deploy.runtime.ort"},
+        "safetensors": {"mha_deploy.reference.weights"},
         "matplotlib": {"mha_deploy.analyze.similarity"},
         "polygraphy": set(),
     }

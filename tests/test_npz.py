@@ -8,8 +8,8 @@ import zipfile
 import numpy as np
 import pytest
 
+from mha_deploy.bundle.cases import read_npz
 from mha_deploy.errors import DeployError
-from mha_deploy.npz import read_npz
 
 
 def npy(array):

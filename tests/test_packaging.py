@@ -12,8 +12,8 @@ import pytest
 from fresh_python import run_all
 
 import mha_deploy
-from mha_deploy.catalog import catalog_names
 from mha_deploy.errors import EXIT_PASSED
+from mha_deploy.model.catalog import catalog_names
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,7 +73,7 @@ def test_the_wheel_carries_data_and_types(wheel):
 def test_the_wheel_carries_the_source_of_the_plugins(wheel):
     source = ROOT / "plugins"
     files = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
-    assert {f"mha_deploy/plugins/native/{name}" for name in files} <= members(wheel)
+    assert {f"mha_deploy/native/{name}" for name in files} <= members(wheel)
     assert "CMakeLists.txt" in files
 
 

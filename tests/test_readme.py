@@ -7,9 +7,9 @@ from pathlib import Path
 import onnx
 import pytest
 
-from mha_deploy.backends.cuda import find_gpu
-from mha_deploy.catalog import find_spec, read_spec
 from mha_deploy.cli import main
+from mha_deploy.model.catalog import find_spec, read_spec
+from mha_deploy.runtime.cuda import find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

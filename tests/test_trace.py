@@ -5,11 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mha_deploy.catalog import find_spec
-from mha_deploy.errors import BundleError, DeployError
-from mha_deploy.precision import PRECISIONS
-from mha_deploy.spec import Axis
-from mha_deploy.trace import (
+from mha_deploy.bundle.traces import (
     DecodeTrace,
     check_steps,
     check_trace,
@@ -17,6 +13,10 @@ from mha_deploy.trace import (
     read_trace,
     write_trace,
 )
+from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.model.spec import Axis
 
 B, STEPS, PROMPT = 3, 4, (5, 2, 7)
 L = max(PROMPT) + STEPS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mha_deploy.catalog import catalog_names
+from mha_deploy.model.catalog import catalog_names
 
 TINY = [name for name in catalog_names() if name.startswith("tiny-")]
 # Grouped heads, packed projections, a mask, both caches, another variant: what a precision could change.

@@ -6,17 +6,24 @@ its functions), `inputs` and `render` (rich) are imported by whoever needs them.
 
 from __future__ import annotations
 
-from mha_deploy.analyze.analysis import Analysis, analyze
 from mha_deploy.analyze.cost import (
     LayerCost,
+    StageCost,
     kv_cache_bytes,
     kv_cache_bytes_per_token,
     layer_cost,
     parameter_count,
 )
-from mha_deploy.analyze.gpus import Gpu, find_gpu, gpu_names
-from mha_deploy.analyze.roofline import LayerFloor, StageFloor, roofline_floor
-from mha_deploy.analyze.work import StageCost
+from mha_deploy.analyze.roofline import (
+    Analysis,
+    Gpu,
+    LayerFloor,
+    StageFloor,
+    analyze,
+    find_gpu,
+    gpu_names,
+    roofline_floor,
+)
 
 __all__ = [
     "Analysis",

@@ -1,24 +1,148 @@
-"""What an attention layer costs, in closed form: parameters, FLOPs and bytes per stage.
-
-A multiply-add is 2 FLOPs. Only matrix products are counted: bias additions, the softmax, gates and
-activations are of lower order. Bytes are what a stage must move if each operand crosses the memory bus once:
-weights, inputs and outputs. Attention is counted as fused: its S x T matrix never goes to memory, unless the
-weights are an output of the layer. Padding saves nothing here, since its lengths are only known at run time.
-
-With a cache, only the S new tokens are projected, and their keys and values are written to where the cache is
-kept: nothing else of it moves but the rows that some query sees, which are read once. A growing cache that is
-copied to make room for a row moves far more than this; that is the cost of copying, and not of the layer. The
-valid rows of a static cache are data, no size: it is counted as full after the call, T - S rows before it,
-unless its lengths are given.
-"""
+"""FLOPs and bytes of a layer, and sizes that can be afforded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mha_deploy.analyze.work import StageCost, Work, key_length, past_rows
-from mha_deploy.spec import AttentionSpec, Sizes
+from mha_deploy.errors import SpecError, nearest
+from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec, Sizes
+
+# -- The work of a layer at one set of sizes: how many tokens, keys, and pairs of them -------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """The cost of one stage.
+
+    Args:
+        name: What the stage does.
+        growth: The order of its FLOPs per batch row, in the project's alphabet.
+        parameters: Learned numbers, biases included.
+        flops: Floating point operations, 2 per multiply-add.
+        bytes: Weights, inputs and outputs, each moved once.
+    """
+
+    name: str
+    growth: str
+    parameters: int
+    flops: int
+    bytes: int
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity: FLOPs per byte moved."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A layer at one set of sizes: what every stage is counted from.
+
+    Args:
+        spec: The layer.
+        B: Rows of the batch.
+        S: New tokens of each.
+        T: Keys of each.
+        past: How many keys come before the new tokens, in every row of the batch.
+        bytes_per_element: Of weights and activations.
+    """
+
+    spec: AttentionSpec
+    B: int
+    S: int
+    T: int
+    past: Sequence[int]
+    bytes_per_element: int
+
+    @property
+    def rows(self) -> int:
+        """Query tokens."""
+        return self.B * self.S
+
+    @property
+    def head_elements(self) -> int:
+        """Elements of the query heads, and of the head outputs."""
+        return self.rows * self.spec.Hq * self.spec.D
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows of keys that are projected: all of them, but for those that a cache has already."""
+        return self.B * (self.S if self.spec.cache != "none" else self.T)
+
+    @property
+    def kv_rows_seen(self) -> int:
+        """Rows of keys that some query sees: a window leaves out the oldest of a cache."""
+        reach = self.T if self.spec.window is None else self.spec.window - 1
+        return self.kv_rows + sum(min(past, reach) for past in self.past)
+
+    def kv_elements(self, rows: int) -> int:
+        """Elements of the keys and values of that many rows together."""
+        return 2 * rows * self.spec.Hkv * self.spec.D
+
+    def pairs(self, past: int) -> int:
+        """(query, key) pairs of one head in one batch row.
+
+        A causal query sees what was there before, and the new keys up to its own: past + 1, past + 2, …, or
+        as many as its window has.
+        """
+        if not self.spec.causal:
+            return self.S * self.T
+        window = past + self.S if self.spec.window is None else self.spec.window
+        within = min(max(window - past, 0), self.S)  # queries whose window is not full
+        return within * past + within * (within + 1) // 2 + (self.S - within) * window
+
+    @property
+    def all_pairs(self) -> int:
+        """(query, key) pairs of one head in all batch rows."""
+        return sum(self.pairs(past) for past in self.past)
+
+    def stage(
+        self, name: str, growth: str, *, parameters: int = 0, flops: int, elements: int, other: int = 0
+    ) -> StageCost:
+        """Turn counted elements into bytes; `other` is bytes that do not follow the precision."""
+        total = (parameters + elements) * self.bytes_per_element + other
+        return StageCost(name=name, growth=growth, parameters=parameters, flops=flops, bytes=total)
+
+
+def key_length(spec: AttentionSpec, sizes: Sizes) -> int:
+    """How many keys a row of the batch has, the rows of a static cache that are not valid included."""
+    return sum(sizes[axis] for axis in spec.key_axis.split("+"))
+
+
+def past_rows(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int] | None = None) -> list[int]:
+    """The keys before the new tokens, in every row of the batch: none without a cache.
+
+    Args:
+        spec: The layer.
+        sizes: A size for each of its axes.
+        lengths: Valid rows of a static cache before the call; it is full after it unless given.
+
+    Raises:
+        SpecError: The lengths do not suit the layer or its sizes.
+    """
+    if lengths is not None:
+        return _checked(spec, sizes, lengths)
+    past = key_length(spec, sizes) - sizes["S"] if spec.cache != "none" else 0
+    return [past] * sizes["B"]
+
+
+def _checked(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int]) -> list[int]:
+    found = [int(length) for length in lengths]
+    if spec.cache != "static" or len(found) != sizes["B"]:
+        raise SpecError(
+            "Only a static cache has lengths, one for every row of the batch.",
+            got=f"{len(found)} lengths, cache = {spec.cache}, B = {sizes['B']}",
+        )
+    room = sizes["T"] - sizes["S"]
+    if not all(0 <= length <= room for length in found):
+        raise SpecError(
+            "The new tokens do not fit into the cache.", got=f"lengths {found}", hint=f"0 to {room}"
+        )
+    return found
+
+
+# -- What an attention layer costs, in closed form: parameters, FLOPs and bytes per stage ----------
 
 _INT32_BYTES = 4
 
@@ -212,3 +336,153 @@ _OUTPUT_STAGES = {
     "grouped-mlp": _grouped_mlp_output,
     "head-mix": _head_mix_output,
 }
+
+
+# -- Sizes worth trying: lengths that no kernel tiles evenly, and the largest that a limit allo ----
+
+_ODD_LENGTHS = (37, 13, 7, 5, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeLimit:
+    """What one run of a layer may cost.
+
+    Args:
+        gflop: Work in 10⁹ floating-point operations.
+        gib: Memory for the oracle's scores, activations and cache.
+    """
+
+    gflop: float = 100.0
+    gib: float = 4.0
+
+    def __str__(self) -> str:
+        return f"{self.gflop:g} GFLOP and {self.gib:g} GiB"
+
+    def allows(self, spec: ModelSpec, sizes: Sizes) -> bool:
+        """Whether a layer of these sizes stays below the limit."""
+        work, memory = layer_flops(spec, sizes), oracle_bytes(spec, sizes)
+        return work <= self.gflop * 1e9 and memory <= self.gib * 2**30
+
+
+def shrunk(spec: ModelSpec, sizes: Sizes, smallest: Sizes, limit: SizeLimit) -> dict[str, int]:
+    """Halve the batch, then the longest axis, until the limit allows the sizes or nothing can shrink."""
+    found = dict(sizes)
+    while not limit.allows(spec, found):
+        shrinkable = [name for name in found if found[name] > smallest[name]]
+        if not shrinkable:
+            break
+        name = "B" if "B" in shrinkable else max(shrinkable, key=lambda axis: found[axis])
+        found[name] = max(smallest[name], found[name] // 2)
+    return found
+
+
+def sizes_name(sizes: Sizes) -> str:
+    """Sizes as the name of a case or a file: `B2-S33`."""
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items())
+
+
+def odd_sizes(axes: Mapping[str, Axis]) -> dict[str, int]:
+    """Lengths that no kernel tiles evenly, and a batch of three where that is allowed."""
+    sizes = {
+        name: first_allowed(axis, (*_ODD_LENGTHS, (axis.min + 1) | 1, axis.min | 1))
+        for name, axis in axes.items()
+    }
+    return {**sizes, "B": first_allowed(axes["B"], (3,))} if "B" in axes else sizes
+
+
+def first_allowed(axis: Axis, candidates: Sequence[int]) -> int:
+    """The first size that an axis allows, or its usual one."""
+    return next((size for size in candidates if axis.min <= size <= axis.max), axis.opt)
+
+
+def layer_flops(spec: ModelSpec, sizes: Sizes) -> int:
+    """The work of a layer at the given sizes; of a module, at most so much."""
+    if isinstance(spec, AttentionSpec):
+        return layer_cost(spec, sizes, bytes_per_element=1).flops
+    return spec.flops_at(sizes)
+
+
+def oracle_bytes(spec: ModelSpec, sizes: Sizes) -> int:
+    """Memory of an FP64 run that keeps scores and weights: an upper bound, fused kernels need less.
+
+    Of a module it is not known: 0.
+    """
+    if not isinstance(spec, AttentionSpec):
+        return 0
+    T = key_length(spec, sizes)
+    scores = 2 * sizes["B"] * spec.Hq * sizes["S"] * T
+    activations = 4 * sizes["B"] * max(sizes["S"], T) * max(spec.E, spec.Hq * spec.D)
+    return 8 * (scores + activations) + oracle_cache_bytes(spec, sizes)
+
+
+def oracle_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:
+    """Memory of the cache of an FP64 run, as it comes in and as it goes out; 0 where there is none."""
+    if not isinstance(spec, AttentionSpec) or spec.cache == "none":
+        return 0
+    return 2 * kv_cache_bytes(spec, sizes["B"], key_length(spec, sizes), bytes_per_element=8)
+
+
+# -- Where a layer is timed when nobody says: its usual sizes, or the two kinds of call of one  ----
+
+PREFILL, DECODE, USUAL = "prefill", "decode", "opt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedPoint:
+    """One set of sizes to time a layer at.
+
+    Args:
+        name: What is special about it, or its sizes.
+        sizes: The size of every axis.
+        past: How many rows of a static cache are valid before the call, in every row of the batch: its
+            lengths are data and no axis. None for other layers.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    past: int | None = None
+
+
+def usual_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
+    """The usual sizes of a layer; with a cache, of its prefill and of its decode step.
+
+    `prefill` brings the usual number of tokens to a cache that holds as few as it can. `decode` brings as few
+    as the layer takes, usually one, behind the usual past; a static cache is full then, the worst case.
+    Where the usual number of tokens is the least, there is only `decode`.
+    """
+    usual, least = spec.sizes("opt"), spec.sizes("min")
+    if spec.cache == "none":
+        return (TimedPoint(name=USUAL, sizes=usual),)
+    empty = {"P": least["P"]} if spec.cache == "growing" else {}
+    prefill = TimedPoint(name=PREFILL, sizes={**usual, **empty}, past=0 if spec.cache == "static" else None)
+    decode = with_full_cache(spec, DECODE, {**usual, "S": least["S"]})
+    return (prefill, decode) if usual["S"] > least["S"] else (decode,)
+
+
+def with_full_cache(spec: ModelSpec, name: str, sizes: Mapping[str, int]) -> TimedPoint:
+    """A point whose static cache, where there is one, is full once the new tokens are in it."""
+    past = sizes["T"] - sizes["S"] if spec.cache == "static" else None
+    return TimedPoint(name=name, sizes=dict(sizes), past=past)
+
+
+def points_from_text(spec: ModelSpec, text: str) -> tuple[TimedPoint, ...]:
+    """Read `opt`, for all of `usual_points`; `prefill` or `decode`; or sizes such as `B=8,S=1,P=2048`.
+
+    Raises:
+        SpecError: The text is none of them, or the sizes are outside the axes.
+    """
+    usual = usual_points(spec)
+    if text == USUAL:
+        return usual
+    named = tuple(point for point in usual if point.name == text)
+    if named:
+        return named
+    if "=" not in text and spec.cache != "none":
+        names = (USUAL, *(point.name for point in usual))
+        raise SpecError(
+            f"{spec.name} is not timed at such a point.",
+            got=text,
+            hint=f"{nearest(text, names)} Or sizes, as B=1,S=1.",
+        )
+    sizes = spec.parse_sizes(text)
+    return (with_full_cache(spec, sizes_name(sizes), sizes),)

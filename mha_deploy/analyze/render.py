@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mha_deploy.analyze.analysis import Analysis
-from mha_deploy.analyze.roofline import StageFloor
+from mha_deploy.analyze.roofline import Analysis, StageFloor
 from mha_deploy.analyze.similarity import HeadSimilarity
 
 FLOOR_NOTE = "The floor is what the datasheet's peak rates allow; it is not a prediction."

@@ -1,11 +1,4 @@
-"""How alike the heads of a layer are.
-
-    ρ_ij = mean over tokens of  cos(head_i, head_j)        head_i ∈ R^D, the output of head i for one token
-
-ρ_ij = ±1 says that head j points where head i does, on every token; ρ_ij = 0 that they are orthogonal on
-average.
-A token where a head gives zeros (it may see no key) has no direction, and is left out of that head's means.
-"""
+"""Which heads of a layer do nearly the same."""
 
 from __future__ import annotations
 
@@ -17,11 +10,103 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mha_deploy.bundle.cases import read_npz
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.spec import AttentionSpec, Sizes
+from mha_deploy.model.spec import INT32, AttentionSpec, Sizes, TensorSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+# -- Given inputs for a layer: read from an .npz file and checked against the spec -----------------
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
+    """Read the inputs of a layer from an .npz file, one array per input.
+
+    Args:
+        path: The file, as `numpy.savez` writes it.
+        spec: The layer; names, shapes, kinds and sizes must agree with it.
+
+    Returns:
+        The arrays by name: float32, and int32 where the spec says so.
+    """
+    arrays = read_npz(path, lambda names: _check_names(spec, names))
+    check_inputs(spec, arrays)
+    return {
+        tensor.name: arrays[tensor.name].astype(np.int32 if tensor.kind == INT32 else np.float32)
+        for tensor in spec.inputs
+    }
+
+
+def check_inputs(spec: AttentionSpec, arrays: Arrays) -> dict[str, int]:
+    """Refuse inputs that do not belong to the layer; return the size of each axis.
+
+    Args:
+        spec: The layer.
+        arrays: Arrays by name.
+    """
+    _check_names(spec, arrays)
+    sizes = {name: axis.min for name, axis in spec.axes.items() if not axis.is_dynamic}
+    for tensor in spec.inputs:
+        _check_kind(tensor, arrays[tensor.name])
+        _check_shape(tensor, arrays[tensor.name], sizes)
+    spec.check_sizes(sizes)
+    if spec.mask == "padding":
+        _check_lengths(arrays["key_lengths"], sizes[spec.key_axis])
+    return sizes
+
+
+def _check_names(spec: AttentionSpec, names: Arrays | list[str]) -> None:
+    wanted = [tensor.name for tensor in spec.inputs]
+    if sorted(names) != sorted(wanted):
+        raise DeployError(
+            f"{spec.name} takes other inputs.",
+            got=", ".join(sorted(names)) or "none",
+            hint=f"exactly: {', '.join(wanted)}",
+        )
+
+
+def _check_kind(tensor: TensorSpec, array: np.ndarray) -> None:
+    wanted = np.integer if tensor.kind == INT32 else np.floating
+    if not np.issubdtype(array.dtype, wanted):
+        raise DeployError(
+            f"Input {tensor.name} has the wrong type.",
+            got=array.dtype,
+            hint="int32" if tensor.kind == INT32 else "float32 (BF16 has no .npz form)",
+        )
+    # A mask may hold -inf; +inf and NaN mean nothing anywhere.
+    allowed = np.isfinite(array) if tensor.name != "attention_bias" else (array < np.inf)
+    if not allowed.all():
+        raise DeployError(f"Input {tensor.name} holds values that are not finite.", got="NaN or infinity")
+
+
+def _check_shape(tensor: TensorSpec, array: np.ndarray, sizes: dict[str, int]) -> None:
+    """Compare with the spec's dimensions; the first tensor that has an axis sets its size."""
+    wanted = f"({', '.join(str(dim) for dim in tensor.dims)})"
+    if array.ndim == len(tensor.dims):
+        for dim, size in zip(tensor.dims, array.shape, strict=True):
+            if isinstance(dim, str):
+                sizes.setdefault(dim, size)
+        if array.shape == tensor.shape(sizes):
+            return
+        known = ", ".join(f"{dim}={sizes[dim]}" for dim in tensor.dims if isinstance(dim, str))
+        wanted += f" with {known}" if known else ""
+    raise DeployError(f"Input {tensor.name} has the wrong shape.", got=array.shape, hint=wanted)
+
+
+def _check_lengths(lengths: np.ndarray, longest: int) -> None:
+    if lengths.min() < 0 or lengths.max() > longest:
+        raise DeployError(
+            "A row has more keys than there are, or fewer than none.",
+            got=f"key_lengths from {lengths.min()} to {lengths.max()}",
+            hint=f"0 to {longest}",
+        )
+
+
+# -- How alike the heads of a layer are ------------------------------------------------------------
 
 _CHUNK = 1024  # tokens at a time in float64: a long batch of a wide layer is gigabytes
 _CELL_TEXT_UP_TO = 16  # heads; beyond that the numbers in the cells no longer fit
@@ -54,7 +139,7 @@ class HeadSimilarity:
 def random_feeds(spec: AttentionSpec, sizes: Sizes, seed: int) -> Mapping[str, Any]:
     """Random inputs to compare the heads on."""
     try:
-        from mha_deploy.export.inputs import random_inputs
+        from mha_deploy.reference.inputs import random_inputs
     except ImportError as error:
         raise _missing("PyTorch", "export", error) from error
     return random_inputs(spec, sizes, seed)

@@ -1,25 +1,277 @@
-"""Golden cases that nobody has seen: new inputs at any sizes, with the oracle that belongs to them."""
+"""Fresh cases with their FP64 oracle, computed where PyTorch is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import onnx_ir as ir
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from mha_deploy.analyze.sizes import sizes_name
-from mha_deploy.analyze.work import past_rows
-from mha_deploy.baselines.blocked import run_in_blocks
-from mha_deploy.baselines.fresh_module import FreshModuleCases
-from mha_deploy.baselines.module import attention_spec, module_from_bundle
-from mha_deploy.bundle import Bundle
-from mha_deploy.errors import DeployError
+from mha_deploy.analyze.cost import oracle_bytes, past_rows, sizes_name
+from mha_deploy.bundle.cases import GoldenCase, read_case
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.traces import DecodeTrace
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.export.axes import ExportedModule
+from mha_deploy.export.decode_trace import TraceCapture
+from mha_deploy.export.eager import run_module
 from mha_deploy.export.golden import GoldenCapture, fp64_twin, refuse_overflow
-from mha_deploy.export.golden_plan import PlannedCase
-from mha_deploy.golden import GoldenCase, read_case
-from mha_deploy.module_spec import ModuleSpec
+from mha_deploy.export.module_exporter import ModuleCapture, exported_program
+from mha_deploy.export.options import PlannedCase
+from mha_deploy.export.oracle import run_program
+from mha_deploy.export.own_model import reopen_user_module
+from mha_deploy.graph.file import load_graph
+from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.model.precision import Precision, find_precision
+from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.reference import build_module
+from mha_deploy.reference.attention import Attention, causal_mask
+from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
+
+# -- The PyTorch layer of a bundle, with the weights that are in its graph -------------------------
+
+
+def module_from_bundle(
+    bundle: Bundle, *, path: str = "plain", device: str = "cpu", dtype: torch.dtype | None = None
+) -> Attention:
+    """Build the layer of a bundle.
+
+    Args:
+        bundle: The bundle.
+        path: How attention is computed; see `reference.core`.
+        device: Where the weights go.
+        dtype: What they are converted to; the bundle's precision if not given.
+    """
+    check_device(device)
+    manifest, spec = bundle.manifest, attention_spec(bundle)
+    dtype = dtype or getattr(torch, manifest.precision.torch_name)
+    initializers = load_graph(bundle.model_path).graph.initializers
+    names = list(build_module(spec, device="meta").state_dict())
+    # One at a time: the largest layers are gigabytes.
+    state = {name: _read(initializers, name, device, dtype) for name in names}
+    return build_module(spec, weights=state, dtype=dtype, device=device, path=path)
+
+
+def attention_spec(bundle: Bundle) -> AttentionSpec:
+    """The spec of a bundle of one of our own layers; a user's module has its own way, `user_models`."""
+    spec = bundle.manifest.spec
+    if not isinstance(spec, AttentionSpec):
+        raise BundleError("The bundle is not one of a reference layer.", got=spec.name)
+    return spec
+
+
+def check_device(device: str) -> None:
+    """Refuse a GPU that PyTorch does not see.
+
+    Raises:
+        BackendUnavailable: PyTorch was built without CUDA, or finds no GPU.
+    """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise BackendUnavailable(
+            "PyTorch sees no CUDA GPU.", got=f"torch {torch.__version__}, {built}", hint="mha-deploy doctor"
+        )
+
+
+def _read(initializers: Mapping[str, ir.Value], name: str, device: str, dtype: torch.dtype) -> Tensor:
+    if f"{name}.T" in initializers:
+        return _tensor(initializers[f"{name}.T"]).to(device, dtype).T.contiguous()
+    if name in initializers:
+        return _tensor(initializers[name]).to(device, dtype)
+    raise BundleError("The graph does not hold a weight of its layer.", got=name, hint="export again")
+
+
+def _tensor(value: ir.Value) -> Tensor:
+    stored = value.const_value
+    if stored is None:
+        raise BundleError("A weight of the graph has no value.", got=value.name, hint="export again")
+    tensor = tensor_from_numpy(stored.numpy())
+    if isinstance(stored, ir.ExternalTensor):
+        stored.release()  # else the file stays mapped
+    return tensor
+
+
+# -- The FP64 oracle at sizes whose scores do not fit memory at once -------------------------------
+
+_COPIES_OF_SCORES = 3  # before the softmax, after it, and one in between
+
+
+def run_in_blocks(module: Attention, arguments: dict[str, Tensor], limit_bytes: int) -> tuple[Tensor, ...]:
+    """Run a layer as `export.eager.run_module` does, within a bound on memory.
+
+    Args:
+        module: The layer.
+        arguments: Its inputs, by the names of `Attention.forward`.
+        limit_bytes: Memory for scores and activations of one block; one query of one batch row always runs.
+
+    Returns:
+        The outputs, on the CPU.
+    """
+    batch = arguments["query"].shape[0]
+    rows = max(1, limit_bytes // _bytes_per_row(module, arguments))
+    blocks = []
+    for start in range(0, batch, rows):
+        taken = _batch_rows(arguments, slice(start, start + rows))
+        with QueriesInBlocks(limit_bytes):
+            blocks.append([output.cpu() for output in run_module(module, taken)])
+    return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
+
+
+def _bytes_per_row(module: Attention, arguments: dict[str, Tensor]) -> int:
+    spec = module.spec
+    sizes = {"B": 1, "S": arguments["query"].shape[1]}
+    if spec.cache == "growing":
+        sizes["P"] = arguments["past_key"].shape[2]
+    elif spec.cache == "static":
+        sizes["T"] = arguments["key_cache"].shape[2]
+    elif spec.is_cross:
+        sizes["T"] = arguments["key"].shape[1]
+    return oracle_bytes(spec, sizes)
+
+
+def _batch_rows(arguments: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    return {
+        name: tensor if name == "attention_bias" else tensor[rows]  # which all rows share
+        for name, tensor in arguments.items()
+    }
+
+
+class QueriesInBlocks(TorchFunctionMode):
+    """Compute PyTorch's attention some queries at a time, where its scores would exceed a bound."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
+        self._limit_bytes = limit_bytes
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return self._attention(*args, **kwargs)
+
+    def _attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        S, T = q.shape[-2], k.shape[-2]
+        bytes_per_query = _COPIES_OF_SCORES * q.element_size() * q.shape[0] * q.shape[1] * T
+        rows = max(1, self._limit_bytes // bytes_per_query)
+        if rows >= S:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options
+            )
+        mask = causal_mask(S, T, q.device) if is_causal else attn_mask
+        blocks = []
+        for start in range(0, S, rows):
+            queries = slice(start, start + rows)
+            visible = mask if mask is None or mask.shape[-2] == 1 else mask[..., queries, :]
+            blocks.append(
+                F.scaled_dot_product_attention(q[..., queries, :], k, v, attn_mask=visible, **options)
+            )
+        return torch.cat(blocks, dim=-2)
+
+
+# -- What is true of a user's module beyond its golden cases: its factory makes it again -----------
+
+
+class FreshModuleCases:
+    """Makes cases for the module of a bundle, on the CPU.
+
+    Args:
+        spec: The module.
+        precision: Its precision.
+        known: Reads a golden case of the bundle, in which the module must still be what it was.
+
+    Raises:
+        DeployError: The factory is not here, or gives another module than that in the bundle.
+    """
+
+    def __init__(self, spec: ModuleSpec, precision: Precision, *, known: Callable[[], GoldenCase]) -> None:
+        if spec.mixed:
+            raise DeployError(
+                "What is true of fresh inputs is not known for a mixed precision.",
+                got="--precision auto",
+                hint="the golden cases, or --golden at export for other sizes",
+            )
+        self._spec = spec
+        self._user = reopen_user_module(spec, precision)
+        self._exported = exported_program(self._user)
+        _true_inside(self._exported, known(), ())
+
+    def case(
+        self, sizes: Mapping[str, int], *, seed: int, ragged: bool = False, past: int | None = None
+    ) -> GoldenCase:
+        """Draw inputs and compute what is true of them; see `FreshCases.case`.
+
+        Which rows are short, or how full a cache is, a module is told by inputs of its own.
+        """
+        del ragged, past
+        self._spec.check_sizes(sizes)
+        name = f"fresh-{sizes_name(sizes)}-seed{seed}"
+        return ModuleCapture(self._user, self._exported, seed).capture(name, sizes)
+
+
+class ProgramValues:
+    """What is true of values inside the module of a bundle.
+
+    Args:
+        spec: The module.
+        precision: Its precision.
+
+    Raises:
+        DeployError: The factory is not here, or gives other weights than those in the bundle.
+    """
+
+    def __init__(self, spec: ModuleSpec, precision: Precision) -> None:
+        # A mixed graph was made from the module in float32, and its values have the names of that program.
+        own = find_precision("fp32") if spec.mixed else precision
+        self._exported = exported_program(reopen_user_module(spec, own))
+
+    def at(self, case: GoldenCase, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Values of the graph in FP64, by their names; what the program does not compute is left out."""
+        known = [name for name in names if self._exported.node_of(name) is not None]
+        return _true_inside(self._exported, case, known)
+
+
+def _true_inside(exported: ExportedModule, case: GoldenCase, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Values of the program in FP64, which must give what it gave when the case was captured."""
+    inputs = {name: tensor_from_numpy(array) for name, array in case.inputs.items()}
+    outputs, kept = run_program(exported, inputs, keep=names)
+    _refuse_another_module(case, {name: to_numpy(tensor) for name, tensor in outputs.items()})
+    return {name: to_numpy(tensor) for name, tensor in kept.items()}
+
+
+def _refuse_another_module(case: GoldenCase, outputs: Mapping[str, np.ndarray]) -> None:
+    """The weights may be the same, and what the factory's file does with them not."""
+    for name, oracle in case.oracle.items():
+        found = outputs.get(name)
+        if (
+            found is None
+            or found.shape != oracle.shape
+            or not np.allclose(found, oracle, rtol=1e-6, atol=1e-9)
+        ):
+            raise BundleError(
+                "The factory's module computes something else now than when it was exported.",
+                got=f"output {name} of golden case {case.name}",
+                hint="export again",
+            )
+
+
+# -- Golden cases that nobody has seen: new inputs at any sizes, with the oracle that belongs t ----
 
 _GIB = 1 << 30
 # For the scores and activations of the oracle; what the device has besides is for weights and results.
@@ -92,3 +344,41 @@ class FreshCases:
             ) from error
         refuse_overflow(case, self.precision, self._module)
         return case
+
+
+# -- Fresh decode traces, longer than a bundle would hold, with what is true of them ---------------
+
+_CHUNK = 256  # tokens of a prompt that the module takes at once: it keeps all their scores
+
+
+def fresh_trace(
+    bundle: Bundle, *, rows: int, prompt: int, steps: int, seed: int, device: str = "cuda"
+) -> DecodeTrace:
+    """Draw tokens, step the module through them, and compute the whole sequence in FP64.
+
+    Args:
+        bundle: The bundle of a layer with a cache.
+        rows: Rows of the batch, all with prompts of one length.
+        prompt: Tokens of the prompt.
+        steps: Single tokens behind it.
+        seed: Seed of the tokens.
+        device: Where it is computed: `cpu` or `cuda`.
+
+    Raises:
+        DeployError: The layer's axes or its cache do not allow it, or memory does not.
+    """
+    manifest = bundle.manifest
+    capture = TraceCapture(
+        module_from_bundle(bundle, device=device, path="plain"),
+        manifest.precision,
+        seed,
+        run_oracle=partial(run_in_blocks, limit_bytes=ORACLE_BYTES[torch.device(device).type]),
+        most_tokens=_CHUNK,
+    )
+    name = f"steps-B{rows}-prompt{prompt}-steps{steps}"
+    try:
+        return capture.capture(name, rows, prompt, steps)
+    except torch.OutOfMemoryError as error:
+        raise DeployError(
+            "The tokens do not fit the device's memory.", got=name, hint="fewer rows, or a shorter prompt"
+        ) from error

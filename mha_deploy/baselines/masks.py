@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mha_deploy.baselines.module import check_device
+from mha_deploy.baselines.fresh import check_device
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.export.inputs import tensor_from_numpy, to_numpy
-from mha_deploy.reference.core import Heads, attend
-from mha_deploy.validate.conformance.columns import Column, RunColumn
-from mha_deploy.validate.conformance.judging import Answer
-from mha_deploy.validate.conformance.trial import Trial
+from mha_deploy.reference.attention import Heads, attend
+from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
+from mha_deploy.validate.conformance import Answer, Column, RunColumn, Trial
 
 _NAMES = {"plain": "eager", "sdpa": "sdpa"}
 

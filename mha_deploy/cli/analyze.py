@@ -9,10 +9,10 @@ import typer
 
 from mha_deploy.cli.options import Axes, Json, Model, Seed, print_json, spec_from_options
 from mha_deploy.errors import DeployError
-from mha_deploy.spec import AttentionSpec, Sizes
+from mha_deploy.model.spec import AttentionSpec, Sizes
 
 if TYPE_CHECKING:
-    from mha_deploy.analyze.points import TimedPoint
+    from mha_deploy.analyze.cost import TimedPoint
     from mha_deploy.analyze.similarity import HeadSimilarity
 
 
@@ -35,8 +35,8 @@ def analyze(
     json: Json = False,
 ) -> None:
     """Count parameters, FLOPs and bytes per stage, and the least time on a GPU. Runs nothing but --heads."""
-    from mha_deploy.analyze import analyze as analyze_spec
     from mha_deploy.analyze.render import analysis_renderable, analysis_to_dict, similarity_renderable
+    from mha_deploy.analyze.roofline import analyze as analyze_spec
     from mha_deploy.analyze.similarity import similarity_to_dict
 
     if inputs is not None and heads is None:
@@ -61,7 +61,7 @@ def analyze(
 
 def _point(spec: AttentionSpec, at: str | None) -> TimedPoint:
     """Where the layer is counted: the step that is repeated, for a layer with a cache."""
-    from mha_deploy.analyze.points import USUAL, points_from_text
+    from mha_deploy.analyze.cost import USUAL, points_from_text
 
     return points_from_text(spec, at or USUAL)[-1]
 
@@ -69,9 +69,8 @@ def _point(spec: AttentionSpec, at: str | None) -> TimedPoint:
 def _compare_heads(
     spec: AttentionSpec, sizes: Sizes, png: Path, inputs: Path | None, seed: int
 ) -> HeadSimilarity:
-    from mha_deploy.analyze.inputs import read_inputs
-    from mha_deploy.analyze.similarity import head_similarity, random_feeds, write_heatmap
-    from mha_deploy.analyze.work import key_length
+    from mha_deploy.analyze.cost import key_length
+    from mha_deploy.analyze.similarity import head_similarity, random_feeds, read_inputs, write_heatmap
 
     # The heads of a cached layer are those of the whole sequence that its cache has come from.
     sizes = sizes if spec.cache == "none" else {"B": sizes["B"], "S": key_length(spec, sizes)}

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mha_deploy.cli.options import InProcess, Json, TimeLimit, print_json
-from mha_deploy.cli.progress import steps
+from mha_deploy.cli.options import InProcess, Json, TimeLimit, print_json, steps
 from mha_deploy.cli.validate import Backends, EngineName, Kernels, Samples, refuse_unwritable
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.validate.options import ValidateOptions
@@ -43,11 +42,11 @@ def bench(
     """Time engines, ONNX Runtime and PyTorch's own ways side by side, over batches and lengths."""
     from rich.console import Console
 
-    from mha_deploy.bundle import open_bundle
-    from mha_deploy.cli.report_tables import point_renderable
-    from mha_deploy.report.bench import bench_markdown
+    from mha_deploy.bundle.folder import open_bundle
+    from mha_deploy.cli.tables import point_renderable
+    from mha_deploy.report.page import write_bench
     from mha_deploy.report.schema import plain_bench
-    from mha_deploy.report.write import write_bench
+    from mha_deploy.report.sections import bench_markdown
     from mha_deploy.validate.bench import BenchOptions, bench_bundle, bench_to_dict
 
     opened = [open_bundle(path) for path in bundles]

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json
-from mha_deploy.cli.progress import OnStep, steps
+from mha_deploy.cli.options import BundleFolder, InProcess, Json, OnStep, TimeLimit, print_json, steps
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from mha_deploy.bundle import Bundle
+    from mha_deploy.bundle.folder import Bundle
     from mha_deploy.validate.bisect import Bisection
     from mha_deploy.validate.layers import OpenModel
 
@@ -33,9 +32,8 @@ def bisect(
     json: Json = False,
 ) -> None:
     """Find the first attention, and then the first node, at which an engine or runtime leaves the oracle."""
-    from mha_deploy.bundle import open_bundle
-    from mha_deploy.validate.bisect import bisect_bundle, bisected_case
-    from mha_deploy.validate.references import reference_for
+    from mha_deploy.bundle.folder import open_bundle
+    from mha_deploy.validate.bisect import bisect_bundle, bisected_case, reference_for
 
     opened = open_bundle(bundle)
     name, open_model = _doubted(opened, backend)
@@ -60,10 +58,10 @@ def _shown(show: OnStep, name: str) -> None:
 
 def _doubted(bundle: Bundle, backend: str | None) -> tuple[str, OpenModel]:
     """The runtime that is looked into, and how it opens a variation of the graph."""
-    from mha_deploy.backends import RUNNERS, open_runner
-    from mha_deploy.engine.twin import twin_opener
+    from mha_deploy.engine.build import twin_opener
     from mha_deploy.errors import DeployError
-    from mha_deploy.validate.participants import Casting
+    from mha_deploy.runtime import RUNNERS, open_runner
+    from mha_deploy.validate.runtimes import Casting
 
     casting = Casting(bundle)
     running = [] if backend in RUNNERS else casting.running_engines()

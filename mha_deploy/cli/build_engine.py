@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json
-from mha_deploy.cli.progress import steps
+from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json, steps
 from mha_deploy.engine.options import EngineOptions, parse_ranges
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 
 if TYPE_CHECKING:
-    from mha_deploy.bundle import Bundle
-    from mha_deploy.engine.record import Engine
+    from mha_deploy.bundle.folder import Bundle
+    from mha_deploy.engine.manifest import Engine
 
 Backend = Annotated[
     str | None,
@@ -94,7 +93,7 @@ def build_engine(
     json: Json = False,
 ) -> None:
     """Build a TensorRT engine from a bundle, and prove that it is fused and in the right precision."""
-    from mha_deploy.bundle import open_bundle
+    from mha_deploy.bundle.folder import open_bundle
 
     opened = open_bundle(bundle)
     options = EngineOptions(
@@ -137,8 +136,8 @@ def print_engine(engine: Engine, *, details: bool = False) -> None:
     """Print an engine and its verdict for people."""
     from rich.console import Console
 
-    from mha_deploy.cli.engine_tables import engine_renderable, fit_renderable
-    from mha_deploy.engine.machine import misfits_here
+    from mha_deploy.cli.tables import engine_renderable, fit_renderable
+    from mha_deploy.engine.manifest import misfits_here
 
     Console().print(engine_renderable(engine, details=details))
     if details:

@@ -11,7 +11,7 @@ from mha_deploy.cli.options import BundleFolder, Json, print_json
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 
 if TYPE_CHECKING:
-    from mha_deploy.graph.eligibility import Eligibility
+    from mha_deploy.graph.rules import Eligibility
 
 
 def check(
@@ -24,11 +24,11 @@ def check(
     json: Json = False,
 ) -> None:
     """Say for every attention node whether a target can take it and fuse it, and if not, why."""
-    from mha_deploy.backends.tensorrt.request import capabilities_of
-    from mha_deploy.bundle import open_bundle
+    from mha_deploy.bundle.folder import open_bundle
     from mha_deploy.engine.lowered import check_graph
-    from mha_deploy.graph.eligibility import target_from
     from mha_deploy.graph.file import load_graph
+    from mha_deploy.graph.rules import target_from
+    from mha_deploy.runtime.tensorrt.request import capabilities_of
 
     model = load_graph(open_bundle(bundle).model_path)
     named = capabilities_of(sm) or (None,)
@@ -39,7 +39,7 @@ def check(
     else:
         from rich.console import Console
 
-        from mha_deploy.cli.engine_tables import eligibility_renderable
+        from mha_deploy.cli.tables import eligibility_renderable
 
         Console().print(eligibility_renderable(answers))
     if not all(answer.fused_when_lowered for answer in answers):

@@ -31,26 +31,20 @@ from mha_deploy.cli.options import (
     TimeLimit,
     print_json,
     spec_from_options,
+    steps,
 )
-from mha_deploy.cli.progress import steps
-from mha_deploy.cli.validate import (
-    Latency,
-    print_parity,
-    print_report,
-    report_to_json,
-    write_report_files,
-)
+from mha_deploy.cli.validate import Latency, print_parity, print_report, report_to_json, write_report_files
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.export.options import ExportOptions
-from mha_deploy.spec import AttentionSpec
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.validate.options import ValidateOptions
 
 if TYPE_CHECKING:
-    from mha_deploy.bundle import Bundle
-    from mha_deploy.engine.record import Engine
-    from mha_deploy.validate.examine import Examination
-    from mha_deploy.validate.report import Report
+    from mha_deploy.bundle.folder import Bundle
+    from mha_deploy.engine.manifest import Engine
+    from mha_deploy.validate.evaluate import Examination
+    from mha_deploy.validate.verdict import Report
 
 
 def deploy(
@@ -126,10 +120,11 @@ def _usual_folder(model: str, source: AttentionSpec | Factory, precision: str) -
 
 def _refuse_builder(settings: EngineOptions, precision: str) -> None:
     """Say before an export that nothing could be built afterwards."""
-    from mha_deploy.backends.tensorrt import load, parse_targets
-    from mha_deploy.engine.attention import PLUGIN, ways
-    from mha_deploy.engine.machine import default_backend
-    from mha_deploy.plugins.search import library_for
+    from mha_deploy.engine.lowered import PLUGIN, ways
+    from mha_deploy.engine.manifest import default_backend
+    from mha_deploy.engine.plugins import library_for
+    from mha_deploy.runtime.tensorrt.request import parse_targets
+    from mha_deploy.runtime.tensorrt.versions import load
 
     parse_targets(settings.targets)
     rt = load(settings.backend or default_backend())

@@ -9,7 +9,7 @@ from mha_deploy.cli.options import Json, print_json
 
 def doctor(json: Json = False) -> None:
     """Show which runtimes and GPUs are here, what each can do, and how to install what is missing."""
-    from mha_deploy.doctor import examine, report
+    from mha_deploy.environment import examine, report
 
     facts = report(examine())
     if json:

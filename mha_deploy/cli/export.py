@@ -24,15 +24,14 @@ from mha_deploy.cli.options import (
     is_factory,
     print_json,
     spec_from_options,
+    steps,
 )
-from mha_deploy.cli.progress import steps
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.export.golden_plan import GoldenBudget
-from mha_deploy.export.options import ExportOptions
-from mha_deploy.spec import AttentionSpec, Axis
+from mha_deploy.export.options import ExportOptions, GoldenBudget
+from mha_deploy.model.spec import AttentionSpec, Axis
 
 if TYPE_CHECKING:
-    from mha_deploy.bundle import Bundle
+    from mha_deploy.bundle.folder import Bundle
 
 Weights = Annotated[
     Path | None,

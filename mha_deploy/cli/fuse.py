@@ -12,14 +12,13 @@ import typer
 
 from mha_deploy.cli.options import Json, print_json
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
-from mha_deploy.report.alike import named, together, without_numbers
+from mha_deploy.report.text import named, together, without_numbers
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     from rich.console import RenderableType
 
-    from mha_deploy.graph.fuse import FuseReport
-    from mha_deploy.graph.fuse.records import Repair
+    from mha_deploy.graph.fuse.values import FuseReport, Repair
 
 
 def fuse(
@@ -123,7 +122,7 @@ def _renderable(report: FuseReport) -> RenderableType:
     from rich.markup import escape
     from rich.text import Text
 
-    from mha_deploy.cli.table_parts import table
+    from mha_deploy.cli.tables import table
 
     rows = table(expand=True)
     for column in ("attention", "Hq/Hkv×D", "scale", "mask"):

@@ -10,7 +10,7 @@ import typer
 from mha_deploy.cli.options import Json, print_json
 
 if TYPE_CHECKING:
-    from mha_deploy.engine.record import Engine
+    from mha_deploy.engine.manifest import Engine
 
 
 def inspect(
@@ -19,15 +19,14 @@ def inspect(
     """Show what is in a bundle, an engine or an ONNX file, and check the hashes."""
     from rich.console import Console
 
-    from mha_deploy.bundle import open_bundle
+    from mha_deploy.bundle.folder import open_bundle
     from mha_deploy.cli.tables import attention_renderable, bundle_renderable
     from mha_deploy.graph.attention_node import attention_nodes
     from mha_deploy.graph.file import load_graph
 
     if what.suffix == ".engine":
         from mha_deploy.cli.build_engine import engine_to_dict, print_engine
-        from mha_deploy.engine.machine import misfits_here
-        from mha_deploy.engine.record import open_engine
+        from mha_deploy.engine.manifest import misfits_here, open_engine
 
         engine = open_engine(what)
         _check_bundle_of(engine)
@@ -55,7 +54,7 @@ def inspect(
 
 def _check_bundle_of(engine: Engine) -> None:
     """Refuse an engine that lies in a bundle it was not built from."""
-    from mha_deploy.bundle import MANIFEST
+    from mha_deploy.bundle.folder import MANIFEST
 
     folder = engine.path.resolve().parent.parent
     if (folder / MANIFEST).is_file():
@@ -64,7 +63,7 @@ def _check_bundle_of(engine: Engine) -> None:
 
 def _list_engines(bundle: Path) -> None:
     """One line per engine of a bundle, each opened and checked."""
-    from mha_deploy.engine.record import FOLDER, open_engine
+    from mha_deploy.engine.manifest import FOLDER, open_engine
 
     for path in sorted((bundle / FOLDER).glob("*.engine")):
         engine = open_engine(path)

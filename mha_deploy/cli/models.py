@@ -14,8 +14,8 @@ def models(
     json: Json = False,
 ) -> None:
     """List the known models with their heads, parameters and KV-cache bytes per token."""
-    from mha_deploy.catalog import catalog_names, find_spec
     from mha_deploy.cli.tables import model_row, models_renderable
+    from mha_deploy.model.catalog import catalog_names, find_spec
 
     specs = [find_spec(name) for name in catalog_names() if every or not name.startswith("tiny-")]
     if json:

@@ -1,9 +1,11 @@
-"""Arguments and options that several verbs share."""
+"""Arguments, options and progress that the verbs share."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from mha_deploy.errors import SpecError
-from mha_deploy.spec import AttentionSpec, Axis
+from mha_deploy.model.spec import AttentionSpec, Axis
+
+# -- Arguments and options that several verbs share ------------------------------------------------
 
 Model = Annotated[str, typer.Argument(help="A name from `mha-deploy models`, or a path to a .toml spec.")]
 ModelOrFactory = Annotated[
@@ -69,7 +73,7 @@ def spec_from_options(
     cache: str | None = None,
 ) -> AttentionSpec:
     """The spec that a user asked for, with the changes from the command line."""
-    from mha_deploy.catalog import find_spec
+    from mha_deploy.model.catalog import find_spec
 
     spec = find_spec(model)
     spec = spec if cache is None else spec.with_cache(cache)
@@ -101,7 +105,7 @@ def _parse_axis(text: str) -> tuple[str, Axis]:
 
 def _isolated(setting: str, value: Any) -> Any:
     """Set how native code is run; see `backends.child`."""
-    from mha_deploy.backends.child import isolation
+    from mha_deploy.runtime.child import isolation
 
     setattr(isolation, setting, value)
     return value
@@ -110,3 +114,53 @@ def _isolated(setting: str, value: Any) -> Any:
 def print_json(data: Any) -> None:
     """Print a result for machines."""
     typer.echo(json.dumps(data, indent=2))
+
+
+# -- Progress on stderr: a bar for people, lines for logs ------------------------------------------
+
+OnStep = Callable[[str, int, int], None]
+
+
+@contextmanager
+def steps(title: str) -> Iterator[OnStep]:
+    """Show the steps of a long job.
+
+    Yields a function to call as each step begins, with its name, its number from 0, and their
+    count; a count of 0 where nobody knows how many there are.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with _bar(console, title) as on_step:
+            yield on_step
+        return
+    started, last = time.monotonic(), ""
+
+    def print_step(name: str, number: int, count: int) -> None:
+        nonlocal last
+        if name == last:  # a builder tells every step of a phase: a log wants the phases
+            return
+        last = name
+        elapsed = time.monotonic() - started
+        place = f"{min(number + 1, count)}/{count} " if count else ""
+        line = f"{title}: {place}{name} ({elapsed:.1f} s)"
+        console.print(line, highlight=False, markup=False)
+
+    yield print_step
+
+
+@contextmanager
+def _bar(console: object, title: str) -> Iterator[OnStep]:
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), text, BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:  # type: ignore[arg-type]
+        task = progress.add_task(title, total=None)
+
+        def advance(name: str, number: int, count: int) -> None:
+            # A bar without a total only shows that something goes on.
+            progress.update(task, description=f"{title}: {name}", completed=number, total=count or None)
+
+        yield advance

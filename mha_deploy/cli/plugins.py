@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mha_deploy.cli.options import Json, print_json
-from mha_deploy.cli.progress import steps
+from mha_deploy.cli.options import Json, print_json, steps
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 
 if TYPE_CHECKING:
-    from mha_deploy.plugins.headers import Found
-    from mha_deploy.plugins.search import Candidate
+    from mha_deploy.engine.plugins import Candidate, Found
 
 plugins = typer.Typer(
     name="plugins",
@@ -42,9 +40,7 @@ def build(
     json: Json = False,
 ) -> None:
     """Compile the plugin library against the TensorRT headers of this machine."""
-    from mha_deploy.plugins.compile import compile_library
-    from mha_deploy.plugins.headers import find_nvcc, find_parts
-    from mha_deploy.plugins.source import build_folder
+    from mha_deploy.engine.plugins import build_folder, compile_library, find_nvcc, find_parts
 
     given = {
         "tensorrt_include": tensorrt_include,
@@ -75,7 +71,7 @@ def build(
 @plugins.command("list")
 def list_(json: Json = False) -> None:
     """Show the plugin libraries of this machine, and which of them fits the TensorRT here."""
-    from mha_deploy.plugins.search import candidates, places
+    from mha_deploy.engine.plugins import candidates, places
 
     found = [{"path": str(each.path), **_facts(each)} for each in candidates()]
     if json:
@@ -93,10 +89,8 @@ def list_(json: Json = False) -> None:
 @plugins.command()
 def where(backend: Backend = "tensorrt") -> None:
     """Print the path of the library that would be loaded; exit with 1 where there is none."""
-    from mha_deploy.backends.tensorrt import load
-    from mha_deploy.plugins.library import PluginError
-    from mha_deploy.plugins.load import refuse_plugins
-    from mha_deploy.plugins.search import library_for
+    from mha_deploy.engine.plugins import PluginError, library_for, refuse_plugins
+    from mha_deploy.runtime.tensorrt.versions import load
 
     rt = load(backend)
     try:
@@ -112,7 +106,7 @@ def _print_parts(parts: list[Found]) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from mha_deploy.cli.table_parts import table
+    from mha_deploy.cli.tables import table
 
     rows = table()
     for column in ("needs", "version", "found by", "in"):
@@ -142,8 +136,7 @@ def _facts(candidate: Candidate) -> dict[str, Any]:
 
 def _tensorrt_here() -> str | None:
     """The version of the TensorRT on this machine, without importing it."""
-    from mha_deploy.doctor import RUNTIMES
-    from mha_deploy.versions import installed_version
+    from mha_deploy.environment import RUNTIMES, installed_version
 
     packages = next(runtime.packages for runtime in RUNTIMES if runtime.module == "tensorrt")
     return next((version for version in map(installed_version, packages) if version), None)

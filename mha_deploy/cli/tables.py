@@ -1,36 +1,191 @@
-"""What the verbs print for people."""
+"""Results as tables in the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
-from mha_deploy.bundle import Bundle
-from mha_deploy.cli.module_tables import layers_renderable, module_attention_renderable
-from mha_deploy.cli.table_parts import (
-    extras,
-    failed_status,
-    problem_text,
-    share_text,
-    sizes_text,
-    table,
-    verdict_text,
-)
-from mha_deploy.module_spec import ModuleSpec
-from mha_deploy.precision import PRECISIONS
-from mha_deploy.report.decode import prompts_text
-from mha_deploy.spec import AttentionSpec
-from mha_deploy.trace import read_trace
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.traces import read_trace
+from mha_deploy.engine.manifest import Engine, EngineManifest, attention_told, libraries_told, where_built
+from mha_deploy.graph.rules import Eligibility, Finding, group_findings
+from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict, ParityReport
+from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.report.sections import prompts_text
+from mha_deploy.report.text import budget_share, named, together, without_hash, without_numbers
+from mha_deploy.validate.conformance import ConformanceTable
+from mha_deploy.validate.decode import SteppingReport
+from mha_deploy.validate.evaluate import Examination
+from mha_deploy.validate.invariance import CHECKS
+from mha_deploy.validate.latency import LatencyPoint, LatencyRow
 from mha_deploy.validate.layers import LAYERS
-from mha_deploy.validate.parity import OutputVerdict, ParityReport
-from mha_deploy.validate.self_test import SelfTest, budget_share
+from mha_deploy.validate.self_test import SelfTest, largest_share
+from mha_deploy.validate.verdict import Report
+
+# -- What the tables of several verbs share --------------------------------------------------------
+
+
+def table(title: str | None = None, *, expand: bool = False) -> Table:
+    """An empty table in the style of this tool."""
+    layout = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "title_justify": "left"}
+    return Table(title=title, expand=expand, **layout)  # type: ignore[arg-type]
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Sizes as people write them."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def share_text(share: float) -> str:
+    """In per cent while that is easy to read, then as a multiple."""
+    return f"{share:.0%}" if share < 10 else f"{share:,.0f}×"
+
+
+def verdict_text(verdict: OutputVerdict) -> Text:
+    """Whether an output is right."""
+    if not verdict.passed and not verdict.is_wrong:
+        return Text(NOT_VERIFIED, style="yellow")
+    return Text("passed", style="green") if verdict.passed else Text("FAILED", style="red")
+
+
+def failed_status(report: ParityReport) -> str:
+    """What is true of the outputs that did not pass."""
+    return "wrong" if any(verdict.is_wrong for verdict in report.verdicts) else NOT_VERIFIED
+
+
+def problem_text(verdict: OutputVerdict) -> Text:
+    """Why an output failed, and where it is worst."""
+    text = f"{verdict.case}/{verdict.output}: {verdict.problem}"
+    worst = verdict.deviation
+    if worst is not None and verdict.is_wrong:
+        place = list(worst.worst_index)
+        text += f"; worst at {place}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}"
+    return Text(text, style="red")
+
+
+def extras(node: Mapping[str, Any]) -> str:
+    """What few attention nodes have."""
+    found = {
+        "past": node["has_past"],
+        "present": node["has_present"],
+        "weights": node["qk_output_mode"] is not None,
+        "softcap": bool(node["softcap"]),
+        "key lengths": node["has_nonpad_kv_seqlen"],
+        "window": node["left_window"] >= 0 or node["right_window"] >= 0,
+    }
+    return ", ".join(name for name, present in found.items() if present) or "-"
+
+
+# -- What the verbs print of a user's own model: many attentions that are much alike ---------------
+
+MOST_ROWS = 8
+"""The most attentions that pass and are still listed one by one."""
+
+
+def layers_renderable(report: ParityReport) -> RenderableType:
+    """The verdict on every attention; of many that pass, the first, the worst and the last."""
+    rows = table()
+    rows.add_column("attention", overflow="fold")
+    rows.add_column("verdict", no_wrap=True)
+    for column in ("rel. L2", "used"):
+        rows.add_column(column, justify="right", no_wrap=True)
+    listed = _listed(report.verdicts)
+    for verdict in listed:
+        rows.add_row(escape(verdict.output), verdict_text(verdict), *_figures([verdict]))
+    others = [verdict for verdict in report.verdicts if verdict not in listed]
+    if others:
+        rows.add_row(f"{len(others)} more", verdict_text(others[0]), *_figures(others, "≤ "))
+    problems = [problem_text(verdict) for verdict in report.verdicts if not verdict.passed]
+    return Group(rows, *problems, _head(report), _where(report))
+
+
+def _listed(verdicts: Sequence[OutputVerdict]) -> list[OutputVerdict]:
+    passed = [verdict for verdict in verdicts if verdict.passed]
+    if len(passed) <= MOST_ROWS:
+        return list(verdicts)
+    kept = (passed[0], max(passed, key=lambda verdict: verdict.share or 0.0), passed[-1])
+    return [verdict for verdict in verdicts if not verdict.passed or verdict in kept]
+
+
+def _figures(verdicts: Sequence[OutputVerdict], sign: str = "") -> tuple[str, str]:
+    """The largest error, and the largest share of a budget."""
+    errors = [verdict.deviation.relative_l2 for verdict in verdicts if verdict.deviation]
+    shares = [verdict.share for verdict in verdicts if verdict.share is not None]
+    return (
+        f"{sign}{max(errors):.1e}" if errors else "-",
+        f"{sign}{share_text(max(shares))}" if shares else "-",
+    )
+
+
+def _head(report: ParityReport) -> Text:
+    wrong, count = sum(not verdict.passed for verdict in report.verdicts), len(report.verdicts)
+    if report.passed:
+        return Text(f"PASSED  {count}/{count} attentions right", style="bold green")
+    return Text(f"FAILED  {wrong} of {count} attentions are {failed_status(report)}", style="bold red")
+
+
+def _where(report: ParityReport) -> Text:
+    sizes = sizes_text(report.verdicts[0].sizes) if report.verdicts else ""
+    at = f" at {sizes}" if sizes else ""
+    return Text(
+        f"{report.model} {report.precision} on {report.backend}{at}, each attention against its FP64 oracle"
+    )
+
+
+def module_attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The attentions of a user's module and the lines that they come from; equal ones as one row."""
+    rows = table(f"{len(nodes)} attention node{'' if len(nodes) == 1 else 's'}")
+    rows.add_column("attention", overflow="fold")
+    for column in ("Hq/Hkv×D", "type", "scale", "mask", "also"):
+        rows.add_column(column)
+    rows.add_column("source", overflow="fold")
+    for group in together(nodes, _kind_of_node):
+        first = group[0]
+        scale = first["softmax_scale"]
+        rows.add_row(
+            escape(named([node["name"] for node in group], joint="\n")),
+            "/".join(_known(first[key]) for key in ("Hq", "Hkv")) + f"×{_known(first['D'])}",
+            _known(first["dtype"]),
+            "?" if scale is None else f"{scale:.4g}",
+            _mask(first),
+            extras(first),
+            escape(_place(first.get("place"))),
+        )
+    return rows
+
+
+def _kind_of_node(node: Mapping[str, Any]) -> Hashable:
+    """All that is shown of a node; of its name, what has no number."""
+    shown = ("Hq", "Hkv", "D", "dtype", "softmax_scale", "place")
+    return (without_numbers(node["name"]), _mask(node), extras(node), *(node.get(key) for key in shown))
+
+
+def _mask(node: Mapping[str, Any]) -> str:
+    parts = ["causal"] * bool(node["is_causal"]) + [str(node["mask"])] * (node["mask"] != "none")
+    return escape(" + ".join(parts)) or "none"
+
+
+def _place(place: str | None) -> str:
+    """The file with its folder, and the line: paths of libraries are long."""
+    return "/".join(Path(place).parts[-2:]) if place else "-"
+
+
+def _known(value: object) -> str:
+    return "?" if value is None else escape(str(value))
+
+
+# -- What the verbs print for people ---------------------------------------------------------------
 
 
 def models_renderable(specs: Iterable[AttentionSpec]) -> RenderableType:
@@ -158,7 +313,7 @@ def _outputs_renderable(report: ParityReport) -> RenderableType:
         rows.add_column(column, justify="right", no_wrap=True)
     for verdict in report.verdicts:
         place = [sizes_text(verdict.sizes), *([escape(verdict.output)] if several else [])]
-        rows.add_row(escape(verdict.case), verdict_text(verdict), *place, *_figures(verdict))
+        rows.add_row(escape(verdict.case), verdict_text(verdict), *place, *_figures_of_tables(verdict))
     failed = sum(not verdict.passed for verdict in report.verdicts)
     count = len(report.verdicts)
     head = (
@@ -178,7 +333,7 @@ def self_test_renderable(result: SelfTest) -> RenderableType:
     rows.add_column("× budget", justify="right", no_wrap=True)
     rows.add_column("verdict")
     right = Text("passed", style="green") if result.right.passed else Text("FAILED", style="red")
-    rows.add_row("as exported", _share(budget_share(result.right)), right)
+    rows.add_row("as exported", _share(largest_share(result.right)), right)
     for catch in result.catches:
         verdict = Text("caught", style="green") if catch.caught else Text("MISSED", style="red")
         rows.add_row(catch.mistake, _share(catch.share), verdict)
@@ -193,7 +348,7 @@ def _share(share: float) -> str:
     return "not a number" if share == float("inf") else f"{share:,.2f}"
 
 
-def _figures(verdict: OutputVerdict) -> tuple[str, ...]:
+def _figures_of_tables(verdict: OutputVerdict) -> tuple[str, ...]:
     deviation, budget = verdict.deviation, verdict.budget
     if deviation is None or budget is None:
         return ("-",) * 5
@@ -208,3 +363,359 @@ def _figures(verdict: OutputVerdict) -> tuple[str, ...]:
 
 def _text(value: object) -> str:
     return "?" if value is None else escape(str(value))
+
+
+# -- What the verbs print of decoding, step after step ---------------------------------------------
+
+_SHOWN_FAILURES = 4
+
+
+def stepping_renderable(report: SteppingReport) -> RenderableType:
+    """Errors at steps 1, 2, 4, … beside those of the module itself, then what is wrong, then the verdict."""
+    rows = table()
+    for column in ("step", "error", "eager", "× eager"):
+        rows.add_column(column, justify="right", no_wrap=True)
+    for step, error in report.table:
+        own = report.eager_errors[step - 1]
+        ratio = f"{error / own:,.2f}" if error is not None and own else "-"
+        rows.add_row(f"{step:,}", _error(error), _error(own), ratio)
+    title = Text(f"trace {report.trace}, relative L2 by step")
+    return Group(
+        *((title, rows) if report.table else ()),
+        *_problems(report),
+        _head_of_decode_tables(report),
+        _growth(report),
+    )
+
+
+def _error(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _problems(report: SteppingReport) -> Iterator[Text]:
+    failures = report.failures
+    for verdict in failures[:_SHOWN_FAILURES]:
+        yield Text(_problem(verdict), style="red")
+    if len(failures) > _SHOWN_FAILURES:
+        yield Text(f"and {len(failures) - _SHOWN_FAILURES:,} more", style="red")
+
+
+def _problem(verdict: OutputVerdict) -> str:
+    """Why a step failed; the sentence has the place already."""
+    words, worst = f"{verdict.case}/{verdict.output}: {verdict.problem}", verdict.deviation
+    if worst is None or not verdict.is_wrong:
+        return words
+    return f"{words}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}"
+
+
+def _head_of_decode_tables(report: SteppingReport) -> Text:
+    who = f"{report.backend}, {prompts_text(report.prompt)}"
+    if report.passed:
+        return Text(f"PASSED  {report.steps:,} decode steps on {who}", style="bold green")
+    place = f"at step {report.first_failed} of {report.steps:,}"
+    if not report.first_failed:
+        side = "in the cache after" if report.first_failed is None else "at the prefill before"
+        place = f"{side} {report.steps:,} steps"
+    return Text(f"FAILED  {place} on {who}", style="bold red")
+
+
+def _growth(report: SteppingReport) -> Text:
+    """How near the budget it came, and whether the error grows from step to step more than it must."""
+    share = "no error was measured"
+    if report.share is not None:
+        used = budget_share(report.share) if isfinite(report.share) else "an infinite share"
+        share = f"{used} of the budget at most"
+    grown = [
+        "unknown" if growth is None else f"{growth:,.2f}" for growth in (report.growth, report.eager_growth)
+    ]
+    return Text(f"{share}; growth of the error {grown[0]}, of eager's own {grown[1]}")
+
+
+# -- What the engine verbs print for people --------------------------------------------------------
+
+_NAME_WIDTH = 40
+_STYLES = {"fused": "green", "decomposed": "red", "unknown": "yellow"}
+
+
+def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
+    """A block for all attentions of one answer: the answer, then what was found, the worst first."""
+    blocks: list[RenderableType] = []
+    for alike in together(answers, lambda answer: (answer.target, _answer(answer))):
+        nodes = [answer.node.name for answer in alike]
+        verdict = f"{alike[0].target}: {named(nodes)} {_answer(alike[0], several=len(nodes) > 1)}"
+        blocks.append(Text(verdict, style=_answer_style(alike[0])))
+        for group in group_findings(finding for answer in alike for finding in answer.findings):
+            about = "" if len(group.nodes) == len(nodes) else f"{group.label}: "
+            blocks += _finding(group.finding, about)
+    return Group(*blocks)
+
+
+def _finding(finding: Finding, about: str) -> list[RenderableType]:
+    """A finding, and whom of a block it is about where that is not everyone."""
+    # What a lowering cures is no obstacle, only something that is done on the way.
+    label = f"done by the {finding.cured_by}" if finding.cured_by else finding.severity
+    lines: list[RenderableType] = [Text(f"  {label}: {about}{finding.message}")]
+    if not finding.cured_by:
+        lines.append(Text(f"    try: {finding.remedy}", style="dim"))
+    return lines
+
+
+def _answer(answer: Eligibility, *, several: bool = False) -> str:
+    verb = "are" if several else "is"
+    if answer.fused:
+        return f"{verb} taken and can be fused as {'they are' if several else 'it is'}"
+    if answer.fused_when_lowered:
+        return "can be fused once lowered"
+    return f"{verb} taken, but not fused" if answer.taken_when_lowered else f"{verb} not taken"
+
+
+def _answer_style(answer: Eligibility) -> str:
+    return "green" if answer.fused_when_lowered else "yellow" if answer.taken_when_lowered else "red"
+
+
+def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableType:
+    """An engine in a few lines with its verdict; with `details`, its kernels too."""
+    manifest = engine.manifest
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("engine", escape(str(engine.path)))
+    facts.add_row(
+        "built by",
+        escape(f"{manifest.backend} {manifest.version} in {manifest.seconds:.1f} s, {where_built(manifest)}"),
+    )
+    facts.add_row("size", f"{manifest.engine_bytes / 1e6:,.1f} MB")
+    for index, profile in enumerate(manifest.profiles):
+        ranges = "  ".join(f"{name} {sizes}" for name, sizes in profile.items())
+        facts.add_row(f"profile {manifest.profile_name(index)}", escape(ranges))
+    if manifest.attention["asked"] != "native":
+        facts.add_row("computed by", escape(attention_told(manifest)))
+    for library in libraries_told(manifest):
+        facts.add_row("needs", escape(library))
+    for note in manifest.notes:
+        facts.add_row("note", escape(note))
+    blocks: list[RenderableType] = [facts, _nodes(manifest)]
+    if details:
+        blocks.append(_kernels(manifest))
+    return Group(*blocks, *_precision(manifest), _verdict(manifest))
+
+
+def fit_renderable(misfits: Sequence[str]) -> Text:
+    """Whether an engine can run on this machine, and if not, why."""
+    if not misfits:
+        return Text("It can run on this machine.")
+    return Text(f"It cannot run on this machine: {'; '.join(misfits)}.")
+
+
+def _nodes(manifest: EngineManifest) -> Table:
+    """A row for all attentions of one kernel: those of a model differ in their numbers only."""
+    rows = table()
+    groups = together(manifest.verdict["nodes"], _kind_of_row)
+    rows.add_column("attention", no_wrap=all(len(group[0]["node"]) <= _NAME_WIDTH for group in groups))
+    rows.add_column("profile", justify="right")
+    rows.add_column("verdict", no_wrap=True)
+    rows.add_column("evidence", overflow="fold")
+    for group in groups:
+        node = group[0]
+        rows.add_row(
+            escape(named([each["node"] for each in group], joint="\n")),
+            escape(manifest.profile_name(node["profile"])),
+            Text(node["status"], style=_STYLES[node["status"]]),
+            escape(f"{_evidence(group)} [{node['source']}]"),
+        )
+    return rows
+
+
+def _kind_of_row(node: Mapping[str, Any]) -> Hashable:
+    """All that is shown of an attention, without the number of its node and the hash of its kernel."""
+    kernels = tuple(without_hash(kernel) for kernel in node["kernels"])
+    told = without_numbers(node["reason"] or "")
+    return (without_numbers(node["node"]), node["profile"], node["status"], kernels, told, node["source"])
+
+
+def _evidence(group: Sequence[Mapping[str, Any]]) -> str:
+    """The kernels of a row, with their hashes where these are the same for all its attentions."""
+    kernels = [", ".join(node["kernels"]) for node in group]
+    if len(set(kernels)) > 1:
+        return without_hash(kernels[0])
+    return kernels[0] or str(group[0]["reason"])
+
+
+def _precision(manifest: EngineManifest) -> list[RenderableType]:
+    precision = manifest.verdict["precision"]
+    offenders = together(
+        precision["offenders"], lambda each: (each["what"], without_hash(each["kernel"]), each["dtype"])
+    )
+    lines: list[RenderableType] = [
+        Text(
+            f"{same[0]['what']} of {named([each['kernel'] for each in same])} is {same[0]['dtype']}",
+            style="red",
+        )
+        for same in offenders
+    ]
+    lines += [Text(note, style="dim") for note in precision["notes"]]
+    lines += [Text(f"sources disagree: {text}", style="yellow") for text in manifest.verdict["disagreements"]]
+    if manifest.all_fused:
+        return lines
+    causes = [finding for finding in manifest.findings if finding["severity"] == "not-fused"]
+    said = dict.fromkeys(f"likely because: {cause['message']} Try: {cause['remedy']}" for cause in causes)
+    return lines + [Text(line) for line in said]
+
+
+def _verdict(manifest: EngineManifest) -> Text:
+    precision = manifest.verdict["precision"]
+    told = precision["status"].replace("really-", "really ") + (
+        f" ({precision['reason']})" if precision["reason"] else ""
+    )
+    good = manifest.all_fused and manifest.is_in_precision
+    text = f"{manifest.fusion_told}, {told}; asked for {manifest.precision}"
+    return Text(text, style="bold green" if good else "bold yellow")
+
+
+def _kernels(manifest: EngineManifest) -> Table:
+    rows = table(f"{len(manifest.kernels)} kernels")
+    rows.add_column("profile", justify="right")
+    rows.add_column("kernel", overflow="fold")
+    rows.add_column("type", no_wrap=True)
+    rows.add_column("types", no_wrap=True)
+    rows.add_column("nodes", overflow="fold")
+    for kernel in manifest.kernels:
+        name = Text(kernel["name"], style="green" if kernel["fused_attention"] else "")
+        types = ",".join(kernel["dtypes"])
+        rows.add_row(
+            escape(manifest.profile_name(kernel["profile"])),
+            name,
+            escape(kernel["type"]),
+            escape(types),
+            escape(", ".join(kernel["nodes"][:6])),
+        )
+    return rows
+
+
+# -- What `validate`, `bench` and `deploy` print of a validation for people ------------------------
+
+# What fits a terminal of 80 columns; the report has the rest.
+_FIGURES = ("p50 µs", "p90", "p99", "× eager", "× best", "TFLOP/s", "roofline")
+_DECODE_FIGURES = ("p50 µs", "p99", "× eager", "× best", "ktok/s", "GB/s", "roofline")
+_SHOWN_KERNELS = 6
+_NAME_WIDTH_REPORT_TABLES = 100
+_LEVELS = {"failure": "red", "warning": "yellow", "note": "dim"}
+_MARKS = {"conforms": "ok", "wrong": "WRONG", "refused": "refused", "absent": "-"}
+_CELLS = {"conforms": "green", "wrong": "red", "refused": "yellow", "absent": "dim"}
+
+
+def report_renderable(report: Report) -> RenderableType:
+    """The evidence first, then what it means: the last line on the screen is the verdict."""
+    return Group(*_blocks(report))
+
+
+def _blocks(report: Report) -> Iterator[RenderableType]:
+    for examination in report.examinations:
+        for parity in examination.parity:
+            yield parity_renderable(parity)
+        yield from map(stepping_renderable, examination.stepping)
+        if examination.invariance:
+            yield _invariance(examination)
+    if report.conformance is not None:
+        yield conformance_renderable(report.conformance)
+    yield from (point_renderable(point) for point in report.points)
+    for finding in report.findings:
+        yield Text(f"{finding.level}: {finding.text}", style=_LEVELS[finding.level])
+    style = "bold green" if report.passed else "bold red"
+    yield Text(f"{'PASSED' if report.passed else 'FAILED'}  {report.headline}", style=style)
+
+
+def _invariance(examination: Examination) -> Text:
+    """In one line: what was varied, how often, and whether every answer was even the same to the bit."""
+    parts = []
+    for name in CHECKS:
+        checks = [check for check in examination.invariance if check.check == name and check.case]
+        passed = sum(check.passed for check in checks)
+        parts.append(f"{name} {passed}/{len(checks)}" if checks else f"{name}: not applicable")
+    judged = [check for check in examination.invariance if check.case]
+    same = ", bitwise the same" if judged and all(check.bitwise for check in judged) else ""
+    return Text(f"{examination.backend}, rows in other places: {', '.join(parts)}{same}")
+
+
+def point_renderable(point: LatencyPoint) -> RenderableType:
+    """Everyone's time at one set of sizes."""
+    filled = "" if point.past is None else f", {point.past:,} rows cached"
+    floor = f", floor {point.roofline.floor_us:.1f} µs" if point.roofline else ""
+    rows = table(f"latency at {sizes_text(point.sizes)}{filled}{floor}")
+    rows.add_column("who", no_wrap=True)
+    for column in _columns(point):
+        rows.add_column(column, justify="right", no_wrap=True)
+    for row in point.rows:
+        _add_row(rows, point, row)
+    refused = [Text(f"{row.name}: {row.refused}", style="yellow") for row in point.rows if row.refused]
+    return Group(
+        rows,
+        *refused,
+        *_without_graph(point),
+        *(_kernels_of_report_tables(row) for row in point.rows if row.kernels),
+    )
+
+
+def _without_graph(point: LatencyPoint) -> Iterator[Text]:
+    names = [row.name for row in point.rows if row.timing and not row.timing.graph]
+    if names:
+        yield Text(f"launched from Python, without a CUDA graph: {', '.join(names)}", style="dim")
+
+
+def _kernels_of_report_tables(row: LatencyRow) -> Text:
+    lines = [
+        f"  {kernel.microseconds:8.1f} µs  {kernel.calls:4.0f} ×  {kernel.name[:_NAME_WIDTH_REPORT_TABLES]}"
+        for kernel in row.kernels[:_SHOWN_KERNELS]
+    ]
+    return Text("\n".join([f"kernels of {row.name}", *lines]), style="dim")
+
+
+def _columns(point: LatencyPoint) -> tuple[str, ...]:
+    """Arithmetic is what a prefill is about; memory and tokens are what a decode step is."""
+    return _FIGURES if point.decoded is None else _DECODE_FIGURES
+
+
+def _add_row(rows: Table, point: LatencyPoint, row: LatencyRow) -> None:
+    timing = row.timing
+    if timing is None:
+        rows.add_row(escape(row.name), *("-",) * len(_columns(point)))
+        return
+    figures = point.figures(row)
+    rate = figures["tokens_per_s"]
+    cells = {
+        "p50 µs": f"{timing.p50:,.1f}",
+        "p90": f"{timing.percentile(0.9):,.1f}",
+        "p99": f"{timing.percentile(0.99):,.1f}",
+        "× eager": _number(figures["speedup_over_eager"], ".2f"),
+        "× best": _number(figures["speedup_over_best_pytorch"], ".2f"),
+        "TFLOP/s": _number(figures["tflops"], ",.1f"),
+        "ktok/s": _number(None if rate is None else rate / 1e3, ",.1f"),  # thousands of tokens a second
+        "GB/s": _number(figures["gb_per_s"], ",.0f"),
+        "roofline": _number(figures["roofline_share"], ".0%"),
+    }
+    rows.add_row(escape(row.name), *(cells[column] for column in _columns(point)))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def conformance_renderable(result: ConformanceTable) -> RenderableType:
+    """How each runtime treats masks."""
+    rows = table(f"masks, {result.precision}")
+    rows.add_column("case", no_wrap=True)
+    for name in result.columns:
+        rows.add_column(name, overflow="fold")
+    for case in result.rows:
+        cells = [result.cells[case.name][name] for name in result.columns]
+        rows.add_row(
+            escape(case.name), *(Text(_MARKS[cell.status], style=_CELLS[cell.status]) for cell in cells)
+        )
+    return Group(rows, *_wrong_cells(result))
+
+
+def _wrong_cells(result: ConformanceTable) -> Sequence[Text]:
+    return [
+        Text(f"{case.name} on {name}: {result.cells[case.name][name].detail}", style="red")
+        for case in result.rows
+        for name in result.columns
+        if result.cells[case.name][name].status == "wrong"
+    ]

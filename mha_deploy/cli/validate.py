@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json
-from mha_deploy.cli.progress import steps as progress
+from mha_deploy.cli.options import steps as progress
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.validate.options import ValidateOptions
 
 if TYPE_CHECKING:
-    from mha_deploy.bundle import Bundle
-    from mha_deploy.validate.examine import Examination
-    from mha_deploy.validate.report import Report
+    from mha_deploy.bundle.folder import Bundle
+    from mha_deploy.validate.evaluate import Examination
+    from mha_deploy.validate.verdict import Report
 
 Backends = Annotated[
     list[str] | None,
@@ -103,7 +103,7 @@ def validate(
     json: Json = False,
 ) -> None:
     """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch."""
-    from mha_deploy.bundle import open_bundle
+    from mha_deploy.bundle.folder import open_bundle
 
     _refuse_unheard(steps, prompt, rows, self_test)
     opened = open_bundle(bundle)
@@ -165,7 +165,7 @@ def _self_test(bundle: Bundle, backends: list[str] | None, json: bool) -> None:
     from rich.console import Console
 
     from mha_deploy.cli.tables import self_test_renderable
-    from mha_deploy.graph.sabotage import sabotages
+    from mha_deploy.graph.mutate import sabotages
     from mha_deploy.validate.self_test import self_test
 
     names = sabotages()
@@ -211,7 +211,7 @@ def refuse_unwritable(folder: Path) -> None:
 
 def write_report_files(data: dict[str, object], folder: Path, *, quiet: bool = False) -> None:
     """Write the report, and say where."""
-    from mha_deploy.report.write import write_report
+    from mha_deploy.report.page import write_report
 
     _, page = write_report(folder, data)
     typer.echo(f"report: {page}", err=quiet)
@@ -221,7 +221,7 @@ def print_report(report: Report) -> None:
     """Print the verdict for people."""
     from rich.console import Console
 
-    from mha_deploy.cli.report_tables import report_renderable
+    from mha_deploy.cli.tables import report_renderable
 
     Console().print(report_renderable(report))
 

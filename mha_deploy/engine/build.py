@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,52 +14,39 @@ from typing import Any
 
 import onnx_ir as ir
 
-from mha_deploy.backends.child import call_isolated, isolation, send_to_parent
-from mha_deploy.backends.tensorrt import (
-    BuildRequest,
-    BuiltEngine,
-    EngineVerdict,
-    Kernel,
-    TensorRT,
-    build_with,
-    engine_verdict,
-    load,
-    members,
-    written_types,
-)
-from mha_deploy.backends.tensorrt.config import is_strongly_typed
-from mha_deploy.backends.tensorrt.progress import OnProgress
-from mha_deploy.bundle import MANIFEST, Bundle, sha256
-from mha_deploy.engine.attention import PLUGIN, ways
-from mha_deploy.engine.carried import with_carried, with_library
+from mha_deploy.bundle.commit import write_atomically
+from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.engine.choose import fastest_engine
-from mha_deploy.engine.lowered import dialect_for, lowered_for
-from mha_deploy.engine.machine import default_backend, first_gpu
-from mha_deploy.engine.options import (
-    EngineOptions,
-    Ranges,
-    default_profiles,
-    profile_names,
-    profile_shapes,
-)
-from mha_deploy.engine.record import (
+from mha_deploy.engine.lowered import PLUGIN, dialect_for, lowered_for, ways, with_carried, with_library
+from mha_deploy.engine.manifest import (
     FOLDER,
     Engine,
     EngineManifest,
+    default_backend,
     engine_path,
-    write_atomically,
+    first_gpu,
+    with_unrecognised,
     write_engine,
 )
-from mha_deploy.engine.trial import unprepared_profiles
-from mha_deploy.engine.unrecognised import with_unrecognised
+from mha_deploy.engine.options import EngineOptions, Ranges, default_profiles, profile_names, profile_shapes
+from mha_deploy.engine.plugins import PluginLibrary, find_plugins, load_plugins
+from mha_deploy.engine.run import engine_opener, unprepared_profiles
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.eligibility import Eligibility
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.model_spec import ModelSpec
-from mha_deploy.module_spec import ModuleSpec
-from mha_deploy.plugins.library import PluginLibrary
-from mha_deploy.plugins.load import find_plugins, load_plugins
+from mha_deploy.graph.rules import Eligibility
+from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.model.spec import ModelSpec
+from mha_deploy.runtime.child import call_isolated, isolation, send_to_parent
+from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.tensorrt.build import OnProgress, build_with, is_strongly_typed
+from mha_deploy.runtime.tensorrt.kernels import Kernel
+from mha_deploy.runtime.tensorrt.log import members
+from mha_deploy.runtime.tensorrt.request import BuildRequest, BuiltEngine
+from mha_deploy.runtime.tensorrt.verdict import EngineVerdict, engine_verdict, written_types
+from mha_deploy.runtime.tensorrt.versions import TensorRT, load
+
+# -- From a bundle to an engine: check, lower, build, judge, write ---------------------------------
 
 # Where the best account of an engine's kernels is, best first.
 _SOURCES = ("inspector", "plan", "log")
@@ -260,3 +247,31 @@ def _kernel_row(kernel: Kernel) -> dict[str, Any]:
         "profile": kernel.profile,
         "fused_attention": kernel.is_fused_attention,
     }
+
+
+# -- A twin of an engine that gives out values from inside: built like it, run once and forgott ----
+
+
+def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
+    """A function that builds a lowered graph with the profiles of an engine, and loads it."""
+    rt, manifest = load(engine.manifest.backend), bundle.manifest
+    profiles = [profile_shapes(manifest.spec, ranges) for ranges in engine.manifest.ranges]
+    return engine_opener(rt, manifest.precision.name, profiles, engine.manifest.plugins)
+
+
+def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
+    """A function that builds a variation of a bundle's graph as an engine of it was built, and loads it.
+
+    Args:
+        engine: The engine, of a TensorRT that is here.
+        bundle: Its bundle.
+    """
+    rt, open_lowered = load(engine.manifest.backend), lowered_opener(engine, bundle)
+    way = engine.manifest.attention
+    options = EngineOptions(
+        backend=engine.manifest.backend,
+        allow_decomposed=True,
+        attention=way["chosen"],
+        accumulate=way["accumulate"],
+    )
+    return lambda model: open_lowered(lowered_for(rt, model, options)[0])

@@ -15,19 +15,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.backends.cuda import open_gpu
-from mha_deploy.backends.runner import Runner
-from mha_deploy.backends.tensorrt import EngineError
-from mha_deploy.bundle import Bundle
-from mha_deploy.engine.attention import FP16, FP32, NATIVE, PLUGIN, Way
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Way
+from mha_deploy.engine.manifest import Engine, write_engine
 from mha_deploy.engine.options import EngineOptions
-from mha_deploy.engine.record import Engine, write_engine
+from mha_deploy.engine.plugins import PluginError
 from mha_deploy.engine.run import open_engine_runner
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import GoldenCase, golden_cases
-from mha_deploy.plugins.library import PluginError
-from mha_deploy.precision import Precision
-from mha_deploy.validate.parity import judge_case
+from mha_deploy.metrics import judge_case
+from mha_deploy.model.precision import Precision
+from mha_deploy.runtime.cuda import open_gpu
+from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.tensorrt.versions import EngineError
 
 Build = Callable[[Path, EngineOptions], Engine]
 

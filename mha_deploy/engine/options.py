@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mha_deploy.errors import SpecError
-from mha_deploy.model_spec import ModelSpec
-from mha_deploy.spec_parts import Axis
+from mha_deploy.model.spec import Axis, ModelSpec
 
 Ranges = Mapping[str, Axis]
 

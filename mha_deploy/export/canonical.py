@@ -1,4 +1,4 @@
-"""From a module to the canonical graph: one ONNX `Attention` node per attention."""
+"""A PyTorch module to ONNX's own `Attention` nodes, through torch.onnx.export."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.inputs import call_arguments, fed_to, parameter_name, random_inputs
+from mha_deploy.export.explain import first_cause, quiet, was_interrupted
 from mha_deploy.export.options import OPSETS
-from mha_deploy.export.torch_exporter import first_cause, quiet, was_interrupted
+from mha_deploy.model.spec import AttentionSpec, Axis
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
-from mha_deploy.spec import AttentionSpec, Axis
+from mha_deploy.reference.inputs import call_arguments, fed_to, parameter_name, random_inputs
 
 _LEAST_TRACED = 2  # what PyTorch takes for a size that can vary
 

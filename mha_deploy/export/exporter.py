@@ -1,4 +1,4 @@
-"""From a spec to a bundle: export, check the graph, capture golden cases, write."""
+"""A catalog layer to a bundle: canonical graph, golden cases, decode trace."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any
 
 import torch
 
-from mha_deploy.backends import available_cpu_backend, open_runner
-from mha_deploy.bundle import MODEL, Bundle, BundleWriter, GoldenEntry, Manifest, TraceEntry, sha256
+from mha_deploy.bundle.cases import GoldenCase, polygraphy_refusal, write_case, write_polygraphy
+from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter, sha256
+from mha_deploy.bundle.manifest import GoldenEntry, Manifest, TraceEntry
+from mha_deploy.bundle.traces import write_trace
+from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, nearest
 from mha_deploy.export.canonical import canonical_from_module, choose_opset
+from mha_deploy.export.decode_trace import PlannedTrace, TraceCapture, plan_trace
 from mha_deploy.export.golden import GoldenCapture, refuse_overflow
-from mha_deploy.export.golden_plan import GoldenPlan, plan_golden
-from mha_deploy.export.inputs import fed_to, random_inputs, to_numpy
-from mha_deploy.export.options import DEVICES, ExportOptions
-from mha_deploy.export.trace import TraceCapture
-from mha_deploy.export.trace_plan import PlannedTrace, plan_trace
-from mha_deploy.export.weight_file import read_weights
-from mha_deploy.golden import GoldenCase, polygraphy_refusal, write_case, write_polygraphy
+from mha_deploy.export.options import DEVICES, ExportOptions, GoldenPlan, plan_golden
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.precision import Precision, find_precision
+from mha_deploy.model.precision import Precision, find_precision
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
-from mha_deploy.spec import AttentionSpec
-from mha_deploy.trace import write_trace
-from mha_deploy.versions import versions
+from mha_deploy.reference.inputs import fed_to, random_inputs, to_numpy
+from mha_deploy.reference.weights import read_weights
+from mha_deploy.runtime import available_cpu_backend, open_runner
 
 OnStep = Callable[[str, int, int], None]
 _FIXED_STEPS = 5

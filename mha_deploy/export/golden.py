@@ -1,4 +1,4 @@
-"""Capture golden cases: the FP64 oracle and the module in its own precision, on the same numbers."""
+"""Capture the golden cases of a layer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.export.eager import run_module
-from mha_deploy.export.golden_plan import PlannedCase
-from mha_deploy.export.inputs import Feeds, call_arguments, clear_decisions, fed_to, random_inputs, to_numpy
-from mha_deploy.export.overflow import overflow_error
-from mha_deploy.golden import GoldenCase
-from mha_deploy.precision import Precision
+from mha_deploy.export.explain import overflow_error
+from mha_deploy.export.options import PlannedCase
+from mha_deploy.model.precision import Precision
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
+from mha_deploy.reference.inputs import (
+    Feeds,
+    call_arguments,
+    clear_decisions,
+    fed_to,
+    random_inputs,
+    to_numpy,
+)
 
 # In units of the precision's roundoff: a gate is a sum of E products of size one over √E, and engines that
 # accumulate in half precision lose several bits of it.

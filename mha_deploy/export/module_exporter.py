@@ -1,37 +1,286 @@
-"""From a user's factory to a bundle: export, recognise attention, capture golden cases, write."""
+"""A user's module to a bundle: program, fused graph, golden cases, mixed precision."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from mha_deploy.analyze.sizes import layer_flops, odd_sizes, shrunk, sizes_name
-from mha_deploy.bundle import MODEL, Bundle, BundleWriter, GoldenEntry, LayersEntry, Manifest
-from mha_deploy.errors import ExportError, SpecError, exit_as_error
-from mha_deploy.export.attention_values import attention_values
+from mha_deploy.analyze.cost import layer_flops, odd_sizes, shrunk, sizes_name
+from mha_deploy.bundle.cases import GoldenCase, as_stored, polygraphy_refusal, write_case, write_polygraphy
+from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
+from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest
+from mha_deploy.environment import versions
+from mha_deploy.errors import ExportError, SpecError, exit_as_error, place_of_error
+from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.canonical import choose_opset_of, drop_exporter_metadata
+from mha_deploy.export.eager import Float32Accumulation, tensors_in
+from mha_deploy.export.explain import constant_error
 from mha_deploy.export.exporter import OnStep, Steps
-from mha_deploy.export.module_golden import ModuleCapture
-from mha_deploy.export.module_mixed import MixedCapture, mixed_graph
+from mha_deploy.export.golden import refuse_overflow
 from mha_deploy.export.options import AUTO, OPSETS, ExportOptions
-from mha_deploy.export.program import ExportedModule, export_program
-from mha_deploy.export.user_module import UserModule, drawn_inputs, open_user_module
-from mha_deploy.golden import GoldenCase, as_stored, polygraphy_refusal, write_case, write_polygraphy
+from mha_deploy.export.oracle import run_program
+from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module
+from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_module
-from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.graph.fuse import FuseReport, fuse_attention, share_tied_weights
-from mha_deploy.graph.fuse.origin import place_of
-from mha_deploy.graph.mixed import PrecisionPlan
-from mha_deploy.module_spec import ModuleSpec
-from mha_deploy.precision import Precision, find_precision
-from mha_deploy.spec_parts import FLOAT, Axis, TensorSpec
-from mha_deploy.versions import versions
+from mha_deploy.graph.file import load_graph, save_graph, with_outputs
+from mha_deploy.graph.fuse import fuse_attention
+from mha_deploy.graph.fuse.repair import share_tied_weights
+from mha_deploy.graph.fuse.values import FuseReport, place_of
+from mha_deploy.graph.precision.plan import plan_precision
+from mha_deploy.graph.precision.ranges import PrecisionPlan
+from mha_deploy.graph.precision.write import apply_plan
+from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.model.precision import Precision, find_precision, smallest_normal
+from mha_deploy.model.spec import FLOAT, Axis, Sizes, TensorSpec
+from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
+from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.ranges import measure_ranges
+from mha_deploy.runtime.runner import Runner
+
+# -- Golden cases of a user's module: the module as it is, and its exported program in FP64 --------
+
+# Rounding alone does not come near: the program would have to be another than the module.
+_SAME_PROGRAM = 0.25
+
+
+def _attention_flops(query: list[int], key: list[int], value: list[int], *_: object, **__: object) -> int:
+    """The work of fused attention, from the shapes of its inputs: two products of each query and key."""
+    B, Hq, S, D = query
+    return 2 * B * Hq * S * key[2] * (D + value[3])
+
+
+# PyTorch itself counts it for its GPU kernels only.
+_ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Insight:
+    """Values from inside a module: what is true of them, and what its own precision makes of them."""
+
+    oracle: Mapping[str, np.ndarray]
+    eager: Mapping[str, np.ndarray]
+
+
+class ModuleCapture:
+    """Runs a user's module and its program on the same numbers.
+
+    Args:
+        user: The module.
+        exported: Its program.
+        seed: Seed of the inputs.
+    """
+
+    def __init__(self, user: UserModule, exported: ExportedModule, seed: int) -> None:
+        self.user, self.exported, self.seed = user, exported, seed
+
+    def capture(self, name: str, sizes: Mapping[str, int]) -> GoldenCase:
+        """Run one case.
+
+        Raises:
+            ExportError: The module overflows, fails at these sizes, or is not what was exported.
+        """
+        inputs = self.inputs(name, sizes)
+        eager, flops = self._eager(inputs, name)
+        oracle, _ = run_program(self.exported, inputs)
+        case = GoldenCase(
+            name=name,
+            sizes=dict(sizes),
+            inputs={key: to_numpy(tensor) for key, tensor in inputs.items()},
+            oracle={key: _as_float64(to_numpy(tensor)) for key, tensor in oracle.items()},
+            eager={key: to_numpy(tensor) for key, tensor in eager.items()},
+            flops=flops,
+        )
+        refuse_overflow(
+            case,
+            self.user.precision,
+            self.user.module,
+            run=lambda: self.user.module(**inputs),
+            hint="--precision auto, bf16 or fp32",
+        )
+        _refuse_another_program(case)
+        return case
+
+    def look_inside(self, case: GoldenCase, values: Collection[str]) -> Insight:
+        """Values of the graph in a case that was captured, by their names."""
+        # Not drawn again: a user's draw may give other numbers the second time.
+        given = {key: tensor_from_numpy(array) for key, array in case.inputs.items()}
+        inputs = self.user.rounded(given)
+        _, oracle = run_program(self.exported, inputs, keep=values)
+        _, eager = run_program(self.exported, inputs, dtype="own", keep=values)
+        return Insight(
+            oracle={key: _as_float64(to_numpy(tensor)) for key, tensor in oracle.items()},
+            eager={key: to_numpy(tensor) for key, tensor in eager.items()},
+        )
+
+    def inputs(self, name: str, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """The inputs of a case: drawn by the user's own function, or after the example."""
+        return drawn_inputs(self.user, name, sizes, self.seed)
+
+    def _eager(self, inputs: Mapping[str, Tensor], name: str) -> tuple[dict[str, Tensor], int]:
+        """The module as the user runs it, and its work."""
+        counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
+        try:
+            with torch.inference_mode(), Float32Accumulation(), counter:
+                tensors = tensors_in(self.user.module(**inputs))
+        except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
+            constant = constant_error(error, self.user.module, lambda: self.user.module(**inputs))
+            if constant is not None:
+                raise constant from error
+            raise ExportError(
+                f"The module fails at the sizes of golden case {name}.",
+                got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
+                hint="axes that it takes, or a draw= for its inputs",
+            ) from error
+        return dict(zip(self.exported.outputs, tensors, strict=True)), counter.get_total_flops()
+
+
+def _as_float64(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+def relative_error(got: np.ndarray, oracle: np.ndarray) -> float:
+    """The size of the error over that of the oracle, which counts at least as the smallest normal numbers.
+
+    Numbers below those lose their digits, whatever program computes them.
+    """
+    smallest = 1e-30 if got.dtype.kind in "iub" else smallest_normal(got.dtype)
+    error = float(np.linalg.norm(got.astype(np.float64) - oracle))
+    return error / max(float(np.linalg.norm(oracle)), smallest * math.sqrt(max(got.size, 1)))
+
+
+def _refuse_another_program(case: GoldenCase) -> None:
+    """Tracing may have settled a choice for the example's sizes or values, and the program then differs."""
+    for name, oracle in case.oracle.items():
+        eager = case.eager[name]
+        if eager.shape != oracle.shape:
+            far = f"shape {oracle.shape}, not {eager.shape}"
+        else:
+            off = relative_error(eager, oracle)
+            if off <= _SAME_PROGRAM:
+                continue
+            far = f"off by {off:.2g} of its size"
+        raise ExportError(
+            "The exported program does not compute what the module does.",
+            got=f"output {name} of golden case {case.name}: {far}",
+            hint="a module whose way does not depend on sizes or values",
+        )
+
+
+# -- `--precision auto`: a user's module in FP16, but for what FP16 cannot hold --------------------
+
+# Rounding to FP16 costs less than this many layers deep; more is a mistake, not rounding.
+_LARGEST_ERROR = 0.05
+
+
+def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[ir.Model, PrecisionPlan]:
+    """Write a float32 graph in FP16 where that holds its numbers.
+
+    Args:
+        model: The graph, its attentions fused.
+        capture: Draws the inputs on which it is looked at.
+        folder: Where the float32 graph may lie while it is run.
+
+    Raises:
+        DeployError: ONNX Runtime cannot run the graph, or it has branches.
+    """
+    path = folder / "float32.onnx"
+    save_graph(model, path)
+    try:
+        wide = load_graph(path)  # large weights are read from disk, slice by slice
+        cases = {
+            name: {key: to_numpy(tensor) for key, tensor in capture.inputs(name, sizes).items()}
+            for name, sizes in _looked_at(capture.user).items()
+        }
+        plan = plan_precision(wide, measure_ranges(wide, cases))
+        mixed = apply_plan(model, plan)
+    finally:
+        for part in folder.glob("float32.onnx*"):
+            part.unlink()
+    return mixed, plan
+
+
+def _looked_at(user: UserModule) -> dict[str, Sizes]:
+    axes = user.loaded.axes
+    return {
+        "opt": {name: axis.opt for name, axis in axes.items()},
+        "min": {name: axis.min for name, axis in axes.items()},
+        "odd": odd_sizes(axes),
+    }
+
+
+class MixedCapture(ModuleCapture):
+    """Golden cases of a mixed graph.
+
+    Args:
+        user: The module in float32.
+        exported: Its program.
+        seed: Seed of the inputs.
+        graph: The mixed graph.
+    """
+
+    def __init__(self, user: UserModule, exported: ExportedModule, seed: int, graph: ir.Model) -> None:
+        super().__init__(user, exported, seed)
+        self._graph = graph
+        self._types = {str(value.name): value.dtype for value in graph.graph.inputs}
+
+    def inputs(self, name: str, sizes: Sizes) -> dict[str, Tensor]:
+        """The inputs as the graph takes them, in float32 again."""
+        drawn = super().inputs(name, sizes)
+        return {
+            key: torch.from_numpy(self._given(key, to_numpy(tensor))).to(tensor.dtype)
+            for key, tensor in drawn.items()
+        }
+
+    def capture(self, name: str, sizes: Sizes) -> GoldenCase:
+        """Run one case: the truth in FP64, and the mixed graph in ONNX Runtime."""
+        case = super().capture(name, sizes)
+        given = {key: self._given(key, array) for key, array in case.inputs.items()}
+        got = self._runner.run(given)
+        case = replace(case, inputs=given, eager={key: got[key] for key in case.oracle})
+        _refuse_far(case)
+        return case
+
+    def look_inside(self, case: GoldenCase, values: Collection[str]) -> Insight:
+        """Values of the graph in a case that was captured, by their names."""
+        insight = super().look_inside(case, values)
+        with open_runner("ort-cpu", with_outputs(self._graph, values)) as runner:
+            got = runner.run(case.inputs)
+        return replace(insight, eager={name: got[name] for name in values})
+
+    def _given(self, name: str, array: np.ndarray) -> np.ndarray:
+        dtype = self._types[name]
+        return array if dtype is None else array.astype(dtype.numpy())
+
+    @cached_property
+    def _runner(self) -> Runner:
+        """The mixed graph, loaded once for all cases."""
+        return open_runner("ort-cpu", self._graph)
+
+
+def _refuse_far(case: GoldenCase) -> None:
+    for name, oracle in case.oracle.items():
+        off = relative_error(case.eager[name], oracle)
+        if not off <= _LARGEST_ERROR:
+            raise ExportError(
+                "The mixed graph is too far from the module.",
+                got=f"output {name} of golden case {case.name}: off by {off:.2g} of its size",
+                hint="--precision bf16 or fp32",
+            )
+
+
+# -- From a user's factory to a bundle: export, recognise attention, capture golden cases, writ ----
 
 _CASES = ("opt", "min", "odd", "large")  # opt first: it tells what the others may cost
 _LAYERS_BYTES = 1 << 30

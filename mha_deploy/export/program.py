@@ -1,31 +1,274 @@
-"""From anybody's module to an ONNX graph, together with the program it was made from.
-
-The values of the graph have the names of the program's FX nodes, so that what a value must be can be found
-out by running the program: see `widened.py`.
-"""
+"""A user's module as an exported program: its axes, its outputs, and errors with the user's line."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 from torch.fx import Node
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.drawn import NamedDims, draw_inputs
-from mha_deploy.export.exported import ExportedModule
-from mha_deploy.export.program_axes import AxisNames, dynamic_shapes, inside, trace_sizes
-from mha_deploy.export.program_check import DrawInputs, check_repeats, check_small_sizes
-from mha_deploy.export.program_errors import explain_failure, may_be_small_sizes, silenced
-from mha_deploy.export.program_outputs import named_outputs
-from mha_deploy.export.torch_exporter import comparing_multiples, first_cause, quiet, was_interrupted
-from mha_deploy.spec_parts import Axis
+from mha_deploy.export.axes import (
+    AxisNames,
+    ExportedModule,
+    NamedDims,
+    draw_inputs,
+    dynamic_shapes,
+    inside,
+    trace_sizes,
+)
+from mha_deploy.export.eager import Float32Accumulation, tensors_in
+from mha_deploy.export.explain import (
+    comparing_multiples,
+    constant_error,
+    explain_failure,
+    first_cause,
+    may_be_small_sizes,
+    quiet,
+    refuse_infinite_constants,
+    silenced,
+    was_interrupted,
+)
+from mha_deploy.export.oracle import run_program
+from mha_deploy.graph.attention_node import is_attention
+from mha_deploy.model.spec import Axis
+
+# -- Names for what a module returns: a tensor, a tuple, a dictionary, or these in each other ------
+
+_NAME = "output"
+
+
+def named_outputs(program: ExportedProgram, given: Sequence[str], taken: Collection[str]) -> dict[str, str]:
+    """Name the tensors that a program returns.
+
+    Args:
+        program: The program.
+        given: The user's names, of all tensors; names come from the keys of what is returned otherwise.
+        taken: Names that are used already, such as those of the inputs.
+
+    Returns:
+        The FX node of every output by name, in order. What is None has no name.
+
+    Raises:
+        ExportError: Something else than tensors is returned, or the given names do not fit.
+    """
+    specs = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    keys = _keys(program.call_spec.out_spec, len(specs))
+    found = []
+    for key, spec in zip(keys, specs, strict=True):
+        if isinstance(spec.arg, TensorArgument):
+            found.append((key, spec.arg.name))
+        elif not (isinstance(spec.arg, ConstantArgument) and spec.arg.value is None):
+            raise ExportError(
+                "The module returns something that is not a tensor.",
+                got=f"{key}: {getattr(spec.arg, 'value', spec.arg.name)}",
+                hint="a wrapper that returns tensors only",
+            )
+    if not found:
+        raise ExportError("The module returns no tensor.")
+    if given and len(given) != len(found):
+        raise ExportError(
+            "The names of the outputs do not fit what the module returns.",
+            got=f"{len(given)} names for {len(found)} tensors: {', '.join(key for key, _ in found)}",
+        )
+    clash = [name for name in given if name in taken or list(given).count(name) > 1]
+    if clash:
+        raise ExportError("The names of the outputs are not their own.", got=", ".join(clash))
+    names = _unique(given or [key for key, _ in found], taken)
+    return {name: node for name, (_, node) in zip(names, found, strict=True)}
+
+
+def _keys(spec: TreeSpec | None, count: int) -> list[str]:
+    """A name for every leaf of a structure."""
+    keys = [f"{_NAME}_{index}" if index else _NAME for index in range(count)]
+    if spec is None or spec.num_leaves != count:
+        return keys
+    structure = tree_unflatten([_Leaf(index) for index in range(count)], spec)
+    for leaf, path in _leaves(structure, ()):
+        keys[leaf.index] = _joined(path)
+    return keys
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """Stands for a tensor in the structure that the module returns."""
+
+    index: int
+
+
+def _leaves(part: Any, path: tuple[str | int, ...]) -> Iterator[tuple[_Leaf, tuple[str | int, ...]]]:
+    if isinstance(part, _Leaf):
+        yield part, path
+        return
+    for key, each in _members(part):
+        yield from _leaves(each, (*path, key))
+
+
+def _members(part: Any) -> list[tuple[str | int, Any]]:
+    if isinstance(part, Mapping):
+        return [(str(key), value) for key, value in part.items()]
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return list(zip(part._fields, part, strict=True))
+    if isinstance(part, list | tuple):
+        return list(enumerate(part))
+    if dataclasses.is_dataclass(part):
+        return [(field.name, getattr(part, field.name)) for field in dataclasses.fields(part)]
+    return []
+
+
+def _joined(path: tuple[str | int, ...]) -> str:
+    """`output`, `output_1`, `hidden_states_2`: the keys on the way to a tensor."""
+    parts = [str(part) for part in path]
+    if not path or isinstance(path[0], int):
+        parts = [_NAME, *parts[1:]] if not path or path[0] == 0 else [_NAME, *parts]
+    return re.sub(r"\W", "_", "_".join(parts))
+
+
+def _unique(names: Sequence[str], taken: Collection[str]) -> list[str]:
+    """The names, other than those that are taken and than each other."""
+    used, result = set(taken), []
+    for name in names:
+        free = f"{name}_out" if name in taken else name
+        count = 1
+        while free in used:
+            count += 1
+            free = f"{name}_{count}"
+        used.add(free)
+        result.append(free)
+    return result
+
+
+# -- Whether a program still is its module at sizes that PyTorch could not trace it at, such as ----
+
+DrawInputs = Callable[[Mapping[str, int]], dict[str, Tensor]]
+"""Makes inputs of some sizes on which a module can run."""
+
+_TRACED_FROM = 2
+_MOST_TRIED = 8
+_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest number; another branch is far off
+
+
+def check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
+    """Run a module twice on the same inputs, which must give the same.
+
+    What is random, or remembers earlier calls, has no truth: its budget would be as wide as its whims.
+
+    Raises:
+        ExportError: The module does not run, or gives something else the second time.
+    """
+    where, hint = "the sizes of its example", "an example that it takes"
+    first, second = (_tensors(module, example, where, "as it was traced", hint) for _ in range(2))
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-6, atol=0, equal_nan=True):
+            raise ExportError(
+                "The module gives something else when it is called again with the same inputs.",
+                got=f"tensor {index} of what it returns",
+                hint="a module without randomness and without memory of earlier calls",
+            )
+
+
+def check_small_sizes(
+    exported: ExportedModule,
+    module: nn.Module,
+    axes: Mapping[str, Axis],
+    draw: DrawInputs,
+) -> None:
+    """Run module and program at sizes that were not traced, and compare them.
+
+    Args:
+        exported: The program.
+        module: The module.
+        axes: Its axes.
+        draw: Makes the inputs.
+
+    Raises:
+        ExportError: The module does not run at such a size, or the program computes something else there.
+    """
+    for sizes in _sizes_to_try(axes, exported):
+        example = draw(sizes)
+        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        for name, want, got in _results(exported, module, example, said):
+            if want.shape == got.shape and _close(want, got):
+                continue
+            if want.isfinite().all() and not got.isfinite().all():
+                refuse_infinite_constants(exported.program, f"output {name} at {said}")
+            raise ExportError(
+                "The module does something else at its smaller sizes, which its trace does not show.",
+                got=f"output {name} at {said}",
+                hint="axes that begin at a larger size",
+            )
+
+
+def _results(
+    exported: ExportedModule, module: nn.Module, example: dict[str, Tensor], said: str
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    hint = "axes that begin at a larger size, or a draw= for its inputs"
+    wanted = _tensors(module, example, "the smallest sizes of its axes", said, hint)
+    try:
+        outputs, _ = run_program(exported, example, dtype="own")
+    except (RuntimeError, IndexError) as error:
+        raise ExportError(
+            "The exported program does not run at the smallest sizes of its axes.",
+            got=f"{said}: {str(error).splitlines()[0]}",
+            hint="axes that begin at a larger size",
+        ) from error
+    for (name, got), want in zip(outputs.items(), wanted, strict=True):
+        yield name, want, got
+
+
+def _tensors(
+    module: nn.Module, example: Mapping[str, Tensor], where: str, said: str, hint: str
+) -> list[Tensor]:
+    try:
+        with torch.no_grad(), Float32Accumulation():
+            returned = module(**example)
+    except Exception as error:  # whatever the user's module raises
+        constant = constant_error(error, module, lambda: module(**example))
+        if constant is not None:
+            raise constant from error
+        is_half = any(each.dtype in _TOLERANCE for each in (*module.parameters(), *example.values()))
+        raise ExportError(
+            f"The module does not run at {where}.",
+            got=f"{said}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            hint=f"{hint}, or --precision auto if it runs in float32" if is_half else hint,
+        ) from error
+    return tensors_in(returned)
+
+
+def _close(want: Tensor, got: Tensor) -> bool:
+    if not want.is_floating_point():
+        return torch.equal(want, got)
+    tolerance = _TOLERANCE.get(want.dtype, 1e-3)
+    step = torch.finfo(want.dtype).smallest_normal * torch.finfo(want.dtype).eps  # the smallest number
+    largest = float(want.double().nan_to_num(0, 0, 0).abs().max()) if want.numel() else 0.0
+    return torch.allclose(
+        got.double(), want.double(), rtol=tolerance, atol=max(tolerance * largest, 4 * step), equal_nan=True
+    )
+
+
+def _sizes_to_try(axes: Mapping[str, Axis], exported: ExportedModule) -> Iterator[dict[str, int]]:
+    """All axes at their smallest, then each one through the sizes that PyTorch did not vouch for."""
+    traced = exported.traced_sizes
+    small = {name: axis.min for name, axis in axes.items() if axis.is_dynamic and axis.min < _TRACED_FROM}
+    if small:
+        yield {**traced, **small}
+    for name in exported.unproven:
+        last = min(traced[name] - 1, axes[name].max, axes[name].min + _MOST_TRIED)
+        for size in range(axes[name].min, last + 1):
+            yield {**traced, name: size}
+
+
+# -- From anybody's module to an ONNX graph, together with the program it was made from ------------
 
 _FLOATS = {
     torch.float16: ir.DataType.FLOAT16,
@@ -264,3 +507,43 @@ def _settle_outputs(model: ir.Model, names: list[str]) -> dict[str, str]:
     for name, value in outputs.items():
         value.name = name
     return moved
+
+
+# -- Which value of the program tells what an `Attention` node of the graph must compute -----------
+
+# Operators behind an attention that only lay its numbers out in another way.
+_LAYOUT = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})
+
+
+def attention_values(model: ir.Model, exported: ExportedModule) -> dict[str, str]:
+    """For every `Attention` node the nearest value behind it that the program computes, too.
+
+    It is the node's own result, or that in another layout: a fused node may have a Transpose behind it that
+    the program did in one step with the product.
+
+    Args:
+        model: The graph, or what `fuse_attention` made of it.
+        exported: The module that it was exported from.
+
+    Returns:
+        Names of values by node name, in the order of the graph. Nodes without such a value are left out.
+    """
+    found = {}
+    for node in model.graph.all_nodes():
+        if is_attention(node):
+            value = _nearest(node.outputs[0], exported)
+            if value is not None and node.name is not None:
+                found[node.name] = value
+    return found
+
+
+def _nearest(value: ir.Value, exported: ExportedModule) -> str | None:
+    """The value itself, or the first one behind it that only another layout parts from it."""
+    pending = [value]
+    while pending:
+        each = pending.pop(0)
+        if each.name is not None and exported.node_of(each.name) is not None:
+            return each.name
+        users = [use.node for use in each.uses()]
+        pending += [user.outputs[0] for user in users if user.domain == "" and user.op_type in _LAYOUT]
+    return None

@@ -26,9 +26,9 @@ from mha_deploy.graph.attention_node import (
     short_dtype,
 )
 from mha_deploy.graph.file import load_graph
-from mha_deploy.module_spec import ModuleSpec
-from mha_deploy.precision import Precision
-from mha_deploy.spec import FLOAT, AttentionSpec, TensorSpec
+from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.model.precision import Precision
+from mha_deploy.model.spec import FLOAT, AttentionSpec, TensorSpec
 
 # What may stand between a projection and its attention: layout, and the rotary embedding.
 _LAYOUT_OPS = frozenset(

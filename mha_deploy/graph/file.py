@@ -1,8 +1,8 @@
-"""Read and write ONNX files."""
+"""Read and write ONNX files, and take values out of a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,8 @@ import onnx
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
+
+# -- Read and write ONNX files ---------------------------------------------------------------------
 
 # Protobuf cannot hold 2 GiB, and holding much less in it doubles the memory of every reader.
 EXTERNAL_DATA_FROM = 256 << 20
@@ -128,3 +130,45 @@ def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
     except (OSError, ValueError) as error:
         what = "The weights of the graph cannot be read."
         raise DeployError(what, got=f"{tensor.name} in {tensor.path}: {error}") from error
+
+
+# -- Give out values from inside a graph -----------------------------------------------------------
+
+
+def with_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
+    """A copy of the model that gives out these values of its main graph as well; weights are shared.
+
+    Raises:
+        DeployError: The main graph computes no such value, or its type is not known.
+    """
+    copy = model.clone()
+    found = {value.name: value for node in copy.graph for value in node.outputs if value.name in names}
+    for name in names:
+        value = found.get(name)
+        if value is None or value.dtype is None:
+            what = "no such value" if value is None else "a value of unknown type"
+            raise DeployError(f"The graph has {what}.", got=name, hint="export again")
+        if not value.is_graph_output():
+            copy.graph.outputs.append(value)
+    return copy
+
+
+# -- What a value of a graph is computed from ------------------------------------------------------
+
+
+def cone(values: Iterable[ir.Value | None]) -> set[ir.Node]:
+    """The nodes that these values are computed from, those that compute them included."""
+    found: set[ir.Node] = set()
+    pending = [value.producer() for value in values if value is not None]
+    while pending:
+        node = pending.pop()
+        if node is None or node in found:
+            continue
+        found.add(node)
+        pending += [value.producer() for value in node.inputs if value is not None]
+    return found
+
+
+def value_named(graph: ir.Graph, name: str) -> ir.Value | None:
+    """A value that the graph computes, by its name."""
+    return next((value for node in graph for value in node.outputs if value.name == name), None)

@@ -12,7 +12,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.rewrite import copy_of
-from mha_deploy.graph.widen import with_float32_products
+from mha_deploy.graph.upcast import with_float32_products
 
 _GIVEN_OUT = ("scores", "weights")
 _SOFTMAX_PRECISION = "softmax_precision"

@@ -7,13 +7,11 @@ from dataclasses import replace
 import torch
 
 from mha_deploy.errors import DeployError
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference.attention import Attention
-from mha_deploy.reference.grouped_mlp import GroupedMlpAttention
-from mha_deploy.reference.head_mix import HeadMixAttention
 from mha_deploy.reference.rotary import rotary_tables
-from mha_deploy.reference.sparse_heads import SparseHeadAttention
+from mha_deploy.reference.variants import GroupedMlpAttention, HeadMixAttention, SparseHeadAttention
 from mha_deploy.reference.weights import StateDict, in_form_of, pack_projections, random_state
-from mha_deploy.spec import AttentionSpec
 
 __all__ = ["Attention", "build_module", "random_weights"]
 

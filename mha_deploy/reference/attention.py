@@ -1,27 +1,318 @@
-"""Multi-head, grouped-query and multi-query attention.
-
-    head_i = softmax(Q_i K_iᵀ / √D) V_i        Q = x W_Q,  K = x W_K,  V = x W_V
-    y      = Concat(head_1 … head_Hq) W_O
-
-Hkv = Hq is multi-head attention. With fewer, Hq/Hkv neighbouring query heads share one K and V:
-grouped-query attention, or multi-query attention where Hkv = 1.
-
-A rotary embedding turns Q and K by their positions before they meet (`reference.rotary`). With a cache, the
-K and V of earlier calls come before those of this one (`reference.cache`).
-"""
+"""The attention layer in PyTorch, each step next to its formula: projections, masks, cache, softmax."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mha_deploy.errors import DeployError
-from mha_deploy.reference.cache import append_rows, check_room, given, valid_rows, write_rows
-from mha_deploy.reference.core import Heads, attend, merge_heads, split_heads
-from mha_deploy.reference.masks import padding_mask, seen_from
-from mha_deploy.reference.onnx_cache import attend_growing, attend_static
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference.rotary import rotary_tables, rotate
-from mha_deploy.spec import AttentionSpec
+
+# -- Which keys a query may see --------------------------------------------------------------------
+
+
+def padding_mask(key_lengths: Tensor, T: int) -> Tensor:
+    """Row b may see its first `key_lengths[b]` keys. [B] -> bool [B, 1, 1, T]."""
+    positions = torch.arange(T, dtype=key_lengths.dtype, device=key_lengths.device)
+    return positions < key_lengths[:, None, None, None]
+
+
+def seen_from(positions: Tensor, T: int, window: int | None = None) -> Tensor:
+    """A query at position p may see keys 0..p, or the last `window` of them. [..., S] -> bool [..., S, T]."""
+    keys, queries = torch.arange(T, device=positions.device), positions[..., None]
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def causal_mask(S: int, T: int, device: torch.device, past: int = 0, window: int | None = None) -> Tensor:
+    """Query s, at position past + s, may see the keys up to its own position. bool [S, T].
+
+    Without a past the diagonal starts in the upper left corner; where the T keys are the past and the S new
+    ones, it ends in the lower right.
+    """
+    return seen_from(torch.arange(past, past + S, device=device), T, window)
+
+
+def merge_causal(
+    mask: Tensor | None, S: int, T: int, device: torch.device, past: int = 0, window: int | None = None
+) -> Tensor:
+    """Both masks at once, in the kind of the given one: boolean, or float with -inf."""
+    causal = causal_mask(S, T, device, past, window)
+    if mask is None:
+        return causal
+    return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, float("-inf"))
+
+
+def alibi_bias(Hq: int, S: int, T: int) -> Tensor:
+    """Attention with linear biases: -m_h · |s - t|, with m_h = 2^(-8(h+1)/Hq). float64 [1, Hq, S, T].
+
+    Press et al., "Train Short, Test Long", 2021. The symmetric form, so that it also serves layers that
+    look both ways; under a causal mask it equals the paper's.
+    """
+    slopes = 2.0 ** (-8.0 * torch.arange(1, Hq + 1, dtype=torch.float64) / Hq)
+    distance = (torch.arange(S)[:, None] - torch.arange(T)[None, :]).abs()
+    return -(slopes[:, None, None] * distance)[None]
+
+
+# -- Scaled dot-product attention, three ways to compute one function ------------------------------
+
+PATHS = ("sdpa", "plain", "onnx")
+_WEIGHTS_AFTER_SOFTMAX = 3  # ONNX Attention's qk_matmul_output_mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """How the heads are laid out and scored.
+
+    Args:
+        Hq: Query heads.
+        Hkv: Key/value heads.
+        scale: Factor on the scores.
+        causal: Whether query s, at position past + s, sees only keys at or before that position.
+        weights: Whether the attention weights are asked for.
+        window: How many keys a causal query sees, itself included.
+        softcap: Bound of the scores.
+        past: How many of the keys come before the first query.
+        sees_itself: Whether every query sees a key whatever the mask, as one does whose own key is there.
+    """
+
+    Hq: int
+    Hkv: int
+    scale: float
+    causal: bool = False
+    weights: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    past: int = 0
+    sees_itself: bool = False
+
+    @property
+    def is_triangle(self) -> bool:
+        """Whether the causal mask is the plain one that every runtime knows: no window, no past."""
+        return self.causal and self.window is None and self.past == 0
+
+    def hides_nothing(self, S: int, T: int) -> bool:
+        """Whether S queries see all T keys: nothing is causal, or one query stands at the last of them."""
+        return not self.causal or (S == 1 and self.window is None and self.past + 1 == T)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads, path: str = "sdpa"
+) -> tuple[Tensor, Tensor | None]:
+    """Compute all heads.
+
+    Args:
+        q: Queries [B, S, Hq·D].
+        k: Keys [B, T, Hkv·D].
+        v: Values [B, T, Hkv·D].
+        mask: Boolean or float mask that broadcasts to [B, Hq, S, T].
+        heads: How the heads are laid out and scored.
+        path: One of `PATHS`.
+
+    Returns:
+        The heads side by side [B, S, Hq·D], and the attention weights [B, Hq, S, T] if asked for.
+        A query that may see no key at all gives zeros, never NaN.
+    """
+    if path == "onnx":
+        return _attend_onnx(q, k, v, mask, heads)
+    q, k, v = split_heads(q, heads.Hq), split_heads(k, heads.Hkv), split_heads(v, heads.Hkv)
+    if path == "plain" or heads.softcap is not None:
+        weights = _attention_weights(q, k, mask, heads)
+        out = weights @ _repeat_kv(v, heads)
+        return merge_heads(out), weights if heads.weights else None
+    out = _fused_kernel(q, k, v, mask, heads)  # which keeps its weights to itself
+    return merge_heads(out), _attention_weights(q, k, mask, heads) if heads.weights else None
+
+
+def split_heads(x: Tensor, H: int) -> Tensor:
+    """[B, length, H·D] -> [B, H, length, D]."""
+    return x.unflatten(-1, (H, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, H, length, D] -> [B, length, H·D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, heads: Heads) -> Tensor:
+    """softmax(cap(Q Kᵀ · scale) + mask). [B, Hq, S, D], [B, Hkv, T, D] -> [B, Hq, S, T]."""
+    scores = q @ _repeat_kv(k, heads).transpose(-1, -2) * heads.scale
+    if heads.softcap is not None:
+        scores = heads.softcap * torch.tanh(scores / heads.softcap)
+    mask = _with_causal(mask, q.shape[2], k.shape[2], heads, q.device)
+    if mask is None:
+        return scores.softmax(-1)
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    sees_nothing = scores.isneginf().all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(sees_nothing, 0.0)
+
+
+def _with_causal(mask: Tensor | None, S: int, T: int, heads: Heads, device: torch.device) -> Tensor | None:
+    """The given mask, and what causality adds to it."""
+    if heads.hides_nothing(S, T):
+        return mask
+    return merge_causal(mask, S, T, device, heads.past, heads.window)
+
+
+def _repeat_kv(x: Tensor, heads: Heads) -> Tensor:
+    """Give every query head its own copy of the K or V it shares. [B, Hkv, T, D] -> [B, Hq, T, D]."""
+    return x if heads.Hq == heads.Hkv else x.repeat_interleave(heads.Hq // heads.Hkv, dim=1)
+
+
+def _fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads) -> Tensor:
+    # PyTorch takes a mask or is_causal, not both, and its is_causal starts in the upper left corner.
+    if mask is not None or not heads.is_triangle:
+        mask = _with_causal(mask, q.shape[2], k.shape[2], heads, q.device)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None and not heads.hides_nothing(q.shape[2], k.shape[2]),
+        scale=heads.scale,
+        enable_gqa=heads.Hq != heads.Hkv,
+    )
+    return out if mask is None or heads.sees_itself else _blank_where_nothing_is_seen(out, mask)
+
+
+def _blank_where_nothing_is_seen(out: Tensor, mask: Tensor) -> Tensor:
+    """Zeros for queries without any key: PyTorch's half-precision CUDA kernels give other numbers there."""
+    sees = mask if mask.dtype == torch.bool else ~mask.isneginf()
+    return out.masked_fill(~sees.any(-1, keepdim=True), 0.0)
+
+
+def _attend_onnx(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads
+) -> tuple[Tensor, Tensor | None]:
+    is_causal = heads.causal
+    if heads.causal and not heads.is_triangle:
+        mask, is_causal = _with_causal(mask, q.shape[1], k.shape[1], heads, q.device), False
+    if mask is not None:
+        # ONNX lets a mask broadcast over the queries; ONNX Runtime's CPU kernel does not.
+        mask = mask[None, None] if mask.dim() == 2 else mask
+        mask = mask.expand(mask.shape[0], mask.shape[1], q.shape[1], k.shape[1])
+    if heads.softcap is not None and (is_causal or mask is not None):
+        _refuse_stand_in(heads.softcap)
+    out, _, _, weights = torch.onnx.ops.attention(
+        q,
+        k,
+        v,
+        mask,
+        is_causal=is_causal,
+        q_num_heads=heads.Hq,
+        kv_num_heads=heads.Hkv,
+        scale=heads.scale,
+        softcap=heads.softcap or 0.0,
+        qk_matmul_output_mode=_WEIGHTS_AFTER_SOFTMAX if heads.weights else 0,
+    )
+    return out, weights if heads.weights else None
+
+
+def _refuse_stand_in(softcap: float) -> None:
+    """PyTorch's own stand-in for the ONNX node caps after masking, which makes -inf a finite score."""
+    if not torch.compiler.is_exporting():
+        raise DeployError(
+            "PyTorch cannot run the ONNX attention with a softcap and a mask: it caps the mask too.",
+            got=f"softcap = {softcap}, path = onnx",
+            hint="path plain to compute it; path onnx only exports it",
+        )
+
+
+# -- Attention behind a cache, as the ONNX nodes that an export writes -----------------------------
+
+_OPSET = 24  # the first with TensorScatter and nonpad_kv_seqlen
+
+
+def attend_growing(
+    q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor], mask: Tensor | None, heads: Heads
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One Attention node that joins the past and the new rows.
+
+    Args:
+        q: Queries [B, S, Hq·D].
+        k: New keys [B, S, Hkv·D].
+        v: New values [B, S, Hkv·D].
+        past: Earlier keys and values, [B, Hkv, P, D] each.
+        mask: What hides keys, [S, P+S]; None for nothing but what is ahead.
+        heads: How the heads are laid out and scored.
+
+    Returns:
+        The heads side by side [B, S, Hq·D], and all keys and values, [B, Hkv, P+S, D].
+    """
+    _refuse_to_run()
+    out, keys, values, _ = torch.onnx.ops.attention(
+        q,
+        k,
+        v,
+        mask,
+        *past,
+        is_causal=mask is None,
+        q_num_heads=heads.Hq,
+        kv_num_heads=heads.Hkv,
+        scale=heads.scale,
+        softcap=heads.softcap or 0.0,
+    )
+    return out, keys, values
+
+
+def attend_static(
+    q: Tensor,
+    new: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    lengths: Tensor,
+    mask: Tensor | None,
+    heads: Heads,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two TensorScatter nodes that write the new rows, and an Attention that knows how many are valid.
+
+    Args:
+        q: Queries [B, S, Hq·D].
+        new: New keys and values, [B, Hkv, S, D] each.
+        caches: The buffers, [B, Hkv, T, D] each.
+        lengths: Valid rows before this call, int32 [B].
+        mask: What hides keys, [B, 1, S, T]; None for nothing but what is ahead.
+        heads: How the heads are laid out and scored.
+
+    Returns:
+        The heads side by side [B, S, Hq·D], and the buffers with the new rows in them.
+    """
+    _refuse_to_run()
+    starts = lengths.long()
+    keys, values = (
+        _node("TensorScatter", [cache, rows, starts], {"axis": 2}, like=cache)
+        for cache, rows in zip(caches, new, strict=True)
+    )
+    attributes: dict[str, Any] = {"is_causal": int(mask is None), "scale": heads.scale}
+    if heads.softcap is not None:
+        attributes["softcap"] = heads.softcap
+    queries = split_heads(q, heads.Hq)
+    inputs = [queries, keys, values, mask, None, None, starts + q.shape[1]]
+    return merge_heads(_node("Attention", inputs, attributes, like=queries)), keys, values
+
+
+def _node(op_type: str, inputs: list[Tensor | None], attributes: dict[str, Any], *, like: Tensor) -> Tensor:
+    """One node of ONNX's own operators, whose output has the type and shape of `like`."""
+    return torch.onnx.ops.symbolic(
+        op_type, inputs, attributes, dtype=like.dtype, shape=like.shape, version=_OPSET
+    )
+
+
+def _refuse_to_run() -> None:
+    if not torch.compiler.is_exporting():
+        raise DeployError(
+            "PyTorch cannot run the ONNX nodes of a cache, only export them.",
+            got="path = onnx",
+            hint="path sdpa or plain to compute the layer",
+        )
+
+
+# -- Multi-head, grouped-query and multi-query attention -------------------------------------------
 
 
 class Attention(nn.Module):
@@ -238,3 +529,116 @@ class Attention(nn.Module):
             return None
         mask = seen_from(positions, T, self.spec.window)
         return mask[None, None] if mask.dim() == 2 else mask[:, None]
+
+
+# -- Keys and values that are kept between calls, so that a new token costs one row instead of  ----
+
+
+def append_rows(past: Tensor, new: Tensor) -> Tensor:
+    """The past, then the new rows. [B, Hkv, P, D], [B, Hkv, S, D] -> [B, Hkv, P+S, D]."""
+    return torch.cat((past, new), dim=2)
+
+
+def write_rows(cache: Tensor, new: Tensor, positions: Tensor, *, in_place: bool = False) -> Tensor:
+    """Put new rows at their positions.
+
+    Args:
+        cache: [B, Hkv, T, D].
+        new: [B, Hkv, S, D].
+        positions: Where they go in each row of the batch, [B, S].
+        in_place: Whether to write into `cache` itself; otherwise it is left alone.
+    """
+    index = positions.long()[:, None, :, None].expand_as(new)
+    return cache.scatter_(2, index, new) if in_place else cache.scatter(2, index, new)
+
+
+def valid_rows(cache: Tensor, ends: Tensor) -> Tensor:
+    """The cache with zeros from `ends[b]` on: a weight of 0 times what memory held, say NaN, is not 0."""
+    rows = torch.arange(cache.shape[2], device=cache.device)
+    return cache.masked_fill((rows >= ends[:, None])[:, None, :, None], 0.0)
+
+
+def check_room(lengths: Tensor, S: int, T: int) -> None:
+    """Refuse to write behind the end of a static cache.
+
+    The lengths are data: a traced or compiled layer cannot look at them, and whoever runs it must.
+    """
+    if torch.compiler.is_compiling() or lengths.is_meta:
+        return
+    if bool((lengths < 0).any()) or bool((lengths + S > T).any()):
+        raise DeployError(
+            "The new tokens do not fit into the cache.",
+            got=f"lengths {lengths.tolist()}, {S} new tokens, {T} rows",
+            hint=f"lengths from 0 to {T - S}, or a cache with more rows",
+        )
+
+
+def given(layer: str, **tensors: Tensor | None) -> list[Tensor]:
+    """The tensors that a layer with a cache needs; refuse a call that does not bring them."""
+    missing = [name for name, tensor in tensors.items() if tensor is None]
+    if missing:
+        raise DeployError(
+            f"{layer} keeps a cache, and the call brings none.",
+            got=f"no {', '.join(missing)}",
+            hint="reference.cache.Decoder makes an empty one",
+        )
+    return [tensor for tensor in tensors.values() if tensor is not None]
+
+
+class Decoder:
+    """Feeds a layer new tokens and keeps its cache.
+
+    Args:
+        module: A layer whose spec has a cache.
+        B: Rows of the batch.
+
+    Attributes:
+        keys: The cached keys.
+        values: The cached values.
+        lengths: How many tokens each row has seen, int32 [B].
+    """
+
+    def __init__(self, module: Attention, B: int) -> None:
+        spec, parameter = module.spec, next(module.parameters())
+        if spec.cache == "none":
+            raise DeployError(
+                f"{spec.name} has no cache to decode with.", got="cache = none", hint='cache = "growing"'
+            )
+        self.module = module
+        rows = spec.axes["T"].max if spec.cache == "static" else 0
+        self.keys = parameter.new_zeros(B, spec.Hkv, rows, spec.D)
+        self.values = torch.zeros_like(self.keys)
+        self.lengths = torch.zeros(B, dtype=torch.int32, device=parameter.device)
+
+    def feed(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Run the layer on S new tokens of every row.
+
+        Args:
+            x: [B, S, E].
+            counts: How many of the S tokens of each row are real, [B], padding behind them; all unless given.
+                Static caches only.
+
+        Returns:
+            The output [B, S, E]; what stands at padded tokens means nothing.
+        """
+        if self.module.spec.cache == "static":
+            held = {"key_cache": self.keys, "value_cache": self.values, "lengths": self.lengths}
+        elif counts is None:
+            held = {"past_key": self.keys, "past_value": self.values}
+        else:
+            raise DeployError(
+                "The rows of a growing cache have one length.", got="counts", hint='cache = "static"'
+            )
+        output, self.keys, self.values = self.module(x, **held)
+        self.lengths = self.lengths + (x.shape[1] if counts is None else counts.to(self.lengths))
+        return output
+
+
+def decode_in_chunks(module: Attention, x: Tensor, sizes: Iterable[int]) -> tuple[Tensor, Decoder]:
+    """Feed x [B, length, E] from an empty cache, in chunks of these sizes.
+
+    Returns:
+        The outputs one behind the other, [B, length, E], and the decoder with the cache at the end.
+    """
+    decoder = Decoder(module, x.shape[0])
+    return torch.cat([decoder.feed(chunk) for chunk in x.split(list(sizes), dim=1)], dim=1), decoder

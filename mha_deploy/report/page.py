@@ -1,24 +1,40 @@
-"""One HTML file that needs nothing else: no request, and no script to be read."""
+"""One self-contained page, and the files that are written."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.report.bench import bench_overview, best_rows
-from mha_deploy.report.decode import decode
-from mha_deploy.report.engines import engine_line, fusion
-from mha_deploy.report.latency import latency, latency_parts
-from mha_deploy.report.markup import Html, join, tag
-from mha_deploy.report.palette import palette_css, series_of
-from mha_deploy.report.results import blame, conformance, fp16_range, heatmaps, invariance, parity
+from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.report.schema import plain_bench, plain_report
-from mha_deploy.report.surroundings import closing, environment, notes
-from mha_deploy.report.tables import section, sentence
-from mha_deploy.report.verdict import verdict_block
+from mha_deploy.report.sections import (
+    bench_overview,
+    best_rows,
+    blame,
+    closing,
+    conformance,
+    decode,
+    engine_line,
+    environment,
+    fp16_range,
+    fusion,
+    heatmaps,
+    invariance,
+    latency,
+    latency_parts,
+    notes,
+    parity,
+    section,
+    sentence,
+    verdict_block,
+)
+from mha_deploy.report.svg import Html, join, palette_css, series_of, tag
+
+# -- One HTML file that needs nothing else: no request, and no script to be read -------------------
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -126,3 +142,38 @@ def _policy(script: str) -> str:
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"script-src 'sha256-{digest}'"
     )
+
+
+# -- Reports and benchmarks on disk: the data, and beside it the page ------------------------------
+
+
+def write_report(folder: Path, data: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Write `report.json` and `report.html`, and give their paths.
+
+    Args:
+        folder: Where to; it is made if it is not there.
+        data: A report as docs/report.md describes it.
+    """
+    plain = plain_report(data)
+    return _write(folder, "report", plain, report_page(plain))
+
+
+def write_bench(folder: Path, data: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Write `bench.json` and `bench.html`, and give their paths.
+
+    Args:
+        folder: Where to; it is made if it is not there.
+        data: A benchmark as docs/report.md describes it.
+    """
+    plain = plain_bench(data)
+    return _write(folder, "bench", plain, bench_page(plain))
+
+
+def _write(folder: Path, name: str, plain: dict[str, Any], page: str) -> tuple[Path, Path]:
+    # The page is made before anything is written: a failure leaves the old pair as it was.
+    text = json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    data_path, page_path = folder / f"{name}.json", folder / f"{name}.html"
+    write_atomically(data_path, text.encode("utf-8"))
+    write_atomically(page_path, page.encode("utf-8"))
+    return data_path, page_path

@@ -1,13 +1,131 @@
-"""Scales, axes and marks: what the charts are drawn with. All lengths are CSS pixels."""
+"""Charts as SVG: axes, marks, colours."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape as _escape
+from typing import Any
 
-from mha_deploy.report.figures import tick
-from mha_deploy.report.markup import Html, join, tag
+from mha_deploy.report.text import tick
+
+# -- HTML and SVG as text in which everything is escaped unless it was made here -------------------
+
+# Control characters are nothing to read, and those that turn the direction of text could make one name look
+# like another.
+_UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
+
+_VOID = frozenset({"meta", "link", "br", "hr", "col"})
+
+
+class Html(str):
+    """Text that is markup already."""
+
+
+def escaped(value: object) -> Html:
+    """The value as markup: itself if it is markup, else its text, harmless in elements and attributes."""
+    if isinstance(value, Html):
+        return value
+    if isinstance(value, float):
+        value = f"{value:.2f}".rstrip("0").rstrip(".")
+    return Html(_escape(_UNREADABLE.sub("\ufffd", str(value)), quote=True))
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Html:
+    """One element.
+
+    Args:
+        name: Its name.
+        children: What is in it; None is nothing.
+        attributes: `class_` is written `class`, `data_x` `data-x`. None and False are left out, True stands
+            without a value.
+    """
+    opening = "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in _VOID:
+        return Html(f"<{name}{opening}>")
+    return Html(f"<{name}{opening}>{join(children)}</{name}>")
+
+
+def join(children: Iterable[object]) -> Html:
+    """Everything one after the other; None is nothing."""
+    return Html("".join(escaped(child) for child in children if child is not None))
+
+
+def _attribute(key: str, value: object) -> str:
+    if value is None or value is False:
+        return ""
+    name = key.rstrip("_").replace("_", "-")
+    # Markup has been escaped for elements; in an attribute it is text like any other.
+    return (
+        f" {name}"
+        if value is True
+        else f' {name}="{escaped(str(value) if isinstance(value, str) else value)}"'
+    )
+
+
+# -- Colours and marks. A row has the same of both in every chart of a page ------------------------
+
+LIGHT_PAGE, DARK_PAGE = "#ffffff", "#14161a"
+LIGHT = ("#0b64b4", "#e46711", "#505600", "#b00076", "#191058", "#578fed", "#669b92", "#580c0d")
+DARK = ("#4d94e8", "#ffb827", "#78b099", "#c6c3ff", "#5668d8", "#bdf0ea", "#7d7b8c", "#e2432a")
+
+HEAT_LIGHT = ("#eef4fc", "#bed7f4", "#8ebaeb", "#5d9ce1", "#367ec9", "#1d62a6", "#024782", "#012e58")
+HEAT_DARK = ("#182839", "#214061", "#2b5a8c", "#3375b9", "#5092d9", "#7bafea", "#a6cdfa", "#d8eaff")
+
+FAMILIES = {"pytorch": "circle", "onnxruntime": "square", "tensorrt": "diamond", "onnx": "square"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """How one row looks.
+
+    Args:
+        colour: Number of its colour, from 0.
+        mark: `circle`, `square` or `diamond`.
+        hollow: Whether its mark is empty: a second round through the colours.
+    """
+
+    colour: int
+    mark: str
+    hollow: bool
+
+    @property
+    def css(self) -> str:
+        """Its class in the style sheet."""
+        return f"s{self.colour}{' hollow' if self.hollow else ''}"
+
+
+def series_of(latencies: Iterable[Mapping[str, Any] | None]) -> dict[str, Series]:
+    """A look for every row name, in the order in which they are first met."""
+    found: dict[str, Series] = {}
+    for latency in latencies:
+        for point in latency["points"] if latency else ():
+            for row in point["rows"]:
+                if row["name"] not in found:
+                    turn, colour = divmod(len(found), len(LIGHT))
+                    mark = FAMILIES[row["family"]]
+                    found[row["name"]] = Series(colour=colour, mark=mark, hollow=turn % 2 == 1)
+    return found
+
+
+def palette_css() -> str:
+    """The colours as custom properties of the style sheet."""
+    light, dark = _properties(LIGHT, HEAT_LIGHT), _properties(DARK, HEAT_DARK)
+    used = [f".s{i}{{--c:var(--s{i})}}" for i in range(len(LIGHT))]
+    used += [f".q{i}{{fill:var(--q{i});background:var(--q{i})}}" for i in range(len(HEAT_LIGHT))]
+    dark_rule = f"@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return "\n".join([f":root{{{light}}}", dark_rule, "".join(used)])
+
+
+def _properties(series: Iterable[str], heat: Iterable[str]) -> str:
+    named = [f"--s{i}:{colour}" for i, colour in enumerate(series)]
+    named += [f"--q{i}:{colour}" for i, colour in enumerate(heat)]
+    return ";".join(named)
+
+
+# -- Scales, axes and marks: what the charts are drawn with. All lengths are CSS pixels ------------
 
 LETTER = 6.6  # width of an average letter at the size of chart labels, in the widest of the usual fonts
 LINE = 14.0  # distance of two lines of labels

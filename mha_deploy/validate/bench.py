@@ -6,21 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mha_deploy.analyze.points import TimedPoint, points_from_text
-from mha_deploy.backends.cuda import open_gpu
-from mha_deploy.bundle import Bundle
-from mha_deploy.engine.record import Engine
+from mha_deploy.analyze.cost import TimedPoint, points_from_text
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.engine.manifest import Engine
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import GoldenCase, golden_cases
-from mha_deploy.model_spec import ModelSpec
-from mha_deploy.validate.examine import Exam, Examination, examine, refused_rows
+from mha_deploy.model.spec import ModelSpec
+from mha_deploy.runtime.cuda import open_gpu
+from mha_deploy.validate.evaluate import Exam, Examination, examine, refused_rows
 from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.participants import TENSORRT, Absent, Casting, Participant
-from mha_deploy.validate.profile import kernel_times
-from mha_deploy.validate.report import engines_to_dict, frame, latency_to_dict, model_to_dict
+from mha_deploy.validate.runtimes import (
+    INSTALL,
+    TENSORRT,
+    Absent,
+    Casting,
+    Participant,
+    kernel_times,
+    refuse_without_torch,
+)
 from mha_deploy.validate.sweep import bench_points
-from mha_deploy.validate.with_torch import INSTALL, refuse_without_torch
+from mha_deploy.validate.verdict import engines_to_dict, frame, latency_to_dict, model_to_dict
 
 OnStep = Callable[[str], None]
 Key = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # sizes, and the lengths of a static cache

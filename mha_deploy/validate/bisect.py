@@ -1,10 +1,4 @@
-"""Which part of a model is wrong? The first attention that leaves its oracle, and then the first node.
-
-One value at a time is given out, and the runtime built or opened anew for it: marking every tensor would
-break the fusion that may be at fault. Of N attentions log₂ N are looked at. What lies between the last that
-is right and the first that is wrong is then halved node by node: a node whose result is right clears all that
-it is computed from, and one whose result is wrong clears all that it is not.
-"""
+"""The first attention, and the first node, that is wrong."""
 
 from __future__ import annotations
 
@@ -15,16 +9,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.bundle import Bundle
+from mha_deploy.bundle.cases import GoldenCase, read_case
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.environment import can_import
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import GoldenCase, read_case
-from mha_deploy.graph.cone import cone, value_named
-from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.outputs import with_outputs
-from mha_deploy.validate.budget import Budget
-from mha_deploy.validate.deviation import measure
+from mha_deploy.graph.file import cone, load_graph, value_named, with_outputs
+from mha_deploy.metrics import Budget, OutputVerdict, judge_case, measure
+from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.validate.layers import OpenModel, judge_layers, layers_case
-from mha_deploy.validate.parity import OutputVerdict, judge_case
+
+# -- Which part of a model is wrong? The first attention that leaves its oracle, and then the f ----
 
 Reference = Callable[[Sequence[str]], Mapping[str, np.ndarray]]
 """Gives what values of the graph must be, by their names; those it does not know are left out."""
@@ -243,3 +238,47 @@ def _suspect(node: ir.Node, problem: str | None) -> Suspect:
     return Suspect(
         node=str(node.name), operator=node.op_type, value=str(node.outputs[0].name), problem=problem
     )
+
+
+# -- What values inside a model must be, told by somebody who can be trusted -----------------------
+
+_OTHER = {"ort-cpu": "onnx-reference", "onnx-reference": "ort-cpu"}
+
+
+def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> tuple[Reference, str]:
+    """Whoever knows best what is true inside a model, and what to call it.
+
+    Of a user's module it is its program in FP64, where PyTorch and the factory are here. Otherwise it is the
+    bundle's own graph on a CPU, in another runtime than the one that is doubted.
+
+    Args:
+        bundle: The bundle.
+        case: The golden case whose values are asked for.
+        backend: The runtime that is doubted.
+    """
+    spec = bundle.manifest.spec
+    if isinstance(spec, ModuleSpec) and can_import("torch"):
+        try:
+            return _program(bundle, spec, case), "the module's program in FP64"
+        except DeployError:  # its factory is not here: the graph must do
+            pass
+    trusted = available_cpu_backend(bundle.manifest.precision)
+    trusted = _OTHER.get(trusted, trusted) if trusted == backend else trusted
+    return _graph(bundle, case, trusted), f"the graph in {trusted}"
+
+
+def _program(bundle: Bundle, spec: ModuleSpec, case: GoldenCase) -> Reference:
+    from mha_deploy.baselines.fresh import ProgramValues
+
+    program = ProgramValues(spec, bundle.manifest.precision)
+    return lambda names: program.at(case, names)
+
+
+def _graph(bundle: Bundle, case: GoldenCase, backend: str) -> Reference:
+    def values(names: Sequence[str]) -> Mapping[str, np.ndarray]:
+        model = load_graph(bundle.model_path)
+        with open_runner(backend, with_outputs(model, names)) as runner:
+            got = runner.run(case.inputs)
+        return {name: got[name] for name in names}
+
+    return values

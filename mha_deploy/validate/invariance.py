@@ -1,9 +1,4 @@
-"""Does a row of a batch get the same answer in every slot, batch size and profile, whatever its neighbours?
-
-The rows of a golden case are run again in other places. Every answer is put back where its row was in the
-case and judged there against the case's own oracle and budget; whether it is also bitwise the answer of the
-plain run is information, since another batch may well take another kernel.
-"""
+"""Which inputs and outputs of a model are made of rows, one for every member of the batch."""
 
 from __future__ import annotations
 
@@ -14,15 +9,35 @@ from typing import Any
 
 import numpy as np
 
-from mha_deploy.analyze.sizes import SizeLimit, shrunk
-from mha_deploy.backends.runner import Arrays, ProfiledRunner, Runner
+from mha_deploy.analyze.cost import SizeLimit, shrunk
+from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import GoldenCase
-from mha_deploy.model_spec import ModelSpec
-from mha_deploy.precision import Precision
-from mha_deploy.spec_parts import FLOAT
-from mha_deploy.validate.batch_rows import batch_axis, has_rows, hides_something
-from mha_deploy.validate.parity import OutputVerdict, judge_case
+from mha_deploy.metrics import OutputVerdict, judge_case
+from mha_deploy.model.deployable import LARGEST_ACTIVATION
+from mha_deploy.model.precision import Precision
+from mha_deploy.model.spec import FLOAT, ModelSpec, TensorSpec
+from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
+
+# -- Which inputs and outputs of a model are made of rows, one for every member of the batch -------
+
+
+def has_rows(spec: ModelSpec) -> bool:
+    """Whether the batch is made of rows that do not know of each other; of a module, its axis B says so."""
+    return "B" in spec.axes and all(batch_axis(tensor, spec) == 0 for tensor in spec.outputs)
+
+
+def hides_something(array: np.ndarray) -> bool:
+    """Whether numbers are so large that they can only be meant to hide something."""
+    return bool(array.size) and not float(np.abs(array).max()) <= LARGEST_ACTIVATION
+
+
+def batch_axis(tensor: TensorSpec, spec: ModelSpec) -> int | None:
+    """The batch is the first axis of what has one; a fixed batch stands there as its number."""
+    batch = spec.axes["B"]
+    return 0 if tensor.dims and tensor.dims[0] == ("B" if batch.is_dynamic else batch.min) else None
+
+
+# -- Does a row of a batch get the same answer in every slot, batch size and profile, whatever  ----
 
 SLOT, SIZE, PROFILE = "batch slot", "batch size", "profile"
 CHECKS = (SLOT, SIZE, PROFILE)

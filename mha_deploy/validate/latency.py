@@ -1,8 +1,4 @@
-"""How fast is it, and against whom? A time for every right answer, on one device, beside a floor.
-
-A wrong answer has no latency: every participant is judged on the case it is timed on, before and after. There
-are ratios only between times of one GPU.
-"""
+"""Latency: one time for every right answer, beside the roofline bound."""
 
 from __future__ import annotations
 
@@ -10,20 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mha_deploy.analyze.cost import LayerCost, layer_cost
-from mha_deploy.analyze.gpus import Gpu as PeakFigures
-from mha_deploy.analyze.gpus import find_gpu as find_peaks
+from mha_deploy.analyze.cost import LayerCost, StageCost, layer_cost
+from mha_deploy.analyze.roofline import Gpu as PeakFigures
+from mha_deploy.analyze.roofline import find_gpu as find_peaks
 from mha_deploy.analyze.roofline import roofline_floor
-from mha_deploy.analyze.work import StageCost
-from mha_deploy.backends.runner import Runner
-from mha_deploy.backends.timing import KernelTime, Timing, TimingPlan
+from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import GoldenCase
-from mha_deploy.module_spec import ModuleSpec
-from mha_deploy.precision import Precision
-from mha_deploy.spec import AttentionSpec
-from mha_deploy.validate.parity import judge_case
-from mha_deploy.validate.participants import PYTORCH
+from mha_deploy.metrics import judge_case
+from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.model.precision import Precision
+from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
+from mha_deploy.validate.runtimes import PYTORCH
 
 EAGER = "eager"
 WRONG_ANSWER = "wrong answer"

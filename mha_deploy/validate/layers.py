@@ -12,15 +12,13 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.backends.runner import Runner
-from mha_deploy.bundle import Bundle
+from mha_deploy.bundle.cases import GoldenCase, read_case, read_npz, refuse_infinite
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.errors import BundleError
-from mha_deploy.golden import GoldenCase, read_case, refuse_infinite
-from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.outputs import with_outputs
-from mha_deploy.manifest import LayersEntry
-from mha_deploy.npz import read_npz
-from mha_deploy.validate.parity import OutputVerdict, ParityReport, judge_case, parity_from_verdicts
+from mha_deploy.graph.file import load_graph, with_outputs
+from mha_deploy.metrics import OutputVerdict, ParityReport, judge_case, parity_from_verdicts
+from mha_deploy.runtime.runner import Runner
 
 LAYERS = "layers"
 OpenModel = Callable[[ir.Model], Runner]

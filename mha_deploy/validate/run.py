@@ -1,4 +1,4 @@
-"""Validate a bundle: everyone who can takes part, and one report comes out."""
+"""Validate a bundle: run every available runtime, judge and time it, and collect one report."""
 
 from __future__ import annotations
 
@@ -7,39 +7,42 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from mha_deploy.analyze.sizes import SizeLimit
-from mha_deploy.backends import CPU_RUNNERS, RUNNERS, open_runner
-from mha_deploy.backends.child import RuntimeCrash
-from mha_deploy.backends.cuda import find_gpu, open_gpu
-from mha_deploy.bundle import Bundle
-from mha_deploy.engine.twin import lowered_opener, twin_opener
+from mha_deploy.analyze.cost import SizeLimit
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.traces import DecodeTrace
+from mha_deploy.engine.build import lowered_opener, twin_opener
+from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.graph.file import load_graph
-from mha_deploy.spec import AttentionSpec
-from mha_deploy.spec_parts import Axis
-from mha_deploy.trace import DecodeTrace
+from mha_deploy.model.spec import AttentionSpec, Axis
+from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, open_runner
+from mha_deploy.runtime.child import RuntimeCrash
+from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.validate.bench import points_from_rows
-from mha_deploy.validate.blame import Blame, blame, blamed_graph
-from mha_deploy.validate.conformance import ConformanceTable, conformance_table
-from mha_deploy.validate.examine import Exam, Examination, examine, refused_rows
+from mha_deploy.validate.conformance import ConformanceTable, conformance_table, mask_columns
+from mha_deploy.validate.decode import traces_of
+from mha_deploy.validate.error_map import output_projection
+from mha_deploy.validate.evaluate import Exam, Examination, examine, refused_rows
+from mha_deploy.validate.fault import Blame, blame, blamed_graph
 from mha_deploy.validate.fp16_range import RangeReport, fp16_range
-from mha_deploy.validate.heatmap import output_projection
 from mha_deploy.validate.latency import LatencyRow
 from mha_deploy.validate.layers import OpenModel, layer_parity
-from mha_deploy.validate.mask_columns import mask_columns
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.participants import Absent, Casting, Participant
-from mha_deploy.validate.profile import kernel_times
-from mha_deploy.validate.report import Report
+from mha_deploy.validate.runtimes import (
+    Absent,
+    Casting,
+    Participant,
+    kernel_times,
+    refuse_without_torch,
+    torch_device,
+)
 from mha_deploy.validate.sweep import random_sizes, sweep_points
-from mha_deploy.validate.traces import traces_of
-from mha_deploy.validate.verdict import findings, headline, unfused_findings
-from mha_deploy.validate.with_torch import refuse_without_torch, torch_device
-from mha_deploy.versions import can_import
+from mha_deploy.validate.verdict import Report, findings, headline, unfused_findings
 
 if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import CaseMaker
+
 
 OnStep = Callable[[str], None]
 

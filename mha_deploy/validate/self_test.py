@@ -1,19 +1,54 @@
-"""Can this bundle tell a wrong model from a right one? Make the mistakes, and see each one caught."""
+"""Deliberate mistakes in the graph, and whether each is caught."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mha_deploy.bundle import Bundle
-from mha_deploy.golden import golden_cases
+import onnx_ir as ir
+
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.folder import Bundle
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.sabotage import sabotaged, sabotages
-from mha_deploy.spec import AttentionSpec
-from mha_deploy.validate.graph import graph_parity
-from mha_deploy.validate.parity import ParityReport
+from mha_deploy.graph.mutate import sabotaged, sabotages
+from mha_deploy.metrics import ParityReport, parity_from_runner
+from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.runtime import cpu_backend, open_runner
+
+# -- Parity of a graph alone: the bundle's own, or a variation of it -------------------------------
+
+
+def graph_parity(
+    bundle: Bundle,
+    backend: str | None = None,
+    *,
+    model: ir.Model | None = None,
+    cases: Iterable[GoldenCase] | None = None,
+    on_case: Callable[[str], None] = lambda name: None,
+) -> ParityReport:
+    """Run golden cases of a bundle through a runtime.
+
+    Args:
+        bundle: The bundle.
+        backend: One of `backends.RUNNERS`; None for the one that checks graphs of this precision on a CPU.
+        model: The graph to run instead of the bundle's own.
+        cases: The cases; all of the bundle's unless given.
+        on_case: Called with the name of each case before it runs.
+    """
+    manifest = bundle.manifest
+    with open_runner(backend or cpu_backend(manifest.precision), model or bundle.model_path) as runner:
+        return parity_from_runner(
+            runner,
+            golden_cases(bundle) if cases is None else cases,
+            model=manifest.spec.name,
+            precision=manifest.precision,
+            on_case=on_case,
+        )
+
+
+# -- Can this bundle tell a wrong model from a right one? Make the mistakes, and see each one c ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +82,7 @@ class SelfTest:
         """Plain data for JSON; an infinite share is null."""
         return {
             "passed": self.passed,
-            "right": {"passed": self.right.passed, "share": _finite(budget_share(self.right))},
+            "right": {"passed": self.right.passed, "share": _finite(largest_share(self.right))},
             "mistakes": [
                 {"mistake": catch.mistake, "caught": catch.caught, "share": _finite(catch.share)}
                 for catch in self.catches
@@ -75,12 +110,12 @@ def self_test(
         if wrong is not None:
             on_mistake(mistake)
             report = graph_parity(bundle, backend, model=wrong, cases=cases)
-            catches.append(Catch(mistake=mistake, caught=not report.passed, share=budget_share(report)))
+            catches.append(Catch(mistake=mistake, caught=not report.passed, share=largest_share(report)))
     right = graph_parity(bundle, backend, model=model, cases=cases)
     return SelfTest(right=right, catches=tuple(catches))
 
 
-def budget_share(report: ParityReport) -> float:
+def largest_share(report: ParityReport) -> float:
     """The largest share of a budget that any output used; infinite where one had no number to compare."""
     shares = [
         verdict.budget.share_used(verdict.deviation) if verdict.budget and verdict.deviation else float("inf")

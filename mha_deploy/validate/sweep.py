@@ -6,10 +6,17 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mha_deploy.analyze.points import TimedPoint, usual_points, with_full_cache
-from mha_deploy.analyze.sizes import SizeLimit, odd_sizes, oracle_cache_bytes, shrunk, sizes_name
-from mha_deploy.model_spec import ModelSpec
-from mha_deploy.spec_parts import Axis, Sizes
+from mha_deploy.analyze.cost import (
+    SizeLimit,
+    TimedPoint,
+    odd_sizes,
+    oracle_cache_bytes,
+    shrunk,
+    sizes_name,
+    usual_points,
+    with_full_cache,
+)
+from mha_deploy.model.spec import Axis, ModelSpec, Sizes
 
 # A grid has at most this many batches and as many lengths.
 _MOST_STEPS = 6

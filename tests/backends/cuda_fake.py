@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mha_deploy.backends.cuda import CudaError, Gpu
+from mha_deploy.runtime.cuda import CudaError, Gpu
 
 
 @dataclass
@@ -46,12 +46,10 @@ DEVICE = Device()
 
 def install(monkeypatch) -> Device:
     """Put the fake in the place of the GPU, fresh."""
-    import mha_deploy.backends.gpu as gpu
-    import mha_deploy.backends.ort_cuda as ort_cuda
-    import mha_deploy.backends.step_memory as step_memory
-    import mha_deploy.backends.tensorrt.bound as bound
-    import mha_deploy.backends.tensorrt.run as run
-    import mha_deploy.backends.timing as timing
+    from mha_deploy.runtime import decode as step_memory
+    from mha_deploy.runtime import gpu, ort_cuda, timing
+    from mha_deploy.runtime.tensorrt import run
+    from mha_deploy.runtime.tensorrt import run as bound
 
     vars(DEVICE).update(vars(Device()))
     fake = Gpu(name="fake", compute_capability="9.0", l2_bytes=64, memory_bytes=1, pci_bus="0")

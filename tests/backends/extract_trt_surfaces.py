@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.backends.tensorrt.surface import USED
-from mha_deploy.backends.tensorrt.versions import PROBES
+from mha_deploy.runtime.tensorrt.versions import PROBES, USED
 
 EXTRACT = Path(__file__).with_name("trt_surfaces.json")
 

@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 
-from mha_deploy.backends.runner import Runner, TensorInfo
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.runtime.runner import Runner, TensorInfo
 
 
 class Echo(Runner):
@@ -82,7 +82,7 @@ def open_ort_that_fails(backend, model):
 
 def open_ort_that_fails_at_37(backend, model):
     """ONNX Runtime itself, which crashes at one size."""
-    from mha_deploy.backends import _open_onnxruntime
+    from mha_deploy.runtime import _open_onnxruntime
 
     runner = _open_onnxruntime(backend, model)
     run = runner._run

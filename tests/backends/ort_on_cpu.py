@@ -5,9 +5,10 @@ from __future__ import annotations
 import cuda_fake
 import numpy as np
 
-from mha_deploy.backends import ort_bound, ort_cuda
-from mha_deploy.backends.ort import OrtCpuRunner
-from mha_deploy.backends.ort_cuda import OrtCudaRunner
+from mha_deploy.runtime import ort_cuda
+from mha_deploy.runtime import ort_cuda as ort_bound
+from mha_deploy.runtime.ort import OrtCpuRunner
+from mha_deploy.runtime.ort_cuda import OrtCudaRunner
 
 B, T = 2, 64
 

@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mha_deploy import backends
-from mha_deploy.backends import child, open_runner
-from mha_deploy.backends.child import RuntimeCrash, call_isolated, isolation, open_isolated
+from mha_deploy import runtime as backends
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.runtime import child, open_runner
+from mha_deploy.runtime.child import RuntimeCrash, call_isolated, isolation, open_isolated
 
 FAMILY = "test"
 
@@ -163,7 +163,7 @@ def interrupt(message):
 
 def test_a_child_ends_with_its_parent():
     program = (
-        "import os, sys, failing_runtimes\nfrom mha_deploy.backends import child\n"
+        "import os, sys, failing_runtimes\nfrom mha_deploy.runtime import child\n"
         "taken = child._take_child('test')\nprint(taken._process.pid, flush=True)\n"
         "taken.call(failing_runtimes.hang, title='', step='')\n"
     )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mha_deploy.backends.tensorrt.network import hold_types
+from mha_deploy.runtime.tensorrt.build import hold_types
 
 DataType = Enum("DataType", "HALF FLOAT INT32")
 LayerType = Enum("LayerType", "CONSTANT SHUFFLE MATRIX_MULTIPLY")

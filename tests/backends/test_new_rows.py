@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mha_deploy.backends import cuda
-from mha_deploy.backends.cache_rows import (
+from mha_deploy.bundle.cases import with_rows
+from mha_deploy.errors import DeployError
+from mha_deploy.runtime import cuda
+from mha_deploy.runtime.decode import (
     CacheForm,
     CacheShape,
     cache_form,
@@ -18,9 +20,7 @@ from mha_deploy.backends.cache_rows import (
     total_length,
     written_in_place,
 )
-from mha_deploy.backends.runner import TensorInfo
-from mha_deploy.errors import DeployError
-from mha_deploy.golden_cache import with_rows
+from mha_deploy.runtime.runner import TensorInfo
 
 HALF = np.dtype(np.float16)
 

@@ -5,11 +5,11 @@ import numpy as np
 import onnx
 import pytest
 
-from mha_deploy.backends.onnx_reference import OnnxReferenceRunner
-from mha_deploy.backends.ort import OrtCpuRunner
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import golden_cases
-from mha_deploy.validate.deviation import measure
+from mha_deploy.metrics import measure
+from mha_deploy.runtime.onnx_reference import OnnxReferenceRunner
+from mha_deploy.runtime.ort import OrtCpuRunner
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])

@@ -8,17 +8,17 @@ import onnxruntime
 import pytest
 from fresh_python import python
 
-from mha_deploy.backends import open_runner
-from mha_deploy.backends.child import RuntimeCrash, open_isolated
-from mha_deploy.backends.ort import OrtCpuRunner
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import golden_cases
-from mha_deploy.validate.deviation import measure
+from mha_deploy.metrics import measure
+from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.child import RuntimeCrash, open_isolated
+from mha_deploy.runtime.ort import OrtCpuRunner
 
 OPEN = """
 import sys
 from pathlib import Path
-from mha_deploy.backends import open_runner
+from mha_deploy.runtime import open_runner
 from mha_deploy.errors import BackendUnavailable
 try:
     open_runner("ort-cpu", Path(sys.argv[1]))

@@ -11,10 +11,10 @@ import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 from ort_on_cpu import B, T, drawn, opened, static_feeds
 
-from mha_deploy.backends import ort_bound
-from mha_deploy.backends.ort_bound import NO_CAPTURE, NotCapturable, cannot_run
-from mha_deploy.backends.timing import TimingPlan
 from mha_deploy.errors import DeployError
+from mha_deploy.runtime import ort_cuda as ort_bound
+from mha_deploy.runtime.ort_cuda import NO_CAPTURE, NotCapturable, cannot_run
+from mha_deploy.runtime.timing import TimingPlan
 
 QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)
 LAYER = ("tiny-static", "onnx")

@@ -7,24 +7,24 @@ import onnxruntime
 import pytest
 from fresh_python import python
 
-from mha_deploy.backends import GPU_RUNNERS, open_runner
-from mha_deploy.backends import ort_placement as placement
-from mha_deploy.backends.cuda import find_gpu
-from mha_deploy.backends.ort_placement import PlacedNode, nodes_on_cpu, refuse_work_on_cpu
-from mha_deploy.backends.ort_session import inputs_and_outputs, run_bound, session_options
-from mha_deploy.backends.timing import TimingPlan
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import golden_cases
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
-from mha_deploy.validate.parity import judge_case
+from mha_deploy.metrics import judge_case
+from mha_deploy.runtime import GPU_RUNNERS, open_runner
+from mha_deploy.runtime import ort_cuda as placement
+from mha_deploy.runtime.cuda import find_gpu
+from mha_deploy.runtime.ort import inputs_and_outputs, run_bound, session_options
+from mha_deploy.runtime.ort_cuda import PlacedNode, nodes_on_cpu, refuse_work_on_cpu
+from mha_deploy.runtime.timing import TimingPlan
 
 CPU_PACKAGE = "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
 QUICK = TimingPlan(samples=100, rounds=4)
 OPEN = """
 import sys
 from pathlib import Path
-from mha_deploy.backends import open_runner
+from mha_deploy.runtime import open_runner
 from mha_deploy.errors import BackendUnavailable
 try:
     open_runner("ort-cuda", Path(sys.argv[1]))
@@ -206,7 +206,7 @@ def test_results_of_the_contrib_operators_are_right(bundles, name):
 @pytest.mark.parametrize("cuda_graph", [True, False])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_timed_call_gives_the_result_of_run(bundles, name, cuda_graph):
-    from mha_deploy.backends.ort_cuda import OrtCudaRunner
+    from mha_deploy.runtime.ort_cuda import OrtCudaRunner
 
     bundle = bundles(name, "fp16")
     case = next(case for case in golden_cases(bundle) if case.name == "opt")
@@ -224,7 +224,7 @@ def test_a_timed_call_gives_the_result_of_run(bundles, name, cuda_graph):
 @pytest.mark.parametrize("cuda_graph", [True, False])
 def test_a_graph_that_cannot_be_captured_is_launched_and_says_why(bundles, cuda_graph):
     """Its key lengths are made on the CPU from shapes, and copied: ONNX Runtime captures no copies."""
-    from mha_deploy.backends.ort_cuda import OrtCudaRunner
+    from mha_deploy.runtime.ort_cuda import OrtCudaRunner
 
     bundle = bundles("tiny-gqa", "fp16")
     case = next(case for case in golden_cases(bundle) if case.name == "opt")

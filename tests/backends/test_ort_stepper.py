@@ -8,13 +8,14 @@ import pytest
 from ort_on_cpu import B, T, drawn, near, opened, static_feeds, whole_sequence
 from test_ort_cuda import on_gpu
 
-from mha_deploy.backends import ort_bound, ort_cuda
-from mha_deploy.backends.ort import OrtCpuRunner
-from mha_deploy.backends.ort_cuda import OrtCudaRunner
-from mha_deploy.backends.timing import TimingPlan
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import golden_cases
-from mha_deploy.validate.parity import judge_case
+from mha_deploy.metrics import judge_case
+from mha_deploy.runtime import ort_cuda
+from mha_deploy.runtime import ort_cuda as ort_bound
+from mha_deploy.runtime.ort import OrtCpuRunner
+from mha_deploy.runtime.ort_cuda import OrtCudaRunner
+from mha_deploy.runtime.timing import TimingPlan
 
 QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)
 LAYERS = [("tiny-static", "onnx"), ("tiny-static", "contrib"), ("tiny-growing", "onnx")]

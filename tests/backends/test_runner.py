@@ -4,10 +4,10 @@ import numpy as np
 import onnx
 import pytest
 
-from mha_deploy.backends import CPU_RUNNERS, GPU_RUNNERS, RUNNERS, cpu_backend, open_runner
-from mha_deploy.backends.runner import Runner, TensorInfo, check_feeds
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.precision import PRECISIONS
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.runtime import CPU_RUNNERS, GPU_RUNNERS, RUNNERS, cpu_backend, open_runner
+from mha_deploy.runtime.runner import Runner, TensorInfo, check_feeds
 
 INPUTS = {
     "x": TensorInfo(dtype=np.dtype(np.float16), dims=("B", None, 8)),

@@ -13,10 +13,20 @@ from extract_trt_surfaces import EXTRACT, extract, read_surfaces
 from tensorrt_fake import make_module
 from tensorrt_models import layer, needs_rtx, profile
 
-import mha_deploy.backends.tensorrt as package
-from mha_deploy.backends.tensorrt import BuildRequest, EngineError, build_with, load, probe
-from mha_deploy.backends.tensorrt.surface import FILES, OBJECTS, USED
-from mha_deploy.backends.tensorrt.versions import PROBES, has, wrap
+from mha_deploy.runtime import tensorrt as package
+from mha_deploy.runtime.tensorrt.build import build_with
+from mha_deploy.runtime.tensorrt.request import BuildRequest
+from mha_deploy.runtime.tensorrt.versions import (
+    FILES,
+    OBJECTS,
+    PROBES,
+    USED,
+    EngineError,
+    has,
+    load,
+    probe,
+    wrap,
+)
 
 SOURCE = Path(package.__file__).parent
 SHARED = Path(__file__).parents[3] / "shared" / "trt-api"

@@ -6,13 +6,14 @@ import json
 
 import pytest
 
-from mha_deploy.backends.tensorrt import (
-    EngineError,
+from mha_deploy.runtime.tensorrt.kernels import (
+    dtype_of,
     kernels_from_inspector,
     kernels_from_log,
     kernels_from_plan,
+    onnx_nodes_of,
 )
-from mha_deploy.backends.tensorrt.kernels import dtype_of, onnx_nodes_of
+from mha_deploy.runtime.tensorrt.versions import EngineError
 
 # TensorRT 8.6: type and layout in one field, Myelin as one opaque layer, borders as names.
 INSPECTOR_8 = {

@@ -8,16 +8,15 @@ from step_engines import FORMS, running_sum, tokens
 from tensorrt_fake import ENGINES
 from test_tensorrt_runner import VERSIONS, fake
 
-from mha_deploy.backends.tensorrt.ranges import tightest_admitting
-from mha_deploy.backends.tensorrt.run import TensorRTRunner
-from mha_deploy.backends.tensorrt.volumes import LargeTensor
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import build
 from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.manifest import open_engine
 from mha_deploy.engine.options import EngineOptions, parse_ranges
-from mha_deploy.engine.record import open_engine
-from mha_deploy.engine.trial import unprepared_profiles
+from mha_deploy.engine.run import unprepared_profiles
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.runtime.tensorrt.request import LargeTensor
+from mha_deploy.runtime.tensorrt.run import TensorRTRunner, tightest_admitting
 
 # TensorRT-RTX really builds in other tests; its fake cannot.
 WITH_GPU = [version for version in VERSIONS if not version.startswith("rtx")]
@@ -146,6 +145,6 @@ def test_without_a_gpu_nothing_is_tried(monkeypatch):
     def none():
         raise BackendUnavailable("There is no GPU.")
 
-    monkeypatch.setattr("mha_deploy.backends.gpu.open_gpu", none)
+    monkeypatch.setattr("mha_deploy.runtime.gpu.open_gpu", none)
     assert unprepared_profiles(fake(OLD), b"rows", ["0"]) == []
     assert unprepared_profiles(fake("rtx-1.7.1"), b"rows", ["0"]) == []

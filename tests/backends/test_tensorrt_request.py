@@ -9,20 +9,11 @@ from types import ModuleType
 import pytest
 from tensorrt_models import attention, layer, needs_rtx
 
-from mha_deploy.backends.tensorrt import (
-    BuildRequest,
-    EngineError,
-    Message,
-    build_engine,
-    collect,
-    load,
-    logger_for,
-    members,
-    parse_targets,
-    read_names,
-)
-from mha_deploy.backends.tensorrt.log import errors
 from mha_deploy.errors import EXIT_BAD_INPUT, BackendUnavailable, DeployError
+from mha_deploy.runtime.tensorrt.build import build_engine
+from mha_deploy.runtime.tensorrt.log import Message, collect, errors, logger_for, members, read_names
+from mha_deploy.runtime.tensorrt.request import BuildRequest, parse_targets
+from mha_deploy.runtime.tensorrt.versions import EngineError, load
 
 
 @pytest.mark.parametrize(
@@ -83,7 +74,7 @@ def test_a_package_without_its_libraries_says_so(monkeypatch):
     def fail(name: str) -> ModuleType:
         raise OSError("libnvinfer.so.10: cannot open shared object file")
 
-    monkeypatch.setattr("mha_deploy.backends.tensorrt.versions.importlib.import_module", fail)
+    monkeypatch.setattr("mha_deploy.runtime.tensorrt.versions.importlib.import_module", fail)
     with pytest.raises(BackendUnavailable) as caught:
         load("tensorrt")
     assert "libnvinfer.so.10" in caught.value.got
@@ -91,7 +82,7 @@ def test_a_package_without_its_libraries_says_so(monkeypatch):
 
 def test_importing_the_backend_imports_no_tensorrt():
     code = (
-        "import sys, mha_deploy.backends.tensorrt\n"
+        "import sys, mha_deploy.runtime.tensorrt\n"
         "print([name for name in sys.modules if name.startswith(('tensorrt', 'torch'))])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,25 +12,30 @@ from extract_trt_surfaces import EXTRACT
 from tensorrt_fake import make_module
 from tensorrt_models import layer, needs_rtx, profile
 
-from mha_deploy.backends import cuda
-from mha_deploy.backends.tensorrt import BuildRequest, EngineError, bound, build_with, load
-from mha_deploy.backends.tensorrt.loaded import load_engine
-from mha_deploy.backends.tensorrt.ranges import admitting, describe, first_admitting, refuse_outside
-from mha_deploy.backends.tensorrt.recent import Recent
-from mha_deploy.backends.tensorrt.run import TensorRTRunner
-from mha_deploy.backends.tensorrt.versions import wrap
-from mha_deploy.backends.tensorrt.volumes import LargeTensor
-from mha_deploy.backends.timing import TimingPlan
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import run as engine_run
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.machine import default_backend
+from mha_deploy.engine.manifest import Engine, EngineManifest, default_backend, open_engine
 from mha_deploy.engine.options import EngineOptions, parse_ranges
-from mha_deploy.engine.record import Engine, EngineManifest, open_engine
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import golden_cases
-from mha_deploy.validate.parity import judge_case, parity_from_runner
+from mha_deploy.metrics import judge_case, parity_from_runner
+from mha_deploy.runtime import cuda
+from mha_deploy.runtime.tensorrt import run as bound
+from mha_deploy.runtime.tensorrt.build import build_with
+from mha_deploy.runtime.tensorrt.load import load_engine
+from mha_deploy.runtime.tensorrt.request import BuildRequest, LargeTensor
+from mha_deploy.runtime.tensorrt.run import (
+    Recent,
+    TensorRTRunner,
+    admitting,
+    describe,
+    first_admitting,
+    refuse_outside,
+)
+from mha_deploy.runtime.tensorrt.versions import EngineError, load, wrap
+from mha_deploy.runtime.timing import TimingPlan
 
 KEPT = json.loads(EXTRACT.read_text())
 VERSIONS = sorted(KEPT)

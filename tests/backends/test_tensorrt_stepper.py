@@ -13,25 +13,24 @@ from step_engines import FORMS, HKV, STATIC, B, D, E, T, heads, running_sum, tok
 from tensorrt_fake import ENGINES, FakeEngine
 from test_tensorrt_runner import VERSIONS, fake
 
-from mha_deploy.backends import cached_stepper, cuda
-from mha_deploy.backends.cuda import CudaError, RowCopy
-from mha_deploy.backends.ort import OrtCpuRunner
-from mha_deploy.backends.runner import TensorInfo
-from mha_deploy.backends.tensorrt import EngineError
-from mha_deploy.backends.tensorrt.ranges import tightest_admitting
-from mha_deploy.backends.tensorrt.run import TensorRTRunner
-from mha_deploy.backends.timing import TimingPlan
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.machine import default_backend
+from mha_deploy.engine.manifest import default_backend, open_engine
 from mha_deploy.engine.options import EngineOptions
-from mha_deploy.engine.record import open_engine
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import golden_cases
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
-from mha_deploy.validate.parity import judge_case
+from mha_deploy.metrics import judge_case
+from mha_deploy.runtime import cuda
+from mha_deploy.runtime import decode as cached_stepper
+from mha_deploy.runtime.cuda import CudaError, RowCopy
+from mha_deploy.runtime.ort import OrtCpuRunner
+from mha_deploy.runtime.runner import TensorInfo
+from mha_deploy.runtime.tensorrt.run import TensorRTRunner, tightest_admitting
+from mha_deploy.runtime.tensorrt.versions import EngineError
+from mha_deploy.runtime.timing import TimingPlan
 
 ALIASING = ("10.16.1", "11.0.0", "11.4.0", "rtx-1.7.1")
 STATIC_FORMS = [b"rows", b"copied", b"in place"]

@@ -8,16 +8,13 @@ from dataclasses import replace
 import pytest
 from test_tensorrt_layers import INSPECTOR_8, INSPECTOR_10, INSPECTOR_11
 
-from mha_deploy.backends.tensorrt import (
+from mha_deploy.runtime.tensorrt.kernels import (
     EngineTensor,
     Kernel,
-    engine_verdict,
-    fusion_verdict,
     kernels_from_inspector,
     kernels_from_profile,
-    precision_verdict,
 )
-from mha_deploy.backends.tensorrt.precision import math_type
+from mha_deploy.runtime.tensorrt.verdict import engine_verdict, fusion_verdict, math_type, precision_verdict
 
 FUSED = Kernel(
     name="_gemm_mha_v2_myl0_1",

@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from mha_deploy.backends import cuda, nvml, timing
-from mha_deploy.backends.nvml import Conditions
-from mha_deploy.backends.timing import Timing, TimingPlan, settles, slots_past_cache
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.runtime import cuda, timing
+from mha_deploy.runtime import cuda as nvml
+from mha_deploy.runtime.cuda import Conditions
+from mha_deploy.runtime.timing import Timing, TimingPlan, settles, slots_past_cache
 
 MIB = 2**20
 

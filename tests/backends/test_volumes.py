@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mha_deploy.backends.tensorrt.errors import EngineError
-from mha_deploy.backends.tensorrt.volumes import LargeTensor, large_tensors, refuse_large
+from mha_deploy.runtime.tensorrt.request import LargeTensor, large_tensors, refuse_large
+from mha_deploy.runtime.tensorrt.versions import EngineError
 
 # As TensorRT 8.6.0 said it of 32 heads over 8, one batch row, up to 8192 tokens.
 TOLD = (

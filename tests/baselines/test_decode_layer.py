@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from mha_deploy.baselines.decode import DecodeLayer, side_by_side
-from mha_deploy.baselines.ways import TorchModels, find_way
-from mha_deploy.catalog import find_spec
+from mha_deploy.baselines.torch import DecodeLayer, TorchModels, find_way, side_by_side
 from mha_deploy.errors import DeployError
 from mha_deploy.export.eager import run_module
-from mha_deploy.export.inputs import call_arguments, fed_to, random_inputs, to_numpy
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module
-from mha_deploy.reference.core import merge_heads
-from mha_deploy.spec import AttentionSpec
+from mha_deploy.reference.attention import merge_heads
+from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs, to_numpy
 
 CACHED = ("tiny-growing", "tiny-static", "tiny-window")
 
@@ -137,8 +136,8 @@ def test_a_layer_without_a_cache_and_a_call_without_one_are_refused():
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", CACHED)
 def test_the_models_of_a_bundle_bring_it(bundles, name, precision):
-    from mha_deploy.golden import golden_cases
-    from mha_deploy.validate.parity import judge_case
+    from mha_deploy.bundle.cases import golden_cases
+    from mha_deploy.metrics import judge_case
 
     bundle = bundles(name, precision)
     models = TorchModels(bundle, device="cpu")

@@ -4,18 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from mha_deploy.backends import cpu_backend, open_runner
-from mha_deploy.baselines import blocked
-from mha_deploy.baselines.blocked import QueriesInBlocks, run_in_blocks
-from mha_deploy.baselines.fresh import FreshCases
-from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.baselines import fresh as blocked
+from mha_deploy.baselines.fresh import FreshCases, QueriesInBlocks, run_in_blocks
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import ExportError, SpecError
 from mha_deploy.export.eager import run_module
-from mha_deploy.export.inputs import call_arguments, fed_to, random_inputs
-from mha_deploy.golden import golden_cases
+from mha_deploy.metrics import judge_case
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.spec import Axis
 from mha_deploy.reference import build_module
-from mha_deploy.spec import Axis
-from mha_deploy.validate.parity import judge_case
+from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs
+from mha_deploy.runtime import cpu_backend, open_runner
 
 TINY = [name for name in catalog_names() if name.startswith("tiny-")]
 SIZES = {"B": 4, "S": 37, "T": 24, "P": 21}

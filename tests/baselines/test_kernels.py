@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
-from mha_deploy.baselines.kernels import KernelTime, kernel_times, mean_by_name
+from mha_deploy.baselines.torch import kernel_times, mean_by_name
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.runtime.timing import KernelTime
 
 
 def test_the_runs_of_a_kernel_are_added_up_and_the_longest_comes_first():

@@ -5,12 +5,12 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from mha_deploy.baselines.module import module_from_bundle
-from mha_deploy.baselines.ways import WAYS, TorchModels, find_way
-from mha_deploy.bundle import Bundle
+from mha_deploy.baselines.fresh import module_from_bundle
+from mha_deploy.baselines.torch import WAYS, TorchModels, find_way
+from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
-from mha_deploy.export.inputs import tensor_from_numpy, to_numpy
-from mha_deploy.precision import PRECISIONS
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

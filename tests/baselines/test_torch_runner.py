@@ -4,13 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from mha_deploy.backends.timing import TimingPlan
-from mha_deploy.baselines.refusal import explain_refusal
-from mha_deploy.baselines.runner import TorchRunner, open_torch_runner
-from mha_deploy.baselines.ways import WAYS, TorchModels, find_way
+from mha_deploy.baselines.torch import (
+    WAYS,
+    TorchModels,
+    TorchRunner,
+    explain_refusal,
+    find_way,
+    open_torch_runner,
+)
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import golden_cases
-from mha_deploy.validate.parity import judge_case
+from mha_deploy.metrics import judge_case
+from mha_deploy.runtime.timing import TimingPlan
 
 CACHED = ["tiny-growing", "tiny-static", "tiny-window"]
 LAYERS = ["tiny-gqa", "tiny-padding", "tiny-mha", "tiny-weights", "tiny-head-mix", "tiny-sparse-heads"]

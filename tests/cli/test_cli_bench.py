@@ -2,7 +2,7 @@
 
 import pytest
 
-from mha_deploy.backends.cuda import find_gpu
+from mha_deploy.runtime.cuda import find_gpu
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU")

@@ -7,7 +7,7 @@ import re
 import pytest
 from bundle_edit import copy_of, edit_manifest
 
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.folder import open_bundle
 
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed"

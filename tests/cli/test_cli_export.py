@@ -6,8 +6,8 @@ import resource
 import pytest
 from bundle_edit import small_bundle
 
-from mha_deploy.bundle import open_bundle, sha256
-from mha_deploy.golden import golden_cases
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import open_bundle, sha256
 
 
 def test_every_choice_reaches_the_bundle(run_cli, tmp_path):
@@ -95,7 +95,7 @@ def test_weights_come_from_a_file(run_cli, tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    from mha_deploy.catalog import find_spec
+    from mha_deploy.model.catalog import find_spec
     from mha_deploy.reference import build_module
 
     weights = tmp_path / "mine.safetensors"

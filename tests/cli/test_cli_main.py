@@ -104,14 +104,14 @@ def test_every_kind_of_error_has_its_exit_code(run_cli, monkeypatch, error, code
     def fail():
         raise error
 
-    monkeypatch.setattr("mha_deploy.catalog.catalog_names", fail)
+    monkeypatch.setattr("mha_deploy.model.catalog.catalog_names", fail)
     done = run_cli("models")
     assert (done.code, done.out) == (code, "")
     assert done.err.startswith(text)
 
 
 def test_a_bug_is_not_hidden(run_cli, monkeypatch):
-    monkeypatch.setattr("mha_deploy.catalog.catalog_names", lambda: 1 / 0)
+    monkeypatch.setattr("mha_deploy.model.catalog.catalog_names", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.app(["models"])
 
@@ -181,7 +181,7 @@ def test_a_bug_of_this_tool_does_not_look_like_a_verdict(run_cli, monkeypatch):
     def broken(*args):
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr("mha_deploy.catalog.catalog_names", broken)
+    monkeypatch.setattr("mha_deploy.model.catalog.catalog_names", broken)
     done = run_cli("models")
     assert done.code == 70
     assert "surprise" in done.err

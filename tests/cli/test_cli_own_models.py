@@ -8,20 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mha_deploy.bundle import open_bundle
-from mha_deploy.cli.engine_tables import eligibility_renderable, engine_renderable
-from mha_deploy.cli.tables import parity_renderable
+from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.cli.tables import eligibility_renderable, engine_renderable, parity_renderable
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.lowered import check_graph
 from mha_deploy.engine.options import EngineOptions
-from mha_deploy.graph.eligibility import target_from
 from mha_deploy.graph.file import load_graph
-from mha_deploy.validate.budget import Budget
-from mha_deploy.validate.deviation import Deviation
-from mha_deploy.validate.fp16_figures import Figures
-from mha_deploy.validate.fp16_range import Finding, NodeRange, RangeReport
+from mha_deploy.graph.rules import target_from
+from mha_deploy.metrics import Budget, Deviation, OutputVerdict, ParityReport
+from mha_deploy.validate.fp16_range import Figures, Finding, NodeRange, RangeReport
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.parity import OutputVerdict, ParityReport
 from mha_deploy.validate.verdict import findings
 
 LONG = "model.encoder.block.{}.layer.0.SelfAttention"

@@ -5,8 +5,7 @@ import json
 import pytest
 from plugin_libraries import fake_tensorrt, file_name, write_library
 
-import mha_deploy.backends.tensorrt as tensorrt
-from mha_deploy.backends.tensorrt.versions import load
+from mha_deploy.runtime.tensorrt.versions import load
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def tensorrt_8(monkeypatch):
     """TensorRT 8.6 instead of whatever is installed."""
-    monkeypatch.setattr(tensorrt, "load", lambda backend: fake_tensorrt("8.6.1"))
+    monkeypatch.setattr("mha_deploy.runtime.tensorrt.versions.load", lambda backend: fake_tensorrt("8.6.1"))
 
 
 def test_a_library_is_listed_with_what_it_brings(run_cli, folder):
@@ -33,9 +32,9 @@ def test_a_library_is_listed_with_what_it_brings(run_cli, folder):
 
 def test_whether_it_fits_the_tensorrt_here_is_told(run_cli, folder, monkeypatch):
     write_library(folder)
-    monkeypatch.setattr("mha_deploy.versions.installed_version", lambda package: "10.16.1")
+    monkeypatch.setattr("mha_deploy.environment.installed_version", lambda package: "10.16.1")
     assert "does not fit TensorRT 10.16.1 here" in run_cli("plugins", "list").out
-    monkeypatch.setattr("mha_deploy.versions.installed_version", lambda package: "8.6.1")
+    monkeypatch.setattr("mha_deploy.environment.installed_version", lambda package: "8.6.1")
     (library,) = json.loads(run_cli("plugins", "list", "--json").out)["libraries"]
     assert library["fits"] is True
     assert library["tensorrt_here"] == "8.6.1"

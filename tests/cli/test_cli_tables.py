@@ -5,9 +5,9 @@ import json
 import pytest
 from bundle_edit import copy_of, edit_manifest, rehash
 
-from mha_deploy.analyze import kv_cache_bytes_per_token, parameter_count
-from mha_deploy.bundle import open_bundle
-from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
+from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.model.catalog import catalog_names, find_spec
 
 FULL_SIZE = [name for name in catalog_names() if not name.startswith("tiny-")]
 
@@ -213,7 +213,7 @@ def test_doctor_for_people(run_cli):
 
 
 def test_doctor_tells_how_to_install_what_is_missing(run_cli, monkeypatch):
-    from mha_deploy import doctor
+    from mha_deploy import environment as doctor
 
     absent = doctor.Runtime(
         name="Absent", module="surely_absent", packages=(), gives="export", install='pip install "x[y]"'

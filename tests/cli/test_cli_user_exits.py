@@ -6,7 +6,7 @@ MODEL = """
 import argparse, os, sys
 import torch
 from torch import nn
-from mha_deploy.contract import Deployable, Example
+from mha_deploy import Deployable, Example
 
 WHERE = os.environ.get("EXIT_WHERE", "{where}")
 
@@ -78,7 +78,7 @@ def test_whatever_ends_a_verb_is_not_taken_for_its_success(run_cli, monkeypatch)
     def leave():
         raise SystemExit
 
-    monkeypatch.setattr("mha_deploy.catalog.catalog_names", leave)
+    monkeypatch.setattr("mha_deploy.model.catalog.catalog_names", leave)
     assert run_cli("models").code == 2
 
 
@@ -89,5 +89,5 @@ def test_what_no_handler_knows_is_not_taken_for_a_verdict(run_cli, monkeypatch):
     def raise_it():
         raise Odd
 
-    monkeypatch.setattr("mha_deploy.catalog.catalog_names", raise_it)
+    monkeypatch.setattr("mha_deploy.model.catalog.catalog_names", raise_it)
     assert run_cli("models").code == 70

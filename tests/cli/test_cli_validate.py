@@ -7,9 +7,9 @@ import onnxruntime
 import pytest
 from bundle_edit import copy_of, edit_manifest, rehash
 
-from mha_deploy.backends.cuda import find_gpu
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.report.schema import check_report
+from mha_deploy.runtime.cuda import find_gpu
 
 VERDICT = {"passed", "case", "sizes", "output", "problem", "deviation", "budget", "share"}
 MEASURES = {"relative_l2", "worst_row", "max_abs"}

@@ -7,16 +7,15 @@ from types import SimpleNamespace
 import pytest
 from bundle_edit import copy_of
 
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import choose
-from mha_deploy.engine.attention import Way, ways
 from mha_deploy.engine.choose import Trial, chosen, fastest_engine, record
+from mha_deploy.engine.lowered import Way, ways
+from mha_deploy.engine.manifest import Engine, EngineManifest, attention_told, engine_path, write_engine
 from mha_deploy.engine.options import EngineOptions
-from mha_deploy.engine.record import Engine, EngineManifest, engine_path, write_engine
-from mha_deploy.engine.told import attention_told
+from mha_deploy.engine.plugins import PluginError
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import golden_cases
-from mha_deploy.plugins.library import PluginError
 
 NATIVE = Way(attention="native")
 NARROW = Way(attention="plugin")

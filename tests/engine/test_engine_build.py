@@ -3,13 +3,13 @@ import shutil
 
 import pytest
 
-from mha_deploy.backends.tensorrt.log import Message
-from mha_deploy.backends.tensorrt.volumes import LargeTensor
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.manifest import manifest_path, open_engine
 from mha_deploy.engine.options import EngineOptions, parse_ranges, profile_shapes
-from mha_deploy.engine.record import manifest_path, open_engine
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
+from mha_deploy.runtime.tensorrt.log import Message
+from mha_deploy.runtime.tensorrt.request import LargeTensor
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 RTX = EngineOptions(backend="tensorrt-rtx", targets="8.9")
@@ -64,7 +64,7 @@ def test_nothing_but_the_engine_and_its_manifest_is_left(built):
 def test_what_tensorrt_cannot_hold_is_in_the_manifest_and_explained(bundle, monkeypatch, in_process):
     told = "Profile kMAX. scores: tensor volume exceeds (2^31)-1, dimensions are [B,(* 4 S),S] Volume exceeds"
     said = [Message(severity="WARNING", text=told)]
-    monkeypatch.setattr("mha_deploy.backends.tensorrt.build.warnings", lambda messages: said)
+    monkeypatch.setattr("mha_deploy.runtime.tensorrt.build.warnings", lambda messages: said)
     engine = engine_from_bundle(bundle("tiny-gqa"), options())
     manifest = open_engine(engine.path).manifest
     (tensor,) = manifest.large_tensors
@@ -109,7 +109,7 @@ def test_a_disk_that_is_full_leaves_no_engine(bundle, monkeypatch):
     def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mha_deploy.engine.record.os.replace", full)
+    monkeypatch.setattr("mha_deploy.engine.manifest.os.replace", full)
     with pytest.raises(OSError, match="No space left"):
         engine_from_bundle(opened, RTX)
     assert list((opened.path / "engines").iterdir()) == []
@@ -123,7 +123,7 @@ def test_a_disk_that_is_full_keeps_the_engine_that_was_there(bundle, monkeypatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mha_deploy.engine.record.json.dumps", full)
+        patch.setattr("mha_deploy.engine.manifest.json.dumps", full)
         with pytest.raises(OSError, match="No space left"):
             engine_from_bundle(opened, options(overwrite=True))
     assert open_engine(first.path).manifest.engine_sha256 == first.manifest.engine_sha256

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mha_deploy.bundle import MANIFEST, open_bundle, sha256
-from mha_deploy.catalog import find_spec
+from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.manifest import manifest_path, open_engine
 from mha_deploy.engine.options import EngineOptions
-from mha_deploy.engine.record import manifest_path, open_engine
 from mha_deploy.errors import DeployError
 from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.export.options import ExportOptions
+from mha_deploy.model.catalog import find_spec
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 REQUIRED = ("--require-fused", "--require-precision", "--backend", "ort-cpu", "--no-report")

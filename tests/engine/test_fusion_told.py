@@ -2,7 +2,7 @@
 
 import pytest
 
-from mha_deploy.engine.record import fusion_told
+from mha_deploy.engine.manifest import fusion_told
 
 
 def nodes(*pairs):

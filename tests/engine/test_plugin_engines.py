@@ -13,17 +13,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
 import cuda_fake
 from test_tensorrt_runner import fake
 
-from mha_deploy.backends.tensorrt import registry
-from mha_deploy.backends.tensorrt.network import parse_into
-from mha_deploy.bundle import open_bundle, sha256
+from mha_deploy.bundle.folder import open_bundle, sha256
 from mha_deploy.engine import build, run
+from mha_deploy.engine import plugins as load
 from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.manifest import open_engine
 from mha_deploy.engine.options import EngineOptions
-from mha_deploy.engine.record import open_engine
+from mha_deploy.engine.plugins import PluginError
 from mha_deploy.errors import DeployError
-from mha_deploy.plugins import load
-from mha_deploy.plugins.library import PluginError
-from mha_deploy.validate.report import engines_to_dict
+from mha_deploy.runtime.tensorrt import load as registry
+from mha_deploy.runtime.tensorrt.build import parse_into
+from mha_deploy.validate.verdict import engines_to_dict
 
 HALF = [{"Name": "t", "Dimensions": [1, 2], "Format/Datatype": "Row major linear FP16 format (kLINEAR)"}]
 NEW_FIELDS = ("plugins", "in_place", "attention")
@@ -78,7 +78,7 @@ def parsed(monkeypatch):
         seen.append(([node.op_type for node in onnx.load(source).graph.node], list(REGISTERED)))
         return parse_into(rt, parser, source, names)
 
-    monkeypatch.setattr("mha_deploy.backends.tensorrt.build.parse_into", spy)
+    monkeypatch.setattr("mha_deploy.runtime.tensorrt.build.parse_into", spy)
     return seen
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mha_deploy.bundle import open_bundle
-from mha_deploy.catalog import find_spec
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.manifest import manifest_path, open_engine
 from mha_deploy.engine.options import (
     EngineOptions,
     default_profiles,
@@ -16,9 +16,9 @@ from mha_deploy.engine.options import (
     profile_names,
     profile_shapes,
 )
-from mha_deploy.engine.record import manifest_path, open_engine
 from mha_deploy.errors import SpecError
-from mha_deploy.spec import Axis
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.spec import Axis
 
 GROWING, STATIC = find_spec("tiny-growing"), find_spec("tiny-static")
 CACHED = pytest.mark.parametrize("name", ["tiny-growing", "tiny-static"])

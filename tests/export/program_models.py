@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mha_deploy.spec_parts import Axis
+from mha_deploy.model.spec import Axis
 
 B, S = Axis(min=1, opt=2, max=8), Axis(min=1, opt=7, max=32)
 AXES = {"B": B, "S": S}

@@ -12,14 +12,14 @@ import pytest
 import torch
 from tiny_specs import EVERY_PRECISION, TINY
 
-from mha_deploy.catalog import find_spec
 from mha_deploy.errors import ExportError
 from mha_deploy.export.canonical import canonical_from_module
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.file import save_graph
-from mha_deploy.precision import PRECISIONS
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module, random_weights
-from mha_deploy.spec import AttentionSpec
 
 # Every spec in every precision; opset 23 throughout, but for bf16 and fp32 of every other spec in turn, and
 # for static caches, whose TensorScatter came with 24.

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mha_deploy.catalog import find_spec
 from mha_deploy.export.eager import Float32Accumulation, run_module
-from mha_deploy.export.inputs import call_arguments, fed_to, random_inputs
+from mha_deploy.model.catalog import find_spec
 from mha_deploy.reference import build_module
+from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mha_deploy.errors import DeployError
-from mha_deploy.export.factory import load_factory
-from mha_deploy.export.user_module import open_user_module, state_digest
-from mha_deploy.precision import find_precision
+from mha_deploy.export.own_model import load_factory, open_user_module, state_digest
+from mha_deploy.model.precision import find_precision
 
 HERE = Path(__file__).parents[1] / "own_models.py"
 

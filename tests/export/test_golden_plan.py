@@ -2,13 +2,12 @@
 
 import pytest
 
-from mha_deploy.analyze.cost import layer_cost
-from mha_deploy.analyze.sizes import oracle_bytes
-from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.analyze.cost import layer_cost, oracle_bytes
 from mha_deploy.errors import SpecError
-from mha_deploy.export.golden_plan import CACHE_CASES, CASES, GoldenBudget, plan_golden
-from mha_deploy.export.trace_plan import plan_trace
-from mha_deploy.spec import Axis
+from mha_deploy.export.decode_trace import plan_trace
+from mha_deploy.export.options import CACHE_CASES, CASES, GoldenBudget, plan_golden
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.spec import Axis
 
 MHA = find_spec("tiny-mha")
 PADDING = find_spec("tiny-padding")

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from mha_deploy.catalog import catalog_names, find_spec
 from mha_deploy.export.golden import GoldenCapture
-from mha_deploy.export.golden_plan import PlannedCase, plan_golden
-from mha_deploy.export.inputs import call_arguments, fed_to, random_inputs, to_numpy
-from mha_deploy.precision import PRECISIONS
+from mha_deploy.export.options import PlannedCase, plan_golden
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference import build_module
-from mha_deploy.reference.masks import alibi_bias
+from mha_deploy.reference.attention import alibi_bias
+from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs, to_numpy
 
 PADDING = find_spec("tiny-padding")
 TINY = pytest.mark.parametrize("name", [name for name in catalog_names() if name.startswith("tiny-")])

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError, ExportError
-from mha_deploy.export.factory import load_factory
 from mha_deploy.export.module_exporter import bundle_from_factory
 from mha_deploy.export.options import ExportOptions
+from mha_deploy.export.own_model import load_factory, open_user_module, state_digest
 from mha_deploy.export.program import export_program
-from mha_deploy.export.user_module import open_user_module, state_digest
-from mha_deploy.export.weight_file import read_state
-from mha_deploy.golden import golden_cases
-from mha_deploy.precision import find_precision
-from mha_deploy.spec_parts import Axis
+from mha_deploy.model.precision import find_precision
+from mha_deploy.model.spec import Axis
+from mha_deploy.reference.weights import read_state
 
 FILE = edge_models.__file__
 FP16 = find_precision("fp16")
@@ -164,7 +163,7 @@ def test_a_state_dict_has_names(tmp_path):
 def test_a_manifest_that_cannot_be_read_is_not_put_in_place(tmp_path):
     from bundle_edit import fill, manifest
 
-    from mha_deploy.bundle import BundleWriter
+    from mha_deploy.bundle.folder import BundleWriter
 
     broken = manifest()
     broken.golden.clear()
@@ -191,7 +190,7 @@ def test_a_manifest_that_cannot_be_read_is_not_put_in_place(tmp_path):
 def test_a_manifest_of_wrong_kinds_is_refused(own_bundles, tmp_path, where, wrong):
     from bundle_edit import copy_of
 
-    from mha_deploy.bundle import open_bundle
+    from mha_deploy.bundle.folder import open_bundle
 
     folder = copy_of(own_bundles(), tmp_path / "copy")
     data = json.loads((folder / "manifest.json").read_text())

@@ -9,7 +9,7 @@ from torch import nn
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.program import export_program
-from mha_deploy.spec_parts import Axis
+from mha_deploy.model.spec import Axis
 
 AXES = {"B": Axis(min=1, opt=2, max=8), "S": Axis(min=1, opt=6, max=64)}
 X = {"x": torch.randn(2, 6, 4)}

@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from mha_deploy.errors import ExportError
-from mha_deploy.export.drawn import draw_inputs
-from mha_deploy.export.program import export_program
-from mha_deploy.export.program_axes import trace_sizes
-from mha_deploy.export.program_outputs import named_outputs
-from mha_deploy.export.widened import run_program
+from mha_deploy.export.axes import draw_inputs, trace_sizes
+from mha_deploy.export.oracle import run_program
+from mha_deploy.export.program import export_program, named_outputs
 from mha_deploy.graph.fuse import fuse_attention
-from mha_deploy.spec_parts import Axis
+from mha_deploy.model.spec import Axis
 
 pytestmark = pytest.mark.usefixtures("quick_exporter")
 

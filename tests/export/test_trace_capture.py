@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from mha_deploy.catalog import find_spec
+from mha_deploy.bundle.traces import check_trace, read_trace, write_trace
 from mha_deploy.errors import DeployError, ExportError
+from mha_deploy.export.decode_trace import TraceCapture, whole_twin
 from mha_deploy.export.eager import run_module
-from mha_deploy.export.inputs import to_numpy
-from mha_deploy.export.trace import TraceCapture, whole_twin
-from mha_deploy.precision import PRECISIONS
+from mha_deploy.metrics import measure
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.model.spec import Axis
 from mha_deploy.reference import build_module
-from mha_deploy.reference.cache import Decoder, decode_in_chunks
-from mha_deploy.spec import Axis
-from mha_deploy.trace import check_trace, read_trace, write_trace
-from mha_deploy.validate.deviation import measure
+from mha_deploy.reference.attention import Decoder, decode_in_chunks
+from mha_deploy.reference.inputs import to_numpy
 
 STEPS = 6
 PROMPTS = {"growing": 5, "static": [5, 2, 7]}

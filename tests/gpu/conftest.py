@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from gpu_prepare import begin_build, begin_export, build, export, share_cores
 
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.folder import open_bundle
 
 # A build needs some hundred MiB of the GPU, and more of them than this gain little.
 MOST_MAKERS = 12

@@ -11,16 +11,15 @@ import importlib.util
 
 import pytest
 
-from mha_deploy.catalog import catalog_names
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import golden_cases
-from mha_deploy.precision import find_precision
-from mha_deploy.validate.conformance import conformance_table
-from mha_deploy.validate.examine import Exam, examine
-from mha_deploy.validate.mask_columns import mask_columns
+from mha_deploy.model.catalog import catalog_names
+from mha_deploy.model.precision import find_precision
+from mha_deploy.validate.conformance import conformance_table, mask_columns
+from mha_deploy.validate.decode import traces_of
+from mha_deploy.validate.evaluate import Exam, examine
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.participants import Casting
-from mha_deploy.validate.traces import traces_of
+from mha_deploy.validate.runtimes import Casting
 
 pytestmark = pytest.mark.gpu
 

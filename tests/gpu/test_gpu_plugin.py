@@ -9,14 +9,13 @@ import shutil
 import pytest
 from test_gpu_parity import TINY, assert_right, examined
 
-from mha_deploy.backends.tensorrt import load
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions
+from mha_deploy.engine.plugins import PluginError, library_for
 from mha_deploy.errors import DeployError
-from mha_deploy.plugins.library import PluginError
-from mha_deploy.plugins.search import library_for
-from mha_deploy.validate.participants import Casting
+from mha_deploy.runtime.tensorrt.versions import load
+from mha_deploy.validate.runtimes import Casting
 
 pytestmark = [
     pytest.mark.gpu,

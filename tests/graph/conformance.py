@@ -24,8 +24,9 @@ from onnx.reference import ReferenceEvaluator
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.lower import LoweringError, lower
-from mha_deploy.graph.plugin_reference import REFERENCE_OPERATORS
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.graph.plugin_node import REFERENCE_OPERATORS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)

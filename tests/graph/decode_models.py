@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-from mha_deploy.graph.lower import CacheForm
+from mha_deploy.graph.lower.cache import CacheForm
 
 _DTYPES = {"fp16": (TensorProto.FLOAT16, np.float16), "fp32": (TensorProto.FLOAT, np.float32)}
 

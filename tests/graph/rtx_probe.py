@@ -14,8 +14,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from mha_deploy.backends.tensorrt.log import Message, collect, logger_for
-from mha_deploy.backends.tensorrt.versions import load
+from mha_deploy.runtime.tensorrt.log import Message, collect, logger_for
+from mha_deploy.runtime.tensorrt.versions import load
 
 trt = pytest.importorskip("tensorrt_rtx")
 

@@ -4,10 +4,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from mha_deploy.catalog import find_spec
 from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.graph.canonical import check_canonical
-from mha_deploy.precision import PRECISIONS
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import PRECISIONS
 
 FP16, FP32 = ir.DataType.FLOAT16, ir.DataType.FLOAT
 Q, K, V = range(3)

@@ -20,11 +20,14 @@ from onnx.backend.test.case.node import _NodeTestCases
 from onnx.backend.test.runner import Runner
 from onnx.reference import ReferenceEvaluator
 
-from mha_deploy.backends.tensorrt import BuildRequest, build_engine
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.eligibility import check_operators, judge, operator_options, target_from
-from mha_deploy.graph.lower import LoweringError, cache_form, lower
+from mha_deploy.graph.lower import cache as cache_form
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.graph.rules import check_operators, judge, operator_options, target_from
+from mha_deploy.runtime.tensorrt.build import build_engine
+from mha_deploy.runtime.tensorrt.request import BuildRequest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)

@@ -8,9 +8,8 @@ from attention_models import attention
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import AttentionNode, attention_nodes
-from mha_deploy.graph.eligibility import RULES, Target, check, judge, target_from
-from mha_deploy.graph.eligibility.records import SEVERITIES
 from mha_deploy.graph.lower import lower
+from mha_deploy.graph.rules import RULES, SEVERITIES, Target, check, judge, target_from
 
 Q, K = ("B", 8, "S", 64), ("B", 8, "S", 64)
 CROSS, GROUPED = ("B", 8, "T", 64), ("B", 2, "S", 64)

@@ -7,9 +7,10 @@ import pytest
 from decode_models import Layer, feeds, fixed, growing
 from mixed_models import distance
 
-from mha_deploy.backends import open_runner
-from mha_deploy.backends.ranges import measure_ranges
-from mha_deploy.graph.mixed import apply_plan, plan_precision
+from mha_deploy.graph.precision.plan import plan_precision
+from mha_deploy.graph.precision.write import apply_plan
+from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.ranges import measure_ranges
 
 FORMS = {"growing": (growing, "past_key", 5), "fixed": (fixed, "key_cache", 0)}
 

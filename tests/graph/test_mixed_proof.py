@@ -6,10 +6,12 @@ import onnx_ir as ir
 import pytest
 from mixed_models import LOWEST, distance, encoder, feeds, run
 
-from mha_deploy.backends import open_runner
-from mha_deploy.backends.ranges import measure_ranges
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.mixed import PrecisionPlan, apply_plan, plan_precision
+from mha_deploy.graph.precision.plan import plan_precision
+from mha_deploy.graph.precision.ranges import PrecisionPlan
+from mha_deploy.graph.precision.write import apply_plan
+from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.ranges import measure_ranges
 
 CASES = {"short": feeds(S=5), "long": feeds(S=12, seed=1)}
 OTHER = feeds(B=3, S=10, seed=7)

@@ -10,11 +10,13 @@ import pytest
 import torch
 from mixed_models import distance
 
-from mha_deploy.backends import open_runner
-from mha_deploy.backends.ranges import measure_ranges
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention
-from mha_deploy.graph.mixed import PrecisionPlan, apply_plan, plan_precision
+from mha_deploy.graph.precision.plan import plan_precision
+from mha_deploy.graph.precision.ranges import PrecisionPlan
+from mha_deploy.graph.precision.write import apply_plan
+from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.ranges import measure_ranges
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,9 +7,10 @@ import pytest
 from mixed_models import LOWEST, E, Graph, distance, encoder, feeds, run
 from onnx import TensorProto, helper
 
-from mha_deploy.backends.ranges import measure_ranges
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.mixed import apply_plan, plan_precision
+from mha_deploy.graph.precision.plan import plan_precision
+from mha_deploy.graph.precision.write import apply_plan
+from mha_deploy.runtime.ranges import measure_ranges
 
 F32, I64 = TensorProto.FLOAT, TensorProto.INT64
 HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT

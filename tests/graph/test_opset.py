@@ -8,7 +8,8 @@ from attention_models import attention, random_feeds
 from conformance import run_in_ort
 from onnx import TensorProto, helper
 
-from mha_deploy.graph.lower import LoweringError, lower
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.lower.opset import to_opset
 
 

@@ -10,8 +10,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.lower import fold_scale, lower, pack_projections
+from mha_deploy.graph.lower import fold_scale, lower
 from mha_deploy.graph.lower.fold_scale import NOTE
+from mha_deploy.graph.lower.pack import pack_projections
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 

@@ -10,11 +10,12 @@ import pytest
 from conformance import run_in_reference
 from plugin_layers import operators
 
-from mha_deploy.catalog import catalog_names
-from mha_deploy.golden import golden_cases
-from mha_deploy.graph.lower import LoweringError, lower
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.plugin_node import is_plugin_attention
-from mha_deploy.validate.parity import judge_case
+from mha_deploy.metrics import judge_case
+from mha_deploy.model.catalog import catalog_names
 
 # By layer: sources, offsets, causal, and what else the first attention has.
 EXPECTED: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, set[str]]] = {

@@ -8,14 +8,13 @@ import torch
 from attention_models import attention, random_feeds
 from onnx import TensorProto, helper, numpy_helper
 
-from mha_deploy.backends import available_cpu_backend, open_runner
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import golden_cases
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.probe import attention_probe
 from mha_deploy.reference import build_module
-from mha_deploy.reference.core import split_heads
-from mha_deploy.reference.masks import padding_mask, seen_from
+from mha_deploy.reference.attention import padding_mask, seen_from, split_heads
+from mha_deploy.runtime import available_cpu_backend, open_runner
 
 # Between them: packed and separate projections, grouped heads, every mask, cross attention, two attentions,
 # rotary embedding, both kinds of cache, a window.

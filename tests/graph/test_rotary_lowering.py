@@ -16,8 +16,9 @@ from onnx.backend.test.case.node import _NodeTestCases
 from onnx.backend.test.runner import Runner
 from onnx.reference import ReferenceEvaluator
 
-from mha_deploy.graph.eligibility import check_operators, operator_options, target_from
-from mha_deploy.graph.lower import LoweringError, lower
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.graph.rules import check_operators, operator_options, target_from
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)

@@ -24,10 +24,13 @@ from test_decode_lowering import (
     shapes,
 )
 
-from mha_deploy.backends.tensorrt import BuildRequest, build_engine
 from mha_deploy.engine.build import judge_engine
-from mha_deploy.graph.eligibility import check_operators, target_from
-from mha_deploy.graph.lower import LoweringError, cache_form, lower
+from mha_deploy.graph.lower import cache as cache_form
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.graph.rules import check_operators, target_from
+from mha_deploy.runtime.tensorrt.build import build_engine
+from mha_deploy.runtime.tensorrt.request import BuildRequest
 
 CACHES = {"growing": ("past_key", "past_value"), "fixed": ("key_cache", "value_cache")}
 

@@ -10,8 +10,8 @@ from attention_models import attention
 from rtx_probe import Refused, Shapes, build
 
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.eligibility import judge, target_from
 from mha_deploy.graph.lower import lower
+from mha_deploy.graph.rules import judge, target_from
 
 RTX = target_from("tensorrt-rtx", "1.7.1", "8.9")
 Q, SELF, CROSS = ("B", 8, "S", 64), ("B", 8, "S", 64), ("B", 8, "T", 64)

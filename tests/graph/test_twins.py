@@ -6,16 +6,17 @@ import onnx_ir as ir
 import pytest
 from attention_models import attention
 
-from mha_deploy.backends import cpu_backend, open_runner
-from mha_deploy.backends.tensorrt import BuildRequest, build_engine
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.engine.options import profile_shapes
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import golden_cases
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.twins import float32_twin, unfused_twin
-from mha_deploy.validate.parity import judge_case
+from mha_deploy.metrics import judge_case
+from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.runtime.tensorrt.build import build_engine
+from mha_deploy.runtime.tensorrt.request import BuildRequest
 
 MODELS = [
     ("tiny-gqa", "fp16"),

@@ -11,13 +11,16 @@ import small_transformers as small
 from conformance import run_in_reference
 from onnx import helper
 
-from mha_deploy.backends.tensorrt import BuildRequest, build_engine, members
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.attention_node import MASK, attention_nodes, input_at
 from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.eligibility import check, check_operators, group_findings, target_from
-from mha_deploy.graph.lower import LoweringError, lower
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.plugin_node import is_plugin_attention
+from mha_deploy.graph.rules import check, check_operators, group_findings, target_from
+from mha_deploy.runtime.tensorrt.build import build_engine
+from mha_deploy.runtime.tensorrt.log import members
+from mha_deploy.runtime.tensorrt.request import BuildRequest
 
 pytestmark = pytest.mark.usefixtures("quick_exporter")
 

@@ -7,7 +7,7 @@ import onnxruntime as ort
 import pytest
 from onnx import helper, numpy_helper
 
-from mha_deploy.graph.widen import with_float32_products
+from mha_deploy.graph.upcast import with_float32_products
 
 NAMES = ["tiny-gqa", "tiny-weights", "tiny-head-mix", "tiny-sparse-heads", "tiny-grouped-mlp"]
 PRODUCTS = ("MatMul", "Gemm", "Attention")

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mha_deploy.plugins.headers import find_nvcc, find_parts
-from mha_deploy.plugins.library import PluginError
-from mha_deploy.plugins.source import source_folder
+from mha_deploy.engine.plugins import PluginError, find_nvcc, find_parts, source_folder
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 from plugin_libraries import INFO, file_name
 
-from mha_deploy.plugins import compile as compiling
-from mha_deploy.plugins.compile import compile_library
-from mha_deploy.plugins.headers import PARTS, Found
-from mha_deploy.plugins.library import PluginError
-from mha_deploy.plugins.source import source_folder
+from mha_deploy.engine import plugins as compiling
+from mha_deploy.engine.plugins import PARTS, Found, PluginError, compile_library, source_folder
 
 needs_cmake = pytest.mark.skipif(
     shutil.which("cmake") is None or shutil.which("cc") is None, reason="CMake and a compiler are not here"
@@ -124,7 +121,7 @@ def test_the_real_library_is_built_from_the_command_line(run_cli, tmp_path, monk
     """Against TENSORRT_ROOT and whatever else is found; minutes of compiling."""
     import json
 
-    from mha_deploy.plugins.headers import find_nvcc, find_parts
+    from mha_deploy.engine.plugins import find_nvcc, find_parts
 
     try:
         find_parts({})

@@ -2,9 +2,8 @@
 
 import pytest
 
-from mha_deploy.plugins import headers
-from mha_deploy.plugins.headers import PARTS, find_nvcc, find_parts
-from mha_deploy.plugins.library import PluginError
+from mha_deploy.engine import plugins as headers
+from mha_deploy.engine.plugins import PARTS, PluginError, find_nvcc, find_parts
 
 VERSIONS = {
     "NvInferVersion.h": "#define MAJOR_HERE 11\n#define NV_TENSORRT_MAJOR MAJOR_HERE //!< major\n"

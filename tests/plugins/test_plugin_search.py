@@ -6,10 +6,17 @@ import pytest
 from plugin_libraries import INFO, PLUGINS, file_name, write_library
 
 from mha_deploy import __version__
-from mha_deploy.bundle import sha256
-from mha_deploy.plugins.library import PluginError, read_library
-from mha_deploy.plugins.search import candidates, differs, library_for, library_needed
-from mha_deploy.plugins.source import build_folder, cache_folder
+from mha_deploy.bundle.folder import sha256
+from mha_deploy.engine.plugins import (
+    PluginError,
+    build_folder,
+    cache_folder,
+    candidates,
+    differs,
+    library_for,
+    library_needed,
+    read_library,
+)
 
 
 @pytest.fixture

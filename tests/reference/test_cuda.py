@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mha_deploy.catalog import catalog_names, find_spec
-from mha_deploy.export.inputs import call_arguments, clear_decisions, fed_to, random_inputs
+from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.reference import build_module
+from mha_deploy.reference.inputs import call_arguments, clear_decisions, fed_to, random_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -17,11 +17,9 @@ from test_rotary import published_frequencies, turned
 
 from mha_deploy.errors import DeployError
 from mha_deploy.export.canonical import canonical_from_module
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import attention, build_module
-from mha_deploy.reference.attention import Attention
-from mha_deploy.reference.cache import Decoder, decode_in_chunks
-from mha_deploy.reference.core import split_heads
-from mha_deploy.spec import AttentionSpec
+from mha_deploy.reference.attention import Attention, Decoder, decode_in_chunks, split_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from mha_deploy.catalog import catalog_names, find_spec
-from mha_deploy.export.inputs import call_arguments, random_inputs
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.spec import AttentionSpec, GroupedMlp, SparseHeads
 from mha_deploy.reference import build_module, random_weights
-from mha_deploy.spec import AttentionSpec, GroupedMlp, SparseHeads
+from mha_deploy.reference.inputs import call_arguments, random_inputs
 
 TINY = [name for name in catalog_names() if name.startswith("tiny-")]
 SIZES = {"B": 4, "S": 7, "T": 9, "P": 5}

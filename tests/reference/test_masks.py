@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mha_deploy.reference.masks import alibi_bias, causal_mask, merge_causal, padding_mask
+from mha_deploy.reference.attention import alibi_bias, causal_mask, merge_causal, padding_mask
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from mha_deploy.model.spec import AttentionSpec, Rope
 from mha_deploy.reference import build_module
 from mha_deploy.reference.rotary import frequencies, rotary_tables, rotate
-from mha_deploy.spec import AttentionSpec, Rope
 
 LLAMA_31 = Rope(base=500000.0, scaling="llama3", factor=8.0)  # the published config; the rest are defaults
 SCALINGS = {

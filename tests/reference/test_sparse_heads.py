@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mha_deploy.catalog import find_spec
-from mha_deploy.export.inputs import clear_decisions, random_inputs
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.spec import AttentionSpec, SparseHeads
 from mha_deploy.reference import build_module
-from mha_deploy.spec import AttentionSpec, SparseHeads
+from mha_deploy.reference.inputs import clear_decisions, random_inputs
 
 SPEC = find_spec("tiny-sparse-heads")
 RENORMALISED = find_spec("tiny-sparse-heads-renormalised")

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mha_deploy.catalog import catalog_names, find_spec
 from mha_deploy.errors import DeployError
-from mha_deploy.export.inputs import call_arguments, fed_to, random_inputs
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module, random_weights
+from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs
 from mha_deploy.reference.weights import SCORE_STD, in_form_of, pack_projections, unpack_projections
-from mha_deploy.spec import AttentionSpec
 
 AXES = {"B": {"min": 1, "opt": 2, "max": 4}, "S": {"min": 1, "opt": 16, "max": 64}}
 GQA = find_spec("tiny-gqa")

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from mha_deploy.catalog import find_spec
-from mha_deploy.precision import PRECISIONS
-from mha_deploy.spec import Axis
-from mha_deploy.trace import DecodeTrace
-from mha_deploy.validate.stepping import step_through
+from mha_deploy.bundle.traces import DecodeTrace
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.model.spec import Axis
+from mha_deploy.validate.decode import step_through
 
 STEPS = 20
 FP16 = PRECISIONS["fp16"]

@@ -8,13 +8,12 @@ from example_decode import break_decode, decode
 from example_report import fresh
 from replayed import MEDDLERS, STEPS, right, stepped, stops_at, wrong_from
 
-from mha_deploy.engine.record import Engine, EngineManifest
-from mha_deploy.report.decode import place_text, prompts_text
-from mha_deploy.report.decode_chart import EAGER
+from mha_deploy.engine.manifest import Engine, EngineManifest
+from mha_deploy.report.charts import EAGER
 from mha_deploy.report.page import report_page
-from mha_deploy.report.plain import as_plain
-from mha_deploy.report.schema import check_report, schema_markdown
-from mha_deploy.validate.report import engines_to_dict
+from mha_deploy.report.schema import as_plain, check_report, schema_markdown
+from mha_deploy.report.sections import place_text, prompts_text
+from mha_deploy.validate.verdict import engines_to_dict
 
 
 def report_of(*reports):

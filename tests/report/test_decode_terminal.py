@@ -9,7 +9,7 @@ import pytest
 from replayed import MEDDLERS, STEPS, stepped, stops_at, wrong_from
 from rich.console import Console
 
-from mha_deploy.cli.decode_tables import stepping_renderable
+from mha_deploy.cli.tables import stepping_renderable
 
 
 def printed(report, width=80):

@@ -7,17 +7,18 @@ import example_report
 import pytest
 
 from mha_deploy.errors import DeployError
-from mha_deploy.report.plain import as_plain
 from mha_deploy.report.schema import (
     BENCH,
     REPORT,
+    OneOf,
+    as_plain,
     check_bench,
     check_report,
     plain_bench,
     plain_report,
+    records,
     schema_markdown,
 )
-from mha_deploy.report.shape import OneOf, records
 
 DOC = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
 

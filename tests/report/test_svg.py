@@ -7,21 +7,34 @@ import numpy as np
 import pytest
 from example_report import fresh
 
-from mha_deploy.report.charts import latency_bars, needs_log, sweep_chart, sweep_panels
-from mha_deploy.report.figures import budget_share, error, point_name, short, size, tick, times
-from mha_deploy.report.heatmap import heat_scale, heatmap, pooled
-from mha_deploy.report.markup import Html, escaped, tag
-from mha_deploy.report.palette import (
+from mha_deploy.report.charts import (
+    heat_scale,
+    heatmap,
+    latency_bars,
+    needs_log,
+    pooled,
+    roofline_plots,
+    sweep_chart,
+    sweep_panels,
+)
+from mha_deploy.report.svg import (
     DARK,
     DARK_PAGE,
     HEAT_DARK,
     HEAT_LIGHT,
     LIGHT,
     LIGHT_PAGE,
+    Html,
+    Scale,
+    cut,
+    escaped,
+    linear_scale,
+    log_scale,
     series_of,
+    spread,
+    tag,
 )
-from mha_deploy.report.roofline import roofline_plots
-from mha_deploy.report.svg import Scale, cut, linear_scale, log_scale, spread
+from mha_deploy.report.text import budget_share, error, point_name, short, size, tick, times
 
 LATENCY = fresh("passing")["latency"]
 LOOK = series_of([LATENCY])

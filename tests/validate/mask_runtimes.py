@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.backends.runner import Arrays, Runner, TensorInfo
 from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
 
 MISTAKES = (
     "causal from the lower right",

@@ -11,10 +11,9 @@ import pytest
 from bundle_edit import rehash
 from onnx import numpy_helper
 
-from mha_deploy.backends import open_runner
-from mha_deploy.bundle import open_bundle
-from mha_deploy.validate.bisect import bisect_bundle, bisected_case
-from mha_deploy.validate.references import reference_for
+from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.runtime import open_runner
+from mha_deploy.validate.bisect import bisect_bundle, bisected_case, reference_for
 
 ATTENTIONS = [f"blocks.{i}.attention" for i in range(3)]
 
@@ -111,7 +110,7 @@ def test_a_wrong_node_between_two_attentions_is_found(broken, program, block):
 
 def test_without_the_factory_the_graph_in_another_runtime_tells(broken, monkeypatch):
     bundle = broken(lambda graph: None)
-    monkeypatch.setattr("mha_deploy.validate.references.can_import", lambda name: False)
+    monkeypatch.setattr("mha_deploy.validate.bisect.can_import", lambda name: False)
     _, trusted = reference_for(bundle, bisected_case(bundle), "ort-cpu")
     assert trusted == "the graph in onnx-reference"
     _, trusted = reference_for(bundle, bisected_case(bundle), "tensorrt")
@@ -121,7 +120,7 @@ def test_without_the_factory_the_graph_in_another_runtime_tells(broken, monkeypa
 def test_a_runtime_that_is_wrong_where_the_graph_is_right(own_bundles, broken, monkeypatch):
     """A runtime that computes another graph than it is given, as a faulty lowering would."""
     bundle = own_bundles()
-    monkeypatch.setattr("mha_deploy.validate.references.can_import", lambda name: False)
+    monkeypatch.setattr("mha_deploy.validate.bisect.can_import", lambda name: False)
 
     def faulty(model):
         copy = model.clone()
@@ -151,7 +150,7 @@ def test_one_of_our_own_layers(bundles, tmp_path):
 
 
 def test_the_command(run_cli, broken, own_bundles, program, monkeypatch):
-    monkeypatch.setattr("mha_deploy.validate.references._program", lambda *given: program)
+    monkeypatch.setattr("mha_deploy.validate.bisect._program", lambda *given: program)
     right = run_cli("bisect", own_bundles().path)
     assert right.code == 0
     assert "RIGHT" in right.out

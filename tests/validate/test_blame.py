@@ -7,17 +7,17 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from mha_deploy.backends import open_runner
-from mha_deploy.backends.runner import Runner
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.sabotage import sabotaged
-from mha_deploy.validate.blame import blame
-from mha_deploy.validate.parity import judge_case
+from mha_deploy.graph.mutate import sabotaged
+from mha_deploy.metrics import judge_case
+from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.runner import Runner
+from mha_deploy.validate.fault import blame
 
 HQ, D, E = 4, 16, 64
 
@@ -198,7 +198,7 @@ def test_what_is_known_follows_from_what_could_be_tried(
     bundles, monkeypatch, graph, unfused, float32, at_fault
 ):
     bundle = bundles("tiny-mha")
-    monkeypatch.setattr("mha_deploy.validate.blame.open_runner", lambda name, model: behaving(graph)(model))
+    monkeypatch.setattr("mha_deploy.validate.fault.open_runner", lambda name, model: behaving(graph)(model))
     cases = [case for case in golden_cases(bundle) if case.name == "odd"]
     found = blame(bundle, cases, lambda model: behaving(float32 if is_float32(model) else unfused)(model))
     assert found.at_fault == at_fault

@@ -3,9 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mha_deploy.precision import PRECISIONS
-from mha_deploy.validate.budget import FACTORS, budget_from_eager
-from mha_deploy.validate.deviation import measure
+from mha_deploy.metrics import FACTORS, budget_from_eager, measure
+from mha_deploy.model.precision import PRECISIONS
 
 FP16 = PRECISIONS["fp16"]
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mha_deploy.golden import golden_cases
-from mha_deploy.validate.cache_parity import new_rows
-from mha_deploy.validate.parity import judge_case
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.metrics import judge_case, new_rows
 
 OUT = {"tiny-growing": "present_key", "tiny-static": "key_cache_out"}
 

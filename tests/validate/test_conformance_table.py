@@ -7,22 +7,23 @@ import torch
 from mask_runtimes import MISTAKES, NumpyRunner
 from torch.nn.attention.bias import causal_lower_right
 
-from mha_deploy.backends import open_runner
-from mha_deploy.backends.tensorrt import BuildRequest, build_engine
 from mha_deploy.baselines.masks import torch_column
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.conformance import CASES, Case, MaskInput
-from mha_deploy.graph.eligibility import target_from
-from mha_deploy.graph.sabotage import sabotaged
-from mha_deploy.precision import PRECISIONS
+from mha_deploy.graph.conformance_cases import CASES, Case, MaskInput
+from mha_deploy.graph.mutate import sabotaged
+from mha_deploy.graph.rules import target_from
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.tensorrt.build import build_engine
+from mha_deploy.runtime.tensorrt.request import BuildRequest
+from mha_deploy.validate import conformance as oracle
 from mha_deploy.validate.conformance import (
     RunColumn,
     absent_column,
     conformance_table,
     draw_trial,
     engine_column,
-    oracle,
     runner_column,
 )
 

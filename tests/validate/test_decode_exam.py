@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 from bundle_edit import copy_of, edit_manifest
 
-from mha_deploy.backends import open_runner
-from mha_deploy.backends.runner import Runner
-from mha_deploy.backends.timing import TimingPlan
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import golden_cases
-from mha_deploy.validate import decode_exam
-from mha_deploy.validate.examine import Exam, examine
-from mha_deploy.validate.host_stepper import HostStepper
+from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.timing import TimingPlan
+from mha_deploy.validate import decode as decode_exam
+from mha_deploy.validate.decode import HostStepper, traces_of
+from mha_deploy.validate.evaluate import Exam, examine
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.participants import ONNX_RUNTIME, Casting, Participant
 from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.traces import traces_of
+from mha_deploy.validate.runtimes import ONNX_RUNTIME, Casting, Participant
 
 OPTIONS = ValidateOptions(latency=False, sweep=False)
 

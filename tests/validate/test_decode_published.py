@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from mha_deploy.backends import open_runner
-from mha_deploy.catalog import find_spec
 from mha_deploy.export.canonical import canonical_from_module
-from mha_deploy.export.trace import TraceCapture
-from mha_deploy.export.trace_plan import plan_trace
-from mha_deploy.precision import find_precision
+from mha_deploy.export.decode_trace import TraceCapture, plan_trace
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import find_precision
+from mha_deploy.model.spec import Axis
 from mha_deploy.reference import build_module
-from mha_deploy.spec import Axis
-from mha_deploy.validate.stepping import HostStepper, step_through
+from mha_deploy.runtime import open_runner
+from mha_deploy.validate.decode import HostStepper, step_through
 
 pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
 

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 from bundle_edit import copy_of
 
-from mha_deploy.backends.runner import Runner
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.golden import golden_cases
+from mha_deploy.runtime.runner import Runner
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.participants import Casting
 from mha_deploy.validate.run import validate_bundle
+from mha_deploy.validate.runtimes import Casting
 
 
 class Stand(Runner):
@@ -55,9 +55,9 @@ def running(bundle, monkeypatch):
     """Let the engine run, as the given stand-in does; `open_` raises or gives a runner."""
 
     def let(open_):
-        monkeypatch.setattr("mha_deploy.validate.participants.reasons_not_to_run", lambda engine: [])
-        monkeypatch.setattr("mha_deploy.validate.participants.open_engine_runner", lambda engine: open_())
-        monkeypatch.setattr("mha_deploy.validate.examine.invariance_from_runner", lambda *given: ())
+        monkeypatch.setattr("mha_deploy.validate.runtimes.reasons_not_to_run", lambda engine: [])
+        monkeypatch.setattr("mha_deploy.validate.runtimes.open_engine_runner", lambda engine: open_())
+        monkeypatch.setattr("mha_deploy.validate.evaluate.invariance_from_runner", lambda *given: ())
         return validate_bundle(bundle, ValidateOptions(sweep=False, latency=False))
 
     return let
@@ -81,7 +81,7 @@ def test_a_wrong_engine_fails_and_somebody_is_blamed(running, bundle, monkeypatc
     seen = []
 
     def blamed(cases):
-        from mha_deploy.validate.blame import Blame
+        from mha_deploy.validate.fault import Blame
 
         seen.extend(case.name for case in cases)
         return Blame(at_fault="fusion", explanation="It is.", trials=())
@@ -149,7 +149,7 @@ def test_somebody_who_is_asked_for_by_name_and_wrong_fails(bundle, monkeypatch):
 
 
 def test_a_graph_that_the_gpu_runtime_refuses_is_judged_on_the_cpu(bundle, monkeypatch):
-    from mha_deploy.validate import participants
+    from mha_deploy.validate import runtimes as participants
 
     def refuses():
         raise DeployError("ONNX Runtime would run nodes on the CPU.", got="TopK gate")
@@ -167,7 +167,7 @@ def test_a_graph_that_the_gpu_runtime_refuses_is_judged_on_the_cpu(bundle, monke
 
 
 def test_an_engine_named_with_an_option_must_run(bundle):
-    from mha_deploy.backends.cuda import find_gpu
+    from mha_deploy.runtime.cuda import find_gpu
 
     if find_gpu() is not None:
         pytest.skip("there is a GPU")

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from mha_deploy.backends.runner import Runner
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import golden_cases
-from mha_deploy.validate.examine import Exam, examine
-from mha_deploy.validate.participants import ONNX_RUNTIME, TENSORRT, Participant
+from mha_deploy.runtime.runner import Runner
+from mha_deploy.validate.evaluate import Exam, examine
+from mha_deploy.validate.runtimes import ONNX_RUNTIME, TENSORRT, Participant
 
 
 class EagerEngine(Runner):

@@ -11,17 +11,16 @@ import torch
 from bundle_edit import copy_of, edit_arrays, edit_manifest, rehash
 from onnx import TensorProto, helper
 
-from mha_deploy.backends import open_runner
-from mha_deploy.bundle import MODEL, open_bundle
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import MODEL, open_bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import golden_cases
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower.fold_scale import fold_scale
 from mha_deploy.graph.probe import attention_probe
 from mha_deploy.reference import build_module
-from mha_deploy.validate import fp16_figures
-from mha_deploy.validate.fp16_figures import Meter
-from mha_deploy.validate.fp16_range import FP16_MAX, fp16_range
+from mha_deploy.runtime import open_runner
+from mha_deploy.validate import fp16_range as fp16_figures
+from mha_deploy.validate.fp16_range import FP16_MAX, Meter, fp16_range
 
 NAMES = [
     "tiny-mha",

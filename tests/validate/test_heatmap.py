@@ -6,12 +6,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from mha_deploy.backends import open_runner
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import GoldenCase, golden_cases
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.sabotage import sabotaged
-from mha_deploy.validate.heatmap import Projection, heatmap, output_projection
+from mha_deploy.graph.mutate import sabotaged
+from mha_deploy.runtime import open_runner
+from mha_deploy.validate.error_map import Projection, heatmap, output_projection
 
 RNG = np.random.default_rng(0)
 HQ, D = 4, 16

@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from mha_deploy.analyze.sizes import SizeLimit
-from mha_deploy.backends import open_runner
-from mha_deploy.backends.runner import Runner
-from mha_deploy.catalog import find_spec
+from mha_deploy.analyze.cost import SizeLimit
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import GoldenCase, golden_cases
-from mha_deploy.precision import PRECISIONS
-from mha_deploy.spec import Axis
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.model.spec import Axis
+from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.runner import Runner
 from mha_deploy.validate.invariance import CHECKS, invariance_from_runner
 
 # Between them: every kind of input, every variant, shared heads, two outputs.

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from mha_deploy.analyze.cost import layer_cost
-from mha_deploy.backends.nvml import Conditions
-from mha_deploy.backends.runner import Runner, TensorInfo
-from mha_deploy.backends.timing import Timing
-from mha_deploy.catalog import find_spec
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import golden_cases
-from mha_deploy.precision import find_precision
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import find_precision
+from mha_deploy.runtime.cuda import Conditions
+from mha_deploy.runtime.runner import Runner, TensorInfo
+from mha_deploy.runtime.timing import Timing
 from mha_deploy.validate.latency import LatencyRow, latency_point, time_case
 
 FP16 = find_precision("fp16")

@@ -9,11 +9,11 @@ from rich.console import Console
 from test_latency import row
 
 from mha_deploy.analyze.cost import layer_cost
-from mha_deploy.catalog import find_spec
-from mha_deploy.cli.report_tables import point_renderable
+from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.cli.tables import point_renderable
 from mha_deploy.errors import BackendUnavailable
-from mha_deploy.golden import GoldenCase
-from mha_deploy.precision import find_precision
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import find_precision
 from mha_deploy.report.schema import check_bench
 from mha_deploy.validate import bench
 from mha_deploy.validate.bench import BenchOptions, ModelBench, bench_to_dict

@@ -9,11 +9,11 @@ import onnx
 import pytest
 from bundle_edit import rehash
 
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import DeployError
-from mha_deploy.golden import golden_cases
 from mha_deploy.validate.layers import layers_case
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
@@ -79,7 +79,7 @@ def test_fresh_and_swept_cases(own_bundles):
 def test_the_oracle_is_that_of_the_module(own_bundles):
     import torch
 
-    from mha_deploy.export.factory import load_factory
+    from mha_deploy.export.own_model import load_factory
 
     module = load_factory(f"{OWN}:encoder").module.half().double()
     for case in golden_cases(own_bundles()):

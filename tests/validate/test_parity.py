@@ -5,10 +5,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mha_deploy.golden import GoldenCase, golden_cases
-from mha_deploy.precision import PRECISIONS
-from mha_deploy.validate.graph import graph_parity
-from mha_deploy.validate.parity import ParityReport, judge_case, parity_from_verdicts
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.metrics import ParityReport, judge_case, parity_from_verdicts
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.validate.self_test import graph_parity
 
 FP16 = PRECISIONS["fp16"]
 

@@ -6,15 +6,15 @@ import onnx
 import pytest
 from bundle_edit import copy_of, edit_manifest, rehash
 
-from mha_deploy.backends.cuda import find_gpu
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.report.schema import check_report
+from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.participants import TORCH_WAYS, Casting
 from mha_deploy.validate.run import validate_bundle
+from mha_deploy.validate.runtimes import TORCH_WAYS, Casting
 
 pytestmark = pytest.mark.skipif(find_gpu() is not None, reason="with a GPU, others take part")
 
@@ -172,7 +172,7 @@ def test_what_needs_a_gpu_says_so(bare, name):
 
 
 def test_the_names_of_pytorchs_ways_are_those_of_the_baselines():
-    from mha_deploy.baselines.ways import WAYS
+    from mha_deploy.baselines.torch import WAYS
 
     assert tuple(WAYS) == TORCH_WAYS
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 from tiny_specs import in_precisions
 
-from mha_deploy.backends import cpu_backend, open_runner
-from mha_deploy.catalog import find_spec
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.export.options import ExportOptions
-from mha_deploy.golden import golden_cases
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.sabotage import sabotaged, sabotages
-from mha_deploy.spec import Axis
-from mha_deploy.validate.graph import graph_parity
-from mha_deploy.validate.self_test import budget_share, self_test
+from mha_deploy.graph.mutate import sabotaged, sabotages
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.spec import Axis
+from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.validate.self_test import graph_parity, self_test
+from mha_deploy.validate.self_test import largest_share as budget_share
 
 CACHED = {
     "causal dropped",
@@ -101,7 +101,7 @@ def test_right_and_wrong_are_far_apart_in_fp16(bundles):
 
 
 def test_a_mistake_that_is_missed_fails_the_self_test(bundles, monkeypatch):
-    monkeypatch.setattr("mha_deploy.graph.sabotage._SABOTAGES", {"nothing at all": lambda node, facts: True})
+    monkeypatch.setattr("mha_deploy.graph.mutate._SABOTAGES", {"nothing at all": lambda node, facts: True})
     result = self_test(bundles("tiny-mha"))
     assert result.right.passed
     assert not result.passed

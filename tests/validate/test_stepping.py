@@ -10,17 +10,23 @@ import pytest
 import stepping_mistakes as wrong
 from stepping_mistakes import LosesCount, Meddled, ModuleRunner, SwappedRows, cached, module_of
 
-from mha_deploy.backends import open_runner
-from mha_deploy.catalog import find_spec
+from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.export.canonical import canonical_from_module
-from mha_deploy.export.trace import TraceCapture
-from mha_deploy.golden import GoldenCase
-from mha_deploy.precision import PRECISIONS
-from mha_deploy.spec import Axis
-from mha_deploy.validate.budget import budget_from_eager
-from mha_deploy.validate.growth import StepBudgets, at_doublings, growth_of
-from mha_deploy.validate.stepping import HostStepper, open_stepper, step_through
+from mha_deploy.export.decode_trace import TraceCapture
+from mha_deploy.metrics import budget_from_eager
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.model.spec import Axis
+from mha_deploy.runtime import open_runner
+from mha_deploy.validate.decode import (
+    HostStepper,
+    StepBudgets,
+    at_doublings,
+    growth_of,
+    open_stepper,
+    step_through,
+)
 
 B, STEPS = 3, 8
 PROMPTS = {"growing": 5, "static": [5, 2, 7]}

@@ -2,11 +2,10 @@
 
 import pytest
 
-from mha_deploy.analyze.points import usual_points
-from mha_deploy.analyze.sizes import SizeLimit, odd_sizes, shrunk
-from mha_deploy.catalog import catalog_names, find_spec
+from mha_deploy.analyze.cost import SizeLimit, odd_sizes, shrunk, usual_points
 from mha_deploy.errors import SpecError
-from mha_deploy.spec import Axis
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.spec import Axis
 from mha_deploy.validate.sweep import bench_points, sweep_points
 
 MHA, CROSS, LLAMA = find_spec("tiny-mha"), find_spec("tiny-cross"), find_spec("llama-3-8b")

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from bundle_edit import copy_of, edit_manifest, rehash
 
-from mha_deploy.bundle import open_bundle
-from mha_deploy.catalog import find_spec
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError, DeployError
-from mha_deploy.export.trace_plan import plan_trace
-from mha_deploy.spec import Axis
+from mha_deploy.export.decode_trace import plan_trace
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.spec import Axis
+from mha_deploy.validate.decode import traces_of
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.traces import traces_of
 
 CACHES = ("tiny-static", "tiny-growing")  # both have room for 64 tokens
 

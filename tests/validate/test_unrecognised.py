@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from mha_deploy.bundle import open_bundle
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 

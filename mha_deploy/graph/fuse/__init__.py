@@ -15,24 +15,22 @@ from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.fuse.facts import is_op
-from mha_deploy.graph.fuse.leftover import leftover_attentions
-from mha_deploy.graph.fuse.mask_writer import Masks
-from mha_deploy.graph.fuse.opset import raise_opset
-from mha_deploy.graph.fuse.origin import module_of, place_of
-from mha_deploy.graph.fuse.pattern import Pattern, read_pattern
-from mha_deploy.graph.fuse.records import (
+from mha_deploy.graph.fuse.masks import Masks
+from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
+from mha_deploy.graph.fuse.repair import is_rotary, repair_attention, repair_rotary, share_tied_weights
+from mha_deploy.graph.fuse.scores import is_candidate
+from mha_deploy.graph.fuse.values import (
     FusedAttention,
     FuseReport,
     NoScores,
     NotFused,
     Repair,
     UnfusedSoftmax,
+    is_op,
+    module_of,
+    place_of,
+    raise_opset,
 )
-from mha_deploy.graph.fuse.repair import repair_attention
-from mha_deploy.graph.fuse.rotary import is_rotary, repair_rotary
-from mha_deploy.graph.fuse.tied import share_tied_weights
-from mha_deploy.graph.fuse.weights import is_candidate
 from mha_deploy.graph.fuse.write import write_attention
 from mha_deploy.graph.lower.rewrite import free_prefix, infer_shapes, names_in
 

@@ -1,24 +1,385 @@
-"""Decide what the masks of an attention become: the causal attribute, a boolean mask or a float mask.
-
-The numbers are kept. A row without keys shows the difference between the spellings: scores filled with a
-finite number give the mean of V, so they stay a float mask, or such rows are written apart (`even_rows`, for
-float16); `-inf` gives NaN in PyTorch and 0 in ONNX.
-"""
+"""Recognise masks: padding, fills, triangles, and queries that are fully masked."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import ml_dtypes
+import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.fuse.facts import dims_of, is_op, same_dim, same_dims, same_or_cut, scalar_of
-from mha_deploy.graph.fuse.records import NotFused
 from mha_deploy.graph.fuse.scores import Bias, Fill, Term
-from mha_deploy.graph.fuse.terms import plain_terms
-from mha_deploy.graph.fuse.triangle import triangle_of
+from mha_deploy.graph.fuse.values import (
+    NotFused,
+    adds_leading_ones,
+    array_of,
+    dims_of,
+    ints_of,
+    is_op,
+    same_dim,
+    same_dims,
+    same_or_cut,
+    scalar_of,
+)
+
+# -- Prove that a tensor is the causal triangle, from the nodes that compute it --------------------
+
+_MAX_DEPTH = 24  # more than any spelling needs; bounds the walk in a hostile file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Triangle:
+    """A matrix of two values.
+
+    Args:
+        seen: Where the key is not after the query.
+        hidden: Where the key is after the query.
+    """
+
+    seen: float
+    hidden: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Index:
+    """The numbers 0, 1, 2 …, along the queries (`down`), along the keys, or as a plain list (None)."""
+
+    down: bool | None
+
+
+_Found = Triangle | _Index | None
+_ELEMENTWISE: dict[str, Callable[..., float]] = {
+    "Equal": lambda x, y: float(x == y),
+    "Greater": lambda x, y: float(x > y),
+    "GreaterOrEqual": lambda x, y: float(x >= y),
+    "Less": lambda x, y: float(x < y),
+    "LessOrEqual": lambda x, y: float(x <= y),
+    "Not": lambda x: float(not x),
+    "And": lambda x, y: float(bool(x) and bool(y)),
+    "Or": lambda x, y: float(bool(x) or bool(y)),
+    "Neg": lambda x: -x,
+    "Add": lambda x, y: x + y,
+    "Sub": lambda x, y: x - y,
+    "Mul": lambda x, y: x * y,
+    "Where": lambda condition, x, y: x if condition else y,
+}
+_COMPARISONS = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+_LAYOUT = frozenset({"Identity", "Unsqueeze", "Reshape", "Squeeze", "Expand"})
+
+
+def triangle_of(value: ir.Value | None) -> Triangle | None:
+    """The triangle that a value certainly is in its last two axes, the others being 1; else None."""
+    found = _follow(value, 0)
+    return found if isinstance(found, Triangle) else None
+
+
+def _follow(value: ir.Value | None, depth: int) -> _Found:
+    if value is None or depth > _MAX_DEPTH:
+        return None
+    array = array_of(value)
+    if array is not None:
+        return _from_array(array)
+    node = value.producer()
+    if node is None or node.domain != "":
+        return None
+    if node.op_type == "Range":
+        return _from_range(node)
+    if node.op_type == "Trilu":
+        return _from_trilu(node, depth)
+    if node.op_type == "Cast":
+        return _from_cast(node, depth)
+    if node.op_type == "Slice":
+        return _from_slice(node, depth)
+    if node.op_type in _LAYOUT:
+        return _from_layout(node, depth)
+    return _from_elementwise(node, depth) if node.op_type in _ELEMENTWISE else None
+
+
+def _from_array(array: np.ndarray) -> _Found:
+    if array.size == 0 or (array != array).any():
+        return None  # nothing, or NaN, which no comparison tells anything of
+    if (array == array.ravel()[0]).all():
+        number = float(array.ravel()[0])
+        return Triangle(seen=number, hidden=number)
+    if array.size == max(array.shape) and np.array_equal(array.ravel(), np.arange(array.size)):
+        return _index_of(array.shape)
+    if array.ndim < 2 or array.shape[-1] != array.shape[-2] or array.size != array.shape[-1] ** 2:
+        return None
+    matrix = array.reshape(array.shape[-2:])
+    found = Triangle(seen=float(matrix[0, 0]), hidden=float(matrix[0, 1]))
+    lower = np.tri(len(matrix), dtype=bool)
+    return found if np.array_equal(matrix, np.where(lower, matrix[0, 0], matrix[0, 1])) else None
+
+
+def _index_of(shape: tuple[int | ir.SymbolicDim, ...]) -> _Found:
+    """Counting along the one long axis of a shape, if that is the last or the one before it."""
+    if len(shape) < 2:
+        return _Index(down=None)
+    if shape[-1] != 1:
+        return _Index(down=False)
+    return _Index(down=True) if shape[-2] != 1 else None
+
+
+def _from_range(node: ir.Node) -> _Found:
+    start, _, step = (scalar_of(value) for value in node.inputs)
+    return _Index(down=None) if start == 0 and step == 1 else None
+
+
+def _from_trilu(node: ir.Node, depth: int) -> _Found:
+    found = _follow(node.inputs[0], depth + 1)
+    offset = 0.0 if len(node.inputs) < 2 or node.inputs[1] is None else scalar_of(node.inputs[1])
+    if not isinstance(found, Triangle):
+        return None
+    if node.attributes.get_int("upper", 1) == 0:
+        return Triangle(seen=found.seen, hidden=0.0) if offset == 0 else None
+    return Triangle(seen=0.0, hidden=found.hidden) if offset == 1 else None
+
+
+def _from_cast(node: ir.Node, depth: int) -> _Found:
+    found = _follow(node.inputs[0], depth + 1)
+    dtype = ir.DataType(node.attributes.get_int("to", 0))
+    if not isinstance(found, Triangle):
+        # Counting stays counting in whole numbers only: float16 cannot hold a long row.
+        return found if dtype in (ir.DataType.INT32, ir.DataType.INT64) else None
+    if dtype == ir.DataType.BOOL:
+        return Triangle(seen=float(bool(found.seen)), hidden=float(bool(found.hidden)))
+    kept = {0.0, 1.0, -np.inf} if dtype.is_floating_point() else {0.0, 1.0}
+    return found if {found.seen, found.hidden} <= kept else None
+
+
+def _from_slice(node: ir.Node, depth: int) -> _Found:
+    """A piece that begins at the corner is a triangle as well, whatever its end."""
+    found = _follow(node.inputs[0], depth + 1)
+    if not isinstance(found, Triangle):
+        return None
+    starts = ints_of(node.inputs[1])
+    steps = ints_of(node.inputs[4]) if len(node.inputs) > 4 else [1]
+    corner = starts is not None and steps is not None and set(starts) <= {0} and set(steps) <= {1}
+    return found if corner or found.seen == found.hidden else None
+
+
+def _from_layout(node: ir.Node, depth: int) -> _Found:
+    source, result = node.inputs[0], dims_of(node.outputs[0])
+    found = _follow(source, depth + 1)
+    before = dims_of(source) if source is not None else None
+    if found is None or result is None or before is None:
+        return None
+    if isinstance(found, _Index):
+        long = [size for size in result if size != 1]
+        kept = len(long) == 1 and long == [size for size in before if size != 1]
+        return _index_of(result) if kept else None
+    if found.seen == found.hidden:
+        return found
+    # The matrix must stay the last two axes, and the axes before it must stay 1.
+    same = len(before) >= 2 and len(result) >= 2 and same_dims(result[-2:], before[-2:])
+    return found if same and all(size == 1 for size in result[:-2]) else None
+
+
+def _from_elementwise(node: ir.Node, depth: int) -> _Found:
+    parts = [_follow(value, depth + 1) for value in node.inputs]
+    if any(part is None for part in parts):
+        return None
+    if any(isinstance(part, _Index) for part in parts):
+        return _compare(node.op_type, parts)
+    triangles = [part for part in parts if isinstance(part, Triangle)]
+    if not all(_keeps_size(*pair, node.outputs[0]) for pair in zip(triangles, node.inputs, strict=True)):
+        return None
+    compute = _ELEMENTWISE[node.op_type]
+    return Triangle(
+        seen=compute(*(part.seen for part in triangles)), hidden=compute(*(part.hidden for part in triangles))
+    )
+
+
+def _keeps_size(part: Triangle, value: ir.Value | None, result: ir.Value) -> bool:
+    """Whether a part has all rows and columns of the result.
+
+    A piece of a triangle may have one row, which broadcasting copies: that is no triangle any more.
+    """
+    if part.seen == part.hidden:
+        return True
+    before, after = None if value is None else dims_of(value), dims_of(result)
+    if before is None or after is None or len(before) < 2:
+        return False
+    return all(map(same_or_cut, before[-2:], after[-2:]))
+
+
+def _compare(op_type: str, parts: list[_Found]) -> _Found:
+    """Positions of keys beside positions of queries: `key <= query` and its kin."""
+    if len(parts) != 2:
+        return None
+    if not all(isinstance(part, _Index) for part in parts):
+        return _compare_with_number(op_type, parts)
+    first, second = (part.down is True for part in parts if isinstance(part, _Index))
+    if first == second or op_type not in _COMPARISONS:
+        return None
+    # Before the diagonal, on it, and after it.
+    before, at, after = (_ELEMENTWISE[op_type](*((0, key) if first else (key, 0))) for key in (-1, 0, 1))
+    return Triangle(seen=before, hidden=after) if before == at else None
+
+
+def _compare_with_number(op_type: str, parts: list[_Found]) -> _Found:
+    """`position >= 0` and its kin, which hold for all positions."""
+    always = {"GreaterOrEqual": 0.0, "Greater": -1.0}
+    if not isinstance(parts[0], _Index) or not isinstance(parts[1], Triangle) or op_type not in always:
+        return None
+    highest = max(parts[1].seen, parts[1].hidden)
+    return Triangle(seen=1.0, hidden=1.0) if highest <= always[op_type] else None
+
+
+# -- Take a boolean mask apart: the conditions that all must hold, without those that always do ----
+
+_MAX_PARTS = 64  # more than any model needs; bounds the walk in a hostile file
+
+Condition = tuple[ir.Value, bool]
+"""A boolean tensor, and the value of it that shows a key."""
+
+
+def conditions_of(condition: ir.Value, shown: bool) -> list[Condition]:
+    """The conditions that together show a key, those that always hold left out.
+
+    A copy over more rows (Expand) is taken before copying: a mask is broadcast anyway.
+
+    Args:
+        condition: A boolean tensor.
+        shown: The value of it that shows a key.
+    """
+    found: list[Condition] = []
+    pending: list[Condition] = [(condition, shown)]
+    while pending and len(found) + len(pending) < _MAX_PARTS:
+        value, shown = pending.pop()
+        inner = _inner(value, shown)
+        if inner is not None:
+            pending.extend(reversed(inner))
+        elif not _always(value, shown) and (value, shown) not in found:
+            found.append((value, shown))
+    return found + pending
+
+
+def _inner(value: ir.Value, shown: bool) -> list[Condition] | None:
+    """What a condition consists of; None for one that is not made of others."""
+    node = value.producer()
+    inputs = [] if node is None else [each for each in node.inputs if each is not None]
+    if node is None or not inputs or len(inputs) < len(node.inputs):
+        return None
+    if is_op(node, "Not"):
+        return [(inputs[0], not shown)]
+    if is_op(node, "And" if shown else "Or"):
+        return [(each, shown) for each in inputs]
+    if is_op(node, "Identity", "Expand") or adds_leading_ones(node):
+        return [(inputs[0], shown)]
+    return None
+
+
+def _always(value: ir.Value, shown: bool) -> bool:
+    """Whether a condition shows every key."""
+    found = triangle_of(value)
+    return found is not None and bool(found.seen) == shown == bool(found.hidden)
+
+
+# -- Read the masks of an attention as plainly as they can be said, without changing a number ------
+
+# A sum of two float16 beyond this is -inf; up to it, the sum with a score is this number again.
+_LOWEST_HALF = -65472.0
+_MAX_RESHAPES = 4
+_ABSORBS = -1e30  # added to a score in float32, bfloat16 or float64, it leaves only itself
+
+
+def plain_terms(terms: list[Term], dtype: ir.DataType) -> list[Term]:
+    """The same masks in their simplest pieces, the one nearest to the softmax first.
+
+    Args:
+        terms: The masks, the one nearest to the softmax first.
+        dtype: Type of Q, K and V.
+    """
+    pieces = [piece for term in terms for piece in _taken_apart(term, dtype)]
+    added = [piece for piece in pieces if isinstance(piece, Fill) and piece.added and not piece.hides]
+    # Two of them make -inf where both hide a key, and what is added later might be another.
+    if added and (len(added) > 1 or pieces[0] is not added[0]):
+        pieces = list(terms)
+    return [piece for term in pieces for piece in _needed(term)]
+
+
+def _taken_apart(term: Term, dtype: ir.DataType) -> list[Term]:
+    """An added mask as what it hides and what it adds to the rest."""
+    if isinstance(term, Fill):
+        return [term]
+    if scalar_of(term.value) == 0.0:
+        return []
+    node = term.value.producer()
+    if node is None:
+        return [term]
+    first = _before_layout(term.value, node)
+    if first is not None:
+        return _taken_apart(Bias(value=first, factor=term.factor), dtype)
+    if is_op(node, "Where"):
+        return _from_where(term, node, dtype)
+    if is_op(node, "Add"):
+        sides = [Bias(value=each, factor=term.factor) for each in node.inputs if each is not None]
+        parts = [part for side in reversed(sides) for part in _taken_apart(side, dtype)]
+        return parts if len(parts) < 2 or any(isinstance(part, Fill) for part in parts) else [term]
+    return [term]
+
+
+def _before_layout(value: ir.Value, node: ir.Node) -> ir.Value | None:
+    """A mask before it was copied or given more axes: broadcasting does the same."""
+    if is_op(node, "Identity", "Expand") or adds_leading_ones(node):
+        return node.inputs[0]
+    return _before_reshapes(value)
+
+
+def _before_reshapes(value: ir.Value) -> ir.Value | None:
+    """What a chain of reshapes started from, where it ends in the shape that it started with."""
+    shape, node = dims_of(value), value.producer()
+    for _ in range(_MAX_RESHAPES):
+        source = node.inputs[0] if node is not None and is_op(node, "Reshape") else None
+        if source is None or shape is None:
+            return None
+        if same_dims(dims_of(source) or (), shape):
+            return source
+        node = source.producer()
+    return None
+
+
+def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType) -> list[Term]:
+    condition, first, second = node.inputs
+    if condition is None or first is None or second is None or not term.factor > 0:
+        return [term]
+    for shown, kept, other in ((True, first, second), (False, second, first)):
+        number = scalar_of(other)
+        fill = None if number is None else number * term.factor
+        if fill is None or not _absorbs(fill, dtype) or scalar_of(kept) == number:
+            continue
+        rest = _taken_apart(Bias(value=kept, factor=term.factor), dtype)
+        # What -inf hides may be anything, NaN too: it must stay hidden by this very Where.
+        return [term] if rest and fill == -math.inf else [_hidden(condition, shown, fill), *rest]
+    return [term]
+
+
+def _hidden(condition: ir.Value, shown: bool, fill: float) -> Fill:
+    return Fill(condition=condition, shown=shown, fill=fill, added=True)
+
+
+def _absorbs(number: float, dtype: ir.DataType) -> bool:
+    if number == -math.inf:
+        return True
+    return number <= (_LOWEST_HALF if dtype == ir.DataType.FLOAT16 else _ABSORBS)
+
+
+def _needed(term: Term) -> list[Term]:
+    """A fill by the conditions that can hide a key; nothing where none can."""
+    if isinstance(term, Bias):
+        return [term]
+    parts = conditions_of(term.condition, term.shown)
+    if len(parts) > 1 and not (term.hides and any(triangle_of(value) is not None for value, _ in parts)):
+        return [term]  # taking it apart would only make more nodes
+    return [Fill(condition=value, shown=shown, fill=term.fill, added=term.added) for value, shown in parts]
+
+
+# -- Decide what the masks of an attention become: the causal attribute, a boolean mask or a fl ----
 
 Size = int | ir.SymbolicDim
 """The size of an axis."""
@@ -257,3 +618,192 @@ def spans(terms: tuple[Term, ...], sizes: tuple[Size, Size]) -> bool:
     """Whether some mask has the full size of queries and keys already, so that their sum has it too."""
     shapes = [dims_of(term.tensor) or () for term in terms]
     return any(len(shape) >= 2 and same_dims(shape[-2:], sizes) for shape in shapes)
+
+
+# -- Rows in which every key is filled with one finite number, where no number of the type stan ----
+
+LayOut = Callable[[ir.Value, int], ir.Value]
+"""Brings a tensor that has the last axes of the scores, so many of them, into the layout of the mask."""
+
+
+def even_mask(
+    masking: Masking, builder: NodeBuilder, dtype: ir.DataType, lay_out: LayOut
+) -> tuple[ir.Value, ir.Value]:
+    """The mask, and `[·, ·, ·, 1]`: True for each query that sees no key, which must become zero.
+
+    Args:
+        masking: What the masks become. Nothing is added to scores that are filled.
+        builder: Holds the new nodes.
+        dtype: Type of Q, K and V.
+        lay_out: Brings tensors into the layout of the mask.
+    """
+    fills = tuple(term for term in masking.terms if isinstance(term, Fill))
+    added = [term for term in masking.terms if isinstance(term, Bias)]
+    seen = lay_out(visible_keys(fills, builder), rank_of(fills))
+    if not added and not any(term.hides for term in fills):
+        empty = _sees_nothing(seen, builder)
+        return builder.op("Or", seen, empty, name="mask"), empty
+    filled = lay_out(_filled_keys(fills, builder), rank_of(fills))
+    if not added:
+        empty = _sees_nothing(seen, builder)
+        return builder.op("Or", seen, builder.op("And", filled, empty), name="mask"), empty
+    bias = lay_out(_sum_of(added, builder, dtype), rank_of(added))
+    fill = next(term.fill for term in fills if not term.hides)
+    return _with_bias(builder, dtype, fill, (seen, filled, bias))
+
+
+def rank_of(terms: Sequence[Term]) -> int:
+    """How many axes of the scores the masks have together."""
+    return max(0 if term.tensor.shape is None else len(term.tensor.shape) for term in terms)
+
+
+def _with_bias(
+    builder: NodeBuilder, dtype: ir.DataType, fill: float, keys: tuple[ir.Value, ir.Value, ir.Value]
+) -> tuple[ir.Value, ir.Value]:
+    """The mask of numbers. A key that they push down to the fill is not seen: it counts as filled itself."""
+    seen, filled, bias = keys
+    in_range = fill >= float(ml_dtypes.finfo(dtype.numpy()).min)
+    number = builder.constant(fill if in_range else -math.inf, dtype)
+    if in_range:
+        filled = builder.op("Or", filled, builder.op("And", seen, builder.op("Equal", bias, number)))
+    seen = builder.op("And", seen, builder.op("Greater", bias, number))
+    empty = _sees_nothing(seen, builder)
+    mask = builder.op("Where", seen, bias, builder.constant(-math.inf, dtype))
+    alike = builder.op("And", filled, empty)
+    return builder.op("Where", alike, builder.constant(0.0, dtype), mask, name="mask"), empty
+
+
+def _filled_keys(fills: tuple[Fill, ...], builder: NodeBuilder) -> ir.Value:
+    """True where the score is the finite number: the fill nearest to the softmax decides."""
+    total: ir.Value | None = None
+    for term in reversed(fills):
+        if not term.hides:
+            hidden = negated(term.condition, builder) if term.shown else term.condition
+            total = hidden if total is None else builder.op("Or", total, hidden)
+        elif total is not None:
+            shown = term.condition if term.shown else negated(term.condition, builder)
+            total = builder.op("And", total, shown)
+    if total is None:
+        raise ValueError("Even rows need a finite fill.")
+    return total
+
+
+def _sum_of(added: list[Bias], builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
+    total: ir.Value | None = None
+    for term in reversed(added):
+        bias = scaled_bias(term, builder, dtype)
+        total = bias if total is None else builder.op("Add", total, bias, name="bias")
+    if total is None:
+        raise ValueError("A sum needs a term.")
+    return total
+
+
+def _sees_nothing(seen: ir.Value, builder: NodeBuilder) -> ir.Value:
+    # Maximum over booleans came with opset 20 only, so it is taken over numbers.
+    numbers = builder.op("Cast", seen, to=int(ir.DataType.FLOAT))
+    most = builder.op("ReduceMax", numbers, builder.ints(-1), keepdims=1)
+    some = builder.op("Cast", most, to=int(ir.DataType.BOOL))
+    return builder.op("Not", some, name="sees_nothing")
+
+
+# -- Write the masks of attentions, each once: the layers of a model share theirs ------------------
+
+_HEAD_AXIS = 1
+
+
+class Written(NamedTuple):
+    """A mask of the graph.
+
+    Args:
+        mask: `[B or 1, Hq or 1, S, T]`; None where nothing is masked.
+        zero: `[B or 1, Hq or 1, S or 1, 1]`, True for queries that must become zero; None for none.
+    """
+
+    mask: ir.Value | None
+    zero: ir.Value | None = None
+
+
+class Masks:
+    """The masks that were written so far. Attentions must come in the order of the graph."""
+
+    def __init__(self) -> None:
+        # The key holds the values themselves, so that no id is used again for another.
+        self._written: dict[tuple[object, ...], Written] = {}
+
+    def write(
+        self,
+        masking: Masking,
+        builder: NodeBuilder,
+        *,
+        dtype: ir.DataType,
+        layout: tuple[str, str],
+        sizes: tuple[Size, Size],
+        rows: tuple[ir.Value, ir.Value],
+        graph: object,
+    ) -> Written:
+        """The mask, spelled out over queries and keys, and the queries that it wants to be zero.
+
+        Args:
+            masking: What the masks become.
+            builder: Holds the new nodes; they must be inserted into the graph of the masks.
+            dtype: Type of Q, K and V.
+            layout: The letters of the scores, and those of the mask; without a head where they are 3-D.
+            sizes: How many queries and keys there are.
+            rows: Q and K in the layout of Attention, from which unknown sizes are read.
+            graph: The graph that holds the attention. A mask of a subgraph is not seen outside of it.
+        """
+        if not masking.terms:
+            return Written(mask=None)
+        key = (masking.terms, masking.kind, masking.even, dtype, layout, *map(_size_key, sizes), id(graph))
+        if key not in self._written:
+            written = _spelled_out(masking, builder, dtype, layout, sizes, rows)
+            if not all(_is_known(size) for size in sizes):
+                return written
+            self._written[key] = written
+        return self._written[key]
+
+
+def turned(value: ir.Value, letters: str, order: str, builder: NodeBuilder) -> ir.Value:
+    """A value with its axes in another order."""
+    if letters == order:
+        return value
+    result = builder.transpose(value, *(letters.index(letter) for letter in order))
+    if value.shape is not None:
+        result.shape = ir.Shape([value.shape[letters.index(letter)] for letter in order])
+    if value.dtype is not None:
+        result.dtype = value.dtype
+    return result
+
+
+def _spelled_out(
+    masking: Masking,
+    builder: NodeBuilder,
+    dtype: ir.DataType,
+    layout: tuple[str, str],
+    sizes: tuple[Size, Size],
+    rows: tuple[ir.Value, ir.Value],
+) -> Written:
+    scores, order = layout
+
+    def lay_out(value: ir.Value, rank: int) -> ir.Value:
+        if rank < len(scores):
+            value = builder.unsqueeze(value, *range(len(scores) - rank))
+        value = turned(value, scores, order, builder)
+        return builder.unsqueeze(value, _HEAD_AXIS) if len(order) == 3 else value
+
+    zero: ir.Value | None = None
+    if masking.even:
+        mask, zero = even_mask(masking, builder, dtype, lay_out)
+    else:
+        mask = lay_out(build_mask(masking, builder, dtype), rank_of(masking.terms))
+    if scores != order or not spans(masking.terms, sizes):
+        mask = builder.expand(mask, 1, 1, builder.size(rows[0], -2), builder.size(rows[1], -2))
+    return Written(mask=mask, zero=zero)
+
+
+def _is_known(size: Size) -> bool:
+    return isinstance(size, int) or size.value is not None
+
+
+def _size_key(size: Size) -> object:
+    return size if isinstance(size, int) else str(size.value)

@@ -1,12 +1,10 @@
-"""Bring an `Attention` node that the exporter wrote into the canonical form.
-
-PyTorch's exporter writes scaled_dot_product_attention as one node, with what the module put around it: keys
-and values repeated for grouped heads, the causal triangle as part of a mask, masks that hide nothing. The
-node computes the same without them.
-"""
+"""Nodes that an exporter wrote, in the canonical form: heads, rotary embedding, shared weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import (
@@ -18,13 +16,12 @@ from mha_deploy.graph.attention_node import (
     read_attention,
 )
 from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.fuse.facts import dims_of, dtype_of
-from mha_deploy.graph.fuse.mask_writer import Masks
-from mha_deploy.graph.fuse.masks import Masking, decide_masking, spans
-from mha_deploy.graph.fuse.operands import Operand, unwrap
-from mha_deploy.graph.fuse.records import NotFused
-from mha_deploy.graph.fuse.scores import Bias, Fill, Term
+from mha_deploy.graph.fuse.masks import Masking, Masks, decide_masking, spans
+from mha_deploy.graph.fuse.scores import Bias, Fill, Operand, Term, unwrap
+from mha_deploy.graph.fuse.values import NotFused, dims_of, dtype_of, is_op
 from mha_deploy.graph.fuse.write import laid_out, remove_unused
+
+# -- Bring an `Attention` node that the exporter wrote into the canonical form ---------------------
 
 _SCORES = "bhst"
 _KEYS, _VALUES = "bhtd", "bhte"
@@ -114,3 +111,102 @@ def _mask_words(masking: Masking, facts: AttentionNode) -> list[str]:
     elif facts.mask == "float" and masking.kind == "bool":
         words.append("the mask is boolean")
     return words or ["the mask is written as one of queries and keys"]
+
+
+# -- Repair rotary embeddings that the exporter fused with tables of one row for a batch of sev ----
+
+_COS, _SIN, _POSITIONS = 1, 2, 3
+
+
+def repair_rotary(node: ir.Node, builder: NodeBuilder) -> list[str]:
+    """Copy the tables of a `RotaryEmbedding` over the batch, if there is but one.
+
+    Returns:
+        What was changed, in words.
+    """
+    x, cos, sin = (input_at(node, at) for at in (0, _COS, _SIN))
+    if x is None or cos is None or sin is None or input_at(node, _POSITIONS) is not None:
+        return []
+    batch = dims_of(x)
+    if batch is None or batch[0] == 1 or not all(_is_single(table) for table in (cos, sin)):
+        return []
+    rows = builder.size(x, 0)
+    for at, table in ((_COS, cos), (_SIN, sin)):
+        node.replace_input_with(at, builder.expand(table, rows, 1, 1, name="table"))
+    if node.graph is not None:
+        node.graph.insert_before(node, builder.live_nodes(each for each in node.inputs if each is not None))
+    return ["the tables are copied over the batch"]
+
+
+def is_rotary(node: ir.Node) -> bool:
+    """Whether this is ONNX's own RotaryEmbedding."""
+    return is_op(node, "RotaryEmbedding")
+
+
+def _is_single(table: ir.Value) -> bool:
+    dims = dims_of(table)
+    return dims is not None and len(dims) == 3 and dims[0] == 1
+
+
+# -- Keep a weight once that an embedding and an output projection share ---------------------------
+
+
+def share_tied_weights(model: ir.Model) -> tuple[str, ...]:
+    """Replace every turned copy of an embedding table by a Transpose of the table, in the model itself.
+
+    Only constants with the turned shape of a table are read, and compared number by number.
+
+    Args:
+        model: The model; it is changed.
+
+    Returns:
+        The names of the constants that are gone.
+    """
+    gone = []
+    for table in list(_tables(model.graph)):
+        for copy in _turned_copies(model.graph, table):
+            _replace(model.graph, table, copy)
+            gone.append(str(copy.name))
+    return tuple(gone)
+
+
+def _tables(graph: ir.Graph) -> Iterator[ir.Value]:
+    for value in graph.initializers.values():
+        looked_up = any(is_op(use.node, "Gather") and use.idx == 0 for use in value.uses())
+        if looked_up and value.const_value is not None and len(value.const_value.shape) == 2:
+            yield value
+
+
+def _turned_copies(graph: ir.Graph, table: ir.Value) -> list[ir.Value]:
+    shape, dtype = tuple(reversed(_shape_of(table))), table.dtype
+    return [
+        value
+        for value in graph.initializers.values()
+        if value is not table
+        and value.dtype == dtype
+        and _shape_of(value) == shape
+        and not value.is_graph_output()
+        and not value.is_graph_input()
+        and _is_turned(value, table)
+    ]
+
+
+def _shape_of(value: ir.Value) -> tuple[object, ...]:
+    return () if value.const_value is None else tuple(value.const_value.shape)
+
+
+def _is_turned(value: ir.Value, table: ir.Value) -> bool:
+    if value.const_value is None or table.const_value is None:
+        return False
+    one, other = value.const_value.numpy(), table.const_value.numpy().T
+    # A row tells most others apart, without going through all of them.
+    return np.array_equal(one[:1], other[:1]) and np.array_equal(one, other)
+
+
+def _replace(graph: ir.Graph, table: ir.Value, copy: ir.Value) -> None:
+    node = ir.node("Transpose", [table], {"perm": [1, 0]}, name=f"{copy.name}/turned")
+    turned = node.outputs[0]
+    turned.name, turned.type, turned.shape = f"{copy.name}/turned", copy.type, copy.shape
+    copy.replace_all_uses_with(turned)
+    graph.insert_before(graph[0], node)
+    del graph.initializers[str(copy.name)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.fuse.facts import dtype_of
-from mha_deploy.graph.fuse.mask_writer import Masks, Written, turned
-from mha_deploy.graph.fuse.operands import Operand
+from mha_deploy.graph.fuse.masks import Masks, Written, turned
 from mha_deploy.graph.fuse.pattern import Pattern
+from mha_deploy.graph.fuse.scores import Operand
+from mha_deploy.graph.fuse.values import dtype_of
 from mha_deploy.graph.lower.rewrite import replace_node
 
 _HEAD_AXIS = 1

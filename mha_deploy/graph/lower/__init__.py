@@ -23,17 +23,14 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.lower import to_contrib, to_onnx, to_plugin, to_primitives, to_trt
-from mha_deploy.graph.lower.cache_form import CacheForm, cache_form
-from mha_deploy.graph.lower.cache_rows import give_rows_out
-from mha_deploy.graph.lower.contrib_cache import append_to_caches
-from mha_deploy.graph.lower.errors import LoweringError
+from mha_deploy.graph.lower.cache import CacheForm, cache_form, give_rows_out
+from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.lower.fold_scale import fold_scale
-from mha_deploy.graph.lower.operator_node import OperatorRules
 from mha_deploy.graph.lower.opset import to_opset
 from mha_deploy.graph.lower.pack import pack_projections
-from mha_deploy.graph.lower.plugin_cache import prepare
-from mha_deploy.graph.lower.plugin_finish import finish
-from mha_deploy.graph.lower.rewrite import infer_shapes, rewrite
+from mha_deploy.graph.lower.rewrite import OperatorRules, infer_shapes, rewrite
+from mha_deploy.graph.lower.to_contrib import append_to_caches
+from mha_deploy.graph.lower.to_plugin import finish, prepare
 
 __all__ = ["DIALECTS", "CacheForm", "LoweringError", "cache_form", "fold_scale", "lower", "pack_projections"]
 
@@ -83,7 +80,7 @@ DIALECTS = {
     to_plugin.DIALECT: Dialect(
         options=to_plugin.PluginOptions,
         rule=to_plugin.lower_to_plugin,
-        operators=lambda options: to_plugin.OPERATOR_RULES,
+        operators=lambda options: to_primitives.OPERATOR_RULES,
         caches=prepare,
         broadcasts=True,
         finish=finish,

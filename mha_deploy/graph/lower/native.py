@@ -9,8 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.lower.call import AttentionCall
-from mha_deploy.graph.lower.heads import Heads
+from mha_deploy.graph.lower.call import AttentionCall, Heads
 from mha_deploy.graph.lower.masks import zero_closed_rows
 
 OP_TYPE, DOMAIN = "TRT_Attention", "trt"

@@ -1,8 +1,4 @@
-"""Attention as com.microsoft operators, for ONNX Runtime.
-
-`MultiHeadAttention` takes one key/value head for each query head, and any bias on the scores.
-`GroupQueryAttention` shares heads, caps scores and has a window, but wants as many new keys as queries.
-"""
+"""ONNX Runtime's own attention operators."""
 
 from __future__ import annotations
 
@@ -10,23 +6,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
+from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y, is_attention
 from mha_deploy.graph.build import NodeBuilder, Size
-from mha_deploy.graph.lower.call import AttentionCall
-from mha_deploy.graph.lower.groups import Repeat
-from mha_deploy.graph.lower.heads import (
+from mha_deploy.graph.lower.cache import STATIC, TOTAL_LENGTH, CachedAttention, read_cache, take_over
+from mha_deploy.graph.lower.call import (
+    AttentionCall,
     Heads,
     as_input_rank,
     key_length,
     merge_heads,
     query_length,
+    read_call,
     split_heads,
     split_inputs,
 )
+from mha_deploy.graph.lower.groups import Repeat
 from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
-from mha_deploy.graph.lower.rotary import rotary_to_contrib
-from mha_deploy.graph.lower.scatter import scatter_to_primitives
+from mha_deploy.graph.lower.operators import rotary_to_contrib, scatter_to_primitives
+from mha_deploy.graph.lower.rewrite import copy_of, infer_shapes, names_in, prefix_within
+
+# -- Attention as com.microsoft operators, for ONNX Runtime ----------------------------------------
 
 DIALECT = "contrib"
 DOMAIN = "com.microsoft"
@@ -232,3 +233,104 @@ def _finish(
     if call.facts.rank == 3 and mask.heads == 1:
         return zero_closed_rows(b, call, b.op("Squeeze", rows, b.ints(1)), y)
     return as_input_rank(b, call, zero_closed_rows(b, call, rows, split_heads(b, y, call.Hq, call.Dv)))
+
+
+# -- A static cache for ONNX Runtime: com.microsoft `GroupQueryAttention` writes the new rows i ----
+
+OP_TYPE = "GroupQueryAttention"
+
+
+APPEND, COPY = "append", "copy"
+
+
+def append_to_caches(model: ir.Model, options: ContribOptions, *, dialect: str) -> ir.Model:
+    """Write every attention behind a static cache as one operator that appends to it.
+
+    What the operator does not have (a mask, a bidirectional layer, other pattern) is left to the other rules.
+
+    Args:
+        model: The model; it is not changed.
+        options: Options of the lowering; `cache` decides.
+        dialect: Name used in messages.
+
+    Raises:
+        LoweringError: A cache is static, and its head size is none that the operator has.
+    """
+    if options.cache == COPY:
+        return model
+    lowered = copy_of(model)
+    taken = names_in(lowered)
+    for node in [node for node in lowered.graph.all_nodes() if is_attention(node)]:
+        cache = read_cache(node)
+        if not isinstance(cache, CachedAttention) or cache.kind != STATIC:
+            continue
+        call = read_call(node, opset=lowered.opset_imports.get(""), dialect=dialect)
+        if _has_place(call):
+            builder = NodeBuilder(prefix_within(call.facts.name, taken))
+            _rewrite(lowered, call, builder, cache)
+    RemoveUnusedNodesPass()(lowered)
+    return infer_shapes(lowered)
+
+
+def _has_place(call: AttentionCall) -> bool:
+    """Whether the operator can express the attention; refused where only its sizes forbid it."""
+    facts = call.facts
+    if not facts.is_causal or call.mask is not None or "fp64" in (facts.dtype, facts.softmax_precision):
+        return False
+    hint = "cache=copy with repeat_kv=True, or dialect onnx"
+    if call.D % 8:
+        raise call.refuse("static cache of a head size no multiple of 8", got=call.D, hint=hint)
+    if call.Dv != call.D:
+        raise call.refuse(
+            "static cache of V head size other than K's", got=f"K {call.D}, V {call.Dv}", hint=hint
+        )
+    return True
+
+
+def _rewrite(model: ir.Model, call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
+    widths = (
+        (call.q, call.Hq * call.D),
+        (cache.new_key, call.Hkv * call.D),
+        (cache.new_value, call.Hkv * call.D),
+    )
+    tensors = [merge_heads(b, x, width) for x, width in widths]
+    tensors += [cache.past_key, cache.past_value, _last_rows(b, call, cache), _total_length(model)]
+    window = call.facts.left_window
+    attributes = {
+        "num_heads": call.Hq,
+        "kv_num_heads": call.Hkv,
+        "scale": call.scale,
+        "softcap": call.facts.softcap or None,
+        # ONNX counts the keys before the query's own, ONNX Runtime the own one too.
+        "local_window_size": window + 1 if window >= 0 else None,
+    }
+    y, *states = b.node(OP_TYPE, tensors, outputs=3, domain=DOMAIN, name=b.prefix, attributes=attributes)
+    take_over(model, call, b, cache, split_heads(b, y, call.Hq, call.D), states)
+
+
+def _last_rows(b: NodeBuilder, call: AttentionCall, cache: CachedAttention) -> ir.Value:
+    """Index of the last valid row of each batch row after the call: lengths + S − 1, int32 [B]."""
+    if cache.starts is None:
+        raise call.refuse("static cache without lengths")
+    starts, S = cache.starts, query_length(b, call)
+    first = b.op("Cast", starts, to=int(ir.DataType.INT32), name="first_new_row")
+    if isinstance(S, int):
+        return (
+            first if S == 1 else b.op("Add", first, b.constant([S - 1], ir.DataType.INT32), name="last_row")
+        )
+    # Counted on the device: a size is a number in host memory, and its transfer would forbid CUDA graphs.
+    ones = ir.tensor([1], dtype=ir.DataType.INT32)
+    each = b.op("ConstantOfShape", b.shape_of(b.size(call.q, 0), S), value=ones)
+    tokens = b.op("ReduceSum", each, b.ints(1), keepdims=0, name="new_tokens")
+    last_of_new = b.op("Sub", tokens, b.constant([1], ir.DataType.INT32))
+    return b.op("Add", first, last_of_new, name="last_row")
+
+
+def _total_length(model: ir.Model) -> ir.Value:
+    """The graph input, one for all attentions."""
+    for value in model.graph.inputs:
+        if value.name == TOTAL_LENGTH:
+            return value
+    total = ir.Value(name=TOTAL_LENGTH, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([]))
+    model.graph.inputs.append(total)
+    return total

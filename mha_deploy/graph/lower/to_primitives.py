@@ -9,14 +9,24 @@ import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
 from mha_deploy.graph.build import NodeBuilder, Size
-from mha_deploy.graph.lower.call import AttentionCall
-from mha_deploy.graph.lower.groups import AUTO, GROUP_CHOICES, GroupForm, group_form
-from mha_deploy.graph.lower.heads import as_input_rank, key_length, query_length, split_inputs
+from mha_deploy.graph.lower.call import AttentionCall, as_input_rank, key_length, query_length, split_inputs
+from mha_deploy.graph.lower.groups import (
+    AUTO,
+    GROUP_CHOICES,
+    GroupForm,
+    group_form,
+    scale_query,
+    scores_of,
+    softcap,
+    softmax,
+    weighted_values,
+)
 from mha_deploy.graph.lower.masks import NEG_INF, Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
-from mha_deploy.graph.lower.norms import rms_norm_to_primitives
-from mha_deploy.graph.lower.products import scale_query, scores_of, softcap, softmax, weighted_values
-from mha_deploy.graph.lower.rotary import rotary_to_primitives
-from mha_deploy.graph.lower.scatter import scatter_to_primitives
+from mha_deploy.graph.lower.operators import (
+    rms_norm_to_primitives,
+    rotary_to_primitives,
+    scatter_to_primitives,
+)
 
 DIALECT = "primitives"
 

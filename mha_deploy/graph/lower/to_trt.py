@@ -16,12 +16,18 @@ import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
 from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.lower.call import AttentionCall
-from mha_deploy.graph.lower.heads import Heads, as_input_rank, key_length, query_length, split_inputs
+from mha_deploy.graph.lower.call import (
+    AttentionCall,
+    Heads,
+    as_input_rank,
+    key_length,
+    query_length,
+    split_inputs,
+)
 from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
 from mha_deploy.graph.lower.native import fits_native, native_attention
-from mha_deploy.graph.lower.operator_node import OperatorRules
-from mha_deploy.graph.lower.scatter import keep_scatter
+from mha_deploy.graph.lower.operators import keep_scatter
+from mha_deploy.graph.lower.rewrite import OperatorRules
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptions, lower_to_primitives
 
 DIALECT = "trt"

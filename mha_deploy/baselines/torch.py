@@ -1,0 +1,609 @@
+"""PyTorch on a GPU as a runner: eager, SDPA by kernel, torch.compile; and its profiler."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+from mha_deploy.baselines.fresh import attention_spec, check_device, module_from_bundle
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.errors import BackendUnavailable, DeployError, exit_as_error, nearest
+from mha_deploy.export.eager import tensors_in
+from mha_deploy.export.own_model import reopen_user_module
+from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.model.precision import Precision
+from mha_deploy.model.spec import CACHES, FLOAT, PAST, AttentionSpec, TensorSpec
+from mha_deploy.reference import build_module
+from mha_deploy.reference.attention import (
+    Attention,
+    Heads,
+    attend,
+    given,
+    merge_heads,
+    seen_from,
+    split_heads,
+)
+from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
+from mha_deploy.reference.rotary import rotate
+from mha_deploy.runtime.cuda import Stream
+from mha_deploy.runtime.decode import refuse_overflow
+from mha_deploy.runtime.gpu import GpuRunner, Prepared
+from mha_deploy.runtime.runner import Arrays, TensorInfo
+from mha_deploy.runtime.timing import KernelTime
+
+# -- Why PyTorch did not run a layer, in words that can be acted on --------------------------------
+
+_NO_KERNEL = ("No available kernel", "No viable backend")
+_COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
+_PLACE_IN_SOURCE = " (Triggered internally"
+# Of the kernels that were not asked for, and headings without a reason.
+_NO_REASON = ("runtime disabled", "not used because")
+
+
+def explain_refusal(name: str, error: Exception, warnings: Iterable[str], *, compiled: bool) -> DeployError:
+    """The error to raise for one that PyTorch raised.
+
+    Args:
+        name: The runner.
+        error: What PyTorch raised.
+        warnings: What it warned of before: for a kernel that it refuses, these hold the reasons.
+        compiled: Whether the layer goes through torch.compile.
+    """
+    if isinstance(error, DeployError):
+        return error
+    if any(words in str(error) for words in _NO_KERNEL):
+        return DeployError(
+            f"{name} has no kernel for these inputs.",
+            got=_reasons(warnings) or _first_line(error),
+            hint="another way; `sdpa` lets PyTorch choose",
+        )
+    if compiled and type(error).__module__.startswith(_COMPILERS):
+        return BackendUnavailable(
+            f"{name} cannot compile the layer here.",
+            got=_first_line(error),
+            hint="torch.compile needs Triton and a C compiler",
+        )
+    return DeployError(f"{name} failed on these inputs.", got=_first_line(error))
+
+
+def _reasons(warnings: Iterable[str]) -> str:
+    texts = dict.fromkeys(text.partition(_PLACE_IN_SOURCE)[0].strip() for text in warnings)
+    reasons = [text for text in texts if not any(words in text for words in _NO_REASON)]
+    return "; ".join(reasons or texts)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.partition("\n")[0]
+
+
+# -- A layer with a cache as a decoder in service runs it: what is timed beside the engines --------
+
+
+class DecodeLayer(nn.Module):
+    """Steps a layer; its calls take and give what those of the layer do.
+
+    Args:
+        layer: The layer, with a cache; its weights are shared.
+    """
+
+    def __init__(self, layer: Attention) -> None:
+        super().__init__()
+        if layer.spec.cache == "none":
+            raise DeployError(
+                f"{layer.spec.name} has no cache to decode with.", got="cache = none", hint='cache = "static"'
+            )
+        self.layer = layer
+
+    def forward(
+        self,
+        query: Tensor,
+        past_key: Tensor | None = None,
+        past_value: Tensor | None = None,
+        key_cache: Tensor | None = None,
+        value_cache: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the layer, as `Attention.forward` describes it; but static caches are written to.
+
+        Whether the new tokens fit into a static cache is not looked at: the lengths are on the device.
+
+        Returns:
+            The output [B, S, E], and the keys and values to bring to the next call.
+        """
+        name = self.layer.spec.name
+        if self.layer.spec.cache == "growing":
+            return self._grow(query, *given(name, past_key=past_key, past_value=past_value))
+        tensors = given(name, key_cache=key_cache, value_cache=value_cache, lengths=lengths)
+        return self._write(query, *tensors)
+
+    def _grow(self, query: Tensor, past_key: Tensor, past_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spec, S, past = self.layer.spec, query.shape[1], past_key.shape[2]
+        q, k, v = self._new_rows(query, slice(past, past + S))
+        keys = torch.cat((merge_heads(past_key), k), dim=1)  # [B, P+S, Hkv·D]
+        values = torch.cat((merge_heads(past_value), v), dim=1)
+        output = self._output(query, q, keys, values, None, past=past)
+        return output, split_heads(keys, spec.Hkv), split_heads(values, spec.Hkv)
+
+    def _write(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        spec, S, T = self.layer.spec, query.shape[1], key_cache.shape[2]
+        positions = lengths.long()[:, None] + torch.arange(S, device=query.device)
+        q, k, v = self._new_rows(query, positions)
+        rows = torch.arange(query.shape[0], device=query.device)[:, None]
+        for cache, new in ((key_cache, k), (value_cache, v)):
+            # An index_put: torch.compile does this one in place, while it copies the buffer for a scatter.
+            cache[rows, :, positions] = new.unflatten(-1, (spec.Hkv, spec.D))
+        mask = seen_from(positions, T, spec.window)[:, None]
+        output = self._output(query, q, merge_heads(key_cache), merge_heads(value_cache), mask)
+        return output, key_cache, value_cache
+
+    def _new_rows(self, query: Tensor, positions: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V of the new tokens side by side; the angles of their positions are looked up."""
+        spec = self.layer.spec
+        q, k, v = self.layer.project(query, None, None)
+        if spec.rope is None:
+            return q, k, v
+        if self.layer.rotary is None:
+            raise DeployError("The layer has no rotary tables.", hint="reference.build_module makes them")
+        cos, sin = (table[positions] for table in self.layer.rotary)
+        q, k = (
+            rotate(x.unflatten(-1, (-1, spec.D)), cos, sin, interleaved=spec.rope.interleaved).flatten(-2)
+            for x in (q, k)
+        )
+        return q, k, v
+
+    def _output(
+        self, query: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, past: int = 0
+    ) -> Tensor:
+        """Attention and the output stage; without a mask, queries see what `past` and the window leave."""
+        spec = self.layer.spec
+        layout = Heads(
+            Hq=spec.Hq,
+            Hkv=spec.Hkv,
+            scale=spec.softmax_scale,
+            causal=mask is None,
+            window=spec.window if mask is None else None,
+            softcap=spec.softcap,
+            past=past,
+            sees_itself=True,
+        )
+        heads, _ = attend(q, keys, values, mask, layout, self.layer.path)
+        return self.layer.combine(heads, query)
+
+
+def side_by_side(cache: Tensor) -> Tensor:
+    """The same cache [B, Hkv, length, D], in memory as [B, length, Hkv, D].
+
+    The heads of a token lie side by side then, as projections write them, and merging them copies nothing;
+    every kernel of PyTorch's fused attention reads them so.
+    """
+    return cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# -- The ways in which PyTorch runs one layer, by name, on one set of weights ----------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to run a layer.
+
+    Args:
+        path: How attention is computed; see `reference.core`.
+        graph: Whether a timed call is the launch of a CUDA graph.
+        kernel: The one kernel that PyTorch's fused attention may use; None leaves it the choice.
+        compiled: Whether the module goes through torch.compile.
+        packed: Whether one matrix product makes queries, keys and values, whatever the layer has.
+    """
+
+    path: str
+    graph: bool
+    kernel: SDPBackend | None = None
+    compiled: bool = False
+    packed: bool = False
+
+
+_WAYS = {
+    "eager": Way(path="plain", graph=False),
+    "eager+graph": Way(path="plain", graph=True),
+    "sdpa": Way(path="sdpa", graph=False),
+    "sdpa-cudnn": Way(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION),
+    "sdpa-cudnn-packed": Way(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION, packed=True),
+    "sdpa-flash": Way(path="sdpa", graph=True, kernel=SDPBackend.FLASH_ATTENTION),
+    "sdpa-efficient": Way(path="sdpa", graph=True, kernel=SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-math": Way(path="sdpa", graph=True, kernel=SDPBackend.MATH),
+    "compile": Way(path="sdpa", graph=True, compiled=True),
+}
+WAYS = tuple(_WAYS)
+
+
+def find_way(name: str) -> Way:
+    """Look a way up by name."""
+    if name not in _WAYS:
+        raise DeployError("PyTorch is not run in such a way.", got=name, hint=nearest(name, WAYS))
+    return _WAYS[name]
+
+
+class TorchModels:
+    """The layer of a bundle on one device, its weights there once for all the ways to run it.
+
+    Args:
+        bundle: The bundle.
+        device: Where the weights are.
+    """
+
+    def __init__(self, bundle: Bundle, device: str = "cuda") -> None:
+        self.spec, self.precision = attention_spec(bundle), bundle.manifest.precision
+        self.device = device
+        self._first = module_from_bundle(bundle, path="plain", device=device)
+        self._built = {("plain", False): self._first}
+
+    def module(self, path: str, *, packed: bool = False) -> Attention:
+        """The layer with its attention computed along a path.
+
+        Args:
+            path: See `reference.core`.
+            packed: Whether its projections are one matrix instead of three.
+        """
+        if (path, packed) not in self._built:
+            spec = self._packed_spec() if packed else self.spec
+            dtype = getattr(torch, self.precision.torch_name)
+            # Weights that are of this type on this device already are not copied.
+            self._built[path, packed] = build_module(
+                spec, weights=self._first.state_dict(), dtype=dtype, device=self.device, path=path
+            )
+        return self._built[path, packed]
+
+    def _packed_spec(self) -> AttentionSpec:
+        if self.spec.is_cross or self.spec.projections == "packed":
+            raise DeployError(
+                "The layer has no three projections of one input to pack.",
+                got="cross attention" if self.spec.is_cross else "packed projections",
+                hint="the way sdpa-cudnn",
+            )
+        return replace(self.spec, projections="packed")
+
+    def in_service(self, way: Way) -> nn.Module:
+        """The layer as it is run and timed: one with a cache steps without needless copies of it."""
+        layer = self.module(way.path, packed=way.packed)
+        return layer if self.spec.cache == "none" else DecodeLayer(layer)
+
+    def arguments(self, feeds: Arrays) -> dict[str, Tensor]:
+        """Inputs on the device, by the names that `in_service` calls them; each call has copies of its own.
+
+        Raises:
+            DeployError: The new tokens do not fit into a static cache.
+        """
+        if self.spec.cache == "static":  # on the device, nobody looks at the lengths any more
+            refuse_overflow(feeds["lengths"], feeds["x"].shape[1], feeds["key_cache"].shape[2])
+        tensors = {name: tensor_from_numpy(array).to(self.device) for name, array in feeds.items()}
+        laid_out = {name: side_by_side(tensors[name]) for name in (*PAST, *CACHES) if name in tensors}
+        return call_arguments(self.spec, {**tensors, **laid_out})
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Memory of the weights."""
+        return sum(parameter.nbytes for parameter in self._first.parameters())
+
+
+# -- The ways in which PyTorch runs a user's module: as it is written, with one kernel or compi ----
+
+
+class UserModels:
+    """The module of a bundle on one device, made by its factory once for all the ways to run it.
+
+    Args:
+        spec: The module.
+        precision: Its precision.
+        device: Where it runs.
+
+    Raises:
+        DeployError: The factory is not here, or gives other weights than those in the bundle.
+    """
+
+    def __init__(self, spec: ModuleSpec, precision: Precision, device: str = "cuda") -> None:
+        check_device(device)
+        self.spec, self.precision, self.device = spec, precision, device
+        self._user = reopen_user_module(spec, precision, device=device)
+        self._module = _Flat(self._user.module)
+        self._calls_sdpa: bool | None = None
+
+    def in_service(self, way: Way) -> nn.Module:
+        """The module as it is run and timed.
+
+        Raises:
+            DeployError: A kernel of PyTorch's fused attention is asked for, and the module does not call it.
+        """
+        if way.packed:
+            raise DeployError("The projections of your own module are as you wrote them.", got="packed")
+        if way.path == "sdpa" and not way.compiled and not self._has_sdpa():
+            raise DeployError(
+                "The module writes its attention out: there is no fused kernel to choose.",
+                got="no call of scaled_dot_product_attention",
+            )
+        return self._module
+
+    def arguments(self, feeds: Arrays) -> dict[str, Tensor]:
+        """Inputs on the device; each call has copies of its own."""
+        return {name: tensor_from_numpy(array).to(self.device) for name, array in feeds.items()}
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Memory of the weights."""
+        return self._user.weight_bytes
+
+    @exit_as_error()
+    def _has_sdpa(self) -> bool:
+        if self._calls_sdpa is None:
+            inputs = {name: example.tensor for name, example in self._user.loaded.inputs.items()}
+            with torch.inference_mode(), _Listener() as listener:
+                self._module(**self._user.rounded(inputs))
+            self._calls_sdpa = listener.heard
+        return self._calls_sdpa
+
+
+class _Flat(nn.Module):
+    """A module whose outputs are a flat tuple of tensors, whatever it nests them in."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensors_in(self.module(**inputs)))
+
+
+class _Listener(TorchFunctionMode):
+    """Hears whether PyTorch's fused attention is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.heard = self.heard or func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+# -- PyTorch on a GPU behind the interface of every other runtime, so that it is judged and tim ----
+
+Outputs = tuple[Tensor, ...]
+
+_WARM_UP = 3
+_SHAPES_COMPILED = 256  # past its own limit of 8, torch.compile gives up on a function
+
+
+Models = TorchModels | UserModels
+
+
+def models_of(bundle: Bundle) -> Models:
+    """PyTorch's side of a bundle on the GPU: one of our own layers, or a user's module."""
+    spec = bundle.manifest.spec
+    if isinstance(spec, ModuleSpec):
+        return UserModels(spec, bundle.manifest.precision)
+    return TorchModels(bundle)
+
+
+def open_torch_runner(way: str, source: Bundle | Models) -> TorchRunner:
+    """Run a model in PyTorch, one way.
+
+    Args:
+        way: One of `ways.WAYS`.
+        source: A bundle, or the models of one, whose weights several runners share.
+    """
+    check_device("cuda")
+    find_way(way)
+    return TorchRunner(models_of(source) if isinstance(source, Bundle) else source, way)
+
+
+class TorchRunner(GpuRunner):
+    """A layer or a user's module in PyTorch.
+
+    Args:
+        models: The model on the GPU.
+        way: How to run it, one of `ways.WAYS`.
+    """
+
+    def __init__(self, models: Models, way: str) -> None:
+        check_device("cuda")
+        super().__init__()
+        self._models, self._way = models, find_way(way)
+        self.name = f"torch {'.'.join(torch.__version__.split('.')[:2])} {way}"
+        self.graph = self._way.graph
+        self.inputs = _tensor_infos(models.spec.inputs, models.precision)
+        self.outputs = _tensor_infos(models.spec.outputs, models.precision)
+        self._module: Callable[..., Any] = models.in_service(self._way)
+        if self._way.compiled:
+            # fullgraph: what cannot be compiled is an error, not a way back to eager.
+            self._module = torch.compile(self._module, dynamic=False, fullgraph=True)
+        torch.cuda.synchronize()  # the weights came over another stream
+        self._torch_stream = torch.cuda.Stream()
+        self.stream = Stream(self._torch_stream.cuda_stream)
+
+    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        with torch.inference_mode(), torch.cuda.stream(self._torch_stream), self._explained():
+            return self._named(self._call(self._arguments(feeds)))
+
+    @contextmanager
+    def _prepare(self, feeds: Arrays, slots: int) -> Iterator[Prepared]:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.inference_mode(), torch.cuda.stream(self._torch_stream):
+            with self._explained():
+                calls = self._calls(feeds, slots)
+                for call in calls:  # every slot holds a result from here on
+                    call.launch()
+                torch.cuda.synchronize()
+            needed = torch.cuda.max_memory_allocated() - before + self._models.parameter_bytes
+            try:
+                yield Prepared(
+                    launch=lambda slot: calls[slot].launch(),
+                    results=lambda slot: self._named(calls[slot].launched_again()),
+                    memory_bytes=needed,
+                )
+            finally:
+                torch.cuda.synchronize()
+
+    def _calls(self, feeds: Arrays, slots: int) -> list[_Call]:
+        arguments = [self._arguments(feeds) for _ in range(slots)]
+        for _ in range(_WARM_UP):  # what is set up at the first call must not be captured
+            self._call(arguments[0])
+        torch.cuda.synchronize()
+        if not self.graph:
+            return [_Call(self._module, own) for own in arguments]
+        pool = torch.cuda.graph_pool_handle()  # one for all: the graphs never run at the same time
+        return [_CapturedCall(self._call, own, pool, self._torch_stream) for own in arguments]
+
+    def _call(self, arguments: dict[str, Tensor]) -> Outputs:
+        with self._settings():
+            return _as_tuple(self._module(**arguments))
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        """What must hold while PyTorch chooses kernels; a captured call has chosen."""
+        with ExitStack() as stack:
+            if self._way.kernel is not None:
+                stack.enter_context(sdpa_kernel(self._way.kernel))
+            if self._way.compiled:
+                stack.enter_context(torch._dynamo.config.patch(recompile_limit=_SHAPES_COMPILED))
+            yield
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what PyTorch raises, with the warnings in which it says why, into one error."""
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                with exit_as_error():
+                    yield
+            except Exception as error:
+                texts = [str(warning.message) for warning in told]
+                raise explain_refusal(self.name, error, texts, compiled=self._way.compiled) from error
+
+    def _arguments(self, feeds: Arrays) -> dict[str, Tensor]:
+        return self._models.arguments(feeds)
+
+    def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
+        """A static cache is written in place: what comes out of it takes no memory of its own."""
+        shared = results if self._models.spec.cache == "static" else {}
+        once = sum(array.nbytes for name, array in shared.items() if name != "output")
+        return super()._call_bytes(feeds, results) - once
+
+    def _named(self, outputs: Outputs) -> dict[str, np.ndarray]:
+        return {name: to_numpy(tensor) for name, tensor in zip(self.outputs, outputs, strict=True)}
+
+    def close(self) -> None:
+        """Let go of the module; its weights stay with the models."""
+        self.__dict__.pop("_module", None)
+        torch.cuda.empty_cache()
+
+
+class _Call:
+    """A call launched from Python, kernel by kernel."""
+
+    def __init__(self, module: Callable[..., Any], arguments: dict[str, Tensor]) -> None:
+        self._module, self._arguments = module, arguments
+        self._latest: Any = ()
+
+    def launch(self) -> None:
+        self._latest = self._module(**self._arguments)
+
+    def launched_again(self) -> Outputs:
+        """The outputs, computed anew: graphs of one pool may have written over each other's since."""
+        self.launch()
+        torch.cuda.synchronize()
+        return _as_tuple(self._latest)
+
+
+class _CapturedCall(_Call):
+    """A call captured in a CUDA graph, which writes to the same outputs each time."""
+
+    def __init__(
+        self,
+        call: Callable[[dict[str, Tensor]], Outputs],
+        arguments: dict[str, Tensor],
+        pool: Any,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        super().__init__(call, arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self._latest = call(arguments)
+        self._replay = graph.replay
+
+    def launch(self) -> None:
+        self._replay()
+
+
+def _as_tuple(outputs: Any) -> Outputs:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _tensor_infos(tensors: tuple[TensorSpec, ...], precision: Precision) -> dict[str, TensorInfo]:
+    return {
+        tensor.name: TensorInfo(
+            dtype=precision.numpy if tensor.kind == FLOAT else np.dtype(tensor.kind), dims=tensor.dims
+        )
+        for tensor in tensors
+    }
+
+
+# -- Which kernels take the time, whichever library of the process launched them -------------------
+
+
+def kernel_times(
+    launch: Callable[[], object],
+    synchronize: Callable[[], object] = torch.cuda.synchronize,
+    calls: int = 3,
+) -> list[KernelTime]:
+    """Time the kernels of a call.
+
+    Args:
+        launch: Queues one call.
+        synchronize: Waits for everything that was queued; unless given, for the whole GPU.
+        calls: How many calls to take the mean of.
+
+    Returns:
+        The kernels, copies and fills included, the longest first.
+    """
+    if ProfilerActivity.CUDA not in supported_activities():
+        raise BackendUnavailable("PyTorch cannot profile a GPU here.", hint="mha-deploy doctor")
+    launch()
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            launch()
+        synchronize()
+    events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
+    if not events:
+        raise DeployError(
+            "The profiler saw no kernel.", hint="another profiler may hold the GPU, or CUPTI is missing"
+        )
+    return mean_by_name(((event.name, event.time_range.elapsed_us()) for event in events), calls)
+
+
+def mean_by_name(runs: Iterable[tuple[str, float]], calls: int) -> list[KernelTime]:
+    """Add up the runs of each kernel, and divide by the number of calls; the longest first."""
+    by_name: dict[str, list[float]] = {}
+    for name, microseconds in runs:
+        by_name.setdefault(name, []).append(microseconds)
+    means = [
+        KernelTime(name=name, calls=len(spent) / calls, microseconds=sum(spent) / calls)
+        for name, spent in by_name.items()
+    ]
+    return sorted(means, key=lambda kernel: -kernel.microseconds)

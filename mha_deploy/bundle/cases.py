@@ -1,0 +1,293 @@
+"""Golden cases on disk: inputs, the FP64 oracle, and what eager PyTorch computed."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.manifest import GoldenEntry
+from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.model.precision import Precision
+from mha_deploy.model.spec import CACHE_TENSORS, FLOAT, LENGTHS, ModelSpec, TensorSpec
+
+# -- Read NumPy archives that may come from anywhere: nothing is unpickled, nothing fails with  ----
+
+
+def read_npz(
+    path: Path, check_names: Callable[[list[str]], None] = lambda names: None
+) -> dict[str, np.ndarray]:
+    """Read every array of an .npz file.
+
+    Args:
+        path: The file, as `numpy.savez` writes it.
+        check_names: Looks at the names before any array is read, and raises if they are not the right ones.
+    """
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise ValueError("a single array, not an .npz archive")
+        with loaded as archive:
+            check_names(archive.files)
+            return {name: _member(archive, name) for name in archive.files}
+    except FileNotFoundError as error:
+        raise DeployError("There is no such .npz file.", got=path) from error
+    except DeployError:
+        raise
+    except Exception as error:  # NumPy, zipfile and the decompressors raise types that share no base
+        raise DeployError(
+            "The .npz file cannot be read.",
+            got=f"{path}: {error}",
+            hint="numpy.savez(path, name=array, ...), without objects",
+        ) from error
+
+
+def _member(archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
+    array = archive[name]
+    if not isinstance(array, np.ndarray):  # NumPy hands out members of another format as they are
+        raise ValueError(f"{name} is not an array")
+    return array
+
+
+# -- What a golden case keeps of a cache: the rows that the call wrote -----------------------------
+
+CACHE_INPUTS = {
+    out: given
+    for inputs, outputs in CACHE_TENSORS.values()
+    for out, given in zip(outputs, inputs, strict=True)
+}
+"""For each cache that goes out, the one that came in."""
+
+
+def stored_outputs(spec: ModelSpec) -> tuple[TensorSpec, ...]:
+    """The outputs of a layer as a file holds them: of a cache, [B, Hkv, S, D]."""
+    S = next(tensor for tensor in spec.inputs if tensor.name == "x").dims[1] if spec.cache != "none" else 0
+    return tuple(
+        replace(tensor, dims=(*tensor.dims[:2], S, tensor.dims[3])) if tensor.name in CACHE_INPUTS else tensor
+        for tensor in spec.outputs
+    )
+
+
+def written_from(inputs: Mapping[str, np.ndarray], given: str) -> np.ndarray:
+    """The first new row of every row of the batch, in the cache that came in under this name. [B]."""
+    cache = inputs[given]
+    return inputs[LENGTHS] if LENGTHS in inputs else np.full(len(cache), cache.shape[2])
+
+
+def rows_from(cache: np.ndarray, starts: np.ndarray, S: int) -> np.ndarray:
+    """S rows of every row of the batch. [B, Hkv, T, D] -> [B, Hkv, S, D]."""
+    return np.stack([rows[:, start : start + S] for rows, start in zip(cache, starts, strict=True)])
+
+
+def only_new_rows(
+    results: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The results of a call, with the new rows in place of whole caches."""
+    return {
+        name: rows_from(array, written_from(inputs, CACHE_INPUTS[name]), inputs["x"].shape[1])
+        if CACHE_INPUTS.get(name) in inputs
+        else array
+        for name, array in results.items()
+    }
+
+
+def with_old_rows(
+    results: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The results of a call, with whole caches in place of the new rows."""
+    return {
+        name: with_rows(inputs[CACHE_INPUTS[name]], array, written_from(inputs, CACHE_INPUTS[name]))
+        if CACHE_INPUTS.get(name) in inputs
+        else array
+        for name, array in results.items()
+    }
+
+
+def with_rows(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """A copy of a cache with new rows in their places: in their type, and as long as they need it."""
+    B, Hkv, T, D = before.shape
+    S = new.shape[2]
+    whole = np.empty((B, Hkv, max(T, int(starts.max()) + S), D), new.dtype)
+    whole[:, :, :T] = before
+    for b, start in enumerate(starts):
+        whole[b, :, start : start + S] = new[b]
+    return whole
+
+
+# -- Golden cases on disk: inputs, the FP64 oracle, and what the module gave in its own precisi ----
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldenCase:
+    """One case: what goes in, what is true (FP64), and what the module itself gave.
+
+    `flops` is the work of one call where it was counted, for a user's module; else 0.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    inputs: Arrays
+    oracle: Arrays
+    eager: Arrays
+    note: str = ""
+    flops: int = 0
+
+
+def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
+    """Read the golden cases of a bundle one by one."""
+    for entry in bundle.manifest.golden:
+        yield read_case(bundle, entry)
+
+
+def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
+    """Read one case, checking that it holds what the spec says."""
+    spec, precision = bundle.manifest.spec, bundle.manifest.precision
+    arrays = read_npz(bundle.file(entry.file), partial(_refuse_strangers, spec))
+    inputs = take_arrays(arrays, "inputs", spec.inputs, entry.sizes, precision)
+    _refuse_bad_lengths(entry, inputs)
+    oracle = take_arrays(arrays, "oracle", stored_outputs(spec), entry.sizes, None)
+    eager = take_arrays(arrays, "eager", stored_outputs(spec), entry.sizes, precision)
+    refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
+    return GoldenCase(
+        name=entry.name,
+        sizes=entry.sizes,
+        inputs=inputs,
+        oracle=with_old_rows(oracle, inputs),
+        eager=with_old_rows(eager, inputs),
+        note=entry.note,
+        flops=entry.flops,
+    )
+
+
+def _refuse_bad_lengths(entry: GoldenEntry, inputs: Arrays) -> None:
+    if "lengths" not in inputs:
+        return
+    lengths, room = inputs["lengths"], inputs["key_cache"].shape[2] - inputs["x"].shape[1]
+    if (lengths < 0).any() or (lengths > room).any():
+        raise BundleError(
+            "The new rows of a golden case do not fit its cache.",
+            got=f"{entry.file}: lengths {lengths.tolist()}",
+            hint=f"0 to {room}: export again",
+        )
+
+
+def refuse_infinite(file: str, results: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Refuse golden results that are not finite: an infinite eager result would make an infinite budget."""
+    for name, array in results:
+        if not np.isfinite(array.astype(np.float64)).all():
+            raise BundleError("A golden result is not finite.", got=f"{file}: {name}", hint="export again")
+
+
+def _refuse_strangers(spec: ModelSpec, names: list[str]) -> None:
+    groups = {"inputs": spec.inputs, "oracle": spec.outputs, "eager": spec.outputs}
+    known = {f"{group}/{tensor.name}" for group, tensors in groups.items() for tensor in tensors}
+    strangers = sorted(set(names) - known)
+    if strangers:
+        raise BundleError(
+            "A golden case holds arrays that the spec does not name.",
+            got=", ".join(strangers),
+            hint="export again",
+        )
+
+
+def write_case(path: Path, case: GoldenCase) -> None:
+    """Write one case."""
+    oracle, eager = (only_new_rows(results, case.inputs) for results in (case.oracle, case.eager))
+    groups = {"inputs": case.inputs, "oracle": oracle, "eager": eager}
+    arrays = {
+        f"{group}/{name}": as_stored(a) for group, members in groups.items() for name, a in members.items()
+    }
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def as_stored(array: np.ndarray) -> np.ndarray:
+    """An array as NumPy's format can hold it: bfloat16 as its 16 bits."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def take_arrays(
+    arrays: Arrays,
+    group: str,
+    tensors: Iterable[TensorSpec],
+    sizes: Mapping[str, int],
+    precision: Precision | None,
+) -> dict[str, np.ndarray]:
+    """Pick one group of arrays; `precision` None means float64."""
+    taken = {}
+    for tensor in tensors:
+        array = arrays.get(f"{group}/{tensor.name}")
+        if array is None or array.shape != tensor.shape(sizes):
+            raise BundleError(
+                f"A golden case does not hold {group}/{tensor.name} as the spec describes it.",
+                got="nothing" if array is None else f"shape {array.shape}",
+                hint=f"shape {tensor.shape(sizes)}: export again",
+            )
+        wanted = np.dtype(np.float64 if tensor.kind == FLOAT else tensor.kind)
+        if precision is None and wanted.kind == "f":  # what is true is known in FP64, also of float32
+            wanted = np.dtype(np.float64)
+        elif tensor.kind == FLOAT and precision is not None:
+            wanted = precision.numpy
+        taken[tensor.name] = _as_read(f"{group}/{tensor.name}", array, wanted)
+    return taken
+
+
+def _as_read(name: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
+    if wanted.name == "bfloat16" and array.dtype == np.uint16:
+        return array.view(wanted)
+    if array.dtype != wanted:
+        raise BundleError(
+            "A golden array has the wrong type.", got=f"{name}: {array.dtype}", hint=str(wanted)
+        )
+    return array
+
+
+# -- Polygraphy ------------------------------------------------------------------------------------
+
+
+def write_polygraphy(folder: Path, cases: Iterable[GoldenCase]) -> None:
+    """Write `inputs.json` and `outputs.json` for `polygraphy run --load-inputs … --load-outputs …`.
+
+    Polygraphy's JSON holds arrays as base64 of NumPy's own format. The oracle is written as float32, the
+    widest type that its comparison tools print well.
+    """
+    folder.mkdir(parents=True)
+    inputs, results = [], []
+    for case in cases:
+        inputs.append({name: _polygraphy_array(array) for name, array in case.inputs.items()})
+        results.append(_polygraphy_iteration(case.oracle))
+    run = {"lst": [["oracle", results]], "polygraphy_class": "RunResults"}
+    (folder / "inputs.json").write_text(json.dumps(inputs), encoding="ascii")
+    (folder / "outputs.json").write_text(json.dumps(run), encoding="ascii")
+
+
+def _polygraphy_array(array: np.ndarray) -> dict[str, str]:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return {"array": base64.b64encode(buffer.getvalue()).decode("ascii"), "polygraphy_class": "ndarray"}
+
+
+def _polygraphy_iteration(outputs: Arrays) -> dict[str, object]:
+    lazy = {
+        name: {"values": _polygraphy_array(array.astype(np.float32)), "polygraphy_class": "LazyArray"}
+        for name, array in outputs.items()
+    }
+    return {"outputs": lazy, "runtime": None, "runner_name": "oracle", "polygraphy_class": "IterationResult"}
+
+
+def polygraphy_refusal(spec: ModelSpec, precision: Precision) -> str | None:
+    """Why Polygraphy cannot be given these cases, or None."""
+    if spec.cache != "none":
+        return "no Polygraphy files: it would compare whole caches, of which only the new rows say anything"
+    if precision.name == "bf16":
+        return "no Polygraphy files: its JSON holds NumPy arrays, which have no bfloat16"
+    return None

@@ -1,0 +1,163 @@
+"""The bundle: a folder with everything a later step needs, readable without PyTorch.
+
+    manifest.json             what this is, the hash of every file, and the versions that made it
+    model.onnx (+ .data)      the canonical graph
+    golden/<case>.npz         inputs, FP64 oracle and eager result of one case
+    golden/polygraphy/*.json  the same inputs and oracle for `polygraphy run`
+    traces/<name>.npz         of a layer with a cache: tokens to step through, and what is true of them
+
+A bundle is built in a temporary folder beside its place and renamed when it is whole; the manifest is
+the last file written. See docs/bundle.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+
+from mha_deploy.bundle.commit import commit_folder, refuse_occupied
+from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
+from mha_deploy.errors import BundleError
+
+__all__ = [
+    "MANIFEST",
+    "MODEL",
+    "Bundle",
+    "BundleWriter",
+    "GoldenEntry",
+    "LayersEntry",
+    "Manifest",
+    "TraceEntry",
+    "open_bundle",
+    "sha256",
+]
+
+MANIFEST = "manifest.json"
+MODEL = "model.onnx"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A bundle on disk whose manifest has been read.
+
+    Args:
+        path: The folder.
+        manifest: What it is.
+        removed: Of one that was just written: the engines and reports of the bundle that it replaced.
+    """
+
+    path: Path
+    manifest: Manifest
+    removed: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def model_path(self) -> Path:
+        """The canonical graph."""
+        return self.path / MODEL
+
+    def file(self, name: str) -> Path:
+        """The path of a file of the bundle; names that leave the folder are refused."""
+        relative = PurePosixPath(name)
+        if relative.is_absolute() or ".." in relative.parts or name not in self.manifest.files:
+            raise BundleError("The manifest names a file that is not part of the bundle.", got=name)
+        return self.path / relative
+
+    def verify(self) -> None:
+        """Compare every file with the size and hash in the manifest; a link is no file of the bundle."""
+        root = self.path.resolve()
+        for path in self.path.glob(f"{MODEL}*"):  # weights beside the graph are read with it
+            if path.name not in self.manifest.files:
+                raise BundleError(
+                    "A file of the graph is not in the manifest.", got=path, hint="export again"
+                )
+        for name, wanted in self.manifest.files.items():
+            path = self.file(name)
+            if not path.is_file() or path.resolve() != root / PurePosixPath(name):
+                raise BundleError("A file of the bundle is missing.", got=path, hint="export again")
+            if path.stat().st_size != wanted["bytes"] or sha256(path) != wanted["sha256"]:
+                raise BundleError(
+                    "A file of the bundle was changed after export.", got=path, hint="export again"
+                )
+
+
+def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
+    """Read a bundle, and check the hash of every file unless told not to."""
+    manifest_path = path / MANIFEST
+    try:
+        data = json.loads(manifest_path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        made = "a folder made by mha-deploy export MODEL -o FOLDER"
+        hint = made if path.exists() else f"mha-deploy export MODEL -o {path}"
+        raise BundleError("There is no bundle here.", got=path, hint=hint) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise BundleError("The manifest cannot be read.", got=f"{manifest_path}: {error}") from error
+    try:
+        manifest = Manifest.from_dict(data)
+        _ = manifest.files[MODEL]  # a graph without a hash would go unchecked
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BundleError(
+            "The manifest is incomplete.",
+            got=f"{manifest_path}: {type(error).__name__} {error}",
+            hint="export again",
+        ) from error
+    bundle = Bundle(path=path, manifest=manifest)
+    if verify:
+        bundle.verify()
+    return bundle
+
+
+class BundleWriter:
+    """Build a bundle in a temporary folder; `finish` puts it in place, anything else removes it.
+
+    Args:
+        target: Where the bundle shall be.
+        overwrite: Whether a bundle that is there already may be replaced.
+    """
+
+    def __init__(self, target: Path, *, overwrite: bool = False) -> None:
+        self.target, self.overwrite = target, overwrite
+        self.place = Path(os.path.realpath(target))  # a link stays, and what it leads to is replaced
+        refuse_occupied(self.place, overwrite=overwrite)
+
+    def __enter__(self) -> BundleWriter:
+        parent = self.place.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self.path = Path(tempfile.mkdtemp(prefix=f".{self.place.name}.partial-", dir=parent))
+        except OSError as error:
+            raise BundleError("The output folder cannot be written.", got=f"{parent}: {error}") from error
+        self.path.chmod(0o755)
+        return self
+
+    def finish(self, manifest: Manifest) -> Bundle:
+        """Hash every file, write the manifest, and rename the folder to its place."""
+        files = {
+            path.relative_to(self.path).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            for path in sorted(self.path.rglob("*"))
+            if path.is_file()
+        }
+        data = {**manifest.to_dict(), "files": files}
+        checked = Manifest.from_dict(data)  # before it is put in place: what cannot be read is no bundle
+        (self.path / MANIFEST).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        removed = commit_folder(self.path, self.place, overwrite=self.overwrite)
+        return Bundle(path=self.target, manifest=checked, removed=removed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()

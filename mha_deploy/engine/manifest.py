@@ -1,0 +1,629 @@
+"""An engine on disk: the plan, its manifest, and the machines that it fits."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.bundle.commit import written
+from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
+from mha_deploy.bundle.manifest import Manifest
+from mha_deploy.engine.options import BACKENDS, profile_shapes
+from mha_deploy.engine.plugins import other_builds, why_missing
+from mha_deploy.environment import RUNTIMES, gpus, installed_version
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.rules import is_rtx_gpu
+from mha_deploy.model.spec import Axis
+from mha_deploy.runtime.cuda import find_gpu
+from mha_deploy.runtime.tensorrt.kernels import ATTENTION, Kernel, kernels_from_plan
+from mha_deploy.runtime.tensorrt.log import members
+from mha_deploy.runtime.tensorrt.request import LargeTensor
+from mha_deploy.runtime.tensorrt.verdict import (
+    DECOMPOSED,
+    FUSED,
+    UNDECIDED,
+    EngineVerdict,
+    NodeVerdict,
+    fusion_verdict,
+    precision_verdict,
+    written_types,
+)
+from mha_deploy.runtime.tensorrt.versions import MODULES
+
+# -- Whether a plan shows what the manifest beside it claims: its kernels, their types, the bun ----
+
+RTX = "tensorrt-rtx"
+_NOT_SHOWN = "the plan does not show what the engine's manifest says: "
+# The plans of every version begin so: `ptrt` up to 8.5, `ftrt` from 8.6 on, `vtrt` in TensorRT-RTX.
+_MAGIC = b"trt"
+# Fewer numbers, or numbers that are alike, are found in any file.
+_LEAST_NUMBERS, _LEAST_DIFFERENT = 16, 8
+_MATMULS = ("MatMul", "Gemm")
+
+
+def is_plan(data: bytes) -> bool:
+    """Whether a file begins like a plan of TensorRT."""
+    return data[1:4] == _MAGIC
+
+
+def shown_verdict(
+    plan: bytes,
+    verdict: Mapping[str, Any],
+    *,
+    backend: str,
+    precision: str,
+    profiles: int,
+    bundle: Path | None = None,
+) -> Mapping[str, Any]:
+    """The verdict of an engine's manifest, in which everything that its plan does not show is unknown.
+
+    Args:
+        plan: The serialised engine.
+        verdict: What the manifest says.
+        backend: The TensorRT that built it.
+        precision: The precision asked for.
+        profiles: How many optimisation profiles it has.
+        bundle: The bundle that it lies in, if it does.
+    """
+    nodes = verdict["nodes"]
+    if backend != RTX and not any("plan" in node["source"].split("+") for node in nodes):
+        return verdict
+    # The library's layers do not say what they compute; that a plugin is there is all that can be seen.
+    kernels = [
+        replace(each, carries=ATTENTION) if each.is_plugin else each for each in kernels_from_plan(plan)
+    ]
+    graph = None if bundle is None or backend != RTX else load_graph(bundle / MODEL)
+    if graph is not None and not (_holds_weights(plan, graph) and _has_their_sizes(kernels, graph)):
+        return _all_unknown(verdict, "its weights are not those of the bundle")
+    shown = {**verdict, "nodes": _shown_nodes(kernels, nodes, profiles, needed=backend == RTX)}
+    if backend == RTX and not _is_in_precision(kernels, verdict["precision"], precision, graph):
+        shown["precision"] = _unknown(verdict["precision"], "its kernels are not in that precision")
+    return shown
+
+
+def _shown_nodes(
+    kernels: Sequence[Kernel], nodes: Sequence[Mapping[str, Any]], profiles: int, *, needed: bool
+) -> list[Mapping[str, Any]]:
+    names = sorted({name for kernel in kernels for name in kernel.onnx_nodes})
+    found = fusion_verdict(kernels, members(names, {node["node"]: None for node in nodes}), profiles=profiles)
+    fused = {(each.node, each.profile): set(each.kernels) for each in found if each.status == FUSED}
+
+    def is_shown(node: Mapping[str, Any]) -> bool:
+        if node["status"] != FUSED or not (needed or "plan" in node["source"].split("+")):
+            return True
+        mine = fused.get((node["node"], node["profile"]))
+        return mine is not None and mine.issuperset(node["kernels"])
+
+    return [
+        node if is_shown(node) else _unknown(node, "no fused kernel of that name computes it")
+        for node in nodes
+    ]
+
+
+def _is_in_precision(
+    kernels: Sequence[Kernel], recorded: Mapping[str, Any], precision: str, graph: ir.Model | None
+) -> bool:
+    if recorded["status"] != f"really-{precision}":
+        return True  # nothing is claimed
+    if precision_verdict(kernels, precision).ok:
+        return True
+    # Some of its nodes may be wider because the graph asks for it.
+    return graph is not None and precision_verdict(kernels, precision, written_types(graph)).ok
+
+
+def _holds_weights(plan: bytes, graph: ir.Model) -> bool:
+    """Whether any weight of the graph stands in the plan; some are packed together, but never all of them."""
+    compared = False
+    for needle in _weights(graph):
+        compared = True
+        if needle in plan:
+            return True
+    return not compared
+
+
+def _has_their_sizes(kernels: Sequence[Kernel], graph: ir.Model) -> bool:
+    """Whether most matmuls read as many weights as those nodes of the graph that they name.
+
+    A kernel may compute several of them in one, and pad their weights. Of some, the plan names no weights.
+    """
+    sizes = {
+        node.name: value.const_value.size
+        for node in graph.graph.all_nodes()
+        if node.op_type in _MATMULS
+        for value in node.inputs[1:2]
+        if value is not None and value.const_value is not None
+    }
+    fitting = []
+    for kernel in kernels:
+        read = max((math.prod(each.shape) for each in kernel.constants), default=0)
+        named = (
+            kernel.is_gemm and bool(kernel.onnx_nodes) and all(name in sizes for name in kernel.onnx_nodes)
+        )
+        if named and read > 1:
+            wanted = sum(sizes[name] for name in kernel.onnx_nodes)
+            fitting.append(wanted <= read < 2 * wanted)
+    return 2 * sum(fitting) >= len(fitting)
+
+
+def _weights(graph: ir.Model) -> Iterator[bytes]:
+    """The numbers of the weights, small ones first, as they are and transposed."""
+    tensors = [
+        value.const_value for value in graph.graph.initializers.values() if value.const_value is not None
+    ]
+    for tensor in sorted(tensors, key=lambda tensor: tensor.nbytes):
+        if tensor.size < _LEAST_NUMBERS or not tensor.dtype.is_floating_point():
+            continue
+        data = tensor.tobytes()
+        if len(np.unique(np.frombuffer(data, dtype=np.uint8))) < _LEAST_DIFFERENT:
+            continue
+        yield data
+        if len(tensor.shape) == 2:
+            yield np.ascontiguousarray(tensor.numpy().T).tobytes()
+
+
+def _all_unknown(verdict: Mapping[str, Any], why: str) -> Mapping[str, Any]:
+    nodes = [_unknown(node, why) for node in verdict["nodes"]]
+    return {**verdict, "nodes": nodes, "precision": _unknown(verdict["precision"], why)}
+
+
+def _unknown(part: Mapping[str, Any], why: str) -> dict[str, Any]:
+    return {**part, "status": UNDECIDED, "reason": _NOT_SHOWN + why}
+
+
+# -- The attentions of a bundle that are no node of its graph, in the verdict on an engine ---------
+
+_NOT_FUSED = " is not fused: "
+
+
+def unrecognised(manifest: Manifest) -> dict[str, str]:
+    """The attentions of a bundle that are no node of its graph, by names of their own, with the reasons."""
+    reasons = [note.partition(_NOT_FUSED)[::2] for note in manifest.notes if _NOT_FUSED in note]
+    found: dict[str, str] = {}
+    taken = {str(node["name"]) for node in manifest.attention}
+    for index in range(manifest.spec.attention_count - len(manifest.attention)):
+        name, reason = reasons[index] if index < len(reasons) else ("attention", "no reason is recorded")
+        free, count = name, 1
+        while free in taken or free in found:
+            count += 1
+            free = f"{name}_{count}"
+        found[free] = reason
+    return found
+
+
+def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: int) -> EngineVerdict:
+    """The verdict on all attentions of a bundle.
+
+    Args:
+        verdict: The verdict on the attention nodes of its graph.
+        manifest: The manifest of the bundle.
+        profiles: How many optimisation profiles the engine has.
+    """
+    left = [
+        NodeVerdict(
+            node=name,
+            profile=profile,
+            status=DECOMPOSED,
+            reason=f"not one Attention node in the graph: {reason}",
+            source="graph",
+        )
+        for name, reason in unrecognised(manifest).items()
+        for profile in range(profiles)
+    ]
+    return replace(verdict, nodes=(*verdict.nodes, *left))
+
+
+# -- An engine on disk: the plan, and beside it a manifest that says what it is and what it fit ----
+
+FORMAT = 1
+FOLDER = "engines"
+NATIVE_ATTENTION = {"asked": "native", "chosen": "native", "accumulate": "fp16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineManifest:
+    """What an engine is.
+
+    Args:
+        backend: `tensorrt` or `tensorrt-rtx`.
+        version: Version of the TensorRT that built it; another one cannot load it.
+        gpu: The GPU it was built on, or None where it was compiled for named targets.
+        targets: Compute capabilities it was compiled for, as SM89; none for all from 8.0 on (RTX).
+        model: Name of the model.
+        precision: The precision asked for.
+        dialect: How attention was written for the parser.
+        profiles: Axis ranges of each optimisation profile, as min:opt:max.
+        profile_names: What each profile is called: its number, or `prefill` and `decode`.
+        bundle_sha256: Hash of the manifest of the bundle it was built from.
+        engine_sha256: Hash of the plan.
+        engine_bytes: Size of the plan.
+        seconds: How long the build took.
+        strongly_typed: Whether its types are those of the graph.
+        verdict: Fusion and precision, with their evidence.
+        kernels: The kernels, as the best source tells them.
+        options: What the builder was asked for.
+        findings: What the check before the build found.
+        notes: What a reader should know.
+        attention: Who computes attention: `chosen` (`native` or `plugin`), how the projections sum up
+            (`accumulate`), and where it was `asked` to be measured, what each way cost.
+        plugins: The plugin libraries it needs: file name, version, hash, TensorRT and plugins of each.
+        in_place: From each output that may lie in the memory of an input to that input: there the plugin
+            writes only the new rows of a cache, elsewhere it copies the whole of it.
+        large_tensors: Tensors that TensorRT said it cannot hold at the largest sizes; a call that needs one
+            is refused.
+    """
+
+    backend: str
+    version: str
+    gpu: Mapping[str, str] | None
+    targets: list[str]
+    model: str
+    precision: str
+    dialect: str
+    profiles: list[Mapping[str, str]]
+    bundle_sha256: str
+    engine_sha256: str
+    engine_bytes: int
+    seconds: float
+    strongly_typed: bool
+    verdict: Mapping[str, Any]
+    kernels: list[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    findings: Sequence[Mapping[str, Any]]
+    notes: list[str]
+    profile_names: list[str] = field(default_factory=list)
+    attention: Mapping[str, Any] = field(default_factory=lambda: dict(NATIVE_ATTENTION))
+    plugins: list[Mapping[str, Any]] = field(default_factory=list)
+    in_place: Mapping[str, str] = field(default_factory=dict)
+    large_tensors: list[Mapping[str, Any]] = field(default_factory=list)
+    format: int = field(default=FORMAT)
+
+    def profile_name(self, index: int) -> str:
+        """What a profile is called."""
+        return self.profile_names[index] if index < len(self.profile_names) else str(index)
+
+    @property
+    def ranges(self) -> list[dict[str, Axis]]:
+        """The axis ranges of every optimisation profile."""
+        return [
+            {name: Axis.parse(text, name=name) for name, text in profile.items()} for profile in self.profiles
+        ]
+
+    @property
+    def fused_count(self) -> tuple[int, int]:
+        """How many attentions are one fused kernel in every profile, of how many."""
+        names = {node["node"] for node in self.verdict["nodes"]}
+        broken = {node["node"] for node in self.verdict["nodes"] if node["status"] != "fused"}
+        return len(names - broken), len(names)
+
+    @property
+    def fusion_told(self) -> str:
+        """How many attentions are fused, in words; what no source could tell is not called unfused."""
+        fused, count = self.fused_count
+        return fusion_told(fused, count, self.verdict["nodes"])
+
+    @property
+    def all_fused(self) -> bool:
+        """Whether every attention is one fused kernel in every profile."""
+        fused, count = self.fused_count
+        return fused == count > 0
+
+    @property
+    def is_in_precision(self) -> bool:
+        """Whether the engine was shown to be in the precision asked for."""
+        return self.verdict["precision"]["status"] == f"really-{self.precision}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """An engine whose manifest has been read.
+
+    Args:
+        path: The plan.
+        manifest: What it is; as `open_engine` reads it, without the claims that its plan does not show.
+        is_shown: Whether its plan, or the build, showed the verdict; else it counts once the engine runs.
+    """
+
+    path: Path
+    manifest: EngineManifest
+    is_shown: bool = True
+
+    def check_bundle(self, bundle: Path) -> None:
+        """Refuse an engine that was built from another bundle, or whose manifest does not fit it."""
+        hint = f"mha-deploy build-engine {bundle} --backend {self.manifest.backend} --overwrite"
+        if sha256(bundle / MANIFEST) != self.manifest.bundle_sha256:
+            raise BundleError("The engine was built from another bundle.", got=self.path, hint=hint)
+        wrong = _misfit(self.manifest, open_bundle(bundle, verify=False).manifest)
+        if wrong is not None:
+            raise BundleError(
+                "The engine's manifest does not fit its bundle.", got=f"{self.path}: {wrong}", hint=hint
+            )
+
+
+def _misfit(engine: EngineManifest, bundle: Manifest) -> str | None:
+    """What an engine's manifest says otherwise than the bundle that it was built from."""
+    if (engine.model, engine.precision) != (bundle.spec.name, bundle.precision.name):
+        return f"{engine.model} {engine.precision}, not {bundle.spec.name} {bundle.precision.name}"
+    names = {*(str(node.get("name")) for node in bundle.attention), *unrecognised(bundle)}
+    judged = [(node["node"], node["profile"]) for node in engine.verdict["nodes"]]
+    if set(judged) != {(name, profile) for name in names for profile in range(len(engine.profiles))}:
+        return f"a verdict on {len(set(judged))} attentions and profiles, not on {len(names)} attentions each"
+    try:
+        shapes = [profile_shapes(bundle.spec, ranges) for ranges in engine.ranges]
+    except (DeployError, KeyError) as error:
+        return f"profiles {engine.profiles}: {error}"
+    recorded = engine.options.get("profiles")
+    if recorded is not None and json.dumps(recorded) != json.dumps(shapes):
+        return f"profiles {engine.profiles}, but inputs {recorded}"
+    return None
+
+
+def fusion_told(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -> str:
+    """`10/12 fused`, or `10/12 fused, 2 unknown`.
+
+    Args:
+        fused: Attentions that are one fused kernel in every profile.
+        count: All attentions.
+        nodes: The verdict on each attention in each profile.
+    """
+    statuses: dict[str, set[str]] = {}
+    for node in nodes:
+        statuses.setdefault(node["node"], set()).add(node["status"])
+    unknown = sum("unknown" in found and "decomposed" not in found for found in statuses.values())
+    return f"{fused}/{count} fused" + (f", {unknown} unknown" if unknown else "")
+
+
+def engine_path(bundle: Path, name: str) -> Path:
+    """Where the engine of that name lies in a bundle."""
+    if not name or Path(name).name != name or name.startswith("."):
+        raise BundleError(
+            "This cannot be the name of an engine.", got=name, hint="letters, digits and dashes"
+        )
+    return bundle / FOLDER / f"{name}.engine"
+
+
+def manifest_path(engine: Path) -> Path:
+    """Where the manifest of an engine lies: beside it."""
+    return engine.with_suffix(".json")
+
+
+def open_engine(path: Path) -> Engine:
+    """Read an engine's manifest, and check that the plan is the one it speaks of.
+
+    What the plan does not show of its verdict is unknown in the manifest that is given back.
+    """
+    beside = manifest_path(path)
+    try:
+        data = json.loads(beside.read_text(encoding="utf-8"))
+        if data.get("format") != FORMAT:
+            raise BundleError(
+                "The engine has another format.", got=f"format {data.get('format')!r}", hint="rebuild it"
+            )
+        manifest = EngineManifest(**data)
+        _check_shape(manifest)
+    except FileNotFoundError as error:
+        raise BundleError(
+            "There is no engine with a manifest here.", got=path, hint="mha-deploy build-engine BUNDLE"
+        ) from error
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise BundleError(
+            "The engine's manifest cannot be read.", got=f"{beside}: {error}", hint="rebuild it"
+        ) from error
+    if not path.is_file():
+        raise BundleError("The engine is missing beside its manifest.", got=path, hint="rebuild it")
+    plan = path.read_bytes()
+    if len(plan) != manifest.engine_bytes or hashlib.sha256(plan).hexdigest() != manifest.engine_sha256:
+        raise BundleError(
+            "The engine was changed or cut short after it was built.", got=path, hint="rebuild it"
+        )
+    if not is_plan(plan):
+        raise BundleError(
+            "The engine is not a plan of TensorRT.",
+            got=f"{path}, which begins with {plan[:8]!r}" if plan else f"{path}, which is empty",
+            hint="rebuild it",
+        )
+    verdict = shown_verdict(
+        plan,
+        manifest.verdict,
+        backend=manifest.backend,
+        precision=manifest.precision,
+        profiles=len(manifest.profiles),
+        bundle=_bundle_of(path),
+    )
+    return Engine(path=path, manifest=replace(manifest, verdict=verdict), is_shown=manifest.backend == RTX)
+
+
+def _bundle_of(engine: Path) -> Path | None:
+    """The bundle that an engine lies in; None where it lies elsewhere."""
+    folder = engine.resolve().parent
+    return folder.parent if folder.name == FOLDER and (folder.parent / MANIFEST).is_file() else None
+
+
+def engines_of(bundle: Path) -> list[Engine]:
+    """The engines of a bundle, by name."""
+    return [open_engine(path) for path in sorted((bundle / FOLDER).glob("*.engine"))]
+
+
+def _check_shape(manifest: EngineManifest) -> None:
+    """Touch what readers will use, so that a foreign manifest fails here and not in their hands."""
+    if manifest.backend not in BACKENDS or not isinstance(manifest.options, Mapping):
+        raise ValueError(f"backend {manifest.backend!r}")
+    float(manifest.seconds), int(manifest.engine_bytes), [dict(each) for each in manifest.profiles]
+    for node in manifest.verdict["nodes"]:
+        if type(node["profile"]) is not int:
+            raise ValueError(f"profile {node['profile']!r}")
+        if node["status"] not in ("fused", "decomposed", "unknown"):
+            raise ValueError(f"status {node['status']!r}")
+        ", ".join([node["node"], node["reason"], node["source"], *node["kernels"]])
+    for key in ("status", "reason", "offenders", "notes"):
+        len(manifest.verdict["precision"][key])
+    len(manifest.verdict["disagreements"])
+    for library in manifest.plugins:
+        ", ".join([library["library"], library["version"], library["sha256"], library["tensorrt"]])
+        ", ".join(f"{each['name']} {each['version']}" for each in library["plugins"])
+    ", ".join([*manifest.in_place, *manifest.in_place.values()])
+    for tensor in manifest.large_tensors:
+        LargeTensor.from_dict(tensor)
+    ", ".join(manifest.attention[key] for key in NATIVE_ATTENTION)
+    for kernel in manifest.kernels:
+        ", ".join([kernel["name"], kernel["type"], *kernel["dtypes"], *kernel["nodes"]])
+
+
+def write_engine(path: Path, plan: bytes, manifest: EngineManifest) -> Engine:
+    """Write plan and manifest; the manifest comes last, so that half an engine is never taken for one."""
+    path.parent.mkdir(exist_ok=True)
+    beside = manifest_path(path)
+    text = json.dumps(vars(manifest), indent=2) + "\n"
+    with written(path, plan) as new_plan, written(beside, text.encode()) as new_manifest:
+        # Both are on the disk. Between the two renames the old manifest must not vouch for the new plan.
+        beside.unlink(missing_ok=True)
+        os.replace(new_plan, path)
+        os.replace(new_manifest, beside)
+    return Engine(path=path, manifest=manifest)
+
+
+# -- What this machine can build with and run on ---------------------------------------------------
+
+
+def default_backend() -> str:
+    """TensorRT where there is a GPU for it, else TensorRT-RTX, which compiles without one."""
+    installed = [name for name, module in MODULES.items() if importlib.util.find_spec(module) is not None]
+    if "tensorrt" in installed and gpus():
+        return "tensorrt"
+    if "tensorrt-rtx" in installed:
+        return "tensorrt-rtx"
+    raise BackendUnavailable(
+        "No TensorRT is here that can build on this machine.",
+        got=f"installed: {', '.join(installed) or 'none'}; GPUs: {len(gpus())}",
+        hint='pip install "mha-deploy[rtx]", which builds without a GPU',
+    )
+
+
+def first_gpu() -> dict[str, str] | None:
+    """The GPU that an engine is built on and for: the first that CUDA shows, as all runners take it.
+
+    Where CUDA cannot be asked, the first that the driver lists.
+    """
+    gpu = find_gpu()
+    if gpu is not None:
+        return {"name": gpu.name, "compute_cap": gpu.compute_capability}
+    found = gpus()
+    return found[0] if found else None
+
+
+def misfits_here(engine: Engine) -> list[str]:
+    """Why an engine cannot run on this machine; empty where it can."""
+    module = MODULES[engine.manifest.backend]
+    packages = next(runtime.packages for runtime in RUNTIMES if runtime.module == module)
+    found = [version for version in map(installed_version, packages) if version is not None]
+    version = found[0] if found else None
+    missing = why_missing(engine.manifest.plugins, version or engine.manifest.version)
+    return [*misfits(engine, version, first_gpu()), *missing]
+
+
+def misfits(engine: Engine, backend_version: str | None, gpu: dict[str, str] | None) -> list[str]:
+    """Why an engine cannot run here; empty where it can.
+
+    Args:
+        engine: The engine.
+        backend_version: Version of its TensorRT on this machine; None where it is not installed.
+        gpu: The GPU of this machine; None where there is none.
+    """
+    manifest, reasons = engine.manifest, []
+    if backend_version is None:
+        reasons.append(f"{manifest.backend} is not installed here")
+    elif not _version_fits(manifest, backend_version):
+        reasons.append(f"it was built by {manifest.backend} {manifest.version}, here is {backend_version}")
+    if gpu is None:
+        reasons.append("there is no NVIDIA GPU here")
+    elif not _gpu_fits(manifest, gpu):
+        reasons.append(f"it was built {where_built(manifest)}, here is {gpu['name']} ({gpu['compute_cap']})")
+    return reasons
+
+
+def where_built(manifest: EngineManifest) -> str:
+    """The GPU or the compute capabilities that an engine was built for."""
+    if manifest.gpu is not None:
+        return f"on {manifest.gpu['name']}"
+    return (
+        f"for {', '.join(manifest.targets)}"
+        if manifest.targets
+        else "for RTX GPUs from compute capability 8.0 on"
+    )
+
+
+def _version_fits(manifest: EngineManifest, here: str) -> bool:
+    if manifest.options.get("version_compatible"):
+        built, found = _release(manifest.version), _release(here)
+        return built[:1] == found[:1] and found >= built
+    return here == manifest.version
+
+
+def _release(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdigit()]
+
+
+def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
+    major, minor = (int(part) for part in gpu["compute_cap"].split("."))
+    level = manifest.options.get("hardware_compatible")
+    if manifest.gpu is None:
+        named = f"SM{major}{minor}" in manifest.targets
+        return is_rtx_gpu((major, minor)) and (named if manifest.targets else (major, minor) >= (8, 0))
+    if level == "ampere-plus":
+        return (major, minor) >= (8, 0)
+    if level == "same-compute-capability":
+        return manifest.gpu["compute_cap"] == gpu["compute_cap"]
+    return manifest.gpu["name"] == gpu["name"]
+
+
+# -- Who computes attention in an engine, in words: for tables and reports -------------------------
+
+_SUMS = {"fp32": "projections that sum up in FP32", "fp16": "TensorRT's own projections"}
+
+
+def attention_told(manifest: EngineManifest) -> str:
+    """Who computes attention and projections; where that was measured, what each way takes."""
+    attention = manifest.attention
+    parts = [f"{attention['chosen']}, {_SUMS.get(attention['accumulate'], attention['accumulate'])}"]
+    ratio = attention.get("ratio")
+    if ratio is not None:
+        native, plugin = (f"{attention[key]:,.1f}" for key in ("native_us", "plugin_us"))
+        parts.append(f"plugin {plugin} \N{MICRO SIGN}s, native {native} \N{MICRO SIGN}s: {_compared(ratio)}")
+    for trial in attention.get("tried", ()):
+        if trial["refused"]:
+            parts.append(f"{_way(trial)} was not taken: {trial['refused']}")
+        elif ratio is None:
+            parts.append(f"{_way(trial)} {trial['us']:,.1f} \N{MICRO SIGN}s")
+    return "; ".join(parts)
+
+
+def _compared(ratio: float) -> str:
+    if ratio >= 1:
+        return f"the plugin is {ratio:.2f} times as fast"
+    return f"native is {1 / ratio:.2f} times as fast"
+
+
+def _way(trial: Mapping[str, Any]) -> str:
+    return f"{trial['attention']} with {_SUMS.get(trial['accumulate'], trial['accumulate'])}"
+
+
+def libraries_told(manifest: EngineManifest) -> list[str]:
+    """The libraries that an engine needs, and what to know of those of this machine."""
+    needed = [library_told(library) for library in manifest.plugins]
+    return [*needed, *other_builds(manifest.plugins, manifest.version)]
+
+
+def library_told(library: Mapping[str, Any]) -> str:
+    """A library that an engine needs, in one line."""
+    names = ", ".join(each["name"] for each in library["plugins"])
+    return f"{library['library']} {library['version']} (sha256 {library['sha256'][:12]}): {names}"

@@ -1,0 +1,752 @@
+"""The plugin library: its source, headers, compilation, and where built ones are found and loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mha_deploy import __version__
+from mha_deploy.bundle.folder import sha256
+from mha_deploy.errors import BackendUnavailable
+from mha_deploy.runtime.tensorrt.load import load_library
+from mha_deploy.runtime.tensorrt.versions import TensorRT
+
+# -- What a built library says of itself. It is asked in a process of its own: a broken one end ----
+
+PREFIX = "libmha_deploy_plugins_trt"
+
+_REBUILD = "mha-deploy plugins build"
+_SECONDS = 60
+_ASK = """
+import ctypes, sys
+info = ctypes.CDLL(sys.argv[1]).mha_deploy_plugins_info
+info.restype = ctypes.c_char_p
+sys.stdout.buffer.write(info())
+"""
+
+
+class PluginError(BackendUnavailable):
+    """A plugin library is missing, broken, or not the one that is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginLibrary:
+    """A library that can be loaded on this machine.
+
+    Args:
+        path: Where it lies.
+        version: Its version; an engine needs the library of the version that it was built with.
+        interface: How it talks to TensorRT: `IPluginV2DynamicExt` or `IPluginV3`.
+        tensorrt: Version of the headers it was compiled against.
+        cudnn_frontend: Version of the cudnn-frontend it was compiled against.
+        plugins: What it brings: `name`, `version` and `namespace` of each.
+        architectures: GPUs that its own kernels were compiled for.
+        sha256: Hash of the file.
+    """
+
+    path: Path
+    version: str
+    interface: str
+    tensorrt: str
+    cudnn_frontend: str
+    plugins: tuple[Mapping[str, str], ...]
+    architectures: tuple[str, ...]
+    sha256: str
+
+    @property
+    def tensorrt_major(self) -> str:
+        """The TensorRT that can load it: `8`, `10`, `11`."""
+        return major(self.tensorrt)
+
+    def brings(self, name: str, version: str) -> bool:
+        """Whether it has a plugin."""
+        return any(each["name"] == name and each["version"] == version for each in self.plugins)
+
+    def record(self) -> dict[str, Any]:
+        """What an engine's manifest says of the library that it needs. The path is this machine's own."""
+        return {
+            "library": self.path.name,
+            "version": self.version,
+            "sha256": self.sha256,
+            "tensorrt": self.tensorrt,
+            "plugins": [dict(each) for each in self.plugins],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        return {
+            **self.record(),
+            "path": str(self.path),
+            "interface": self.interface,
+            "cudnn_frontend": self.cudnn_frontend,
+            "architectures": list(self.architectures),
+        }
+
+
+def major(version: str) -> str:
+    """The first number of a version."""
+    return version.split(".")[0]
+
+
+def read_library(path: Path) -> PluginLibrary:
+    """Ask a library what it is.
+
+    Raises:
+        PluginError: It cannot be loaded here, or is not one of ours.
+    """
+    if not path.is_file():
+        raise PluginError("There is no plugin library here.", got=path, hint=_REBUILD)
+    place = path.resolve()
+    return _read(place, place.stat().st_mtime_ns)
+
+
+@cache
+def _read(path: Path, changed: int) -> PluginLibrary:
+    """What the library says, asked once as long as the file does not change."""
+    try:
+        info = json.loads(_asked(path))
+        return PluginLibrary(
+            path=path,
+            version=str(info["version"]),
+            interface=str(info["interface"]),
+            tensorrt=str(info["tensorrt"]),
+            cudnn_frontend=str(info["cudnn_frontend"]),
+            plugins=tuple(_plugin(each) for each in info["plugins"]),
+            architectures=_words(info["architectures"]),
+            sha256=sha256(path),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise PluginError(
+            "The plugin library does not say what it is.",
+            got=f"{path}: {error.__class__.__name__} {error}",
+            hint=_REBUILD,
+        ) from error
+
+
+def _asked(path: Path) -> str:
+    command = [sys.executable, "-I", "-c", _ASK, str(path)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False, encoding="utf-8"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PluginError(
+            "The plugin library cannot be asked.", got=f"{path}: {error}", hint=_REBUILD
+        ) from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise PluginError("The plugin library cannot be loaded here.", got=last, hint=_REBUILD)
+    return done.stdout
+
+
+def _plugin(data: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(data[key]) for key in ("name", "version", "namespace")}
+
+
+def _words(data: Any) -> tuple[str, ...]:
+    """A list, or a text with separators between the words, as CMake writes lists."""
+    words = data.replace(";", " ").replace(",", " ").split() if isinstance(data, str) else data
+    return tuple(str(word) for word in words)
+
+
+# -- Where the plugin's source lies, and where a library that was built from it goes ---------------
+
+ENVIRONMENT = "MHA_DEPLOY_PLUGINS"
+"""The variable that names a library, or a folder of them; libraries are built into that folder, too."""
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def source_folder() -> Path:
+    """The C++ source: inside an installed wheel, or `plugins/` of a checkout."""
+    installed = _PACKAGE / "native"
+    return installed if installed.is_dir() else _PACKAGE.parent / "plugins"
+
+
+def cache_folder() -> Path:
+    """The folder of libraries that belongs to this version of the tool."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    base = Path(root) if root else Path.home() / ".cache"
+    return base / "mha-deploy" / "plugins" / __version__
+
+
+def named_place() -> Path | None:
+    """The library or folder that the environment names, if it does."""
+    named = os.environ.get(ENVIRONMENT)
+    return Path(named).expanduser() if named else None
+
+
+def build_folder() -> Path:
+    """Where `plugins build` writes unless told otherwise."""
+    named = named_place()
+    if named is None:
+        return cache_folder()
+    return named.parent if named.suffix == ".so" else named
+
+
+# -- The plugin libraries of this machine, and the one that fits a TensorRT ------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A file that should be a library.
+
+    Args:
+        path: The file.
+        library: What it is; None where it cannot be used.
+        problem: Why it cannot; empty where it can.
+    """
+
+    path: Path
+    library: PluginLibrary | None = None
+    problem: str = ""
+
+
+def places() -> list[Path]:
+    """Where libraries are looked for, the first first."""
+    named = named_place()
+    return [*([] if named is None else [named]), cache_folder()]
+
+
+def candidates() -> list[Candidate]:
+    """Every library of this machine, in the order in which they are looked for."""
+    return [_candidate(path) for path in _files()]
+
+
+def library_for(version: str) -> PluginLibrary:
+    """The library that a TensorRT can load: the first that was compiled for its major version.
+
+    Args:
+        version: Version of the TensorRT.
+
+    Raises:
+        PluginError: There is none; the error says what is there instead.
+    """
+    seen = []
+    for path in _files():
+        # A library of another TensorRT is named so, and need not be started to be passed over.
+        if path.name.startswith(PREFIX) and path.stem != f"{PREFIX}{major(version)}":
+            seen.append(str(path))
+            continue
+        library = read_library(path)
+        if library.tensorrt_major == major(version):
+            return library
+        seen.append(f"{path} (TensorRT {library.tensorrt})")
+    looked = ", ".join(str(place) for place in places())
+    raise PluginError(
+        f"There is no plugin library for TensorRT {major(version)} here.",
+        got=f"looked in {looked}" + (f"; found {', '.join(seen)}" if seen else ""),
+        hint=f"build it with `mha-deploy plugins build`, or name one in {ENVIRONMENT}",
+    )
+
+
+def library_needed(record: Mapping[str, Any], version: str) -> PluginLibrary:
+    """The library that an engine needs, as its manifest tells.
+
+    Args:
+        record: An entry of the manifest's `plugins`.
+        version: Version of the TensorRT that shall load it.
+
+    Raises:
+        PluginError: There is none, or one of another version.
+    """
+    library = library_for(version)
+    if library.version != record["version"]:
+        raise PluginError(
+            "The engine needs another version of the plugin library.",
+            got=f"{library.path} is {library.version}, the engine was built with {record['version']}",
+            hint="build the engine again, or install the mha-deploy that built it",
+        )
+    missing = [each for each in record["plugins"] if not library.brings(each["name"], each["version"])]
+    if missing:
+        raise PluginError(
+            "The plugin library lacks what the engine needs.",
+            got=", ".join(f"{each['name']} version {each['version']}" for each in missing),
+            hint="build the engine again",
+        )
+    return library
+
+
+def differs(record: Mapping[str, Any], library: PluginLibrary) -> str | None:
+    """What to note where a library is of the right version, and still another file."""
+    if library.sha256 == record["sha256"]:
+        return None
+    return (
+        f"the plugin library here is another build of version {library.version} "
+        f"({library.sha256[:12]}, the engine was built with {record['sha256'][:12]})"
+    )
+
+
+def _files() -> Iterator[Path]:
+    for place in places():
+        if place.is_dir():
+            yield from sorted(place.glob(f"{PREFIX}*.so"))
+        elif place.is_file() or place.suffix == ".so":
+            # A file that somebody named is looked at even where it is not there: that is their answer.
+            yield place
+
+
+def _candidate(path: Path) -> Candidate:
+    try:
+        return Candidate(path=path, library=read_library(path))
+    except PluginError as error:
+        return Candidate(path=path, problem=error.in_one_line)
+
+
+def why_missing(records: Sequence[Mapping[str, Any]], version: str) -> list[str]:
+    """Why what an engine needs cannot be loaded here; empty where it can."""
+    reasons = []
+    for record in records:
+        try:
+            library_needed(record, version)
+        except PluginError as error:
+            reasons.append(error.in_one_line)
+    return reasons
+
+
+def other_builds(records: Sequence[Mapping[str, Any]], version: str) -> list[str]:
+    """What to note of the libraries here that an engine can use, and was not built with."""
+    notes = []
+    for record in records:
+        with contextlib.suppress(PluginError):  # `why_missing` tells of those
+            notes.append(differs(record, library_needed(record, version)))
+    return [note for note in notes if note is not None]
+
+
+# -- What the library is compiled against, and where it was found: TensorRT, cuDNN, its fronten ----
+
+_CUDA_NUMBER = ("CUDA_VERSION",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Something that is needed.
+
+    Args:
+        key: Its name in the options and in the result.
+        title: What people call it.
+        variable: What CMake calls it.
+        files: What its folders must have together.
+        install: How to get it.
+        places: Where it may lie besides, the likeliest first: pairs of a folder and who names it.
+        version: The file and the names of the numbers that tell its version.
+    """
+
+    key: str
+    title: str
+    variable: str
+    files: tuple[str, ...]
+    install: str
+    places: Callable[[], Iterator[tuple[Path, str]]]
+    version: tuple[str, tuple[str, ...]]
+
+    @property
+    def option(self) -> str:
+        """How the command line names it."""
+        return f"--{self.key.replace('_', '-')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Where a part was found.
+
+    Args:
+        part: The part.
+        paths: The folders, or the program.
+        by: Who named them.
+        version: Its version, where its files tell.
+    """
+
+    part: Part
+    paths: tuple[Path, ...]
+    by: str
+    version: str = ""
+
+
+def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
+    """Find everything that the library is compiled against.
+
+    Args:
+        given: Folders that the user named, by the keys of `PARTS`; None where one was not named.
+
+    Raises:
+        PluginError: Something is missing; the error tells all that is, and where it was looked for.
+    """
+    found = [_found(part, given.get(part.key)) for part in PARTS]
+    missing = [part for part, each in zip(PARTS, found, strict=True) if each is None]
+    if missing:
+        raise _missing(missing)
+    return [each for each in found if each is not None]
+
+
+def find_nvcc(given: Path | None) -> Found:
+    """Find the compiler of device code.
+
+    Raises:
+        PluginError: There is none.
+    """
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [
+        (str(given) if given else None, "--nvcc"),
+        (f"{home}/bin/nvcc" if home else None, "CUDA_HOME"),
+        ("nvcc", "PATH"),
+        ("/usr/local/cuda/bin/nvcc", "the system"),
+        *((str(path / "nvcc"), "a Python package") for path in _packages("nvidia/cu*/bin")),
+    ]
+    for name, by in places:
+        program = shutil.which(name) if name else None
+        if program is not None:
+            return Found(part=NVCC, paths=(Path(program),), by=by)
+        if name and by == "--nvcc":
+            raise PluginError("This is not a compiler.", got=name, hint="--nvcc PATH, the path of nvcc")
+    looked = ", ".join(name for name, _ in places if name)
+    raise PluginError(
+        "nvcc, which compiles for the GPU, is missing.", got=f"looked for {looked}", hint=NVCC.install
+    )
+
+
+def _found(part: Part, named: Path | None) -> Found | None:
+    """The folders of a part, as few as there need be; None where some file is in none of them."""
+    if named is not None and not any((named / name).is_file() for name in part.files):
+        raise PluginError(
+            f"The folder has no headers of {part.title}.",
+            got=f"{named} without {', '.join(part.files)}",
+            hint=f"{part.option} FOLDER, the one with {part.files[0]}",
+        )
+    places = [*([] if named is None else [(named, part.option)]), *part.places()]
+    taken: dict[Path, str] = {}
+    lacking = list(part.files)
+    for folder, by in places:
+        if any((folder / name).is_file() for name in lacking):
+            taken[folder] = by
+            lacking = [name for name in lacking if not (folder / name).is_file()]
+    if lacking:
+        return None
+    by = ", ".join(dict.fromkeys(taken.values()))
+    return Found(part=part, paths=tuple(taken), by=by, version=_version(part, tuple(taken)))
+
+
+def _missing(parts: list[Part]) -> PluginError:
+    told = []
+    for part in parts:
+        looked = ", ".join(dict.fromkeys(str(path) for path, _ in part.places()))
+        told.append(f"{part.title} ({', '.join(part.files)}), looked in {looked}")
+    hints = "; ".join(f"{part.title}: {part.install}, or {part.option} FOLDER" for part in parts)
+    return PluginError("Headers that the plugin library needs are missing.", got="; ".join(told), hint=hints)
+
+
+def _version(part: Part, folders: Sequence[Path]) -> str:
+    """The version as the defines of a header tell it; empty where they do not."""
+    file, names = part.version
+    path = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    text = "" if path is None else path.read_text(encoding="utf-8", errors="replace")
+    defined: dict[str, str] = dict(re.findall(r"^\s*#define\s+(\w+)\s+(\w+)", text, re.MULTILINE))
+    # A number may be the name of another define.
+    numbers = [defined.get(defined.get(name, ""), defined.get(name, "")) for name in names]
+    if not numbers or not all(number.isdigit() for number in numbers):
+        return ""
+    if names == _CUDA_NUMBER:  # 13040 is 13.4
+        numbers = [str(int(numbers[0]) // 1000), str(int(numbers[0]) % 1000 // 10)]
+    return ".".join(numbers)
+
+
+# -- where things lie --------------------------------------------------------------------------------
+
+
+def _packages(pattern: str) -> list[Path]:
+    """Folders of Python packages that fit a pattern, newest name first."""
+    roots = dict.fromkeys(Path(path) for path in (sysconfig.get_paths()["purelib"], *sys.path) if path)
+    return [path for root in roots for path in sorted(root.glob(pattern), reverse=True)]
+
+
+def _system() -> Iterator[tuple[Path, str]]:
+    yield Path(f"/usr/include/{platform.machine()}-linux-gnu"), "the system"
+    yield Path("/usr/include"), "the system"
+
+
+def _tensorrt() -> Iterator[tuple[Path, str]]:
+    root = os.environ.get("TENSORRT_ROOT")
+    if root:
+        yield Path(root) / "include", "TENSORRT_ROOT"
+        yield Path(root), "TENSORRT_ROOT"
+    yield Path("/usr/local/tensorrt/include"), "the system"
+    yield Path("/opt/tensorrt/include"), "the system"
+    yield from _system()
+
+
+def _cuda() -> Iterator[tuple[Path, str]]:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name):
+            yield Path(os.environ[name]) / "include", name
+    for path in _packages("nvidia/cu*/include"):
+        if path.parent.name[2:].isdigit():  # nvidia/cu13, and not nvidia/cudnn
+            yield path, "a Python package"
+    for package in ("cuda_runtime", "cublas", "cuda_nvrtc", "cuda_nvcc"):  # as those for CUDA 12 are cut
+        for path in _packages(f"nvidia/{package}/include"):
+            yield path, "a Python package"
+    yield Path("/usr/local/cuda/include"), "the system"
+    yield from _system()
+
+
+def _cudnn() -> Iterator[tuple[Path, str]]:
+    for path in _packages("nvidia/cudnn/include"):
+        yield path, "a Python package"
+    yield from _system()
+    yield from _cuda()
+
+
+def _frontend() -> Iterator[tuple[Path, str]]:
+    # Its wheel puts them beside Python's own headers, or into the packages, as pip is told to install.
+    for path in (*_packages("include"), *_packages("nvidia/cudnn_frontend/include")):
+        yield path, "a Python package"
+    yield Path(sys.prefix) / "include", "a Python package"
+    yield Path(sysconfig.get_paths()["include"]).parent, "a Python package"
+    yield from _system()
+
+
+PARTS = (
+    Part(
+        key="tensorrt_include",
+        title="TensorRT",
+        variable="TENSORRT_INCLUDE",
+        files=("NvInfer.h", "NvInferVersion.h"),
+        install="unpack NVIDIA's archive and set TENSORRT_ROOT, or apt install libnvinfer-dev",
+        places=_tensorrt,
+        version=("NvInferVersion.h", ("NV_TENSORRT_MAJOR", "NV_TENSORRT_MINOR", "NV_TENSORRT_PATCH")),
+    ),
+    Part(
+        key="cudnn_include",
+        title="cuDNN",
+        variable="CUDNN_INCLUDE",
+        files=("cudnn.h", "cudnn_version.h"),
+        install="pip install nvidia-cudnn-cu13",
+        places=_cudnn,
+        version=("cudnn_version.h", ("CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCHLEVEL")),
+    ),
+    Part(
+        key="cudnn_frontend_include",
+        title="cudnn-frontend",
+        variable="CUDNN_FRONTEND_INCLUDE",
+        files=("cudnn_frontend.h",),
+        install="pip install nvidia-cudnn-frontend",
+        places=_frontend,
+        version=(
+            "cudnn_frontend_version.h",
+            (
+                "CUDNN_FRONTEND_MAJOR_VERSION",
+                "CUDNN_FRONTEND_MINOR_VERSION",
+                "CUDNN_FRONTEND_PATCH_VERSION",
+            ),
+        ),
+    ),
+    Part(
+        key="cuda_include",
+        title="CUDA",
+        variable="CUDA_INCLUDE",
+        files=("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "cublasLt.h", "nvrtc.h"),
+        install="install the CUDA toolkit, or pip install nvidia-cuda-runtime nvidia-cuda-nvrtc "
+        "nvidia-cublas nvidia-cuda-crt",
+        places=_cuda,
+        version=("cuda.h", _CUDA_NUMBER),
+    ),
+)
+"""What is needed, in the order in which it is told."""
+
+NVCC = Part(
+    key="nvcc",
+    title="nvcc",
+    variable="NVCC",
+    files=(),
+    install="install the CUDA toolkit, or --nvcc PATH",
+    places=lambda: iter(()),
+    version=("", ()),
+)
+
+
+# -- From source to a library in its folder: CMake in a temporary folder, then one rename ----------
+
+OnStep = Callable[[str, int, int], None]
+
+_LINES_TOLD = 30
+_MACHINE = slice(18, 20)  # of an ELF header: what processor the file is for
+# Ninja counts steps, Make tells a share.
+_PROGRESS = re.compile(r"^\[\s*(?:(\d+)/(\d+)|(\d+)%)\]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A library that was built.
+
+    Args:
+        path: Where it lies.
+        library: What it says of itself; None where it is for another kind of machine than this.
+    """
+
+    path: Path
+    library: PluginLibrary | None
+
+
+def compile_library(
+    parts: Sequence[Found], out: Path, architectures: str = "", on_step: OnStep = lambda *step: None
+) -> Compiled:
+    """Compile the library, and put it into a folder once it is whole.
+
+    Args:
+        parts: The headers and the compiler, as they were found.
+        out: The folder it goes to.
+        architectures: GPUs to compile kernels for, as `80;90`; CMake's own list unless given.
+        on_step: Called with a step, its number and their count as each begins.
+
+    Raises:
+        PluginError: Something that is needed is missing, or the compiler fails.
+    """
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        raise PluginError("CMake is missing.", got="no cmake on PATH", hint="pip install cmake")
+    source = source_folder()
+    if not (source / "CMakeLists.txt").is_file():
+        raise PluginError("The source of the plugin library is not here.", got=source, hint="reinstall it")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=out) as folder:
+        _configure(cmake, source, Path(folder), parts, architectures, on_step)
+        jobs = str(os.cpu_count() or 1)
+        _run([cmake, "--build", folder, "--target", "plugins", "--parallel", jobs], "compile", on_step)
+        return _moved(Path(folder), out)
+
+
+def _configure(
+    cmake: str, source: Path, folder: Path, parts: Sequence[Found], architectures: str, on_step: OnStep
+) -> None:
+    command = [cmake, "-S", str(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
+    if shutil.which("ninja"):
+        command += ["-G", "Ninja"]
+    for found in parts:
+        folders = ";".join(str(path.resolve()) for path in found.paths)
+        command.append(f"-D{found.part.variable}={folders}")
+    if architectures:
+        command.append(f"-DCUDA_ARCHITECTURES={architectures}")
+    _run(command, "configure", on_step)
+
+
+def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:
+    """Run a command, telling its progress; of a failure the last lines are kept."""
+    on_step(step, 0, 0)
+    last: deque[str] = deque(maxlen=_LINES_TOLD)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        for line in process.stdout or ():
+            last.append(line.rstrip())
+            match = _PROGRESS.match(line)
+            if match is not None:
+                on_step(step, int(match[1] or match[3]), int(match[2] or 100))
+    if process.returncode != 0:
+        told = "\n    ".join(line for line in last if line)
+        raise PluginError(
+            f"The plugin library could not be built: {step} ended with {process.returncode}.",
+            got=f"its last lines are\n    {told}",
+            hint="mha-deploy plugins build --help names the headers and compilers that can be chosen",
+        )
+
+
+def _moved(folder: Path, out: Path) -> Compiled:
+    built = sorted(folder.glob(f"{PREFIX}*.so"))
+    if len(built) != 1:
+        raise PluginError(
+            "The build gave no library.",
+            got=", ".join(path.name for path in built) or "none",
+            hint="mha-deploy plugins build again, with an empty --out",
+        )
+    native = _is_for_this_machine(built[0])
+    if native:
+        read_library(built[0])  # one that cannot be loaded must not take the place of one that can
+    path = out / built[0].name
+    os.replace(built[0], path)
+    return Compiled(path=path, library=read_library(path) if native else None)
+
+
+def _is_for_this_machine(path: Path) -> bool:
+    """Whether a library is for the kind of processor that Python runs on: compilers can be for another."""
+    with path.open("rb") as ours, open(sys.executable, "rb") as python:
+        return ours.read(20)[_MACHINE] == python.read(20)[_MACHINE]
+
+
+# -- Load the plugin library into a TensorRT: once a process, before a graph is parsed or an en ----
+
+# The registry belongs to the module of a TensorRT, and lives as long as the process.
+_loaded: dict[str, PluginLibrary] = {}
+
+
+def find_plugins(rt: TensorRT) -> PluginLibrary:
+    """The library for a TensorRT, which the process that builds or runs an engine then loads.
+
+    Raises:
+        PluginError: There is none, or this TensorRT takes no plugins.
+    """
+    refuse_plugins(rt)
+    return library_for(rt.version)
+
+
+def load_plugins(rt: TensorRT) -> PluginLibrary:
+    """Find the library for a TensorRT, and load it.
+
+    Raises:
+        PluginError: There is none, it cannot be loaded, or this TensorRT takes no plugins.
+    """
+    return _load(rt, find_plugins(rt))
+
+
+def load_needed(rt: TensorRT, records: Sequence[Mapping[str, Any]]) -> list[PluginLibrary]:
+    """Load what an engine needs, as its manifest tells.
+
+    Raises:
+        PluginError: It is not here, or here in another version.
+    """
+    return [_load(rt, library_needed(record, rt.version)) for record in records]
+
+
+def refuse_plugins(rt: TensorRT) -> None:
+    """Refuse a TensorRT that cannot take the plugin.
+
+    Raises:
+        PluginError: It cannot; the error says why.
+    """
+    if not rt.can.plugins:
+        raise PluginError(
+            f"{rt.title} does not take the attention plugin.",
+            got="its Python API has no plugin layers, and its parser can end the process at one",
+            hint="--attention native, or --backend tensorrt",
+        )
+
+
+def _load(rt: TensorRT, library: PluginLibrary) -> PluginLibrary:
+    earlier = _loaded.get(rt.module.__name__)
+    if earlier is not None and _same(earlier.path, library.path):
+        return earlier
+    if earlier is not None:
+        raise PluginError(
+            "This process has loaded another plugin library already.",
+            got=f"{earlier.path}, then {library.path}",
+            hint="use one library in a process",
+        )
+    load_library(rt, library.path)
+    _loaded[rt.module.__name__] = library
+    return library
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()

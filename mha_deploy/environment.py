@@ -1,0 +1,238 @@
+"""What is installed on this machine: packages, runtimes, GPUs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from mha_deploy import __version__
+
+# -- Which versions of everything are here ---------------------------------------------------------
+
+EXPORT_PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
+RUN_PACKAGES = (
+    *EXPORT_PACKAGES,
+    "onnxruntime-gpu",
+    "tensorrt",
+    "tensorrt-rtx-cu13",
+    "cuda-bindings",
+    "triton",
+)
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def can_import(module: str) -> bool:
+    """Whether a module is there to be imported; nothing is imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # somebody forbids it, or made it by hand
+        return False
+
+
+def versions(packages: tuple[str, ...] = EXPORT_PACKAGES) -> dict[str, str]:
+    """This tool, Python, and those of the packages that are installed."""
+    found = {package: installed_version(package) for package in packages}
+    own = {"mha-deploy": __version__, "python": platform.python_version()}
+    return own | {package: version for package, version in found.items() if version is not None}
+
+
+# -- Which runtimes, versions and GPUs are here, and what can be done with them --------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """One package and what it is for.
+
+    Args:
+        name: What people call it.
+        module: What Python imports.
+        packages: Names it may be installed under.
+        gives: What it makes possible here.
+        install: The command that installs it.
+        one_of: Whether only one of the packages may be installed, because they hold the same files.
+    """
+
+    name: str
+    module: str
+    packages: tuple[str, ...]
+    gives: str
+    install: str
+    one_of: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The state of one runtime on this machine."""
+
+    runtime: Runtime
+    version: str | None
+    problem: str | None = None
+    note: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether it is here and can be imported."""
+        return self.version is not None and self.problem is None
+
+
+RUNTIMES = (
+    Runtime(
+        name="PyTorch",
+        module="torch",
+        packages=("torch",),
+        gives="export",
+        install='pip install "mha-deploy[export]"',
+    ),
+    Runtime(
+        name="onnxscript",
+        module="onnxscript",
+        packages=("onnxscript",),
+        gives="export",
+        install='pip install "mha-deploy[export]"',
+    ),
+    Runtime(
+        name="ONNX",
+        module="onnx",
+        packages=("onnx",),
+        gives="inspect, validate --backend onnx-reference",
+        install="pip install mha-deploy",
+    ),
+    Runtime(
+        name="ONNX Runtime",
+        module="onnxruntime",
+        packages=("onnxruntime", "onnxruntime-gpu"),
+        gives="validate --backend ort-cpu",
+        install='pip install "mha-deploy[ort]"  (or [ort-gpu], not both)',
+    ),
+    Runtime(
+        name="TensorRT",
+        module="tensorrt",
+        packages=("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+        gives="build-engine on this machine's GPU",
+        install='pip install "mha-deploy[trt]"',
+        one_of=False,
+    ),
+    Runtime(
+        name="TensorRT-RTX",
+        module="tensorrt_rtx",
+        packages=("tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
+        gives="build-engine without a GPU",
+        install='pip install "mha-deploy[rtx]"',
+        one_of=False,
+    ),
+    Runtime(
+        name="cuda-bindings",
+        module="cuda.bindings",
+        packages=("cuda-bindings",),
+        gives="run and time on a GPU: validate, bench",
+        install='pip install "mha-deploy[cuda]"',
+    ),
+    Runtime(
+        name="matplotlib",
+        module="matplotlib",
+        packages=("matplotlib",),
+        gives="analyze --heads",
+        install='pip install "mha-deploy[plot]"',
+    ),
+)
+
+
+def examine(runtimes: Sequence[Runtime] = RUNTIMES) -> list[Finding]:
+    """Look for every runtime, importing it to see that it works."""
+    return [_examine_one(runtime) for runtime in runtimes]
+
+
+def _examine_one(runtime: Runtime) -> Finding:
+    found = [package for package in runtime.packages if installed_version(package) is not None]
+    if not can_import(runtime.module):
+        return Finding(runtime=runtime, version=None)
+    version = installed_version(found[0]) if found else "unknown"
+    if len(found) > 1 and runtime.one_of:
+        return Finding(
+            runtime=runtime, version=version, problem=f"{' and '.join(found)} overwrite each other"
+        )
+    try:
+        module = importlib.import_module(runtime.module)
+    except Exception as error:  # noqa: BLE001 (a broken install can raise anything)
+        return Finding(runtime=runtime, version=version, problem=f"does not import: {error}")
+    return Finding(runtime=runtime, version=version, note=_note(runtime, module))
+
+
+def _note(runtime: Runtime, module: object) -> str:
+    if runtime.module == "torch":
+        cuda = module.cuda  # type: ignore[attr-defined]
+        return f"CUDA: {cuda.get_device_name()}" if cuda.is_available() else "CPU only"
+    if runtime.module == "onnxruntime":
+        providers = module.get_available_providers()  # type: ignore[attr-defined]
+        return ", ".join(name.removesuffix("ExecutionProvider") for name in providers)
+    return ""
+
+
+def _can_build(findings: Sequence[Finding]) -> bool:
+    working = {finding.runtime.module for finding in findings if finding.works}
+    return "tensorrt_rtx" in working or ("tensorrt" in working and bool(gpus()))
+
+
+def _can_run(findings: Sequence[Finding]) -> bool:
+    working = {finding.runtime.module for finding in findings if finding.works}
+    return (
+        "cuda.bindings" in working and not working.isdisjoint({"tensorrt", "tensorrt_rtx"}) and bool(gpus())
+    )
+
+
+def gpus() -> list[dict[str, str]]:
+    """The NVIDIA GPUs of this machine, as its driver lists them."""
+    fields = ("name", "compute_cap", "memory.total", "driver_version")
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (subprocess.SubprocessError, OSError):
+        return []
+    rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
+    return [dict(zip(fields, row, strict=False)) for row in rows]
+
+
+def report(findings: Sequence[Finding]) -> dict[str, object]:
+    """Everything the doctor found, as plain data."""
+    return {
+        "versions": versions(()),
+        "runtimes": [
+            {
+                "name": finding.runtime.name,
+                "version": finding.version,
+                "works": finding.works,
+                "problem": finding.problem,
+                "note": finding.note,
+                "gives": finding.runtime.gives,
+                "install": None if finding.works else finding.runtime.install,
+            }
+            for finding in findings
+        ],
+        "gpus": gpus(),
+        "can": {
+            "export": all(f.works for f in findings if f.runtime.gives == "export"),
+            "validate": any(f.works for f in findings if "validate --backend" in f.runtime.gives),
+            "build-engine": _can_build(findings),
+            "run-engines": _can_run(findings),
+        },
+    }

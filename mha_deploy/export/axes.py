@@ -1,0 +1,311 @@
+"""Named axes: inputs drawn at their sizes, and the same axes in the words of torch.export."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+from torch.export import Dim as TorchDim
+from torch.export import ExportedProgram
+
+from mha_deploy.errors import ExportError
+from mha_deploy.model.deployable import LARGEST_ACTIVATION
+from mha_deploy.model.spec import Axis, Dim, TensorSpec
+from mha_deploy.model.spec import Dim as NamedDim
+from mha_deploy.reference.inputs import seeded_generator
+
+# -- Inputs at other sizes, drawn after an example that the user gave ------------------------------
+
+NamedDims = Mapping[str, Sequence[str | int | None]]
+"""For every input a name for each dimension: an axis, a sum of axes, a number, or None for a fixed one."""
+
+
+def draw_inputs(
+    example: Mapping[str, Tensor], dims: NamedDims, sizes: Mapping[str, int], seed: int
+) -> dict[str, Tensor]:
+    """Draw inputs that look like the example.
+
+    Floats are normal with the example's mean and deviation. Integers, booleans and masks (floats with
+    infinities or very large numbers) are cut from the example, or repeat it: only values that were shown
+    appear.
+
+    Args:
+        example: A tensor for every input.
+        dims: Names of its dimensions.
+        sizes: A size for every axis that they name.
+        seed: Seed of the draw; inputs of different names get different numbers.
+
+    Raises:
+        ExportError: An axis has no size, or there is nothing to repeat.
+    """
+    return {
+        name: draw_one(name, tensor, shape_of(name, tensor, dims.get(name, ()), sizes), seed)
+        for name, tensor in example.items()
+    }
+
+
+def draw_one(name: str, example: Tensor, shape: Sequence[int], seed: int) -> Tensor:
+    """Draw one input of a given shape; see `draw_inputs`."""
+    if example.is_floating_point() and not _is_mask(example):
+        return _normal(example, shape, seeded_generator(seed, name))
+    return _repeated(name, example, shape)
+
+
+def shape_of(
+    name: str, example: Tensor, dims: Sequence[str | int | None], sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape of an input at other sizes; dimensions without a name stay as they are."""
+    if len(dims) > example.dim():
+        raise ExportError(
+            f"Input {name} has more names than dimensions.", got=f"{tuple(dims)} for {tuple(example.shape)}"
+        )
+    named = [*dims, *[None] * (example.dim() - len(dims))]
+    full = [size if dim is None else dim for dim, size in zip(named, example.shape, strict=True)]
+    try:
+        return TensorSpec(name=name, kind="float", dims=tuple(full)).shape(sizes)
+    except KeyError as error:
+        raise ExportError(f"Input {name} names an axis that has no size.", got=error.args[0]) from error
+
+
+def _is_mask(example: Tensor) -> bool:
+    if example.numel() == 0:
+        return False
+    return bool(example.isinf().any()) or float(example.abs().max()) > LARGEST_ACTIVATION
+
+
+def _normal(example: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Normal numbers like the example's; standard ones where it has none."""
+    numbers = example.detach().double().cpu()
+    mean, deviation = (0.0, 1.0) if not numbers.numel() else (numbers.mean(), numbers.std(correction=0))
+    drawn = torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * deviation + mean
+    return drawn.to(example.device, example.dtype)
+
+
+def _repeated(name: str, example: Tensor, shape: Sequence[int]) -> Tensor:
+    """The example cut or repeated along each dimension."""
+    result = example.detach()
+    for dim, (have, want) in enumerate(zip(example.shape, shape, strict=True)):
+        if have == want:
+            continue
+        if have == 0:
+            raise ExportError(
+                f"The example of input {name} is empty: there is nothing to repeat.",
+                got=tuple(example.shape),
+                hint="an example with at least one element in each dimension",
+            )
+        result = result.index_select(dim, torch.arange(want, device=example.device) % have)
+    return result.clone()
+
+
+# -- A module that was exported: its graph, and the program that the graph was made from -----------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedModule:
+    """A module as a graph and as a program.
+
+    Args:
+        model: The graph. Its inputs and outputs have the user's names, its dimensions those of the axes.
+        program: The program, decomposed to what the graph was made from.
+        inputs: Names of the inputs, in the order of the graph.
+        outputs: The dimensions of every output, in the order of the graph. None stands for a size that is
+            no sum of axes and numbers.
+        nodes: FX node of every input and output by name, and of other values that could not keep the name of
+            their node; the rest has it.
+        traced_sizes: The size of every axis while it was traced.
+        unproven: Axes whose smaller sizes PyTorch did not vouch for, so that they were tried instead.
+    """
+
+    model: ir.Model
+    program: ExportedProgram
+    inputs: tuple[str, ...]
+    outputs: Mapping[str, tuple[Dim | None, ...]]
+    nodes: Mapping[str, str]
+    traced_sizes: Mapping[str, int]
+    unproven: tuple[str, ...] = ()
+
+    def node_of(self, value: str) -> str | None:
+        """The FX node that computes a value of the graph; None where there is none."""
+        name = self.nodes.get(value, value)
+        return name if name in self._computed else None
+
+    @cached_property
+    def _computed(self) -> frozenset[str]:
+        return frozenset(node.name for node in self.program.graph.nodes if node.op == "call_function")
+
+
+# -- The user's axes in PyTorch's words, and PyTorch's sizes in the user's: `s15 + s70` is `P+S ----
+
+TORCH_NAME = "axis_"
+"""How the names of axes begin for PyTorch: it takes a bare S or N for something of SymPy's."""
+
+_LEAST = 2  # PyTorch takes sizes of 0 and 1 for constants
+_EASY = 5  # half of it, or one less, is not 1 either
+_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)  # seldom a number of heads, and never a multiple of one
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+
+
+def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[str, Axis]) -> dict[str, int]:
+    """A size for every axis to trace with, at least 2 and different for each where it varies.
+
+    Equal sizes could be taken for one. The example's own sizes are known to work, so they come first. A
+    narrow range may be left: tracing computes no numbers.
+    """
+    shown = _shown_sizes(example, dims)
+    sizes = {name: axis.min for name, axis in axes.items() if not axis.is_dynamic}
+    taken = set(sizes.values()) | _fixed_sizes(example, dims)
+    for name, axis in sorted(axes.items(), key=lambda item: item[1].max):
+        if axis.is_dynamic:
+            sizes[name] = _free_size(axis, shown.get(name), taken)
+            taken.add(sizes[name])
+    return {name: sizes[name] for name in axes}
+
+
+def inside(axes: Mapping[str, Axis], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes, moved into the ranges of their axes."""
+    return {name: min(max(sizes[name], axis.min), axis.max) for name, axis in axes.items()}
+
+
+def _free_size(axis: Axis, shown: int | None, taken: set[int]) -> int:
+    least = max(axis.min, _LEAST)
+    liked = [size for size in (shown, *_PRIMES) if size is not None and size >= _EASY]
+    every = [*liked, *range(_EASY, _EASY + 64), *range(least, least + 64)]
+    inside = [size for size in every if least <= size <= axis.max]
+    size = next((size for size in inside if size not in taken), least)
+    while size in taken:  # a fixed size may be anything, another axis never the same
+        size += 1
+    return size
+
+
+def _shown_sizes(example: Mapping[str, Tensor], dims: NamedDims) -> dict[str, int]:
+    return {
+        dim: size
+        for name, tensor in example.items()
+        for dim, size in zip(dims.get(name, ()), tensor.shape, strict=False)
+        if isinstance(dim, str)
+    }
+
+
+def _fixed_sizes(example: Mapping[str, Tensor], dims: NamedDims) -> set[int]:
+    fixed = set()
+    for name, tensor in example.items():
+        named = [*dims.get(name, ()), *[None] * tensor.dim()]
+        fixed |= {size for dim, size in zip(named, tensor.shape, strict=False) if not isinstance(dim, str)}
+    return fixed
+
+
+def dynamic_shapes(
+    dims: NamedDims, names: Sequence[str], axes: Mapping[str, Axis], sizes: Mapping[str, int], *, small: bool
+) -> dict[str, dict[int, Any]]:
+    """What may vary in every input, for `torch.export`. The relation of a sum to its axes follows by itself.
+
+    Args:
+        dims: Names of the dimensions.
+        names: The inputs.
+        axes: The axes.
+        sizes: What they are traced at.
+        small: Whether PyTorch shall vouch for sizes smaller than those.
+    """
+    torch_dims = {
+        name: TorchDim(
+            f"{TORCH_NAME}{name}", min=axis.min if small else sizes[name], max=max(axis.max, sizes[name])
+        )
+        for name, axis in axes.items()
+        if axis.is_dynamic
+    }
+    return {
+        name: {
+            index: _torch_dim(dim, torch_dims, sizes)
+            for index, dim in enumerate(dims.get(name, ()))
+            if isinstance(dim, str) and any(part in torch_dims for part in dim.split("+"))
+        }
+        for name in names
+    }
+
+
+def _torch_dim(dim: str, torch_dims: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+    """A sum of one varying axis and numbers; PyTorch has no words for a sum of several."""
+    parts = dim.split("+")
+    varying = [part for part in parts if part in torch_dims]
+    if len(set(varying)) > 1:
+        return TorchDim.DYNAMIC
+    fixed = sum(int(part) if part.isdigit() else sizes[part] for part in parts if part not in torch_dims)
+    found = torch_dims[varying[0]]
+    found = found if len(varying) == 1 else len(varying) * found
+    return found + fixed if fixed else found
+
+
+class AxisNames:
+    """Translates PyTorch's symbols to the names of the user's axes."""
+
+    def __init__(self, dims: NamedDims, axes: Mapping[str, Axis], values: Mapping[str, Tensor]) -> None:
+        """Learn the symbols from the inputs of a program.
+
+        Args:
+            dims: The names that the user gave.
+            axes: The axes in their order, which is that of sums which the user did not write.
+            values: Every input as PyTorch traced it, with symbols in its shape.
+        """
+        self._order = list(axes)
+        self._names: dict[str, str] = {}
+        sums = [dim for each in dims.values() for dim in each if isinstance(dim, str)]
+        self._spelled = {tuple(sorted(dim.split("+"))): dim for dim in sums}
+        for name, value in values.items():
+            for dim, size in zip(dims.get(name, ()), value.shape, strict=False):
+                symbol = str(size)
+                if isinstance(dim, str) and _SYMBOL.fullmatch(symbol):
+                    self._names.setdefault(symbol, dim)
+
+    def dims_of(self, shape: Sequence[int | torch.SymInt]) -> tuple[NamedDim | None, ...]:
+        """A shape in names and numbers; None where a size is no sum of them."""
+        return tuple(size if isinstance(size, int) else self._sum(str(size)) for size in shape)
+
+    def rename(self, model: ir.Model) -> None:
+        """Write the names on every shape of a graph."""
+        for value in _values_in(model):
+            if value.shape is not None:
+                value.shape = ir.Shape([self._onnx_dim(dim) for dim in value.shape])
+
+    def _onnx_dim(self, dim: int | ir.SymbolicDim) -> int | str | None:
+        if isinstance(dim, int):
+            return dim
+        if dim.value is None:
+            return None
+        name = self._sum(dim.value)
+        return self._replaced(dim.value) if name is None else name
+
+    def _sum(self, text: str) -> NamedDim | None:
+        """An expression as a sum of axes and numbers, in the order of the axes; None if it is none."""
+        count, parts = 0, []
+        for term in text.split(" + "):
+            times, _, symbol = term.rpartition("*")
+            if term.isdigit():
+                count += int(term)
+            elif symbol in self._names and (not times or times.isdigit()):
+                parts += self._names[symbol].split("+") * int(times or 1)
+            else:
+                return None
+        count += sum(int(part) for part in parts if part.isdigit())
+        names = sorted((part for part in parts if not part.isdigit()), key=self._order.index)
+        if not names:
+            return count
+        parts = [*names, str(count)] if count else names
+        return self._spelled.get(tuple(sorted(parts)), "+".join(parts))
+
+    def _replaced(self, text: str) -> str:
+        def named(match: re.Match[str]) -> str:
+            name = self._names.get(match[0], match[0])
+            return f"({name})" if "+" in name else name
+
+        return _SYMBOL.sub(named, text)
+
+
+def _values_in(model: ir.Model) -> list[ir.Value]:
+    outputs = [value for node in model.graph.all_nodes() for value in node.outputs]
+    return [*model.graph.inputs, *outputs]

@@ -1,0 +1,461 @@
+"""Call torch.onnx.export, and explain its failures: the user's line, what overflows in FP16."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import logging
+import math
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._sympy.functions import Min, MinMaxBase
+
+from mha_deploy.errors import ExportError
+from mha_deploy.export.axes import TORCH_NAME
+from mha_deploy.export.eager import Float32Accumulation
+
+# -- What calls of PyTorch's exporter need: silence, the cause of a failure, and what old versi ----
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the exporter's progress prints, and its warnings about packages that are not used here."""
+    exporter = logging.getLogger("torch.onnx")
+    level = exporter.level
+    exporter.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        exporter.setLevel(level)
+
+
+@contextlib.contextmanager
+def comparing_multiples() -> Iterator[None]:
+    """Let PyTorch see that min(64*S, 512*S) is 64*S: 2.13 does, 2.11 does not.
+
+    It asks so where a group's keys are repeated for its heads, and takes what it cannot see for a limit of S.
+    """
+    if hasattr(MinMaxBase, "_collapse_known_multiplicative_terms"):
+        yield
+        return
+    old = MinMaxBase.__dict__["_find_localzeros"]
+
+    def found(cls: type, values: Iterable[Any], **options: Any) -> set[Any]:
+        return _without_multiple(cls, set(old.__func__(cls, values, **options)))
+
+    MinMaxBase._find_localzeros = classmethod(found)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        MinMaxBase._find_localzeros = old  # type: ignore[method-assign]
+
+
+def _without_multiple(cls: type, values: set[Any]) -> set[Any]:
+    """The smaller of two multiples of one size, or the larger; anything else as it is."""
+    if len(values) != 2:
+        return values
+    (first, size), (second, other) = (value.as_coeff_Mul() for value in values)
+    if size != other or not size.is_nonnegative or not (first.is_comparable and second.is_comparable):
+        return values
+    return {(min if cls is Min else max)(first, second) * size}
+
+
+def was_interrupted(error: BaseException | None) -> bool:
+    """Whether somebody pressed Ctrl-C, which the exporter takes for a failure of its own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def first_cause(error: BaseException) -> str:
+    """What began it: the exporter's own text only says at which of its steps that was."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# -- Say in a few words why PyTorch could not export a module, and which line of it is to blame ----
+
+_SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
+_PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+_PYTHON = Path(traceback.__file__).parent
+
+_LONGEST = 300
+
+_VIOLATED = re.compile(r"Constraints violated \(([^)]*)\)")
+_CONSTANT = re.compile(r"You marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)")
+_NOT_ALL = re.compile(r"Not all values of (\w+) = .* satisfy the generated guard (.*?)\.?$", re.MULTILINE)
+_FIX = re.compile(r"Suggested fixes:\n((?:  .*\n?)+)")
+_SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
+_CREATED = re.compile(r"create_symbol (\w+) = \d+ for L\['(\w+)'\]\.size\(\)\[(\d+)\]")
+_UNKNOWN = re.compile(r"Found <class '([\w.]+)'> in output, which is not a known type")
+_SYMBOL = re.compile(r"\bs\d+\b")
+_RANGE_GUARD = re.compile(r"float16|isfinite|isinf|isnan")
+_GUARD = re.compile(r"eval (?:\[guard suppressed\] )?(.*) \[guard added\]")
+
+SizeNames = Callable[[str, int], str]
+"""Names a dimension of an input: `("tokens", 1)` is `S`."""
+
+
+def may_be_small_sizes(error: Exception) -> bool:
+    """Whether PyTorch may only miss proof for small sizes: there it takes derived sizes of 0 and 1 apart."""
+    text = str(error)
+    return bool(_VIOLATED.search(text)) and not _CONSTANT.search(text)
+
+
+def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[[], object]) -> ExportError:
+    """Make an error for the user of one from `torch.export`.
+
+    Args:
+        error: What was raised.
+        name_of: Names the dimensions of the inputs.
+        trace_again: Does again what failed. It is called where PyTorch knows more, but only logs it.
+    """
+    text = str(error).replace(TORCH_NAME, "")
+    about_sizes = _VIOLATED.search(text) is not None
+    listener = _Listener(name_of)
+    if about_sizes or _SYMBOL.search(text):
+        _listen(listener, trace_again)
+    unknown = _UNKNOWN.search(text)
+    if unknown:
+        return ExportError(
+            "The module returns an object that is not made of tensors.",
+            got=unknown[1],
+            hint="a wrapper that returns tensors, or an option of the module such as use_cache=False",
+        )
+    if not about_sizes:
+        place = last_own_line(traceback.extract_tb(error.__traceback__))
+        cause = _SYMBOL.sub(lambda match: listener.axes.get(match[0], match[0]), first_cause(error))
+        return ExportError(
+            "PyTorch could not trace the module.",
+            got=_joined(place, cause[:_LONGEST]),
+            hint=_without_guard(place),
+        )
+    constants = dict(_CONSTANT.findall(text))
+    if constants:
+        return _for_one_size_only(constants, listener.places)
+    return _not_for_all_sizes(text, name_of, listener.places)
+
+
+def _without_guard(place: str | None) -> str | None:
+    """A hint where the line looks after the range of FP16, which modules do in FP16 only."""
+    file, _, line = (place or "").rpartition(":")
+    if not line or not _RANGE_GUARD.search(linecache.getline(file, int(line))):
+        return None
+    return "--precision auto: it traces the module in float32, without its branches for FP16"
+
+
+def _for_one_size_only(constants: dict[str, str], places: dict[str, str]) -> ExportError:
+    axes = " and ".join(constants)
+    return ExportError(
+        f"The module works for one size of {axes} only.",
+        got="; ".join(
+            _joined(places.get(axis), f"{axis} is always {size}") for axis, size in constants.items()
+        ),
+        hint=f"fix {axes} to one size, or let the module take it from its inputs",
+    )
+
+
+def _not_for_all_sizes(text: str, name_of: SizeNames, places: dict[str, str]) -> ExportError:
+    def named(match: re.Match[str]) -> str:
+        return name_of(match[1], int(match[2]))
+
+    guards = [(axis, _SIZE.sub(named, guard)) for axis, guard in _NOT_ALL.findall(text)]
+    guards.sort(key=lambda each: "!=" in each[1])  # those are single sizes that were not traced
+    fixes = _FIX.search(text)
+    lines = [line.strip() for line in fixes[1].splitlines()] if fixes else []
+    violated = _VIOLATED.search(text)
+    axes = violated[1] if violated else ""
+    said = _joined(places.get(guards[0][0]), f"it needs {guards[0][1]}") if guards else text.splitlines()[0]
+    return ExportError(
+        f"The module does not work for every size of {axes}.",
+        got=said,
+        hint=f"PyTorch suggests {'; '.join(lines)}"
+        if lines
+        else "a narrower range, or a module that takes any size",
+    )
+
+
+def _joined(place: str | None, text: str) -> str:
+    return text if place is None else f"{place}: {text}"
+
+
+def last_own_line(frames: Iterable[traceback.FrameSummary]) -> str | None:
+    """The innermost line that is neither Python's nor PyTorch's nor ours, as `file:line`."""
+    own = [frame for frame in frames if _is_own(Path(frame.filename))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
+
+
+def _is_own(path: Path) -> bool:
+    if not path.is_file() or path.parent in (_PYTHON, _PYTHON / "logging"):
+        return False
+    return not any(place in path.parents for place in (_PACKAGE, _TORCH))
+
+
+# -- what PyTorch logs -------------------------------------------------------------------------------
+
+
+class _Listener(logging.Handler):
+    """Notes from which line PyTorch fixes a size: it logs that while the module's frames are on the stack.
+
+    Attributes:
+        axes: The name of the size that a symbol of PyTorch stands for.
+        places: The line of the module that first asked for a certain size of an axis.
+    """
+
+    def __init__(self, name_of: SizeNames) -> None:
+        super().__init__(logging.INFO)
+        self.axes: dict[str, str] = {}
+        self.places: dict[str, str] = {}
+        self._name_of = name_of
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Read one message."""
+        text = record.getMessage()
+        created = _CREATED.match(text)
+        if created:
+            self.axes[created[1]] = self._name_of(created[2], int(created[3]))
+        guard = _GUARD.match(text)
+        if not guard:
+            return
+        place = last_own_line(traceback.extract_stack())
+        for symbol in _SYMBOL.findall(guard[1]):
+            if symbol in self.axes and place is not None:
+                self.places.setdefault(self.axes[symbol], place)
+
+
+def _listen(listener: logging.Handler, trace_again: Callable[[], object]) -> None:
+    """Trace again, with PyTorch's log of sizes going to the listener."""
+    log = logging.getLogger(_SHAPES_LOG)
+    handlers, propagate, level = log.handlers, log.propagate, log.level
+    with silenced(but=_SHAPES_LOG):
+        log.handlers, log.propagate = [listener], False
+        log.setLevel(logging.INFO)
+        try:
+            trace_again()
+        except Exception:  # noqa: BLE001 (the failure that is being explained)
+            return
+        finally:
+            log.handlers, log.propagate = handlers, propagate
+            log.setLevel(level)
+
+
+@contextlib.contextmanager
+def silenced(*, but: str = "") -> Iterator[None]:
+    """Let PyTorch log nothing: what it logs of a failure is said by the error."""
+    known = logging.getLogger().manager.loggerDict
+    names = [name for name in known if name.split(".")[0] == "torch" and name != but]
+    loggers = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # it prints programs there, too
+            yield
+    finally:
+        for logger in loggers:
+            logger.disabled = False
+
+
+# -- Say why numbers of a module are not finite: its weights, a constant beyond its type, or an ----
+
+_NO_SUCH_NUMBER = re.compile(r"value cannot be converted to type \S+ without overflow")
+_SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_MOST_NAMED = 3
+_SMALLER_NUMBER = "torch.finfo(x.dtype).min in place of the number"
+
+
+def constant_error(error: BaseException, module: nn.Module, run: Callable[[], object]) -> ExportError | None:
+    """What to tell of a number in a module's code that its precision cannot hold; None for another error.
+
+    Args:
+        error: What the module raised.
+        module: The module.
+        run: Runs it again.
+    """
+    if not _NO_SUCH_NUMBER.search(str(error)):
+        return None
+    types = [_SHORT.get(each.dtype) for each in module.parameters()]
+    short = next(filter(None, types), "its precision")
+    return ExportError(
+        f"The module does not run in {short}: it uses a number that {short} cannot hold.",
+        got=_first_overflow(run) or str(error).splitlines()[0],
+        hint=f"--precision auto, or {_SMALLER_NUMBER}",
+    )
+
+
+def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
+    """Refuse a program that is not finite where its module is, if numbers of it became infinite.
+
+    In the module such a number is a Python float. In the program it has the type of what it meets.
+
+    Args:
+        program: The program.
+        where: The result that is not finite.
+    """
+    constants = ", ".join(dict.fromkeys(_infinite_constants(program)))
+    if constants:
+        raise ExportError(
+            "The exported program overflows where the module does not.",
+            got=f"{where}: {constants} is infinite",
+            hint=f"--precision auto, bf16 or fp32, or {_SMALLER_NUMBER}",
+        )
+
+
+def overflow_error(
+    where: str, precision: str, *, module: nn.Module, run: Callable[[], object] | None = None, hint: str
+) -> ExportError:
+    """What to tell of a result that is not finite.
+
+    Args:
+        where: The result.
+        precision: Name of the precision.
+        module: The module that gave it.
+        run: Runs it again, to find the call that overflows.
+        hint: What helps against an overflow.
+    """
+    nan = _weights_with(torch.isnan, (*module.named_parameters(), *module.named_buffers()))
+    if nan:
+        return ExportError(
+            "The module's weights contain NaN.", got=nan, hint="weights without NaN; no precision helps"
+        )
+    first = None if run is None else _first_overflow(run)
+    # Not buffers: a causal mask of -inf is one.
+    infinite = None if first else _weights_with(torch.isinf, module.named_parameters())
+    if infinite:
+        finite = "" if precision == "fp32" else f"; {hint} if rounding to {precision} made them infinite"
+        return ExportError(
+            f"The module's weights contain infinite numbers in {precision}.",
+            got=infinite,
+            hint=f"finite weights{finite}",
+        )
+    return ExportError(
+        f"The module itself overflows in {precision}: its own result is not finite.",
+        got=where if first is None else f"{where}; first at {first}",
+        hint=hint,
+    )
+
+
+def _weights_with(test: Callable[[Tensor], Tensor], weights: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The weights of which some numbers meet a test, and how many do; None where there are none."""
+    found = []
+    for name, tensor in weights:
+        met = test(tensor.detach())
+        if met.any():
+            first = tuple(int(i) for i in met.nonzero()[0])
+            found.append(f"{name}: {int(met.sum())} of {tensor.numel()}, the first at {first}")
+    more = [f"and {len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
+    return "; ".join(found[:_MOST_NAMED] + more) or None
+
+
+# -- the first call that overflows -------------------------------------------------------------------
+
+
+def _first_overflow(run: Callable[[], object]) -> str | None:
+    """Run a module again; the call whose result is the first that is not finite, with its line."""
+    watch = _Watch()
+    with contextlib.suppress(Exception), torch.inference_mode(), Float32Accumulation(), watch:
+        run()
+    return watch.found
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the first call that makes numbers that are not finite from numbers that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if self.found is not None or "empty" in name:
+            return func(*args, **kwargs)
+        given = tree_leaves((args, kwargs))
+        from_finite = all(map(_is_finite, given))
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if _NO_SUCH_NUMBER.search(str(error)):
+                self.found = f"{_place()}{name}{_too_large(given)}"
+            raise
+        if from_finite and not all(map(_is_finite, tree_leaves(result))):
+            self.found = f"{_place()}{name}{_reached(func, args, kwargs)}"
+        return result
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or bool(value.isfinite().all())
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _place() -> str:
+    """The user's line on the stack: behind the frame that runs the module again."""
+    frames = traceback.extract_stack()
+    start = max((i for i, frame in enumerate(frames) if frame.name == _first_overflow.__name__), default=-1)
+    place = last_own_line(frames[start + 1 :])
+    return "" if place is None else f"{place}: "
+
+
+def _too_large(given: list[Any]) -> str:
+    """The numbers of a call that the type of its tensors cannot hold."""
+    dtypes = [each for each in given if isinstance(each, torch.dtype)]
+    tensors = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
+    dtype = next(iter([*dtypes, *(tensor.dtype for tensor in tensors)]), torch.get_default_dtype())
+    largest = torch.finfo(dtype).max
+    numbers = [each for each in given if isinstance(each, (int, float)) and abs(each) > largest]
+    if not numbers:
+        return ""
+    said = ", ".join(f"{number:g}" for number in numbers)
+    return f" with {said}; the largest number of {_SHORT.get(dtype, dtype)} is {largest:g}"
+
+
+def _reached(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> str:
+    """How large the numbers are that a call overflows with."""
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):  # not every call takes wider numbers
+        args, kwargs = tree_map_only(
+            Tensor, lambda x: x.double() if x.is_floating_point() else x, (args, kwargs)
+        )
+        tensors = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, Tensor)]
+        largest = max((float(each.abs().max()) for each in tensors if each.is_floating_point()), default=0.0)
+        if math.isfinite(largest) and largest:
+            return f" reaches {largest:.3g}"
+    return ""
+
+
+# -- constants of a program --------------------------------------------------------------------------
+
+
+_FILE_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+def _infinite_constants(program: ExportedProgram) -> Iterator[str]:
+    """The numbers of a program that became infinite when they were given a type."""
+    for node in program.graph.nodes:
+        dtype = node.kwargs.get("dtype")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            continue
+        for number in node.args:
+            if isinstance(number, (int, float)) and torch.finfo(dtype).max < abs(number) < math.inf:
+                frames = [
+                    traceback.FrameSummary(file, int(line), name)
+                    for file, line, name in _FILE_LINE.findall(node.meta.get("stack_trace") or "")
+                ]
+                place = last_own_line(frames)
+                yield f"{f'{place}: ' if place else ''}{number:g} in {_SHORT.get(dtype, dtype)}"

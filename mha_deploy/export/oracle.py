@@ -1,0 +1,240 @@
+"""The FP64 oracle of an exported program: every type in it upcast, decisions kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
+from torch.fx import Interpreter, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mha_deploy.errors import ExportError
+from mha_deploy.export.axes import ExportedModule
+
+# -- Find the integers that a program decides on by floating-point arithmetic over integers --------
+
+_LEARNT = (InputKind.PARAMETER, InputKind.USER_INPUT)
+
+
+def deciding_nodes(program: ExportedProgram) -> frozenset[str]:
+    """The FX nodes of floats that come from integers and constants alone, and that integers come from.
+
+    What hangs on inputs or weights in floating point is not among them: there, less rounding is the truth.
+    """
+    computed = [node for node in program.graph.nodes if node.op == "call_function"]
+    given = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _LEARNT}
+    plain: set[Node] = set()
+    for node in computed:
+        sources = [each for each in node.all_input_nodes if _is_float(each)]
+        if _is_float(node) and all(each in plain or _is_constant(each, given) for each in sources):
+            plain.add(node)
+    deciding: set[Node] = set()
+    for node in reversed(computed):
+        if node in plain and any(user in deciding or _is_discrete(user) for user in node.users):
+            deciding.add(node)
+    return frozenset(node.name for node in deciding)
+
+
+def _is_constant(node: Node, given: set[str]) -> bool:
+    return node.op == "get_attr" or (node.op == "placeholder" and node.name not in given)
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_discrete(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+
+
+# -- Run an exported program: in FP64 throughout, which is what is true of it, or in its own pr ----
+
+Values = dict[str, Tensor]
+
+_WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
+_WIDE |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
+_HALVES = (torch.float16, torch.bfloat16)
+_aten = torch.ops.aten
+# What sums products. In half precision a GPU sums them in float32 and rounds once.
+_PRODUCTS = frozenset(
+    {
+        _aten.linear,
+        _aten.matmul,
+        _aten.mm,
+        _aten.bmm,
+        _aten.addmm,
+        _aten.baddbmm,
+        _aten.einsum,
+        _aten.conv1d,
+        _aten.conv2d,
+        _aten.conv3d,
+        _aten.convolution,
+        _aten.scaled_dot_product_attention,
+    }
+)
+_HALF_TO_FLOAT = frozenset({_aten._softmax, _aten._log_softmax})  # their third argument says: give float32
+
+
+def run_program(
+    exported: ExportedModule,
+    inputs: Mapping[str, Tensor],
+    *,
+    dtype: Literal["float64", "own"] = "float64",
+    keep: Collection[str] = (),
+) -> tuple[Values, Values]:
+    """Run the program of a module.
+
+    Args:
+        exported: The module.
+        inputs: A tensor for every input; floats are widened where needed.
+        dtype: `float64` for the oracle, `own` for the precision that the module was exported in. Products
+            of half-precision matrices are then summed in float32 on a CPU, as GPUs do.
+        keep: Names of values of the graph to give out besides.
+
+    Returns:
+        The outputs by name, and the kept values by the names they were asked by.
+
+    Raises:
+        ExportError: An input is missing, a kept value is no value of the program, or an operator computes
+            in less than FP64 whatever it is given.
+    """
+    nodes = {name: _node_of(exported, name) for name in keep}
+    run = (_InFloat64 if dtype == "float64" else _InOwn)(exported.program, nodes.values())
+    with torch.no_grad(), run.surroundings():
+        results = run.run(*_arguments(exported, inputs))
+    returned = [
+        each for each in results[-len(exported.program.graph_signature.user_outputs) :] if each is not None
+    ]
+    outputs = dict(zip(exported.outputs, returned, strict=True))
+    return outputs, {name: run.kept[node] for name, node in nodes.items()}
+
+
+def _node_of(exported: ExportedModule, name: str) -> str:
+    node = exported.node_of(name)
+    if node is None:
+        raise ExportError("The program computes no such value.", got=name)
+    return node
+
+
+def _arguments(exported: ExportedModule, inputs: Mapping[str, Tensor]) -> list[Any]:
+    """What the program takes: weights, buffers and constants first, then the inputs."""
+    missing = [name for name in exported.inputs if name not in inputs]
+    if missing:
+        raise ExportError("The program needs more inputs.", got=", ".join(missing))
+    by_node = {exported.nodes[name]: inputs[name] for name in exported.inputs}
+    return [_argument(exported, spec, by_node) for spec in exported.program.graph_signature.input_specs]
+
+
+def _argument(exported: ExportedModule, spec: InputSpec, inputs: Mapping[str, Tensor]) -> Any:
+    if spec.kind is InputKind.USER_INPUT:
+        return spec.arg.value if isinstance(spec.arg, ConstantArgument) else inputs[spec.arg.name]
+    program, target = exported.program, spec.target or ""
+    return program.constants[target] if target in program.constants else program.state_dict[target]
+
+
+class _Keeping(Interpreter):
+    """Runs a program and keeps some of its values; the others go as soon as nobody needs them."""
+
+    def __init__(self, program: ExportedProgram, keep: Collection[str]) -> None:
+        super().__init__(program.graph_module, garbage_collect_values=True)
+        self.kept: Values = {}
+        self._keep = frozenset(keep)
+        self._node = ""
+
+    def run_node(self, n: Node) -> Any:
+        self._node = n.name
+        result = super().run_node(n)
+        if n.name in self._keep:
+            self.kept[n.name] = result.detach().clone()  # another operator may write into it
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            raise ExportError(
+                "The module has control flow that hangs on its data.", got=target.name(), hint="torch.where"
+            )
+        return self.compute(target, args, kwargs)
+
+    def compute(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator."""
+        return super().call_function(target, args, kwargs)
+
+    def surroundings(self) -> contextlib.AbstractContextManager[None]:
+        """What must be so around the run."""
+        return contextlib.nullcontext()
+
+
+class _InFloat64(_Keeping):
+    """Every floating-point number in FP64; weights are widened where they are used, one by one."""
+
+    def __init__(self, program: ExportedProgram, keep: Collection[str]) -> None:
+        super().__init__(program, keep)
+        self._deciding = deciding_nodes(program)
+
+    def compute(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._node in self._deciding:
+            with _default_dtype(torch.float32):
+                return super().compute(target, args, kwargs)
+        if target is _aten.view.dtype:
+            raise ExportError("The module reads the bits of its numbers.", got="Tensor.view(dtype)")
+        if _packet(target) is _aten.embedding:  # a table of gigabytes, of which some rows are read
+            return widened(super().compute(target, args, kwargs))
+        args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
+        args, kwargs = tree_map_only(torch.dtype, lambda dtype: _WIDE.get(dtype, dtype), (args, kwargs))
+        if _packet(target) in _HALF_TO_FLOAT:
+            args = (*args[:2], False)
+        result = super().compute(target, args, kwargs)
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and each.dtype in _WIDE:
+                raise ExportError(
+                    "An operator of the module does not compute in FP64.", got=f"{target}: {each.dtype}"
+                )
+        return result
+
+    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tree_map_only(Tensor, widened, super().output(target, args, kwargs))
+
+    def surroundings(self) -> contextlib.AbstractContextManager[None]:
+        """New tensors of no given dtype, and quotients of integers, are FP64."""
+        return _default_dtype(torch.float64)
+
+
+class _InOwn(_Keeping):
+    """Every number in the precision of the program; see `eager.Float32Accumulation` for the products."""
+
+    def compute(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = next((each for each in tree_leaves(args) if isinstance(each, Tensor)), None)
+        if first is None or first.dtype not in _HALVES or first.device.type != "cpu":
+            return super().compute(target, args, kwargs)
+        if _packet(target) not in _PRODUCTS:
+            return super().compute(target, args, kwargs)
+        half = first.dtype
+        args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype == half else x, (args, kwargs))
+        return super().compute(target, args, kwargs).to(half)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A floating-point tensor in FP64; others as they are."""
+    wide = _WIDE.get(tensor.dtype)
+    return tensor if wide is None else tensor.to(wide)
+
+
+def _packet(target: Callable[..., Any]) -> Any:
+    return getattr(target, "overloadpacket", target)

@@ -1,0 +1,487 @@
+"""A user's own model: load its factory, check what it returns, round it to the precision of the export."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mha_deploy.errors import BundleError, ExportError, exit_as_error, nearest, place_of_error
+from mha_deploy.export.axes import draw_one, shape_of
+from mha_deploy.model.deployable import Deployable, Example, ModuleSpec
+from mha_deploy.model.precision import Precision
+from mha_deploy.model.spec import Axis, Dim
+from mha_deploy.reference.inputs import seeded_generator
+from mha_deploy.reference.weights import read_state
+
+# -- Load a user's factory, call it, and check that what it gives meets the contract ---------------
+
+_SEE = "see mha_deploy.Deployable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """What a factory gave, checked.
+
+    Args:
+        factory: The reference it was loaded by.
+        name: Name of the model.
+        module: The module, in evaluation mode.
+        inputs: An example of every input.
+        dims: The dimensions of every input: an axis, a sum, or a number.
+        axes: The named axes.
+        outputs: Names for the outputs, where the factory gave some.
+        summary: One line for people.
+    """
+
+    factory: str
+    name: str
+    module: nn.Module
+    inputs: Mapping[str, Example]
+    dims: Mapping[str, tuple[Dim, ...]]
+    axes: Mapping[str, Axis]
+    outputs: tuple[str, ...]
+    summary: str
+
+    def with_axes(self, changed: Mapping[str, Axis]) -> LoadedModel:
+        """The same model over other axis ranges."""
+        for name in changed:
+            if name not in self.axes:
+                raise ExportError(
+                    f"{self.name} has no axis {name!r}.", got=name, hint=nearest(name, self.axes)
+                )
+        return replace(self, axes={**self.axes, **changed})
+
+
+def load_factory(reference: str, *, seed: int = 0) -> LoadedModel:
+    """Load and call a factory.
+
+    Args:
+        reference: `path/to/file.py:factory` or `package.module:factory`.
+        seed: PyTorch's seed while the factory runs, so that random weights can be made again.
+
+    Raises:
+        ExportError: There is no such factory, it failed, or what it gave is not a `Deployable`.
+    """
+    place, _, name = reference.rpartition(":")
+    factory = _find(_imported(place), name, reference)
+    torch.manual_seed(seed)
+    given = _called(factory, reference)
+    if not isinstance(given, Deployable):
+        raise ExportError(
+            "The factory gives no Deployable.",
+            got=f"{type(given).__name__} from {reference}",
+            hint=_SEE,
+        )
+    return _checked(given, reference, name)
+
+
+# -- finding it --------------------------------------------------------------------------------
+
+
+def _imported(place: str) -> ModuleType:
+    try:
+        return _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    except ExportError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
+        raise ExportError(
+            "The factory's module cannot be imported.", got=_place_and_text(error, place)
+        ) from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ExportError("There is no such file.", got=path, hint="path/to/file.py:factory")
+    name = f"_mha_deploy_factory_{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path.resolve())
+    if found is None or found.loader is None:
+        raise ExportError("This is not a Python file.", got=path)
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    _look_in(path.resolve().parent)  # where its neighbours are
+    found.loader.exec_module(module)
+    return module
+
+
+def _from_package(name: str) -> ModuleType:
+    _look_in(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and what it imports is not
+        raise ExportError(
+            "There is no such module.", got=name, hint="package.module:factory, or path/to/file.py:factory"
+        ) from error
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _find(module: ModuleType, name: str, reference: str) -> Callable[[], Any]:
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ExportError(
+            "The module has no such factory.", got=reference, hint=nearest(name, known) if known else None
+        )
+    needed = [each.name for each in _parameters(found) if each.default is each.empty]
+    if needed:
+        raise ExportError("A factory takes no arguments.", got=f"{reference} needs {', '.join(needed)}")
+    return found  # type: ignore[no-any-return]
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+
+
+def _called(factory: Callable[[], Any], reference: str) -> Any:
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
+        raise ExportError("The factory failed.", got=_place_and_text(error, reference)) from error
+
+
+def _place_and_text(error: BaseException, where: str) -> str:
+    """The last line of the user's own code, and what was raised there."""
+    return f"{place_of_error(error, where)}: {type(error).__name__}: {error}"
+
+
+# -- checking it -------------------------------------------------------------------------------
+
+
+def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
+    if not isinstance(given.module, nn.Module):
+        raise ExportError("The module is not an nn.Module.", got=type(given.module).__name__, hint=_SEE)
+    if not given.inputs:
+        raise ExportError("The factory gives no example inputs.", got=reference, hint=_SEE)
+    for said, table in (("inputs", given.inputs), ("axes", given.axes)):
+        if not isinstance(table, Mapping):
+            raise ExportError(f"{said} is not a dictionary.", got=type(table).__name__, hint=_SEE)
+    axes = {axis: _axis(axis, sizes) for axis, sizes in given.axes.items()}
+    dims = {key: _dims(key, example, axes) for key, example in given.inputs.items()}
+    _refuse_unused(axes, dims)
+    _refuse_contradictions(given.inputs, dims)
+    _check_forward(given.module, given.inputs)
+    if not all(isinstance(each, str) and each for each in given.outputs):
+        raise ExportError("An output has no name.", got=list(given.outputs))
+    return LoadedModel(
+        factory=reference,
+        name=given.name or name.replace("_", "-"),
+        module=given.module.eval(),
+        inputs=dict(given.inputs),
+        dims=dims,
+        axes=axes,
+        outputs=tuple(given.outputs),
+        summary=given.summary,
+    )
+
+
+def _axis(name: object, sizes: object) -> Axis:
+    if not isinstance(name, str) or not name.isidentifier():  # sums are made of names, and PyTorch asks it
+        raise ExportError("An axis has no name.", got=repr(name), hint="letters, digits and _, such as S")
+    if isinstance(sizes, Axis):
+        return sizes
+    if isinstance(sizes, str):
+        return Axis.parse(sizes, name=name)
+    if isinstance(sizes, tuple | list) and len(sizes) == 3:
+        return Axis(min=sizes[0], opt=sizes[1], max=sizes[2])
+    raise ExportError(f"Axis {name} is not a range.", got=sizes, hint='"1:128:512", or (1, 128, 512)')
+
+
+def _dims(name: str, example: object, axes: Mapping[str, Axis]) -> tuple[Dim, ...]:
+    if not isinstance(example, Example) or not isinstance(example.tensor, Tensor):
+        raise ExportError(
+            f"Input {name} is not an Example of a tensor.", got=type(example).__name__, hint=_SEE
+        )
+    _refuse_unusable(name, example)
+    shape = tuple(example.tensor.shape)
+    if len(example.axes) > len(shape):
+        raise ExportError(
+            f"Input {name} has more axis names than dimensions.", got=f"{example.axes} for shape {shape}"
+        )
+    for axis in _names(example.axes):
+        if axis not in axes:
+            raise ExportError(
+                f"Input {name} names an axis that has no range.",
+                got=axis,
+                hint=f"{nearest(axis, axes)} Ranges are given in axes={{...}}." if axes else _SEE,
+            )
+    named = (*example.axes, *(None,) * (len(shape) - len(example.axes)))
+    return tuple(size if axis is None else axis for axis, size in zip(named, shape, strict=True))
+
+
+def _refuse_unusable(name: str, example: Example) -> None:
+    strange = [axis for axis in example.axes if axis is not None and not isinstance(axis, str)]
+    if strange:
+        raise ExportError(
+            f"Input {name} has an axis that is no name.", got=strange[0], hint="None for a fixed dimension"
+        )
+    if example.tensor.is_meta:
+        raise ExportError(f"The example of input {name} has no numbers.", got="a tensor on meta")
+    if example.tensor.is_floating_point() and bool(example.tensor.detach().isnan().any()):
+        raise ExportError(f"The example of input {name} is not a number everywhere.", got="NaN")
+
+
+def _names(dims: Iterable[Dim | None]) -> list[str]:
+    """The axes in dimensions, those in sums included."""
+    parts = [part for dim in dims if isinstance(dim, str) for part in dim.split("+")]
+    return [part for part in parts if not part.isdigit()]
+
+
+def _refuse_unused(axes: Mapping[str, Axis], dims: Mapping[str, tuple[Dim, ...]]) -> None:
+    used = {axis for each in dims.values() for axis in _names(each)}
+    unused = [axis for axis in axes if axis not in used]
+    if unused:
+        raise ExportError(
+            "No input has such an axis.", got=", ".join(unused), hint="name it in an Example, or leave it out"
+        )
+
+
+def _refuse_contradictions(inputs: Mapping[str, Example], dims: Mapping[str, tuple[Dim, ...]]) -> None:
+    """One axis has one size in all examples."""
+    seen: dict[Dim, tuple[str, int]] = {}
+    for name, example in inputs.items():
+        for dim, size in zip(dims[name], example.tensor.shape, strict=True):
+            if not isinstance(dim, str):
+                continue
+            other, before = seen.setdefault(dim, (name, size))
+            if before != size:
+                raise ExportError(
+                    f"Axis {dim} has two sizes in the examples.", got=f"{before} in {other}, {size} in {name}"
+                )
+
+
+def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
+    """Whether `forward` takes these inputs, and no other must be given."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    known = {each.name: each for each in _parameters(module.forward)}
+    for name in inputs:
+        if name not in known and not takes_any:
+            raise ExportError("forward() takes no such input.", got=name, hint=nearest(name, known))
+    missing = [key for key, each in known.items() if each.default is each.empty and key not in inputs]
+    if missing:
+        raise ExportError("forward() needs inputs that have no example.", got=", ".join(missing), hint=_SEE)
+
+
+# -- A user's module with its weights, in the precision of an export; made anew by its factory  ----
+
+# Angles of a rotary embedding: in half precision, far positions would all be alike.
+_KEPT_WIDE = ("inv_freq", "original_inv_freq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserModule:
+    """A module ready for export.
+
+    Args:
+        loaded: What its factory gave; its module is rounded.
+        precision: To what.
+        seed: PyTorch's seed while the factory ran.
+        weights_file: The file of its weights, if one was given.
+        state_sha256: Hash of weights and buffers before they were rounded.
+    """
+
+    loaded: LoadedModel
+    precision: Precision
+    seed: int
+    weights_file: str | None
+    state_sha256: str
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, rounded and in evaluation mode."""
+        return self.loaded.module
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its weights."""
+        return getattr(torch, self.precision.torch_name)  # type: ignore[no-any-return]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights; one that several modules share counts once."""
+        return sum(parameter.nbytes for parameter in self.module.parameters())
+
+    def rounded(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Inputs in the module's precision, on its device."""
+        device = _device_of(self.module)
+        return {
+            name: tensor.to(device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in inputs.items()
+        }
+
+
+def drawn_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:
+    """Inputs at some sizes, rounded: drawn by the user's own function, or after the example.
+
+    Raises:
+        ExportError: The user's function fails, or what it gives is not like the example.
+    """
+    loaded, drawn = user.loaded, {}
+    for key, example in loaded.inputs.items():
+        shape = shape_of(key, example.tensor, loaded.dims[key], sizes)
+        if example.draw is None:
+            drawn[key] = draw_one(f"{label}/{key}", example.tensor, shape, seed)
+        else:
+            drawn[key] = _drawn_by_user(key, example, shape, seeded_generator(seed, f"{label}/{key}"))
+    return user.rounded(drawn)
+
+
+def _drawn_by_user(name: str, example: Example, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    try:
+        drawn = None if example.draw is None else example.draw(shape, generator)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
+        raise ExportError(
+            f"The draw of input {name} fails.",
+            got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
+            hint=f"shape {shape}",
+        ) from error
+    if not isinstance(drawn, Tensor):
+        raise ExportError(f"The draw of input {name} gives no tensor.", got=type(drawn).__name__)
+    if tuple(drawn.shape) != shape:
+        raise ExportError(
+            f"The draw of input {name} gives another shape.", got=tuple(drawn.shape), hint=str(shape)
+        )
+    wanted = example.tensor.dtype
+    if drawn.dtype != wanted and not (drawn.is_floating_point() and wanted.is_floating_point):
+        raise ExportError(f"The draw of input {name} gives another type.", got=drawn.dtype, hint=str(wanted))
+    return drawn.detach()
+
+
+@exit_as_error()
+def open_user_module(
+    factory: str,
+    precision: Precision,
+    *,
+    seed: int = 0,
+    weights: Path | None = None,
+    axes: Mapping[str, Axis] | None = None,
+    device: str = "cpu",
+) -> UserModule:
+    """Call a factory, give its module the weights of a file where there is one, and round it.
+
+    Args:
+        factory: `path/to/file.py:factory` or `package.module:factory`.
+        precision: The precision to round to.
+        seed: PyTorch's seed while the factory runs.
+        weights: A safetensors file, or a state dict that `torch.save` wrote.
+        axes: Ranges in place of the factory's.
+        device: Where the module goes.
+
+    Raises:
+        ExportError: The factory or its module does not meet the contract.
+        DeployError: The file holds no weights for this module.
+    """
+    loaded = load_factory(factory, seed=seed).with_axes(axes or {})
+    if weights is not None:
+        _load_weights(loaded.module, weights)
+    _refuse_meta(loaded.module)
+    loaded.module.requires_grad_(False)
+    digest = state_digest(loaded.module)
+    _round(loaded.module, getattr(torch, precision.torch_name))
+    loaded.module.to(device)
+    return UserModule(
+        loaded=loaded,
+        precision=precision,
+        seed=seed,
+        weights_file=None if weights is None else str(weights),
+        state_sha256=digest,
+    )
+
+
+def reopen_user_module(spec: ModuleSpec, precision: Precision, *, device: str = "cpu") -> UserModule:
+    """The module of a bundle, made again by its factory.
+
+    Raises:
+        ExportError: The factory is not here any more, or gives something else.
+        BundleError: It gives other weights than those in the bundle.
+    """
+    weights = None if spec.weights_file is None else Path(spec.weights_file)
+    user = open_user_module(
+        spec.factory, precision, seed=spec.seed, weights=weights, axes=spec.axes, device=device
+    )
+    if user.state_sha256 != spec.state_sha256:
+        raise BundleError(
+            f"{spec.factory} gives other weights now than when it was exported.",
+            got=f"SHA-256 {user.state_sha256[:16]}…, not {spec.state_sha256[:16]}…",
+            hint="export again; a factory must give the same weights each time",
+        )
+    return user
+
+
+def state_digest(module: nn.Module) -> str:
+    """A hash of the names, types and numbers of all weights and buffers, also of those that are not saved."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted({**module.state_dict(), **dict(module.named_buffers())}.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _load_weights(module: nn.Module, path: Path) -> None:
+    state = read_state(path)
+    try:
+        # Weights that the module shares with itself stand in a file once.
+        missing, unknown = module.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # shapes that do not fit
+        raise ExportError(
+            "The weights do not fit the module.", got=" ".join(str(error).split())[:300]
+        ) from error
+    shared = _shared_with_given(module, set(state))
+    missing = [name for name in missing if name not in shared]
+    if missing or unknown:
+        told = [f"no {name}" for name in missing[:3]] + [f"{name} is unknown" for name in unknown[:3]]
+        raise ExportError("The weights are not those of the module.", got=f"{path}: {', '.join(told)}")
+
+
+def _shared_with_given(module: nn.Module, given: set[str]) -> set[str]:
+    """Names of weights that are the same memory as one that was given."""
+    state = module.state_dict(keep_vars=True)
+    places = {state[name].data_ptr() for name in given if name in state}
+    return {name for name, tensor in state.items() if tensor.data_ptr() in places}
+
+
+def _round(module: nn.Module, dtype: torch.dtype) -> None:
+    kept = {
+        (owner, name): buffer
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name in _KEPT_WIDE
+    }
+    # Not module.to(): it makes complex numbers, such as a table of rotations, real.
+    module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    for (owner, name), buffer in kept.items():
+        setattr(owner, name, buffer)
+
+
+def _refuse_meta(module: nn.Module) -> None:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise ExportError(
+            "The module has weights without numbers.",
+            got=f"{len(empty)} on the meta device: {', '.join(empty[:3])}",
+            hint="a factory that makes or loads them",
+        )
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")

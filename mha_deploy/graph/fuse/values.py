@@ -1,0 +1,348 @@
+"""What is known of the values of a graph: constants, shapes, sources; and the records of a fusion."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from mha_deploy.errors import DeployError
+from mha_deploy.graph.attention_node import Dim
+
+# -- Small questions to a graph: is this a constant, are these two sizes the same, who uses thi ----
+
+# Over arrays of one number, in their own type; the result of Pow has the type of the base.
+_SCALAR_OPS: dict[str, Callable[..., np.ndarray | None]] = {
+    "Sqrt": np.sqrt,
+    "Reciprocal": lambda x: np.ones_like(x) / x,
+    "Neg": np.negative,
+    "Mul": np.multiply,
+    "Div": lambda x, y: _divided(x, y),
+    "Pow": lambda x, y: np.power(x.astype(np.float64), y.astype(np.float64)).astype(x.dtype),
+}
+_SAME_SCALAR = frozenset({"Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
+_MAX_DEPTH = 64  # more than any constant needs; bounds the walk in a hostile file
+
+
+def array_of(value: ir.Value | None) -> np.ndarray | None:
+    """The numbers of a constant; None for anything that is computed or given."""
+    tensor = _tensor_of(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether a value is a constant. Its numbers are not read: they may be gigabytes in another file."""
+    return _tensor_of(value) is not None
+
+
+def _tensor_of(value: ir.Value | None) -> ir.TensorProtocol | None:
+    return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
+
+
+def scalar_of(value: ir.Value | None) -> float | None:
+    """The one number that a tensor holds everywhere, where that follows from constants alone.
+
+    It is computed in the types of the graph: 7 / 2 is 3 in integers, -1e9 is -inf in float16. NaN is None.
+    """
+    with np.errstate(all="ignore"):
+        found = _scalar(value, 0)
+        number = math.nan if found is None else float(found)
+    return None if math.isnan(number) else number
+
+
+def _scalar(value: ir.Value | None, depth: int) -> np.ndarray | None:
+    """The number as an array without axes, in the type of the value."""
+    tensor = _tensor_of(value)
+    if tensor is not None:
+        known = tensor.size == 1 and tensor.dtype != ir.DataType.STRING
+        return tensor.numpy().reshape(()) if known else None
+    node = value.producer() if value is not None else None
+    if node is None or node.domain != "" or depth > _MAX_DEPTH:
+        return None
+    if node.op_type in _SAME_SCALAR:
+        return _scalar(node.inputs[0], depth + 1)
+    if node.op_type == "Cast":
+        return _cast(_scalar(node.inputs[0], depth + 1), ir.DataType(node.attributes.get_int("to", 0)))
+    if node.op_type not in _SCALAR_OPS:
+        return None
+    numbers = [_scalar(each, depth + 1) for each in node.inputs]
+    try:
+        return None if any(each is None for each in numbers) else _SCALAR_OPS[node.op_type](*numbers)
+    except (ArithmeticError, TypeError, ValueError):
+        return None
+
+
+def _cast(number: np.ndarray | None, to: ir.DataType) -> np.ndarray | None:
+    if number is None or to in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+        return None
+    if to.is_integer():
+        # What becomes of numbers beyond the type differs between runtimes.
+        info = ml_dtypes.iinfo(to.numpy())
+        if not int(info.min) <= float(number) <= int(info.max):
+            return None
+    return number.astype(to.numpy())
+
+
+def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    if x.dtype.kind not in "iu":
+        return np.divide(x, y)
+    if not y:
+        return None
+    quotient = abs(int(x)) // abs(int(y))  # ONNX rounds towards zero, Python downwards
+    return np.asarray(quotient if (int(x) < 0) == (int(y) < 0) else -quotient, x.dtype)
+
+
+def ints_of(value: ir.Value | None) -> list[int] | None:
+    """The integers of a constant, such as axes."""
+    array = array_of(value)
+    return None if array is None else [int(each) for each in array.ravel()]
+
+
+def dims_of(value: ir.Value) -> tuple[int | ir.SymbolicDim, ...] | None:
+    """The dimensions of a value, or None where the rank is not known."""
+    return None if value.shape is None else tuple(value.shape)
+
+
+def dtype_of(value: ir.Value) -> ir.DataType:
+    """The type of a value; float32 where the file does not say."""
+    return value.dtype or ir.DataType.FLOAT
+
+
+def holds(wide: ir.DataType | None, narrow: ir.DataType | None) -> bool:
+    """Whether a cast from one floating-point type to another keeps every value."""
+    if wide is None or narrow is None or not (wide.is_floating_point() and narrow.is_floating_point()):
+        return False
+    outer, inner = (ml_dtypes.finfo(each.numpy()) for each in (wide, narrow))
+    return bool(
+        outer.nmant >= inner.nmant
+        and float(outer.max) >= float(inner.max)
+        and float(outer.smallest_subnormal) <= float(inner.smallest_subnormal)
+    )
+
+
+def same_dim(first: int | ir.SymbolicDim, second: int | ir.SymbolicDim) -> bool:
+    """Whether two dimensions are certainly equal: the same number or the same name."""
+    if isinstance(first, int) or isinstance(second, int):
+        return first == second
+    return first.value is not None and first.value == second.value
+
+
+def same_dims(first: tuple[int | ir.SymbolicDim, ...], second: tuple[int | ir.SymbolicDim, ...]) -> bool:
+    """Whether two shapes are certainly equal."""
+    return len(first) == len(second) and all(map(same_dim, first, second))
+
+
+def same_or_cut(dim: int | ir.SymbolicDim, size: int | ir.SymbolicDim) -> bool:
+    """Whether a dimension is certainly a size, wherever the file does not fail.
+
+    A buffer of N rows, cut to S, has min(N, S) of them, and the exporter says so. Beyond N the file fails.
+    """
+    if same_dim(dim, size):
+        return True
+    name = re.escape(str(size))
+    found = re.fullmatch(rf"Min\((?:(\d+), {name}|{name}, (\d+))\)", str(dim))
+    return found is not None and int(found[1] or found[2]) > 1  # a single row would be broadcast
+
+
+def is_op(node: ir.Node | None, *op_types: str) -> bool:
+    """Whether a node is one of these operators of ONNX's own set."""
+    return node is not None and node.domain == "" and node.op_type in op_types
+
+
+def perm_of(node: ir.Node) -> list[int]:
+    """The permutation of a Transpose; without one, the axes are reversed."""
+    perm = node.attributes.get_ints("perm")
+    dims = dims_of(node.inputs[0]) if node.inputs[0] is not None else None
+    return list(perm) if perm is not None else list(reversed(range(len(dims or ()))))
+
+
+def adds_leading_ones(node: ir.Node) -> bool:
+    """Whether a node only puts axes of size 1 in front, which broadcasting would do as well."""
+    source = node.inputs[0] if is_op(node, "Unsqueeze", "Reshape") else None
+    before, after = None if source is None else dims_of(source), dims_of(node.outputs[0])
+    if before is None or after is None or len(after) < len(before):
+        return False
+    more = len(after) - len(before)
+    return all(size == 1 for size in after[:more]) and same_dims(after[more:], before)
+
+
+# -- What a fusion found: the attentions it wrote as one node, and those it left alone with the ----
+
+
+class NotFused(DeployError):
+    """Why a softmax and its two products stay as they are."""
+
+
+class NoScores(NotFused):
+    """No product of two computed tensors stands before the softmax."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedAttention:
+    """One attention that is now one `Attention` node.
+
+    Args:
+        name: Name of the new node: the module it came from where the file says, else its softmax.
+        place: Source file and line, where the file says.
+        Hq: Query heads; 1 where the heads are part of the batch.
+        Hkv: Key/value heads.
+        D: Head size of queries and keys.
+        scale: Factor on the scores, gathered from wherever it stood.
+        mask: `none`, `bool` or `float`.
+        causal: Whether the triangle became the attribute `is_causal`.
+        softcap: Bound of the scores; 0 for none.
+        notes: What differs from the file, and where.
+    """
+
+    name: str
+    place: str | None
+    Hq: int
+    Hkv: int
+    D: Dim
+    scale: float
+    mask: str
+    causal: bool
+    softcap: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnfusedSoftmax:
+    """A softmax before a product that was left as it is.
+
+    Args:
+        name: The module it came from, else the softmax node.
+        place: Source file and line, where the file says.
+        reason: Why it is not fused.
+    """
+
+    name: str
+    place: str | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """A node of the exporter's that was brought into the canonical form.
+
+    Args:
+        name: Name of the node in the new model.
+        changes: What was changed, in words.
+    """
+
+    name: str
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuseReport:
+    """What became of every candidate of a graph.
+
+    Args:
+        fused: Attentions that are one node now.
+        unfused: Candidates that are as they were.
+        already: Names, in the new model, of the `Attention` nodes that were there before.
+        repairs: What was changed about those, and about nodes around them.
+        layers: Names of all `Attention` nodes of the new model in the order of execution.
+    """
+
+    fused: tuple[FusedAttention, ...]
+    unfused: tuple[UnfusedSoftmax, ...]
+    already: tuple[str, ...] = ()
+    repairs: tuple[Repair, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every candidate was fused."""
+        return not self.unfused
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data for JSON."""
+        return {"complete": self.complete, **asdict(self)}
+
+
+# -- Where a node came from, as PyTorch's exporter wrote it down -----------------------------------
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_TRACE = "pkg.torch.onnx.stack_trace"
+_FX_NODE = "pkg.torch.onnx.fx_node"
+_SOFTMAX_TYPE = re.compile(r"aten\.softmax\.int\]\(.*\btorch\.(float16|bfloat16|float32|float64)\b")
+_TYPES = {
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+    "float32": ir.DataType.FLOAT,
+    "float64": ir.DataType.DOUBLE,
+}
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+
+
+def module_of(node: ir.Node) -> str:
+    """The module that holds a node, such as `layers.0.attn`; the node's own name where nobody says."""
+    scopes = _scopes(node)
+    module = scopes[-2] if len(scopes) > 1 else ""  # the last scope is the operator
+    return module or node.name or node.outputs[0].name or node.op_type
+
+
+def place_of(node: ir.Node) -> str | None:
+    """The source line of a node as `file:line`: the innermost frame outside PyTorch that is written down."""
+    frames = _FRAME.findall(node.metadata_props.get(_TRACE, ""))
+    own = [frame for frame in frames if "/site-packages/torch/" not in frame[0].replace("\\", "/")]
+    return ":".join((own or frames)[-1]) if frames else None
+
+
+def softmax_type_of(node: ir.Node) -> ir.DataType | None:
+    """The type that a softmax was asked for, as in `softmax(x, -1, dtype=torch.float32)`.
+
+    The exporter writes such a softmax in the type of its input and casts the result, then drops the casts.
+    """
+    found = _SOFTMAX_TYPE.search(node.metadata_props.get(_FX_NODE, ""))
+    return None if found is None else _TYPES[found.group(1)]
+
+
+def _scopes(node: ir.Node) -> list[str]:
+    try:
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+    except (ValueError, SyntaxError):
+        return []
+    return [str(scope) for scope in scopes] if isinstance(scopes, list) else []
+
+
+# -- Take a model up to the opset that has `Attention` ---------------------------------------------
+
+ATTENTION_OPSET = 23
+_OLDEST = 18
+# The same node means something else since this version.
+_CHANGED_SINCE = {"GridSample": 20, "DFT": 20, "GroupNormalization": 21}
+
+
+def raise_opset(model: ir.Model) -> ir.Model:
+    """Declare opset 23 for a model of an older one, where its nodes mean the same there.
+
+    Raises:
+        DeployError: The opset is too old, or a node has another meaning in the newer one.
+    """
+    current = model.opset_imports.get("", 1)
+    if current >= ATTENTION_OPSET:
+        return model
+    hint = "export the module at opset 23"
+    if current < _OLDEST:
+        raise DeployError("The graph is older than opset 18.", got=f"opset {current}", hint=hint)
+    for node in model.graph.all_nodes():
+        if node.domain == "" and current < _CHANGED_SINCE.get(node.op_type, 0):
+            raise DeployError(
+                f"{node.op_type} means something else in opset {ATTENTION_OPSET}.", got=node.name, hint=hint
+            )
+        node.version = None
+    model.graph.opset_imports[""] = ATTENTION_OPSET
+    needed = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", ATTENTION_OPSET)], True)
+    model.ir_version = max(model.ir_version, needed)
+    return model

@@ -1,0 +1,255 @@
+"""What stands around attention: normalisation, rotary embedding, cache update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from mha_deploy.graph.attention_node import input_at
+from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.lower.masks import count_up
+from mha_deploy.graph.lower.rewrite import OperatorCall, sizes_of
+
+# -- RMSNormalization in primitive operators, for parsers that came before it ----------------------
+
+RMS_NORM = "RMSNormalization"
+
+
+def rms_norm_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
+    """Divide x by √(mean x² + ε), in float32 unless the node says otherwise, and multiply by the scale.
+
+    As the specification writes it: the quotient is rounded to the type of x before it is scaled.
+    """
+    x, scale = input_at(call.node, 0), input_at(call.node, 1)
+    if x is None or scale is None or x.dtype is None or scale.dtype is None:
+        raise call.refuse("normalisation of unknown type", hint="state the types of x and scale in the graph")
+    attributes = call.node.attributes
+    wide = ir.DataType(attributes.get_int("stash_type", int(ir.DataType.FLOAT)))
+    data = b.cast(x, wide)
+    mean = b.op(
+        "ReduceMean", b.op("Mul", data, data), b.ints(*_axes(call, x)), keepdims=1, name="mean_square"
+    )
+    epsilon = b.constant(attributes.get_float("epsilon", 1e-5), wide)
+    normal = b.op("Div", data, b.op("Sqrt", b.op("Add", mean, epsilon)), name="normalised")
+    normal.dtype = wide
+    rounded = b.cast(normal, x.dtype)
+    rounded.dtype = x.dtype
+    return b.op("Mul", b.cast(rounded, scale.dtype), scale, name="rms_norm")
+
+
+def _axes(call: OperatorCall, x: ir.Value) -> range:
+    """From `axis` to the last one, counted from the end: so the rank is needed only where axis is not."""
+    axis = call.node.attributes.get_int("axis", -1)
+    if axis >= 0:
+        if x.shape is None:
+            raise call.refuse(
+                "normalisation of unknown rank", got=f"axis {axis}", hint="state the shape of x"
+            )
+        axis -= len(x.shape)
+    return range(axis, 0)
+
+
+# -- RotaryEmbedding in primitive operators, and as ONNX Runtime's own -----------------------------
+
+ROTARY = "RotaryEmbedding"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """What a RotaryEmbedding node says.
+
+    Args:
+        x: `[B, H, S, D]` or `[B, S, H·D]`.
+        cos: Cosines: `[positions, R/2]`, or `[B, S, R/2]` without position ids.
+        sin: Sines, of the same shape.
+        positions: `[B, S]`, the row of each token in the two tables; None where they are spread out already.
+        rank: 3 or 4, that of x.
+        heads: H.
+        size: D.
+        turned: R, how many numbers of a head are turned; the rest stays.
+        interleaved: Whether a pair is two neighbours.
+    """
+
+    x: ir.Value
+    cos: ir.Value
+    sin: ir.Value
+    positions: ir.Value | None
+    rank: int
+    heads: int
+    size: int
+    turned: int
+    interleaved: bool
+
+
+def rotary_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
+    """Write a RotaryEmbedding with products and sums."""
+    rotary = _read(call)
+    x = rotary.x if rotary.rank == 4 else b.reshape(rotary.x, 0, 0, rotary.heads, rotary.size)
+    cos, sin = (_table(b, rotary, table) for table in (rotary.cos, rotary.sin))
+    one, other, rest = _pairs(b, rotary, x)
+    turned = (
+        b.op("Sub", b.op("Mul", one, cos), b.op("Mul", other, sin)),
+        b.op("Add", b.op("Mul", one, sin), b.op("Mul", other, cos)),
+    )
+    parts = [_interleave(b, rotary, *turned)] if rotary.interleaved else [*turned]
+    parts += [] if rest is None else [rest]
+    y = parts[0] if len(parts) == 1 else b.op("Concat", *parts, axis=3, name="turned")
+    return y if rotary.rank == 4 else b.reshape(y, 0, 0, rotary.heads * rotary.size, name="merged")
+
+
+def rotary_to_contrib(call: OperatorCall, b: NodeBuilder) -> ir.Value:
+    """Write a RotaryEmbedding as the com.microsoft operator, which always looks positions up in a table."""
+    rotary = _read(call)
+    cos, sin, positions = rotary.cos, rotary.sin, rotary.positions
+    if positions is None:
+        cos, sin = (b.reshape(table, -1, rotary.turned // 2) for table in (cos, sin))
+        positions = _rows_in_order(b, rotary)
+    attributes = {
+        "interleaved": int(rotary.interleaved),
+        "num_heads": rotary.heads,
+        "rotary_embedding_dim": rotary.turned if rotary.turned < rotary.size else None,
+    }
+    inputs = [rotary.x, positions, cos, sin]
+    return b.node(ROTARY, inputs, domain="com.microsoft", name=b.prefix, attributes=attributes)[0]
+
+
+def _read(call: OperatorCall) -> Rotary:
+    x, cos, sin = (input_at(call.node, at) for at in range(3))
+    dims = sizes_of(x)
+    if x is None or cos is None or sin is None or dims is None or len(dims) not in (3, 4):
+        raise call.refuse("rotary embedding of unknown rank", got=dims, hint="state the shape of the input")
+    heads = dims[1] if len(dims) == 4 else call.node.attributes.get_int("num_heads", 0)
+    width = dims[-1]
+    if not heads or width is None:
+        hint = "state the heads and the head size; num_heads for a 3-D input"
+        raise call.refuse("rotary embedding without a fixed head size", got=dims, hint=hint)
+    size = width if len(dims) == 4 else width // heads
+    turned = call.node.attributes.get_int("rotary_embedding_dim", 0) or size
+    if turned % 2 or turned > size or (len(dims) == 3 and width % heads):
+        raise call.refuse("rotary embedding of this size", got=f"{turned} of {dims}, {heads} heads")
+    return Rotary(
+        x=x,
+        cos=cos,
+        sin=sin,
+        positions=input_at(call.node, 3),
+        rank=len(dims),
+        heads=heads,
+        size=size,
+        turned=turned,
+        interleaved=call.node.attributes.get_int("interleaved", 0) == 1,
+    )
+
+
+def _table(b: NodeBuilder, rotary: Rotary, table: ir.Value) -> ir.Value:
+    """The cosines or sines of each token, with an axis of one where x has its heads."""
+    if rotary.positions is not None:
+        table = b.op("Gather", table, rotary.positions, axis=0, name="angles")
+    return b.unsqueeze(table, 1 if rotary.rank == 4 else 2)
+
+
+def _pairs(b: NodeBuilder, rotary: Rotary, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+    """First and second number of each pair, and what is not turned."""
+    half, rest = rotary.turned // 2, rotary.size - rotary.turned
+    if not rotary.interleaved:
+        sizes = (half, half, rest) if rest else (half, half)
+        parts = b.node("Split", [x, b.ints(*sizes)], outputs=len(sizes), attributes={"axis": 3})
+        return parts[0], parts[1], parts[2] if rest else None
+    one, other = (_every(b, x, start, rotary.turned, 2) for start in (0, 1))
+    return one, other, _every(b, x, rotary.turned, rotary.size, 1) if rest else None
+
+
+def _every(b: NodeBuilder, x: ir.Value, start: int, end: int, step: int) -> ir.Value:
+    return b.op("Slice", x, b.ints(start), b.ints(end), b.ints(3), b.ints(step))
+
+
+def _interleave(b: NodeBuilder, rotary: Rotary, one: ir.Value, other: ir.Value) -> ir.Value:
+    pairs = b.op("Concat", b.unsqueeze(one, 4), b.unsqueeze(other, 4), axis=4)
+    return b.reshape(pairs, 0, 0, 0, rotary.turned, name="interleaved")
+
+
+def _rows_in_order(b: NodeBuilder, rotary: Rotary) -> ir.Value:
+    """`[B, S]`, counting through all tokens: the rows of a table that was `[B, S, ·]`."""
+    B, S = b.size(rotary.x, 0), b.size(rotary.x, 2 if rotary.rank == 4 else 1)
+    if isinstance(B, int) and isinstance(S, int):
+        return b.reshape(b.ints(*range(B * S)), B, S)
+    tokens = b.op("Mul", b.as_tensor(B), b.as_tensor(S), name="tokens")
+    return b.reshape(count_up(b, tokens), B, S, name="rows")
+
+
+# -- TensorScatter, the update of a cache whose size is fixed: written in primitive operators,  ----
+
+SCATTER = "TensorScatter"
+
+_FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+
+
+class Obstacle(NamedTuple):
+    """Why TensorRT has no in-place update for a node: the feature, and what was found."""
+
+    feature: str
+    got: object
+
+
+def obstacle_to_update_in_place(node: ir.Node) -> Obstacle | None:
+    """What keeps a TensorScatter from being TensorRT's cache update; None where it can be."""
+    cache, sizes = input_at(node, 0), sizes_of(input_at(node, 0))
+    if _is_circular(node):
+        return Obstacle("circular TensorScatter", "mode=circular")
+    if cache is None or not cache.is_graph_input():
+        return Obstacle("TensorScatter into a cache that is no graph input", cache and cache.name)
+    if sizes is None or len(sizes) != 4 or _axis(node, 4) != 2:
+        return Obstacle("TensorScatter other than along axis 2 of [B, H, T, D]", sizes)
+    if cache.dtype not in _FLOATS:
+        return Obstacle("TensorScatter of this type", cache.dtype)
+    if sizes[2] is None:
+        return Obstacle("TensorScatter into a cache of dynamic length", str(cache.shape))
+    if not node.outputs[0].is_graph_output():
+        return Obstacle("TensorScatter whose result is no graph output", node.outputs[0].name)
+    return None
+
+
+def keep_scatter(call: OperatorCall, b: NodeBuilder) -> None:
+    """Leave the node to TensorRT's parser, or say why it would not take it."""
+    obstacle = obstacle_to_update_in_place(call.node)
+    if obstacle is not None:
+        hint = "decode_primitives=True writes it with ScatterND: the cache is copied at every step"
+        raise call.refuse(obstacle.feature, got=obstacle.got, hint=hint)
+
+
+def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
+    """Write a TensorScatter as a ScatterND whose indices are spelled out."""
+    cache, update, starts = (input_at(call.node, at) for at in range(3))
+    dims = sizes_of(update)
+    if cache is None or update is None or dims is None:
+        raise call.refuse("TensorScatter of unknown rank", hint="state the shape of the update")
+    axis = _axis(call.node, len(dims))
+    slots = _along(b, update, axis, axis)
+    if starts is not None:
+        slots = b.op("Add", slots, b.reshape(starts, -1, *[1] * (axis + 1)), name="slot")
+    if _is_circular(call.node):
+        slots = _wrap(b, slots, b.as_tensor(b.size(cache, axis)))
+    # One index for each axis up to the sequence; whole rows follow, so there are few indices.
+    lead = b.shape_of(*(b.size(update, at) for at in range(axis + 1)), 1)
+    planes = [*(_along(b, update, at, axis) for at in range(axis)), slots]
+    index = b.op("Concat", *(b.op("Expand", plane, lead) for plane in planes), axis=axis + 1, name="index")
+    return b.op("ScatterND", cache, index, update, name="updated")
+
+
+def _along(b: NodeBuilder, update: ir.Value, at: int, axis: int) -> ir.Value:
+    """0, 1, 2 … along one axis of the indices, which have one more axis than lead to a row."""
+    return b.reshape(count_up(b, b.size(update, at)), *(-1 if i == at else 1 for i in range(axis + 2)))
+
+
+def _wrap(b: NodeBuilder, index: ir.Value, length: ir.Value) -> ir.Value:
+    """The remainder, written with a whole-number division: Mod is not in every parser."""
+    return b.op("Sub", index, b.op("Mul", b.op("Div", index, length), length), name="wrapped")
+
+
+def _is_circular(node: ir.Node) -> bool:
+    return node.attributes.get_string("mode", "linear") == "circular"
+
+
+def _axis(node: ir.Node, rank: int) -> int:
+    return (node.attributes.get_int("axis", -2) or 0) % rank

@@ -1,0 +1,434 @@
+"""Deliberate mistakes in a graph, which a validation must catch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.graph.attention_node import (
+    MASK,
+    NONPAD_KV_SEQLEN,
+    PAST_KEY,
+    PAST_VALUE,
+    AttentionNode,
+    K,
+    Q,
+    V,
+    Y,
+    input_at,
+    is_attention,
+    read_attention,
+)
+from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.model.spec import AttentionSpec
+
+# -- Where a mistake is put into a graph: before an attention, behind it, or on the way to it ------
+
+_NEW_ROWS = 1  # where TensorScatter takes them
+_LAYOUT = ("Transpose", "Reshape")
+
+
+def feed(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> None:
+    """Put new nodes before a node and one of its inputs behind them."""
+    old = input_at(node, position)
+    value.type = old.type if old is not None else ir.TensorType(ir.DataType.BOOL)
+    value.shape = old.shape if old is not None else None
+    if node.graph is None:
+        raise ValueError(f"Node {node.name!r} belongs to no graph.")
+    node.graph.insert_before(node, build.nodes)
+    if position >= len(node.inputs):
+        node.resize_inputs(position + 1)
+    node.replace_input_with(position, value)
+
+
+def feed_one_less(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> None:
+    """Let a node take whole numbers that are one too small, but not below 0."""
+    feed(node, position, build, build.op("Max", build.op("Sub", value, build.ints(1)), build.ints(0)))
+
+
+def follow(node: ir.Node, build: NodeBuilder, wrong: ir.Value) -> None:
+    """Put new nodes behind an attention, the last one in the place of its output."""
+    output = node.outputs[Y]
+    takers = [(new, at) for new in build.nodes for at, value in enumerate(new.inputs) if value is output]
+    wrong.type, wrong.shape = output.type, output.shape
+    output.replace_all_uses_with(wrong, replace_graph_outputs=True)
+    for new, at in takers:
+        new.replace_input_with(at, output)
+    if node.graph is None:
+        raise ValueError(f"Node {node.name!r} belongs to no graph.")
+    node.graph.insert_after(node, build.nodes)
+
+
+def new_rows(node: ir.Node, position: int) -> ir.Value | None:
+    """What the projections bring to K or V: the input itself, or what is written into a static cache."""
+    value = input_at(node, position)
+    scatter = value.producer() if value is not None else None
+    if scatter is None or scatter.op_type != "TensorScatter":
+        return value
+    value = scatter.inputs[_NEW_ROWS]
+    while value is not None and (layout := value.producer()) is not None and layout.op_type in _LAYOUT:
+        value = layout.inputs[0]
+    return value
+
+
+def scatter_of(node: ir.Node, position: int) -> ir.Node | None:
+    """The node that writes new rows into the static cache that an attention reads, if there is one."""
+    value = input_at(node, position)
+    producer = value.producer() if value is not None else None
+    return producer if producer is not None and producer.op_type == "TensorScatter" else None
+
+
+# -- Mistakes about which keys a query sees, without a cache and behind one ------------------------
+
+_WRITE_INDICES = 2  # where TensorScatter takes them
+
+
+def mask_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+    """Every query sees every key that the mask hides."""
+    if facts.mask == "none":
+        return False
+    node.replace_input_with(MASK, None)
+    return True
+
+
+def mask_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
+    """The mask is shifted by a key: every query sees the first one that it should not."""
+    mask = input_at(node, MASK)
+    if mask is None or facts.mask != "bool":
+        return False
+    build = NodeBuilder(f"{node.name}/sabotage")
+    first, rest = build.ints(0), build.ints(1)
+    axis = build.ints(3)
+    head = build.op("Slice", mask, first, rest, axis)
+    tail = build.op("Slice", mask, first, build.ints(-1), axis)
+    feed(node, MASK, build, build.op("Concat", head, tail, axis=3))
+    return True
+
+
+def causal_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+    """Every query sees the future."""
+    if not facts.is_causal:
+        return False
+    node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
+    return True
+
+
+def causal_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
+    """Every query sees one key of the future."""
+    return _other_diagonal(node, facts, ahead=1, behind_cache=True)
+
+
+def past_forgotten(node: ir.Node, facts: AttentionNode) -> bool:
+    """The diagonal of a layer with a cache starts at its first key, as if the cache were empty."""
+    cached = facts.has_past or facts.has_nonpad_kv_seqlen
+    return cached and _other_diagonal(node, facts, ahead=0, behind_cache=False)
+
+
+def cache_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
+    """The past comes in one row late, or the new rows are written one row early."""
+    if facts.has_past:
+        return all(_shift_past(node, at) for at in (PAST_KEY, PAST_VALUE))
+    for scatter in (scatter_of(node, at) for at in (K, V)):
+        starts = input_at(scatter, _WRITE_INDICES) if scatter is not None else None
+        if scatter is None or starts is None:
+            return False
+        feed_one_less(scatter, _WRITE_INDICES, NodeBuilder(f"{scatter.name}/sabotage"), starts)
+    return True
+
+
+def _shift_past(node: ir.Node, position: int) -> bool:
+    past = input_at(node, position)
+    if past is None:
+        return False
+    build = NodeBuilder(f"{node.name}/sabotage_{position}")
+    axis, first = build.ints(2), build.ints(0)
+    head = build.op("Slice", past, first, build.ints(1), axis)
+    tail = build.op("Slice", past, first, build.ints(-1), axis)
+    feed(node, position, build, build.op("Concat", head, tail, axis=2))
+    return True
+
+
+def _other_diagonal(node: ir.Node, facts: AttentionNode, *, ahead: int, behind_cache: bool) -> bool:
+    """Write causality as a mask whose diagonal stands elsewhere.
+
+    Args:
+        node: The attention.
+        facts: What it says.
+        ahead: How many keys of the future a query sees.
+        behind_cache: Whether the first query stands behind what the cache holds.
+    """
+    q, k, mask = input_at(node, Q), input_at(node, K), input_at(node, MASK)
+    if not causal_dropped(node, facts) or q is None or k is None or q.dtype is None:
+        return False
+    build = NodeBuilder(f"{node.name}/sabotage")
+    axis = 1 if facts.rank == 3 else 2
+    S, T = (build.op("Shape", value, start=axis, end=axis + 1) for value in (q, k))
+    start, T = _start(build, node, S, T)
+    rows = build.unsqueeze(_count(build, S), 1)
+    rows = build.op("Add", rows, build.ints(ahead))
+    if behind_cache and start is not None:
+        rows = build.op("Add", build.reshape(start, -1, 1, 1, 1), rows)
+    else:
+        rows = build.unsqueeze(rows, 0, 1)
+    seen = build.op("LessOrEqual", _count(build, T), rows)
+    if mask is not None and facts.mask == "bool":
+        seen = build.op("And", seen, mask)
+    elif mask is not None:
+        seen = build.op("Where", seen, mask, build.constant(float("-inf"), q.dtype))
+    feed(node, MASK, build, seen)
+    return True
+
+
+def _start(build: NodeBuilder, node: ir.Node, S: ir.Value, T: ir.Value) -> tuple[ir.Value | None, ir.Value]:
+    """Where the first query of every row stands, None without a cache, and how many keys there are."""
+    past, ends = input_at(node, PAST_KEY), input_at(node, NONPAD_KV_SEQLEN)
+    if past is not None:
+        P = build.op("Shape", past, start=2, end=3)
+        return P, build.op("Add", P, T)
+    return (None if ends is None else build.op("Sub", ends, S)), T
+
+
+def _count(build: NodeBuilder, length: ir.Value) -> ir.Value:
+    zero, one = (build.constant(number, ir.DataType.INT64) for number in (0, 1))
+    return build.op("Range", zero, build.op("Squeeze", length), one)
+
+
+# -- Mistakes that change nothing within the axes of a layer: what no validator can catch, or n ----
+
+
+def without_effect(spec: AttentionSpec) -> frozenset[str]:
+    """The names of the mistakes that leave a layer right at every size that its axes allow."""
+    reach = _reach(spec)
+    needs = {
+        # The softmax of one score is 1, whatever the score.
+        "scale off by 0.5 %": reach.seen > 1,
+        "scale missing": reach.seen > 1,
+        "softcap dropped": reach.seen > 1,
+        "groups interleaved": reach.seen > 1,
+        "mask dropped": _mask_hides(spec, reach),
+        "mask off by one": reach.keys > 1 and _mask_hides(spec, reach),
+        # The last token of a call has no future.
+        "causal dropped": reach.new > 1,
+        "causal off by one": reach.new > 1,
+        "past forgotten": reach.past > 0,
+        "cache off by one": reach.past > (1 if spec.cache == "growing" else 0),
+        # Keys are seen in the cache as well as in the scores. At position 0 nothing is turned.
+        "rotary dropped": reach.keys > 1 and (reach.seen > 1 or spec.cache != "none"),
+        "rotary off by one": reach.keys > 1 and (reach.seen > 1 or spec.cache != "none"),
+    }
+    return frozenset(mistake for mistake, shows in needs.items() if not shows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reach:
+    """How far the calls of a layer reach.
+
+    Args:
+        new: The most tokens of one call.
+        past: The most tokens before them.
+        keys: The most keys that there are.
+        seen: The most keys that one query sees.
+    """
+
+    new: int
+    past: int
+    keys: int
+    seen: int
+
+
+def _reach(spec: AttentionSpec) -> _Reach:
+    most, least = spec.sizes("max"), spec.sizes("min")
+    past, keys = 0, most["T"] if spec.is_cross else most["S"]
+    if spec.cache == "growing":
+        past, keys = most["P"], most["P"] + most["S"]
+    if spec.cache == "static":
+        past, keys = most["T"] - least["S"], most["T"]
+    return _Reach(new=most["S"], past=past, keys=keys, seen=min(spec.window or keys, keys))
+
+
+def _mask_hides(spec: AttentionSpec, reach: _Reach) -> bool:
+    """Whether a mask hides a key of some query; one of a window hides the future, too."""
+    if spec.mask == "padding":
+        return True  # a row may have no key at all
+    if spec.mask == "additive":
+        return reach.seen > 1
+    return reach.new > 1 or reach.seen < reach.keys
+
+
+# -- Deliberately wrong models: what a validator must never pass -----------------------------------
+
+Sabotage = Callable[[ir.Node, AttentionNode], bool]
+_POSITIONS = 3  # where RotaryEmbedding takes them
+
+
+def sabotages() -> list[str]:
+    """The names of all mistakes."""
+    return list(_SABOTAGES)
+
+
+def sabotaged(model: ir.Model, mistake: str, spec: AttentionSpec | None = None) -> ir.Model | None:
+    """A copy of the model with one mistake made, or None where it cannot be made.
+
+    Args:
+        model: The model.
+        mistake: One of `sabotages()`.
+        spec: The layer; where it is given, None also for a mistake that would change nothing within its axes.
+    """
+    if spec is not None and mistake in without_effect(spec):
+        return None
+    copy = model.clone()
+    node = next((node for node in copy.graph if is_attention(node)), None)
+    if node is None:
+        return None
+    return copy if _SABOTAGES[mistake](node, read_attention(node)) else None
+
+
+# -- scores ----------------------------------------------------------------------------------------
+
+
+def _scale_off(node: ir.Node, facts: AttentionNode) -> bool:
+    return _set_scale(node, facts, 1.005)
+
+
+def _scale_missing(node: ir.Node, facts: AttentionNode) -> bool:
+    return facts.softmax_scale not in (None, 1.0) and _set_scale(
+        node, facts, 1.0 / (facts.softmax_scale or 1.0)
+    )
+
+
+def _softcap_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+    return facts.softcap > 0 and node.attributes.pop("softcap", None) is not None
+
+
+def _set_scale(node: ir.Node, facts: AttentionNode, factor: float) -> bool:
+    if facts.softmax_scale is None:
+        return False
+    node.attributes["scale"] = ir.AttrFloat32("scale", facts.softmax_scale * factor)
+    return True
+
+
+# -- heads -----------------------------------------------------------------------------------------
+
+
+def _kv_heads_swapped(node: ir.Node, facts: AttentionNode) -> bool:
+    """The first two key/value heads change places."""
+    if not isinstance(facts.Hkv, int) or facts.Hkv < 2:
+        return False
+    order = [1, 0, *range(2, facts.Hkv)]
+    return all(_reorder_heads(node, position, order, facts) for position in (K, V))
+
+
+def _groups_interleaved(node: ir.Node, facts: AttentionNode) -> bool:
+    """Query heads take key/value heads in turn, instead of neighbours sharing one: repeat, not interleave."""
+    if not isinstance(facts.Hkv, int) or facts.Hkv < 2 or not facts.group or facts.group < 2:
+        return False
+    order = np.arange(facts.Hkv * facts.group).reshape(facts.Hkv, facts.group).T.reshape(-1)
+    return _reorder_heads(node, Q, order.tolist(), facts)
+
+
+def _heads_transposed(node: ir.Node, facts: AttentionNode) -> bool:
+    """The output is laid out D by Hq, not Hq by D."""
+    if not isinstance(facts.Hq, int) or not isinstance(facts.Dv, int) or facts.Hq < 2:
+        return False
+    build = NodeBuilder(f"{node.name}/sabotage")
+    if facts.rank == 4:
+        turned = build.reshape(build.transpose(node.outputs[Y], 0, 2, 3, 1), 0, 0, facts.Hq, facts.Dv)
+        follow(node, build, build.transpose(turned, 0, 2, 1, 3))
+        return True
+    order = np.arange(facts.Hq * facts.Dv).reshape(facts.Hq, facts.Dv).T.reshape(-1)
+    follow(node, build, build.op("Gather", node.outputs[Y], build.ints(*order.tolist()), axis=2))
+    return True
+
+
+def _reorder_heads(node: ir.Node, position: int, order: list[int], facts: AttentionNode) -> bool:
+    value = input_at(node, position)
+    size = facts.Dv if position == V else facts.D
+    if value is None or not isinstance(size, int):
+        return False
+    build = NodeBuilder(f"{node.name}/sabotage_{position}")
+    if facts.rank == 4:
+        feed(node, position, build, build.op("Gather", value, build.ints(*order), axis=1))
+        return True
+    columns = [head * size + column for head in order for column in range(size)]
+    feed(node, position, build, build.op("Gather", value, build.ints(*columns), axis=2))
+    return True
+
+
+# -- projections -----------------------------------------------------------------------------------
+
+
+def _rotary_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+    """The keys are not turned."""
+    rotary = _rotary_of(node, K)
+    if rotary is None or rotary.inputs[0] is None:
+        return False
+    rotary.outputs[0].replace_all_uses_with(rotary.inputs[0])
+    return True
+
+
+def _rotary_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
+    """The keys are turned as if they stood one place before; turning queries alike would change nothing."""
+    rotary = _rotary_of(node, K)
+    positions = input_at(rotary, _POSITIONS) if rotary is not None else None
+    if rotary is None or positions is None:
+        return False
+    feed_one_less(rotary, _POSITIONS, NodeBuilder(f"{node.name}/sabotage"), positions)
+    return True
+
+
+def _rotary_of(node: ir.Node, position: int) -> ir.Node | None:
+    value = new_rows(node, position)
+    producer = value.producer() if value is not None else None
+    return producer if producer is not None and producer.op_type == "RotaryEmbedding" else None
+
+
+def _bias_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+    """The values lose their bias, and packed projections all of it.
+
+    A key bias alone would not be missed: softmax takes it out again.
+    """
+    value = new_rows(node, V)
+    producer = value.producer() if value is not None else None
+    if producer is not None and producer.op_type == "Split":
+        value = producer.inputs[0]
+        producer = value.producer() if value is not None else None
+    if value is None or producer is None or producer.op_type != "Add":
+        return False
+    bare = next(x for x in producer.inputs if x is not None and not x.is_initializer())
+    value.replace_all_uses_with(bare)
+    return True
+
+
+def _not_a_number(node: ir.Node, facts: AttentionNode) -> bool:
+    """One channel of the heads is not a number."""
+    output = node.outputs[Y]
+    if output.dtype is None or not isinstance(facts.Dv, int):
+        return False
+    width = facts.Dv * facts.Hq if facts.rank == 3 and isinstance(facts.Hq, int) else facts.Dv
+    build = NodeBuilder(f"{node.name}/sabotage")
+    broken = build.constant([1, *[0] * (width - 1)], ir.DataType.BOOL)
+    follow(node, build, build.op("Where", broken, build.constant(float("nan"), output.dtype), output))
+    return True
+
+
+_SABOTAGES: dict[str, Sabotage] = {
+    "scale off by 0.5 %": _scale_off,
+    "scale missing": _scale_missing,
+    "softcap dropped": _softcap_dropped,
+    "mask dropped": mask_dropped,
+    "mask off by one": mask_off_by_one,
+    "causal dropped": causal_dropped,
+    "causal off by one": causal_off_by_one,
+    "past forgotten": past_forgotten,
+    "cache off by one": cache_off_by_one,
+    "KV heads swapped": _kv_heads_swapped,
+    "groups interleaved": _groups_interleaved,
+    "heads transposed": _heads_transposed,
+    "rotary dropped": _rotary_dropped,
+    "rotary off by one": _rotary_off_by_one,
+    "bias dropped": _bias_dropped,
+    "NaN": _not_a_number,
+}

@@ -1,0 +1,428 @@
+"""How far an output is from the FP64 oracle, how far it may be, and the verdict on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mha_deploy.bundle.cases import CACHE_INPUTS, GoldenCase, rows_from, written_from
+from mha_deploy.model.precision import Precision, smallest_normal
+from mha_deploy.runtime.runner import Runner
+
+# -- How far a result is from the oracle -----------------------------------------------------------
+
+# A row whose true values are almost zero is judged against the size of the whole tensor instead.
+_SMALLEST_ROW = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """The error of one tensor against the FP64 oracle.
+
+    Args:
+        relative_l2: ‖y − o‖ / ‖o‖ over the whole tensor.
+        worst_row: The same for the worst vector along the last axis: one token, or one query's weights.
+        max_abs: Largest absolute error, in units of the root mean square of the oracle.
+        gain: |⟨y, o⟩ / ⟨o, o⟩ − 1|: how much larger or smaller the result is as a whole. Rounding goes both
+            ways and cancels here, a wrong scale does not.
+        cosine: Cosine between result and oracle.
+        worst_index: Where the largest absolute error is.
+        worst_got: The value there.
+        worst_want: The oracle there.
+    """
+
+    relative_l2: float
+    worst_row: float
+    max_abs: float
+    gain: float
+    cosine: float
+    worst_index: tuple[int, ...]
+    worst_got: float
+    worst_want: float
+
+
+_NOTHING = Deviation(
+    relative_l2=0.0,
+    worst_row=0.0,
+    max_abs=0.0,
+    gain=0.0,
+    cosine=1.0,
+    worst_index=(),
+    worst_got=0.0,
+    worst_want=0.0,
+)
+
+
+def measure(got: np.ndarray, oracle: np.ndarray) -> Deviation:
+    """Compare a finite result with the oracle, in float64."""
+    result, oracle = np.atleast_1d(got.astype(np.float64)), np.atleast_1d(oracle)  # a loss is one number
+    if not oracle.size:
+        return _NOTHING
+    error = result - oracle
+    size = _rms(oracle) or 1.0  # an oracle of zeros: errors are then absolute
+    row_sizes = np.maximum(_rms(oracle, axis=-1), _SMALLEST_ROW * size)
+    worst = np.unravel_index(int(np.argmax(np.abs(error))), error.shape)
+    return Deviation(
+        relative_l2=float(_rms(error) / size),
+        worst_row=float(np.max(_rms(error, axis=-1) / row_sizes)),
+        max_abs=float(np.abs(error[worst]) / size),
+        gain=abs(float(np.vdot(error, oracle))) / (oracle.size * float(size) ** 2),
+        cosine=_cosine(result, oracle),
+        worst_index=tuple(int(i) for i in worst),
+        worst_got=float(result[worst]),
+        worst_want=float(oracle[worst]),
+    )
+
+
+def _rms(values: np.ndarray, axis: int | None = None) -> np.ndarray:
+    return np.sqrt(np.mean(np.square(values), axis=axis))
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(np.vdot(a, b)) / norms if norms else float(np.array_equal(a, b))
+
+
+# -- How far a result may be from the oracle: as far as the module itself is, times a calibrate ----
+
+# FP16 engines may sum their products in FP16 (TensorRT 8.6 does), which costs several times eager's error; no
+# tensor core sums in BF16. In float32 the order of a sum costs more than storing its result.
+FACTORS = {"fp16": 16.0, "bf16": 4.0, "fp32": 16.0}
+
+# What rounding alone costs, in units of the precision's roundoff. Where the module happens to be exact (one
+# key: the weights are 1) the budget must still allow for a runtime that rounds.
+_FLOOR_L2, _FLOOR_ROW, _FLOOR_MAX, _FLOOR_GAIN = 0.5, 0.75, 3.0, 0.1
+
+# A GPU's exponential is an approximation, good to about two ulps of float32, and errs to one side.
+_FAST_EXPONENTIAL = 2.0**-23
+
+# Random errors leave a gain of their size over √N, and more where neighbouring elements err alike.
+_GAIN_NOISE = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The largest deviation that passes, measure by measure; see `Deviation`."""
+
+    relative_l2: float
+    worst_row: float
+    max_abs: float
+    gain: float
+
+    def exceeded_by(self, deviation: Deviation) -> list[str]:
+        """The measures that are over the budget."""
+        return [name for name, limit in vars(self).items() if not getattr(deviation, name) <= limit]
+
+    def share_used(self, deviation: Deviation) -> float:
+        """The largest share of the budget that a deviation uses; over 1 is out of budget."""
+        return max(getattr(deviation, name) / limit for name, limit in vars(self).items())
+
+
+def budget_from_eager(eager: np.ndarray, oracle: np.ndarray, precision: Precision) -> Budget:
+    """Derive the budget of one tensor from the module's own error."""
+    own, roundoff, factor = measure(eager, oracle), precision.roundoff, FACTORS[precision.name]
+    l2 = max(own.relative_l2, _FLOOR_L2 * roundoff)
+    noise = _GAIN_NOISE * l2 / math.sqrt(max(oracle.size, 1))
+    return Budget(
+        relative_l2=factor * l2,
+        worst_row=factor * max(own.worst_row, _FLOOR_ROW * roundoff),
+        max_abs=factor * max(own.max_abs, _FLOOR_MAX * roundoff),
+        gain=factor * max(own.gain, _FLOOR_GAIN * roundoff, noise, _FAST_EXPONENTIAL),
+    )
+
+
+# -- A cache is judged by its new rows; the rows that were valid before must come out as they w ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRows:
+    """What is left to judge of a case.
+
+    Args:
+        case: The case, with the new rows [B, Hkv, S, D] in place of whole caches.
+        got: The results likewise.
+        spoiled: For each cache whose old rows came out changed, which.
+    """
+
+    case: GoldenCase
+    got: Mapping[str, np.ndarray]
+    spoiled: Mapping[str, str]
+
+
+def new_rows(case: GoldenCase, got: Mapping[str, np.ndarray]) -> NewRows:
+    """Take the new rows out of the caches of a case and of its results.
+
+    Results of another type or shape than the case's stay whole: the judge will say what is wrong with them.
+    """
+    oracle, eager, results, spoiled = dict(case.oracle), dict(case.eager), dict(got), {}
+    for name, given in CACHE_INPUTS.items():
+        if name not in oracle or given not in case.inputs or not _comparable(case, got.get(name), name):
+            continue
+        before = case.inputs[given]
+        starts = written_from(case.inputs, given)
+        changed = _changed_row(before, got[name], starts)
+        if changed:
+            spoiled[name] = f"old rows were changed, the first in {changed}"
+        S = case.inputs["x"].shape[1]
+        oracle[name], eager[name], results[name] = (
+            rows_from(cache, starts, S) for cache in (oracle[name], eager[name], got[name])
+        )
+    return NewRows(case=replace(case, oracle=oracle, eager=eager), got=results, spoiled=spoiled)
+
+
+def _comparable(case: GoldenCase, got: np.ndarray | None, name: str) -> bool:
+    eager = case.eager[name]
+    return got is not None and got.shape == eager.shape and got.dtype == eager.dtype
+
+
+def _changed_row(before: np.ndarray, after: np.ndarray, starts: np.ndarray) -> str | None:
+    """The first of the valid rows that is not what it was."""
+    for b, start in enumerate(starts):
+        same = before[b, :, :start] == after[b, :, :start]
+        if not same.all():
+            head, row, _ = (int(i) for i in np.unravel_index(int(np.argmin(same)), same.shape))
+            return f"batch row {b}, head {head}, position {row}"
+    return None
+
+
+# -- Is the result right? A verdict for every output of every golden case --------------------------
+
+# How the problem of a case begins that gave no numbers to judge.
+_NOT_RUN = "could not be run"
+
+# How the problem of an output begins that any result of zeros would match.
+NOT_VERIFIED = "not verified"
+_ALL_ZERO = f"{NOT_VERIFIED}: the oracle is zero everywhere"
+_REMEDY = "give real weights (--weights), or scale those that the factory makes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputVerdict:
+    """The verdict on one output of one case.
+
+    Args:
+        case: Name of the golden case.
+        sizes: Its axis sizes.
+        output: Name of the output.
+        problem: Why it failed; None if it passed.
+        deviation: Its error, where names, types, shapes and values allow measuring one.
+        budget: What the error may be.
+    """
+
+    case: str
+    sizes: Mapping[str, int]
+    output: str
+    problem: str | None
+    deviation: Deviation | None = None
+    budget: Budget | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the output is right."""
+        return self.problem is None
+
+    @property
+    def was_run(self) -> bool:
+        """Whether a result was judged: a runtime may give up on a case, and a case may verify nothing."""
+        return self.problem is None or not self.problem.startswith((_NOT_RUN, NOT_VERIFIED))
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the output failed; one that is not verified has neither failed nor passed."""
+        return self.problem is not None and not self.problem.startswith(NOT_VERIFIED)
+
+    @property
+    def share(self) -> float | None:
+        """The largest share of its budget that the error uses; None where there is no number to compare."""
+        return self.budget.share_used(self.deviation) if self.budget and self.deviation else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"passed": self.passed, **asdict(self), "share": self.share}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """The verdict on a model in one runtime.
+
+    Args:
+        model: Name of the model.
+        precision: Its precision.
+        backend: The runtime, with its version.
+        cases: Where the cases came from: `golden`, `sweep` or `fresh`.
+        verdicts: One for every output of every case.
+    """
+
+    model: str
+    precision: str
+    backend: str
+    verdicts: tuple[OutputVerdict, ...]
+    cases: str = "golden"
+
+    @property
+    def passed(self) -> bool:
+        """Whether there was something to check and all of it is right."""
+        return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; see docs/report.md."""
+        return {
+            "model": self.model,
+            "precision": self.precision,
+            "backend": self.backend,
+            "cases": self.cases,
+            "passed": self.passed,
+            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
+        }
+
+
+def parity_from_runner(
+    runner: Runner,
+    cases: Iterable[GoldenCase],
+    *,
+    model: str,
+    precision: Precision,
+    on_case: Callable[[str], None] = lambda name: None,
+) -> ParityReport:
+    """Run every case and judge what comes out."""
+    verdicts: list[OutputVerdict] = []
+    for case in cases:
+        on_case(case.name)
+        verdicts += judge_case(case, runner.run(case.inputs), precision)
+    return parity_from_verdicts(verdicts, model=model, precision=precision, backend=runner.name)
+
+
+def parity_from_verdicts(
+    verdicts: Iterable[OutputVerdict],
+    *,
+    model: str,
+    precision: Precision,
+    backend: str,
+    cases: str = "golden",
+) -> ParityReport:
+    """Put verdicts together that were reached one by one.
+
+    An oracle of zeros is right where every query of a case is masked: such a case passes if another one
+    verifies the output.
+    """
+    verdicts = tuple(verdicts)
+    verified = {verdict.output for verdict in verdicts if verdict.passed}
+    judged = tuple(
+        replace(each, problem=None) if each.output in verified and _is_all_zero(each) else each
+        for each in verdicts
+    )
+    return ParityReport(model=model, precision=precision.name, backend=backend, verdicts=judged, cases=cases)
+
+
+def _is_all_zero(verdict: OutputVerdict) -> bool:
+    return verdict.problem is not None and verdict.problem.startswith(_ALL_ZERO)
+
+
+def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
+    """The verdicts on a case that a runtime gave up on."""
+    problem = f"{_NOT_RUN}: {reason}"
+    return [
+        OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=problem) for name in case.oracle
+    ]
+
+
+def judge_case(
+    case: GoldenCase,
+    got: Mapping[str, np.ndarray],
+    precision: Precision,
+    budgets: Mapping[str, Budget] | None = None,
+) -> list[OutputVerdict]:
+    """Judge the outputs of one case: names, then types, shapes, finite values, and error.
+
+    A cache is judged by its new rows, and the old ones must be as they were.
+
+    Args:
+        case: What is true, and what the module gave.
+        got: What is judged.
+        precision: The precision of both.
+        budgets: What the error of an output may be, where that is not to come from the case alone.
+    """
+    known, rows = budgets or {}, new_rows(case, got)
+    verdicts = [
+        _judge_output(rows.case, name, rows.got.get(name), precision, known.get(name))
+        for name in sorted(set(case.oracle) | set(got))
+    ]
+    return [
+        replace(verdict, problem=rows.spoiled[verdict.output]) if verdict.output in rows.spoiled else verdict
+        for verdict in verdicts
+    ]
+
+
+def _judge_output(
+    case: GoldenCase, name: str, got: np.ndarray | None, precision: Precision, budget: Budget | None
+) -> OutputVerdict:
+    problem = _problem_before_error(case, name, got)
+    if problem is not None or got is None:
+        return OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=problem)
+    if got.dtype.kind in "iub":
+        problem = _miscounted(case, name, got, precision)
+    else:
+        problem = _why_not_verified(case.oracle[name], case.eager[name])
+    deviation = measure(got, case.oracle[name])
+    budget = budget or budget_from_eager(case.eager[name], case.oracle[name], precision)
+    exceeded = budget.exceeded_by(deviation) if got.dtype.kind not in "iub" else []
+    return OutputVerdict(
+        case=case.name,
+        sizes=case.sizes,
+        output=name,
+        problem=f"out of budget: {', '.join(exceeded)}" if exceeded else problem,
+        deviation=deviation,
+        budget=budget,
+    )
+
+
+def _miscounted(case: GoldenCase, name: str, got: np.ndarray, precision: Precision) -> str | None:
+    """Integers and booleans are right or wrong: the next token is not nearly the right one.
+
+    Where rounding decides, as in an argmax, the module itself is wrong at times. As many times more may be.
+    """
+    oracle = case.oracle[name]
+    wrong, own = int((got != oracle).sum()), int((case.eager[name] != oracle).sum())
+    if wrong <= FACTORS[precision.name] * own:
+        return None
+    return f"{wrong} of {got.size} differ, and {own} do in the module itself"
+
+
+def _why_not_verified(oracle: np.ndarray, eager: np.ndarray) -> str | None:
+    """Why a comparison would show nothing: it is between zeros, or of numbers that the type does not have."""
+    largest, smallest = float(np.abs(oracle).max(initial=0.0)), smallest_normal(eager.dtype)
+    if not oracle.size:
+        return None
+    if largest == 0:
+        return f"{_ALL_ZERO}; {_REMEDY}"
+    if largest < smallest:
+        return (
+            f"{NOT_VERIFIED}: the oracle is at most {largest:.2g}, and the smallest normal number of "
+            f"{eager.dtype} is {smallest:.2g}; {_REMEDY}"
+        )
+    if not eager.any():
+        return (
+            f"{NOT_VERIFIED}: the module itself gives zeros where the oracle reaches {largest:.2g}; {_REMEDY}"
+        )
+    return None
+
+
+def _problem_before_error(case: GoldenCase, name: str, got: np.ndarray | None) -> str | None:
+    if got is None:
+        return "missing from the result"
+    if name not in case.oracle:
+        return "not an output of the model"
+    eager = case.eager[name]
+    if got.dtype != eager.dtype:
+        return f"type {got.dtype}, not {eager.dtype}"
+    if got.shape != eager.shape:
+        return f"shape {got.shape}, not {eager.shape}"
+    finite = np.isfinite(got.astype(np.float64))
+    if not finite.all():
+        first = tuple(int(i) for i in np.argwhere(~finite)[0])
+        return f"{int((~finite).sum())} values are NaN or infinite, the first at {first}"
+    return None

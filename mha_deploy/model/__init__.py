@@ -1,0 +1,1 @@
+"""What can be deployed: attention layers of the catalog, own modules, precisions."""

@@ -1,0 +1,59 @@
+"""Find model specs: by name in the shipped catalogue, or by path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mha_deploy.errors import SpecError, nearest
+from mha_deploy.model.spec import AttentionSpec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def catalog_folder() -> Path:
+    """The folder of shipped specs: inside an installed wheel, or `models/` of a checkout."""
+    installed = _PACKAGE / "models"
+    return installed if installed.is_dir() else _PACKAGE.parent / "models"
+
+
+def catalog_names() -> list[str]:
+    """The names of all shipped specs."""
+    return sorted(path.stem for path in catalog_folder().glob("*.toml"))
+
+
+def find_spec(model: str) -> AttentionSpec:
+    """Read the spec that a user named: a catalogue name, or a path that ends in `.toml`."""
+    if model.endswith(".toml"):
+        return read_spec(Path(model))
+    names = catalog_names()
+    if model not in names:
+        raise SpecError(
+            "No model of that name.", got=model, hint=f"{nearest(model, names)} Or a path to a .toml file."
+        )
+    return read_spec(catalog_folder() / f"{model}.toml")
+
+
+def read_spec(path: Path) -> AttentionSpec:
+    """Read one TOML file; the name of the model is the name of the file."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise SpecError("There is no such spec file.", got=path) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError("The spec file cannot be read.", got=f"{path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError("The spec file is not valid TOML.", got=f"{path}: {error}") from error
+    if "name" in data:
+        raise SpecError(
+            "A spec file is named by its file name.", got=f"{path}: name = ...", hint="drop `name`"
+        )
+    try:
+        return AttentionSpec.from_dict({"name": path.stem, **data})
+    except SpecError as error:
+        raise SpecError(f"{path.name}: {error.what}", got=error.got, hint=error.hint) from error

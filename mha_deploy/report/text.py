@@ -1,0 +1,128 @@
+"""Figures and lists as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+# -- Numbers as a reader wants them ----------------------------------------------------------------
+
+NOTHING = "–"
+
+
+def short(value: float | None) -> str:
+    """Three significant digits; an exponent only for what is very small or very large."""
+    if value is None:
+        return NOTHING
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1e7 or size < 0.001:
+        return error(value)
+    text = f"{value:,.0f}" if size >= 99.95 else f"{value:#.3g}".rstrip(".")
+    return text.replace("-", "−")
+
+
+def error(value: float | None) -> str:
+    """An error: two digits and an exponent, so that a column of them can be compared at a glance."""
+    if value is None:
+        return NOTHING
+    if 0.1 <= abs(value) < 1e7:
+        return short(value) if abs(value) >= 1 else f"{value:.2g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return "0" if value == 0 else f"{mantissa}e{int(exponent)}".replace("-", "−")
+
+
+def tick(value: float) -> str:
+    """The number of a tick: as few digits as it has."""
+    return f"{value:,.0f}" if value >= 1e3 else f"{value:.6g}" if value >= 1e-3 else short(value)
+
+
+def budget_share(share: float | None) -> str:
+    """A share of the budget in per cent, or as a multiple where per cent would be long."""
+    if share is None:
+        return NOTHING
+    return f"{share:.0%}" if share < 10 else f"{short(share)}×"
+
+
+def percent(share: float | None) -> str:
+    """A share in per cent."""
+    return NOTHING if share is None else f"{share:.0%}"
+
+
+def times(factor: float | None) -> str:
+    """A speed-up."""
+    return NOTHING if factor is None else f"{factor:,.2f}×" if factor < 100 else f"{factor:,.0f}×"
+
+
+def size(count: int | None) -> str:
+    """Bytes in the unit that keeps them short."""
+    if count is None:
+        return NOTHING
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{short(count / factor)} {unit}"
+    return f"{count} B"
+
+
+def grouped(value: int | None) -> str:
+    """A whole number with its thousands set apart."""
+    return NOTHING if value is None else f"{value:,}"
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Axis sizes with their names."""
+    return ", ".join(f"{axis}={value}" for axis, value in sizes.items())
+
+
+def sizes_product(sizes: Mapping[str, int]) -> str:
+    """Axis sizes without their names, as 8×128."""
+    return "×".join(str(value) for value in sizes.values())
+
+
+def point_name(case: str, sizes: Mapping[str, int]) -> str:
+    """The name of a case; nothing where it only repeats the sizes."""
+    return "" if re.findall(r"\d+", case) == [str(value) for value in sizes.values()] else case
+
+
+def yes_no(value: bool) -> str:
+    """A word for a flag."""
+    return "yes" if value else "no"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+# -- Say once what holds for many: the layers of a model differ in their numbers, and little el ----
+
+Item = TypeVar("Item")
+
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
+# TensorRT ends the names of kernels with a hash, or with their places in a program.
+_KERNEL_ENDING = re.compile(r"0x[0-9a-fA-F]{8,}|_myl\d+_\d+")
+
+
+def without_numbers(text: str) -> str:
+    """A name or a sentence as it would be said of another layer."""
+    return _NUMBER.sub("#", text)
+
+
+def without_hash(kernel: str) -> str:
+    """The name of a kernel without what tells two of the same kind apart."""
+    return _KERNEL_ENDING.sub("…", kernel)
+
+
+def together(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Put items of one key together, in the order in which the keys are first met."""
+    groups: dict[Hashable, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def named(names: Sequence[str], *, joint: str = " ") -> str:
+    """Names in a few words: the only one, or the first and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]}{joint}and {len(names) - 1} more"

@@ -1,0 +1,643 @@
+"""Native code in a child process: a runtime that crashes or hangs ends its child, and not this tool.
+
+ONNX Runtime, TensorRT and PyTorch on a GPU are native code, and each of them was seen ending the process. A
+`Child` is a Python process that runs functions of this package; `open_isolated` opens a runner in one and
+returns a `Runner` that forwards to it. Calls are pickled, and their arrays cross in anonymous shared memory
+(one copy). A child that dies or exceeds the time limit becomes a `RuntimeCrash` with the signal, the step
+and the last lines of its output. Timing happens inside the child, so no latency contains the forwarding.
+
+A child whose runner was closed is kept and serves the next runner of its family: importing a runtime takes
+longer than most calls.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import io
+import json
+import mmap
+import os
+import pickle
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
+from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner, TensorInfo
+
+T = TypeVar("T")
+
+ONNX_RUNTIME, TENSORRT, PYTORCH = "onnxruntime", "tensorrt", "torch"
+
+# What a child of a family imports before it is asked for anything.
+_PRELOADED = {ONNX_RUNTIME: ("mha_deploy.runtime.ort", "onnxruntime")}
+_IDLE_PER_FAMILY = 2
+_SHARED_FROM = 1 << 16  # smaller messages are cheaper on the socket
+_GRACE_S = 30.0  # how much later than its parent a child enforces the time limit by itself
+_LOG_LINES, _LOG_BYTES = 8, 1 << 15
+_HEADER = struct.Struct("!QI?")
+
+
+@dataclass
+class Isolation:
+    """How native code is run; one setting for the process.
+
+    Args:
+        enabled: Whether runtimes get child processes. Off, a debugger sees them, and a crash ends everything.
+        limit_s: After how many seconds a call counts as hung.
+    """
+
+    enabled: bool = True
+    limit_s: float = 3600.0
+
+
+isolation = Isolation()
+
+
+class RuntimeCrash(DeployError):
+    """A runtime ended its process, or did not answer within the time limit.
+
+    Args:
+        what: Which runtime, how it ended, and in which step.
+        got: The last lines of its output.
+        hint: What to try.
+    """
+
+    exit_code = EXIT_VERDICT_FAILED
+
+
+# -- the parent's side -----------------------------------------------------------------------------
+
+
+class Child:
+    """A process that runs functions of this package, one at a time.
+
+    Args:
+        family: Which runtime it is for; decides what is imported at once.
+    """
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self._crash: RuntimeCrash | None = None
+        self._socket, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the child)
+        start = {"path": sys.path, "preload": _PRELOADED.get(family, ()), "parent": os.getpid()}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(start)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        _children.append(self)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be called."""
+        return self._process.poll() is None
+
+    def call(
+        self,
+        function: Callable[..., T],
+        *arguments: Any,
+        title: str,
+        step: str,
+        on_message: Callable[[Any], None] | None = None,
+    ) -> T:
+        """Run a function in the child and return what it returns.
+
+        Args:
+            function: A function of a module; it is found there by its name.
+            *arguments: What to call it with.
+            title: The runtime, for errors.
+            step: What it does, for errors: `running case opt`.
+            on_message: Receives what the function sends with `send_to_parent` meanwhile.
+
+        Raises:
+            RuntimeCrash: The child died, or did not answer in time.
+        """
+        if self._crash is not None:
+            raise RuntimeCrash("The runtime's process has ended before.", got=self._crash.what)
+        begin = self._log.seek(0, io.SEEK_END)
+        limit = isolation.limit_s
+        deadline = time.monotonic() + limit
+        try:
+            _send(self._socket, (function, arguments, os.getcwd(), limit + _GRACE_S))
+            while True:
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                kind, content = _receive(self._socket)
+                if kind != "message":
+                    break
+                if on_message is not None:
+                    on_message(content)
+        except TimeoutError as error:
+            self.kill()
+            self._crash = RuntimeCrash(
+                f"{title} did not answer within {limit:g} s while {step}.",
+                got=_tail(self._output(begin)) or None,
+                hint="--time-limit SECONDS, if it needs longer",
+            )
+            raise self._crash from error
+        except (EOFError, ConnectionError) as error:
+            self._crash = self._ended(title, step, since=begin)
+            raise self._crash from error
+        except BaseException:  # interrupted: what is under way in the child has no owner any more
+            self.kill()
+            raise
+        if kind == "result":
+            return content  # type: ignore[no-any-return]
+        raised, trace = content
+        raise raised from _ChildTraceback(trace)
+
+    def _ended(self, title: str, step: str, *, since: int) -> RuntimeCrash:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self.kill()
+        output = self._output(since)
+        node = _last_node(output)
+        return RuntimeCrash(
+            f"{title} {_ending(self._process.returncode)} while {step}{f', at node {node}' if node else ''}.",
+            got=_tail(output) or None,
+            hint="--in-process with a debugger shows where; another version of the runtime may not",
+        )
+
+    def _output(self, since: int) -> str:
+        """What the child has written since a place in its log, the end of it where it is long."""
+        end = self._log.seek(0, io.SEEK_END)
+        self._log.seek(max(since, end - _LOG_BYTES))
+        return self._log.read().decode(errors="replace").strip()
+
+    def kill(self) -> None:
+        """End it now; the log can still be read."""
+        if self in _children:
+            _children.remove(self)
+        self._socket.close()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+
+_children: list[Child] = []
+_idle: dict[str, list[Child]] = {}
+
+
+@atexit.register
+def end_children() -> None:
+    """End every child of this process."""
+    _idle.clear()
+    for child in tuple(_children):
+        child.kill()
+
+
+def prepare_child(family: str) -> None:
+    """Start a child that will be needed soon, so that it imports its runtime while this process works."""
+    if isolation.enabled and not _idle.get(family):
+        _idle.setdefault(family, []).append(Child(family))
+
+
+@contextlib.contextmanager
+def borrowed_child(family: str) -> Iterator[Child]:
+    """A child of a family for one call or a few."""
+    child = _take_child(family)
+    try:
+        yield child
+    finally:
+        _give_back(child)
+
+
+def _take_child(family: str) -> Child:
+    kept = _idle.get(family, [])
+    while kept:
+        child = kept.pop()
+        if child.is_alive:
+            return child
+        child.kill()
+    return Child(family)
+
+
+def _give_back(child: Child) -> None:
+    kept = _idle.setdefault(child.family, [])
+    if child.is_alive and len(kept) < _IDLE_PER_FAMILY:
+        kept.append(child)
+    else:
+        child.kill()
+
+
+def call_isolated(
+    family: str,
+    function: Callable[..., T],
+    *arguments: Any,
+    title: str,
+    step: str,
+    on_message: Callable[[Any], None] | None = None,
+) -> T:
+    """Run one function in a child of a family; see `Child.call`."""
+    with borrowed_child(family) as child:
+        return child.call(function, *arguments, title=title, step=step, on_message=on_message)
+
+
+def open_isolated(family: str, title: str, open_runner: Callable[..., Runner], *arguments: Any) -> Runner:
+    """Open a runner in a child process, or in this one where isolation is off.
+
+    Args:
+        family: Which children to use.
+        title: The runtime, for errors.
+        open_runner: A function of a module that returns the runner.
+        *arguments: What to call it with.
+
+    Raises:
+        RuntimeCrash: Opening it ended the child.
+        DeployError: What the function raised.
+    """
+    if not isolation.enabled:
+        return open_runner(*arguments)
+    child = _take_child(family)
+    try:
+        opened: _Opened = child.call(
+            _open_in_child, open_runner, arguments, title=title, step="loading the model"
+        )
+    except BaseException:
+        _give_back(child)
+        raise
+    return (ProfiledChildRunner if opened.profiled else ChildRunner)(child, opened)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """A runner in a child: where it is kept there, and what does not change while it is open."""
+
+    number: int
+    name: str
+    device: str
+    inputs: Mapping[str, TensorInfo]
+    outputs: Mapping[str, TensorInfo]
+    can_step: bool
+    profiled: bool
+
+
+class ChildRunner(Runner):
+    """A runner that lives in a child process."""
+
+    def __init__(self, child: Child, opened: _Opened) -> None:
+        self._child: Child | None = child
+        self._opened = opened
+        self.name, self.device, self.can_step = opened.name, opened.device, opened.can_step
+        self.inputs, self.outputs = opened.inputs, opened.outputs
+
+    def apply(self, function: Callable[..., T], *arguments: Any, step: str = "running") -> T:
+        """Run a function of a module in the child, on the runner there."""
+        if self._child is None:
+            raise DeployError(f"{self.name} is closed.")
+        return self._child.call(
+            _apply_in_child, self._opened.number, function, arguments, title=self.name, step=step
+        )
+
+    def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Check the inputs against the model, then run it."""
+        return self.apply(_run, dict(feeds), step=f"running {_sizes(feeds)}")
+
+    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        return self.run(feeds)
+
+    def time(self, feeds: Arrays, plan: Any = None) -> Any:
+        """How long one call takes with inputs that are on the device already; measured in the child."""
+        return self.apply(_time, dict(feeds), plan, step=f"timing {_sizes(feeds)}")
+
+    def stepper(self, *, B: int, T: int | None = None) -> ChildStepper:
+        """Run the decode loop with a cache on the device; close the stepper before the runner."""
+        number, name, most = self.apply(_open_stepper, B, T, step="preparing the decode loop")
+        return ChildStepper(self, number, name, most, B)
+
+    def close(self) -> None:
+        """Close the runner in the child, and keep the child for the next one."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        try:
+            if child.is_alive:
+                child.call(_close_in_child, self._opened.number, title=self.name, step="closing it")
+        finally:
+            _give_back(child)
+
+
+class ProfiledChildRunner(ChildRunner):
+    """A runner in a child process whose engine has optimisation profiles."""
+
+    def profiles_for(self, feeds: Arrays) -> list[int]:
+        """The profiles that admit these inputs; only their shapes and types cross."""
+        kinds = {name: (array.shape, array.dtype) for name, array in feeds.items()}
+        return self.apply(_profiles_for, kinds, step="choosing a profile")
+
+    def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
+        """Run under one of them."""
+        return self.apply(_run_in_profile, dict(feeds), profile, step=f"running {_sizes(feeds)}")
+
+
+class ChildStepper:
+    """A stepper that lives in a child process; see `backends.stepper`."""
+
+    def __init__(self, runner: ChildRunner, number: int, name: str, most: int | None, B: int) -> None:
+        self._runner, self._number = runner, number
+        self.name, self.most_tokens = name, most
+        self.lengths = np.zeros(B, np.int32)
+
+    def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+        """Run S new tokens of every batch element."""
+        step = f"decoding {x.shape[1]} new tokens behind {self.lengths.tolist()}"
+        output, self.lengths = self._runner.apply(_feed, self._number, x, counts, step=step)
+        return output
+
+    def cache(self) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of keys and values."""
+        return self._runner.apply(_stepper_method, self._number, "cache", step="reading the cache")
+
+    def time_step(self, length: int, plan: Any = None) -> Any:
+        """How long one new token of every batch element takes."""
+        return self._runner.apply(
+            _stepper_method, self._number, "time_step", length, plan, step=f"timing a step behind {length}"
+        )
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        self._runner.apply(_close_stepper, self._number, step="closing the decode loop")
+
+    def __enter__(self) -> ChildStepper:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+
+def _sizes(feeds: Arrays) -> str:
+    return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
+
+
+def _ending(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL; the machine may be out of memory)"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"crashed with {signal.Signals(-code).name}"
+        return f"was ended by signal {-code}"
+    return f"ended its process with exit code {code}"
+
+
+def _last_node(log: str) -> str | None:
+    """The ONNX node that TensorRT's parser was at, where the log says so."""
+    nodes: list[str] = re.findall(r"Parsing node: (\S+) \[", log)
+    return nodes[-1] if nodes else None
+
+
+def _tail(output: str) -> str:
+    """The last lines of a child's output; the Python stack of a crash only where there are no others."""
+    words, _, stack = output.partition("Fatal Python error: ")
+    lines = words.strip().splitlines()[-_LOG_LINES:] or stack.splitlines()[:_LOG_LINES]
+    return "\n".join(line[:200] for line in lines)
+
+
+class _ChildTraceback(Exception):
+    """Where an exception was raised in the child; shown as its cause."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _send(connection: socket.socket, message: object) -> None:
+    """Send one message: its arrays in shared memory where they are large, else on the socket."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    if sum(view.nbytes for view in views) < _SHARED_FROM:
+        body = pickle.dumps(message, protocol=5)
+        connection.sendall(_HEADER.pack(len(body), 0, False))
+        connection.sendall(body)
+        return
+    sizes = struct.pack(f"!{len(views)}Q", *(view.nbytes for view in views))
+    with _shared_memory() as memory:
+        memory.truncate(max(sum(_padded(view.nbytes) for view in views), 1))
+        with mmap.mmap(memory.fileno(), 0) as room:
+            at = 0
+            for view in views:
+                room[at : at + view.nbytes] = view
+                at += _padded(view.nbytes)
+        header = _HEADER.pack(len(body), len(views), True)
+        socket.send_fds(connection, [header], [memory.fileno()])
+    connection.sendall(sizes)
+    connection.sendall(body)
+
+
+def _receive(connection: socket.socket) -> Any:
+    header, handles, _, _ = socket.recv_fds(connection, _HEADER.size, 1)
+    if not header:
+        raise EOFError
+    length, count, shared = _HEADER.unpack(header + _exactly(connection, _HEADER.size - len(header)))
+    if not shared:
+        return pickle.loads(_exactly(connection, length))
+    with open(handles[0], "rb+", buffering=0) as memory:
+        room = memoryview(mmap.mmap(memory.fileno(), 0))  # lives as long as the arrays in it
+    sizes = struct.unpack(f"!{count}Q", _exactly(connection, 8 * count))
+    buffers, at = [], 0
+    for size in sizes:
+        buffers.append(room[at : at + size])
+        at += _padded(size)
+    return pickle.loads(_exactly(connection, length), buffers=buffers)
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    """The next bytes of a stream, or EOFError where it ends before."""
+    content, at = bytearray(length), 0
+    view = memoryview(content)
+    while at < length:
+        got = connection.recv_into(view[at:])
+        if not got:
+            raise EOFError
+        at += got
+    return bytes(content)
+
+
+def _shared_memory() -> Any:
+    """Memory with a file descriptor and no name: nothing is left behind, however a process ends."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("mha-deploy"), "rb+", buffering=0)
+    return tempfile.TemporaryFile()
+
+
+def _padded(size: int) -> int:
+    """Sizes at which the next array starts on a cache line."""
+    return -(-size // 64) * 64
+
+
+# -- the child's side ------------------------------------------------------------------------------
+
+_START = f"""
+import json, sys
+start = json.loads(sys.argv[2])
+sys.path[:] = start["path"]
+from {__name__} import serve
+serve(int(sys.argv[1]), start["preload"], start["parent"])
+"""
+
+_objects: dict[int, Any] = {}
+_parent: socket.socket | None = None
+
+
+def send_to_parent(message: object) -> None:
+    """Send progress from a function that runs in a child; does nothing in any other process."""
+    if _parent is not None:
+        _send(_parent, ("message", message))
+
+
+def is_child() -> bool:
+    """Whether this process is a child of another."""
+    return _parent is not None
+
+
+def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
+    """Answer calls until the parent closes the connection; the whole life of a child."""
+    global _parent
+    _parent = socket.socket(fileno=handle)
+    isolation.enabled = False
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    while True:
+        try:
+            function, arguments, folder, limit = _receive(_parent)
+            os.chdir(folder)  # paths mean what they mean to the parent
+        except (EOFError, ConnectionError):
+            break
+        except Exception as error:  # noqa: BLE001 (a call that cannot be unpickled: the parent must hear of it)
+            _send(_parent, ("error", (_sendable(error), traceback.format_exc())))
+            continue
+        faulthandler.dump_traceback_later(limit, exit=True)  # also where the parent is gone
+        try:
+            answer: tuple[str, Any] = ("result", function(*arguments))
+        except MemoryError:
+            answer = ("error", (DeployError("The runtime ran out of memory."), traceback.format_exc()))
+        except SystemExit as stop:
+            answer = ("error", (_exited(stop), traceback.format_exc()))
+        except Exception as error:  # noqa: BLE001 (raised again by the parent)
+            answer = ("error", (_sendable(error), traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
+        del function, arguments
+        _answer(answer)
+        del answer
+    os._exit(0)  # native libraries were seen crashing while they unload
+
+
+def _answer(answer: tuple[str, Any]) -> None:
+    if _parent is None:
+        return
+    try:
+        _send(_parent, answer)
+    except ConnectionError:
+        os._exit(0)
+    except Exception as error:  # noqa: BLE001 (a result that cannot be pickled is a bug: say so)
+        _send(_parent, ("error", (_sendable(error), traceback.format_exc())))
+
+
+def _sendable(error: Exception) -> Exception:
+    """An exception that the parent can raise as it is, or one that says what it was."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 (exceptions of native modules may not pickle)
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _exited(stop: SystemExit) -> DeployError:
+    return DeployError("The code that was run ended its process.", got=f"sys.exit({stop.code!r})")
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(0)
+
+
+def _open_in_child(open_runner: Callable[..., Runner], arguments: tuple[Any, ...]) -> _Opened:
+    runner = open_runner(*arguments)
+    number = _kept(runner)
+    return _Opened(
+        number=number,
+        name=runner.name,
+        device=runner.device,
+        inputs=dict(runner.inputs),
+        outputs=dict(runner.outputs),
+        can_step=runner.can_step,
+        profiled=isinstance(runner, ProfiledRunner),
+    )
+
+
+def _kept(thing: object) -> int:
+    number = max(_objects, default=0) + 1
+    _objects[number] = thing
+    return number
+
+
+def _apply_in_child(number: int, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    return function(_objects[number], *arguments)
+
+
+def _close_in_child(number: int) -> None:
+    _objects.pop(number).close()
+
+
+def _run(runner: Runner, feeds: Arrays) -> dict[str, np.ndarray]:
+    return runner.run(feeds)
+
+
+def _time(runner: Runner, feeds: Arrays, plan: Any) -> Any:
+    return runner.time(feeds, plan)
+
+
+def _profiles_for(runner: ProfiledRunner, kinds: Mapping[str, tuple[tuple[int, ...], Any]]) -> list[int]:
+    feeds = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (shape, dtype) in kinds.items()}
+    return runner.profiles_for(feeds)
+
+
+def _run_in_profile(runner: ProfiledRunner, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
+    return runner.run_in_profile(feeds, profile)
+
+
+def _open_stepper(runner: Any, B: int, T: int | None) -> tuple[int, str, int | None]:
+    stepper = runner.stepper(B=B, T=T)
+    return _kept(stepper), stepper.name, stepper.most_tokens
+
+
+def _feed(
+    runner: Runner, number: int, x: np.ndarray, counts: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    stepper = _objects[number]
+    return stepper.feed(x, counts), stepper.lengths
+
+
+def _stepper_method(runner: Runner, number: int, method: str, *arguments: Any) -> Any:
+    return getattr(_objects[number], method)(*arguments)
+
+
+def _close_stepper(runner: Runner, number: int) -> None:
+    _objects.pop(number).close()

@@ -1,0 +1,389 @@
+"""The GPU without PyTorch: buffers, streams, events, graphs, clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mha_deploy.errors import BackendUnavailable, DeployError
+
+# -- The GPU without PyTorch: buffers, streams, events and graphs, through NVIDIA's own `cuda-b ----
+
+UNWRITTEN = 0xFF
+"""As every byte: NaN in every float type, -1 in every integer. An output that nobody wrote is no result."""
+
+_INSTALL = 'pip install "mha-deploy[cuda]"'
+
+
+class CudaError(DeployError):
+    """A call to the CUDA runtime failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """The GPU in use: the first that CUDA shows this process.
+
+    Args:
+        name: As the driver calls it.
+        compute_capability: For example `9.0`.
+        l2_bytes: Size of its second-level cache.
+        memory_bytes: Size of its memory.
+        pci_bus: Where it sits, which is how NVML tells GPUs apart.
+    """
+
+    name: str
+    compute_capability: str
+    l2_bytes: int
+    memory_bytes: int
+    pci_bus: str
+
+
+@cache
+def _runtime() -> Any:
+    try:
+        from cuda.bindings import runtime
+    except (ImportError, OSError) as error:
+        raise BackendUnavailable(
+            "NVIDIA's cuda-bindings are not installed.", got=error, hint=_INSTALL
+        ) from error
+    return runtime
+
+
+def _call(function: str, *arguments: Any) -> Any:
+    """Call the CUDA runtime; its status becomes an exception, the rest comes back."""
+    status, *results = getattr(_runtime(), function)(*arguments)
+    if int(status) != 0:
+        raise CudaError(f"{function} failed.", got=getattr(status, "name", status))
+    if not results:
+        return None
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+@cache
+def open_gpu() -> Gpu:
+    """The GPU, or why there is none to be used.
+
+    Raises:
+        BackendUnavailable: No bindings, no driver, or no GPU.
+    """
+    try:
+        count = _call("cudaGetDeviceCount")
+    except CudaError as error:
+        raise BackendUnavailable(
+            "There is no CUDA GPU to run on.", got=error.got, hint=_without_gpu(str(error.got))
+        ) from error
+    if not count:
+        raise BackendUnavailable("There is no CUDA GPU to run on.", got="0 devices", hint="mha-deploy doctor")
+    _call("cudaSetDevice", 0)
+    properties = _call("cudaGetDeviceProperties", 0)
+    name = properties.name
+    return Gpu(
+        name=(name.decode() if isinstance(name, bytes) else str(name)).rstrip("\0"),
+        compute_capability=f"{properties.major}.{properties.minor}",
+        l2_bytes=int(properties.l2CacheSize),
+        memory_bytes=int(properties.totalGlobalMem),
+        pci_bus=f"{properties.pciDomainID:08x}:{properties.pciBusID:02x}:{properties.pciDeviceID:02x}.0",
+    )
+
+
+def _without_gpu(status: str) -> str:
+    if "InsufficientDriver" in status:
+        return "an NVIDIA driver, or cuda-bindings 12 where the driver is older than CUDA 13"
+    return "mha-deploy doctor"
+
+
+def find_gpu() -> Gpu | None:
+    """The GPU, or None where there is none to be used."""
+    try:
+        return open_gpu()
+    except BackendUnavailable:
+        return None
+
+
+def free_memory() -> int:
+    """Bytes of device memory that nobody holds."""
+    return int(_call("cudaMemGetInfo")[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCopy:
+    """Rows of equal width that lie apart, from one buffer to another. All figures are in bytes, but `rows`.
+
+    Args:
+        target: Where the first row goes in its buffer.
+        target_pitch: From the start of a row to the start of the next.
+        source: Where the first row comes from.
+        source_pitch: From the start of a row to the start of the next.
+        width: How much of each row is copied.
+        rows: How many.
+    """
+
+    target: int
+    target_pitch: int
+    source: int
+    source_pitch: int
+    width: int
+    rows: int
+
+    def back(self) -> RowCopy:
+        """The same rows the other way."""
+        return replace(
+            self,
+            target=self.source,
+            target_pitch=self.source_pitch,
+            source=self.target,
+            source_pitch=self.target_pitch,
+        )
+
+
+class Buffer:
+    """A piece of device memory; an empty one has an address, too."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.address = int(_call("cudaMalloc", max(nbytes, 1)))
+
+    def upload(self, array: np.ndarray, stream: Stream) -> None:
+        """Copy an array to the device; the array must live until the stream has come past."""
+        if array.nbytes != self.nbytes or not array.flags.c_contiguous:
+            raise CudaError(
+                "The array does not fit the buffer.", got=f"{array.nbytes} of {self.nbytes} bytes"
+            )
+        _copy(self.address, array.ctypes.data, self.nbytes, "HostToDevice", stream)
+
+    def copy_from(self, other: Buffer, stream: Stream) -> None:
+        """Copy another buffer of the same size."""
+        _copy(self.address, other.address, self.nbytes, "DeviceToDevice", stream)
+
+    def copy_rows(self, other: Buffer, copy: RowCopy, stream: Stream) -> None:
+        """Copy rows of another buffer into rows of this one."""
+        _call(
+            "cudaMemcpy2DAsync",
+            self.address + copy.target,
+            copy.target_pitch,
+            other.address + copy.source,
+            copy.source_pitch,
+            copy.width,
+            copy.rows,
+            _runtime().cudaMemcpyKind.cudaMemcpyDeviceToDevice,
+            stream.raw,
+        )
+
+    def download(self, shape: tuple[int, ...], dtype: np.dtype, stream: Stream) -> np.ndarray:
+        """Copy what comes first in the buffer to a new array, and wait for it."""
+        array = np.empty(shape, dtype)
+        _copy(array.ctypes.data, self.address, array.nbytes, "DeviceToHost", stream)
+        stream.synchronize()
+        return array
+
+    def fill(self, byte: int, stream: Stream) -> None:
+        """Set every byte, so that an output nobody wrote cannot pass for one."""
+        if self.nbytes:
+            _call("cudaMemsetAsync", self.address, byte, self.nbytes, stream.raw)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        if self.address:
+            address, self.address = self.address, 0
+            _call("cudaFree", address)
+
+
+def _copy(target: int, source: int, nbytes: int, direction: str, stream: Stream) -> None:
+    if nbytes:
+        kind = getattr(_runtime().cudaMemcpyKind, f"cudaMemcpy{direction}")
+        _call("cudaMemcpyAsync", target, source, nbytes, kind, stream.raw)
+
+
+class Stream:
+    """A queue of work on the device: one of our own, or another library's by its handle."""
+
+    def __init__(self, handle: int | None = None) -> None:
+        runtime = _runtime()
+        self._is_ours = handle is None
+        if handle is None:
+            self.raw = _call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
+        else:
+            self.raw = runtime.cudaStream_t(handle)
+        self.handle = int(self.raw)
+
+    def synchronize(self) -> None:
+        """Wait until everything in the queue is done."""
+        _call("cudaStreamSynchronize", self.raw)
+
+    def close(self) -> None:
+        """Destroy the stream, if it is ours."""
+        if self._is_ours:
+            self._is_ours = False
+            _call("cudaStreamDestroy", self.raw)
+
+
+class Event:
+    """A moment in a stream."""
+
+    def __init__(self) -> None:
+        self._raw = _call("cudaEventCreate")
+
+    def record(self, stream: Stream) -> None:
+        """Mark the moment when the work queued so far is done."""
+        _call("cudaEventRecord", self._raw, stream.raw)
+
+    def microseconds_since(self, earlier: Event) -> float:
+        """Device time between two moments that have passed."""
+        return float(_call("cudaEventElapsedTime", earlier._raw, self._raw)) * 1000.0
+
+    def close(self) -> None:
+        """Destroy the event."""
+        _call("cudaEventDestroy", self._raw)
+
+
+class Graph:
+    """Work recorded once, launched as a whole."""
+
+    def __init__(self, executable: Any) -> None:
+        self._executable = executable
+        # Bound once: a launch is the only call on the fast path.
+        self._launch = _runtime().cudaGraphLaunch
+
+    def launch(self, stream: Stream) -> None:
+        """Queue the recorded work."""
+        (status,) = self._launch(self._executable, stream.raw)
+        if int(status) != 0:
+            raise CudaError("cudaGraphLaunch failed.", got=getattr(status, "name", status))
+
+    def close(self) -> None:
+        """Destroy the graph."""
+        _call("cudaGraphExecDestroy", self._executable)
+
+
+def capture(work: Callable[[], None], stream: Stream) -> Graph:
+    """Record what `work` queues on a stream, without running it, and make it ready to be launched.
+
+    Raises:
+        CudaError: The work does something that cannot be recorded.
+    """
+    recorded = record(work, stream)
+    try:
+        return Graph(_call("cudaGraphInstantiate", recorded, 0))
+    finally:
+        _call("cudaGraphDestroy", recorded)
+
+
+def record(work: Callable[[], None], stream: Stream) -> Any:
+    """The bare graph of what `work` queues; the caller destroys it."""
+    mode = _runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+    _call("cudaStreamBeginCapture", stream.raw, mode)
+    try:
+        work()
+    except BaseException:
+        # Leave the stream usable; the first error is the one to tell.
+        _runtime().cudaStreamEndCapture(stream.raw)
+        raise
+    return _call("cudaStreamEndCapture", stream.raw)
+
+
+@contextmanager
+def new_stream() -> Iterator[Stream]:
+    """A stream of our own for as long as it is needed."""
+    open_gpu()
+    stream = Stream()
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+# -- In what state the GPU was while it was measured: clocks, temperature, power, and what held ----
+
+# Bits of NVML's clock event reasons that mean "slower than it could be".
+_HELD_BACK = {
+    "power cap": "nvmlClocksEventReasonSwPowerCap",
+    "hardware slowdown": "nvmlClocksThrottleReasonHwSlowdown",
+    "thermal (software)": "nvmlClocksEventReasonSwThermalSlowdown",
+    "thermal (hardware)": "nvmlClocksThrottleReasonHwThermalSlowdown",
+    "power brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What NVML said; None where it said nothing.
+
+    Args:
+        sm_mhz: Clock of the multiprocessors.
+        sm_mhz_max: The highest that the card goes to.
+        memory_mhz: Clock of the memory.
+        temperature_c: Temperature of the GPU.
+        power_w: Power drawn.
+        held_back: Why the clocks were lower than they could be; empty where nothing did.
+    """
+
+    sm_mhz: int | None = None
+    sm_mhz_max: int | None = None
+    memory_mhz: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    held_back: tuple[str, ...] = ()
+
+
+def read_conditions(gpu: Gpu) -> Conditions:
+    """Ask NVML; a machine without it gets a record of unknowns, since timing works without."""
+    handle = _handle(gpu.pci_bus)
+    if handle is None:
+        return Conditions()
+    import pynvml
+
+    power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+    return Conditions(
+        sm_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        sm_mhz_max=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        memory_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+        temperature_c=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        power_w=None if power is None else power / 1000.0,
+        held_back=_held_back(pynvml, handle),
+    )
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # noqa: BLE001 (no package, no library, no driver: each raises its own)
+        return None
+
+
+@cache
+def _handle(pci_bus: str) -> Any:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByPciBusId(pci_bus.encode())
+    except Exception:  # noqa: BLE001 (no package, no library, no driver: each raises its own)
+        return None
+
+
+def _ask(function: Any, *arguments: Any) -> Any:
+    import pynvml
+
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _held_back(pynvml: Any, handle: Any) -> tuple[str, ...]:
+    ask = getattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", None) or getattr(
+        pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None
+    )
+    reasons = _ask(ask, handle) if ask else None
+    if not reasons:
+        return ()
+    return tuple(words for words, name in _HELD_BACK.items() if reasons & getattr(pynvml, name, 0))

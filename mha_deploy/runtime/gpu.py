@@ -1,0 +1,94 @@
+"""What the runners on a GPU share: a stream, and calls that are timed from inputs already on the device."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from mha_deploy.errors import DeployError
+from mha_deploy.runtime.cuda import Gpu, Stream, open_gpu
+from mha_deploy.runtime.decode import Launcher, Stepper, open_stepper
+from mha_deploy.runtime.runner import Arrays, Runner
+from mha_deploy.runtime.timing import Timing, TimingPlan, measure_latency, slots_past_cache
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Inputs on the device, ready to be launched again and again.
+
+    Args:
+        launch: Queues one call with the inputs of a slot on the runner's stream, and does not wait.
+        results: Waits, and copies the outputs of a slot to the host.
+        memory_bytes: Device memory held for all slots, weights included, where that is known.
+        why_no_graph: Why a launch is not that of a CUDA graph, where the runner should make it one.
+    """
+
+    launch: Callable[[int], None]
+    results: Callable[[int], dict[str, np.ndarray]]
+    memory_bytes: int | None = None
+    why_no_graph: str | None = None
+
+
+class GpuRunner(Runner):
+    """A runner whose outputs are computed on the GPU that this process sees first."""
+
+    stream: Stream
+    graph: bool = True
+    """Whether a timed call is the launch of a CUDA graph, where it can be one."""
+
+    def __init__(self) -> None:
+        self.can_step = type(self)._launcher is not GpuRunner._launcher
+        self.gpu: Gpu = open_gpu()
+        self.device = self.gpu.name
+
+    @abstractmethod
+    def _prepare(self, feeds: Arrays, slots: int) -> AbstractContextManager[Prepared]:
+        """Put `slots` copies of the inputs on the device, and record the call for each."""
+
+    def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
+        """Device memory of the inputs and outputs of one call."""
+        return sum(array.nbytes for array in (*feeds.values(), *results.values()))
+
+    def _launcher(self) -> Launcher:
+        """The loaded layer, for a stepper."""
+        raise DeployError(f"{self.name} does not step through tokens.", hint="TensorRT or ONNX Runtime")
+
+    def stepper(self, *, B: int, T: int | None = None) -> Stepper:
+        """Step through tokens with a cache on the device; close the stepper before the runner.
+
+        Args:
+            B: Rows of the batch.
+            T: Rows of a growing cache at its longest; a static cache has its own.
+
+        Raises:
+            DeployError: The layer has no cache, or one of another size.
+        """
+        return open_stepper(self._launcher(), B=B, T=T)
+
+    def watch(self, feeds: Arrays, watcher: Callable[[Callable[[], None], Callable[[], None]], T]) -> T:
+        """Hand a watcher, such as a profiler, one call to launch as it likes, and a way to wait for it."""
+        with self._prepare(self.checked(feeds), 1) as prepared:
+            return watcher(lambda: prepared.launch(0), self.stream.synchronize)
+
+    def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
+        """How long one call takes, by the device's own clock, with inputs that come from memory."""
+        feeds = self.checked(feeds)
+        results = self.run(feeds)
+        moved = self._call_bytes(feeds, results)
+        slots = slots_past_cache(moved, self.gpu.l2_bytes)
+        with self._prepare(feeds, slots) as prepared:
+            why, plan = prepared.why_no_graph, plan or TimingPlan()
+            graph = self.graph and why is None
+            timing = measure_latency(prepared.launch, slots, self.stream, self.gpu, plan, graph=graph)
+            seen = tuple(prepared.results(slot) for slot in (0, slots - 1))
+            # A user has one set of inputs and outputs on the device, not the many that rotate here.
+            held = prepared.memory_bytes
+            memory = None if held is None else held - (slots - 1) * moved
+            return replace(timing, results=seen, memory_bytes=memory, why_no_graph=why)

@@ -1,0 +1,62 @@
+"""ONNX's own reference evaluator: complete, and the only CPU runtime here with bfloat16.
+
+Products, sums and activations are computed in float32 as on a GPU (see `graph.widen`). Left alone, the
+evaluator rounds even the softmax scale to the type of the tensors: 0.125 and 0.1256 are the same number in
+bfloat16.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from mha_deploy.errors import DeployError
+from mha_deploy.graph.file import graph_of, weights_folder
+from mha_deploy.graph.upcast import with_float32_inside
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
+
+_TYPES: dict[int, np.dtype] = {
+    onnx.TensorProto.FLOAT16: np.dtype(np.float16),
+    onnx.TensorProto.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    onnx.TensorProto.FLOAT: np.dtype(np.float32),
+    onnx.TensorProto.INT32: np.dtype(np.int32),
+    onnx.TensorProto.INT64: np.dtype(np.int64),
+    onnx.TensorProto.BOOL: np.dtype(np.bool_),
+}
+
+
+class OnnxReferenceRunner(Runner):
+    """A graph in ONNX's reference evaluator."""
+
+    def __init__(self, model: Path | ir.Model) -> None:
+        from onnx.reference import ReferenceEvaluator
+
+        graph = graph_of(model)
+        proto = ir.to_proto(with_float32_inside(graph))
+        try:
+            onnx.load_external_data_for_model(proto, str(weights_folder(graph) or "."))
+            self._evaluator = ReferenceEvaluator(proto)
+        except Exception as error:  # the evaluator raises types that share no base
+            raise DeployError("The reference evaluator cannot load the graph.", got=error) from error
+        self.name = f"onnx-reference {onnx.__version__}"
+        self.inputs = {value.name: _tensor_info(value) for value in proto.graph.input}
+        self.outputs = {value.name: _tensor_info(value) for value in proto.graph.output}
+
+    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        names = list(self.outputs)
+        try:
+            return dict(zip(names, self._evaluator.run(names, dict(feeds)), strict=True))
+        except Exception as error:  # the evaluator raises types that share no base
+            raise DeployError("The reference evaluator failed on these inputs.", got=error) from error
+
+
+def _tensor_info(value: onnx.ValueInfoProto) -> TensorInfo:
+    tensor = value.type.tensor_type
+    if tensor.elem_type not in _TYPES:
+        raise DeployError("A tensor of the graph has a type that is not supported here.", got=value.name)
+    dims = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+    return TensorInfo(dtype=_TYPES[tensor.elem_type], dims=dims)

@@ -1,0 +1,156 @@
+"""ONNX Runtime on the CPU, and what its sessions share."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.graph.file import graph_of, weights_folder
+from mha_deploy.graph.upcast import with_float32_products
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
+
+# -- What the ONNX Runtime backends share: how a graph becomes a session, and arrays go through ----
+
+_EXTERNAL_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+_SILENT = 4  # errors come back as exceptions: nobody needs them twice
+_TYPES = {
+    "tensor(float16)": np.dtype(np.float16),
+    "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(int32)": np.dtype(np.int32),
+    "tensor(int64)": np.dtype(np.int64),
+    "tensor(bool)": np.dtype(np.bool_),
+}
+
+
+def import_onnxruntime(extra: str) -> Any:
+    """The package `onnxruntime`, or which extra of this one installs it."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendUnavailable(
+            "ONNX Runtime is not installed.", got=error, hint=f'pip install "mha-deploy[{extra}]"'
+        ) from error
+    # The package's own logger warns of devices that its plugins do not register; sessions have another.
+    onnxruntime.set_default_logger_severity(_SILENT)
+    return onnxruntime
+
+
+def session_options(ort: Any, graph: ir.Model, *, level: str) -> Any:
+    """Options of a session that knows where the graph keeps its weights and writes no log.
+
+    Args:
+        ort: The package.
+        graph: The graph.
+        level: What ONNX Runtime may rewrite: `BASIC` or `ALL`.
+    """
+    options = ort.SessionOptions()
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
+    options.log_severity_level = _SILENT
+    folder = weights_folder(graph)
+    if folder is not None:
+        options.add_session_config_entry(_EXTERNAL_DATA_FOLDER, str(folder.resolve()))
+    return options
+
+
+def inputs_and_outputs(session: Any) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """What goes into a session and what comes out."""
+    return _tensor_infos(session.get_inputs()), _tensor_infos(session.get_outputs())
+
+
+def _tensor_infos(tensors: Any) -> dict[str, TensorInfo]:
+    return {tensor.name: _tensor_info(tensor) for tensor in tensors}
+
+
+def _tensor_info(tensor: Any) -> TensorInfo:
+    kind = _TYPES.get(tensor.type)
+    if kind is None:
+        raise DeployError("A tensor of the graph has a type that is not supported here.", got=tensor)
+    return TensorInfo(dtype=kind, dims=tuple(tensor.shape))
+
+
+def run_bound(ort: Any, session: Any, feeds: Arrays, outputs: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Run arrays of any type and get arrays: `session.run` itself has no bfloat16."""
+    binding = session.io_binding()
+    held = {name: np.ascontiguousarray(array) for name, array in feeds.items()}  # the values do not own them
+    for name, array in held.items():
+        value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, onnx_type(array.dtype))
+        binding.bind_ortvalue_input(name, value)
+    for name in outputs:
+        binding.bind_output(name)  # to memory of the host
+    binding.synchronize_inputs()
+    session.run_with_iobinding(binding)
+    binding.synchronize_outputs()
+    values = zip(outputs.items(), binding.get_outputs(), strict=True)
+    return {name: _array_of(value, info.dtype) for (name, info), value in values}
+
+
+def onnx_type(dtype: np.dtype) -> int:
+    """The number that ONNX gives a type."""
+    return int(ir.DataType.from_numpy(dtype))
+
+
+def _array_of(value: Any, dtype: np.dtype) -> np.ndarray:
+    """A copy of a value on the host, by its bytes: ONNX Runtime makes no NumPy array of bfloat16."""
+    content = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
+    return np.frombuffer(content, dtype).reshape(value.shape())
+
+
+def first_line(error: BaseException) -> str:
+    """The line of an error that says what happened, without the signature of the C++ that noticed."""
+    line = str(error).strip().partition("\n")[0]
+    _, separator, told = line.rpartition(" was false. ")
+    return told if separator and told else line
+
+
+# -- ONNX Runtime, on the CPU ----------------------------------------------------------------------
+
+
+class OrtCpuRunner(Runner):
+    """A graph in ONNX Runtime with the CPU provider and no other."""
+
+    def __init__(self, model: Path | ir.Model) -> None:
+        ort = import_onnxruntime(extra="ort")
+        graph = graph_of(model)
+        widened = ir.to_proto(with_float32_products(graph)).SerializeToString()
+        options = session_options(ort, graph, level="BASIC")
+        try:
+            self._session = ort.InferenceSession(widened, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime raises types of its own that share no base
+            raise _explain(error) from error
+        self.name = f"ort-cpu {ort.__version__}"
+        self.inputs, self.outputs = inputs_and_outputs(self._session)
+        if any(info.dtype.name == "bfloat16" for info in (*self.inputs.values(), *self.outputs.values())):
+            raise _no_bfloat16("an input or output of the graph")
+
+    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        names = list(self.outputs)
+        try:
+            return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
+        except Exception as error:
+            raise DeployError("ONNX Runtime failed on these inputs.", got=first_line(error)) from error
+
+    def close(self) -> None:
+        """Drop the session, and the weights with it."""
+        del self._session
+
+
+def _explain(error: Exception) -> DeployError:
+    if "NOT_IMPLEMENTED" in str(error):
+        return _no_bfloat16(first_line(error))
+    return DeployError("ONNX Runtime cannot load the graph.", got=first_line(error))
+
+
+def _no_bfloat16(got: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        "ONNX Runtime has no CPU kernel for a node of this graph.",
+        got=got,
+        hint="--backend onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)",
+    )

@@ -1,0 +1,116 @@
+"""What every runtime looks like from outside: open it, give it arrays, get arrays or a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from mha_deploy.errors import DeployError
+
+if TYPE_CHECKING:
+    from mha_deploy.runtime.timing import Timing, TimingPlan
+
+Arrays = Mapping[str, np.ndarray]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """What a runtime says of one input or output; a dimension that can vary is a name or None."""
+
+    dtype: np.dtype
+    dims: tuple[int | str | None, ...]
+
+
+class Runner(ABC):
+    """A model loaded into one runtime; a context manager that holds the runtime's resources."""
+
+    name: str
+    """The backend, with its version."""
+    inputs: Mapping[str, TensorInfo]
+    outputs: Mapping[str, TensorInfo]
+    device: str = "cpu"
+    """Where it computes: `cpu`, or the name of the GPU."""
+    can_step: bool = False
+    """Whether it keeps a KV cache on its device and offers `stepper`."""
+
+    @abstractmethod
+    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run checked inputs."""
+
+    def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Check the inputs against the model, then run it."""
+        return self._run(self.checked(feeds))
+
+    def checked(self, feeds: Arrays) -> Arrays:
+        """The inputs as the runtime takes them; refused where their names, types or shapes are others."""
+        check_feeds(self.inputs, feeds)
+        return feeds
+
+    def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
+        """How long one call takes with inputs that are on the device already."""
+        raise DeployError(
+            f"{self.name} checks a graph on the CPU; its time would say nothing about a GPU.", got=self.device
+        )
+
+    def apply(self, function: Callable[..., T], *arguments: Any, step: str = "") -> T:
+        """Call a function of a module on the runner, in the process in which the runtime is.
+
+        Args:
+            function: Takes the runner, and the arguments.
+            *arguments: What else it takes.
+            step: What it does, for the message of a runtime that crashes meanwhile.
+        """
+        return function(self, *arguments)
+
+    def close(self) -> None:  # noqa: B027 (most runtimes hold nothing that Python does not free)
+        """Give the runtime's resources back."""
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@runtime_checkable
+class ProfiledRunner(Protocol):
+    """A runner whose engine has optimisation profiles to choose from."""
+
+    def profiles_for(self, feeds: Arrays) -> list[int]:
+        """The profiles that admit these inputs."""
+
+    def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
+        """Run under one of them."""
+
+
+def check_feeds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
+    """Refuse inputs whose names, types or shapes the model does not take."""
+    check_kinds(inputs, feeds)
+    for name, info in inputs.items():
+        shape = feeds[name].shape
+        if not _shape_fits(shape, info.dims):
+            raise DeployError(f"Input {name} has the wrong shape.", got=shape, hint=str(info.dims))
+
+
+def check_kinds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
+    """Refuse inputs whose names or types the model does not take, whatever their shapes."""
+    if set(feeds) != set(inputs):
+        raise DeployError("The inputs have other names.", got=sorted(feeds), hint=f"give {sorted(inputs)}")
+    for name, info in inputs.items():
+        dtype = feeds[name].dtype
+        if dtype != info.dtype:
+            raise DeployError(f"Input {name} has the wrong type.", got=dtype, hint=str(info.dtype))
+
+
+def _shape_fits(shape: tuple[int, ...], dims: tuple[int | str | None, ...]) -> bool:
+    return len(shape) == len(dims) and all(
+        size == dim for size, dim in zip(shape, dims, strict=True) if isinstance(dim, int)
+    )

@@ -1,0 +1,491 @@
+"""The kernels of an engine, from the log, the plan and the inspector."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from mha_deploy.runtime.tensorrt.versions import EngineError
+
+# -- The kernels of an engine, in one form whichever TensorRT tells of them ------------------------
+
+UNKNOWN = "?"
+ATTENTION, PRODUCT = "attention", "product"
+
+# Every spelling of a type: enum names, the inspector's prose, the plan's own words.
+_DTYPES = (
+    ("bf16", r"bfloat16|bf16|\bb16\b"),
+    ("fp16", r"\bhalf\b|fp16|float16"),
+    ("fp8", r"fp8|e4m3|e8m0"),
+    ("fp4", r"fp4|e2m1"),
+    ("fp32", r"\bfloat\b|fp32|float32"),
+    ("fp64", r"\bdouble\b|fp64"),
+    ("int64", r"int64"),
+    ("int32", r"int32"),
+    ("uint8", r"uint8"),
+    ("int8", r"int8"),
+    ("int4", r"int4"),
+    ("bool", r"\bbool\b"),
+)
+_DTYPE_PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _DTYPES)
+
+FLOATING = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+
+# Kernel names are TensorRT's own, but layer names are made from the graph's: a node called `mha` must not
+# pass for a fused kernel. So the wide pattern reads only tactics, and the narrow one only what Myelin names.
+_FUSED_TACTIC = re.compile(
+    r"(?<![a-z])mha(?![a-z])|mha\d|fmha|flash_?(attn|attention|fwd)|sdpa", re.IGNORECASE
+)
+_FUSED_NAME = re.compile(r"^_ge(mm|mv)_mha_v\d")
+_GENERATED = ("kgen", "")
+_GEMM = re.compile(r"gemm|gemv|matrix_?multiply|fully_?connected", re.IGNORECASE)
+_CONVOLUTION = re.compile(r"convolution|correlation|corrltn", re.IGNORECASE)
+_CONVOLUTION_TACTIC = re.compile(r"fprop|winograd", re.IGNORECASE)
+_GENERATED_PRODUCT = re.compile(r"^__(myl_\w*?)?(fc|corr)", re.IGNORECASE)
+_SOFTMAX = re.compile(r"[Ss]oft_?[Mm]ax|Maxr?\w*Sub\w*Exp|ExpSum")
+_PLUGIN = re.compile(r"plugin|custom_layer", re.IGNORECASE)
+_LAYER_PREFIX = re.compile(r"^shuffle_(?:output|input)_(?:\d+_)?")
+_LAYER_SUFFIX = re.compile(r"_(?:matrix_multiply|reshape|transpose|elementwise|softmax)$")
+_PROFILE = re.compile(r"\[profile (\d+)\]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTensor:
+    """A tensor at the border of a kernel.
+
+    Args:
+        name: Its name in the engine.
+        dtype: Its type by the short name, `?` where it is not told.
+        format: Its layout in memory, in TensorRT's words.
+        shape: Its sizes; -1 for a dynamic one.
+    """
+
+    name: str
+    dtype: str = UNKNOWN
+    format: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One step of an engine.
+
+    Args:
+        name: Name of the layer in the engine.
+        layer_type: What kind of layer it is, in TensorRT's words.
+        tactic: Name of the kernel that was chosen.
+        onnx_nodes: Names of the ONNX nodes it computes.
+        inputs: Tensors it reads.
+        outputs: Tensors it writes.
+        constants: Weights it reads.
+        profile: Optimisation profile it belongs to.
+        source: Who tells of it: `log`, `plan`, `inspector` or `profile`.
+        carries: What a plugin layer computes, where the graph says so: `attention` or `product`.
+    """
+
+    name: str
+    layer_type: str = ""
+    tactic: str = ""
+    onnx_nodes: tuple[str, ...] = ()
+    inputs: tuple[EngineTensor, ...] = ()
+    outputs: tuple[EngineTensor, ...] = ()
+    constants: tuple[EngineTensor, ...] = ()
+    profile: int = 0
+    source: str = ""
+    carries: str = ""
+
+    @property
+    def is_plugin(self) -> bool:
+        """Whether it is somebody's own layer."""
+        return bool(_PLUGIN.search(self.layer_type))
+
+    @cached_property
+    def is_fused_attention(self) -> bool:
+        """Whether it computes a whole attention: scores, softmax and weighted sum."""
+        if self.carries == ATTENTION or _FUSED_TACTIC.search(self.tactic):
+            return True
+        return self.layer_type in _GENERATED and bool(_FUSED_NAME.match(self.name))
+
+    @cached_property
+    def is_gemm(self) -> bool:
+        """Whether it is a plain matrix product."""
+        return not self.is_fused_attention and bool(
+            self.carries == PRODUCT or _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
+        )
+
+    @cached_property
+    def is_convolution(self) -> bool:
+        """Whether it is a convolution, which is a matrix product as well: patches of an image, sound."""
+        return not self.is_fused_attention and bool(
+            _CONVOLUTION.search(self.layer_type) or _CONVOLUTION_TACTIC.search(self.tactic)
+        )
+
+    @cached_property
+    def is_heavy(self) -> bool:
+        """Whether it does the work an engine is built for: products, attention, or a hidden region."""
+        generated = self.layer_type not in ("", "kgen") or self.name.startswith("__")
+        product = self.is_gemm or (generated and bool(_GENERATED_PRODUCT.search(self.name)))
+        return product or self.is_convolution or self.is_fused_attention or self.is_opaque
+
+    @cached_property
+    def is_softmax(self) -> bool:
+        """Whether it computes a softmax."""
+        if self.is_fused_attention or self.is_gemm:
+            return False
+        generated = self.name if self.name.startswith("__myl") else ""
+        return any(_SOFTMAX.search(text) for text in (self.layer_type, self.tactic, generated))
+
+    @cached_property
+    def is_opaque(self) -> bool:
+        """Whether it stands for a whole region whose kernels are not told (8.6)."""
+        return self.layer_type == "Myelin" or self.name.startswith("{ForeignNode[")
+
+    @property
+    def label(self) -> str:
+        """What to call it: the kernel where one is named, else the layer."""
+        if self.carries:
+            return f"{self.name} (plugin)"
+        return self.tactic if self.is_fused_attention and self.tactic else self.name
+
+    @property
+    def tensors(self) -> tuple[EngineTensor, ...]:
+        """Everything it reads and writes."""
+        return self.inputs + self.constants + self.outputs
+
+
+def dtype_of(text: str) -> str:
+    """The short name of a type, found in whatever words TensorRT uses for it.
+
+    Args:
+        text: `Half`, `Row major linear FP16 format (kLINEAR)`, `float`, `N/A due to dynamic shapes`.
+
+    Returns:
+        `fp16`, `bf16`, `fp32`, ... or `?`.
+    """
+    for name, pattern in _DTYPE_PATTERNS:
+        if pattern.search(text):
+            return name
+    return UNKNOWN
+
+
+def onnx_nodes_of(metadata: str) -> tuple[str, ...]:
+    """The node names in a layer's metadata, `[ONNX Layer: a]` each; their separator differs by version."""
+    names = re.findall(r"\[ONNX Layer: (.*?)\](?=\x1f|\x1e|\[ONNX Layer: |\s*$)", metadata)
+    return tuple(dict.fromkeys(names or _old_names(metadata)))
+
+
+def _old_names(metadata: str) -> list[str]:
+    """Version 8.6 joins the names of its own layers by `+`, each made from a node's name and what it does."""
+    parts = [part.strip() for part in metadata.split("+") if part.strip()]
+    bare = [_LAYER_SUFFIX.sub("", _LAYER_PREFIX.sub("", part)) for part in parts]
+    return [name for pair in zip(parts, bare, strict=True) for name in pair]
+
+
+def profile_of(texts: Iterable[str]) -> int:
+    """The optimisation profile a group of names belongs to; names of profile 0 carry no mark."""
+    marks = [int(match) for text in texts for match in _PROFILE.findall(text)]
+    return max(marks, default=0)
+
+
+def without_profile(name: str) -> str:
+    """A name as the graph has it, without the mark of its profile."""
+    return _PROFILE.sub("", name).strip()
+
+
+def kernels_from_profile(names: Iterable[str], *, profile: int = 0) -> list[Kernel]:
+    """Take the kernels that a profiler saw on the device in one run of the engine.
+
+    Args:
+        names: Kernel names in launch order, once per launch.
+        profile: The optimisation profile that was run.
+    """
+    return [Kernel(name=name, tactic=name, profile=profile, source="profile") for name in names]
+
+
+# -- Kernels from what TensorRT prints: the inspector's JSON, and the layer records of the buil ----
+
+_REGION = re.compile(r"_myl(\d+)_\d+$")
+_RECORD = re.compile(r"Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), Inputs: \[(?P<rest>.*)$")
+_TACTIC = re.compile(r"TacticName: (.*?), (?:StreamId|Metadata)")
+_BODY = re.compile(r"\{ Name: (.*?) \}(?=[,\]])")
+_OLD_LINE = re.compile(r"Layer\((?P<type>[^)]*)\): (?P<name>.*), Tactic: (?P<tactic>[^,]*), (?P<io>.*)$")
+_OLD_TENSOR = re.compile(
+    r"(?P<name>[^,(\[]+?(?: \[profile \d+\])?) ?[\[(](?P<dtype>[A-Z]\w*)[\[(](?P<shape>[^\])]*)[\])]+"
+)
+
+
+def kernels_from_inspector(text: str) -> list[Kernel]:
+    """Read the JSON of `EngineInspector.get_engine_information`, of any version.
+
+    Args:
+        text: The JSON.
+
+    Returns:
+        One kernel per layer. A layer of which only the name is told has no more than its name.
+
+    Raises:
+        EngineError: It is not such JSON.
+    """
+    try:
+        # Not strict: names of nodes are joined by a bare control character.
+        layers = json.loads(text, strict=False)["Layers"]
+    except (ValueError, KeyError, TypeError) as cause:
+        raise EngineError(
+            "This is not what TensorRT's engine inspector writes.",
+            got=text[:80],
+            hint="ask the inspector for LayerInformationFormat.JSON",
+        ) from cause
+    return _with_profiles([_from_json(layer) for layer in layers])
+
+
+def kernels_from_log(texts: Iterable[str]) -> list[Kernel]:
+    """Read the layer records of a verbose build log; the last ones, should there be several.
+
+    Args:
+        texts: The messages of one build.
+
+    Returns:
+        One kernel per record; none where the log has no such block.
+    """
+    kernels: list[Kernel] = []
+    old: list[Kernel] = []
+    for text in texts:
+        if "Layers:\n" in text:
+            kernels = _with_profiles(list(_from_block(text)))
+        elif "Layer(" in text:
+            old += _from_old_lines(text)
+    return kernels or _with_profiles(old)
+
+
+def _from_json(layer: Any) -> Kernel:
+    if isinstance(layer, str):
+        return Kernel(name=layer, onnx_nodes=_nodes_in_name(layer), source="inspector")
+    name = str(layer.get("Name", ""))
+    metadata = onnx_nodes_of(str(layer.get("Metadata", "")))
+    return Kernel(
+        name=name,
+        layer_type=str(layer.get("LayerType", "")),
+        tactic=str(layer.get("TacticName", "")),
+        onnx_nodes=metadata or _nodes_in_name(name),
+        inputs=_json_tensors(layer, "Inputs"),
+        outputs=_json_tensors(layer, "Outputs"),
+        constants=_json_tensors(layer, "Constants"),
+        source="inspector",
+    )
+
+
+def _json_tensors(layer: Mapping[str, Any], key: str) -> tuple[EngineTensor, ...]:
+    return tuple(
+        EngineTensor(
+            name=str(tensor.get("Name", "")),
+            dtype=dtype_of(str(tensor.get("Datatype") or tensor.get("Format/Datatype", ""))),
+            format=str(tensor.get("Format") or tensor.get("Format/Datatype", "")),
+            shape=tuple(int(size) for size in tensor.get("Dimensions") or ()),
+        )
+        for tensor in layer.get(key) or ()
+        if isinstance(tensor, Mapping)
+    )
+
+
+def _nodes_in_name(name: str) -> tuple[str, ...]:
+    """Node names in a layer's name: `a + b`. A region's name tells only where it begins and ends."""
+    if name.startswith("{ForeignNode[") or _REGION.search(name):
+        return ()
+    return tuple(without_profile(part) for part in name.split(" + "))
+
+
+def _from_block(text: str) -> Iterator[Kernel]:
+    for line in text.split("Layers:\n", 1)[1].split("\n\n")[0].splitlines():
+        match = _RECORD.match(line)
+        if match is None:
+            continue
+        records, _, metadata = match["rest"].partition(", Metadata: ")
+        inputs, _, rest = records.partition("], Outputs: [")
+        inputs, _, constants = inputs.partition("], Constants: [")
+        tactic = _TACTIC.search(line)
+        yield Kernel(
+            name=match["name"],
+            layer_type=match["type"],
+            tactic=tactic[1] if tactic else "",
+            onnx_nodes=onnx_nodes_of(metadata) or _nodes_in_name(match["name"]),
+            inputs=_line_tensors(inputs + "]"),
+            constants=_line_tensors(constants + "]"),
+            outputs=_line_tensors(rest.split(", TacticName: ")[0]),
+            source="log",
+        )
+
+
+def _line_tensors(text: str) -> tuple[EngineTensor, ...]:
+    return tuple(_line_tensor(body) for body in _BODY.findall(text))
+
+
+def _line_tensor(body: str) -> EngineTensor:
+    split = re.search(r"(?<!/)\bDatatype: (\w+)", body)
+    joined = re.search(r"Format/Datatype: (.*)$", body)
+    layout = re.search(r", Format: (.*)$", body) or joined
+    dims = re.search(r"Dimensions: \[([-\d,\s]*)\]", body)
+    told = split or joined
+    return EngineTensor(
+        name=re.split(r", (?:Location|Dimensions): ", body, maxsplit=1)[0],
+        dtype=dtype_of(told[1] if told else ""),
+        format=layout[1] if layout else "",
+        shape=_shape(dims[1] if dims else ""),
+    )
+
+
+def _from_old_lines(text: str) -> Iterator[Kernel]:
+    """Lines of 8.6: `Layer(Myelin): {ForeignNode[a...b]}, Tactic: 0x0, x (Half[1,8]) -> y (Half[1,8])`."""
+    for line in text.splitlines():
+        match = _OLD_LINE.match(line.strip())
+        if match is None:
+            continue
+        inputs, _, outputs = match["io"].partition(" -> ")
+        yield Kernel(
+            name=match["name"],
+            layer_type=match["type"],
+            onnx_nodes=_nodes_in_name(match["name"]),
+            inputs=_old_tensors(inputs),
+            outputs=_old_tensors(outputs),
+            source="log",
+        )
+
+
+def _old_tensors(text: str) -> tuple[EngineTensor, ...]:
+    return tuple(
+        EngineTensor(name=match["name"].strip(), dtype=dtype_of(match["dtype"]), shape=_shape(match["shape"]))
+        for match in _OLD_TENSOR.finditer(text)
+    )
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    # `3:4` is three channels in a vector of four.
+    return tuple(int(size) for size in re.findall(r"(-?\d+)(?::\d+)?", text))
+
+
+def _with_profiles(kernels: list[Kernel]) -> list[Kernel]:
+    """Give each kernel its profile.
+
+    A kernel of a Myelin region is named for the region, not for the profile, and an engine can have
+    several regions per profile. What the region reads carries the profile's mark, so the region decides.
+    """
+    regions: dict[str, list[str]] = defaultdict(list)
+    for kernel in kernels:
+        regions[_region(kernel)] += [kernel.name, *(tensor.name for tensor in kernel.tensors)]
+    found = {region: profile_of(names) for region, names in regions.items()}
+    return [replace(kernel, profile=found[_region(kernel)]) for kernel in kernels]
+
+
+def _region(kernel: Kernel) -> str:
+    match = _REGION.search(kernel.name)
+    return match[1] if match else kernel.name
+
+
+# -- Kernels from the bytes of a plan: what an engine is, without a GPU and without its log --------
+
+_HEADER = b"header {\n"
+_MAIN = b"\nmain {\n"
+_END = b"\n}"
+
+_TENSOR = re.compile(
+    r'tensor=\{.*? dims=\{(?P<dims>[^}]*)\}.*? name="(?P<name>[^"]*)".*? type=(?P<dtype>\w+)'
+)
+_CONSTANT = " const_payload_size="
+_STEP = re.compile(r"^\s*(?P<kind>\w+)=\{ name=(?:\"(?P<quoted>[^\"]*)\"|(?P<bare>\S+))")
+_LAYERS = re.compile(r'layers="([^"]*)"')
+_KERNEL = re.compile(r"\b(?:fqn|kernel)=(\S+)")
+# Names hold braces, so a list ends at the first brace outside quotes.
+_INPUTS = re.compile(r'\binput(?:_args)?=\{((?:\s*"[^"]*")*)\s*\}')
+_OUTPUTS = re.compile(r'\boutput(?:_args)?=\{((?:\s*"[^"]*")*)\s*\}')
+
+# The plan's word for a step, in the words of the layer records.
+_KINDS = {"function": "kgen", "fully_connected": "gemm"}
+
+
+def kernels_from_plan(plan: bytes) -> list[Kernel]:
+    """Read the steps of every program in a plan.
+
+    Args:
+        plan: The serialised engine.
+
+    Returns:
+        One kernel per step; none if the plan has no readable program.
+    """
+    return [kernel for program in _programs(plan) for kernel in _kernels(program)]
+
+
+def plan_targets(plan: bytes) -> tuple[str, ...]:
+    """The compute capabilities a plan was compiled for, as it says itself: `sm89`, `sm120`."""
+    found = (re.search(r"accelerators=\{([^}]*)\}", program) for program in _programs(plan))
+    return tuple(dict.fromkeys(name for match in found if match for name in match[1].split()))
+
+
+def _programs(plan: bytes) -> Iterator[str]:
+    """The text of each program, from its header to the end of its main block."""
+    start = plan.find(_HEADER)
+    while start >= 0:
+        following = plan.find(_HEADER, start + 1)
+        limit = following if following >= 0 else len(plan)
+        main = plan.find(_MAIN, start, limit)
+        end = plan.find(_END, main + len(_MAIN), limit) if main >= 0 else -1
+        if end >= 0:
+            yield plan[start:end].decode("utf-8", errors="replace")
+        start = following
+
+
+def _kernels(program: str) -> Iterator[Kernel]:
+    head, _, main = program.partition(_MAIN.decode())
+    declared = _declared(head)
+    profile = profile_of([program])
+    for line in main.split("\n"):
+        match = _STEP.match(line)
+        if match is not None:
+            yield _kernel(line, match, declared, profile)
+
+
+def _declared(head: str) -> dict[str, tuple[EngineTensor, bool]]:
+    """The tensors of a program by name, and whether each is a constant."""
+    return {
+        match["name"]: (
+            EngineTensor(
+                name=match["name"], dtype=dtype_of(match["dtype"]), shape=_shape_of_plan(match["dims"])
+            ),
+            _CONSTANT in match[0],
+        )
+        for match in _TENSOR.finditer(head)
+    }
+
+
+def _shape_of_plan(dims: str) -> tuple[int, ...]:
+    # A dynamic size is the quoted name of the variable that holds it.
+    return tuple(int(size) if size.isdigit() else -1 for size in dims.split())
+
+
+def _kernel(
+    line: str, step: re.Match[str], declared: dict[str, tuple[EngineTensor, bool]], profile: int
+) -> Kernel:
+    layers = _LAYERS.search(line)
+    tactic = _KERNEL.search(line)
+    # A name that is not declared is a size that is computed on the way, not data.
+    read = [declared[name] for name in _names(_INPUTS, line) if name in declared]
+    written = [declared[name] for name in _names(_OUTPUTS, line) if name in declared]
+    return Kernel(
+        name=step["quoted"] or step["bare"] or "",
+        layer_type=_KINDS.get(step["kind"], step["kind"]),
+        tactic=tactic[1] if tactic else "",
+        onnx_nodes=onnx_nodes_of(layers[1] if layers else ""),
+        inputs=tuple(tensor for tensor, constant in read if not constant),
+        constants=tuple(tensor for tensor, constant in read if constant),
+        outputs=tuple(tensor for tensor, _ in written),
+        profile=profile,
+        source="plan",
+    )
+
+
+def _names(pattern: re.Pattern[str], line: str) -> list[str]:
+    match = pattern.search(line)
+    return re.findall(r'"([^"]*)"', match[1]) if match else []

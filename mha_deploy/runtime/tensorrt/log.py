@@ -1,0 +1,253 @@
+"""What TensorRT logs: collected, and linked to the nodes of the ONNX file."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from mha_deploy.runtime.child import is_child
+from mha_deploy.runtime.tensorrt.kernels import dtype_of
+from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
+
+# -- What TensorRT says while it works: one logger per process, its messages kept and linked to ----
+
+ERRORS = ("INTERNAL_ERROR", "ERROR")
+
+# What a machine without a driver adds to every error: true, and no part of the reason.
+_NOISE = ("catchCudaError", "cudaError 35")
+
+_loggers: dict[str, Any] = {}
+_sinks: list[list[Message]] = []
+_one_build_at_a_time = threading.RLock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One message.
+
+    Args:
+        severity: `INTERNAL_ERROR`, `ERROR`, `WARNING`, `INFO` or `VERBOSE`.
+        text: What was said.
+        nodes: Names of the ONNX nodes it speaks of.
+    """
+
+    severity: str
+    text: str
+    nodes: tuple[str, ...] = ()
+
+
+@contextmanager
+def collect(rt: TensorRT) -> Iterator[list[Message]]:
+    """Keep the messages of one build.
+
+    A second thread waits: all builds of a process speak through one logger, and their messages
+    could not be told apart.
+
+    Args:
+        rt: The TensorRT that will speak.
+
+    Yields:
+        The list the messages are added to, as they come.
+    """
+    with _one_build_at_a_time:
+        logger_for(rt)
+        sink: list[Message] = []
+        _sinks.append(sink)
+        try:
+            yield sink
+        finally:
+            # By identity: two empty lists are equal.
+            _sinks[:] = [kept for kept in _sinks if kept is not sink]
+
+
+def logger_for(rt: TensorRT) -> Any:
+    """The process's logger of this TensorRT, as its `Builder` and `Runtime` want it."""
+    key = rt.module.__name__
+    if key not in _loggers:
+        _loggers[key] = _make_logger(rt.module)
+    return _loggers[key]
+
+
+def errors(messages: Iterable[Message]) -> list[Message]:
+    """The errors, without what only says that there is no GPU; all of them if nothing else is left."""
+    found = [message for message in messages if message.severity in ERRORS]
+    told = [message for message in found if not any(noise in message.text for noise in _NOISE)]
+    return told or found
+
+
+def warnings(messages: Iterable[Message]) -> list[Message]:
+    """The warnings."""
+    return [message for message in messages if message.severity == "WARNING"]
+
+
+def _make_logger(trt: Any) -> Any:
+    class Collector(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, text: str) -> None:
+            # Called from C++ that cannot take an exception: nothing here may raise.
+            message = Message(severity=getattr(severity, "name", str(severity)), text=str(text))
+            for sink in tuple(_sinks):
+                sink.append(message)
+            if is_child():  # should it crash, its parent finds here where it was
+                os.write(2, f"{message.severity}: {message.text}\n".encode(errors="replace"))
+
+    return Collector()
+
+
+# -- The names TensorRT uses for the nodes of an ONNX file, to link what it says to where it is ----
+
+_SEPARATORS = re.compile(r"[\s\[\]{}()\"',;=]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeNames:
+    """The nodes of a graph by the names TensorRT gives them.
+
+    Args:
+        names: Name of each node, in file order.
+        operators: Operator of each node, in file order.
+        readers: For each tensor, the nodes that read it.
+        axes: For each dimension that has a name, an input of the graph and its place there.
+        has_external_data: Whether weights lie in another file.
+    """
+
+    names: tuple[str, ...]
+    operators: tuple[str, ...]
+    readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    axes: dict[str, tuple[str, int]] = field(default_factory=dict)
+    has_external_data: bool = False
+
+    def at(self, index: int) -> str | None:
+        """The node at a place in the file, as TensorRT 8.6 reports errors."""
+        return self.names[index] if 0 <= index < len(self.names) else None
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """The nodes that are attention in one operator, of whichever domain."""
+        pairs = zip(self.names, self.operators, strict=True)
+        return tuple(name for name, operator in pairs if operator.endswith("Attention"))
+
+    def mentioned(self, text: str) -> tuple[str, ...]:
+        """The nodes a message speaks of, by name or by a tensor they read."""
+        words = [word.strip(".:") for word in _SEPARATORS.split(text)]
+        known = set(self.names)
+        found = [word for word in words if word in known]
+        if not found:
+            found = [node for word in words for node in self.readers.get(word, ())]
+        return tuple(dict.fromkeys(found))
+
+    def link(self, messages: Iterable[Message]) -> list[Message]:
+        """The messages with the nodes they speak of."""
+        return [replace(message, nodes=self.mentioned(message.text)) for message in messages]
+
+
+def read_names(source: bytes | str | Path) -> NodeNames:
+    """Read the node names of an ONNX model, without its weights.
+
+    Args:
+        source: The model as bytes, or its path.
+
+    Raises:
+        EngineError: It is not an ONNX model, or an empty one.
+    """
+    model = _load(source)
+    nodes = model.graph.node
+    if not nodes:
+        # TensorRT's parser accepts zero bytes as a valid, empty model.
+        raise EngineError("The ONNX model has no nodes.", got=_describe(source), hint="export it again")
+    names = [trt_name(node) for node in nodes]
+    readers: dict[str, list[str]] = {}
+    for name, node in zip(names, nodes, strict=True):
+        for tensor in filter(None, node.input):
+            readers.setdefault(tensor, []).append(name)
+    return NodeNames(
+        names=tuple(names),
+        operators=tuple(node.op_type for node in nodes),
+        readers={tensor: tuple(dict.fromkeys(users)) for tensor, users in readers.items()},
+        axes=_axes(model.graph),
+        has_external_data=_has_external_data(model),
+    )
+
+
+def _axes(graph: onnx.GraphProto) -> dict[str, tuple[str, int]]:
+    return {
+        dim.dim_param: (value.name, place)
+        for value in graph.input
+        for place, dim in enumerate(value.type.tensor_type.shape.dim)
+        if dim.dim_param
+    }
+
+
+def tensor_types(source: bytes | str | Path) -> dict[str, str]:
+    """The type of every tensor of an ONNX graph whose type is known, by its short name."""
+    model = onnx.shape_inference.infer_shapes(_load(source))
+    graph = model.graph
+    values = (*graph.input, *graph.value_info, *graph.output)
+    return {
+        value.name: dtype_of(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type))
+        for value in values
+    }
+
+
+def trt_name(node: onnx.NodeProto) -> str:
+    """The name TensorRT's parser knows a node by: its own, or one made from its first output."""
+    return node.name or f"node_of_{node.output[0]}"
+
+
+def members(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Find the nodes that an attention node was lowered to, by their common prefix.
+
+    Args:
+        names: Names of all nodes of the lowered graph.
+        attention: Names of the attention nodes of the canonical graph.
+
+    Returns:
+        For each attention node, itself if it is still there, and every node named `<attention>/...`; a node
+        that two names fit belongs to the longer one.
+    """
+    found: dict[str, list[str]] = {node: [] for node in attention}
+    for name in names:
+        owner = next((prefix for prefix in _prefixes(name) if prefix in found), None)
+        if owner is not None:
+            found[owner].append(name)
+    return {node: tuple(parts) for node, parts in found.items()}
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """A name, and what stands before each of its slashes, the longest first."""
+    while name:
+        yield name
+        name = name.rpartition("/")[0]
+
+
+def _load(source: bytes | str | Path) -> onnx.ModelProto:
+    try:
+        if isinstance(source, bytes):
+            return onnx.load_model_from_string(source)
+        return onnx.load(str(source), load_external_data=False)
+    except (DecodeError, UnicodeDecodeError) as cause:
+        raise EngineError(
+            "This is not an ONNX model.", got=_describe(source), hint="give the model.onnx of a bundle"
+        ) from cause
+    except OSError as cause:
+        raise EngineError("The ONNX model cannot be read.", got=cause, hint="check the path") from cause
+
+
+def _describe(source: bytes | str | Path) -> str:
+    return f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
+
+
+def _has_external_data(model: onnx.ModelProto) -> bool:
+    external = onnx.TensorProto.EXTERNAL
+    return any(weight.data_location == external for weight in model.graph.initializer)

@@ -1,0 +1,277 @@
+"""What a build is asked for, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mha_deploy.errors import nearest
+from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel
+from mha_deploy.runtime.tensorrt.log import Message
+from mha_deploy.runtime.tensorrt.versions import EngineError
+
+# -- Tensors that TensorRT said, while it built an engine, it cannot hold at the largest sizes -----
+
+MOST_ELEMENTS = 2**31 - 1
+
+_TOLD = re.compile(
+    r"(?P<tensor>[^\s:]+): tensor volume exceeds \(2\^31\)-1, dimensions are \[(?P<dims>[^]]*)\]"
+)
+_TOKEN = re.compile(r"[()]|[^\s(),]+")
+_OPERATORS: Mapping[str, Callable[[Iterable[int]], int]] = {"*": math.prod, "+": sum}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeTensor:
+    """A tensor that is too large at some sizes.
+
+    Args:
+        tensor: Its name.
+        dims: Its dimensions, in TensorRT's words: `1,8,(* 4 S),S`.
+        axes: For each axis, an input and the dimension of it that is the axis' size.
+    """
+
+    tensor: str
+    dims: str
+    axes: Mapping[str, tuple[str, int]]
+
+    def elements(self, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        """How many elements it has where the inputs have these shapes; None where that cannot be told."""
+        tokens = _TOKEN.findall(self.dims)[::-1]
+        found = []
+        try:
+            sizes = {axis: shapes[name][place] for axis, (name, place) in self.axes.items()}
+            while tokens:
+                found.append(_value(tokens, sizes))
+        except (KeyError, IndexError):
+            return None
+        return math.prod(found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As the manifest of an engine has it."""
+        axes = {axis: list(place) for axis, place in self.axes.items()}
+        return {"tensor": self.tensor, "dims": self.dims, "axes": axes}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LargeTensor:
+        """From the manifest of an engine."""
+        axes = {str(axis): (str(name), int(place)) for axis, (name, place) in data["axes"].items()}
+        return cls(tensor=str(data["tensor"]), dims=str(data["dims"]), axes=axes)
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return (
+            f"{self.tensor} [{self.dims}] is too large for TensorRT at the largest sizes, and such a call is "
+            "refused: build with smaller ones (--profile), or where there is the plugin library with "
+            "--attention plugin, which keeps no scores"
+        )
+
+
+def large_tensors(texts: Iterable[str], axes: Mapping[str, tuple[str, int]]) -> tuple[LargeTensor, ...]:
+    """The tensors that a build complained of, each once.
+
+    Args:
+        texts: What TensorRT said.
+        axes: For each axis of the graph, an input and the dimension that has its name.
+    """
+    found = (match for text in texts if (match := _TOLD.search(text)))
+    told = dict.fromkeys((match["tensor"], match["dims"]) for match in found)
+    return tuple(LargeTensor(tensor=tensor, dims=dims, axes=axes) for tensor, dims in told)
+
+
+def refuse_large(tensors: Sequence[LargeTensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Refuse a call for which TensorRT would have to hold one of these tensors whole.
+
+    Raises:
+        EngineError: It would.
+    """
+    for tensor in tensors:
+        elements = tensor.elements(shapes)
+        if elements is not None and elements > MOST_ELEMENTS:
+            raise EngineError(
+                "TensorRT cannot hold a tensor of this size.",
+                got=f"{tensor.tensor} with {elements:,} elements, at most {MOST_ELEMENTS:,} are possible",
+                hint="smaller sizes, or an engine that was built with --attention plugin",
+            )
+
+
+def _value(tokens: list[str], sizes: Mapping[str, int]) -> int:
+    token = tokens.pop()
+    if token != "(":
+        return int(token) if token.isdecimal() else sizes[token]
+    combine = _OPERATORS[tokens.pop()]
+    terms = []
+    while tokens[-1] != ")":
+        terms.append(_value(tokens, sizes))
+    tokens.pop()
+    return combine(terms)
+
+
+# -- What is asked of the builder, and what comes back ---------------------------------------------
+
+Shape = tuple[int, ...]
+Profile = Mapping[str, tuple[Shape, Shape, Shape]]
+"""For each input, its smallest, most usual and largest shape."""
+
+PRECISIONS = ("fp16", "bf16", "fp32")
+HARDWARE_LEVELS = {"ampere-plus": "AMPERE_PLUS", "same-compute-capability": "SAME_COMPUTE_CAPABILITY"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """One engine to build.
+
+    Args:
+        onnx: Path of the model, or the model itself. A model with external data needs its path.
+        backend: `tensorrt` or `tensorrt-rtx`.
+        precision: The precision the graph is written in: `fp16`, `bf16` or `fp32`.
+        profiles: Ranges of the input shapes, one mapping per optimisation profile.
+        targets: Compute capabilities to compile for (RTX only): `"8.9"`, `"89,120"`, `("8.9", "12.0")`.
+        optimization_level: How hard the builder tries, 0 to 5; None for its default.
+        workspace: Most bytes of scratch memory a kernel may use; None for all there is.
+        timing_cache: Timings of earlier builds on this GPU.
+        version_compatible: Build an engine that later versions can load.
+        hardware_compatible: `ampere-plus` or `same-compute-capability`: other GPUs it shall run on.
+        weight_streaming: Let weights stay on the host.
+        refit: `all`, `identical`, or the names of the weights that can be replaced later.
+        strip_weights: Write the plan without the weights.
+        allow_decomposed: Let attention without a fused kernel be built from several. A graph in which
+            attention is written in primitive operators is always free to decompose.
+        weak_typing: Let TensorRT choose types within what the precision allows (8.6 can do nothing else).
+        precision_constraints: `prefer` or `obey`: hold layers to the graph's types under weak typing.
+        tf32: Let FP32 matrix products round their inputs to TF32.
+        external_tactics: Let the builder take kernels from cuBLAS and cuDNN where it can.
+    """
+
+    onnx: bytes | str | Path
+    backend: str = "tensorrt-rtx"
+    precision: str = "fp16"
+    profiles: Sequence[Profile] = ()
+    targets: str | Sequence[str] = ()
+    optimization_level: int | None = None
+    workspace: int | None = None
+    timing_cache: bytes | None = field(default=None, repr=False)
+    version_compatible: bool = False
+    hardware_compatible: str | None = None
+    weight_streaming: bool = False
+    refit: Literal["all", "identical"] | Sequence[str] | None = None
+    strip_weights: bool = False
+    allow_decomposed: bool = False
+    weak_typing: bool = False
+    precision_constraints: Literal["prefer", "obey"] | None = None
+    tf32: bool = False
+    external_tactics: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("precision", self.precision, PRECISIONS)
+        if self.hardware_compatible is not None:
+            _one_of("hardware compatibility", self.hardware_compatible, HARDWARE_LEVELS)
+        if self.precision_constraints is not None:
+            _one_of("precision constraint", self.precision_constraints, ("prefer", "obey"))
+        if isinstance(self.refit, str):
+            _one_of("refit mode", self.refit, ("all", "identical"))
+        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
+            raise EngineError(
+                "The optimisation level is out of range.", got=self.optimization_level, hint="0-5"
+            )
+        if self.workspace is not None and self.workspace <= 0:
+            raise EngineError("The workspace must be a positive number of bytes.", got=self.workspace)
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The targets as TensorRT-RTX calls them: `SM89`, `SM120`, `CURRENT`."""
+        return parse_targets(self.targets)
+
+    def options(self) -> dict[str, Any]:
+        """The options as plain data, for a manifest: everything but the model and the cache."""
+        return {
+            "precision": self.precision,
+            "profiles": [
+                {name: [list(shape) for shape in shapes] for name, shapes in profile.items()}
+                for profile in self.profiles
+            ],
+            "targets": list(self.target_names),
+            "optimization_level": self.optimization_level,
+            "workspace": self.workspace,
+            "version_compatible": self.version_compatible,
+            "hardware_compatible": self.hardware_compatible,
+            "weight_streaming": self.weight_streaming,
+            "refit": self.refit if self.refit is None or isinstance(self.refit, str) else list(self.refit),
+            "strip_weights": self.strip_weights,
+            "allow_decomposed": self.allow_decomposed,
+            "weak_typing": self.weak_typing,
+            "precision_constraints": self.precision_constraints,
+            "tf32": self.tf32,
+            "external_tactics": self.external_tactics,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltEngine:
+    """An engine, and what is known about it.
+
+    Args:
+        plan: The serialised engine.
+        backend: `tensorrt` or `tensorrt-rtx`.
+        version: Version of the TensorRT that built it.
+        seconds: How long the build took.
+        strongly_typed: Whether its types are those of the graph.
+        inputs: Inputs of the network; a dynamic size is -1.
+        outputs: Outputs of the network.
+        kernels: The engine's kernels as each source tells them: `log`, `plan`, `inspector`.
+        warnings: What TensorRT warned of, linked to nodes.
+        notes: What the caller should know: a stale timing cache, a source that was silent.
+        large_tensors: What TensorRT cannot hold at the largest sizes.
+        timing_cache: Timings to keep for the next build; None where they have no effect.
+    """
+
+    plan: bytes = field(repr=False)
+    backend: str
+    version: str
+    seconds: float
+    strongly_typed: bool
+    inputs: tuple[EngineTensor, ...]
+    outputs: tuple[EngineTensor, ...]
+    kernels: Mapping[str, tuple[Kernel, ...]]
+    warnings: tuple[Message, ...] = ()
+    notes: tuple[str, ...] = ()
+    large_tensors: tuple[LargeTensor, ...] = ()
+    timing_cache: bytes | None = field(default=None, repr=False)
+
+
+def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
+    """Read compute capabilities as people write them.
+
+    Args:
+        targets: `"8.9,12.0"`, `"89 120"`, `("sm_89", "SM120")`, `"current"`.
+
+    Returns:
+        Names like `SM89`, each once, in the order given.
+    """
+    parts = re.split(r"[,;\s]+", targets) if isinstance(targets, str) else list(targets)
+    return tuple(dict.fromkeys(_target(part) for part in parts if part))
+
+
+def capabilities_of(targets: str | Sequence[str]) -> list[str]:
+    """The targets that name a GPU, as compute capabilities: `8.9`, `12.0`."""
+    names = [name for name in parse_targets(targets) if name != "CURRENT"]
+    return [f"{name[2:-1]}.{name[-1]}" for name in names]
+
+
+def _target(text: str) -> str:
+    if text.upper() == "CURRENT":
+        return "CURRENT"
+    match = re.fullmatch(r"(?:sm_?)?(?:(\d{1,2})\.(\d)|(\d{2,3}))", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise EngineError("This is not a compute capability.", got=text, hint="write it as 8.9 or 89")
+    return f"SM{match[3]}" if match[3] else f"SM{match[1]}{match[2]}"
+
+
+def _one_of(what: str, value: str, known: Sequence[str] | Mapping[str, str]) -> None:
+    if value not in known:
+        raise EngineError(f"No such {what}.", got=value, hint=nearest(value, known))

@@ -1,0 +1,646 @@
+"""Was attention fused, and is the engine in its precision? Decided by the kernels."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+
+from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
+
+# -- The types that a graph gives its nodes, to tell what it asks for from what a builder fell  ----
+
+_PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "MhaDeployLinear"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenTypes:
+    """The floating-point types of one node.
+
+    Args:
+        reads: Types of its inputs.
+        writes: Types of its outputs.
+        is_product: Whether it is a matrix product, a convolution or attention.
+    """
+
+    reads: frozenset[str]
+    writes: frozenset[str]
+    is_product: bool
+
+
+Written = Mapping[str, WrittenTypes]
+"""The types of the nodes, by the names TensorRT knows them by."""
+
+
+def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
+    """Read the types of every node of the graph that is given to TensorRT; what is not stated is left out."""
+    return {
+        node.name or f"node_of_{node.outputs[0].name}": WrittenTypes(
+            reads=_types(node.inputs),
+            writes=_types(node.outputs),
+            is_product=node.op_type in _PRODUCTS or node.op_type.endswith("Attention"),
+        )
+        for node in model.graph.all_nodes()
+        if node.outputs
+    }
+
+
+def _types(values: Iterable[ir.Value | None]) -> frozenset[str]:
+    names = {dtype_of(value.dtype.name) for value in values if value is not None and value.dtype is not None}
+    return frozenset(names.intersection(FLOATING))
+
+
+# -- The kernels that one source tells of, sorted by the attention nodes that they compute ---------
+
+
+class Told:
+    """What one source tells of one profile, read once however many nodes are asked for.
+
+    Args:
+        kernels: The kernels.
+        groups: For each attention node, the names of the nodes it was lowered to.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel], groups: Mapping[str, Sequence[str]]) -> None:
+        self.kernels = kernels
+        self.source = kernels[0].source if kernels else ""
+        self.opaque = next((kernel.name for kernel in kernels if kernel.is_opaque), None)
+        # A fused kernel that names no node: any attention node could be its own.
+        self.nameless = next((k.label for k in kernels if k.is_fused_attention and not k.onnx_nodes), None)
+        self._named: dict[str, list[Kernel]] = {}
+        self._fused: dict[str, list[Kernel]] = {}
+        owners = _owners(groups)
+        for kernel in kernels:
+            self._sort(kernel, Counter(node for name in kernel.onnx_nodes for node in owners.get(name, ())))
+
+    def _sort(self, kernel: Kernel, parts: Counter[str]) -> None:
+        """Note a kernel under the nodes of which it names parts; a fused one proves only the most named.
+
+        Layers share what their masks are computed from, so a kernel may name a part of another attention.
+        """
+        most = max(parts.values(), default=0)
+        for node, count in parts.items():
+            self._named.setdefault(node, []).append(kernel)
+            if count == most and kernel.is_fused_attention:
+                self._fused.setdefault(node, []).append(kernel)
+
+    def kernels_of(self, node: str) -> list[Kernel]:
+        """The kernels that name a part of an attention node, in order."""
+        return self._named.get(node, [])
+
+    def fused_kernels_of(self, node: str) -> list[Kernel]:
+        """The fused attention kernels that compute an attention node, in order."""
+        return self._fused.get(node, [])
+
+
+def _owners(groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """For each name that a kernel may give, the attention nodes it is a part of."""
+    owners: dict[str, list[str]] = {}
+    for node, names in groups.items():
+        for name in names:
+            # The parser names a node without a name for its first output.
+            for spelling in (name, f"node_of_{name}"):
+                owners.setdefault(spelling, []).append(node)
+    return owners
+
+
+# -- Is the engine really in the precision that was asked for? -------------------------------------
+
+# First match wins: `f32f32_tf32f32_f32` reads FP32 and multiplies TF32, `f16_s16816gemm_f16` is FP16 with
+# an FP32 accumulator, and `s1688gemm` with no narrower type in the name is TF32.
+_MATH = (
+    ("tf32", re.compile(r"tf32")),
+    ("fp8", re.compile(r"e4m3|e5m2|fp8")),
+    ("int8", re.compile(r"i8i8|imma|int8")),
+    ("bf16", re.compile(r"bf16")),
+    ("fp16", re.compile(r"f16f16|fp16|(?<![a-z])h\d{3,5}(?!\d)|(?<![a-z])hgemm|(?<![a-z])f16(?!f)|half")),
+    ("tf32", re.compile(r"s1688")),
+    ("fp32", re.compile(r"f32f32|(?<![a-z])sgemm|fp32|simt_s")),
+)
+_NARROW_SUM = re.compile(r"f16f16_f16f16_f16|(?<![a-z])h(?:884|1688|16816)(?:gemm|_)")
+# Names that state what a product reads and writes in 16 bits, not only what it multiplies:
+# `f16f16_f16f32_f32` writes FP16, `f16f16_f32f32_f32` does not, nor `s16816gemm_f16` with no type before it.
+_NAMES_ALL_TYPES = re.compile(
+    r"(b?f16)\1_\1f(?:16|32)_|(?:f16|fp16)_[sh]\d+gemm\w*_(?:f16|fp16)|(?<![a-z])h\d+gemm"
+)
+_FACTOR = re.compile(r"_(alpha|beta)(_myl\d+)?$")
+_CHOSEN_LATER = "CASK_STUB"
+# Layers that only hold or move numbers; around plugins, 8.6 does not tell their types.
+_CARRIER = re.compile(r"^(constant|no_?op|shuffle|reformat|shape_?host_?to_?device)", re.IGNORECASE)
+_READS, _WRITES, _COMPUTES = "reads", "writes", "computes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offender:
+    """Something that is not in the precision asked for.
+
+    Args:
+        kernel: Name of the layer.
+        tactic: Name of the kernel chosen for it.
+        what: The tensor, or `kernel` where the kernel's own name tells the type.
+        dtype: The type it has.
+        onnx_nodes: The ONNX nodes it computes.
+    """
+
+    kernel: str
+    tactic: str
+    what: str
+    dtype: str
+    onnx_nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionVerdict:
+    """Whether an engine is in the precision asked for.
+
+    Args:
+        asked: `fp16`, `bf16` or `fp32`.
+        status: `really-<asked>`, `mixed` or `unknown`.
+        counts: How many tensors there are of each type, and kernels whose names tell one.
+        offenders: Products and attentions that have another floating-point type, and not from the graph.
+        islands: Other kernels that have one.
+        reason: Why the answer is unknown; empty otherwise.
+        notes: What else was seen: FP16 sums, kernels that are chosen on the device.
+        has_untold: Whether a matrix product or attention was told of without its types.
+        written: Products and attentions that have another type because the graph gives it to them.
+        narrowed: Products that the graph keeps in a wider type than the engine multiplies in.
+    """
+
+    asked: str
+    status: str
+    counts: dict[str, int]
+    offenders: tuple[Offender, ...] = ()
+    islands: tuple[Offender, ...] = ()
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    has_untold: bool = False
+    written: tuple[Offender, ...] = ()
+    narrowed: tuple[Offender, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was shown to be what was asked for."""
+        return self.status == f"really-{self.asked}"
+
+
+def precision_verdict(
+    kernels: Sequence[Kernel], precision: str, written: Written | None = None
+) -> PrecisionVerdict:
+    """Judge an engine's precision by its kernels.
+
+    Args:
+        kernels: The kernels, as one source tells them.
+        precision: What was asked for: `fp16`, `bf16` or `fp32`.
+        written: The types in the graph the engine was built from, where that is at hand.
+
+    Returns:
+        `mixed` as soon as one product or attention is of another floating-point type than asked for and
+        written; `really-...` only where every kernel could be judged; else `unknown`, with the reason.
+    """
+    heavy = [kernel for kernel in kernels if kernel.is_heavy]
+    light = [kernel for kernel in kernels if not kernel.is_heavy]
+    # A graph that is of another type throughout is not what was asked for, whoever wrote it.
+    told = written if written and _has_products_in(heavy, precision) else {}
+    others = [
+        (found, _is_written(kernel, role, found, told))
+        for kernel in heavy
+        for role, found in _offenders(kernel, precision)
+    ]
+    offenders = tuple(found for found, excused in others if not excused)
+    from_graph = tuple(found for found, excused in others if excused)
+    islands = tuple(found for kernel in light for _, found in _offenders(kernel, precision))
+    narrowed = tuple(found for kernel in heavy for found in _narrowed(kernel, written or {}))
+    reason = _why_unknown(kernels)
+    if offenders:
+        status, reason = "mixed", ""
+    else:
+        status = "unknown" if reason else f"really-{precision}"
+    return PrecisionVerdict(
+        asked=precision,
+        status=status,
+        counts=_counts(kernels),
+        offenders=offenders,
+        islands=islands,
+        reason=reason,
+        notes=(*_notes(kernels), *_graph_notes(from_graph, narrowed), *_island_notes(islands)),
+        has_untold=any(_is_untold(kernel) for kernel in heavy if not kernel.is_opaque),
+        written=from_graph,
+        narrowed=narrowed,
+    )
+
+
+def math_type(tactic: str) -> str:
+    """The type a kernel multiplies in, where its name tells.
+
+    Args:
+        tactic: `sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_...`, `cutlass_80_tensorop_s1688gemm_...`.
+
+    Returns:
+        `fp16`, `bf16`, `tf32`, `fp32`, ... or `?`.
+    """
+    # `bf16` and `f32f32` are also hexadecimal digits.
+    lowered = re.sub(r"0x[0-9a-f]+", "", tactic.lower())
+    for name, pattern in _MATH:
+        if pattern.search(lowered):
+            return name
+    return UNKNOWN
+
+
+def _data(kernel: Kernel) -> list[EngineTensor]:
+    """The tensors that carry data: not the factors of a matrix product, which are FP32 by design."""
+    read = [tensor for tensor in kernel.inputs + kernel.constants if not _is_factor(kernel, tensor)]
+    return [*read, *kernel.outputs]
+
+
+def _is_factor(kernel: Kernel, tensor: EngineTensor) -> bool:
+    """Whether it is the alpha or beta of `alpha * A @ B + beta * C`; a folded scale has any name."""
+    single = bool(tensor.shape) and math.prod(tensor.shape) == 1
+    multiplies = kernel.is_gemm or kernel.is_convolution
+    return multiplies and (single or bool(_FACTOR.search(tensor.name)))
+
+
+def _named_type(kernel: Kernel) -> str:
+    # Names of generated kernels are made from operators; only products carry their types.
+    named = kernel.is_gemm or kernel.is_convolution or kernel.is_fused_attention
+    return math_type(kernel.tactic) if named else UNKNOWN
+
+
+def _offenders(kernel: Kernel, precision: str) -> list[tuple[str, Offender]]:
+    """What of a kernel is of another type, and whether it is read, written, or what it computes in."""
+    written = {tensor.name for tensor in kernel.outputs}
+    seen = [
+        (_WRITES if tensor.name in written else _READS, tensor.name, tensor.dtype) for tensor in _data(kernel)
+    ]
+    seen.append((_COMPUTES, "kernel", _named_type(kernel)))
+    return [
+        (role, _offender(kernel, what, dtype))
+        for role, what, dtype in dict.fromkeys(seen)
+        if dtype in FLOATING and dtype != precision
+    ]
+
+
+def _offender(kernel: Kernel, what: str, dtype: str) -> Offender:
+    return Offender(
+        kernel=kernel.name, tactic=kernel.tactic, what=what, dtype=dtype, onnx_nodes=kernel.onnx_nodes
+    )
+
+
+def _is_written(kernel: Kernel, role: str, offender: Offender, written: Written) -> bool:
+    """Whether the graph gives this type to a node of the kernel, at the same place."""
+    nodes = [written[name] for name in kernel.onnx_nodes if name in written]
+    if role == _COMPUTES:
+        products = [node for node in nodes if node.is_product]
+        return bool(products) and all(offender.dtype in node.reads for node in products)
+    return any(offender.dtype in (node.reads if role == _READS else node.writes) for node in nodes)
+
+
+def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
+    """The inputs of a product in FP16 or BF16 that the graph wants multiplied in FP32.
+
+    TensorRT-RTX 1.7.1 does so where the product stands between two Casts, and rounds its weights too: one
+    beyond the range of FP16 becomes infinite. Attention is left out: its kernels sum up in FP32 inside.
+    """
+    products = [written[name] for name in kernel.onnx_nodes if name in written and written[name].is_product]
+    if kernel.is_fused_attention or not products or any(node.reads != {"fp32"} for node in products):
+        return []
+    return [
+        _offender(kernel, tensor.name, tensor.dtype)
+        for tensor in kernel.inputs + kernel.constants
+        if tensor.dtype in ("fp16", "bf16")
+    ]
+
+
+def _has_products_in(heavy: Iterable[Kernel], precision: str) -> bool:
+    return any(tensor.dtype == precision for kernel in heavy for tensor in _data(kernel))
+
+
+def _why_unknown(kernels: Sequence[Kernel]) -> str:
+    opaque = [kernel.name for kernel in kernels if kernel.is_opaque]
+    if opaque:
+        return f"the kernels inside {opaque[0]} are not told by this version; give those of a profiler run"
+    untold = [kernel for kernel in kernels if _is_untold(kernel) and not _CARRIER.search(kernel.layer_type)]
+    if untold:
+        return f"the types of {untold[0].label} are not told"
+    if not any(dtype in FLOATING for dtype in _counts(kernels)):
+        return "no floating-point tensor or kernel was told of"
+    return ""
+
+
+def _is_untold(kernel: Kernel) -> bool:
+    if any(tensor.dtype == UNKNOWN for tensor in _data(kernel)):
+        # 8.6 does not tell the types of tensors with dynamic sizes; some products have them in their names.
+        return not (kernel.is_gemm and _NAMES_ALL_TYPES.search(kernel.tactic.lower()))
+    # A profiler tells no tensors, and fused attention need not name its type: where only a profiler can
+    # tell (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
+    must_tell = (
+        kernel.is_gemm or kernel.is_convolution or (kernel.is_fused_attention and kernel.source != "profile")
+    )
+    return must_tell and not kernel.tensors and _named_type(kernel) == UNKNOWN
+
+
+def _counts(kernels: Iterable[Kernel]) -> dict[str, int]:
+    counted: Counter[str] = Counter()
+    for kernel in kernels:
+        counted.update(tensor.dtype for tensor in _data(kernel))
+        named = _named_type(kernel)
+        if named != UNKNOWN:
+            counted[named] += 1
+    return dict(counted.most_common())
+
+
+def _notes(kernels: Sequence[Kernel]) -> list[str]:
+    narrow = [kernel.tactic for kernel in kernels if _NARROW_SUM.search(kernel.tactic.lower())]
+    later = sum(_CHOSEN_LATER in kernel.tactic for kernel in kernels)
+    notes = []
+    if narrow:
+        notes.append(f"{len(narrow)} matrix products sum up in FP16, the first is {narrow[0]}")
+    if later:
+        notes.append(f"the kernels of {later} matrix products are chosen on the device")
+    return notes
+
+
+def _graph_notes(written: Sequence[Offender], narrowed: Sequence[Offender]) -> list[str]:
+    notes = []
+    if written:
+        names, types = _summary(written)
+        notes.append(f"{len(names)} products have {types} from the graph, the first is {names[0]}")
+    if narrowed:
+        names, types = _summary(narrowed)
+        notes.append(f"{len(names)} products of FP32 in the graph multiply {types}, the first is {names[0]}")
+    return notes
+
+
+def _summary(found: Sequence[Offender]) -> tuple[list[str], str]:
+    """The kernels, each once, and their types in words."""
+    return list(dict.fromkeys(each.kernel for each in found)), ", ".join(sorted({e.dtype for e in found}))
+
+
+def _island_notes(islands: Sequence[Offender]) -> list[str]:
+    if not islands:
+        return []
+    names, types = _summary(islands)
+    return [f"{len(names)} small kernels work in {types}, the first is {names[0]}"]
+
+
+# -- Was attention fused? One answer per attention node and profile, with its evidence -------------
+
+FUSED, DECOMPOSED, UNDECIDED = "fused", "decomposed", "unknown"
+
+Attention = Mapping[str, Sequence[str]] | Iterable[str]
+"""The attention nodes; or, for each, the names of the nodes it was lowered to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeVerdict:
+    """What became of one attention node in one profile.
+
+    Args:
+        node: Name of the attention node.
+        profile: The optimisation profile.
+        status: `fused`, `decomposed` or `unknown`.
+        kernels: The kernels that prove it.
+        reason: Why it is unknown, or how it is known where no kernel names the node.
+        source: Who told: `log`, `plan`, `inspector`, `profile`; several joined by `+`.
+    """
+
+    node: str
+    profile: int
+    status: str
+    kernels: tuple[str, ...] = ()
+    reason: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineVerdict:
+    """What an engine turned out to be.
+
+    Args:
+        nodes: One verdict per attention node and profile.
+        precision: Whether it is in the precision asked for.
+        disagreements: What two sources say differently.
+    """
+
+    nodes: tuple[NodeVerdict, ...]
+    precision: PrecisionVerdict
+    disagreements: tuple[str, ...] = ()
+
+    @property
+    def all_fused(self) -> bool:
+        """Whether every attention node is fused in every profile."""
+        return bool(self.nodes) and all(verdict.status == FUSED for verdict in self.nodes)
+
+    @property
+    def fused_count(self) -> tuple[int, int]:
+        """How many attention nodes are fused in every profile, of how many."""
+        names = {verdict.node for verdict in self.nodes}
+        broken = {verdict.node for verdict in self.nodes if verdict.status != FUSED}
+        return len(names - broken), len(names)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The verdict as plain data, for JSON."""
+        return asdict(self)
+
+
+def engine_verdict(
+    sources: Mapping[str, Sequence[Kernel]],
+    attention: Attention,
+    precision: str,
+    *,
+    profiles: int = 1,
+    written: Written | None = None,
+) -> EngineVerdict:
+    """Judge an engine by everything that is known of its kernels.
+
+    Args:
+        sources: The kernels as each source tells them; a source with none is not asked.
+        attention: The attention nodes, or what each was lowered to.
+        precision: The precision asked for.
+        profiles: How many optimisation profiles the engine has.
+        written: The types in the graph the engine was built from, where that is at hand.
+    """
+    groups = _groups(attention)
+    told = {name: list(kernels) for name, kernels in sources.items() if kernels}
+    by_source = {name: fusion_verdict(kernels, groups, profiles=profiles) for name, kernels in told.items()}
+    nodes, conflicts = _merge(by_source, groups, profiles)
+    found, doubts = _merge_precision(
+        {name: precision_verdict(ks, precision, written) for name, ks in told.items()}, precision
+    )
+    return EngineVerdict(nodes=tuple(nodes), precision=found, disagreements=(*conflicts, *doubts))
+
+
+def fusion_verdict(
+    kernels: Sequence[Kernel], attention: Attention, *, profiles: int = 1
+) -> list[NodeVerdict]:
+    """Judge every attention node by the kernels that one source tells of.
+
+    Args:
+        kernels: The kernels.
+        attention: The attention nodes, or what each was lowered to.
+        profiles: How many optimisation profiles the engine has; more are judged if kernels show them.
+
+    Returns:
+        One verdict per profile and node.
+    """
+    groups = _groups(attention)
+    count = max([profiles, *(kernel.profile + 1 for kernel in kernels)])
+    verdicts = []
+    for profile in range(count):
+        told = Told([kernel for kernel in kernels if kernel.profile == profile], groups)
+        if told.kernels and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in told.kernels):
+            verdicts += _by_count(told.kernels, groups, profile)
+        else:
+            verdicts += [_by_name(told, node, profile) for node in groups]
+    return verdicts
+
+
+def _groups(attention: Attention) -> dict[str, tuple[str, ...]]:
+    if isinstance(attention, Mapping):
+        return {node: tuple(names) for node, names in attention.items()}
+    return {node: (node,) for node in attention}
+
+
+def _by_name(told: Told, node: str, profile: int) -> NodeVerdict:
+    """Judge a node by the kernels that say they compute it."""
+    mine, fused = told.kernels_of(node), told.fused_kernels_of(node)
+    parts = [kernel for kernel in mine if kernel.is_gemm or kernel.is_softmax]
+    if fused:
+        return _verdict(node, profile, FUSED, fused, told.source)
+    if parts and not any(kernel.is_opaque for kernel in mine) and told.nameless is None:
+        return _verdict(node, profile, DECOMPOSED, mine, told.source)
+    reason = _why_unknown_of_verdict(told, mine, profile)
+    return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=told.source)
+
+
+def _verdict(
+    node: str, profile: int, status: str, kernels: Sequence[Kernel], source: str, reason: str = ""
+) -> NodeVerdict:
+    labels = tuple(dict.fromkeys(kernel.label for kernel in kernels))
+    return NodeVerdict(
+        node=node, profile=profile, status=status, kernels=labels, reason=reason, source=source
+    )
+
+
+def _why_unknown_of_verdict(told: Told, mine: Sequence[Kernel], profile: int) -> str:
+    if not told.kernels:
+        return f"nothing is told of the kernels of profile {profile}"
+    if told.opaque is not None:
+        return f"the kernels inside {told.opaque} are not told by this version; give those of a profiler run"
+    if told.nameless is not None:
+        return f"{told.nameless} is fused attention, but does not say of which node"
+    plugins = [kernel.label for kernel in mine if kernel.is_plugin]
+    if plugins:
+        return f"the plugin {plugins[0]} computes it, and does not say how"
+    foreign = [kernel.label for kernel in mine if kernel.is_fused_attention]
+    if foreign:
+        return f"{foreign[0]} names a part of it, but computes another attention"
+    if mine:
+        return f"{mine[0].label} names it, but no kernel that computes scores, softmax or sum does"
+    return "no kernel names it"
+
+
+def _by_count(
+    kernels: Sequence[Kernel], groups: Mapping[str, Sequence[str]], profile: int
+) -> list[NodeVerdict]:
+    """Judge all nodes together by kernels that name no node, such as those of a profiler run."""
+    source = kernels[0].source
+    fused = [kernel for kernel in kernels if kernel.is_fused_attention]
+    softmax = [kernel for kernel in kernels if kernel.is_softmax]
+    wanted = len(groups)
+    if len(fused) == wanted:
+        reason = f"{len(fused)} fused attention kernels ran for {wanted} attention nodes"
+        return [_verdict(node, profile, FUSED, fused, source, reason) for node in groups]
+    if not fused and softmax:
+        parts = [kernel for kernel in kernels if kernel.is_gemm or kernel.is_softmax]
+        reason = "no fused attention kernel ran, and a softmax of its own did"
+        return [_verdict(node, profile, DECOMPOSED, parts, source, reason) for node in groups]
+    reason = f"{len(fused)} fused attention kernels for {wanted} attention nodes, and no names to tell which"
+    return [
+        NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=source)
+        for node in groups
+    ]
+
+
+def _merge(
+    by_source: Mapping[str, Sequence[NodeVerdict]], groups: Mapping[str, Sequence[str]], profiles: int
+) -> tuple[list[NodeVerdict], list[str]]:
+    said: dict[tuple[str, int], list[NodeVerdict]] = {}
+    for verdict in (verdict for verdicts in by_source.values() for verdict in verdicts):
+        said.setdefault((verdict.node, verdict.profile), []).append(verdict)
+    count = max([profiles, *(profile + 1 for _, profile in said)])
+    nodes, conflicts = [], []
+    for profile in range(count):
+        for node in groups:
+            merged, conflict = _merge_one(said.get((node, profile), ()), node, profile)
+            nodes.append(merged)
+            conflicts += conflict
+    return nodes, conflicts
+
+
+def _merge_one(mine: Sequence[NodeVerdict], node: str, profile: int) -> tuple[NodeVerdict, list[str]]:
+    known = [verdict for verdict in mine if verdict.status != UNDECIDED]
+    source = "+".join(verdict.source for verdict in (known or mine))
+    if not known:
+        reason = "; ".join(dict.fromkeys(v.reason for v in mine)) or "no source tells of its kernels"
+        return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=source), []
+    first = known[0]
+    other = next((v for v in known[1:] if _differ(first, v)), None)
+    kept = NodeVerdict(
+        node=node,
+        profile=profile,
+        status=first.status,
+        kernels=first.kernels,
+        reason=first.reason,
+        source=source,
+    )
+    if other is None:
+        return kept, []
+    conflict = f"{node}, profile {profile}: {_say(first)}, but {_say(other)}"
+    if first.status == other.status:
+        return kept, [conflict]
+    return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=conflict, source=source), [
+        conflict
+    ]
+
+
+def _differ(one: NodeVerdict, other: NodeVerdict) -> bool:
+    """Whether two sources contradict each other; names of decomposed kernels differ by source."""
+    if one.status != other.status:
+        return True
+    # A profiler and the layer records spell a kernel differently, so only these two are compared.
+    comparable = {one.source, other.source} == {"log", "plan"}
+    return comparable and one.status == FUSED and set(one.kernels) != set(other.kernels)
+
+
+def _say(verdict: NodeVerdict) -> str:
+    return f"the {verdict.source} says {verdict.status} ({', '.join(verdict.kernels)})"
+
+
+def _merge_precision(
+    verdicts: Mapping[str, PrecisionVerdict], precision: str
+) -> tuple[PrecisionVerdict, list[str]]:
+    """The worst that is known; `unknown` where no source knows, or one saw what no other could judge.
+
+    A plan tells only of Myelin's regions, the inspector of everything but what is inside them: an inspector
+    that does not know the type of a layer of its own is not overruled by a plan that never saw it.
+    """
+    ranked = sorted(verdicts.items(), key=lambda item: (item[1].status == "unknown", item[1].ok))
+    if not ranked:
+        nothing = "no source tells of its kernels"
+        return PrecisionVerdict(asked=precision, status="unknown", counts={}, reason=nothing), []
+    untold = [verdict for verdict in verdicts.values() if verdict.status == "unknown" and verdict.has_untold]
+    if untold and ranked[0][1].ok:
+        return replace(ranked[0][1], status="unknown", reason=untold[0].reason), []
+    known = [(name, verdict.status) for name, verdict in ranked if verdict.status != "unknown"]
+    doubts = [
+        f"precision: the {known[0][0]} says {known[0][1]}, but the {name} says {status}"
+        for name, status in known[1:]
+        # A profiler sees no tensors: that it finds nothing wrong contradicts nobody.
+        if status != known[0][1] and name != "profile"
+    ]
+    return ranked[0][1], doubts

@@ -1,0 +1,417 @@
+"""Which TensorRT is here, what it has, and which of its names are used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable, DeployError, nearest
+
+# -- The error of this backend: an engine that cannot be built, read or inspected ------------------
+
+
+class EngineError(DeployError):
+    """TensorRT refused the graph, the options or the plan.
+
+    Args:
+        what: What happened, in one sentence.
+        got: What TensorRT said, or the option that was asked for.
+        hint: What to do about it.
+        nodes: Names of the ONNX nodes it speaks of, where they are known.
+    """
+
+    def __init__(
+        self, what: str, *, got: object = None, hint: str | None = None, nodes: Sequence[str] = ()
+    ) -> None:
+        super().__init__(what, got=got, hint=hint)
+        self.nodes = tuple(nodes)
+
+
+class NotFusedError(EngineError):
+    """No fused kernel, and nothing else allowed: a verdict, since the graph is as it should be."""
+
+    exit_code = EXIT_VERDICT_FAILED
+
+
+# -- Which TensorRT is here, and what it has: the one file that imports it -------------------------
+
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+INSTALL = {"tensorrt": "pip install tensorrt", "tensorrt-rtx": "pip install tensorrt-rtx-cu13"}
+
+# Libraries of their own that a machine may have only as stubs.
+EXTERNAL_TACTIC_SOURCES = ("CUBLAS", "CUBLAS_LT", "CUDNN")
+
+# A capability is there when every one of its names is.
+PROBES: dict[str, tuple[str, ...]] = {
+    "explicit_batch_flag": ("NetworkDefinitionCreationFlag.EXPLICIT_BATCH",),
+    "strongly_typed_flag": ("NetworkDefinitionCreationFlag.STRONGLY_TYPED",),
+    "fp16_flag": ("BuilderFlag.FP16",),
+    "bf16_flag": ("BuilderFlag.BF16",),
+    "bf16_type": ("DataType.BF16",),
+    "precision_constraints": (
+        "BuilderFlag.OBEY_PRECISION_CONSTRAINTS",
+        "BuilderFlag.PREFER_PRECISION_CONSTRAINTS",
+        "ILayer.precision",
+        "ILayer.set_output_type",
+    ),
+    "tf32_flag": ("BuilderFlag.TF32",),
+    "progress_monitor": ("IProgressMonitor", "IBuilderConfig.progress_monitor"),
+    "attention": (
+        "INetworkDefinition.add_attention",
+        "LayerType.ATTENTION_INPUT",
+        "IAttentionInputLayer.attention",
+        "IAttention.decomposable",
+    ),
+    "timing_cache": ("IBuilderConfig.create_timing_cache", "IBuilderConfig.set_timing_cache"),
+    "version_compatible": ("BuilderFlag.VERSION_COMPATIBLE", "Runtime.engine_host_code_allowed"),
+    "weight_streaming": ("BuilderFlag.WEIGHT_STREAMING",),
+    "refit": ("BuilderFlag.REFIT",),
+    "refit_identical": ("BuilderFlag.REFIT_IDENTICAL",),
+    "refit_individual": ("BuilderFlag.REFIT_INDIVIDUAL", "INetworkDefinition.mark_weights_refittable"),
+    "strip_plan": ("BuilderFlag.STRIP_PLAN",),
+    "parser_node_names": ("ParserError.node_name", "ParserError.node_operator"),
+    "inspector": (
+        "ICudaEngine.create_engine_inspector",
+        "EngineInspector.get_engine_information",
+        "LayerInformationFormat.JSON",
+    ),
+    # The choice of an allocation strategy and the sharing of profiles came with the same version.
+    "shared_profiles": ("ExecutionContextAllocationStrategy.STATIC",),
+    "aliased_outputs": ("ICudaEngine.get_aliased_input_tensor",),
+    "device_memory_v1": ("ICudaEngine.device_memory_size",),
+    "device_memory_v2": ("ICudaEngine.device_memory_size_v2",),
+    "kernel_specialization": (
+        "ICudaEngine.create_runtime_config",
+        "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy",
+        "DynamicShapesKernelSpecializationStrategy.EAGER",
+    ),
+}
+
+# TensorRT-RTX keeps these names, but the setter only logs, the build fails, or nothing happens.
+_HOLLOW_ON_RTX = ("timing_cache", "version_compatible")
+
+# A network with plugins has a layer for them: that of V2 up to 11, that of V3 from 10 on, none in RTX, whose
+# parser ends the process at a plugin's node where its library goes by its full name only.
+_PLUGIN_LAYERS = ("INetworkDefinition.add_plugin_v2", "INetworkDefinition.add_plugin_v3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What one TensorRT has, by name.
+
+    Args:
+        explicit_batch_flag: Networks must be asked to have an explicit batch (8.6).
+        strongly_typed_flag: A network can take its types from the graph.
+        always_strongly_typed: A network cannot do anything else.
+        fp16_flag: FP16 can be allowed for a weakly typed network.
+        bf16_flag: BF16 can be allowed for a weakly typed network.
+        bf16_type: BF16 tensors exist at all.
+        precision_constraints: Layers can be held to a type in a weakly typed network.
+        tf32_flag: TF32 can be switched off.
+        progress_monitor: The builder reports its progress.
+        attention: Attention is a layer of its own, with a `decomposable` switch.
+        timing_cache: Timings can be kept from one build to the next, with effect.
+        version_compatible: Engines for later versions can be built.
+        weight_streaming: Weights can stay on the host.
+        refit: All weights can be made replaceable.
+        refit_identical: Weights can be stripped and put back, if they are the same.
+        refit_individual: Single weights can be made replaceable.
+        strip_plan: The plan can be written without weights.
+        parser_node_names: The parser says which node it failed on, by name.
+        inspector: A deserialised engine can be asked for its layers.
+        shared_profiles: Several execution contexts can use one optimisation profile at the same time.
+        aliased_outputs: An engine tells which outputs it writes in place of an input.
+        device_memory_v1: An engine tells its scratch memory in 8.6's words.
+        device_memory_v2: An engine tells its scratch memory in 10's words.
+        kernel_specialization: Kernels are compiled for the shapes at hand, when the caller says (RTX).
+        plugins: Networks take plugins, which libraries add to a registry.
+        compute_capabilities: Targets that can be named; empty where the local GPU is the target.
+        hardware_compatibility: Levels of compatibility with other GPUs that can be asked for.
+        external_tactic_sources: Outside libraries the builder may take kernels from.
+    """
+
+    explicit_batch_flag: bool
+    strongly_typed_flag: bool
+    always_strongly_typed: bool
+    fp16_flag: bool
+    bf16_flag: bool
+    bf16_type: bool
+    precision_constraints: bool
+    tf32_flag: bool
+    progress_monitor: bool
+    attention: bool
+    timing_cache: bool
+    version_compatible: bool
+    weight_streaming: bool
+    refit: bool
+    refit_identical: bool
+    refit_individual: bool
+    strip_plan: bool
+    parser_node_names: bool
+    inspector: bool
+    shared_profiles: bool
+    aliased_outputs: bool
+    device_memory_v1: bool
+    device_memory_v2: bool
+    kernel_specialization: bool
+    plugins: bool
+    compute_capabilities: tuple[str, ...]
+    hardware_compatibility: tuple[str, ...]
+    external_tactic_sources: tuple[str, ...]
+
+    @property
+    def builds_without_gpu(self) -> bool:
+        """Whether engines are compiled for named targets, so that no GPU is needed."""
+        return bool(self.compute_capabilities)
+
+    @property
+    def int64(self) -> bool:
+        """Whether tensors can be INT64; it came with BF16. Before, the parser makes INT32 of it."""
+        return self.bf16_type
+
+    @property
+    def prepare_second_profile(self) -> bool:
+        """Whether prompts and single tokens behind one cache can have a profile each.
+
+        TensorRT 8.6 builds such an engine, and then has no execution context for the second profile
+        ("Myelin", after "missing offset in id2offset"); engines without a cache have two there. No name
+        tells of it. The next version, 10.0, has shared profiles.
+        """
+        return self.shared_profiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRT:
+    """One imported TensorRT.
+
+    Args:
+        module: The Python module.
+        backend: `tensorrt` or `tensorrt-rtx`.
+        version: What the module calls its version.
+        can: What it has.
+    """
+
+    module: Any
+    backend: str
+    version: str
+    can: Capabilities
+
+    @property
+    def title(self) -> str:
+        """Its name and version, for messages."""
+        name = "TensorRT-RTX" if self.backend == "tensorrt-rtx" else "TensorRT"
+        return f"{name} {self.version}"
+
+    @property
+    def in_every_process(self) -> bool:
+        """Whether another process that imports the package gets the same: not so for a test's stand-in."""
+        return sys.modules.get(self.module.__name__) is self.module
+
+
+def load(backend: str) -> TensorRT:
+    """Import a TensorRT and say what it has.
+
+    Args:
+        backend: `tensorrt` or `tensorrt-rtx`.
+
+    Raises:
+        DeployError: No such backend.
+        BackendUnavailable: Its package cannot be imported.
+    """
+    if backend not in MODULES:
+        raise DeployError("No such TensorRT backend.", got=backend, hint=nearest(backend, MODULES))
+    try:
+        module = importlib.import_module(MODULES[backend])
+    except (ImportError, OSError) as cause:
+        # A wheel whose CUDA libraries are missing fails with OSError, not ImportError.
+        raise BackendUnavailable(
+            f"The Python package {MODULES[backend]!r} cannot be imported.", got=cause, hint=INSTALL[backend]
+        ) from cause
+    return wrap(module, backend)
+
+
+def wrap(module: Any, backend: str) -> TensorRT:
+    """Put an imported module and its capabilities together."""
+    version = str(getattr(module, "__version__", "of unknown version"))
+    return TensorRT(module=module, backend=backend, version=version, can=probe(module))
+
+
+def probe(module: Any) -> Capabilities:
+    """Ask a TensorRT module, or anything shaped like one, what it has."""
+    found = {field: all(has(module, name) for name in names) for field, names in PROBES.items()}
+    targets = _members(module, "ComputeCapability", without=("NONE",))
+    levels = _members(module, "HardwareCompatibilityLevel", without=("NONE",))
+    sources = _members(module, "TacticSource")
+    if targets:
+        found.update(dict.fromkeys(_HOLLOW_ON_RTX, False))
+        levels = ()
+    return Capabilities(
+        **found,
+        # Without the FP16 flag there is no weak typing to fall back to.
+        always_strongly_typed=found["strongly_typed_flag"] and not found["fp16_flag"],
+        plugins=_takes_plugins(module),
+        compute_capabilities=targets,
+        hardware_compatibility=levels,
+        external_tactic_sources=tuple(name for name in EXTERNAL_TACTIC_SOURCES if name in sources),
+    )
+
+
+def _takes_plugins(module: Any) -> bool:
+    return any(has(module, name) for name in _PLUGIN_LAYERS)
+
+
+def has(module: Any, dotted: str) -> bool:
+    """Whether a dotted name can be reached from a module."""
+    missing = object()
+    value = module
+    for part in dotted.split("."):
+        value = getattr(value, part, missing)
+        if value is missing:
+            return False
+    return True
+
+
+def _members(module: Any, enum: str, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Names of an enum's members; none where there is no such enum."""
+    members = getattr(getattr(module, enum, None), "__members__", {})
+    return tuple(name for name in members if name not in without)
+
+
+# -- Every name of TensorRT's Python API that this backend uses, and what guards it ----------------
+
+FILES = ("build.py", "load.py", "log.py", "run.py")
+
+OBJECTS = {
+    "builder": "Builder",
+    "network": "INetworkDefinition",
+    "parser": "OnnxParser",
+    "parser_error": "ParserError",
+    "config": "IBuilderConfig",
+    "trt_profile": "IOptimizationProfile",
+    "trt_tensor": "ITensor",
+    "layer": "ILayer",
+    "input_layer": "IAttentionInputLayer",
+    "constant_layer": "IConstantLayer",
+    "attention": "IAttention",
+    "cache": "ITimingCache",
+    "runtime": "Runtime",
+    "engine": "ICudaEngine",
+    "inspector": "EngineInspector",
+    "context": "IExecutionContext",
+    "runtime_config": "IRuntimeConfig",
+    "registry": "IPluginRegistry",
+}
+
+# Name -> the capability without which it is not touched; None for what every version must have.
+USED: dict[str, str | None] = {
+    "Builder.create_network": None,
+    "Builder.create_builder_config": None,
+    "Builder.create_optimization_profile": None,
+    "Builder.build_serialized_network": None,
+    "INetworkDefinition.num_inputs": None,
+    "INetworkDefinition.get_input": None,
+    "INetworkDefinition.num_outputs": None,
+    "INetworkDefinition.get_output": None,
+    "INetworkDefinition.num_layers": None,
+    "INetworkDefinition.get_layer": None,
+    "INetworkDefinition.mark_weights_refittable": "refit_individual",
+    "OnnxParser.parse": None,
+    "OnnxParser.parse_from_file": None,
+    "OnnxParser.num_errors": None,
+    "OnnxParser.get_error": None,
+    "ParserError.desc": None,
+    "ParserError.node": None,
+    "ParserError.node_name": "parser_node_names",
+    "ParserError.node_operator": "parser_node_names",
+    "IBuilderConfig.profiling_verbosity": None,
+    "IBuilderConfig.builder_optimization_level": None,
+    "IBuilderConfig.set_memory_pool_limit": None,
+    "IBuilderConfig.add_optimization_profile": None,
+    "IBuilderConfig.set_flag": None,
+    "IBuilderConfig.clear_flag": None,
+    "IBuilderConfig.get_tactic_sources": None,
+    "IBuilderConfig.set_tactic_sources": None,
+    "IBuilderConfig.create_timing_cache": "timing_cache",
+    "IBuilderConfig.set_timing_cache": "timing_cache",
+    "IBuilderConfig.get_timing_cache": "timing_cache",
+    "IBuilderConfig.progress_monitor": "progress_monitor",
+    "IBuilderConfig.hardware_compatibility_level": "hardware_compatibility",
+    "IBuilderConfig.num_compute_capabilities": "compute_capabilities",
+    "IBuilderConfig.set_compute_capability": "compute_capabilities",
+    "IOptimizationProfile.set_shape": None,
+    "ITensor.name": None,
+    "ITensor.shape": None,
+    "ITensor.dtype": None,
+    "ILayer.type": None,
+    "ILayer.num_outputs": None,
+    "ILayer.get_output": None,
+    "ILayer.num_inputs": None,
+    "ILayer.get_input": None,
+    "IConstantLayer.weights": None,
+    "ILayer.precision": "precision_constraints",
+    "ILayer.set_output_type": "precision_constraints",
+    "IAttentionInputLayer.attention": "attention",
+    "IAttention.decomposable": "attention",
+    "ITimingCache.serialize": "timing_cache",
+    "Runtime.engine_host_code_allowed": "version_compatible",
+    "Runtime.deserialize_cuda_engine": None,
+    "ICudaEngine.create_engine_inspector": "inspector",
+    "ICudaEngine.num_io_tensors": None,
+    "ICudaEngine.num_optimization_profiles": None,
+    "ICudaEngine.get_tensor_name": None,
+    "ICudaEngine.get_tensor_mode": None,
+    "ICudaEngine.get_tensor_location": None,
+    "ICudaEngine.get_tensor_dtype": None,
+    "ICudaEngine.get_tensor_shape": None,
+    "ICudaEngine.get_tensor_profile_shape": None,
+    "ICudaEngine.get_aliased_input_tensor": "aliased_outputs",
+    "ICudaEngine.device_memory_size": "device_memory_v1",
+    "ICudaEngine.device_memory_size_v2": "device_memory_v2",
+    "ICudaEngine.create_execution_context": None,
+    "ICudaEngine.create_runtime_config": "kernel_specialization",
+    "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy": "kernel_specialization",
+    "IExecutionContext.set_optimization_profile_async": None,
+    "IExecutionContext.set_input_shape": None,
+    "IExecutionContext.infer_shapes": None,
+    "IExecutionContext.get_tensor_shape": None,
+    "IExecutionContext.set_tensor_address": None,
+    "IExecutionContext.execute_async_v3": None,
+    "EngineInspector.get_engine_information": "inspector",
+    "Builder": None,
+    "OnnxParser": None,
+    "Runtime": None,
+    "ILogger": None,
+    "IProgressMonitor": "progress_monitor",
+    "IConstantLayer": None,
+    "IAttentionInputLayer": "attention",
+    "BuilderFlag.FP16": "fp16_flag",
+    "BuilderFlag.BF16": "bf16_flag",
+    "BuilderFlag.TF32": "tf32_flag",
+    "BuilderFlag.OBEY_PRECISION_CONSTRAINTS": "precision_constraints",
+    "BuilderFlag.PREFER_PRECISION_CONSTRAINTS": "precision_constraints",
+    "BuilderFlag.VERSION_COMPATIBLE": "version_compatible",
+    "BuilderFlag.WEIGHT_STREAMING": "weight_streaming",
+    "BuilderFlag.REFIT": "refit",
+    "BuilderFlag.REFIT_IDENTICAL": "refit_identical",
+    "BuilderFlag.REFIT_INDIVIDUAL": "refit_individual",
+    "BuilderFlag.STRIP_PLAN": "strip_plan",
+    "NetworkDefinitionCreationFlag.EXPLICIT_BATCH": "explicit_batch_flag",
+    "NetworkDefinitionCreationFlag.STRONGLY_TYPED": "strongly_typed_flag",
+    "LayerType.CONSTANT": None,
+    "LayerType.ATTENTION_INPUT": "attention",
+    "DataType.HALF": None,
+    "DataType.FLOAT": None,
+    "DataType.BF16": "bf16_type",
+    "TensorIOMode.INPUT": None,
+    "TensorLocation.HOST": None,
+    "DynamicShapesKernelSpecializationStrategy.EAGER": "kernel_specialization",
+    "ProfilingVerbosity.DETAILED": None,
+    "MemoryPoolType.WORKSPACE": None,
+    "LayerInformationFormat.JSON": "inspector",
+    "HardwareCompatibilityLevel": "hardware_compatibility",
+    "ComputeCapability": "compute_capabilities",
+    "TacticSource": "external_tactic_sources",
+}

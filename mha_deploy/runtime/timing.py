@@ -1,0 +1,208 @@
+"""How long one call takes on the device, measured so that it can be believed.
+
+The calls are queued back to back, so that the device never waits for the host where the host can keep up, and
+the clock is the device's own. The inputs rotate through copies that together outgrow the second-level
+cache: a model in service reads its inputs from memory. Short calls are timed several to a sample, since an
+event between two of them costs about a microsecond itself. Warming up ends when three rounds agree.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mha_deploy.runtime.cuda import Conditions, Event, Gpu, Stream, read_conditions
+
+Arrays = Mapping[str, np.ndarray]
+
+_SLOTS_MAX = 64
+_HOST_LAUNCHES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingPlan:
+    """How to measure.
+
+    Args:
+        samples: How many samples to take; never fewer than 100.
+        sample_us: A sample holds as many calls as fit this time, and at least one.
+        agree: Warm-up is over when three rounds' medians differ by no more than this share.
+        rounds: Most rounds of warm-up; after them the timing is taken, and called unstable.
+    """
+
+    samples: int = 200
+    sample_us: float = 100.0
+    agree: float = 0.02
+    rounds: int = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """The time of one call, in microseconds.
+
+    Args:
+        samples_us: One figure a sample, each the mean of `calls_per_sample` calls.
+        calls_per_sample: Calls between two events.
+        slots: Copies of the inputs that the calls rotated through.
+        graph: Whether the calls were launches of a CUDA graph.
+        stable: Whether warming up ended with rounds that agreed.
+        host_us: Host time of one launch.
+        gpu: The GPU.
+        conditions: Clocks, temperature and power while it ran.
+        memory_bytes: Device memory that the runner held for it, where that is known.
+        why_no_graph: Why the calls were no CUDA graph although they should have been; None where they were
+            one, or were not meant to be.
+        results: What the first and the last slot computed, for whoever wants to judge the timed calls.
+    """
+
+    samples_us: tuple[float, ...]
+    calls_per_sample: int
+    slots: int
+    graph: bool
+    stable: bool
+    host_us: float
+    gpu: str
+    conditions: Conditions
+    memory_bytes: int | None = None
+    why_no_graph: str | None = None
+    results: tuple[Arrays, ...] = field(default=(), repr=False, compare=False)
+
+    def percentile(self, share: float) -> float:
+        """The time that this share of the samples did not exceed."""
+        return float(np.percentile(self.samples_us, 100 * share))
+
+    @property
+    def p50(self) -> float:
+        """The median."""
+        return self.percentile(0.5)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        kept = {name: value for name, value in vars(self).items() if name not in ("results", "samples_us")}
+        figures = {f"p{int(100 * q)}_us": self.percentile(q) for q in (0.5, 0.9, 0.99)}
+        return {**figures, "samples": len(self.samples_us), **kept, "conditions": asdict(self.conditions)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTime:
+    """What one kernel costs.
+
+    Args:
+        name: As the library calls it.
+        calls: How often it runs in one call of the layer.
+        microseconds: Device time of those runs together, in one call of the layer.
+    """
+
+    name: str
+    calls: float
+    microseconds: float
+
+
+def slots_past_cache(call_bytes: int, l2_bytes: int) -> int:
+    """How many copies of the inputs and outputs of one call outgrow the cache twice."""
+    return min(_SLOTS_MAX, max(2, math.ceil(2 * l2_bytes / max(call_bytes, 1))))
+
+
+def measure_latency(
+    launch: Callable[[int], None], slots: int, stream: Stream, gpu: Gpu, plan: TimingPlan, *, graph: bool
+) -> Timing:
+    """Time a launch.
+
+    Args:
+        launch: Queues one call with the inputs of one slot on the stream, and does not wait.
+        slots: How many slots there are.
+        stream: Where the calls go.
+        gpu: The GPU they run on.
+        plan: How to measure.
+        graph: Whether a launch is that of a CUDA graph; told on.
+    """
+    clock = _Clock(launch, slots, stream)
+    try:
+        clock.run(samples=slots, calls=1)  # every slot once
+        calls = max(1, math.ceil(plan.sample_us / max(clock.median_of(10, 1), 0.1)))
+        stable = _warm_up(clock, calls, plan)
+        host_us = clock.host_microseconds()
+        samples = clock.run(max(plan.samples, 100), calls, while_busy=lambda: read_conditions(gpu))
+        return Timing(
+            samples_us=tuple(samples),
+            calls_per_sample=calls,
+            slots=slots,
+            graph=graph,
+            stable=stable,
+            host_us=host_us,
+            gpu=gpu.name,
+            conditions=clock.conditions or Conditions(),
+        )
+    finally:
+        clock.close()
+
+
+def _warm_up(clock: _Clock, calls: int, plan: TimingPlan) -> bool:
+    return settles(lambda: clock.median_of(20, calls), plan.agree, plan.rounds)
+
+
+def settles(measure: Callable[[], float], agree: float, rounds: int) -> bool:
+    """Repeat a measurement until three in a row agree; False if they never did."""
+    seen: list[float] = []
+    for _ in range(max(rounds, 3)):
+        seen.append(measure())
+        last = seen[-3:]
+        if len(last) == 3 and max(last) - min(last) <= agree * min(last):
+            return True
+    return False
+
+
+class _Clock:
+    """Times calls between events; the slots go round from one run to the next."""
+
+    def __init__(self, launch: Callable[[int], None], slots: int, stream: Stream) -> None:
+        self._launch, self._slots, self._stream = launch, slots, stream
+        self._next = 0
+        self._events: list[Event] = []
+        self.conditions: Conditions | None = None
+
+    def run(
+        self, samples: int, calls: int, while_busy: Callable[[], Conditions] | None = None
+    ) -> Sequence[float]:
+        """Queue all samples back to back; then wait, and read the events between them."""
+        events = self._at_least(samples + 1)
+        events[0].record(self._stream)
+        for sample in range(samples):
+            for _ in range(calls):
+                self._call()
+            events[sample + 1].record(self._stream)
+        if while_busy is not None:  # all is queued, and the device is still at it
+            self.conditions = while_busy()
+        self._stream.synchronize()
+        return [events[i + 1].microseconds_since(events[i]) / calls for i in range(samples)]
+
+    def median_of(self, samples: int, calls: int) -> float:
+        return float(np.median(self.run(samples, calls)))
+
+    def host_microseconds(self) -> float:
+        """Host time of one launch into an empty queue that has room."""
+        self._stream.synchronize()
+        started = time.perf_counter()
+        for _ in range(_HOST_LAUNCHES):
+            self._call()
+        spent = time.perf_counter() - started
+        self._stream.synchronize()
+        return spent * 1e6 / _HOST_LAUNCHES
+
+    def _call(self) -> None:
+        self._launch(self._next)
+        self._next = (self._next + 1) % self._slots
+
+    def _at_least(self, count: int) -> list[Event]:
+        while len(self._events) < count:
+            self._events.append(Event())
+        return self._events
+
+    def close(self) -> None:
+        for event in self._events:
+            event.close()

@@ -1,0 +1,224 @@
+"""Where is the error? A map of it over heads and positions.
+
+A layer's output has gone through the output projection, which mixes the heads: y = h·W + b. The error is
+pulled back through it, δh = δy·W⁺, so that a head that went wrong is one row of the map. Where that cannot be
+done, rows are groups of output channels, and the map says so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.errors import DeployError
+from mha_deploy.graph.attention_node import is_attention, read_attention
+
+_NOT_FED = "no projection of heads feeds it"
+MAPPED_RANKS = (3, 4)
+"""Of outputs that can be mapped: `[B, S, E]`, and weights `[B, Hq, S, T]`."""
+HEAD, CHANNEL_GROUP, POSITION = "head", "channel group", "position"
+
+_MOST_COLUMNS = 128
+_CHANNEL_GROUPS = 8
+_LARGEST_WIDTH = 2048  # a larger projection takes seconds to invert
+_LARGEST_AMPLIFICATION = 1000.0  # beyond it, the rounding of FP16 outputs would fill the whole map
+
+# What may stand between the heads and their projection without mixing them: layout, and gates on heads.
+_KEEPS_HEADS = frozenset({"Reshape", "Transpose", "Identity", "Cast", "Mul"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """The output projection of a layer.
+
+    Args:
+        weight: Its matrix, [Hq·D, E].
+        bias: Its bias, [E], or None.
+        heads: How many heads lie side by side in what goes in.
+    """
+
+    weight: np.ndarray
+    bias: np.ndarray | None = None
+    heads: int
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why an error cannot be pulled back through it, or None."""
+        inputs, outputs = self.weight.shape
+        if max(inputs, outputs) > _LARGEST_WIDTH:
+            return f"the output projection is larger than {_LARGEST_WIDTH}"
+        if inputs > outputs:
+            return f"the heads together ({inputs}) are wider than the output ({outputs})"
+        if not self.amplification <= _LARGEST_AMPLIFICATION:
+            return "the output projection is nearly singular"
+        return None
+
+    @cached_property
+    def inverse(self) -> np.ndarray:
+        """The pseudo-inverse W⁺, [E, Hq·D]; all infinite where there is none."""
+        weight = self.weight.astype(np.float64)
+        try:
+            # Many times faster than through singular values, and exact enough for what is not refused.
+            return weight.T @ np.linalg.inv(weight @ weight.T)
+        except np.linalg.LinAlgError:
+            return np.full(self.weight.T.shape, np.inf)
+
+    @cached_property
+    def amplification(self) -> float:
+        """How much larger the pulled-back error is than the output's, for errors like rounding; 1 at best."""
+        inverse, weight = np.linalg.norm(self.inverse), np.linalg.norm(self.weight.astype(np.float64))
+        return float(inverse * weight / self.weight.shape[0])
+
+    def pulled_back(self, values: np.ndarray) -> np.ndarray:
+        """[B, S, E] to [B, Hq, S, D]."""
+        heads = values @ self.inverse
+        return heads.reshape(*heads.shape[:2], self.heads, -1).transpose(0, 2, 1, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heatmap:
+    """The error of one output of one case.
+
+    Args:
+        backend: The runtime.
+        case: Name of the case.
+        output: Name of the output.
+        rows: What a row is: `head` or `channel group`.
+        values: Root mean square of the error in each row and column, relative to that of the truth.
+        bin: How many positions one column stands for.
+        note: How the rows came about.
+        columns: What a column is.
+    """
+
+    backend: str
+    case: str
+    output: str
+    rows: str
+    values: np.ndarray
+    bin: int
+    note: str
+    columns: str = POSITION
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; a value that is not finite is null."""
+        values = [[x if math.isfinite(x) else None for x in row] for row in self.values.tolist()]
+        return {**vars(self), "values": values}
+
+
+def heatmap(
+    backend: str, case: GoldenCase, output_name: str, got: np.ndarray, projection: Projection | None
+) -> Heatmap:
+    """Map the error of one output.
+
+    Args:
+        backend: The runtime that gave the result.
+        case: The case.
+        output_name: Which output: `[B, S, E]`, or weights `[B, Hq, S, T]`.
+        got: The result.
+        projection: The output projection of the layer; see `output_projection`.
+    """
+    oracle = case.oracle[output_name]
+    if got.shape != oracle.shape or oracle.ndim not in MAPPED_RANKS:
+        raise DeployError(f"{output_name} cannot be mapped.", got=got.shape, hint=str(oracle.shape))
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite stays so, and becomes null
+        error = got.astype(np.float64) - oracle
+        rows, error, truth, note = _by_row(error, oracle, projection)
+        values, size = _binned(error)
+    return Heatmap(
+        backend=backend,
+        case=case.name,
+        output=output_name,
+        rows=rows,
+        values=values / (math.sqrt(np.mean(np.square(truth))) or 1.0),
+        bin=size,
+        note=note,
+    )
+
+
+def _by_row(
+    error: np.ndarray, oracle: np.ndarray, projection: Projection | None
+) -> tuple[str, np.ndarray, np.ndarray, str]:
+    """What a row is, error and truth as [B, rows, S, ·], and how they came about."""
+    if oracle.ndim == 4:
+        return HEAD, error, oracle, ""
+    refusal = _NOT_FED if projection is None else projection.refusal
+    if projection is not None and refusal is None and projection.weight.shape[1] != oracle.shape[-1]:
+        refusal = _NOT_FED  # it is that of another output
+    if projection is None or refusal is not None:
+        note = f"rows are groups of output channels: {refusal}"
+        return CHANNEL_GROUP, _channel_groups(error), _channel_groups(oracle), note
+    truth = oracle if projection.bias is None else oracle - projection.bias.astype(np.float64)
+    note = (
+        "pulled back through the output projection, "
+        f"which makes rounding of the output look {projection.amplification:.1f} times as large"
+    )
+    return HEAD, projection.pulled_back(error), projection.pulled_back(truth), note
+
+
+def _channel_groups(values: np.ndarray) -> np.ndarray:
+    """[B, S, E] to [B, groups, S, E/groups]; as many groups as divide E, up to a few."""
+    B, S, E = values.shape
+    groups = math.gcd(E, _CHANNEL_GROUPS)
+    return values.reshape(B, S, groups, -1).transpose(0, 2, 1, 3)
+
+
+def _binned(error: np.ndarray) -> tuple[np.ndarray, int]:
+    """Root mean square of [B, rows, S, ·] per row and bin of positions, and the size of a bin."""
+    squares = np.mean(np.square(error), axis=(0, 3))
+    size = -(-squares.shape[1] // _MOST_COLUMNS)
+    starts = np.arange(0, squares.shape[1], size)
+    counts = np.diff(np.append(starts, squares.shape[1]))
+    return np.sqrt(np.add.reduceat(squares, starts, axis=1) / counts), size
+
+
+# -- the projection --------------------------------------------------------------------------------
+
+
+def output_projection(model: ir.Model) -> Projection | None:
+    """The product with a weight that turns the heads of an attention into a graph output, if there is one."""
+    for output in model.graph.outputs:
+        found = _projection_behind(output)
+        if found is not None:
+            return found
+    return None
+
+
+def _projection_behind(output: ir.Value) -> Projection | None:
+    value, bias = output, None
+    node = value.producer()
+    if node is not None and node.op_type == "Add":
+        bias = next((_constant(x) for x in node.inputs if _constant(x) is not None), None)
+        value = next((x for x in node.inputs if x is not None and _constant(x) is None), value)
+        node = value.producer()
+    if node is None or node.op_type != "MatMul" or node.inputs[0] is None:
+        return None
+    weight, D = _constant(node.inputs[1]), _head_size(node.inputs[0])
+    if weight is None or weight.ndim != 2 or D is None or weight.shape[0] % D:
+        return None
+    return Projection(weight=weight, bias=bias, heads=weight.shape[0] // D)
+
+
+def _constant(value: ir.Value | None) -> np.ndarray | None:
+    if value is None or not value.is_initializer() or value.const_value is None:
+        return None
+    return value.const_value.numpy()
+
+
+def _head_size(value: ir.Value) -> int | None:
+    """The size of the heads that lie side by side in a value; None where it is not made of heads."""
+    node = value.producer()
+    if node is None:
+        return None
+    if is_attention(node):
+        size = read_attention(node).Dv
+        return size if isinstance(size, int) else None
+    if node.op_type not in _KEEPS_HEADS:
+        return None
+    found = (_head_size(x) for x in node.inputs if x is not None)
+    return next((size for size in found if size is not None), None)

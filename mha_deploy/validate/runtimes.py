@@ -1,0 +1,237 @@
+"""Which runtimes take part in a validation, and which are not available here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.folder import Bundle, open_bundle
+from mha_deploy.engine.manifest import Engine, engines_of
+from mha_deploy.engine.options import BACKENDS
+from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
+from mha_deploy.environment import can_import
+from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, available_cpu_backend, child, open_runner
+from mha_deploy.runtime.cuda import find_gpu
+from mha_deploy.runtime.gpu import GpuRunner
+from mha_deploy.runtime.runner import Arrays, Runner
+from mha_deploy.runtime.timing import KernelTime
+
+# -- What only PyTorch can do in a validation: say what is true of fresh inputs --------------------
+
+INSTALL = 'pip install "mha-deploy[export]"'
+
+
+def refuse_without_torch(what: str, hint: str = INSTALL) -> None:
+    """Refuse what cannot be done without PyTorch, where it is not installed.
+
+    Args:
+        what: What it was to tell, as in "Only PyTorch can tell what is true …".
+        hint: What to do.
+    """
+    if not can_import("torch"):
+        raise BackendUnavailable(
+            f"Only PyTorch can tell what is true {what}.", got="PyTorch is not installed", hint=hint
+        )
+
+
+def torch_device() -> str:
+    """Where PyTorch computes here: `cuda` if there is a GPU."""
+    return "cpu" if find_gpu() is None else "cuda"
+
+
+# -- Which kernels take the time. PyTorch's profiler sees every library's, TensorRT's too ----------
+
+_SHOWN = 12
+
+
+def kernel_times(runner: Runner, case: GoldenCase) -> tuple[KernelTime, ...]:
+    """The kernels of one call, longest first; none where there is no profiler to see them."""
+    if not can_import("torch"):
+        return ()
+    return runner.apply(_profiled, dict(case.inputs), step="profiling its kernels")
+
+
+def _profiled(runner: Runner, feeds: Arrays) -> tuple[KernelTime, ...]:
+    """Runs where the runtime is: a profiler sees the kernels of its own process only."""
+    if not isinstance(runner, GpuRunner):
+        return ()
+    from mha_deploy.baselines.torch import kernel_times as profiled
+
+    return tuple(runner.watch(feeds, profiled)[:_SHOWN])
+
+
+# -- Who takes part in a validation: the graph in ONNX Runtime, the engines, and PyTorch's own  ----
+
+PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX = "pytorch", "onnxruntime", "tensorrt", "onnx"
+
+# Named here as well, so that a machine without PyTorch can tell a wrong name from a missing package.
+TORCH_WAYS = (
+    "eager",
+    "eager+graph",
+    "sdpa",
+    "sdpa-cudnn",
+    "sdpa-cudnn-packed",
+    "sdpa-flash",
+    "sdpa-efficient",
+    "sdpa-math",
+    "compile",
+)
+# What is timed unless somebody asks: PyTorch's choice without a graph and its slowest kernel tell little.
+DEFAULT_WAYS = ("eager", "eager+graph", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Participant:
+    """One way to run the model.
+
+    Args:
+        name: As it is written on a command line and in a report.
+        family: Whose it is: `pytorch`, `onnxruntime`, `tensorrt` or `onnx`.
+        open: Loads it; raises `DeployError` where it cannot run.
+        engine: The engine, where it is one.
+    """
+
+    name: str
+    family: str
+    open: Callable[[], Runner]
+    engine: Engine | None = None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it runs on a GPU, where its time means something."""
+        return self.name not in CPU_RUNNERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """Somebody who could not take part, and why."""
+
+    name: str
+    reason: str
+
+
+class Casting:
+    """Finds who can take part in the validation of a bundle on this machine."""
+
+    def __init__(self, bundle: Bundle, *, engine: str | None = None) -> None:
+        self.bundle, self._engine_name = bundle, engine
+        self.absent: list[Absent] = []
+
+    @cached_property
+    def engines(self) -> list[Engine]:
+        """The engines of the bundle; their plans are hashed, so only where somebody asks."""
+        return _chosen(engines_of(self.bundle.path), self._engine_name, self.bundle)
+
+    def look_for_engines(self) -> None:
+        """Forget what was found: there may be a new engine."""
+        vars(self).pop("engines", None)
+
+    def named(self, name: str) -> Participant:
+        """The participant of that name.
+
+        Raises:
+            DeployError: There is none.
+        """
+        if name in RUNNERS:
+            return self._graph(name)
+        if name in TORCH_WAYS:
+            return self._torch(name)
+        for engine in self.engines:
+            if engine.path.stem == name:
+                return self._engine(engine)
+        if name in BACKENDS:
+            raise BackendUnavailable(
+                "The bundle has no engine of that name.",
+                got=name,
+                hint=f"mha-deploy build-engine {self.bundle.path} --backend {name}",
+            )
+        known = [*RUNNERS, *TORCH_WAYS, *(engine.path.stem for engine in self.engines)]
+        raise DeployError("No such backend.", got=name, hint=nearest(name, known))
+
+    def graphs(self) -> list[Participant]:
+        """The graph in the runtime that checks it: on the GPU where that can be, else on the CPU."""
+        if find_gpu() is not None:
+            return [
+                self._graph("ort-cuda"),
+                self._graph(available_cpu_backend(self.bundle.manifest.precision)),
+            ]
+        return [self._graph(available_cpu_backend(self.bundle.manifest.precision))]
+
+    def running_engines(self) -> list[Participant]:
+        """The engines that can run on this machine; the others are noted as absent."""
+        found = []
+        for engine in self.engines:
+            reasons = reasons_not_to_run(engine)
+            if reasons and self._engine_name is not None:
+                self._engine(engine).open()  # asked for by name: its own error tells why not
+            if reasons:
+                self.absent.append(Absent(name=engine.path.stem, reason="; ".join(reasons)))
+            else:
+                found.append(self._engine(engine))
+        return found
+
+    def baselines(self) -> list[Participant]:
+        """PyTorch's ways, where PyTorch and a GPU are here."""
+        if find_gpu() is None:
+            return []
+        if not can_import("torch"):
+            self.absent.append(Absent(name="PyTorch", reason="it is not installed here"))
+            return []
+        return [self._torch(way) for way in DEFAULT_WAYS]
+
+    def _graph(self, backend: str) -> Participant:
+        family = ONNX if backend == "onnx-reference" else ONNX_RUNTIME
+        return Participant(
+            name=backend, family=family, open=partial(open_runner, backend, self.bundle.model_path)
+        )
+
+    def _engine(self, engine: Engine) -> Participant:
+        return Participant(
+            name=engine.path.stem, family=TENSORRT, open=partial(open_engine_runner, engine), engine=engine
+        )
+
+    def _torch(self, way: str) -> Participant:
+        return Participant(name=way, family=PYTORCH, open=partial(self._open_torch, way))
+
+    def _open_torch(self, way: str) -> Runner:
+        if not can_import("torch"):
+            raise BackendUnavailable(
+                "PyTorch is not installed.", got=way, hint='pip install "mha-deploy[export]"'
+            )
+        return child.open_isolated(child.PYTORCH, f"PyTorch ({way})", _open_torch, way, self.bundle.path)
+
+
+def _open_torch(way: str, bundle: Path) -> Runner:
+    from mha_deploy.baselines.torch import open_torch_runner
+
+    return open_torch_runner(way, _torch_models(bundle))
+
+
+@lru_cache(maxsize=1)
+def _torch_models(bundle: Path) -> Any:
+    """PyTorch's modules with the bundle's weights, loaded once in a process for all baselines."""
+    from mha_deploy.baselines.torch import models_of
+
+    return models_of(open_bundle(bundle))
+
+
+def _chosen(engines: list[Engine], name: str | None, bundle: Bundle) -> list[Engine]:
+    for engine in engines:
+        engine.check_bundle(bundle.path)
+    if name is None:
+        return engines
+    chosen = [engine for engine in engines if engine.path.stem == name]
+    if not chosen:
+        raise DeployError(
+            "The bundle has no engine of that name.",
+            got=name,
+            hint=nearest(name, [engine.path.stem for engine in engines])
+            if engines
+            else f"mha-deploy build-engine {bundle.path}",
+        )
+    return chosen
