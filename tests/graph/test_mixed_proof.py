@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from mixed_models import LOWEST, distance, encoder, feeds, run
+from mixed_models import LOWEST, distance, encoder, feeds, run, run_as_written
 
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.precision.plan import plan_precision
@@ -50,7 +50,7 @@ def test_an_activation_that_overflows_stays_wide_and_nothing_else_does():
     model = encoder({"0.up": 300.0, "0.down": 2000.0})
     plan = planned(model)
     exact = run(model, OTHER)
-    assert distance(run(apply_plan(model, NOTHING), OTHER), exact) > 1
+    assert distance(run_as_written(apply_plan(model, NOTHING), OTHER), exact) > 1
     mixed = checked(model, plan)
     assert distance(run(mixed, OTHER), exact) < 3e-3
     wide = {"0.down", "0.add2", "1.norm1", "1.add1", "1.norm2", "1.add2", "last.norm"}
@@ -78,7 +78,7 @@ def test_scores_that_overflow_keep_one_attention_wide_and_nothing_else():
     plan = plan_precision(model, ranges)
     assert [(each.name, each.precision) for each in plan.kept] == [("1.attention", "fp32")]
     exact = run(model, OTHER)
-    assert distance(run(apply_plan(model, NOTHING), OTHER), exact) > 0.1
+    assert distance(run_as_written(apply_plan(model, NOTHING), OTHER), exact) > 0.1
     mixed = checked(model, plan)
     assert [node.dtype for node in attention_nodes(mixed)] == ["fp16", "fp32"]
     assert count(mixed, "Cast") == 4
@@ -143,5 +143,15 @@ def test_the_model_that_was_given_is_not_changed():
 
 
 def test_slices_measure_the_same():
+    """But for the last bits: what ONNX Runtime may fuse depends on which tensors are looked at."""
     model = encoder({"1.q": 150.0, "1.k": 150.0})
-    assert measure_ranges(model, CASES, slice_bytes=1) == measure_ranges(model, CASES)
+    whole, sliced = (measure_ranges(model, CASES, **how) for how in ({}, {"slice_bytes": 1}))
+    assert sliced.cases == whole.cases
+    assert sliced.inner == pytest.approx(dict(whole.inner), rel=1e-4)
+    assert sliced.values.keys() == whole.values.keys()
+    for name, each in whole.values.items():
+        # The smallest is a difference of large numbers: it has no digits to speak of.
+        found = sliced.values[name]
+        assert (found.sentinel, found.smallest is None) == (each.sentinel, each.smallest is None), name
+        wanted = pytest.approx((each.largest, each.highest), rel=1e-4, abs=1e-4 * each.largest)
+        assert (found.largest, found.highest) == wanted, name
