@@ -26,7 +26,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip what this machine cannot run, and what takes gigabytes unless it is asked for."""
+    """Skip what this machine cannot run, and what takes minutes or gigabytes unless it is asked for."""
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("slow", "gpu")):
+            item.add_marker(pytest.mark.timeout(10 * float(config.getini("timeout"))))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _has_cuda():
         for item in gpu:

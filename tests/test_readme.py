@@ -1,7 +1,10 @@
 """The README keeps its word: its commands run, its links lead somewhere, CI runs its test command."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
@@ -50,7 +53,7 @@ def test_the_table_lists_every_verb():
 
 
 @pytest.mark.parametrize("command", TABLE)
-def test_a_command_of_the_table_runs(command, folder, monkeypatch, quick_exporter):
+def test_a_command_of_the_table_runs(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     command = command.replace("MODEL", "tiny-gqa").replace("DIR", "layer")
     if "IN.onnx" in command:
@@ -82,7 +85,7 @@ def expected_code(command):
     return 3 if " bench " in command and find_gpu() is None else 0
 
 
-def test_the_layer_that_generates_is_deployed_and_stepped_through(folder, monkeypatch, quick_exporter):
+def test_the_layer_that_generates_is_deployed_and_stepped_through(folder, monkeypatch):
     monkeypatch.chdir(folder)
     commands = re.findall(r"^mha-deploy (?:deploy llama|validate llama).+$", README, re.MULTILINE)
     assert len(commands) == 2
@@ -99,7 +102,7 @@ def test_the_layer_that_generates_is_deployed_and_stepped_through(folder, monkey
         assert run(monkeypatch, command) == 0
 
 
-def test_the_spec_of_your_own_exports_with_its_weights(folder, monkeypatch, quick_exporter):
+def test_the_spec_of_your_own_exports_with_its_weights(folder, monkeypatch):
     from safetensors.torch import save_file
 
     from mha_deploy.reference import random_weights
@@ -113,7 +116,7 @@ def test_the_spec_of_your_own_exports_with_its_weights(folder, monkeypatch, quic
     assert run(monkeypatch, "mha-deploy validate my-layer") == 0
 
 
-def test_the_model_of_your_own_is_deployed(folder, monkeypatch, quick_exporter, capsys):
+def test_the_model_of_your_own_is_deployed(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     code = re.search(r"```python\n(# my_model.py\n.+?)```", README, re.DOTALL)[1]
     command = re.search(r"`(mha-deploy deploy my_model.py:\w+)`", README)[1]
@@ -143,6 +146,43 @@ def test_ci_runs_the_test_command_of_the_readme():
     script = (ROOT / ".ci/run").read_text(encoding="utf-8")
     assert "<!-- test -->" in script
     assert "README.md" in script
+
+
+CRASHING = """
+import os, signal, pytest
+
+@pytest.mark.parametrize("number", range(6))
+def test_number(number):
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+def test_a_worker_that_crashes_costs_one_test_and_the_command_ends(tmp_path):
+    (tmp_path / "test_crash.py").write_text(CRASHING)
+    options = shlex.split(between("test").rpartition(" -m pytest ")[2])
+    assert "-n" in options
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, tmp_path]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 5 passed" in done.stdout
+    assert "crashed while running 'test_crash.py::test_number[1]'" in done.stdout
+
+
+def test_ci_cannot_hang():
+    """The script of CI ends the command at its limit, says so, and hands on how the command ended."""
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    start = script.index("code=0")
+
+    def run(command):
+        lines = ["set -euo pipefail", "limit=1", f"command='{command}'", script[start:]]
+        return subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+
+    assert (run("true").returncode, run("exit 5").returncode) == (0, 5)
+    hung = run("sleep 600")
+    assert hung.returncode == 124
+    assert "ended after its limit of 1 s" in hung.stdout
 
 
 def test_every_link_leads_to_a_file():
