@@ -22,6 +22,7 @@ import mmap
 import os
 import pickle
 import re
+import select
 import signal
 import socket
 import struct
@@ -141,7 +142,7 @@ class Child:
         try:
             _send(self._socket, (function, arguments, os.getcwd(), limit + _GRACE_S))
             while True:
-                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                self._await_answer(deadline)
                 kind, content = _receive(self._socket)
                 if kind != "message":
                     break
@@ -165,6 +166,15 @@ class Child:
             return content  # type: ignore[no-any-return]
         raised, trace = content
         raise raised from _ChildTraceback(trace)
+
+    def _await_answer(self, deadline: float) -> None:
+        """Wait until something can be read, the child ends, or the time is up."""
+        while not select.select([self._socket], [], [], 1.0)[0]:
+            # A process that the child started may hold the connection open when the child is gone.
+            if not self.is_alive:
+                raise EOFError
+            if time.monotonic() > deadline:
+                raise TimeoutError
 
     def _ended(self, title: str, step: str, *, since: int) -> RuntimeCrash:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -515,6 +525,7 @@ def is_child() -> bool:
 def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
     """Answer calls until the parent closes the connection; the whole life of a child."""
     global _parent
+    os.set_inheritable(handle, False)
     _parent = socket.socket(fileno=handle)
     isolation.enabled = False
     faulthandler.enable()
