@@ -22,7 +22,7 @@ from typing import Any
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import sha256
 from mha_deploy.errors import BackendUnavailable
-from mha_deploy.runtime.tensorrt.load import load_library
+from mha_deploy.runtime.tensorrt.loader import load_library
 from mha_deploy.runtime.tensorrt.versions import TensorRT
 
 # -- What a built library says of itself. It is asked in a process of its own: a broken one end ----

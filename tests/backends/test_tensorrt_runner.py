@@ -24,7 +24,7 @@ from mha_deploy.metrics import judge_case, parity_from_runner
 from mha_deploy.runtime import cuda
 from mha_deploy.runtime.tensorrt import run as bound
 from mha_deploy.runtime.tensorrt.build import build_with
-from mha_deploy.runtime.tensorrt.load import load_engine
+from mha_deploy.runtime.tensorrt.loader import load_engine
 from mha_deploy.runtime.tensorrt.request import BuildRequest, LargeTensor
 from mha_deploy.runtime.tensorrt.run import (
     Recent,

@@ -21,7 +21,7 @@ from mha_deploy.engine.manifest import open_engine
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.plugins import PluginError
 from mha_deploy.errors import DeployError
-from mha_deploy.runtime.tensorrt import load as registry
+from mha_deploy.runtime.tensorrt import loader as registry
 from mha_deploy.runtime.tensorrt.build import parse_into
 from mha_deploy.validate.verdict import engines_to_dict
 

@@ -19,7 +19,7 @@ from mha_deploy.runtime.tensorrt.kernels import (
     kernels_from_log,
     kernels_from_plan,
 )
-from mha_deploy.runtime.tensorrt.load import load_engine
+from mha_deploy.runtime.tensorrt.loader import load_engine
 from mha_deploy.runtime.tensorrt.log import (
     Message,
     NodeNames,

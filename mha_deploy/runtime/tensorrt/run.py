@@ -26,7 +26,7 @@ from mha_deploy.runtime.decode import (
 )
 from mha_deploy.runtime.gpu import GpuRunner, Prepared
 from mha_deploy.runtime.runner import Arrays, TensorInfo, check_kinds
-from mha_deploy.runtime.tensorrt.load import (
+from mha_deploy.runtime.tensorrt.loader import (
     aliased_outputs,
     io_tensors,
     load_engine,

@@ -282,7 +282,7 @@ def _members(module: Any, enum: str, without: tuple[str, ...] = ()) -> tuple[str
 
 # -- Every name of TensorRT's Python API that this backend uses, and what guards it ----------------
 
-FILES = ("build.py", "load.py", "log.py", "run.py")
+FILES = ("build.py", "loader.py", "log.py", "run.py")
 
 OBJECTS = {
     "builder": "Builder",
