@@ -11,8 +11,8 @@ from conformance import run_in_ort
 from decode_models import Layer, feeds, fixed, growing
 from test_decode_lowering import LAYERS, expected, reference
 
-from mha_deploy.graph.lower import cache as cache_form
 from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.cache import cache_form
 from mha_deploy.graph.lower.call import LoweringError
 
 CAUSAL = [name for name, layer in LAYERS.items() if "is_causal" in layer.attention]

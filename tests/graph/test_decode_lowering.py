@@ -22,8 +22,8 @@ from onnx.reference import ReferenceEvaluator
 
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.lower import cache as cache_form
 from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.cache import cache_form
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.rules import check_operators, judge, operator_options, target_from
 from mha_deploy.runtime.tensorrt.build import build_engine

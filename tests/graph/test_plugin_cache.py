@@ -12,8 +12,8 @@ from conformance import run_in_reference
 from decode_models import Layer, feeds, fixed, growing
 from plugin_layers import assert_same, attributes_of, operators, plugin_node_of
 
-from mha_deploy.graph.lower import cache as cache_form
 from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.cache import cache_form
 from mha_deploy.graph.lower.call import LoweringError
 
 CALLS = [([0, 0], 3), ([2, 5], 3), ([4, 1], 1), ([9, 11], 1)]

@@ -163,7 +163,7 @@ def test_the_oracle_is_pytorchs_float64(case):
     wanted = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=bias, enable_gqa=True
     ).nan_to_num(0.0)
-    np.testing.assert_allclose(oracle.exact(trial), wanted.numpy(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(oracle.exact_result(trial), wanted.numpy(), rtol=1e-9, atol=1e-12)
 
 
 def test_the_lower_right_corner_is_pytorchs():
@@ -173,18 +173,18 @@ def test_the_lower_right_corner_is_pytorchs():
     )
     corner = causal_lower_right(trial.case.S, trial.case.T)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=corner)
-    np.testing.assert_allclose(oracle.exact(trial), wanted.numpy(), rtol=1e-9, atol=1e-12)
-    own = oracle.exact(trial, oracle.Reading(mask=None, causal=oracle.LOWER_RIGHT))
-    np.testing.assert_array_equal(oracle.exact(trial), own)
+    np.testing.assert_allclose(oracle.exact_result(trial), wanted.numpy(), rtol=1e-9, atol=1e-12)
+    own = oracle.exact_result(trial, oracle.Reading(mask=None, causal=oracle.LOWER_RIGHT))
+    np.testing.assert_array_equal(oracle.exact_result(trial), own)
 
 
 def test_rows_without_a_key_are_known_and_zero():
     counts = {}
     for case in CASES:
         trial = draw_trial(case, FP16, 0)
-        closed = oracle.closed_rows(trial)
-        assert not oracle.exact(trial)[closed].any()
-        assert oracle.exact(trial)[~closed].any(axis=-1).all()
+        closed = oracle.fully_masked_queries(trial)
+        assert not oracle.exact_result(trial)[closed].any()
+        assert oracle.exact_result(trial)[~closed].any(axis=-1).all()
         counts[case.name] = int(closed.sum())
     closed_in = {name: count for name, count in counts.items() if count}
     # Every eighth of 40 queries; and in the second row of the batch, whose first 24 keys are padding.
@@ -198,12 +198,12 @@ def test_rows_without_a_key_are_known_and_zero():
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=list(PRECISIONS))
 def test_the_sentinel_swallows_every_score_or_none(precision):
     trial = draw_trial(BY_NAME["closed-rows-sentinel"], precision, 0)
-    shifted = oracle.shifted_rows(trial)
+    shifted = oracle.shifted_queries(trial)
     assert shifted.sum() == 2 * 2 * 5
     q, k = (oracle.split_heads(trial, trial.arrays[role].astype(np.float64)) for role in "qk")
     scores = q @ k.swapaxes(-1, -2) * trial.case.scale
     assert 1 < np.abs(scores).max() < 4  # numbers near 1e4 are 8 apart in FP16, 64 in BF16
-    averaged = (oracle.rounded(trial) - oracle.average(trial).astype(precision.numpy))[shifted]
+    averaged = (oracle.rounded_result(trial) - oracle.averaged_result(trial).astype(precision.numpy))[shifted]
     assert (np.abs(averaged.astype(np.float64)).max() < 1e-2) == (precision != FP32)
 
 
@@ -288,7 +288,11 @@ def test_an_average_under_the_sentinel_is_wrong_where_the_precision_does_not_exc
 
     def averages(trials):
         (trial,) = trials
-        y = np.where(oracle.shifted_rows(trial)[..., None], oracle.average(trial), oracle.exact(trial))
+        y = np.where(
+            oracle.shifted_queries(trial)[..., None],
+            oracle.averaged_result(trial),
+            oracle.exact_result(trial),
+        )
         joined = y.transpose(0, 2, 1, 3).reshape(case.B, case.S, -1)
         return {case.name: joined.astype(trial.precision.numpy)}
 
@@ -562,10 +566,10 @@ def test_a_wrong_cell_tells_its_error():
     wrong = runner_column("wrong", lambda model: NumpyRunner(model, "closed rows attend"), "onnx")
     cell = column_of(wrong, cases=named("closed-rows-inf"))["closed-rows-inf"]
     trial = draw_trial(BY_NAME["closed-rows-inf"], FP16, 0)
-    exact = oracle.exact(trial)
+    exact = oracle.exact_result(trial)
     # The mistake is in the closed rows alone, so its size is theirs.
-    attending = oracle.exact(trial, oracle.Reading(mask=None, causal=oracle.NOWHERE))
-    closed = oracle.closed_rows(trial)
+    attending = oracle.exact_result(trial, oracle.Reading(mask=None, causal=oracle.NOWHERE))
+    closed = oracle.fully_masked_queries(trial)
     error = np.linalg.norm(attending[closed]) / np.linalg.norm(exact)
     assert cell.error == pytest.approx(error, rel=1e-3)
     assert str(cell) == f"wrong ({cell.error:.2g}): not zeros where no key is seen"
