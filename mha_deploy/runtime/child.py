@@ -47,7 +47,7 @@ ONNX_RUNTIME, TENSORRT, PYTORCH = "onnxruntime", "tensorrt", "torch"
 
 # What a child of a family imports before it is asked for anything.
 _PRELOADED = {ONNX_RUNTIME: ("mha_deploy.runtime.ort", "onnxruntime")}
-_IDLE_PER_FAMILY = 2
+_IDLE_PER_FAMILY = 1  # an idle child of PyTorch on a GPU holds gigabytes
 _SHARED_FROM = 1 << 16  # smaller messages are cheaper on the socket
 _GRACE_S = 30.0  # how much later than its parent a child enforces the time limit by itself
 _LOG_LINES, _LOG_BYTES = 8, 1 << 15
