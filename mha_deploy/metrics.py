@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 
 from mha_deploy.bundle.cases import CACHE_INPUTS, GoldenCase, rows_from, written_from
 from mha_deploy.model.precision import Precision, smallest_normal
-from mha_deploy.runtime.runner import Runner
 
 # -- How far a result is from the oracle -----------------------------------------------------------
 
@@ -278,22 +277,6 @@ class ParityReport:
             "passed": self.passed,
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
-
-
-def parity_from_runner(
-    runner: Runner,
-    cases: Iterable[GoldenCase],
-    *,
-    model: str,
-    precision: Precision,
-    on_case: Callable[[str], None] = lambda name: None,
-) -> ParityReport:
-    """Run every case and judge what comes out."""
-    verdicts: list[OutputVerdict] = []
-    for case in cases:
-        on_case(case.name)
-        verdicts += judge_case(case, runner.run(case.inputs), precision)
-    return parity_from_verdicts(verdicts, model=model, precision=precision, backend=runner.name)
 
 
 def parity_from_verdicts(

@@ -237,3 +237,47 @@ def test_only_its_owner_imports_a_runtime():
     for package, owner in owners.items():
         found = {name for name in FILES if any(under(other, package) for other in imported_modules(name))}
         assert found == owner, package
+
+
+# Lower packages know nothing of higher ones.
+ORDER = (
+    "errors",
+    "text",
+    "environment",
+    "model",
+    "bundle",
+    "reference",
+    "graph",
+    "metrics",
+    "analyze",
+    "runtime",
+    "engine",
+    "export",
+    "baselines",
+    "validate",
+    "report",
+    "api",
+    "cli",
+)
+
+
+def package_of(name):
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_dependencies_point_down():
+    places = {package_of(name) for name in FILES} - {"", "__main__"}
+    assert places <= set(ORDER)
+    upward = [
+        f"{name} imports {other}"
+        for name in FILES
+        for other in imported_modules(name)
+        if package_of(name) in ORDER and package_of(other) in ORDER
+        if ORDER.index(package_of(other)) > ORDER.index(package_of(name))
+    ]
+    assert upward == []
+
+
+def test_no_cycles_even_in_lazy_imports():
+    graph = {name: (imported_modules(name) & set(FILES)) - {name, "mha_deploy"} for name in FILES}
+    TopologicalSorter(graph).prepare()

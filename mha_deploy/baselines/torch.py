@@ -607,3 +607,33 @@ def mean_by_name(runs: Iterable[tuple[str, float]], calls: int) -> list[KernelTi
         for name, spent in by_name.items()
     ]
     return sorted(means, key=lambda kernel: -kernel.microseconds)
+
+
+# -- Attention alone, for the table of masks ---------------------------------------------------------
+
+
+def attention_alone(
+    arrays: Arrays, *, Hq: int, Hkv: int, scale: float, causal: bool, path: str, device: str
+) -> np.ndarray:
+    """The attention of PyTorch without a layer around it.
+
+    Args:
+        arrays: `q`, `k`, `v` and, where there is one, `mask`.
+        Hq: Query heads.
+        Hkv: Key and value heads.
+        scale: The softmax scale.
+        causal: Whether keys behind the query are masked.
+        path: As `reference.attention.attend` takes it.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        DeployError: PyTorch refuses the case.
+    """
+    tensors = {role: tensor_from_numpy(array).to(device) for role, array in arrays.items()}
+    heads = Heads(Hq=Hq, Hkv=Hkv, scale=scale, causal=causal)
+    try:
+        with torch.inference_mode():
+            y, _ = attend(tensors["q"], tensors["k"], tensors["v"], tensors.get("mask"), heads, path)
+    except (RuntimeError, NotImplementedError) as error:
+        raise DeployError("PyTorch refuses the case.", got=str(error).splitlines()[0]) from error
+    return to_numpy(y)

@@ -12,7 +12,7 @@ import typer
 
 from mha_deploy.cli.options import Json, print_json
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
-from mha_deploy.report.text import named, together, without_numbers
+from mha_deploy.text import named, together, without_numbers
 
 if TYPE_CHECKING:
     import onnx_ir as ir

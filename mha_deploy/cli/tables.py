@@ -23,7 +23,7 @@ from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.report.sections import prompts_text
-from mha_deploy.report.text import budget_share, named, together, without_hash, without_numbers
+from mha_deploy.text import budget_share, named, together, without_hash, without_numbers
 from mha_deploy.validate.conformance import ConformanceTable
 from mha_deploy.validate.decode import SteppingReport
 from mha_deploy.validate.evaluate import Examination

@@ -33,7 +33,7 @@ from mha_deploy.report.svg import (
     tag,
     text,
 )
-from mha_deploy.report.text import error, plural, short, sizes_product, sizes_text
+from mha_deploy.text import error, plural, short, sizes_product, sizes_text
 
 # -- The charts of the latency section: bars for one point, curves over several --------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_deploy.errors import DeployError
+from mha_deploy.validate.options import REPORT_FORMAT
 
 # -- Data as JSON can hold it ----------------------------------------------------------------------
 
@@ -579,10 +580,9 @@ LATENCY = {
 
 # -- What `report.json` and `bench.json` hold ------------------------------------------------------
 
-FORMAT = 1
 
 _HEAD = {
-    "format": field(WHOLE, f"{FORMAT}; any other number is refused"),
+    "format": field(WHOLE, f"{REPORT_FORMAT}; any other number is refused"),
     "tool": field(
         Record(fields={"name": field(TEXT, "`mha-deploy`"), "version": field(TEXT, "its version")}),
         "what wrote it",
@@ -666,8 +666,8 @@ def schema_markdown() -> str:
 
 
 def _problems(data: Any, schema: Record) -> Iterator[str]:
-    if isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
-        yield f"format: {data['format']!r} is not {FORMAT}"
+    if isinstance(data, dict) and data.get("format", REPORT_FORMAT) != REPORT_FORMAT:
+        yield f"format: {data['format']!r} is not {REPORT_FORMAT}"
         return
     yield from schema.problems(data, "")
 

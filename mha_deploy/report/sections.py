@@ -28,7 +28,7 @@ from mha_deploy.report.charts import (
 )
 from mha_deploy.report.schema import plain_bench
 from mha_deploy.report.svg import Html, join, mark, series_of, tag
-from mha_deploy.report.text import (
+from mha_deploy.text import (
     NOTHING,
     budget_share,
     error,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape as _escape
 from typing import Any
 
-from mha_deploy.report.text import tick
+from mha_deploy.text import tick
 
 # -- HTML and SVG as text in which everything is escaped unless it was made here -------------------
 

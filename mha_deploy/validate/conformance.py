@@ -626,10 +626,50 @@ def mask_columns(precision: Precision) -> list[Column]:
 
 def _torch_columns() -> list[Column]:
     if not can_import("torch"):
-        return [absent_column(name, "PyTorch is not installed") for name in ("eager", "sdpa")]
-    from mha_deploy.baselines.masks import torch_column
+        return [absent_column(name, "PyTorch is not installed") for name in TORCH_PATHS.values()]
+    return [torch_column(path, torch_device()) for path in TORCH_PATHS]
 
-    return [torch_column(path, torch_device()) for path in ("plain", "sdpa")]
+
+TORCH_PATHS = {"plain": "eager", "sdpa": "sdpa"}
+"""How the reference layer computes attention, and the name of its column."""
+
+
+def torch_column(path: str, device: str = "cpu") -> Column:
+    """PyTorch's own attention on one device.
+
+    Args:
+        path: `plain` for matmul, softmax, matmul; `sdpa` for PyTorch's own kernel.
+        device: `cpu`, or `cuda` where there is one.
+
+    Raises:
+        DeployError: There is no such path.
+    """
+    if path not in TORCH_PATHS:
+        raise DeployError("No such path to compute attention.", got=path, hint=nearest(path, TORCH_PATHS))
+
+    def run(trials: Sequence[Trial]) -> Mapping[str, Answer]:
+        from mha_deploy.baselines.torch import attention_alone, check_device
+
+        check_device(device)
+        answers: dict[str, Answer] = {}
+        for trial in trials:
+            case = trial.case
+            try:
+                answers[case.name] = attention_alone(
+                    trial.arrays,
+                    Hq=case.Hq,
+                    Hkv=case.Hkv,
+                    scale=case.scale,
+                    causal=case.is_causal,
+                    path=path,
+                    device=device,
+                )
+            except DeployError as error:
+                answers[case.name] = error
+        return answers
+
+    name = TORCH_PATHS[path]
+    return RunColumn(name=name if device == "cpu" else f"{name} {device}", run=run)
 
 
 def _tensorrt_column(precision: Precision) -> Column:

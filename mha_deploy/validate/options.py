@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+REPORT_FORMAT = 1
+"""The format of report.json; readers refuse any other."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions:

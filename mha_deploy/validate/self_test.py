@@ -13,11 +13,29 @@ from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import sabotaged, sabotages
-from mha_deploy.metrics import ParityReport, parity_from_runner
+from mha_deploy.metrics import OutputVerdict, ParityReport, judge_case, parity_from_verdicts
+from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.runtime.runner import Runner
 
 # -- Parity of a graph alone: the bundle's own, or a variation of it -------------------------------
+
+
+def parity_from_runner(
+    runner: Runner,
+    cases: Iterable[GoldenCase],
+    *,
+    model: str,
+    precision: Precision,
+    on_case: Callable[[str], None] = lambda name: None,
+) -> ParityReport:
+    """Run every case and judge what comes out."""
+    verdicts: list[OutputVerdict] = []
+    for case in cases:
+        on_case(case.name)
+        verdicts += judge_case(case, runner.run(case.inputs), precision)
+    return parity_from_verdicts(verdicts, model=model, precision=precision, backend=runner.name)
 
 
 def graph_parity(

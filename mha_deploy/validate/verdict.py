@@ -14,9 +14,8 @@ from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.manifest import Engine, attention_told, libraries_told, where_built
 from mha_deploy.environment import RUN_PACKAGES, versions
 from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict
-from mha_deploy.report.schema import FORMAT
-from mha_deploy.report.text import named, together, without_numbers
 from mha_deploy.runtime.cuda import driver_version, find_gpu
+from mha_deploy.text import named, together, without_numbers
 from mha_deploy.validate.conformance import WRONG, ConformanceTable
 from mha_deploy.validate.evaluate import Examination
 from mha_deploy.validate.fault import Blame
@@ -24,7 +23,7 @@ from mha_deploy.validate.fp16_range import Finding as RangeFinding
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.latency import LatencyPoint
 from mha_deploy.validate.layers import LAYERS
-from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.options import REPORT_FORMAT, ValidateOptions
 from mha_deploy.validate.runtimes import TENSORRT, Absent
 
 # -- Everything a validation found, and the verdict that follows from it ---------------------------
@@ -112,7 +111,7 @@ def frame() -> dict[str, Any]:
     gpu = find_gpu()
     shown = ("name", "compute_capability", "l2_bytes", "memory_bytes")
     return {
-        "format": FORMAT,
+        "format": REPORT_FORMAT,
         "tool": {"name": "mha-deploy", "version": __version__},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "environment": {

@@ -20,7 +20,7 @@ from mha_deploy.engine.manifest import Engine, EngineManifest, default_backend, 
 from mha_deploy.engine.options import EngineOptions, parse_ranges
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError
-from mha_deploy.metrics import judge_case, parity_from_runner
+from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import cuda
 from mha_deploy.runtime.tensorrt import run as bound
 from mha_deploy.runtime.tensorrt.build import build_with
@@ -36,6 +36,7 @@ from mha_deploy.runtime.tensorrt.run import (
 )
 from mha_deploy.runtime.tensorrt.versions import EngineError, load, wrap
 from mha_deploy.runtime.timing import TimingPlan
+from mha_deploy.validate.self_test import parity_from_runner
 
 KEPT = json.loads(EXTRACT.read_text())
 VERSIONS = sorted(KEPT)

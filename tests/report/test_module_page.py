@@ -8,7 +8,7 @@ from example_report import fresh
 from example_results import break_verdict, parity, verdict
 
 from mha_deploy.report.page import report_page
-from mha_deploy.report.text import named, together, without_hash, without_numbers
+from mha_deploy.text import named, together, without_hash, without_numbers
 
 NAMES = [f"blocks.{i}.attention" for i in range(3)]
 

@@ -34,7 +34,7 @@ from mha_deploy.report.svg import (
     spread,
     tag,
 )
-from mha_deploy.report.text import budget_share, error, point_name, short, size, tick, times
+from mha_deploy.text import budget_share, error, point_name, short, size, tick, times
 
 LATENCY = fresh("passing")["latency"]
 LOOK = series_of([LATENCY])

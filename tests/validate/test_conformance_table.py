@@ -7,7 +7,6 @@ import torch
 from mask_runtimes import MISTAKES, NumpyRunner
 from torch.nn.attention.bias import causal_lower_right
 
-from mha_deploy.baselines.masks import torch_column
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.conformance_cases import CASES, Case, MaskInput
@@ -25,6 +24,7 @@ from mha_deploy.validate.conformance import (
     draw_trial,
     engine_column,
     runner_column,
+    torch_column,
 )
 
 BY_NAME = {case.name: case for case in CASES}
@@ -503,7 +503,7 @@ def test_pytorch_without_a_gpu_is_absent_on_cuda():
 
 
 def test_pytorch_has_no_other_ways():
-    with pytest.raises(DeployError, match="No such way"):
+    with pytest.raises(DeployError, match="No such path"):
         torch_column("plane")
 
 
@@ -511,7 +511,7 @@ def test_what_pytorch_refuses_is_told(monkeypatch):
     def attend(*arguments):
         raise RuntimeError("No available kernel.\nAborting execution.")
 
-    monkeypatch.setattr("mha_deploy.baselines.masks.attend", attend)
+    monkeypatch.setattr("mha_deploy.baselines.torch.attend", attend)
     cells = column_of(torch_column("sdpa"), cases=named("causal"))
     assert str(cells["causal"]) == "refused: PyTorch refuses the case. No available kernel."
 
