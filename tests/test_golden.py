@@ -10,13 +10,13 @@ from bundle_edit import SIZES, edit_arrays, edit_manifest, golden_case, rehash, 
 from mha_deploy.bundle.cases import (
     GoldenCase,
     golden_cases,
-    polygraphy_refusal,
     read_case,
+    refuse_polygraphy,
     write_case,
     write_polygraphy,
 )
 from mha_deploy.bundle.folder import open_bundle
-from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.errors import BundleError, DeployError, ExportError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 
@@ -171,18 +171,35 @@ def test_polygraphy_reads_the_same_numbers(tmp_path):
 
 
 def test_polygraphy_is_given_no_bfloat16():
-    assert "bfloat16" in polygraphy_refusal(find_spec("tiny-gqa"), PRECISIONS["bf16"])
+    with pytest.raises(ExportError, match="bfloat16"):
+        refuse_polygraphy("none", PRECISIONS["bf16"])
     for name in ("fp16", "fp32"):
-        assert polygraphy_refusal(find_spec("tiny-gqa"), PRECISIONS[name]) is None
-        assert "caches" in polygraphy_refusal(find_spec("tiny-static"), PRECISIONS[name])
+        refuse_polygraphy("none", PRECISIONS[name])
+        with pytest.raises(ExportError, match="caches"):
+            refuse_polygraphy("static", PRECISIONS[name])
 
 
-def test_a_bf16_bundle_says_why_it_has_nothing_for_polygraphy(bundles):
-    bundle = bundles("tiny-padding", "bf16")
-    assert not (bundle.path / "golden" / "polygraphy").exists()
-    assert not any("polygraphy" in name for name in bundle.manifest.files)
-    assert polygraphy_refusal(bundle.manifest.spec, bundle.manifest.precision) in bundle.manifest.notes
-    assert "Polygraphy" in json.dumps(bundle.manifest.notes)
+def test_a_bundle_has_nothing_for_polygraphy_unless_asked(bundles, own_bundles):
+    for bundle in (bundles("tiny-gqa"), own_bundles()):
+        assert not (bundle.path / "golden" / "polygraphy").exists()
+        assert not any("polygraphy" in name for name in bundle.manifest.files)
+        assert "Polygraphy" not in json.dumps(bundle.manifest.notes)
+
+
+def test_files_for_polygraphy_that_cannot_be_are_refused_before_anything_is_written(tmp_path):
+    from mha_deploy.export.exporter import bundle_from_spec
+    from mha_deploy.export.module_exporter import bundle_from_factory
+    from mha_deploy.export.options import ExportOptions
+
+    asked = ExportOptions(precision="bf16", polygraphy=True)
+    for export in (
+        lambda: bundle_from_spec(find_spec("tiny-gqa"), tmp_path / "b", asked),
+        lambda: bundle_from_factory("nothing.py:nobody", tmp_path / "b", asked),
+    ):
+        with pytest.raises(ExportError, match="no Polygraphy files") as caught:
+            export()
+        assert "--polygraphy" in caught.value.hint
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("group", ["oracle", "eager"])

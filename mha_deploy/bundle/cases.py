@@ -14,7 +14,7 @@ import numpy as np
 
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.manifest import GoldenEntry
-from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.errors import BundleError, DeployError, ExportError
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, FLOAT, LENGTHS, ModelSpec, TensorSpec
 
@@ -284,10 +284,14 @@ def _polygraphy_iteration(outputs: Arrays) -> dict[str, object]:
     return {"outputs": lazy, "runtime": None, "runner_name": "oracle", "polygraphy_class": "IterationResult"}
 
 
-def polygraphy_refusal(spec: ModelSpec, precision: Precision) -> str | None:
-    """Why Polygraphy cannot be given these cases, or None."""
-    if spec.cache != "none":
-        return "no Polygraphy files: it would compare whole caches, of which only the new rows say anything"
-    if precision.name == "bf16":
-        return "no Polygraphy files: its JSON holds NumPy arrays, which have no bfloat16"
-    return None
+def refuse_polygraphy(cache: str, precision: Precision) -> None:
+    """Refuse golden cases that Polygraphy cannot be given."""
+    reason = None
+    if cache != "none":
+        reason = f"cache = {cache}: Polygraphy would compare whole caches, of which only the new rows count"
+    elif precision.name == "bf16":
+        reason = "bf16: Polygraphy's JSON holds NumPy arrays, which have no bfloat16"
+    if reason is not None:
+        raise ExportError(
+            "There are no Polygraphy files of such a bundle.", got=reason, hint="leave out --polygraphy"
+        )

@@ -3,7 +3,7 @@
     manifest.json             what this is, the hash of every file, and the versions that made it
     model.onnx (+ .data)      the canonical graph
     golden/<case>.npz         inputs, FP64 oracle and eager result of one case
-    golden/polygraphy/*.json  the same inputs and oracle for `polygraphy run`
+    golden/polygraphy/*.json  the same for `polygraphy run`, where it was asked for
     traces/<name>.npz         of a layer with a cache: tokens to step through, and what is true of them
 
 A bundle is built in a temporary folder beside its place and renamed when it is whole; the manifest is

@@ -68,6 +68,9 @@ def export(
     device: Annotated[
         str, typer.Option(help="Where golden cases are computed: cpu or cuda.")
     ] = ExportOptions.device,
+    polygraphy: Annotated[
+        bool, typer.Option(help="Write the golden cases for `polygraphy run` too.")
+    ] = False,
     overwrite: Overwrite = False,
     in_process: InProcess = False,
     time_limit: TimeLimit = None,
@@ -83,6 +86,7 @@ def export(
         budget=GoldenBudget(gflop=golden_gflop, gib=golden_gib),
         device=device,
         overwrite=overwrite,
+        polygraphy=polygraphy,
     )
     bundle = export_with_progress(source_from_options(model, axis, projections, cache), out, options)
     if json:

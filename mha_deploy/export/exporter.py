@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mha_deploy.bundle.cases import GoldenCase, polygraphy_refusal, write_case, write_polygraphy
+from mha_deploy.bundle.cases import GoldenCase, refuse_polygraphy, write_case, write_polygraphy
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter, sha256
 from mha_deploy.bundle.manifest import GoldenEntry, Manifest, TraceEntry
 from mha_deploy.bundle.traces import write_trace
@@ -52,6 +52,8 @@ def bundle_from_spec(
     """
     options = options or ExportOptions()
     precision = find_precision(options.precision)
+    if options.polygraphy:
+        refuse_polygraphy(spec.cache, precision)
     opset = choose_opset(spec, options.opset)
     plan = plan_golden(spec, options.golden, options.budget)
     trace = plan_trace(spec)
@@ -64,7 +66,7 @@ def bundle_from_spec(
         step("run at two shapes")
         checks["dynamic axes"] = _run_at_two_shapes(writer.path / MODEL, module, precision)
         notes = list(plan.notes)
-        entries = _write_golden(module, precision, options.seed, plan, writer.path, notes, step)
+        entries = _write_golden(module, precision, options, plan, writer.path, step)
         traces = _write_trace(module, precision, options.seed, trace, writer.path, notes, step)
         step("hashes")
         return writer.finish(
@@ -137,14 +139,13 @@ def _run_at_two_shapes(path: Path, module: Attention, precision: Precision) -> d
 def _write_golden(
     module: Attention,
     precision: Precision,
-    seed: int,
+    options: ExportOptions,
     plan: GoldenPlan,
     folder: Path,
-    notes: list[str],
     step: Steps,
 ) -> list[GoldenEntry]:
     step("FP64 oracle")
-    capture = GoldenCapture(module, precision, seed)
+    capture = GoldenCapture(module, precision, options.seed)
     (folder / "golden").mkdir()
     cases: list[GoldenCase] = []
     for planned in plan.cases:
@@ -153,11 +154,8 @@ def _write_golden(
         refuse_overflow(case, precision, module)
         write_case(folder / "golden" / f"{case.name}.npz", case)
         cases.append(case)
-    refusal = polygraphy_refusal(module.spec, precision)
-    if refusal is None:
+    if options.polygraphy:
         write_polygraphy(folder / "golden" / "polygraphy", cases)
-    else:
-        notes.append(refusal)
     return [GoldenEntry(name=c.name, file=f"golden/{c.name}.npz", sizes=dict(c.sizes)) for c in cases]
 
 

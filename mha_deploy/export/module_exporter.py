@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mha_deploy.analyze.cost import layer_flops, odd_sizes, shrunk, sizes_name
-from mha_deploy.bundle.cases import GoldenCase, as_stored, polygraphy_refusal, write_case, write_polygraphy
+from mha_deploy.bundle.cases import GoldenCase, as_stored, refuse_polygraphy, write_case, write_polygraphy
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
 from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest
 from mha_deploy.environment import versions
@@ -311,6 +311,8 @@ def bundle_from_factory(
     options = _checked(options or ExportOptions())
     auto, opset = options.precision == AUTO, choose_opset_of(options.opset)
     precision = find_precision(_FP16 if auto else options.precision)
+    if options.polygraphy:
+        refuse_polygraphy(ModuleSpec.cache, precision)
     step = Steps(on_step, 5 + auto + len(options.golden or _CASES))
     with BundleWriter(target, overwrite=options.overwrite) as writer:
         step("factory")
@@ -456,7 +458,8 @@ class _Work:
                 spec = self._spec(attentions, flops=case.flops)
         if not cases:
             raise ExportError("No golden case is left.", got="; ".join(notes), hint="--golden opt")
-        self._polygraphy(cases, spec, notes)
+        if self.options.polygraphy:
+            write_polygraphy(self.folder / "golden" / "polygraphy", cases)
         return cases, spec, notes
 
     def _spec(self, attentions: int, flops: int) -> ModuleSpec:
@@ -506,13 +509,6 @@ class _Work:
         if layer_flops(spec, sizes) <= spec.flops:
             return f"no large case: nothing larger than opt fits {self.options.budget}"
         return sizes
-
-    def _polygraphy(self, cases: list[GoldenCase], spec: ModuleSpec, notes: list[str]) -> None:
-        refusal = polygraphy_refusal(spec, self.precision)
-        if refusal is None:
-            write_polygraphy(self.folder / "golden" / "polygraphy", cases)
-        else:
-            notes.append(refusal)
 
     def layers(self, cases: list[GoldenCase], values: Mapping[str, str]) -> LayersEntry | None:
         """Look inside the first case whose attentions do not take too much room."""

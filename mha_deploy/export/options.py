@@ -165,6 +165,7 @@ class ExportOptions:
         budget: What the large golden case may cost.
         device: Where the oracle and the eager module run, one of `DEVICES`.
         overwrite: Whether a bundle that is there already may be replaced.
+        polygraphy: Whether to write the golden cases for Polygraphy too.
     """
 
     precision: str = "fp16"
@@ -175,3 +176,4 @@ class ExportOptions:
     budget: GoldenBudget = field(default_factory=GoldenBudget)
     device: str = "cpu"
     overwrite: bool = False
+    polygraphy: bool = False
