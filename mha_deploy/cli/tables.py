@@ -256,7 +256,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
 
 def _what(spec: AttentionSpec | ModuleSpec) -> str:
     if isinstance(spec, ModuleSpec):
-        return f"{spec.factory}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
+        return f"{spec.factory or 'an object in memory'}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
     return f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
 
 

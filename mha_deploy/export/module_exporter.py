@@ -41,7 +41,7 @@ from mha_deploy.graph.fuse.values import FuseReport, place_of
 from mha_deploy.graph.precision.plan import plan_precision
 from mha_deploy.graph.precision.ranges import PrecisionPlan
 from mha_deploy.graph.precision.write import apply_plan
-from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.model.deployable import Deployable, ModuleSpec
 from mha_deploy.model.precision import Precision, find_precision, smallest_normal
 from mha_deploy.model.spec import FLOAT, Axis, Sizes, TensorSpec
 from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
@@ -290,7 +290,7 @@ _SHOWN = 12  # lines of a precision plan
 
 @exit_as_error()
 def bundle_from_factory(
-    reference: str,
+    reference: str | Deployable,
     target: Path,
     options: ExportOptions | None = None,
     *,
@@ -302,7 +302,8 @@ def bundle_from_factory(
     Nothing is left at `target` if anything fails.
 
     Args:
-        reference: `path/to/file.py:factory` or `package.module:factory`.
+        reference: `path/to/file.py:factory`, `package.module:factory`, or a `Deployable`. The manifest of a
+            `Deployable` names no factory: its module cannot be made again from the bundle.
         target: The folder to write.
         options: How to export.
         axes: Axis ranges in place of the factory's.
@@ -416,6 +417,8 @@ def _described(path: Path, places: Mapping[str, str | None]) -> list[dict[str, A
 
 
 def _origin(user: UserModule) -> str:
+    if user.weights_file is None and not user.loaded.factory:
+        return f"of the exported object, state SHA-256 {user.state_sha256}"
     if user.weights_file is None:
         return f"from the factory, seed {user.seed}"
     return f"{Path(user.weights_file).name}, state SHA-256 {user.state_sha256}"

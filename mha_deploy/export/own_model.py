@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import importlib.util
@@ -34,7 +35,7 @@ class LoadedModel:
     """What a factory gave, checked.
 
     Args:
-        factory: The reference it was loaded by.
+        factory: The reference it was loaded by; empty for a `Deployable` that was made in memory.
         name: Name of the model.
         module: The module, in evaluation mode.
         inputs: An example of every input.
@@ -84,6 +85,24 @@ def load_factory(reference: str, *, seed: int = 0) -> LoadedModel:
             hint=_SEE,
         )
     return _checked(given, reference, name)
+
+
+def load_deployable(given: Deployable) -> LoadedModel:
+    """Check a `Deployable` that was made in memory; its module is copied, as the export changes it.
+
+    Raises:
+        ExportError: It does not meet the contract, or its module cannot be copied.
+    """
+    name = type(given.module).__name__
+    try:
+        module = copy.deepcopy(given.module)
+    except Exception as error:  # whatever the user's tensors and attributes raise
+        raise ExportError(
+            "The module cannot be copied.",
+            got=f"{name}: {type(error).__name__}: {error}",
+            hint="export a factory that makes it: path/to/file.py:factory",
+        ) from error
+    return _checked(replace(given, module=module), "", name)
 
 
 # -- finding it --------------------------------------------------------------------------------
@@ -168,7 +187,7 @@ def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
     if not isinstance(given.module, nn.Module):
         raise ExportError("The module is not an nn.Module.", got=type(given.module).__name__, hint=_SEE)
     if not given.inputs:
-        raise ExportError("The factory gives no example inputs.", got=reference, hint=_SEE)
+        raise ExportError("There are no example inputs.", got=reference or name, hint=_SEE)
     for said, table in (("inputs", given.inputs), ("axes", given.axes)):
         if not isinstance(table, Mapping):
             raise ExportError(f"{said} is not a dictionary.", got=type(table).__name__, hint=_SEE)
@@ -366,7 +385,7 @@ def _drawn_by_user(name: str, example: Example, shape: tuple[int, ...], generato
 
 @exit_as_error()
 def open_user_module(
-    factory: str,
+    model: str | Deployable,
     precision: Precision,
     *,
     seed: int = 0,
@@ -374,10 +393,10 @@ def open_user_module(
     axes: Mapping[str, Axis] | None = None,
     device: str = "cpu",
 ) -> UserModule:
-    """Call a factory, give its module the weights of a file where there is one, and round it.
+    """Load a module, give it the weights of a file where there is one, and round it.
 
     Args:
-        factory: `path/to/file.py:factory` or `package.module:factory`.
+        model: `path/to/file.py:factory`, `package.module:factory`, or a `Deployable`, which is not changed.
         precision: The precision to round to.
         seed: PyTorch's seed while the factory runs.
         weights: A safetensors file, or a state dict that `torch.save` wrote.
@@ -385,10 +404,11 @@ def open_user_module(
         device: Where the module goes.
 
     Raises:
-        ExportError: The factory or its module does not meet the contract.
+        ExportError: The model does not meet the contract.
         DeployError: The file holds no weights for this module.
     """
-    loaded = load_factory(factory, seed=seed).with_axes(axes or {})
+    found = load_factory(model, seed=seed) if isinstance(model, str) else load_deployable(model)
+    loaded = found.with_axes(axes or {})
     if weights is not None:
         _load_weights(loaded.module, weights)
     _refuse_meta(loaded.module)
@@ -410,8 +430,14 @@ def reopen_user_module(spec: ModuleSpec, precision: Precision, *, device: str = 
 
     Raises:
         ExportError: The factory is not here any more, or gives something else.
-        BundleError: It gives other weights than those in the bundle.
+        BundleError: It gives other weights than those in the bundle, or there is no factory.
     """
+    if not spec.factory:
+        raise BundleError(
+            f"{spec.name} was exported from an object in memory: nothing here can make its module again.",
+            got="no factory in the manifest",
+            hint="for fresh inputs and PyTorch baselines, export path/to/file.py:factory",
+        )
     weights = None if spec.weights_file is None else Path(spec.weights_file)
     user = open_user_module(
         spec.factory, precision, seed=spec.seed, weights=weights, axes=spec.axes, device=device

@@ -83,7 +83,8 @@ class ModuleSpec(ModelSpec):
 
     Args:
         name: Name of the model.
-        factory: What makes it, as `file.py:factory` or `package.module:factory`.
+        factory: What makes it, as `file.py:factory` or `package.module:factory`; empty where it was exported
+            from an object in memory.
         axes: The named sizes; B is the batch where there is one.
         tensors_in: Its inputs.
         tensors_out: Its outputs.
