@@ -117,9 +117,9 @@ class TraceCapture:
         drawn = random_inputs(spec.without_cache(), sizes, self.seed, label=name)
         x = fed_to(self.module, drawn)["x"]
         eager = self._stepped(x, lengths, steps)
-        case = GoldenCase(name=name, sizes={}, inputs={}, oracle={}, eager=eager)
-        refuse_overflow(case, self.precision, self.module)
         oracle = self._whole(x.double())
+        case = GoldenCase(name=name, sizes={}, inputs={}, oracle=oracle, eager=eager)
+        refuse_overflow(case, self.precision, self.module)
         return DecodeTrace(name=name, x=to_numpy(x), prompt=lengths, steps=steps, oracle=oracle, eager=eager)
 
     def _whole(self, x: Tensor) -> dict[str, np.ndarray]:
