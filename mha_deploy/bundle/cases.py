@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,16 @@ def stored_outputs(spec: ModelSpec) -> tuple[TensorSpec, ...]:
         replace(tensor, dims=(*tensor.dims[:2], S, tensor.dims[3])) if tensor.name in CACHE_INPUTS else tensor
         for tensor in spec.outputs
     )
+
+
+def stored_bytes(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
+    """At most so many bytes of a file are the arrays of one case: those of a 16-bit precision are fewer."""
+    inputs = sum(
+        prod(tensor.shape(sizes)) * (4 if tensor.kind == FLOAT else np.dtype(tensor.kind).itemsize)
+        for tensor in spec.inputs
+    )
+    results = sum(prod(tensor.shape(sizes)) for tensor in stored_outputs(spec))
+    return inputs + results * (8 + 4)  # the oracle, and what the module gave
 
 
 def written_from(inputs: Mapping[str, np.ndarray], given: str) -> np.ndarray:

@@ -62,6 +62,9 @@ def export(
     golden_gib: Annotated[
         float, typer.Option(help="Memory limit of the large golden case.")
     ] = GoldenBudget.gib,
+    golden_mb: Annotated[
+        float, typer.Option(help="Limit on disk of the large golden case.")
+    ] = GoldenBudget.mb,
     opset: Annotated[
         int | None, typer.Option(help="ONNX operator set: 23 or 24; the first that suffices unless given.")
     ] = None,
@@ -83,7 +86,7 @@ def export(
         seed=seed,
         weights=weights,
         golden=tuple(golden or ()),
-        budget=GoldenBudget(gflop=golden_gflop, gib=golden_gib),
+        budget=GoldenBudget(gflop=golden_gflop, gib=golden_gib, mb=golden_mb),
         device=device,
         overwrite=overwrite,
         polygraphy=polygraphy,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mha_deploy.analyze.cost import layer_flops, odd_sizes, shrunk, sizes_name
+from mha_deploy.analyze.cost import odd_sizes, sizes_name
 from mha_deploy.bundle.cases import GoldenCase, as_stored, refuse_polygraphy, write_case, write_polygraphy
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
 from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest
@@ -28,7 +28,7 @@ from mha_deploy.export.eager import Float32Accumulation, tensors_in
 from mha_deploy.export.explain import constant_error
 from mha_deploy.export.exporter import OnStep, Steps
 from mha_deploy.export.golden import refuse_overflow
-from mha_deploy.export.options import AUTO, OPSETS, ExportOptions
+from mha_deploy.export.options import AUTO, OPSETS, ExportOptions, large_sizes, reduction_note
 from mha_deploy.export.oracle import run_program
 from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module
 from mha_deploy.export.program import attention_values, export_program
@@ -457,6 +457,8 @@ class _Work:
             case = self.capture.capture(label, sizes)
             cases.append(case)
             write_case(self.folder / "golden" / f"{label}.npz", case)
+            if name == "large":
+                notes += reduction_note(spec, sizes, self.options.budget)
             if name == "opt":
                 spec = self._spec(attentions, flops=case.flops)
         if not cases:
@@ -506,12 +508,10 @@ class _Work:
             return spec.parse_sizes(name)
         if name != "large":
             raise SpecError("No such golden case.", got=name, hint=f"{', '.join(_CASES)}, or sizes")
-        sizes = shrunk(spec, spec.sizes("max"), spec.sizes("min"), self.options.budget)
         if not spec.flops:
             return "no large case: without opt before it nobody knows what it costs"
-        if layer_flops(spec, sizes) <= spec.flops:
-            return f"no large case: nothing larger than opt fits {self.options.budget}"
-        return sizes
+        sizes = large_sizes(spec, self.options.budget)
+        return sizes or f"no large case: nothing larger than opt fits {self.options.budget}"
 
     def layers(self, cases: list[GoldenCase], values: Mapping[str, str]) -> LayersEntry | None:
         """Look inside the first case whose attentions do not take too much room."""

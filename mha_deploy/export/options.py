@@ -9,7 +9,6 @@ from pathlib import Path
 from mha_deploy.analyze.cost import (
     SizeLimit,
     first_allowed,
-    layer_flops,
     odd_sizes,
     oracle_cache_bytes,
     shrunk,
@@ -17,7 +16,7 @@ from mha_deploy.analyze.cost import (
     usual_points,
 )
 from mha_deploy.errors import SpecError, nearest
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.spec import AttentionSpec, ModelSpec, Sizes
 
 # -- Which golden cases a bundle gets: the corners of the axes, within a budget --------------------
 
@@ -47,7 +46,38 @@ class PlannedCase:
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenBudget(SizeLimit):
-    """What the large case may cost; the others are as large as the spec says."""
+    """What the large case may cost; the others are as large as the spec says.
+
+    Args:
+        gflop: Work in 10⁹ floating-point operations.
+        gib: Memory for the oracle's scores, activations and cache.
+        mb: Room on disk in 10⁶ bytes; as much as the opt case takes is always allowed.
+    """
+
+    mb: float = 25.0
+
+    def __str__(self) -> str:
+        return f"{self.gflop:g} GFLOP, {self.gib:g} GiB and {self.mb:g} MB on disk"
+
+    def allows(self, spec: ModelSpec, sizes: Sizes) -> bool:
+        """Whether a case of these sizes stays below the limit."""
+        from mha_deploy.bundle.cases import stored_bytes
+
+        room = max(self.mb * 1e6, stored_bytes(spec, spec.sizes("opt")))
+        return super().allows(spec, sizes) and stored_bytes(spec, sizes) <= room
+
+
+def large_sizes(spec: ModelSpec, budget: GoldenBudget) -> dict[str, int] | None:
+    """The largest sizes that the budget allows; None where no axis is longer than usual then."""
+    sizes, usual = shrunk(spec, spec.sizes("max"), spec.sizes("min"), budget), spec.sizes("opt")
+    return sizes if any(sizes[name] > usual[name] for name in sizes) else None
+
+
+def reduction_note(spec: ModelSpec, sizes: Sizes, budget: GoldenBudget) -> list[str]:
+    """What of the largest sizes that the axes allow is in no golden case, in one line, or none."""
+    text = ",".join(f"{name}={size}" for name, size in sizes.items())
+    less = [f"{name} = {size}" for name, size in spec.sizes("max").items() if sizes[name] < size]
+    return [f"the large case has {text}: the axes allow {', '.join(less)}, beyond {budget}"] if less else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +101,18 @@ def plan_golden(
     """
     cases: list[PlannedCase] = []
     notes: list[str] = []
+    budget = budget or GoldenBudget()
     known = CASES if spec.cache == "none" else CACHE_CASES
     for name in wanted or known:
-        found = _plan_one(spec, name, budget or GoldenBudget())
+        found = _plan_one(spec, name, budget)
         if isinstance(found, str):
             notes.append(found)
         elif any(replace(found, name=other.name) == other for other in cases):
             notes.append(f"no {found.name} case: its sizes are those of another")
         else:
             cases.append(found)
+            if name == "large":
+                notes += reduction_note(spec, found.sizes, budget)
     if not cases:
         raise SpecError(
             f"No golden case is left for {spec.name}.", got=", ".join(wanted), hint=", ".join(known)
@@ -138,8 +171,8 @@ def _with_few_rows(spec: AttentionSpec, sizes: dict[str, int]) -> dict[str, int]
 
 
 def _large_case(spec: AttentionSpec, budget: GoldenBudget) -> PlannedCase | str:
-    sizes = shrunk(spec, spec.sizes("max"), spec.sizes("min"), budget)
-    if layer_flops(spec, sizes) <= layer_flops(spec, spec.sizes("opt")):
+    sizes = large_sizes(spec, budget)
+    if sizes is None:
         return f"no large case: nothing larger than opt fits {budget}"
     return PlannedCase(name="large", sizes=sizes)
 

@@ -1,8 +1,10 @@
 """Which golden cases are planned: the corners of the axes, within a budget."""
 
+import numpy as np
 import pytest
 
 from mha_deploy.analyze.cost import layer_cost, oracle_bytes
+from mha_deploy.bundle.cases import stored_bytes, stored_outputs
 from mha_deploy.errors import SpecError
 from mha_deploy.export.decode_trace import plan_trace
 from mha_deploy.export.options import CACHE_CASES, CASES, GoldenBudget, plan_golden
@@ -196,7 +198,8 @@ def test_the_large_case_is_larger_than_usual_and_within_budget(name):
     for case in large:
         assert flops(spec, case.sizes) <= budget.gflop * 1e9
         assert oracle_bytes(spec, case.sizes) <= budget.gib * 2**30
-        assert flops(spec, case.sizes) > flops(spec, spec.sizes("opt"))
+        assert stored_bytes(spec, case.sizes) <= max(budget.mb * 1e6, stored_bytes(spec, spec.sizes("opt")))
+        assert any(case.sizes[axis] > usual for axis, usual in spec.sizes("opt").items())
 
 
 def flops(spec, sizes):
@@ -208,7 +211,9 @@ def test_a_large_case_that_fits_is_the_largest_there_is():
 
 
 @pytest.mark.parametrize(
-    "budget", [GoldenBudget(gflop=0.01), GoldenBudget(gib=0.001)], ids=["work", "memory"]
+    "budget",
+    [GoldenBudget(gflop=0.01), GoldenBudget(gib=0.001), GoldenBudget(mb=0.1)],
+    ids=["work", "memory", "disk"],
 )
 def test_a_smaller_budget_gives_a_smaller_case(budget):
     spec = axes(MHA, B="1:1:64", S="1:2:256")
@@ -216,7 +221,48 @@ def test_a_smaller_budget_gives_a_smaller_case(budget):
     assert flops(spec, sizes) < flops(spec, spec.sizes("max"))
     assert flops(spec, sizes) <= budget.gflop * 1e9
     assert oracle_bytes(spec, sizes) <= budget.gib * 2**30
+    assert stored_bytes(spec, sizes) <= budget.mb * 1e6
     assert sizes["B"] == 1, "the batch shrinks before the length does"
+
+
+@SPECS
+def test_a_maximum_that_no_case_reaches_is_noted(name):
+    spec = find_spec(name)
+    plan = plan_golden(spec)
+    for case in (case for case in plan.cases if case.name == "large"):
+        (note,) = [note for note in plan.notes if note.startswith("the large case has ")] or [""]
+        for axis, size in spec.sizes("max").items():
+            assert (f" {axis} = {size}," in note) == (case.sizes[axis] < size)
+
+
+def test_a_bundle_of_bert_base_is_small_and_reaches_the_longest_sequence():
+    spec = find_spec("bert-base")
+    plan = plan_golden(spec)
+    assert {case.name: case.sizes for case in plan.cases}["large"] == {"B": 2, "S": 512}
+    assert (
+        "the large case has B=2,S=512: the axes allow B = 32, beyond 100 GFLOP, 4 GiB and 25 MB on disk"
+        in plan.notes
+    )
+    assert sum(stored_bytes(spec, case.sizes) for case in plan.cases) < 30e6
+    roomy = plan_golden(spec, ("large",), GoldenBudget(gflop=1e6, gib=1e3, mb=1e6))
+    assert (roomy.cases[0].sizes, roomy.notes) == (spec.sizes("max"), ())
+
+
+@pytest.mark.parametrize("name", [name for name in catalog_names() if name.startswith("tiny-")])
+def test_the_room_of_a_case_is_that_of_its_arrays_in_the_widest_precision(name):
+    spec = find_spec(name)
+    sizes = spec.sizes("opt")
+    arrays = {f"inputs/{tensor.name}": zeros(tensor, sizes, np.float32) for tensor in spec.inputs}
+    for tensor in stored_outputs(spec):
+        arrays |= {f"{group}/{tensor.name}": zeros(tensor, sizes, kind) for group, kind in RESULTS.items()}
+    assert stored_bytes(spec, sizes) == sum(array.nbytes for array in arrays.values())
+
+
+RESULTS = {"oracle": np.float64, "eager": np.float32}
+
+
+def zeros(tensor, sizes, kind):
+    return np.zeros(tensor.shape(sizes), kind if tensor.kind == "float" else tensor.kind)
 
 
 def test_a_budget_that_allows_nothing_larger_is_noted():
