@@ -121,6 +121,8 @@ class OrtCpuRunner(Runner):
         graph = graph_of(model)
         widened = ir.to_proto(with_float32_products(graph)).SerializeToString()
         options = session_options(ort, graph, level="BASIC")
+        # It checks and is not timed: threads that spin between calls take the cores from everything else.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
             self._session = ort.InferenceSession(widened, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime raises types of its own that share no base

@@ -83,6 +83,7 @@ def cases() -> tuple[Case, ...]:
     )
 
 
+@functools.cache
 def run_all(dialect: str, *, ulps: int = 0, **options: Any) -> Outcome:
     """Lower and run every case.
 
@@ -110,12 +111,15 @@ def run_all(dialect: str, *, ulps: int = 0, **options: Any) -> Outcome:
 
 def run_in_ort(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Run a model in ONNX Runtime on the CPU, as it is written."""
+    return _session(model.SerializeToString()).run(None, feeds)
+
+
+@functools.lru_cache(maxsize=8)
+def _session(content: bytes) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return session.run(None, feeds)
+    options.intra_op_num_threads = 1  # else the threads of those that are kept spin
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def _run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], *, in_ort: bool) -> list[np.ndarray]:
@@ -124,7 +128,12 @@ def _run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], *, in_ort: bool) 
 
 def run_in_reference(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Run a model in ONNX's reference evaluator, the plugin's nodes too."""
-    return ReferenceEvaluator(model, new_ops=REFERENCE_OPERATORS).run(None, feeds)
+    return _evaluator(model.SerializeToString()).run(None, feeds)
+
+
+@functools.lru_cache(maxsize=8)
+def _evaluator(content: bytes) -> ReferenceEvaluator:
+    return ReferenceEvaluator(onnx.ModelProto.FromString(content), new_ops=REFERENCE_OPERATORS)
 
 
 def _runs_in_ort(case: Case, dialect: str) -> bool:

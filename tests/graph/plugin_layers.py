@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,15 @@ def random_inputs(model: ir.Model, sizes: dict[str, int], **given: np.ndarray) -
 def assert_same(model: ir.Model, lowered: ir.Model, feeds: dict[str, np.ndarray], atol: float = 4e-3) -> None:
     """Both compute the same, but for roundings; the other side is the dialect of matrix products."""
     onnx.checker.check_model(ir.to_proto(lowered))
-    plain = lower(model, "primitives", cache="copy")
-    wanted = run_in_reference(ir.to_proto(plain), feeds)
+    wanted = run_in_reference(_plain(model), feeds)
     got = run_in_reference(ir.to_proto(lowered), feeds)
     assert [value.name for value in lowered.graph.outputs] == [value.name for value in model.graph.outputs]
     for one, other in zip(got, wanted, strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_allclose(one.astype(np.float64), other.astype(np.float64), rtol=0, atol=atol)
+
+
+@functools.lru_cache(maxsize=4)
+def _plain(model: ir.Model) -> onnx.ModelProto:
+    """The same in matrix products; most models are run several times."""
+    return ir.to_proto(lower(model, "primitives", cache="copy"))
