@@ -63,6 +63,7 @@ class Runtime:
         gives: What it makes possible here.
         install: The command that installs it.
         one_of: Whether only one of the packages may be installed, because they hold the same files.
+        slow: Whether importing it takes long: then it is tried only on request.
     """
 
     name: str
@@ -71,20 +72,22 @@ class Runtime:
     gives: str
     install: str
     one_of: bool = True
+    slow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The state of one runtime on this machine."""
+    """The state of one runtime on this machine; `loaded` if it was imported to see that it works."""
 
     runtime: Runtime
     version: str | None
     problem: str | None = None
     note: str = ""
+    loaded: bool = False
 
     @property
     def works(self) -> bool:
-        """Whether it is here and can be imported."""
+        """Whether it is here, and nothing is known to be wrong with it."""
         return self.version is not None and self.problem is None
 
 
@@ -95,6 +98,7 @@ RUNTIMES = (
         packages=("torch",),
         gives="export",
         install='pip install "mha-deploy[export]"',
+        slow=True,
     ),
     Runtime(
         name="onnxscript",
@@ -102,6 +106,7 @@ RUNTIMES = (
         packages=("onnxscript",),
         gives="export",
         install='pip install "mha-deploy[export]"',
+        slow=True,
     ),
     Runtime(
         name="ONNX",
@@ -109,6 +114,7 @@ RUNTIMES = (
         packages=("onnx",),
         gives="inspect, validate --backend onnx-reference",
         install="pip install mha-deploy",
+        slow=True,
     ),
     Runtime(
         name="ONNX Runtime",
@@ -146,16 +152,22 @@ RUNTIMES = (
         packages=("matplotlib",),
         gives="analyze --heads",
         install='pip install "mha-deploy[plot]"',
+        slow=True,
     ),
 )
 
 
-def examine(runtimes: Sequence[Runtime] = RUNTIMES) -> list[Finding]:
-    """Look for every runtime, importing it to see that it works."""
-    return [_examine_one(runtime) for runtime in runtimes]
+def examine(runtimes: Sequence[Runtime] = RUNTIMES, *, load: bool = False) -> list[Finding]:
+    """Look for every runtime, importing it to see that it works.
+
+    Args:
+        runtimes: What to look for.
+        load: Whether to import those too that take long.
+    """
+    return [_examine_one(runtime, load or not runtime.slow) for runtime in runtimes]
 
 
-def _examine_one(runtime: Runtime) -> Finding:
+def _examine_one(runtime: Runtime, load: bool) -> Finding:
     found = [package for package in runtime.packages if installed_version(package) is not None]
     if not can_import(runtime.module):
         return Finding(runtime=runtime, version=None)
@@ -164,11 +176,13 @@ def _examine_one(runtime: Runtime) -> Finding:
         return Finding(
             runtime=runtime, version=version, problem=f"{' and '.join(found)} overwrite each other"
         )
+    if not load:
+        return Finding(runtime=runtime, version=version)
     try:
         module = importlib.import_module(runtime.module)
     except Exception as error:  # noqa: BLE001 (a broken install can raise anything)
         return Finding(runtime=runtime, version=version, problem=f"does not import: {error}")
-    return Finding(runtime=runtime, version=version, note=_note(runtime, module))
+    return Finding(runtime=runtime, version=version, note=_note(runtime, module), loaded=True)
 
 
 def _note(runtime: Runtime, module: object) -> str:
@@ -221,6 +235,7 @@ def report(findings: Sequence[Finding]) -> dict[str, object]:
                 "name": finding.runtime.name,
                 "version": finding.version,
                 "works": finding.works,
+                "loaded": finding.loaded,
                 "problem": finding.problem,
                 "note": finding.note,
                 "gives": finding.runtime.gives,

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -41,14 +42,24 @@ def nvidia_smi(folder, monkeypatch, script):
 
 
 def test_what_is_here_works():
-    findings = {finding.runtime.name: finding for finding in examine()}
+    findings = {finding.runtime.name: finding for finding in examine(load=True)}
     here = {"PyTorch", "onnxscript", "ONNX", "ONNX Runtime", "cuda-bindings", "matplotlib"}
     assert set(findings) == here | {"TensorRT", "TensorRT-RTX"}
     for name in here:
-        assert findings[name].works, findings[name]
+        assert (findings[name].works, findings[name].loaded) == (True, True), findings[name]
         assert findings[name].version == importlib.metadata.version(findings[name].runtime.packages[0])
     assert "CPU" in findings["ONNX Runtime"].note
     assert findings["PyTorch"].note.startswith(("CPU only", "CUDA: "))
+
+
+def test_what_takes_long_is_imported_on_request_only(tmp_path, monkeypatch):
+    broken = replace(broken_module(tmp_path, monkeypatch, "raise ImportError('no libcuda')"), slow=True)
+    (finding,) = examine([broken])
+    assert (finding.works, finding.loaded) == (True, False)
+    assert "broken_runtime" not in sys.modules
+    (finding,) = examine([broken], load=True)
+    assert not finding.works
+    assert "no libcuda" in finding.problem
 
 
 def test_what_is_absent_comes_with_its_command():

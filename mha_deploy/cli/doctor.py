@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from mha_deploy.cli.options import Json, print_json
 
 
-def doctor(json: Json = False) -> None:
+def doctor(
+    load: Annotated[
+        bool,
+        typer.Option("--load", help="Import PyTorch and all that takes seconds, to see that it works."),
+    ] = False,
+    json: Json = False,
+) -> None:
     """Show which runtimes and GPUs are here, what each can do, and how to install what is missing."""
     from mha_deploy.environment import examine, report
 
-    facts = report(examine())
+    facts = report(examine(load=load))
     if json:
         print_json(facts)
     else:
@@ -33,6 +41,8 @@ def _print(facts: dict[str, Any]) -> None:
     own = facts["versions"]
     console.print(f"mha-deploy {own['mha-deploy']} on Python {own['python']}", highlight=False)
     console.print(table)
+    if any(row["works"] and not row["loaded"] for row in facts["runtimes"]):
+        console.print("installed: not imported here; `mha-deploy doctor --load` does", highlight=False)
     for gpu in facts["gpus"]:
         console.print(f"GPU: {', '.join(gpu.values())}", highlight=False)
     if not facts["gpus"]:
@@ -43,5 +53,6 @@ def _print(facts: dict[str, Any]) -> None:
 
 def _state(row: dict[str, Any]) -> str:
     if row["works"]:
-        return f"works ({row['note']})" if row["note"] else "works"
+        state = "works" if row["loaded"] else "installed"
+        return f"{state} ({row['note']})" if row["note"] else state
     return f"{row['problem'] or 'not installed'}: {row['install']}"

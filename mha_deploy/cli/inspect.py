@@ -21,8 +21,6 @@ def inspect(
 
     from mha_deploy.bundle.folder import open_bundle
     from mha_deploy.cli.tables import attention_renderable, bundle_renderable
-    from mha_deploy.graph.attention_node import attention_nodes
-    from mha_deploy.graph.file import load_graph
 
     if what.suffix == ".engine":
         from mha_deploy.cli.build_engine import engine_to_dict, print_engine
@@ -38,6 +36,9 @@ def inspect(
                 typer.echo("the verdict is that of the build: only TensorRT can read this plan")
         return
     if what.suffix == ".onnx":
+        from mha_deploy.graph.attention_node import attention_nodes
+        from mha_deploy.graph.file import load_graph
+
         nodes = [node.describe() for node in attention_nodes(load_graph(what))]
         if json:
             print_json({"file": str(what), "attention": nodes})
@@ -63,6 +64,8 @@ def _check_bundle_of(engine: Engine) -> None:
 
 def _list_engines(bundle: Path) -> None:
     """One line per engine of a bundle, each opened and checked."""
+    if not any(bundle.glob("*/*.engine")):
+        return
     from mha_deploy.engine.manifest import FOLDER, open_engine
 
     for path in sorted((bundle / FOLDER).glob("*.engine")):

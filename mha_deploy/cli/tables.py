@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,24 +14,22 @@ from rich.table import Table
 from rich.text import Text
 
 from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
-from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import read_trace
-from mha_deploy.engine.manifest import Engine, EngineManifest, attention_told, libraries_told, where_built
-from mha_deploy.graph.rules import Eligibility, Finding, group_findings
-from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict, ParityReport
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import AttentionSpec
-from mha_deploy.report.sections import prompts_text
 from mha_deploy.text import budget_share, named, together, without_hash, without_numbers
-from mha_deploy.validate.conformance import ConformanceTable
-from mha_deploy.validate.decode import SteppingReport
-from mha_deploy.validate.evaluate import Examination
-from mha_deploy.validate.invariance import CHECKS
-from mha_deploy.validate.latency import LatencyPoint, LatencyRow
-from mha_deploy.validate.layers import LAYERS
-from mha_deploy.validate.self_test import SelfTest, largest_share
-from mha_deploy.validate.verdict import Report
+
+if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
+    from mha_deploy.bundle.folder import Bundle
+    from mha_deploy.engine.manifest import Engine, EngineManifest
+    from mha_deploy.graph.rules import Eligibility, Finding
+    from mha_deploy.metrics import OutputVerdict, ParityReport
+    from mha_deploy.validate.conformance import ConformanceTable
+    from mha_deploy.validate.decode import SteppingReport
+    from mha_deploy.validate.evaluate import Examination
+    from mha_deploy.validate.latency import LatencyPoint, LatencyRow
+    from mha_deploy.validate.self_test import SelfTest
+    from mha_deploy.validate.verdict import Report
 
 # -- What the tables of several verbs share --------------------------------------------------------
 
@@ -54,6 +52,8 @@ def share_text(share: float) -> str:
 
 def verdict_text(verdict: OutputVerdict) -> Text:
     """Whether an output is right."""
+    from mha_deploy.metrics import NOT_VERIFIED
+
     if not verdict.passed and not verdict.is_wrong:
         return Text(NOT_VERIFIED, style="yellow")
     return Text("passed", style="green") if verdict.passed else Text("FAILED", style="red")
@@ -61,6 +61,8 @@ def verdict_text(verdict: OutputVerdict) -> Text:
 
 def failed_status(report: ParityReport) -> str:
     """What is true of the outputs that did not pass."""
+    from mha_deploy.metrics import NOT_VERIFIED
+
     return "wrong" if any(verdict.is_wrong for verdict in report.verdicts) else NOT_VERIFIED
 
 
@@ -262,6 +264,9 @@ def _what(spec: AttentionSpec | ModuleSpec) -> str:
 
 def _tokens_text(path: Path) -> str:
     """What a decode trace steps through: its prompts, and the tokens behind them."""
+    from mha_deploy.bundle.traces import read_trace
+    from mha_deploy.report.sections import prompts_text
+
     trace = read_trace(path)
     return f"{prompts_text(trace.prompt.tolist())}, then {trace.steps} single tokens"
 
@@ -300,6 +305,8 @@ def _details(bundle: Bundle) -> RenderableType:
 
 def parity_renderable(report: ParityReport) -> RenderableType:
     """A row for every output of every case, or for every attention of a module, and the verdict."""
+    from mha_deploy.validate.layers import LAYERS
+
     return layers_renderable(report) if report.cases == LAYERS else _outputs_renderable(report)
 
 
@@ -328,6 +335,8 @@ def _outputs_renderable(report: ParityReport) -> RenderableType:
 
 def self_test_renderable(result: SelfTest) -> RenderableType:
     """Every deliberate mistake, and by how much it was caught."""
+    from mha_deploy.validate.self_test import largest_share
+
     rows = table()
     rows.add_column("model", no_wrap=True)
     rows.add_column("× budget", justify="right", no_wrap=True)
@@ -409,6 +418,8 @@ def _problem(verdict: OutputVerdict) -> str:
 
 
 def _head_of_decode_tables(report: SteppingReport) -> Text:
+    from mha_deploy.report.sections import prompts_text
+
     who = f"{report.backend}, {prompts_text(report.prompt)}"
     if report.passed:
         return Text(f"PASSED  {report.steps:,} decode steps on {who}", style="bold green")
@@ -439,6 +450,8 @@ _STYLES = {"fused": "green", "decomposed": "red", "unknown": "yellow"}
 
 def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
     """A block for all attentions of one answer: the answer, then what was found, the worst first."""
+    from mha_deploy.graph.rules import group_findings
+
     blocks: list[RenderableType] = []
     for alike in together(answers, lambda answer: (answer.target, _answer(answer))):
         nodes = [answer.node.name for answer in alike]
@@ -475,6 +488,8 @@ def _answer_style(answer: Eligibility) -> str:
 
 def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableType:
     """An engine in a few lines with its verdict; with `details`, its kernels too."""
+    from mha_deploy.engine.manifest import attention_told, libraries_told, where_built
+
     manifest = engine.manifest
     facts = Table.grid(padding=(0, 2))
     facts.add_row("engine", escape(str(engine.path)))
@@ -625,6 +640,8 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
 
 def _invariance(examination: Examination) -> Text:
     """In one line: what was varied, how often, and whether every answer was even the same to the bit."""
+    from mha_deploy.validate.invariance import CHECKS
+
     parts = []
     for name in CHECKS:
         checks = [check for check in examination.invariance if check.check == name and check.case]

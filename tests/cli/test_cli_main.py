@@ -55,6 +55,23 @@ def test_help_loads_nothing_heavy():
     assert ROOMS.isdisjoint(done.modules)
 
 
+def test_what_is_only_listed_or_shown_loads_nothing_heavy(bundles):
+    """A table of models and a bundle are text: nobody waits for a library to see them."""
+    verbs = (["models"], ["inspect", bundles("tiny-gqa").path])
+    done = run_all(*(("mha-deploy", *verb, *json) for verb in verbs for json in ([], ["--json"])))
+    assert [step.code for step in done.steps] == [0] * 4, done.steps
+    assert HEAVY.isdisjoint(name.partition(".")[0] for name in done.modules)
+
+
+def test_the_doctor_does_not_load_what_takes_seconds():
+    done = run_all(("mha-deploy", "doctor"))
+    (step,) = done.steps
+    assert step.code == 0, step
+    assert "doctor --load" in step.out
+    slow = {"torch", "onnx", "onnx_ir", "onnxscript", "sympy", "matplotlib"}
+    assert slow.isdisjoint(name.partition(".")[0] for name in done.modules)
+
+
 def test_the_version_is_the_package_s(run_cli):
     done = run_cli("--version")
     assert (done.code, done.out) == (0, f"mha-deploy {__version__}\n")
