@@ -39,7 +39,7 @@ from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import call_isolated, isolation, send_to_parent
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.runtime.tensorrt.build import OnProgress, build_with, is_strongly_typed
+from mha_deploy.runtime.tensorrt.build import OnProgress, build_with
 from mha_deploy.runtime.tensorrt.kernels import Kernel
 from mha_deploy.runtime.tensorrt.log import members
 from mha_deploy.runtime.tensorrt.request import BuildRequest, BuiltEngine
@@ -185,9 +185,9 @@ def _request(
         refit=options.refit,  # type: ignore[arg-type]
         allow_decomposed=options.allow_decomposed and rt.can.attention,
     )
-    if _is_mixed(spec) and not is_strongly_typed(rt, request):
+    if _is_mixed(spec) and not rt.can.strongly_typed_flag:
         # A TensorRT that chooses types by itself would take back what the export kept wide.
-        return replace(request, precision_constraints="obey")
+        return replace(request, precision_constraints=True)
     return request
 
 

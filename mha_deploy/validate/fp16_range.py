@@ -515,7 +515,7 @@ def _folding(product: float, scale: float) -> tuple[str, ...]:
     if STATUSES.index(_status_of(product * scale)) >= STATUSES.index(_status_of(product)):
         return ()
     return (
-        "fold the scale into the query projection (graph/lower/fold_scale.py): "
+        "fold the scale into the query projection (multiply its weights and bias by it): "
         f"the product is then at most {product * scale:,.0f}",
     )
 

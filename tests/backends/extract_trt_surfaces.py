@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.runtime.tensorrt.versions import PROBES, USED
+from tensorrt_names import USED
+
+from mha_deploy.runtime.tensorrt.versions import PROBES
 
 EXTRACT = Path(__file__).with_name("trt_surfaces.json")
 

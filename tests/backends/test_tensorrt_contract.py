@@ -12,15 +12,13 @@ import pytest
 from extract_trt_surfaces import EXTRACT, extract, read_surfaces
 from tensorrt_fake import make_module
 from tensorrt_models import layer, needs_rtx, profile
+from tensorrt_names import FILES, OBJECTS, USED
 
 from mha_deploy.runtime import tensorrt as package
 from mha_deploy.runtime.tensorrt.build import build_with
 from mha_deploy.runtime.tensorrt.request import BuildRequest
 from mha_deploy.runtime.tensorrt.versions import (
-    FILES,
-    OBJECTS,
     PROBES,
-    USED,
     EngineError,
     has,
     load,
@@ -164,10 +162,10 @@ def test_the_real_rtx_has_what_its_surface_says():
     ("version", "expected"),
     [
         ("8.6.1", {"strongly_typed_flag": False, "fp16_flag": True, "bf16_type": False, "attention": False}),
-        ("8.6.1", {"progress_monitor": False, "refit": True, "weight_streaming": False, "strip_plan": False}),
+        ("8.6.1", {"progress_monitor": False, "refit": True, "weight_streaming": False}),
         ("8.6.1", {"external_tactic_sources": ("CUBLAS", "CUBLAS_LT", "CUDNN"), "timing_cache": True}),
         ("10.0.1", {"strongly_typed_flag": True, "always_strongly_typed": False, "attention": False}),
-        ("10.14.1", {"attention": True, "refit_individual": True, "fp16_flag": True}),
+        ("10.14.1", {"attention": True, "fp16_flag": True}),
         ("11.4.0", {"always_strongly_typed": True, "external_tactic_sources": (), "fp16_flag": False}),
         ("rtx-1.7.1", {"always_strongly_typed": True, "timing_cache": False, "version_compatible": False}),
         ("rtx-1.7.1", {"hardware_compatibility": (), "builds_without_gpu": True}),
@@ -198,27 +196,18 @@ OPTIONS = [
     {"weight_streaming": True},
     {"refit": "all"},
     {"refit": "identical"},
-    {"refit": ("wq0",)},
-    {"strip_weights": True},
     {"allow_decomposed": True},
-    {"weak_typing": True},
-    {"weak_typing": True, "precision": "bf16"},
-    {"precision_constraints": "obey"},
-    {"precision_constraints": "prefer", "weak_typing": True},
-    {"tf32": True},
-    {"external_tactics": True},
+    {"precision_constraints": True},
 ]
 
 
 def refused(version: str) -> set[str]:
     """The options each version is known not to have, by what its release notes and bindings say."""
     eight = version.startswith("8")
-    eleven = version.startswith("11")
     rtx = version.startswith("rtx")
     early = eight or version == "10.0.1"
     rules = {
         "bf16": eight,
-        "bf16-weak": eight or eleven or rtx,
         "targets": not rtx,
         "timing_cache": rtx,
         "version_compatible": rtx,
@@ -226,28 +215,16 @@ def refused(version: str) -> set[str]:
         "same-compute-capability": early or rtx,
         "weight_streaming": eight,
         "identical": eight,
-        "named": early,
-        "strip_weights": eight,
-        "weak_typing": eleven or rtx,
-        "obey": not eight,
-        "prefer": eleven or rtx,
-        "external_tactics": eleven or rtx,
+        "precision_constraints": not eight,
     }
     return {rule for rule, holds in rules.items() if holds}
 
 
 def rule_of(options: dict) -> str:
-    for key in ("targets", "timing_cache", "version_compatible", "weight_streaming", "strip_weights"):
-        if key in options:
-            return key
-    if options.get("precision") == "bf16":
-        return "bf16-weak" if "weak_typing" in options else "bf16"
-    for key in ("hardware_compatible", "precision_constraints"):
+    for key in ("hardware_compatible", "refit", "precision"):
         if key in options:
             return options[key]
-    if "refit" in options:
-        return options["refit"] if isinstance(options["refit"], str) else "named"
-    return next((key for key in ("weak_typing", "external_tactics") if key in options), "")
+    return next(iter(options), "")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -286,19 +263,12 @@ def test_later_versions_are_strongly_typed_without_precision_flags(version):
     assert rt.module.last.config._raised == []
 
 
-def test_weak_typing_on_10_allows_fp16():
-    rt = fake(KEPT["10.14.1"])
-    request = BuildRequest(onnx=MODEL, backend="tensorrt", profiles=[profile()], weak_typing=True)
-    assert not build_with(rt, request).strongly_typed
-    assert rt.module.last.config._raised == ["FP16"]
-
-
 def test_precision_constraints_hold_every_layer_to_its_type_in_the_graph():
     rt, model = fake(KEPT["8.6.1"]), layer()
     island = onnx.helper.make_node("Cast", ["y"], ["wide"], to=onnx.TensorProto.FLOAT)
     model.graph.node.extend([island, onnx.helper.make_node("Shape", ["wide"], ["size"])])
     data = model.SerializeToString()
-    request = BuildRequest(onnx=data, backend="tensorrt", profiles=[profile()], precision_constraints="obey")
+    request = BuildRequest(onnx=data, backend="tensorrt", profiles=[profile()], precision_constraints=True)
     build_with(rt, request)
     *layers, shape = rt.module.last.network._layers
     assert rt.module.last.config._raised == ["FP16", "OBEY_PRECISION_CONSTRAINTS"]
@@ -356,14 +326,10 @@ def test_a_callback_that_fails_cancels_the_build_itself():
 
 
 def test_the_hint_fits_the_version():
-    hints = {}
-    for version in ("8.6.1", "10.14.1"):
-        rt = fake(KEPT[version])
-        request = BuildRequest(onnx=MODEL, backend="tensorrt", weight_streaming=True, weak_typing=True)
-        with pytest.raises(EngineError, match=version) as caught:
-            build_with(rt, request)
-        hints[version] = caught.value.hint
-    assert hints == {"8.6.1": "use TensorRT 10 or later", "10.14.1": "leave weak_typing out"}
+    rt = fake(KEPT["8.6.1"])
+    with pytest.raises(EngineError, match=r"8\.6\.1") as caught:
+        build_with(rt, BuildRequest(onnx=MODEL, backend="tensorrt", weight_streaming=True))
+    assert caught.value.hint == "use TensorRT 10 or later"
 
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.16.1", "11.4.0"])

@@ -42,7 +42,6 @@ def test_what_is_no_target_is_refused(text):
     [
         {"precision": "fp8"},
         {"hardware_compatible": "ampere"},
-        {"precision_constraints": "force"},
         {"refit": "some"},
         {"optimization_level": 6},
         {"workspace": 0},

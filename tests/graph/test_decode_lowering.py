@@ -12,13 +12,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from attention_models import attention
-from conformance import run_in_ort
+from conformance import run_in_ort, run_in_reference
 from decode_models import Layer, feeds, fixed, growing, with_whole_states
 from onnx import TensorProto, helper
 from onnx.backend.test.case.node import _NodeTestCases
 from onnx.backend.test.runner import Runner
-from onnx.reference import ReferenceEvaluator
 
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.attention_node import attention_nodes
@@ -56,7 +54,7 @@ KINDS = {"growing": growing, "fixed": fixed}
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("onnx", {}),
     ("trt", {"decompose": True}),
-    ("trt", {"decompose": True, "mask": "bool", "decode_primitives": True}),
+    ("trt", {"decompose": True, "decode_primitives": True}),
     ("primitives", {}),
     ("primitives", {"cache": "copy"}),
     ("primitives", {"cache": "rows", "gqa": "broadcast"}),
@@ -69,14 +67,20 @@ CALLS: dict[str, list[tuple[int, list[int]]]] = {
 }
 
 
+@functools.lru_cache(maxsize=4)
+def proto_of(model: ir.Model) -> onnx.ModelProto:
+    """The file of a model that nobody changes any more: most are run several times."""
+    return ir.to_proto(model)
+
+
 def reference(model: ir.Model, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    return ReferenceEvaluator(ir.to_proto(model)).run(None, inputs)
+    return run_in_reference(proto_of(model), inputs)
 
 
 def evaluate(model: ir.Model, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Run a lowered model: in ONNX Runtime where it is not left with an Attention that it cannot run."""
     kept = attention_nodes(model)
-    outputs = reference(model, inputs) if kept else run_in_ort(ir.to_proto(model), inputs)
+    outputs = reference(model, inputs) if kept else run_in_ort(proto_of(model), inputs)
     named = dict(zip((value.name for value in model.graph.outputs), outputs, strict=True))
     return with_whole_states(cache_form(model), inputs, named)
 
@@ -310,7 +314,7 @@ def shapes(model: ir.Model, sizes: dict[str, tuple[int, int, int]]) -> dict[str,
 @needs_rtx
 @pytest.mark.parametrize(
     ("dialect", "options"),
-    [("trt", {}), ("trt", {"native": True, "decode_primitives": True}), ("primitives", {"cache": "copy"})],
+    [("trt", {}), ("trt", {"decode_primitives": True}), ("primitives", {"cache": "copy"})],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_engine_is_fused_for_prompt_and_token(kind: str, dialect: str, options: dict[str, Any]) -> None:
@@ -329,56 +333,11 @@ def test_one_engine_is_fused_for_prompt_and_token(kind: str, dialect: str, optio
     assert not [message for message in built.warnings if "Unused Input" in message.text]
 
 
-# -- TensorRT's own operator ---------------------------------------------------------------------
-
-
-def native_node(model: ir.Model) -> ir.Node | None:
-    nodes = [node for node in lower(model, "trt", native=True).graph if node.op_type == "TRT_Attention"]
-    return nodes[0] if nodes else None
-
-
-def test_native_says_the_corner_behind_a_past() -> None:
-    node = native_node(growing(Layer()))
-    assert node is not None
-    assert (node.domain, node.name, node.attributes.get_string("causal_kind")) == (
-        "trt",
-        "att",
-        "lower_right",
-    )
-    scaled = node.inputs[0].producer()
-    assert scaled.op_type == "Mul"
-    np.testing.assert_allclose(ir.convenience.get_const_tensor(scaled.inputs[1]).numpy(), 8**-0.5, rtol=1e-6)
-    assert len(node.inputs) == 3
-
-
-def test_native_gives_key_lengths_at_their_place() -> None:
-    node = native_node(fixed(Layer(S=1)))
-    assert node is not None
-    assert [value is not None for value in node.inputs] == [True, True, True, False, False, True]
-    assert node.inputs[5].dtype == ir.DataType.INT32
-    assert node.attributes.get_string("causal_kind") == "none"
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        fixed(Layer()),  # the corner of several queries under key lengths is not documented
-        growing(replace(LAYERS["window"])),
-        attention(("B", 4, "S", 8), ("B", 4, "T", 8), past="P", is_causal=1),
-        attention(("B", 4, "S", 8), ("B", 4, "S", 8), past="P", is_causal=1, mask=("bool", ("S", "T"))),
-        attention(("B", 4, 1, 8), ("B", 4, 1, 8), past="P", is_causal=1),
-    ],
-)
-def test_native_leaves_what_it_is_not_sure_of_to_a_mask(model: ir.Model) -> None:
-    assert native_node(model) is None
-
-
 @needs_rtx
-@pytest.mark.parametrize("options", [{}, {"native": True}])
-def test_one_token_with_key_lengths_is_one_kernel(options: dict[str, Any]) -> None:
+def test_one_token_with_key_lengths_is_one_kernel() -> None:
     from rtx_probe import build
 
-    lowered = lower(fixed(replace(ENGINE, S=1)), "trt", **options)
+    lowered = lower(fixed(replace(ENGINE, S=1)), "trt")
     built = build(lowered, shapes(lowered, DECODE))
     assert [name.split("_myl")[0] for name in built.fused] == ["_gemv_mha_v1"]
     assert built.unused_inputs == ()

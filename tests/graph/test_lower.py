@@ -68,10 +68,9 @@ MODELS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 SIZES = [{"B": 2, "S": 3, "T": 6, "P": 2, "M": 5}, {"B": 1, "S": 7, "T": 11, "P": 5, "M": 9}]
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("trt", {"pad_heads": True, "decompose": True}),
-    ("trt", {"mask": "bool", "explicit_causal": True, "pad_heads": True, "decompose": True}),
     ("primitives", {"gqa": "fold"}),
-    ("primitives", {"gqa": "broadcast", "scale": "scores"}),
-    ("primitives", {"gqa": "repeat", "scale": "split"}),
+    ("primitives", {"gqa": "broadcast"}),
+    ("primitives", {"gqa": "repeat"}),
     ("contrib", {"repeat_kv": True}),
     ("plugin", {"limits": False}),
 ]

@@ -9,9 +9,7 @@ from conformance import run_in_ort
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.lower import fold_scale, lower
-from mha_deploy.graph.lower.fold_scale import NOTE
+from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.pack import pack_projections
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
@@ -95,7 +93,6 @@ def test_packing_does_not_touch_its_input() -> None:
     model = layer()
     before = ir.to_proto(model).SerializeToString(deterministic=True)
     pack_projections(model)
-    fold_scale(model)
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
 
 
@@ -112,64 +109,13 @@ def test_weights_that_others_read_stay() -> None:
     assert "bk" in packed.graph.initializers  # its product is an output, so its bias is added outside
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_power_of_two_folds_exactly(dtype: str) -> None:
-    model = layer(D=16, dtype=dtype)
-    folded = fold_scale(model)
-    (node,) = attention_nodes(folded)
-    assert node.scale == 1.0
-    assert next(n for n in folded.graph if n.name == "att").metadata_props[NOTE] == "0.25, exact"
-    np.testing.assert_array_equal(
-        numpy_of(folded, "wq_scaled"), numpy_of(model, "wq") * np.asarray(0.25, DTYPES[dtype])
-    )
-
-
-def numpy_of(model: ir.Model, name: str) -> np.ndarray:
-    return model.graph.initializers[name].const_value.numpy()
-
-
-def test_other_scales_round_each_weight_once() -> None:
-    model = layer(D=8)
-    folded = fold_scale(model)
-    assert "rounded once" in next(n for n in folded.graph if n.name == "att").metadata_props[NOTE]
-    exact = numpy_of(model, "wq").astype(np.float64) * 8**-0.5
-    np.testing.assert_array_equal(numpy_of(folded, "wq_scaled"), exact.astype(np.float32))
-    np.testing.assert_allclose(run(folded), run(model), rtol=1e-5, atol=1e-5)
-
-
-def test_a_weight_that_becomes_subnormal_is_not_called_exact() -> None:
-    model = layer(D=16, dtype="fp16")
-    tiny = numpy_of(model, "wq").copy()
-    tiny[0, 0] = 2**-14 + 2**-24
-    model.graph.initializers["wq"].const_value = ir.tensor(tiny, name="wq")
-    folded = fold_scale(model)
-    assert "rounded once" in next(n for n in folded.graph if n.name == "att").metadata_props[NOTE]
-
-
-def test_exact_only_leaves_other_scales() -> None:
-    (node,) = attention_nodes(fold_scale(layer(D=8), exact_only=True))
-    assert node.scale is None
-
-
-def test_queries_that_are_read_elsewhere_are_not_scaled() -> None:
-    model = layer()
-    model.graph.outputs.append(next(n for n in model.graph if n.name == "q_bias").outputs[0])
-    (node,) = attention_nodes(fold_scale(model))
-    assert node.scale is None
-
-
 @pytest.mark.parametrize("dialect", ["onnx", "trt", "primitives", "contrib"])
-def test_fold_pack_and_lower_together(dialect: str) -> None:
+def test_pack_and_lower_together(dialect: str) -> None:
     model = layer(D=8)
     feeds = random_feeds(model, {"B": 2, "S": 5})
-    lowered = lower(pack_projections(fold_scale(model)), dialect)
+    lowered = lower(pack_projections(model), dialect)
     (got,) = run_in_ort(ir.to_proto(lowered), feeds)
     np.testing.assert_allclose(got, run_in_ort(ir.to_proto(model), feeds)[0], rtol=1e-5, atol=1e-5)
-
-
-def test_folded_scale_saves_the_multiplication() -> None:
-    assert count(lower(layer(), "primitives"), "Mul") == 1
-    assert count(lower(fold_scale(layer()), "primitives"), "Mul") == 0
 
 
 def test_unrelated_product_on_the_same_input_is_left() -> None:

@@ -72,7 +72,6 @@ LAYERS: dict[str, Layer] = {
 WAYS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in LAYERS),
     *((name, {"cache": "copy"}) for name in ("grouped", "bidirectional", "window", "mask")),
-    ("grouped", {"pack": False}),
     ("grouped", {"linear": True}),
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-import pytest
 from conformance import run_in_reference
 from plugin_layers import FP16, assert_same, model_of, node, operators, random_inputs, weights
 
@@ -39,19 +38,12 @@ def test_projections_stay_products_unless_asked_for() -> None:
     assert not linears(lower(layer(), "plugin"))
 
 
-@pytest.mark.parametrize(("scope", "own", "left"), [("attention", 2, 2), ("all", 4, 0)])
-def test_scope(scope: str, own: int, left: int) -> None:
+def test_only_the_products_around_an_attention() -> None:
     model = layer()
-    lowered = lower(model, "plugin", linear=True, linear_scope=scope)
-    assert len(linears(lowered)) == own
-    assert operators(lowered).count("MatMul") == left
-    assert_same(model, lowered, random_inputs(model, SIZES), atol=8e-3)
-
-
-def test_without_packing_every_projection_is_one() -> None:
-    lowered = lower(layer(), "plugin", linear=True, pack=False)
-    assert len(linears(lowered)) == 4
+    lowered = lower(model, "plugin", linear=True)
+    assert len(linears(lowered)) == 2
     assert operators(lowered).count("MatMul") == 2
+    assert_same(model, lowered, random_inputs(model, SIZES), atol=8e-3)
 
 
 def test_attributes_and_bias() -> None:

@@ -88,10 +88,8 @@ def test_a_bias_has_a_row_for_each_query() -> None:
 
 def test_rows_without_keys_are_guarded_under_a_bias_only() -> None:
     for name, (model, words) in SIGHTS.items():
-        guarded = "Where" in operators(lower(model, "plugin", empty_rows="zero"))
+        guarded = "Where" in operators(lower(model, "plugin"))
         assert guarded == bool(words[3]), name
-    numbers = SIGHTS["numbers"][0]
-    assert "Where" not in operators(lower(numbers, "plugin", empty_rows="ignore"))
 
 
 # -- key lengths ---------------------------------------------------------------------------------

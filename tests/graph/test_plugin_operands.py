@@ -138,14 +138,6 @@ def test_packed_operands_are_read_in_place(name: str) -> None:
     assert_same(model, lowered, random_inputs(model, SIZES))
 
 
-def test_without_packing_there_are_three_operands() -> None:
-    model = projected()
-    lowered = lower(model, "plugin", pack=False)
-    assert attributes_of(lowered, "sources", "offsets") == {"sources": (0, 1, 2), "offsets": (0, 0, 0)}
-    assert [value.name for value in plugin_node_of(lowered).inputs] == ["q", "k", "v"]
-    assert_same(model, lowered, random_inputs(model, SIZES))
-
-
 def test_keys_and_values_of_another_input_share_an_operand() -> None:
     model = projected(keys="c")
     lowered = lower(model, "plugin")

@@ -28,7 +28,6 @@ from mha_deploy.graph.lower.groups import (
     GroupForm,
     group_form,
     scale_query,
-    scores_of,
     softcap,
     softmax,
     turned_scores_of,
@@ -461,14 +460,14 @@ def _attention(
     new = Part(new_key, new_value, biases[1])
 
     q = call.q if call.facts.rank == 4 else split_heads(b, call.q, call.Hq, call.D, name="q_heads")
-    query = form.query(b, call, scale_query(b, call, q, options.scale))
-    scores = [_part_scores(b, call, form, query, part, options) for part in (past, new)]
+    query = form.query(b, call, scale_query(b, call, q))
+    scores = [_part_scores(b, call, form, query, part) for part in (past, new)]
     weights = softmax(b, call, b.op("Concat", *scores, axis=-1, name="all_scores"))
     halves = zip(_cut_columns(b, weights, T), (past, new), strict=True)
     sums = [weighted_values(b, call, form, half, part.v) for half, part in halves]
     y = form.restore(b, call, b.op("Add", *sums, name="summed_values"), call.Dv)
     # Without a mask nobody is without keys: a query sees at least itself.
-    y = zero_closed_rows(b, call, rows_to_keep(b, call, mask, options.empty_rows), y)
+    y = zero_closed_rows(b, call, rows_to_keep(b, call, mask), y)
     return as_input_rank(b, call, y)
 
 
@@ -478,11 +477,9 @@ def _part_scores(
     form: GroupForm,
     query: ir.Value,
     part: Part,
-    options: PrimitivesOptions,
 ) -> ir.Value:
     """The scores of one part, bounded, and low where a key is hidden."""
-    product = turned_scores_of if options.keys_first else scores_of
-    scores = softcap(b, call, product(b, call, form, query, part.k, options.scale))
+    scores = softcap(b, call, turned_scores_of(b, call, form, query, part.k))
     return scores if part.bias is None else b.op("Add", scores, part.bias, name="scores_biased")
 
 

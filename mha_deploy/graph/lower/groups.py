@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import onnx_ir as ir
@@ -146,16 +145,13 @@ def group_form(call: AttentionCall, name: str) -> GroupForm:
 # -- The steps of attention in matrix products, shared by the forms with and without a cache be ----
 
 
-def scale_query(b: NodeBuilder, call: AttentionCall, q: ir.Value, where: str) -> ir.Value:
-    """The queries with the part of the scale that is theirs; `where` is `query`, `split` or `scores`."""
-    factors = {"query": call.scale, "split": math.sqrt(call.scale)}
-    return _times(b, call, q, factors.get(where, 1.0), name="q_scaled")
+def scale_query(b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+    """The queries times the scale."""
+    return q if call.scale == 1.0 else b.op("Mul", q, b.constant(call.scale, call.dtype), name="q_scaled")
 
 
-def scores_of(
-    b: NodeBuilder, call: AttentionCall, form: GroupForm, q: ir.Value, k: ir.Value, where: str
-) -> ir.Value:
-    """Q·Kᵀ with the rest of the scale applied.
+def scores_of(b: NodeBuilder, call: AttentionCall, form: GroupForm, q: ir.Value, k: ir.Value) -> ir.Value:
+    """Q·Kᵀ.
 
     Args:
         b: Builder of the new nodes.
@@ -163,29 +159,22 @@ def scores_of(
         form: How grouped heads are laid out.
         q: Scaled queries in the layout of the form.
         k: Keys `[B, Hkv, ·, D]`.
-        where: Where the scale goes: `query`, `split` or `scores`.
     """
-    if where == "split":
-        k = _times(b, call, k, math.sqrt(call.scale), name="k_scaled")
     keys = b.transpose(k, 0, 1, 3, 2, name="k_transposed")
-    scores = b.op("MatMul", q, form.keys(b, call, keys, call.D, None), name="scores")
-    return _times(b, call, scores, call.scale, name="scores_scaled") if where == "scores" else scores
+    return b.op("MatMul", q, form.keys(b, call, keys, call.D, None), name="scores")
 
 
 def turned_scores_of(
-    b: NodeBuilder, call: AttentionCall, form: GroupForm, q: ir.Value, k: ir.Value, where: str
+    b: NodeBuilder, call: AttentionCall, form: GroupForm, q: ir.Value, k: ir.Value
 ) -> ir.Value:
     """The same scores as K·Qᵀ, turned: keys that come from memory are read as they lie there.
 
     TensorRT-RTX 1.7.1 writes a turned copy of a whole cache before Q·Kᵀ, and none here.
     """
-    if where == "split":
-        k = _times(b, call, k, math.sqrt(call.scale), name="k_scaled")
     perm = (0, 1, 2, 4, 3) if isinstance(form, Broadcast) else (0, 1, 3, 2)
     query = b.transpose(q, *perm, name="q_transposed")
     product = b.op("MatMul", form.keys(b, call, k, None, call.D), query, name="scores")
-    scores = b.transpose(product, *perm, name="scores_turned")
-    return _times(b, call, scores, call.scale, name="scores_scaled") if where == "scores" else scores
+    return b.transpose(product, *perm, name="scores_turned")
 
 
 def softcap(b: NodeBuilder, call: AttentionCall, scores: ir.Value) -> ir.Value:
@@ -210,7 +199,3 @@ def weighted_values(
 ) -> ir.Value:
     """The weights times values `[B, Hkv, ·, Dv]`."""
     return b.op("MatMul", weights, form.keys(b, call, v, None, call.Dv), name="weighted_values")
-
-
-def _times(b: NodeBuilder, call: AttentionCall, x: ir.Value, factor: float, name: str) -> ir.Value:
-    return x if factor == 1.0 else b.op("Mul", x, b.constant(factor, call.dtype), name=name)

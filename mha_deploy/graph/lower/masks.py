@@ -96,16 +96,15 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, hidden: float | 
     return b.op("Where", mask.visible, additive, b.constant(NEG_INF, call.dtype), name="mask_bias")
 
 
-def rows_to_keep(b: NodeBuilder, call: AttentionCall, mask: Mask | None, empty_rows: str) -> ir.Value | None:
-    """`[·, ·, ·, 1]`, True for each query that sees a key; None where all do, or nobody asks.
+def rows_to_keep(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.Value | None:
+    """`[·, ·, ·, 1]`, True for each query that sees a key; None where all do.
 
     Args:
         b: Builder of the new nodes.
         call: The attention.
         mask: Its mask.
-        empty_rows: `zero` or `ignore`, the option that every dialect has.
     """
-    if mask is None or empty_rows == "ignore" or not call.may_have_empty_rows:
+    if mask is None or not call.may_have_empty_rows:
         return None
     seen = mask.visible
     if mask.additive is not None:

@@ -1,7 +1,7 @@
 """One matrix product instead of three: pack the projections that read the same input.
 
 Packing changes no number: each output column is the same sum as before. Do it before lowering, while the
-Attention nodes still show which products are projections, and after folding the scale.
+Attention nodes still show which products are projections.
 """
 
 from __future__ import annotations

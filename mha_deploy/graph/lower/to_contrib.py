@@ -42,17 +42,14 @@ class ContribOptions:
 
     Args:
         repeat_kv: Copy keys and values for each query head where `GroupQueryAttention` cannot be used.
-        empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where none exists.
         cache: `append` lets `GroupQueryAttention` write the new rows of a static cache, which brings an input
             `total_length` (see `contrib_cache`); `copy` writes them with ScatterND before an attention.
     """
 
     repeat_kv: bool = False
-    empty_rows: str = "zero"
     cache: str = "append"
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "empty_rows": ("zero", "ignore"),
         "cache": ("append", "copy"),
     }
 
@@ -227,7 +224,7 @@ def _finish(
     b: NodeBuilder, call: AttentionCall, options: ContribOptions, mask: Mask | None, y: ir.Value
 ) -> ir.Value:
     """Zero the rows that see no key, and bring the result to the rank the node was written in."""
-    rows = rows_to_keep(b, call, mask, options.empty_rows)
+    rows = rows_to_keep(b, call, mask)
     if mask is None or rows is None:
         return y if call.facts.rank == 3 else split_heads(b, y, call.Hq, call.Dv)
     if call.facts.rank == 3 and mask.heads == 1:

@@ -42,7 +42,6 @@ from mha_deploy.graph.lower.masks import (
 from mha_deploy.graph.lower.operators import Obstacle
 from mha_deploy.graph.lower.pack import Projection, matmuls_behind, pack_projections, projection_at
 from mha_deploy.graph.lower.rewrite import (
-    copy_of,
     import_domains,
     infer_shapes,
     names_in,
@@ -432,7 +431,6 @@ def read_sight(
     S: Size,
     T: Size,
     *,
-    empty_rows: str,
     in_cache: bool = False,
 ) -> Sight:
     """Say in the plugin's words what an attention sees.
@@ -442,12 +440,11 @@ def read_sight(
         call: The attention.
         S: Number of queries.
         T: Number of keys, past included.
-        empty_rows: `zero` or `ignore`, the option that every dialect has.
         in_cache: Whether the plugin writes the cache, and so knows the key lengths without being told.
     """
     diagonal = diagonal_of(call)
     if diagonal is None or _has_no_kernel(call, diagonal):
-        return _all_in_bias(b, call, S, T, empty_rows)
+        return _all_in_bias(b, call, S, T)
     counted = None if in_cache else call.lengths
     prefix = _prefix(call, diagonal, T)
     mask = None if prefix is not None else given_mask(b, call, T)
@@ -461,7 +458,7 @@ def read_sight(
         diagonal=diagonal,
         key_lengths=key_lengths,
         bias=_bias(b, call, mask, S),
-        open_rows=rows_to_keep(b, call, whole, empty_rows),
+        open_rows=rows_to_keep(b, call, whole),
         heads=mask.heads,
     )
 
@@ -495,14 +492,14 @@ def _prefix(call: AttentionCall, diagonal: Diagonal, T: Size) -> ir.Value | None
     return None if diagonal.causal == BOTTOM_RIGHT else prefix_lengths(call.mask, batch=call.facts.B)
 
 
-def _all_in_bias(b: NodeBuilder, call: AttentionCall, S: Size, T: Size, empty_rows: str) -> Sight:
+def _all_in_bias(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Sight:
     mask = with_geometry(b, call, given_mask(b, call, T), S, T)
     if mask is None:
         return Sight(diagonal=Diagonal())
     return Sight(
         diagonal=Diagonal(),
         bias=_bias(b, call, mask, S),
-        open_rows=rows_to_keep(b, call, mask, empty_rows),
+        open_rows=rows_to_keep(b, call, mask),
         heads=mask.heads,
     )
 
@@ -618,10 +615,7 @@ class PluginOptions:
     """What goes into the plugin's nodes.
 
     Args:
-        pack: Pack the projections that read the same input into one product first; the node reads its parts.
-        linear: Write projections as nodes of the plugin, which sum in FP32.
-        linear_scope: Which ones: those around an `attention`, or `all` products with constant weights.
-        empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where no mask leaves one.
+        linear: Write the projections around an attention as nodes of the plugin, which sum in FP32.
         cache: `append` lets the node write the new rows of a static cache; `copy` writes them with ScatterND
             before the attention; `auto` is `append` where the pattern is found, else `copy`.
         limits: Refuse the types and head sizes that the plugin has no kernels for. Without, the node is
@@ -629,17 +623,12 @@ class PluginOptions:
         opset: The highest opset the result may need; None keeps the model's own.
     """
 
-    pack: bool = True
     linear: bool = False
-    linear_scope: str = "attention"
-    empty_rows: str = "zero"
     cache: str = "auto"
     limits: bool = True
     opset: int | None = 17
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "linear_scope": ("attention", "all"),
-        "empty_rows": ("zero", "ignore"),
         "cache": ("auto", "append", "copy"),
     }
 
@@ -656,7 +645,7 @@ def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions)
     else:
         key, value, T = Place(heads.k, 0), Place(heads.v, 0), key_length(b, call)
     S = query.length(b)
-    sight = read_sight(b, call, S, T, empty_rows=options.empty_rows)
+    sight = read_sight(b, call, S, T)
     y = write_attention(b, call, operands_of((query, key, value)), sight)[0]
     return {Y: finished(b, call, sight, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
@@ -671,15 +660,13 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> ir.Mode
 
     Args:
         model: The model; it is not changed.
-        options: Options of the lowering; `pack` and `cache` decide.
+        options: Options of the lowering; `cache` decides.
         dialect: Name used in messages.
 
     Raises:
         LoweringError: `cache` is `append`, and a static cache is not of a form that can be served so.
     """
-    lowered = pack_projections(model) if options.pack else copy_of(model)
-    if options.pack:
-        infer_shapes(lowered)
+    lowered = infer_shapes(pack_projections(model))
     if options.cache == COPY:
         return lowered
     wanted = partial(_wanted, options=options, dialect=dialect)
@@ -713,7 +700,7 @@ def _rewrite(
         place_of(cache.new_value, call.Hkv, call.Dv),
     )
     S, T = places[0].length(b), b.size(cache.past_key, 2)
-    sight = read_sight(b, call, S, T, empty_rows=options.empty_rows, in_cache=True)
+    sight = read_sight(b, call, S, T, in_cache=True)
     starts = as_int32(b, before_casts(cache.starts), name="starts")
     written = WrittenCache(cache.past_key, cache.past_value, starts)
     y, *states = write_attention(b, call, operands_of(places), sight, written)
@@ -807,7 +794,6 @@ def _without_last_axis(attention: ir.Node, factor: ir.Value, product: ir.Node) -
 
 # -- Projections as nodes of the plugin, which sum in FP32; TensorRT 8.6 picks kernels that sum ----
 
-ALL = "all"
 
 _TYPES_PLUGIN_LINEAR = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -815,18 +801,15 @@ _TYPES_PLUGIN_LINEAR = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _BETWEEN = frozenset({"Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze", "Where"})
 
 
-def write_linear(model: ir.Model, *, scope: str, limits: bool) -> None:
-    """Write products with constant weights, and the sums with their biases, as nodes of the plugin.
+def write_linear(model: ir.Model, *, limits: bool) -> None:
+    """Write products with constant weights around an attention, biases included, as nodes of the plugin.
 
     Args:
         model: The model, every attention of it lowered. It is changed.
-        scope: `attention` for the products that feed or follow an attention, `all` for every one.
         limits: Whether only the types count that the plugin has.
     """
-    nodes = list(model.graph.all_nodes())
-    chosen = nodes if scope == ALL else _around_attention(nodes)
     taken = names_in(model)
-    for matmul in dict.fromkeys(chosen):
+    for matmul in dict.fromkeys(_around_attention(list(model.graph.all_nodes()))):
         projection = projection_at(matmul) if matmul.op_type == "MatMul" and matmul.domain == "" else None
         if projection is not None and _fits(projection, limits=limits):
             b = NodeBuilder(prefix_within(matmul.name or projection.y.name or LINEAR, taken))
@@ -951,5 +934,5 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
         if take_gates(node, limits=options.limits):
             cancel_turns(node)
     if options.linear:
-        write_linear(model, scope=options.linear_scope, limits=options.limits)
+        write_linear(model, limits=options.limits)
     RemoveUnusedNodesPass()(model)

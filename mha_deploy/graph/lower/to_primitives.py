@@ -44,27 +44,18 @@ class PrimitivesOptions:
 
     Args:
         gqa: `auto`, `fold`, `broadcast` or `repeat`: see `groups`.
-        scale: Where the factor goes: on the `query`, on the `scores`, or its square root on query and
-            key (`split`), as the ONNX specification writes it.
-        empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where none exists.
         cache: `copy` gives whole caches out, with the new rows in them; `rows` gives only the new rows out
             and reads the caches where they are (see `cache_rows`); `auto` is `rows` for a static cache
             whose pattern is found, else `copy`.
-        keys_first: With `rows`, multiply K·Qᵀ and turn the scores instead of the keys.
         opset: The highest opset the result may need; None keeps the model's own.
     """
 
     gqa: str = AUTO
-    scale: str = "query"
-    empty_rows: str = "zero"
     cache: str = AUTO
-    keys_first: bool = True
     opset: int | None = 17
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
         "gqa": GROUP_CHOICES,
-        "scale": ("query", "scores", "split"),
-        "empty_rows": ("zero", "ignore"),
         "cache": (AUTO, "rows", "copy"),
     }
 
@@ -77,10 +68,10 @@ def lower_to_primitives(
     form = group_form(call, options.gqa)
     S, T = query_length(b, call), key_length(b, call)
     mask = read_mask(b, call, S, T)
-    rows = rows_to_keep(b, call, mask, options.empty_rows)
+    rows = rows_to_keep(b, call, mask)
 
-    query = form.query(b, call, scale_query(b, call, heads.q, options.scale))
-    raw = scores_of(b, call, form, query, heads.k, options.scale)
+    query = form.query(b, call, scale_query(b, call, heads.q))
+    raw = scores_of(b, call, form, query, heads.k)
     capped = softcap(b, call, raw)
     biased = _add_bias(b, call, form, mask, capped, S, T)
     weights = softmax(b, call, biased)

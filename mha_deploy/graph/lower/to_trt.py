@@ -25,7 +25,6 @@ from mha_deploy.graph.lower.call import (
     split_inputs,
 )
 from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
-from mha_deploy.graph.lower.native import fits_native, native_attention
 from mha_deploy.graph.lower.operators import keep_scatter
 from mha_deploy.graph.lower.rewrite import OperatorRules
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptions, lower_to_primitives
@@ -41,35 +40,15 @@ class TrtOptions:
         decompose: Write a node that the fused operator cannot express as matrix products instead of
             refusing it. It will be slower.
         pad_heads: Where V's head size differs from K's, pad the smaller with zeros: exact, and fused.
-        mask: `additive` folds into the fused kernel; `bool` keeps boolean masks boolean, which costs
-            several small kernels before it.
-        explicit_causal: Also write plain `is_causal` as a mask unless there are certainly as many keys
-            as queries; for a target whose alignment is not known.
-        softmax: `drop` leaves the precision of the softmax to TensorRT; `cast` computes an attention that
-            asks for a more precise softmax wholly in that precision. TensorRT-RTX 1.7.1 takes the casts off
-            Q, K and V again and builds the kernel of `drop`, but forgets the one of a mask: with any mask
-            it fails.
-        empty_rows: `zero` for what ONNX asks of a query that sees no key; `ignore` where none exists.
-        native: Write the causal corner behind a past, and key lengths, with TensorRT's own attention
-            operator instead of a mask (TensorRT 11, TensorRT-RTX), where its documentation leaves no doubt.
         decode_primitives: Write `RotaryEmbedding`, `TensorScatter` and `RMSNormalization` in primitive
             operators: for TensorRT 10.14, which has none, and for a cache that cannot be updated in place.
     """
 
     decompose: bool = False
     pad_heads: bool = False
-    mask: str = "additive"
-    explicit_causal: bool = False
-    softmax: str = "drop"
-    empty_rows: str = "zero"
-    native: bool = False
     decode_primitives: bool = False
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "mask": ("additive", "bool"),
-        "softmax": ("cast", "drop"),
-        "empty_rows": ("zero", "ignore"),
-    }
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
 
 def operator_rules(options: TrtOptions) -> OperatorRules:
@@ -83,8 +62,8 @@ def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> di
     if refusal is not None and not options.decompose:
         raise call.refuse(refusal[0], got=refusal[1], hint=refusal[2])
     if refusal is not None:
-        return lower_to_primitives(call, b, PrimitivesOptions(empty_rows=options.empty_rows, opset=None))
-    return _rebuild(call, b, options) if _needs_change(call, options) else None
+        return lower_to_primitives(call, b, PrimitivesOptions(opset=None))
+    return _rebuild(call, b) if _needs_change(call) else None
 
 
 def _inexpressible(call: AttentionCall, options: TrtOptions) -> tuple[str, object, str] | None:
@@ -104,7 +83,7 @@ def _inexpressible(call: AttentionCall, options: TrtOptions) -> tuple[str, objec
     return None
 
 
-def _needs_change(call: AttentionCall, options: TrtOptions) -> bool:
+def _needs_change(call: AttentionCall) -> bool:
     facts = call.facts
     return (
         facts.mask != "none"
@@ -115,75 +94,54 @@ def _needs_change(call: AttentionCall, options: TrtOptions) -> bool:
         or "left_window_size" in call.node.attributes
         or "right_window_size" in call.node.attributes
         or call.Dv != call.D
-        or (facts.is_causal and options.explicit_causal and not call.is_square)
     )
 
 
-def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value]:
+def _rebuild(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     heads = split_inputs(b, call)
-    if options.native and fits_native(call):
-        y = native_attention(b, call, heads, options.empty_rows)
-        return {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
-    causal = _stays_causal(call, options)
+    causal = _stays_causal(call)
     mask = None if causal else read_mask(b, call, query_length(b, call), key_length(b, call))
-    rows = rows_to_keep(b, call, mask, options.empty_rows)
-    y = _attention(b, call, options, heads, mask, causal)
-    y = zero_closed_rows(b, call, rows, y)
+    rows = rows_to_keep(b, call, mask)
+    y = zero_closed_rows(b, call, rows, _attention(b, call, heads, mask, causal))
     outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
-    return outputs if not call.facts.has_qk_output else outputs | _scores_beside(call, b, options)
+    return outputs if not call.facts.has_qk_output else outputs | _scores_beside(call, b)
 
 
-def _scores_beside(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value]:
+def _scores_beside(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     """The scores or weights, computed once more: a fused kernel keeps its own to itself.
 
     Their nodes carry another name than the attention's, so that nobody takes them for its parts.
     """
     own = call.facts.name
     side = NodeBuilder(f"{own}_scores{b.prefix.removeprefix(own)}")
-    written = lower_to_primitives(call, side, PrimitivesOptions(empty_rows=options.empty_rows, opset=None))
+    written = lower_to_primitives(call, side, PrimitivesOptions(opset=None))
     b.nodes += side.live_nodes([written[QK_OUTPUT]])
     return {QK_OUTPUT: written[QK_OUTPUT]}
 
 
-def _stays_causal(call: AttentionCall, options: TrtOptions) -> bool:
+def _stays_causal(call: AttentionCall) -> bool:
     """Whether `is_causal` alone means the same to TensorRT: the diagonal starts at the first key."""
     facts = call.facts
     alone = facts.mask == "none" and not (facts.has_past or facts.has_nonpad_kv_seqlen or facts.has_window)
-    return facts.is_causal and alone and (call.is_square or not options.explicit_causal)
+    return facts.is_causal and alone
 
 
 def _attention(
-    b: NodeBuilder, call: AttentionCall, options: TrtOptions, heads: Heads, mask: Mask | None, causal: bool
+    b: NodeBuilder, call: AttentionCall, heads: Heads, mask: Mask | None, causal: bool
 ) -> ir.Value:
-    """The Attention node itself: 4-D, one output, at most one mask."""
+    """The Attention node itself: 4-D, one output, at most one mask.
+
+    The mask is numbers, which the fused kernel adds itself; a boolean one costs small kernels before it. The
+    precision of the softmax is left to TensorRT, which computes it in FP32 anyway.
+    """
     tensors = [*_same_head_size(b, call, heads)]
     if mask is not None:
-        tensors.append(_mask_input(b, call, options, mask))
-    wide = _wider_softmax(call, options)
-    if wide is not None:
-        tensors = [x if x.dtype == ir.DataType.BOOL else b.op("Cast", x, to=int(wide)) for x in tensors]
+        tensors.append(bias_of(b, call, mask))
     attributes = {"scale": call.scale, "is_causal": 1 if causal else None}
     y = b.op("Attention", *tensors, name=b.prefix, **attributes)
-    if wide is not None:
-        y = b.op("Cast", y, to=int(call.dtype))
     if call.Dv < call.D:
         y = b.op("Slice", y, b.ints(0), b.ints(call.Dv), b.ints(3), name="unpadded")
     return y
-
-
-def _mask_input(b: NodeBuilder, call: AttentionCall, options: TrtOptions, mask: Mask) -> ir.Value:
-    if options.mask == "bool" and mask.additive is None and mask.visible is not None:
-        mask.visible.dtype = ir.DataType.BOOL
-        return mask.visible
-    return bias_of(b, call, mask)
-
-
-def _wider_softmax(call: AttentionCall, options: TrtOptions) -> ir.DataType | None:
-    """The type to compute in, where the softmax is to be more precise than the inputs."""
-    precision = call.facts.softmax_precision
-    if options.softmax == "drop" or precision != "fp32" or call.facts.dtype == "fp32":
-        return None  # a softmax more precise than asked for is what TensorRT does anyway
-    return ir.DataType.FLOAT
 
 
 def _same_head_size(b: NodeBuilder, call: AttentionCall, heads: Heads) -> Heads:

@@ -44,16 +44,11 @@ from mha_deploy.runtime.tensorrt.versions import EngineError, NotFusedError, Ten
 _UNUSED = "Unused Input"
 
 
-def is_strongly_typed(rt: TensorRT, request: BuildRequest) -> bool:
-    """Whether the network takes its types from the graph."""
-    return rt.can.strongly_typed_flag and not request.weak_typing
-
-
-def create_network(rt: TensorRT, builder: Any, request: BuildRequest) -> Any:
+def create_network(rt: TensorRT, builder: Any) -> Any:
     """An empty network, strongly typed wherever the version can."""
     trt = rt.module
     flags = 0
-    if is_strongly_typed(rt, request):
+    if rt.can.strongly_typed_flag:
         flags |= 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     if rt.can.explicit_batch_flag:
         flags |= 1 << int(trt.NetworkDefinitionCreationFlag.EXPLICIT_BATCH)
@@ -136,8 +131,6 @@ def hold_types(rt: TensorRT, network: Any, types: Mapping[str, str], precision: 
     """
     trt = rt.module
     dtypes = {"fp16": trt.DataType.HALF, "fp32": trt.DataType.FLOAT}
-    if rt.can.bf16_type:
-        dtypes["bf16"] = trt.DataType.BF16
     wide: set[str] = set()  # tensors that are FP32
     for index in range(network.num_layers):
         layer = network.get_layer(index)
@@ -244,20 +237,14 @@ def refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
 def _wishes(rt: TensorRT, request: BuildRequest) -> list[tuple[str, bool, bool, str]]:
     """Every option as it is written, whether it is asked for, whether it can be had, what else to do."""
     can = rt.can
-    weak = not is_strongly_typed(rt, request)
-    replaceable = request.refit if isinstance(request.refit, str) else None
-    named = request.refit is not None and replaceable is None
     return [
         ("precision='bf16'", request.precision == "bf16", can.bf16_type, "export in fp16"),
-        ("weak_typing", request.weak_typing, can.fp16_flag, "types come from the graph: leave it out"),
-        ("precision='bf16'", weak and request.precision == "bf16", can.bf16_flag, "export in fp16"),
         (
-            f"precision_constraints={request.precision_constraints!r}",
-            request.precision_constraints is not None,
-            can.precision_constraints and weak,
+            "precision_constraints",
+            request.precision_constraints,
+            can.precision_constraints and not can.strongly_typed_flag,
             "a strongly typed network keeps the graph's types by itself: leave it out",
         ),
-        ("tf32=False", not request.tf32, can.tf32_flag, "allow tf32"),
         (
             "timing_cache",
             request.timing_cache is not None,
@@ -266,17 +253,8 @@ def _wishes(rt: TensorRT, request: BuildRequest) -> list[tuple[str, bool, bool, 
         ),
         ("version_compatible", request.version_compatible, can.version_compatible, "build on each version"),
         ("weight_streaming", request.weight_streaming, can.weight_streaming, "use TensorRT 10 or later"),
-        ("weight_streaming", request.weight_streaming, not weak, "leave weak_typing out"),
-        ("refit='all'", replaceable == "all", can.refit, "build again with the new weights"),
-        ("refit='identical'", replaceable == "identical", can.refit_identical, "use TensorRT 10 or later"),
-        ("refit of named weights", named, can.refit_individual, "use refit='all'"),
-        ("strip_weights", request.strip_weights, can.strip_plan, "use TensorRT 10 or later"),
-        (
-            "external_tactics",
-            request.external_tactics,
-            bool(can.external_tactic_sources),
-            "this version brings all of its kernels itself: leave it out",
-        ),
+        ("refit='all'", request.refit == "all", can.refit, "build again with the new weights"),
+        ("refit='identical'", request.refit == "identical", can.refit_identical, "use TensorRT 10 or later"),
     ]
 
 
@@ -322,13 +300,13 @@ def fill_config(rt: TensorRT, config: Any, request: BuildRequest) -> list[str]:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, request.workspace)
     for flag in _flags(rt, request):
         config.set_flag(flag)
-    if rt.can.tf32_flag and not request.tf32:
+    if rt.can.tf32_flag:  # FP32 products keep their inputs as they are
         config.clear_flag(trt.BuilderFlag.TF32)
     if request.hardware_compatible is not None:
         level = HARDWARE_LEVELS[request.hardware_compatible]
         config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, level)
     _set_targets(rt, config, request.target_names)
-    _set_tactic_sources(rt, config, request)
+    _set_tactic_sources(rt, config)
     return _set_timing_cache(rt, config, request.timing_cache)
 
 
@@ -336,16 +314,11 @@ def _flags(rt: TensorRT, request: BuildRequest) -> list[Any]:
     """The builder flags to raise. Flags that a version lacks are never reached for."""
     trt = rt.module
     flags = []
-    if not is_strongly_typed(rt, request):
-        # A strongly typed network refuses these: its types are the graph's.
-        if request.precision == "fp16":
-            flags.append(trt.BuilderFlag.FP16)
-        if request.precision == "bf16":
-            flags.append(trt.BuilderFlag.BF16)
-    if request.precision_constraints == "obey":
+    if request.precision == "fp16" and not rt.can.strongly_typed_flag:
+        # A strongly typed network refuses it: its types are the graph's. BF16 came with such networks.
+        flags.append(trt.BuilderFlag.FP16)
+    if request.precision_constraints:
         flags.append(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-    if request.precision_constraints == "prefer":
-        flags.append(trt.BuilderFlag.PREFER_PRECISION_CONSTRAINTS)
     if request.version_compatible:
         flags.append(trt.BuilderFlag.VERSION_COMPATIBLE)
     if request.weight_streaming:
@@ -354,10 +327,6 @@ def _flags(rt: TensorRT, request: BuildRequest) -> list[Any]:
         flags.append(trt.BuilderFlag.REFIT)
     elif request.refit == "identical":
         flags.append(trt.BuilderFlag.REFIT_IDENTICAL)
-    elif request.refit is not None:
-        flags.append(trt.BuilderFlag.REFIT_INDIVIDUAL)
-    if request.strip_weights:
-        flags.append(trt.BuilderFlag.STRIP_PLAN)
     return flags
 
 
@@ -370,9 +339,9 @@ def _set_targets(rt: TensorRT, config: Any, names: Sequence[str]) -> None:
         config.set_compute_capability(getattr(trt.ComputeCapability, name), index)
 
 
-def _set_tactic_sources(rt: TensorRT, config: Any, request: BuildRequest) -> None:
+def _set_tactic_sources(rt: TensorRT, config: Any) -> None:
     """Keep the builder from outside libraries, which a machine may have only as stubs."""
-    if request.external_tactics or not rt.can.external_tactic_sources:
+    if not rt.can.external_tactic_sources:
         return
     trt = rt.module
     sources = int(config.get_tactic_sources())
@@ -390,21 +359,6 @@ def _set_timing_cache(rt: TensorRT, config: Any, earlier: bytes | None) -> list[
     # A cache of another GPU or version: start a new one, and say so.
     config.set_timing_cache(config.create_timing_cache(b""), False)
     return ["the timing cache was made on another GPU or version, and was not used"]
-
-
-def mark_refittable(network: Any, request: BuildRequest) -> None:
-    """Mark the named weights as replaceable.
-
-    Raises:
-        EngineError: The network has no weights of such a name.
-    """
-    if request.refit is None or isinstance(request.refit, str):
-        return
-    unknown = [name for name in request.refit if not network.mark_weights_refittable(name)]
-    if unknown:
-        raise EngineError(
-            "The network has no such weights to refit.", got=", ".join(unknown), hint="use initializer names"
-        )
 
 
 def check_profiles(inputs: Sequence[EngineTensor], profiles: Sequence[Profile]) -> None:
@@ -480,7 +434,7 @@ _KNOWN = (
     _Known(
         sign=re.compile(r"graph_jit\.cpp.*CUDA_SUCCESS"),
         what="The builder has to run a kernel to prepare weights that stay replaceable, and finds no GPU",
-        hint="build without refit and strip_weights, or on a machine with a GPU",
+        hint="build without refit, or on a machine with a GPU",
     ),
     _Known(
         sign=re.compile(r"HW-specific datatypes"),
@@ -633,10 +587,13 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
     with collect(rt) as messages:
         # The parser owns the weights that the network points to: all three live until the plan is there.
         builder = _builder(rt)
-        network = create_network(rt, builder, request)
+        network = create_network(rt, builder)
         parser = rt.module.OnnxParser(network, logger_for(rt))
         parse_into(rt, parser, request.onnx, names)
-        _shape_network(rt, network, request)
+        if request.allow_decomposed:
+            allow_decomposition(rt, network)
+        if request.precision_constraints:
+            hold_types(rt, network, tensor_types(request.onnx), request.precision)
         config = builder.create_builder_config()
         notes = fill_config(rt, config, request)
         check_profiles(network_inputs(network), request.profiles)
@@ -651,7 +608,7 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
             backend=rt.backend,
             version=rt.version,
             seconds=seconds,
-            strongly_typed=is_strongly_typed(rt, request),
+            strongly_typed=rt.can.strongly_typed_flag,
             inputs=network_inputs(network),
             outputs=network_outputs(network),
             kernels=kernels,
@@ -672,14 +629,6 @@ def _builder(rt: TensorRT) -> Any:
             got=cause,
             hint="use a machine with an NVIDIA GPU, or the backend tensorrt-rtx, which needs none",
         ) from cause
-
-
-def _shape_network(rt: TensorRT, network: Any, request: BuildRequest) -> None:
-    if request.allow_decomposed:
-        allow_decomposition(rt, network)
-    if request.precision_constraints is not None:
-        hold_types(rt, network, tensor_types(request.onnx), request.precision)
-    mark_refittable(network, request)
 
 
 def _serialise(

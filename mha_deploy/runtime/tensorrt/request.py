@@ -138,14 +138,11 @@ class BuildRequest:
         version_compatible: Build an engine that later versions can load.
         hardware_compatible: `ampere-plus` or `same-compute-capability`: other GPUs it shall run on.
         weight_streaming: Let weights stay on the host.
-        refit: `all`, `identical`, or the names of the weights that can be replaced later.
-        strip_weights: Write the plan without the weights.
+        refit: `all` or `identical`: weights that can be replaced later.
         allow_decomposed: Let attention without a fused kernel be built from several. A graph in which
             attention is written in primitive operators is always free to decompose.
-        weak_typing: Let TensorRT choose types within what the precision allows (8.6 can do nothing else).
-        precision_constraints: `prefer` or `obey`: hold layers to the graph's types under weak typing.
-        tf32: Let FP32 matrix products round their inputs to TF32.
-        external_tactics: Let the builder take kernels from cuBLAS and cuDNN where it can.
+        precision_constraints: Hold every layer to the graph's types where TensorRT chooses types by itself
+            (8.6; later networks are strongly typed).
     """
 
     onnx: bytes | str | Path
@@ -159,21 +156,15 @@ class BuildRequest:
     version_compatible: bool = False
     hardware_compatible: str | None = None
     weight_streaming: bool = False
-    refit: Literal["all", "identical"] | Sequence[str] | None = None
-    strip_weights: bool = False
+    refit: Literal["all", "identical"] | None = None
     allow_decomposed: bool = False
-    weak_typing: bool = False
-    precision_constraints: Literal["prefer", "obey"] | None = None
-    tf32: bool = False
-    external_tactics: bool = False
+    precision_constraints: bool = False
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
         if self.hardware_compatible is not None:
             _one_of("hardware compatibility", self.hardware_compatible, HARDWARE_LEVELS)
-        if self.precision_constraints is not None:
-            _one_of("precision constraint", self.precision_constraints, ("prefer", "obey"))
-        if isinstance(self.refit, str):
+        if self.refit is not None:
             _one_of("refit mode", self.refit, ("all", "identical"))
         if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
             raise EngineError(
@@ -201,13 +192,9 @@ class BuildRequest:
             "version_compatible": self.version_compatible,
             "hardware_compatible": self.hardware_compatible,
             "weight_streaming": self.weight_streaming,
-            "refit": self.refit if self.refit is None or isinstance(self.refit, str) else list(self.refit),
-            "strip_weights": self.strip_weights,
+            "refit": self.refit,
             "allow_decomposed": self.allow_decomposed,
-            "weak_typing": self.weak_typing,
             "precision_constraints": self.precision_constraints,
-            "tf32": self.tf32,
-            "external_tactics": self.external_tactics,
         }
 
 

@@ -49,11 +49,9 @@ PROBES: dict[str, tuple[str, ...]] = {
     "explicit_batch_flag": ("NetworkDefinitionCreationFlag.EXPLICIT_BATCH",),
     "strongly_typed_flag": ("NetworkDefinitionCreationFlag.STRONGLY_TYPED",),
     "fp16_flag": ("BuilderFlag.FP16",),
-    "bf16_flag": ("BuilderFlag.BF16",),
     "bf16_type": ("DataType.BF16",),
     "precision_constraints": (
         "BuilderFlag.OBEY_PRECISION_CONSTRAINTS",
-        "BuilderFlag.PREFER_PRECISION_CONSTRAINTS",
         "ILayer.precision",
         "ILayer.set_output_type",
     ),
@@ -70,8 +68,6 @@ PROBES: dict[str, tuple[str, ...]] = {
     "weight_streaming": ("BuilderFlag.WEIGHT_STREAMING",),
     "refit": ("BuilderFlag.REFIT",),
     "refit_identical": ("BuilderFlag.REFIT_IDENTICAL",),
-    "refit_individual": ("BuilderFlag.REFIT_INDIVIDUAL", "INetworkDefinition.mark_weights_refittable"),
-    "strip_plan": ("BuilderFlag.STRIP_PLAN",),
     "parser_node_names": ("ParserError.node_name", "ParserError.node_operator"),
     "inspector": (
         "ICudaEngine.create_engine_inspector",
@@ -107,7 +103,6 @@ class Capabilities:
         strongly_typed_flag: A network can take its types from the graph.
         always_strongly_typed: A network cannot do anything else.
         fp16_flag: FP16 can be allowed for a weakly typed network.
-        bf16_flag: BF16 can be allowed for a weakly typed network.
         bf16_type: BF16 tensors exist at all.
         precision_constraints: Layers can be held to a type in a weakly typed network.
         tf32_flag: TF32 can be switched off.
@@ -118,8 +113,6 @@ class Capabilities:
         weight_streaming: Weights can stay on the host.
         refit: All weights can be made replaceable.
         refit_identical: Weights can be stripped and put back, if they are the same.
-        refit_individual: Single weights can be made replaceable.
-        strip_plan: The plan can be written without weights.
         parser_node_names: The parser says which node it failed on, by name.
         inspector: A deserialised engine can be asked for its layers.
         shared_profiles: Several execution contexts can use one optimisation profile at the same time.
@@ -137,7 +130,6 @@ class Capabilities:
     strongly_typed_flag: bool
     always_strongly_typed: bool
     fp16_flag: bool
-    bf16_flag: bool
     bf16_type: bool
     precision_constraints: bool
     tf32_flag: bool
@@ -148,8 +140,6 @@ class Capabilities:
     weight_streaming: bool
     refit: bool
     refit_identical: bool
-    refit_individual: bool
-    strip_plan: bool
     parser_node_names: bool
     inspector: bool
     shared_profiles: bool
@@ -278,140 +268,3 @@ def _members(module: Any, enum: str, without: tuple[str, ...] = ()) -> tuple[str
     """Names of an enum's members; none where there is no such enum."""
     members = getattr(getattr(module, enum, None), "__members__", {})
     return tuple(name for name in members if name not in without)
-
-
-# -- Every name of TensorRT's Python API that this backend uses, and what guards it ----------------
-
-FILES = ("build.py", "loader.py", "log.py", "run.py")
-
-OBJECTS = {
-    "builder": "Builder",
-    "network": "INetworkDefinition",
-    "parser": "OnnxParser",
-    "parser_error": "ParserError",
-    "config": "IBuilderConfig",
-    "trt_profile": "IOptimizationProfile",
-    "trt_tensor": "ITensor",
-    "layer": "ILayer",
-    "input_layer": "IAttentionInputLayer",
-    "constant_layer": "IConstantLayer",
-    "attention": "IAttention",
-    "cache": "ITimingCache",
-    "runtime": "Runtime",
-    "engine": "ICudaEngine",
-    "inspector": "EngineInspector",
-    "context": "IExecutionContext",
-    "runtime_config": "IRuntimeConfig",
-    "registry": "IPluginRegistry",
-}
-
-# Name -> the capability without which it is not touched; None for what every version must have.
-USED: dict[str, str | None] = {
-    "Builder.create_network": None,
-    "Builder.create_builder_config": None,
-    "Builder.create_optimization_profile": None,
-    "Builder.build_serialized_network": None,
-    "INetworkDefinition.num_inputs": None,
-    "INetworkDefinition.get_input": None,
-    "INetworkDefinition.num_outputs": None,
-    "INetworkDefinition.get_output": None,
-    "INetworkDefinition.num_layers": None,
-    "INetworkDefinition.get_layer": None,
-    "INetworkDefinition.mark_weights_refittable": "refit_individual",
-    "OnnxParser.parse": None,
-    "OnnxParser.parse_from_file": None,
-    "OnnxParser.num_errors": None,
-    "OnnxParser.get_error": None,
-    "ParserError.desc": None,
-    "ParserError.node": None,
-    "ParserError.node_name": "parser_node_names",
-    "ParserError.node_operator": "parser_node_names",
-    "IBuilderConfig.profiling_verbosity": None,
-    "IBuilderConfig.builder_optimization_level": None,
-    "IBuilderConfig.set_memory_pool_limit": None,
-    "IBuilderConfig.add_optimization_profile": None,
-    "IBuilderConfig.set_flag": None,
-    "IBuilderConfig.clear_flag": None,
-    "IBuilderConfig.get_tactic_sources": None,
-    "IBuilderConfig.set_tactic_sources": None,
-    "IBuilderConfig.create_timing_cache": "timing_cache",
-    "IBuilderConfig.set_timing_cache": "timing_cache",
-    "IBuilderConfig.get_timing_cache": "timing_cache",
-    "IBuilderConfig.progress_monitor": "progress_monitor",
-    "IBuilderConfig.hardware_compatibility_level": "hardware_compatibility",
-    "IBuilderConfig.num_compute_capabilities": "compute_capabilities",
-    "IBuilderConfig.set_compute_capability": "compute_capabilities",
-    "IOptimizationProfile.set_shape": None,
-    "ITensor.name": None,
-    "ITensor.shape": None,
-    "ITensor.dtype": None,
-    "ILayer.type": None,
-    "ILayer.num_outputs": None,
-    "ILayer.get_output": None,
-    "ILayer.num_inputs": None,
-    "ILayer.get_input": None,
-    "IConstantLayer.weights": None,
-    "ILayer.precision": "precision_constraints",
-    "ILayer.set_output_type": "precision_constraints",
-    "IAttentionInputLayer.attention": "attention",
-    "IAttention.decomposable": "attention",
-    "ITimingCache.serialize": "timing_cache",
-    "Runtime.engine_host_code_allowed": "version_compatible",
-    "Runtime.deserialize_cuda_engine": None,
-    "ICudaEngine.create_engine_inspector": "inspector",
-    "ICudaEngine.num_io_tensors": None,
-    "ICudaEngine.num_optimization_profiles": None,
-    "ICudaEngine.get_tensor_name": None,
-    "ICudaEngine.get_tensor_mode": None,
-    "ICudaEngine.get_tensor_location": None,
-    "ICudaEngine.get_tensor_dtype": None,
-    "ICudaEngine.get_tensor_shape": None,
-    "ICudaEngine.get_tensor_profile_shape": None,
-    "ICudaEngine.get_aliased_input_tensor": "aliased_outputs",
-    "ICudaEngine.device_memory_size": "device_memory_v1",
-    "ICudaEngine.device_memory_size_v2": "device_memory_v2",
-    "ICudaEngine.create_execution_context": None,
-    "ICudaEngine.create_runtime_config": "kernel_specialization",
-    "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy": "kernel_specialization",
-    "IExecutionContext.set_optimization_profile_async": None,
-    "IExecutionContext.set_input_shape": None,
-    "IExecutionContext.infer_shapes": None,
-    "IExecutionContext.get_tensor_shape": None,
-    "IExecutionContext.set_tensor_address": None,
-    "IExecutionContext.execute_async_v3": None,
-    "EngineInspector.get_engine_information": "inspector",
-    "Builder": None,
-    "OnnxParser": None,
-    "Runtime": None,
-    "ILogger": None,
-    "IProgressMonitor": "progress_monitor",
-    "IConstantLayer": None,
-    "IAttentionInputLayer": "attention",
-    "BuilderFlag.FP16": "fp16_flag",
-    "BuilderFlag.BF16": "bf16_flag",
-    "BuilderFlag.TF32": "tf32_flag",
-    "BuilderFlag.OBEY_PRECISION_CONSTRAINTS": "precision_constraints",
-    "BuilderFlag.PREFER_PRECISION_CONSTRAINTS": "precision_constraints",
-    "BuilderFlag.VERSION_COMPATIBLE": "version_compatible",
-    "BuilderFlag.WEIGHT_STREAMING": "weight_streaming",
-    "BuilderFlag.REFIT": "refit",
-    "BuilderFlag.REFIT_IDENTICAL": "refit_identical",
-    "BuilderFlag.REFIT_INDIVIDUAL": "refit_individual",
-    "BuilderFlag.STRIP_PLAN": "strip_plan",
-    "NetworkDefinitionCreationFlag.EXPLICIT_BATCH": "explicit_batch_flag",
-    "NetworkDefinitionCreationFlag.STRONGLY_TYPED": "strongly_typed_flag",
-    "LayerType.CONSTANT": None,
-    "LayerType.ATTENTION_INPUT": "attention",
-    "DataType.HALF": None,
-    "DataType.FLOAT": None,
-    "DataType.BF16": "bf16_type",
-    "TensorIOMode.INPUT": None,
-    "TensorLocation.HOST": None,
-    "DynamicShapesKernelSpecializationStrategy.EAGER": "kernel_specialization",
-    "ProfilingVerbosity.DETAILED": None,
-    "MemoryPoolType.WORKSPACE": None,
-    "LayerInformationFormat.JSON": "inspector",
-    "HardwareCompatibilityLevel": "hardware_compatibility",
-    "ComputeCapability": "compute_capabilities",
-    "TacticSource": "external_tactic_sources",
-}
