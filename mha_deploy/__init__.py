@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mha_deploy.api import (
+        Model,
+        Report,
+        build_engine,
+        check,
+        check_parity,
+        export,
+        fuse,
+        load_model,
+        open_bundle,
+        open_engine,
+        open_runner,
+        validate,
+    )
     from mha_deploy.errors import DeployError
     from mha_deploy.model.deployable import Deployable, Example
 
 __version__ = "0.1.0"
 
-__all__ = ["DeployError", "Deployable", "Example", "__version__"]
+__all__ = [
+    "DeployError",
+    "Deployable",
+    "Example",
+    "Model",
+    "Report",
+    "__version__",
+    "build_engine",
+    "check",
+    "check_parity",
+    "export",
+    "fuse",
+    "load_model",
+    "open_bundle",
+    "open_engine",
+    "open_runner",
+    "validate",
+]
 
 # Public names are loaded when they are used: `import mha_deploy` loads neither torch nor onnx.
-_PUBLIC = {
+_API = "mha_deploy.api"
+_ELSEWHERE = {
     "DeployError": "mha_deploy.errors",
     "Deployable": "mha_deploy.model.deployable",
     "Example": "mha_deploy.model.deployable",
@@ -22,10 +56,35 @@ _PUBLIC = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in __all__:
         raise AttributeError(f"module 'mha_deploy' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    return getattr(import_module(_ELSEWHERE.get(name, _API)), name)
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Verb(ModuleType):
+    """A package with the name of a function of the API: `mha_deploy.export(...)` calls the function.
+
+    Python binds a package that is imported to its name here, so the package itself must be callable.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> Any:
+        from inspect import signature
+
+        return signature(self._function)
+
+    @property
+    def _function(self) -> Any:
+        return getattr(import_module(_API), self.__name__.rpartition(".")[2])
+
+
+for _name in ("mha_deploy.export", "mha_deploy.validate"):
+    import_module(_name)  # their __init__ is a docstring
+    sys.modules[_name].__class__ = _Verb

@@ -17,7 +17,7 @@ from mha_deploy.cli.build_engine import (
     engine_to_dict,
     print_engine,
 )
-from mha_deploy.cli.export import Factory, Weights, export_with_progress, print_bundle, source_from_options
+from mha_deploy.cli.export import Weights, export_with_progress, print_bundle, source_from_options
 from mha_deploy.cli.options import (
     Axes,
     Cache,
@@ -30,17 +30,16 @@ from mha_deploy.cli.options import (
     Seed,
     TimeLimit,
     print_json,
-    spec_from_options,
     steps,
 )
 from mha_deploy.cli.validate import Latency, print_parity, print_report, report_to_json, write_report_files
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.export.options import ExportOptions
-from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.validate.options import ValidateOptions
 
 if TYPE_CHECKING:
+    from mha_deploy.api import Model
     from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.manifest import Engine
     from mha_deploy.validate.evaluate import Examination
@@ -110,11 +109,14 @@ def deploy(
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
 
-def _usual_folder(model: str, source: AttentionSpec | Factory, precision: str) -> Path:
+def _usual_folder(model: str, source: Model, precision: str) -> Path:
     """Where a bundle goes unless given: a layer with another cache than its own is another layer."""
-    name = source.name
-    if isinstance(source, AttentionSpec) and source.cache != spec_from_options(model).cache:
-        name += f"-{source.cache.replace('none', 'uncached')}"
+    from mha_deploy.api import load_model
+    from mha_deploy.model.spec import AttentionSpec
+
+    name, spec, own = source.name, source.source, load_model(model).source
+    if isinstance(spec, AttentionSpec) and isinstance(own, AttentionSpec) and spec.cache != own.cache:
+        name += f"-{spec.cache.replace('none', 'uncached')}"
     return Path("bundles") / f"{name}-{precision}"
 
 

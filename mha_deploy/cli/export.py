@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,16 +20,14 @@ from mha_deploy.cli.options import (
     Seed,
     TimeLimit,
     axes_from_options,
-    is_factory,
     print_json,
-    spec_from_options,
     steps,
 )
-from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.errors import DeployError
 from mha_deploy.export.options import ExportOptions, GoldenBudget
-from mha_deploy.model.spec import AttentionSpec, Axis
 
 if TYPE_CHECKING:
+    from mha_deploy.api import Model
     from mha_deploy.bundle.folder import Bundle
 
 Weights = Annotated[
@@ -98,54 +95,27 @@ def export(
         print_bundle(bundle)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Factory:
-    """A user's own model, as it was named on the command line.
-
-    Args:
-        reference: `file.py:factory` or `package.module:factory`.
-        axes: Ranges in place of the factory's own.
-    """
-
-    reference: str
-    axes: Mapping[str, Axis]
-
-    @property
-    def name(self) -> str:
-        """The factory's own name."""
-        return self.reference.rpartition(":")[2].replace("_", "-")
-
-
 def source_from_options(
     model: str, axes: Sequence[str] | None, projections: str | None, cache: str | None
-) -> AttentionSpec | Factory:
-    """What is to be exported: a spec, or what a user's factory gives."""
-    if not is_factory(model):
-        return spec_from_options(model, axes, projections, cache)
+) -> Model:
+    """The model to export, with the changes from the command line."""
+    from mha_deploy.api import load_model
+    from mha_deploy.model.catalog import is_factory
+
     for option, given in (("--projections", projections), ("--cache", cache)):
-        if given is not None:
+        if given is not None and is_factory(model):
             raise DeployError(
                 "Your own model is exported as it is written.", got=f"{option} {given}", hint="leave it out"
             )
-    return Factory(reference=model, axes=axes_from_options(axes))
+    return load_model(model, axes=axes_from_options(axes), projections=projections, cache=cache)
 
 
-def export_with_progress(source: AttentionSpec | Factory, out: Path, options: ExportOptions) -> Bundle:
+def export_with_progress(source: Model, out: Path, options: ExportOptions) -> Bundle:
     """Export with progress on stderr."""
-    try:
-        from mha_deploy.export.exporter import bundle_from_spec
-        from mha_deploy.export.module_exporter import bundle_from_factory
-    except ImportError as error:
-        raise BackendUnavailable(
-            "Exporting needs PyTorch and its ONNX exporter.",
-            got=error,
-            hint='pip install "mha-deploy[export]"',
-        ) from error
+    from mha_deploy.api import export
+
     with steps(f"export {source.name}") as on_step:
-        if isinstance(source, Factory):
-            bundle = bundle_from_factory(source.reference, out, options, axes=source.axes, on_step=on_step)
-        else:
-            bundle = bundle_from_spec(source, out, options, on_step)
+        bundle = export(source, out, **vars(options), on_step=on_step)
     if bundle.removed:
         typer.echo(f"removed with the old bundle: {', '.join(bundle.removed)}", err=True)
     return bundle

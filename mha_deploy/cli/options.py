@@ -81,16 +81,6 @@ def spec_from_options(
     return spec if projections is None else replace(spec, projections=projections)
 
 
-def is_factory(model: str) -> bool:
-    """Whether this names a factory of a user's own model, and not a spec."""
-    place, separator, name = model.rpartition(":")
-    return bool(separator) and name.isidentifier() and (place.endswith(".py") or _is_module_name(place))
-
-
-def _is_module_name(text: str) -> bool:
-    return all(part.isidentifier() for part in text.split("."))
-
-
 def axes_from_options(axes: Sequence[str] | None) -> dict[str, Axis]:
     """The axis ranges that a user asked for."""
     return dict(_parse_axis(text) for text in axes or ())

@@ -39,6 +39,16 @@ def find_spec(model: str) -> AttentionSpec:
     return read_spec(catalog_folder() / f"{model}.toml")
 
 
+def is_factory(model: str) -> bool:
+    """Whether this names a factory of a user's own model, and not a spec."""
+    place, separator, name = model.rpartition(":")
+    return bool(separator) and name.isidentifier() and (place.endswith(".py") or _is_module_name(place))
+
+
+def _is_module_name(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
 def read_spec(path: Path) -> AttentionSpec:
     """Read one TOML file; the name of the model is the name of the file."""
     try:

@@ -1,0 +1,724 @@
+"""The public Python API: what `import mha_deploy as md` offers.
+
+Each function is a thin layer over the package that does the work, and the command line calls the same
+functions. Heavy packages are imported by the function that needs them. Errors are subclasses of
+`mha_deploy.DeployError`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mha_deploy.errors import BackendUnavailable, DeployError
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+    from torch import Tensor, nn  # noqa: TID251 (types only)
+
+    from mha_deploy.bundle.folder import Bundle
+    from mha_deploy.engine.manifest import Engine
+    from mha_deploy.export.options import GoldenBudget
+    from mha_deploy.graph.fuse import FuseReport
+    from mha_deploy.graph.rules import Eligibility
+    from mha_deploy.metrics import ParityReport
+    from mha_deploy.model.deployable import Deployable, Example
+    from mha_deploy.model.spec import AttentionSpec, Axis
+    from mha_deploy.runtime.runner import Runner
+    from mha_deploy.validate import verdict
+
+    AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
+    Sizes = str | tuple[int, int, int] | Axis
+
+StrPath = str | os.PathLike[str]
+OnStep = Callable[[str, int, int], None]
+"""Called as each step of a long job begins: its name, its number from 0, their count (0 if unknown)."""
+
+__all__ = [
+    "Model",
+    "Report",
+    "build_engine",
+    "check",
+    "check_parity",
+    "export",
+    "fuse",
+    "load_model",
+    "open_bundle",
+    "open_engine",
+    "open_runner",
+    "validate",
+]
+
+
+# -- Models and their export -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that can be exported; made by `load_model`.
+
+    Args:
+        name: Its name.
+        source: The spec of a catalog layer, a `Deployable`, or the reference of a factory.
+        axes: Axis ranges in place of those of the `Deployable` or the factory.
+    """
+
+    name: str
+    source: AttentionSpec | Deployable | str
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+
+
+def load_model(
+    model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module,
+    *,
+    example_inputs: Mapping[str, Tensor | Example] | None = None,
+    axes: Mapping[str, Sizes] | None = None,
+    name: str = "",
+    cache: str | None = None,
+    projections: str | None = None,
+) -> Model:
+    """Find a model to export.
+
+    Args:
+        model: A catalog name (`mha-deploy models` lists them), the path of a `.toml` spec, a factory as
+            `path/to/file.py:factory` or `package.module:factory`, a `Deployable`, or an `nn.Module`. A
+            factory is called by the export, under the export's seed.
+        example_inputs: Of an `nn.Module`: an `Example` of every input, by the name of the parameter of
+            `forward`, or a tensor, whose dimensions are then fixed.
+        axes: Axis ranges, as `{"S": "1:128:512"}`: of an `nn.Module` those that its examples name, of
+            everything else ranges in place of its own.
+        name: Name of an `nn.Module`; default: that of its class.
+        cache: KV cache of a catalog layer: `none`, `growing` or `static`; default: the spec's own.
+        projections: Projections of a catalog layer: `separate` or `packed`; default: the spec's own.
+
+    Raises:
+        DeployError: There is no such model, or an option does not apply to it.
+
+    Example:
+        >>> model = md.load_model("tiny-mha", axes={"S": "1:32:128"})
+        >>> model.name, str(model.source.axes["S"])
+        ('tiny-mha', '1:32:128')
+    """
+    from mha_deploy.model.catalog import find_spec, is_factory
+    from mha_deploy.model.deployable import Deployable
+    from mha_deploy.model.spec import AttentionSpec
+
+    if hasattr(model, "forward"):  # an nn.Module, without importing PyTorch to ask
+        model, axes = _deployable(model, example_inputs, axes, name), None
+    elif example_inputs is not None or name:
+        raise DeployError("Only an nn.Module takes example inputs and a name.", got=_shown(model))
+    ranges = _axes(axes)
+    source = model.source if isinstance(model, Model) else model
+    if isinstance(source, os.PathLike):
+        source = os.fspath(source)
+    if isinstance(source, str) and not is_factory(source):
+        source = find_spec(source)
+    if isinstance(source, AttentionSpec):
+        source = source if cache is None else source.with_cache(cache)
+        source = source.with_axes(ranges)
+        source = source if projections is None else replace(source, projections=projections)
+        return Model(name=source.name, source=source)
+    if cache is not None or projections is not None:
+        raise DeployError("Only a catalog layer has these options.", got=_options(cache, projections))
+    if not isinstance(source, str | Deployable):
+        raise DeployError(
+            "This is not a model.",
+            got=_shown(model),
+            hint="a catalog name, file.toml, file.py:factory, a Deployable, or an nn.Module",
+        )
+    if isinstance(model, Model):
+        return Model(name=model.name, source=source, axes={**model.axes, **ranges})
+    called = source.rpartition(":")[2].replace("_", "-") if isinstance(source, str) else source.name
+    return Model(name=called or type(getattr(source, "module", None)).__name__, source=source, axes=ranges)
+
+
+def export(
+    model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module,
+    out: StrPath,
+    *,
+    precision: str = "fp16",
+    example_inputs: Mapping[str, Tensor | Example] | None = None,
+    axes: Mapping[str, Sizes] | None = None,
+    opset: int | None = None,
+    seed: int = 0,
+    weights: StrPath | None = None,
+    golden: Sequence[str] = (),
+    budget: GoldenBudget | None = None,
+    device: str = "cpu",
+    overwrite: bool = False,
+    polygraphy: bool = False,
+    on_step: OnStep | None = None,
+) -> Bundle:
+    """Export a model to a bundle: canonical ONNX graph, golden cases with their FP64 oracle, manifest.
+
+    Nothing is left at `out` if anything fails. What is exported from an object in memory (a `Deployable` or
+    an `nn.Module`) cannot be made again from the bundle: fresh cases and PyTorch baselines need a factory.
+
+    Args:
+        model: What `load_model` gives or takes.
+        out: The folder to write.
+        precision: Types in the graph: `fp16`, `bf16` or `fp32`; of the user's own model also `auto`, FP16
+            except where it overflows.
+        example_inputs: See `load_model`.
+        axes: See `load_model`.
+        opset: ONNX operator set: 23 or 24; default: the first that suffices.
+        seed: Seed of random weights, of the factory, and of the golden inputs.
+        weights: A safetensors file, or for the user's own model a state dict, in place of random weights.
+        golden: Golden cases, by name or by sizes as `"B=2,S=33"`; default: those that suit the model.
+        budget: Cost limit of the large golden case.
+        device: Where golden cases are computed: `cpu` or `cuda`.
+        overwrite: Whether to replace a bundle that is there already.
+        polygraphy: Whether to write the golden cases for Polygraphy too.
+        on_step: Called as each step begins.
+
+    Raises:
+        BackendUnavailable: PyTorch or its ONNX exporter is not installed.
+        DeployError: The model cannot be exported; the message says why.
+
+    Example:
+        >>> bundle = md.export("tiny-mha", "out/tiny", precision="fp32")
+        >>> bundle.manifest.spec.name, [case.name for case in bundle.manifest.golden]
+        ('tiny-mha', ['min', 'opt', 'odd', 'large'])
+    """
+    found = load_model(model, example_inputs=example_inputs, axes=axes)
+    from mha_deploy.bundle.commit import refuse_occupied
+    from mha_deploy.export.options import ExportOptions, GoldenBudget
+    from mha_deploy.model.spec import AttentionSpec
+
+    refuse_occupied(Path(os.path.realpath(out)), overwrite=overwrite)  # before PyTorch is imported
+    options = ExportOptions(
+        precision=precision,
+        opset=opset,
+        seed=seed,
+        weights=None if weights is None else Path(weights),
+        golden=tuple(golden),
+        budget=budget or GoldenBudget(),
+        device=device,
+        overwrite=overwrite,
+        polygraphy=polygraphy,
+    )
+    report = on_step or _silent
+    try:
+        from mha_deploy.export.exporter import bundle_from_spec
+        from mha_deploy.export.module_exporter import bundle_from_factory
+    except ImportError as error:
+        raise BackendUnavailable(
+            "Exporting needs PyTorch and its ONNX exporter.",
+            got=error,
+            hint='pip install "mha-deploy[export]"',
+        ) from error
+    if isinstance(found.source, AttentionSpec):
+        return bundle_from_spec(found.source, Path(out), options, report)
+    return bundle_from_factory(found.source, Path(out), options, axes=found.axes, on_step=report)
+
+
+def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
+    """Open a bundle.
+
+    Args:
+        path: The folder that `export` wrote.
+        verify: Whether to compare every file with its hash in the manifest.
+
+    Raises:
+        BundleError: It is missing, incomplete, changed, or of another format.
+
+    Example:
+        >>> bundle = md.open_bundle("out/tiny")
+        >>> bundle.manifest.precision.name
+        'fp32'
+    """
+    from mha_deploy.bundle.folder import open_bundle
+
+    return open_bundle(Path(path), verify=verify)
+
+
+# -- Graphs ----------------------------------------------------------------------------------------
+
+
+def fuse(model: AnyModel) -> tuple[AnyModel, FuseReport]:
+    """Write every attention of an ONNX model as one `Attention` node.
+
+    Args:
+        model: The model, of opset 18 or newer: an `onnx.ModelProto` or an `onnx_ir.Model`. It is not changed.
+
+    Returns:
+        The new model, of the same type, and a report: `fused`, `unfused` with reasons, `already`, `complete`.
+
+    Raises:
+        DeployError: The model cannot be written in opset 23.
+
+    Example:
+        >>> import onnx
+        >>> model, fusion = md.fuse(onnx.load("out/tiny/model.onnx"))
+        >>> type(model).__name__, len(fusion.already), fusion.complete
+        ('ModelProto', 1, True)
+    """
+    import onnx
+    import onnx_ir as ir
+
+    from mha_deploy.graph.fuse import fuse_attention
+
+    if isinstance(model, onnx.ModelProto):
+        fused, report = fuse_attention(ir.from_proto(model))
+        return ir.to_proto(fused), report
+    if isinstance(model, ir.Model):
+        return fuse_attention(model)
+    raise DeployError(
+        "This is not an ONNX model.", got=_shown(model), hint="onnx.load(path), or onnx_ir.load(path)"
+    )
+
+
+def check(
+    bundle: Bundle | StrPath,
+    target: str = "tensorrt-rtx",
+    version: str | None = None,
+    *,
+    sm: str = "",
+) -> list[Eligibility]:
+    """Check whether a target can take and fuse every attention of a graph, without building anything.
+
+    Args:
+        bundle: A bundle, its folder, or an ONNX file whose attention is fused.
+        target: `tensorrt` or `tensorrt-rtx`.
+        version: Its version, as `"10.3"`; default: the newest.
+        sm: Compute capabilities of the GPUs, as `"9.0"` or `"89,120"`; default: any.
+
+    Returns:
+        One record for each attention and target: `taken`, `fused`, both also `_when_lowered`, and `findings`.
+
+    Example:
+        >>> for found in md.check("out/tiny", target="tensorrt", version="10.3"):
+        ...     print(found.taken, found.taken_when_lowered)
+        False True
+    """
+    from mha_deploy.engine.lowered import check_graph
+    from mha_deploy.graph.file import load_graph
+    from mha_deploy.graph.rules import target_from
+    from mha_deploy.runtime.tensorrt.request import capabilities_of
+
+    targets = [target_from(target, version, each) for each in capabilities_of(sm) or (None,)]
+    is_file = not _is_bundle(bundle) and Path(bundle).suffix == ".onnx"  # type: ignore[arg-type]
+    graph = load_graph(Path(bundle) if is_file else _opened(bundle).model_path)  # type: ignore[arg-type]
+    return [found for each in targets for found in check_graph(graph, each)]
+
+
+# -- Engines ---------------------------------------------------------------------------------------
+
+
+def build_engine(
+    bundle: Bundle | StrPath,
+    *,
+    backend: str | None = None,
+    attention: str = "native",
+    name: str | None = None,
+    profiles: Sequence[str | Mapping[str, Sizes]] = (),
+    targets: str = "",
+    allow_decomposed: bool = False,
+    optimization_level: int | None = None,
+    workspace_mib: int | None = None,
+    version_compatible: bool = False,
+    hardware_compatible: str | None = None,
+    weight_streaming: bool = False,
+    refit: str | None = None,
+    accumulate: str = "auto",
+    gqa: str | None = None,
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+) -> Engine:
+    """Build a TensorRT engine from a bundle; its manifest says whether attention is fused.
+
+    Args:
+        bundle: The bundle, or its folder; the engine is written into it.
+        backend: `tensorrt` or `tensorrt-rtx`; default: the one that fits this machine.
+        attention: `native` for TensorRT's own kernels, `plugin` for the plugin library, `auto` for the faster
+            one that is right.
+        name: Name of the engine; default: that of the backend.
+        profiles: Optimisation profiles, as `"B=1:8:32,S=1:128:512"` or `{"B": "1:8:32"}`; default: the axis
+            ranges of the model.
+        targets: Compute capabilities to compile for, as `"89,120"` (TensorRT-RTX).
+        allow_decomposed: Whether attention without a fused kernel may be built from several.
+        optimization_level: Builder effort, 0 to 5.
+        workspace_mib: Scratch memory limit of a kernel.
+        version_compatible: Whether later TensorRT versions can load it.
+        hardware_compatible: `ampere-plus` or `same-compute-capability`.
+        weight_streaming: Whether weights may stay on the host.
+        refit: `all` or `identical`: weights that can be replaced later.
+        accumulate: How the projections accumulate: `fp32`, `fp16` or `auto`.
+        gqa: How grouped heads are written as matmuls: `auto`, `fold`, `broadcast` or `repeat`.
+        overwrite: Whether to replace an engine of that name.
+        on_step: Called as the builder reports progress.
+
+    Raises:
+        BackendUnavailable: The TensorRT that was asked for is not installed or cannot build here.
+        DeployError: The graph cannot be built as asked.
+
+    Example:
+        >>> engine = md.build_engine("out/tiny", backend="tensorrt-rtx")     # doctest: +SKIP
+        >>> engine.manifest.all_fused                                        # doctest: +SKIP
+        True
+    """
+    from mha_deploy.engine.build import engine_from_bundle
+    from mha_deploy.engine.options import EngineOptions, parse_ranges
+
+    opened = _opened(bundle)
+    spec = opened.manifest.spec
+    texts = [each if isinstance(each, str) else _profile(each) for each in profiles]
+    options = EngineOptions(
+        backend=backend,
+        name=name,
+        profiles=[parse_ranges(text, spec) for text in texts],
+        targets=targets,
+        allow_decomposed=allow_decomposed,
+        optimization_level=optimization_level,
+        workspace_mib=workspace_mib,
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
+        weight_streaming=weight_streaming,
+        refit=refit,
+        attention=attention,
+        accumulate=accumulate,
+        gqa=gqa,
+        overwrite=overwrite,
+    )
+    return engine_from_bundle(opened, options, on_step)
+
+
+def open_engine(path: StrPath) -> Engine:
+    """Open an engine that `build_engine` wrote.
+
+    Args:
+        path: The `.engine` file; its manifest lies beside it.
+
+    Raises:
+        BundleError: It is missing, changed, or of another format.
+
+    Example:
+        >>> md.open_engine("out/tiny/engines/none.engine")
+        Traceback (most recent call last):
+        mha_deploy.errors.BundleError: There is no engine with a manifest here...
+    """
+    from mha_deploy.engine.manifest import open_engine
+
+    return open_engine(Path(path))
+
+
+# -- Running ---------------------------------------------------------------------------------------
+
+
+def open_runner(model: Any, backend: str | None = None) -> Runner:
+    """Load a model into a runtime; use the runner as a context manager.
+
+    `runner.run(inputs)` takes and gives NumPy arrays by name; `runner.time(inputs)` measures the device time
+    of a call, on a GPU. ONNX Runtime, TensorRT and PyTorch run in a child process: a crash there is a
+    `DeployError` here.
+
+    Args:
+        model: An `Engine` or its `.engine` file, a `Bundle` or its folder, an ONNX file, an
+            `onnx.ModelProto` or `onnx_ir.Model`, or a Polygraphy runner, which is activated if it is not.
+        backend: Of a bundle or an ONNX model: `ort-cpu`, `ort-cuda`, `ort-cuda-contrib` or `onnx-reference`;
+            of a bundle also the name of an engine, or of a PyTorch baseline such as `eager`. default: ONNX
+            Runtime on the CPU, or where it cannot run the graph's precision, ONNX's reference evaluator.
+
+    Raises:
+        BackendUnavailable: The runtime is not installed or cannot run here.
+        DeployError: The model cannot be loaded.
+
+    Example:
+        >>> import numpy as np
+        >>> with md.open_runner("out/tiny") as runner:
+        ...     outputs = runner.run({"x": np.zeros((1, 3, 64), np.float32)})
+        >>> {name: array.shape for name, array in outputs.items()}
+        {'output': (1, 3, 64)}
+    """
+    from mha_deploy.engine.manifest import Engine
+    from mha_deploy.runtime.polygraphy import PolygraphyRunner, is_polygraphy_runner
+    from mha_deploy.runtime.runner import Runner
+
+    if isinstance(model, str | os.PathLike):
+        model = Path(model)
+        model = open_engine(model) if model.suffix == ".engine" else model
+    has_own = isinstance(model, Runner | Engine) or is_polygraphy_runner(model)
+    if has_own and backend is not None:
+        raise DeployError(
+            "The backend of a runner or an engine cannot be chosen.", got=backend, hint="leave it out"
+        )
+    if isinstance(model, Runner):
+        return model
+    if isinstance(model, Engine):
+        from mha_deploy.engine.run import open_engine_runner
+
+        return open_engine_runner(model)
+    if has_own:
+        return PolygraphyRunner(model)
+    if _is_bundle(model) or (isinstance(model, Path) and model.suffix != ".onnx"):
+        return _bundle_runner(_opened(model), backend)
+    return _graph_runner(model, backend)
+
+
+def _bundle_runner(bundle: Bundle, backend: str | None) -> Runner:
+    from mha_deploy.runtime import available_cpu_backend
+    from mha_deploy.validate.runtimes import Casting
+
+    return Casting(bundle).named(backend or available_cpu_backend(bundle.manifest.precision)).open()
+
+
+def _graph_runner(model: Any, backend: str | None) -> Runner:
+    import onnx
+    import onnx_ir as ir
+
+    from mha_deploy.environment import can_import
+    from mha_deploy.graph.file import load_graph
+    from mha_deploy.runtime import open_runner
+
+    graph = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model
+    graph = load_graph(graph) if isinstance(graph, Path) else graph
+    if not isinstance(graph, ir.Model):
+        raise DeployError(
+            "This cannot be run.",
+            got=_shown(model),
+            hint="an engine, a bundle, an ONNX model, or a Polygraphy runner",
+        )
+    if backend is None:
+        has_bf16 = any(value.dtype == ir.DataType.BFLOAT16 for value in graph.graph.inputs)
+        backend = "ort-cpu" if can_import("onnxruntime") and not has_bf16 else "onnx-reference"
+    return open_runner(backend, model if isinstance(model, Path) else graph)
+
+
+# -- Validation ------------------------------------------------------------------------------------
+
+
+class Report:
+    """The result of a validation; a notebook shows it as a page.
+
+    Args:
+        record: The validation, as the report and the command line render it.
+    """
+
+    def __init__(self, record: verdict.Report) -> None:
+        self.record = record
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was checked and nothing failed."""
+        return self.record.passed
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line."""
+        return self.record.headline
+
+    @property
+    def findings(self) -> tuple[verdict.Finding, ...]:
+        """The verdict's findings, each with `level` and text."""
+        return self.record.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, as docs/report.md describes it."""
+        from mha_deploy.report.schema import plain_report
+
+        return plain_report(self.record.to_dict())
+
+    def to_json(self) -> str:
+        """The same as JSON text."""
+        import json
+
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+
+    def to_html(self) -> str:
+        """A self-contained HTML page."""
+        from mha_deploy.report.page import report_page
+
+        return report_page(self.record.to_dict())
+
+    def save_html(self, path: StrPath) -> Path:
+        """Write the page to a file, and give its path."""
+        from mha_deploy.bundle.commit import write_atomically
+
+        page = self.to_html().encode("utf-8")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(path), page)
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, so that its style does not leak into a notebook."""
+        style = "width: 100%; height: 40em; border: 0"
+        return f'<iframe srcdoc="{escape(self.to_html())}" style="{style}"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"<Report {'passed' if self.passed else 'failed'}: {self.headline}>"
+
+
+def validate(
+    bundle: Bundle | StrPath,
+    *,
+    backends: Sequence[str] = (),
+    engine: str | None = None,
+    latency: bool | None = None,
+    sweep: bool | None = None,
+    fresh: int = 0,
+    steps: int = 0,
+    prompt: int | None = None,
+    rows: int | None = None,
+    layers: bool = False,
+    conformance: bool = False,
+    samples: int = 200,
+    kernels: bool = False,
+    require_fused: bool = False,
+    require_precision: bool = False,
+    seed: int = 1,
+    on_step: OnStep | None = None,
+) -> Report:
+    """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch.
+
+    Args:
+        bundle: The bundle, or its folder, with or without engines.
+        backends: Runtimes, baselines and engines to judge, by name; default: the graph and every engine that
+            can run here.
+        engine: Name of the one engine to run; default: all of the bundle's.
+        latency: Whether to time; default: where there is a GPU.
+        sweep: Whether to try every profile at its corners; default: where an engine runs and PyTorch is here.
+        fresh: Number of random cases to draw besides; needs PyTorch.
+        steps: Decode steps besides the bundle's own trace, for a layer with a KV cache.
+        prompt: Length of the prompt before them.
+        rows: Size of their batch.
+        layers: Whether to judge the engines of the user's own model attention by attention.
+        conformance: Whether to test how every runtime treats masks.
+        samples: Samples of each timing.
+        kernels: Whether to list the kernels that take the time.
+        require_fused: Whether an engine with decomposed attention fails.
+        require_precision: Whether an engine in another precision than the graph's fails.
+        seed: Seed of fresh inputs.
+        on_step: Called as each step begins.
+
+    Raises:
+        BackendUnavailable: A runtime that was asked for by name cannot run here.
+
+    Example:
+        >>> report = md.validate("out/tiny", latency=False)
+        >>> report.passed
+        True
+        >>> report.save_html("out/report.html").name
+        'report.html'
+    """
+    from mha_deploy.validate.options import ValidateOptions
+    from mha_deploy.validate.run import validate_bundle
+
+    options = ValidateOptions(
+        backends=tuple(backends),
+        engine=engine,
+        latency=latency,
+        sweep=sweep,
+        fresh=fresh,
+        steps=steps,
+        prompt=prompt,
+        rows=rows,
+        layers=layers,
+        conformance=conformance,
+        samples=samples,
+        kernels=kernels,
+        require_fused=require_fused,
+        require_precision=require_precision,
+        seed=seed,
+    )
+    report = on_step or _silent
+    return Report(validate_bundle(_opened(bundle), options, on_step=lambda name: report(name, 0, 0)))
+
+
+def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
+    """Judge the outputs of any runner on the golden cases of a bundle.
+
+    Args:
+        bundle: The bundle, or its folder.
+        runner: What `open_runner` gives or takes, a Polygraphy runner included. It stays open if it was given
+            open.
+
+    Returns:
+        The verdict on every output of every case: `passed` and `verdicts`.
+
+    Example:
+        >>> report = md.check_parity("out/tiny", "out/tiny/model.onnx")
+        >>> report.passed, len(report.verdicts)
+        (True, 4)
+    """
+    from mha_deploy.bundle.cases import golden_cases
+    from mha_deploy.runtime.runner import Runner
+    from mha_deploy.validate.self_test import parity_from_runner
+
+    opened = _opened(bundle)
+    manifest = opened.manifest
+    running = open_runner(runner)
+    try:
+        return parity_from_runner(
+            running, golden_cases(opened), model=manifest.spec.name, precision=manifest.precision
+        )
+    finally:
+        if not isinstance(runner, Runner):
+            running.close()
+
+
+# -- Arguments -------------------------------------------------------------------------------------
+
+
+def _silent(name: str, number: int, count: int) -> None:
+    """Report no progress."""
+
+
+def _is_bundle(model: object) -> bool:
+    from mha_deploy.bundle.folder import Bundle
+
+    return isinstance(model, Bundle)
+
+
+def _opened(bundle: Any) -> Bundle:
+    return bundle if _is_bundle(bundle) else open_bundle(bundle)
+
+
+def _deployable(
+    module: Any,
+    example_inputs: Mapping[str, Tensor | Example] | None,
+    axes: Mapping[str, Sizes] | None,
+    name: str,
+) -> Deployable:
+    from mha_deploy.model.deployable import Deployable, Example
+
+    if example_inputs is None:
+        raise DeployError(
+            "An nn.Module needs example inputs.",
+            got=type(module).__name__,
+            hint='example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}',
+        )
+    inputs = {
+        key: each if isinstance(each, Example) else Example(each) for key, each in example_inputs.items()
+    }
+    return Deployable(module=module, inputs=inputs, axes=axes or {}, name=name or type(module).__name__)
+
+
+def _axes(axes: Mapping[str, Sizes] | None) -> dict[str, Axis]:
+    from mha_deploy.model.spec import Axis
+
+    return {
+        name: sizes if isinstance(sizes, Axis) else Axis.parse(_sizes(sizes), name=name)
+        for name, sizes in (axes or {}).items()
+    }
+
+
+def _profile(ranges: Mapping[str, Sizes]) -> str:
+    return ",".join(f"{name}={_sizes(sizes)}" for name, sizes in ranges.items())
+
+
+def _sizes(sizes: Sizes) -> str:
+    return ":".join(map(str, sizes)) if isinstance(sizes, tuple | list) else str(sizes)
+
+
+def _options(cache: str | None, projections: str | None) -> str:
+    given = {"cache": cache, "projections": projections}
+    return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+
+
+def _shown(model: object) -> str:
+    return model if isinstance(model, str) else type(model).__name__

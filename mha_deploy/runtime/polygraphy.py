@@ -1,0 +1,115 @@
+"""A Polygraphy runner behind the interface of every other runtime, so that its outputs can be judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from mha_deploy.errors import DeployError
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
+
+if TYPE_CHECKING:
+    from mha_deploy.runtime.timing import Timing, TimingPlan
+
+_INTERFACE = ("activate", "deactivate", "infer", "get_input_metadata")
+
+
+def is_polygraphy_runner(model: object) -> bool:
+    """Whether an object has the interface of Polygraphy's `BaseRunner`; Polygraphy itself is not imported."""
+    return all(callable(getattr(model, name, None)) for name in _INTERFACE)
+
+
+class PolygraphyRunner(Runner):
+    """Any Polygraphy runner: `OnnxrtRunner`, `TrtRunner`, or one of the user's own.
+
+    It is activated here unless it is active already, and only what was activated here is deactivated.
+
+    Args:
+        runner: The Polygraphy runner.
+
+    Raises:
+        DeployError: It cannot be activated, or an input has a type without a NumPy equivalent.
+    """
+
+    device = "unknown"
+    outputs: dict[str, TensorInfo]
+    """Known after the first call: Polygraphy describes inputs only."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._is_own = not getattr(runner, "is_active", False)
+        self.name = f"polygraphy {getattr(runner, 'name', type(runner).__name__)}"
+        self.outputs = {}
+        try:
+            if self._is_own:
+                runner.activate()
+            self.inputs = {
+                name: TensorInfo(dtype=_dtype(name, entry.dtype), dims=_dims(entry.shape))
+                for name, entry in _input_metadata(runner).items()
+            }
+        except Exception as error:  # Polygraphy and the runtime below it share no base of their errors
+            if getattr(runner, "is_active", False):
+                self.close()
+            if isinstance(error, DeployError):
+                raise
+            raise DeployError(f"{self.name} cannot be activated.", got=_first_line(error)) from error
+
+    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        try:
+            got = self._runner.infer(dict(feeds))
+            # A runner may reuse its buffers in the next call.
+            arrays = {name: np.array(_on_host(value)) for name, value in got.items()}
+        except Exception as error:
+            raise DeployError(f"{self.name} failed on these inputs.", got=_first_line(error)) from error
+        self.outputs = {
+            name: TensorInfo(dtype=array.dtype, dims=(None,) * array.ndim) for name, array in arrays.items()
+        }
+        return arrays
+
+    def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
+        """Refused: a Polygraphy runner measures wall-clock time of single calls, copies included."""
+        raise DeployError(
+            "A Polygraphy runner does not measure device time.",
+            got=self.name,
+            hint="open the engine or the bundle itself to time it",
+        )
+
+    def close(self) -> None:
+        """Deactivate the runner, where it was activated here."""
+        if self._is_own and getattr(self._runner, "is_active", True):
+            self._runner.deactivate()
+
+
+def _input_metadata(runner: Any) -> Mapping[str, Any]:
+    try:
+        found = runner.get_input_metadata(use_numpy_dtypes=False)
+    except TypeError:  # older versions have NumPy types only
+        found = runner.get_input_metadata()
+    return found  # type: ignore[no-any-return]
+
+
+def _dtype(name: str, dtype: Any) -> np.dtype:
+    if str(dtype).lower().endswith("bfloat16"):
+        return np.dtype(ml_dtypes.bfloat16)
+    try:
+        return np.dtype(dtype.numpy() if callable(getattr(dtype, "numpy", None)) else dtype)
+    except Exception as error:
+        raise DeployError(f"Input {name} has a type without a NumPy equivalent.", got=dtype) from error
+
+
+def _dims(shape: Any) -> tuple[int | str | None, ...]:
+    return tuple(None if isinstance(dim, int) and dim < 0 else dim for dim in shape)
+
+
+def _on_host(value: Any) -> Any:
+    """An array of NumPy, from one, from a tensor of PyTorch, or from memory of the device."""
+    if hasattr(value, "detach"):
+        return value.detach().cpu().numpy()
+    return value.numpy() if hasattr(value, "numpy") else value
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

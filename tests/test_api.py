@@ -1,0 +1,358 @@
+"""The public API: what `import mha_deploy as md` offers, and that it is loaded only when it is used."""
+
+import doctest
+import inspect
+import json
+import shutil
+from dataclasses import fields
+from importlib.util import find_spec
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import own_models
+import pytest
+import torch
+from fresh_python import python
+from torch import nn
+
+import mha_deploy as md
+from mha_deploy import api
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.engine.options import EngineOptions
+from mha_deploy.errors import BackendUnavailable, BundleError, ExportError, SpecError
+from mha_deploy.export.options import ExportOptions
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.model.spec import Axis
+from mha_deploy.validate.options import ValidateOptions
+
+
+class Small(nn.Module):
+    """An attention of two heads, as somebody writes it in a notebook."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.transpose(-2, -1) / 8**0.5).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(-2)
+
+
+EXAMPLES = {"x": md.Example(torch.randn(2, 5, 16), "B", "S")}
+AXES = {"B": "1:2:4", "S": (1, 8, 16)}
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory):
+    """The bundle of a module that was exported as an object, and the module."""
+    module = Small().train()
+    out = tmp_path_factory.mktemp("in-memory") / "bundle"
+    return md.export(module, out, example_inputs=EXAMPLES, axes=AXES, golden=("opt", "min")), module
+
+
+@pytest.fixture(scope="module")
+def tiny(bundles):
+    return bundles("tiny-mha")
+
+
+# -- what is there -------------------------------------------------------------------------------
+
+
+def test_the_import_loads_nothing_heavy():
+    heavy = "{'torch', 'onnx', 'onnx_ir', 'numpy', 'rich', 'typer'}"
+    code = f"import mha_deploy, sys; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_there_and_documented():
+    assert set(api.__all__) < set(md.__all__)
+    assert dir(md) == sorted(md.__all__)
+    for name in api.__all__:
+        assert getattr(api, name).__doc__, name
+        assert callable(getattr(md, name)), name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = md.nonsense
+
+
+@pytest.mark.parametrize("name", ["export", "validate"])
+def test_a_package_of_the_name_of_a_function_is_called_like_it(name):
+    assert inspect.signature(getattr(md, name)) == inspect.signature(getattr(api, name))
+    assert inspect.ismodule(getattr(md, name))  # mha_deploy.export.options can be imported, too
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [(api.export, ExportOptions), (api.build_engine, EngineOptions), (api.validate, ValidateOptions)],
+)
+def test_functions_take_every_option_with_its_default(function, options):
+    parameters = inspect.signature(function).parameters
+    for each in fields(options):
+        assert each.name in parameters
+        if each.name != "budget":
+            assert parameters[each.name].default == each.default
+
+
+# -- models and export ---------------------------------------------------------------------------
+
+
+def test_a_catalog_layer_is_loaded_by_name_and_by_path(tmp_path):
+    model = md.load_model("gpt2", axes={"S": "1:4:8"}, projections="packed", cache="static")
+    assert (model.name, model.source.cache, model.source.projections) == ("gpt2", "static", "packed")
+    own = tmp_path / "own.toml"
+    own.write_text(
+        "Hq = 2\nE = 32\n[axes]\nB = {min = 1, opt = 2, max = 4}\nS = {min = 1, opt = 8, max = 16}\n"
+    )
+    assert md.load_model(own).source.E == 32
+    assert md.load_model(md.load_model(str(own)), axes={"B": (1, 1, 1)}).source.axes["B"].max == 1
+
+
+def test_own_models_are_loaded_as_factory_deployable_and_module():
+    factory = md.load_model("somewhere.py:my_layer", axes={"S": "1:2:3"})
+    assert (factory.name, factory.axes["S"]) == ("my-layer", Axis(min=1, opt=2, max=3))
+    assert md.load_model(own_models.one_layer()).name == "Encoder"
+    module = md.load_model(Small(), example_inputs={"x": torch.zeros(1, 3, 16)}, name="mine")
+    assert (module.name, module.source.inputs["x"].axes) == ("mine", ())
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("bert-bas", {}, "did you mean 'bert-base'"),
+        (Small(), {}, "needs example inputs"),
+        (7, {}, "This is not a model"),
+        ("a.py:b", {"cache": "static"}, "Only a catalog layer"),
+        ("tiny-mha", {"example_inputs": EXAMPLES}, "Only an nn.Module"),
+    ],
+)
+def test_what_is_no_model_is_refused(model, options, words):
+    with pytest.raises(md.DeployError, match=words):
+        md.load_model(model, **options)
+
+
+def test_a_module_in_memory_is_exported_and_not_changed(in_memory):
+    bundle, module = in_memory
+    assert module.training
+    assert module.qkv.weight.dtype == torch.float32
+    assert module.qkv.weight.requires_grad
+    spec = bundle.manifest.spec
+    assert (spec.name, spec.factory, spec.attentions) == ("Small", "", 1)
+    assert md.open_bundle(str(bundle.path)).manifest == bundle.manifest
+
+
+def test_a_module_in_memory_is_validated_but_not_made_again(in_memory):
+    bundle, _ = in_memory
+    report = md.validate(bundle.path, latency=False)
+    assert report.passed, report.headline
+    with pytest.raises(BundleError, match="exported from an object in memory"):
+        md.validate(bundle, fresh=1)
+
+
+def test_a_module_that_cannot_be_copied_is_refused(tmp_path):
+    module = Small()
+    module.scale = module.qkv.weight * 2  # computed, and so without a copy
+    with pytest.raises(ExportError, match="cannot be copied"):
+        md.export(module, tmp_path / "out", example_inputs=EXAMPLES, axes=AXES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_occupied_folder_is_refused_before_anything_is_computed(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(BundleError):
+        md.export("tiny-mha", tmp_path, on_step=lambda *given: pytest.fail("began"))
+
+
+# -- graphs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unfused():
+    program = torch.onnx.export(Small().eval(), (torch.randn(2, 5, 16),), dynamo=True, verbose=False)
+    return program.model_proto
+
+
+def test_fusion_gives_the_type_that_it_got(unfused):
+    before = unfused.SerializeToString()
+    proto, report = md.fuse(unfused)
+    assert isinstance(proto, onnx.ModelProto)
+    assert [node.op_type for node in proto.graph.node].count("Attention") == 1
+    assert (len(report.fused), report.complete) == (1, True)
+    assert unfused.SerializeToString() == before
+    graph, _ = md.fuse(ir.from_proto(unfused))
+    assert isinstance(graph, ir.Model)
+    assert len(attention_nodes(graph)) == 1
+    with pytest.raises(md.DeployError, match="not an ONNX model"):
+        md.fuse("model.onnx")
+
+
+@pytest.mark.parametrize("kind", ["bundle", "folder", "file"])
+def test_eligibility_is_checked(tiny, kind):
+    given = {"bundle": tiny, "folder": str(tiny.path), "file": tiny.model_path}[kind]
+    (old,) = md.check(given, target="tensorrt", version="10.3")
+    assert not old.taken
+    assert old.taken_when_lowered
+    assert len(md.check(given, "tensorrt-rtx", sm="89,120")) == 2
+
+
+# -- engines and runners -------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_not_there_is_an_error(tiny, tmp_path):
+    with pytest.raises(BundleError, match="no engine"):
+        md.open_engine(tmp_path / "none.engine")
+    with pytest.raises(BundleError, match="no engine"):
+        md.open_runner(str(tmp_path / "none.engine"))
+    with pytest.raises(md.DeployError, match="exported for B"):
+        md.build_engine(tiny, profiles=[{"B": "1:2:4000"}])
+
+
+@pytest.mark.skipif(find_spec("tensorrt_rtx") is None, reason="TensorRT-RTX is not installed")
+def test_an_engine_is_built_and_opened(tiny, tmp_path):
+    folder = shutil.copytree(tiny.path, tmp_path / "bundle")
+    steps = []
+    engine = md.build_engine(
+        str(folder),
+        backend="tensorrt-rtx",
+        name="mine",
+        targets="89",
+        profiles=[{"B": (1, 2, 2)}],
+        on_step=lambda *step: steps.append(step),
+    )
+    assert md.open_engine(engine.path).manifest.engine_sha256 == engine.manifest.engine_sha256
+    assert steps
+    assert engine.manifest.ranges[0]["B"] == Axis(min=1, opt=2, max=2)
+    with pytest.raises(md.DeployError, match="cannot be chosen"):
+        md.open_runner(engine, backend="ort-cpu")
+
+
+@pytest.mark.parametrize("kind", ["bundle", "folder", "file", "proto", "graph"])
+def test_a_runner_is_opened_on_whatever_can_run(tiny, kind):
+    given = {
+        "bundle": lambda: tiny,
+        "folder": lambda: str(tiny.path),
+        "file": lambda: tiny.model_path,
+        "proto": lambda: onnx.load(tiny.model_path),
+        "graph": lambda: ir.load(tiny.model_path),
+    }[kind]()
+    case = next(iter(golden_cases(tiny)))
+    backend = "onnx-reference" if kind == "graph" else None
+    with md.open_runner(given, backend) as runner:
+        outputs = runner.run(case.inputs)
+        with pytest.raises(md.DeployError, match="its time would say nothing"):
+            runner.time(case.inputs)
+    np.testing.assert_allclose(outputs["output"], case.oracle["output"], atol=0.02)
+
+
+def test_what_cannot_run_is_refused(tiny, tmp_path):
+    with pytest.raises(md.DeployError, match="This cannot be run"):
+        md.open_runner(7)
+    with pytest.raises(BundleError, match="no bundle"):
+        md.open_runner(tmp_path)
+    with pytest.raises(md.DeployError, match="No such backend"):
+        md.open_runner(tiny, backend="nonsense")
+    with pytest.raises(BackendUnavailable, match="no engine of that name"):
+        md.open_runner(tiny, backend="tensorrt")
+
+
+# -- Polygraphy ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def polygraphy_runner(bundles):
+    runners = pytest.importorskip("polygraphy.backend.onnxrt")
+    bundle = bundles("tiny-mha", "fp32")
+    return bundle, runners.OnnxrtRunner(runners.SessionFromOnnx(str(bundle.model_path)), name="theirs")
+
+
+def test_a_polygraphy_runner_is_judged_like_ours(polygraphy_runner):
+    bundle, theirs = polygraphy_runner
+    with md.open_runner(theirs) as runner:
+        assert runner.name == "polygraphy theirs"
+        assert runner.inputs["x"].dtype == np.float32
+        assert runner.inputs["x"].dims == ("B", "S", 64)
+        with pytest.raises(md.DeployError, match="does not measure device time"):
+            runner.time({})
+        report = md.check_parity(bundle, runner)
+        assert report.passed
+        assert set(runner.outputs) == {"output"}
+        assert theirs.is_active  # given open, left open
+    assert not theirs.is_active
+    assert [verdict.share < 1 for verdict in report.verdicts] == [True] * 4
+
+
+def test_a_polygraphy_runner_of_other_weights_fails(polygraphy_runner, tmp_path):
+    bundle, _ = polygraphy_runner
+    runners = pytest.importorskip("polygraphy.backend.onnxrt")
+    changed = ir.load(bundle.model_path)
+    weight = max(changed.graph.initializers.values(), key=lambda value: value.const_value.nbytes)
+    weight.const_value = ir.tensor(weight.const_value.numpy() * 1.1)
+    ir.save(changed, tmp_path / "changed.onnx")
+    theirs = runners.OnnxrtRunner(runners.SessionFromOnnx(str(tmp_path / "changed.onnx")))
+    assert not md.check_parity(bundle, theirs).passed
+    assert not theirs.is_active
+
+
+def test_a_polygraphy_runner_that_is_active_stays_so(polygraphy_runner):
+    bundle, theirs = polygraphy_runner
+    with theirs:
+        assert md.check_parity(bundle.path, theirs).passed
+        assert theirs.is_active
+
+
+def test_errors_of_a_polygraphy_runner_are_ours(polygraphy_runner, tmp_path):
+    _, theirs = polygraphy_runner
+    runners = pytest.importorskip("polygraphy.backend.onnxrt")
+    with md.open_runner(theirs) as runner, pytest.raises(md.DeployError, match="wrong shape"):
+        runner.run({"x": np.zeros((1, 3, 5), np.float32)})
+    broken = runners.OnnxrtRunner(runners.SessionFromOnnx(str(tmp_path / "none.onnx")))
+    with pytest.raises(md.DeployError, match="cannot be activated"):
+        md.open_runner(broken)
+
+
+# -- validation ----------------------------------------------------------------------------------
+
+
+def test_a_report_is_text_data_and_a_page(tiny, tmp_path):
+    steps = []
+    report = md.validate(tiny, latency=False, on_step=lambda *step: steps.append(step))
+    assert report.passed
+    assert "outputs within budget" in report.headline
+    assert report.headline in repr(report)
+    data = json.loads(report.to_json())
+    assert data == json.loads(json.dumps(report.to_dict()))
+    assert data["verdict"]["headline"] == report.headline
+    page = report.save_html(tmp_path / "pages" / "report.html")
+    assert page.read_text().startswith("<!doctype html>")
+    shown = report._repr_html_()
+    assert shown.startswith("<iframe srcdoc=")
+    assert "<!doctype html>" not in shown  # escaped
+    assert steps
+
+
+def test_a_backend_that_is_not_there_is_an_error(tiny):
+    with pytest.raises(md.DeployError, match="No such backend"):
+        md.validate(tiny, backends=["nonsense"])
+    with pytest.raises(SpecError):
+        md.load_model("tiny-mha", axes={"S": "1:2"})
+
+
+# -- the examples in the docstrings --------------------------------------------------------------
+
+
+def test_the_docstrings_do_what_they_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tests = {test.name: test for test in doctest.DocTestFinder().find(api, "api", globs={"md": md})}
+    first = tests.pop("api.export")  # writes the bundle of all others
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    told = []
+    for test in (first, *tests.values()):
+        runner.run(test, out=told.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(told)
+    without = [name for name in api.__all__ if name[0].islower() and not _examples(tests, first, name)]
+    assert without == []
+
+
+def _examples(tests, first, name):
+    return (first if name == "export" else tests[f"api.{name}"]).examples
