@@ -99,8 +99,8 @@ def test_functions_take_every_option_with_its_default(function, options):
 
 
 def test_a_catalog_layer_is_loaded_by_name_and_by_path(tmp_path):
-    model = md.load_model("gpt2", axes={"S": "1:4:8"}, projections="packed", cache="static")
-    assert (model.name, model.source.cache, model.source.projections) == ("gpt2", "static", "packed")
+    model = md.load_model("tiny-growing", axes={"S": "1:4:8"}, projections="packed", cache="static")
+    assert (model.name, model.source.cache, model.source.projections) == ("tiny-growing", "static", "packed")
     own = tmp_path / "own.toml"
     own.write_text(
         "Hq = 2\nE = 32\n[axes]\nB = {min = 1, opt = 2, max = 4}\nS = {min = 1, opt = 8, max = 16}\n"

@@ -1,0 +1,35 @@
+"""A layer with a KV cache: export it, and validate it step by step against the FP64 oracle.
+
+The bundle holds a decode trace: prompts, tokens behind them, and what every decode step must give. Run:
+
+    python examples/05_decode.py [MODEL]
+
+`tiny-growing` has a dynamic cache (past in, present out), `tiny-static` a preallocated one.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import mha_deploy as md
+
+name = sys.argv[1] if len(sys.argv) > 1 else "tiny-growing"
+model = md.load_model(name)
+print(
+    f"{model.name}: cache {model.source.cache}, axes",
+    {key: str(axis) for key, axis in model.source.axes.items()},
+)
+
+bundle = md.export(model, Path(tempfile.mkdtemp()) / name, precision="fp16")
+print("golden cases:", [case.name for case in bundle.manifest.golden])
+print("decode traces:", [trace.name for trace in bundle.manifest.traces])
+
+with md.open_runner(bundle) as runner:
+    print("inputs:", {key: info.dims for key, info in runner.inputs.items()})
+    print("outputs:", {key: info.dims for key, info in runner.outputs.items()})
+
+# The bundle's own trace, and one of 8 steps that no golden case has seen.
+report = md.validate(bundle, steps=8, prompt=5, rows=2)
+print("passed:" if report.passed else "failed:", report.headline)
+for trace in report.to_dict()["decode"]:
+    print(f"{trace['backend']}: {trace['trace']}: {'passed' if trace['passed'] else 'failed'}")

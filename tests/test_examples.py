@@ -1,0 +1,67 @@
+"""The scripts in `examples/` run as they are."""
+
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401 (exports share the exporter's tables: tests/conftest.py)
+
+SCRIPTS = {path.stem: path for path in (Path(__file__).parents[1] / "examples").glob("*.py")}
+_ONE_SCREEN = 62  # lines
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """A function that runs a script in a folder of its own and gives what it printed."""
+
+    def run_script(name, *arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        runpy.run_path(str(SCRIPTS[name]), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_script
+
+
+def test_there_are_five_of_one_screen_each():
+    assert [name[:2] for name in sorted(SCRIPTS)] == ["01", "02", "03", "04", "05"]
+    for name, path in SCRIPTS.items():
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= _ONE_SCREEN, name
+
+
+def test_a_catalog_layer(run, tmp_path):
+    told = run("01_catalog_layer")
+    assert "passed: " in told
+    assert "TensorRT 10.14: attention is fused" in told
+    assert (tmp_path / told.partition("report: ")[2].partition("\n")[0]).is_file()
+
+
+def test_an_own_module(run):
+    told = run("02_own_module")
+    assert told.count("attention: ") == 1
+    assert "passed: " in told
+    assert "1/1 attentions right" in told
+
+
+def test_a_hugging_face_model(run):
+    pytest.importorskip("transformers")
+    told = run("03_hugging_face")
+    assert "2 attentions fused" in told
+    assert "passed: " in told
+
+
+def test_a_foreign_onnx_file(run):
+    told = run("04_foreign_onnx")
+    assert told.count("fused: ") == 1
+    assert "causal: True" in told
+    assert float(told.rpartition(" ")[2]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["tiny-growing", "tiny-static"])
+def test_decode(run, name):
+    told = run("05_decode", name)
+    assert told.count(": passed\n") == 2
+    assert "passed: " in told
