@@ -72,10 +72,10 @@ def one_layer():
 
 
 class Unfusable(Encoder):
-    """One of its attentions has a softmax over something else than the scores alone."""
+    """The second of its attentions has a softmax over something else than the scores alone."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(2)
         self.blocks[1].attention = _Gated()
 
 
@@ -103,7 +103,7 @@ class _Talking(HandWritten):
 
 
 def talking():
-    """One attention of three is one with talking heads."""
+    """One attention of two is one with talking heads."""
     made = unfusable()
     made.module.blocks[1].attention = _Talking()
     return made

@@ -25,7 +25,7 @@ from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_nu
 from mha_deploy.validate.self_test import graph_parity
 
 # The variants of the others are those of the tiny specs: they are for `-m slow`, and some take gigabytes.
-QUICK = ("bert-base", "llama-3-8b")
+QUICK = ("bert-base", "gpt2")
 REAL = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in catalog_names()

@@ -25,7 +25,6 @@ from mha_deploy.runtime.tensorrt.verdict import EngineVerdict
 from mha_deploy.runtime.tensorrt.versions import load
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
-pytestmark = pytest.mark.usefixtures("quick_exporter")
 
 MODELS = [
     "llama-3-8b",
@@ -57,7 +56,7 @@ def cache(request):
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def decoder(request, cache, tmp_path_factory, quick_exporter):
+def decoder(request, cache, tmp_path_factory):
     """One engine of every model and cache."""
     spec = find_spec(request.param).with_axes(AXES).with_cache(cache).with_axes(CACHE_AXES[cache])
     model = canonical_from_module(build_module(spec, dtype=torch.float16))

@@ -26,7 +26,7 @@ def build(bundle, **changes):
 
 
 @pytest.fixture(scope="module")
-def others(bundles, tmp_path_factory, quick_exporter):
+def others(bundles, tmp_path_factory):
     """Plans of other models, by what they are; the last one has the same layers and other weights."""
     folder = tmp_path_factory.mktemp("others")
     decomposed = shutil.copytree(

@@ -107,15 +107,16 @@ def test_a_full_call_begins_with_an_empty_cache(ragged):
     ("name", "ranges"),
     [
         ("tiny-static", {"T": "24", "S": "1:16:24"}),
-        ("tiny-static", {"T": "64", "S": "64"}),
         ("tiny-static", {"T": "1", "S": "1"}),
-        ("tiny-growing", {"P": "0:1:1"}),
         ("tiny-growing", {"P": "0:0:1", "S": "1"}),
-        ("tiny-growing", {"P": "0"}),
+        # These three are exported for tests/validate/test_self_test.py too, and right there.
+        pytest.param("tiny-static", {"T": "64", "S": "64"}, marks=pytest.mark.slow),
+        pytest.param("tiny-growing", {"P": "0:1:1"}, marks=pytest.mark.slow),
+        pytest.param("tiny-growing", {"P": "0"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_a_cache_of_the_narrowest_axes_can_be_exported(tmp_path, quick_exporter, name, ranges):
+def test_a_cache_of_the_narrowest_axes_can_be_exported(tmp_path, name, ranges):
     spec = find_spec(name)
     spec = spec.with_axes({axis: Axis.parse(text, name=axis) for axis, text in ranges.items()})
     bundle = bundle_from_spec(spec, tmp_path / "bundle", ExportOptions(precision="fp32"))

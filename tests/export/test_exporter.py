@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,8 +20,6 @@ from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import random_weights
 from mha_deploy.reference.weights import pack_projections, read_weights
 from mha_deploy.validate.self_test import graph_parity
-
-pytestmark = pytest.mark.usefixtures("quick_exporter")
 
 GQA = find_spec("tiny-gqa")
 PACKED = replace(GQA, projections="packed")
@@ -77,14 +76,22 @@ def test_a_case_that_was_left_out_is_noted(bundles):
 
 
 @pytest.fixture(scope="module")
-def seed_three(tmp_path_factory, quick_exporter):
+def seed_three(tmp_path_factory):
     """What seed 3 gives in each form of the projections."""
     folder = tmp_path_factory.mktemp("seed-3")
     return {spec.projections: export(spec, folder / spec.projections, seed=3) for spec in (GQA, PACKED)}
 
 
-@pytest.mark.parametrize("form", ["separate", "packed"])
-@pytest.mark.parametrize("spec", [GQA, PACKED], ids=lambda spec: f"into-{spec.projections}")
+@pytest.mark.parametrize(
+    ("spec", "form"),
+    [
+        (GQA, "packed"),
+        (PACKED, "separate"),
+        pytest.param(GQA, "separate", marks=pytest.mark.slow),
+        pytest.param(PACKED, "packed", marks=pytest.mark.slow),
+    ],
+    ids=lambda given: given if isinstance(given, str) else f"into-{given.projections}",
+)
 def test_a_weight_file_of_either_form_gives_the_bundle_of_its_seed(seed_three, tmp_path, spec, form):
     state = dict(random_weights(GQA, 3))
     file = tmp_path / "layer.safetensors"
@@ -216,18 +223,26 @@ def interrupted(target, number, error, **options):
     assert interrupt.was_called
 
 
-@pytest.mark.parametrize("step", range(6))
-def test_an_export_interrupted_at_any_step_leaves_nothing(tmp_path, step):
-    interrupted(tmp_path / "bundle", step, KeyboardInterrupt())
+@pytest.fixture
+def one_graph(monkeypatch, bundles):
+    """Take the graph from a bundle: PyTorch's exporter is not what is interrupted."""
+    model = ir.load(bundles("tiny-gqa").model_path)
+    monkeypatch.setattr(
+        "mha_deploy.export.exporter.canonical_from_module", lambda *given, **how: model.clone()
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [*((step, KeyboardInterrupt()) for step in range(6)), (5, RuntimeError("no more memory"))],
+    ids=str,
+)
+def test_an_export_interrupted_at_any_step_leaves_nothing(one_graph, tmp_path, step, error):
+    interrupted(tmp_path / "bundle", step, error)
     assert everything_in(tmp_path) == []
 
 
-def test_an_export_that_fails_at_the_last_step_leaves_nothing(tmp_path):
-    interrupted(tmp_path / "bundle", 5, RuntimeError("no more memory"))
-    assert everything_in(tmp_path) == []
-
-
-def test_an_interrupted_replacement_keeps_the_old_bundle(bundles, tmp_path):
+def test_an_interrupted_replacement_keeps_the_old_bundle(one_graph, bundles, tmp_path):
     target = tmp_path / "bundle"
     shutil.copytree(bundles("tiny-mha").path, target)
     interrupted(target, 5, KeyboardInterrupt(), overwrite=True)
@@ -271,7 +286,7 @@ def test_overwriting_never_replaces_what_is_no_bundle(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def external(tmp_path_factory, quick_exporter):
+def external(tmp_path_factory):
     """A bundle whose weights are beside its graph."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_file, "EXTERNAL_DATA_FROM", 1000)

@@ -53,7 +53,7 @@ def test_what_a_factory_must_not_give(factory, said):
         ("whole_draw", "another type"),
     ],
 )
-def test_what_cannot_be_exported(tmp_path, quick_exporter, factory, said):
+def test_what_cannot_be_exported(tmp_path, factory, said):
     with pytest.raises(ExportError) as caught:
         bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle")
     assert said in str(caught.value)
@@ -61,7 +61,7 @@ def test_what_cannot_be_exported(tmp_path, quick_exporter, factory, said):
 
 
 @pytest.mark.parametrize("factory", ["filled", "filled_by_keyword", "added_full", "added"])
-def test_a_number_that_fp16_does_not_have_is_named(tmp_path, quick_exporter, factory):
+def test_a_number_that_fp16_does_not_have_is_named(tmp_path, factory):
     with pytest.raises(ExportError) as caught:
         bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle")
     assert "-1e+09" in caught.value.got
@@ -69,19 +69,19 @@ def test_a_number_that_fp16_does_not_have_is_named(tmp_path, quick_exporter, fac
     assert "--precision auto" in caught.value.hint
 
 
-def test_a_branch_for_fp16_is_told_apart(tmp_path, quick_exporter):
+def test_a_branch_for_fp16_is_told_apart(tmp_path):
     with pytest.raises(ExportError, match="--precision auto"):
         bundle_from_factory(f"{FILE}:guarded", tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("factory", ["filled", "added", "guarded"])
-def test_the_advice_for_fp16_helps(tmp_path, quick_exporter, factory):
+def test_the_advice_for_fp16_helps(tmp_path, factory):
     options = ExportOptions(precision="auto", golden=("opt",))
     bundle = bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", options)
     assert all(np.isfinite(case.eager["output"]).all() for case in golden_cases(bundle))
 
 
-def test_the_call_that_overflows_is_named(tmp_path, quick_exporter):
+def test_the_call_that_overflows_is_named(tmp_path):
     with pytest.raises(ExportError, match="overflows") as caught:
         bundle_from_factory(f"{FILE}:large_scores", tmp_path / "bundle")
     assert "edge_models.py:" in caught.value.got
@@ -97,14 +97,14 @@ def test_the_call_that_overflows_is_named(tmp_path, quick_exporter):
         ("infinite_weights", "fp16", "a.v.bias", "infinite"),
     ],
 )
-def test_weights_that_are_no_numbers_are_named(tmp_path, quick_exporter, factory, precision, weight, said):
+def test_weights_that_are_no_numbers_are_named(tmp_path, factory, precision, weight, said):
     with pytest.raises(ExportError, match="weights") as caught:
         bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", ExportOptions(precision=precision))
     assert said in caught.value.what
     assert weight in caught.value.got
 
 
-def test_nothing_is_left_without_a_golden_case(tmp_path, quick_exporter):
+def test_nothing_is_left_without_a_golden_case(tmp_path):
     with pytest.raises(ExportError, match="No golden case"):
         bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", ExportOptions(golden=("large",)))
     assert list(tmp_path.iterdir()) == []
@@ -115,7 +115,7 @@ def test_the_device_is_not_ignored(tmp_path):
         bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", ExportOptions(device="cuda"))
 
 
-def test_complex_tables_stay_complex(tmp_path, quick_exporter):
+def test_complex_tables_stay_complex(tmp_path):
     options = ExportOptions(golden=("opt",))
     (case,) = golden_cases(bundle_from_factory(f"{FILE}:rotated", tmp_path / "bundle", options))
     with torch.no_grad():
@@ -123,13 +123,13 @@ def test_complex_tables_stay_complex(tmp_path, quick_exporter):
     assert np.linalg.norm(case.oracle["output"] - want) < 1e-2 * np.linalg.norm(want)
 
 
-def test_the_work_of_fused_attention_is_counted(tmp_path, quick_exporter):
+def test_the_work_of_fused_attention_is_counted(tmp_path):
     bundle = bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", ExportOptions(golden=("opt",)))
     B, S, E = 2, 5, edge_models.E
     assert bundle.manifest.spec.flops == 2 * B * S * 3 * E**2 + 4 * B * S * S * E
 
 
-def test_a_sum_of_a_fixed_and_a_varying_axis(quick_exporter):
+def test_a_sum_of_a_fixed_and_a_varying_axis():
     loaded = load_factory(f"{FILE}:fixed_past")
     inputs = {name: example.tensor for name, example in loaded.inputs.items()}
     exported = export_program(loaded.module, inputs, loaded.dims, loaded.axes)
@@ -137,7 +137,7 @@ def test_a_sum_of_a_fixed_and_a_varying_axis(quick_exporter):
 
 
 @pytest.mark.parametrize("name", ["S", "N", "pi"])
-def test_names_that_mean_something_to_sympy(quick_exporter, name):
+def test_names_that_mean_something_to_sympy(name):
     module = edge_models.Added()
     inputs = {"x": torch.randn(2, 4, 8), "past": torch.randn(2, 4, 8), "mask": torch.randn(2, 8, 8)}
     dims = {"x": ("B", name), "past": ("B", name), "mask": ("B", f"{name}+{name}")}

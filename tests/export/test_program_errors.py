@@ -123,7 +123,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_a_module_that_cannot_be_exported_is_explained(make, capfd, quick_exporter):
+def test_a_module_that_cannot_be_exported_is_explained(make, capfd):
     what, got, line = CASES[make]
     with pytest.raises(ExportError) as caught:
         export_program(make(), X, {"x": ("B", "S")}, AXES)
@@ -135,7 +135,7 @@ def test_a_module_that_cannot_be_exported_is_explained(make, capfd, quick_export
     assert capfd.readouterr().err == ""
 
 
-def test_inputs_that_nothing_hangs_on_are_named(quick_exporter):
+def test_inputs_that_nothing_hangs_on_are_named():
     inputs = {
         name: torch.randn(2, 6) for name in inspect.signature(Ignores.forward).parameters if name != "self"
     }

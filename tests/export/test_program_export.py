@@ -19,8 +19,6 @@ from mha_deploy.export.program import export_program, named_outputs
 from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.model.spec import Axis
 
-pytestmark = pytest.mark.usefixtures("quick_exporter")
-
 B, S, P = Axis(min=1, opt=2, max=8), Axis(min=1, opt=6, max=64), Axis(min=0, opt=4, max=32)
 
 
@@ -59,7 +57,7 @@ INPUTS = {
 
 
 @pytest.fixture(scope="module")
-def step(quick_exporter):
+def step():
     torch.manual_seed(0)
     module = Step()
     module.q.eval()

@@ -22,11 +22,9 @@ from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention
 
-pytestmark = pytest.mark.usefixtures("quick_exporter")
-
 HALF_MODELS = [
     ("by hand", ""),
-    ("llama", "sdpa"),
+    pytest.param("llama", "sdpa", marks=pytest.mark.slow),
     pytest.param("bert", "sdpa", marks=pytest.mark.slow),
     pytest.param("t5", "eager", marks=pytest.mark.slow),
 ]

@@ -39,7 +39,7 @@ class Prepared:
 
 
 @pytest.fixture(scope="session")
-def prepared(request, workshop, quick_exporter):
+def prepared(request, workshop):
     """Everything that the chosen tests need, being made while the first of them run."""
     testers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     share_cores(testers)

@@ -143,7 +143,7 @@ def test_in_a_function():
     assert (len(report.fused), len(report.unfused)) == (0, 1)
 
 
-def test_a_module_with_talking_heads_is_named_with_its_source_line(quick_exporter):
+def test_a_module_with_talking_heads_is_named_with_its_source_line():
     class Talking(Layer):
         def __init__(self):
             super().__init__()

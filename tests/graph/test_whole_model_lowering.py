@@ -22,8 +22,6 @@ from mha_deploy.runtime.tensorrt.build import build_engine
 from mha_deploy.runtime.tensorrt.log import members
 from mha_deploy.runtime.tensorrt.request import BuildRequest
 
-pytestmark = pytest.mark.usefixtures("quick_exporter")
-
 SIZES = ({"B": 2, "S": 5, "T": 7}, {"B": 3, "S": 11, "T": 4})
 QUICK = ("handmade",)
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in small.MODELS]

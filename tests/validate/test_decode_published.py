@@ -27,7 +27,7 @@ AXES = {"B": Axis(min=1, opt=1, max=2), "S": Axis(min=1, opt=24, max=64)}
         pytest.param("llama-2-70b", "static", marks=pytest.mark.slow),
     ],
 )
-def test_64_tokens_are_those_of_the_whole_sequence(name, cache, quick_exporter):
+def test_64_tokens_are_those_of_the_whole_sequence(name, cache):
     spec = find_spec(name).with_axes(AXES).with_cache(cache)
     spec = spec.with_axes(
         {"P": Axis(min=0, opt=64, max=127)} if cache == "growing" else {"T": Axis(min=96, opt=96, max=96)}

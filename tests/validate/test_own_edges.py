@@ -23,7 +23,7 @@ FP16 = find_precision("fp16")
 
 
 @pytest.fixture(scope="module")
-def edge_bundles(tmp_path_factory, quick_exporter):
+def edge_bundles(tmp_path_factory):
     """The bundles of some factories; several tests look at them."""
     folder = tmp_path_factory.mktemp("edges")
     options = ExportOptions(golden=("opt", "min"))
@@ -57,7 +57,7 @@ def test_operands_by_keyword(edge_bundles):
     ("factory", "outputs", "attentions"),
     [("zero_head", False, True), ("shrinking", False, True), ("zero_attention", True, False)],
 )
-def test_zeros_verify_nothing(tmp_path, quick_exporter, factory, outputs, attentions):
+def test_zeros_verify_nothing(tmp_path, factory, outputs, attentions):
     bundle = bundle_from_factory(
         f"{FILE}:{factory}", tmp_path / "bundle", ExportOptions(golden=("opt", "min"))
     )
@@ -77,7 +77,7 @@ def test_draws_of_the_user_and_an_empty_past(edge_bundles):
     assert "1/1 attentions right" in report.headline
 
 
-def test_a_mixed_graph_is_fed_what_was_drawn_first(tmp_path, quick_exporter):
+def test_a_mixed_graph_is_fed_what_was_drawn_first(tmp_path):
     options = ExportOptions(precision="auto", golden=("opt",))
     assert validate_bundle(bundle_from_factory(f"{FILE}:picks", tmp_path / "bundle", options)).passed
 
