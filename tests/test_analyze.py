@@ -61,7 +61,8 @@ class TestParameters:
         plain = parameter_count(make_spec())
         assert plain == 4 * (16 + 4)
         assert parameter_count(VARIANTS["sparse-heads"]) == plain + 4 * 2
-        assert parameter_count(VARIANTS["grouped-mlp"]) == 3 * (16 + 4) + (4 * 5 + 5) + (5 * 4 + 4)
+        within = 2 * (2 * 2 + 2)
+        assert parameter_count(VARIANTS["grouped-mlp"]) == 3 * (16 + 4) + within + (4 * 5 + 5) + (5 * 4 + 4)
         assert parameter_count(VARIANTS["head-mix"]) == plain + 3 * (2 * 2 + 2)
 
     @pytest.mark.parametrize(
@@ -141,7 +142,8 @@ class TestCost:
             return [(item.flops, item.bytes) for item in stages]
 
         assert output("sparse-heads") == [(2 * 3 * 8, 2 * (8 + 12 + 6)), (96, 2 * (20 + 12 + 6 + 12))]
-        assert output("grouped-mlp") == [(2 * 3 * 20, 2 * (25 + 12 + 15)), (2 * 3 * 20, 2 * (24 + 15 + 12))]
+        mlp = [(2 * 3 * 20, 2 * (25 + 12 + 15)), (2 * 3 * 20, 2 * (24 + 15 + 12))]
+        assert output("grouped-mlp") == [(2 * 3 * 8, 2 * (12 + 12 + 12)), *mlp]
         # per token 2 heads through three 2x2 matrices, then 4 pairs of heads x 2 products of length 2
         mix = [(3 * 3 * 2 * 2 * 4, 2 * (18 + 4 * 12)), (3 * 4 * 2 * 2 * 2, 2 * 4 * 12)]
         assert output("head-mix") == [*mix, (96, 88)]

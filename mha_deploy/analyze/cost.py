@@ -290,10 +290,18 @@ def _sparse_heads_output(work: Work) -> tuple[StageCost, ...]:
 
 
 def _grouped_mlp_output(work: Work) -> tuple[StageCost, ...]:
-    """Two linear layers in place of the output projection, with the hidden activations between them."""
+    """A linear layer within each group, and two of an MLP in place of the output projection."""
     spec = work.spec
     hidden = spec.grouped_mlp.hidden if spec.grouped_mlp else 0
+    groups = spec.grouped_mlp.groups if spec.grouped_mlp else 1
     width = spec.Hq * spec.D
+    within = work.stage(
+        "linear within groups",
+        "S·E²/groups",
+        parameters=groups * _linear_parameters(width // groups, width // groups, spec.bias),
+        flops=2 * work.rows * width * (width // groups),
+        elements=2 * work.head_elements,
+    )
     first = work.stage(
         "MLP in",
         "S·E·hidden",
@@ -308,7 +316,7 @@ def _grouped_mlp_output(work: Work) -> tuple[StageCost, ...]:
         flops=2 * work.rows * hidden * spec.E,
         elements=work.rows * (hidden + spec.E),
     )
-    return first, second
+    return within, first, second
 
 
 def _head_mix_output(work: Work) -> tuple[StageCost, ...]:

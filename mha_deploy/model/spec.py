@@ -113,7 +113,12 @@ class SparseHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedMlp:
-    """Options of the grouped variant: `groups` of heads, mixed by an MLP of width `hidden`."""
+    """Options of the grouped variant.
+
+    Args:
+        groups: Number of groups; the heads of one interact through a linear layer, those of two do not.
+        hidden: Width of the MLP that mixes the groups.
+    """
 
     groups: int
     hidden: int

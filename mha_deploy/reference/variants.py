@@ -1,4 +1,4 @@
-"""Variants of the attention layer: mixed heads, heads grouped by an MLP, sparse heads."""
+"""Variants of the attention layer: mixed heads, grouped heads with an MLP, sparse heads."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from torch import Tensor, nn
 from mha_deploy.model.spec import SparseHeads
 from mha_deploy.reference.attention import Attention, Heads, attend
 
-# -- Grouped heads with an MLP in place of the output projection -----------------------------------
+# -- Grouped heads: a linear layer in each group, then an MLP over the groups -----------------------
 
 
 class GroupedMlpAttention(Attention):
-    """Attention whose groups of heads are mixed by a two-layer MLP."""
+    """Attention whose heads interact within their group; a two-layer MLP then mixes the groups.
+
+    Every group has a full linear layer of its own over its heads: together they are one block-diagonal
+    matrix, and no head of another group enters before the MLP. The MLP replaces the output projection.
+    """
 
     def _add_output_stage(self) -> None:
         spec, options = self.spec, self.spec.grouped_mlp
         if options is None:
             raise TypeError(f"{spec.name} is not a grouped-mlp spec")
+        width = spec.Hq // options.groups * spec.D
+        self.groups = nn.ModuleList(nn.Linear(width, width, bias=spec.bias) for _ in range(options.groups))
         self.mlp_in = nn.Linear(spec.Hq * spec.D, options.hidden, bias=spec.bias)
         self.mlp_out = nn.Linear(options.hidden, spec.E, bias=spec.bias)
 
     def combine(self, heads: Tensor, query: Tensor) -> Tensor:
-        """MLP(Concat(Group_1 … Group_g)). [B, S, Hq·D] -> [B, S, E]."""
-        return self.mlp_out(F.gelu(self.mlp_in(heads)))
+        """MLP(Concat(G_1 … G_g)), where G_i = Concat(heads of group i) W_i. [B, S, Hq·D] -> [B, S, E]."""
+        parts = heads.chunk(len(self.groups), dim=-1)  # g times [B, S, Hq·D / g]
+        mixed = torch.cat([linear(part) for linear, part in zip(self.groups, parts, strict=True)], dim=-1)
+        return self.mlp_out(F.gelu(self.mlp_in(mixed)))
 
 
 # -- HeadMix: attention over heads -----------------------------------------------------------------

@@ -56,7 +56,7 @@ VARIANT_OPS = {
     "sparse-heads": SHAPE_OPS
     | {"Cast", "TopK", "Softmax", "GatherElements", "Expand", "ScatterElements"}
     | {"Unsqueeze", "Mul"},
-    "grouped-mlp": {"Gelu"},
+    "grouped-mlp": {"Split", "Concat", "Gelu"},
     "head-mix": SHAPE_OPS,
 }
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mha_deploy.model.catalog import catalog_names, find_spec
-from mha_deploy.model.spec import AttentionSpec, GroupedMlp, SparseHeads
+from mha_deploy.model.spec import AttentionSpec, SparseHeads
 from mha_deploy.reference import build_module, random_weights
 from mha_deploy.reference.inputs import call_arguments, random_inputs
 
@@ -143,9 +143,12 @@ def sum_over_chosen_heads(spec, state, heads, x):
 
 
 def mlp_of_groups(spec, state, heads, x):
-    """MLP(Concat(Group_1 … Group_g)), MLP(z) = GELU(z W_1) W_2."""
+    """MLP(Concat(G_1 … G_g)), G_i = Concat(heads of group i) W_i, MLP(z) = GELU(z W_1) W_2."""
     size = spec.Hq // spec.grouped_mlp.groups
-    groups = [np.concatenate(heads[j : j + size]) for j in range(0, spec.Hq, size)]
+    groups = [
+        linear(np.concatenate(heads[i * size : (i + 1) * size]), state, f"groups.{i}")
+        for i in range(spec.grouped_mlp.groups)
+    ]
     z = linear(np.concatenate(groups), state, "mlp_in")
     gelu = np.array([0.5 * a * (1 + math.erf(a / math.sqrt(2))) for a in z])
     return linear(gelu, state, "mlp_out")
@@ -266,16 +269,29 @@ def test_renormalising_over_all_heads_changes_nothing():
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_the_mlp_sees_the_heads_in_the_order_of_their_groups(groups):
+def test_heads_mix_within_their_group_and_the_mlp_mixes_the_groups(groups):
     options = {"groups": groups, "hidden": 11}
     assert_equals_textbook(wide(variant="grouped-mlp", grouped_mlp=options, causal=True))
 
 
-def test_the_number_of_groups_does_not_change_a_dense_mlp():
-    spec = wide(variant="grouped-mlp", grouped_mlp={"groups": 2, "hidden": 11})
-    other = replace(spec, grouped_mlp=GroupedMlp(groups=3, hidden=11))
-    x = torch.randn(2, 5, spec.E, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(build_module(spec)(x), build_module(other)(x))
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_before_the_mlp_a_head_reaches_the_heads_of_its_group_only(groups):
+    spec = wide(variant="grouped-mlp", grouped_mlp={"groups": groups, "hidden": 11})
+    module = build_module(spec, dtype=torch.float64)
+    seen = []
+    module.mlp_in.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(1, 1, spec.Hq, spec.D, dtype=torch.float64, generator=generator)
+    size = spec.Hq // groups
+    for changed in range(spec.Hq):
+        other = heads.clone()
+        other[:, :, changed] += 1
+        for each in (heads, other):
+            module.combine(each.flatten(2), None)
+        before, after = (rows.unflatten(-1, (spec.Hq, -1)) for rows in seen[-2:])
+        reached = (before != after).any(-1).flatten().nonzero().flatten().tolist()
+        first = changed // size * size
+        assert reached == list(range(first, first + size))
 
 
 @pytest.mark.parametrize("attends", ["self", "cross"])

@@ -72,7 +72,9 @@ def test_the_variants_add_their_own_matrices():
     grouped = make(Hq=Hq, E=E, variant="grouped-mlp", grouped_mlp={"groups": 2, "hidden": hidden})
     assert count(gated) == base + E * Hq
     assert count(make(Hq=Hq, E=E, variant="head-mix")) == base + 3 * (D**2 + D)
-    assert count(grouped) == 3 * (E**2 + E) + (E * hidden + hidden) + (hidden * E + E)
+    group = E // 2
+    within = 2 * (group**2 + group)
+    assert count(grouped) == 3 * (E**2 + E) + within + (E * hidden + hidden) + (hidden * E + E)
 
 
 # -- from which seed ---------------------------------------------------------------------------
