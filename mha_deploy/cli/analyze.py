@@ -23,7 +23,7 @@ def analyze(
     at: Annotated[
         str | None,
         typer.Option(
-            help="Sizes, as B=1,S=2048, or for a cache prefill or decode; the usual ones unless given."
+            help="Sizes, as B=1,S=2048, or of a KV cache prefill or decode. default: the usual ones"
         ),
     ] = None,
     axis: Axes = None,

@@ -16,12 +16,12 @@ Bundles = Annotated[list[Path], typer.Argument(help="Bundles, with their engines
 At = Annotated[
     list[str] | None,
     typer.Option(
-        "--at", help="Sizes such as B=8,S=128, opt, prefill or decode. Can be repeated; a sweep unless given."
+        "--at", help="Sizes such as B=8,S=128, opt, prefill or decode. Can be repeated. default: a sweep"
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("-o", "--out", help="Where bench.json and bench.html go; the first bundle unless given."),
+    typer.Option("-o", "--out", help="Where bench.json and bench.html go. default: the first bundle"),
 ]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print a table for a benchmark record.")]
 

@@ -23,9 +23,7 @@ def bisect(
     bundle: BundleFolder,
     backend: Annotated[
         str | None,
-        typer.Option(
-            help="A runtime or the name of an engine; the first engine that runs here unless given."
-        ),
+        typer.Option(help="A runtime or the name of an engine. default: the first engine that runs here"),
     ] = None,
     in_process: InProcess = False,
     time_limit: TimeLimit = None,

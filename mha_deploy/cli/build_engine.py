@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 Backend = Annotated[
     str | None,
-    typer.Option(
-        help="tensorrt or tensorrt-rtx; unless given, TensorRT where there is a GPU for it, else RTX."
-    ),
+    typer.Option(help="tensorrt or tensorrt-rtx. default: TensorRT where there is a GPU for it, else RTX"),
 ]
-Name = Annotated[str | None, typer.Option(help="Name of the engine; the backend's unless given.")]
+Name = Annotated[str | None, typer.Option(help="Name of the engine. default: the backend's")]
 Profiles = Annotated[
     list[str] | None,
     typer.Option(help="An optimisation profile, as B=1:8:32,S=1:128:512. Repeat for several in one engine."),
@@ -58,13 +56,13 @@ Attention = Annotated[
 Accumulate = Annotated[
     str,
     typer.Option(
-        help="How the projections sum up. fp16: as TensorRT chooses. fp32: in the plugin library. auto: with "
-        "the plugin the better of both, else as TensorRT chooses."
+        help="How the projections accumulate. fp16: as TensorRT chooses. fp32: in the plugin library. auto: "
+        "with the plugin the better of both, else as TensorRT chooses."
     ),
 ]
 Gqa = Annotated[
     str | None,
-    typer.Option(help="auto, fold, broadcast or repeat: grouped heads as matrix products (8.6 to 10.13)."),
+    typer.Option(help="auto, fold, broadcast or repeat: grouped heads as GEMMs (8.6 to 10.13)."),
 ]
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an engine of that name.")]
 
@@ -125,11 +123,11 @@ def build_engine(
 
 def build_with_progress(bundle: Bundle, options: EngineOptions) -> Engine:
     """Build with progress on stderr, where the version tells its progress."""
-    from mha_deploy.engine.build import engine_from_bundle
+    from mha_deploy.api import build_engine
 
     with steps(f"build {bundle.manifest.spec.name}") as on_step:
         on_step("lower, parse and build", 0, 0)
-        return engine_from_bundle(bundle, options, on_step)
+        return build_engine(bundle, **vars(options), on_step=on_step)
 
 
 def print_engine(engine: Engine, *, details: bool = False) -> None:

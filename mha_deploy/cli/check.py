@@ -18,22 +18,15 @@ def check(
     bundle: BundleFolder,
     target: Annotated[str, typer.Option(help="tensorrt or tensorrt-rtx.")] = "tensorrt-rtx",
     version: Annotated[
-        str | None, typer.Option(help="Its version, such as 8.6 or 10.14; the newest unless given.")
+        str | None, typer.Option(help="Its version, such as 8.6 or 10.14. default: the newest")
     ] = None,
     sm: Annotated[str, typer.Option(help="Compute capabilities of the GPUs, such as 9.0 or 89,120.")] = "",
     json: Json = False,
 ) -> None:
     """Say for every attention node whether a target can take it and fuse it, and if not, why."""
-    from mha_deploy.bundle.folder import open_bundle
-    from mha_deploy.engine.lowered import check_graph
-    from mha_deploy.graph.file import load_graph
-    from mha_deploy.graph.rules import target_from
-    from mha_deploy.runtime.tensorrt.request import capabilities_of
+    from mha_deploy.api import check
 
-    model = load_graph(open_bundle(bundle).model_path)
-    named = capabilities_of(sm) or (None,)
-    targets = [target_from(target, version, capability) for capability in named]
-    answers = [answer for each in targets for answer in check_graph(model, each)]
+    answers = check(bundle, target, version, sm=sm)
     if json:
         print_json([_to_dict(answer) for answer in answers])
     else:

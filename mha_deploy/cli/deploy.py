@@ -17,7 +17,13 @@ from mha_deploy.cli.build_engine import (
     engine_to_dict,
     print_engine,
 )
-from mha_deploy.cli.export import Weights, export_with_progress, print_bundle, source_from_options
+from mha_deploy.cli.export import (
+    Weights,
+    export_with_progress,
+    print_bundle,
+    refuse_early,
+    source_from_options,
+)
 from mha_deploy.cli.options import (
     Axes,
     Cache,
@@ -53,8 +59,8 @@ def deploy(
         typer.Option(
             "-o",
             "--out",
-            help="The folder to write; bundles/MODEL-PRECISION or, of another cache than the model's own, "
-            "bundles/MODEL-CACHE-PRECISION unless given.",
+            help="The folder to write. default: bundles/MODEL-PRECISION, with another KV cache than the "
+            "model's own bundles/MODEL-CACHE-PRECISION",
         ),
     ] = None,
     precision: Precision = ExportOptions.precision,
@@ -65,7 +71,7 @@ def deploy(
     cache: Cache = None,
     backend: Annotated[
         str | None,
-        typer.Option(help="tensorrt or tensorrt-rtx; the one that fits this machine unless given."),
+        typer.Option(help="tensorrt or tensorrt-rtx. default: the one that fits this machine"),
     ] = None,
     sm: Targets = "",
     allow_decomposed: AllowDecomposed = False,
@@ -87,10 +93,11 @@ def deploy(
         attention=attention,
         accumulate=accumulate,
     )
-    if engine:
-        _refuse_builder(settings, precision)
     target = out or _usual_folder(model, source, precision)
     options = ExportOptions(precision=precision, seed=seed, weights=weights, overwrite=overwrite)
+    refuse_early(target, options)
+    if engine:
+        _refuse_builder(settings, precision)
     bundle = export_with_progress(source, target, options)
     if not json:  # at once: the engine may yet be refused
         print_bundle(bundle)
@@ -110,7 +117,7 @@ def deploy(
 
 
 def _usual_folder(model: str, source: Model, precision: str) -> Path:
-    """Where a bundle goes unless given: a layer with another cache than its own is another layer."""
+    """Where a bundle goes by default: a layer with another cache than its own is another layer."""
     from mha_deploy.api import load_model
     from mha_deploy.model.spec import AttentionSpec
 

@@ -24,7 +24,7 @@ from mha_deploy.cli.options import (
     steps,
 )
 from mha_deploy.errors import DeployError
-from mha_deploy.export.options import ExportOptions, GoldenBudget
+from mha_deploy.export.options import AUTO, ExportOptions, GoldenBudget
 
 if TYPE_CHECKING:
     from mha_deploy.api import Model
@@ -37,7 +37,7 @@ Weights = Annotated[
 Golden = Annotated[
     list[str] | None,
     typer.Option(
-        help="A golden case: min, opt, odd, ragged, large, with a cache prefill and decode, "
+        help="A golden case: min, opt, odd, ragged, large, with a KV cache prefill and decode, "
         "or sizes as B=2,S=33. Can be repeated."
     ),
 ]
@@ -63,7 +63,7 @@ def export(
         float, typer.Option(help="Limit on disk of the large golden case.")
     ] = GoldenBudget.mb,
     opset: Annotated[
-        int | None, typer.Option(help="ONNX operator set: 23 or 24; the first that suffices unless given.")
+        int | None, typer.Option(help="ONNX operator set: 23 or 24. default: the first that suffices")
     ] = None,
     device: Annotated[
         str, typer.Option(help="Where golden cases are computed: cpu or cuda.")
@@ -110,10 +110,21 @@ def source_from_options(
     return load_model(model, axes=axes_from_options(axes), projections=projections, cache=cache)
 
 
+def refuse_early(out: Path, options: ExportOptions) -> None:
+    """Refuse what needs no library to be refused: a folder that is there, a precision that is not."""
+    from mha_deploy.bundle.commit import refuse_occupied
+    from mha_deploy.model.precision import find_precision
+
+    refuse_occupied(out.resolve(), overwrite=options.overwrite)
+    if options.precision != AUTO:
+        find_precision(options.precision)
+
+
 def export_with_progress(source: Model, out: Path, options: ExportOptions) -> Bundle:
     """Export with progress on stderr."""
     from mha_deploy.api import export
 
+    refuse_early(out, options)
     with steps(f"export {source.name}") as on_step:
         bundle = export(source, out, **vars(options), on_step=on_step)
     if bundle.removed:

@@ -30,13 +30,13 @@ def fuse(
     json: Json = False,
 ) -> None:
     """Recognise attention in an ONNX file and write it as single Attention nodes; what stays is named."""
+    from mha_deploy.api import fuse
     from mha_deploy.graph.file import load_graph
-    from mha_deploy.graph.fuse import fuse_attention
 
     _check_output(source, output, overwrite)
     original = load_graph(source)
     _check_weights(original, output, overwrite)
-    model, report = fuse_attention(original)
+    model, report = fuse(original)
     _save(model, output)
     if json:
         print_json({"file": str(output), **report.to_dict()})
@@ -127,7 +127,7 @@ def _renderable(report: FuseReport) -> RenderableType:
     rows = table(expand=True)
     for column in ("attention", "Hq/Hkv×D", "scale", "mask"):
         rows.add_column(column, overflow="fold")
-    rows.add_column("what became of it", overflow="fold", ratio=1)
+    rows.add_column("result", overflow="fold", ratio=1)
     for each in report.fused:
         mask = " + ".join(["causal"] * each.causal + [each.mask] * (each.mask != "none")) or "none"
         said = "; ".join(("fused", *each.notes))

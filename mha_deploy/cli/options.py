@@ -30,18 +30,19 @@ BundleFolder = Annotated[Path, typer.Argument(help="A bundle: the folder that `e
 Precision = Annotated[
     str,
     typer.Option(
-        help="Types in the graph: fp16, bf16 or fp32; auto for your own model: fp16, what overflows wider."
+        help="Types in the graph: fp16, bf16 or fp32; auto for your own model: fp16, what overflows upcast."
     ),
 ]
 Axes = Annotated[
     list[str] | None,
     typer.Option("--axis", help="Another range for an axis, as S=min:opt:max. Can be repeated."),
 ]
-Projections = Annotated[str | None, typer.Option(help="separate or packed; the spec's own unless given.")]
+Projections = Annotated[str | None, typer.Option(help="separate or packed. default: the spec's own")]
 Cache = Annotated[
     str | None,
     typer.Option(
-        help="none, growing (past in, present out) or static (fixed buffers); the spec's own unless given."
+        help="KV cache: none, growing (dynamic: past in, present out) or static (preallocated). "
+        "default: the spec's own"
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights and inputs.")]
@@ -125,13 +126,13 @@ def steps(title: str) -> Iterator[OnStep]:
         with _bar(console, title) as on_step:
             yield on_step
         return
-    started, last = time.monotonic(), ""
+    started, shown = time.monotonic(), set[str]()
 
     def print_step(name: str, number: int, count: int) -> None:
-        nonlocal last
-        if name == last:  # a builder tells every step of a phase: a log wants the phases
+        name = name.partition(": ")[0]  # "stage: detail"; a log wants the stages, each once
+        if name in shown:
             return
-        last = name
+        shown.add(name)
         elapsed = time.monotonic() - started
         place = f"{min(number + 1, count)}/{count} " if count else ""
         line = f"{title}: {place}{name} ({elapsed:.1f} s)"

@@ -19,7 +19,7 @@ plugins = typer.Typer(
     no_args_is_help=True,
 )
 
-Include = Annotated[Path | None, typer.Option(help="Folder of its headers; looked for unless given.")]
+Include = Annotated[Path | None, typer.Option(help="Folder of its headers. default: searched for")]
 Backend = Annotated[str, typer.Option(help="tensorrt or tensorrt-rtx.")]
 
 
@@ -29,13 +29,11 @@ def build(
     cudnn_include: Include = None,
     cudnn_frontend_include: Include = None,
     cuda_include: Include = None,
-    nvcc: Annotated[Path | None, typer.Option(help="The CUDA compiler; looked for unless given.")] = None,
-    arch: Annotated[
-        str, typer.Option(help="GPUs to compile for, as 80,90; the usual ones unless given.")
-    ] = "",
+    nvcc: Annotated[Path | None, typer.Option(help="The CUDA compiler. default: searched for")] = None,
+    arch: Annotated[str, typer.Option(help="GPUs to compile for, as 80,90. default: the usual ones")] = "",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder it goes to; MHA_DEPLOY_PLUGINS or the cache folder unless given."),
+        typer.Option(help="Folder it goes to. default: MHA_DEPLOY_PLUGINS or the cache folder"),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -197,7 +197,7 @@ def models_renderable(specs: Iterable[AttentionSpec]) -> RenderableType:
     rows.add_column("kind", no_wrap=True)
     for column in ("Hq/Hkv×D", "E", "parameters", "KV B/token"):
         rows.add_column(column, justify="right", no_wrap=True)
-    rows.add_column("what", no_wrap=True, overflow="ellipsis", ratio=1)
+    rows.add_column("description", no_wrap=True, overflow="ellipsis", ratio=1)
     for spec in specs:
         row = model_row(spec)
         heads = f"{spec.Hq}/{spec.Hkv}×{spec.D}"
@@ -649,15 +649,15 @@ def _invariance(examination: Examination) -> Text:
         parts.append(f"{name} {passed}/{len(checks)}" if checks else f"{name}: not applicable")
     judged = [check for check in examination.invariance if check.case]
     same = ", bitwise the same" if judged and all(check.bitwise for check in judged) else ""
-    return Text(f"{examination.backend}, rows in other places: {', '.join(parts)}{same}")
+    return Text(f"{examination.backend}, batch elements in other places: {', '.join(parts)}{same}")
 
 
 def point_renderable(point: LatencyPoint) -> RenderableType:
-    """Everyone's time at one set of sizes."""
-    filled = "" if point.past is None else f", {point.past:,} rows cached"
-    floor = f", floor {point.roofline.floor_us:.1f} µs" if point.roofline else ""
+    """The latency of every backend at one set of sizes."""
+    filled = "" if point.past is None else f", {point.past:,} KV-cache entries"
+    floor = f", roofline bound {point.roofline.floor_us:.1f} µs" if point.roofline else ""
     rows = table(f"latency at {sizes_text(point.sizes)}{filled}{floor}")
-    rows.add_column("who", no_wrap=True)
+    rows.add_column("backend", no_wrap=True)
     for column in _columns(point):
         rows.add_column(column, justify="right", no_wrap=True)
     for row in point.rows:

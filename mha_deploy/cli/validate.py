@@ -22,34 +22,32 @@ Backends = Annotated[
     list[str] | None,
     typer.Option(
         "--backend",
-        help="Who is judged: an engine's name, ort-cuda, ort-cpu, onnx-reference, eager, sdpa-cudnn … Can be "
-        "repeated; unless given, the graph and every engine that can run here, beside PyTorch.",
+        help="Backend to validate: an engine's name, ort-cuda, ort-cpu, onnx-reference, eager, sdpa-cudnn … "
+        "Can be repeated. default: the graph and every engine that can run here, beside PyTorch",
     ),
 ]
 EngineName = Annotated[
-    str | None, typer.Option("--engine", help="The one engine to run; all of the bundle's unless given.")
+    str | None, typer.Option("--engine", help="The one engine to run. default: all of the bundle's")
 ]
 Latency = Annotated[
     bool | None,
-    typer.Option("--latency/--no-latency", help="Whether to time; where there is a GPU unless given."),
+    typer.Option("--latency/--no-latency", help="Whether to measure latency. default: where there is a GPU"),
 ]
 Sweep = Annotated[
     bool | None,
     typer.Option(
         "--sweep/--no-sweep",
-        help="Whether to try every profile at its corners; where an engine runs unless given.",
+        help="Whether to run every profile at its corners. default: where an engine runs",
     ),
 ]
 Fresh = Annotated[int, typer.Option(min=0, help="How many random cases to draw besides. Needs PyTorch.")]
 Steps = Annotated[
     int,
-    typer.Option(min=0, help="Tokens to step through besides the bundle's own, for a layer with a cache."),
+    typer.Option(min=0, help="Decode steps besides those of the bundle, for a layer with a KV cache."),
 ]
 Prompt = Annotated[int | None, typer.Option(min=1, help="Length of the prompt before --steps.")]
-Rows = Annotated[int | None, typer.Option(min=1, help="Rows of the batch of --steps.")]
-Conformance = Annotated[
-    bool, typer.Option("--conformance", help="Also ask every runtime how it treats masks.")
-]
+Rows = Annotated[int | None, typer.Option(min=1, help="Batch elements of --steps.")]
+Conformance = Annotated[bool, typer.Option("--conformance", help="Also test how every runtime treats masks.")]
 Samples = Annotated[int, typer.Option(min=100, help="Samples of each timing.")]
 Kernels = Annotated[
     bool, typer.Option("--kernels", help="Say which kernels take the time. Needs PyTorch's profiler.")
@@ -68,14 +66,12 @@ RequirePrecision = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("-o", "--out", help="Where report.json and report.html go; the bundle unless given."),
+    typer.Option("-o", "--out", help="Where report.json and report.html go. default: the bundle"),
 ]
 Write = Annotated[bool, typer.Option("--report/--no-report", help="Whether to write the report.")]
 SelfTest = Annotated[
     bool,
-    typer.Option(
-        "--self-test", help="Only make deliberate mistakes in the graph, and show that each is caught."
-    ),
+    typer.Option("--self-test", help="Only mutate the graph, and show that each mutation is detected."),
 ]
 
 
@@ -173,7 +169,7 @@ def _self_test(bundle: Bundle, backends: list[str] | None, json: bool) -> None:
         result = self_test(
             bundle,
             backends[0] if backends else None,
-            on_mistake=lambda name: on_step(name, names.index(name), len(names)),
+            on_mistake=lambda name: on_step(f"mutations: {name}", names.index(name), len(names)),
         )
     if json:
         print_json(result.to_dict())
@@ -185,10 +181,10 @@ def _self_test(bundle: Bundle, backends: list[str] | None, json: bool) -> None:
 
 def validate_with_progress(bundle: Bundle, options: ValidateOptions) -> Report:
     """Validate with progress on stderr."""
-    from mha_deploy.validate.run import validate_bundle
+    from mha_deploy.api import validate
 
     with progress(f"validate {bundle.manifest.spec.name}") as on_step:
-        return validate_bundle(bundle, options, on_step=lambda name: on_step(name, 0, 0))
+        return validate(bundle, **vars(options), on_step=on_step).record
 
 
 def report_to_json(report: Report) -> dict[str, object]:

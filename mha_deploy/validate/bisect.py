@@ -171,7 +171,7 @@ class _Search:
         return (names[right] if right >= 0 else None), verdict
 
     def _judged_attention(self, name: str) -> OutputVerdict:
-        self.on_step(f"attention {name}")
+        self.on_step(f"attention: {name}")
         if self.layers is None:
             raise DeployError("The bundle knows no attention by itself.", got=name)
         (verdict,) = judge_layers(self.layers, self._run((self.values[name],)), self.bundle, only=name)
@@ -207,7 +207,7 @@ class _Search:
 
     def _problem(self, name: str, wanted: Mapping[str, np.ndarray], budget: Budget | None) -> str | None:
         """What is wrong with a value; None where it is right."""
-        self.on_step(f"value {name}")
+        self.on_step(f"value: {name}")
         got, want = self._run((name,))[name], wanted[name].astype(np.float64)
         if got.shape != want.shape:
             return f"shape {got.shape}, not {want.shape}"

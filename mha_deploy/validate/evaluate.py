@@ -231,7 +231,7 @@ class _Sitting:
 
     def _row(self, case: GoldenCase, stepping: Sequence[SteppingReport]) -> LatencyRow:
         who, exam = self.participant, self.exam
-        self.on_step(f"{who.name}: time {case.name}")
+        self.on_step(f"latency of {who.name}: {case.name}")
         row = LatencyRow(name=who.name, backend=self.runner.name, family=who.family)
         wrong = [failure for report in stepping for failure in report.failures]
         if wrong and case.sizes["S"] == 1:
@@ -239,7 +239,7 @@ class _Sitting:
             return replace(row, refused=f"{WRONG_ANSWER}: {first.case}/{first.output}: {first.problem}")
         row = time_case(self.runner, case, exam.precision, row, samples=exam.samples, kernels=exam.kernels)
         if row.timing is not None:  # told at once: whatever ends the run later does not take it away
-            self.on_step(f"{who.name}: {case.name} takes {row.timing.p50:.1f} µs")
+            self.on_step(f"latency of {who.name}: {case.name} takes {row.timing.p50:.1f} µs")
         return row
 
 

@@ -9,6 +9,7 @@ import pytest
 from fresh_python import run_all
 
 from mha_deploy import __version__, cli
+from mha_deploy.cli.options import steps
 from mha_deploy.errors import BackendUnavailable, DeployError
 
 VERBS = (
@@ -38,6 +39,19 @@ def test_help_is_a_result(run_cli, arguments):
     assert done.code == 0
     assert "Usage: " in done.out
     assert done.err == ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_names_defaults_alike(run_cli, verb):
+    assert "unless given" not in " ".join(run_cli(verb, "--help").out.split())
+
+
+def test_a_log_has_one_line_for_each_stage(capsys):
+    with steps("validate it") as on_step:
+        for name in ("oracle", "ort-cpu: min", "ort-cpu: opt", "eager: min", "ort-cpu: odd", "oracle"):
+            on_step(name, 0, 0)
+    lines = [line.rpartition(" (")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["validate it: oracle", "validate it: ort-cpu", "validate it: eager"]
 
 
 def test_help_lists_every_verb_in_the_order_of_use(run_cli):
@@ -70,6 +84,16 @@ def test_the_doctor_does_not_load_what_takes_seconds():
     assert "doctor --load" in step.out
     slow = {"torch", "onnx", "onnx_ir", "onnxscript", "sympy", "matplotlib"}
     assert slow.isdisjoint(name.partition(".")[0] for name in done.modules)
+
+
+def test_a_refusal_that_needs_no_library_loads_none(tmp_path):
+    """A folder that is there, a precision or a model that is not: told at once."""
+    wrong = (["tiny-mha", "-o", tmp_path], ["tiny-mha", "--precision", "fp8"], ["tiny-nothing"])
+    steps = [[verb, "-o", tmp_path / "new", *given] for verb in ("export", "deploy") for given in wrong]
+    done = run_all(*(("mha-deploy", *step) for step in steps))
+    assert [step.code for step in done.steps] == [2] * 6, done.steps
+    assert HEAVY.isdisjoint(name.partition(".")[0] for name in done.modules)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_version_is_the_package_s(run_cli):
