@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +61,6 @@ def alibi_bias(Hq: int, S: int, T: int) -> Tensor:
 
 # -- Scaled dot-product attention, three ways to compute one function ------------------------------
 
-PATHS = ("sdpa", "plain", "onnx")
 _WEIGHTS_AFTER_SOFTMAX = 3  # ONNX Attention's qk_matmul_output_mode
 
 
@@ -113,7 +111,7 @@ def attend(
         v: Values [B, T, Hkv·D].
         mask: Boolean or float mask that broadcasts to [B, Hq, S, T].
         heads: How the heads are laid out and scored.
-        path: One of `PATHS`.
+        path: `sdpa`, `plain` or `onnx`.
 
     Returns:
         The heads side by side [B, S, Hq·D], and the attention weights [B, Hq, S, T] if asked for.
@@ -375,7 +373,7 @@ class Attention(nn.Module):
         if self.spec.cache == "growing":
             return self._grow(query, past_key, past_value)
         if self.spec.cache == "static":
-            return self._step(query, key_cache, value_cache, lengths, in_place=False)
+            return self._step(query, key_cache, value_cache, lengths)
         heads, weights = self.heads(query, key, value, key_lengths, attention_bias)
         output = self.combine(heads, query)
         return output if weights is None else (output, weights)
@@ -457,17 +455,6 @@ class Attention(nn.Module):
 
     # -- with a cache --------------------------------------------------------------------------
 
-    def step_(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor) -> Tensor:
-        """The layer with a static cache, writing the new rows into the caller's buffers.
-
-        The lengths stay as they are: the caller knows how many of the S tokens were padding.
-        """
-        if self.spec.cache != "static":
-            raise DeployError(
-                "Only a static cache is written in place.", got=self.spec.cache, hint='cache = "static"'
-            )
-        return self._step(query, key_cache, value_cache, lengths, in_place=True)[0]
-
     def _grow(
         self, query: Tensor, past_key: Tensor | None, past_value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -491,8 +478,6 @@ class Attention(nn.Module):
         key_cache: Tensor | None,
         value_cache: Tensor | None,
         lengths: Tensor | None,
-        *,
-        in_place: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         key_cache, value_cache, lengths = given(
             self.spec.name, key_cache=key_cache, value_cache=value_cache, lengths=lengths
@@ -506,8 +491,8 @@ class Attention(nn.Module):
             layout = self._layout(causal=True)
             heads, keys, values = attend_static(q, (k, v), (key_cache, value_cache), lengths, window, layout)
             return self.combine(heads, query), keys, values
-        keys = write_rows(key_cache, k, positions, in_place=in_place)
-        values = write_rows(value_cache, v, positions, in_place=in_place)
+        keys = write_rows(key_cache, k, positions)
+        values = write_rows(value_cache, v, positions)
         valid = [merge_heads(valid_rows(rows, lengths + S)) for rows in (keys, values)]
         mask = seen_from(positions, T, self.spec.window)[:, None]
         heads, _ = attend(q, valid[0], valid[1], mask, self._layout(causal=False), self.path)
@@ -539,17 +524,16 @@ def append_rows(past: Tensor, new: Tensor) -> Tensor:
     return torch.cat((past, new), dim=2)
 
 
-def write_rows(cache: Tensor, new: Tensor, positions: Tensor, *, in_place: bool = False) -> Tensor:
-    """Put new rows at their positions.
+def write_rows(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+    """A copy of the cache with new rows at their positions.
 
     Args:
         cache: [B, Hkv, T, D].
         new: [B, Hkv, S, D].
         positions: Where they go in each row of the batch, [B, S].
-        in_place: Whether to write into `cache` itself; otherwise it is left alone.
     """
     index = positions.long()[:, None, :, None].expand_as(new)
-    return cache.scatter_(2, index, new) if in_place else cache.scatter(2, index, new)
+    return cache.scatter(2, index, new)
 
 
 def valid_rows(cache: Tensor, ends: Tensor) -> Tensor:
@@ -632,13 +616,3 @@ class Decoder:
         output, self.keys, self.values = self.module(x, **held)
         self.lengths = self.lengths + (x.shape[1] if counts is None else counts.to(self.lengths))
         return output
-
-
-def decode_in_chunks(module: Attention, x: Tensor, sizes: Iterable[int]) -> tuple[Tensor, Decoder]:
-    """Feed x [B, length, E] from an empty cache, in chunks of these sizes.
-
-    Returns:
-        The outputs one behind the other, [B, length, E], and the decoder with the cache at the end.
-    """
-    decoder = Decoder(module, x.shape[0])
-    return torch.cat([decoder.feed(chunk) for chunk in x.split(list(sizes), dim=1)], dim=1), decoder

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -284,17 +283,6 @@ def record(work: Callable[[], None], stream: Stream) -> Any:
         _runtime().cudaStreamEndCapture(stream.raw)
         raise
     return _call("cudaStreamEndCapture", stream.raw)
-
-
-@contextmanager
-def new_stream() -> Iterator[Stream]:
-    """A stream of our own for as long as it is needed."""
-    open_gpu()
-    stream = Stream()
-    try:
-        yield stream
-    finally:
-        stream.close()
 
 
 # -- In what state the GPU was while it was measured: clocks, temperature, power, and what held ----

@@ -88,10 +88,6 @@ class LatencyPoint:
     past: int | None = None
     decoded: int | None = None
 
-    def time_of(self, name: str) -> float | None:
-        """The median time of a participant."""
-        return next((row.timing.p50 for row in self.rows if row.name == name and row.timing), None)
-
     @property
     def best_pytorch(self) -> LatencyRow | None:
         """The fastest of PyTorch's ways."""

@@ -1,6 +1,7 @@
 """The clock's arithmetic, and when warming up ends; the GPU's own clock is tested where there is one."""
 
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -98,10 +99,21 @@ def gpu():
     return found
 
 
+@contextmanager
+def new_stream():
+    """A stream of our own for as long as it is needed."""
+    cuda.open_gpu()
+    stream = cuda.Stream()
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
 @pytest.mark.gpu
 def test_a_buffer_gives_back_what_it_took(gpu):
     array = np.arange(1000, dtype=np.float32)
-    with cuda.new_stream() as stream:
+    with new_stream() as stream:
         first, second = cuda.Buffer(array.nbytes), cuda.Buffer(array.nbytes)
         first.upload(array, stream)
         second.copy_from(first, stream)
@@ -113,7 +125,7 @@ def test_a_buffer_gives_back_what_it_took(gpu):
 
 @pytest.mark.gpu
 def test_an_array_of_another_size_is_refused(gpu):
-    with cuda.new_stream() as stream:
+    with new_stream() as stream:
         buffer = cuda.Buffer(16)
         with pytest.raises(cuda.CudaError, match="does not fit"):
             buffer.upload(np.zeros(5, np.float32), stream)
@@ -122,7 +134,7 @@ def test_an_array_of_another_size_is_refused(gpu):
 
 @pytest.mark.gpu
 def test_a_graph_does_its_work_when_it_is_launched_and_not_before(gpu):
-    with cuda.new_stream() as stream:
+    with new_stream() as stream:
         source, target = cuda.Buffer(4096), cuda.Buffer(4096)
         source.fill(1, stream), target.fill(0, stream)
         graph = cuda.capture(lambda: target.copy_from(source, stream), stream)
@@ -137,7 +149,7 @@ def test_a_failure_while_capturing_leaves_the_stream_usable(gpu):
     def fail():
         raise ValueError("no")
 
-    with cuda.new_stream() as stream:
+    with new_stream() as stream:
         with pytest.raises(ValueError, match="no"):
             cuda.capture(fail, stream)
         buffer = cuda.Buffer(16)
@@ -152,7 +164,7 @@ def test_twice_the_work_takes_about_twice_the_time(gpu):
 
     Others may use the GPU during one of the two; a clock that is wrong is wrong every time.
     """
-    with cuda.new_stream() as stream:
+    with new_stream() as stream:
         a, b = cuda.Buffer(512 * MIB), cuda.Buffer(512 * MIB)
         half_a, half_b = cuda.Buffer(256 * MIB), cuda.Buffer(256 * MIB)
         plan = TimingPlan(samples=100)

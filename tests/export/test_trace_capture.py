@@ -15,7 +15,7 @@ from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
 from mha_deploy.reference import build_module
-from mha_deploy.reference.attention import Decoder, decode_in_chunks
+from mha_deploy.reference.attention import Decoder
 from mha_deploy.reference.inputs import to_numpy
 
 STEPS = 6
@@ -66,7 +66,8 @@ def test_the_oracle_is_what_stepping_in_fp64_gives(cache, changes):
     exact = build_module(spec, weights=module_of(spec).state_dict(), dtype=torch.float64)
     for row in range(3):
         x = torch.from_numpy(trace.x[row : row + 1, : trace.prompt[row] + STEPS].astype(np.float64))
-        output, decoder = decode_in_chunks(exact, x, [1] * x.shape[1])
+        decoder = Decoder(exact, 1)
+        output = torch.cat([decoder.feed(token) for token in x.split(1, dim=1)], dim=1)
         rows = {"output": output, "key": decoder.keys, "value": decoder.values}
         for name, got in rows.items():
             at = valid(trace, name, row)

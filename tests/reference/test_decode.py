@@ -19,7 +19,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.export.canonical import canonical_from_module
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import attention, build_module
-from mha_deploy.reference.attention import Attention, Decoder, decode_in_chunks, split_heads
+from mha_deploy.reference.attention import Attention, Decoder, split_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -82,6 +82,12 @@ def keys_of(whole, x):
 def wanted_of(whole, x):
     """The output of the whole sequence, and the keys and values that the cache must hold after it."""
     return whole(x), *keys_of(whole, x)
+
+
+def decode_in_chunks(module, x, sizes):
+    """Feed x from an empty cache, in chunks of these sizes; the outputs, and the decoder at the end."""
+    decoder = Decoder(module, x.shape[0])
+    return torch.cat([decoder.feed(chunk) for chunk in x.split(list(sizes), dim=1)], dim=1), decoder
 
 
 def errors(module, wanted, x, sizes):
@@ -345,7 +351,7 @@ def keep_a_stale_row(monkeypatch):
     monkeypatch.setattr(
         attention,
         "write_rows",
-        lambda cache, new, positions, **how: write(cache, new[:, :, :-1], positions[:, :-1], **how),
+        lambda cache, new, positions: write(cache, new[:, :, :-1], positions[:, :-1]),
     )
 
 
@@ -356,7 +362,7 @@ def swap_rows(monkeypatch):
     monkeypatch.setattr(
         attention,
         "write_rows",
-        lambda cache, new, positions, **how: write(cache, new.flip(0), positions, **how),
+        lambda cache, new, positions: write(cache, new.flip(0), positions),
     )
 
 
@@ -367,7 +373,7 @@ def swap_past_and_new(monkeypatch):
     monkeypatch.setattr(
         attention,
         "write_rows",
-        lambda cache, new, positions, **how: write(cache, new, (positions - 1).clamp(0), **how),
+        lambda cache, new, positions: write(cache, new, (positions - 1).clamp(0)),
     )
 
 
@@ -411,8 +417,8 @@ def test_lengths_of_the_wrong_row_show(monkeypatch):
     module, whole = pair(make("static", {}))
     feed = Attention._step
 
-    def with_swapped_lengths(self, query, keys, values, lengths, *, in_place):
-        return feed(self, query, keys, values, lengths.flip(0), in_place=in_place)
+    def with_swapped_lengths(self, query, keys, values, lengths):
+        return feed(self, query, keys, values, lengths.flip(0))
 
     monkeypatch.setattr(Attention, "_step", with_swapped_lengths)
     outputs, _ = feed_ragged(module, tokens(), [(5, 1, 3), (1, 1, 1)])
@@ -428,16 +434,12 @@ def static_call(S=2, lengths=(0, 3, 5)):
     return module, tokens()[:, :S], caches[0], caches[1], torch.tensor(lengths, dtype=torch.int32)
 
 
-def test_a_call_leaves_the_buffers_of_its_caller_alone_and_a_step_writes_them():
+def test_a_call_leaves_the_buffers_of_its_caller_alone():
     module, x, keys, values, lengths = static_call()
     before = keys.clone(), values.clone(), lengths.clone()
-    output, *new = module(x, key_cache=keys, value_cache=values, lengths=lengths)
+    module(x, key_cache=keys, value_cache=values, lengths=lengths)
     for tensor, old in zip((keys, values, lengths), before, strict=True):
         assert torch.equal(tensor, old)
-    assert torch.equal(module.step_(x, keys, values, lengths), output)
-    assert torch.equal(keys, new[0])
-    assert torch.equal(values, new[1])
-    assert torch.equal(lengths, before[2])
 
 
 def test_only_the_new_rows_are_written():
@@ -453,7 +455,7 @@ def test_rows_outside_the_buffer_are_refused_before_anything_is_written(lengths)
     module, x, keys, values, lengths = static_call(lengths=lengths)
     before = keys.clone()
     with pytest.raises(DeployError, match="do not fit into the cache") as caught:
-        module.step_(x, keys, values, lengths)
+        module(x, key_cache=keys, value_cache=values, lengths=lengths)
     assert f"lengths {lengths.tolist()}, 2 new tokens, 12 rows" in str(caught.value)
     assert "lengths from 0 to 10" in caught.value.hint
     assert torch.equal(keys, before)
@@ -478,8 +480,6 @@ def test_what_has_no_such_cache_is_refused():
     growing = build_module(make("growing"))
     with pytest.raises(DeployError, match="one length"):
         Decoder(growing, B).feed(tokens(torch.float32), torch.ones(B))
-    with pytest.raises(DeployError, match="Only a static cache"):
-        growing.step_(tokens(torch.float32), *static_call()[2:])
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -101,7 +101,6 @@ class Capabilities:
     Args:
         explicit_batch_flag: Networks must be asked to have an explicit batch (8.6).
         strongly_typed_flag: A network can take its types from the graph.
-        always_strongly_typed: A network cannot do anything else.
         fp16_flag: FP16 can be allowed for a weakly typed network.
         bf16_type: BF16 tensors exist at all.
         precision_constraints: Layers can be held to a type in a weakly typed network.
@@ -128,7 +127,6 @@ class Capabilities:
 
     explicit_batch_flag: bool
     strongly_typed_flag: bool
-    always_strongly_typed: bool
     fp16_flag: bool
     bf16_type: bool
     precision_constraints: bool
@@ -240,8 +238,6 @@ def probe(module: Any) -> Capabilities:
         levels = ()
     return Capabilities(
         **found,
-        # Without the FP16 flag there is no weak typing to fall back to.
-        always_strongly_typed=found["strongly_typed_flag"] and not found["fp16_flag"],
         plugins=_takes_plugins(module),
         compute_capabilities=targets,
         hardware_compatibility=levels,
