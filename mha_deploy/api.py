@@ -187,10 +187,14 @@ def export(
     """
     found = load_model(model, example_inputs=example_inputs, axes=axes)
     from mha_deploy.bundle.commit import refuse_occupied
-    from mha_deploy.export.options import ExportOptions, GoldenBudget
+    from mha_deploy.export.options import AUTO, ExportOptions, GoldenBudget
+    from mha_deploy.model.precision import find_precision
     from mha_deploy.model.spec import AttentionSpec
 
-    refuse_occupied(Path(os.path.realpath(out)), overwrite=overwrite)  # before PyTorch is imported
+    # What can be refused is refused before PyTorch is imported.
+    refuse_occupied(Path(os.path.realpath(out)), overwrite=overwrite)
+    if precision != AUTO:
+        find_precision(precision)
     options = ExportOptions(
         precision=precision,
         opset=opset,

@@ -158,10 +158,13 @@ def test_a_module_that_cannot_be_copied_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_occupied_folder_is_refused_before_anything_is_computed(tmp_path):
+def test_what_can_be_refused_at_once_is_refused_before_anything_is_computed(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(BundleError):
         md.export("tiny-mha", tmp_path, on_step=lambda *given: pytest.fail("began"))
+    with pytest.raises(md.DeployError, match="fp12"):
+        md.export("tiny-mha", tmp_path / "new", precision="fp12", on_step=lambda *given: pytest.fail("began"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # -- graphs --------------------------------------------------------------------------------------
