@@ -168,7 +168,7 @@ def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") 
         past_length=_dim(input_at(node, PAST_KEY), 2),
         has_present=any(output_at(node, at) is not None for at in (PRESENT_KEY, PRESENT_VALUE)),
         has_nonpad_kv_seqlen=input_at(node, NONPAD_KV_SEQLEN) is not None,
-        qk_output_mode=_qk_output_mode(node),
+        qk_output_mode=None if output_at(node, QK_OUTPUT) is None else _int(node, "qk_matmul_output_mode", 0),
         softcap=_float(node, "softcap", 0.0) or 0.0,
         softmax_precision=_softmax_precision(node),
         left_window=_int(node, "left_window_size", UNBOUNDED),
@@ -240,10 +240,6 @@ def _mask_kind(mask: ir.Value | None) -> str:
     if mask.dtype == ir.DataType.BOOL:
         return "bool"
     return "float" if mask.dtype.is_floating_point() else "int"
-
-
-def _qk_output_mode(node: ir.Node) -> int | None:
-    return None if output_at(node, QK_OUTPUT) is None else _int(node, "qk_matmul_output_mode", 0)
 
 
 def _softmax_precision(node: ir.Node) -> str | None:

@@ -125,7 +125,7 @@ def measure_latency(
     try:
         clock.run(samples=slots, calls=1)  # every slot once
         calls = max(1, math.ceil(plan.sample_us / max(clock.median_of(10, 1), 0.1)))
-        stable = _warm_up(clock, calls, plan)
+        stable = settles(lambda: clock.median_of(20, calls), plan.agree, plan.rounds)
         host_us = clock.host_microseconds()
         samples = clock.run(max(plan.samples, 100), calls, while_busy=lambda: read_conditions(gpu))
         return Timing(
@@ -140,10 +140,6 @@ def measure_latency(
         )
     finally:
         clock.close()
-
-
-def _warm_up(clock: _Clock, calls: int, plan: TimingPlan) -> bool:
-    return settles(lambda: clock.median_of(20, calls), plan.agree, plan.rounds)
 
 
 def settles(measure: Callable[[], float], agree: float, rounds: int) -> bool:

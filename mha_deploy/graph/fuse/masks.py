@@ -355,12 +355,10 @@ def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType) -> list[Term]:
             continue
         rest = _taken_apart(Bias(value=kept, factor=term.factor), dtype)
         # What -inf hides may be anything, NaN too: it must stay hidden by this very Where.
-        return [term] if rest and fill == -math.inf else [_hidden(condition, shown, fill), *rest]
+        if rest and fill == -math.inf:
+            return [term]
+        return [Fill(condition=condition, shown=shown, fill=fill, added=True), *rest]
     return [term]
-
-
-def _hidden(condition: ir.Value, shown: bool, fill: float) -> Fill:
-    return Fill(condition=condition, shown=shown, fill=fill, added=True)
 
 
 def _absorbs(number: float, dtype: ir.DataType) -> bool:

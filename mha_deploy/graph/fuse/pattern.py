@@ -285,7 +285,9 @@ class _Walk:
     def follow(self, graph: ir.Graph) -> None:
         """Take in the nodes of a graph, in their order."""
         for node in graph:
-            inner = [each.as_graph() for each in node.attributes.values() if _is_graph(each)]
+            inner = [
+                each.as_graph() for each in node.attributes.values() if each.type == ir.AttributeType.GRAPH
+            ]
             if inner:
                 self._branches(node, inner)
                 continue
@@ -360,7 +362,3 @@ def _runs_over_keys(softmax: ir.Node, carried: _Carried) -> bool:
         return True
     size = dims[axis]
     return not isinstance(size, int) or size in carried.sizes
-
-
-def _is_graph(attribute: ir.Attr) -> bool:
-    return attribute.type == ir.AttributeType.GRAPH

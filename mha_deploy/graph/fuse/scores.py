@@ -152,7 +152,8 @@ def unwrap(operand: Operand, *, wanted: str, head: str | None, scaled: bool = Tr
                 ready = operand
             continue
         inner = _before_factor(operand) if scaled else None
-        inner = inner or (_before_repeat(operand, head) if head else None)
+        if head:
+            inner = inner or _before_interleave(operand, head) or _before_expand(operand, head)
         if inner is None:
             return ready or operand
         operand = inner
@@ -219,10 +220,6 @@ def _keeps_shape(value: ir.Value | None, factor: ir.Value | None, result: ir.Val
     if sizes is not None and all(size == 1 for size in sizes):
         return True
     return value is not None and same_dims(dims_of(value) or (), dims_of(result) or ())
-
-
-def _before_repeat(operand: Operand, head: str) -> Operand | None:
-    return _before_interleave(operand, head) or _before_expand(operand, head)
 
 
 def _before_interleave(operand: Operand, head: str) -> Operand | None:

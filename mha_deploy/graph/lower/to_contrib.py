@@ -104,7 +104,8 @@ def _lengths_and_sizes(call: AttentionCall) -> str:
 
 def _multi_head(call: AttentionCall, b: NodeBuilder, options: ContribOptions) -> dict[int, ir.Value]:
     facts = call.facts
-    joins_past = _joins_past(call)
+    # Otherwise the past is concatenated before it.
+    joins_past = call.past_key is not None and call.is_square and call.Dv == call.D and call.group == 1
     # The operator's own causal mask is right where it receives as many new keys as queries, and the past
     # apart from them. With unequal lengths it follows neither corner: the mask is made explicit. A past that
     # is concatenated before the operator makes them unequal.
@@ -123,11 +124,6 @@ def _multi_head(call: AttentionCall, b: NodeBuilder, options: ContribOptions) ->
     tensors = _widths(b, call, heads)
     y = _contrib(b, "MultiHeadAttention", [*tensors, None, None, _bias(b, call, mask)], 1, attributes)[0]
     return {Y: _finish(b, call, options, mask, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
-
-
-def _joins_past(call: AttentionCall) -> bool:
-    """Whether MultiHeadAttention takes the past as an input; otherwise it is concatenated before it."""
-    return call.past_key is not None and call.is_square and call.Dv == call.D and call.group == 1
 
 
 def _multi_head_with_past(

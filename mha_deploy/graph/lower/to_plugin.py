@@ -326,7 +326,7 @@ def _comparison(mask: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     """The two sides of "counted < lengths" behind a mask, however it is written."""
     where = made_by(mask, "Where")
     if where is not None:
-        condition, numbers = where.inputs[0], _numbers(where)
+        condition, numbers = where.inputs[0], (_number(where.inputs[1]), _number(where.inputs[2]))
         if numbers == (0.0, -math.inf):
             return _compared(condition)
         return _compared(condition, inverted=True) if numbers == (-math.inf, 0.0) else None
@@ -347,10 +347,6 @@ def _compared(value: ir.Value | None, *, inverted: bool = False) -> tuple[ir.Val
     if one is None or other is None:
         return None
     return (one, other) if kind == _LESS else (other, one)
-
-
-def _numbers(where: ir.Node) -> tuple[float | None, float | None]:
-    return _number(where.inputs[1]), _number(where.inputs[2])
 
 
 def _number(value: ir.Value | None) -> float | None:

@@ -84,11 +84,10 @@ def tightest_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape])
         DeployError: None does.
     """
     first_admitting(profiles, shapes)
-    return min(admitting(profiles, shapes), key=lambda index: _room(profiles[index]))
-
-
-def _room(profile: Profile) -> int:
-    return sum(math.prod(high) for _, _, high in profile.values())
+    return min(
+        admitting(profiles, shapes),
+        key=lambda index: sum(math.prod(high) for _, _, high in profiles[index].values()),
+    )
 
 
 def refuse_outside(profiles: Sequence[Profile], index: int, shapes: Mapping[str, Shape]) -> None:
@@ -289,7 +288,7 @@ class BoundContext:
                 raise
             except (_Refused, RuntimeError, CudaError) as cause:
                 raise EngineError(
-                    f"{self._rt.title} {failure}.", got=f"{_one_line(cause)}: {reasons(messages)}"
+                    f"{self._rt.title} {failure}.", got=f"{' '.join(str(cause).split())}: {reasons(messages)}"
                 ) from cause
 
     def close(self) -> None:
@@ -304,10 +303,6 @@ class _Refused(Exception):
 def _check(done: bool, what: str) -> None:
     if not done:
         raise _Refused(what)
-
-
-def _one_line(cause: Exception) -> str:
-    return " ".join(str(cause).split())
 
 
 def _create_context(rt: TensorRT, engine: Any) -> Any:

@@ -238,15 +238,11 @@ def probe(module: Any) -> Capabilities:
         levels = ()
     return Capabilities(
         **found,
-        plugins=_takes_plugins(module),
+        plugins=any(has(module, name) for name in _PLUGIN_LAYERS),
         compute_capabilities=targets,
         hardware_compatibility=levels,
         external_tactic_sources=tuple(name for name in EXTERNAL_TACTIC_SOURCES if name in sources),
     )
-
-
-def _takes_plugins(module: Any) -> bool:
-    return any(has(module, name) for name in _PLUGIN_LAYERS)
 
 
 def has(module: Any, dotted: str) -> bool:
