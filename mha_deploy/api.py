@@ -466,9 +466,9 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
 
 def _bundle_runner(bundle: Bundle, backend: str | None) -> Runner:
     from mha_deploy.runtime import available_cpu_backend
-    from mha_deploy.validate.runtimes import Casting
+    from mha_deploy.validate.runtimes import RuntimeFinder
 
-    return Casting(bundle).named(backend or available_cpu_backend(bundle.manifest.precision)).open()
+    return RuntimeFinder(bundle).named(backend or available_cpu_backend(bundle.manifest.precision)).open()
 
 
 def _graph_runner(model: Any, backend: str | None) -> Runner:

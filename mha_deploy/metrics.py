@@ -88,7 +88,7 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 # -- How far a result may be from the oracle: as far as the module itself is, times a calibrate ----
 
-# FP16 engines may sum their products in FP16 (TensorRT 8.6 does), which costs several times eager's error; no
+# FP16 engines may sum their matmuls in FP16 (TensorRT 8.6 does), which costs several times eager's error; no
 # tensor core sums in BF16. In float32 the order of a sum costs more than storing its result.
 FACTORS = {"fp16": 16.0, "bf16": 4.0, "fp32": 16.0}
 

@@ -58,7 +58,7 @@ def many_outputs():
 
 
 def by_keyword():
-    """An attention whose every product takes its operands by keyword."""
+    """An attention whose every matmul takes its operands by keyword."""
 
     def function(self, x):
         q, k = (F.linear(input=x, weight=p.weight, bias=p.bias) for p in (self.a.q, self.a.k))

@@ -88,7 +88,7 @@ class _Gated(HandWritten):
 
 
 class _Talking(HandWritten):
-    """A GEMM mixes the heads between the softmax and the product with V."""
+    """A GEMM mixes the heads between the softmax and the matmul with V."""
 
     def __init__(self, E=64, Hq=4):
         super().__init__(E, Hq)

@@ -58,7 +58,7 @@ class Speech(Plain):
 
 
 class HandmadeLayer(nn.Module):
-    """Attention in plain products with a bias by distance, and a sum of squares in float32."""
+    """Attention in plain matmuls with a bias by distance, and a sum of squares in float32."""
 
     def __init__(self):
         super().__init__()

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mha_deploy.analyze.cost import kv_cache_bytes, kv_cache_bytes_per_token, layer_cost, parameter_count
 from mha_deploy.analyze.render import analysis_renderable, analysis_to_dict
-from mha_deploy.analyze.roofline import Gpu, analyze, find_gpu, gpu_names, known_gpus, roofline_floor
+from mha_deploy.analyze.roofline import Gpu, analyze, find_gpu, gpu_names, known_gpus, roofline_bound
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import AttentionSpec, Axis, GroupedMlp, SparseHeads
@@ -93,7 +93,7 @@ class TestCost:
         # three matrices of 4x4 on 3 tokens; reads x (12), writes q, k, v (36)
         assert (projections.parameters, projections.flops) == (60, 3 * 2 * 3 * 16)
         assert projections.bytes == 2 * (60 + 12 + 36)
-        # 9 pairs x 2 heads x 2 products of length 2; reads q, k, v (36), writes the heads (12)
+        # 9 pairs x 2 heads x 2 matmuls of length 2; reads q, k, v (36), writes the heads (12)
         assert (attention.parameters, attention.flops) == (0, 9 * 2 * 2 * 2 * 2)
         assert attention.bytes == 2 * (36 + 12)
         assert (output.parameters, output.flops, output.bytes) == (20, 96, 2 * (20 + 12 + 12))
@@ -144,7 +144,7 @@ class TestCost:
         assert output("sparse-heads") == [(2 * 3 * 8, 2 * (8 + 12 + 6)), (96, 2 * (20 + 12 + 6 + 12))]
         mlp = [(2 * 3 * 20, 2 * (25 + 12 + 15)), (2 * 3 * 20, 2 * (24 + 15 + 12))]
         assert output("grouped-mlp") == [(2 * 3 * 8, 2 * (12 + 12 + 12)), *mlp]
-        # per token 2 heads through three 2x2 matrices, then 4 pairs of heads x 2 products of length 2
+        # per token 2 heads through three 2x2 matrices, then 4 pairs of heads x 2 matmuls of length 2
         mix = [(3 * 3 * 2 * 2 * 4, 2 * (18 + 4 * 12)), (3 * 4 * 2 * 2 * 2, 2 * 4 * 12)]
         assert output("head-mix") == [*mix, (96, 88)]
 
@@ -218,7 +218,7 @@ def made_up_gpu():
 
 class TestRoofline:
     def test_floor_by_hand(self):
-        floor = roofline_floor(layer_cost(make_spec(), {"B": 1, "S": 3}, 2), made_up_gpu(), "fp16", tokens=3)
+        floor = roofline_bound(layer_cost(make_spec(), {"B": 1, "S": 3}, 2), made_up_gpu(), "fp16", tokens=3)
         projections, attention, output = floor.stages
         # 1 GFLOP/s and 0.1 GB/s: FLOP/byte above 10 would be bound by compute
         assert projections.seconds == pytest.approx(216 / 1e8)

@@ -47,7 +47,7 @@ def test_a_token_behind_a_growing_cache_by_hand():
     # x (4) through 4x(4+2+2) with biases (40); q (4), and the new row of keys and values (4), go out
     assert (projections.parameters, projections.flops) == (40, 2 * 4 * 8)
     assert projections.bytes == 2 * (40 + 4 + 4 + 4)
-    # six keys, two heads, two products of length 2; reads q (4) and six rows of k and v (24), writes 4
+    # six keys, two heads, two matmuls of length 2; reads q (4) and six rows of k and v (24), writes 4
     assert attending.flops == 6 * 2 * 2 * 2 * 2
     assert attending.bytes == 2 * (4 + 24 + 4)
     assert (output.flops, output.bytes) == (2 * 16, 2 * (20 + 4 + 4))

@@ -84,7 +84,7 @@ def outputs(module, case):
 @in_precisions(*PRECISIONS)
 def test_the_layer_of_a_bundle_gives_the_golden_results(bundles, name, precision):
     # But for the order of sums: on a CPU without bfloat16, PyTorch gives oneDNN up for the process at the
-    # first such product, which another test may have computed since the bundle was made.
+    # first such matmul, which another test may have computed since the bundle was made.
     bundle = bundles(name, precision)
     module = module_from_bundle(bundle, path="plain", device="cpu")
     twin = module_from_bundle(bundle, path="sdpa", device="cpu", dtype=torch.float64)

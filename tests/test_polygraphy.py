@@ -17,8 +17,8 @@ from mha_deploy.model.catalog import find_spec as find_model
 
 pytestmark = pytest.mark.skipif(find_spec("polygraphy") is None, reason="Polygraphy is not installed")
 
-# Polygraphy runs the graph in ONNX Runtime as it is, and that sums FP16 products in FP16 on most CPUs: these
-# are bounds on such sums of 64 products of size one, not on the layer.
+# Polygraphy runs the graph in ONNX Runtime as it is, and that sums FP16 matmuls in FP16 on most CPUs: these
+# are bounds on such sums of 64 matmuls of size one, not on the layer.
 TOLERANCE = {"fp16": 0.05, "fp32": 1e-4}
 
 

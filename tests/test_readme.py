@@ -66,7 +66,7 @@ def test_a_command_of_the_table_runs(command, folder, monkeypatch):
 
 
 def write_unfused(path):
-    """Attention as two products and a softmax."""
+    """Attention as two matmuls and a softmax."""
     nodes = [
         onnx.helper.make_node("MatMul", ["q", "keys"], ["scores"]),
         onnx.helper.make_node("Softmax", ["scores"], ["weights"]),

@@ -22,7 +22,7 @@ from mha_deploy.analyze.roofline import (
     analyze,
     find_gpu,
     gpu_names,
-    roofline_floor,
+    roofline_bound,
 )
 
 __all__ = [
@@ -39,5 +39,5 @@ __all__ = [
     "kv_cache_bytes_per_token",
     "layer_cost",
     "parameter_count",
-    "roofline_floor",
+    "roofline_bound",
 ]

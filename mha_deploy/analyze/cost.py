@@ -235,7 +235,7 @@ def _projections(work: Work) -> StageCost:
 
 
 def _attention(work: Work) -> StageCost:
-    """Scores and weighted values: two products of D multiply-adds per pair and query head."""
+    """Scores and weighted values: two matmuls of D multiply-adds per pair and query head."""
     spec = work.spec
     elements = 2 * work.head_elements + work.kv_elements(work.kv_rows_seen)
     if spec.mask == "additive":

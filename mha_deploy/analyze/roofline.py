@@ -136,7 +136,7 @@ class LayerFloor:
         return self.tokens / self.seconds
 
 
-def roofline_floor(cost: LayerCost, gpu: Gpu, precision: str, tokens: int) -> LayerFloor:
+def roofline_bound(cost: LayerCost, gpu: Gpu, precision: str, tokens: int) -> LayerFloor:
     """Place every stage under the roofline of a GPU.
 
     Args:
@@ -207,7 +207,7 @@ def analyze(
         precision=precision,
         gpu=figures,
         cost=cost,
-        floor=roofline_floor(cost, figures, precision, tokens=sizes["B"] * sizes["S"]),
+        floor=roofline_bound(cost, figures, precision, tokens=sizes["B"] * sizes["S"]),
         kv_bytes_per_token=kv_cache_bytes_per_token(spec, element),
         kv_bytes=kv_cache_bytes(spec, sizes["B"], key_length(spec, sizes), element),
     )

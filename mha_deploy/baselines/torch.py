@@ -66,7 +66,7 @@ def explain_refusal(name: str, error: Exception, warnings: Iterable[str], *, com
         return DeployError(
             f"{name} has no kernel for these inputs.",
             got=_reasons(warnings) or _first_line(error),
-            hint="another way; `sdpa` lets PyTorch choose",
+            hint="another baseline; `sdpa` lets PyTorch choose",
         )
     if compiled and type(error).__module__.startswith(_COMPILERS):
         return BackendUnavailable(
@@ -193,19 +193,19 @@ def side_by_side(cache: Tensor) -> Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# -- The ways in which PyTorch runs one layer, by name, on one set of weights ----------------------
+# -- The baselines in which PyTorch runs one layer, by name, on one set of weights ----------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way to run a layer.
+class Baseline:
+    """One baseline to run a layer.
 
     Args:
         path: How attention is computed; see `reference.core`.
         graph: Whether a timed call is the launch of a CUDA graph.
         kernel: The one kernel that PyTorch's fused attention may use; None leaves it the choice.
         compiled: Whether the module goes through torch.compile.
-        packed: Whether one matrix product makes queries, keys and values, whatever the layer has.
+        packed: Whether one matmul makes queries, keys and values, whatever the layer has.
     """
 
     path: str
@@ -216,28 +216,28 @@ class Way:
 
 
 _WAYS = {
-    "eager": Way(path="plain", graph=False),
-    "eager+graph": Way(path="plain", graph=True),
-    "sdpa": Way(path="sdpa", graph=False),
-    "sdpa-cudnn": Way(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION),
-    "sdpa-cudnn-packed": Way(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION, packed=True),
-    "sdpa-flash": Way(path="sdpa", graph=True, kernel=SDPBackend.FLASH_ATTENTION),
-    "sdpa-efficient": Way(path="sdpa", graph=True, kernel=SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa-math": Way(path="sdpa", graph=True, kernel=SDPBackend.MATH),
-    "compile": Way(path="sdpa", graph=True, compiled=True),
+    "eager": Baseline(path="plain", graph=False),
+    "eager+graph": Baseline(path="plain", graph=True),
+    "sdpa": Baseline(path="sdpa", graph=False),
+    "sdpa-cudnn": Baseline(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION),
+    "sdpa-cudnn-packed": Baseline(path="sdpa", graph=True, kernel=SDPBackend.CUDNN_ATTENTION, packed=True),
+    "sdpa-flash": Baseline(path="sdpa", graph=True, kernel=SDPBackend.FLASH_ATTENTION),
+    "sdpa-efficient": Baseline(path="sdpa", graph=True, kernel=SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-math": Baseline(path="sdpa", graph=True, kernel=SDPBackend.MATH),
+    "compile": Baseline(path="sdpa", graph=True, compiled=True),
 }
-WAYS = tuple(_WAYS)
+BASELINES = tuple(_WAYS)
 
 
-def find_way(name: str) -> Way:
-    """Look a way up by name."""
+def find_baseline(name: str) -> Baseline:
+    """Look a baseline up by name."""
     if name not in _WAYS:
-        raise DeployError("PyTorch is not run in such a way.", got=name, hint=nearest(name, WAYS))
+        raise DeployError("PyTorch is not run in such a baseline.", got=name, hint=nearest(name, BASELINES))
     return _WAYS[name]
 
 
 class TorchModels:
-    """The layer of a bundle on one device, its weights there once for all the ways to run it.
+    """The layer of a bundle on one device, its weights there once for all the baselines to run it.
 
     Args:
         bundle: The bundle.
@@ -271,13 +271,13 @@ class TorchModels:
             raise DeployError(
                 "The layer has no three projections of one input to pack.",
                 got="cross attention" if self.spec.is_cross else "packed projections",
-                hint="the way sdpa-cudnn",
+                hint="the baseline sdpa-cudnn",
             )
         return replace(self.spec, projections="packed")
 
-    def in_service(self, way: Way) -> nn.Module:
+    def in_service(self, baseline: Baseline) -> nn.Module:
         """The layer as it is run and timed: one with a cache steps without needless copies of it."""
-        layer = self.module(way.path, packed=way.packed)
+        layer = self.module(baseline.path, packed=baseline.packed)
         return layer if self.spec.cache == "none" else DecodeLayer(layer)
 
     def arguments(self, feeds: Arrays) -> dict[str, Tensor]:
@@ -298,11 +298,11 @@ class TorchModels:
         return sum(parameter.nbytes for parameter in self._first.parameters())
 
 
-# -- The ways in which PyTorch runs a user's module: as it is written, with one kernel or compi ----
+# -- The baselines in which PyTorch runs a user's module: as it is written, with one kernel or compi ----
 
 
 class UserModels:
-    """The module of a bundle on one device, made by its factory once for all the ways to run it.
+    """The module of a bundle on one device, made by its factory once for all the baselines to run it.
 
     Args:
         spec: The module.
@@ -320,15 +320,15 @@ class UserModels:
         self._module = _Flat(self._user.module)
         self._calls_sdpa: bool | None = None
 
-    def in_service(self, way: Way) -> nn.Module:
+    def in_service(self, baseline: Baseline) -> nn.Module:
         """The module as it is run and timed.
 
         Raises:
             DeployError: A kernel of PyTorch's fused attention is asked for, and the module does not call it.
         """
-        if way.packed:
+        if baseline.packed:
             raise DeployError("The projections of your own module are as you wrote them.", got="packed")
-        if way.path == "sdpa" and not way.compiled and not self._has_sdpa():
+        if baseline.path == "sdpa" and not baseline.compiled and not self._has_sdpa():
             raise DeployError(
                 "The module writes its attention out: there is no fused kernel to choose.",
                 got="no call of scaled_dot_product_attention",
@@ -398,16 +398,16 @@ def models_of(bundle: Bundle) -> Models:
     return TorchModels(bundle)
 
 
-def open_torch_runner(way: str, source: Bundle | Models) -> TorchRunner:
-    """Run a model in PyTorch, one way.
+def open_torch_runner(baseline: str, source: Bundle | Models) -> TorchRunner:
+    """Run a model in PyTorch, one baseline.
 
     Args:
-        way: One of `ways.WAYS`.
+        baseline: One of `baselines.BASELINES`.
         source: A bundle, or the models of one, whose weights several runners share.
     """
     check_device("cuda")
-    find_way(way)
-    return TorchRunner(models_of(source) if isinstance(source, Bundle) else source, way)
+    find_baseline(baseline)
+    return TorchRunner(models_of(source) if isinstance(source, Bundle) else source, baseline)
 
 
 class TorchRunner(GpuRunner):
@@ -415,20 +415,20 @@ class TorchRunner(GpuRunner):
 
     Args:
         models: The model on the GPU.
-        way: How to run it, one of `ways.WAYS`.
+        baseline: How to run it, one of `baselines.BASELINES`.
     """
 
-    def __init__(self, models: Models, way: str) -> None:
+    def __init__(self, models: Models, baseline: str) -> None:
         check_device("cuda")
         super().__init__()
-        self._models, self._way = models, find_way(way)
-        self.name = f"torch {'.'.join(torch.__version__.split('.')[:2])} {way}"
-        self.graph = self._way.graph
+        self._models, self._baseline = models, find_baseline(baseline)
+        self.name = f"torch {'.'.join(torch.__version__.split('.')[:2])} {baseline}"
+        self.graph = self._baseline.graph
         self.inputs = _tensor_infos(models.spec.inputs, models.precision)
         self.outputs = _tensor_infos(models.spec.outputs, models.precision)
-        self._module: Callable[..., Any] = models.in_service(self._way)
-        if self._way.compiled:
-            # fullgraph: what cannot be compiled is an error, not a way back to eager.
+        self._module: Callable[..., Any] = models.in_service(self._baseline)
+        if self._baseline.compiled:
+            # fullgraph: what cannot be compiled is an error, not a baseline back to eager.
             self._module = torch.compile(self._module, dynamic=False, fullgraph=True)
         torch.cuda.synchronize()  # the weights came over another stream
         self._torch_stream = torch.cuda.Stream()
@@ -477,9 +477,9 @@ class TorchRunner(GpuRunner):
     def _settings(self) -> Iterator[None]:
         """What must hold while PyTorch chooses kernels; a captured call has chosen."""
         with ExitStack() as stack:
-            if self._way.kernel is not None:
-                stack.enter_context(sdpa_kernel(self._way.kernel))
-            if self._way.compiled:
+            if self._baseline.kernel is not None:
+                stack.enter_context(sdpa_kernel(self._baseline.kernel))
+            if self._baseline.compiled:
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=_SHAPES_COMPILED))
             yield
 
@@ -493,7 +493,7 @@ class TorchRunner(GpuRunner):
                     yield
             except Exception as error:
                 texts = [str(warning.message) for warning in told]
-                raise explain_refusal(self.name, error, texts, compiled=self._way.compiled) from error
+                raise explain_refusal(self.name, error, texts, compiled=self._baseline.compiled) from error
 
     def _arguments(self, feeds: Arrays) -> dict[str, Tensor]:
         return self._models.arguments(feeds)

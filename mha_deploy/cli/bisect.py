@@ -59,18 +59,18 @@ def _doubted(bundle: Bundle, backend: str | None) -> tuple[str, OpenModel]:
     from mha_deploy.engine.build import twin_opener
     from mha_deploy.errors import DeployError
     from mha_deploy.runtime import RUNNERS, open_runner
-    from mha_deploy.validate.runtimes import Casting
+    from mha_deploy.validate.runtimes import RuntimeFinder
 
-    casting = Casting(bundle)
-    running = [] if backend in RUNNERS else casting.running_engines()
+    finder = RuntimeFinder(bundle)
+    running = [] if backend in RUNNERS else finder.running_engines()
     if backend is None and not running:
-        backend = casting.graphs()[0].name
+        backend = finder.graphs()[0].name
     if backend in RUNNERS:
         return str(backend), partial(open_runner, str(backend))
-    participant = running[0] if backend is None else casting.named(backend)
-    if participant.engine is None:
+    runtime = running[0] if backend is None else finder.named(backend)
+    if runtime.engine is None:
         raise DeployError("Only engines and graphs can be looked into.", got=backend, hint=", ".join(RUNNERS))
-    return participant.name, twin_opener(participant.engine, bundle)
+    return runtime.name, twin_opener(runtime.engine, bundle)
 
 
 def _renderable(found: Bisection, trusted: str) -> RenderableType:

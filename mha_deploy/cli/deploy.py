@@ -1,4 +1,4 @@
-"""`mha-deploy deploy`: the whole way in one command."""
+"""`mha-deploy deploy`: export, build and validate in one command."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from mha_deploy.api import Model
     from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.manifest import Engine
-    from mha_deploy.validate.evaluate import Examination
+    from mha_deploy.validate.evaluate import Evaluation
     from mha_deploy.validate.verdict import Report
 
 
@@ -84,7 +84,7 @@ def deploy(
     time_limit: TimeLimit = None,
     json: Json = False,
 ) -> None:
-    """Export a model, build an engine, run it against the FP64 oracle and beside PyTorch: the whole way."""
+    """Export a model, build an engine, run it against the FP64 oracle and beside PyTorch."""
     from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
 
     source = source_from_options(model, axis, projections, cache)
@@ -132,7 +132,7 @@ def _usual_folder(model: str, source: Model, precision: str) -> Path:
 
 def _refuse_builder(settings: EngineOptions, precision: str) -> None:
     """Say before an export that nothing could be built afterwards."""
-    from mha_deploy.engine.lowered import PLUGIN, ways
+    from mha_deploy.engine.lowered import PLUGIN, open_candidates
     from mha_deploy.engine.manifest import default_backend
     from mha_deploy.engine.plugins import library_for
     from mha_deploy.runtime.tensorrt.request import parse_targets
@@ -141,8 +141,8 @@ def _refuse_builder(settings: EngineOptions, precision: str) -> None:
     parse_targets(settings.targets)
     rt = load(settings.backend or default_backend())
     # What `auto` finds too wide for FP16 stays wide, and all the rest is FP16.
-    asked = ways(rt, settings, "fp16" if precision == "auto" else precision)
-    if any(way.attention == PLUGIN for way in asked):
+    asked = open_candidates(rt, settings, "fp16" if precision == "auto" else precision)
+    if any(candidate.attention == PLUGIN for candidate in asked):
         library_for(rt.version)
 
 
@@ -154,7 +154,7 @@ def _build_and_validate(
 
     built: list[Engine] = []
 
-    def build(graph: Examination, settings: EngineOptions) -> None:
+    def build(graph: Evaluation, settings: EngineOptions) -> None:
         try:
             built.append(build_with_progress(bundle, settings))
         except DeployError:

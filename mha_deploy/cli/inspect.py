@@ -72,5 +72,5 @@ def _list_engines(bundle: Path) -> None:
         engine = open_engine(path)
         engine.check_bundle(bundle)
         manifest = engine.manifest
-        fused = manifest.fusion_told if engine.is_shown else f"{manifest.fusion_told} (not verified)"
+        fused = manifest.fusion_summary if engine.is_shown else f"{manifest.fusion_summary} (not verified)"
         typer.echo(f"engine {path}: {manifest.backend} {manifest.version}, {fused}")

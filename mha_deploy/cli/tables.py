@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.graph.rules import Eligibility, Finding
     from mha_deploy.metrics import OutputVerdict, ParityReport
     from mha_deploy.validate.conformance import ConformanceTable
-    from mha_deploy.validate.decode import SteppingReport
-    from mha_deploy.validate.evaluate import Examination
+    from mha_deploy.validate.decode import DecodeReport
+    from mha_deploy.validate.evaluate import Evaluation
     from mha_deploy.validate.latency import LatencyPoint, LatencyRow
     from mha_deploy.validate.self_test import SelfTest
     from mha_deploy.validate.verdict import Report
@@ -379,7 +379,7 @@ def _text(value: object) -> str:
 _SHOWN_FAILURES = 4
 
 
-def stepping_renderable(report: SteppingReport) -> RenderableType:
+def stepping_renderable(report: DecodeReport) -> RenderableType:
     """Errors at steps 1, 2, 4, … beside those of the module itself, then what is wrong, then the verdict."""
     rows = table()
     for column in ("step", "error", "eager", "× eager"):
@@ -401,7 +401,7 @@ def _error(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
-def _problems(report: SteppingReport) -> Iterator[Text]:
+def _problems(report: DecodeReport) -> Iterator[Text]:
     failures = report.failures
     for verdict in failures[:_SHOWN_FAILURES]:
         yield Text(_problem(verdict), style="red")
@@ -417,7 +417,7 @@ def _problem(verdict: OutputVerdict) -> str:
     return f"{words}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}"
 
 
-def _head_of_decode_tables(report: SteppingReport) -> Text:
+def _head_of_decode_tables(report: DecodeReport) -> Text:
     from mha_deploy.report.sections import prompts_text
 
     who = f"{report.backend}, {prompts_text(report.prompt)}"
@@ -430,7 +430,7 @@ def _head_of_decode_tables(report: SteppingReport) -> Text:
     return Text(f"FAILED  {place} on {who}", style="bold red")
 
 
-def _growth(report: SteppingReport) -> Text:
+def _growth(report: DecodeReport) -> Text:
     """How near the budget it came, and whether the error grows from step to step more than it must."""
     share = "no error was measured"
     if report.share is not None:
@@ -488,7 +488,7 @@ def _answer_style(answer: Eligibility) -> str:
 
 def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableType:
     """An engine in a few lines with its verdict; with `details`, its kernels too."""
-    from mha_deploy.engine.manifest import attention_told, libraries_told, where_built
+    from mha_deploy.engine.manifest import attention_summary, libraries_summary, where_built
 
     manifest = engine.manifest
     facts = Table.grid(padding=(0, 2))
@@ -502,8 +502,8 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
         ranges = "  ".join(f"{name} {sizes}" for name, sizes in profile.items())
         facts.add_row(f"profile {manifest.profile_name(index)}", escape(ranges))
     if manifest.attention["asked"] != "native":
-        facts.add_row("computed by", escape(attention_told(manifest)))
-    for library in libraries_told(manifest):
+        facts.add_row("computed by", escape(attention_summary(manifest)))
+    for library in libraries_summary(manifest):
         facts.add_row("needs", escape(library))
     for note in manifest.notes:
         facts.add_row("note", escape(note))
@@ -581,7 +581,7 @@ def _verdict(manifest: EngineManifest) -> Text:
         f" ({precision['reason']})" if precision["reason"] else ""
     )
     good = manifest.all_fused and manifest.is_in_precision
-    text = f"{manifest.fusion_told}, {told}; asked for {manifest.precision}"
+    text = f"{manifest.fusion_summary}, {told}; asked for {manifest.precision}"
     return Text(text, style="bold green" if good else "bold yellow")
 
 
@@ -623,12 +623,12 @@ def report_renderable(report: Report) -> RenderableType:
 
 
 def _blocks(report: Report) -> Iterator[RenderableType]:
-    for examination in report.examinations:
-        for parity in examination.parity:
+    for evaluation in report.evaluations:
+        for parity in evaluation.parity:
             yield parity_renderable(parity)
-        yield from map(stepping_renderable, examination.stepping)
-        if examination.invariance:
-            yield _invariance(examination)
+        yield from map(stepping_renderable, evaluation.stepping)
+        if evaluation.invariance:
+            yield _invariance(evaluation)
     if report.conformance is not None:
         yield conformance_renderable(report.conformance)
     yield from (point_renderable(point) for point in report.points)
@@ -638,24 +638,24 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
     yield Text(f"{'PASSED' if report.passed else 'FAILED'}  {report.headline}", style=style)
 
 
-def _invariance(examination: Examination) -> Text:
+def _invariance(evaluation: Evaluation) -> Text:
     """In one line: what was varied, how often, and whether every answer was even the same to the bit."""
     from mha_deploy.validate.invariance import CHECKS
 
     parts = []
     for name in CHECKS:
-        checks = [check for check in examination.invariance if check.check == name and check.case]
+        checks = [check for check in evaluation.invariance if check.check == name and check.case]
         passed = sum(check.passed for check in checks)
         parts.append(f"{name} {passed}/{len(checks)}" if checks else f"{name}: not applicable")
-    judged = [check for check in examination.invariance if check.case]
+    judged = [check for check in evaluation.invariance if check.case]
     same = ", bitwise the same" if judged and all(check.bitwise for check in judged) else ""
-    return Text(f"{examination.backend}, batch elements in other places: {', '.join(parts)}{same}")
+    return Text(f"{evaluation.backend}, batch elements in other places: {', '.join(parts)}{same}")
 
 
 def point_renderable(point: LatencyPoint) -> RenderableType:
     """The latency of every backend at one set of sizes."""
     filled = "" if point.past is None else f", {point.past:,} KV-cache entries"
-    floor = f", roofline bound {point.roofline.floor_us:.1f} µs" if point.roofline else ""
+    floor = f", roofline bound {point.roofline.bound_us:.1f} µs" if point.roofline else ""
     rows = table(f"latency at {sizes_text(point.sizes)}{filled}{floor}")
     rows.add_column("backend", no_wrap=True)
     for column in _columns(point):

@@ -15,7 +15,7 @@ from mha_deploy.validate.options import ValidateOptions
 
 if TYPE_CHECKING:
     from mha_deploy.bundle.folder import Bundle
-    from mha_deploy.validate.evaluate import Examination
+    from mha_deploy.validate.evaluate import Evaluation
     from mha_deploy.validate.verdict import Report
 
 Backends = Annotated[
@@ -161,10 +161,10 @@ def _self_test(bundle: Bundle, backends: list[str] | None, json: bool) -> None:
     from rich.console import Console
 
     from mha_deploy.cli.tables import self_test_renderable
-    from mha_deploy.graph.mutate import sabotages
+    from mha_deploy.graph.mutate import mutations
     from mha_deploy.validate.self_test import self_test
 
-    names = sabotages()
+    names = mutations()
     with progress(f"self-test {bundle.manifest.spec.name}") as on_step:
         result = self_test(
             bundle,
@@ -222,10 +222,10 @@ def print_report(report: Report) -> None:
     Console().print(report_renderable(report))
 
 
-def print_parity(examination: Examination) -> None:
-    """Print how one participant was judged."""
+def print_parity(evaluation: Evaluation) -> None:
+    """Print how one runtime was judged."""
     from rich.console import Console
 
     from mha_deploy.cli.tables import parity_renderable
 
-    Console().print(*map(parity_renderable, examination.parity))
+    Console().print(*map(parity_renderable, evaluation.parity))

@@ -17,7 +17,14 @@ import onnx_ir as ir
 from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.engine.choose import fastest_engine
-from mha_deploy.engine.lowered import PLUGIN, dialect_for, lowered_for, ways, with_carried, with_library
+from mha_deploy.engine.lowered import (
+    PLUGIN,
+    dialect_for,
+    lowered_for,
+    open_candidates,
+    with_carried,
+    with_library,
+)
 from mha_deploy.engine.manifest import (
     FOLDER,
     Engine,
@@ -66,13 +73,13 @@ def engine_from_bundle(
     path = engine_path(bundle.path, options.name or rt.backend)
     if path.exists() and not options.overwrite:
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
-    open_ways = ways(rt, options, bundle.manifest.precision.name)
-    if any(way.attention == PLUGIN for way in open_ways):
+    candidates = open_candidates(rt, options, bundle.manifest.precision.name)
+    if any(candidate.attention == PLUGIN for candidate in candidates):
         find_plugins(rt)  # a missing library is better told before a long build than after it
     build = partial(_engine_at, bundle=bundle, rt=rt, asked=options.attention, on_progress=on_progress)
-    if len(open_ways) > 1:
-        return fastest_engine(bundle, options, path, open_ways, build)
-    return build(path, open_ways[0].applied_to(options))
+    if len(candidates) > 1:
+        return fastest_engine(bundle, options, path, candidates, build)
+    return build(path, candidates[0].applied_to(options))
 
 
 def _engine_at(
@@ -84,7 +91,7 @@ def _engine_at(
     asked: str,
     on_progress: OnProgress | None,
 ) -> Engine:
-    """Build one engine, as the options ask for it and in no other way."""
+    """Build one engine, as the options ask for it and nothing else."""
     model = load_graph(bundle.model_path)
     library = find_plugins(rt) if options.attention == PLUGIN else None
     lowered, answers = lowered_for(rt, model, options)
@@ -267,11 +274,11 @@ def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
         bundle: Its bundle.
     """
     rt, open_lowered = load(engine.manifest.backend), lowered_opener(engine, bundle)
-    way = engine.manifest.attention
+    candidate = engine.manifest.attention
     options = EngineOptions(
         backend=engine.manifest.backend,
         allow_decomposed=True,
-        attention=way["chosen"],
-        accumulate=way["accumulate"],
+        attention=candidate["chosen"],
+        accumulate=candidate["accumulate"],
     )
     return lambda model: open_lowered(lowered_for(rt, model, options)[0])

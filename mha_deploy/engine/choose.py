@@ -1,8 +1,8 @@
-"""Several ways to write an engine: each is built, judged and timed beside the others, and one is kept.
+"""Several candidates to write an engine: each is built, judged and timed beside the others, and one is kept.
 
 The cases are the bundle's own golden ones of the usual sizes, as many as the profiles admit. The engines are
 loaded together and timed in turn, twice, so that a clock that changes meanwhile hits them all; the better of
-both times counts. A way that cannot be built or answers wrongly is out, and the manifest says why.
+both times counts. A candidate that cannot be built or answers wrongly is out, and the manifest says why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Way
+from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Candidate
 from mha_deploy.engine.manifest import Engine, write_engine
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.plugins import PluginError
@@ -35,21 +35,21 @@ _TIMED = ("opt", "prefill", "decode")
 _ROUNDS = 2
 
 DEARER = 1.05
-"""How much more time FP32 sums may take before TensorRT's own products are taken instead."""
+"""How much more time FP32 sums may take before TensorRT's own matmuls are taken instead."""
 
 
 @dataclass
 class Trial:
-    """One way, and what came of it.
+    """One candidate, and what came of it.
 
     Args:
-        way: The way.
+        candidate: The candidate.
         engine: What was built; None where it could not be.
         refused: Why it is out; empty as long as it is not.
         times: Microseconds of each case.
     """
 
-    way: Way
+    candidate: Candidate
     engine: Engine | None = None
     refused: str = ""
     times: dict[str, float] = field(default_factory=dict)
@@ -67,8 +67,8 @@ class Trial:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the manifest."""
         return {
-            "attention": self.way.attention,
-            "accumulate": self.way.accumulate,
+            "attention": self.candidate.attention,
+            "accumulate": self.candidate.accumulate,
             "us": round(self.microseconds, 3) if self.is_right else None,
             "cases": {name: round(time, 3) for name, time in self.times.items()},
             "refused": self.refused,
@@ -76,26 +76,29 @@ class Trial:
 
 
 def fastest_engine(
-    bundle: Bundle, options: EngineOptions, path: Path, open_ways: Sequence[Way], build: Build
+    bundle: Bundle, options: EngineOptions, path: Path, candidates: Sequence[Candidate], build: Build
 ) -> Engine:
-    """Build every way beside its later place, time them, and keep one under its name.
+    """Build every candidate beside its later place, time them, and keep one under its name.
 
     Args:
         bundle: The bundle.
         options: What was asked for.
         path: Where the engine goes.
-        open_ways: The ways to try.
+        candidates: The candidates to try.
         build: Builds one of them at a path.
 
     Raises:
         BackendUnavailable: Nothing can be timed here.
-        EngineError: No way gives a right engine.
+        EngineError: No candidate gives a right engine.
         PluginError: The plugin library is missing or does not fit.
     """
     _refuse_without_gpu(options)
     path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".trying-", dir=path.parent) as folder:
-        trials = [_built(way, Path(folder) / f"{way.name}.engine", options, build) for way in open_ways]
+        trials = [
+            _built(candidate, Path(folder) / f"{candidate.name}.engine", options, build)
+            for candidate in candidates
+        ]
         _time(trials, bundle)
         best = chosen(trials)
         if best.engine is None:
@@ -113,9 +116,9 @@ def chosen(trials: Sequence[Trial]) -> Trial:
     Raises:
         EngineError: None of them is right.
     """
-    right = {trial.way.name: trial for trial in trials if trial.is_right}
-    wide = right.get(Way(attention=PLUGIN, accumulate=FP32).name)
-    narrow = right.get(Way(attention=PLUGIN, accumulate=FP16).name)
+    right = {trial.candidate.name: trial for trial in trials if trial.is_right}
+    wide = right.get(Candidate(attention=PLUGIN, accumulate=FP32).name)
+    narrow = right.get(Candidate(attention=PLUGIN, accumulate=FP16).name)
     plugin = wide or narrow
     if wide and narrow and wide.microseconds > DEARER * narrow.microseconds:
         plugin = narrow
@@ -123,25 +126,26 @@ def chosen(trials: Sequence[Trial]) -> Trial:
     found = [trial for trial in (native, plugin) if trial is not None]
     if not found:
         raise EngineError(
-            "No way to write this engine gives a right one.",
-            got="; ".join(f"{trial.way.name}: {trial.refused}" for trial in trials),
+            "No candidate to write this engine gives a right one.",
+            got="; ".join(f"{trial.candidate.name}: {trial.refused}" for trial in trials),
             hint="see each reason; --attention native builds without timing",
         )
     return min(found, key=lambda trial: trial.microseconds)
 
 
 def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> dict[str, Any]:
-    """What the manifest says of the choice. The plugin's time is that of its better way."""
+    """What the manifest says of the choice. The plugin's time is that of its better candidate."""
     times = {
-        kind: _least(trial for trial in trials if trial.way.attention == kind) for kind in (NATIVE, PLUGIN)
+        kind: _least(trial for trial in trials if trial.candidate.attention == kind)
+        for kind in (NATIVE, PLUGIN)
     }
-    if best.way.attention == PLUGIN:
+    if best.candidate.attention == PLUGIN:
         times[PLUGIN] = best.microseconds
     native, plugin = times[NATIVE], times[PLUGIN]
     return {
         "asked": options.attention,
-        "chosen": best.way.attention,
-        "accumulate": best.way.accumulate,
+        "chosen": best.candidate.attention,
+        "accumulate": best.candidate.accumulate,
         "native_us": _rounded(native),
         "plugin_us": _rounded(plugin),
         "ratio": _rounded(native / plugin) if native and plugin else None,
@@ -162,19 +166,19 @@ def _refuse_without_gpu(options: EngineOptions) -> None:
         open_gpu()
     except BackendUnavailable as error:
         raise BackendUnavailable(
-            "Which way is faster has to be measured, and there is nothing to measure on.",
+            "Which candidate is faster has to be measured, and there is nothing to measure on.",
             got=f"--attention {options.attention} --accumulate {options.accumulate}: {error.in_one_line}",
-            hint="name one way: --attention plugin --accumulate fp32, or --attention native",
+            hint="name one candidate: --attention plugin --accumulate fp32, or --attention native",
         ) from error
 
 
-def _built(way: Way, path: Path, options: EngineOptions, build: Build) -> Trial:
+def _built(candidate: Candidate, path: Path, options: EngineOptions, build: Build) -> Trial:
     try:
-        return Trial(way=way, engine=build(path, way.applied_to(options)))
+        return Trial(candidate=candidate, engine=build(path, candidate.applied_to(options)))
     except (PluginError, BackendUnavailable):
-        raise  # no property of this way, but something to be put right
+        raise  # no property of this candidate, but something to be put right
     except DeployError as error:
-        return Trial(way=way, refused=error.in_one_line)
+        return Trial(candidate=candidate, refused=error.in_one_line)
 
 
 def _time(trials: Sequence[Trial], bundle: Bundle) -> None:
@@ -202,7 +206,7 @@ def _opened(trial: Trial) -> Runner | None:
     try:
         return open_engine_runner(trial.engine)
     except BackendUnavailable:
-        raise  # no property of this way
+        raise  # no property of this candidate
     except DeployError as error:
         trial.refused = error.in_one_line
         return None
@@ -214,7 +218,7 @@ def _cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[GoldenCa
     if not admitted:
         raise EngineError(
             "No golden case of the bundle lies in the profiles, so nothing can be timed.",
-            hint="wider profiles, or name one way with --attention and --accumulate",
+            hint="wider profiles, or name one candidate with --attention and --accumulate",
         )
     return [case for case in admitted if case.name in _TIMED] or admitted[:1]
 

@@ -49,8 +49,8 @@ _SCRATCH_MIB = 32  # what every projection of the library asks for, plugins/src/
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way to write an engine.
+class Candidate:
+    """One candidate to write an engine.
 
     Args:
         attention: `native` or `plugin`.
@@ -66,12 +66,12 @@ class Way:
         return f"{self.attention}-{FP32}" if self.accumulate == FP32 else self.attention
 
     def applied_to(self, options: EngineOptions) -> EngineOptions:
-        """The options that ask for this way alone."""
+        """The options that ask for this candidate alone."""
         return replace(options, attention=self.attention, accumulate=self.accumulate)
 
 
-def ways(rt: TensorRT, options: EngineOptions, precision: str) -> list[Way]:
-    """The ways that the options leave open; where there are several, they have to be timed.
+def open_candidates(rt: TensorRT, options: EngineOptions, precision: str) -> list[Candidate]:
+    """The candidates that the options leave open; where there are several, they have to be timed.
 
     Args:
         rt: The TensorRT that builds.
@@ -84,16 +84,16 @@ def ways(rt: TensorRT, options: EngineOptions, precision: str) -> list[Way]:
     """
     _refuse_unknown(options)
     if options.attention == NATIVE:
-        return [Way(attention=NATIVE)]
+        return [Candidate(attention=NATIVE)]
     refuse_plugins(rt)
     _refuse_precision(rt, precision)
     sums = {FP32: [FP32], FP16: [FP16], AUTO: [FP32, FP16]}[options.accumulate]
     if options.accumulate == AUTO and precision != FP16:
-        # Products of BF16 sum up in FP32 whoever computes them.
+        # Matmuls of BF16 sum up in FP32 whoever computes them.
         sums = [FP16]
-    found = [Way(attention=PLUGIN, accumulate=each) for each in sums]
-    # TensorRT's own products promise no FP32 sums: who wants them has only one way.
-    return [Way(attention=NATIVE), *found] if options.attention == AUTO and FP16 in sums else found
+    found = [Candidate(attention=PLUGIN, accumulate=each) for each in sums]
+    # TensorRT's own matmuls promise no FP32 sums: who wants them has only one candidate.
+    return [Candidate(attention=NATIVE), *found] if options.attention == AUTO and FP16 in sums else found
 
 
 def _refuse_unknown(options: EngineOptions) -> None:
@@ -109,9 +109,9 @@ def _refuse_unknown(options: EngineOptions) -> None:
         )
     if options.attention == NATIVE and options.accumulate == FP32:
         raise EngineError(
-            "TensorRT chooses by itself how its own products sum up.",
+            "TensorRT chooses by itself how its own matmuls sum up.",
             got="--accumulate fp32 with --attention native",
-            hint="--attention plugin or auto: the plugin library has products that sum up in FP32",
+            hint="--attention plugin or auto: the plugin library has matmuls that sum up in FP32",
         )
     if (
         options.accumulate == FP32
@@ -238,7 +238,7 @@ class _Carried:
     """A node of the library in the graph.
 
     Args:
-        what: `attention` or `product`.
+        what: `attention` or `matmul`.
         types: The type of each value that it reads and writes.
         usual: The one type of all its numbers that are no lengths.
     """

@@ -255,7 +255,7 @@ class EngineManifest:
         findings: What the check before the build found.
         notes: What a reader should know.
         attention: Who computes attention: `chosen` (`native` or `plugin`), how the projections sum up
-            (`accumulate`), and where it was `asked` to be measured, what each way cost.
+            (`accumulate`), and where it was `asked` to be measured, what each candidate cost.
         plugins: The plugin libraries it needs: file name, version, hash, TensorRT and plugins of each.
         in_place: From each output that may lie in the memory of an input to that input: there the plugin
             writes only the new rows of a cache, elsewhere it copies the whole of it.
@@ -307,10 +307,10 @@ class EngineManifest:
         return len(names - broken), len(names)
 
     @property
-    def fusion_told(self) -> str:
+    def fusion_summary(self) -> str:
         """How many attentions are fused, in words; what no source could tell is not called unfused."""
         fused, count = self.fused_count
-        return fusion_told(fused, count, self.verdict["nodes"])
+        return fusion_summary(fused, count, self.verdict["nodes"])
 
     @property
     def all_fused(self) -> bool:
@@ -368,7 +368,7 @@ def _misfit(engine: EngineManifest, bundle: Manifest) -> str | None:
     return None
 
 
-def fusion_told(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -> str:
+def fusion_summary(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -> str:
     """`10/12 fused`, or `10/12 fused, 2 unknown`.
 
     Args:
@@ -591,8 +591,8 @@ def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
 _SUMS = {"fp32": "projections that sum up in FP32", "fp16": "TensorRT's own projections"}
 
 
-def attention_told(manifest: EngineManifest) -> str:
-    """Who computes attention and projections; where that was measured, what each way takes."""
+def attention_summary(manifest: EngineManifest) -> str:
+    """Who computes attention and projections; where that was measured, what each candidate takes."""
     attention = manifest.attention
     parts = [f"{attention['chosen']}, {_SUMS.get(attention['accumulate'], attention['accumulate'])}"]
     ratio = attention.get("ratio")
@@ -617,7 +617,7 @@ def _way(trial: Mapping[str, Any]) -> str:
     return f"{trial['attention']} with {_SUMS.get(trial['accumulate'], trial['accumulate'])}"
 
 
-def libraries_told(manifest: EngineManifest) -> list[str]:
+def libraries_summary(manifest: EngineManifest) -> list[str]:
     """The libraries that an engine needs, and what to know of those of this machine."""
     needed = [library_told(library) for library in manifest.plugins]
     return [*needed, *other_builds(manifest.plugins, manifest.version)]

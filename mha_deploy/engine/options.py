@@ -33,7 +33,7 @@ class EngineOptions:
         refit: `all` or `identical`: weights that can be replaced later.
         attention: Who computes attention: `native`, `plugin` or `auto`; see `engine.attention`.
         accumulate: How the projections sum up: `fp32`, `fp16` or `auto`.
-        gqa: How grouped heads are written as matrix products: `auto`, `fold`, `broadcast` or `repeat`.
+        gqa: How grouped heads are written as matmuls: `auto`, `fold`, `broadcast` or `repeat`.
         overwrite: Whether an engine of that name may be replaced.
     """
 

@@ -28,7 +28,7 @@ _NO_OPERANDS = ("attn_mask", "bias", "out")
 class Float32Accumulation(TorchFunctionMode):
     """Multiply half-precision matrices on a CPU as a GPU does.
 
-    The operands are in half precision, sums are kept in float32, and each product is rounded once. Most
+    The operands are in half precision, sums are kept in float32, and each matmul is rounded once. Most
     CPUs have no such instruction, and PyTorch then takes minutes for what float32 does in a second.
     """
 

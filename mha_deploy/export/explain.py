@@ -88,7 +88,7 @@ def first_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-# -- Say in a few words why PyTorch could not export a module, and which line of it is to blame ----
+# -- Say in a few words why PyTorch could not export a module, and which line of it is to fault ----
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent

@@ -24,7 +24,7 @@ from mha_deploy.reference.inputs import (
     to_numpy,
 )
 
-# In units of the precision's roundoff: a gate is a sum of E products of size one over √E, and engines that
+# In units of the precision's roundoff: a gate is a sum of E matmuls of size one over √E, and engines that
 # accumulate in half precision lose several bits of it.
 _DECISION_MARGIN = 16.0
 

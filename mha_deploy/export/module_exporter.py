@@ -56,7 +56,7 @@ _SAME_PROGRAM = 0.25
 
 
 def _attention_flops(query: list[int], key: list[int], value: list[int], *_: object, **__: object) -> int:
-    """The work of fused attention, from the shapes of its inputs: two products of each query and key."""
+    """The work of fused attention, from the shapes of its inputs: two matmuls of each query and key."""
     B, Hq, S, D = query
     return 2 * B * Hq * S * key[2] * (D + value[3])
 

@@ -62,7 +62,7 @@ _WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 _WIDE |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
 _HALVES = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
-# What sums products. In half precision a GPU sums them in float32 and rounds once.
+# What sums matmuls. In half precision a GPU sums them in float32 and rounds once.
 _PRODUCTS = frozenset(
     {
         _aten.linear,
@@ -94,7 +94,7 @@ def run_program(
     Args:
         exported: The module.
         inputs: A tensor for every input; floats are widened where needed.
-        dtype: `float64` for the oracle, `own` for the precision that the module was exported in. Products
+        dtype: `float64` for the oracle, `own` for the precision that the module was exported in. Matmuls
             of half-precision matrices are then summed in float32 on a CPU, as GPUs do.
         keep: Names of values of the graph to give out besides.
 
@@ -207,7 +207,7 @@ class _InFloat64(_Keeping):
 
 
 class _InOwn(_Keeping):
-    """Every number in the precision of the program; see `eager.Float32Accumulation` for the products."""
+    """Every number in the precision of the program; see `eager.Float32Accumulation` for the matmuls."""
 
     def compute(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = next((each for each in tree_leaves(args) if isinstance(each, Tensor)), None)

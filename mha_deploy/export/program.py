@@ -519,7 +519,7 @@ def attention_values(model: ir.Model, exported: ExportedModule) -> dict[str, str
     """For every `Attention` node the nearest value behind it that the program computes, too.
 
     It is the node's own result, or that in another layout: a fused node may have a Transpose behind it that
-    the program did in one step with the product.
+    the program did in one step with the matmul.
 
     Args:
         model: The graph, or what `fuse_attention` made of it.

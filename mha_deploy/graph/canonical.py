@@ -65,7 +65,7 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
         f"{spec.attention_count} fused Attention node(s), K and V not repeated",
         "no Cast, Expand, Tile or Gather on the way into or out of attention",
         "inputs and outputs have the spec's names, types and dynamic dimensions",
-        f"every matrix product and weight of the graph is {precision.name}",
+        f"every matmul and weight of the graph is {precision.name}",
         *(["queries and keys each pass one RotaryEmbedding node"] if spec.rope is not None else []),
         *([_CACHE_CHECKS[spec.cache]] if spec.cache != "none" else []),
     ]

@@ -264,17 +264,17 @@ Sabotage = Callable[[ir.Node, AttentionNode], bool]
 _POSITIONS = 3  # where RotaryEmbedding takes them
 
 
-def sabotages() -> list[str]:
+def mutations() -> list[str]:
     """The names of all mistakes."""
-    return list(_SABOTAGES)
+    return list(_MUTATIONS)
 
 
-def sabotaged(model: ir.Model, mistake: str, spec: AttentionSpec | None = None) -> ir.Model | None:
+def mutated(model: ir.Model, mistake: str, spec: AttentionSpec | None = None) -> ir.Model | None:
     """A copy of the model with one mistake made, or None where it cannot be made.
 
     Args:
         model: The model.
-        mistake: One of `sabotages()`.
+        mistake: One of `mutations()`.
         spec: The layer; where it is given, None also for a mistake that would change nothing within its axes.
     """
     if spec is not None and mistake in without_effect(spec):
@@ -283,7 +283,7 @@ def sabotaged(model: ir.Model, mistake: str, spec: AttentionSpec | None = None) 
     node = next((node for node in copy.graph if is_attention(node)), None)
     if node is None:
         return None
-    return copy if _SABOTAGES[mistake](node, read_attention(node)) else None
+    return copy if _MUTATIONS[mistake](node, read_attention(node)) else None
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def _not_a_number(node: ir.Node, facts: AttentionNode) -> bool:
     return True
 
 
-_SABOTAGES: dict[str, Sabotage] = {
+_MUTATIONS: dict[str, Sabotage] = {
     "scale off by 0.5 %": _scale_off,
     "scale missing": _scale_missing,
     "softcap dropped": _softcap_dropped,

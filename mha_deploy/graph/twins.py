@@ -21,7 +21,7 @@ _SOFTMAX_PRECISION = "softmax_precision"
 def unfused_twin(model: ir.Model) -> ir.Model:
     """A copy in primitive operators that also gives out the scores and weights of every attention.
 
-    Its own outputs come first, as they were. Products, scores and weights have the types of the model; the
+    Its own outputs come first, as they were. Matmuls, scores and weights have the types of the model; the
     sums of the softmax are in float32, as in every fused kernel.
 
     Raises:
@@ -49,7 +49,7 @@ def unfused_twin(model: ir.Model) -> ir.Model:
 
 
 def float32_twin(model: ir.Model) -> ir.Model:
-    """The unfused twin with products and softmax in float32: same weights, inputs and outputs.
+    """The unfused twin with matmuls and softmax in float32: same weights, inputs and outputs.
 
     The weights are those of the model, rounded as they are, and the results of the projections are rounded
     to the model's type. Between queries, keys and values and the heads nothing is.

@@ -12,7 +12,7 @@ _HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
 def with_float32_products(model: ir.Model) -> ir.Model:
-    """A copy of the model whose matrix products and attentions compute in float32; weights are shared."""
+    """A copy of the model whose matmuls and attentions compute in float32; weights are shared."""
     return _widened(model, _PRODUCTS)
 
 

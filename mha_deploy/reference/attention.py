@@ -59,7 +59,7 @@ def alibi_bias(Hq: int, S: int, T: int) -> Tensor:
     return -(slopes[:, None, None] * distance)[None]
 
 
-# -- Scaled dot-product attention, three ways to compute one function ------------------------------
+# -- Scaled dot-matmul attention, three ways to compute one function ------------------------------
 
 _WEIGHTS_AFTER_SOFTMAX = 3  # ONNX Attention's qk_matmul_output_mode
 

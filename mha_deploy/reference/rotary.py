@@ -3,7 +3,7 @@
     (a, b) at position p  ->  (a cos pθ_j − b sin pθ_j,  a sin pθ_j + b cos pθ_j)        j = 0 … dims/2 − 1
     θ_j = base^(−2j/dims)
 
-Queries and keys are turned alike, so that their product depends only on the distance of the two positions.
+Queries and keys are turned alike, so that their matmul depends only on the distance of the two positions.
 The pair (a, b) is (x_j, x_{j+dims/2}), or (x_2j, x_{2j+1}) where the spec says interleaved. What is behind
 the first `dims` numbers of a head stays as it is.
 
@@ -16,7 +16,7 @@ Su et al., "RoFormer", 2021. The frequencies are stretched for contexts longer t
              between: (1−s) θ_j/factor + s θ_j,  s = (L/λ_j − low)/(high − low)
 
 **Rounding.** Angles, cosines and sines are computed in float64 and rounded once, to the precision of the
-layer; the products are taken in that precision. ONNX's `RotaryEmbedding` does the same with the tables that
+layer; the matmuls are taken in that precision. ONNX's `RotaryEmbedding` does the same with the tables that
 it is given. So do Hugging Face's layers, but with float32 angles: off by up to 5e-4 within 8192 positions.
 """
 

@@ -60,7 +60,7 @@ def latency_bars(point: Mapping[str, Any], look: Look, *, log: bool) -> Html | N
     rows = [row for row in point["rows"] if row["timing"]]
     if not rows:
         return None
-    floor = point["roofline"]["floor_us"] if point["roofline"] else None
+    floor = point["roofline"]["bound_us"] if point["roofline"] else None
     start, end, top = _NAME_WIDTH, _BARS_WIDTH - _VALUE_WIDTH, 18.0
     bottom = top + _BAR_STEP * len(rows)
     scale = _bars_scale(rows, floor, start, end, log=log)
@@ -557,7 +557,7 @@ def _roof(across: Scale, up: Scale, tflops: float, gb_per_s: float, ridge: float
 def _column(point: Point, across: Scale, up: Scale, top: float, look: Look) -> Html:
     """The rows of one point above each other, and a bar where the sum of the stages' floors lies."""
     roof = point["roofline"]
-    x, limit = across.place(point["flops"] / point["bytes"]), point["flops"] / roof["floor_us"] / 1e6
+    x, limit = across.place(point["flops"] / point["bytes"]), point["flops"] / roof["bound_us"] / 1e6
     y = up.place(limit)
     bar = tag(
         "g", tag("title", f"floor of the stages: {short(limit)} TFLOP/s"), line(x - 8, y, x + 8, y, "limit")

@@ -12,9 +12,9 @@ from typing import Any
 from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.report.schema import plain_bench, plain_report
 from mha_deploy.report.sections import (
+    attribute_fault,
     bench_overview,
     best_rows,
-    blame,
     closing,
     conformance,
     decode,
@@ -48,7 +48,7 @@ def report_page(data: Mapping[str, Any]) -> str:
     plain = plain_report(data)
     look = series_of([plain["latency"]])
     wanted = {
-        "blame": ("What is at fault", blame(plain)),
+        "fault": ("What is at fault", attribute_fault(plain)),
         "parity": ("Parity", parity(plain)),
         "maps": ("Error maps", heatmaps(plain)),
         "decode": ("Decode", decode(plain, look)),
@@ -61,7 +61,7 @@ def report_page(data: Mapping[str, Any]) -> str:
         "environment": ("Environment", environment(plain, model=plain["model"])),
     }
     present = {name: title for name, (title, part) in wanted.items() if part is not None}
-    unmissed = {"blame", "notes"} | (set() if "cache" in plain["model"]["spec"] else {"decode"})
+    unmissed = {"fault", "notes"} | (set() if "cache" in plain["model"]["spec"] else {"decode"})
     absent = [title for name, (title, part) in wanted.items() if part is None and name not in unmissed]
     head = join([verdict_block(plain, present), contents(list(present.items()))])
     body = tag(

@@ -553,7 +553,7 @@ ROW = {
 
 ROOFLINE = {
     "gpu": field(TEXT, "whose peak figures"),
-    "floor_us": field(NUMBER, "least time of the layer, stage after stage, µs"),
+    "bound_us": field(NUMBER, "least time of the layer, stage after stage, µs"),
     "bound": field(OneOf(options=("compute", "memory")), "what sets most of the floor"),
     "tflops_peak": field(NUMBER, "peak rate in this precision, 10¹² FLOP/s"),
     "gb_per_s_peak": field(NUMBER, "memory bandwidth, 10⁹ bytes/s"),
@@ -614,7 +614,7 @@ REPORT = Record(
         "range": maybe(
             Record(fields=RANGE), "whether FP16 can hold the numbers; null where it was not asked for"
         ),
-        "blame": maybe(Record(fields=BLAME), "what a failure comes from; null where nothing failed"),
+        "fault": maybe(Record(fields=BLAME), "what a failure comes from; null where nothing failed"),
         "engines": _ENGINES,
         "latency": _LATENCY,
         "notes": _NOTES,

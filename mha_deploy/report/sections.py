@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mha_deploy.engine.manifest import fusion_told
+from mha_deploy.engine.manifest import fusion_summary
 from mha_deploy.report.charts import (
     Look,
     Panel,
@@ -248,7 +248,7 @@ def _not_run(engines: Sequence[Data]) -> Html | None:
 def fusion_of(engine: Data) -> str:
     """How many attentions of an engine are fused, in words."""
     fused, count = [*engine["fused"], 0, 0][:2]
-    return fusion_told(fused, count, engine["nodes"])
+    return fusion_summary(fused, count, engine["nodes"])
 
 
 def engine_line(engines: Sequence[Data]) -> str:
@@ -490,9 +490,9 @@ def _range_words(node: Data) -> str:
     return ". Advice: ".join(part for part in parts if part)
 
 
-def blame(data: Data) -> Html | None:
+def attribute_fault(data: Data) -> Html | None:
     """What a failure comes from, and the trials that tell."""
-    found = data["blame"]
+    found = data["fault"]
     if found is None:
         return None
     at_fault = tag(
@@ -504,7 +504,7 @@ def blame(data: Data) -> Html | None:
     ]
     columns = ("what was run instead", "verdict", "#budget used")
     table = data_table("Trials", columns, [Group(rows=rows)], css="compact") if rows else None
-    return section("blame", "What is at fault", at_fault, table)
+    return section("fault", "What is at fault", at_fault, table)
 
 
 # -- Sections that say how fast everything is ------------------------------------------------------
@@ -642,7 +642,7 @@ def _table(points: Sequence[Data], look: Look) -> Html:
 
 def _point_title(point: Data) -> Html:
     roof = point["roofline"]
-    floor = f" · floor {short(roof['floor_us'])} µs, {roof['bound']}-bound" if roof else ""
+    floor = f" · floor {short(roof['bound_us'])} µs, {roof['bound']}-bound" if roof else ""
     work = f"{short(point['flops'] / 1e9)} GFLOP · {size(int(point['bytes']))}{floor}"
     return join([*_named(point), tag("span", f" {work}", class_="about-group")])
 
@@ -859,7 +859,7 @@ def bench_overview(plain: Data, look: Look) -> Html:
     for model, point in _points(plain):
         fastest = _fastest(point)
         cells = [_overview_cell(point, name, is_best=name == fastest) for name in look]
-        floor = point["roofline"]["floor_us"] if point["roofline"] else None
+        floor = point["roofline"]["bound_us"] if point["roofline"] else None
         name = f"{model['name']} {model['precision']}"
         rows.append([name, _sizes_of_bench(point, axes), *cells, number(floor, short(floor))])
     if not rows:
@@ -948,7 +948,7 @@ def _without_graph(plain: Data) -> str | None:
 
 
 def _floor(point: Data) -> str:
-    return short(point["roofline"]["floor_us"]) if point["roofline"] else NOTHING
+    return short(point["roofline"]["bound_us"]) if point["roofline"] else NOTHING
 
 
 def _line(cells: list[str]) -> str:

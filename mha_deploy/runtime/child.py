@@ -298,7 +298,7 @@ class _Opened:
     device: str
     inputs: Mapping[str, TensorInfo]
     outputs: Mapping[str, TensorInfo]
-    can_step: bool
+    can_decode: bool
     profiled: bool
 
 
@@ -308,7 +308,7 @@ class ChildRunner(Runner):
     def __init__(self, child: Child, opened: _Opened) -> None:
         self._child: Child | None = child
         self._opened = opened
-        self.name, self.device, self.can_step = opened.name, opened.device, opened.can_step
+        self.name, self.device, self.can_decode = opened.name, opened.device, opened.can_decode
         self.inputs, self.outputs = opened.inputs, opened.outputs
 
     def apply(self, function: Callable[..., T], *arguments: Any, step: str = "running") -> T:
@@ -330,10 +330,10 @@ class ChildRunner(Runner):
         """How long one call takes with inputs that are on the device already; measured in the child."""
         return self.apply(_time, dict(feeds), plan, step=f"timing {_sizes(feeds)}")
 
-    def stepper(self, *, B: int, T: int | None = None) -> ChildStepper:
-        """Run the decode loop with a cache on the device; close the stepper before the runner."""
-        number, name, most = self.apply(_open_stepper, B, T, step="preparing the decode loop")
-        return ChildStepper(self, number, name, most, B)
+    def decode_loop(self, *, B: int, T: int | None = None) -> ChildDecodeLoop:
+        """Run the decode loop with a cache on the device; close the decode loop before the runner."""
+        number, name, most = self.apply(_open_decode_loop, B, T, step="preparing the decode loop")
+        return ChildDecodeLoop(self, number, name, most, B)
 
     def close(self) -> None:
         """Close the runner in the child, and keep the child for the next one."""
@@ -360,8 +360,8 @@ class ProfiledChildRunner(ChildRunner):
         return self.apply(_run_in_profile, dict(feeds), profile, step=f"running {_sizes(feeds)}")
 
 
-class ChildStepper:
-    """A stepper that lives in a child process; see `backends.stepper`."""
+class ChildDecodeLoop:
+    """A decode loop that lives in a child process; see `backends.stepper`."""
 
     def __init__(self, runner: ChildRunner, number: int, name: str, most: int | None, B: int) -> None:
         self._runner, self._number = runner, number
@@ -376,19 +376,24 @@ class ChildStepper:
 
     def cache(self) -> tuple[np.ndarray, np.ndarray]:
         """Copies of keys and values."""
-        return self._runner.apply(_stepper_method, self._number, "cache", step="reading the cache")
+        return self._runner.apply(_decode_loop_method, self._number, "cache", step="reading the cache")
 
     def time_step(self, length: int, plan: Any = None) -> Any:
         """How long one new token of every batch element takes."""
         return self._runner.apply(
-            _stepper_method, self._number, "time_step", length, plan, step=f"timing a step behind {length}"
+            _decode_loop_method,
+            self._number,
+            "time_step",
+            length,
+            plan,
+            step=f"timing a step behind {length}",
         )
 
     def close(self) -> None:
         """Give the device's memory back."""
-        self._runner.apply(_close_stepper, self._number, step="closing the decode loop")
+        self._runner.apply(_close_decode_loop, self._number, step="closing the decode loop")
 
-    def __enter__(self) -> ChildStepper:
+    def __enter__(self) -> ChildDecodeLoop:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -598,7 +603,7 @@ def _open_in_child(open_runner: Callable[..., Runner], arguments: tuple[Any, ...
         device=runner.device,
         inputs=dict(runner.inputs),
         outputs=dict(runner.outputs),
-        can_step=runner.can_step,
+        can_decode=runner.can_decode,
         profiled=isinstance(runner, ProfiledRunner),
     )
 
@@ -634,21 +639,21 @@ def _run_in_profile(runner: ProfiledRunner, feeds: Arrays, profile: int) -> dict
     return runner.run_in_profile(feeds, profile)
 
 
-def _open_stepper(runner: Any, B: int, T: int | None) -> tuple[int, str, int | None]:
-    stepper = runner.stepper(B=B, T=T)
-    return _kept(stepper), stepper.name, stepper.most_tokens
+def _open_decode_loop(runner: Any, B: int, T: int | None) -> tuple[int, str, int | None]:
+    loop = runner.decode_loop(B=B, T=T)
+    return _kept(loop), loop.name, loop.most_tokens
 
 
 def _feed(
     runner: Runner, number: int, x: np.ndarray, counts: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    stepper = _objects[number]
-    return stepper.feed(x, counts), stepper.lengths
+    loop = _objects[number]
+    return loop.feed(x, counts), loop.lengths
 
 
-def _stepper_method(runner: Runner, number: int, method: str, *arguments: Any) -> Any:
+def _decode_loop_method(runner: Runner, number: int, method: str, *arguments: Any) -> Any:
     return getattr(_objects[number], method)(*arguments)
 
 
-def _close_stepper(runner: Runner, number: int) -> None:
+def _close_decode_loop(runner: Runner, number: int) -> None:
     _objects.pop(number).close()

@@ -201,7 +201,7 @@ def presented_results(feeds: Arrays, results: Arrays, written: Arrays | None = N
 Shape = tuple[int, ...]
 
 
-class Stepper(ABC):
+class DecodeLoop(ABC):
     """A layer and the cache that it generates with; a context manager that holds the device's memory.
 
     Attributes:
@@ -254,7 +254,7 @@ class Stepper(ABC):
     def close(self) -> None:
         """Give the device's memory back."""
 
-    def __enter__(self) -> Stepper:
+    def __enter__(self) -> DecodeLoop:
         return self
 
     def __exit__(
@@ -366,7 +366,7 @@ class Launcher(ABC):
         """Give back what the calls needed; the layer stays loaded."""
 
 
-# -- Device memory of a stepper: what belongs to one call, and how long it is kept -----------------
+# -- Device memory of a decode loop: what belongs to one call, and how long it is kept -----------------
 
 
 class Memory:
@@ -460,14 +460,14 @@ class Frames:
         self._frames.clear()
 
 
-# -- The steppers on a device: what is in memory, and how the new rows come into the cache ---------
+# -- The decode loops on a device: what is in memory, and how the new rows come into the cache ---------
 
 Pair = tuple[DeviceTensor, DeviceTensor]
 
 _VARIES = "a growing cache has another shape at every step"
 
 
-class CachedStepper(Stepper):
+class DeviceDecodeLoop(DecodeLoop):
     """What all forms share.
 
     Args:
@@ -555,7 +555,7 @@ class CachedStepper(Stepper):
         return keys, values
 
     def time_step(self, length: int, plan: TimingPlan | None = None) -> Timing:
-        """How long one new token of every row takes; see `Stepper.time_step`."""
+        """How long one new token of every row takes; see `DecodeLoop.time_step`."""
         lengths = np.full(self._cache.B, length, np.int32)
         refuse_overflow(lengths, 1, self._cache.T)
         frame, launcher = self._frames.get(1), self._launcher
@@ -611,17 +611,17 @@ class CachedStepper(Stepper):
         self._memory.close()
 
 
-class InPlaceStepper(CachedStepper):
+class InPlaceDecodeLoop(DeviceDecodeLoop):
     """The layer writes into the cache: what comes out is what went in."""
 
 
-class CopiedStepper(CachedStepper):
+class CopyingDecodeLoop(DeviceDecodeLoop):
     """The layer writes another cache."""
 
     has_spare = True
 
 
-class RowsStepper(CachedStepper):
+class EntriesDecodeLoop(DeviceDecodeLoop):
     """The layer gives the new rows: they go to their places behind the call."""
 
     def _cache_tensors(self, frame: Frame, lengths: np.ndarray) -> dict[str, DeviceTensor]:
@@ -634,7 +634,7 @@ class RowsStepper(CachedStepper):
                 tensor.buffer.copy_rows(rows.buffer, copy, self._stream)
 
 
-class GrowingStepper(CachedStepper):
+class DynamicDecodeLoop(DeviceDecodeLoop):
     """Each call reads the past of one pair of buffers, and writes past and new rows into the other."""
 
     has_spare = True
@@ -672,11 +672,11 @@ class GrowingStepper(CachedStepper):
         yield
 
 
-# -- Which stepper a loaded layer gets, by the form of its cache; and layers that get none ---------
+# -- Which loop a loaded layer gets, by the form of its cache; and layers that get none ---------
 
 
-def open_stepper(launcher: Launcher, *, B: int, T: int | None = None) -> Stepper:
-    """Step through tokens with a loaded layer; the launcher is closed with the stepper.
+def open_decode_loop(launcher: Launcher, *, B: int, T: int | None = None) -> DecodeLoop:
+    """Step through tokens with a loaded layer; the launcher is closed with the decode loop.
 
     Args:
         launcher: The layer.
@@ -692,15 +692,15 @@ def open_stepper(launcher: Launcher, *, B: int, T: int | None = None) -> Stepper
         if form is None:
             raise DeployError("This layer has no cache to step with.", got=sorted(launcher.outputs))
         _refuse_other_tensors(launcher, form)
-        stepper = _kind(form, launcher)(launcher, _cache_shape(launcher, form, B, T))
+        loop = _kind(form, launcher)(launcher, _cache_shape(launcher, form, B, T))
         owned.pop_all()
-        return stepper
+        return loop
 
 
-def _kind(form: CacheForm, launcher: Launcher) -> type[CachedStepper]:
+def _kind(form: CacheForm, launcher: Launcher) -> type[DeviceDecodeLoop]:
     if form is CacheForm.STATIC:
-        return InPlaceStepper if launcher.in_place else CopiedStepper
-    return RowsStepper if form is CacheForm.ROWS else GrowingStepper
+        return InPlaceDecodeLoop if launcher.in_place else CopyingDecodeLoop
+    return EntriesDecodeLoop if form is CacheForm.ROWS else DynamicDecodeLoop
 
 
 def _refuse_other_tensors(launcher: Launcher, form: CacheForm) -> None:

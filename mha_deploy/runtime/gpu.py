@@ -12,7 +12,7 @@ import numpy as np
 
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime.cuda import Gpu, Stream, open_gpu
-from mha_deploy.runtime.decode import Launcher, Stepper, open_stepper
+from mha_deploy.runtime.decode import DecodeLoop, Launcher, open_decode_loop
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.timing import Timing, TimingPlan, measure_latency, slots_past_cache
 
@@ -44,7 +44,7 @@ class GpuRunner(Runner):
     """Whether a timed call is the launch of a CUDA graph, where it can be one."""
 
     def __init__(self) -> None:
-        self.can_step = type(self)._launcher is not GpuRunner._launcher
+        self.can_decode = type(self)._launcher is not GpuRunner._launcher
         self.gpu: Gpu = open_gpu()
         self.device = self.gpu.name
 
@@ -57,11 +57,11 @@ class GpuRunner(Runner):
         return sum(array.nbytes for array in (*feeds.values(), *results.values()))
 
     def _launcher(self) -> Launcher:
-        """The loaded layer, for a stepper."""
+        """The loaded layer, for a decode loop."""
         raise DeployError(f"{self.name} does not step through tokens.", hint="TensorRT or ONNX Runtime")
 
-    def stepper(self, *, B: int, T: int | None = None) -> Stepper:
-        """Step through tokens with a cache on the device; close the stepper before the runner.
+    def decode_loop(self, *, B: int, T: int | None = None) -> DecodeLoop:
+        """Step through tokens with a cache on the device; close the decode loop before the runner.
 
         Args:
             B: Rows of the batch.
@@ -70,7 +70,7 @@ class GpuRunner(Runner):
         Raises:
             DeployError: The layer has no cache, or one of another size.
         """
-        return open_stepper(self._launcher(), B=B, T=T)
+        return open_decode_loop(self._launcher(), B=B, T=T)
 
     def watch(self, feeds: Arrays, watcher: Callable[[Callable[[], None], Callable[[], None]], T]) -> T:
         """Hand a watcher, such as a profiler, one call to launch as it likes, and a way to wait for it."""

@@ -491,7 +491,7 @@ class _Slot:
             buffer.free()
 
 
-# -- ONNX Runtime under a stepper ------------------------------------------------------------------
+# -- ONNX Runtime under a decode loop ------------------------------------------------------------------
 
 _GRAPH_ID = 1
 

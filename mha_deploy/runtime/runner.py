@@ -36,8 +36,8 @@ class Runner(ABC):
     outputs: Mapping[str, TensorInfo]
     device: str = "cpu"
     """Where it computes: `cpu`, or the name of the GPU."""
-    can_step: bool = False
-    """Whether it keeps a KV cache on its device and offers `stepper`."""
+    can_decode: bool = False
+    """Whether it keeps a KV cache on its device and offers `loop`."""
 
     @abstractmethod
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:

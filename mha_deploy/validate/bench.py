@@ -13,15 +13,15 @@ from mha_deploy.engine.manifest import Engine
 from mha_deploy.errors import DeployError
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.cuda import open_gpu
-from mha_deploy.validate.evaluate import Exam, Examination, examine, refused_rows
+from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
 from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.runtimes import (
     INSTALL,
     TENSORRT,
-    Absent,
-    Casting,
-    Participant,
+    Runtime,
+    RuntimeFinder,
+    Unavailable,
     kernel_times,
     refuse_without_torch,
 )
@@ -61,15 +61,15 @@ class ModelBench:
     Args:
         bundle: What was timed.
         engines: Its engines.
-        examinations: Everyone who could be opened.
+        evaluations: Everyone who could be opened.
         absent: Who could not take part, and why.
         points: The times, one point for every set of sizes.
     """
 
     bundle: Bundle
     engines: tuple[Engine, ...]
-    examinations: tuple[Examination, ...]
-    absent: tuple[Absent, ...]
+    evaluations: tuple[Evaluation, ...]
+    absent: tuple[Unavailable, ...]
     points: tuple[LatencyPoint, ...]
 
     @property
@@ -82,7 +82,7 @@ class ModelBench:
         """Plain data for JSON; see docs/report.md."""
         return {
             "model": model_to_dict(self.bundle),
-            "engines": engines_to_dict(self.engines, self.absent, self.examinations),
+            "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
             "latency": latency_to_dict(self.points),
         }
 
@@ -107,11 +107,11 @@ def bench_bundle(
     """
     options = options or BenchOptions()
     open_gpu()  # what follows takes a while: say now that there is nothing to time on
-    casting = Casting(bundle, engine=options.engine)
-    participants = _participants(casting, options)
+    finder = RuntimeFinder(bundle, engine=options.engine)
+    runtimes = _participants(finder, options)
     on_step("cases and their FP64 oracle")
     cases = _cases(bundle, options)
-    exam = Exam(
+    plan = EvaluationPlan(
         spec=bundle.manifest.spec,
         precision=bundle.manifest.precision,
         cases={},
@@ -119,12 +119,12 @@ def bench_bundle(
         samples=options.samples,
         kernels=kernel_times if options.kernels else None,
     )
-    examined, rows = _time_everyone(participants, exam, options, on_step)
+    evaluated, rows = _time_everyone(runtimes, plan, options, on_step)
     return ModelBench(
         bundle=bundle,
-        engines=tuple(casting.engines),
-        examinations=tuple(examined),
-        absent=tuple(casting.absent),
+        engines=tuple(finder.engines),
+        evaluations=tuple(evaluated),
+        absent=tuple(finder.absent),
         points=points_from_rows(cases, rows, bundle),
     )
 
@@ -141,28 +141,28 @@ def points_from_rows(
 
 
 def _time_everyone(
-    participants: Sequence[Participant], exam: Exam, options: BenchOptions, on_step: OnStep
-) -> tuple[list[Examination], list[dict[str, LatencyRow]]]:
-    examined: list[Examination] = []
+    runtimes: Sequence[Runtime], plan: EvaluationPlan, options: BenchOptions, on_step: OnStep
+) -> tuple[list[Evaluation], list[dict[str, LatencyRow]]]:
+    evaluated: list[Evaluation] = []
     rows: list[dict[str, LatencyRow]] = []
-    for participant in participants:
+    for runtime in runtimes:
         try:
-            examined.append(examine(participant, exam, on_step))
-            rows.append(examined[-1].rows)
+            evaluated.append(evaluate(runtime, plan, on_step))
+            rows.append(evaluated[-1].rows)
         except DeployError as error:
             if options.backends:
                 raise
-            rows.append(refused_rows(participant, error.in_one_line, exam.timed))
-    return examined, rows
+            rows.append(refused_rows(runtime, error.in_one_line, plan.timed))
+    return evaluated, rows
 
 
-def _participants(casting: Casting, options: BenchOptions) -> list[Participant]:
+def _participants(finder: RuntimeFinder, options: BenchOptions) -> list[Runtime]:
     if options.backends:
-        return [casting.named(name) for name in dict.fromkeys(options.backends)]
+        return [finder.named(name) for name in dict.fromkeys(options.backends)]
     # Behind a cache, ONNX Runtime's own attention operator is the one that people run.
-    cached = casting.bundle.manifest.spec.cache != "none"
+    cached = finder.bundle.manifest.spec.cache != "none"
     runtimes = ("ort-cuda", "ort-cuda-contrib") if cached else ("ort-cuda",)
-    return [*casting.baselines(), *map(casting.named, runtimes), *casting.running_engines()]
+    return [*finder.baselines(), *map(finder.named, runtimes), *finder.running_engines()]
 
 
 def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:

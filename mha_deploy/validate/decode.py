@@ -55,7 +55,7 @@ class StepBudgets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SteppingReport:
+class DecodeReport:
     """The verdict on decoding in one runtime.
 
     Args:
@@ -149,13 +149,13 @@ def at_doublings(errors: Errors) -> list[tuple[int, float | None]]:
     return [(step, errors[step - 1]) for step in sorted({*steps, len(errors)} - {0}) if step <= len(errors)]
 
 
-# -- Step a layer through tokens: what a stepper is, and the one that serves any runner ------------
+# -- Step a layer through tokens: what a decode loop is, and the one that serves any runner ------------
 
 # What stands behind the valid rows of a static cache is never to be read. Zeros would hide some of it.
 _UNREAD = 8.0
 
 
-class Stepper(Protocol):
+class DecodeLoop(Protocol):
     """A layer with its cache, on the host or a device (`backends.stepper`): takes tokens, and remembers."""
 
     @property
@@ -185,7 +185,7 @@ class Stepper(Protocol):
         """The keys and the values that it holds, [B, Hkv, rows, D]; only the valid rows mean anything."""
 
 
-class HostStepper:
+class HostDecodeLoop:
     """Steps any runner, its cache kept on the host: it goes into every call and comes out of it.
 
     Args:
@@ -213,7 +213,7 @@ class HostStepper:
         self.lengths = np.zeros(B, np.int32)
 
     def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Run S new tokens of every row; see `Stepper`."""
+        """Run S new tokens of every row; see `DecodeLoop`."""
         feeds = {"x": np.ascontiguousarray(x), **dict(zip(self._takes, self._held, strict=True))}
         if self._spec.cache == "static":
             feeds[LENGTHS] = self.lengths
@@ -244,18 +244,20 @@ class HostStepper:
         return self._held
 
 
-def open_stepper(runner: Runner, spec: AttentionSpec, trace: DecodeTrace) -> AbstractContextManager[Stepper]:
-    """A stepper with room for a trace: its cache is on the device where the runner can keep it, else here.
+def open_decode_loop(
+    runner: Runner, spec: AttentionSpec, trace: DecodeTrace
+) -> AbstractContextManager[DecodeLoop]:
+    """A decode loop with room for a trace; its cache is on the device where the runner can keep it.
 
     Args:
-        runner: The layer; it stays the caller's to close, behind the stepper.
+        runner: The layer; it stays the caller's to close, behind the decode loop.
         spec: What the layer is.
         trace: The tokens that it is to be stepped through.
     """
-    if runner.can_step:
+    if runner.can_decode:
         keeper: Any = runner
-        return keeper.stepper(B=trace.B, T=None if spec.cache == "static" else trace.length)  # type: ignore[no-any-return]
-    return nullcontext(HostStepper(runner, spec, trace.B))
+        return keeper.decode_loop(B=trace.B, T=None if spec.cache == "static" else trace.length)  # type: ignore[no-any-return]
+    return nullcontext(HostDecodeLoop(runner, spec, trace.B))
 
 
 # -- Is decoding right? Prefill and single tokens through any runtime, judged at every step, an ----
@@ -264,42 +266,42 @@ _T = TypeVar("_T")
 _PLACES = {3: ("row", "token"), 4: ("row", "head", "position")}  # the axes of an output and of a cache
 
 
-def step_through(
-    stepper: Stepper,
+def run_decode_loop(
+    loop: DecodeLoop,
     trace: DecodeTrace,
     spec: AttentionSpec,
     precision: Precision,
     on_step: Callable[[int], None] | None = None,
-) -> SteppingReport:
-    """Feed a trace to a stepper, and judge everything that comes out.
+) -> DecodeReport:
+    """Feed a trace to a decode loop, and judge everything that comes out.
 
     Args:
-        stepper: The layer in some runtime, with an empty cache.
+        loop: The layer in some runtime, with an empty cache.
         trace: The tokens, and what is true of them.
         spec: The layer.
         precision: Its precision.
         on_step: Is told each step before it is run: 0 for the prefill, then 1 to `trace.steps`.
 
     Raises:
-        DeployError: The trace is not one of this layer, or the stepper has seen tokens before. What goes
+        DeployError: The trace is not one of this layer, or the decode loop has seen tokens before. What goes
             wrong later is a verdict.
     """
     check_trace(spec, trace, precision)
-    before = np.asarray(stepper.lengths)
+    before = np.asarray(loop.lengths)
     if before.shape != (trace.B,) or before.any():
         raise DeployError(
-            "The stepper must begin with an empty cache.",
+            "The decode loop must begin with an empty cache.",
             got=f"lengths {before.tolist()}",
             hint=f"{trace.B} zeros: open a new one",
         )
-    walk = _Walk(stepper.name, trace, spec, precision)
-    walk.go(stepper, on_step or (lambda step: None))
+    walk = _Walk(loop.name, trace, spec, precision)
+    walk.go(loop, on_step or (lambda step: None))
     return walk.report()
 
 
-def not_stepped(
+def not_decoded(
     backend: str, trace: DecodeTrace, spec: AttentionSpec, precision: Precision, reason: str
-) -> SteppingReport:
+) -> DecodeReport:
     """The verdict on a runtime that could not begin: it has failed the prefill."""
     walk = _Walk(backend, trace, spec, precision)
     walk.give_up(reason)
@@ -326,23 +328,23 @@ class _Walk:
         case = self._case(0)
         self._note(0, case, failed_to_run(case, reason))
 
-    def go(self, stepper: Stepper, on_step: Callable[[int], None]) -> None:
+    def go(self, loop: DecodeLoop, on_step: Callable[[int], None]) -> None:
         """Prefill, steps and cache, up to the first call that cannot be run."""
         for step in range(self.trace.steps + 1):
             on_step(step)
             case = self._case(step)
-            verdicts, has_run = self._call(stepper, step, case)
+            verdicts, has_run = self._call(loop, step, case)
             self._note(step, case, verdicts)
             if not has_run:
                 return
-        self.verdicts += self._cache(stepper)
+        self.verdicts += self._cache(loop)
 
-    def _call(self, stepper: Stepper, step: int, case: GoldenCase) -> tuple[list[OutputVerdict], bool]:
+    def _call(self, loop: DecodeLoop, step: int, case: GoldenCase) -> tuple[list[OutputVerdict], bool]:
         """The verdicts on one call, and whether it could be run."""
         trace = self.trace
         try:
-            output = attempt(lambda: self._fed(stepper, step))
-            lengths = attempt(lambda: np.asarray(stepper.lengths))
+            output = attempt(lambda: self._fed(loop, step))
+            lengths = attempt(lambda: np.asarray(loop.lengths))
         except DeployError as error:
             return failed_to_run(case, error.in_one_line), False
         if step == 0:
@@ -351,13 +353,13 @@ class _Walk:
         verdicts = [_placed(v) for v in judge_case(case, {"output": output}, self.precision, budgets)]
         return verdicts + _lengths_verdict(case, lengths, trace.prompt + step), True
 
-    def _fed(self, stepper: Stepper, step: int) -> np.ndarray:
-        """The output of a step, or of the prompt in as many calls as the stepper needs for it."""
+    def _fed(self, loop: DecodeLoop, step: int) -> np.ndarray:
+        """The output of a step, or of the prompt in as many calls as the decode loop needs for it."""
         trace = self.trace
         if step:
-            return np.asarray(stepper.feed(trace.tokens(step), None))
-        calls = prefill_calls(trace.prompt, stepper.most_tokens)
-        outputs = [np.asarray(stepper.feed(trace.prefill[:, part], counts)) for part, counts in calls]
+            return np.asarray(loop.feed(trace.tokens(step), None))
+        calls = prefill_calls(trace.prompt, loop.most_tokens)
+        outputs = [np.asarray(loop.feed(trace.prefill[:, part], counts)) for part, counts in calls]
         return np.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
 
     def _case(self, step: int) -> GoldenCase:
@@ -389,7 +391,7 @@ class _Walk:
             self.errors.append(deviation.relative_l2 if deviation else None)
             self.eager_errors.append(measure(case.eager["output"], case.oracle["output"]).relative_l2)
 
-    def _cache(self, stepper: Stepper) -> list[OutputVerdict]:
+    def _cache(self, loop: DecodeLoop) -> list[OutputVerdict]:
         """The verdicts on the keys and values of every token, once all were fed."""
         trace, ends = self.trace, self.trace.prompt + self.trace.steps
         names = ("key", "value")
@@ -401,13 +403,13 @@ class _Walk:
             eager={name: _without_padding(trace.eager[name], ends, axis=2) for name in names},
         )
         try:
-            got = attempt(lambda: self._held(stepper, ends))
+            got = attempt(lambda: self._held(loop, ends))
         except DeployError as error:
             return failed_to_run(case, error.in_one_line)
         return [_placed(verdict) for verdict in judge_case(case, got, self.precision)]
 
-    def _held(self, stepper: Stepper, ends: np.ndarray) -> dict[str, np.ndarray]:
-        keys, values = (np.asarray(rows) for rows in stepper.cache())
+    def _held(self, loop: DecodeLoop, ends: np.ndarray) -> dict[str, np.ndarray]:
+        keys, values = (np.asarray(rows) for rows in loop.cache())
         if self.spec.cache == "static":  # a growing one has as many rows as there are tokens, and no more
             keys, values = (rows[:, :, : self.trace.length] for rows in (keys, values))
         return {
@@ -415,9 +417,9 @@ class _Walk:
             "value": _without_padding(values, ends, axis=2),
         }
 
-    def report(self) -> SteppingReport:
+    def report(self) -> DecodeReport:
         """What was found."""
-        return SteppingReport(
+        return DecodeReport(
             model=self.spec.name,
             precision=self.precision.name,
             backend=self.backend,
@@ -470,13 +472,13 @@ def _placed(verdict: OutputVerdict) -> OutputVerdict:
 # -- One runner and one trace: what its profiles do not take is left out, what it cannot do is  ----
 
 
-def examine_trace(
+def evaluate_trace(
     runner: Runner,
     trace: DecodeTrace,
     spec: AttentionSpec,
     precision: Precision,
     on_step: Callable[[int], None] | None = None,
-) -> SteppingReport | None:
+) -> DecodeReport | None:
     """Lead a runner through a trace, with the cache where the runtime keeps it best.
 
     Args:
@@ -489,24 +491,24 @@ def examine_trace(
     Returns:
         The verdict, or None where the profiles of the runner's engine do not take a call of the trace.
     """
-    walked: SteppingReport | None = None
+    walked: DecodeReport | None = None
     if not _takes(runner, spec, precision, _step_sizes(spec, trace)):
         return None
     try:
         with ExitStack() as owned:
-            stepper = attempt(lambda: owned.enter_context(open_stepper(runner, spec, trace)))
-            # How a prompt is cut into calls is the stepper's to say.
-            if _takes(runner, spec, precision, _prefill_sizes(spec, trace, stepper.most_tokens)):
-                walked = step_through(stepper, trace, spec, precision, on_step)
+            loop = attempt(lambda: owned.enter_context(open_decode_loop(runner, spec, trace)))
+            # How a prompt is cut into calls is the decode loop's to say.
+            if _takes(runner, spec, precision, _prefill_sizes(spec, trace, loop.most_tokens)):
+                walked = run_decode_loop(loop, trace, spec, precision, on_step)
             attempt(owned.close)
     except DeployError as error:
         if walked is None:
-            return not_stepped(runner.name, trace, spec, precision, error.in_one_line)
+            return not_decoded(runner.name, trace, spec, precision, error.in_one_line)
         return _badly_closed(walked, trace, error)
     return walked
 
 
-def _badly_closed(walked: SteppingReport, trace: DecodeTrace, error: DeployError) -> SteppingReport:
+def _badly_closed(walked: DecodeReport, trace: DecodeTrace, error: DeployError) -> DecodeReport:
     """What was seen, and that it did not end well: devices tell late of what went wrong on them."""
     failure = OutputVerdict(
         case=f"{trace.name} end",

@@ -1,4 +1,4 @@
-"""Run one participant through everything it is to be judged on, with its runner opened once."""
+"""Run one runtime through everything it is to be judged on, with its runner opened once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mha_deploy.model.spec import AttentionSpec, ModelSpec
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime
-from mha_deploy.validate.decode import SteppingReport, admits, examine_trace
+from mha_deploy.validate.decode import DecodeReport, admits, evaluate_trace
 from mha_deploy.validate.error_map import MAPPED_RANKS, Heatmap, Projection, heatmap
 from mha_deploy.validate.invariance import InvarianceCheck, invariance_from_runner
 from mha_deploy.validate.latency import WRONG_ANSWER, LatencyRow, time_case
-from mha_deploy.validate.runtimes import TENSORRT, Participant
+from mha_deploy.validate.runtimes import TENSORRT, Runtime
 
 OnStep = Callable[[str], None]
 
@@ -36,8 +36,8 @@ _MAPPED = ("opt", "prefill")  # the usual cases, which are mapped also where the
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exam:
-    """What a participant is to be judged on.
+class EvaluationPlan:
+    """What a runtime is to be judged on.
 
     Args:
         spec: The layer.
@@ -63,11 +63,11 @@ class Exam:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examination:
-    """What came out for one participant.
+class Evaluation:
+    """What came out for one runtime.
 
     Args:
-        participant: Who it was.
+        runtime: Who it was.
         backend: The runner's own name, with its version.
         cases: The cases it was judged on, by kind.
         outside: Names of the cases and traces that its profiles do not admit.
@@ -75,25 +75,25 @@ class Examination:
         invariance: Whether rows cared about their place.
         heatmaps: Where the errors lie.
         stepping: Whether it decodes rightly, one report for each trace.
-        unstepped: Why nobody knows whether it does, for a layer with a cache; else None.
+        not_decoded_because: Why nobody knows whether it does, for a layer with a cache; else None.
         rows: Its times, by the name of the case.
     """
 
-    participant: Participant
+    runtime: Runtime
     backend: str
     cases: Mapping[str, Sequence[GoldenCase]] = field(default_factory=dict, repr=False)
     outside: tuple[str, ...] = ()
     parity: tuple[ParityReport, ...] = ()
     invariance: tuple[InvarianceCheck, ...] = ()
     heatmaps: tuple[Heatmap, ...] = ()
-    stepping: tuple[SteppingReport, ...] = ()
-    unstepped: str | None = None
+    stepping: tuple[DecodeReport, ...] = ()
+    not_decoded_because: str | None = None
     rows: dict[str, LatencyRow] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
         """Who it was, for people: two engines of one TensorRT differ by name only."""
-        name = self.participant.name
+        name = self.runtime.name
         return self.backend if self.backend.startswith(name) else f"{name} ({self.backend})"
 
     @property
@@ -123,35 +123,35 @@ class Examination:
         return [verdict for report in self.parity for verdict in report.verdicts if not verdict.passed]
 
 
-def examine(participant: Participant, exam: Exam, on_step: OnStep = lambda name: None) -> Examination:
-    """Open a participant, judge it, and time it where its answers are right.
+def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda name: None) -> Evaluation:
+    """Open a runtime, judge it, and time it where its answers are right.
 
     One that decodes wrongly has no time for single tokens.
     """
-    with participant.open() as runner:
-        return _Sitting(participant, runner, exam, on_step).examination()
+    with runtime.open() as runner:
+        return _EvaluationRun(runtime, runner, plan, on_step).evaluation()
 
 
-class _Sitting:
-    """One participant in one exam, its runner opened."""
+class _EvaluationRun:
+    """One runtime in one plan, its runner opened."""
 
-    def __init__(self, participant: Participant, runner: Runner, exam: Exam, on_step: OnStep) -> None:
-        self.participant, self.runner, self.exam, self.on_step = participant, runner, exam, on_step
+    def __init__(self, runtime: Runtime, runner: Runner, plan: EvaluationPlan, on_step: OnStep) -> None:
+        self.runtime, self.runner, self.plan, self.on_step = runtime, runner, plan, on_step
         self.heatmaps: list[Heatmap] = []
         self.outside: list[str] = []
 
-    def examination(self) -> Examination:
-        exam = self.exam
-        cases = {kind: self._admitted(given) for kind, given in exam.cases.items()}
+    def evaluation(self) -> Evaluation:
+        plan = self.plan
+        cases = {kind: self._admitted(given) for kind, given in plan.cases.items()}
         parity = [self._parity(kind, given) for kind, given in cases.items() if given]
         checks: tuple[InvarianceCheck, ...] = ()
-        if exam.invariance and self.participant.family == TENSORRT:
-            self.on_step(f"{self.participant.name}: rows in other places")
+        if plan.invariance and self.runtime.family == TENSORRT:
+            self.on_step(f"{self.runtime.name}: rows in other places")
             golden = cases.get("golden", ())
-            checks = invariance_from_runner(self.runner, golden, exam.spec, exam.precision)
-        stepping = [report for trace in exam.traces if (report := self._stepped(trace))]
-        return Examination(
-            participant=self.participant,
+            checks = invariance_from_runner(self.runner, golden, plan.spec, plan.precision)
+        stepping = [report for trace in plan.traces if (report := self._stepped(trace))]
+        return Evaluation(
+            runtime=self.runtime,
             backend=self.runner.name,
             cases=cases,
             outside=tuple(self.outside),
@@ -159,8 +159,8 @@ class _Sitting:
             invariance=checks,
             heatmaps=tuple(self.heatmaps),
             stepping=tuple(stepping),
-            unstepped=None if stepping else self._why_unstepped(),
-            rows={case.name: self._row(case, stepping) for case in exam.timed},
+            not_decoded_because=None if stepping else self._why_unstepped(),
+            rows={case.name: self._row(case, stepping) for case in plan.timed},
         )
 
     def _admitted(self, cases: Sequence[GoldenCase]) -> list[GoldenCase]:
@@ -170,25 +170,25 @@ class _Sitting:
         return admitted
 
     def _parity(self, kind: str, cases: Sequence[GoldenCase]) -> ParityReport:
-        exam = self.exam
+        plan = self.plan
         return parity_from_verdicts(
             [verdict for case in cases for verdict in self._judged(case)],
-            model=exam.spec.name,
-            precision=exam.precision,
+            model=plan.spec.name,
+            precision=plan.precision,
             backend=self.runner.name,
             cases=kind,
         )
 
     def _judged(self, case: GoldenCase) -> list[OutputVerdict]:
-        self.on_step(f"{self.participant.name}: {case.name}")
+        self.on_step(f"{self.runtime.name}: {case.name}")
         try:
             got = self.runner.run(case.inputs)
         except DeployError as error:
-            if self.participant.engine is None and not isinstance(error, RuntimeCrash):
+            if self.runtime.engine is None and not isinstance(error, RuntimeCrash):
                 raise
             # The engine was built for these shapes: not to run them is a verdict on it. So is a crash.
             return failed_to_run(case, error.in_one_line)
-        verdicts = judge_case(case, got, self.exam.precision)
+        verdicts = judge_case(case, got, self.plan.precision)
         self._map(case, got, verdicts)
         return verdicts
 
@@ -203,41 +203,41 @@ class _Sitting:
             return
         rows = new_rows(case, got)
         for name in names:
-            found = heatmap(self.runner.name, rows.case, name, rows.got[name], self.exam.projection)
+            found = heatmap(self.runner.name, rows.case, name, rows.got[name], self.plan.projection)
             note = "the rows of the cache that the call wrote" if name in CACHE_INPUTS else found.note
             self.heatmaps.append(replace(found, note=note))
 
-    def _stepped(self, trace: DecodeTrace) -> SteppingReport | None:
+    def _stepped(self, trace: DecodeTrace) -> DecodeReport | None:
         """Prefill and single tokens; None where they are outside the engine's profiles."""
-        exam = self.exam
-        if not isinstance(exam.spec, AttentionSpec):
+        plan = self.plan
+        if not isinstance(plan.spec, AttentionSpec):
             return None  # a trace is of one of our own layers
-        spec = exam.spec
+        spec = plan.spec
 
         def report(step: int) -> None:
             if step % _STEPS_TOLD == 0:
-                self.on_step(f"{self.participant.name}: {trace.name}, step {step} of {trace.steps}")
+                self.on_step(f"{self.runtime.name}: {trace.name}, step {step} of {trace.steps}")
 
-        found = examine_trace(self.runner, trace, spec, exam.precision, report)
+        found = evaluate_trace(self.runner, trace, spec, plan.precision, report)
         if found is None:
             self.outside.append(trace.name)
         return found
 
     def _why_unstepped(self) -> str | None:
         """Why there is no verdict on decoding; None for a layer that does not, or that is only timed."""
-        if self.exam.spec.cache == "none" or not self.exam.cases:
+        if self.plan.spec.cache == "none" or not self.plan.cases:
             return None
-        return "its profiles take no trace" if self.exam.traces else "the bundle has no trace"
+        return "its profiles take no trace" if self.plan.traces else "the bundle has no trace"
 
-    def _row(self, case: GoldenCase, stepping: Sequence[SteppingReport]) -> LatencyRow:
-        who, exam = self.participant, self.exam
+    def _row(self, case: GoldenCase, stepping: Sequence[DecodeReport]) -> LatencyRow:
+        who, plan = self.runtime, self.plan
         self.on_step(f"latency of {who.name}: {case.name}")
         row = LatencyRow(name=who.name, backend=self.runner.name, family=who.family)
         wrong = [failure for report in stepping for failure in report.failures]
         if wrong and case.sizes["S"] == 1:
             first = wrong[0]
             return replace(row, refused=f"{WRONG_ANSWER}: {first.case}/{first.output}: {first.problem}")
-        row = time_case(self.runner, case, exam.precision, row, samples=exam.samples, kernels=exam.kernels)
+        row = time_case(self.runner, case, plan.precision, row, samples=plan.samples, kernels=plan.kernels)
         if row.timing is not None:  # told at once: whatever ends the run later does not take it away
             self.on_step(f"latency of {who.name}: {case.name} takes {row.timing.p50:.1f} µs")
         return row
@@ -249,9 +249,7 @@ def _is_out_of_budget(verdict: OutputVerdict) -> bool:
     return deviation is not None and budget is not None and bool(budget.exceeded_by(deviation))
 
 
-def refused_rows(participant: Participant, reason: str, cases: Sequence[GoldenCase]) -> dict[str, LatencyRow]:
+def refused_rows(runtime: Runtime, reason: str, cases: Sequence[GoldenCase]) -> dict[str, LatencyRow]:
     """Rows for somebody who could not be opened."""
-    row = LatencyRow(
-        name=participant.name, backend=participant.name, family=participant.family, refused=reason
-    )
+    row = LatencyRow(name=runtime.name, backend=runtime.name, family=runtime.family, refused=reason)
     return {case.name: row for case in cases}

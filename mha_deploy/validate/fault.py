@@ -63,7 +63,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blame:
+class FaultReport:
     """What is at fault, how that is known, and the trials that tell."""
 
     at_fault: str
@@ -76,7 +76,7 @@ class Blame:
         return {"at_fault": self.at_fault, "explanation": self.explanation, "trials": trials}
 
 
-def blame(bundle: Bundle, failing_cases: Sequence[GoldenCase], open_twin: OpenTwin) -> Blame:
+def attribute_fault(bundle: Bundle, failing_cases: Sequence[GoldenCase], open_twin: OpenTwin) -> FaultReport:
     """Find out what an engine's wrong answers come from.
 
     Args:
@@ -86,13 +86,13 @@ def blame(bundle: Bundle, failing_cases: Sequence[GoldenCase], open_twin: OpenTw
             more outputs than the model, and the last ones of the float32 twin are float32.
     """
     if not failing_cases:
-        raise DeployError("There is nothing to blame anybody for: no case fails.")
-    return _Inquiry(
+        raise DeployError("There is nothing to fault anybody for: no case fails.")
+    return _Attribution(
         load_graph(bundle.model_path), bundle.manifest.precision, failing_cases, open_twin
-    ).blame()
+    ).attribute()
 
 
-def blamed_graph(backend: str, share: float | None) -> Blame:
+def graph_at_fault(backend: str, share: float | None) -> FaultReport:
     """What a graph that is wrong in a trusted runtime proves by itself.
 
     Args:
@@ -100,10 +100,10 @@ def blamed_graph(backend: str, share: float | None) -> Blame:
         share: The largest share of the budget it used.
     """
     trial = Trial(name=f"the graph in {backend}", passed=False, share=share)
-    return Blame(at_fault=GRAPH, explanation=_EXPLANATIONS[GRAPH], trials=(trial,))
+    return FaultReport(at_fault=GRAPH, explanation=_EXPLANATIONS[GRAPH], trials=(trial,))
 
 
-class _Inquiry:
+class _Attribution:
     """The trials of one engine, in the order in which they can tell."""
 
     def __init__(
@@ -112,7 +112,7 @@ class _Inquiry:
         self.model, self.precision, self.cases, self.open_twin = model, precision, cases, open_twin
         self.trials: list[Trial] = []
 
-    def blame(self) -> Blame:
+    def attribute(self) -> FaultReport:
         trusted = available_cpu_backend(self.precision)
         graph = self._tried(f"the graph in {trusted}", lambda: open_runner(trusted, self.model))
         if graph is False:
@@ -157,9 +157,9 @@ class _Inquiry:
         self.trials.append(trial)
         return trial.passed
 
-    def _verdict(self, at_fault: str) -> Blame:
+    def _verdict(self, at_fault: str) -> FaultReport:
         explanation = _EXPLANATIONS.get(at_fault) or self._why_unknown()
-        return Blame(at_fault=at_fault, explanation=explanation, trials=tuple(self.trials))
+        return FaultReport(at_fault=at_fault, explanation=explanation, trials=tuple(self.trials))
 
     def _why_unknown(self) -> str:
         missing = [f"{trial.name} {trial.problem}" for trial in self.trials if trial.passed is None]

@@ -57,7 +57,7 @@ class Figures:
     Args:
         tensors: Largest absolute value of Q, K and V.
         scale: The factor on the scores.
-        product: Q·Kᵀ of largest size before the scale, hidden pairs included.
+        matmul: Q·Kᵀ of largest size before the scale, hidden pairs included.
         all_scores: Lowest and highest score after scale and softcap, hidden pairs included.
         score: Score of largest size, of the pairs that are seen.
         logit: The same with the numbers of the mask added: what goes into the softmax.
@@ -70,7 +70,7 @@ class Figures:
 
     tensors: Mapping[str, float]
     scale: float
-    product: Peak | None
+    matmul: Peak | None
     all_scores: tuple[float, float] | None
     score: Peak | None
     logit: Peak | None
@@ -129,7 +129,7 @@ class Meter:
 
     def _queries_and_keys(self, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         bound = self._tensors["Q"] * self._tensors["K"] * q.shape[-1]
-        # BF16 and FP32 tensors may be so large that their product does not fit float32.
+        # BF16 and FP32 tensors may be so large that their matmul does not fit float32.
         kind = np.dtype(np.float32 if bound < float(np.finfo(np.float32).max) else np.float64)
         return by_head(q.astype(kind), self.facts.Hq), by_head(k.astype(kind), self.facts.Hkv)
 
@@ -142,9 +142,9 @@ class Meter:
         """Measure one block, and give its largest softmax sum."""
         group = q.shape[1] // k.shape[1]
         queries = q[block.rows, block.head, block.queries]
-        products = queries @ k[block.rows, block.head // group].swapaxes(-1, -2)
-        self._products.see(block, products, None)
-        scores = self._scored(products)
+        matmuls = queries @ k[block.rows, block.head // group].swapaxes(-1, -2)
+        self._products.see(block, matmuls, None)
+        scores = self._scored(matmuls)
         added, given, seen = mask.of(block)
         logits = scores if added is None else scores + added
         self._logits.see(block, logits, seen)
@@ -156,19 +156,19 @@ class Meter:
             np.copyto(logits, -np.inf, where=~given)
         return _largest_sum(logits)
 
-    def _scored(self, products: np.ndarray) -> np.ndarray:
-        scores = products * products.dtype.type(self._scale)
+    def _scored(self, matmuls: np.ndarray) -> np.ndarray:
+        scores = matmuls * matmuls.dtype.type(self._scale)
         cap = self.facts.softcap
         return scores if cap <= 0 else cap * np.tanh(scores / cap)
 
     def figures(self) -> Figures:
         """What was measured so far."""
-        logits, products = self._logits, self._products
-        bounds = [float(self._scored(np.float64(p.value))) for p in (products.low, products.high) if p]
+        logits, matmuls = self._logits, self._products
+        bounds = [float(self._scored(np.float64(p.value))) for p in (matmuls.low, matmuls.high) if p]
         return Figures(
             tensors=dict(self._tensors),
             scale=self._scale,
-            product=products.largest,
+            matmul=matmuls.largest,
             all_scores=(min(bounds), max(bounds)) if bounds else None,
             score=(self._scores if self._scores.high else logits).largest,
             logit=logits.largest,
@@ -367,11 +367,11 @@ class NodeRange:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, the figures that people ask for first; null where there is none."""
-        product, score, sums = self.figures.product, self.figures.score, self.figures.sums
+        matmul, score, sums = self.figures.matmul, self.figures.score, self.figures.sums
         return {
             "node": self.node,
             "status": self.status,
-            "largest_score_raw": abs(product.value) if product else None,
+            "largest_score_raw": abs(matmul.value) if matmul else None,
             "largest_score": abs(score.value) if score else None,
             "largest_softmax_sum": max((each.largest for each in sums), default=None),
             "max_keys": self.max_keys,
@@ -472,7 +472,7 @@ def _max_keys(facts: AttentionNode, figures: Figures, spec: ModelSpec) -> int:
 def _headroom(figures: Figures) -> float:
     if figures.not_finite:
         return 0.0
-    peaks = [abs(peak.value) for peak in (figures.product, figures.score, figures.logit) if peak]
+    peaks = [abs(peak.value) for peak in (figures.matmul, figures.score, figures.logit) if peak]
     largest = max(*figures.tensors.values(), *peaks, *(each.largest for each in figures.sums))
     return FP16_MAX / largest if largest else math.inf
 
@@ -489,8 +489,8 @@ def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Findi
         yield Finding(status=OVERFLOWS, what=f"{line} are NaN or infinite", advice=(bf16,))
     for name, size in figures.tensors.items():
         yield from _if_large(f"the largest |{name}|", size, precision, (bf16,))
-    if figures.product:
-        size = abs(figures.product.value)
+    if figures.matmul:
+        size = abs(figures.matmul.value)
         advice = (*_folding(size, abs(figures.scale)), _FP32_ISLAND, bf16)
         yield from _if_large("the largest Q·Kᵀ before the scale", size, precision, advice)
     if figures.score and figures.logit:
@@ -510,13 +510,13 @@ def _if_large(what: str, size: float, precision: str, advice: tuple[str, ...]) -
     yield Finding(status=status, what=f"{what} is {size:,.0f}, which {verb} FP16", advice=advice)
 
 
-def _folding(product: float, scale: float) -> tuple[str, ...]:
-    """Fold the scale where that alone makes the product smaller by enough to matter."""
-    if STATUSES.index(_status_of(product * scale)) >= STATUSES.index(_status_of(product)):
+def _folding(matmul: float, scale: float) -> tuple[str, ...]:
+    """Fold the scale where that alone makes the matmul smaller by enough to matter."""
+    if STATUSES.index(_status_of(matmul * scale)) >= STATUSES.index(_status_of(matmul)):
         return ()
     return (
         "fold the scale into the query projection (multiply its weights and bias by it): "
-        f"the product is then at most {product * scale:,.0f}",
+        f"the matmul is then at most {matmul * scale:,.0f}",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from mha_deploy.analyze.cost import LayerCost, StageCost, layer_cost
 from mha_deploy.analyze.roofline import Gpu as PeakFigures
 from mha_deploy.analyze.roofline import find_gpu as find_peaks
-from mha_deploy.analyze.roofline import roofline_floor
+from mha_deploy.analyze.roofline import roofline_bound
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import judge_case
@@ -26,10 +26,10 @@ WRONG_ANSWER = "wrong answer"
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyRow:
-    """The time of one participant at one point, or why it has none.
+    """The time of one runtime at one point, or why it has none.
 
     Args:
-        name: The participant.
+        name: The runtime.
         backend: The runner's own name, with its version.
         family: Whose it is.
         timing: The time.
@@ -51,14 +51,14 @@ class Roofline:
 
     Args:
         gpu: The short name of the GPU.
-        floor_us: Least time, stage after stage.
+        bound_us: Least time, stage after stage.
         bound: What sets most of it: `compute` or `memory`.
         tflops_peak: Peak rate at this precision.
         gb_per_s_peak: Peak memory bandwidth.
     """
 
     gpu: str
-    floor_us: float
+    bound_us: float
     bound: str
     tflops_peak: float
     gb_per_s_peak: float
@@ -66,7 +66,7 @@ class Roofline:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyPoint:
-    """Every participant at one set of sizes.
+    """Every runtime at one set of sizes.
 
     Args:
         case: Name of the case that was timed.
@@ -74,7 +74,7 @@ class LatencyPoint:
         flops: Work of one call.
         bytes: Least traffic of one call.
         roofline: The floor; None for a GPU without figures.
-        rows: One for every participant.
+        rows: One for every runtime.
         past: The most rows of a static cache that are valid before the call; None for other layers.
         decoded: Tokens that one decode step brings, one for every row of the batch; None for other calls.
     """
@@ -137,7 +137,7 @@ class LatencyPoint:
             "tflops": self.flops / time / 1e6,
             "gb_per_s": self.bytes / time / 1e3,
             "tokens_per_s": None if self.decoded is None else self.decoded / time * 1e6,
-            "roofline_share": None if self.roofline is None else self.roofline.floor_us / time,
+            "roofline_share": None if self.roofline is None else self.roofline.bound_us / time,
         }
 
 
@@ -194,13 +194,13 @@ def _peaks(gpu: str) -> PeakFigures | None:
 def _roofline(
     cost: LayerCost, sizes: Mapping[str, int], precision: Precision, peaks: PeakFigures
 ) -> Roofline:
-    floor = roofline_floor(cost, peaks, precision.name, tokens=sizes.get("B", 1) * sizes.get("S", 1))
+    floor = roofline_bound(cost, peaks, precision.name, tokens=sizes.get("B", 1) * sizes.get("S", 1))
     shares: dict[str, float] = {}
     for stage in floor.stages:
         shares[stage.bound_by] = shares.get(stage.bound_by, 0.0) + stage.seconds
     return Roofline(
         gpu=peaks.name,
-        floor_us=floor.seconds * 1e6,
+        bound_us=floor.seconds * 1e6,
         bound=max(shares, key=lambda name: shares[name]),
         tflops_peak=peaks.peak_flops(precision.name) / 1e12,
         gb_per_s_peak=peaks.memory_gb_per_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-REPORT_FORMAT = 1
+REPORT_FORMAT = 2
 """The format of report.json; readers refuse any other."""
 
 

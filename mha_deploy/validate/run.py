@@ -23,16 +23,16 @@ from mha_deploy.validate.bench import points_from_rows
 from mha_deploy.validate.conformance import ConformanceTable, conformance_table, mask_columns
 from mha_deploy.validate.decode import traces_of
 from mha_deploy.validate.error_map import output_projection
-from mha_deploy.validate.evaluate import Exam, Examination, examine, refused_rows
-from mha_deploy.validate.fault import Blame, blame, blamed_graph
+from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
+from mha_deploy.validate.fault import FaultReport, attribute_fault, graph_at_fault
 from mha_deploy.validate.fp16_range import RangeReport, fp16_range
 from mha_deploy.validate.latency import LatencyRow
 from mha_deploy.validate.layers import OpenModel, layer_parity
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.runtimes import (
-    Absent,
-    Casting,
-    Participant,
+    Runtime,
+    RuntimeFinder,
+    Unavailable,
     kernel_times,
     refuse_without_torch,
     torch_device,
@@ -59,7 +59,7 @@ def validate_bundle(
     bundle: Bundle,
     options: ValidateOptions | None = None,
     *,
-    build: Callable[[Examination], None] | None = None,
+    build: Callable[[Evaluation], None] | None = None,
     on_step: OnStep = lambda name: None,
 ) -> Report:
     """Run everyone who can take part through the golden cases, judge them, and time them.
@@ -81,51 +81,51 @@ class _Validation:
 
     def __init__(self, bundle: Bundle, options: ValidateOptions, on_step: OnStep) -> None:
         self.bundle, self.options, self.on_step = bundle, options, on_step
-        self.casting = Casting(bundle, engine=options.engine)
+        self.finder = RuntimeFinder(bundle, engine=options.engine)
         self.golden = list(golden_cases(bundle))
         self.rows: list[Mapping[str, LatencyRow]] = []
         self.notes: list[str] = []
-        self.broken: list[Absent] = []
+        self.broken: list[Unavailable] = []
 
-    def report(self, build: Callable[[Examination], None] | None) -> Report:
+    def report(self, build: Callable[[Evaluation], None] | None) -> Report:
         """Everything, in the order in which it is needed."""
-        exam = self._exam()
-        judged = self._named(exam) if self.options.backends else self._graph_and_engines(exam, build)
+        plan = self._exam()
+        judged = self._named(plan) if self.options.backends else self._graph_and_engines(plan, build)
         judged_rows, self.rows = self.rows, []
-        everyone = [*self._baselines(exam), *judged]
+        everyone = [*self._baselines(plan), *judged]
         self.rows += judged_rows  # what is compared against comes first in a table
         ranges = self._ranges()
         table = self._conformance() if self.options.conformance else None
-        fault = self._blame(judged)
-        points = points_from_rows(exam.timed, self.rows, self.bundle) if self.rows else ()
-        engines, absent = tuple(self.casting.engines), (*self.casting.absent, *self.broken)
+        fault = self._fault(judged)
+        points = points_from_rows(plan.timed, self.rows, self.bundle) if self.rows else ()
+        engines, absent = tuple(self.finder.engines), (*self.finder.absent, *self.broken)
         found = (
             *unfused_findings(self.bundle.manifest, self.options),
             *findings(everyone, absent, self.broken, engines, points, ranges, table, fault, self.options),
         )
         return Report(
             bundle=self.bundle,
-            examinations=tuple(everyone),
+            evaluations=tuple(everyone),
             absent=absent,
             engines=engines,
             points=points,
             ranges=ranges,
             conformance=table,
-            blame=fault,
+            fault=fault,
             findings=found,
             headline=headline(judged, engines, points, found),
             notes=tuple(self.notes),
         )
 
-    # -- what is examined ----------------------------------------------------------------------
+    # -- what is evaluated ----------------------------------------------------------------------
 
-    def _exam(self) -> Exam:
+    def _exam(self) -> EvaluationPlan:
         manifest, options = self.bundle.manifest, self.options
         if options.latency:
             open_gpu()  # somebody asked for times: say that there can be none
         timing = find_gpu() is not None if options.latency is None else options.latency
         usual = [case for case in self.golden if case.name in _TIMED] or self.golden[:1]
-        return Exam(
+        return EvaluationPlan(
             spec=manifest.spec,
             precision=manifest.precision,
             cases={"golden": self.golden},
@@ -168,119 +168,119 @@ class _Validation:
 
         return fresh_cases(self.bundle, device=torch_device())
 
-    def _with_fresh(self, exam: Exam, engines: Sequence[Participant]) -> Exam:
-        """Add fresh cases to an exam: those asked for, and by itself a sweep of the engines' profiles."""
-        cases = dict(exam.cases)
+    def _with_fresh(self, plan: EvaluationPlan, engines: Sequence[Runtime]) -> EvaluationPlan:
+        """Add fresh cases to a plan: those asked for, and by itself a sweep of the engines' profiles."""
+        cases = dict(plan.cases)
         if self.options.sweep:
             cases["sweep"] = self._sweep(_profiles_of(engines))
         elif self.options.sweep is None and engines and can_import("torch"):
             try:
                 cases["sweep"] = self._sweep(_profiles_of(engines))
             except DeployError as error:  # nobody asked for it
-                self.casting.absent.append(Absent(name="the sweep", reason=error.in_one_line))
+                self.finder.absent.append(Unavailable(name="the sweep", reason=error.in_one_line))
         if self.options.fresh:
             cases["fresh"] = self._random
-        return replace(exam, cases=cases)
+        return replace(plan, cases=cases)
 
-    # -- who is examined -----------------------------------------------------------------------
+    # -- who is evaluated -----------------------------------------------------------------------
 
-    def _named(self, exam: Exam) -> list[Examination]:
+    def _named(self, plan: EvaluationPlan) -> list[Evaluation]:
         """Those who were asked for; what cannot run is an error."""
-        named = [self.casting.named(name) for name in dict.fromkeys(self.options.backends)]
-        exam = self._with_fresh(exam, [each for each in named if each.engine is not None])
-        judged = [self._unless_it_crashes(participant, exam) for participant in named]
+        named = [self.finder.named(name) for name in dict.fromkeys(self.options.backends)]
+        plan = self._with_fresh(plan, [each for each in named if each.engine is not None])
+        judged = [self._unless_it_crashes(runtime, plan) for runtime in named]
         return [each for each in judged if each is not None]
 
     def _graph_and_engines(
-        self, exam: Exam, build: Callable[[Examination], None] | None
-    ) -> list[Examination]:
+        self, plan: EvaluationPlan, build: Callable[[Evaluation], None] | None
+    ) -> list[Evaluation]:
         """The graph in a runtime that can be trusted, then the engines that were built from it."""
-        graph = self._graph(self._with_fresh(exam, ()))
+        graph = self._graph(self._with_fresh(plan, ()))
         if build is not None and graph is not None and graph.is_right:  # that of a wrong graph only distracts
             try:
                 build(graph)
             except RuntimeCrash as crash:
-                self.broken.append(Absent(name="engine build", reason=crash.in_one_line))
-            self.casting.look_for_engines()
-        engines = self.casting.running_engines()
-        exam = self._with_fresh(exam, engines) if engines else exam
-        judged = [graph, *(self._examined_engine(engine, exam) for engine in engines)]
+                self.broken.append(Unavailable(name="engine build", reason=crash.in_one_line))
+            self.finder.look_for_engines()
+        engines = self.finder.running_engines()
+        plan = self._with_fresh(plan, engines) if engines else plan
+        judged = [graph, *(self._evaluated_engine(engine, plan) for engine in engines)]
         return [each for each in judged if each is not None]
 
-    def _examined_engine(self, engine: Participant, exam: Exam) -> Examination | None:
+    def _evaluated_engine(self, engine: Runtime, plan: EvaluationPlan) -> Evaluation | None:
         """An engine that fits this machine and cannot be loaded is wrong, not absent."""
         try:
-            return self._examined(engine, exam)
+            return self._evaluated(engine, plan)
         except BackendUnavailable as error:
-            self.casting.absent.append(Absent(name=engine.name, reason=error.in_one_line))
+            self.finder.absent.append(Unavailable(name=engine.name, reason=error.in_one_line))
         except DeployError as error:
-            self.broken.append(Absent(name=engine.name, reason=error.in_one_line))
+            self.broken.append(Unavailable(name=engine.name, reason=error.in_one_line))
         return None
 
-    def _graph(self, exam: Exam) -> Examination | None:
+    def _graph(self, plan: EvaluationPlan) -> Evaluation | None:
         """The graph in the first runtime that loads it; None where all of them crash."""
-        candidates = self.casting.graphs()
-        for participant in candidates:
+        candidates = self.finder.graphs()
+        for runtime in candidates:
             try:
-                examined = self._unless_it_crashes(participant, exam)
+                evaluated = self._unless_it_crashes(runtime, plan)
             except DeployError as error:
-                if participant is candidates[-1] and not self.broken:
+                if runtime is candidates[-1] and not self.broken:
                     raise
-                self.casting.absent.append(Absent(name=participant.name, reason=error.in_one_line))
+                self.finder.absent.append(Unavailable(name=runtime.name, reason=error.in_one_line))
             else:
-                if examined is not None:
-                    return examined
+                if evaluated is not None:
+                    return evaluated
         # ONNX's evaluator is slow, and it is Python: it does not crash.
-        known = [participant.name for participant in candidates]
-        return None if ONNX_REFERENCE in known else self._examined(self.casting.named(ONNX_REFERENCE), exam)
+        known = [runtime.name for runtime in candidates]
+        return None if ONNX_REFERENCE in known else self._evaluated(self.finder.named(ONNX_REFERENCE), plan)
 
-    def _unless_it_crashes(self, participant: Participant, exam: Exam) -> Examination | None:
+    def _unless_it_crashes(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation | None:
         """Examine a runtime; one that crashes while it loads the model has failed, and the others go on."""
         try:
-            return self._examined(participant, exam)
+            return self._evaluated(runtime, plan)
         except RuntimeCrash as crash:
-            self.broken.append(Absent(name=participant.name, reason=crash.in_one_line))
+            self.broken.append(Unavailable(name=runtime.name, reason=crash.in_one_line))
             return None
 
-    def _examined(self, participant: Participant, exam: Exam) -> Examination:
+    def _evaluated(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation:
         # A graph on the CPU is checked there, not timed.
-        exam = exam if participant.is_timed else replace(exam, timed=())
-        examination = self._with_layers(examine(participant, exam, self.on_step), exam)
-        if exam.timed:
-            self.rows.append(examination.rows)
-        return examination
+        plan = plan if runtime.is_timed else replace(plan, timed=())
+        evaluation = self._with_layers(evaluate(runtime, plan, self.on_step), plan)
+        if plan.timed:
+            self.rows.append(evaluation.rows)
+        return evaluation
 
-    def _with_layers(self, examination: Examination, exam: Exam) -> Examination:
+    def _with_layers(self, evaluation: Evaluation, plan: EvaluationPlan) -> Evaluation:
         """Judge every attention of a module: in ONNX Runtime, and on request in an engine's twin."""
-        participant = examination.participant
-        if self.bundle.manifest.layers is None or not exam.cases:
-            return examination
-        if participant.name in RUNNERS:
-            opener: OpenModel = partial(open_runner, participant.name)
-        elif participant.engine is not None and self.options.layers:
-            opener = twin_opener(participant.engine, self.bundle)
+        runtime = evaluation.runtime
+        if self.bundle.manifest.layers is None or not plan.cases:
+            return evaluation
+        if runtime.name in RUNNERS:
+            opener: OpenModel = partial(open_runner, runtime.name)
+        elif runtime.engine is not None and self.options.layers:
+            opener = twin_opener(runtime.engine, self.bundle)
         else:
-            return examination
-        self.on_step(f"{participant.name}: every attention by itself")
+            return evaluation
+        self.on_step(f"{runtime.name}: every attention by itself")
         try:
             report = layer_parity(self.bundle, opener)
         except RuntimeCrash as crash:
             self.broken.append(
-                Absent(name=f"{participant.name}, every attention by itself", reason=crash.in_one_line)
+                Unavailable(name=f"{runtime.name}, every attention by itself", reason=crash.in_one_line)
             )
-            return examination
-        return replace(examination, parity=(*examination.parity, *([report] if report else [])))
+            return evaluation
+        return replace(evaluation, parity=(*evaluation.parity, *([report] if report else [])))
 
-    def _baselines(self, exam: Exam) -> list[Examination]:
+    def _baselines(self, plan: EvaluationPlan) -> list[Evaluation]:
         """PyTorch's ways beside it: judged on the case that they are timed on, and no more."""
-        found: list[Examination] = []
-        if self.options.backends or not exam.timed:
+        found: list[Evaluation] = []
+        if self.options.backends or not plan.timed:
             return found
-        for participant in self.casting.baselines():
+        for runtime in self.finder.baselines():
             try:
-                found.append(self._examined(participant, replace(exam, cases={}, traces=())))
+                found.append(self._evaluated(runtime, replace(plan, cases={}, traces=())))
             except DeployError as error:
-                self.rows.append(refused_rows(participant, error.in_one_line, exam.timed))
+                self.rows.append(refused_rows(runtime, error.in_one_line, plan.timed))
         return found
 
     # -- what else is asked --------------------------------------------------------------------
@@ -304,26 +304,26 @@ class _Validation:
             on_column=lambda name: self.on_step(f"masks: {name}"),
         )
 
-    def _blame(self, judged: Sequence[Examination]) -> Blame | None:
+    def _fault(self, judged: Sequence[Evaluation]) -> FaultReport | None:
         """Who is at fault where an answer is wrong; the first that is speaks for all.
 
         What could not be run has no numbers to explain: its own message says why, and twins take minutes.
         """
         for each in judged:
-            engine, wrong = each.participant.engine, each.wrong_cases
+            engine, wrong = each.runtime.engine, each.wrong_cases
             if not wrong:
                 continue
             if engine is None:
-                if each.participant.name in CPU_RUNNERS:
-                    return blamed_graph(each.participant.name, each.share)
+                if each.runtime.name in CPU_RUNNERS:
+                    return graph_at_fault(each.runtime.name, each.share)
                 continue
             self.on_step("whose fault it is")
             cases = [case for kind in each.cases.values() for case in kind if case.name in wrong]
-            return blame(self.bundle, cases, lowered_opener(engine, self.bundle))
+            return attribute_fault(self.bundle, cases, lowered_opener(engine, self.bundle))
         return None
 
 
-def _profiles_of(participants: Sequence[Participant]) -> list[Mapping[str, Axis]]:
+def _profiles_of(runtimes: Sequence[Runtime]) -> list[Mapping[str, Axis]]:
     """The axis ranges of every optimisation profile of the engines among them."""
-    engines = [participant.engine for participant in participants if participant.engine is not None]
+    engines = [runtime.engine for runtime in runtimes if runtime.engine is not None]
     return [ranges for engine in engines for ranges in engine.manifest.ranges]

@@ -70,7 +70,7 @@ def _profiled(runner: Runner, feeds: Arrays) -> tuple[KernelTime, ...]:
 PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX = "pytorch", "onnxruntime", "tensorrt", "onnx"
 
 # Named here as well, so that a machine without PyTorch can tell a wrong name from a missing package.
-TORCH_WAYS = (
+TORCH_BASELINES = (
     "eager",
     "eager+graph",
     "sdpa",
@@ -82,12 +82,12 @@ TORCH_WAYS = (
     "compile",
 )
 # What is timed unless somebody asks: PyTorch's choice without a graph and its slowest kernel tell little.
-DEFAULT_WAYS = ("eager", "eager+graph", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "compile")
+DEFAULT_BASELINES = ("eager", "eager+graph", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "compile")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Participant:
-    """One way to run the model.
+class Runtime:
+    """One baseline to run the model.
 
     Args:
         name: As it is written on a command line and in a report.
@@ -108,19 +108,19 @@ class Participant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Absent:
+class Unavailable:
     """Somebody who could not take part, and why."""
 
     name: str
     reason: str
 
 
-class Casting:
+class RuntimeFinder:
     """Finds who can take part in the validation of a bundle on this machine."""
 
     def __init__(self, bundle: Bundle, *, engine: str | None = None) -> None:
         self.bundle, self._engine_name = bundle, engine
-        self.absent: list[Absent] = []
+        self.absent: list[Unavailable] = []
 
     @cached_property
     def engines(self) -> list[Engine]:
@@ -131,15 +131,15 @@ class Casting:
         """Forget what was found: there may be a new engine."""
         vars(self).pop("engines", None)
 
-    def named(self, name: str) -> Participant:
-        """The participant of that name.
+    def named(self, name: str) -> Runtime:
+        """The runtime of that name.
 
         Raises:
             DeployError: There is none.
         """
         if name in RUNNERS:
             return self._graph(name)
-        if name in TORCH_WAYS:
+        if name in TORCH_BASELINES:
             return self._torch(name)
         for engine in self.engines:
             if engine.path.stem == name:
@@ -150,10 +150,10 @@ class Casting:
                 got=name,
                 hint=f"mha-deploy build-engine {self.bundle.path} --backend {name}",
             )
-        known = [*RUNNERS, *TORCH_WAYS, *(engine.path.stem for engine in self.engines)]
+        known = [*RUNNERS, *TORCH_BASELINES, *(engine.path.stem for engine in self.engines)]
         raise DeployError("No such backend.", got=name, hint=nearest(name, known))
 
-    def graphs(self) -> list[Participant]:
+    def graphs(self) -> list[Runtime]:
         """The graph in the runtime that checks it: on the GPU where that can be, else on the CPU."""
         if find_gpu() is not None:
             return [
@@ -162,7 +162,7 @@ class Casting:
             ]
         return [self._graph(available_cpu_backend(self.bundle.manifest.precision))]
 
-    def running_engines(self) -> list[Participant]:
+    def running_engines(self) -> list[Runtime]:
         """The engines that can run on this machine; the others are noted as absent."""
         found = []
         for engine in self.engines:
@@ -170,46 +170,48 @@ class Casting:
             if reasons and self._engine_name is not None:
                 self._engine(engine).open()  # asked for by name: its own error tells why not
             if reasons:
-                self.absent.append(Absent(name=engine.path.stem, reason="; ".join(reasons)))
+                self.absent.append(Unavailable(name=engine.path.stem, reason="; ".join(reasons)))
             else:
                 found.append(self._engine(engine))
         return found
 
-    def baselines(self) -> list[Participant]:
-        """PyTorch's ways, where PyTorch and a GPU are here."""
+    def baselines(self) -> list[Runtime]:
+        """PyTorch's baselines, where PyTorch and a GPU are here."""
         if find_gpu() is None:
             return []
         if not can_import("torch"):
-            self.absent.append(Absent(name="PyTorch", reason="it is not installed here"))
+            self.absent.append(Unavailable(name="PyTorch", reason="it is not installed here"))
             return []
-        return [self._torch(way) for way in DEFAULT_WAYS]
+        return [self._torch(baseline) for baseline in DEFAULT_BASELINES]
 
-    def _graph(self, backend: str) -> Participant:
+    def _graph(self, backend: str) -> Runtime:
         family = ONNX if backend == "onnx-reference" else ONNX_RUNTIME
-        return Participant(
+        return Runtime(
             name=backend, family=family, open=partial(open_runner, backend, self.bundle.model_path)
         )
 
-    def _engine(self, engine: Engine) -> Participant:
-        return Participant(
+    def _engine(self, engine: Engine) -> Runtime:
+        return Runtime(
             name=engine.path.stem, family=TENSORRT, open=partial(open_engine_runner, engine), engine=engine
         )
 
-    def _torch(self, way: str) -> Participant:
-        return Participant(name=way, family=PYTORCH, open=partial(self._open_torch, way))
+    def _torch(self, baseline: str) -> Runtime:
+        return Runtime(name=baseline, family=PYTORCH, open=partial(self._open_torch, baseline))
 
-    def _open_torch(self, way: str) -> Runner:
+    def _open_torch(self, baseline: str) -> Runner:
         if not can_import("torch"):
             raise BackendUnavailable(
-                "PyTorch is not installed.", got=way, hint='pip install "mha-deploy[export]"'
+                "PyTorch is not installed.", got=baseline, hint='pip install "mha-deploy[export]"'
             )
-        return child.open_isolated(child.PYTORCH, f"PyTorch ({way})", _open_torch, way, self.bundle.path)
+        return child.open_isolated(
+            child.PYTORCH, f"PyTorch ({baseline})", _open_torch, baseline, self.bundle.path
+        )
 
 
-def _open_torch(way: str, bundle: Path) -> Runner:
+def _open_torch(baseline: str, bundle: Path) -> Runner:
     from mha_deploy.baselines.torch import open_torch_runner
 
-    return open_torch_runner(way, _torch_models(bundle))
+    return open_torch_runner(baseline, _torch_models(bundle))
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.mutate import sabotaged, sabotages
+from mha_deploy.graph.mutate import mutated, mutations
 from mha_deploy.metrics import OutputVerdict, ParityReport, judge_case, parity_from_verdicts
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import AttentionSpec
@@ -118,13 +118,13 @@ def self_test(
     *,
     on_mistake: Callable[[str], None] = lambda name: None,
 ) -> SelfTest:
-    """Validate the bundle's own graph, then every sabotaged copy of it."""
+    """Validate the bundle's own graph, then every mutated copy of it."""
     model, cases = load_graph(bundle.model_path), list(golden_cases(bundle))
     # What has no effect is known of our own layers only.
     spec = bundle.manifest.spec if isinstance(bundle.manifest.spec, AttentionSpec) else None
     catches = []
-    for mistake in sabotages():
-        wrong = sabotaged(model, mistake, spec)
+    for mistake in mutations():
+        wrong = mutated(model, mistake, spec)
         if wrong is not None:
             on_mistake(mistake)
             report = graph_parity(bundle, backend, model=wrong, cases=cases)

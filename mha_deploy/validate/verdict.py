@@ -11,20 +11,20 @@ from typing import Any
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
-from mha_deploy.engine.manifest import Engine, attention_told, libraries_told, where_built
+from mha_deploy.engine.manifest import Engine, attention_summary, libraries_summary, where_built
 from mha_deploy.environment import RUN_PACKAGES, versions
 from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict
 from mha_deploy.runtime.cuda import driver_version, find_gpu
 from mha_deploy.text import named, together, without_numbers
 from mha_deploy.validate.conformance import WRONG, ConformanceTable
-from mha_deploy.validate.evaluate import Examination
-from mha_deploy.validate.fault import Blame
+from mha_deploy.validate.evaluate import Evaluation
+from mha_deploy.validate.fault import FaultReport
 from mha_deploy.validate.fp16_range import Finding as RangeFinding
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.latency import LatencyPoint
 from mha_deploy.validate.layers import LAYERS
 from mha_deploy.validate.options import REPORT_FORMAT, ValidateOptions
-from mha_deploy.validate.runtimes import TENSORRT, Absent
+from mha_deploy.validate.runtimes import TENSORRT, Unavailable
 
 # -- Everything a validation found, and the verdict that follows from it ---------------------------
 
@@ -50,26 +50,26 @@ class Report:
 
     Args:
         bundle: What was validated.
-        examinations: Everyone who took part.
+        evaluations: Everyone who took part.
         absent: Who could not, and why.
         engines: The engines of the bundle.
         points: Latencies.
         ranges: How near FP16's limit the attention comes.
         conformance: The table of masks, where it was asked for.
-        blame: What is at fault, where an engine is wrong.
+        fault: What is at fault, where an engine is wrong.
         findings: The verdict's sentences.
         headline: The verdict in one line.
         notes: What a reader should know besides.
     """
 
     bundle: Bundle
-    examinations: tuple[Examination, ...]
-    absent: tuple[Absent, ...]
+    evaluations: tuple[Evaluation, ...]
+    absent: tuple[Unavailable, ...]
     engines: tuple[Engine, ...]
     points: tuple[LatencyPoint, ...]
     ranges: RangeReport | None
     conformance: ConformanceTable | None
-    blame: Blame | None
+    fault: FaultReport | None
     findings: tuple[Finding, ...]
     headline: str
     notes: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether something was checked and nothing failed."""
-        checked = any(examination.parity for examination in self.examinations)
+        checked = any(evaluation.parity for evaluation in self.evaluations)
         return checked and not any(finding.level == "failure" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,14 +90,14 @@ class Report:
                 "findings": [asdict(finding) for finding in self.findings],
             },
             "model": model_to_dict(self.bundle),
-            "parity": [report.to_dict() for each in self.examinations for report in each.parity],
-            "heatmaps": [heat.to_dict() for each in self.examinations for heat in each.heatmaps],
-            "decode": [report.to_dict() for each in self.examinations for report in each.stepping],
-            "invariance": [check.to_dict() for each in self.examinations for check in each.invariance],
+            "parity": [report.to_dict() for each in self.evaluations for report in each.parity],
+            "heatmaps": [heat.to_dict() for each in self.evaluations for heat in each.heatmaps],
+            "decode": [report.to_dict() for each in self.evaluations for report in each.stepping],
+            "invariance": [check.to_dict() for each in self.evaluations for check in each.invariance],
             "conformance": None if self.conformance is None else self.conformance.to_dict(),
             "range": None if self.ranges is None else self.ranges.to_dict(),
-            "blame": None if self.blame is None else self.blame.to_dict(),
-            "engines": engines_to_dict(self.engines, self.absent, self.examinations),
+            "fault": None if self.fault is None else self.fault.to_dict(),
+            "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
             "latency": latency_to_dict(self.points),
             "notes": [
                 *(f"{absent.name} did not take part: {absent.reason}" for absent in self.absent),
@@ -140,11 +140,11 @@ def model_to_dict(bundle: Bundle) -> dict[str, Any]:
 
 
 def engines_to_dict(
-    engines: Sequence[Engine], absent: Sequence[Absent], examinations: Sequence[Examination]
+    engines: Sequence[Engine], absent: Sequence[Unavailable], evaluations: Sequence[Evaluation]
 ) -> list[dict[str, Any]]:
     """The engines, and whether they were run."""
     reasons = {each.name: each.reason for each in absent}
-    ran = {each.participant.name for each in examinations if each.participant.engine is not None}
+    ran = {each.runtime.name for each in evaluations if each.runtime.engine is not None}
     return [_engine_to_dict(engine, engine.path.stem in ran, reasons) for engine in engines]
 
 
@@ -168,8 +168,8 @@ def _engine_to_dict(engine: Engine, ran: bool, reasons: dict[str, str]) -> dict[
         "seconds": manifest.seconds,
         "engine_bytes": manifest.engine_bytes,
         "profiles": [dict(profile) for profile in manifest.profiles],
-        "attention": attention_told(manifest),
-        "plugins": libraries_told(manifest),
+        "attention": attention_summary(manifest),
+        "plugins": libraries_summary(manifest),
         "profile_names": [manifest.profile_name(index) for index in range(len(manifest.profiles))],
     }
 
@@ -188,26 +188,26 @@ FAILURE, WARNING, NOTE = "failure", "warning", "note"
 
 
 def findings(
-    examinations: Sequence[Examination],
-    absent: Sequence[Absent],
-    broken: Sequence[Absent],
+    evaluations: Sequence[Evaluation],
+    absent: Sequence[Unavailable],
+    broken: Sequence[Unavailable],
     engines: Sequence[Engine],
     points: Sequence[LatencyPoint],
     ranges: RangeReport | None,
     conformance: ConformanceTable | None,
-    blame: Blame | None,
+    fault: FaultReport | None,
     options: ValidateOptions,
 ) -> tuple[Finding, ...]:
     """Everything worth a sentence, failures first."""
     found = [
-        *_parity(examinations),
-        *_stepping(examinations),
-        *_invariance(examinations),
+        *_parity(evaluations),
+        *_stepping(evaluations),
+        *_invariance(evaluations),
         *(_broken(each) for each in broken),
         *_engines(engines, [each for each in absent if each not in broken], options),
-        *_not_shown(engines, examinations, options),
-        *_outside(examinations),
-        *_blame(blame),
+        *_not_shown(engines, evaluations, options),
+        *_outside(evaluations),
+        *_fault(fault),
         *_range(ranges),
         *_conformance(conformance),
         *_latency(points),
@@ -229,7 +229,7 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> tuple[Find
 
 
 def headline(
-    examinations: Sequence[Examination],
+    evaluations: Sequence[Evaluation],
     engines: Sequence[Engine],
     points: Sequence[LatencyPoint],
     found: Sequence[Finding],
@@ -238,46 +238,46 @@ def headline(
     failures = [finding.text for finding in found if finding.level == FAILURE]
     if failures:
         return failures[0] if len(failures) == 1 else f"{failures[0]} (and {len(failures) - 1} more)"
-    judged = [each for each in examinations if each.parity]
+    judged = [each for each in evaluations if each.parity]
     if not judged:
         return "nothing was checked"
-    ran = [each for each in judged if each.participant.engine is not None]
+    ran = [each for each in judged if each.runtime.engine is not None]
     parts = ["; ".join(_outputs(each) for each in ran or judged)]
-    not_run = [engine for engine in engines if all(engine is not each.participant.engine for each in ran)]
+    not_run = [engine for engine in engines if all(engine is not each.runtime.engine for each in ran)]
     if engines and not ran:
         parts[0] = f"the graph is right ({parts[0]})"
         names = ", ".join(engine.path.stem for engine in not_run)
         parts.append(f"engine {names} built and inspected, NOT RUN")
     if not engines:  # an engine counts the attentions itself
         parts += [finding.text for finding in found if finding.section == "fusion"]
-    for engine in [each.participant.engine for each in ran] or not_run:
+    for engine in [each.runtime.engine for each in ran] or not_run:
         if engine is not None and not ran and not engine.is_shown:
             parts.append("fusion and precision not verified")
         elif engine is not None:
             precision = engine.manifest.verdict["precision"]["status"].replace("-", " ")
-            parts += [engine.manifest.fusion_told, precision]
+            parts += [engine.manifest.fusion_summary, precision]
     return ", ".join([*parts, *_speed((ran or judged)[0], points)])
 
 
-def _outputs(examination: Examination) -> str:
-    text = f"{examination.label}: {_count(examination, layers=False)} outputs within budget"
-    if any(report.cases == LAYERS for report in examination.parity):
-        text += f", {_count(examination, layers=True)} attentions right"
-    if examination.unstepped is not None:
+def _outputs(evaluation: Evaluation) -> str:
+    text = f"{evaluation.label}: {_count(evaluation, layers=False)} outputs within budget"
+    if any(report.cases == LAYERS for report in evaluation.parity):
+        text += f", {_count(evaluation, layers=True)} attentions right"
+    if evaluation.not_decoded_because is not None:
         return f"{text}, not stepped"
-    steps = sum(report.steps for report in examination.stepping)
+    steps = sum(report.steps for report in evaluation.stepping)
     return f"{text}, right at all {steps} decode steps" if steps else text
 
 
-def _count(examination: Examination, *, layers: bool) -> str:
-    reports = [report for report in examination.parity if (report.cases == LAYERS) is layers]
+def _count(evaluation: Evaluation, *, layers: bool) -> str:
+    reports = [report for report in evaluation.parity if (report.cases == LAYERS) is layers]
     verdicts = [verdict for report in reports for verdict in report.verdicts]
     return f"{sum(verdict.passed for verdict in verdicts)}/{len(verdicts)}"
 
 
-def _speed(subject: Examination, points: Sequence[LatencyPoint]) -> Iterator[str]:
+def _speed(subject: Evaluation, points: Sequence[LatencyPoint]) -> Iterator[str]:
     for point in points[:1]:
-        row = next((row for row in point.rows if row.name == subject.participant.name and row.timing), None)
+        row = next((row for row in point.rows if row.name == subject.runtime.name and row.timing), None)
         if row is None or row.timing is None:
             return
         text = f"{row.timing.p50:.1f} µs"
@@ -287,8 +287,8 @@ def _speed(subject: Examination, points: Sequence[LatencyPoint]) -> Iterator[str
         yield text
 
 
-def _parity(examinations: Sequence[Examination]) -> Iterator[Finding]:
-    for each in examinations:
+def _parity(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
+    for each in evaluations:
         for report in each.parity:
             what = "attentions" if report.cases == LAYERS else "outputs"
             wrong = [verdict for verdict in report.verdicts if verdict.is_wrong]
@@ -304,10 +304,10 @@ def _reason(verdict: OutputVerdict) -> str:
     return (verdict.problem or "").removeprefix(f"{NOT_VERIFIED}: ")
 
 
-def _stepping(examinations: Sequence[Examination]) -> Iterator[Finding]:
-    for each in examinations:
-        if each.unstepped is not None:
-            text = f"{each.label} was not stepped through tokens: {each.unstepped}"
+def _stepping(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
+    for each in evaluations:
+        if each.not_decoded_because is not None:
+            text = f"{each.label} was not stepped through tokens: {each.not_decoded_because}"
             yield Finding(level=WARNING, section="decode", text=text)
         for report in each.stepping:
             if not report.passed:
@@ -318,8 +318,8 @@ def _stepping(examinations: Sequence[Examination]) -> Iterator[Finding]:
                 yield Finding(level=FAILURE, section="decode", text=text)
 
 
-def _invariance(examinations: Sequence[Examination]) -> Iterator[Finding]:
-    for each in examinations:
+def _invariance(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
+    for each in evaluations:
         for check in each.invariance:
             if not check.passed:
                 text = f"{each.label}: {check.check} changes the answer ({check.case}, {check.problem})"
@@ -327,7 +327,7 @@ def _invariance(examinations: Sequence[Examination]) -> Iterator[Finding]:
 
 
 def _engines(
-    engines: Sequence[Engine], absent: Sequence[Absent], options: ValidateOptions
+    engines: Sequence[Engine], absent: Sequence[Unavailable], options: ValidateOptions
 ) -> Iterator[Finding]:
     if not engines and (options.require_fused or options.require_precision):
         text = "the bundle has no engine that could be fused or in its precision"
@@ -336,7 +336,7 @@ def _engines(
         name, manifest = engine.path.stem, engine.manifest
         if not manifest.all_fused:
             level = FAILURE if options.require_fused else WARNING
-            yield Finding(level=level, section="fusion", text=f"engine {name}: {manifest.fusion_told}")
+            yield Finding(level=level, section="fusion", text=f"engine {name}: {manifest.fusion_summary}")
         if not manifest.is_in_precision:
             level = FAILURE if options.require_precision else WARNING
             status = manifest.verdict["precision"]["status"]
@@ -350,12 +350,12 @@ def _engines(
 
 
 def _not_shown(
-    engines: Sequence[Engine], examinations: Sequence[Examination], options: ValidateOptions
+    engines: Sequence[Engine], evaluations: Sequence[Evaluation], options: ValidateOptions
 ) -> Iterator[Finding]:
     """Engines of which nothing is known but what their manifests claim."""
     level = FAILURE if options.require_fused or options.require_precision else WARNING
     for engine in engines:
-        ran = any(each.participant.engine is engine and each.parity for each in examinations)
+        ran = any(each.runtime.engine is engine and each.parity for each in evaluations)
         if not ran and not engine.is_shown:
             text = (
                 f"fusion and precision of engine {engine.path.stem} are not verified: "
@@ -370,18 +370,18 @@ def _narrowed(engines: Sequence[Engine]) -> Iterator[Finding]:
         narrowed = engine.manifest.verdict["precision"].get("narrowed") or ()
         if narrowed:
             text = (
-                f"engine {engine.path.stem} multiplies {len(narrowed)} products in fewer bits than the graph"
+                f"engine {engine.path.stem} multiplies {len(narrowed)} matmuls in fewer bits than the graph"
             )
             yield Finding(level=WARNING, section="precision", text=text)
 
 
-def _broken(runtime: Absent) -> Finding:
+def _broken(runtime: Unavailable) -> Finding:
     text = f"{runtime.name} fits this machine and failed to run the model: {runtime.reason}"
     return Finding(level=FAILURE, section="engine", text=text)
 
 
-def _outside(examinations: Sequence[Examination]) -> Iterator[Finding]:
-    for each in examinations:
+def _outside(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
+    for each in evaluations:
         if each.outside and not each.parity:
             text = f"{each.label} was compared with nothing: every case is outside its profiles"
             yield Finding(level=FAILURE, section="engine", text=text)
@@ -390,9 +390,9 @@ def _outside(examinations: Sequence[Examination]) -> Iterator[Finding]:
             yield Finding(level=NOTE, section="engine", text=text)
 
 
-def _blame(blame: Blame | None) -> Iterator[Finding]:
-    if blame is not None:
-        text = f"at fault: {blame.at_fault}. {blame.explanation}"
+def _fault(fault: FaultReport | None) -> Iterator[Finding]:
+    if fault is not None:
+        text = f"at fault: {fault.at_fault}. {fault.explanation}"
         yield Finding(level=NOTE, section="parity", text=text)
 
 

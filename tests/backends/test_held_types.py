@@ -30,7 +30,7 @@ class Layer:
     output_types: dict = field(default_factory=dict)
 
     def __setattr__(self, name, value):
-        if name != "__class__":  # TensorRT's way of casting down
+        if name != "__class__":  # TensorRT's way of finder down
             super().__setattr__(name, value)
 
     num_inputs = property(lambda self: len(self.inputs))

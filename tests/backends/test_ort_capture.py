@@ -109,11 +109,11 @@ def test_the_next_call_is_captured_if_it_can_be(device, bundles, refusals):
 
 
 def test_the_session_that_failed_is_gone_before_the_next_is_opened(device, bundles, refusals):
-    with opened(bundles, LAYER) as runner, runner.stepper(B=B, T=T) as stepper:
+    with opened(bundles, LAYER) as runner, runner.decode_loop(B=B, T=T) as loop:
         gc.disable()  # what is gone must be so by itself
         try:
             runner.time(feeds(), QUICK)
-            stepper.time_step(3, QUICK)
+            loop.time_step(3, QUICK)
         finally:
             gc.enable()
     assert refusals.opened == [(False, []), *[(True, []), (False, [])] * 2]
@@ -126,8 +126,8 @@ def test_any_other_failure_is_an_error(device, bundles, refusals, error):
         with pytest.raises(DeployError, match="cannot run the graph") as caught:
             runner.time(feeds(), QUICK)
         assert not isinstance(caught.value, NotCapturable)
-        with runner.stepper(B=B, T=T) as stepper, pytest.raises(DeployError, match="cannot run the graph"):
-            stepper.time_step(3, QUICK)
+        with runner.decode_loop(B=B, T=T) as loop, pytest.raises(DeployError, match="cannot run the graph"):
+            loop.time_step(3, QUICK)
     assert [capture for capture, _ in refusals.opened] == [False, True, True]
     del caught
     assert device.is_empty()
@@ -147,14 +147,14 @@ def test_a_watcher_gets_the_call_without_a_graph(device, bundles, refusals):
 
 
 def test_a_step_that_is_not_captured_is_launched_and_says_why(device, bundles, refusals):
-    with opened(bundles, LAYER) as runner, runner.stepper(B=B, T=T) as stepper:
-        stepper.feed(drawn(4))
-        before = stepper.cache()
-        timing = stepper.time_step(2, QUICK)
+    with opened(bundles, LAYER) as runner, runner.decode_loop(B=B, T=T) as loop:
+        loop.feed(drawn(4))
+        before = loop.cache()
+        timing = loop.time_step(2, QUICK)
         assert (timing.graph, timing.why_no_graph) == (False, REFUSED)
-        np.testing.assert_array_equal(stepper.cache(), before)
+        np.testing.assert_array_equal(loop.cache(), before)
         refusals.error = None
-        again = stepper.time_step(2, QUICK)
+        again = loop.time_step(2, QUICK)
         assert (again.graph, again.why_no_graph) == (True, None)
         np.testing.assert_array_equal(timing.results[0]["output"], again.results[0]["output"])
     assert device.is_empty()
@@ -162,13 +162,13 @@ def test_a_step_that_is_not_captured_is_launched_and_says_why(device, bundles, r
 
 def test_a_step_that_fails_leaves_the_cache_as_it_was(device, bundles, monkeypatch):
     refusals = Refusals(monkeypatch, "launching")
-    with opened(bundles, LAYER) as runner, runner.stepper(B=B, T=T) as stepper:
-        stepper.feed(drawn(4))
-        before = stepper.cache()
+    with opened(bundles, LAYER) as runner, runner.decode_loop(B=B, T=T) as loop:
+        loop.feed(drawn(4))
+        before = loop.cache()
         refusals.error = OTHER[0]
         with pytest.raises(DeployError, match="cannot run the graph"):
-            stepper.time_step(1, QUICK)
-        np.testing.assert_array_equal(stepper.cache(), before)
+            loop.time_step(1, QUICK)
+        np.testing.assert_array_equal(loop.cache(), before)
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def close(got, wanted):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
-def fed(stepper, x, sizes):
-    return np.concatenate([stepper.feed(part) for part in np.split(x, np.cumsum(sizes)[:-1], axis=1)], axis=1)
+def fed(loop, x, sizes):
+    return np.concatenate([loop.feed(part) for part in np.split(x, np.cumsum(sizes)[:-1], axis=1)], axis=1)
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids="-".join)
@@ -52,11 +52,11 @@ def test_steps_add_up_to_the_whole_sequence(device, bundles, whole, layer):
     x = drawn(9)
     output, keys, values = whole(x)
     with opened(bundles, layer) as runner:
-        with runner.stepper(B=B, T=T) as stepper:
-            assert stepper.name == runner.name
-            close(fed(stepper, x, [5, 1, 1, 1, 1]), output)
-            assert stepper.lengths.tolist() == [9] * B
-            held = stepper.cache()
+        with runner.decode_loop(B=B, T=T) as loop:
+            assert loop.name == runner.name
+            close(fed(loop, x, [5, 1, 1, 1, 1]), output)
+            assert loop.lengths.tolist() == [9] * B
+            held = loop.cache()
             for got, wanted in zip(held, (keys, values), strict=True):
                 close(got[:, :, :9], wanted)
                 assert not got[:, :, 9:].any()
@@ -67,10 +67,10 @@ def test_steps_add_up_to_the_whole_sequence(device, bundles, whole, layer):
 @pytest.mark.parametrize("layer", STATIC, ids="-".join)
 def test_rows_advance_by_their_counts(device, bundles, whole, layer):
     x = drawn(6)
-    with opened(bundles, layer) as runner, runner.stepper(B=B) as stepper:
-        stepper.feed(x[:, :4], np.array([4, 2], np.int32))
-        got = [stepper.feed(x[:, at : at + 1]) for at in (4, 5)]
-        assert stepper.lengths.tolist() == [6, 4]
+    with opened(bundles, layer) as runner, runner.decode_loop(B=B) as loop:
+        loop.feed(x[:, :4], np.array([4, 2], np.int32))
+        got = [loop.feed(x[:, at : at + 1]) for at in (4, 5)]
+        assert loop.lengths.tolist() == [6, 4]
     close(np.concatenate([each[:1] for each in got], axis=1), whole(x[:1])[0][:, 4:])
     short = np.concatenate((x[1:, :2], x[1:, 4:]), axis=1)
     close(np.concatenate([each[1:] for each in got], axis=1), whole(short)[0][:, 2:])
@@ -87,41 +87,41 @@ def test_the_caches_that_go_out_are_those_that_came_in(device, bundles, layer, m
             bound.append((name, buffer.address)) or real(self, name, buffer, *rest)
         ),
     )
-    with opened(bundles, layer) as runner, runner.stepper(B=B) as stepper:
-        stepper.feed(drawn(1))
-        keys, values = (tensor.buffer.address for tensor in stepper._held)
+    with opened(bundles, layer) as runner, runner.decode_loop(B=B) as loop:
+        loop.feed(drawn(1))
+        keys, values = (tensor.buffer.address for tensor in loop._held)
         assert dict(bound)["key_cache_out"] == keys
         assert dict(bound)["value_cache_out"] == values
         device.done.clear()
         device.uploaded = 0
-        stepper.feed(drawn(1))
+        loop.feed(drawn(1))
         assert device.uploaded == drawn(1).nbytes + B * 4
         assert device.done == ["upload", "upload", "fill", "download"]
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids="-".join)
 def test_a_full_cache_takes_no_more(device, bundles, layer):
-    with opened(bundles, layer) as runner, runner.stepper(B=B, T=T) as stepper:
-        stepper.feed(drawn(T))
+    with opened(bundles, layer) as runner, runner.decode_loop(B=B, T=T) as loop:
+        loop.feed(drawn(T))
         with pytest.raises(DeployError, match="do not fit"):
-            stepper.feed(drawn(1))
-        assert stepper.lengths.tolist() == [T] * B
+            loop.feed(drawn(1))
+        assert loop.lengths.tolist() == [T] * B
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids="-".join)
 def test_a_timed_step_leaves_everything_as_it_was(device, bundles, whole, layer):
     x = drawn(6)
-    with opened(bundles, layer) as runner, runner.stepper(B=B, T=T) as stepper:
-        fed(stepper, x[:, :5], [4, 1])
-        before, held = stepper.cache(), len(device.memory)
-        timing = stepper.time_step(4, QUICK)
+    with opened(bundles, layer) as runner, runner.decode_loop(B=B, T=T) as loop:
+        fed(loop, x[:, :5], [4, 1])
+        before, held = loop.cache(), len(device.memory)
+        timing = loop.time_step(4, QUICK)
         assert timing.graph is (layer[0] == "tiny-static")
         assert (timing.why_no_graph is None) is timing.graph
         if layer[0] == "tiny-static":
             close(timing.results[0]["output"], whole(x[:, :5])[0][:, 4:])
         assert len(device.memory) == held
-        np.testing.assert_array_equal(stepper.cache(), before)
-        close(stepper.feed(x[:, 5:]), whole(x)[0][:, 5:])
+        np.testing.assert_array_equal(loop.cache(), before)
+        close(loop.feed(x[:, 5:]), whole(x)[0][:, 5:])
     assert device.is_empty()
 
 
@@ -141,25 +141,25 @@ def test_timed_calls_are_captured_if_they_may(device, bundles, monkeypatch, cuda
 
     monkeypatch.setattr(ort_cuda.OrtCudaRunner, "open_session", open_session)
     monkeypatch.setattr(ort_bound.BoundRun, "__init__", init)
-    with opened(bundles, STATIC[0], cuda_graph=cuda_graph) as runner, runner.stepper(B=B) as stepper:
-        stepper.feed(drawn(1))
-        assert stepper.time_step(1, QUICK).graph is cuda_graph
+    with opened(bundles, STATIC[0], cuda_graph=cuda_graph) as runner, runner.decode_loop(B=B) as loop:
+        loop.feed(drawn(1))
+        assert loop.time_step(1, QUICK).graph is cuda_graph
     assert opens == sessions
     assert ids == [-1, 1 if cuda_graph else -1]
 
 
 def test_what_onnx_runtime_refuses_is_told_and_the_stepper_goes_on(device, bundles):
     """GroupQueryAttention takes several tokens behind a past in one row of a batch only."""
-    with opened(bundles, ("tiny-static", "contrib")) as runner, runner.stepper(B=B) as stepper:
-        stepper.feed(drawn(3))
+    with opened(bundles, ("tiny-static", "contrib")) as runner, runner.decode_loop(B=B) as loop:
+        loop.feed(drawn(3))
         with pytest.raises(DeployError, match="ONNX Runtime failed on these tokens") as caught:
-            stepper.feed(drawn(2))
+            loop.feed(drawn(2))
         assert "batch" in caught.value.got
-        assert stepper.lengths.tolist() == [3] * B
-        stepper.feed(drawn(1))
+        assert loop.lengths.tolist() == [3] * B
+        loop.feed(drawn(1))
 
 
-# -- a run of the layer, without a stepper -------------------------------------------------------------------
+# -- a run of the layer, without a decode loop -----------------------------------------------------
 
 
 def is_refused(layer, inputs):
@@ -238,9 +238,9 @@ def test_steps_add_up_to_the_whole_sequence_on_a_gpu(bundles, half, layer):
     x = drawn(20).astype(np.float16)
     output, keys, values = half(x)
     path = bundles(layer[0]).model_path
-    with OrtCudaRunner(path, dialect=layer[1]) as runner, runner.stepper(B=B, T=T) as stepper:
-        near(fed(stepper, x, [8, *[1] * 12]), output)
-        for got, wanted in zip(stepper.cache(), (keys, values), strict=True):
+    with OrtCudaRunner(path, dialect=layer[1]) as runner, runner.decode_loop(B=B, T=T) as loop:
+        near(fed(loop, x, [8, *[1] * 12]), output)
+        for got, wanted in zip(loop.cache(), (keys, values), strict=True):
             near(got[:, :, :20], wanted)
 
 
@@ -264,14 +264,14 @@ def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(bundles, half, layer,
     path = bundles(layer[0]).model_path
     with (
         OrtCudaRunner(path, dialect=layer[1], cuda_graph=cuda_graph) as runner,
-        runner.stepper(B=B, T=T) as stepper,
+        runner.decode_loop(B=B, T=T) as loop,
     ):
-        fed(stepper, x[:, :9], [8, 1])
-        before = stepper.cache()
-        timing = stepper.time_step(8, QUICK)
+        fed(loop, x[:, :9], [8, 1])
+        before = loop.cache()
+        timing = loop.time_step(8, QUICK)
         assert timing.p50 > 0
         assert (timing.why_no_graph is None) is (timing.graph or not cuda_graph)
         if layer[0] == "tiny-static":
             near(timing.results[0]["output"], half(x[:, :9])[0][:, 8:])
-        np.testing.assert_array_equal(stepper.cache(), before)
-        near(stepper.feed(x[:, 9:]), half(x)[0][:, 9:])
+        np.testing.assert_array_equal(loop.cache(), before)
+        near(loop.feed(x[:, 9:]), half(x)[0][:, 9:])

@@ -297,11 +297,11 @@ def test_log_and_plan_tell_the_same_kernels():
     assert told["log"] == told["plan"]
     for source in ("log", "plan"):
         fused = [kernel for kernel in built.kernels[source] if kernel.is_fused_attention]
-        products = [kernel for kernel in built.kernels[source] if kernel.is_gemm]
+        matmuls = [kernel for kernel in built.kernels[source] if kernel.is_gemm]
         # After queries, keys and values, the plan lists sizes that the log leaves out.
         assert {tuple(t.dtype for t in kernel.inputs[:3]) for kernel in fused} == {("fp16",) * 3}
-        assert {tuple(t.dtype for t in kernel.inputs) for kernel in products} == {("fp16",)}
-        assert {kernel.constants[0].dtype for kernel in products} == {"fp16"}
+        assert {tuple(t.dtype for t in kernel.inputs) for kernel in matmuls} == {("fp16",)}
+        assert {kernel.constants[0].dtype for kernel in matmuls} == {"fp16"}
 
 
 def test_a_plan_that_was_swapped_disagrees_with_its_log():

@@ -90,8 +90,8 @@ def test_one_profile_serves_prompts_and_single_tokens(device, monkeypatch, plan,
         least = {name: shapes[0] for name, shapes in one.profiles[0].items()}
         for S in (1, 8):
             assert tightest_admitting(runner.profiles, {**least, "x": (1, S, x.shape[2])}) == 0
-        with runner.stepper(B=len(x), T=8 if plan == b"growing" else None) as stepper:
-            parts = [stepper.feed(part) for part in np.split(x, [3, 4, 5, 7], axis=1)]
+        with runner.decode_loop(B=len(x), T=8 if plan == b"growing" else None) as loop:
+            parts = [loop.feed(part) for part in np.split(x, [3, 4, 5, 7], axis=1)]
             assert rt.module.last_context()._profile == 0
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), running_sum(x))
     assert device.is_empty()

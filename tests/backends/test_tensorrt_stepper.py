@@ -48,11 +48,11 @@ def opened(plan, version="11.4.0", **more):
 
 
 def stepper_of(runner, plan, batch=B):
-    return runner.stepper(B=batch, T=T if plan == b"growing" else None)
+    return runner.decode_loop(B=batch, T=T if plan == b"growing" else None)
 
 
-def fed(stepper, x, sizes):
-    return np.concatenate([stepper.feed(part) for part in np.split(x, np.cumsum(sizes)[:-1], axis=1)], axis=1)
+def fed(loop, x, sizes):
+    return np.concatenate([loop.feed(part) for part in np.split(x, np.cumsum(sizes)[:-1], axis=1)], axis=1)
 
 
 # -- the numbers -----------------------------------------------------------------------------------------
@@ -65,13 +65,13 @@ def fed(stepper, x, sizes):
 )
 def test_steps_add_up_to_the_whole_sequence(device, version, plan, graph):
     x = tokens(7)
-    with opened(plan, version, cuda_graph=graph) as runner, stepper_of(runner, plan) as stepper:
-        assert stepper.name == runner.name
-        assert stepper.lengths.tolist() == [0] * B
-        np.testing.assert_array_equal(fed(stepper, x, [3, 1, 1, 2]), running_sum(x))
-        assert stepper.lengths.tolist() == [7] * B
-        assert stepper.lengths.dtype == np.int32
-        keys, values = stepper.cache()
+    with opened(plan, version, cuda_graph=graph) as runner, stepper_of(runner, plan) as loop:
+        assert loop.name == runner.name
+        assert loop.lengths.tolist() == [0] * B
+        np.testing.assert_array_equal(fed(loop, x, [3, 1, 1, 2]), running_sum(x))
+        assert loop.lengths.tolist() == [7] * B
+        assert loop.lengths.dtype == np.int32
+        keys, values = loop.cache()
         assert keys.shape == (B, HKV, 7 if plan == b"growing" else T, D)
         np.testing.assert_array_equal(keys[:, :, :7], heads(x))
         np.testing.assert_array_equal(values[:, :, :7], 2 * heads(x))
@@ -89,20 +89,20 @@ def test_a_plugin_writes_a_cache_in_place_where_tensorrt_does_not_know_of_it(dev
         stepper_of(runner, b"in place").feed(x)
     with opened(b"in place", "8.6.1", cuda_graph=graph, in_place=IN_PLACE) as runner:
         assert runner.aliases == IN_PLACE
-        with stepper_of(runner, b"in place") as stepper:
-            assert isinstance(stepper, cached_stepper.InPlaceStepper)
-            np.testing.assert_array_equal(fed(stepper, x, [3, 1, 1, 2]), running_sum(x))
+        with stepper_of(runner, b"in place") as loop:
+            assert isinstance(loop, cached_stepper.InPlaceDecodeLoop)
+            np.testing.assert_array_equal(fed(loop, x, [3, 1, 1, 2]), running_sum(x))
 
 
 @pytest.mark.parametrize("plan", STATIC_FORMS)
 def test_rows_advance_by_their_counts_and_padding_is_overwritten(device, plan):
     x, counts = tokens(4), np.array([4, 1, 2], np.int32)
-    with opened(plan) as runner, stepper_of(runner, plan) as stepper:
-        first = stepper.feed(x[:, :3], np.minimum(counts, 3))
-        assert stepper.lengths.tolist() == [3, 1, 2]
-        second = stepper.feed(x[:, 3:])
-        assert stepper.lengths.tolist() == [4, 2, 3]
-        keys, _ = stepper.cache()
+    with opened(plan) as runner, stepper_of(runner, plan) as loop:
+        first = loop.feed(x[:, :3], np.minimum(counts, 3))
+        assert loop.lengths.tolist() == [3, 1, 2]
+        second = loop.feed(x[:, 3:])
+        assert loop.lengths.tolist() == [4, 2, 3]
+        keys, _ = loop.cache()
     for b, real in enumerate([3, 1, 2]):
         own = np.concatenate((x[b : b + 1, :real], x[b : b + 1, 3:]), axis=1)
         np.testing.assert_array_equal(first[b, :real], running_sum(own)[0, :real])
@@ -111,11 +111,11 @@ def test_rows_advance_by_their_counts_and_padding_is_overwritten(device, plan):
 
 
 def test_the_rows_of_a_growing_cache_advance_together(device):
-    with opened(b"growing") as runner, stepper_of(runner, b"growing") as stepper:
-        stepper.feed(tokens(2), np.array([2, 2, 2], np.int32))
+    with opened(b"growing") as runner, stepper_of(runner, b"growing") as loop:
+        loop.feed(tokens(2), np.array([2, 2, 2], np.int32))
         with pytest.raises(DeployError, match="one length"):
-            stepper.feed(tokens(2), np.array([2, 1, 2], np.int32))
-        assert stepper.lengths.tolist() == [2, 2, 2]
+            loop.feed(tokens(2), np.array([2, 1, 2], np.int32))
+        assert loop.lengths.tolist() == [2, 2, 2]
 
 
 # -- what is moved ---------------------------------------------------------------------------------------
@@ -124,10 +124,10 @@ ROW = D * ITEM
 
 
 def test_rows_of_equal_lengths_are_one_copy_for_each_tensor(device):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
-        stepper.feed(tokens(2))
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+        loop.feed(tokens(2))
         device.row_copies.clear()
-        stepper.feed(tokens(3))
+        loop.feed(tokens(3))
         copy = RowCopy(
             target=2 * ROW,
             target_pitch=T * ROW,
@@ -139,14 +139,14 @@ def test_rows_of_equal_lengths_are_one_copy_for_each_tensor(device):
         assert [each for _, _, each in device.row_copies] == [copy, copy]
         (keys, key_rows, _), (values, value_rows, _) = device.row_copies
         assert len({keys, key_rows, values, value_rows}) == 4
-        assert [keys, values] == [tensor.buffer.address for tensor in stepper._held]
+        assert [keys, values] == [tensor.buffer.address for tensor in loop._held]
 
 
 def test_rows_of_ragged_lengths_are_one_copy_for_each_row_of_the_batch(device):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
-        stepper.feed(tokens(4), np.array([4, 1, 2], np.int32))
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+        loop.feed(tokens(4), np.array([4, 1, 2], np.int32))
         device.row_copies.clear()
-        stepper.feed(tokens(2))
+        loop.feed(tokens(2))
         expected = [
             RowCopy(
                 target=(b * HKV * T + length) * ROW,
@@ -163,11 +163,11 @@ def test_rows_of_ragged_lengths_are_one_copy_for_each_row_of_the_batch(device):
 
 @pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
 def test_a_step_uploads_its_token_and_the_lengths_and_no_more(device, plan):
-    with opened(plan) as runner, stepper_of(runner, plan) as stepper:
-        stepper.feed(tokens(1))
+    with opened(plan) as runner, stepper_of(runner, plan) as loop:
+        loop.feed(tokens(1))
         device.uploaded = 0
         device.done.clear()
-        stepper.feed(tokens(1))
+        loop.feed(tokens(1))
         lengths = 0 if plan == b"growing" else B * 4
         assert device.uploaded == B * E * ITEM + lengths
         assert device.done.count("download") == 1
@@ -177,7 +177,7 @@ def test_a_step_uploads_its_token_and_the_lengths_and_no_more(device, plan):
 
 def test_a_growing_cache_goes_to_and_fro_between_two_buffers(device):
     seen = []
-    with opened(b"growing") as runner, stepper_of(runner, b"growing") as stepper:
+    with opened(b"growing") as runner, stepper_of(runner, b"growing") as loop:
         execution = runner._rt.module.IExecutionContext.execute_async_v3
 
         def spy(self, stream):
@@ -186,7 +186,7 @@ def test_a_growing_cache_goes_to_and_fro_between_two_buffers(device):
 
         runner._rt.module.IExecutionContext.execute_async_v3 = spy
         for S in (2, 1, 1):
-            stepper.feed(tokens(S))
+            loop.feed(tokens(S))
         held = len(device.memory)
         assert device.graphs == 0, "every step has other shapes"
     assert held == 4 + 1 + 2, "two pairs, the lengths, and a frame"
@@ -203,14 +203,14 @@ def test_a_growing_cache_goes_to_and_fro_between_two_buffers(device):
 
 @pytest.mark.parametrize("plan", [b"rows", b"in place"])
 def test_single_tokens_launch_one_recorded_graph(device, plan):
-    with opened(plan) as runner, stepper_of(runner, plan) as stepper:
-        stepper.feed(tokens(2))
+    with opened(plan) as runner, stepper_of(runner, plan) as loop:
+        loop.feed(tokens(2))
         assert device.graphs == 0, "a prompt is not repeated"
-        stepper.feed(tokens(1))
+        loop.feed(tokens(1))
         assert device.graphs == 1
         device.done.clear()
-        stepper.feed(tokens(1))
-        stepper.feed(tokens(1))
+        loop.feed(tokens(1))
+        loop.feed(tokens(1))
         assert device.graphs == 1
         assert device.done.count("launch") == 2
         assert "execute" not in device.done
@@ -221,18 +221,18 @@ def test_a_graph_goes_with_its_context_where_profiles_are_not_shared(device):
     x = tokens(8)
     with opened(b"rows", "8.6.1") as runner:
         runner.profiles = runner.profiles[:1]
-        with stepper_of(runner, b"rows") as stepper:
-            got = fed(stepper, x, [1, 1, 2, 1, 1, 2])
+        with stepper_of(runner, b"rows") as loop:
+            got = fed(loop, x, [1, 1, 2, 1, 1, 2])
     np.testing.assert_array_equal(got, running_sum(x))
     assert device.is_empty()
 
 
 def test_a_single_token_goes_to_the_profile_for_it(device):
     rt = fake()
-    with TensorRTRunner(rt, b"rows") as runner, stepper_of(runner, b"rows") as stepper:
-        stepper.feed(tokens(2))
+    with TensorRTRunner(rt, b"rows") as runner, stepper_of(runner, b"rows") as loop:
+        loop.feed(tokens(2))
         assert rt.module.last_context()._profile == 0
-        stepper.feed(tokens(1))
+        loop.feed(tokens(1))
         assert rt.module.last_context()._profile == 1
         shapes = {"x": (1, 1, E), **{name: (1, *dims[1:]) for name, dims in STATIC.items() if name != "x"}}
         assert tightest_admitting(runner.profiles, shapes) == 1
@@ -245,20 +245,20 @@ def test_a_runner_runs_before_and_after_a_stepper(device):
     for version in ("8.6.1", "11.4.0"):
         with opened(b"rows", version) as runner:
             before = runner.run(feeds)
-            with stepper_of(runner, b"rows") as stepper:
-                np.testing.assert_array_equal(stepper.feed(feeds["x"]), before["output"])
+            with stepper_of(runner, b"rows") as loop:
+                np.testing.assert_array_equal(loop.feed(feeds["x"]), before["output"])
             np.testing.assert_array_equal(runner.run(feeds)["output"], before["output"])
     assert device.is_empty()
 
 
 def test_outputs_of_another_shape_than_their_memory_are_refused(device, monkeypatch):
     rt = fake()
-    with TensorRTRunner(rt, b"rows") as runner, stepper_of(runner, b"rows") as stepper:
+    with TensorRTRunner(rt, b"rows") as runner, stepper_of(runner, b"rows") as loop:
         right = rt.module.IExecutionContext.get_tensor_shape
         larger = lambda self, name: (9, *right(self, name)[1:])  # noqa: E731
         monkeypatch.setattr(rt.module.IExecutionContext, "get_tensor_shape", larger)
         with pytest.raises(EngineError, match="other shapes"):
-            stepper.feed(tokens(1))
+            loop.feed(tokens(1))
 
 
 def _ranges(dims, **sizes):
@@ -285,8 +285,8 @@ def test_the_longest_call_is_that_of_the_profiles_for_so_many_rows(device, batch
             _ranges(STATIC_AXES, B=(1, 1), S=(1, 512)),
             _ranges(STATIC_AXES, B=(32, 32), S=(1, 1)),
         )
-        with runner.stepper(B=batch) as stepper:
-            assert stepper.most_tokens == most
+        with runner.decode_loop(B=batch) as loop:
+            assert loop.most_tokens == most
 
 
 def test_the_longest_call_of_a_growing_cache_begins_without_a_past(device):
@@ -297,8 +297,8 @@ def test_the_longest_call_of_a_growing_cache_begins_without_a_past(device):
             _ranges(GROWING_AXES, B=(1, 8), S=(1, 1), P=(0, T)),
         )
         for batch, most in ((4, 64), (8, 1)):
-            with runner.stepper(B=batch, T=T) as stepper:
-                assert stepper.most_tokens == most
+            with runner.decode_loop(B=batch, T=T) as loop:
+                assert loop.most_tokens == most
 
 
 # -- refusals --------------------------------------------------------------------------------------------
@@ -306,26 +306,26 @@ def test_the_longest_call_of_a_growing_cache_begins_without_a_past(device):
 
 @pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
 def test_a_full_cache_takes_no_more(device, plan):
-    with opened(plan) as runner, stepper_of(runner, plan) as stepper:
-        stepper.feed(tokens(6))
+    with opened(plan) as runner, stepper_of(runner, plan) as loop:
+        loop.feed(tokens(6))
         with pytest.raises(DeployError, match="do not fit") as caught:
-            stepper.feed(tokens(3))
+            loop.feed(tokens(3))
         assert caught.value.got == "lengths [6, 6, 6], 3 new tokens, 8 rows"
-        stepper.feed(tokens(2))
-        before = stepper.cache()
+        loop.feed(tokens(2))
+        before = loop.cache()
         with pytest.raises(DeployError, match="do not fit"):
-            stepper.feed(tokens(1))
-        assert stepper.lengths.tolist() == [T] * B
-        np.testing.assert_array_equal(stepper.cache(), before)
+            loop.feed(tokens(1))
+        assert loop.lengths.tolist() == [T] * B
+        np.testing.assert_array_equal(loop.cache(), before)
         with pytest.raises(DeployError, match="do not fit"):
-            stepper.time_step(T, QUICK)
+            loop.time_step(T, QUICK)
 
 
 def test_padding_needs_room_too(device):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
-        stepper.feed(tokens(7))
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+        loop.feed(tokens(7))
         with pytest.raises(DeployError, match="do not fit"):
-            stepper.feed(tokens(2), np.ones(B, np.int32))
+            loop.feed(tokens(2), np.ones(B, np.int32))
 
 
 @pytest.mark.parametrize(
@@ -334,39 +334,39 @@ def test_padding_needs_room_too(device):
     ids=["batch", "type", "width", "none"],
 )
 def test_tokens_of_another_shape_or_type_are_refused(device, x):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
         with pytest.raises(DeployError):
-            stepper.feed(x)
-        assert stepper.lengths.tolist() == [0] * B
+            loop.feed(x)
+        assert loop.lengths.tolist() == [0] * B
 
 
 @pytest.mark.parametrize("counts", [[1, 1], [-1, 1, 1], [1, 3, 1]])
 def test_counts_that_are_not_those_of_the_tokens_are_refused(device, counts):
     with (
         opened(b"rows") as runner,
-        stepper_of(runner, b"rows") as stepper,
+        stepper_of(runner, b"rows") as loop,
         pytest.raises(DeployError, match="counts"),
     ):
-        stepper.feed(tokens(2), np.array(counts, np.int32))
+        loop.feed(tokens(2), np.array(counts, np.int32))
 
 
 def test_what_cannot_be_stepped_is_refused_and_frees_everything(device):
     with opened(b"plan") as runner, pytest.raises(DeployError, match="no cache"):
-        runner.stepper(B=2)
+        runner.decode_loop(B=2)
     with opened(b"growing") as runner, pytest.raises(DeployError, match="How long"):
-        runner.stepper(B=2)
+        runner.decode_loop(B=2)
     with opened(b"rows") as runner, pytest.raises(DeployError, match="another size"):
-        runner.stepper(B=2, T=9)
+        runner.decode_loop(B=2, T=9)
     with opened(b"rows") as runner:
         runner.inputs = {**runner.inputs, "positions": TensorInfo(dtype=np.dtype(np.int64), dims=(None,))}
         with pytest.raises(DeployError, match="other inputs") as caught:
-            runner.stepper(B=2)
+            runner.decode_loop(B=2)
         assert caught.value.got == "['positions']"
     with opened(b"rows") as runner:
         wide = TensorInfo(dtype=np.dtype(np.float32), dims=(None, HKV, None, D))
         runner.engine_outputs = {**runner.engine_outputs, "key_rows": wide}
         with pytest.raises(DeployError, match="different types"):
-            runner.stepper(B=2)
+            runner.decode_loop(B=2)
     assert device.is_empty()
 
 
@@ -374,8 +374,8 @@ def test_what_cannot_be_stepped_is_refused_and_frees_everything(device):
 def test_no_memory_is_lost_when_there_is_too_little(device, allocations):
     with opened(b"rows") as runner:
         device.allocations_left = allocations
-        with pytest.raises(DeployError, match="cudaMalloc"), stepper_of(runner, b"rows") as stepper:
-            fed(stepper, tokens(3), [1, 2])
+        with pytest.raises(DeployError, match="cudaMalloc"), stepper_of(runner, b"rows") as loop:
+            fed(loop, tokens(3), [1, 2])
         assert not device.memory
     assert device.is_empty()
 
@@ -387,11 +387,11 @@ def test_no_memory_is_lost_when_there_is_too_little(device, allocations):
 @pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
 def test_a_timed_step_is_the_whole_step_and_leaves_everything_as_it_was(device, plan, graph):
     x = tokens(6)
-    with opened(plan, cuda_graph=graph) as runner, stepper_of(runner, plan) as stepper:
-        fed(stepper, x[:, :5], [4, 1])
-        before, held = stepper.cache(), (len(device.memory), device.graphs)
+    with opened(plan, cuda_graph=graph) as runner, stepper_of(runner, plan) as loop:
+        fed(loop, x[:, :5], [4, 1])
+        before, held = loop.cache(), (len(device.memory), device.graphs)
         device.done.clear()
-        timing = stepper.time_step(3, QUICK)
+        timing = loop.time_step(3, QUICK)
         assert timing.graph is (graph and plan != b"growing")
         assert (timing.slots, len(timing.samples_us)) == (1, 100)
         seen = timing.results[0]["output"][:, 0]
@@ -400,18 +400,18 @@ def test_a_timed_step_is_the_whole_step_and_leaves_everything_as_it_was(device, 
             # The token that was fed last, behind the first three.
             np.testing.assert_array_equal(seen, running_sum(x)[:, 2] + x[:, 4])
         assert (len(device.memory), device.graphs) == held
-        assert stepper.lengths.tolist() == [5] * B
-        np.testing.assert_array_equal(stepper.cache(), before)
-        np.testing.assert_array_equal(stepper.feed(x[:, 5:]), running_sum(x)[:, 5:])
+        assert loop.lengths.tolist() == [5] * B
+        np.testing.assert_array_equal(loop.cache(), before)
+        np.testing.assert_array_equal(loop.feed(x[:, 5:]), running_sum(x)[:, 5:])
     assert device.is_empty()
 
 
 def test_the_copies_of_rows_are_in_the_timed_graph(device):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
-        stepper.feed(tokens(1))
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+        loop.feed(tokens(1))
         device.done.clear()
         device.row_copies.clear()
-        stepper.time_step(0, QUICK)
+        loop.time_step(0, QUICK)
         calls = device.done.index("launch")
         assert set(device.done[calls:]) == {"launch", "download", "rows"}
         assert device.done[calls:].count("rows") == 2, "only to put the rows back"
@@ -422,8 +422,8 @@ def test_the_copies_of_rows_are_in_the_timed_graph(device):
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
 def test_why_a_step_is_no_graph_is_told_where_it_should_be_one(device, plan, graph):
-    with opened(plan, cuda_graph=graph) as runner, stepper_of(runner, plan) as stepper:
-        why = stepper.time_step(3, QUICK).why_no_graph
+    with opened(plan, cuda_graph=graph) as runner, stepper_of(runner, plan) as loop:
+        why = loop.time_step(3, QUICK).why_no_graph
     if graph and plan == b"growing":
         assert "another shape at every step" in why
     else:
@@ -437,30 +437,30 @@ def test_a_timing_that_fails_leaves_everything_as_it_was(device, monkeypatch, pl
         raise CudaError("cudaEventRecord failed.", got="cudaErrorLaunchFailure")
 
     x = tokens(6)
-    with opened(plan) as runner, stepper_of(runner, plan) as stepper:
-        stepper.feed(x[:, :5])
-        before, held = stepper.cache(), (len(device.memory), device.graphs)
+    with opened(plan) as runner, stepper_of(runner, plan) as loop:
+        loop.feed(x[:, :5])
+        before, held = loop.cache(), (len(device.memory), device.graphs)
         with monkeypatch.context() as patch:
             patch.setattr(device, "fail_on", failure)
             if failure == "clock" or plan == b"growing":  # which is not captured
                 patch.setattr(cached_stepper, "measure_latency", broken)
             with pytest.raises(DeployError):
-                stepper.time_step(3, QUICK)
-        np.testing.assert_array_equal(stepper.cache(), before)
+                loop.time_step(3, QUICK)
+        np.testing.assert_array_equal(loop.cache(), before)
         assert (len(device.memory), device.graphs) == held
-        np.testing.assert_array_equal(stepper.feed(x[:, 5:]), running_sum(x)[:, 5:])
+        np.testing.assert_array_equal(loop.feed(x[:, 5:]), running_sum(x)[:, 5:])
     assert device.is_empty()
 
 
 def test_a_step_can_be_timed_before_anything_was_fed(device):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as stepper:
-        timing = stepper.time_step(T - 1, QUICK)
+    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+        timing = loop.time_step(T - 1, QUICK)
         assert not timing.results[0]["output"].any()
         cache, frame = 2 * B * HKV * T * ROW + B * 4, 2 * B * E * ITEM + 2 * B * HKV * ROW
         assert timing.memory_bytes == 200 + len(b"rows") + cache + frame
 
 
-# -- a run of the layer, without a stepper -------------------------------------------------------------------
+# -- a run of the layer, without a decode loop -----------------------------------------------------
 
 
 def static_feeds(lengths, S):
@@ -652,11 +652,11 @@ def test_the_lowering_to_primitives_can_be_stepped_through(device, bundles, whol
     )
     monkeypatch.setitem(ENGINES, b"primitives", engine)
     x = drawn(2, 12)
-    with opened(b"primitives", "8.6.1") as runner, runner.stepper(B=2) as stepper:
-        first = stepper.feed(x[:, :6], np.array([6, 3], np.int32))
-        steps = [stepper.feed(x[:, at : at + 1]) for at in range(6, 11)]
-        got = np.concatenate((first, *steps, stepper.feed(x[:, 11:])), axis=1)
-        keys, values = stepper.cache()
+    with opened(b"primitives", "8.6.1") as runner, runner.decode_loop(B=2) as loop:
+        first = loop.feed(x[:, :6], np.array([6, 3], np.int32))
+        steps = [loop.feed(x[:, at : at + 1]) for at in range(6, 11)]
+        got = np.concatenate((first, *steps, loop.feed(x[:, 11:])), axis=1)
+        keys, values = loop.cache()
     ragged = np.concatenate((x[1:, :3], x[1:, 6:]), axis=1)
     for b, own in ((0, x[:1]), (1, ragged)):
         output, wanted_keys, wanted_values = whole(own)
@@ -705,9 +705,9 @@ def test_the_golden_cases_of_a_cached_layer_pass_on_a_gpu(gpu_engine):
 def test_steps_add_up_to_the_whole_sequence_on_a_gpu(gpu_engine, whole, graph):
     x = drawn(3, 40)
     output, keys, values = whole(x)
-    with open_engine_runner(gpu_engine[1], cuda_graph=graph) as runner, runner.stepper(B=3, T=64) as stepper:
-        near(fed(stepper, x, [17, *[1] * 10, 3, *[1] * 10]), output)
-        for got, wanted in zip(stepper.cache(), (keys, values), strict=True):
+    with open_engine_runner(gpu_engine[1], cuda_graph=graph) as runner, runner.decode_loop(B=3, T=64) as loop:
+        near(fed(loop, x, [17, *[1] * 10, 3, *[1] * 10]), output)
+        for got, wanted in zip(loop.cache(), (keys, values), strict=True):
             near(got[:, :, :40], wanted)
             assert not got[:, :, 40:].any()
 
@@ -717,9 +717,9 @@ def test_ragged_rows_are_stepped_through_on_a_gpu(gpu_engine, whole):
     if gpu_engine[0].manifest.spec.cache == "growing":
         return  # whose rows have one length
     x = drawn(2, 12)
-    with open_engine_runner(gpu_engine[1]) as runner, runner.stepper(B=2) as stepper:
-        stepper.feed(x[:, :6], np.array([6, 3], np.int32))
-        got = np.concatenate([stepper.feed(x[:, at : at + 1]) for at in range(6, 12)], axis=1)
+    with open_engine_runner(gpu_engine[1]) as runner, runner.decode_loop(B=2) as loop:
+        loop.feed(x[:, :6], np.array([6, 3], np.int32))
+        got = np.concatenate([loop.feed(x[:, at : at + 1]) for at in range(6, 12)], axis=1)
     near(got[:1], whole(x[:1])[0][:, 6:])
     near(got[1:], whole(np.concatenate((x[1:, :3], x[1:, 6:]), axis=1))[0][:, 3:])
 
@@ -729,14 +729,14 @@ def test_ragged_rows_are_stepped_through_on_a_gpu(gpu_engine, whole):
 def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(gpu_engine, whole, graph):
     x = drawn(3, 10)
     is_static = gpu_engine[0].manifest.spec.cache == "static"
-    with open_engine_runner(gpu_engine[1], cuda_graph=graph) as runner, runner.stepper(B=3, T=64) as stepper:
-        fed(stepper, x[:, :9], [8, 1])
-        before = stepper.cache()
-        timing = stepper.time_step(8)
+    with open_engine_runner(gpu_engine[1], cuda_graph=graph) as runner, runner.decode_loop(B=3, T=64) as loop:
+        fed(loop, x[:, :9], [8, 1])
+        before = loop.cache()
+        timing = loop.time_step(8)
         assert timing.graph is (graph and is_static)
         assert timing.p50 > 0
         assert timing.memory_bytes > gpu_engine[1].manifest.engine_bytes
         if is_static:
             near(timing.results[0]["output"], whole(x[:, :9])[0][:, 8:])
-        np.testing.assert_array_equal(stepper.cache(), before)
-        near(stepper.feed(x[:, 9:]), whole(x)[0][:, 9:])
+        np.testing.assert_array_equal(loop.cache(), before)
+        near(loop.feed(x[:, 9:]), whole(x)[0][:, 9:])

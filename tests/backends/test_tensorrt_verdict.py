@@ -221,7 +221,7 @@ def test_tf32_products_for_an_fp16_graph_are_found():
 def test_fp16_products_are_really_fp16_and_their_sums_are_noted():
     verdict = precision_verdict(kernels_from_profile(BERT), "fp16")
     assert verdict.status == "really-fp16"
-    assert verdict.notes == (f"2 matrix products sum up in FP16, the first is {GEMM}",)
+    assert verdict.notes == (f"2 matmuls sum up in FP16, the first is {GEMM}",)
 
 
 def test_a_hash_is_not_a_type():
@@ -258,10 +258,10 @@ def test_factors_of_a_product_are_not_data_but_weights_are():
     half = EngineTensor(name="x", dtype="fp16", shape=(4, 4))
     factor = EngineTensor(name="c", dtype="fp32", shape=(1,))
     weight = EngineTensor(name="w", dtype="fp32", shape=(4, 4))
-    product = Kernel(name="g", layer_type="gemm", inputs=(half,), constants=(factor,), outputs=(half,))
-    assert precision_verdict([product], "fp16").ok
-    product = Kernel(name="g", layer_type="gemm", inputs=(half,), constants=(weight,), outputs=(half,))
-    assert precision_verdict([product], "fp16").status == "mixed"
+    matmul = Kernel(name="g", layer_type="gemm", inputs=(half,), constants=(factor,), outputs=(half,))
+    assert precision_verdict([matmul], "fp16").ok
+    matmul = Kernel(name="g", layer_type="gemm", inputs=(half,), constants=(weight,), outputs=(half,))
+    assert precision_verdict([matmul], "fp16").status == "mixed"
     scaling = Kernel(name="k", layer_type="kgen", inputs=(half, factor), outputs=(half,))
     assert len(precision_verdict([scaling], "fp16").islands) == 1
 
@@ -281,13 +281,13 @@ def test_what_is_hidden_or_not_told_is_unknown_unless_something_is_wrong_already
     assert precision_verdict([FUSED, hidden, wrong], "fp16").status == "mixed"
     carried = Kernel(name="weight", layer_type="Constant", outputs=(EngineTensor(name="t"),))
     assert precision_verdict([FUSED, carried], "fp16").status == "really-fp16"
-    product = Kernel(name="p", tactic="sm90_xmma_gemm_f16f16_f16f16_f16_tn_n", inputs=untold.inputs)
-    assert precision_verdict([FUSED, product], "fp16").status == "really-fp16"
+    matmul = Kernel(name="p", tactic="sm90_xmma_gemm_f16f16_f16f16_f16_tn_n", inputs=untold.inputs)
+    assert precision_verdict([FUSED, matmul], "fp16").status == "really-fp16"
     for name in ("cutlass_80_tensorop_f16_s16816gemm_f16_64x64", "cutlass_tensorop_h16816gemm_64x64"):
-        assert precision_verdict([FUSED, replace(product, tactic=name)], "fp16").status == "really-fp16"
+        assert precision_verdict([FUSED, replace(matmul, tactic=name)], "fp16").status == "really-fp16"
     for name in ("some_gemm", "cutlass_80_tensorop_s16816gemm_f16_64x64", "xmma_gemm_f16f16_f32f32_f32_tn_n"):
-        assert precision_verdict([FUSED, replace(product, tactic=name)], "fp16").status == "unknown"
-    wide = replace(product, tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n")
+        assert precision_verdict([FUSED, replace(matmul, tactic=name)], "fp16").status == "unknown"
+    wide = replace(matmul, tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n")
     assert precision_verdict([FUSED, wide], "fp16").status == "mixed"
     nameless = kernels_from_profile(["strange_gemm"])
     assert precision_verdict(nameless, "fp16").status == "unknown"
@@ -348,5 +348,5 @@ def test_a_plugin_is_judged_by_the_types_it_reads_and_writes():
     assert precision_verdict([carrier], "fp16").status == "really-fp16"
     wide = replace(carrier, outputs=(EngineTensor(name="y", dtype="fp32"),))
     assert precision_verdict([wide], "fp16").status == "mixed"
-    product = replace(wide, carries="product")
-    assert precision_verdict([product], "fp16").offenders[0].what == "y"
+    matmul = replace(wide, carries="matmul")
+    assert precision_verdict([matmul], "fp16").offenders[0].what == "y"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mha_deploy.baselines.torch import DecodeLayer, TorchModels, find_way, side_by_side
+from mha_deploy.baselines.torch import DecodeLayer, TorchModels, find_baseline, side_by_side
 from mha_deploy.errors import DeployError
 from mha_deploy.export.eager import run_module
 from mha_deploy.model.catalog import find_spec
@@ -130,7 +130,7 @@ def test_a_layer_without_a_cache_and_a_call_without_one_are_refused():
     assert caught.value.got == "no value_cache, lengths"
 
 
-# -- among the ways to run a bundle --------------------------------------------------------------
+# -- among the baselines to run a bundle --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -141,10 +141,10 @@ def test_the_models_of_a_bundle_bring_it(bundles, name, precision):
 
     bundle = bundles(name, precision)
     models = TorchModels(bundle, device="cpu")
-    assert isinstance(models.in_service(find_way("sdpa")), DecodeLayer)
+    assert isinstance(models.in_service(find_baseline("sdpa")), DecodeLayer)
     names = [tensor.name for tensor in models.spec.outputs]
     for case in golden_cases(bundle):
-        outputs = run_module(models.in_service(find_way("sdpa")), models.arguments(case.inputs))
+        outputs = run_module(models.in_service(find_baseline("sdpa")), models.arguments(case.inputs))
         got = {key: to_numpy(tensor) for key, tensor in zip(names, outputs, strict=True)}
         verdicts = judge_case(case, got, bundle.manifest.precision)
         assert [verdict.problem for verdict in verdicts] == [None] * len(names), case.name
@@ -152,7 +152,7 @@ def test_the_models_of_a_bundle_bring_it(bundles, name, precision):
 
 def test_a_layer_without_a_cache_is_run_as_it_is(bundles):
     models = TorchModels(bundles("tiny-gqa"), device="cpu")
-    assert models.in_service(find_way("eager")) is models.module("plain")
+    assert models.in_service(find_baseline("eager")) is models.module("plain")
 
 
 def test_tokens_that_do_not_fit_are_refused_before_they_are_on_the_device(bundles):

@@ -1,4 +1,4 @@
-"""The PyTorch layer of a bundle: its own weights, and the ways to run it."""
+"""The PyTorch layer of a bundle: its own weights, and the baselines to run it."""
 
 import numpy as np
 import onnx_ir as ir
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha_deploy.baselines.fresh import module_from_bundle
-from mha_deploy.baselines.torch import WAYS, TorchModels, find_way
+from mha_deploy.baselines.torch import BASELINES, TorchModels, find_baseline
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.model.precision import PRECISIONS
@@ -55,7 +55,7 @@ def test_arrays_come_through_pytorch_unchanged(dtype):
     np.testing.assert_array_equal(back, array)
 
 
-# -- the ways to run it --------------------------------------------------------------------------
+# -- the baselines to run it --------------------------------------------------------------------------
 
 
 def test_the_paths_of_one_layer_share_its_weights(bundles):
@@ -70,7 +70,7 @@ def test_the_paths_of_one_layer_share_its_weights(bundles):
 
 def test_packed_projections_give_the_same_with_one_product(bundles):
     models = TorchModels(bundles("tiny-gqa"), device="cpu")
-    packed = models.in_service(find_way("sdpa-cudnn-packed"))
+    packed = models.in_service(find_baseline("sdpa-cudnn-packed"))
     assert "qkv.weight" in dict(packed.named_parameters())
     x = torch.randn(2, 5, models.spec.E, generator=torch.Generator().manual_seed(0)).half()
     with torch.inference_mode():
@@ -80,22 +80,28 @@ def test_packed_projections_give_the_same_with_one_product(bundles):
 @pytest.mark.parametrize("name", ["tiny-packed", "tiny-cross"])
 def test_where_there_is_nothing_to_pack_the_packed_way_is_refused(bundles, name):
     with pytest.raises(DeployError, match="no three projections"):
-        TorchModels(bundles(name), device="cpu").in_service(find_way("sdpa-cudnn-packed"))
+        TorchModels(bundles(name), device="cpu").in_service(find_baseline("sdpa-cudnn-packed"))
 
 
 def test_an_unknown_way_is_refused_with_the_nearest():
-    with pytest.raises(DeployError, match="such a way") as caught:
-        find_way("sdpa-cudn")
+    with pytest.raises(DeployError, match="such a baseline") as caught:
+        find_baseline("sdpa-cudn")
     assert caught.value.hint == "did you mean 'sdpa-cudnn'?"
 
 
 def test_every_way_names_a_path_and_only_the_ways_from_python_have_no_graph():
-    assert {way: find_way(way).path for way in WAYS if find_way(way).path != "sdpa"} == {
+    assert {
+        baseline: find_baseline(baseline).path
+        for baseline in BASELINES
+        if find_baseline(baseline).path != "sdpa"
+    } == {
         "eager": "plain",
         "eager+graph": "plain",
     }
-    assert [way for way in WAYS if not find_way(way).graph] == ["eager", "sdpa"]
+    assert [baseline for baseline in BASELINES if not find_baseline(baseline).graph] == ["eager", "sdpa"]
     kernels = [
-        (find_way(way).kernel, find_way(way).packed) for way in WAYS if find_way(way).kernel is not None
+        (find_baseline(baseline).kernel, find_baseline(baseline).packed)
+        for baseline in BASELINES
+        if find_baseline(baseline).kernel is not None
     ]
     assert len(set(kernels)) == len(kernels) == 5

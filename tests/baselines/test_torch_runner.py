@@ -1,15 +1,15 @@
-"""PyTorch as a runtime: each way gives right answers, or says why it cannot."""
+"""PyTorch as a runtime: each baseline gives right answers, or says why it cannot."""
 
 import numpy as np
 import pytest
 import torch
 
 from mha_deploy.baselines.torch import (
-    WAYS,
+    BASELINES,
     TorchModels,
     TorchRunner,
     explain_refusal,
-    find_way,
+    find_baseline,
     open_torch_runner,
 )
 from mha_deploy.bundle.cases import golden_cases
@@ -28,23 +28,23 @@ def case_of(bundle, name):
     return next(case for case in golden_cases(bundle) if case.name == name)
 
 
-def open_or_skip(way, source):
+def open_or_skip(baseline, source):
     try:
-        return open_torch_runner(way, source)
+        return open_torch_runner(baseline, source)
     except BackendUnavailable as error:
         pytest.skip(str(error))
 
 
-def unless_refused(way, act):
+def unless_refused(baseline, act):
     """Let a kernel refuse the layer, if it gives a reason, and let a compiler be missing."""
     try:
         return act()
     except BackendUnavailable as error:
-        if way != "compile":
+        if baseline != "compile":
             raise
         reason = str(error)
     except DeployError as error:
-        if way not in MAY_REFUSE or "has no kernel for these inputs" not in error.what:
+        if baseline not in MAY_REFUSE or "has no kernel for these inputs" not in error.what:
             raise
         reason = error.got
     assert reason
@@ -55,13 +55,13 @@ def unless_refused(way, act):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("way", WAYS)
-def test_without_a_gpu_every_way_is_unavailable(bundles, way):
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_without_a_gpu_every_way_is_unavailable(bundles, baseline):
     with pytest.raises(BackendUnavailable, match="PyTorch sees no CUDA GPU") as caught:
-        open_torch_runner(way, bundles("tiny-gqa"))
+        open_torch_runner(baseline, bundles("tiny-gqa"))
     assert caught.value.exit_code == 3
     with pytest.raises(BackendUnavailable, match="PyTorch sees no CUDA GPU"):
-        open_torch_runner(way, TorchModels(bundles("tiny-gqa"), device="cpu"))
+        open_torch_runner(baseline, TorchModels(bundles("tiny-gqa"), device="cpu"))
 
 
 def test_a_kernel_that_refuses_says_why():
@@ -123,25 +123,25 @@ def test_a_cache_that_is_written_in_place_is_counted_once(bundles):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ["sdpa", "sdpa-math", "compile"])  # the others are judged in tests/gpu
+@pytest.mark.parametrize("baseline", ["sdpa", "sdpa-math", "compile"])  # the others are judged in tests/gpu
 @pytest.mark.parametrize("name", [*LAYERS, "tiny-rope", *CACHED])
-def test_every_way_is_right_or_says_why_not(bundles, name, way):
+def test_every_way_is_right_or_says_why_not(bundles, name, baseline):
     bundle = bundles(name)
-    with open_or_skip(way, bundle) as runner:
+    with open_or_skip(baseline, bundle) as runner:
         assert runner.name.startswith("torch ")
-        assert runner.name.endswith(f" {way}")
+        assert runner.name.endswith(f" {baseline}")
         for case in golden_cases(bundle):
-            got = unless_refused(way, lambda case=case: runner.run(case.inputs))
+            got = unless_refused(baseline, lambda case=case: runner.run(case.inputs))
             verdicts = judge_case(case, got, bundle.manifest.precision)
             assert [verdict.problem for verdict in verdicts] == [None] * len(got)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("way", ["sdpa", "sdpa-math"])  # the others are judged in tests/gpu
-def test_other_precisions(bundles, way, precision):
+@pytest.mark.parametrize("baseline", ["sdpa", "sdpa-math"])  # the others are judged in tests/gpu
+def test_other_precisions(bundles, baseline, precision):
     bundle = bundles("tiny-gqa", precision)
-    with open_torch_runner(way, bundle) as runner:
+    with open_torch_runner(baseline, bundle) as runner:
         for case in golden_cases(bundle):
             got = runner.run(case.inputs)
             verdicts = judge_case(case, got, bundle.manifest.precision)
@@ -149,7 +149,7 @@ def test_other_precisions(bundles, way, precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize(
     ("name", "at"),
     [
@@ -160,13 +160,13 @@ def test_other_precisions(bundles, way, precision):
         ("tiny-static", "decode"),
     ],
 )
-def test_a_timed_call_gives_the_result_of_run(bundles, name, at, way):
+def test_a_timed_call_gives_the_result_of_run(bundles, name, at, baseline):
     bundle = bundles(name)
     case = case_of(bundle, at)
-    with open_or_skip(way, bundle) as runner:
-        wanted = unless_refused(way, lambda: runner.run(case.inputs))
+    with open_or_skip(baseline, bundle) as runner:
+        wanted = unless_refused(baseline, lambda: runner.run(case.inputs))
         timing = runner.time(case.inputs, QUICK)
-    assert timing.graph == find_way(way).graph
+    assert timing.graph == find_baseline(baseline).graph
     assert timing.p50 > 0
     assert timing.memory_bytes > 0
     for results in timing.results:
@@ -181,8 +181,8 @@ def test_ways_share_the_weights_on_the_gpu(bundles):
     models = TorchModels(bundles("tiny-mha"))
     addresses = {next(models.module(path).parameters()).data_ptr() for path in ("plain", "sdpa")}
     assert len(addresses) == 1
-    for way in ("eager", "sdpa"):
-        with open_torch_runner(way, models) as runner:
+    for baseline in ("eager", "sdpa"):
+        with open_torch_runner(baseline, models) as runner:
             assert runner.run(case_of(bundles("tiny-mha"), "min").inputs)["output"].dtype == np.float16
 
 

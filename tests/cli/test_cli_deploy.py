@@ -1,4 +1,4 @@
-"""`deploy` goes the whole way, and `check` and `build-engine` are its last steps on their own."""
+"""`deploy` goes the whole candidate, and `check` and `build-engine` are its last steps on their own."""
 
 import importlib.util
 import json

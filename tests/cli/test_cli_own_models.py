@@ -188,7 +188,7 @@ def test_check_says_whom_a_finding_is_about(deployed):
 def ranges(*nodes, precision="fp16"):
     """A report in which each node has a headroom and findings."""
     figures = Figures(
-        tensors={"Q": 1.0}, scale=1.0, product=None, all_scores=None, score=None, logit=None,
+        tensors={"Q": 1.0}, scale=1.0, matmul=None, all_scores=None, score=None, logit=None,
         exponent=None, sums=(), sentinel=None, closed_rows=0, not_finite=(),
     )  # fmt: skip
     made = tuple(

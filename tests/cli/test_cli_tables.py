@@ -216,7 +216,7 @@ def test_doctor_tells_how_to_install_what_is_missing(run_cli, monkeypatch):
     from mha_deploy import environment as doctor
 
     absent = doctor.Runtime(
-        name="Absent", module="surely_absent", packages=(), gives="export", install='pip install "x[y]"'
+        name="Unavailable", module="surely_absent", packages=(), gives="export", install='pip install "x[y]"'
     )
     monkeypatch.setattr(doctor.examine, "__defaults__", ((absent,),))
     done = run_cli("doctor")

@@ -111,7 +111,7 @@ def test_a_wrong_model_fails_in_the_report_for_machines(run_cli, folder):
     report = json.loads(done.out)
     assert (done.code, report["verdict"]["passed"]) == (1, False)
     assert [finding["level"] for finding in report["verdict"]["findings"]] == ["failure", "note"]
-    assert report["blame"]["at_fault"] == "graph"
+    assert report["fault"]["at_fault"] == "graph"
     failed = [row for row in report["parity"][0]["verdicts"] if not row["passed"]]
     assert {row["case"] for row in failed} >= {"opt", "odd", "large"}, "one key leaves nothing to scale"
     for row in failed:

@@ -1,4 +1,4 @@
-"""Of several ways to write an engine the faster right one is kept, and what each cost is written down."""
+"""Of several candidates for an engine the faster right one is kept, and what each cost is recorded."""
 
 import json
 from dataclasses import replace
@@ -11,24 +11,24 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import choose
 from mha_deploy.engine.choose import Trial, chosen, fastest_engine, record
-from mha_deploy.engine.lowered import Way, ways
-from mha_deploy.engine.manifest import Engine, EngineManifest, attention_told, engine_path, write_engine
+from mha_deploy.engine.lowered import Candidate, open_candidates
+from mha_deploy.engine.manifest import Engine, EngineManifest, attention_summary, engine_path, write_engine
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.plugins import PluginError
 from mha_deploy.errors import BackendUnavailable, DeployError
 
-NATIVE = Way(attention="native")
-NARROW = Way(attention="plugin")
-WIDE = Way(attention="plugin", accumulate="fp32")
+NATIVE = Candidate(attention="native")
+NARROW = Candidate(attention="plugin")
+WIDE = Candidate(attention="plugin", accumulate="fp32")
 ALL = [NATIVE, WIDE, NARROW]
 AUTO = EngineOptions(attention="auto")
 
 
-def trial(way, *times, refused=""):
-    return Trial(way=way, refused=refused, times={str(n): time for n, time in enumerate(times)})
+def trial(candidate, *times, refused=""):
+    return Trial(candidate=candidate, refused=refused, times={str(n): time for n, time in enumerate(times)})
 
 
-# -- which ways are open -----------------------------------------------------------------------------
+# -- which candidates are open -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ def trial(way, *times, refused=""):
 def test_the_options_leave_these_ways_open(attention, accumulate, precision, expected):
     rt = SimpleNamespace(can=SimpleNamespace(plugins=True, bf16_type=True), title="TensorRT 10")
     options = EngineOptions(attention=attention, accumulate=accumulate)
-    found = ways(rt, options, precision)
+    found = open_candidates(rt, options, precision)
     assert found == expected
-    for way in found:
-        assert ways(rt, way.applied_to(options), precision) == [way]
+    for candidate in found:
+        assert open_candidates(rt, candidate.applied_to(options), precision) == [candidate]
 
 
 @pytest.mark.parametrize(("mib", "fits"), [(None, True), (31, False), (32, True)])
@@ -60,10 +60,10 @@ def test_the_plugins_projections_need_room(mib, fits):
     rt = SimpleNamespace(can=SimpleNamespace(plugins=True, bf16_type=True), title="TensorRT 10")
     options = EngineOptions(attention="plugin", accumulate="fp32", workspace_mib=mib)
     if fits:
-        assert ways(rt, options, "fp16") == [WIDE]
+        assert open_candidates(rt, options, "fp16") == [WIDE]
         return
     with pytest.raises(DeployError, match="32 MiB") as caught:
-        ways(rt, options, "fp16")
+        open_candidates(rt, options, "fp16")
     assert "--workspace-mib 31" in caught.value.got
 
 
@@ -81,22 +81,22 @@ def test_the_plugins_projections_need_room(mib, fits):
 )
 def test_the_faster_is_kept_and_fp32_may_cost_five_percent(native, wide, narrow, expected):
     trials = [trial(NATIVE, native), trial(WIDE, wide), trial(NARROW, narrow)]
-    assert chosen(trials).way == expected
+    assert chosen(trials).candidate == expected
 
 
 def test_every_case_counts_alike_however_long_it_is():
     # Ten times faster in the short case, a third slower in the long one.
-    assert chosen([trial(NATIVE, 10.0, 1000.0), trial(NARROW, 1.0, 1333.0)]).way == NARROW
+    assert chosen([trial(NATIVE, 10.0, 1000.0), trial(NARROW, 1.0, 1333.0)]).candidate == NARROW
 
 
 def test_who_answers_wrongly_is_out_however_fast():
     kept = chosen([trial(NATIVE, 100.0), trial(NARROW, 1.0, refused="wrong answer in opt")])
-    assert kept.way == NATIVE
+    assert kept.candidate == NATIVE
 
 
 def test_where_nobody_is_right_all_reasons_are_told():
     trials = [trial(NATIVE, refused="not fused"), trial(NARROW, refused="wrong answer")]
-    with pytest.raises(DeployError, match="No way") as caught:
+    with pytest.raises(DeployError, match="No candidate") as caught:
         chosen(trials)
     assert caught.value.got == "native: not fused; plugin: wrong answer"
 
@@ -113,26 +113,26 @@ def test_the_record_says_who_and_by_how_much():
     assert [each["us"] for each in told["tried"]] == [100.0, 40.0, 39.0]
     assert json.loads(json.dumps(told)) == told
     manifest = SimpleNamespace(attention=told)
-    assert "the plugin is 2.50 times as fast" in attention_told(manifest)
+    assert "the plugin is 2.50 times as fast" in attention_summary(manifest)
 
 
 def test_the_record_of_a_choice_between_sums_has_no_ratio():
     trials = [trial(WIDE, 40.0), trial(NARROW, 30.0)]
     told = record(trials, trials[1], EngineOptions(attention="plugin"))
     assert (told["native_us"], told["plugin_us"], told["ratio"]) == (None, 30.0, None)
-    words = attention_told(SimpleNamespace(attention=told))
+    words = attention_summary(SimpleNamespace(attention=told))
     assert words.startswith("plugin, TensorRT's own projections; plugin with projections that sum up in FP32")
 
 
 def test_native_that_is_faster_is_said_so():
     trials = [trial(NATIVE, 30.0), trial(NARROW, 60.0)]
-    words = attention_told(SimpleNamespace(attention=record(trials, trials[0], AUTO)))
+    words = attention_summary(SimpleNamespace(attention=record(trials, trials[0], AUTO)))
     assert "native is 2.00 times as fast" in words
 
 
 def test_why_a_way_was_not_taken_is_said():
     trials = [trial(NATIVE, 30.0), trial(NARROW, refused="No such head size.")]
-    words = attention_told(SimpleNamespace(attention=record(trials, trials[0], AUTO)))
+    words = attention_summary(SimpleNamespace(attention=record(trials, trials[0], AUTO)))
     assert "plugin with TensorRT's own projections was not taken: No such head size." in words
 
 
@@ -140,7 +140,7 @@ def test_why_a_way_was_not_taken_is_said():
 
 
 class Runner:
-    """Gives the golden results, or others, in the time of its way."""
+    """Gives the golden results, or others, in the time of its candidate."""
 
     def __init__(self, bundle, microseconds, *, wrong=False, narrow=False):
         self.cases = list(golden_cases(bundle))
@@ -180,7 +180,9 @@ def workbench(bundles, tmp_path, monkeypatch):
     def choose_from(given, options=AUTO, build=build):
         runners.update({name: Runner(bundle, **facts) for name, facts in given.items()})
         path = engine_path(bundle.path, "mine")
-        engine = fastest_engine(bundle, options, path, [way for way in ALL if way.name in given], build)
+        engine = fastest_engine(
+            bundle, options, path, [candidate for candidate in ALL if candidate.name in given], build
+        )
         return engine, runners
 
     return SimpleNamespace(choose=choose_from, bundle=bundle, build=build)

@@ -44,12 +44,19 @@ def others(bundles, tmp_path_factory):
     }
 
 
-@pytest.fixture
-def engine(bundles, tmp_path):
-    """An engine in a bundle of its own."""
-    copy = tmp_path / "bundle"
+@pytest.fixture(scope="module")
+def built(bundles, tmp_path_factory):
+    """An engine, as it was built."""
+    copy = tmp_path_factory.mktemp("built") / "bundle"
     shutil.copytree(bundles("tiny-mha").path, copy, ignore=shutil.ignore_patterns("engines"))
     return build(open_bundle(copy))
+
+
+@pytest.fixture
+def engine(built, tmp_path):
+    """An engine in a bundle of its own, to be altered."""
+    copy = shutil.copytree(built.parents[1], tmp_path / "bundle")
+    return Path(copy) / built.relative_to(built.parents[1])
 
 
 def edit(engine, change):

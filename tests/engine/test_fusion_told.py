@@ -2,7 +2,7 @@
 
 import pytest
 
-from mha_deploy.engine.manifest import fusion_told
+from mha_deploy.engine.manifest import fusion_summary
 
 
 def nodes(*pairs):
@@ -20,4 +20,4 @@ def nodes(*pairs):
     ],
 )
 def test_unknown_is_counted_by_itself(fused, given, told):
-    assert fusion_told(fused, 2, given) == told
+    assert fusion_summary(fused, 2, given) == told

@@ -73,7 +73,7 @@ def test_a_product_that_the_graph_keeps_in_fp32_is_no_fallback() -> None:
     verdict = precision_verdict(kernels, "fp16", types)
     assert verdict.ok
     assert {found.kernel for found in verdict.written} == {"angles"}
-    assert "1 products have fp32 from the graph, the first is angles" in verdict.notes
+    assert "1 matmuls have fp32 from the graph, the first is angles" in verdict.notes
 
 
 def test_a_product_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() -> None:
@@ -85,7 +85,7 @@ def test_a_product_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() 
 
 
 def test_arithmetic_is_judged_by_the_products_alone() -> None:
-    """A cast beside a product explains a wide tensor, and never a wide multiplication."""
+    """A cast beside a matmul explains a wide tensor, and never a wide multiplication."""
     wide = product("mm", "fp32", nodes=("mm", "cast"), reads="fp16")
     types = {"mm": written("fp16"), "cast": written("fp16", "fp32", is_product=False)}
     assert precision_verdict([product("other"), wide], "fp16", types).ok
@@ -127,12 +127,12 @@ def test_an_engine_with_a_layer_kept_in_fp32_is_as_asked(mixed_graph) -> None:
 
 
 def test_a_product_between_casts_is_narrowed_and_said(sandwich) -> None:
-    """If this fails, TensorRT has learnt to keep such products, and weights beyond FP16 are safe there."""
+    """If this fails, TensorRT has learnt to keep such matmuls, and weights beyond FP16 are safe there."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     built = build_engine(BuildRequest(onnx=ir.to_proto(sandwich).SerializeToString(), targets="89"))
     verdict = engine_verdict(built.kernels, [], "fp16", written=written_types(sandwich)).precision
     assert {"wide"} <= {name for found in verdict.narrowed for name in found.onnx_nodes}
-    assert any("products of FP32 in the graph multiply fp16" in note for note in verdict.notes)
+    assert any("matmuls of FP32 in the graph multiply fp16" in note for note in verdict.notes)
 
 
 def test_a_product_that_stays_wide_is_not_narrowed() -> None:
@@ -146,7 +146,7 @@ def test_a_product_that_stays_wide_is_not_narrowed() -> None:
 
 @pytest.fixture(scope="module")
 def sandwich():
-    """A product in FP32 between two Casts, with weights that FP16 cannot hold."""
+    """A matmul in FP32 between two Casts, with weights that FP16 cannot hold."""
     nodes = [
         helper.make_node("Cast", ["x"], ["x32"], name="up", to=TensorProto.FLOAT),
         helper.make_node("MatMul", ["x32", "w"], ["y32"], name="wide"),
@@ -161,7 +161,7 @@ def sandwich():
 
 @pytest.fixture(scope="module")
 def mixed_graph():
-    """Attention in FP16, and behind it a product that is kept in FP32."""
+    """Attention in FP16, and behind it a matmul that is kept in FP32."""
     rng = np.random.default_rng(1)
     weights = {
         "w0": rng.standard_normal((64, 192)).astype(np.float16),

@@ -1,4 +1,4 @@
-"""Half-precision products on a CPU: half operands, float32 sums, one rounding."""
+"""Half-precision matmuls on a CPU: half operands, float32 sums, one rounding."""
 
 import pytest
 import torch
@@ -47,26 +47,26 @@ PRODUCTS = {
 
 
 @HALVES
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_every_product_is_rounded_once(product, half):
+@pytest.mark.parametrize("matmul", PRODUCTS)
+def test_every_product_is_rounded_once(matmul, half):
     a, b = draw(8, 512, dtype=half), draw(8, 512, dtype=half, seed=1)
     with Float32Accumulation():
-        got = PRODUCTS[product](a, b)
+        got = PRODUCTS[matmul](a, b)
     assert got.dtype == half
-    assert torch.equal(got, PRODUCTS[product](a.float(), b.float()).to(half))
-    exact = PRODUCTS[product](a.double(), b.double())
+    assert torch.equal(got, PRODUCTS[matmul](a.float(), b.float()).to(half))
+    exact = PRODUCTS[matmul](a.double(), b.double())
     one_rounding = roundoff(half) * exact.abs()
     of_float32 = 1e-5 * exact.abs().max()
     assert ((got.double() - exact).abs() <= one_rounding + of_float32).all()
 
 
 @HALVES
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_the_result_is_that_of_native_half_arithmetic_to_a_couple_of_roundoffs(product, half):
+@pytest.mark.parametrize("matmul", PRODUCTS)
+def test_the_result_is_that_of_native_half_arithmetic_to_a_couple_of_roundoffs(matmul, half):
     a, b = draw(8, 64, dtype=half), draw(8, 64, dtype=half, seed=1)
-    native = PRODUCTS[product](a, b)
+    native = PRODUCTS[matmul](a, b)
     with Float32Accumulation():
-        got = PRODUCTS[product](a, b)
+        got = PRODUCTS[matmul](a, b)
     assert got.dtype == native.dtype
     assert deviation(got, native) <= 2 * roundoff(half)
 

@@ -60,7 +60,14 @@ def test_what_cannot_be_exported(tmp_path, factory, said):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("factory", ["filled", "filled_by_keyword", "added_full", "added"])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "filled",
+        "added",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("filled_by_keyword", "added_full")),
+    ],
+)
 def test_a_number_that_fp16_does_not_have_is_named(tmp_path, factory):
     with pytest.raises(ExportError) as caught:
         bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle")
@@ -74,7 +81,7 @@ def test_a_branch_for_fp16_is_told_apart(tmp_path):
         bundle_from_factory(f"{FILE}:guarded", tmp_path / "bundle")
 
 
-@pytest.mark.parametrize("factory", ["filled", "added", "guarded"])
+@pytest.mark.parametrize("factory", ["filled", pytest.param("added", marks=pytest.mark.slow), "guarded"])
 def test_the_advice_for_fp16_helps(tmp_path, factory):
     options = ExportOptions(precision="auto", golden=("opt",))
     bundle = bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", options)

@@ -17,9 +17,9 @@ from mha_deploy.model.catalog import catalog_names
 from mha_deploy.model.precision import find_precision
 from mha_deploy.validate.conformance import conformance_table, mask_columns
 from mha_deploy.validate.decode import traces_of
-from mha_deploy.validate.evaluate import Exam, examine
+from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.runtimes import Casting
+from mha_deploy.validate.runtimes import RuntimeFinder
 
 pytestmark = pytest.mark.gpu
 
@@ -48,31 +48,31 @@ KNOWN_WRONG = {("ort-cuda", "tiny-softcap", "fp32")}
 @pytest.fixture(scope="module")
 def castings(prepared):
     """Who takes part, once a bundle: the weights go to the GPU once."""
-    return functools.cache(lambda name, precision: Casting(prepared.bundle(name, precision)))
+    return functools.cache(lambda name, precision: RuntimeFinder(prepared.bundle(name, precision)))
 
 
-def examined(casting, backend, *, invariance=False):
+def evaluated(finder, backend, *, invariance=False):
     """Run every golden case through one runtime."""
-    manifest = casting.bundle.manifest
-    exam = Exam(
+    manifest = finder.bundle.manifest
+    plan = EvaluationPlan(
         spec=manifest.spec,
         precision=manifest.precision,
-        cases={"golden": list(golden_cases(casting.bundle))},
+        cases={"golden": list(golden_cases(finder.bundle))},
         invariance=invariance,
-        traces=traces_of(casting.bundle, ValidateOptions()) if backend in STEPPED else (),
+        traces=traces_of(finder.bundle, ValidateOptions()) if backend in STEPPED else (),
     )
-    return examine(casting.named(backend), exam)
+    return evaluate(finder.named(backend), plan)
 
 
-def examined_or_skipped(casting, backend):
+def examined_or_skipped(finder, backend):
     try:
-        return examined(casting, backend)
+        return evaluated(finder, backend)
     except BackendUnavailable as error:
         pytest.skip(f"{backend} is not here: {error.in_one_line}")
     except DeployError as error:
-        if backend in NEVER_REFUSES and (backend, casting.bundle.manifest.spec.name) not in REFUSALS:
+        if backend in NEVER_REFUSES and (backend, finder.bundle.manifest.spec.name) not in REFUSALS:
             raise
-        if must_have_a_reason(casting.bundle.manifest, backend) and not is_reasoned(error):
+        if must_have_a_reason(finder.bundle.manifest, backend) and not is_reasoned(error):
             raise
         pytest.skip(f"{backend} does not take it: {error.in_one_line}")
 
@@ -85,11 +85,11 @@ def is_reasoned(error):
     return "has no kernel for these inputs" in error.what and bool(error.got)
 
 
-def assert_right(examination):
-    (report,) = examination.parity
+def assert_right(evaluation):
+    (report,) = evaluation.parity
     assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
-    assert not [check for check in examination.invariance if not check.passed]
-    for stepping in examination.stepping:
+    assert not [check for check in evaluation.invariance if not check.passed]
+    for stepping in evaluation.stepping:
         assert stepping.passed, stepping.failures[:3]
 
 
@@ -99,9 +99,9 @@ def assert_right(examination):
 def test_a_layer_is_right(request, castings, name, precision, backend):
     if (backend, name, precision) in KNOWN_WRONG:
         request.applymarker(pytest.mark.xfail(reason="a known mistake of the runtime", strict=True))
-    examination = examined_or_skipped(castings(name, precision), backend)
-    assert backend in examination.backend.split(), "the runner says who it is"
-    assert_right(examination)
+    evaluation = examined_or_skipped(castings(name, precision), backend)
+    assert backend in evaluation.backend.split(), "the runner says who it is"
+    assert_right(evaluation)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is None, reason="TensorRT is not installed")
@@ -112,7 +112,7 @@ def test_an_engine_is_right(prepared, name, precision):
     bundle, refusal = prepared.engine(name, precision)
     if refusal is not None:
         pytest.skip(f"TensorRT does not take it: {refusal}")
-    assert_right(examined(Casting(bundle), "tensorrt", invariance=True))
+    assert_right(evaluated(RuntimeFinder(bundle), "tensorrt", invariance=True))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])

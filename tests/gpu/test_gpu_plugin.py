@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 
 import pytest
-from test_gpu_parity import TINY, assert_right, examined
+from test_gpu_parity import TINY, assert_right, evaluated
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
@@ -15,7 +15,7 @@ from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.plugins import PluginError, library_for
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime.tensorrt.versions import load
-from mha_deploy.validate.runtimes import Casting
+from mha_deploy.validate.runtimes import RuntimeFinder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ def test_the_plugin_is_right(prepared, name, accumulate, tmp_path):
         return
     bundle, engine = built(prepared, name, "fp16", tmp_path, accumulate=accumulate)
     assert engine.manifest.all_fused, engine.manifest.verdict
-    assert_right(examined(Casting(bundle), "plugin", invariance=True))
+    assert_right(evaluated(RuntimeFinder(bundle), "plugin", invariance=True))
 
 
 def test_precisions_that_this_tensorrt_has_no_plugins_for_are_refused(prepared, tmp_path):
@@ -65,11 +65,11 @@ def test_precisions_that_this_tensorrt_has_no_plugins_for_are_refused(prepared, 
 
 
 def test_fp32_sums_are_nearer_to_the_truth(prepared, tmp_path):
-    """Else the projections of the plugin would be for nothing. A wide layer: 768 products to a sum."""
+    """Else the projections of the plugin would be for nothing. A wide layer: 768 matmuls to a sum."""
     errors = {}
     for accumulate in ("fp16", "fp32"):
         bundle, _ = built(prepared, "bert-base", "fp16", tmp_path / accumulate, accumulate=accumulate)
-        (report,) = examined(Casting(bundle), "plugin").parity
+        (report,) = evaluated(RuntimeFinder(bundle), "plugin").parity
         assert report.passed
         errors[accumulate] = max(verdict.share for verdict in report.verdicts)
     assert errors["fp32"] < errors["fp16"]

@@ -1,4 +1,4 @@
-"""The commands on a GPU: an engine is run, judged, timed beside PyTorch, and blamed where it is wrong."""
+"""The commands on a GPU: an engine is run, judged, timed beside PyTorch, and attributed where it is wrong."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import engine_path, manifest_path
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.graph.mutate import sabotaged
+from mha_deploy.graph.mutate import mutated
 from mha_deploy.report.schema import check_bench, check_report
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
@@ -41,7 +41,7 @@ def report(deployed):
 
 def test_the_engine_is_right_on_golden_swept_and_random_cases(report):
     assert report.passed, report.findings
-    engine = next(each for each in report.examinations if each.participant.engine is not None)
+    engine = next(each for each in report.evaluations if each.runtime.engine is not None)
     assert [parity.cases for parity in engine.parity] == ["golden", "sweep", "fresh"]
     assert {verdict.case for verdict in engine.parity[1].verdicts} >= {
         "sweep-profile-0-max",
@@ -82,7 +82,7 @@ def test_bench_times_the_sizes_that_were_asked_for(deployed, run_cli, tmp_path):
 def test_an_engine_of_another_graph_is_caught_has_no_latency_and_the_graph_is_not_blamed(deployed, tmp_path):
     """A wrong engine passed off as the bundle's own: the scale is off by half a per cent."""
     folder = copy_of(deployed, tmp_path / "right")
-    wrong = sabotaged(load_graph(deployed.model_path), "scale off by 0.5 %")
+    wrong = mutated(load_graph(deployed.model_path), "scale off by 0.5 %")
     other = copy_of(deployed, tmp_path / "wrong")
     save_graph(wrong, other / "model.onnx")
     engine = engine_from_bundle(open_bundle(other, verify=False), EngineOptions(backend="tensorrt"))
@@ -96,5 +96,5 @@ def test_an_engine_of_another_graph_is_caught_has_no_latency_and_the_graph_is_no
     (row,) = [row for row in report.points[0].rows if row.name == "tensorrt"]
     assert row.timing is None
     assert row.refused.startswith("wrong answer")
-    assert report.blame.at_fault == "fusion", report.blame
-    assert [trial.passed for trial in report.blame.trials] == [True, True]
+    assert report.fault.at_fault == "fusion", report.fault
+    assert [trial.passed for trial in report.fault.trials] == [True, True]

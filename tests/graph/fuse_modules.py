@@ -244,7 +244,7 @@ class Packed(nn.Module):
 
 
 class Batched(nn.Module):
-    """fairseq: the heads are part of the batch, the products are bmm."""
+    """fairseq: the heads are part of the batch, the matmuls are bmm."""
 
     def __init__(self):
         super().__init__()
@@ -410,8 +410,8 @@ def _takes_any_number(module):
     )
 
 
-def export(module, kind, opset, *, dtype=torch.float32):
-    """The module as PyTorch's exporter writes it, with dynamic batch and length."""
+def export(module, kind, opset, *, dtype=torch.float32, dynamic=True):
+    """The module as PyTorch's exporter writes it, with dynamic batch and length unless they do not matter."""
     batch, length = torch.export.Dim("B", min=2, max=64), torch.export.Dim("S", min=2, max=64)
     axes = {
         "bool": {0: batch, 2: length, 3: length},
@@ -430,7 +430,7 @@ def export(module, kind, opset, *, dtype=torch.float32):
             make_inputs(kind, Sizes(3, 7), dtype=dtype),
             dynamo=True,
             opset_version=opset,
-            dynamic_shapes=tuple(shapes),
+            dynamic_shapes=tuple(shapes) if dynamic else None,
             verbose=False,
         )
     return program.model

@@ -46,7 +46,7 @@ class Hand:
         return self.op("MatMul", "q", self.op("Transpose", "k", perm=[0, 1, 3, 2]))
 
     def attend(self, scores):
-        """Softmax and product with V, from the scores on."""
+        """Softmax and matmul with V, from the scores on."""
         return self.op("MatMul", self.op("Softmax", scores), "v")
 
     def model(self, *outputs):

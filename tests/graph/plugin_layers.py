@@ -77,7 +77,7 @@ def random_inputs(model: ir.Model, sizes: dict[str, int], **given: np.ndarray) -
 
 
 def assert_same(model: ir.Model, lowered: ir.Model, feeds: dict[str, np.ndarray], atol: float = 4e-3) -> None:
-    """Both compute the same, but for roundings; the other side is the dialect of matrix products."""
+    """Both compute the same, but for roundings; the other side is the dialect of matmuls."""
     onnx.checker.check_model(ir.to_proto(lowered))
     wanted = run_in_reference(_plain(model), feeds)
     got = run_in_reference(ir.to_proto(lowered), feeds)
@@ -89,5 +89,5 @@ def assert_same(model: ir.Model, lowered: ir.Model, feeds: dict[str, np.ndarray]
 
 @functools.lru_cache(maxsize=4)
 def _plain(model: ir.Model) -> onnx.ModelProto:
-    """The same in matrix products; most models are run several times."""
+    """The same in matmuls; most models are run several times."""
     return ir.to_proto(lower(model, "primitives", cache="copy"))

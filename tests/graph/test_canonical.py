@@ -272,7 +272,7 @@ def test_a_float32_weight_that_is_cast_on_the_way_is_refused(refusal, name):
         graph.initializers.pop(old.name)
 
     message = refusal(widen)
-    if name == "o.bias":  # a weight behind a Cast is first of all a product of two computed tensors
+    if name == "o.bias":  # a weight behind a Cast is first of all a matmul of two computed tensors
         assert "The graph was asked for in fp16." in message
         assert "got: o.bias/wide of Cast stray_" in message
 

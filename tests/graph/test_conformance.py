@@ -15,7 +15,7 @@ from refused_cases import REFUSED
 OPTIONS: dict[str, dict[str, Any]] = {
     "onnx": {},
     "trt": {},
-    # The scale is not split over queries and keys as in the specification: products round differently.
+    # The scale is not split over queries and keys as in the specification: matmuls round differently.
     "primitives": {"ulps": 2},
     "contrib": {},
     # Most cases are in fp32, for which there are kernels nowhere, but a reference.

@@ -49,7 +49,7 @@ def normalised(g, scores):
 
 
 def few_values(g, scores):
-    """The weights come to a learned table of two axes, which is no product of two computed tensors."""
+    """The weights come to a learned table of two axes, which is no matmul of two computed tensors."""
     return g.op("MatMul", g.op("Softmax", scores), g.const(np.ones((S, D))))
 
 

@@ -37,19 +37,19 @@ REFUSED = {
     "softmax over the queries": (
         spelling(modules.over_queries),
         "x",
-        ["The softmax runs over axis -2, the product with V sums over another."],
+        ["The softmax runs over axis -2, the matmul with V sums over another."],
         ATTEND,
     ),
     "linear attention": (
         spelling(modules.linear_attention),
         "x",
-        ["Its input is not a product of two computed tensors, so it is not dot-product attention."] * 2,
+        ["Its input is not a matmul of two computed tensors, so it is not dot-matmul attention."] * 2,
         ATTEND,
     ),
     "fewer values than keys": (
         spelling(modules.shorter_values),
         "x",
-        ["Slice stands between the softmax and the product with V."],
+        ["Slice stands between the softmax and the matmul with V."],
         ATTEND,
     ),
     "active dropout": (
@@ -83,7 +83,7 @@ REFUSED = {
 def test_it_stays_and_the_report_says_where_and_why(name):
     make, kind, reasons, line = REFUSED[name]
     torch.manual_seed(0)
-    model = modules.export(make().eval(), kind, 18)
+    model = modules.export(make().eval(), kind, 18, dynamic=False)
     before = ir.to_proto(model).SerializeToString()
     after, report = fuse_attention(model)
     assert report.fused == ()
@@ -128,7 +128,7 @@ def test_a_number_added_to_some_scores_and_put_in_the_place_of_others_stays_in_f
 
 
 def by_hand(q=("B", 4, "S", 8), k=("B", 4, "S", 8), v=("B", 4, "S", 8), *, opset=18, extra=(), scores="s"):
-    """Attention over given shapes; `extra` nodes may stand between the product "s" and the softmax."""
+    """Attention over given shapes; `extra` nodes may stand between the matmul "s" and the softmax."""
     nodes = [
         helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
         helper.make_node("MatMul", ["q", "kt"], ["s"]),
@@ -178,10 +178,10 @@ SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Add"
 @pytest.mark.parametrize(
     ("nodes", "reason"),
     [
-        ([helper.make_node("Relu", ["s"], ["s2"])], "Its input is not a product"),
+        ([helper.make_node("Relu", ["s"], ["s2"])], "Its input is not a matmul"),
         ([helper.make_node("Clip", ["s"], ["s2"])], "Clip stands between the scores and the softmax."),
         (ELSEWHERE, "The scores before the softmax are used elsewhere"),
-        (SECOND, "The scores are made of two products"),
+        (SECOND, "The scores are made of two matmuls"),
     ],
 )
 def test_steps_that_attention_cannot_say(nodes, reason):
@@ -190,7 +190,7 @@ def test_steps_that_attention_cannot_say(nodes, reason):
 
 
 def test_a_mask_that_makes_the_batch_larger_stays():
-    """Attention has the batch of Q; the products have that of the mask."""
+    """Attention has the batch of Q; the matmuls have that of the mask."""
     mask = helper.make_tensor("m", TensorProto.FLOAT, [3, 1, 1, 1], [0.0, 1.0, 2.0])
     nodes = [helper.make_node("Constant", [], ["m"], value=mask), helper.make_node("Add", ["s", "m"], ["s2"])]
     one = (1, 4, "S", 8)

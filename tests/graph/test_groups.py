@@ -1,4 +1,4 @@
-"""How heads that share keys and values are written as matrix products, unless the caller says."""
+"""How heads that share keys and values are written as matmuls, unless the caller says."""
 
 from __future__ import annotations
 

@@ -182,9 +182,9 @@ def test_what_opset_17_cannot_say_is_refused_by_name(node, constants, reason) ->
 
 
 def test_sums_of_integers_are_noted_for_8_6_only() -> None:
-    def findings(kind, product="tensorrt", version="8.6.1"):
+    def findings(kind, matmul="tensorrt", version="8.6.1"):
         model = graph_of(helper.make_node("CumSum", ["x", "axis"], ["y"]), kind=kind, axis=np.array(-1))
-        return [finding.rule for finding in check_operators(model, target_from(product, version))]
+        return [finding.rule for finding in check_operators(model, target_from(matmul, version))]
 
     assert findings(TensorProto.INT64) == ["integer-cumsum"]
     assert findings(TensorProto.FLOAT) == []

@@ -70,7 +70,7 @@ def test_packing_changes_no_number(bias: str, dtype: str) -> None:
     model = layer(bias=bias, dtype=dtype)
     packed = pack_projections(model)
     assert (count(packed, "MatMul"), count(packed, "Split"), count(packed, "Add")) == (2, 1, 1 if bias else 0)
-    tolerance = 1e-6 if dtype == "fp32" else 0  # the runtime may sum a wider product in another order
+    tolerance = 1e-6 if dtype == "fp32" else 0  # the runtime may sum a wider matmul in another order
     np.testing.assert_allclose(
         run(packed).astype(np.float32), run(model).astype(np.float32), rtol=tolerance, atol=tolerance
     )
@@ -106,7 +106,7 @@ def test_weights_that_others_read_stay() -> None:
     model.graph.outputs.append(next(n for n in model.graph if n.name == "k_proj").outputs[0])
     packed = pack_projections(model)
     assert [value.name for value in packed.graph.outputs] == ["y", "k_product"]
-    assert "bk" in packed.graph.initializers  # its product is an output, so its bias is added outside
+    assert "bk" in packed.graph.initializers  # its matmul is an output, so its bias is added outside
 
 
 @pytest.mark.parametrize("dialect", ["onnx", "trt", "primitives", "contrib"])

@@ -160,9 +160,9 @@ def test_turns_cancel_behind_the_guard_of_empty_rows(mask: list[Any]) -> None:
 def test_heads_first_stay_for_those_who_read_them() -> None:
     both = turned(extra_reader=True)
     lowered = lower(both, "plugin")
-    assert operators(lowered).count("Transpose") == 1  # of the output; the product reads the rows
-    (product,) = [each for each in lowered.graph if each.op_type == "MatMul" and each.inputs[1].name == "wo"]
-    assert product.inputs[0] is plugin_node_of(lowered).outputs[0]
+    assert operators(lowered).count("Transpose") == 1  # of the output; the matmul reads the rows
+    (matmul,) = [each for each in lowered.graph if each.op_type == "MatMul" and each.inputs[1].name == "wo"]
+    assert matmul.inputs[0] is plugin_node_of(lowered).outputs[0]
     assert_same(both, lowered, random_inputs(both, SIZES))
     alone = turned(back=False)
     assert_same(alone, lower(alone, "plugin"), random_inputs(alone, SIZES))

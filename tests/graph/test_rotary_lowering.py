@@ -154,23 +154,23 @@ def test_refusal_names_feature_and_node(dialect: str, model: ir.Model, feature: 
 
 
 @pytest.mark.parametrize(
-    ("product", "version", "cured_by", "options"),
+    ("matmul", "version", "cured_by", "options"),
     [
         ("tensorrt", "8.6.1", "primitives lowering", {}),
         ("tensorrt", "10.14.1", "trt lowering", {"decode_primitives": True}),
     ],
 )
 def test_targets_without_the_operator(
-    product: str, version: str, cured_by: str, options: dict[str, bool]
+    matmul: str, version: str, cured_by: str, options: dict[str, bool]
 ) -> None:
-    findings = check_operators(MODELS["4d"], target_from(product, version))
+    findings = check_operators(MODELS["4d"], target_from(matmul, version))
     assert [(f.node, f.severity, f.cured_by) for f in findings] == [("rope", "refused", cured_by)]
     assert operator_options(findings) == options
 
 
-@pytest.mark.parametrize(("product", "version"), [("tensorrt", "10.15"), ("tensorrt-rtx", "1.7.1")])
-def test_targets_with_the_operator(product: str, version: str) -> None:
-    assert check_operators(MODELS["4d"], target_from(product, version)) == []
+@pytest.mark.parametrize(("matmul", "version"), [("tensorrt", "10.15"), ("tensorrt-rtx", "1.7.1")])
+def test_targets_with_the_operator(matmul: str, version: str) -> None:
+    assert check_operators(MODELS["4d"], target_from(matmul, version)) == []
 
 
 @pytest.mark.parametrize(("dialect", "options"), WAYS[1:4])

@@ -290,7 +290,7 @@ def test_one_engine_serves_prompt_and_token(kind: str) -> None:
     onnx_bytes = ir.to_proto(lowered).SerializeToString()
     built = build_engine(BuildRequest(onnx=onnx_bytes, profiles=profiles, targets="8.9"))
     verdict = judge_engine(built, lowered, model, "fp16", len(profiles))
-    # Two products that meet in one softmax are no attention to the builder.
+    # Two matmuls that meet in one softmax are no attention to the builder.
     assert [(node.profile, node.status) for node in verdict.nodes] == [(0, "decomposed"), (1, "decomposed")]
     assert not [message for message in built.warnings if "Unused Input" in message.text]
 

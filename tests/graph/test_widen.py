@@ -1,4 +1,4 @@
-"""Casts around every product: the same graph from outside, with sums in float32."""
+"""Casts around every matmul: the same graph from outside, with sums in float32."""
 
 import numpy as np
 import onnx
@@ -77,9 +77,7 @@ def _model(nodes, weight):
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, ["B", width])
         for name, width in (("x", E), ("y", weight.shape[1]))
     ]
-    graph = helper.make_graph(
-        nodes, "product", values[:1], values[1:], [numpy_helper.from_array(weight, "w")]
-    )
+    graph = helper.make_graph(nodes, "matmul", values[:1], values[1:], [numpy_helper.from_array(weight, "w")])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
 
 
@@ -100,7 +98,7 @@ def product():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((32, 2048)).astype(np.float16)
     weight = rng.standard_normal((2048, 64)).astype(np.float16)
-    model = _model([helper.make_node("MatMul", ["x", "w"], ["y"], name="product")], weight)
+    model = _model([helper.make_node("MatMul", ["x", "w"], ["y"], name="matmul")], weight)
     return model, x, x.astype(np.float64) @ weight.astype(np.float64)
 
 
@@ -108,16 +106,16 @@ def widened(model):
     return ir.to_proto(with_float32_products(ir.from_proto(model)))
 
 
-def test_a_widened_product_is_exact_but_for_its_rounding(product):
-    model, x, exact = product
+def test_a_widened_product_is_exact_but_for_its_rounding(matmul):
+    model, x, exact = matmul
     got = run(widened(model), x)
     assert got.dtype == np.float16
     assert relative_error(got, exact) < 2.0**-11
 
 
-def test_widening_is_worth_its_casts_where_sums_are_in_half_precision(product):
-    model, x, exact = product
+def test_widening_is_worth_its_casts_where_sums_are_in_half_precision(matmul):
+    model, x, exact = matmul
     plain, wide = (relative_error(run(m, x), exact) for m in (model, widened(model)))
     if plain < 2.0**-10:
-        pytest.skip(f"ONNX Runtime {ort.__version__} sums half-precision products accurately on this CPU")
+        pytest.skip(f"ONNX Runtime {ort.__version__} sums half-precision matmuls accurately on this CPU")
     assert plain > 5 * wide

@@ -1,4 +1,4 @@
-"""Rotary embedding against an independent one: a pair is a complex number, and turning it a product."""
+"""Rotary embedding against an independent one: a pair is a complex number, and turning it a matmul."""
 
 import math
 

@@ -23,7 +23,7 @@ HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&|`\u
 def passing():
     """A whole report from a machine with a GPU."""
     return {
-        "format": 1,
+        "format": 2,
         "tool": {"name": "mha-deploy", "version": "0.1.0"},
         "created": "2026-11-15T05:00:00Z",
         "verdict": {
@@ -32,7 +32,7 @@ def passing():
             "findings": [
                 finding("warning", "latency", "the clocks were held back (power cap) in 1 of 47 timings"),
                 finding("warning", "range", "attention is within 9x of the largest FP16 number"),
-                finding("note", "fusion", "the kernels of 2 matrix products are chosen on the device"),
+                finding("note", "fusion", "the kernels of 2 matmuls are chosen on the device"),
                 finding("note", "invariance", "the result of a row hangs on the batch size, within budget"),
             ],
         },
@@ -50,7 +50,7 @@ def passing():
         ],
         "conformance": conformance(),
         "range": fp16_range(),
-        "blame": None,
+        "fault": None,
         "engines": [engine()],
         "latency": latency(),
         "notes": ["Weights are random; the shares of the budget do not hang on that."],
@@ -95,7 +95,7 @@ def failing():
         "headroom": 0.4,
         "advice": ["fold the scale into the query weights", "or build with BF16"],
     }
-    data["blame"] = {
+    data["fault"] = {
         "at_fault": "fusion",
         "explanation": "The unfused twin of the engine is right, and so is ONNX Runtime on the same graph.",
         "trials": [
@@ -191,7 +191,7 @@ def bench():
         for i, n in enumerate(names)
     ]
     return {
-        "format": 1,
+        "format": 2,
         "tool": {"name": "mha-deploy", "version": "0.1.0"},
         "created": "2026-11-15T05:00:00Z",
         "environment": environment(gpu=True),

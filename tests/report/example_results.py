@@ -164,7 +164,7 @@ def cell(status, detail, error=None, share=None):
 
 def fp16_range():
     advice = ["fold the scale into the query weights"]
-    what = "the product q·k reaches 7276 before the scale"
+    what = "the matmul q·k reaches 7276 before the scale"
     node = {
         "node": "attention",
         "status": "near",

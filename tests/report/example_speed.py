@@ -76,7 +76,7 @@ def point(batch, length, dice):
         "bytes": count,
         "roofline": {
             "gpu": "H200",
-            "floor_us": floor,
+            "bound_us": floor,
             "bound": "compute" if flops / 989.5e6 > count / 4.8e6 else "memory",
             "tflops_peak": 989.5,
             "gb_per_s_peak": 4800,

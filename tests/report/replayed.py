@@ -9,7 +9,7 @@ from mha_deploy.bundle.traces import DecodeTrace
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
-from mha_deploy.validate.decode import step_through
+from mha_deploy.validate.decode import run_decode_loop
 
 STEPS = 20
 FP16 = PRECISIONS["fp16"]
@@ -87,7 +87,7 @@ def has_nan(step, output):
 
 def stepped(meddle=right, steps=STEPS, **options):
     given = trace(steps, **options)
-    return step_through(Replay(given, meddle), given, spec(), FP16)
+    return run_decode_loop(Replay(given, meddle), given, spec(), FP16)
 
 
 MEDDLERS = (right, wrong_from(3), wrong_from(0), stops_at(4), stops_at(0), has_nan)

@@ -31,7 +31,7 @@ def module_report(*, wrong=()):
 
 def range_node(name, size):
     node = copy.deepcopy(fresh("passing")["range"]["nodes"][0])
-    node["findings"][0]["what"] = f"the product reaches {size:,}"
+    node["findings"][0]["what"] = f"the matmul reaches {size:,}"
     return node | {"node": name, "headroom": 65504 / size}
 
 
@@ -79,7 +79,7 @@ def test_attentions_have_a_table_of_their_own():
 def test_what_is_true_of_all_attentions_is_said_once_with_the_numbers_of_the_worst():
     text = words(report_page(module_report()))
     assert text.count("Advice: fold the scale into the query weights") == 1
-    assert "blocks.2.attention and 2 more : the product reaches 7,002. Advice:" in text
+    assert "blocks.2.attention and 2 more : the matmul reaches 7,002. Advice:" in text
 
 
 def test_tensors_are_listed_with_their_dimensions():

@@ -126,7 +126,7 @@ def first(found, step):
             "latency.points[0].rows[0].timing.p50_us: nan is not a number",
         ),
         (lambda data: data.update(notes="none"), "notes: 'none' is not a list"),
-        (lambda data: data.update(blame=[]), "blame: [] is not a record"),
+        (lambda data: data.update(fault=[]), "fault: [] is not a record"),
         (
             lambda data: data["conformance"]["rows"][0]["cells"].popitem(),
             "conformance.rows[0].cells: not one for every column",
@@ -137,7 +137,7 @@ def test_what_is_wrong_is_named_with_its_place(change, line):
     assert problems_after(change) == [line]
 
 
-@pytest.mark.parametrize("data", [None, [], "text", {}, {"format": 1}])
+@pytest.mark.parametrize("data", [None, [], "text", {}, {"format": 2}])
 def test_anything_can_be_checked(data):
     assert check_report(data)
     assert check_bench(data)
@@ -167,5 +167,5 @@ def test_a_name_that_is_no_text_is_spelled_out():
 @pytest.mark.parametrize("make", [plain_report, plain_bench])
 def test_data_that_does_not_keep_the_format_is_refused(make):
     with pytest.raises(DeployError, match="does not keep its format") as caught:
-        make({"format": 1})
+        make({"format": 2})
     assert "missing" in caught.value.got

@@ -20,7 +20,7 @@ from mha_deploy.model.spec import FLOAT, Axis
 from mha_deploy.reference import attention, build_module
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
-from mha_deploy.validate.decode import HostStepper
+from mha_deploy.validate.decode import HostDecodeLoop
 
 AT = 3  # the call at which a mistake that is made once is made: step 3
 GIVEN_OUT = {
@@ -191,7 +191,7 @@ def lengths_held_back(module):
     return Meddled(ModuleRunner(module), before=before)
 
 
-class SwappedRows(HostStepper):
+class SwappedRows(HostDecodeLoop):
     """Two rows of the batch have each other's cache after the prefill."""
 
     def feed(self, x, counts=None):
@@ -204,7 +204,7 @@ class SwappedRows(HostStepper):
         return output
 
 
-class LosesCount(HostStepper):
+class LosesCount(HostDecodeLoop):
     """One row of the batch is not advanced at step 3."""
 
     calls = 0

@@ -56,7 +56,7 @@ def scale_off(name):
 
 
 def product_off(block):
-    """Change the weight of the first product behind an attention."""
+    """Change the weight of the first matmul behind an attention."""
 
     def change(graph):
         weights = {tensor.name: tensor for tensor in graph.initializer}
@@ -102,7 +102,7 @@ def test_a_wrong_node_between_two_attentions_is_found(broken, program, block):
     found = bisected(broken(change), program)
     assert found.last_right == ATTENTIONS[block]
     assert found.first_wrong == (ATTENTIONS[block + 1] if block < 2 else None)
-    # A product whose bias is added apart: what the program knows is their sum.
+    # A matmul whose bias is added apart: what the program knows is their sum.
     assert change.node in (found.first_node.node, *found.unseen)
     assert len(found.unseen) <= 1
     assert found.runs <= 12

@@ -13,11 +13,11 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.mutate import sabotaged
+from mha_deploy.graph.mutate import mutated
 from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.validate.fault import blame
+from mha_deploy.validate.fault import attribute_fault
 
 HQ, D, E = 4, 16, 64
 
@@ -82,9 +82,9 @@ def with_graph(bundles, tmp_path):
 
 
 def test_a_wrong_graph_is_at_fault_whatever_the_runtime(bundles, with_graph):
-    wrong = sabotaged(load_graph(bundles("tiny-gqa").model_path), "KV heads swapped")
+    wrong = mutated(load_graph(bundles("tiny-gqa").model_path), "KV heads swapped")
     bundle = with_graph("tiny-gqa", wrong)
-    found = blame(bundle, failing(bundle, in_ort(wrong)), in_ort)
+    found = attribute_fault(bundle, failing(bundle, in_ort(wrong)), in_ort)
     assert found.at_fault == "graph"
     assert names(found) == [("the graph in ort-cpu", False)]
     assert found.trials[0].share > 1
@@ -96,7 +96,7 @@ def test_a_wrong_fused_kernel_is_at_fault_where_the_unfused_twin_is_right(bundle
     runtime = corrupting(is_fused)
     cases = failing(bundle, runtime(lower(load_graph(bundle.model_path), "primitives")))
     assert cases
-    found = blame(bundle, cases, runtime)
+    found = attribute_fault(bundle, cases, runtime)
     assert found.at_fault == "fusion"
     assert names(found) == [("the graph in ort-cpu", True), ("unfused twin, fp16", True)]
     assert all(trial.share < 1 and trial.problem is None for trial in found.trials)
@@ -104,7 +104,7 @@ def test_a_wrong_fused_kernel_is_at_fault_where_the_unfused_twin_is_right(bundle
 
 def test_a_runtime_that_is_always_wrong_is_at_fault_with_the_lowering(bundles):
     bundle = bundles("tiny-gqa")
-    found = blame(bundle, list(golden_cases(bundle)), corrupting(lambda model: True))
+    found = attribute_fault(bundle, list(golden_cases(bundle)), corrupting(lambda model: True))
     assert found.at_fault == "lowering"
     assert names(found) == [
         ("the graph in ort-cpu", True),
@@ -115,7 +115,7 @@ def test_a_runtime_that_is_always_wrong_is_at_fault_with_the_lowering(bundles):
 
 def test_scores_that_overflow_in_half_precision_are_at_fault(bundles, with_graph):
     model, case = overflowing(load_graph(bundles("tiny-mha").model_path))
-    found = blame(with_graph("tiny-mha", model), [case], in_ort)
+    found = attribute_fault(with_graph("tiny-mha", model), [case], in_ort)
     assert found.at_fault == "precision"
     assert names(found) == [
         ("the graph in ort-cpu", True),
@@ -200,7 +200,9 @@ def test_what_is_known_follows_from_what_could_be_tried(
     bundle = bundles("tiny-mha")
     monkeypatch.setattr("mha_deploy.validate.fault.open_runner", lambda name, model: behaving(graph)(model))
     cases = [case for case in golden_cases(bundle) if case.name == "odd"]
-    found = blame(bundle, cases, lambda model: behaving(float32 if is_float32(model) else unfused)(model))
+    found = attribute_fault(
+        bundle, cases, lambda model: behaving(float32 if is_float32(model) else unfused)(model)
+    )
     assert found.at_fault == at_fault
     absent = [trial for trial in found.trials if trial.passed is None]
     assert all(trial.problem.startswith("could not be built: No builder.") for trial in absent)
@@ -215,7 +217,7 @@ def test_in_float32_there_is_one_twin(bundles):
             got = self.inner.run(feeds)
             return {**got, "output": got["output"] * np.float32(1.01)}
 
-    found = blame(bundle, list(golden_cases(bundle)), lambda model: Off(in_ort(model)))
+    found = attribute_fault(bundle, list(golden_cases(bundle)), lambda model: Off(in_ort(model)))
     assert found.at_fault == "lowering"
     assert names(found) == [("the graph in ort-cpu", True), ("unfused twin, fp32", False)]
 
@@ -232,7 +234,7 @@ def test_a_twin_that_stops_at_run_time_is_recorded(bundles):
         def close(self):
             Stops.closed += 1
 
-    found = blame(bundle, list(golden_cases(bundle)), lambda model: Stops(in_ort(model)))
+    found = attribute_fault(bundle, list(golden_cases(bundle)), lambda model: Stops(in_ort(model)))
     assert found.at_fault == "unknown"
     assert [trial.problem for trial in found.trials[1:]] == ["could not be run: Out of memory."] * 2
     assert Stops.closed == 2
@@ -247,19 +249,19 @@ def test_only_the_failing_cases_are_run(bundles):
             return self.inner.run(feeds)
 
     (odd,) = (case for case in golden_cases(bundle) if case.name == "odd")
-    blame(bundle, [odd], lambda model: Watched(in_ort(model)))
+    attribute_fault(bundle, [odd], lambda model: Watched(in_ort(model)))
     assert ran == [odd.inputs["x"].shape]
 
 
 def test_no_failing_case_is_refused(bundles):
     with pytest.raises(DeployError, match="no case fails"):
-        blame(bundles("tiny-mha"), [], in_ort)
+        attribute_fault(bundles("tiny-mha"), [], in_ort)
 
 
 def test_blame_is_plain_json_with_the_fields_of_the_report(bundles):
     bundle = bundles("tiny-mha")
     cases = list(golden_cases(bundle))[:1]
-    data = json.loads(json.dumps(blame(bundle, cases, behaving(ABSENT)).to_dict()))
+    data = json.loads(json.dumps(attribute_fault(bundle, cases, behaving(ABSENT)).to_dict()))
     assert list(data) == ["at_fault", "explanation", "trials"]
     assert all(list(trial) == ["name", "passed", "share"] for trial in data["trials"])
     assert data["trials"][0]["passed"] is True

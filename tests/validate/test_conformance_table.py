@@ -10,7 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.conformance_cases import CASES, Case, MaskInput
-from mha_deploy.graph.mutate import sabotaged
+from mha_deploy.graph.mutate import mutated
 from mha_deploy.graph.rules import target_from
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
@@ -313,7 +313,7 @@ def test_an_average_under_the_sentinel_is_wrong_where_the_precision_does_not_exc
     ],
 )
 def test_a_wrong_graph_in_a_real_runtime_is_caught(mistake, cases):
-    column = runner_column("wrong", lambda model: in_ort(sabotaged(model, mistake) or model), "onnx")
+    column = runner_column("wrong", lambda model: in_ort(mutated(model, mistake) or model), "onnx")
     cells = column_of(column)
     refused = {name for name, cell in cells.items() if cell.status == "refused"}
     assert refused <= {"broadcast-queries", "causal-broadcast"}

@@ -1,4 +1,4 @@
-"""Stepping as part of an exam: nothing is lost, nobody is judged outside their profiles, silence is told."""
+"""Stepping as part of a plan: nothing is lost, nobody is judged outside their profiles, silence is told."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,11 +14,11 @@ from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validate import decode as decode_exam
-from mha_deploy.validate.decode import HostStepper, traces_of
-from mha_deploy.validate.evaluate import Exam, examine
+from mha_deploy.validate.decode import HostDecodeLoop, traces_of
+from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.runtimes import ONNX_RUNTIME, Casting, Participant
+from mha_deploy.validate.runtimes import ONNX_RUNTIME, Runtime, RuntimeFinder
 
 OPTIONS = ValidateOptions(latency=False, sweep=False)
 
@@ -65,17 +65,17 @@ class Profiled(Through):
 
 
 def sit(bundle, runner, *, cases=None, timed=(), **changes):
-    """One participant through the golden cases and the traces of a bundle."""
+    """One runtime through the golden cases and the traces of a bundle."""
     manifest = bundle.manifest
-    exam = Exam(
+    plan = EvaluationPlan(
         spec=manifest.spec,
         precision=manifest.precision,
         cases={"golden": list(golden_cases(bundle))} if cases is None else cases,
         traces=traces_of(bundle, ValidateOptions()),
         timed=timed,
     )
-    who = Participant(name="stand", family=ONNX_RUNTIME, open=lambda: runner)
-    return examine(who, replace(exam, **changes))
+    who = Runtime(name="stand", family=ONNX_RUNTIME, open=lambda: runner)
+    return evaluate(who, replace(plan, **changes))
 
 
 def spoiled(feeds, results):
@@ -97,23 +97,23 @@ def static(bundles, tmp_path_factory):
     return open_bundle(copy_of(bundles("tiny-static"), tmp_path_factory.mktemp("static") / "bundle"))
 
 
-# -- a stepper that cannot be opened or closed -----------------------------------------------------
+# -- a decode loop that cannot be opened or closed -----------------------------------------------------
 
 
 @pytest.fixture
-def stepper(monkeypatch):
-    """Let the stepper raise as it is opened, or as it is closed."""
+def decode_loop(monkeypatch):
+    """Let the decode loop raise as it is opened, or as it is closed."""
 
     def let(opening=None, closing=None):
         @contextmanager
         def opened(runner, spec, trace):
             if opening:
                 raise opening
-            yield HostStepper(runner, spec, trace.B)
+            yield HostDecodeLoop(runner, spec, trace.B)
             if closing:
                 raise closing
 
-        monkeypatch.setattr(decode_exam, "open_stepper", opened)
+        monkeypatch.setattr(decode_exam, "open_decode_loop", opened)
 
     return let
 
@@ -122,8 +122,8 @@ NO_MEMORY = [DeployError("cudaMalloc failed.", got="no memory"), RuntimeError("c
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
-def test_a_stepper_that_cannot_be_opened_has_failed_the_prefill(static, stepper, error):
-    stepper(opening=error)
+def test_a_stepper_that_cannot_be_opened_has_failed_the_prefill(static, loop, error):
+    loop(opening=error)
     result = sit(static, Through(static))
     (report,) = result.stepping
     (failure,) = report.verdicts
@@ -137,8 +137,8 @@ def test_a_stepper_that_cannot_be_opened_has_failed_the_prefill(static, stepper,
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
-def test_a_stepper_that_cannot_be_closed_has_failed_and_its_steps_are_kept(static, stepper, error):
-    stepper(closing=error)
+def test_a_stepper_that_cannot_be_closed_has_failed_and_its_steps_are_kept(static, loop, error):
+    loop(closing=error)
     (report,) = sit(static, Through(static)).stepping
     (failure,) = report.failures
     assert "could not be closed: " in failure.problem
@@ -149,24 +149,24 @@ def test_a_stepper_that_cannot_be_closed_has_failed_and_its_steps_are_kept(stati
 def test_a_stepper_that_is_not_empty_is_a_verdict_too(static, monkeypatch):
     @contextmanager
     def used(runner, spec, trace):
-        yield HostStepper(runner, spec, trace.B + 1)
+        yield HostDecodeLoop(runner, spec, trace.B + 1)
 
-    monkeypatch.setattr(decode_exam, "open_stepper", used)
+    monkeypatch.setattr(decode_exam, "open_decode_loop", used)
     (report,) = sit(static, Through(static)).stepping
     assert "must begin with an empty cache" in report.failures[0].problem
 
 
 @pytest.mark.parametrize("kind", [DeployError, BackendUnavailable])
 def test_a_wrong_runtime_does_not_become_absent_where_its_stepper_cannot_be_opened(
-    static, stepper, monkeypatch, kind
+    static, loop, monkeypatch, kind
 ):
     """The first of the two that may check the graph: the verdict must not be that of the second."""
-    stepper(opening=kind("cudaMalloc failed."))
-    cpu = Casting(static)._graph("ort-cpu")
-    cuda = Participant(name="ort-cuda", family=ONNX_RUNTIME, open=lambda: Through(static, spoiled))
-    monkeypatch.setattr(Casting, "graphs", lambda self: [cuda, cpu])
+    loop(opening=kind("cudaMalloc failed."))
+    cpu = RuntimeFinder(static)._graph("ort-cpu")
+    cuda = Runtime(name="ort-cuda", family=ONNX_RUNTIME, open=lambda: Through(static, spoiled))
+    monkeypatch.setattr(RuntimeFinder, "graphs", lambda self: [cuda, cpu])
     report = validate_bundle(static, OPTIONS)
-    assert [each.participant.name for each in report.examinations] == ["ort-cuda"]
+    assert [each.runtime.name for each in report.evaluations] == ["ort-cuda"]
     assert report.absent == ()
     assert not report.passed
     assert "is wrong on" in report.headline
@@ -195,7 +195,7 @@ def outside(bundle, profiles):
     assert runner.refused == []
     assert result.stepping == ()
     assert "steps" in result.outside
-    assert result.unstepped == "its profiles take no trace"
+    assert result.not_decoded_because == "its profiles take no trace"
     assert result.is_right
     return result
 
@@ -217,7 +217,7 @@ def test_every_past_of_a_trace_must_be_in_a_profile(bundles, profiles):
 def test_a_trace_inside_the_profiles_is_stepped_through(bundle, profiles):
     result = sit(bundle, Profiled(bundle, *profiles))
     assert [report.passed for report in result.stepping] == [True]
-    assert (result.outside, result.unstepped) == ((), None)
+    assert (result.outside, result.not_decoded_because) == ((), None)
 
 
 @pytest.mark.parametrize(("most", "taken"), [(8, True), (16, True), (11, False), (9, True)])
@@ -226,11 +226,11 @@ def test_a_prompt_is_cut_as_the_stepper_says_and_every_piece_must_fit(static, mo
 
     @contextmanager
     def cutting(runner, spec, trace):
-        stepper = HostStepper(runner, spec, trace.B)
-        stepper.most_tokens = most
-        yield stepper
+        loop = HostDecodeLoop(runner, spec, trace.B)
+        loop.most_tokens = most
+        yield loop
 
-    monkeypatch.setattr(decode_exam, "open_stepper", cutting)
+    monkeypatch.setattr(decode_exam, "open_decode_loop", cutting)
     result = sit(static, Profiled(static, {**ALL, "S": (4, 16)}, {**ALL, "S": (1, 1)}))
     assert [report.passed for report in result.stepping] == ([True] if taken else [])
     assert ("steps" in result.outside) is not taken
@@ -255,10 +255,10 @@ def test_a_bundle_without_a_trace_is_told_of(static, tmp_path):
 
 
 def test_profiles_that_take_no_trace_are_told_of(static, monkeypatch):
-    engine = Participant(
+    engine = Runtime(
         name="ort-cuda", family=ONNX_RUNTIME, open=lambda: Profiled(static, NARROW["one row"][0])
     )
-    monkeypatch.setattr(Casting, "graphs", lambda self: [engine])
+    monkeypatch.setattr(RuntimeFinder, "graphs", lambda self: [engine])
     report = validate_bundle(static, OPTIONS)
     assert report.passed, report.findings
     ((level, text),) = decode_findings(report)
@@ -279,7 +279,7 @@ def test_who_was_stepped_and_who_has_no_cache_is_not_warned_of(bundles, static, 
 
 
 def test_who_is_only_timed_need_not_be_stepped(static):
-    assert sit(static, Through(static), cases={}, traces=()).unstepped is None
+    assert sit(static, Through(static), cases={}, traces=()).not_decoded_because is None
 
 
 # -- times and shares ------------------------------------------------------------------------------

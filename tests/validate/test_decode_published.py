@@ -10,7 +10,7 @@ from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import Axis
 from mha_deploy.reference import build_module
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate.decode import HostStepper, step_through
+from mha_deploy.validate.decode import HostDecodeLoop, run_decode_loop
 
 pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
 
@@ -40,6 +40,6 @@ def test_64_tokens_are_those_of_the_whole_sequence(name, cache):
     )
     assert trace.steps == 64
     with open_runner("ort-cpu", canonical_from_module(module)) as runner:
-        report = step_through(HostStepper(runner, spec, trace.B), trace, spec, precision)
+        report = run_decode_loop(HostDecodeLoop(runner, spec, trace.B), trace, spec, precision)
     assert report.passed, report.failures[:3]
     assert len(report.errors) == 64

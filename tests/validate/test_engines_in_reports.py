@@ -12,7 +12,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.runtimes import Casting
+from mha_deploy.validate.runtimes import RuntimeFinder
 
 
 class Stand(Runner):
@@ -77,14 +77,14 @@ def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
 
 def test_a_wrong_engine_fails_and_somebody_is_blamed(running, bundle, monkeypatch):
     monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: pytest.fail)
-    monkeypatch.setattr("mha_deploy.validate.run.blame", lambda bundle, cases, opener: blamed(cases))
+    monkeypatch.setattr("mha_deploy.validate.run.fault", lambda bundle, cases, opener: attributed(cases))
     seen = []
 
-    def blamed(cases):
-        from mha_deploy.validate.fault import Blame
+    def attributed(cases):
+        from mha_deploy.validate.fault import FaultReport
 
         seen.extend(case.name for case in cases)
-        return Blame(at_fault="fusion", explanation="It is.", trials=())
+        return FaultReport(at_fault="fusion", explanation="It is.", trials=())
 
     report = running(lambda: Stand(bundle, factor=1.5))
     assert not report.passed
@@ -142,26 +142,26 @@ def test_an_engine_of_other_inputs_has_failed(running, bundle):
 def test_somebody_who_is_asked_for_by_name_and_wrong_fails(bundle, monkeypatch):
     """A PyTorch way too: that it is only a baseline elsewhere is no excuse here."""
     wrong = Stand(bundle, factor=1.5, name="torch eager")
-    monkeypatch.setattr(Casting, "_open_torch", lambda self, way: wrong)
+    monkeypatch.setattr(RuntimeFinder, "_open_torch", lambda self, way: wrong)
     report = validate_bundle(bundle, ValidateOptions(backends=("eager",), latency=False))
     assert not report.passed
     assert "wrong on 4 of 4 outputs" in report.headline
 
 
 def test_a_graph_that_the_gpu_runtime_refuses_is_judged_on_the_cpu(bundle, monkeypatch):
-    from mha_deploy.validate import runtimes as participants
+    from mha_deploy.validate import runtimes as runtimes
 
     def refuses():
         raise DeployError("ONNX Runtime would run nodes on the CPU.", got="TopK gate")
 
     def graphs(self):
-        cuda = participants.Participant(name="ort-cuda", family="onnxruntime", open=refuses)
+        cuda = runtimes.Runtime(name="ort-cuda", family="onnxruntime", open=refuses)
         return [cuda, self._graph("ort-cpu")]
 
-    monkeypatch.setattr(Casting, "graphs", graphs)
+    monkeypatch.setattr(RuntimeFinder, "graphs", graphs)
     report = validate_bundle(bundle)
     assert report.passed
-    assert [each.participant.name for each in report.examinations] == ["ort-cpu"]
+    assert [each.runtime.name for each in report.evaluations] == ["ort-cpu"]
     notes = report.to_dict()["notes"]
     assert any("ort-cuda did not take part: ONNX Runtime would run" in note for note in notes)
 
@@ -188,11 +188,11 @@ def test_only_wrong_numbers_are_blamed_on_somebody(running, bundle, monkeypatch,
                 return super().run(feeds)
             raise DeployError("TensorRT cannot prepare profile 0.", got="no execution context: Myelin")
 
-    def blamed(bundle, cases, opener):
+    def attributed(bundle, cases, opener):
         asked.append([case.name for case in cases])
 
     monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: None)
-    monkeypatch.setattr("mha_deploy.validate.run.blame", blamed)
+    monkeypatch.setattr("mha_deploy.validate.run.fault", attributed)
     report = running(lambda: GivesUp(bundle, factor=1.5))
     assert not report.passed
     assert "is wrong on 4 of 4 outputs (golden; " in report.headline

@@ -1,4 +1,4 @@
-"""One participant in an exam: what an engine is not built for is left out, what it fails on is a verdict."""
+"""One runtime in a plan: what an engine is not built for is left out, what it fails on is a verdict."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import pytest
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.validate.evaluate import Exam, examine
-from mha_deploy.validate.runtimes import ONNX_RUNTIME, TENSORRT, Participant
+from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
+from mha_deploy.validate.runtimes import ONNX_RUNTIME, TENSORRT, Runtime
 
 
 class EagerEngine(Runner):
@@ -44,14 +44,14 @@ def cases(bundles):
 
 def sit(bundles, cases, runner, *, engine=True):
     manifest = bundles("tiny-gqa").manifest
-    participant = Participant(
+    runtime = Runtime(
         name="engine",
         family=TENSORRT if engine else ONNX_RUNTIME,
         open=lambda: runner,
         engine=object() if engine else None,
     )
-    exam = Exam(spec=manifest.spec, precision=manifest.precision, cases={"golden": cases})
-    return examine(participant, exam)
+    plan = EvaluationPlan(spec=manifest.spec, precision=manifest.precision, cases={"golden": cases})
+    return evaluate(runtime, plan)
 
 
 def test_cases_outside_the_profiles_are_left_out_and_told(bundles, cases):

@@ -111,8 +111,8 @@ def visible_and_bias(bundle, case, shape):
 def plain_figures(q, k, v, scale, visible, bias, softcap=0.0):
     """Everything at once, as a textbook would."""
     k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
-    product = np.einsum("bhsd,bhtd->bhst", q, k)
-    score = product * scale
+    matmul = np.einsum("bhsd,bhtd->bhst", q, k)
+    score = matmul * scale
     score = softcap * np.tanh(score / softcap) if softcap else score
     logit = np.where(visible, score + bias, -np.inf)
     top = logit.max(-1, keepdims=True)
@@ -121,7 +121,7 @@ def plain_figures(q, k, v, scale, visible, bias, softcap=0.0):
         "Q": np.abs(q).max(),
         "K": np.abs(k).max(),
         "V": np.abs(v).max(),
-        "products": product,
+        "matmuls": matmul,
         "all_scores": (score.min(), score.max()),
         "scores": np.where(visible, score, 0.0),
         "logits": np.where(visible, score + bias, 0.0),
@@ -155,7 +155,7 @@ def compare(node, cases, near):
     figures = node.figures
     for name in ("Q", "K", "V"):
         assert figures.tensors[name] == near(max(each[name] for each in cases.values())), name
-    peaks = {"products": figures.product, "scores": figures.score, "logits": figures.logit}
+    peaks = {"matmuls": figures.matmul, "scores": figures.score, "logits": figures.logit}
     for key, peak in peaks.items():
         assert abs(peak.value) == near(largest(cases, key)), key
         assert peak.value == near(at(cases, key, peak)), f"{key} is elsewhere"
@@ -165,7 +165,7 @@ def compare(node, cases, near):
     assert [each.case for each in figures.sums] == list(cases)
     for each in figures.sums:
         assert each.largest == near(cases[each.case]["sum"])
-        assert each.keys == cases[each.case]["products"].shape[3]
+        assert each.keys == cases[each.case]["matmuls"].shape[3]
     assert figures.closed_rows == sum(each["closed_rows"] for each in cases.values())
 
 
@@ -211,7 +211,7 @@ def test_the_headroom_is_the_limit_over_the_largest_number(bundles):
     bundle = bundles("tiny-gqa", "fp32")
     (node,) = fp16_range(bundle).nodes
     (cases,) = plain_by_node(bundle)
-    keys = ("Q", "K", "V", "products", "scores", "logits", "sum")
+    keys = ("Q", "K", "V", "matmuls", "scores", "logits", "sum")
     assert node.headroom == pytest.approx(FP16_MAX / max(largest(cases, key) for key in keys), rel=1e-5)
     assert node.status == "ok"
 
@@ -234,7 +234,7 @@ def test_blocks_change_nothing(bundles, monkeypatch, name, block):
     for node, cut in zip(whole.nodes, fp16_range(bundle).nodes, strict=True):
         near = [pytest.approx(each.largest, rel=1e-5) for each in node.figures.sums]
         assert [each.largest for each in cut.figures.sums] == near
-        for key in ("product", "score", "logit"):
+        for key in ("matmul", "score", "logit"):
             one, other = getattr(node.figures, key), getattr(cut.figures, key)
             assert other.value == pytest.approx(one.value, rel=1e-5)
             place = (one.case, one.row, one.head, one.query, one.key)
@@ -254,8 +254,8 @@ def test_hidden_pairs_count_for_the_product_and_not_for_the_score(bundles, tmp_p
     before = fp16_range(bundle, cases=[case]).nodes[0].figures
     after = fp16_range(open_bundle(folder), cases=[case]).nodes[0].figures
     last = bundle.manifest.golden[1].sizes["S"] - 1
-    assert after.product.key == after.product.query == last
-    assert abs(after.product.value) > 1000 * abs(before.product.value)
+    assert after.matmul.key == after.matmul.query == last
+    assert abs(after.matmul.value) > 1000 * abs(before.matmul.value)
     # The last query still sees the keys before it, a hundred times larger than before.
     assert after.score.key < last
     assert after.score.query == last
@@ -289,8 +289,8 @@ def test_an_old_key_counts_for_the_product_and_for_the_score_where_it_is_seen(bu
     edit_arrays(folder, enlarge_first, case="decode")
     before = fp16_range(bundle, cases=["decode"]).nodes[0].figures
     after = fp16_range(open_bundle(folder), cases=["decode"]).nodes[0].figures
-    assert after.product.key == 0
-    assert abs(after.product.value) > 100 * abs(before.product.value)
+    assert after.matmul.key == 0
+    assert abs(after.matmul.value) > 100 * abs(before.matmul.value)
     assert after.tensors["K"] > 100 * before.tensors["K"]
     assert after.tensors["V"] == 5000.0
     if window is None:
@@ -338,11 +338,11 @@ def test_the_report_is_plain_json(bundles, precision):
     assert data["worst"] == "ok"
     first, second = data["nodes"]
     assert (first["node"], second["node"]) == ("attention", "attention_1")
-    assert first["largest_score_raw"] == abs(report.nodes[0].figures.product.value)
+    assert first["largest_score_raw"] == abs(report.nodes[0].figures.matmul.value)
     assert first["largest_score"] == abs(report.nodes[0].figures.score.value)
     assert first["largest_softmax_sum"] == max(each.largest for each in report.nodes[0].figures.sums)
     assert second["max_keys"] == 4
-    assert first["figures"]["product"]["case"] in report.cases
+    assert first["figures"]["matmul"]["case"] in report.cases
 
 
 # -- one attention, as ONNX allows it ----------------------------------------------------------
@@ -399,7 +399,7 @@ def test_heads_of_their_own_axis_softcap_and_masks(attributes, mask):
     q, k, v = (feeds[name].astype(np.float64) for name in "qkv")
     want = plain_figures(q, k, v, scale, visible, bias, softcap=attributes.get("softcap", 0.0))
     got = measured(feeds, **attributes)
-    assert abs(got.product.value) == pytest.approx(np.abs(want["products"]).max(), rel=1e-5)
+    assert abs(got.matmul.value) == pytest.approx(np.abs(want["matmuls"]).max(), rel=1e-5)
     for peak, key in ((got.score, "scores"), (got.logit, "logits")):
         assert abs(peak.value) == pytest.approx(np.abs(want[key]).max(), rel=1e-5), key
         assert peak.value == pytest.approx(want[key][peak.row, peak.head, peak.query, peak.key], rel=1e-5)
@@ -417,7 +417,7 @@ def test_products_that_do_not_fit_float32_are_still_numbers():
     )
     got = measured(feeds)
     assert np.abs(exact).max() > np.finfo(np.float32).max
-    assert abs(got.product.value) == pytest.approx(np.abs(exact).max(), rel=1e-6)
+    assert abs(got.matmul.value) == pytest.approx(np.abs(exact).max(), rel=1e-6)
     assert got.sums[0].largest == pytest.approx(1.0)
 
 
@@ -451,7 +451,7 @@ def test_keys_behind_a_cache(cache, is_causal, mask, softcap):
     got = measured({**feeds, **extra}, inputs=order, is_causal=is_causal, softcap=softcap)
     want = plain_figures(q, k, v, 8**-0.5, visible, 0.0, softcap=softcap)
     assert got.tensors == {name: pytest.approx(want[name]) for name in "QKV"}
-    for peak, key in ((got.product, "products"), (got.score, "scores"), (got.logit, "logits")):
+    for peak, key in ((got.matmul, "matmuls"), (got.score, "scores"), (got.logit, "logits")):
         assert abs(peak.value) == pytest.approx(np.abs(want[key]).max(), rel=1e-5), key
     assert got.exponent == pytest.approx(want["exponent"], rel=1e-5)
     assert got.sums[0].largest == pytest.approx(want["sum"], rel=1e-5)
@@ -467,7 +467,7 @@ def test_what_is_not_measured_is_refused(cache):
     assert caught.value.got == "att"
 
 
-# -- products that are too large ---------------------------------------------------------------
+# -- matmuls that are too large ---------------------------------------------------------------
 
 
 def with_weights(bundle, folder, **factors):
@@ -492,23 +492,23 @@ def save(model, folder):
     return open_bundle(folder)
 
 
-def grown_to(bundle, folder, product):
+def grown_to(bundle, folder, matmul):
     """A copy of a bundle whose largest |Q·Kᵀ| is this, Q and K growing alike."""
-    now = abs(fp16_range(bundle).nodes[0].figures.product.value)
-    factor = (product / now) ** 0.5
+    now = abs(fp16_range(bundle).nodes[0].figures.matmul.value)
+    factor = (matmul / now) ** 0.5
     return with_weights(bundle, folder, q=factor, k=factor)
 
 
 @pytest.mark.parametrize(
-    ("product", "status"), [(8000, "ok"), (8400, "near"), (65000, "near"), (66000, "overflows")]
+    ("matmul", "status"), [(8000, "ok"), (8400, "near"), (65000, "near"), (66000, "overflows")]
 )
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_the_status_follows_the_product(bundles, tmp_path, precision, product, status):
-    report = fp16_range(grown_to(bundles("tiny-gqa", precision), tmp_path / "b", product))
+def test_the_status_follows_the_product(bundles, tmp_path, precision, matmul, status):
+    report = fp16_range(grown_to(bundles("tiny-gqa", precision), tmp_path / "b", matmul))
     (node,) = report.nodes
     rel = {"fp16": 1e-3, "bf16": 7e-3, "fp32": 1e-5}[precision]
-    assert abs(node.figures.product.value) == pytest.approx(product, rel=rel)
-    assert node.headroom == pytest.approx(FP16_MAX / product, rel=rel)
+    assert abs(node.figures.matmul.value) == pytest.approx(matmul, rel=rel)
+    assert node.headroom == pytest.approx(FP16_MAX / matmul, rel=rel)
     assert report.worst == node.status == status
     about = [each.what for each in node.findings if "Q·Kᵀ" in each.what]
     assert len(about) == (status != "ok")

@@ -9,7 +9,7 @@ import pytest
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.mutate import sabotaged
+from mha_deploy.graph.mutate import mutated
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.error_map import Projection, heatmap, output_projection
 
@@ -198,7 +198,7 @@ def test_scores_scaled_in_one_head_light_up_that_head(bundles, head):
 
 def test_swapped_heads_light_up_and_the_others_stay_dark(bundles):
     bundle = bundles("tiny-mha", "fp32")
-    values = in_ort(bundle, sabotaged(load_graph(bundle.model_path), "KV heads swapped"))
+    values = in_ort(bundle, mutated(load_graph(bundle.model_path), "KV heads swapped"))
     assert values[:2].min() > 100 * values[2:].max()
 
 

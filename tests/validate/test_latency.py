@@ -64,7 +64,7 @@ def test_rates_follow_from_the_work_and_the_time(opt):
     figures = at.figures(engine)
     assert figures["tflops"] == pytest.approx(cost.flops / 2e-6 / 1e12)
     assert figures["gb_per_s"] == pytest.approx(cost.bytes / 2e-6 / 1e9)
-    assert figures["roofline_share"] == pytest.approx(at.roofline.floor_us / 2.0)
+    assert figures["roofline_share"] == pytest.approx(at.roofline.bound_us / 2.0)
     assert (at.roofline.gpu, at.roofline.tflops_peak, at.roofline.gb_per_s_peak) == ("H200", 989.5, 4800.0)
 
 

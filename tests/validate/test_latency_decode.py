@@ -93,7 +93,7 @@ def test_the_table_of_a_decode_step_fits_a_terminal():
 def test_the_figures_keep_the_format_of_a_benchmark(bundles):
     bundle = bundles("tiny-static")
     at = point(STATIC, {"B": 2, "S": 1, "T": 64}, row("eager", 9.0), lengths=[63, 63])
-    found = ModelBench(bundle=bundle, engines=(), examinations=(), absent=(), points=(at,))
+    found = ModelBench(bundle=bundle, engines=(), evaluations=(), absent=(), points=(at,))
     assert check_bench(json.loads(json.dumps(bench_to_dict([found])))) == []
 
 

@@ -65,9 +65,9 @@ def test_zeros_verify_nothing(tmp_path, factory, outputs, attentions):
     assert not report.passed
     assert "not verified" in report.headline
     assert "wrong" not in report.headline
-    golden, layers = next(each.parity for each in report.examinations if each.parity)
+    golden, layers = next(each.parity for each in report.evaluations if each.parity)
     assert (golden.passed, layers.passed) == (outputs, attentions)
-    assert report.blame is None
+    assert report.fault is None
 
 
 def test_draws_of_the_user_and_an_empty_past(edge_bundles):

@@ -47,7 +47,7 @@ def test_the_bundle_knows_the_module(own_bundles):
         "odd": {"B": 3, "S": 37},
         "large": {"B": 8, "S": 64},
     }
-    # 4 rows of 32 tokens: projections of 4·64², an MLP of 4·64² more, and two products of attention
+    # 4 rows of 32 tokens: projections of 4·64², an MLP of 4·64² more, and two matmuls of attention
     assert spec.flops == 3 * (2 * 4 * 32 * 8 * 64**2 + 4 * 4 * 32 * 32 * 64)
     assert open_bundle(own_bundles().path).manifest.spec == spec
 
@@ -66,14 +66,14 @@ def test_the_graph_and_every_attention_are_right(own_bundles, name, precision, c
     report = validate_bundle(own_bundles(name, precision))
     assert report.passed, report.headline
     assert f"8/8 outputs within budget, {count}/{count} attentions right" in report.headline
-    layers = report.examinations[0].parity[-1]
+    layers = report.evaluations[0].parity[-1]
     assert [verdict.output for verdict in layers.verdicts] == ATTENTIONS[:count]
 
 
 def test_fresh_and_swept_cases(own_bundles):
     report = validate_bundle(own_bundles("one_layer", "fp32"), ValidateOptions(sweep=True, fresh=2))
     assert report.passed, report.headline
-    assert {each.cases for each in report.examinations[0].parity} == {"golden", "sweep", "fresh", "layers"}
+    assert {each.cases for each in report.evaluations[0].parity} == {"golden", "sweep", "fresh", "layers"}
 
 
 def test_the_oracle_is_that_of_the_module(own_bundles):
@@ -109,7 +109,7 @@ def test_the_first_wrong_attention_is_named(copied):
 
     report = validate_bundle(changed(copied, scale_off))
     assert not report.passed
-    layers = report.examinations[0].parity[-1]
+    layers = report.evaluations[0].parity[-1]
     assert layers.cases == "layers"
     assert [verdict.passed for verdict in layers.verdicts] == [True, False, False]
 

@@ -14,7 +14,7 @@ from mha_deploy.report.schema import check_report
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.runtimes import TORCH_WAYS, Casting
+from mha_deploy.validate.runtimes import TORCH_BASELINES, RuntimeFinder
 
 pytestmark = pytest.mark.skipif(find_gpu() is not None, reason="with a GPU, others take part")
 
@@ -39,14 +39,14 @@ def with_engine(folder):
 
 
 def names(report):
-    return [each.participant.name for each in report.examinations]
+    return [each.runtime.name for each in report.evaluations]
 
 
 def test_the_graph_is_run_and_the_report_keeps_its_schema(bare):
     report = validate_bundle(bare("tiny-padding"))
     assert report.passed
     assert names(report) == ["ort-cpu"]
-    assert (report.points, report.engines, report.conformance, report.blame) == ((), (), None, None)
+    assert (report.points, report.engines, report.conformance, report.fault) == ((), (), None, None)
     assert report.ranges.nodes[0].node == "attention"
     data = json.loads(json.dumps(report.to_dict()))
     assert check_report(data) == []
@@ -129,16 +129,16 @@ def test_no_engine_is_built_of_a_wrong_graph(folder):
     assert not report.passed
     assert report.findings[0].level == "failure"
     assert "is wrong on 3 of 4 outputs" in report.headline
-    assert report.blame.at_fault == "graph"
-    wrong = {heat.case for each in report.examinations for heat in each.heatmaps}
+    assert report.fault.at_fault == "graph"
+    wrong = {heat.case for each in report.evaluations for heat in each.heatmaps}
     assert wrong == {"opt", "odd", "large"}, "a map of every wrong case"
 
 
 def test_fresh_cases_and_a_sweep_are_judged_on_request(bare):
     report = validate_bundle(bare("tiny-padding"), ValidateOptions(fresh=2, sweep=True))
     assert report.passed, report.findings
-    (examination,) = report.examinations
-    kinds = {parity.cases: [verdict.case for verdict in parity.verdicts] for parity in examination.parity}
+    (evaluation,) = report.evaluations
+    kinds = {parity.cases: [verdict.case for verdict in parity.verdicts] for parity in evaluation.parity}
     assert list(kinds) == ["golden", "sweep", "fresh"]
     assert {"sweep-min", "sweep-opt", "sweep-max", "sweep-odd"} <= set(kinds["sweep"])
     assert len(kinds["fresh"]) == 2
@@ -172,10 +172,10 @@ def test_what_needs_a_gpu_says_so(bare, name):
 
 
 def test_the_names_of_pytorchs_ways_are_those_of_the_baselines():
-    from mha_deploy.baselines.torch import WAYS
+    from mha_deploy.baselines.torch import BASELINES
 
-    assert tuple(WAYS) == TORCH_WAYS
+    assert tuple(BASELINES) == TORCH_BASELINES
 
 
 def test_without_a_gpu_there_are_no_baselines(bare):
-    assert Casting(bare("tiny-mha")).baselines() == []
+    assert RuntimeFinder(bare("tiny-mha")).baselines() == []

@@ -10,7 +10,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.export.exporter import bundle_from_spec
 from mha_deploy.export.options import ExportOptions
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.mutate import sabotaged, sabotages
+from mha_deploy.graph.mutate import mutated, mutations
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.runtime import cpu_backend, open_runner
@@ -83,15 +83,15 @@ def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, layer):
     result = self_test(bundle)
     assert result.passed
     model, cases = load_graph(bundle.model_path), list(golden_cases(bundle))
-    made = {mistake for mistake in sabotages() if sabotaged(model, mistake) is not None}
+    made = {mistake for mistake in mutations() if mutated(model, mistake) is not None}
     left_out = made - {catch.mistake for catch in result.catches}
     assert left_out == hidden & made
     for mistake in left_out:
-        assert graph_parity(bundle, model=sabotaged(model, mistake), cases=cases).passed, mistake
+        assert graph_parity(bundle, model=mutated(model, mistake), cases=cases).passed, mistake
 
 
 def test_the_layers_above_make_every_mistake():
-    assert set(sabotages()) == ALWAYS.union(*LAYERS.values())
+    assert set(mutations()) == ALWAYS.union(*LAYERS.values())
 
 
 def test_right_and_wrong_are_far_apart_in_fp16(bundles):
@@ -101,7 +101,7 @@ def test_right_and_wrong_are_far_apart_in_fp16(bundles):
 
 
 def test_a_mistake_that_is_missed_fails_the_self_test(bundles, monkeypatch):
-    monkeypatch.setattr("mha_deploy.graph.mutate._SABOTAGES", {"nothing at all": lambda node, facts: True})
+    monkeypatch.setattr("mha_deploy.graph.mutate._MUTATIONS", {"nothing at all": lambda node, facts: True})
     result = self_test(bundles("tiny-mha"))
     assert result.right.passed
     assert not result.passed
@@ -112,8 +112,8 @@ def test_a_mistake_is_made_in_a_copy(bundles):
     bundle = bundles("tiny-causal-padding")
     model = load_graph(bundle.model_path)
     names = [node.name for node in model.graph]
-    for mistake in sabotages():
-        sabotaged(model, mistake)
+    for mistake in mutations():
+        mutated(model, mistake)
     case = next(golden_cases(bundle))
     with open_runner(cpu_backend(bundle.manifest.precision), model) as after:
         again = after.run(case.inputs)["output"]
@@ -137,4 +137,4 @@ def test_a_mistake_is_made_in_a_copy(bundles):
     ],
 )
 def test_a_mistake_that_cannot_be_made_is_left_out(bundles, name, mistake):
-    assert sabotaged(load_graph(bundles(name).model_path), mistake) is None
+    assert mutated(load_graph(bundles(name).model_path), mistake) is None

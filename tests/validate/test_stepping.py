@@ -20,12 +20,12 @@ from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.decode import (
-    HostStepper,
+    HostDecodeLoop,
     StepBudgets,
     at_doublings,
     growth_of,
-    open_stepper,
-    step_through,
+    open_decode_loop,
+    run_decode_loop,
 )
 
 B, STEPS = 3, 8
@@ -40,9 +40,9 @@ def captured(cache, precision="fp16"):
     return module, TraceCapture(module, PRECISIONS[precision], 0).capture("decode", B, PROMPTS[cache], STEPS)
 
 
-def judged(runner, cache, precision="fp16", stepper=HostStepper, **options):
+def judged(runner, cache, precision="fp16", loop=HostDecodeLoop, **options):
     module, trace = captured(cache, precision)
-    return step_through(stepper(runner, module.spec, B), trace, module.spec, PRECISIONS[precision], **options)
+    return run_decode_loop(loop(runner, module.spec, B), trace, module.spec, PRECISIONS[precision], **options)
 
 
 def wrong_in_cache(report):
@@ -96,7 +96,7 @@ def test_other_layers_pass(cache, option):
     spec, precision = cached(cache, **option), PRECISIONS["fp16"]
     module = module_of(spec, "fp16")
     trace = TraceCapture(module, precision, 0).capture("decode", B, PROMPTS[cache], STEPS)
-    assert step_through(HostStepper(ModuleRunner(module), spec, B), trace, spec, precision).passed
+    assert run_decode_loop(HostDecodeLoop(ModuleRunner(module), spec, B), trace, spec, precision).passed
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -107,7 +107,7 @@ def test_a_layer_that_gives_only_zeros_is_not_verified(cache):
         for parameter in projection.parameters():
             parameter.zero_()
     trace = TraceCapture(module, precision, 0).capture("decode", B, PROMPTS[cache], STEPS)
-    report = step_through(HostStepper(ModuleRunner(module), spec, B), trace, spec, precision)
+    report = run_decode_loop(HostDecodeLoop(ModuleRunner(module), spec, B), trace, spec, precision)
     assert not report.passed
     assert not any(failure.is_wrong for failure in report.failures)
     assert {failure.output for failure in report.failures} == {"output", "value"}  # not the keys
@@ -119,14 +119,14 @@ def test_what_padding_gives_and_what_is_behind_the_valid_rows_is_not_judged():
             results["output"][1, 2:] = np.nan
         return results
 
-    class SpoilsTheRest(HostStepper):
+    class SpoilsTheRest(HostDecodeLoop):
         def cache(self):
             keys, values = (rows.copy() for rows in super().cache())
             keys[1, :, 2 + STEPS :] = values[1, :, 2 + STEPS :] = np.nan
             return keys, values
 
     runner = Meddled(ModuleRunner(captured("static")[0]), after=after)
-    assert judged(runner, "static", stepper=SpoilsTheRest).passed
+    assert judged(runner, "static", loop=SpoilsTheRest).passed
 
 
 # -- what is wrong is caught, and placed -----------------------------------------------------------
@@ -176,7 +176,7 @@ def test_a_row_that_keeps_what_padding_wrote_is_caught():
 @pytest.mark.parametrize("cache", CACHES)
 def test_swapped_rows_of_the_batch_are_caught(cache, precision):
     runner = ModuleRunner(captured(cache, precision)[0])
-    report = judged(runner, cache, precision, stepper=SwappedRows)
+    report = judged(runner, cache, precision, loop=SwappedRows)
     assert report.first_failed == 1
     assert report.failures[0].deviation.worst_index[0] in (0, 1)
     assert wrong_in_cache(report) == ["key", "value"]
@@ -185,7 +185,7 @@ def test_swapped_rows_of_the_batch_are_caught(cache, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_length_that_is_not_advanced_is_caught_at_its_step(precision):
     runner = ModuleRunner(captured("static", precision)[0])
-    report = judged(runner, "static", precision, stepper=LosesCount)
+    report = judged(runner, "static", precision, loop=LosesCount)
     lost, step = report.failures[:2]
     assert (lost.case, lost.output, lost.problem) == (
         "decode step 3",
@@ -287,11 +287,11 @@ def longer(rows):
     ],
 )
 def test_a_cache_that_cannot_be_compared_has_failed(cache, problem):
-    class Odd(HostStepper):
+    class Odd(HostDecodeLoop):
         def cache(self):
             return cache(super().cache())
 
-    report = judged(ModuleRunner(captured("growing")[0]), "growing", stepper=Odd)
+    report = judged(ModuleRunner(captured("growing")[0]), "growing", loop=Odd)
     assert wrong_in_cache(report) == ["key", "value"]
     assert report.failures[0].problem.startswith(problem)
     assert report.first_failed is None
@@ -321,49 +321,49 @@ def test_a_cache_that_cannot_go_into_the_next_call_is_a_failure(change, reason):
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def refused(match, stepper, trace, spec, precision="fp16"):
+def refused(match, loop, trace, spec, precision="fp16"):
     with pytest.raises(DeployError, match=match):
-        step_through(stepper, trace, spec, PRECISIONS[precision])
+        run_decode_loop(loop, trace, spec, PRECISIONS[precision])
 
 
 def test_a_trace_that_does_not_fit_is_refused():
     module, trace = captured("static")
-    stepper = HostStepper(ModuleRunner(module), module.spec, B)
+    loop = HostDecodeLoop(ModuleRunner(module), module.spec, B)
     small = module.spec.with_axes({"S": Axis.parse("1:8:14"), "T": Axis.parse("14")})
-    refused("does not fit", stepper, trace, replace(module.spec, Hkv=4))
-    refused("does not fit", stepper, trace, module.spec, "bf16")
-    refused("do not fit into the cache", stepper, trace, small)
-    refused("one length", stepper, trace, cached("growing"))
-    refused("no cache", stepper, trace, find_spec("tiny-rope"))
-    assert not stepper.lengths.any()  # nothing was fed
+    refused("does not fit", loop, trace, replace(module.spec, Hkv=4))
+    refused("does not fit", loop, trace, module.spec, "bf16")
+    refused("do not fit into the cache", loop, trace, small)
+    refused("one length", loop, trace, cached("growing"))
+    refused("no cache", loop, trace, find_spec("tiny-rope"))
+    assert not loop.lengths.any()  # nothing was fed
 
 
 def test_a_stepper_must_be_empty_and_have_the_rows_of_the_trace():
     module, trace = captured("static")
-    stepper = HostStepper(ModuleRunner(module), module.spec, B)
-    stepper.feed(trace.prefill, trace.prompt)
-    refused("empty cache", stepper, trace, module.spec)
-    refused("empty cache", HostStepper(ModuleRunner(module), module.spec, B - 1), trace, module.spec)
+    loop = HostDecodeLoop(ModuleRunner(module), module.spec, B)
+    loop.feed(trace.prefill, trace.prompt)
+    refused("empty cache", loop, trace, module.spec)
+    refused("empty cache", HostDecodeLoop(ModuleRunner(module), module.spec, B - 1), trace, module.spec)
 
 
 def test_a_runner_of_another_layer_is_refused():
     for spec in (cached("static"), find_spec("tiny-rope")):
         with pytest.raises(DeployError, match="with a cache"):
-            HostStepper(ModuleRunner(captured("growing")[0]), spec, B)
+            HostDecodeLoop(ModuleRunner(captured("growing")[0]), spec, B)
 
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_runner_without_a_cache_of_its_own_is_stepped_from_the_host(cache):
     module, trace = captured(cache)
-    with open_stepper(ModuleRunner(module), module.spec, trace) as stepper:
-        assert isinstance(stepper, HostStepper)
-        assert step_through(stepper, trace, module.spec, PRECISIONS["fp16"]).passed
+    with open_decode_loop(ModuleRunner(module), module.spec, trace) as loop:
+        assert isinstance(loop, HostDecodeLoop)
+        assert run_decode_loop(loop, trace, module.spec, PRECISIONS["fp16"]).passed
 
 
 def test_a_growing_cache_takes_no_counts():
     module, trace = captured("growing")
     with pytest.raises(DeployError, match="one length"):
-        HostStepper(ModuleRunner(module), module.spec, B).feed(trace.prefill, trace.prompt)
+        HostDecodeLoop(ModuleRunner(module), module.spec, B).feed(trace.prefill, trace.prompt)
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -448,13 +448,13 @@ def test_many_steps_of_the_exported_graph(steps, shown, spoiled_at):
     module = module_of(spec, "fp16")
     trace = TraceCapture(module, precision, 0).capture("long", 2, 16, steps)
     with open_runner("ort-cpu", canonical_from_module(module)) as runner:
-        report = step_through(HostStepper(runner, spec, 2), trace, spec, precision)
+        report = run_decode_loop(HostDecodeLoop(runner, spec, 2), trace, spec, precision)
         assert report.passed, report.failures
         assert len(report.errors) == steps
         assert report.growth < 2 * report.eager_growth
         assert [step for step, _ in report.table][-2:] == shown
         # One value among many keys: no output need show it, the cache does.
         spoiled = wrong.not_written_by(runner, "growing", at=spoiled_at, only="value")
-        report = step_through(HostStepper(spoiled, spec, 2), trace, spec, precision)
+        report = run_decode_loop(HostDecodeLoop(spoiled, spec, 2), trace, spec, precision)
     assert [verdict.output for verdict in report.failures if verdict.case == "long cache"] == ["value"]
     assert report.failures[-1].problem.endswith(f"position {spoiled_at + 15}")

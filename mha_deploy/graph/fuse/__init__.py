@@ -1,6 +1,6 @@
 """Recognise attention in graphs that other people's modules export to, and write it as ONNX's `Attention`.
 
-A softmax whose result comes to a product of two computed tensors is a candidate. From it the scores are
+A softmax whose result comes to a matmul of two computed tensors is a candidate. From it the scores are
 followed back to Q and K, and the weights forward to V. What stands between is either said by the node (scale,
 masks, causal, softcap, precision, grouped heads) or the candidate stays as it is, and the report says why.
 Attention that is no candidate is counted as well (`leftover`): a report is about all attention of a graph.
@@ -211,10 +211,10 @@ def _reason(softmax: ir.Node) -> str:
     try:
         _read(softmax)
     except NoScores:
-        return "What stands between the product of Q and K and the softmax is not recognised."
+        return "What stands between the matmul of Q and K and the softmax is not recognised."
     except NotFused as refusal:
         return refusal.in_one_line
-    return "What stands between the softmax and the product with V is not recognised."
+    return "What stands between the softmax and the matmul with V is not recognised."
 
 
 def _record(pattern: Pattern, name: str) -> FusedAttention:

@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from mha_deploy.graph.fuse.masks import Masking, decide_masking
 from mha_deploy.graph.fuse.scores import (
+    Matmul,
     Operand,
-    Product,
     Scores,
     read_product,
     read_scores,
@@ -45,7 +45,7 @@ class Pattern:
 
     Args:
         softmax: Its softmax.
-        last: The product with V, whose result is the result of attention.
+        last: The matmul with V, whose result is the result of attention.
         out: The letters of that result.
         letters: The names of the axes.
         q: Queries, as they were before scaling and turning.
@@ -83,10 +83,10 @@ def read_pattern(softmax: ir.Node) -> Pattern:
         NotFused: It is not attention, or not one that can be written as one node.
     """
     scores, weights = read_scores(softmax), read_weights(softmax)
-    first = scores.product
+    first = scores.matmul
     if first is None:
-        raise NotFused("Its scores have no product.")
-    second = _second_product(weights.product, weights.position, first)
+        raise NotFused("Its scores have no matmul.")
+    second = _second_product(weights.matmul, weights.position, first)
     letters = _letters(softmax, first, second, weights.position)
     _check_spread(softmax, first)
     q, k, v = _operands(first, second, letters, weights.position)
@@ -132,38 +132,38 @@ def _scale(scores: Scores, q: Operand, k: Operand) -> float:
     return scale
 
 
-def _second_product(node: ir.Node, position: int, first: Product) -> Product:
-    """The product with V, its axes named as those of the scores."""
-    product = read_product(node)
-    if len(product.letters[position]) != len(first.out):
+def _second_product(node: ir.Node, position: int, first: Matmul) -> Matmul:
+    """The matmul with V, its axes named as those of the scores."""
+    matmul = read_product(node)
+    if len(matmul.letters[position]) != len(first.out):
         raise NotFused("The weights have another number of axes than the scores.")
-    names = dict(zip(product.letters[position], first.out, strict=True))
+    names = dict(zip(matmul.letters[position], first.out, strict=True))
     # Its other axes get letters that the scores do not use.
     taken = set("".join(first.letters))
     free = (letter for letter in string.ascii_letters if letter not in taken)
-    for letter in "".join(product.letters):
+    for letter in "".join(matmul.letters):
         if letter not in names:
             names[letter] = next(free)
-    return product.renamed(names)
+    return matmul.renamed(names)
 
 
-def _letters(softmax: ir.Node, first: Product, second: Product, position: int) -> Letters:
+def _letters(softmax: ir.Node, first: Matmul, second: Matmul, position: int) -> Letters:
     axis = softmax.attributes.get_int("axis", -1)
     key = first.out[axis]
     holders = [side for side in (0, 1) if key in first.letters[side]]
     if len(holders) != 1 or second.summed != {key}:
-        raise NotFused(f"The softmax runs over axis {axis}, the product with V sums over another.")
+        raise NotFused(f"The softmax runs over axis {axis}, the matmul with V sums over another.")
     shared = set(first.letters[0]) & set(first.letters[1])
     batches = [letter for letter in first.out if letter in shared]
     queries = [letter for letter in first.out if letter not in shared and letter != key]
     values = [letter for letter in second.letters[1 - position] if letter not in first.out]
     if len(first.summed) != 1 or len(batches) not in (1, 2) or len(queries) != 1 or len(values) != 1:
         raise NotFused(
-            "The two products are not those of attention.", got=f"{_text(first)} and {_text(second)}"
+            "The two matmuls are not those of attention.", got=f"{_text(first)} and {_text(second)}"
         )
     wanted = {*batches, queries[0], values[0]}
     if set(second.letters[1 - position]) != {*batches, key, values[0]} or set(second.out) != wanted:
-        raise NotFused("The product with V is not that of attention.", got=_text(second))
+        raise NotFused("The matmul with V is not that of attention.", got=_text(second))
     return Letters(
         batch=batches[0],
         head=batches[1] if len(batches) == 2 else None,
@@ -174,12 +174,12 @@ def _letters(softmax: ir.Node, first: Product, second: Product, position: int) -
     )
 
 
-def _text(product: Product) -> str:
-    return f"{product.letters[0]},{product.letters[1]}->{product.out}"
+def _text(matmul: Matmul) -> str:
+    return f"{matmul.letters[0]},{matmul.letters[1]}->{matmul.out}"
 
 
 def _operands(
-    first: Product, second: Product, letters: Letters, position: int
+    first: Matmul, second: Matmul, letters: Letters, position: int
 ) -> tuple[Operand, Operand, Operand]:
     at = 0 if letters.query in first.letters[0] else 1
     raw_q = Operand(value=first.values[at], letters=first.letters[at])
@@ -209,13 +209,13 @@ def _check_sizes(q: Operand, k: Operand, v: Operand, letters: Letters) -> None:
         raise NotFused("Q, K and V have different batches.", got=", ".join(map(str, batches)))
 
 
-def _check_spread(softmax: ir.Node, first: Product) -> None:
+def _check_spread(softmax: ir.Node, first: Matmul) -> None:
     """Attention has the batch and the heads of Q, whatever the mask has."""
     plain, masked = dims_of(first.node.outputs[0]), dims_of(softmax.outputs[0])
     if plain is None or masked is None or len(plain) != len(masked):
         raise NotFused("The file does not tell the shape of the scores.")
     if any(before == 1 and after != 1 for before, after in zip(plain, masked, strict=True)):
-        raise NotFused("A mask makes the scores larger than the product of Q and K.", got=list(masked))
+        raise NotFused("A mask makes the scores larger than the matmul of Q and K.", got=list(masked))
 
 
 def _check_types(q: Operand, k: Operand, v: Operand, weights: ir.Value) -> None:
@@ -248,7 +248,7 @@ class _Carried:
         computed: Whether it depends on an input of the graph; else it is a weight.
         scores: Whether a GEMM of two computed tensors stands behind it, and no softmax between.
         sizes: The fixed sizes of those GEMMs' axes.
-        softmaxes: The softmaxes of such scores that stand behind it, and no product with V between.
+        softmaxes: The softmaxes of such scores that stand behind it, and no matmul with V between.
     """
 
     computed: bool = False
@@ -316,7 +316,7 @@ class _Walk:
             return joined  # a projection
         weights = [bool(each.softmaxes) for each in operands]
         if any(weights) and not all(weights):
-            return _COMPUTED  # the product with V
+            return _COMPUTED  # the matmul with V
         sizes = frozenset(size for size in dims_of(node.outputs[0]) or () if isinstance(size, int))
         return replace(_COMPUTED, scores=True, sizes=sizes)
 

@@ -24,12 +24,12 @@ from mha_deploy.graph.fuse.values import (
     scalar_of,
 )
 
-# -- The two products of attention, in the letters of an einsum whichever way they are spelled -----
+# -- The two matmuls of attention, in the letters of an einsum whichever way they are spelled -----
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
-    """A product of two tensors, each axis named by a letter.
+class Matmul:
+    """A matmul of two tensors, each axis named by a letter.
 
     Args:
         node: The MatMul or Einsum.
@@ -48,12 +48,12 @@ class Product:
         """The letters that are summed over."""
         return (set(self.letters[0]) & set(self.letters[1])) - set(self.out)
 
-    def renamed(self, names: dict[str, str]) -> Product:
-        """The same product with other letters."""
+    def renamed(self, names: dict[str, str]) -> Matmul:
+        """The same matmul with other letters."""
         left, right, out = (
             "".join(names.get(letter, letter) for letter in text) for text in (*self.letters, self.out)
         )
-        return Product(node=self.node, values=self.values, letters=(left, right), out=out)
+        return Matmul(node=self.node, values=self.values, letters=(left, right), out=out)
 
 
 def is_product(node: ir.Node | None) -> bool:
@@ -71,25 +71,23 @@ def _is_computed(node: ir.Node) -> bool:
     )
 
 
-def read_product(node: ir.Node) -> Product:
+def read_product(node: ir.Node) -> Matmul:
     """Read a MatMul or an Einsum."""
     left, right = node.inputs
     if left is None or right is None:
-        raise NotFused(f"The product {node.name} lacks an operand.")
+        raise NotFused(f"The matmul {node.name} lacks an operand.")
     ranks = [len(dims_of(value) or ()) for value in (left, right)]
     if is_op(node, "MatMul"):
         if ranks[0] != ranks[1] or ranks[0] not in (3, 4):
             raise NotFused(
-                f"The product {node.name} is of tensors with {ranks[0]} and {ranks[1]} axes, not 4."
+                f"The matmul {node.name} is of tensors with {ranks[0]} and {ranks[1]} axes, not 4."
             )
         batch = "bh" if ranks[0] == 4 else "b"
-        return Product(
-            node=node, values=(left, right), letters=(f"{batch}sd", f"{batch}dt"), out=f"{batch}st"
-        )
+        return Matmul(node=node, values=(left, right), letters=(f"{batch}sd", f"{batch}dt"), out=f"{batch}st")
     letters, out = _read_equation(node, ranks)
     if any(len(set(text)) != len(text) for text in (*letters, out)):
         raise NotFused(f"The einsum {node.name} takes a diagonal.")
-    return Product(node=node, values=(left, right), letters=letters, out=out)
+    return Matmul(node=node, values=(left, right), letters=letters, out=out)
 
 
 def _read_equation(node: ir.Node, ranks: list[int]) -> tuple[tuple[str, str], str]:
@@ -97,7 +95,7 @@ def _read_equation(node: ir.Node, ranks: list[int]) -> tuple[tuple[str, str], st
     inputs, arrow, out = equation.partition("->")
     left, comma, right = inputs.partition(",")
     if not arrow or not comma or "," in right:
-        raise NotFused(f"The einsum {node.name} is not a product of two tensors with a named result.")
+        raise NotFused(f"The einsum {node.name} is not a matmul of two tensors with a named result.")
     free = [letter for letter in string.ascii_letters if letter not in equation]
     hidden = max(ranks[0] - len(left.replace("...", "")), ranks[1] - len(right.replace("...", "")), 0)
     dots = "".join(free[:hidden])
@@ -108,12 +106,12 @@ def _read_equation(node: ir.Node, ranks: list[int]) -> tuple[tuple[str, str], st
     return (texts[0], texts[1]), texts[2]
 
 
-# -- Q, K and V as they were before scaling, turning and repeating for the product -----------------
+# -- Q, K and V as they were before scaling, turning and repeating for the matmul -----------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """One side of a product.
+    """One side of a matmul.
 
     Args:
         value: The tensor.
@@ -138,7 +136,7 @@ def unwrap(operand: Operand, *, wanted: str, head: str | None, scaled: bool = Tr
     """Walk back over layout, constant factors and repeated heads.
 
     Args:
-        operand: The side of a product.
+        operand: The side of a matmul.
         wanted: The order of axes in which Attention takes it. A tensor that has it already is taken there.
         head: The letter of the heads, if there is one.
         scaled: Whether a constant factor may be taken off.
@@ -263,7 +261,7 @@ def _before_expand(operand: Operand, head: str) -> Operand | None:
     return replace(operand, value=node.inputs[0], group=operand.group * copies)
 
 
-# -- What stands between the product of Q and K and the softmax: scale, masks, softcap, precisi ----
+# -- What stands between the matmul of Q and K and the softmax: scale, masks, softcap, precisi ----
 
 _MAX_STEPS = 32
 
@@ -313,17 +311,17 @@ Term = Fill | Bias
 
 @dataclass(kw_only=True)
 class Scores:
-    """The way from the product to the softmax.
+    """The way from the matmul to the softmax.
 
     Args:
-        product: The product of queries and keys.
-        factor: The constant the product is multiplied by.
+        matmul: The matmul of queries and keys.
+        factor: The constant the matmul is multiplied by.
         terms: The masks, the one nearest to the softmax first.
         softcap: Bound by a tanh; 0 for none.
-        softmax_dtype: Type of the softmax where it is not that of the product.
+        softmax_dtype: Type of the softmax where it is not that of the matmul.
     """
 
-    product: Product | None = None
+    matmul: Matmul | None = None
     factor: float = 1.0
     terms: list[Term] = field(default_factory=list)
     softcap: float = 0.0
@@ -331,7 +329,7 @@ class Scores:
 
 
 def read_scores(softmax: ir.Node) -> Scores:
-    """Walk back from a softmax to the product of its scores.
+    """Walk back from a softmax to the matmul of its scores.
 
     Raises:
         NotFused: Something stands there that Attention cannot say.
@@ -341,12 +339,12 @@ def read_scores(softmax: ir.Node) -> Scores:
         node = value.producer() if value is not None else None
         if value is None or node is None or not _reaches_product(value):
             raise NoScores(
-                "Its input is not a product of two computed tensors, so it is not dot-product attention."
+                "Its input is not a matmul of two computed tensors, so it is not dot-matmul attention."
             )
         if value.is_graph_output() or len(value.uses()) != 1:
             raise NotFused("The scores before the softmax are used elsewhere too.", got=_users(value))
         if is_product(node):
-            scores.product = read_product(node)
+            scores.matmul = read_product(node)
             return scores
         value = _step(node, scores)
     raise NotFused("The way from the scores to the softmax is too long.")
@@ -443,12 +441,12 @@ def _split(node: ir.Node) -> tuple[ir.Value, ir.Value]:
         raise NotFused(f"A {node.op_type} of the scores lacks an input.")
     carries = (_reaches_product(first), _reaches_product(second))
     if carries == (True, True):
-        raise NotFused(f"The scores are made of two products ({node.op_type}).")
+        raise NotFused(f"The scores are made of two matmuls ({node.op_type}).")
     return (first, second) if carries[0] else (second, first)
 
 
 def _reaches_product(value: ir.Value | None) -> bool:
-    """Whether a product of two computed tensors stands behind a value, with only small steps between."""
+    """Whether a matmul of two computed tensors stands behind a value, with only small steps between."""
     pending, seen = [value], set[int]()
     while pending and len(seen) < 200:
         node = None if (each := pending.pop()) is None else each.producer()
@@ -471,9 +469,9 @@ def _name(value: ir.Value | None) -> str:
     return "nothing" if value is None else str(value.name)
 
 
-# -- What stands between the softmax and the product with V ----------------------------------------
+# -- What stands between the softmax and the matmul with V ----------------------------------------
 
-# What a candidate's weights may pass on the way to the product: more than can be fused, so that it is named.
+# What a candidate's weights may pass on the way to the matmul: more than can be fused, so that it is named.
 _PASSED_WEIGHTS = frozenset(
     {"Cast", "Identity", "Dropout", "Where", "Mul", "Div", "Transpose", "Reshape", "Slice", "Squeeze"}
     | {"Unsqueeze", "Expand", "Gather"}
@@ -483,23 +481,23 @@ _MAX_STEPS_WEIGHTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The way from the softmax to the product with V.
+    """The way from the softmax to the matmul with V.
 
     Args:
-        value: The weights as the product takes them.
-        product: The node of the product.
+        value: The weights as the matmul takes them.
+        matmul: The node of the matmul.
         position: Which of its operands they are.
         guarded: Whether NaN is replaced by 0, as PyTorch's own attention does for rows without keys.
     """
 
     value: ir.Value
-    product: ir.Node
+    matmul: ir.Node
     position: int
     guarded: bool
 
 
 def is_candidate(softmax: ir.Node) -> bool:
-    """Whether the result of a softmax comes to a product of two computed tensors."""
+    """Whether the result of a softmax comes to a matmul of two computed tensors."""
     pending = [(softmax.outputs[0], 0)]
     while pending:
         value, steps = pending.pop()
@@ -512,7 +510,7 @@ def is_candidate(softmax: ir.Node) -> bool:
 
 
 def read_weights(softmax: ir.Node) -> Weights:
-    """Walk from a softmax to the product with V.
+    """Walk from a softmax to the matmul with V.
 
     Raises:
         NotFused: The weights are used elsewhere too, or changed on the way.
@@ -527,11 +525,11 @@ def read_weights(softmax: ir.Node) -> Weights:
         node, position = _only_use(value)
         if is_product(node):
             _check_casts(value, passed)
-            return Weights(value=value, product=node, position=position, guarded=guarded)
+            return Weights(value=value, matmul=node, position=position, guarded=guarded)
         _check_passed(node)
         passed.append(value)
         value = node.outputs[0]
-    raise NotFused("The way from the softmax to the product with V is too long.")
+    raise NotFused("The way from the softmax to the matmul with V is too long.")
 
 
 def _only_use(value: ir.Value) -> tuple[ir.Node, int]:
@@ -541,7 +539,7 @@ def _only_use(value: ir.Value) -> tuple[ir.Node, int]:
     if len(uses) != 1:
         others = [node for node, _ in uses if not is_product(node)]
         named = ", ".join(f"{node.op_type} at {place_of(node) or node.name}" for node in others)
-        raise NotFused("The attention weights are used elsewhere too.", got=named or f"{len(uses)} products")
+        raise NotFused("The attention weights are used elsewhere too.", got=named or f"{len(uses)} matmuls")
     return uses[0].node, uses[0].idx
 
 
@@ -551,11 +549,11 @@ def _check_passed(node: ir.Node) -> None:
         if len(node.inputs) > 2 and node.inputs[2] is not None and (training is None or bool(training.any())):
             raise NotFused("Dropout of the weights is active: export the module in eval mode.", got=node.name)
     elif not is_op(node, "Cast", "Identity"):
-        raise NotFused(f"{node.op_type} stands between the softmax and the product with V.", got=node.name)
+        raise NotFused(f"{node.op_type} stands between the softmax and the matmul with V.", got=node.name)
 
 
 def _check_casts(value: ir.Value, passed: list[ir.Value]) -> None:
-    """The weights may be rounded once, to the type that the product takes: so does Attention."""
+    """The weights may be rounded once, to the type that the matmul takes: so does Attention."""
     lossy = [each.dtype for each in passed if not holds(each.dtype, value.dtype)]
     if lossy:
         raise NotFused("The attention weights are rounded on the way to V.", got=", ".join(map(str, lossy)))

@@ -178,11 +178,11 @@ def adds_leading_ones(node: ir.Node) -> bool:
 
 
 class NotFused(DeployError):
-    """Why a softmax and its two products stay as they are."""
+    """Why a softmax and its two matmuls stay as they are."""
 
 
 class NoScores(NotFused):
-    """No product of two computed tensors stands before the softmax."""
+    """No matmul of two computed tensors stands before the softmax."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class FusedAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class UnfusedSoftmax:
-    """A softmax before a product that was left as it is.
+    """A softmax before a matmul that was left as it is.
 
     Args:
         name: The module it came from, else the softmax node.

@@ -2,7 +2,7 @@
 
     onnx        as it is, checked
     trt         what the parser of TensorRT 10.14+ and TensorRT-RTX takes
-    primitives  matrix products around a softmax, for TensorRT 8.6 to 10.13
+    primitives  matmuls around a softmax, for TensorRT 8.6 to 10.13
     contrib     com.microsoft operators, for ONNX Runtime
     plugin      one node of our own TensorRT plugin
 

@@ -439,7 +439,7 @@ def _new_rows(b: NodeBuilder, call: AttentionCall, cache: CachedAttention) -> tu
     return k, split_heads(b, cache.new_value, call.Hkv, call.Dv, name="v_heads")
 
 
-# -- the products --------------------------------------------------------------------------------
+# -- the matmuls --------------------------------------------------------------------------------
 
 
 def _attention(

@@ -10,11 +10,11 @@ from mha_deploy.graph.build import NodeBuilder, Size
 from mha_deploy.graph.lower.call import AttentionCall
 from mha_deploy.graph.lower.masks import Mask
 
-# -- Three ways to let groups of query heads share a key/value head in plain matrix products -------
+# -- Three ways to let groups of query heads share a key/value head in plain matmuls -------
 
 
 class GroupForm(Protocol):
-    """How queries, keys and bias are laid out for the products, and how a result comes back."""
+    """How queries, keys and bias are laid out for the matmuls, and how a result comes back."""
 
     def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
         """`[B, Hq, S, D]` to the form's layout."""
@@ -142,7 +142,7 @@ def group_form(call: AttentionCall, name: str) -> GroupForm:
     return GROUP_FORMS[name]
 
 
-# -- The steps of attention in matrix products, shared by the forms with and without a cache be ----
+# -- The steps of attention in matmuls, shared by the forms with and without a cache be ----
 
 
 def scale_query(b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
@@ -173,8 +173,8 @@ def turned_scores_of(
     """
     perm = (0, 1, 2, 4, 3) if isinstance(form, Broadcast) else (0, 1, 3, 2)
     query = b.transpose(q, *perm, name="q_transposed")
-    product = b.op("MatMul", form.keys(b, call, k, None, call.D), query, name="scores")
-    return b.transpose(product, *perm, name="scores_turned")
+    matmul = b.op("MatMul", form.keys(b, call, k, None, call.D), query, name="scores")
+    return b.transpose(matmul, *perm, name="scores_turned")
 
 
 def softcap(b: NodeBuilder, call: AttentionCall, scores: ir.Value) -> ir.Value:

@@ -84,7 +84,7 @@ class Rotary:
 
 
 def rotary_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
-    """Write a RotaryEmbedding with products and sums."""
+    """Write a RotaryEmbedding with matmuls and sums."""
     rotary = _read(call)
     x = rotary.x if rotary.rank == 4 else b.reshape(rotary.x, 0, 0, rotary.heads, rotary.size)
     cos, sin = (_table(b, rotary, table) for table in (rotary.cos, rotary.sin))

@@ -1,7 +1,7 @@
-"""One matrix product instead of three: pack the projections that read the same input.
+"""One matmul instead of three: pack the projections that read the same input.
 
 Packing changes no number: each output column is the same sum as before. Do it before lowering, while the
-Attention nodes still show which products are projections.
+Attention nodes still show which matmuls are projections.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _same_type(group: list[Projection]) -> bool:
 
 
 def _pack(group: list[Projection], attention: ir.Node) -> None:
-    """Replace a group by one product; the values that were its outputs keep their names."""
+    """Replace a group by one matmul; the values that were its outputs keep their names."""
     graph = group[0].matmul.graph
     if not isinstance(graph, ir.Graph):
         return

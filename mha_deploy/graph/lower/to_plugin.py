@@ -721,13 +721,13 @@ def take_gates(attention: ir.Node, *, limits: bool) -> bool:
     found = _gated(attention) if _has_place(attention, limits=limits) else None
     if found is None:
         return False
-    split, product, factor = found
+    split, matmul, factor = found
     count = len(attention.inputs)
-    gates = _without_last_axis(attention, factor, product)
+    gates = _without_last_axis(attention, factor, matmul)
     attention.resize_inputs(count + 1)
     attention.replace_input_with(count, gates)
     attention.attributes.add(ir.AttrInt64("has_gates", 1))
-    product.outputs[0].replace_all_uses_with(split.outputs[0])
+    matmul.outputs[0].replace_all_uses_with(split.outputs[0])
     if attention.graph is not None:
         attention.graph.sort()  # what computes the gates may stand behind the attention
     return True
@@ -752,19 +752,19 @@ def _gated(attention: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value] | None:
     """
     rows = attention.outputs[0]
     split = _only_reader(rows)
-    product = None if split is None or split.op_type != "Reshape" else _only_reader(split.outputs[0])
-    if split is None or product is None or product.op_type != "Mul" or product.outputs[0].is_graph_output():
+    matmul = None if split is None or split.op_type != "Reshape" else _only_reader(split.outputs[0])
+    if split is None or matmul is None or matmul.op_type != "Mul" or matmul.outputs[0].is_graph_output():
         return None
     heads, size = (attention.attributes.get_int(name, 0) for name in ("query_heads", "value_size"))
     B, S, _ = dims(rows)
     if dims(split.outputs[0])[2:] != (heads, size):
         return None
-    for factor in product.inputs:
+    for factor in matmul.inputs:
         shape = dims(factor)
         if factor is None or factor is split.outputs[0] or shape[2:] != (heads, 1):
             continue
         if same_size(shape[0], B) and same_size(shape[1], S):
-            return split, product, factor
+            return split, matmul, factor
     return None
 
 
@@ -774,7 +774,7 @@ def _only_reader(value: ir.Value) -> ir.Node | None:
     return uses[0].node if alone else None
 
 
-def _without_last_axis(attention: ir.Node, factor: ir.Value, product: ir.Node) -> ir.Value:
+def _without_last_axis(attention: ir.Node, factor: ir.Value, matmul: ir.Node) -> ir.Value:
     """The gates `[B, S, Hq]`: as they were before the last axis was added, else with it taken off."""
     widened = made_by(factor, "Unsqueeze")
     if widened is not None and constant_ints(widened, 1) in ((-1,), (3,)) and widened.inputs[0] is not None:
@@ -783,8 +783,8 @@ def _without_last_axis(attention: ir.Node, factor: ir.Value, product: ir.Node) -
     heads = attention.attributes.get_int("query_heads", 0) or 0
     gates = b.reshape(factor, 0, 0, heads)
     gates.type, gates.shape = factor.type, ir.Shape(dims(factor)[:3])
-    if product.graph is not None:
-        product.graph.insert_before(product, b.nodes)
+    if matmul.graph is not None:
+        matmul.graph.insert_before(matmul, b.nodes)
     return gates
 
 
@@ -798,7 +798,7 @@ _BETWEEN = frozenset({"Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpos
 
 
 def write_linear(model: ir.Model, *, limits: bool) -> None:
-    """Write products with constant weights around an attention, biases included, as nodes of the plugin.
+    """Write matmuls with constant weights around an attention, biases included, as nodes of the plugin.
 
     Args:
         model: The model, every attention of it lowered. It is changed.
@@ -822,7 +822,7 @@ def _around_attention(nodes: list[ir.Node]) -> Iterator[ir.Node]:
 
 
 def _products_of(rows: ir.Value) -> Iterator[ir.Node]:
-    """The products that read the result of an attention."""
+    """The matmuls that read the result of an attention."""
     pending = [rows]
     while pending:
         for use in pending.pop().uses():

@@ -40,7 +40,7 @@ OPERATOR_RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PrimitivesOptions:
-    """How to write the products.
+    """How to write the matmuls.
 
     Args:
         gqa: `auto`, `fold`, `broadcast` or `repeat`: see `groups`.
@@ -63,7 +63,7 @@ class PrimitivesOptions:
 def lower_to_primitives(
     call: AttentionCall, b: NodeBuilder, options: PrimitivesOptions
 ) -> dict[int, ir.Value]:
-    """Write one attention as matrix products around a softmax; the outputs by position."""
+    """Write one attention as matmuls around a softmax; the outputs by position."""
     heads = split_inputs(b, call)
     form = group_form(call, options.gqa)
     S, T = query_length(b, call), key_length(b, call)
@@ -75,9 +75,9 @@ def lower_to_primitives(
     capped = softcap(b, call, raw)
     biased = _add_bias(b, call, form, mask, capped, S, T)
     weights = softmax(b, call, biased)
-    product = weighted_values(b, call, form, weights, heads.v)
+    matmul = weighted_values(b, call, form, weights, heads.v)
 
-    y = zero_closed_rows(b, call, rows, form.restore(b, call, product, call.Dv))
+    y = zero_closed_rows(b, call, rows, form.restore(b, call, matmul, call.Dv))
     outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
     mode = call.facts.qk_output_mode
     if mode is not None:

@@ -37,7 +37,7 @@ class TrtOptions:
     """What may be done to fit TensorRT.
 
     Args:
-        decompose: Write a node that the fused operator cannot express as matrix products instead of
+        decompose: Write a node that the fused operator cannot express as matmuls instead of
             refusing it. It will be slower.
         pad_heads: Where V's head size differs from K's, pad the smaller with zeros: exact, and fused.
         decode_primitives: Write `RotaryEmbedding`, `TensorScatter` and `RMSNormalization` in primitive
@@ -69,7 +69,7 @@ def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> di
 def _inexpressible(call: AttentionCall, options: TrtOptions) -> tuple[str, object, str] | None:
     """Feature, value and remedy, for what the fused operator cannot express."""
     facts = call.facts
-    otherwise = "--allow-decomposed (decompose=True) writes it as matrix products: slower, not fused"
+    otherwise = "--allow-decomposed (decompose=True) writes it as matmuls: slower, not fused"
     if facts.softcap:
         return "softcap", facts.softcap, otherwise
     if call.Dv != call.D and not options.pad_heads:

@@ -151,7 +151,7 @@ def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], wide_inputs: set[str]) -
 
 
 def _is_cheap(node: ir.Node) -> bool:
-    """Whether a node costs about nothing in float32: no product, and no large weights."""
+    """Whether a node costs about nothing in float32: no matmul, and no large weights."""
     inputs = [value for _, value in float_inputs(node)]
     if not inputs and not any(True for _ in float_outputs(node)):
         return False

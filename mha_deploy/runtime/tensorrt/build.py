@@ -300,7 +300,7 @@ def fill_config(rt: TensorRT, config: Any, request: BuildRequest) -> list[str]:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, request.workspace)
     for flag in _flags(rt, request):
         config.set_flag(flag)
-    if rt.can.tf32_flag:  # FP32 products keep their inputs as they are
+    if rt.can.tf32_flag:  # FP32 matmuls keep their inputs as they are
         config.clear_flag(trt.BuilderFlag.TF32)
     if request.hardware_compatible is not None:
         level = HARDWARE_LEVELS[request.hardware_compatible]

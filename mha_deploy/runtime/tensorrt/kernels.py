@@ -15,7 +15,7 @@ from mha_deploy.runtime.tensorrt.versions import EngineError
 # -- The kernels of an engine, in one form whichever TensorRT tells of them ------------------------
 
 UNKNOWN = "?"
-ATTENTION, PRODUCT = "attention", "product"
+ATTENTION, PRODUCT = "attention", "matmul"
 
 # Every spelling of a type: enum names, the inspector's prose, the plan's own words.
 _DTYPES = (
@@ -85,7 +85,7 @@ class Kernel:
         constants: Weights it reads.
         profile: Optimisation profile it belongs to.
         source: Who tells of it: `log`, `plan`, `inspector` or `profile`.
-        carries: What a plugin layer computes, where the graph says so: `attention` or `product`.
+        carries: What a plugin layer computes, where the graph says so: `attention` or `matmul`.
     """
 
     name: str
@@ -113,24 +113,24 @@ class Kernel:
 
     @cached_property
     def is_gemm(self) -> bool:
-        """Whether it is a plain matrix product."""
+        """Whether it is a plain matmul."""
         return not self.is_fused_attention and bool(
             self.carries == PRODUCT or _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
         )
 
     @cached_property
     def is_convolution(self) -> bool:
-        """Whether it is a convolution, which is a matrix product as well: patches of an image, sound."""
+        """Whether it is a convolution, which is a matmul as well: patches of an image, sound."""
         return not self.is_fused_attention and bool(
             _CONVOLUTION.search(self.layer_type) or _CONVOLUTION_TACTIC.search(self.tactic)
         )
 
     @cached_property
     def is_heavy(self) -> bool:
-        """Whether it does the work an engine is built for: products, attention, or a hidden region."""
+        """Whether it does the work an engine is built for: matmuls, attention, or a hidden region."""
         generated = self.layer_type not in ("", "kgen") or self.name.startswith("__")
-        product = self.is_gemm or (generated and bool(_GENERATED_PRODUCT.search(self.name)))
-        return product or self.is_convolution or self.is_fused_attention or self.is_opaque
+        matmul = self.is_gemm or (generated and bool(_GENERATED_PRODUCT.search(self.name)))
+        return matmul or self.is_convolution or self.is_fused_attention or self.is_opaque
 
     @cached_property
     def is_softmax(self) -> bool:

@@ -528,7 +528,7 @@ class TensorRTRunner(GpuRunner):
         return self._usual_call(feeds).nbytes
 
     def _usual_call(self, feeds: Arrays) -> BoundCall:
-        """The call in the first profile that fits; behind a cache in the tightest, as steppers choose it."""
+        """The call in the first profile that fits; behind a cache in the tightest, as decode loops do."""
         cached = cache_form(self.inputs, self.engine_outputs) is not None
         choose = tightest_admitting if cached else first_admitting
         return self._call(feeds, choose(self.profiles, _shapes(feeds)))
@@ -562,7 +562,7 @@ class TensorRTRunner(GpuRunner):
         )
 
     def _launcher(self) -> TensorRTLauncher:
-        self.release()  # where a profile belongs to one context at a time, the stepper needs it
+        self.release()  # where a profile belongs to one context at a time, the decode loop needs it
         return TensorRTLauncher(self, self._rt)
 
     def release(self) -> None:
@@ -618,7 +618,7 @@ def _shapes(feeds: Arrays) -> dict[str, Shape]:
     return {name: tuple(array.shape) for name, array in feeds.items()}
 
 
-# -- TensorRT under a stepper: contexts for the shapes of the steps, graphs for the steps that  ----
+# -- TensorRT under a decode loop: contexts for the shapes of the steps, graphs for the steps that  ----
 
 _Key = tuple[int, tuple[tuple[str, Shape], ...]]
 
@@ -711,7 +711,7 @@ class TensorRTLauncher(Launcher):
 
 
 def _begins(profile: Profile, B: int) -> bool:
-    """Whether a profile takes B rows that have no past; every input of a stepper has the rows first."""
+    """Whether a profile takes B rows that have no past; every input of a decode loop has the rows first."""
     takes_rows = all(low[0] <= B <= high[0] for low, _, high in profile.values())
     return takes_rows and all(profile[name][0][2] == 0 for name in PAST if name in profile)
 

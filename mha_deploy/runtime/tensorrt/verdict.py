@@ -25,7 +25,7 @@ class WrittenTypes:
     Args:
         reads: Types of its inputs.
         writes: Types of its outputs.
-        is_product: Whether it is a matrix product, a convolution or attention.
+        is_product: Whether it is a matmul, a convolution or attention.
     """
 
     reads: frozenset[str]
@@ -123,7 +123,7 @@ _MATH = (
     ("fp32", re.compile(r"f32f32|(?<![a-z])sgemm|fp32|simt_s")),
 )
 _NARROW_SUM = re.compile(r"f16f16_f16f16_f16|(?<![a-z])h(?:884|1688|16816)(?:gemm|_)")
-# Names that state what a product reads and writes in 16 bits, not only what it multiplies:
+# Names that state what a matmul reads and writes in 16 bits, not only what it multiplies:
 # `f16f16_f16f32_f32` writes FP16, `f16f16_f32f32_f32` does not, nor `s16816gemm_f16` with no type before it.
 _NAMES_ALL_TYPES = re.compile(
     r"(b?f16)\1_\1f(?:16|32)_|(?:f16|fp16)_[sh]\d+gemm\w*_(?:f16|fp16)|(?<![a-z])h\d+gemm"
@@ -162,13 +162,13 @@ class PrecisionVerdict:
         asked: `fp16`, `bf16` or `fp32`.
         status: `really-<asked>`, `mixed` or `unknown`.
         counts: How many tensors there are of each type, and kernels whose names tell one.
-        offenders: Products and attentions that have another floating-point type, and not from the graph.
+        offenders: Matmuls and attentions that have another floating-point type, and not from the graph.
         islands: Other kernels that have one.
         reason: Why the answer is unknown; empty otherwise.
         notes: What else was seen: FP16 sums, kernels that are chosen on the device.
-        has_untold: Whether a matrix product or attention was told of without its types.
-        written: Products and attentions that have another type because the graph gives it to them.
-        narrowed: Products that the graph keeps in a wider type than the engine multiplies in.
+        has_untold: Whether a matmul or attention was told of without its types.
+        written: Matmuls and attentions that have another type because the graph gives it to them.
+        narrowed: Matmuls that the graph keeps in a wider type than the engine multiplies in.
     """
 
     asked: str
@@ -199,7 +199,7 @@ def precision_verdict(
         written: The types in the graph the engine was built from, where that is at hand.
 
     Returns:
-        `mixed` as soon as one product or attention is of another floating-point type than asked for and
+        `mixed` as soon as one matmul or attention is of another floating-point type than asked for and
         written; `really-...` only where every kernel could be judged; else `unknown`, with the reason.
     """
     heavy = [kernel for kernel in kernels if kernel.is_heavy]
@@ -252,7 +252,7 @@ def math_type(tactic: str) -> str:
 
 
 def _data(kernel: Kernel) -> list[EngineTensor]:
-    """The tensors that carry data: not the factors of a matrix product, which are FP32 by design."""
+    """The tensors that carry data: not the factors of a matmul, which are FP32 by design."""
     read = [tensor for tensor in kernel.inputs + kernel.constants if not _is_factor(kernel, tensor)]
     return [*read, *kernel.outputs]
 
@@ -265,7 +265,7 @@ def _is_factor(kernel: Kernel, tensor: EngineTensor) -> bool:
 
 
 def _named_type(kernel: Kernel) -> str:
-    # Names of generated kernels are made from operators; only products carry their types.
+    # Names of generated kernels are made from operators; only matmuls carry their types.
     named = kernel.is_gemm or kernel.is_convolution or kernel.is_fused_attention
     return math_type(kernel.tactic) if named else UNKNOWN
 
@@ -294,19 +294,19 @@ def _is_written(kernel: Kernel, role: str, offender: Offender, written: Written)
     """Whether the graph gives this type to a node of the kernel, at the same place."""
     nodes = [written[name] for name in kernel.onnx_nodes if name in written]
     if role == _COMPUTES:
-        products = [node for node in nodes if node.is_product]
-        return bool(products) and all(offender.dtype in node.reads for node in products)
+        matmuls = [node for node in nodes if node.is_product]
+        return bool(matmuls) and all(offender.dtype in node.reads for node in matmuls)
     return any(offender.dtype in (node.reads if role == _READS else node.writes) for node in nodes)
 
 
 def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
-    """The inputs of a product in FP16 or BF16 that the graph wants multiplied in FP32.
+    """The inputs of a matmul in FP16 or BF16 that the graph wants multiplied in FP32.
 
-    TensorRT-RTX 1.7.1 does so where the product stands between two Casts, and rounds its weights too: one
+    TensorRT-RTX 1.7.1 does so where the matmul stands between two Casts, and rounds its weights too: one
     beyond the range of FP16 becomes infinite. Attention is left out: its kernels sum up in FP32 inside.
     """
-    products = [written[name] for name in kernel.onnx_nodes if name in written and written[name].is_product]
-    if kernel.is_fused_attention or not products or any(node.reads != {"fp32"} for node in products):
+    matmuls = [written[name] for name in kernel.onnx_nodes if name in written and written[name].is_product]
+    if kernel.is_fused_attention or not matmuls or any(node.reads != {"fp32"} for node in matmuls):
         return []
     return [
         _offender(kernel, tensor.name, tensor.dtype)
@@ -333,7 +333,7 @@ def _why_unknown(kernels: Sequence[Kernel]) -> str:
 
 def _is_untold(kernel: Kernel) -> bool:
     if any(tensor.dtype == UNKNOWN for tensor in _data(kernel)):
-        # 8.6 does not tell the types of tensors with dynamic sizes; some products have them in their names.
+        # 8.6 does not tell the types of tensors with dynamic sizes; some matmuls have them in their names.
         return not (kernel.is_gemm and _NAMES_ALL_TYPES.search(kernel.tactic.lower()))
     # A profiler tells no tensors, and fused attention need not name its type: where only a profiler can
     # tell (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
@@ -358,9 +358,9 @@ def _notes(kernels: Sequence[Kernel]) -> list[str]:
     later = sum(_CHOSEN_LATER in kernel.tactic for kernel in kernels)
     notes = []
     if narrow:
-        notes.append(f"{len(narrow)} matrix products sum up in FP16, the first is {narrow[0]}")
+        notes.append(f"{len(narrow)} matmuls sum up in FP16, the first is {narrow[0]}")
     if later:
-        notes.append(f"the kernels of {later} matrix products are chosen on the device")
+        notes.append(f"the kernels of {later} matmuls are chosen on the device")
     return notes
 
 
@@ -368,10 +368,10 @@ def _graph_notes(written: Sequence[Offender], narrowed: Sequence[Offender]) -> l
     notes = []
     if written:
         names, types = _summary(written)
-        notes.append(f"{len(names)} products have {types} from the graph, the first is {names[0]}")
+        notes.append(f"{len(names)} matmuls have {types} from the graph, the first is {names[0]}")
     if narrowed:
         names, types = _summary(narrowed)
-        notes.append(f"{len(names)} products of FP32 in the graph multiply {types}, the first is {names[0]}")
+        notes.append(f"{len(names)} matmuls of FP32 in the graph multiply {types}, the first is {names[0]}")
     return notes
 
 
