@@ -30,7 +30,7 @@ from mha_deploy.runtime.tensorrt.verdict import engine_verdict
 from mha_deploy.validate.self_test import largest_share as budget_share
 
 
-def examine(model: str, folder: Path, gqa: str | None) -> dict[str, Any]:
+def evaluate(model: str, folder: Path, gqa: str | None) -> dict[str, Any]:
     """Export, build, run and judge one model."""
     golden = ("min", "opt", "odd", "ragged")
     bundle = bundle_from_spec(find_spec(model), folder / model, ExportOptions(golden=golden, device="cuda"))
@@ -87,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for model in arguments.models:
             try:
-                results.append(examine(model, Path(folder), arguments.gqa))
+                results.append(evaluate(model, Path(folder), arguments.gqa))
             except DeployError as error:
                 results.append({"model": model, "error": error.in_one_line})
             print(row(results[-1]), flush=True)

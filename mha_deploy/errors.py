@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 EXIT_PASSED = 0
 EXIT_VERDICT_FAILED = 1
@@ -40,10 +41,20 @@ class DeployError(Exception):
             lines.append(f"  try: {self.hint}")
         return "\n".join(lines)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross from child processes, whatever arguments their classes take.
+        return _restored, (type(self), self.args, self.__dict__)
+
     @property
     def in_one_line(self) -> str:
         """What happened and what was got, for a table."""
         return self.what if self.got is None else f"{self.what} {' '.join(self.got.split())}"
+
+
+def _restored(kind: type[DeployError], args: tuple[Any, ...], state: dict[str, Any]) -> DeployError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class SpecError(DeployError):

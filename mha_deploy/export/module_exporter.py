@@ -249,6 +249,7 @@ class MixedCapture(ModuleCapture):
         given = {key: self._given(key, array) for key, array in case.inputs.items()}
         got = self._runner.run(given)
         case = replace(case, inputs=given, eager={key: got[key] for key in case.oracle})
+        refuse_overflow(case, self.user.precision, self.user.module, hint="--precision bf16 or fp32")
         _refuse_far(case)
         return case
 

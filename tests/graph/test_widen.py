@@ -93,7 +93,7 @@ def relative_error(got, exact):
 
 
 @pytest.fixture(scope="module")
-def product():
+def matmul():
     """A MatMul over 2048 half-precision numbers: model, input, and the exact result."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((32, 2048)).astype(np.float16)

@@ -110,7 +110,7 @@ def first(found, step):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda data: data.update(format=2), "format: 2 is not 1"),
+        (lambda data: data.update(format=3), "format: 3 is not 2"),
         (lambda data: data["verdict"].update(passed=1), "verdict.passed: 1 is not a true or false"),
         (lambda data: data["verdict"].update(headline=None), "verdict.headline: None is not a text"),
         (

@@ -101,7 +101,7 @@ def static(bundles, tmp_path_factory):
 
 
 @pytest.fixture
-def decode_loop(monkeypatch):
+def loop(monkeypatch):
     """Let the decode loop raise as it is opened, or as it is closed."""
 
     def let(opening=None, closing=None):

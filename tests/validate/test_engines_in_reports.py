@@ -77,7 +77,9 @@ def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
 
 def test_a_wrong_engine_fails_and_somebody_is_blamed(running, bundle, monkeypatch):
     monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: pytest.fail)
-    monkeypatch.setattr("mha_deploy.validate.run.fault", lambda bundle, cases, opener: attributed(cases))
+    monkeypatch.setattr(
+        "mha_deploy.validate.run.attribute_fault", lambda bundle, cases, opener: attributed(cases)
+    )
     seen = []
 
     def attributed(cases):
@@ -192,7 +194,7 @@ def test_only_wrong_numbers_are_blamed_on_somebody(running, bundle, monkeypatch,
         asked.append([case.name for case in cases])
 
     monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: None)
-    monkeypatch.setattr("mha_deploy.validate.run.fault", attributed)
+    monkeypatch.setattr("mha_deploy.validate.run.attribute_fault", attributed)
     report = running(lambda: GivesUp(bundle, factor=1.5))
     assert not report.passed
     assert "is wrong on 4 of 4 outputs (golden; " in report.headline
