@@ -40,12 +40,15 @@ class TrtOptions:
         decompose: Write a node that the fused operator cannot express as matmuls instead of
             refusing it. It will be slower.
         pad_heads: Where V's head size differs from K's, pad the smaller with zeros: exact, and fused.
+        explicit_causal: Also write plain `is_causal` as a mask unless there are certainly as many keys
+            as queries; for a target whose alignment is not known.
         decode_primitives: Write `RotaryEmbedding`, `TensorScatter` and `RMSNormalization` in primitive
             operators: for TensorRT 10.14, which has none, and for a cache that cannot be updated in place.
     """
 
     decompose: bool = False
     pad_heads: bool = False
+    explicit_causal: bool = False
     decode_primitives: bool = False
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -63,7 +66,7 @@ def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> di
         raise call.refuse(refusal[0], got=refusal[1], hint=refusal[2])
     if refusal is not None:
         return lower_to_primitives(call, b, PrimitivesOptions(opset=None))
-    return _rebuild(call, b) if _needs_change(call) else None
+    return _rebuild(call, b, options) if _needs_change(call, options) else None
 
 
 def _inexpressible(call: AttentionCall, options: TrtOptions) -> tuple[str, object, str] | None:
@@ -83,7 +86,7 @@ def _inexpressible(call: AttentionCall, options: TrtOptions) -> tuple[str, objec
     return None
 
 
-def _needs_change(call: AttentionCall) -> bool:
+def _needs_change(call: AttentionCall, options: TrtOptions) -> bool:
     facts = call.facts
     return (
         facts.mask != "none"
@@ -94,12 +97,13 @@ def _needs_change(call: AttentionCall) -> bool:
         or "left_window_size" in call.node.attributes
         or "right_window_size" in call.node.attributes
         or call.Dv != call.D
+        or (facts.is_causal and options.explicit_causal and not call.is_square)
     )
 
 
-def _rebuild(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
+def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value]:
     heads = split_inputs(b, call)
-    causal = _stays_causal(call)
+    causal = _stays_causal(call, options)
     mask = None if causal else read_mask(b, call, query_length(b, call), key_length(b, call))
     rows = rows_to_keep(b, call, mask)
     y = zero_closed_rows(b, call, rows, _attention(b, call, heads, mask, causal))
@@ -119,11 +123,11 @@ def _scores_beside(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     return {QK_OUTPUT: written[QK_OUTPUT]}
 
 
-def _stays_causal(call: AttentionCall) -> bool:
+def _stays_causal(call: AttentionCall, options: TrtOptions) -> bool:
     """Whether `is_causal` alone means the same to TensorRT: the diagonal starts at the first key."""
     facts = call.facts
     alone = facts.mask == "none" and not (facts.has_past or facts.has_nonpad_kv_seqlen or facts.has_window)
-    return facts.is_causal and alone
+    return facts.is_causal and alone and (call.is_square or not options.explicit_causal)
 
 
 def _attention(
