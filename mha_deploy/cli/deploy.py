@@ -85,8 +85,6 @@ def deploy(
     json: Json = False,
 ) -> None:
     """Export a model, build an engine, run it against the FP64 oracle and beside PyTorch."""
-    from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
-
     source = source_from_options(model, axis, projections, cache)
     settings = EngineOptions(
         backend=backend,
@@ -100,6 +98,8 @@ def deploy(
     refuse_early(target, options)
     if engine:
         _refuse_builder(settings, precision)
+    from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
+
     prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
     bundle = export_with_progress(source, target, options)
     if not json:  # at once: the engine may yet be refused
