@@ -6,6 +6,8 @@ import importlib.util
 import os
 import shutil
 import sys
+import zlib
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +27,20 @@ def pytest_configure(config):
             os.environ.setdefault(name, share)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Skip what this machine cannot run, and what takes minutes or gigabytes unless it is asked for."""
+    """Skip what this machine cannot run, and what takes minutes or gigabytes unless it is requested.
+
+    A `sweep(n)` over many parameters runs n of them, drawn by a hash of their names; the others are slow.
+    """
+    sweeps = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            sweeps[item.nodeid.split("[")[0]].append(item)
+    for sweep in sweeps.values():
+        sweep.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in sweep[sweep[0].get_closest_marker("sweep").args[0] :]:
+            item.add_marker(pytest.mark.slow)
     for item in items:
         if any(item.get_closest_marker(name) for name in ("slow", "gpu")):
             item.add_marker(pytest.mark.timeout(10 * float(config.getini("timeout"))))

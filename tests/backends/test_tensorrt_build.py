@@ -54,6 +54,7 @@ FUSED = {
 }
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("target", ["8.9", "12.0"])
 @pytest.mark.parametrize("case", FUSED)
 def test_attention_is_fused_and_in_the_precision_asked_for(case, target):

@@ -75,6 +75,7 @@ def test_heads_side_by_side_are_merged_without_a_copy():
     assert merge_heads(cache).data_ptr() != cache.data_ptr()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("S", [1, 4])
 @pytest.mark.parametrize("name", CACHED)
 def test_torch_compile_takes_a_step_as_one_graph(name, S):
@@ -133,6 +134,7 @@ def test_a_layer_without_a_cache_and_a_call_without_one_are_refused():
 # -- among the baselines to run a bundle --------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", CACHED)
 def test_the_models_of_a_bundle_bring_it(bundles, name, precision):

@@ -41,6 +41,7 @@ def test_what_a_factory_must_not_give(factory, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("factory", "said"),
     [
@@ -96,6 +97,7 @@ def test_the_call_that_overflows_is_named(tmp_path):
     assert "--precision auto" in caught.value.hint
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("factory", "precision", "weight", "said"),
     [
@@ -143,6 +145,7 @@ def test_a_sum_of_a_fixed_and_a_varying_axis():
     assert exported.outputs == {"output": ("B", "S+3", edge_models.E)}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["S", "N", "pi"])
 def test_names_that_mean_something_to_sympy(name):
     module = edge_models.Added()

@@ -53,6 +53,7 @@ def test_oracle_of_the_other_tests_agrees_with_the_published_results() -> None:
             np.testing.assert_allclose(got, wide, rtol=tolerance, atol=1e-6, err_msg=case.name)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dialect", OPTIONS)
 def test_dialect(dialect: str, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = run_all(dialect, **OPTIONS[dialect])
@@ -63,6 +64,7 @@ def test_dialect(dialect: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert by_feature(outcome) == REFUSED[dialect]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("dialect", "options", "ulps"), VARIANTS)
 def test_variant(dialect: str, options: dict[str, Any], ulps: int) -> None:
     outcome = run_all(dialect, ulps=ulps, **options)

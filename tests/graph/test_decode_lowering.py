@@ -102,6 +102,7 @@ def ort_has_no_kernel(model: ir.Model, inputs: dict[str, np.ndarray]) -> bool:
     return grouped and min(B, S) > 1 and inputs["past_key"].shape[2] > 0
 
 
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize(("dialect", "options"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
@@ -311,6 +312,7 @@ def shapes(model: ir.Model, sizes: dict[str, tuple[int, int, int]]) -> dict[str,
     }
 
 
+@pytest.mark.sweep(2)
 @needs_rtx
 @pytest.mark.parametrize(
     ("dialect", "options"),

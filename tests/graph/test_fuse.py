@@ -142,6 +142,7 @@ def computed_products(model):
     ]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "opset"), SPELLINGS)
 def test_a_spelling_becomes_one_node_that_computes_the_same(name, opset):
     case, model = CASES[name], exported(name, opset)

@@ -79,6 +79,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_stays_and_the_report_says_where_and_why(name):
     make, kind, reasons, line = REFUSED[name]

@@ -92,6 +92,7 @@ def evaluate(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     return run_in_ort(ir.to_proto(model), feeds)
 
 
+@pytest.mark.sweep(60)
 @pytest.mark.parametrize(("dialect", "options"), WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_computes_the_same_at_two_shapes(name: str, dialect: str, options: dict[str, Any]) -> None:

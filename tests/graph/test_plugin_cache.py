@@ -76,6 +76,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "options"), WAYS)
 def test_static_cache_step_by_step(name: str, options: dict[str, Any]) -> None:
     sizes = LAYERS[name]

@@ -207,6 +207,7 @@ def assert_as_products(model: ir.Model, lowered: ir.Model, lengths: list[int]) -
     np.testing.assert_allclose(got.astype(np.float64), wanted.astype(np.float64), rtol=0, atol=4e-3)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("name", PREFIXES)
 def test_a_prefix_mask_becomes_lengths(name: str, causal: int) -> None:

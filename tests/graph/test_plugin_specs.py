@@ -57,6 +57,7 @@ def assert_within_budget(bundle: Any, lowered: ir.Model) -> None:
             assert verdict.passed, (case.name, verdict)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_layer(name: str, bundles: Any) -> None:
     bundle = bundles(name)

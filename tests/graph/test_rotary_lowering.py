@@ -173,6 +173,7 @@ def test_targets_with_the_operator(matmul: str, version: str) -> None:
     assert check_operators(MODELS["4d"], target_from(matmul, version)) == []
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("dialect", "options"), WAYS[1:4])
 def test_rtx_takes_every_published_case(dialect: str, options: dict[str, Any]) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")

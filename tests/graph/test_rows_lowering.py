@@ -108,6 +108,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("options", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)

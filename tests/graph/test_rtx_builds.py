@@ -50,6 +50,7 @@ FUSED: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("dialect", "options", "dims", "features"), FUSED)
 def test_builds_and_fuses(
     dialect: str, options: dict[str, Any], dims: tuple[Any, ...], features: dict[str, Any]

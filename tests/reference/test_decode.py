@@ -177,6 +177,7 @@ def test_a_mask_and_a_window_must_both_hold(mask):
 # -- stepping ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("rope", ROPES)
@@ -235,6 +236,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sweep(30)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("rope", ROPES)
@@ -553,6 +555,7 @@ def exported():
     return export
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "graph",
     [pytest.param(graph, marks=() if graph in QUICK else pytest.mark.slow) for graph in GRAPHS],

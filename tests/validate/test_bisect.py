@@ -87,6 +87,7 @@ def test_a_right_model_has_nothing_to_look_for(own_bundles, program):
     assert found.runs == 1
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("block", range(3))
 def test_a_wrong_attention_is_found(broken, program, block):
     found = bisected(broken(scale_off(ATTENTIONS[block])), program)
@@ -96,6 +97,7 @@ def test_a_wrong_attention_is_found(broken, program, block):
     assert found.runs <= 10
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("block", range(3))
 def test_a_wrong_node_between_two_attentions_is_found(broken, program, block):
     change = product_off(block)

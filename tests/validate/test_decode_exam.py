@@ -200,11 +200,13 @@ def outside(bundle, profiles):
     return result
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("profiles", NARROW.values(), ids=NARROW)
 def test_a_trace_outside_the_profiles_is_left_out_and_told(bundle, profiles):
     outside(bundle, profiles)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("profiles", SHORT_PASTS.values(), ids=SHORT_PASTS)
 def test_every_past_of_a_trace_must_be_in_a_profile(bundles, profiles):
     bundle = bundles("tiny-growing")
@@ -213,6 +215,7 @@ def test_every_past_of_a_trace_must_be_in_a_profile(bundles, profiles):
     outside(bundle, profiles)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("profiles", [[ALL], [{**ALL, "S": (2, 64)}, {**ALL, "S": (1, 1)}]], ids=len)
 def test_a_trace_inside_the_profiles_is_stepped_through(bundle, profiles):
     result = sit(bundle, Profiled(bundle, *profiles))
@@ -220,6 +223,7 @@ def test_a_trace_inside_the_profiles_is_stepped_through(bundle, profiles):
     assert (result.outside, result.not_decoded_because) == ((), None)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("most", "taken"), [(8, True), (16, True), (11, False), (9, True)])
 def test_a_prompt_is_cut_as_the_stepper_says_and_every_piece_must_fit(static, monkeypatch, most, taken):
     """24 tokens by 11 leave 2, which no profile takes; by 9 they leave 6."""

@@ -179,6 +179,7 @@ QUICK = (
 )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
 )

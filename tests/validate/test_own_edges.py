@@ -53,6 +53,7 @@ def test_operands_by_keyword(edge_bundles):
     assert "1/1 attentions right" in report.headline
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("factory", "outputs", "attentions"),
     [("zero_head", False, True), ("shrinking", False, True), ("zero_attention", True, False)],

@@ -52,6 +52,7 @@ def test_the_bundle_knows_the_module(own_bundles):
     assert open_bundle(own_bundles().path).manifest.spec == spec
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "precision", "count"),
     [

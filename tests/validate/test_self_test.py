@@ -48,6 +48,7 @@ LAYERS = {
 ALWAYS = {"scale off by 0.5 %", "scale missing", "NaN"}
 
 
+@pytest.mark.sweep(6)
 @in_precisions("fp16", "bf16", "fp32", names=LAYERS, every=("tiny-gqa", "tiny-static"))
 def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, precision):
     result = self_test(bundles(name, precision))
@@ -74,6 +75,7 @@ NARROW = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layer", NARROW)
 def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, layer):
     name, ranges, changes, hidden = NARROW[layer]

@@ -73,6 +73,7 @@ def test_the_layer_passes(cache, precision, path):
         assert report.errors == report.eager_errors
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("cache", "precision"),
     [
