@@ -60,6 +60,7 @@ def assert_builds_fused(bundle):
     assert manifest.targets == ["SM89", "SM120"]
 
 
+@pytest.mark.sweep(1)
 def test_a_real_model_validates(real_bundle):
     assert_validates(real_bundle)
 

@@ -61,6 +61,7 @@ def test_arrays_come_back_as_they_went(array):
     assert got["x"].flags.writeable
 
 
+@pytest.mark.slow
 def test_a_model_in_a_child_gives_the_same_bits(bundles):
     bundle = bundles("tiny-mha")
     feeds = {"x": np.random.default_rng(0).standard_normal((2, 16, 64)).astype(np.float16)}

@@ -85,6 +85,7 @@ def feeds():
     return static_feeds(drawn(1), [3, 5])
 
 
+@pytest.mark.sweep(1)
 def test_a_call_that_is_not_captured_is_launched_and_its_timing_says_why(device, bundles, refusals):
     with opened(bundles, LAYER) as runner:
         wanted = runner.run(feeds())

@@ -192,6 +192,7 @@ def test_a_full_disk_leaves_nothing(run_cli, tmp_path):
 # -- caches ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("cache", "axis", "axes", "opset"),
     [

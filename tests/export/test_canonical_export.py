@@ -194,6 +194,7 @@ def _assert_weights(graph, spec, float_type):
     assert all(len(onnx.numpy_helper.to_array(tensor).reshape(-1)) <= 4 for tensor in rest)
 
 
+@pytest.mark.sweep(3)
 @EXPORTED
 def test_the_file_says_nothing_of_the_exporter_or_its_machine(exported, name, precision, opset):
     content = exported(name, precision, opset).read_bytes()

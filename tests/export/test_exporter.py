@@ -82,6 +82,7 @@ def seed_three(tmp_path_factory):
     return {spec.projections: export(spec, folder / spec.projections, seed=3) for spec in (GQA, PACKED)}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("spec", "form"),
     [

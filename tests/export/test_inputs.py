@@ -123,6 +123,7 @@ def test_the_same_seed_gives_the_same_golden_arrays(name, precision):
     )
 
 
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @TINY
 def test_the_eager_result_is_the_oracle_to_a_few_roundoffs(name, precision):

@@ -61,6 +61,7 @@ def test_what_cannot_be_exported(tmp_path, factory, said):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "factory",
     [
@@ -82,6 +83,7 @@ def test_a_branch_for_fp16_is_told_apart(tmp_path):
         bundle_from_factory(f"{FILE}:guarded", tmp_path / "bundle")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("factory", ["filled", pytest.param("added", marks=pytest.mark.slow), "guarded"])
 def test_the_advice_for_fp16_helps(tmp_path, factory):
     options = ExportOptions(precision="auto", golden=("opt",))

@@ -105,6 +105,7 @@ def test_the_oracle_of_a_half_precision_program_is_float64(name, attention):
     assert name == "bert" or (plain - want).abs().max() > 1e-9
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("half", [False, True])
 def test_in_its_own_precision_a_program_is_its_module(half):
     module, inputs = module_of("by hand", "", half), inputs_of("by hand", "", half, B=3, S=11)

@@ -150,6 +150,7 @@ def run(model, inputs):
     return np.asarray(evaluator.run(None, dict(zip(names, arrays, strict=True)))[0]).astype(np.float32)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_a_finite_fill_is_fused_and_rows_without_keys_stay(name):
     _, kind, dtype, wanted = CASES[name]
@@ -183,6 +184,7 @@ def test_a_row_without_keys_is_the_mean_of_v_however_large_the_scores():
     np.testing.assert_allclose(got[0], np.broadcast_to(want, got[0].shape), atol=2e-3)
 
 
+@pytest.mark.slow
 def test_layers_share_the_mask_and_the_rows_without_keys():
     class Two(torch.nn.Module):
         def __init__(self):
@@ -214,6 +216,7 @@ def test_every_dialect_keeps_the_rows(dialect):
     np.testing.assert_allclose(run(lowered, inputs), module(*inputs).detach().numpy(), atol=3e-3)
 
 
+@pytest.mark.slow
 def test_tensorrt_rtx_fuses_it(monkeypatch):
     from rtx_probe import build
 

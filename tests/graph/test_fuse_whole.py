@@ -55,7 +55,7 @@ FIRST_LAYER = {
 }
 
 # An export takes seconds: the others are for `-m slow`.
-QUICK = {("llama", "sdpa")}  # another is built and judged in tests/validate/test_whole_models.py
+QUICK = {("llama", "sdpa")}  # another is deployed by tests/test_examples.py
 CASES = [
     pytest.param(name, attention, marks=() if (name, attention) in QUICK else pytest.mark.slow)
     for name in whole.MODELS

@@ -282,6 +282,7 @@ def test_8_6_is_told_of_the_rows() -> None:
     assert "cache-rows" not in {finding.rule for finding in later}
 
 
+@pytest.mark.sweep(1)
 @needs_rtx
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_engine_serves_prompt_and_token(kind: str) -> None:

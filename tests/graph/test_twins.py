@@ -33,6 +33,7 @@ def interface(values):
     return [(value.name, value.dtype) for value in values]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("twin_of", TWINS)
 @pytest.mark.parametrize(("name", "precision"), MODELS)
 def test_a_twin_has_the_interface_of_the_graph_and_the_inside_of_every_attention(
@@ -130,6 +131,7 @@ def built(bundle, lowered):
     return engine, [node.status for node in verdict.nodes]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("name", "count"), [("tiny-gqa", 1), ("tiny-head-mix", 2)])
 def test_the_builder_fuses_the_graph_and_cannot_fuse_its_twin(bundles, name, count):
     bundle = bundles(name)

@@ -60,6 +60,7 @@ def whole(request):
     return request.param, model, [(each, session.run(None, each)[0]) for each in feeds]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_dialect_computes_the_same(whole, dialect) -> None:
     name, model, cases = whole

@@ -272,6 +272,7 @@ def test_every_mistake_has_its_verdict():
     assert set(CAUGHT) == set(MISTAKES)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught_where_it_is_made_and_named(mistake):
     column = runner_column("wrong", lambda model: NumpyRunner(model, mistake), "onnx")
@@ -426,6 +427,7 @@ def rtx_builds(**options):
     return Builds(open_model)
 
 
+@pytest.mark.slow
 def test_tensorrt_rtx_builds_all_cases_as_one_engine():
     pytest.importorskip("tensorrt_rtx")
     builds = rtx_builds(precision="bf16")

@@ -136,6 +136,7 @@ def test_a_stepper_that_cannot_be_opened_has_failed_the_prefill(static, loop, er
     assert not result.is_right
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
 def test_a_stepper_that_cannot_be_closed_has_failed_and_its_steps_are_kept(static, loop, error):
     loop(closing=error)
@@ -156,6 +157,7 @@ def test_a_stepper_that_is_not_empty_is_a_verdict_too(static, monkeypatch):
     assert "must begin with an empty cache" in report.failures[0].problem
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", [DeployError, BackendUnavailable])
 def test_a_wrong_runtime_does_not_become_absent_where_its_stepper_cannot_be_opened(
     static, loop, monkeypatch, kind
@@ -321,6 +323,7 @@ def maps(bundle, after, *names):
     return {(heat.case, heat.output): heat for heat in found}
 
 
+@pytest.mark.sweep(1)
 def test_the_output_of_a_right_prefill_is_mapped(bundle):
     found = maps(bundle, lambda feeds, results: results, "opt", "prefill", "decode")
     assert ("prefill", "output") in found
@@ -328,6 +331,7 @@ def test_the_output_of_a_right_prefill_is_mapped(bundle):
     assert {case for case, _ in found} <= {"opt", "prefill"}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rest", [np.nan, 1000.0])
 def test_a_wrong_cache_is_mapped_by_its_new_rows(static, rest):
     def after(feeds, results):

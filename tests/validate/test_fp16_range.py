@@ -192,6 +192,7 @@ def test_every_figure_is_what_plain_numpy_gives(bundles, name):
         compare(node, cases, lambda number: pytest.approx(number, rel=2e-5, abs=1e-4))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "precision", "rel"),
     [
@@ -224,6 +225,7 @@ def test_large_values_leave_less_headroom(bundles, tmp_path):
     assert node.status == "near"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("block", [7, 1000])
 @pytest.mark.parametrize(
     "name", ["tiny-causal-padding", "tiny-additive-causal", "tiny-head-mix", "tiny-static", "tiny-window"]
@@ -650,6 +652,7 @@ def about_mask(node):
     return [each for each in node.findings if "the mask's" in each.what]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("precision", "number", "status", "words"),
     [

@@ -83,6 +83,7 @@ def test_a_mixed_graph_is_fed_what_was_drawn_first(tmp_path):
     assert validate_bundle(bundle_from_factory(f"{FILE}:picks", tmp_path / "bundle", options)).passed
 
 
+@pytest.mark.slow
 def test_a_factory_that_computes_something_else_is_no_oracle(edge_bundles, tmp_path):
     # The weights are the same: their hash does not tell.
     bundle = edge_bundles("picks")

@@ -71,6 +71,7 @@ def test_the_graph_and_every_attention_are_right(own_bundles, name, precision, c
     assert [verdict.output for verdict in layers.verdicts] == ATTENTIONS[:count]
 
 
+@pytest.mark.slow
 def test_fresh_and_swept_cases(own_bundles):
     report = validate_bundle(own_bundles("one_layer", "fp32"), ValidateOptions(sweep=True, fresh=2))
     assert report.passed, report.headline
@@ -115,6 +116,7 @@ def test_the_first_wrong_attention_is_named(copied):
     assert [verdict.passed for verdict in layers.verdicts] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_an_attention_that_nobody_could_write_as_one_node(own_bundles):
     bundle = own_bundles("unfusable")
     assert [node["name"] for node in bundle.manifest.attention] == ATTENTIONS[:1]
@@ -127,6 +129,7 @@ def test_an_attention_that_nobody_could_write_as_one_node(own_bundles):
     assert not validate_bundle(bundle, ValidateOptions(require_fused=True)).passed
 
 
+@pytest.mark.slow
 def test_a_factory_that_gives_other_weights_is_no_oracle(own_bundles):
     with pytest.raises(DeployError, match="other weights"):
         validate_bundle(own_bundles("forgetful"), ValidateOptions(fresh=1))
@@ -156,6 +159,7 @@ def test_an_engine_with_every_attention_fused(copied):
 # -- mixed precision -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mixed_precision_keeps_wide_what_overflows_and_nothing_else(own_bundles):
     bundle = own_bundles("overflowing", "auto")
     plan = bundle.manifest.checks["mixed precision"]
@@ -193,6 +197,7 @@ def test_an_engine_that_narrows_what_the_graph_keeps_wide_is_told(own_bundles, t
 # -- the command line --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_deploy_of_an_own_model(run_cli, tmp_path):
     pytest.importorskip("tensorrt_rtx")
     out = tmp_path / "bundle"

@@ -143,6 +143,7 @@ MISTAKES = {  # the step that must fail first, and what must be wrong in the cac
 }
 
 
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cache", CACHES)
@@ -440,6 +441,7 @@ def test_a_report_that_lacks_steps_has_not_passed():
 # -- a thousand steps --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "shown", "spoiled_at"),
     [(100, [64, 100], 70), pytest.param(1000, [512, 1000], 700, marks=pytest.mark.slow)],

@@ -16,14 +16,10 @@ pytest.importorskip("transformers")
 rtx = pytest.importorskip("tensorrt_rtx")
 
 MODELS = Path(__file__).parents[1] / "deployable_models.py"
-# An export takes seconds: the rest is for `-m slow`.
-QUICK = {("vit", "eager")}
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow  # one whole model is deployed by tests/test_examples.py
+@pytest.mark.parametrize(("name", "attention"), CASES)
 def test_a_whole_model(tmp_path, monkeypatch, name, attention):
     from mha_deploy.export.module_exporter import bundle_from_factory
 
