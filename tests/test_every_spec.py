@@ -65,6 +65,7 @@ def test_a_real_model_validates(real_bundle):
     assert_validates(real_bundle)
 
 
+@pytest.mark.sweep(1)
 def test_a_real_model_builds_fused_in_fp16(real_bundle):
     assert_builds_fused(real_bundle)
 

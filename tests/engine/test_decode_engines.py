@@ -26,11 +26,8 @@ from mha_deploy.runtime.tensorrt.versions import load
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 
-MODELS = [
-    "llama-3-8b",
-    pytest.param("falcon-7b", marks=pytest.mark.slow),
-    pytest.param("llama-2-70b", marks=pytest.mark.slow),
-]
+pytestmark = pytest.mark.slow  # tests/engine/test_profiles.py builds small ones
+MODELS = ["llama-3-8b", "falcon-7b", "llama-2-70b"]
 # Shorter than the model's own: the builder takes the same kernels, and less time.
 AXES = {"B": Axis(min=1, opt=1, max=2), "S": Axis(min=1, opt=128, max=256)}
 CACHE_AXES = {

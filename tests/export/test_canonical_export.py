@@ -227,6 +227,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_another_process_exports_the_same_bytes(bundles, tmp_path):
     names = ["tiny-sparse-heads"]
     command = [sys.executable, "-c", _EXPORT_AGAIN, str(tmp_path), *names]

@@ -126,6 +126,7 @@ def test_the_device_is_not_ignored(tmp_path):
         bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", ExportOptions(device="cuda"))
 
 
+@pytest.mark.slow
 def test_complex_tables_stay_complex(tmp_path):
     options = ExportOptions(golden=("opt",))
     (case,) = golden_cases(bundle_from_factory(f"{FILE}:rotated", tmp_path / "bundle", options))

@@ -96,6 +96,7 @@ def test_it_stays_and_the_report_says_where_and_why(name):
     assert ir.to_proto(after).SerializeToString() == before
 
 
+@pytest.mark.slow
 def test_one_that_stays_does_not_keep_the_others():
     class Two(torch.nn.Module):
         def __init__(self):

@@ -54,10 +54,9 @@ FIRST_LAYER = {
     "by-hand": "layers.0",
 }
 
-# An export takes seconds: the others are for `-m slow`.
-QUICK = {("llama", "sdpa")}  # another is deployed by tests/test_examples.py
+pytestmark = pytest.mark.slow  # one whole model is deployed by tests/test_examples.py
 CASES = [
-    pytest.param(name, attention, marks=() if (name, attention) in QUICK else pytest.mark.slow)
+    (name, attention)
     for name in whole.MODELS
     for attention in ("sdpa", "eager")
     if attention == "sdpa" or name not in whole.ONE_WAY
@@ -126,7 +125,7 @@ def test_every_attention_of_a_model_is_one_node(name, attention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "attention"), [case.values for case in CASES])
+@pytest.mark.parametrize(("name", "attention"), CASES)
 def test_in_half_precision_too(name, attention):
     model = made(name, attention, half=True)
     fused, report = fuse_attention(exported(name, attention, half=True))

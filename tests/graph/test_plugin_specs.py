@@ -57,7 +57,7 @@ def assert_within_budget(bundle: Any, lowered: ir.Model) -> None:
             assert verdict.passed, (case.name, verdict)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_layer(name: str, bundles: Any) -> None:
     bundle = bundles(name)
@@ -87,6 +87,7 @@ def test_gates_of_sparse_heads_go_into_the_node(bundles: Any) -> None:
     assert "Mul" not in operators(lowered)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_layer(name: str, bundles: Any) -> None:
     with pytest.raises(LoweringError) as caught:

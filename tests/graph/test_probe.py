@@ -106,6 +106,7 @@ def test_the_probe_shows_the_inputs_of_every_attention(bundles, name, precision)
                     assert np.abs(array * 1.0 - want).max(initial=0.0) <= limit, role
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_else_is_computed(bundles, name):
     model = load_graph(bundles(name).model_path)

@@ -178,7 +178,7 @@ def behaving(how):
     return open_
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("graph", "unfused", "float32", "at_fault"),
     [

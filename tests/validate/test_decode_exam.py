@@ -305,6 +305,7 @@ def test_a_wrong_decoder_has_no_time_for_single_tokens(static):
     assert result.rows["decode"].refused.startswith("wrong answer: steps step 1/output: out of budget")
 
 
+@pytest.mark.slow
 def test_the_share_is_that_of_the_steps_too(static):
     right, wrong = sit(static, Through(static)), sit(static, Through(static, spoiled_at_single_tokens))
     assert right.share < 1

@@ -334,6 +334,7 @@ def test_a_case_that_is_not_there_is_refused(bundles, cases):
     assert "odd" in caught.value.hint
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_the_report_is_plain_json(bundles, precision):
     report = fp16_range(bundles("tiny-head-mix", precision))

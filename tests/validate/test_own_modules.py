@@ -178,6 +178,7 @@ def test_mixed_precision_keeps_wide_what_overflows_and_nothing_else(own_bundles)
             assert off < 2e-3
 
 
+@pytest.mark.slow
 def test_a_mixed_module_is_not_judged_on_fresh_inputs(own_bundles):
     with pytest.raises(DeployError, match="mixed precision"):
         validate_bundle(own_bundles("overflowing", "auto"), ValidateOptions(fresh=1))

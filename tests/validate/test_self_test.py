@@ -75,7 +75,7 @@ NARROW = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("layer", NARROW)
 def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, layer):
     name, ranges, changes, hidden = NARROW[layer]
