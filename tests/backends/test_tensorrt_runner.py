@@ -554,7 +554,7 @@ def test_both_profiles_give_the_same_answer_where_they_overlap(gpu_runner):
 
 
 @pytest.mark.gpu
-def test_a_shape_is_recorded_once_and_answers_the_same_again(gpu_runner, monkeypatch, in_process):
+def test_a_shape_is_recorded_once_and_answers_the_same_again(in_process, gpu_runner, monkeypatch):
     recorded = []
     real = bound.capture
     monkeypatch.setattr(bound, "capture", lambda *given: recorded.append(1) or real(*given))
@@ -578,7 +578,7 @@ def test_shapes_outside_every_profile_are_refused_on_a_gpu(gpu_runner):
 
 
 @pytest.mark.gpu
-def test_an_output_that_is_not_written_is_not_a_number_on_a_gpu(gpu_runner, monkeypatch, in_process):
+def test_an_output_that_is_not_written_is_not_a_number_on_a_gpu(in_process, gpu_runner, monkeypatch):
     gpu_runner.run(drawn(2, 16))
     monkeypatch.setattr(cuda.Graph, "launch", lambda self, stream: None)
     assert np.isnan(gpu_runner.run(drawn(2, 16))["output"]).all()
@@ -601,7 +601,7 @@ def test_the_timed_calls_give_the_answer_of_a_run(gpu_engine, graph):
 
 
 @pytest.mark.gpu
-def test_every_slot_gives_the_answer_of_a_run(gpu_runner, in_process):
+def test_every_slot_gives_the_answer_of_a_run(in_process, gpu_runner):
     given = drawn(2, 16)
     expected = gpu_runner.run(given)["output"]
     with gpu_runner._prepare(given, 5) as prepared:
