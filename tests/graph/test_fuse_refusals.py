@@ -92,7 +92,9 @@ def test_it_stays_and_the_report_says_where_and_why(name):
     assert len(report.unfused) == len(reasons)
     for left, reason in zip(report.unfused, reasons, strict=True):
         assert left.reason.startswith(reason)
-        assert left.place == f"{modules.__file__}:{source_line(line)}"
+        # PyTorch 2.11 names its own line for its own module, later versions that of the caller.
+        own = name.startswith("MultiheadAttention") and "/torch/nn/modules/" in left.place
+        assert own or left.place == f"{modules.__file__}:{source_line(line)}"
     assert ir.to_proto(after).SerializeToString() == before
 
 

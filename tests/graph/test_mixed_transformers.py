@@ -81,8 +81,8 @@ def feeds(B, S, seed):
     return dict(zip(("ids", "mask"), (tensor.numpy() for tensor in words(B, S, seed)), strict=True))
 
 
-def result_of(model, arrays):
-    with open_runner("ort-cpu", model) as runner:
+def result_of(model, arrays, runtime="ort-cpu"):
+    with open_runner(runtime, model) as runner:
         return next(iter(runner.run(arrays).values()))
 
 
@@ -119,7 +119,8 @@ def test_llama_with_a_residual_beyond_fp16():
     model = exported("Llama", {"0.mlp.up_proj.weight": 3e3, "0.mlp.down_proj.weight": 3e3})
     plan, mixed = mixed_of(model)
     exact = result_of(model, feeds(4, 30, 3))
-    assert not np.isfinite(result_of(apply_plan(model, NOTHING), feeds(4, 30, 3))).all()
+    # In ONNX's evaluator: ONNX Runtime computes FP16 in FP32 on x86-64, where nothing overflows.
+    assert not np.isfinite(result_of(apply_plan(model, NOTHING), feeds(4, 30, 3), "onnx-reference")).all()
     assert distance(result_of(mixed, feeds(4, 30, 3)), exact) < 2e-3
     assert [each.op_type for each in plan.kept].count("MatMul") == 1
     assert {node.dtype for node in attention_nodes(mixed)} == {"fp16"}
