@@ -30,7 +30,7 @@ HEAVY = {
     *("onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "pynvml", "transformers", "polygraphy"),
 }
 # Those of its own parts that exist for them.
-ROOMS = {f"mha_deploy.{name}" for name in ("backends", "bundle", "graph", "golden", "reference", "plugins")}
+ROOMS = {f"mha_deploy.{name}" for name in ("runtime", "bundle", "graph", "golden", "reference", "plugins")}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([verb, "--help"] for verb in VERBS)])

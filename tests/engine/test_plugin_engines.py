@@ -9,7 +9,7 @@ import pytest
 from bundle_edit import copy_of
 from plugin_libraries import PLUGINS, file_name, write_library
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 import cuda_fake
 from test_tensorrt_runner import fake
 

@@ -4,7 +4,7 @@ import cuda_fake
 import numpy as np
 import pytest
 from bundle_edit import copy_of
-from step_engines import FORMS, running_sum, tokens
+from decode_layers import FORMS, running_sum, tokens
 from tensorrt_fake import ENGINES
 from test_tensorrt_runner import VERSIONS, fake
 

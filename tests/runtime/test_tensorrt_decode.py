@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bundle_edit import copy_of
 from ort_on_cpu import near, whole_sequence
-from step_engines import FORMS, HKV, STATIC, B, D, E, T, heads, running_sum, tokens
+from decode_layers import FORMS, HKV, STATIC, B, D, E, T, heads, running_sum, tokens
 from tensorrt_fake import ENGINES, FakeEngine
 from test_tensorrt_runner import VERSIONS, fake
 

@@ -1,6 +1,6 @@
 """Write `trt_surfaces.json`: of every TensorRT API surface, only the names that the backend knows.
 
-    python tests/backends/extract_trt_surfaces.py ../shared/trt-api
+    python tests/runtime/extract_trt_surfaces.py ../shared/trt-api
 
 The full surfaces are `dir()` of every class and the members of every enum of the shipped bindings. The
 extract is small enough to keep, so that the contract is tested where the surfaces are not at hand.
