@@ -19,11 +19,11 @@ deploy() { "$python" -m mha_deploy "$@"; }
 deploy bench "$bundle" --at B=1,S=1,T=4096 --at B=32,S=1,T=4096 --kernels --markdown -o "$folder"
 failed=0
 for backend in tensorrt ort-cuda-contrib ort-cuda; do
-  deploy validate "$bundle" --backend $backend --steps 256 --prompt 3840 --rows 1 --no-sweep --no-latency \
+  deploy validate "$bundle" --backend $backend --steps 256 --prompt 3840 --batch 1 --no-sweep --no-latency \
     -o "$folder/$backend-1" || failed=1
 done
 for backend in tensorrt ort-cuda-contrib; do
-  deploy validate "$bundle" --backend $backend --steps 256 --prompt 3840 --rows 32 --no-sweep --no-latency \
+  deploy validate "$bundle" --backend $backend --steps 256 --prompt 3840 --batch 32 --no-sweep --no-latency \
     -o "$folder/$backend-32" || failed=1
 done
 exit $failed

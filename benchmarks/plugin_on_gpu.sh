@@ -44,7 +44,7 @@ timed decode --at B=1,S=1,T=4096 --at B=32,S=1,T=4096 --backend tensorrt --backe
 timed llama --at B=1,S=2048 --at B=1,S=8192 --backend plugin --backend compile || failed=1
 deploy bench "$folder/llama" --markdown -o "$folder/bench-llama-alone" --at B=1,S=2048 --backend tensorrt || failed=1
 for rows in 1 32; do
-  deploy validate "$folder/decode" --backend plugin --backend plugin32 --steps 256 --prompt 3840 --rows $rows --no-sweep \
+  deploy validate "$folder/decode" --backend plugin --backend plugin32 --steps 256 --prompt 3840 --batch $rows --no-sweep \
     --no-latency -o "$folder/steps-$rows" || failed=1
 done
 exit $failed

@@ -567,7 +567,7 @@ def validate(
     fresh: int = 0,
     steps: int = 0,
     prompt: int | None = None,
-    rows: int | None = None,
+    batch: int | None = None,
     layers: bool = False,
     conformance: bool = False,
     samples: int = 200,
@@ -589,7 +589,7 @@ def validate(
         fresh: Number of random cases to draw besides; needs PyTorch.
         steps: Decode steps besides the bundle's own trace, for a layer with a KV cache.
         prompt: Length of the prompt before them.
-        rows: Size of their batch.
+        batch: Their batch elements; default: the optimum of the axis B.
         layers: Whether to judge the engines of the user's own model attention by attention.
         conformance: Whether to test how every runtime treats masks.
         samples: Samples of each timing.
@@ -620,7 +620,7 @@ def validate(
         fresh=fresh,
         steps=steps,
         prompt=prompt,
-        rows=rows,
+        batch=batch,
         layers=layers,
         conformance=conformance,
         samples=samples,

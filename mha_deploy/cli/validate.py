@@ -46,7 +46,9 @@ Steps = Annotated[
     typer.Option(min=0, help="Decode steps besides those of the bundle, for a layer with a KV cache."),
 ]
 Prompt = Annotated[int | None, typer.Option(min=1, help="Length of the prompt before --steps.")]
-Rows = Annotated[int | None, typer.Option(min=1, help="Batch elements of --steps.")]
+Batch = Annotated[
+    int | None, typer.Option(min=1, help="Batch elements of --steps. default: the optimum of the axis B")
+]
 Conformance = Annotated[bool, typer.Option("--conformance", help="Also test how every runtime treats masks.")]
 Samples = Annotated[int, typer.Option(min=100, help="Samples of each timing.")]
 Kernels = Annotated[
@@ -84,7 +86,7 @@ def validate(
     fresh: Fresh = ValidateOptions.fresh,
     steps: Steps = ValidateOptions.steps,
     prompt: Prompt = None,
-    rows: Rows = None,
+    batch: Batch = None,
     layers: Layers = False,
     conformance: Conformance = False,
     samples: Samples = ValidateOptions.samples,
@@ -101,7 +103,7 @@ def validate(
     """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch."""
     from mha_deploy.bundle.folder import open_bundle
 
-    _refuse_unheard(steps, prompt, rows, self_test)
+    _refuse_unheard(steps, prompt, batch, self_test)
     opened = open_bundle(bundle)
     if self_test:
         _self_test(opened, backend, json)
@@ -114,7 +116,7 @@ def validate(
         fresh=fresh,
         steps=steps,
         prompt=prompt,
-        rows=rows,
+        batch=batch,
         layers=layers,
         conformance=conformance,
         samples=samples,
@@ -128,11 +130,11 @@ def validate(
     show_result(validate_with_progress(opened, options), folder, json)
 
 
-def _refuse_unheard(steps: int, prompt: int | None, rows: int | None, self_test: bool) -> None:
+def _refuse_unheard(steps: int, prompt: int | None, batch: int | None, self_test: bool) -> None:
     """Refuse options about fresh tokens where nobody is stepped through any."""
     from mha_deploy.errors import DeployError
 
-    given = {"--steps": steps or None, "--prompt": prompt, "--rows": rows}
+    given = {"--steps": steps or None, "--prompt": prompt, "--batch": batch}
     got = " ".join(f"{name} {number}" for name, number in given.items() if number is not None)
     if self_test and got:
         raise DeployError(

@@ -602,7 +602,7 @@ def _fresh(bundle: Bundle, options: ValidateOptions, spec: AttentionSpec) -> Dec
 
     return fresh_trace(
         bundle,
-        rows=spec.axes["B"].opt if options.rows is None else options.rows,
+        rows=spec.axes["B"].opt if options.batch is None else options.batch,
         prompt=prompt,
         steps=options.steps,
         seed=options.seed,

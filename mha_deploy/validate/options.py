@@ -21,7 +21,7 @@ class ValidateOptions:
         fresh: How many fresh random cases to draw besides.
         steps: How many tokens to step through besides the bundle's own, for a layer with a cache.
         prompt: Length of the prompt before them; the usual one unless given.
-        rows: Rows of their batch; the usual number unless given.
+        batch: Their batch elements; default: the optimum of the axis B.
         layers: Whether an engine's attentions are judged one by one, too, in a twin that gives them out.
         conformance: Whether to put the table of masks together.
         samples: Samples of each timing.
@@ -38,7 +38,7 @@ class ValidateOptions:
     fresh: int = 0
     steps: int = 0
     prompt: int | None = None
-    rows: int | None = None
+    batch: int | None = None
     layers: bool = False
     conformance: bool = False
     samples: int = 200

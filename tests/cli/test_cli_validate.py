@@ -180,10 +180,10 @@ def test_the_self_test_catches_every_mistake(run_cli, bundles):
     ("options", "what", "hint"),
     [
         (["--prompt", "5"], "Without --steps", "--steps 64"),
-        (["--rows", "2"], "Without --steps", "--steps 64"),
-        (["--steps", "0", "--prompt", "5", "--rows", "2"], "Without --steps", "--steps 64"),
+        (["--batch", "2"], "Without --steps", "--steps 64"),
+        (["--steps", "0", "--prompt", "5", "--batch", "2"], "Without --steps", "--steps 64"),
         (["--self-test", "--steps", "5"], "The self-test steps through no tokens", "at a time"),
-        (["--self-test", "--rows", "2"], "The self-test steps through no tokens", "at a time"),
+        (["--self-test", "--batch", "2"], "The self-test steps through no tokens", "at a time"),
     ],
 )
 def test_options_about_tokens_that_nobody_steps_through_are_refused(refused, bundles, options, what, hint):
