@@ -132,7 +132,7 @@ def test_the_model_of_your_own_is_deployed(folder, monkeypatch, capsys):
     assert "and 1 more" in printed
     assert "attention verdict rel. L2 used" in printed
     assert "2/2 attentions right" in printed
-    assert "2/2 fused, really fp16" in printed
+    assert "2/2 fused, precision: fp16 (verified)" in printed
 
 
 def test_the_main_command_names_a_model_that_exists():

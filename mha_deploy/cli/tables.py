@@ -576,12 +576,9 @@ def _precision(manifest: EngineManifest) -> list[RenderableType]:
 
 
 def _verdict(manifest: EngineManifest) -> Text:
-    precision = manifest.verdict["precision"]
-    told = precision["status"].replace("really-", "really ") + (
-        f" ({precision['reason']})" if precision["reason"] else ""
-    )
+    reason = manifest.verdict["precision"]["reason"]
+    text = f"{manifest.fusion_summary}, {manifest.precision_summary}" + (f": {reason}" if reason else "")
     good = manifest.all_fused and manifest.is_in_precision
-    text = f"{manifest.fusion_summary}, {told}; asked for {manifest.precision}"
     return Text(text, style="bold green" if good else "bold yellow")
 
 

@@ -313,6 +313,11 @@ class EngineManifest:
         return fusion_summary(fused, count, self.verdict["nodes"])
 
     @property
+    def precision_summary(self) -> str:
+        """The precision of the engine, in words."""
+        return precision_summary(self.verdict["precision"]["status"], self.precision)
+
+    @property
     def all_fused(self) -> bool:
         """Whether every attention is one fused kernel in every profile."""
         fused, count = self.fused_count
@@ -381,6 +386,13 @@ def fusion_summary(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -
         statuses.setdefault(node["node"], set()).add(node["status"])
     unknown = sum("unknown" in found and "decomposed" not in found for found in statuses.values())
     return f"{fused}/{count} fused" + (f", {unknown} unknown" if unknown else "")
+
+
+def precision_summary(status: str, requested: str) -> str:
+    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)`."""
+    if status == f"really-{requested}":
+        return f"precision: {requested} (verified)"
+    return f"precision: {status} (requested: {requested})"
 
 
 def engine_path(bundle: Path, name: str) -> Path:

@@ -482,7 +482,7 @@ ENGINE = {
     "fused": field(
         ListOf(item=WHOLE), "two numbers: attentions that are fused in every profile, of how many"
     ),
-    "precision_status": field(TEXT, "`really-fp16` (or what was asked for), `mixed` or `unknown`"),
+    "precision_status": field(TEXT, "`really-fp16` (or the requested precision), `mixed` or `unknown`"),
     "nodes": list_of(
         {
             "node": field(TEXT, "name of the attention node"),

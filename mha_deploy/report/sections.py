@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mha_deploy.engine.manifest import fusion_summary
+from mha_deploy.engine.manifest import fusion_summary, precision_summary
 from mha_deploy.report.charts import (
     Look,
     Panel,
@@ -194,7 +194,7 @@ def _title(engine: Data) -> Html:
         built += f" in {short(engine['seconds'])} s"
     figures = [
         fusion_of(engine),
-        f"{engine['precision_status']} (asked for {engine['precision']})",
+        precision_summary(engine["precision_status"], engine["precision"]),
         f"attention: {engine['attention']}",
         *(f"needs {library}" for library in engine["plugins"]),
         built,
@@ -255,8 +255,8 @@ def engine_line(engines: Sequence[Data]) -> str:
     """The engines in one sentence, for a benchmark."""
     parts = []
     for engine in engines:
-        told = f"{fusion_of(engine)}, {engine['precision_status']}"
-        parts.append(f"{engine['name']} {engine['version']}: {told}")
+        precision = precision_summary(engine["precision_status"], engine["precision"])
+        parts.append(f"{engine['name']} {engine['version']}: {fusion_of(engine)}, {precision}")
     return "; ".join(parts) or f"{plural(0, 'engine')}"
 
 
@@ -1131,7 +1131,14 @@ def _largest(parity: list[Data]) -> str:
 def _fused(engines: list[Data]) -> list[object]:
     if not engines:
         return ["no engine"]
-    return [tag("div", f"{each['name']}: {fusion_of(each)}, {each['precision_status']}") for each in engines]
+    return [
+        tag(
+            "div",
+            f"{each['name']}: {fusion_of(each)}, "
+            f"{precision_summary(each['precision_status'], each['precision'])}",
+        )
+        for each in engines
+    ]
 
 
 def _fastest_of_verdict(latency: Data | None) -> str:

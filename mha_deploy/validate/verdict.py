@@ -254,8 +254,7 @@ def headline(
         if engine is not None and not ran and not engine.is_shown:
             parts.append("fusion and precision not verified")
         elif engine is not None:
-            precision = engine.manifest.verdict["precision"]["status"].replace("-", " ")
-            parts += [engine.manifest.fusion_summary, precision]
+            parts += [engine.manifest.fusion_summary, engine.manifest.precision_summary]
     return ", ".join([*parts, *_speed((ran or judged)[0], points)])
 
 
@@ -339,8 +338,8 @@ def _engines(
             yield Finding(level=level, section="fusion", text=f"engine {name}: {manifest.fusion_summary}")
         if not manifest.is_in_precision:
             level = FAILURE if options.require_precision else WARNING
-            status = manifest.verdict["precision"]["status"]
-            yield Finding(level=level, section="precision", text=f"engine {name} is {status}")
+            text = f"engine {name}: {manifest.precision_summary}"
+            yield Finding(level=level, section="precision", text=text)
     yield from _narrowed(engines)
     names = {engine.path.stem for engine in engines}
     for each in absent:

@@ -116,7 +116,7 @@ def test_the_plan_of_another_model_is_not_verified(engine, others, run_cli, othe
     assert not manifest.is_in_precision
     done = run_cli("validate", bundle, *REQUIRED)
     assert done.code != 0, done.out
-    assert "really fp16" not in done.out
+    assert "fp16 (verified)" not in done.out
 
 
 def claim_fused(data):
@@ -183,5 +183,5 @@ def test_a_plan_that_only_tensorrt_can_read_counts_only_where_it_runs(engine, ru
     assert "not verified" in done.out
     done = run_cli("validate", bundle, "--backend", "ort-cpu", "--no-report")
     assert done.code == 0, done.err
-    assert "really fp16" not in done.out
+    assert "fp16 (verified)" not in done.out
     assert "not verified" in run_cli("inspect", bundle).out

@@ -1,8 +1,8 @@
-"""How fusion is told in one phrase: what no source could tell is neither fused nor unfused."""
+"""Fusion and precision in one phrase each: what no source reports is neither a pass nor a failure."""
 
 import pytest
 
-from mha_deploy.engine.manifest import fusion_summary
+from mha_deploy.engine.manifest import fusion_summary, precision_summary
 
 
 def nodes(*pairs):
@@ -10,7 +10,7 @@ def nodes(*pairs):
 
 
 @pytest.mark.parametrize(
-    ("fused", "given", "told"),
+    ("fused", "verdicts", "summary"),
     [
         (2, nodes(("a", "fused"), ("b", "fused")), "2/2 fused"),
         (1, nodes(("a", "fused"), ("b", "decomposed")), "1/2 fused"),
@@ -19,5 +19,17 @@ def nodes(*pairs):
         (1, nodes(("a", "fused"), ("b", "unknown"), ("b", "fused")), "1/2 fused, 1 unknown"),
     ],
 )
-def test_unknown_is_counted_by_itself(fused, given, told):
-    assert fusion_summary(fused, 2, given) == told
+def test_unknown_is_counted_by_itself(fused, verdicts, summary):
+    assert fusion_summary(fused, 2, verdicts) == summary
+
+
+@pytest.mark.parametrize(
+    ("status", "summary"),
+    [
+        ("really-fp16", "precision: fp16 (verified)"),
+        ("mixed", "precision: mixed (requested: fp16)"),
+        ("unknown", "precision: unknown (requested: fp16)"),
+    ],
+)
+def test_a_precision_is_verified_or_what_was_requested_is_named(status, summary):
+    assert precision_summary(status, "fp16") == summary

@@ -8,8 +8,8 @@ import cuda_fake
 import numpy as np
 import pytest
 from bundle_edit import copy_of
-from ort_on_cpu import near, whole_sequence
 from decode_layers import FORMS, HKV, STATIC, B, D, E, T, heads, running_sum, tokens
+from ort_on_cpu import near, whole_sequence
 from tensorrt_fake import ENGINES, FakeEngine
 from test_tensorrt_runner import VERSIONS, fake
 

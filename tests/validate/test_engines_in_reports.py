@@ -70,7 +70,8 @@ def levels(report):
 def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
     report = running(lambda: Stand(bundle))
     assert report.passed, report.findings
-    assert report.headline.startswith("tensorrt-rtx 1.7: 4/4 outputs within budget, 1/1 fused, really fp16")
+    start = "tensorrt-rtx 1.7: 4/4 outputs within budget, 1/1 fused, precision: fp16 (verified)"
+    assert report.headline.startswith(start)
     (engine,) = report.to_dict()["engines"]
     assert (engine["ran"], engine["why_not"]) == (True, None)
 

@@ -66,7 +66,7 @@ def test_an_engine_that_cannot_run_here_is_told_of_and_does_not_fail(with_engine
     assert finding.level == "note"
     assert finding.text.startswith("engine tensorrt-rtx was built and inspected, but not run: ")
     assert report.headline.startswith("the graph is right (ort-cpu ")
-    told = "), engine tensorrt-rtx built and inspected, NOT RUN, 1/1 fused, really fp16"
+    told = "), engine tensorrt-rtx built and inspected, NOT RUN, 1/1 fused, precision: fp16 (verified)"
     assert report.headline.endswith(told)
 
 
