@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -207,10 +208,16 @@ def _can_run(findings: Sequence[Finding]) -> bool:
     )
 
 
+def gpus_are_hidden() -> bool:
+    """Whether `CUDA_VISIBLE_DEVICES` hides every GPU, as CUDA reads it: empty, or -1 first."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible is not None and visible.partition(",")[0].strip() in ("", "-1")
+
+
 def gpus() -> list[dict[str, str]]:
-    """The NVIDIA GPUs of this machine, as its driver lists them."""
+    """The NVIDIA GPUs of this machine, as its driver lists them; none where all are hidden from CUDA."""
     fields = ("name", "compute_cap", "memory.total", "driver_version")
-    if shutil.which("nvidia-smi") is None:
+    if gpus_are_hidden() or shutil.which("nvidia-smi") is None:
         return []
     try:
         done = subprocess.run(

@@ -32,6 +32,7 @@ def broken_module(folder, monkeypatch, code):
 
 
 def nvidia_smi(folder, monkeypatch, script):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     tool = folder / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
@@ -150,6 +151,16 @@ def test_gpus_are_listed_as_the_driver_names_them(tmp_path, monkeypatch):
 def test_the_driver_is_asked_for_what_is_shown(tmp_path, monkeypatch):
     nvidia_smi(tmp_path, monkeypatch, 'echo "$1"')
     assert gpus() == [{"name": "--query-gpu=name,compute_cap,memory.total,driver_version"}]
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 1), ("0", 1), ("", 0), (" ", 0), ("-1", 0), ("-1,0", 0)]
+)
+def test_gpus_that_are_hidden_from_cuda_do_not_count(tmp_path, monkeypatch, visible, count):
+    nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA H200, 9.0, 143771 MiB, 570.1'")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert len(gpus()) == count
 
 
 @pytest.mark.parametrize("script", ["echo 'no driver'; exit 9", "exit 0"])

@@ -46,7 +46,7 @@ def _print(facts: dict[str, Any]) -> None:
     for gpu in facts["gpus"]:
         console.print(f"GPU: {', '.join(gpu.values())}", highlight=False)
     if not facts["gpus"]:
-        console.print("GPU: none that nvidia-smi knows of")
+        console.print("GPU: none that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves visible")
     for verb, possible in facts["can"].items():
         console.print(f"{verb}: {'yes' if possible else 'no'}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_deploy.environment import gpus_are_hidden
 from mha_deploy.errors import BackendUnavailable, DeployError
 
 # -- The GPU without PyTorch: buffers, streams, events and graphs, through NVIDIA's own `cuda-b ----
@@ -70,6 +72,12 @@ def open_gpu() -> Gpu:
     Raises:
         BackendUnavailable: No bindings, no driver, or no GPU.
     """
+    if gpus_are_hidden():
+        raise BackendUnavailable(
+            "There is no CUDA GPU to run on.",
+            got=f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}",
+            hint="unset CUDA_VISIBLE_DEVICES, or set it to the index of a GPU",
+        )
     try:
         count = _call("cudaGetDeviceCount")
     except CudaError as error:

@@ -73,6 +73,15 @@ def no_gpu():
     return cuda.find_gpu() is None
 
 
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_gpus_that_are_hidden_from_cuda_are_not_opened(monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(cuda, "_call", lambda *arguments: pytest.fail("CUDA was called"))
+    with pytest.raises(BackendUnavailable, match="no CUDA GPU") as caught:
+        cuda.open_gpu.__wrapped__()
+    assert "CUDA_VISIBLE_DEVICES" in str(caught.value.got)
+
+
 @pytest.mark.skipif(not no_gpu(), reason="there is a GPU")
 def test_without_a_gpu_the_reason_is_told():
     with pytest.raises(BackendUnavailable, match="no CUDA GPU") as caught:
