@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
+import msgspec
+
 from mha_deploy.bundle.commit import commit_folder, refuse_occupied
-from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
+from mha_deploy.bundle.manifest import FileEntry, GoldenEntry, LayersEntry, Manifest, TraceEntry
 from mha_deploy.errors import BundleError
 
 __all__ = [
@@ -80,7 +82,7 @@ class Bundle:
             path = self.file(name)
             if not path.is_file() or path.resolve() != root / PurePosixPath(name):
                 raise BundleError("A file of the bundle is missing.", got=path, hint="export again")
-            if path.stat().st_size != wanted["bytes"] or sha256(path) != wanted["sha256"]:
+            if path.stat().st_size != wanted.bytes or sha256(path) != wanted.sha256:
                 raise BundleError(
                     "A file of the bundle was changed after export.", got=path, hint="export again"
                 )
@@ -90,21 +92,20 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
     """Read a bundle, and check the hash of every file unless told not to."""
     manifest_path = path / MANIFEST
     try:
-        data = json.loads(manifest_path.read_text(encoding="utf-8"))
+        data = msgspec.json.decode(manifest_path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         made = "a folder made by mha-deploy export MODEL -o FOLDER"
         hint = made if path.exists() else f"mha-deploy export MODEL -o {path}"
         raise BundleError("There is no bundle here.", got=path, hint=hint) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
         raise BundleError("The manifest cannot be read.", got=f"{manifest_path}: {error}") from error
     try:
         manifest = Manifest.from_dict(data)
-        _ = manifest.files[MODEL]  # a graph without a hash would go unchecked
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if MODEL not in manifest.files:  # a graph without a hash would go unchecked
+            raise msgspec.ValidationError(f"Object missing required field `{MODEL}` - at `$.files`")
+    except (msgspec.ValidationError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise BundleError(
-            "The manifest is incomplete.",
-            got=f"{manifest_path}: {type(error).__name__} {error}",
-            hint="export again",
+            "The manifest is not valid.", got=f"{manifest_path}: {error}", hint="export again"
         ) from error
     bundle = Bundle(path=path, manifest=manifest)
     if verify:
@@ -138,11 +139,11 @@ class BundleWriter:
     def finish(self, manifest: Manifest) -> Bundle:
         """Hash every file, write the manifest, and rename the folder to its place."""
         files = {
-            path.relative_to(self.path).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            path.relative_to(self.path).as_posix(): FileEntry(bytes=path.stat().st_size, sha256=sha256(path))
             for path in sorted(self.path.rglob("*"))
             if path.is_file()
         }
-        data = {**manifest.to_dict(), "files": files}
+        data = msgspec.structs.replace(manifest, files=files).to_dict()
         checked = Manifest.from_dict(data)  # before it is put in place: what cannot be read is no bundle
         (self.path / MANIFEST).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         removed = commit_folder(self.path, self.place, overwrite=self.overwrite)

@@ -3,53 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct, field
 
 from mha_deploy.errors import BundleError
-from mha_deploy.model.deployable import ModuleSpec, spec_from_dict
-from mha_deploy.model.precision import Precision, find_precision
-from mha_deploy.model.spec import AttentionSpec, ModelSpec
+from mha_deploy.model.deployable import spec_from_dict
+from mha_deploy.model.precision import find_precision
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from mha_deploy.model.deployable import ModuleSpec
+    from mha_deploy.model.precision import Precision
+    from mha_deploy.model.spec import AttentionSpec
+
+    Spec = AttentionSpec | ModuleSpec
+else:  # msgspec reads the types on disk; `from_dict` makes the objects
+    Spec, Precision = dict[str, Any], str
+
+FORMAT = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class GoldenEntry:
-    """What the manifest says of one golden case; `flops` of a module, as PyTorch counts it."""
+class FileEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Size and hash of a file of the bundle."""
+
+    bytes: int
+    sha256: str
+
+
+class GoldenEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A golden case; `flops` of a module, as PyTorch counts it."""
 
     name: str
     file: str
-    sizes: Mapping[str, int]
+    sizes: dict[str, int]
     note: str = ""
     flops: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceEntry:
-    """What the manifest says of one decode trace."""
+class TraceEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decode trace."""
 
     name: str
     file: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayersEntry:
-    """What the manifest says of a look inside a module: the result of every attention in one golden case.
+class LayersEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The result of every attention of a module in one golden case.
 
     Args:
         case: The golden case whose inputs they belong to.
-        file: Where they are.
+        file: The arrays.
         values: For every attention node, the value of the graph that was kept.
     """
 
     case: str
     file: str
-    values: Mapping[str, str]
+    values: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a bundle is.
 
     Args:
@@ -63,93 +76,49 @@ class Manifest:
         versions: Versions of everything that took part.
         files: Size and SHA-256 of every file but the manifest.
         notes: What a reader should know, such as golden cases that were left out.
-        traces: The decode traces, of a layer with a cache.
-        layers: A look inside, of a user's module.
+        traces: The decode traces of a layer with a KV cache.
+        layers: The results inside a user's module.
+        format: Version of the bundle format.
     """
 
-    spec: AttentionSpec | ModuleSpec
+    format: int = FORMAT
+    spec: Spec
     precision: Precision
     opset: int
     weights: str
     attention: list[dict[str, Any]]
-    golden: list[GoldenEntry]
-    checks: dict[str, Any]
-    versions: dict[str, str]
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    golden: Annotated[list[GoldenEntry], Meta(min_length=1)]
     traces: list[TraceEntry] = field(default_factory=list)
     layers: LayersEntry | None = None
+    checks: dict[str, Any]
+    versions: dict[str, str]
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "format": FORMAT,
-            "spec": self.spec.to_dict(),
-            "precision": self.precision.name,
-            "opset": self.opset,
-            "weights": self.weights,
-            "attention": self.attention,
-            "golden": [vars(entry) for entry in self.golden],
-            "traces": [vars(entry) for entry in self.traces],
-            **({} if self.layers is None else {"layers": vars(self.layers)}),
-            "checks": self.checks,
-            "versions": self.versions,
-            "files": dict(self.files),
-            "notes": self.notes,
-        }
+        plain = {"spec": self.spec.to_dict(), "precision": self.precision.name}
+        return msgspec.to_builtins({**msgspec.structs.asdict(self), **plain})
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Manifest:
-        """Read plain data, refusing another format."""
-        if data.get("format") != FORMAT:
-            raise BundleError(
-                "The bundle has another format.",
-                got=f"format {data.get('format')!r}",
-                hint=f"this version reads format {FORMAT}: export again with it",
-            )
-        spec = spec_from_dict(data["spec"])
-        if not all(isinstance(node, Mapping) for node in data["attention"]) or not data["golden"]:
-            raise TypeError("attention nodes or golden cases are missing")
-        if not isinstance(data["weights"], str) or type(data["opset"]) is not int:
-            raise TypeError("weights must be text, and opset a number")
-        return cls(
-            spec=spec,
-            precision=find_precision(data["precision"]),
-            opset=data["opset"],
-            weights=data["weights"],
-            attention=data["attention"],
-            golden=[_golden_entry(entry, spec) for entry in data["golden"]],
-            checks=data["checks"],
-            versions=data["versions"],
-            files={
-                name: {"bytes": entry["bytes"], "sha256": entry["sha256"]}
-                for name, entry in data["files"].items()
-            },
-            notes=[str(note) for note in data["notes"]],
-            traces=[_trace_entry(entry) for entry in data.get("traces", ())],
-            layers=_layers_entry(data.get("layers")),
-        )
+    def from_dict(cls, data: object) -> Manifest:
+        """Read plain data.
 
-
-def _golden_entry(data: Mapping[str, Any], spec: ModelSpec) -> GoldenEntry:
-    entry = GoldenEntry(**data)
-    if not all(isinstance(text, str) for text in (entry.name, entry.file, entry.note)):
-        raise TypeError(f"golden case {data}")
-    spec.check_sizes(entry.sizes)
-    return entry
-
-
-def _layers_entry(data: Mapping[str, Any] | None) -> LayersEntry | None:
-    if data is None:
-        return None
-    entry = LayersEntry(**data)
-    if not all(isinstance(text, str) for text in (entry.case, entry.file, *entry.values.values())):
-        raise TypeError(f"layers {data}")
-    return entry
-
-
-def _trace_entry(data: Mapping[str, Any]) -> TraceEntry:
-    entry = TraceEntry(**data)
-    if not isinstance(entry.name, str) or not isinstance(entry.file, str):
-        raise TypeError(f"trace {data}")
-    return entry
+        Raises:
+            BundleError: The bundle has another format.
+            msgspec.ValidationError: A field is missing, unknown or of the wrong type.
+        """
+        if isinstance(data, Mapping):
+            if (found := data.get("format")) != FORMAT:
+                raise BundleError(
+                    "The bundle has another format.",
+                    got=f"format {found!r}",
+                    hint=f"this version reads format {FORMAT}: export again with it",
+                )
+            if missing := [name for name in cls.__struct_fields__ if name not in data]:
+                raise msgspec.ValidationError(f"Object missing required field `{missing[0]}`")
+        read = msgspec.convert(data, cls)
+        spec = spec_from_dict(read.spec)  # type: ignore[arg-type]  # still as on disk
+        for entry in read.golden:
+            spec.check_sizes(entry.sizes)
+        return msgspec.structs.replace(read, spec=spec, precision=find_precision(read.precision))  # type: ignore[arg-type]

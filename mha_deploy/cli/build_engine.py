@@ -1,4 +1,4 @@
-"""`mha-deploy build-engine`: from a bundle to a TensorRT engine, with a verdict."""
+"""`mha-deploy build-engine`: a TensorRT engine from a bundle, with its fusion and precision verdict."""
 
 from __future__ import annotations
 
@@ -6,25 +6,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import mha_deploy as md
 from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json, steps
-from mha_deploy.engine.options import EngineOptions, parse_ranges
+from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 
 if TYPE_CHECKING:
-    from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.manifest import Engine
 
 Backend = Annotated[
     str | None,
-    typer.Option(help="tensorrt or tensorrt-rtx. default: TensorRT where there is a GPU for it, else RTX"),
+    typer.Option(
+        help="tensorrt or tensorrt-rtx. default: tensorrt where it is installed with a GPU, else tensorrt-rtx"
+    ),
 ]
-Name = Annotated[str | None, typer.Option(help="Name of the engine. default: the backend's")]
+Name = Annotated[str | None, typer.Option(help="Name of the engine. default: the name of the backend")]
 Profiles = Annotated[
     list[str] | None,
-    typer.Option(help="An optimisation profile, as B=1:8:32,S=1:128:512. Repeat for several in one engine."),
+    typer.Option(
+        help="An optimization profile, as B=1:8:32,S=1:128:512. Can be repeated, for several in one engine. "
+        "default: the axis ranges of the model"
+    ),
 ]
 Targets = Annotated[
-    str, typer.Option("--sm", help="Compute capabilities to compile for, as 89,120 (TensorRT-RTX only).")
+    str,
+    typer.Option(
+        "--sm",
+        help="Compute capabilities to compile for, as 89,120 (TensorRT-RTX). default: those of TensorRT-RTX",
+    ),
 ]
 RequireFused = Annotated[
     bool, typer.Option("--require-fused", help="Exit with 1 unless every attention is fused.")
@@ -34,37 +43,54 @@ RequirePrecision = Annotated[
     typer.Option("--require-precision", help="Exit with 1 unless the engine is in the graph's precision."),
 ]
 AllowDecomposed = Annotated[
-    bool, typer.Option("--allow-decomposed", help="Build attention without a fused kernel from several.")
+    bool,
+    typer.Option(
+        "--allow-decomposed", help="Build attention that has no fused kernel from several kernels."
+    ),
 ]
-OptimizationLevel = Annotated[int | None, typer.Option(help="How hard the builder tries, 0 to 5.")]
-WorkspaceMib = Annotated[int | None, typer.Option(help="Most scratch memory for a kernel, in MiB.")]
+OptimizationLevel = Annotated[
+    int | None, typer.Option(help="Builder optimization level, 0 to 5. default: TensorRT's own")
+]
+WorkspaceMib = Annotated[
+    int | None, typer.Option(help="Limit of the workspace memory, in MiB. default: TensorRT's own")
+]
 VersionCompatible = Annotated[
-    bool, typer.Option("--version-compatible", help="Let later TensorRT versions load it.")
+    bool, typer.Option("--version-compatible", help="Build an engine that later TensorRT versions can load.")
 ]
 HardwareCompatible = Annotated[
-    str | None, typer.Option(help="ampere-plus or same-compute-capability: other GPUs it shall run on.")
+    str | None,
+    typer.Option(
+        help="Hardware compatibility level: ampere-plus or same-compute-capability. default: this GPU only"
+    ),
 ]
-WeightStreaming = Annotated[bool, typer.Option("--weight-streaming", help="Let weights stay on the host.")]
-Refit = Annotated[str | None, typer.Option(help="all or identical: weights that can be replaced later.")]
+WeightStreaming = Annotated[
+    bool, typer.Option("--weight-streaming", help="Allow weights to stay in host memory.")
+]
+Refit = Annotated[
+    str | None, typer.Option(help="Refittable weights: all or identical. default: none can be refitted")
+]
 Attention = Annotated[
     str,
     typer.Option(
-        help="native: TensorRT's own kernels. plugin: the plugin library (`mha-deploy plugins`). auto: both "
-        "are built and timed, and the faster right one is kept."
+        help="native: TensorRT's own kernels. plugin: the plugin library (see `mha-deploy plugins`). auto: "
+        "both are built and timed, and the fastest with right results is kept."
     ),
 ]
 Accumulate = Annotated[
     str,
     typer.Option(
-        help="How the projections accumulate. fp16: as TensorRT chooses. fp32: in the plugin library. auto: "
+        help="Accumulation of the projections. fp16: as TensorRT chooses. fp32: in the plugin library. auto: "
         "with the plugin the better of both, else as TensorRT chooses."
     ),
 ]
 Gqa = Annotated[
     str | None,
-    typer.Option(help="auto, fold, broadcast or repeat: grouped heads as GEMMs (8.6 to 10.13)."),
+    typer.Option(
+        help="Grouped heads as GEMMs, for TensorRT 8.6 to 10.13: auto, fold, broadcast or repeat. "
+        "default: auto"
+    ),
 ]
-Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an engine of that name.")]
+Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an existing engine of that name.")]
 
 
 def build_engine(
@@ -90,28 +116,29 @@ def build_engine(
     time_limit: TimeLimit = None,
     json: Json = False,
 ) -> None:
-    """Build a TensorRT engine from a bundle, and prove that it is fused and in the right precision."""
-    from mha_deploy.bundle.folder import open_bundle
-
-    opened = open_bundle(bundle)
-    options = EngineOptions(
-        backend=backend,
-        name=name,
-        profiles=[parse_ranges(text, opened.manifest.spec) for text in profile or ()],
-        targets=sm,
-        allow_decomposed=allow_decomposed,
-        optimization_level=optimization_level,
-        workspace_mib=workspace_mib,
-        version_compatible=version_compatible,
-        hardware_compatible=hardware_compatible,
-        weight_streaming=weight_streaming,
-        refit=refit,
-        attention=attention,
-        accumulate=accumulate,
-        gqa=gqa,
-        overwrite=overwrite,
-    )
-    engine = build_with_progress(opened, options)
+    """Build a TensorRT engine from a bundle, and verify that it is fused and in the requested precision."""
+    opened = md.open_bundle(bundle)
+    with steps(f"build {opened.manifest.spec.name}") as on_step:
+        on_step("lower, parse and build", 0, 0)
+        engine = md.build_engine(
+            opened,
+            backend=backend,
+            name=name,
+            profiles=profile or (),
+            targets=sm,
+            allow_decomposed=allow_decomposed,
+            optimization_level=optimization_level,
+            workspace_mib=workspace_mib,
+            version_compatible=version_compatible,
+            hardware_compatible=hardware_compatible,
+            weight_streaming=weight_streaming,
+            refit=refit,
+            attention=attention,
+            accumulate=accumulate,
+            gqa=gqa,
+            overwrite=overwrite,
+            on_step=on_step,
+        )
     if json:
         print_json(engine_to_dict(engine))
     else:
@@ -121,25 +148,13 @@ def build_engine(
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
 
-def build_with_progress(bundle: Bundle, options: EngineOptions) -> Engine:
-    """Build with progress on stderr, where the version tells its progress."""
-    from mha_deploy.api import build_engine
-
-    with steps(f"build {bundle.manifest.spec.name}") as on_step:
-        on_step("lower, parse and build", 0, 0)
-        return build_engine(bundle, **vars(options), on_step=on_step)
-
-
-def print_engine(engine: Engine, *, details: bool = False) -> None:
+def print_engine(engine: Engine) -> None:
     """Print an engine and its verdict for people."""
     from rich.console import Console
 
-    from mha_deploy.cli.tables import engine_renderable, fit_renderable
-    from mha_deploy.engine.manifest import misfits_here
+    from mha_deploy.cli.tables import engine_renderable
 
-    Console().print(engine_renderable(engine, details=details))
-    if details:
-        Console().print(fit_renderable(misfits_here(engine)))
+    Console().print(engine_renderable(engine))
 
 
 def engine_to_dict(engine: Engine) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     manifest, spec = bundle.manifest, bundle.manifest.spec
     facts = Table.grid(padding=(0, 2))
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
-    size = sum(entry["bytes"] for entry in manifest.files.values())
+    size = sum(entry.bytes for entry in manifest.files.values())
     facts.add_row("bundle", escape(str(bundle.path)))
     facts.add_row("model", escape(f"{spec.name}: {_what(spec)}"))
     facts.add_row("graph", escape(f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"))
@@ -241,7 +241,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     cases = "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden)
     facts.add_row("golden", escape(cases))
     for entry in manifest.traces:
-        facts.add_row("trace", escape(f"{entry.name}: {_tokens_text(bundle.file(entry.file))}"))
+        facts.add_row("trace", escape(f"{entry.name}: {_tokens_text(bundle, entry.file)}"))
     if manifest.layers is not None:
         inside = f"what each of {len(manifest.layers.values)} attentions gives in {manifest.layers.case}"
         facts.add_row("layers", escape(inside))
@@ -262,12 +262,12 @@ def _what(spec: AttentionSpec | ModuleSpec) -> str:
     return f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
 
 
-def _tokens_text(path: Path) -> str:
-    """What a decode trace steps through: its prompts, and the tokens behind them."""
+def _tokens_text(bundle: Bundle, file: str) -> str:
+    """The tokens of a decode trace: its prompts, and the steps behind them."""
     from mha_deploy.bundle.traces import read_trace
     from mha_deploy.report.sections import prompts_text
 
-    trace = read_trace(path)
+    trace = read_trace(bundle.file(file), bundle.manifest.spec, bundle.manifest.precision)
     return f"{prompts_text(trace.prompt.tolist())}, then {trace.steps} single tokens"
 
 
@@ -297,7 +297,7 @@ def _details(bundle: Bundle) -> RenderableType:
     files.add_column("bytes", justify="right")
     files.add_column("sha256")
     for name, entry in manifest.files.items():
-        files.add_row(escape(name), f"{entry['bytes']:,}", f"{entry['sha256'][:16]}…")
+        files.add_row(escape(name), f"{entry.bytes:,}", f"{entry.sha256[:16]}…")
     made = "made with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     checks = "\n".join(f"checked: {check}" for check in manifest.checks.get("graph", []))
     return Group(files, Text(checks, style="dim"), Text(made, style="dim"))

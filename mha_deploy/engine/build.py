@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import onnx_ir as ir
 
 from mha_deploy.bundle.commit import write_atomically
@@ -29,6 +30,9 @@ from mha_deploy.engine.manifest import (
     FOLDER,
     Engine,
     EngineManifest,
+    KernelRecord,
+    LargeTensorRecord,
+    VerdictRecord,
     default_backend,
     engine_path,
     first_gpu,
@@ -114,7 +118,7 @@ def _engine_at(
         host_code=options.version_compatible,
         large_tensors=built.large_tensors,
     )
-    manifest = replace(manifest, notes=[*tried, *manifest.notes])
+    manifest = msgspec.structs.replace(manifest, notes=[*tried, *manifest.notes])
     engine = write_engine(path, built.plan, manifest)
     if built.timing_cache:
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
@@ -229,12 +233,12 @@ def _manifest(
         engine_bytes=len(built.plan),
         seconds=round(built.seconds, 3),
         strongly_typed=built.strongly_typed,
-        verdict=verdict.as_dict(),
+        verdict=cast("VerdictRecord", verdict.as_dict()),
         kernels=[_kernel_row(kernel) for kernel in built.kernels.get(source, ())],
         options=request.options(),
         findings=_findings(answers),
         notes=[*built.notes, *(each.advice for each in built.large_tensors), *warned],
-        large_tensors=[each.as_dict() for each in built.large_tensors],
+        large_tensors=[cast("LargeTensorRecord", each.as_dict()) for each in built.large_tensors],
     )
 
 
@@ -244,7 +248,7 @@ def _findings(answers: list[Eligibility]) -> list[dict[str, Any]]:
     return [asdict(finding) for finding in found]
 
 
-def _kernel_row(kernel: Kernel) -> dict[str, Any]:
+def _kernel_row(kernel: Kernel) -> KernelRecord:
     return {
         "name": kernel.name,
         "type": kernel.layer_type,

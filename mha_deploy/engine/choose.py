@@ -11,9 +11,11 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
@@ -103,7 +105,7 @@ def fastest_engine(
         best = chosen(trials)
         if best.engine is None:
             raise EngineError("The engine that was chosen is gone.", hint="build it again")
-        manifest = replace(best.engine.manifest, attention=record(trials, best, options))
+        manifest = msgspec.structs.replace(best.engine.manifest, attention=record(trials, best, options))
         return write_engine(path, best.engine.path.read_bytes(), manifest)
 
 

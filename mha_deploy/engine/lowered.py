@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import onnx_ir as ir
 
 from mha_deploy.engine.manifest import EngineManifest, first_gpu
@@ -313,7 +314,7 @@ def with_library(
     """
     in_place = cache_form(lowered).in_place
     told = [f"caches in place: bind {out} to the memory of {source}" for out, source in in_place.items()]
-    return replace(
+    return msgspec.structs.replace(
         manifest,
         attention={"asked": asked, "chosen": "plugin", "accumulate": accumulate},
         plugins=[library.record()],

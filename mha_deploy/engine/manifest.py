@@ -8,12 +8,14 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
+import msgspec
 import numpy as np
 import onnx_ir as ir
+from msgspec import Meta, Struct, field
 
 from mha_deploy.bundle.commit import written
 from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
@@ -28,7 +30,6 @@ from mha_deploy.model.spec import Axis
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.tensorrt.kernels import ATTENTION, Kernel, kernels_from_plan
 from mha_deploy.runtime.tensorrt.log import members
-from mha_deploy.runtime.tensorrt.request import LargeTensor
 from mha_deploy.runtime.tensorrt.verdict import (
     DECOMPOSED,
     FUSED,
@@ -227,11 +228,88 @@ def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: i
 
 FORMAT = 1
 FOLDER = "engines"
-NATIVE_ATTENTION = {"asked": "native", "chosen": "native", "accumulate": "fp16"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineManifest:
+class NodeRecord(TypedDict):
+    """The verdict on one attention in one profile."""
+
+    node: str
+    profile: int
+    status: Literal["fused", "decomposed", "unknown"]
+    kernels: list[str]
+    reason: str
+    source: str
+
+
+class PrecisionRecord(TypedDict):
+    """The verdict on the precision, with the fields of `PrecisionVerdict`."""
+
+    asked: str
+    status: str
+    counts: dict[str, int]
+    offenders: list[dict[str, Any]]
+    islands: list[dict[str, Any]]
+    reason: str
+    notes: list[str]
+    has_untold: bool
+    written: list[dict[str, Any]]
+    narrowed: list[dict[str, Any]]
+
+
+class VerdictRecord(TypedDict):
+    """Fusion and precision of an engine, with their evidence."""
+
+    nodes: list[NodeRecord]
+    precision: PrecisionRecord
+    disagreements: list[str]
+
+
+class KernelRecord(TypedDict):
+    """One kernel of an engine."""
+
+    name: str
+    type: str
+    tactic: str
+    nodes: list[str]
+    dtypes: list[str]
+    profile: int
+    fused_attention: bool
+
+
+class LibraryRecord(TypedDict):
+    """A plugin library that an engine needs."""
+
+    library: str
+    version: str
+    sha256: str
+    tensorrt: str
+    plugins: list[dict[str, str]]
+
+
+class _ChosenAttention(TypedDict):
+    asked: str
+    chosen: str
+    accumulate: str
+
+
+class AttentionRecord(_ChosenAttention, total=False):
+    """The implementation of attention; where it was measured, the cost of each candidate."""
+
+    native_us: float | None
+    plugin_us: float | None
+    ratio: float | None
+    tried: list[dict[str, Any]]
+
+
+class LargeTensorRecord(TypedDict):
+    """A tensor that TensorRT cannot address at the largest sizes."""
+
+    tensor: str
+    dims: str
+    axes: dict[str, tuple[str, int]]
+
+
+class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an engine is.
 
     Args:
@@ -263,30 +341,32 @@ class EngineManifest:
             is refused.
     """
 
-    backend: str
+    backend: Annotated[str, Meta(pattern=f"^({'|'.join(BACKENDS)})$")]
     version: str
-    gpu: Mapping[str, str] | None
+    gpu: dict[str, str] | None
     targets: list[str]
     model: str
     precision: str
     dialect: str
-    profiles: list[Mapping[str, str]]
+    profiles: list[dict[str, str]]
     bundle_sha256: str
     engine_sha256: str
     engine_bytes: int
     seconds: float
     strongly_typed: bool
-    verdict: Mapping[str, Any]
-    kernels: list[Mapping[str, Any]]
-    options: Mapping[str, Any]
-    findings: Sequence[Mapping[str, Any]]
+    verdict: VerdictRecord
+    kernels: list[KernelRecord]
+    options: dict[str, Any]
+    findings: list[dict[str, Any]]
     notes: list[str]
     profile_names: list[str] = field(default_factory=list)
-    attention: Mapping[str, Any] = field(default_factory=lambda: dict(NATIVE_ATTENTION))
-    plugins: list[Mapping[str, Any]] = field(default_factory=list)
-    in_place: Mapping[str, str] = field(default_factory=dict)
-    large_tensors: list[Mapping[str, Any]] = field(default_factory=list)
-    format: int = field(default=FORMAT)
+    attention: AttentionRecord = field(
+        default_factory=lambda: AttentionRecord(asked="native", chosen="native", accumulate="fp16")
+    )
+    plugins: list[LibraryRecord] = field(default_factory=list)
+    in_place: dict[str, str] = field(default_factory=dict)
+    large_tensors: list[LargeTensorRecord] = field(default_factory=list)
+    format: int = FORMAT
 
     def profile_name(self, index: int) -> str:
         """What a profile is called."""
@@ -416,18 +496,17 @@ def open_engine(path: Path) -> Engine:
     """
     beside = manifest_path(path)
     try:
-        data = json.loads(beside.read_text(encoding="utf-8"))
-        if data.get("format") != FORMAT:
+        data = msgspec.json.decode(beside.read_bytes())
+        if isinstance(data, dict) and data.get("format") != FORMAT:
             raise BundleError(
                 "The engine has another format.", got=f"format {data.get('format')!r}", hint="rebuild it"
             )
-        manifest = EngineManifest(**data)
-        _check_shape(manifest)
+        manifest = msgspec.convert(data, EngineManifest)
     except FileNotFoundError as error:
         raise BundleError(
             "There is no engine with a manifest here.", got=path, hint="mha-deploy build-engine BUNDLE"
         ) from error
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
         raise BundleError(
             "The engine's manifest cannot be read.", got=f"{beside}: {error}", hint="rebuild it"
         ) from error
@@ -452,7 +531,11 @@ def open_engine(path: Path) -> Engine:
         profiles=len(manifest.profiles),
         bundle=_bundle_of(path),
     )
-    return Engine(path=path, manifest=replace(manifest, verdict=verdict), is_shown=manifest.backend == RTX)
+    return Engine(
+        path=path,
+        manifest=msgspec.structs.replace(manifest, verdict=verdict),
+        is_shown=manifest.backend == RTX,
+    )
 
 
 def _bundle_of(engine: Path) -> Path | None:
@@ -466,37 +549,12 @@ def engines_of(bundle: Path) -> list[Engine]:
     return [open_engine(path) for path in sorted((bundle / FOLDER).glob("*.engine"))]
 
 
-def _check_shape(manifest: EngineManifest) -> None:
-    """Touch what readers will use, so that a foreign manifest fails here and not in their hands."""
-    if manifest.backend not in BACKENDS or not isinstance(manifest.options, Mapping):
-        raise ValueError(f"backend {manifest.backend!r}")
-    float(manifest.seconds), int(manifest.engine_bytes), [dict(each) for each in manifest.profiles]
-    for node in manifest.verdict["nodes"]:
-        if type(node["profile"]) is not int:
-            raise ValueError(f"profile {node['profile']!r}")
-        if node["status"] not in ("fused", "decomposed", "unknown"):
-            raise ValueError(f"status {node['status']!r}")
-        ", ".join([node["node"], node["reason"], node["source"], *node["kernels"]])
-    for key in ("status", "reason", "offenders", "notes"):
-        len(manifest.verdict["precision"][key])
-    len(manifest.verdict["disagreements"])
-    for library in manifest.plugins:
-        ", ".join([library["library"], library["version"], library["sha256"], library["tensorrt"]])
-        ", ".join(f"{each['name']} {each['version']}" for each in library["plugins"])
-    ", ".join([*manifest.in_place, *manifest.in_place.values()])
-    for tensor in manifest.large_tensors:
-        LargeTensor.from_dict(tensor)
-    ", ".join(manifest.attention[key] for key in NATIVE_ATTENTION)
-    for kernel in manifest.kernels:
-        ", ".join([kernel["name"], kernel["type"], *kernel["dtypes"], *kernel["nodes"]])
-
-
 def write_engine(path: Path, plan: bytes, manifest: EngineManifest) -> Engine:
     """Write plan and manifest; the manifest comes last, so that half an engine is never taken for one."""
     path.parent.mkdir(exist_ok=True)
     beside = manifest_path(path)
-    text = json.dumps(vars(manifest), indent=2) + "\n"
-    with written(path, plan) as new_plan, written(beside, text.encode()) as new_manifest:
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+    with written(path, plan) as new_plan, written(beside, text) as new_manifest:
         # Both are on the disk. Between the two renames the old manifest must not vouch for the new plan.
         beside.unlink(missing_ok=True)
         os.replace(new_plan, path)

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -145,7 +146,7 @@ def test_an_attention_with_another_kernel_or_status_has_its_own_row(deployed):
 
 def with_nodes(engine, nodes):
     verdict = {**engine.manifest.verdict, "nodes": nodes}
-    return replace(engine, manifest=replace(engine.manifest, verdict=verdict))
+    return replace(engine, manifest=msgspec.structs.replace(engine.manifest, verdict=verdict))
 
 
 def test_inspect_names_the_lines_of_the_source(deployed, run_cli, monkeypatch):

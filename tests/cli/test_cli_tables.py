@@ -62,7 +62,7 @@ def test_inspect_shows_what_a_bundle_holds(run_cli, bundles):
         assert text in done.out
     for name, entry in bundle.manifest.files.items():
         assert name in done.out
-        assert entry["sha256"][:16] in done.out
+        assert entry.sha256[:16] in done.out
 
 
 def test_inspect_shows_what_is_stepped_through(run_cli, bundles):

@@ -1,9 +1,9 @@
 """Of several candidates for an engine the faster right one is kept, and what each cost is recorded."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from bundle_edit import copy_of
 
@@ -166,7 +166,7 @@ class Runner:
 def workbench(bundles, tmp_path, monkeypatch):
     """Build and time engines that are nothing but their names."""
     bundle = open_bundle(copy_of(bundles("tiny-mha"), tmp_path / "bundle"))
-    known = dict.fromkeys(EngineManifest.__dataclass_fields__)
+    known = dict.fromkeys(EngineManifest.__struct_fields__)
     runners = {}
     monkeypatch.setattr(choose, "open_gpu", lambda: None)
     monkeypatch.setattr(choose, "open_engine_runner", lambda engine: runners[engine.path.stem])
@@ -175,7 +175,9 @@ def workbench(bundles, tmp_path, monkeypatch):
         manifest = EngineManifest(**known)
         attention = {"asked": options.attention, "chosen": options.attention, "accumulate": "fp16"}
         plan = path.stem.encode()
-        return write_engine(path, plan, replace(manifest, attention=attention, plugins=[], in_place={}))
+        return write_engine(
+            path, plan, msgspec.structs.replace(manifest, attention=attention, plugins=[], in_place={})
+        )
 
     def choose_from(given, options=AUTO, build=build):
         runners.update({name: Runner(bundle, **facts) for name, facts in given.items()})

@@ -123,7 +123,7 @@ def test_a_disk_that_is_full_keeps_the_engine_that_was_there(bundle, monkeypatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mha_deploy.engine.manifest.json.dumps", full)
+        patch.setattr("mha_deploy.engine.manifest.written", full)
         with pytest.raises(OSError, match="No space left"):
             engine_from_bundle(opened, options(overwrite=True))
     assert open_engine(first.path).manifest.engine_sha256 == first.manifest.engine_sha256

@@ -1,6 +1,6 @@
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from mha_deploy.engine import manifest as machine
@@ -32,7 +32,7 @@ def engine(**changes):
         findings=[],
         notes=[],
     )
-    return Engine(path=Path("m.engine"), manifest=replace(manifest, **changes))
+    return Engine(path=Path("m.engine"), manifest=msgspec.structs.replace(manifest, **changes))
 
 
 def test_an_engine_fits_where_it_was_built():

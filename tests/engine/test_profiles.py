@@ -2,8 +2,8 @@
 
 import json
 import shutil
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from mha_deploy.bundle.folder import open_bundle
@@ -181,7 +181,8 @@ def test_an_engine_written_before_profiles_had_names_still_opens(engines, run_cl
     manifest_path(path).write_text(json.dumps(data), encoding="utf-8")
     manifest = open_engine(path).manifest
     assert [manifest.profile_name(index) for index in range(2)] == ["0", "1"]
-    assert replace(manifest, profile_names=engine.manifest.profile_names) == open_engine(engine.path).manifest
+    named = msgspec.structs.replace(manifest, profile_names=engine.manifest.profile_names)
+    assert named == open_engine(engine.path).manifest
     assert "profile 1" in run_cli("inspect", path).out
 
 

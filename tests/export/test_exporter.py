@@ -303,7 +303,7 @@ def test_weights_above_the_threshold_lie_beside_the_graph(external, bundles):
 
 
 def test_external_weights_are_hashed_and_a_change_is_found(external, tmp_path):
-    assert external.manifest.files[f"{MODEL}.data"]["sha256"] == sha256(external.path / f"{MODEL}.data")
+    assert external.manifest.files[f"{MODEL}.data"].sha256 == sha256(external.path / f"{MODEL}.data")
     copy = tmp_path / "copy"
     shutil.copytree(external.path, copy)
     open_bundle(copy)

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import msgspec
 import pytest
 from bundle_edit import copy_of
 
@@ -89,7 +90,7 @@ def test_an_engine_of_another_graph_is_caught_has_no_latency_and_the_graph_is_no
     place = engine_path(folder, "tensorrt")
     place.parent.mkdir()
     shutil.copy(engine.path, place)
-    manifest = {**vars(engine.manifest), "bundle_sha256": sha256(folder / MANIFEST)}
+    manifest = {**msgspec.to_builtins(engine.manifest), "bundle_sha256": sha256(folder / MANIFEST)}
     manifest_path(place).write_text(json.dumps(manifest), encoding="utf-8")
     report = validate_bundle(open_bundle(folder), ValidateOptions(sweep=False))
     assert not report.passed

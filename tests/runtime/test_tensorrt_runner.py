@@ -1,10 +1,10 @@
 """Engines are run: profiles chosen, contexts and graphs kept and freed; on a GPU the answers are right."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import cuda_fake
+import msgspec
 import numpy as np
 import pytest
 from bundle_edit import copy_of
@@ -410,11 +410,11 @@ ADA = {"name": "NVIDIA GeForce RTX 4090", "compute_cap": "8.9"}
 
 
 def on_disk(path=Path("tiny.engine"), **changes):
-    known = dict.fromkeys(EngineManifest.__dataclass_fields__)
+    known = dict.fromkeys(EngineManifest.__struct_fields__)
     manifest = EngineManifest(
         **{**known, "backend": "tensorrt", "version": "8.6.1", "gpu": ADA, "options": {}}
     )
-    return Engine(path=path, manifest=replace(manifest, **changes))
+    return Engine(path=path, manifest=msgspec.structs.replace(manifest, **changes))
 
 
 @pytest.fixture

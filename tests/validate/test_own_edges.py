@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import edge_models
+import msgspec
 import numpy as np
 import pytest
 
@@ -90,7 +91,7 @@ def test_a_factory_that_computes_something_else_is_no_oracle(edge_bundles, tmp_p
     other = tmp_path / "edge_models.py"
     other.write_text(Path(FILE).read_text().replace("self.a(x) * SCALE", "self.a(x) * 1.1"))
     spec = dataclasses.replace(bundle.manifest.spec, factory=f"{other}:picks")
-    moved = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, spec=spec))
+    moved = dataclasses.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, spec=spec))
     with pytest.raises(BundleError, match="something else now"):
         validate_bundle(moved, ValidateOptions(fresh=1))
     inside, _ = reference_for(moved, bisected_case(moved), "ort-cpu")
