@@ -118,27 +118,18 @@ def free_memory() -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowCopy:
-    """Rows of equal width that lie apart, from one buffer to another. All figures are in bytes, but `rows`.
-
-    Args:
-        target: Where the first row goes in its buffer.
-        target_pitch: From the start of a row to the start of the next.
-        source: Where the first row comes from.
-        source_pitch: From the start of a row to the start of the next.
-        width: How much of each row is copied.
-        rows: How many.
-    """
+class Copy2D:
+    """A 2D copy between two buffers: `height` pieces of `width` bytes. Offsets and pitches are in bytes."""
 
     target: int
     target_pitch: int
     source: int
     source_pitch: int
     width: int
-    rows: int
+    height: int
 
-    def back(self) -> RowCopy:
-        """The same rows the other way."""
+    def back(self) -> Copy2D:
+        """The same copy in the other direction."""
         return replace(
             self,
             target=self.source,
@@ -167,8 +158,8 @@ class Buffer:
         """Copy another buffer of the same size."""
         _copy(self.address, other.address, self.nbytes, "DeviceToDevice", stream)
 
-    def copy_rows(self, other: Buffer, copy: RowCopy, stream: Stream) -> None:
-        """Copy rows of another buffer into rows of this one."""
+    def copy_2d(self, other: Buffer, copy: Copy2D, stream: Stream) -> None:
+        """Copy pieces of another buffer into this one."""
         _call(
             "cudaMemcpy2DAsync",
             self.address + copy.target,
@@ -176,7 +167,7 @@ class Buffer:
             other.address + copy.source,
             copy.source_pitch,
             copy.width,
-            copy.rows,
+            copy.height,
             _runtime().cudaMemcpyKind.cudaMemcpyDeviceToDevice,
             stream.raw,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -16,53 +16,53 @@ from mha_deploy.bundle.cases import with_rows
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.lower.cache import TOTAL_LENGTH
 from mha_deploy.model.spec import CACHES, CACHES_OUT, LENGTHS, PAST, PRESENT
-from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Gpu, RowCopy, Stream
+from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Copy2D, Gpu, Stream
 from mha_deploy.runtime.runner import Arrays, TensorInfo, check_feeds
 from mha_deploy.runtime.timing import Timing, TimingPlan, measure_latency
 
-# -- What a layer with a cache takes and gives, and where the new rows go. Knows nothing of any ----
+# -- The forms of a KV cache, and where new entries go ---------------------------------------------
 
-ROWS = ("key_rows", "value_rows")
+ENTRIES = ("key_rows", "value_rows")
 
 
 class CacheForm(Enum):
     """What an engine does with new keys and values: the names of its cache inputs and outputs."""
 
-    ROWS = (CACHES, ROWS)
-    STATIC = (CACHES, CACHES_OUT)
-    GROWING = (PAST, PRESENT)
+    ENTRIES = (CACHES, ENTRIES)  # a preallocated cache, of which the engine returns the new entries only
+    PREALLOCATED = (CACHES, CACHES_OUT)
+    DYNAMIC = (PAST, PRESENT)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names by which keys and values come in."""
+        """The inputs for keys and values."""
         return self.value[0]
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names by which keys and values go out."""
+        """The outputs for keys and values."""
         return self.value[1]
 
 
 def cache_form(inputs: Iterable[str], outputs: Iterable[str]) -> CacheForm | None:
-    """The form that a graph or an engine has; None for one without a cache."""
-    taken, given = set(inputs), set(outputs)
+    """The form of the cache of a graph or an engine; None without a cache."""
+    taken, returned = set(inputs), set(outputs)
     for form in CacheForm:
-        if set(form.inputs) <= taken and set(form.outputs) <= given:
+        if set(form.inputs) <= taken and set(form.outputs) <= returned:
             return form
     return None
 
 
 def written_in_place(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]:
-    """For each static cache that goes out, the one that came in, where a runtime takes both in one place."""
-    given = set(outputs)
-    if cache_form(inputs, given) is CacheForm.STATIC and given == {"output", *CACHES_OUT}:
+    """From each output of a preallocated cache to its input, for runtimes that bind both to one buffer."""
+    returned = set(outputs)
+    if cache_form(inputs, returned) is CacheForm.PREALLOCATED and returned == {"output", *CACHES_OUT}:
         return dict(zip(CACHES_OUT, CACHES, strict=True))
     return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """The sizes of a cache, T the rows that it has room for."""
+    """The sizes of a cache with room for T entries."""
 
     B: int
     Hkv: int
@@ -70,96 +70,69 @@ class CacheShape:
     D: int
     dtype: np.dtype
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """All of it: [B, Hkv, T, D]."""
-        return self.B, self.Hkv, self.T, self.D
-
     def first(self, length: int) -> tuple[int, int, int, int]:
-        """A cache of another length: [B, Hkv, length, D]."""
+        """The shape of a cache of another length: [B, Hkv, length, D]."""
         return self.B, self.Hkv, length, self.D
 
-    def nbytes(self, length: int) -> int:
-        """Size of a cache of this length."""
-        return math.prod(self.first(length)) * self.dtype.itemsize
 
+def entry_copies(cache: CacheShape, lengths: np.ndarray, S: int) -> list[Copy2D]:
+    """How [B, Hkv, S, D] new entries get to their places in the cache.
 
-def row_copies(cache: CacheShape, lengths: np.ndarray, S: int) -> list[RowCopy]:
-    """How [B, Hkv, S, D] new rows get to their places in the cache.
-
-    Rows of one head lie side by side, so a head is one piece: one copy does where all lengths are equal, and
-    otherwise one for each row of the batch.
+    The entries of one head are contiguous. So one copy serves all batch elements of equal lengths; otherwise
+    there is one for each batch element.
     """
-    number = cache.D * cache.dtype.itemsize
-    whole = RowCopy(
-        target=int(lengths[0]) * number,
-        target_pitch=cache.T * number,
+    entry = cache.D * cache.dtype.itemsize
+    whole = Copy2D(
+        target=int(lengths[0]) * entry,
+        target_pitch=cache.T * entry,
         source=0,
-        source_pitch=S * number,
-        width=S * number,
-        rows=cache.B * cache.Hkv,
+        source_pitch=S * entry,
+        width=S * entry,
+        height=cache.B * cache.Hkv,
     )
     if (lengths == lengths[0]).all():
         return [whole]
     return [
         replace(
             whole,
-            target=(b * cache.Hkv * cache.T + int(length)) * number,
-            source=b * cache.Hkv * S * number,
-            rows=cache.Hkv,
+            target=(b * cache.Hkv * cache.T + int(length)) * entry,
+            source=b * cache.Hkv * S * entry,
+            height=cache.Hkv,
         )
         for b, length in enumerate(lengths)
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheCopy:
-    """New rows on their way to a cache: the names of both, and the places."""
-
-    cache: str
-    rows: str
-    place: RowCopy
-
-
-def cache_copies(feeds: Arrays, outputs: Mapping[str, TensorInfo]) -> list[CacheCopy]:
-    """What a call with these inputs leaves to be copied: nothing, unless its outputs are rows."""
-    if not set(ROWS) <= set(outputs):
+def cache_copies(feeds: Arrays, outputs: Iterable[str]) -> list[tuple[str, str, Copy2D]]:
+    """The copies that a call needs behind it: cache, new entries and places. None for other forms."""
+    if not set(ENTRIES) <= set(outputs):
         return []
     B, Hkv, T, D = feeds[CACHES[0]].shape
     shape = CacheShape(B=B, Hkv=Hkv, T=T, D=D, dtype=feeds[CACHES[0]].dtype)
-    places = row_copies(shape, feeds[LENGTHS], feeds["x"].shape[1])
-    pairs = zip(CACHES, ROWS, strict=True)
-    return [CacheCopy(cache=cache, rows=rows, place=place) for cache, rows in pairs for place in places]
+    places = entry_copies(shape, feeds[LENGTHS], feeds["x"].shape[1])
+    return [(cache, new, place) for cache, new in zip(CACHES, ENTRIES, strict=True) for place in places]
 
 
 def refuse_overflow(lengths: np.ndarray, S: int, T: int) -> None:
-    """Refuse new rows that the cache has no room for; padding counts, since it is written, too.
-
-    Raises:
-        DeployError: They would be written behind the end.
-    """
+    """Refuse new entries that the cache has no room for; padding is written as well, and counts."""
     if (lengths < 0).any() or (lengths + S > T).any():
         raise DeployError(
             "The new tokens do not fit into the cache.",
-            got=f"lengths {lengths.tolist()}, {S} new tokens, {T} rows",
-            hint=f"lengths from 0 to {T - S}, or a cache with more rows",
+            got=f"lengths {lengths.tolist()}, {S} new tokens, {T} entries",
+            hint=f"lengths from 0 to {T - S}, or a cache with more entries",
         )
 
 
 def check_room(feeds: Arrays) -> None:
-    """Refuse the inputs of a call that would write behind the end of its static cache.
-
-    Raises:
-        DeployError: They would.
-    """
+    """Refuse the inputs of a call that would write behind the end of its preallocated cache."""
     if LENGTHS in feeds and CACHES[0] in feeds:
         refuse_overflow(feeds[LENGTHS], feeds["x"].shape[1], feeds[CACHES[0]].shape[2])
 
 
 def total_length(lengths: np.ndarray, S: int, T: int) -> np.ndarray:
-    """What GroupQueryAttention is told of the longest row: S means a prompt into an empty cache.
+    """The total length for GroupQueryAttention, where S means a prompt into an empty cache.
 
-    Otherwise it is no more than an upper bound, and T serves every step.
+    Otherwise it is an upper bound only, and T serves every step.
     """
     return np.array(S if S > 1 and not lengths.any() else T, np.int32)
 
@@ -167,11 +140,11 @@ def total_length(lengths: np.ndarray, S: int, T: int) -> np.ndarray:
 def presented_outputs(
     inputs: Mapping[str, TensorInfo], outputs: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
-    """The outputs as the layer has them: a cache with the new rows in it where an engine gives the rows."""
+    """The outputs of the layer: whole caches where an engine returns only the new entries."""
     presented = {}
     for name, info in outputs.items():
-        if name in ROWS:
-            at = ROWS.index(name)
+        if name in ENTRIES:
+            at = ENTRIES.index(name)
             presented[CACHES_OUT[at]] = inputs[CACHES[at]]
         else:
             presented[name] = info
@@ -183,84 +156,22 @@ def presented_results(feeds: Arrays, results: Arrays, written: Arrays | None = N
 
     Args:
         feeds: The inputs of the call.
-        results: What the engine gave.
-        written: The caches that the call has written the rows into, by the names of the inputs. Into a copy
-            of any other they are written here.
+        results: The outputs of the engine.
+        written: The caches into which the call has copied the entries, by the names of the inputs. For any
+            other cache, they are written into a copy here.
     """
     presented, written = dict(results), written or {}
-    for cache, rows, out in zip(CACHES, ROWS, CACHES_OUT, strict=True):
-        if rows in results:
-            new = presented.pop(rows)
-            held = written.get(cache)
-            presented[out] = with_rows(feeds[cache], new, feeds[LENGTHS]) if held is None else held
+    for cache, new, out in zip(CACHES, ENTRIES, CACHES_OUT, strict=True):
+        if new in results:
+            entries = presented.pop(new)
+            whole = written.get(cache)
+            presented[out] = with_rows(feeds[cache], entries, feeds[LENGTHS]) if whole is None else whole
     return presented
 
 
-# -- Step through tokens with a cache that stays on the device -------------------------------------
+# -- One call on tensors of the device, and a runtime that launches it -----------------------------
 
 Shape = tuple[int, ...]
-
-
-class DecodeLoop(ABC):
-    """A layer and the cache that it generates with; a context manager that holds the device's memory.
-
-    Attributes:
-        name: The backend, with its version.
-        lengths: How many tokens each row of the batch has seen, int32 [B]; none at first.
-        most_tokens: How many tokens of a row one call may bring; None where only the cache bounds them.
-    """
-
-    name: str
-    lengths: np.ndarray
-    most_tokens: int | None = None
-
-    @abstractmethod
-    def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Run the layer on S new tokens of every row, and keep their keys and values.
-
-        Args:
-            x: [B, S, E].
-            counts: How many of the S tokens of each row are real, int32 [B], padding behind them; all unless
-                given. The lengths advance by it. Padding needs room in the cache, too.
-
-        Returns:
-            The output [B, S, E]; what stands at padded tokens means nothing.
-
-        Raises:
-            DeployError: The tokens do not fit.
-        """
-
-    @abstractmethod
-    def cache(self) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of keys and values, [B, Hkv, T, D]; of a growing cache [B, Hkv, length, D]."""
-
-    @abstractmethod
-    def time_step(self, length: int, plan: TimingPlan | None = None) -> Timing:
-        """How long one new token of every row takes, all rows being `length` tokens long before it.
-
-        By the device's own clock. Included: the whole layer, and what it takes to get the new keys and values
-        into the cache. Not included: anything that comes from or goes to the host, since token and lengths
-        are on the device before the clock starts; and the choice of the next token. The call is a CUDA graph
-        where the form allows it: a static cache has one shape for all steps; a growing one has another at
-        every step, and its calls are launched one by one.
-
-        The calls share one cache, so weights and a cache that fit the second-level cache of the GPU come from
-        there; from the size on where they do not, they come from memory, as in service. The token is the one
-        fed last, zeros before the first; the cache is taken as it is, and left so. (The memory of a growing
-        one is read as if it had that length: as many bytes, other numbers.)
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the device's memory back."""
-
-    def __enter__(self) -> DecodeLoop:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +192,7 @@ class StepCall:
     """One call: every input and output, and where it is.
 
     Args:
-        tensors: What is on the device, by name.
+        tensors: Those on the device.
         on_host: The inputs that the runtime reads on the host.
         varies: Whether the next call has other shapes.
     """
@@ -306,7 +217,7 @@ class Repeated:
 
     Args:
         launch: Queues it, and does not wait.
-        why_no_graph: Why it is no CUDA graph although it should be one.
+        why_no_graph: Why it is no CUDA graph although one was requested.
     """
 
     launch: Callable[[], None]
@@ -314,16 +225,16 @@ class Repeated:
 
 
 class Launcher(ABC):
-    """A loaded layer, seen as something that is launched on tensors of the caller's.
+    """A loaded layer that is launched on tensors of the decode loop.
 
     Attributes:
         name: The backend, with its version.
         gpu: The GPU.
         stream: Where the calls go.
-        graph: Whether a call that is repeated is a CUDA graph, where it can be one.
-        inputs: All that the layer takes.
-        outputs: What it gives.
-        in_place: Whether a static cache that goes out is the memory of the one that came in.
+        graph: Whether a repeated call is a CUDA graph, where it can be one.
+        inputs: All inputs of the layer.
+        outputs: All outputs of the layer.
+        in_place: Whether the output of a preallocated cache is the memory of its input.
         engine_bytes: Device memory besides the tensors, where that is known.
     """
 
@@ -337,23 +248,18 @@ class Launcher(ABC):
     engine_bytes: int | None = None
 
     def most_tokens(self, B: int) -> int | None:
-        """How many tokens of each of B rows one call may bring; None where nothing here bounds them."""
+        """How many tokens of each of B batch elements one call takes; None: as many as the cache."""
         return None
 
     @abstractmethod
     def launch(self, call: StepCall, *, again: bool) -> None:
-        """Queue one call, and do not wait.
-
-        Args:
-            call: The call.
-            again: Whether the same tensors will come again: the runtime may record the call for then.
-        """
+        """Queue one call, and do not wait; with `again` the same tensors will come again."""
 
     @abstractmethod
     def repeated(
         self, call: StepCall, then: Callable[[], None], *, graph: bool
     ) -> AbstractContextManager[Repeated]:
-        """Make a call ready to be launched many times; it has run when the block begins.
+        """Prepare a call to be launched many times; it has run when the block begins.
 
         Args:
             call: The call.
@@ -363,25 +269,21 @@ class Launcher(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the calls needed; the layer stays loaded."""
+        """Free what the calls needed; the layer stays loaded."""
 
 
-# -- Device memory of a decode loop: what belongs to one call, and how long it is kept -----------------
+# -- The decode loop -------------------------------------------------------------------------------
 
 
 class Memory:
-    """Tensors that live and die together.
-
-    Attributes:
-        nbytes: Their size.
-    """
+    """Tensors that are freed together, and their size."""
 
     def __init__(self) -> None:
         self._owned = ExitStack()
         self.nbytes = 0
 
     def tensor(self, shape: Shape, dtype: np.dtype) -> DeviceTensor:
-        """A new tensor; what it holds is not defined."""
+        """A new, uninitialised tensor."""
         buffer = Buffer(math.prod(shape) * dtype.itemsize)
         self._owned.callback(buffer.free)
         self.nbytes += buffer.nbytes
@@ -394,176 +296,177 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """What a call with S new tokens needs besides the cache.
-
-    Args:
-        memory: Its tensors.
-        x: The tokens, zeros at first.
-        output: What becomes of them.
-        rows: New keys and values, where the layer gives them by themselves.
-    """
+    """The tensors of a call with S new tokens besides the cache; `entries` where the layer returns them."""
 
     memory: Memory
     x: DeviceTensor
     output: DeviceTensor
-    rows: tuple[DeviceTensor, ...]
-
-    @property
-    def S(self) -> int:
-        """How many tokens there are."""
-        return self.x.shape[1]
+    entries: tuple[DeviceTensor, ...]
 
 
-class Frames:
-    """The frames in use: that of single tokens stays, any other goes when the next one is made.
+class DecodeLoop:
+    """A layer and the KV cache that it generates with, on the device; a context manager.
 
-    Args:
-        launcher: The layer.
-        cache: The sizes of its cache.
+    One pair of buffers holds a preallocated cache that the layer updates in place, or whose new entries the
+    loop copies to their places. A layer that writes another cache gets a second pair, and the pairs are
+    swapped after every call. So are those of a dynamic cache, whose tensors are the first entries of their
+    buffers, more at every step.
+
+    Attributes:
+        name: The backend, with its version.
+        lengths: Tokens of each batch element so far, int32 [B].
+        most_tokens: How many tokens of a batch element one call takes; None where only the cache limits them.
     """
 
-    def __init__(self, launcher: Launcher, cache: CacheShape) -> None:
-        self._launcher, self._cache = launcher, cache
-        self._frames: dict[int, Frame] = {}
-        self._x, self._output = launcher.inputs["x"], launcher.outputs["output"]
-        E = self._x.dims[2]
-        if not isinstance(E, int):
-            raise DeployError("The width of the layer is not fixed.", got=self._x.dims)
-        self._E = E
-
-    def get(self, S: int) -> Frame:
-        """The frame of a call with S new tokens."""
-        if S not in self._frames:
-            for other in [other for other in self._frames if other != 1]:
-                self._frames.pop(other).memory.close()
-            self._frames[S] = self._new(S)
-        return self._frames[S]
-
-    def _new(self, S: int) -> Frame:
-        memory, cache = Memory(), self._cache
-        shape = (cache.B, S, self._E)
-        try:
-            x = memory.tensor(shape, self._x.dtype)
-            x.buffer.fill(0, self._launcher.stream)
-            output = memory.tensor(shape, self._output.dtype)
-            given = [name for name in ROWS if name in self._launcher.outputs]
-            rows = tuple(memory.tensor(cache.first(S), cache.dtype) for _ in given)
-            return Frame(memory=memory, x=x, output=output, rows=rows)
-        except BaseException:
-            memory.close()
-            raise
-
-    def close(self) -> None:
-        """Free them all."""
-        for frame in self._frames.values():
-            frame.memory.close()
-        self._frames.clear()
-
-
-# -- The decode loops on a device: what is in memory, and how the new rows come into the cache ---------
-
-Pair = tuple[DeviceTensor, DeviceTensor]
-
-_VARIES = "a growing cache has another shape at every step"
-
-
-class DeviceDecodeLoop(DecodeLoop):
-    """What all forms share.
-
-    Args:
-        launcher: The layer.
-        cache: The sizes of its cache.
-    """
-
-    has_spare = False
-    """Whether there is a second cache that the calls write."""
-    varies = False
-    """Whether every call has other shapes."""
-
-    def __init__(self, launcher: Launcher, cache: CacheShape) -> None:
+    def __init__(self, launcher: Launcher, form: CacheForm, cache: CacheShape, E: int) -> None:
         self.name, self.most_tokens = launcher.name, launcher.most_tokens(cache.B)
         self.lengths = np.zeros(cache.B, np.int32)
-        self._launcher, self._cache, self._stream = launcher, cache, launcher.stream
-        self._memory, self._frames = Memory(), Frames(launcher, cache)
+        self._varies = form is CacheForm.DYNAMIC
+        self._launcher, self._form, self._cache, self._E = launcher, form, cache, E
+        self._stream = launcher.stream
+        self._memory, self._frames = Memory(), dict[int, Frame]()
+        swapped = self._varies or (form is CacheForm.PREALLOCATED and not launcher.in_place)
         try:
             self._held = self._new_cache()
-            self._spare = self._new_cache() if self.has_spare else self._held
+            self._spare = self._new_cache() if swapped else self._held
             self._lengths = self._memory.tensor((cache.B,), np.dtype(np.int32))
         except BaseException:
             self._memory.close()
             raise
 
-    def _new_cache(self) -> Pair:
-        keys, values = (self._memory.tensor(self._cache.shape, self._cache.dtype) for _ in range(2))
+    def _new_cache(self) -> tuple[DeviceTensor, DeviceTensor]:
+        shape = self._cache.first(self._cache.T)
+        keys, values = (self._memory.tensor(shape, self._cache.dtype) for _ in range(2))
         for tensor in (keys, values):
             tensor.buffer.fill(0, self._stream)
         return keys, values
 
     def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Run the layer on new tokens: they and the lengths go to the device, the output comes back."""
+        """Run the layer on S new tokens of every batch element, and keep their keys and values.
+
+        Args:
+            x: [B, S, E].
+            counts: How many of the S tokens of each batch element are real, int32 [B], with padding behind
+                them; default: all. The lengths advance by it. Padding needs room in the cache, too.
+
+        Returns:
+            The output [B, S, E]; undefined at padding.
+
+        Raises:
+            DeployError: The tokens do not fit.
+        """
         check_feeds({"x": self._launcher.inputs["x"]}, {"x": x})
         B, S = x.shape[:2]
         if B != self._cache.B or not S:
-            raise DeployError("The tokens have another shape.", got=x.shape, hint=f"{self._cache.B} rows")
-        advance = self._checked_counts(counts, S)
+            raise DeployError(
+                "The tokens have another shape.",
+                got=x.shape,
+                hint=f"{self._cache.B} batch elements, each with at least one token",
+            )
+        advance = np.full(B, S, np.int32) if counts is None else counts.astype(np.int32)
+        if advance.shape != (B,) or (advance < 0).any() or (advance > S).any():
+            raise DeployError(
+                "The counts are not those of these tokens.", got=counts, hint=f"0 to {S} a batch element"
+            )
+        if self._varies and (advance != S).any():
+            raise DeployError(
+                "The batch elements of a dynamic KV cache have one length.",
+                got=f"counts {advance.tolist()}",
+                hint=f"{S} each",
+            )
         refuse_overflow(self.lengths, S, self._cache.T)
-        frame, tokens = self._frames.get(S), np.ascontiguousarray(x)
+        frame, tokens = self._frame(S), np.ascontiguousarray(x)
         frame.x.buffer.upload(tokens, self._stream)
         self._upload_lengths(self.lengths)
-        for tensor in (frame.output, *frame.rows):
+        for tensor in (frame.output, *frame.entries):
             tensor.buffer.fill(UNWRITTEN, self._stream)
         self._launcher.launch(self._call(frame, self.lengths), again=S == 1)
-        self._keep(frame, self.lengths)
+        self._copy_entries(frame, self.lengths)
         output = frame.output.download(self._stream)
-        self._advanced()
+        self._held, self._spare = self._spare, self._held
         self.lengths = self.lengths + advance
         return output
 
-    def _checked_counts(self, counts: np.ndarray | None, S: int) -> np.ndarray:
-        if counts is None:
-            return np.full(self._cache.B, S, np.int32)
-        if counts.shape != (self._cache.B,) or (counts < 0).any() or (counts > S).any():
-            raise DeployError("The counts are not those of these tokens.", got=counts, hint=f"0 to {S} a row")
-        return counts.astype(np.int32)
+    def _frame(self, S: int) -> Frame:
+        """The frame of a call with S tokens. That of single tokens is kept, any other until the next one."""
+        if S not in self._frames:
+            for other in [other for other in self._frames if other != 1]:
+                self._frames.pop(other).memory.close()
+            launcher, memory = self._launcher, Memory()
+            shape = (self._cache.B, S, self._E)
+            try:
+                x = memory.tensor(shape, launcher.inputs["x"].dtype)
+                x.buffer.fill(0, self._stream)
+                output = memory.tensor(shape, launcher.outputs["output"].dtype)
+                new = ENTRIES if self._form is CacheForm.ENTRIES else ()
+                entries = tuple(memory.tensor(self._cache.first(S), self._cache.dtype) for _ in new)
+            except BaseException:
+                memory.close()
+                raise
+            self._frames[S] = Frame(memory=memory, x=x, output=output, entries=entries)
+        return self._frames[S]
 
     def _upload_lengths(self, lengths: np.ndarray) -> None:
         if LENGTHS in self._launcher.inputs:
             self._lengths.buffer.upload(lengths, self._stream)
 
     def _call(self, frame: Frame, lengths: np.ndarray) -> StepCall:
-        tensors = {"x": frame.x, "output": frame.output, **self._cache_tensors(frame, lengths)}
+        """The call at these lengths: the tokens, and the cache as it goes in and comes out."""
+        S, past = frame.x.shape[1], int(lengths[0])
+        read: Sequence[DeviceTensor] = self._held
+        written: Sequence[DeviceTensor] = frame.entries or self._spare
+        tensors = {"x": frame.x, "output": frame.output}
+        if self._varies:
+            read, written = self._cut(read, past), self._cut(written, past + S)
+        else:
+            tensors[LENGTHS] = self._lengths
+        tensors |= zip(self._form.inputs, read, strict=True)
+        tensors |= zip(self._form.outputs, written, strict=True)
         on_host = {}
         if TOTAL_LENGTH in self._launcher.inputs:
-            on_host[TOTAL_LENGTH] = total_length(lengths, frame.S, self._cache.T)
-        return StepCall(tensors=tensors, on_host=on_host, varies=self.varies)
+            on_host[TOTAL_LENGTH] = total_length(lengths, S, self._cache.T)
+        return StepCall(tensors=tensors, on_host=on_host, varies=self._varies)
 
-    def _cache_tensors(self, frame: Frame, lengths: np.ndarray) -> dict[str, DeviceTensor]:
-        """The cache as it goes in and comes out of a call at these lengths."""
-        inputs = {LENGTHS: self._lengths, **dict(zip(CACHES, self._held, strict=True))}
-        return {**inputs, **dict(zip(CACHES_OUT, self._spare, strict=True))}
+    def _cut(self, tensors: Iterable[DeviceTensor], length: int) -> tuple[DeviceTensor, ...]:
+        """The first entries of the buffers, as caches of that length."""
+        return tuple(replace(tensor, shape=self._cache.first(length)) for tensor in tensors)
 
-    def _keep(self, frame: Frame, lengths: np.ndarray) -> None:
-        """Queue what gets the new rows into the cache."""
-
-    def _advanced(self) -> None:
-        """The call is done: what it wrote is the cache now."""
-        self._held, self._spare = self._spare, self._held
+    def _copy_entries(self, frame: Frame, lengths: np.ndarray) -> None:
+        """Queue the copies of new entries to their places, where the layer returns them."""
+        for tensor, entries in zip(self._held, frame.entries, strict=False):
+            for copy in entry_copies(self._cache, lengths, frame.x.shape[1]):
+                tensor.buffer.copy_2d(entries.buffer, copy, self._stream)
 
     def cache(self) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of the keys and values, all T rows."""
-        keys, values = (tensor.download(self._stream) for tensor in self._held)
+        """Copies of keys and values, [B, Hkv, T, D]; of a dynamic cache [B, Hkv, length, D]."""
+        held = self._cut(self._held, int(self.lengths[0]) if self._varies else self._cache.T)
+        keys, values = (tensor.download(self._stream) for tensor in held)
         return keys, values
 
     def time_step(self, length: int, plan: TimingPlan | None = None) -> Timing:
-        """How long one new token of every row takes; see `DecodeLoop.time_step`."""
+        """How long one new token of every batch element takes, behind `length` tokens in each.
+
+        By the device's own clock. Included: the whole layer, and what it takes to get the new keys and values
+        into the cache. Not included: copies from and to the host, since token and lengths are on the device
+        before the clock starts; and the choice of the next token. The call is a CUDA graph where the form
+        allows it: a preallocated cache has one shape for all steps; a dynamic one has another at every step,
+        and its calls are launched one by one.
+
+        The calls share one cache. Weights and a cache that fit the GPU's L2 cache are read from there; larger
+        ones come from memory, as in service. The token is the one fed last, zeros before the first; the cache
+        is used as it is, and left so. (The memory of a dynamic one is read as if it had that length: as many
+        bytes, other numbers.)
+        """
         lengths = np.full(self._cache.B, length, np.int32)
         refuse_overflow(lengths, 1, self._cache.T)
-        frame, launcher = self._frames.get(1), self._launcher
-        wanted = launcher.graph and not self.varies
+        frame, launcher = self._frame(1), self._launcher
+        wanted = launcher.graph and not self._varies
         call = self._call(frame, lengths)
         with self._undisturbed(lengths):
             self._upload_lengths(lengths)
-            with launcher.repeated(call, lambda: self._keep(frame, lengths), graph=wanted) as repeated:
+            with launcher.repeated(
+                call, lambda: self._copy_entries(frame, lengths), graph=wanted
+            ) as repeated:
                 why = repeated.why_no_graph
                 frame.output.buffer.fill(UNWRITTEN, self._stream)
                 timing = measure_latency(
@@ -575,159 +478,94 @@ class DeviceDecodeLoop(DecodeLoop):
                     graph=wanted and why is None,
                 )
                 output = frame.output.download(self._stream)
-        if launcher.graph and self.varies:
-            why = _VARIES
-        memory = self._memory_bytes(frame)
+        if launcher.graph and self._varies:
+            why = "a dynamic KV cache has another shape at every step"
+        engine = launcher.engine_bytes
+        memory = None if engine is None else engine + self._memory.nbytes + frame.memory.nbytes
         return replace(timing, results=({"output": output},), memory_bytes=memory, why_no_graph=why)
 
     @contextmanager
     def _undisturbed(self, lengths: np.ndarray) -> Iterator[None]:
-        """Put the rows back that calls at these equal lengths overwrite, also where one of them fails."""
-        (copy,) = row_copies(self._cache, lengths, 1)
+        """Restore the entries that calls at these equal lengths overwrite, also where one of them fails."""
+        if self._varies:  # the calls write the spare buffers
+            yield
+            return
+        (copy,) = entry_copies(self._cache, lengths, 1)
         memory = Memory()
         try:
             saved = [memory.tensor(self._cache.first(1), self._cache.dtype) for _ in self._held]
             for safe, tensor in zip(saved, self._held, strict=True):
-                safe.buffer.copy_rows(tensor.buffer, copy.back(), self._stream)
+                safe.buffer.copy_2d(tensor.buffer, copy.back(), self._stream)
             try:
                 yield
             finally:
                 for safe, tensor in zip(saved, self._held, strict=True):
-                    tensor.buffer.copy_rows(safe.buffer, copy, self._stream)
+                    tensor.buffer.copy_2d(safe.buffer, copy, self._stream)
         finally:
             self._stream.synchronize()
             memory.close()
-
-    def _memory_bytes(self, frame: Frame) -> int | None:
-        """Caches, the tensors of a call with one token, and the engine."""
-        engine = self._launcher.engine_bytes
-        return None if engine is None else engine + self._memory.nbytes + frame.memory.nbytes
 
     def close(self) -> None:
         """Free the graphs, then the memory that they compute on; the layer stays loaded."""
         self._stream.synchronize()
         self._launcher.close()
-        self._frames.close()
+        for frame in self._frames.values():
+            frame.memory.close()
+        self._frames.clear()
         self._memory.close()
 
+    def __enter__(self) -> DecodeLoop:
+        return self
 
-class InPlaceDecodeLoop(DeviceDecodeLoop):
-    """The layer writes into the cache: what comes out is what went in."""
-
-
-class CopyingDecodeLoop(DeviceDecodeLoop):
-    """The layer writes another cache."""
-
-    has_spare = True
-
-
-class EntriesDecodeLoop(DeviceDecodeLoop):
-    """The layer gives the new rows: they go to their places behind the call."""
-
-    def _cache_tensors(self, frame: Frame, lengths: np.ndarray) -> dict[str, DeviceTensor]:
-        inputs = {LENGTHS: self._lengths, **dict(zip(CACHES, self._held, strict=True))}
-        return {**inputs, **dict(zip(ROWS, frame.rows, strict=True))}
-
-    def _keep(self, frame: Frame, lengths: np.ndarray) -> None:
-        for tensor, rows in zip(self._held, frame.rows, strict=True):
-            for copy in row_copies(self._cache, lengths, frame.S):
-                tensor.buffer.copy_rows(rows.buffer, copy, self._stream)
-
-
-class DynamicDecodeLoop(DeviceDecodeLoop):
-    """Each call reads the past of one pair of buffers, and writes past and new rows into the other."""
-
-    has_spare = True
-    varies = True
-
-    def _checked_counts(self, counts: np.ndarray | None, S: int) -> np.ndarray:
-        advance = super()._checked_counts(counts, S)
-        if (advance != S).any():
-            raise DeployError(
-                "The rows of a growing cache have one length.",
-                got=f"counts {advance.tolist()}",
-                hint=f"{S} each",
-            )
-        return advance
-
-    def _cache_tensors(self, frame: Frame, lengths: np.ndarray) -> dict[str, DeviceTensor]:
-        past = int(lengths[0])
-        inputs = {name: self._cut(tensor, past) for name, tensor in zip(PAST, self._held, strict=True)}
-        outputs = zip(PRESENT, self._spare, strict=True)
-        return {**inputs, **{name: self._cut(tensor, past + frame.S) for name, tensor in outputs}}
-
-    def _cut(self, tensor: DeviceTensor, length: int) -> DeviceTensor:
-        """The start of a buffer as a cache of another length."""
-        return replace(tensor, shape=self._cache.first(length))
-
-    def cache(self) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of the keys and values, as many rows as there are."""
-        length = int(self.lengths[0])
-        keys, values = (self._cut(tensor, length).download(self._stream) for tensor in self._held)
-        return keys, values
-
-    @contextmanager
-    def _undisturbed(self, lengths: np.ndarray) -> Iterator[None]:
-        """Nothing to put back: the calls write the spare buffers."""
-        yield
-
-
-# -- Which loop a loaded layer gets, by the form of its cache; and layers that get none ---------
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def open_decode_loop(launcher: Launcher, *, B: int, T: int | None = None) -> DecodeLoop:
-    """Step through tokens with a loaded layer; the launcher is closed with the decode loop.
+    """The decode loop of a loaded layer; the launcher is closed with it.
 
     Args:
         launcher: The layer.
-        B: Rows of the batch.
-        T: Rows of a growing cache at its longest. A static cache has rows of its own.
+        B: Batch elements.
+        T: The most entries of a dynamic cache. A preallocated cache has its own number.
 
     Raises:
         DeployError: The layer has no cache, or other inputs besides, or another size.
     """
     with ExitStack() as owned:
         owned.callback(launcher.close)
+        tensors = {**launcher.inputs, **launcher.outputs}
         form = cache_form(launcher.inputs, launcher.outputs)
         if form is None:
-            raise DeployError("This layer has no cache to step with.", got=sorted(launcher.outputs))
-        _refuse_other_tensors(launcher, form)
-        loop = _kind(form, launcher)(launcher, _cache_shape(launcher, form, B, T))
-        owned.pop_all()
-        return loop
-
-
-def _kind(form: CacheForm, launcher: Launcher) -> type[DeviceDecodeLoop]:
-    if form is CacheForm.STATIC:
-        return InPlaceDecodeLoop if launcher.in_place else CopyingDecodeLoop
-    return EntriesDecodeLoop if form is CacheForm.ROWS else DynamicDecodeLoop
-
-
-def _refuse_other_tensors(launcher: Launcher, form: CacheForm) -> None:
-    lengths = () if form is CacheForm.GROWING else (LENGTHS,)
-    wanted = {"x", "output", *lengths, *form.inputs, *form.outputs}
-    other = wanted ^ ({*launcher.inputs, *launcher.outputs} - {TOTAL_LENGTH})
-    if other:
-        raise DeployError(
-            "The layer has other inputs and outputs than one that is stepped through.", got=sorted(other)
-        )
-    tensors = {**launcher.inputs, **launcher.outputs}
-    kinds = {name: str(tensors[name].dtype) for name in (*form.inputs, *form.outputs)}
-    if len(set(kinds.values())) > 1:
-        raise DeployError("Keys and values come in and go out in different types.", got=kinds)
-
-
-def _cache_shape(launcher: Launcher, form: CacheForm, B: int, T: int | None) -> CacheShape:
-    info = launcher.inputs[form.inputs[0]]
-    batch, Hkv, rows, D = info.dims
-    T = T if T is not None or not isinstance(rows, int) else rows
-    if T is None:
-        raise DeployError("How long the cache may grow is not said.", got="T = None", hint="T, its rows")
-    for size, dim in ((B, batch), (T, rows)):
-        if isinstance(dim, int) and size != dim:
+            raise DeployError("This layer has no cache to decode with.", got=sorted(launcher.outputs))
+        lengths = () if form is CacheForm.DYNAMIC else (LENGTHS,)
+        expected = {"x", "output", *lengths, *form.inputs, *form.outputs}
+        other = expected ^ ({*tensors} - {TOTAL_LENGTH})
+        if other:
+            raise DeployError("The layer has other inputs and outputs than a decode loop.", got=sorted(other))
+        E = tensors["x"].dims[2]
+        if not isinstance(E, int):
+            raise DeployError("The width of the layer is not fixed.", got=tensors["x"].dims)
+        dtypes = {name: str(tensors[name].dtype) for name in (*form.inputs, *form.outputs)}
+        if len(set(dtypes.values())) > 1:
+            raise DeployError("Keys and values come in and go out in different types.", got=dtypes)
+        info = tensors[form.inputs[0]]
+        batch, Hkv, entries, D = info.dims
+        T = entries if T is None and isinstance(entries, int) else T
+        if T is None:
+            raise DeployError(
+                "The maximum length of the dynamic KV cache is missing.", got="T = None", hint="give T"
+            )
+        if any(isinstance(dim, int) and size != dim for size, dim in ((B, batch), (T, entries))):
             raise DeployError(
                 "The layer has a cache of another size.", got=f"B={B}, T={T}", hint=str(info.dims)
             )
-    if not isinstance(Hkv, int) or not isinstance(D, int) or B < 1:
-        raise DeployError("The cache has no fixed heads, or no rows.", got=f"B={B}, {info.dims}")
-    return CacheShape(B=B, Hkv=Hkv, T=T, D=D, dtype=info.dtype)
+        if not isinstance(Hkv, int) or not isinstance(D, int) or B < 1:
+            raise DeployError(
+                "The cache has no fixed heads, or no batch elements.", got=f"B={B}, {info.dims}"
+            )
+        loop = DecodeLoop(launcher, form, CacheShape(B=B, Hkv=Hkv, T=T, D=D, dtype=info.dtype), E)
+        owned.pop_all()
+        return loop

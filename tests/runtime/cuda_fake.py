@@ -25,7 +25,7 @@ class Device:
     streams: int = 0
     recording: list[Callable[[], None]] | None = None
     done: list[str] = field(default_factory=list)
-    row_copies: list[tuple] = field(default_factory=list)
+    copies_2d: list[tuple] = field(default_factory=list)
     uploaded: int = 0
     fail_on: str = ""
     allocations_left: int = 1000
@@ -101,13 +101,13 @@ class Buffer:
         assert nbytes <= self.nbytes
         return np.frombuffer(bytes(DEVICE.memory[self.address][:nbytes]), dtype).reshape(shape)
 
-    def copy_rows(self, other, copy, stream):
-        DEVICE.row_copies.append((self.address, other.address, copy))
+    def copy_2d(self, other, copy, stream):
+        DEVICE.copies_2d.append((self.address, other.address, copy))
         DEVICE.queue("rows", lambda: self._write_rows(DEVICE.memory[other.address], copy))
 
     def _write_rows(self, source, copy):
         assert copy.width <= min(copy.target_pitch, copy.source_pitch), "CUDA refuses it"
-        for row in range(copy.rows):
+        for row in range(copy.height):
             read, written = copy.source + row * copy.source_pitch, copy.target + row * copy.target_pitch
             piece = source[read : read + copy.width]
             assert len(piece) == copy.width

@@ -14,9 +14,9 @@ from mha_deploy.runtime.decode import (
     CacheShape,
     cache_form,
     check_room,
+    entry_copies,
     presented_outputs,
     presented_results,
-    row_copies,
     total_length,
     written_in_place,
 )
@@ -90,26 +90,26 @@ def numbers(*shape):
 def test_rows_get_to_their_places_on_the_device_as_on_the_host(runtime, lengths, calls, S):
     B, lengths = len(lengths), np.array(lengths, np.int32)
     shape = CacheShape(B=B, Hkv=2, T=10, D=8, dtype=HALF)
-    cache, rows = numbers(*shape.shape), numbers(B, 2, S, 8)
+    cache, rows = numbers(*shape.first(10)), numbers(B, 2, S, 8)
     target, source = buffer_of(cache), buffer_of(rows)
-    copies = row_copies(shape, lengths, S)
+    copies = entry_copies(shape, lengths, S)
     for copy in copies:
-        target.copy_rows(source, copy, STREAM)
+        target.copy_2d(source, copy, STREAM)
     wanted = with_rows(cache, rows, lengths)
     assert (wanted != cache).any()
     np.testing.assert_array_equal(target.download(cache.shape, HALF, STREAM), wanted)
     assert runtime.calls == [(2 * B // calls, S * 8 * 2)] * calls
     source.fill(0, STREAM)
     for copy in copies:
-        source.copy_rows(target, copy.back(), STREAM)
+        source.copy_2d(target, copy.back(), STREAM)
     np.testing.assert_array_equal(source.download(rows.shape, HALF, STREAM), rows)
 
 
 def test_a_pitch_that_cuda_refuses_is_an_error(runtime):
     buffer = cuda.Buffer(64)
-    copy = cuda.RowCopy(target=0, target_pitch=4, source=0, source_pitch=8, width=8, rows=2)
+    copy = cuda.Copy2D(target=0, target_pitch=4, source=0, source_pitch=8, width=8, height=2)
     with pytest.raises(cuda.CudaError, match="cudaMemcpy2DAsync"):
-        buffer.copy_rows(buffer, copy, STREAM)
+        buffer.copy_2d(buffer, copy, STREAM)
 
 
 def test_an_empty_buffer_has_an_address_and_takes_empty_arrays(runtime):
@@ -150,9 +150,9 @@ GROWING = infos("x", "past_key", "past_value")
 @pytest.mark.parametrize(
     ("inputs", "outputs", "form"),
     [
-        (STATIC, ("output", "key_rows", "value_rows"), CacheForm.ROWS),
-        (STATIC, ("output", "key_cache_out", "value_cache_out"), CacheForm.STATIC),
-        (GROWING, ("output", "present_key", "present_value"), CacheForm.GROWING),
+        (STATIC, ("output", "key_rows", "value_rows"), CacheForm.ENTRIES),
+        (STATIC, ("output", "key_cache_out", "value_cache_out"), CacheForm.PREALLOCATED),
+        (GROWING, ("output", "present_key", "present_value"), CacheForm.DYNAMIC),
         (infos("x"), ("output",), None),
         (infos("x"), ("output", "present_key", "present_value"), None),
     ],

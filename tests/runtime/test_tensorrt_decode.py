@@ -23,9 +23,8 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.metrics import judge_case
-from mha_deploy.runtime import cuda
-from mha_deploy.runtime import decode as cached_stepper
-from mha_deploy.runtime.cuda import CudaError, RowCopy
+from mha_deploy.runtime import cuda, decode
+from mha_deploy.runtime.cuda import Copy2D, CudaError
 from mha_deploy.runtime.ort import OrtCpuRunner
 from mha_deploy.runtime.runner import TensorInfo
 from mha_deploy.runtime.tensorrt.run import TensorRTRunner, tightest_admitting
@@ -47,7 +46,7 @@ def opened(plan, version="11.4.0", **more):
     return TensorRTRunner(fake(version), plan, **more)
 
 
-def stepper_of(runner, plan, batch=B):
+def loop_of(runner, plan, batch=B):
     return runner.decode_loop(B=batch, T=T if plan == b"growing" else None)
 
 
@@ -65,7 +64,7 @@ def fed(loop, x, sizes):
 )
 def test_steps_add_up_to_the_whole_sequence(device, version, plan, graph):
     x = tokens(7)
-    with opened(plan, version, cuda_graph=graph) as runner, stepper_of(runner, plan) as loop:
+    with opened(plan, version, cuda_graph=graph) as runner, loop_of(runner, plan) as loop:
         assert loop.name == runner.name
         assert loop.lengths.tolist() == [0] * B
         np.testing.assert_array_equal(fed(loop, x, [3, 1, 1, 2]), running_sum(x))
@@ -86,18 +85,18 @@ IN_PLACE = {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
 def test_a_plugin_writes_a_cache_in_place_where_tensorrt_does_not_know_of_it(device, graph):
     x = tokens(7)
     with opened(b"in place", "8.6.1") as runner, pytest.raises(EngineError, match="must be where"):
-        stepper_of(runner, b"in place").feed(x)
+        loop_of(runner, b"in place").feed(x)
     with opened(b"in place", "8.6.1", cuda_graph=graph, in_place=IN_PLACE) as runner:
         assert runner.aliases == IN_PLACE
-        with stepper_of(runner, b"in place") as loop:
-            assert isinstance(loop, cached_stepper.InPlaceDecodeLoop)
+        with loop_of(runner, b"in place") as loop:
+            assert loop._spare is loop._held, "one pair of buffers"
             np.testing.assert_array_equal(fed(loop, x, [3, 1, 1, 2]), running_sum(x))
 
 
 @pytest.mark.parametrize("plan", STATIC_FORMS)
 def test_rows_advance_by_their_counts_and_padding_is_overwritten(device, plan):
     x, counts = tokens(4), np.array([4, 1, 2], np.int32)
-    with opened(plan) as runner, stepper_of(runner, plan) as loop:
+    with opened(plan) as runner, loop_of(runner, plan) as loop:
         first = loop.feed(x[:, :3], np.minimum(counts, 3))
         assert loop.lengths.tolist() == [3, 1, 2]
         second = loop.feed(x[:, 3:])
@@ -111,7 +110,7 @@ def test_rows_advance_by_their_counts_and_padding_is_overwritten(device, plan):
 
 
 def test_the_rows_of_a_growing_cache_advance_together(device):
-    with opened(b"growing") as runner, stepper_of(runner, b"growing") as loop:
+    with opened(b"growing") as runner, loop_of(runner, b"growing") as loop:
         loop.feed(tokens(2), np.array([2, 2, 2], np.int32))
         with pytest.raises(DeployError, match="one length"):
             loop.feed(tokens(2), np.array([2, 1, 2], np.int32))
@@ -124,46 +123,46 @@ ROW = D * ITEM
 
 
 def test_rows_of_equal_lengths_are_one_copy_for_each_tensor(device):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+    with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
         loop.feed(tokens(2))
-        device.row_copies.clear()
+        device.copies_2d.clear()
         loop.feed(tokens(3))
-        copy = RowCopy(
+        copy = Copy2D(
             target=2 * ROW,
             target_pitch=T * ROW,
             source=0,
             source_pitch=3 * ROW,
             width=3 * ROW,
-            rows=B * HKV,
+            height=B * HKV,
         )
-        assert [each for _, _, each in device.row_copies] == [copy, copy]
-        (keys, key_rows, _), (values, value_rows, _) = device.row_copies
+        assert [each for _, _, each in device.copies_2d] == [copy, copy]
+        (keys, key_rows, _), (values, value_rows, _) = device.copies_2d
         assert len({keys, key_rows, values, value_rows}) == 4
         assert [keys, values] == [tensor.buffer.address for tensor in loop._held]
 
 
 def test_rows_of_ragged_lengths_are_one_copy_for_each_row_of_the_batch(device):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+    with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
         loop.feed(tokens(4), np.array([4, 1, 2], np.int32))
-        device.row_copies.clear()
+        device.copies_2d.clear()
         loop.feed(tokens(2))
         expected = [
-            RowCopy(
+            Copy2D(
                 target=(b * HKV * T + length) * ROW,
                 target_pitch=T * ROW,
                 source=b * HKV * 2 * ROW,
                 source_pitch=2 * ROW,
                 width=2 * ROW,
-                rows=HKV,
+                height=HKV,
             )
             for b, length in enumerate([4, 1, 2])
         ]
-        assert [each for _, _, each in device.row_copies] == 2 * expected
+        assert [each for _, _, each in device.copies_2d] == 2 * expected
 
 
 @pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
 def test_a_step_uploads_its_token_and_the_lengths_and_no_more(device, plan):
-    with opened(plan) as runner, stepper_of(runner, plan) as loop:
+    with opened(plan) as runner, loop_of(runner, plan) as loop:
         loop.feed(tokens(1))
         device.uploaded = 0
         device.done.clear()
@@ -177,7 +176,7 @@ def test_a_step_uploads_its_token_and_the_lengths_and_no_more(device, plan):
 
 def test_a_growing_cache_goes_to_and_fro_between_two_buffers(device):
     seen = []
-    with opened(b"growing") as runner, stepper_of(runner, b"growing") as loop:
+    with opened(b"growing") as runner, loop_of(runner, b"growing") as loop:
         execution = runner._rt.module.IExecutionContext.execute_async_v3
 
         def spy(self, stream):
@@ -203,7 +202,7 @@ def test_a_growing_cache_goes_to_and_fro_between_two_buffers(device):
 
 @pytest.mark.parametrize("plan", [b"rows", b"in place"])
 def test_single_tokens_launch_one_recorded_graph(device, plan):
-    with opened(plan) as runner, stepper_of(runner, plan) as loop:
+    with opened(plan) as runner, loop_of(runner, plan) as loop:
         loop.feed(tokens(2))
         assert device.graphs == 0, "a prompt is not repeated"
         loop.feed(tokens(1))
@@ -221,7 +220,7 @@ def test_a_graph_goes_with_its_context_where_profiles_are_not_shared(device):
     x = tokens(8)
     with opened(b"rows", "8.6.1") as runner:
         runner.profiles = runner.profiles[:1]
-        with stepper_of(runner, b"rows") as loop:
+        with loop_of(runner, b"rows") as loop:
             got = fed(loop, x, [1, 1, 2, 1, 1, 2])
     np.testing.assert_array_equal(got, running_sum(x))
     assert device.is_empty()
@@ -229,7 +228,7 @@ def test_a_graph_goes_with_its_context_where_profiles_are_not_shared(device):
 
 def test_a_single_token_goes_to_the_profile_for_it(device):
     rt = fake()
-    with TensorRTRunner(rt, b"rows") as runner, stepper_of(runner, b"rows") as loop:
+    with TensorRTRunner(rt, b"rows") as runner, loop_of(runner, b"rows") as loop:
         loop.feed(tokens(2))
         assert rt.module.last_context()._profile == 0
         loop.feed(tokens(1))
@@ -237,7 +236,7 @@ def test_a_single_token_goes_to_the_profile_for_it(device):
         shapes = {"x": (1, 1, E), **{name: (1, *dims[1:]) for name, dims in STATIC.items() if name != "x"}}
         assert tightest_admitting(runner.profiles, shapes) == 1
         with pytest.raises(DeployError, match="No optimisation profile"):
-            stepper_of(runner, b"rows", batch=5).feed(tokens(1, batch=5))
+            loop_of(runner, b"rows", batch=5).feed(tokens(1, batch=5))
 
 
 def test_a_runner_runs_before_and_after_a_stepper(device):
@@ -245,7 +244,7 @@ def test_a_runner_runs_before_and_after_a_stepper(device):
     for version in ("8.6.1", "11.4.0"):
         with opened(b"rows", version) as runner:
             before = runner.run(feeds)
-            with stepper_of(runner, b"rows") as loop:
+            with loop_of(runner, b"rows") as loop:
                 np.testing.assert_array_equal(loop.feed(feeds["x"]), before["output"])
             np.testing.assert_array_equal(runner.run(feeds)["output"], before["output"])
     assert device.is_empty()
@@ -253,7 +252,7 @@ def test_a_runner_runs_before_and_after_a_stepper(device):
 
 def test_outputs_of_another_shape_than_their_memory_are_refused(device, monkeypatch):
     rt = fake()
-    with TensorRTRunner(rt, b"rows") as runner, stepper_of(runner, b"rows") as loop:
+    with TensorRTRunner(rt, b"rows") as runner, loop_of(runner, b"rows") as loop:
         right = rt.module.IExecutionContext.get_tensor_shape
         larger = lambda self, name: (9, *right(self, name)[1:])  # noqa: E731
         monkeypatch.setattr(rt.module.IExecutionContext, "get_tensor_shape", larger)
@@ -306,11 +305,11 @@ def test_the_longest_call_of_a_growing_cache_begins_without_a_past(device):
 
 @pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
 def test_a_full_cache_takes_no_more(device, plan):
-    with opened(plan) as runner, stepper_of(runner, plan) as loop:
+    with opened(plan) as runner, loop_of(runner, plan) as loop:
         loop.feed(tokens(6))
         with pytest.raises(DeployError, match="do not fit") as caught:
             loop.feed(tokens(3))
-        assert caught.value.got == "lengths [6, 6, 6], 3 new tokens, 8 rows"
+        assert caught.value.got == "lengths [6, 6, 6], 3 new tokens, 8 entries"
         loop.feed(tokens(2))
         before = loop.cache()
         with pytest.raises(DeployError, match="do not fit"):
@@ -322,7 +321,7 @@ def test_a_full_cache_takes_no_more(device, plan):
 
 
 def test_padding_needs_room_too(device):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+    with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
         loop.feed(tokens(7))
         with pytest.raises(DeployError, match="do not fit"):
             loop.feed(tokens(2), np.ones(B, np.int32))
@@ -334,7 +333,7 @@ def test_padding_needs_room_too(device):
     ids=["batch", "type", "width", "none"],
 )
 def test_tokens_of_another_shape_or_type_are_refused(device, x):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+    with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
         with pytest.raises(DeployError):
             loop.feed(x)
         assert loop.lengths.tolist() == [0] * B
@@ -344,7 +343,7 @@ def test_tokens_of_another_shape_or_type_are_refused(device, x):
 def test_counts_that_are_not_those_of_the_tokens_are_refused(device, counts):
     with (
         opened(b"rows") as runner,
-        stepper_of(runner, b"rows") as loop,
+        loop_of(runner, b"rows") as loop,
         pytest.raises(DeployError, match="counts"),
     ):
         loop.feed(tokens(2), np.array(counts, np.int32))
@@ -353,7 +352,7 @@ def test_counts_that_are_not_those_of_the_tokens_are_refused(device, counts):
 def test_what_cannot_be_stepped_is_refused_and_frees_everything(device):
     with opened(b"plan") as runner, pytest.raises(DeployError, match="no cache"):
         runner.decode_loop(B=2)
-    with opened(b"growing") as runner, pytest.raises(DeployError, match="How long"):
+    with opened(b"growing") as runner, pytest.raises(DeployError, match="maximum length"):
         runner.decode_loop(B=2)
     with opened(b"rows") as runner, pytest.raises(DeployError, match="another size"):
         runner.decode_loop(B=2, T=9)
@@ -374,7 +373,7 @@ def test_what_cannot_be_stepped_is_refused_and_frees_everything(device):
 def test_no_memory_is_lost_when_there_is_too_little(device, allocations):
     with opened(b"rows") as runner:
         device.allocations_left = allocations
-        with pytest.raises(DeployError, match="cudaMalloc"), stepper_of(runner, b"rows") as loop:
+        with pytest.raises(DeployError, match="cudaMalloc"), loop_of(runner, b"rows") as loop:
             fed(loop, tokens(3), [1, 2])
         assert not device.memory
     assert device.is_empty()
@@ -387,7 +386,7 @@ def test_no_memory_is_lost_when_there_is_too_little(device, allocations):
 @pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
 def test_a_timed_step_is_the_whole_step_and_leaves_everything_as_it_was(device, plan, graph):
     x = tokens(6)
-    with opened(plan, cuda_graph=graph) as runner, stepper_of(runner, plan) as loop:
+    with opened(plan, cuda_graph=graph) as runner, loop_of(runner, plan) as loop:
         fed(loop, x[:, :5], [4, 1])
         before, held = loop.cache(), (len(device.memory), device.graphs)
         device.done.clear()
@@ -407,22 +406,22 @@ def test_a_timed_step_is_the_whole_step_and_leaves_everything_as_it_was(device, 
 
 
 def test_the_copies_of_rows_are_in_the_timed_graph(device):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+    with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
         loop.feed(tokens(1))
         device.done.clear()
-        device.row_copies.clear()
+        device.copies_2d.clear()
         loop.time_step(0, QUICK)
         calls = device.done.index("launch")
         assert set(device.done[calls:]) == {"launch", "download", "rows"}
         assert device.done[calls:].count("rows") == 2, "only to put the rows back"
         assert device.done[:calls].count("rows") == 4, "to save them, and those of the first run"
-        assert len(device.row_copies) == 8, "and two that were recorded"
+        assert len(device.copies_2d) == 8, "and two that were recorded"
 
 
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
 def test_why_a_step_is_no_graph_is_told_where_it_should_be_one(device, plan, graph):
-    with opened(plan, cuda_graph=graph) as runner, stepper_of(runner, plan) as loop:
+    with opened(plan, cuda_graph=graph) as runner, loop_of(runner, plan) as loop:
         why = loop.time_step(3, QUICK).why_no_graph
     if graph and plan == b"growing":
         assert "another shape at every step" in why
@@ -437,13 +436,13 @@ def test_a_timing_that_fails_leaves_everything_as_it_was(device, monkeypatch, pl
         raise CudaError("cudaEventRecord failed.", got="cudaErrorLaunchFailure")
 
     x = tokens(6)
-    with opened(plan) as runner, stepper_of(runner, plan) as loop:
+    with opened(plan) as runner, loop_of(runner, plan) as loop:
         loop.feed(x[:, :5])
         before, held = loop.cache(), (len(device.memory), device.graphs)
         with monkeypatch.context() as patch:
             patch.setattr(device, "fail_on", failure)
             if failure == "clock" or plan == b"growing":  # which is not captured
-                patch.setattr(cached_stepper, "measure_latency", broken)
+                patch.setattr(decode, "measure_latency", broken)
             with pytest.raises(DeployError):
                 loop.time_step(3, QUICK)
         np.testing.assert_array_equal(loop.cache(), before)
@@ -453,7 +452,7 @@ def test_a_timing_that_fails_leaves_everything_as_it_was(device, monkeypatch, pl
 
 
 def test_a_step_can_be_timed_before_anything_was_fed(device):
-    with opened(b"rows") as runner, stepper_of(runner, b"rows") as loop:
+    with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
         timing = loop.time_step(T - 1, QUICK)
         assert not timing.results[0]["output"].any()
         cache, frame = 2 * B * HKV * T * ROW + B * 4, 2 * B * E * ITEM + 2 * B * HKV * ROW
@@ -527,13 +526,13 @@ def test_the_caches_of_a_timed_call_are_those_of_the_device(device, monkeypatch,
     for results in timed():
         for name, array in wanted.items():
             np.testing.assert_array_equal(results[name], array)
-    real = cuda_fake.Buffer.copy_rows
+    real = cuda_fake.Buffer.copy_2d
 
     def elsewhere(self, other, copy, stream):
         real(self, other, replace(copy, target=copy.target + ROW), stream)
 
     for broken in (lambda *given: None, elsewhere):
-        monkeypatch.setattr(cuda_fake.Buffer, "copy_rows", broken)
+        monkeypatch.setattr(cuda_fake.Buffer, "copy_2d", broken)
         for results in timed():
             for name, array in wanted.items():
                 assert (results[name] != array).any()
@@ -546,20 +545,18 @@ def test_every_timed_call_copies_its_rows_once(device, graph, lengths, copies):
     with opened(b"rows", cuda_graph=graph) as runner:
         given = static_feeds(lengths, 2)
         runner.run(given)
-        device.row_copies.clear()
+        device.copies_2d.clear()
         device.done.clear()
         slots = runner.time(given, QUICK).slots
         calls = device.done.count("execute") - slots - (0 if graph else 1)  # one to settle each, and one run
         if graph:
-            assert len(device.row_copies) == slots * copies, "recorded with the call"
+            assert len(device.copies_2d) == slots * copies, "recorded with the call"
             assert device.done.count("rows") == calls == 0
         else:
             assert calls >= 100
-            assert len(device.row_copies) == device.done.count("rows") == calls * copies
-        assert {copy.rows for _, _, copy in device.row_copies} == {B * HKV if copies == 2 else HKV}
-        assert len({(to, at) for to, at, _ in device.row_copies}) == 2 * slots, (
-            "keys and values of every slot"
-        )
+            assert len(device.copies_2d) == device.done.count("rows") == calls * copies
+        assert {copy.height for _, _, copy in device.copies_2d} == {B * HKV if copies == 2 else HKV}
+        assert len({(to, at) for to, at, _ in device.copies_2d}) == 2 * slots, "keys and values of every slot"
 
 
 @pytest.mark.parametrize("plan", [b"copied", b"in place", b"growing"])
@@ -570,7 +567,7 @@ def test_calls_whose_engine_writes_the_cache_copy_no_rows(device, plan):
         given = {"x": given["x"], "past_key": past, "past_value": past}
     with opened(plan) as runner:
         runner.time(given, QUICK)
-    assert not device.row_copies
+    assert not device.copies_2d
 
 
 def test_a_run_of_a_single_token_takes_the_profile_for_it(device):

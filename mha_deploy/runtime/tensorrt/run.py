@@ -12,9 +12,8 @@ import numpy as np
 
 from mha_deploy.errors import DeployError
 from mha_deploy.model.spec import CACHES, CACHES_OUT, PAST
-from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, CudaError, Graph, Stream, capture
+from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Copy2D, CudaError, Graph, Stream, capture
 from mha_deploy.runtime.decode import (
-    CacheCopy,
     Launcher,
     Repeated,
     StepCall,
@@ -332,7 +331,7 @@ class Slot:
     def __init__(self, bound: BoundContext) -> None:
         self._bound = bound
         self._graph: Graph | None = None
-        self._copies: tuple[CacheCopy, ...] = ()
+        self._copies: Sequence[tuple[str, str, Copy2D]] = ()
         with ExitStack() as owned:
             self._buffers = {
                 name: self._allocate(owned, name, info)
@@ -362,26 +361,25 @@ class Slot:
         for name in self._bound.inputs:
             self._buffers[name].copy_from(other._buffers[name], self._bound.stream)
 
-    def settle(self, *, record: bool, copies: Sequence[CacheCopy] = ()) -> None:
+    def settle(self, *, record: bool, copies: Sequence[tuple[str, str, Copy2D]] = ()) -> None:
         """Run once on the inputs that are here, so that TensorRT does what it does only once; then record.
 
         Args:
             record: Whether later launches are those of a CUDA graph.
-            copies: What belongs to a launch behind the engine's own work: new rows on their way to a cache.
+            copies: The copies of new KV-cache entries that belong to a launch, behind the engine's own work.
         """
         self.clear_outputs()
-        self._copies = tuple(copies)
+        self._copies = copies
         self._bound.enqueue(self._addresses)
         self._bound.stream.synchronize()
         if record:
-            self._graph = self._bound.record(self._addresses, self._copy_rows)
+            self._graph = self._bound.record(self._addresses, self._copy_entries)
             self._owned.callback(self._graph.close)
         self.clear_outputs()
 
-    def _copy_rows(self) -> None:
-        for copy in self._copies:
-            rows = self._buffers[copy.rows]
-            self._buffers[copy.cache].copy_rows(rows, copy.place, self._bound.stream)
+    def _copy_entries(self) -> None:
+        for cache, entries, place in self._copies:
+            self._buffers[cache].copy_2d(self._buffers[entries], place, self._bound.stream)
 
     def clear_outputs(self) -> None:
         """Overwrite the outputs with what no result can be."""
@@ -393,7 +391,7 @@ class Slot:
         """Queue one call, and do not wait."""
         if self._graph is None:
             self._bound.enqueue(self._addresses)
-            self._copy_rows()
+            self._copy_entries()
         else:
             self._graph.launch(self._bound.stream)
 
@@ -402,8 +400,8 @@ class Slot:
         return self._downloaded(self._bound.outputs)
 
     def download_caches(self) -> dict[str, np.ndarray]:
-        """Wait, and copy the caches that launches copy rows into to the host."""
-        written = {copy.cache: self._bound.inputs[copy.cache] for copy in self._copies}
+        """Wait, and copy the caches into which launches copy new entries to the host."""
+        written = {cache: self._bound.inputs[cache] for cache, _, _ in self._copies}
         return self._downloaded(written)
 
     def _downloaded(self, tensors: Mapping[str, TensorInfo]) -> dict[str, np.ndarray]:
