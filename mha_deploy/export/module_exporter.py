@@ -38,9 +38,7 @@ from mha_deploy.graph.file import load_graph, save_graph, with_outputs
 from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.graph.fuse.repair import share_tied_weights
 from mha_deploy.graph.fuse.values import FuseReport, place_of
-from mha_deploy.graph.precision.plan import plan_precision
-from mha_deploy.graph.precision.ranges import PrecisionPlan
-from mha_deploy.graph.precision.write import apply_plan
+from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
 from mha_deploy.model.deployable import Deployable, ModuleSpec
 from mha_deploy.model.precision import Precision, find_precision, smallest_normal
 from mha_deploy.model.spec import FLOAT, Axis, Sizes, TensorSpec

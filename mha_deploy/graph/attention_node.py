@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-# -- What one ONNX `Attention` node says, read into a record ---------------------------------------
+from mha_deploy.graph.ir import Dim, dim, dims, input_at, is_op, node_name, output_at, rank
 
-Dim = int | str | None
-"""A size: a number, the name of a dynamic axis, or None where the file does not say."""
+# -- The attributes and inputs of one ONNX `Attention` node, read into a record --------------------
 
 # The inputs and outputs of Attention, by position.
 Q, K, V, MASK, PAST_KEY, PAST_VALUE, NONPAD_KV_SEQLEN = range(7)
@@ -131,63 +130,46 @@ class AttentionNode:
 
 def is_attention(node: ir.Node) -> bool:
     """Whether this is ONNX's own Attention operator."""
-    return node.op_type == "Attention" and node.domain == ""
+    return is_op(node, "Attention")
 
 
 def attention_nodes(model: ir.Model) -> list[AttentionNode]:
     """Read every `Attention` node of a model: main graph, subgraphs and functions."""
+    main = (model.graph.name or "main", model.opset_imports, model.graph.all_nodes())
+    functions = ((each.name, each.opset_imports, each.all_nodes()) for each in model.functions.values())
     return [
-        read_attention(node, opset=opset, graph=name)
-        for name, opset, nodes in _scopes(model)
+        read_attention(node, opset=opsets.get(""), graph=name)
+        for name, opsets, nodes in (main, *functions)
         for node in nodes
         if is_attention(node)
     ]
 
 
 def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") -> AttentionNode:
-    """Read one `Attention` node.
-
-    Args:
-        node: The node, of the default domain.
-        opset: Version of the operator set of its graph, used where the node has no own version.
-        graph: Name of the graph that holds it.
-    """
-    mask = input_at(node, MASK)
+    """Read one `Attention` node; `opset` is that of its graph, for a node without its own version."""
+    q, mask = input_at(node, Q), input_at(node, MASK)
+    precision = _int(node, "softmax_precision", None)
     return AttentionNode(
-        name=node.name or node.outputs[0].name or "Attention",
+        name=node_name(node),
         graph=graph,
         opset=node.version or opset,
-        dtype=_dtype_of(input_at(node, Q)),
+        dtype=None if q is None else short_dtype(q.dtype),
         **_sizes(node),
         scale=_float(node, "scale", None),
         is_causal=_int(node, "is_causal", 0) == 1,
         mask=_mask_kind(mask),
-        mask_dtype=_dtype_of(mask),
-        mask_dims=_dims(mask),
+        mask_dtype=None if mask is None else short_dtype(mask.dtype),
+        mask_dims=None if rank(mask) is None else dims(mask),
         has_past=input_at(node, PAST_KEY) is not None,
-        past_length=_dim(input_at(node, PAST_KEY), 2),
+        past_length=dim(input_at(node, PAST_KEY), 2),
         has_present=any(output_at(node, at) is not None for at in (PRESENT_KEY, PRESENT_VALUE)),
         has_nonpad_kv_seqlen=input_at(node, NONPAD_KV_SEQLEN) is not None,
         qk_output_mode=None if output_at(node, QK_OUTPUT) is None else _int(node, "qk_matmul_output_mode", 0),
         softcap=_float(node, "softcap", 0.0) or 0.0,
-        softmax_precision=_softmax_precision(node),
+        softmax_precision=None if precision is None else short_dtype(ir.DataType(precision)),
         left_window=_int(node, "left_window_size", UNBOUNDED),
         right_window=_int(node, "right_window_size", UNBOUNDED),
     )
-
-
-def input_at(node: ir.Node, position: int) -> ir.Value | None:
-    """The input at a position, or None where it is left out or left empty."""
-    return node.inputs[position] if position < len(node.inputs) else None
-
-
-def output_at(node: ir.Node, position: int) -> ir.Value | None:
-    """The output at a position, or None where it is left out or has no name."""
-    if position >= len(node.outputs):
-        return None
-    output = node.outputs[position]
-    # An empty name is how ONNX leaves out an output in the middle of the list.
-    return None if output.name == "" else output
 
 
 def short_dtype(dtype: ir.DataType | None) -> str | None:
@@ -195,37 +177,15 @@ def short_dtype(dtype: ir.DataType | None) -> str | None:
     return None if dtype is None else _SHORT_NAMES.get(dtype, dtype.name.lower())
 
 
-def _scopes(model: ir.Model) -> Iterator[tuple[str, int | None, Iterator[ir.Node]]]:
-    yield model.graph.name or "main", model.opset_imports.get(""), model.graph.all_nodes()
-    for function in model.functions.values():
-        yield function.name, function.opset_imports.get(""), function.all_nodes()
-
-
 def _sizes(node: ir.Node) -> dict[str, Any]:
     q, k, v = (input_at(node, at) for at in (Q, K, V))
-    rank = next((len(dims) for dims in map(_dims, (q, k, v)) if dims is not None), None)
-    if rank == 4:
-        return {
-            "rank": 4,
-            "B": _dim(q, 0),
-            "S": _dim(q, 2),
-            "T": _dim(k, 2),
-            "Hq": _dim(q, 1),
-            "Hkv": _dim(k, 1),
-            "D": _dim(q, 3),
-            "Dv": _dim(v, 3),
-        }
+    found = next((r for r in map(rank, (q, k, v)) if r is not None), None)
+    length = 2 if found == 4 else 1
+    sizes = {"rank": found, "B": dim(q, 0), "S": dim(q, length), "T": dim(k, length)}
+    if found == 4:
+        return {**sizes, "Hq": dim(q, 1), "Hkv": dim(k, 1), "D": dim(q, 3), "Dv": dim(v, 3)}
     Hq, Hkv = _int(node, "q_num_heads", None), _int(node, "kv_num_heads", None)
-    return {
-        "rank": rank,
-        "B": _dim(q, 0) if rank else None,
-        "S": _dim(q, 1) if rank else None,
-        "T": _dim(k, 1) if rank else None,
-        "Hq": Hq,
-        "Hkv": Hkv,
-        "D": _split(_dim(q, 2), Hq),
-        "Dv": _split(_dim(v, 2), Hkv),
-    }
+    return {**sizes, "Hq": Hq, "Hkv": Hkv, "D": _split(dim(q, 2), Hq), "Dv": _split(dim(v, 2), Hkv)}
 
 
 def _split(width: Dim, heads: int | None) -> int | None:
@@ -242,26 +202,6 @@ def _mask_kind(mask: ir.Value | None) -> str:
     return "float" if mask.dtype.is_floating_point() else "int"
 
 
-def _softmax_precision(node: ir.Node) -> str | None:
-    code = _int(node, "softmax_precision", None)
-    return None if code is None else short_dtype(ir.DataType(code))
-
-
-def _dtype_of(value: ir.Value | None) -> str | None:
-    return None if value is None else short_dtype(value.dtype)
-
-
-def _dims(value: ir.Value | None) -> tuple[Dim, ...] | None:
-    if value is None or value.shape is None:
-        return None
-    return tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
-
-
-def _dim(value: ir.Value | None, axis: int) -> Dim:
-    dims = _dims(value)
-    return dims[axis] if dims is not None and axis < len(dims) else None
-
-
 def _int(node: ir.Node, name: str, default: Any) -> Any:
     attribute = _attribute(node, name)
     return default if attribute is None else attribute.as_int()
@@ -274,7 +214,7 @@ def _float(node: ir.Node, name: str, default: float | None) -> float | None:
 
 def _attribute(node: ir.Node, name: str) -> ir.Attr | None:
     attribute = node.attributes.get(name)
-    # Inside a function an attribute may only refer to the caller's: its value is not known here.
+    # Inside a function an attribute may refer to the caller's: its value is not known here.
     return None if attribute is None or attribute.is_ref() else attribute
 
 

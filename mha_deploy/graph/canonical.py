@@ -20,12 +20,11 @@ from mha_deploy.graph.attention_node import (
     Q,
     V,
     attention_nodes,
-    input_at,
     is_attention,
-    output_at,
     short_dtype,
 )
 from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.ir import dims, input_at, made_by, output_at
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, AttentionSpec, TensorSpec
@@ -162,11 +161,8 @@ def _check_cache(model: ir.Model, spec: AttentionSpec) -> None:
 
 def _is_updated_cache(value: ir.Value | None) -> bool:
     """Whether this is a graph input with new rows in it, given out again."""
-    node = value.producer() if value is not None else None
-    if value is None or node is None or node.op_type != "TensorScatter":
-        return False
-    cache = node.inputs[0]
-    return value.is_graph_output() and cache is not None and cache.is_graph_input()
+    cache = input_at(made_by(value, "TensorScatter"), 0)
+    return value is not None and value.is_graph_output() and cache is not None and cache.is_graph_input()
 
 
 def _producers(attention: ir.Node) -> Iterator[ir.Node]:
@@ -195,7 +191,7 @@ def _check_interface(
     values: Sequence[ir.Value], tensors: tuple[TensorSpec, ...], precision: Precision
 ) -> None:
     wanted = [(t.name, _short_kind(t.kind, precision), t.dims) for t in tensors]
-    got = [(v.name, short_dtype(v.dtype), _dims(v)) for v in values]
+    got = [(v.name, short_dtype(v.dtype), dims(v)) for v in values]
     if got != wanted:
         raise ExportError(
             "The graph does not have the spec's inputs or outputs.", got=got, hint=f"wanted {wanted}"
@@ -216,7 +212,3 @@ def _check_types(model: ir.Model, spec: AttentionSpec, precision: Precision) -> 
                     f"The graph was asked for in {precision.name}.",
                     got=f"{value.name} of {node.op_type} {node.name} is {value.dtype}",
                 )
-
-
-def _dims(value: ir.Value) -> tuple[str | int | None, ...]:
-    return () if value.shape is None else tuple(d if isinstance(d, int) else d.value for d in value.shape)

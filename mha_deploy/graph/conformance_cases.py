@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.model.precision import Precision
 
 SENTINEL = -1e4

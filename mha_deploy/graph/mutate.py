@@ -18,17 +18,15 @@ from mha_deploy.graph.attention_node import (
     Q,
     V,
     Y,
-    input_at,
     is_attention,
     read_attention,
 )
-from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.ir import NodeBuilder, graph_of_node, input_at, made_by
 from mha_deploy.model.spec import AttentionSpec
 
 # -- Where a mistake is put into a graph: before an attention, behind it, or on the way to it ------
 
 _NEW_ROWS = 1  # where TensorScatter takes them
-_LAYOUT = ("Transpose", "Reshape")
 
 
 def feed(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> None:
@@ -36,9 +34,7 @@ def feed(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> N
     old = input_at(node, position)
     value.type = old.type if old is not None else ir.TensorType(ir.DataType.BOOL)
     value.shape = old.shape if old is not None else None
-    if node.graph is None:
-        raise ValueError(f"Node {node.name!r} belongs to no graph.")
-    node.graph.insert_before(node, build.nodes)
+    graph_of_node(node).insert_before(node, build.nodes)
     if position >= len(node.inputs):
         node.resize_inputs(position + 1)
     node.replace_input_with(position, value)
@@ -57,28 +53,23 @@ def follow(node: ir.Node, build: NodeBuilder, wrong: ir.Value) -> None:
     output.replace_all_uses_with(wrong, replace_graph_outputs=True)
     for new, at in takers:
         new.replace_input_with(at, output)
-    if node.graph is None:
-        raise ValueError(f"Node {node.name!r} belongs to no graph.")
-    node.graph.insert_after(node, build.nodes)
+    graph_of_node(node).insert_after(node, build.nodes)
 
 
 def new_rows(node: ir.Node, position: int) -> ir.Value | None:
     """What the projections bring to K or V: the input itself, or what is written into a static cache."""
-    value = input_at(node, position)
-    scatter = value.producer() if value is not None else None
-    if scatter is None or scatter.op_type != "TensorScatter":
-        return value
+    scatter = scatter_of(node, position)
+    if scatter is None:
+        return input_at(node, position)
     value = scatter.inputs[_NEW_ROWS]
-    while value is not None and (layout := value.producer()) is not None and layout.op_type in _LAYOUT:
+    while (layout := made_by(value, "Transpose", "Reshape")) is not None:
         value = layout.inputs[0]
     return value
 
 
 def scatter_of(node: ir.Node, position: int) -> ir.Node | None:
     """The node that writes new rows into the static cache that an attention reads, if there is one."""
-    value = input_at(node, position)
-    producer = value.producer() if value is not None else None
-    return producer if producer is not None and producer.op_type == "TensorScatter" else None
+    return made_by(input_at(node, position), "TensorScatter")
 
 
 # -- Mistakes about which keys a query sees, without a cache and behind one ------------------------
@@ -132,7 +123,7 @@ def cache_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
     if facts.has_past:
         return all(_shift_past(node, at) for at in (PAST_KEY, PAST_VALUE))
     for scatter in (scatter_of(node, at) for at in (K, V)):
-        starts = input_at(scatter, _WRITE_INDICES) if scatter is not None else None
+        starts = input_at(scatter, _WRITE_INDICES)
         if scatter is None or starts is None:
             return False
         feed_one_less(scatter, _WRITE_INDICES, NodeBuilder(f"{scatter.name}/sabotage"), starts)
@@ -167,13 +158,13 @@ def _other_diagonal(node: ir.Node, facts: AttentionNode, *, ahead: int, behind_c
     axis = 1 if facts.rank == 3 else 2
     S, T = (build.op("Shape", value, start=axis, end=axis + 1) for value in (q, k))
     start, T = _start(build, node, S, T)
-    rows = build.unsqueeze(_count(build, S), 1)
+    rows = build.unsqueeze(build.count_up(S), 1)
     rows = build.op("Add", rows, build.ints(ahead))
     if behind_cache and start is not None:
         rows = build.op("Add", build.reshape(start, -1, 1, 1, 1), rows)
     else:
         rows = build.unsqueeze(rows, 0, 1)
-    seen = build.op("LessOrEqual", _count(build, T), rows)
+    seen = build.op("LessOrEqual", build.count_up(T), rows)
     if mask is not None and facts.mask == "bool":
         seen = build.op("And", seen, mask)
     elif mask is not None:
@@ -189,11 +180,6 @@ def _start(build: NodeBuilder, node: ir.Node, S: ir.Value, T: ir.Value) -> tuple
         P = build.op("Shape", past, start=2, end=3)
         return P, build.op("Add", P, T)
     return (None if ends is None else build.op("Sub", ends, S)), T
-
-
-def _count(build: NodeBuilder, length: ir.Value) -> ir.Value:
-    zero, one = (build.constant(number, ir.DataType.INT64) for number in (0, 1))
-    return build.op("Range", zero, build.op("Squeeze", length), one)
 
 
 # -- Mistakes that change nothing within the axes of a layer: what no validator can catch, or n ----
@@ -372,7 +358,7 @@ def _rotary_dropped(node: ir.Node, facts: AttentionNode) -> bool:
 def _rotary_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
     """The keys are turned as if they stood one place before; turning queries alike would change nothing."""
     rotary = _rotary_of(node, K)
-    positions = input_at(rotary, _POSITIONS) if rotary is not None else None
+    positions = input_at(rotary, _POSITIONS)
     if rotary is None or positions is None:
         return False
     feed_one_less(rotary, _POSITIONS, NodeBuilder(f"{node.name}/sabotage"), positions)
@@ -380,9 +366,7 @@ def _rotary_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
 
 
 def _rotary_of(node: ir.Node, position: int) -> ir.Node | None:
-    value = new_rows(node, position)
-    producer = value.producer() if value is not None else None
-    return producer if producer is not None and producer.op_type == "RotaryEmbedding" else None
+    return made_by(new_rows(node, position), "RotaryEmbedding")
 
 
 def _bias_dropped(node: ir.Node, facts: AttentionNode) -> bool:
@@ -391,14 +375,12 @@ def _bias_dropped(node: ir.Node, facts: AttentionNode) -> bool:
     A key bias alone would not be missed: softmax takes it out again.
     """
     value = new_rows(node, V)
-    producer = value.producer() if value is not None else None
-    if producer is not None and producer.op_type == "Split":
-        value = producer.inputs[0]
-        producer = value.producer() if value is not None else None
-    if value is None or producer is None or producer.op_type != "Add":
+    split = made_by(value, "Split")
+    value = value if split is None else split.inputs[0]
+    add = made_by(value, "Add")
+    if value is None or add is None:
         return False
-    bare = next(x for x in producer.inputs if x is not None and not x.is_initializer())
-    value.replace_all_uses_with(bare)
+    value.replace_all_uses_with(next(x for x in add.inputs if x is not None and not x.is_initializer()))
     return True
 
 

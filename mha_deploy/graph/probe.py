@@ -20,10 +20,10 @@ from mha_deploy.graph.attention_node import (
     Q,
     V,
     attention_nodes,
-    input_at,
     is_attention,
     read_attention,
 )
+from mha_deploy.graph.ir import constant, graph_of_node, input_at
 
 _POSITIONS = {
     "Q": Q,
@@ -34,7 +34,6 @@ _POSITIONS = {
     "past_values": PAST_VALUE,
     "lengths": NONPAD_KV_SEQLEN,
 }
-_CONSTANT_VALUES = ("value", "value_float", "value_floats")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +109,10 @@ def _probe_one(node: ir.Node, index: int, outputs: list[ir.Value]) -> ProbedAtte
 
 def _show(attention: ir.Node, value: ir.Value, name: str) -> ir.Value:
     """The value behind a node of its own: it may be a graph input, a weight, or shown twice."""
-    graph = attention.graph
-    if graph is None:
-        raise ValueError(f"Node {attention.name!r} belongs to no graph.")
     identity = ir.node("Identity", inputs=[value], name=name)
     shown = identity.outputs[0]
     shown.name, shown.type, shown.shape = name, value.type, value.shape
-    graph.insert_before(attention, identity)
+    graph_of_node(attention).insert_before(attention, identity)
     return shown
 
 
@@ -133,22 +129,8 @@ def _float_constants_behind(value: ir.Value | None) -> Iterator[np.ndarray]:
         if value is None or id(value) in seen:
             continue
         seen.add(id(value))
-        if value.is_initializer() and value.const_value is not None:
-            yield from _if_float(value.const_value)
-        node = value.producer()
+        tensor, node = constant(value), value.producer()
+        if tensor is not None and tensor.dtype.is_floating_point():
+            yield tensor.numpy().astype(np.float64)
         if node is not None:
             pending.extend(node.inputs)
-            if node.op_type == "Constant":
-                yield from _constant_of(node)
-
-
-def _constant_of(node: ir.Node) -> Iterator[np.ndarray]:
-    for name in _CONSTANT_VALUES:
-        if name in node.attributes:
-            number = node.attributes[name].value
-            yield from _if_float(number if isinstance(number, ir.TensorProtocol) else ir.tensor(number))
-
-
-def _if_float(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
-    if tensor.dtype.is_floating_point():
-        yield tensor.numpy().astype(np.float64)

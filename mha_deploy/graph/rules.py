@@ -9,11 +9,11 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import AttentionNode, is_attention
+from mha_deploy.graph.ir import same_size
 from mha_deploy.graph.lower import operators as norms
 from mha_deploy.graph.lower import operators as rotary
 from mha_deploy.graph.lower import operators as scatter
 from mha_deploy.graph.lower.cache import CachedAttention, read_cache, rows_name
-from mha_deploy.graph.lower.call import same_size
 
 # -- The records of the eligibility check: targets, rules with the versions they hold for, find ----
 

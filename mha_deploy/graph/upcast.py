@@ -1,63 +1,63 @@
-"""Variations of a graph that compute in float32, or without fusion."""
+"""Copies of a graph that compute in float32, or without fusion: for CPU runtimes and fault attribution.
+
+A fused kernel does not expose scores and weights. A copy in which both are graph outputs cannot be fused, and
+a copy whose attention is in float32 cannot overflow or round in half precision.
+"""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-_PRODUCTS = frozenset({"MatMul", "Gemm", "Attention"})
-_WIDE_INSIDE = frozenset(
-    {"LayerNormalization", "RMSNormalization", "ReduceMean", "ReduceSum", "Softmax", "Gelu", "Erf", "Tanh"}
-)
-_HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+from mha_deploy.errors import DeployError
+from mha_deploy.graph.attention_node import is_attention
+from mha_deploy.graph.ir import graph_of_node, infer_shapes, is_op
+from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower.call import copy_of
+
+_MATMULS = ("MatMul", "Gemm", "Attention")
+_NORMS = ("LayerNormalization", "RMSNormalization")
+_OTHERS_IN_FLOAT32 = (*_NORMS, "ReduceMean", "ReduceSum", "Softmax", "Gelu", "Erf", "Tanh")
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def with_float32_products(model: ir.Model) -> ir.Model:
+def with_float32_matmuls(model: ir.Model) -> ir.Model:
     """A copy of the model whose matmuls and attentions compute in float32; weights are shared."""
-    return _widened(model, _PRODUCTS)
+    return _upcast(model, _MATMULS)
 
 
 def with_float32_inside(model: ir.Model) -> ir.Model:
-    """The same for all else that kernels compute in float32: normalisations, sums, softmax, activations."""
-    return _widened(model, _PRODUCTS | _WIDE_INSIDE)
+    """The same for all that kernels compute in float32: normalisations, reductions, softmax, activations."""
+    return _upcast(model, (*_MATMULS, *_OTHERS_IN_FLOAT32))
 
 
-def _widened(model: ir.Model, operators: frozenset[str]) -> ir.Model:
+def _upcast(model: ir.Model, operators: tuple[str, ...]) -> ir.Model:
     copy = model.clone()
     if any(value.dtype is None for node in copy.graph for value in node.outputs if value.name):
-        from onnx_ir.passes.common import ShapeInferencePass
-
-        copy = ShapeInferencePass()(copy).model  # other people's files often leave types out
+        infer_shapes(copy)  # other people's files often omit types
     for node in list(copy.graph):
-        if node.op_type in operators and node.domain == "":
-            _widen(node)
+        if is_op(node, *operators):
+            _upcast_node(node)
     return copy
 
 
-def _widen(node: ir.Node) -> None:
-    graph = node.graph
-    if graph is None:
-        raise ValueError(f"Node {node.name!r} belongs to no graph.")
+def _upcast_node(node: ir.Node) -> None:
+    graph = graph_of_node(node)
     for position, value in enumerate(node.inputs):
         if value is not None and value.dtype in _HALVES:
             cast = _cast(value, ir.DataType.FLOAT, f"{node.name}/input_{position}")
             graph.insert_before(node, cast)
             node.replace_input_with(position, cast.outputs[0])
     for output in node.outputs:
-        if output.dtype in _HALVES and output.name:
-            _round_again(graph, node, output)
-
-
-def _round_again(graph: ir.Graph, node: ir.Node, output: ir.Value) -> None:
-    half, name = output.dtype, output.name
-    if half is None:
-        raise ValueError(f"{name} has no type.")
-    cast = _cast(output, half, f"{node.name}/{name}")
-    rounded = cast.outputs[0]
-    output.replace_all_uses_with(rounded, replace_graph_outputs=True)
-    cast.replace_input_with(0, output)
-    output.name, rounded.name = f"{name}/float32", name
-    output.type = ir.TensorType(ir.DataType.FLOAT)  # a new one: copies of a model share their types
-    graph.insert_after(node, cast)
+        half, name = output.dtype, output.name
+        if half is None or half not in _HALVES or not name:
+            continue
+        cast = _cast(output, half, f"{node.name}/{name}")
+        rounded = cast.outputs[0]
+        output.replace_all_uses_with(rounded, replace_graph_outputs=True)
+        cast.replace_input_with(0, output)
+        output.name, rounded.name = f"{name}/float32", name
+        output.type = ir.TensorType(ir.DataType.FLOAT)  # a new one: copies of a model share their types
+        graph.insert_after(node, cast)
 
 
 def _cast(value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
@@ -65,3 +65,49 @@ def _cast(value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
     result = cast.outputs[0]
     result.name, result.shape, result.type = f"{name}/{to.name.lower()}", value.shape, ir.TensorType(to)
     return cast
+
+
+# -- Without fusion --------------------------------------------------------------------------------
+
+_INNER = ("scores", "weights")
+_SOFTMAX_PRECISION = "softmax_precision"
+
+
+def unfused_twin(model: ir.Model) -> ir.Model:
+    """A copy in primitive operators with the scores and weights of every attention as graph outputs.
+
+    The model's own outputs come first. Matmuls, scores and weights have the types of the model; the softmax
+    accumulates in float32, as in every fused kernel.
+
+    Raises:
+        LoweringError: An attention cannot be written in primitive operators.
+        DeployError: An attention is not in the main graph, so that its scores cannot be graph outputs.
+    """
+    copy = copy_of(model)
+    before = {node.name for node in copy.graph.all_nodes()}
+    attentions = [node for node in copy.graph.all_nodes() if is_attention(node)]
+    for node in attentions:
+        if _SOFTMAX_PRECISION not in node.attributes:
+            node.attributes[_SOFTMAX_PRECISION] = ir.AttrInt64(_SOFTMAX_PRECISION, int(ir.DataType.FLOAT))
+    twin = lower(copy, "primitives", cache="copy")  # the outputs stay as they are
+    inner = [
+        node.outputs[0]
+        for node in twin.graph
+        if node.name not in before and str(node.name).rpartition("/")[2] in _INNER
+    ]
+    if not attentions or len(inner) != len(_INNER) * len(attentions):
+        raise DeployError(
+            "The scores of an attention cannot be graph outputs.",
+            got=f"{len(attentions)} attentions, {len(inner)} of their tensors in the main graph",
+        )
+    twin.graph.outputs.extend(value for value in inner if not value.is_graph_output())
+    return twin
+
+
+def float32_twin(model: ir.Model) -> ir.Model:
+    """The unfused twin with matmuls and softmax in float32: same weights, inputs and outputs.
+
+    Weights and the results of projections are rounded to the model's type. Between queries, keys and values
+    and the output of the attention nothing is.
+    """
+    return unfused_twin(with_float32_matmuls(model))

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.file import graph_of
-from mha_deploy.graph.precision.ranges import SLICE_BYTES, Cases, RangeMeter, Ranges
+from mha_deploy.graph.precision import SLICE_BYTES, Cases, RangeMeter, Ranges
 from mha_deploy.runtime import open_runner
 
 

@@ -16,8 +16,8 @@ from mha_deploy.engine.run import engine_opener
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.conformance_cases import CASES, SENTINEL, Case, MaskInput, case_model, combined
+from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.rules import REFUSED, WRONG_ANSWER, Target, judge, target_from
 from mha_deploy.metrics import Budget, budget_from_eager, measure

@@ -21,7 +21,7 @@ from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.twins import float32_twin, unfused_twin
+from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.metrics import OutputVerdict, judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import available_cpu_backend, open_runner

@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from mha_deploy.engine.build import judge_engine
+from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.lower.rewrite import infer_shapes
 from mha_deploy.runtime.tensorrt.build import build_engine
 from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel
 from mha_deploy.runtime.tensorrt.log import members

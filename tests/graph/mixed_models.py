@@ -120,3 +120,8 @@ def distance(got, wanted):
     """The relative L2 error, infinite where something is not a number."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)) if np.isfinite(got).all() else np.inf
+
+
+def kept_in_float32(plan):
+    """The nodes, inputs and outputs that a plan does not write in FP16."""
+    return [*plan.kept, *plan.inputs, *plan.outputs]

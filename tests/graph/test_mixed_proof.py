@@ -4,12 +4,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from mixed_models import LOWEST, distance, encoder, feeds, run, run_as_written
+from mixed_models import LOWEST, distance, encoder, feeds, kept_in_float32, run, run_as_written
 
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.precision.plan import plan_precision
-from mha_deploy.graph.precision.ranges import PrecisionPlan
-from mha_deploy.graph.precision.write import apply_plan
+from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.ranges import measure_ranges
 
@@ -38,7 +36,7 @@ def count(model, op_type):
 def test_a_healthy_model_is_written_in_fp16_altogether(sentinel):
     model = encoder(sentinel=sentinel)
     plan = planned(model)
-    assert plan.is_plain_fp16, plan.lines()
+    assert not kept_in_float32(plan), plan.lines()
     mixed = checked(model, plan)
     assert count(mixed, "Cast") == 0
     assert {node.dtype for node in attention_nodes(mixed)} == {"fp16"}

@@ -4,12 +4,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from mixed_models import LOWEST, E, Graph, distance, encoder, feeds, run
+from mixed_models import LOWEST, E, Graph, distance, encoder, feeds, kept_in_float32, run
 from onnx import TensorProto, helper
 
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.precision.plan import plan_precision
-from mha_deploy.graph.precision.write import apply_plan
+from mha_deploy.graph.precision import apply_plan, plan_precision
 from mha_deploy.runtime.ranges import measure_ranges
 
 F32, I64 = TensorProto.FLOAT, TensorProto.INT64
@@ -49,7 +48,7 @@ def test_inputs_and_outputs_are_fp16_under_their_own_names():
     g = Graph()
     g.linear("x", "y", E, E)
     plan, mixed = mixed_of(g.model(X, {"y": ["B", E]}), numbers())
-    assert plan.is_plain_fp16
+    assert not kept_in_float32(plan)
     assert [(v.name, v.dtype) for v in (*mixed.graph.inputs, *mixed.graph.outputs)] == [
         ("x", HALF),
         ("y", HALF),
@@ -159,7 +158,7 @@ def test_the_few_tiny_numbers_of_a_random_matrix_are_no_reason():
     g = Graph()
     g.linear("x", "y", E, E)
     g.weights["y.weight"][0, :3] = 1e-9
-    assert mixed_of(g.model(X, {"y": ["B", E]}), numbers())[0].is_plain_fp16
+    assert not kept_in_float32(mixed_of(g.model(X, {"y": ["B", E]}), numbers())[0])
     g.weights["y.weight"][:16] = 1e-9
     assert kept(mixed_of(g.model(X, {"y": ["B", E]}), numbers())[0]) == {"y": "flushed"}
 
@@ -168,7 +167,7 @@ def test_bounds_without_end_are_clamped():
     g = Graph()
     g.op("Clip", "x", g.weight("low", LOWEST), g.weight("high", -LOWEST), name="y")
     plan, mixed = mixed_of(g.model(X, {"y": ["B", E]}), numbers())
-    assert plan.is_plain_fp16
+    assert not kept_in_float32(plan)
     assert {each.name: each.written for each in plan.clamped} == {"low": -65504.0, "high": 65504.0}
     assert mixed.graph.initializers["high"].const_value.numpy() == np.float16(65504)
 

@@ -12,7 +12,7 @@ from mha_deploy.engine.options import profile_shapes
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.twins import float32_twin, unfused_twin
+from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.tensorrt.build import build_engine
@@ -108,7 +108,7 @@ def test_a_softmax_precision_of_the_model_is_kept():
 
 
 def test_a_graph_without_attention_has_no_twin(bundles):
-    with pytest.raises(DeployError, match="cannot be given out"):
+    with pytest.raises(DeployError, match="cannot be graph outputs"):
         unfused_twin(lower(load_graph(bundles("tiny-gqa").model_path), "primitives"))
 
 

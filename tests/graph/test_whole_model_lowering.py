@@ -12,8 +12,8 @@ from conformance import run_in_reference
 from onnx import helper
 
 from mha_deploy.engine.build import judge_engine
-from mha_deploy.graph.attention_node import MASK, attention_nodes, input_at
-from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.attention_node import MASK, attention_nodes
+from mha_deploy.graph.ir import NodeBuilder, input_at
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.plugin_node import is_plugin_attention

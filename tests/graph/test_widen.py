@@ -7,7 +7,7 @@ import onnxruntime as ort
 import pytest
 from onnx import helper, numpy_helper
 
-from mha_deploy.graph.upcast import with_float32_products
+from mha_deploy.graph.upcast import with_float32_matmuls
 
 NAMES = ["tiny-gqa", "tiny-weights", "tiny-head-mix", "tiny-sparse-heads", "tiny-grouped-mlp"]
 PRODUCTS = ("MatMul", "Gemm", "Attention")
@@ -29,7 +29,7 @@ def float_types(values):
 )
 def test_names_types_and_shapes_stay_what_they_were(bundles, name, precision):
     model = ir.load(bundles(name, precision).model_path)
-    wide = with_float32_products(model)
+    wide = with_float32_matmuls(model)
     assert interface(wide) == interface(model)
     assert wide.graph.initializers.keys() == model.graph.initializers.keys()
     onnx.checker.check_model(ir.to_proto(wide), full_check=True)
@@ -39,7 +39,7 @@ def test_names_types_and_shapes_stay_what_they_were(bundles, name, precision):
 def test_every_product_is_float32_and_nothing_else_changes_type(bundles, name):
     model = ir.load(bundles(name).model_path)
     before = {node.name: node for node in model.graph}
-    for node in with_float32_products(model).graph:
+    for node in with_float32_matmuls(model).graph:
         if node.op_type in PRODUCTS:
             assert float_types((*node.inputs, *(o for o in node.outputs if o.name))) == {ir.DataType.FLOAT}
         elif node.name in before:
@@ -53,19 +53,19 @@ def test_every_product_is_float32_and_nothing_else_changes_type(bundles, name):
 def test_the_given_model_is_left_alone(bundles, name):
     model = ir.load(bundles(name).model_path)
     before = ir.to_proto(model).SerializeToString(deterministic=True)
-    with_float32_products(model)
+    with_float32_matmuls(model)
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
 
 
 def test_a_float32_graph_gets_no_casts(bundles):
-    wide = with_float32_products(ir.load(bundles("tiny-gqa", "fp32").model_path))
+    wide = with_float32_matmuls(ir.load(bundles("tiny-gqa", "fp32").model_path))
     assert not any(node.op_type == "Cast" for node in wide.graph)
 
 
 def test_operators_of_other_domains_are_not_touched():
     node = helper.make_node("MatMul", ["x", "w"], ["y"], domain="com.example")
     model = ir.from_proto(_model([node], np.eye(4, dtype=np.float16)))
-    assert [n.op_type for n in with_float32_products(model).graph] == ["MatMul"]
+    assert [n.op_type for n in with_float32_matmuls(model).graph] == ["MatMul"]
 
 
 # -- in ONNX Runtime ---------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def matmul():
 
 
 def widened(model):
-    return ir.to_proto(with_float32_products(ir.from_proto(model)))
+    return ir.to_proto(with_float32_matmuls(ir.from_proto(model)))
 
 
 def test_a_widened_product_is_exact_but_for_its_rounding(matmul):

@@ -14,7 +14,6 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.fuse.masks import Masks
 from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
 from mha_deploy.graph.fuse.repair import is_rotary, repair_attention, repair_rotary, share_tied_weights
@@ -32,7 +31,7 @@ from mha_deploy.graph.fuse.values import (
     raise_opset,
 )
 from mha_deploy.graph.fuse.write import write_attention
-from mha_deploy.graph.lower.rewrite import free_prefix, infer_shapes, names_in
+from mha_deploy.graph.ir import NodeBuilder, free_prefix, infer_shapes, names_in
 
 __all__ = [
     "FuseReport",

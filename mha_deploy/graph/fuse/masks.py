@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.fuse.scores import Bias, Fill, Term
 from mha_deploy.graph.fuse.values import (
     NotFused,
@@ -25,6 +24,7 @@ from mha_deploy.graph.fuse.values import (
     same_or_cut,
     scalar_of,
 )
+from mha_deploy.graph.ir import NodeBuilder
 
 # -- Prove that a tensor is the causal triangle, from the nodes that compute it --------------------
 

@@ -7,19 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.graph.attention_node import (
-    MASK,
-    NONPAD_KV_SEQLEN,
-    PAST_KEY,
-    AttentionNode,
-    input_at,
-    read_attention,
-)
-from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, AttentionNode, read_attention
 from mha_deploy.graph.fuse.masks import Masking, Masks, decide_masking, spans
 from mha_deploy.graph.fuse.scores import Bias, Fill, Operand, Term, unwrap
 from mha_deploy.graph.fuse.values import NotFused, dims_of, dtype_of, is_op
 from mha_deploy.graph.fuse.write import laid_out, remove_unused
+from mha_deploy.graph.ir import NodeBuilder, input_at
 
 # -- Bring an `Attention` node that the exporter wrote into the canonical form ---------------------
 

@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.attention_node import Dim
+from mha_deploy.graph.ir import Dim
 
 # -- Small questions to a graph: is this a constant, are these two sizes the same, who uses thi ----
 

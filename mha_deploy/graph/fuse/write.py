@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from mha_deploy.graph.build import NodeBuilder
 from mha_deploy.graph.fuse.masks import Masks, Written, turned
 from mha_deploy.graph.fuse.pattern import Pattern
 from mha_deploy.graph.fuse.scores import Operand
 from mha_deploy.graph.fuse.values import dtype_of
-from mha_deploy.graph.lower.rewrite import replace_node
+from mha_deploy.graph.ir import NodeBuilder, replace_node
 
 _HEAD_AXIS = 1
 

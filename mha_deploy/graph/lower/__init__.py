@@ -22,12 +22,12 @@ from typing import Any
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError, nearest
+from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.lower import to_contrib, to_onnx, to_plugin, to_primitives, to_trt
 from mha_deploy.graph.lower.cache import CacheForm, cache_form, give_rows_out
-from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.graph.lower.call import LoweringError, OperatorRules, rewrite
 from mha_deploy.graph.lower.opset import to_opset
 from mha_deploy.graph.lower.pack import pack_projections
-from mha_deploy.graph.lower.rewrite import OperatorRules, infer_shapes, rewrite
 from mha_deploy.graph.lower.to_contrib import append_to_caches
 from mha_deploy.graph.lower.to_plugin import finish, prepare
 

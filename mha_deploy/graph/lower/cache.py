@@ -12,17 +12,34 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.graph import attention_node as an
-from mha_deploy.graph.attention_node import Dim, Y, input_at, is_attention, output_at
-from mha_deploy.graph.build import NodeBuilder, Size
+from mha_deploy.graph.attention_node import Y, is_attention
+from mha_deploy.graph.ir import (
+    Dim,
+    NodeBuilder,
+    Size,
+    constant,
+    dim,
+    import_domains,
+    infer_shapes,
+    input_at,
+    made_by,
+    names_in,
+    output_at,
+    prefix_within,
+    replace_node,
+    replace_value,
+    same_size,
+)
 from mha_deploy.graph.lower import operators as scatter
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     as_input_rank,
+    copy_of,
     key_length,
     query_length,
     read_call,
-    same_size,
     split_heads,
+    take_mask_before_expand,
 )
 from mha_deploy.graph.lower.groups import (
     GroupForm,
@@ -44,15 +61,6 @@ from mha_deploy.graph.lower.masks import (
     zero_closed_rows,
 )
 from mha_deploy.graph.lower.operators import Obstacle
-from mha_deploy.graph.lower.rewrite import (
-    copy_of,
-    import_domains,
-    infer_shapes,
-    names_in,
-    prefix_within,
-    replace_node,
-    take_mask_before_expand,
-)
 
 if TYPE_CHECKING:
     from mha_deploy.graph.lower.to_primitives import PrimitivesOptions
@@ -167,10 +175,7 @@ def _has_cache(node: ir.Node) -> bool:
 
 def _updates(node: ir.Node) -> list[ir.Node | None]:
     """The nodes that write keys and values into a cache."""
-    producers = [None if value is None else value.producer() for value in node.inputs[an.K : an.V + 1]]
-    return [
-        p if p is not None and (p.domain, p.op_type) == ("", scatter.SCATTER) else None for p in producers
-    ]
+    return [made_by(input_at(node, at), scatter.SCATTER) for at in (an.K, an.V)]
 
 
 # -- growing -------------------------------------------------------------------------------------
@@ -225,10 +230,10 @@ def _read_static(node: ir.Node) -> CachedAttention | Obstacle:
     starts = [input_at(update, 2) for update in updates]
     if past_key is None or past_value is None or new_key is None or new_value is None or starts[0] is None:
         return Obstacle("cache without the places of its new rows", key_update.name)
-    S = _dim(new_key, 2)
+    S = dim(new_key, 2)
     if _origin(starts[0]) is not _origin(starts[1]) or not _ends_behind(node, starts[0], S):
         return Obstacle("cache whose valid rows do not end with the new ones", key_update.name)
-    if not all(same_size(S, _dim(value, 2)) for value in (new_value, input_at(node, an.Q))):
+    if not all(same_size(S, dim(value, 2)) for value in (new_value, input_at(node, an.Q))):
         return Obstacle("cache with other new rows than queries", f"{S} new keys")
     return CachedAttention(
         kind=STATIC,
@@ -246,9 +251,8 @@ def _read_static(node: ir.Node) -> CachedAttention | Obstacle:
 
 def _ends_behind(node: ir.Node, starts: ir.Value, S: Dim) -> bool:
     """Whether the valid keys of the attention are those before the call and the S new ones."""
-    ends = _origin(input_at(node, an.NONPAD_KV_SEQLEN))
-    add = None if ends is None else ends.producer()
-    if add is None or add.op_type != "Add":
+    add = made_by(_origin(input_at(node, an.NONPAD_KV_SEQLEN)), "Add")
+    if add is None:
         return False
     one, other = add.inputs
     for before, new in ((one, other), (other, one)):
@@ -270,7 +274,7 @@ def _origin(value: ir.Value | None) -> ir.Value | None:
 def _number(value: ir.Value | None) -> Dim:
     """The single number a value holds: itself, or the name of the axis whose size it is."""
     value = _origin(value)
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    tensor = constant(value)
     if tensor is not None:
         numbers = tensor.numpy().reshape(-1)
         return int(numbers[0]) if numbers.size == 1 else None
@@ -289,14 +293,7 @@ def _sizes_read_by(node: ir.Node | None) -> list[Dim]:
     if node is None or x is None or x.shape is None:
         return []
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
-    return [_dim(x, axis) for axis in range(len(x.shape))[start:end]]
-
-
-def _dim(value: ir.Value | None, axis: int) -> Dim:
-    if value is None or value.shape is None or len(value.shape) <= axis:
-        return None
-    size = value.shape[axis]
-    return size if isinstance(size, int) else size.value
+    return [dim(x, axis) for axis in range(len(x.shape))[start:end]]
 
 
 # -- What dialects that serve a cache in a form of their own share: finding the attentions, and ----
@@ -350,8 +347,7 @@ def take_over(
         states: What stands for the caches that go out.
     """
     for old, new in zip((cache.key_out, cache.value_out), states, strict=True):
-        new.name, new.type, new.shape = old.name, old.type, old.shape
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        replace_value(old, new)
     replace_node(call.node, b, {Y: y}, keep=states)
     for update in cache.updates:
         model.graph.remove(update, safe=True)

@@ -1,39 +1,40 @@
-"""One attention call as a lowering sees it: operands, heads, and what a dialect refuses."""
+"""The frame of every lowering: read one attention, replace it, and refuse what a dialect cannot express."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import attention_node as an
-from mha_deploy.graph.attention_node import AttentionNode, Dim, input_at
-from mha_deploy.graph.build import NodeBuilder, Size
-
-# -- The one way a lowering says no ----------------------------------------------------------------
+from mha_deploy.graph.attention_node import AttentionNode, is_attention
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    Size,
+    dim,
+    import_domains,
+    infer_shapes,
+    input_at,
+    is_op,
+    made_by,
+    names_in,
+    node_name,
+    prefix_within,
+    rank,
+    replace_node,
+    same_size,
+)
 
 
 class LoweringError(DeployError):
-    """A node uses a feature that the dialect cannot express.
-
-    Args:
-        feature: What cannot be expressed, in a few words.
-        node: Name of the node.
-        dialect: Name of the dialect.
-        got: The value that caused it.
-        hint: What to do about it.
-    """
+    """A node uses a feature that the dialect cannot express."""
 
     def __init__(
-        self,
-        feature: str,
-        *,
-        node: str,
-        dialect: str,
-        got: object = None,
-        hint: str | None = None,
+        self, feature: str, *, node: str, dialect: str, got: object = None, hint: str | None = None
     ) -> None:
         super().__init__(f"The {dialect} dialect has no {feature} (node {node!r}).", got=got, hint=hint)
         self.feature = feature
@@ -41,7 +42,7 @@ class LoweringError(DeployError):
         self.dialect = dialect
 
 
-# -- One attention to be lowered: its values, and the facts every dialect needs to know ------------
+# -- One attention to be lowered: its values, types and head sizes ---------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +110,6 @@ class AttentionCall:
     def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
         """The error that says which feature of this node the dialect cannot express."""
         return LoweringError(feature, node=self.facts.name, dialect=self.dialect, got=got, hint=hint)
-
-
-def same_size(one: Dim, other: Dim) -> bool:
-    """Whether two sizes are certainly equal; two unknown sizes are not."""
-    return one is not None and one == other
 
 
 def read_call(node: ir.Node, *, opset: int | None, dialect: str) -> AttentionCall:
@@ -233,3 +229,98 @@ def merge_heads(b: NodeBuilder, x: ir.Value, width: int, name: str | None = None
 def as_input_rank(b: NodeBuilder, call: AttentionCall, y: ir.Value) -> ir.Value:
     """Bring a 4-D result to the rank the node was written in."""
     return merge_heads(b, y, call.Hq * call.Dv, name="merged") if call.facts.rank == 3 else y
+
+
+# -- Replace every attention of a model, and the operators around it -------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCall:
+    """One node of ONNX's own operator set that is to be lowered.
+
+    Args:
+        node: The node.
+        dialect: The dialect it is lowered to, for messages.
+    """
+
+    node: ir.Node
+    dialect: str
+
+    @property
+    def name(self) -> str:
+        """Name of the node; its output's where it has none."""
+        return node_name(self.node)
+
+    def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
+        """The error that says which feature of this node the dialect cannot express."""
+        return LoweringError(feature, node=self.name, dialect=self.dialect, got=got, hint=hint)
+
+
+OperatorRule = Callable[[OperatorCall, NodeBuilder], ir.Value | None]
+"""Builds the replacement of one node: its output, or None to leave the node."""
+
+OperatorRules = Mapping[str, OperatorRule]
+"""The rules by operator."""
+
+Rule = Callable[[AttentionCall, NodeBuilder], dict[int, ir.Value] | None]
+"""Builds the replacement of one attention; outputs by position, or None to leave the node."""
+
+_LOWERED = ("Attention", "RotaryEmbedding", "TensorScatter", "RMSNormalization")
+
+
+def copy_of(model: ir.Model) -> ir.Model:
+    """A copy to work on: weights shared, functions that hold attention inlined, shapes inferred."""
+    copy = model.clone()
+    inner = (node for function in copy.functions.values() for node in function.all_nodes())
+    if any(is_op(node, *_LOWERED) for node in inner):
+        InlinePass()(copy)
+    return infer_shapes(copy)
+
+
+def rewrite(
+    model: ir.Model,
+    rule: Rule,
+    *,
+    dialect: str,
+    broadcasts: bool = False,
+    operators: OperatorRules | None = None,
+) -> ir.Model:
+    """Apply a rule to every attention of a copy of the model.
+
+    Args:
+        model: The model; it is not changed.
+        rule: What to make of an attention.
+        dialect: Name used in messages.
+        broadcasts: Whether masks need not be spelled out over the queries.
+        operators: What to make of the operators around attention; those not named stay.
+    """
+    lowered = copy_of(model)
+    opset = lowered.opset_imports.get("")
+    taken = names_in(lowered)
+    for node in list(lowered.graph.all_nodes()):
+        if is_attention(node):
+            if broadcasts:
+                take_mask_before_expand(node)
+            call = read_call(node, opset=opset, dialect=dialect)
+            builder = NodeBuilder(prefix_within(call.facts.name, taken))
+            outputs = rule(call, builder)
+        elif operators is not None and node.domain == "" and node.op_type in operators:
+            other = OperatorCall(node=node, dialect=dialect)
+            builder = NodeBuilder(prefix_within(other.name, taken))
+            output = operators[node.op_type](other, builder)
+            outputs = None if output is None else {0: output}
+        else:
+            continue
+        if outputs is not None:
+            replace_node(node, builder, outputs)
+            import_domains(lowered, builder)
+    if broadcasts:
+        RemoveUnusedNodesPass()(lowered)  # the Expand of a mask, and the shape it was expanded to
+    return infer_shapes(lowered)
+
+
+def take_mask_before_expand(node: ir.Node) -> None:
+    """Read a mask as it was before it was copied for every query: there is less of it to move."""
+    source = input_at(made_by(input_at(node, an.MASK), "Expand"), 0)
+    if source is not None and rank(source) == 4 and dim(source, 3) != 1:
+        node.replace_input_with(an.MASK, source)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import onnx_ir as ir
 
-from mha_deploy.graph.build import NodeBuilder, Size
+from mha_deploy.graph.ir import NodeBuilder, Size
 from mha_deploy.graph.lower.call import AttentionCall
 from mha_deploy.graph.lower.masks import Mask
 

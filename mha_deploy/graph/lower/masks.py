@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import onnx_ir as ir
 
-from mha_deploy.graph.build import NodeBuilder, Size
-from mha_deploy.graph.lower.call import AttentionCall, same_size
+from mha_deploy.graph.ir import NodeBuilder, Size, same_size
+from mha_deploy.graph.lower.call import AttentionCall
 
 NEG_INF = float("-inf")
 
@@ -175,17 +175,9 @@ def _own_position(b: NodeBuilder, call: AttentionCall, S: Size) -> ir.Value:
     return index
 
 
-def count_up(b: NodeBuilder, size: Size) -> ir.Value:
-    """0, 1, 2 … as a 1-D tensor."""
-    if isinstance(size, int):
-        return b.ints(*range(size))
-    start, step = (b.constant(number, ir.DataType.INT64) for number in (0, 1))
-    return b.op("Range", start, b.op("Squeeze", size), step)
-
-
 def positions_along(b: NodeBuilder, size: Size, *, axis: int) -> ir.Value:
     """0, 1, 2 … along one axis of a 4-D tensor."""
-    return b.reshape(count_up(b, size), *(-1 if at == axis else 1 for at in range(4)))
+    return b.reshape(b.count_up(size), *(-1 if at == axis else 1 for at in range(4)))
 
 
 def _plus(b: NodeBuilder, value: ir.Value, number: int) -> ir.Value:

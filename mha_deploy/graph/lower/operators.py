@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from mha_deploy.graph.attention_node import input_at
-from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.lower.masks import count_up
-from mha_deploy.graph.lower.rewrite import OperatorCall, sizes_of
+from mha_deploy.graph.ir import NodeBuilder, dim, dims, input_at, rank
+from mha_deploy.graph.lower.call import OperatorCall
 
 # -- RMSNormalization in primitive operators, for parsers that came before it ----------------------
 
@@ -117,24 +115,24 @@ def rotary_to_contrib(call: OperatorCall, b: NodeBuilder) -> ir.Value:
 
 def _read(call: OperatorCall) -> Rotary:
     x, cos, sin = (input_at(call.node, at) for at in range(3))
-    dims = sizes_of(x)
-    if x is None or cos is None or sin is None or dims is None or len(dims) not in (3, 4):
-        raise call.refuse("rotary embedding of unknown rank", got=dims, hint="state the shape of the input")
-    heads = dims[1] if len(dims) == 4 else call.node.attributes.get_int("num_heads", 0)
-    width = dims[-1]
-    if not heads or width is None:
+    shape = dims(x)
+    if x is None or cos is None or sin is None or len(shape) not in (3, 4):
+        raise call.refuse("rotary embedding of unknown rank", got=shape, hint="state the shape of the input")
+    heads = shape[1] if len(shape) == 4 else call.node.attributes.get_int("num_heads", 0)
+    width = shape[-1]
+    if not isinstance(heads, int) or not heads or not isinstance(width, int):
         hint = "state the heads and the head size; num_heads for a 3-D input"
-        raise call.refuse("rotary embedding without a fixed head size", got=dims, hint=hint)
-    size = width if len(dims) == 4 else width // heads
+        raise call.refuse("rotary embedding without a fixed head size", got=shape, hint=hint)
+    size = width if len(shape) == 4 else width // heads
     turned = call.node.attributes.get_int("rotary_embedding_dim", 0) or size
-    if turned % 2 or turned > size or (len(dims) == 3 and width % heads):
-        raise call.refuse("rotary embedding of this size", got=f"{turned} of {dims}, {heads} heads")
+    if turned % 2 or turned > size or (len(shape) == 3 and width % heads):
+        raise call.refuse("rotary embedding of this size", got=f"{turned} of {shape}, {heads} heads")
     return Rotary(
         x=x,
         cos=cos,
         sin=sin,
         positions=input_at(call.node, 3),
-        rank=len(dims),
+        rank=len(shape),
         heads=heads,
         size=size,
         turned=turned,
@@ -175,7 +173,7 @@ def _rows_in_order(b: NodeBuilder, rotary: Rotary) -> ir.Value:
     if isinstance(B, int) and isinstance(S, int):
         return b.reshape(b.ints(*range(B * S)), B, S)
     tokens = b.op("Mul", b.as_tensor(B), b.as_tensor(S), name="tokens")
-    return b.reshape(count_up(b, tokens), B, S, name="rows")
+    return b.reshape(b.count_up(tokens), B, S, name="rows")
 
 
 # -- TensorScatter, the update of a cache whose size is fixed: written in primitive operators,  ----
@@ -194,16 +192,16 @@ class Obstacle(NamedTuple):
 
 def obstacle_to_update_in_place(node: ir.Node) -> Obstacle | None:
     """What keeps a TensorScatter from being TensorRT's cache update; None where it can be."""
-    cache, sizes = input_at(node, 0), sizes_of(input_at(node, 0))
+    cache = input_at(node, 0)
     if _is_circular(node):
         return Obstacle("circular TensorScatter", "mode=circular")
     if cache is None or not cache.is_graph_input():
         return Obstacle("TensorScatter into a cache that is no graph input", cache and cache.name)
-    if sizes is None or len(sizes) != 4 or _axis(node, 4) != 2:
-        return Obstacle("TensorScatter other than along axis 2 of [B, H, T, D]", sizes)
+    if rank(cache) != 4 or _axis(node, 4) != 2:
+        return Obstacle("TensorScatter other than along axis 2 of [B, H, T, D]", dims(cache))
     if cache.dtype not in _FLOATS:
         return Obstacle("TensorScatter of this type", cache.dtype)
-    if sizes[2] is None:
+    if not isinstance(dim(cache, 2), int):
         return Obstacle("TensorScatter into a cache of dynamic length", str(cache.shape))
     if not node.outputs[0].is_graph_output():
         return Obstacle("TensorScatter whose result is no graph output", node.outputs[0].name)
@@ -221,10 +219,9 @@ def keep_scatter(call: OperatorCall, b: NodeBuilder) -> None:
 def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     """Write a TensorScatter as a ScatterND whose indices are spelled out."""
     cache, update, starts = (input_at(call.node, at) for at in range(3))
-    dims = sizes_of(update)
-    if cache is None or update is None or dims is None:
+    if cache is None or update is None or update.shape is None:
         raise call.refuse("TensorScatter of unknown rank", hint="state the shape of the update")
-    axis = _axis(call.node, len(dims))
+    axis = _axis(call.node, len(update.shape))
     slots = _along(b, update, axis, axis)
     if starts is not None:
         slots = b.op("Add", slots, b.reshape(starts, -1, *[1] * (axis + 1)), name="slot")
@@ -239,7 +236,7 @@ def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
 
 def _along(b: NodeBuilder, update: ir.Value, at: int, axis: int) -> ir.Value:
     """0, 1, 2 … along one axis of the indices, which have one more axis than lead to a row."""
-    return b.reshape(count_up(b, b.size(update, at)), *(-1 if i == at else 1 for i in range(axis + 2)))
+    return b.reshape(b.count_up(b.size(update, at)), *(-1 if i == at else 1 for i in range(axis + 2)))
 
 
 def _wrap(b: NodeBuilder, index: ir.Value, length: ir.Value) -> ir.Value:

@@ -10,16 +10,15 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, node_name, replace_node
 from mha_deploy.graph.lower.call import LoweringError
-from mha_deploy.graph.lower.rewrite import replace_node
 
 # -- Operators that came after opset 17, written in those that were there --------------------------
 
 
 def builder_for(node: ir.Node) -> NodeBuilder:
     """A builder whose nodes are named for the node that they stand for."""
-    return NodeBuilder(node.name or node.outputs[0].name or node.op_type.lower())
+    return NodeBuilder(node_name(node))
 
 
 def gelu_to_primitives(node: ir.Node) -> None:
@@ -72,8 +71,8 @@ def rewrite_for(node: ir.Node, version: int) -> None:
 
 def _axes_to_attribute(node: ir.Node) -> None:
     """Axes became an input in opset 18; without any, all are reduced, unless the node says otherwise."""
-    given = len(node.inputs) > 1 and node.inputs[1] is not None
-    axes = _constant_ints(node, 1)
+    given = input_at(node, 1) is not None
+    axes = constant_ints(node, 1)
     if given and axes is None:
         return
     keeps = node.attributes.get_int("noop_with_empty_axes", 0)
@@ -111,7 +110,7 @@ def _infinity_of_float32(node: ir.Node) -> None:
 def _pad_every_axis(node: ir.Node) -> None:
     """Padding could name its axes from opset 18 on; before, it speaks of all."""
     x = node.inputs[0]
-    pads, axes = _constant_ints(node, 1), _constant_ints(node, 3)
+    pads, axes = constant_ints(node, 1), constant_ints(node, 3)
     if axes is None or pads is None or x is None or x.shape is None:
         return
     rank = len(x.shape)
@@ -131,7 +130,7 @@ def _drop_split_count(node: ir.Node) -> None:
 
 
 def _splits_evenly(node: ir.Node) -> bool:
-    if len(node.inputs) > 1 and node.inputs[1] is not None:
+    if input_at(node, 1) is not None:
         return True
     data, axis = node.inputs[0], node.attributes.get_int("axis", 0)
     size = data.shape[axis] if data is not None and data.shape is not None else None
@@ -157,14 +156,6 @@ def _squeeze_by_name(node: ir.Node) -> None:
         return
     b = builder_for(node)
     replace_node(node, b, {0: b.op("Squeeze", x, b.ints(0))})
-
-
-def _constant_ints(node: ir.Node, position: int) -> list[int] | None:
-    if position >= len(node.inputs):
-        return None
-    value = node.inputs[position]
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else [int(axis) for axis in tensor.numpy().reshape(-1)]
 
 
 _REDUCTIONS = frozenset(
@@ -302,7 +293,7 @@ def _value(attribute: ir.Attr) -> Any:
 def _refusal(node: ir.Node, version: int, problem: str, dialect: str) -> LoweringError:
     return LoweringError(
         f"{node.op_type} in opset {version}",
-        node=node.name or (node.outputs[0].name if node.outputs else None) or node.op_type,
+        node=node_name(node),
         dialect=dialect,
         got=problem,
         hint=f"opset=None keeps the model's own opset, for a target newer than opset {version}",

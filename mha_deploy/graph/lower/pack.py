@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import K, Q, V, is_attention
-from mha_deploy.graph.build import NodeBuilder
-from mha_deploy.graph.lower.rewrite import copy_of
+from mha_deploy.graph.ir import NodeBuilder, new_initializer, replace_value
+from mha_deploy.graph.lower.call import copy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +140,7 @@ def _pack(group: list[Projection], attention: ir.Node) -> None:
 
 def _take_over(graph: ir.Graph, projection: Projection, part: ir.Value) -> None:
     old = projection.y
-    part.name, part.type, part.shape = old.name, old.type, old.shape
-    old.replace_all_uses_with(part, replace_graph_outputs=True)
+    replace_value(old, part)
     nodes = [node for node in (projection.add, projection.matmul) if node is not None]
     graph.remove(nodes, safe=True)
     for value in (projection.weight, projection.bias):
@@ -151,16 +150,6 @@ def _take_over(graph: ir.Graph, projection: Projection, part: ir.Value) -> None:
 def _earliest(graph: ir.Graph, group: list[Projection]) -> ir.Node:
     members = {projection.matmul for projection in group}
     return next(node for node in graph if node in members)
-
-
-def new_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    """Add weights to a graph."""
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(
-        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value
 
 
 def drop_if_unused(graph: ir.Graph, value: ir.Value | None) -> None:

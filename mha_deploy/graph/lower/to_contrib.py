@@ -9,12 +9,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y, is_attention
-from mha_deploy.graph.build import NodeBuilder, Size
+from mha_deploy.graph.ir import NodeBuilder, Size, infer_shapes, names_in, prefix_within
 from mha_deploy.graph.lower.cache import STATIC, TOTAL_LENGTH, CachedAttention, read_cache, take_over
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     Heads,
     as_input_rank,
+    copy_of,
     key_length,
     merge_heads,
     query_length,
@@ -25,7 +26,6 @@ from mha_deploy.graph.lower.call import (
 from mha_deploy.graph.lower.groups import Repeat
 from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
 from mha_deploy.graph.lower.operators import rotary_to_contrib, scatter_to_primitives
-from mha_deploy.graph.lower.rewrite import copy_of, infer_shapes, names_in, prefix_within
 
 # -- Attention as com.microsoft operators, for ONNX Runtime ----------------------------------------
 

@@ -10,8 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CheckerPass
 
 from mha_deploy.graph.attention_node import AttentionNode, attention_nodes
-from mha_deploy.graph.lower.call import LoweringError
-from mha_deploy.graph.lower.rewrite import copy_of
+from mha_deploy.graph.lower.call import LoweringError, copy_of
 
 DIALECT = "onnx"
 

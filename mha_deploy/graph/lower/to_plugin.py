@@ -12,8 +12,27 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Dim, Y
-from mha_deploy.graph.build import NodeBuilder, Size
+from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
+from mha_deploy.graph.ir import (
+    Dim,
+    NodeBuilder,
+    Size,
+    constant,
+    constant_ints,
+    constant_number,
+    dims,
+    import_domains,
+    infer_shapes,
+    input_at,
+    is_op,
+    made_by,
+    names_in,
+    perm,
+    prefix_within,
+    rank,
+    replace_node,
+    same_size,
+)
 from mha_deploy.graph.lower.cache import (
     STATIC,
     CachedAttention,
@@ -22,14 +41,7 @@ from mha_deploy.graph.lower.cache import (
     rewrite_caches,
     take_over,
 )
-from mha_deploy.graph.lower.call import (
-    AttentionCall,
-    key_length,
-    read_call,
-    same_size,
-    split_heads,
-    split_inputs,
-)
+from mha_deploy.graph.lower.call import AttentionCall, key_length, read_call, split_heads, split_inputs
 from mha_deploy.graph.lower.masks import (
     Mask,
     bias_of,
@@ -41,13 +53,6 @@ from mha_deploy.graph.lower.masks import (
 )
 from mha_deploy.graph.lower.operators import Obstacle
 from mha_deploy.graph.lower.pack import Projection, matmuls_behind, pack_projections, projection_at
-from mha_deploy.graph.lower.rewrite import (
-    import_domains,
-    infer_shapes,
-    names_in,
-    prefix_within,
-    replace_node,
-)
 from mha_deploy.graph.plugin_node import (
     BOTTOM_RIGHT,
     DOMAIN,
@@ -239,39 +244,6 @@ def _taken_from_first_axis(value: ir.Value) -> tuple[ir.Value, int] | None:
     return (whole, begin) if whole is not None and begin is not None else None
 
 
-# -- reading the graph ---------------------------------------------------------------------------
-
-
-def made_by(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node of ONNX's own operator set that makes a value, if it is of that type."""
-    node = None if value is None else value.producer()
-    return node if node is not None and (node.domain, node.op_type) == ("", op_type) else None
-
-
-def dims(value: ir.Value | None) -> tuple[Dim, ...]:
-    """The sizes of a value; empty where the rank is not known."""
-    if value is None or value.shape is None:
-        return ()
-    return tuple(size if isinstance(size, int) else size.value for size in value.shape)
-
-
-def rank(value: ir.Value | None) -> int | None:
-    """The number of axes; None where the graph does not say."""
-    return None if value is None or value.shape is None else len(value.shape)
-
-
-def perm(node: ir.Node) -> tuple[int, ...]:
-    """How a Transpose permutes the axes; empty where it just reverses them."""
-    return tuple(node.attributes.get_ints("perm", ()) or ())
-
-
-def constant_ints(node: ir.Node, position: int) -> tuple[int, ...] | None:
-    """An input of whole numbers, where it is a constant."""
-    value = node.inputs[position] if position < len(node.inputs) else None
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tuple(int(number) for number in tensor.numpy().reshape(-1))
-
-
 # -- Masks that show the first keys of a batch row, as many as that row has: key lengths in dis ----
 
 # Operators that hand on the numbers of their first input in their order.
@@ -326,7 +298,10 @@ def _comparison(mask: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     """The two sides of "counted < lengths" behind a mask, however it is written."""
     where = made_by(mask, "Where")
     if where is not None:
-        condition, numbers = where.inputs[0], (_number(where.inputs[1]), _number(where.inputs[2]))
+        condition, numbers = (
+            where.inputs[0],
+            (constant_number(where.inputs[1]), constant_number(where.inputs[2])),
+        )
         if numbers == (0.0, -math.inf):
             return _compared(condition)
         return _compared(condition, inverted=True) if numbers == (-math.inf, 0.0) else None
@@ -349,24 +324,19 @@ def _compared(value: ir.Value | None, *, inverted: bool = False) -> tuple[ir.Val
     return (one, other) if kind == _LESS else (other, one)
 
 
-def _number(value: ir.Value | None) -> float | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None or tensor.size != 1 else float(tensor.numpy().reshape(-1)[0])
-
-
 def _counts_up(value: ir.Value) -> bool:
     """Whether a value is 0, 1, 2 … along its last axis, and has no other."""
     shape = dims(value)
     if not shape or any(size != 1 for size in shape[:-1]):
         return False
     node = value.producer()
-    tensor = ir.convenience.get_const_tensor(value)
+    tensor = constant(value)
     if tensor is not None:
         return bool(np.array_equal(tensor.numpy().reshape(-1), np.arange(tensor.size)))
     if node is None or node.domain != "":
         return False
     if node.op_type == "Range":
-        return _number(node.inputs[0]) == 0.0 and _number(node.inputs[2]) == 1.0
+        return constant_number(node.inputs[0]) == 0.0 and constant_number(node.inputs[2]) == 1.0
     source = node.inputs[0] if node.op_type in _LAYOUT or _keeps_whole(node) else None
     return source is not None and _counts_up(source)
 
@@ -517,8 +487,7 @@ def as_int32(b: NodeBuilder, value: ir.Value, *, name: str) -> ir.Value:
 
 def before_casts(value: ir.Value) -> ir.Value:
     """The int32 that a value was widened from, where it was; else the value itself."""
-    node = value.producer()
-    source = node.inputs[0] if node is not None and node.op_type == "Cast" and node.domain == "" else None
+    source = input_at(made_by(value, "Cast"), 0)
     return source if source is not None and source.dtype == ir.DataType.INT32 else value
 
 
@@ -894,7 +863,7 @@ def _cancel_behind(rows: ir.Value) -> None:
 
 def _readers(value: ir.Value, op_type: str) -> list[ir.Node]:
     nodes = (use.node for use in value.uses() if use.idx == 0)
-    return [node for node in nodes if (node.domain, node.op_type) == ("", op_type)]
+    return [node for node in nodes if is_op(node, op_type)]
 
 
 def _is_whole_again(rows: ir.Value, merged: ir.Value) -> bool:

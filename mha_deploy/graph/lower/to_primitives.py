@@ -8,7 +8,7 @@ from typing import ClassVar
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
-from mha_deploy.graph.build import NodeBuilder, Size
+from mha_deploy.graph.ir import NodeBuilder, Size
 from mha_deploy.graph.lower.call import AttentionCall, as_input_rank, key_length, query_length, split_inputs
 from mha_deploy.graph.lower.groups import (
     AUTO,

@@ -15,10 +15,11 @@ from typing import ClassVar
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
-from mha_deploy.graph.build import NodeBuilder
+from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     Heads,
+    OperatorRules,
     as_input_rank,
     key_length,
     query_length,
@@ -26,7 +27,6 @@ from mha_deploy.graph.lower.call import (
 )
 from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
 from mha_deploy.graph.lower.operators import keep_scatter
-from mha_deploy.graph.lower.rewrite import OperatorRules
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptions, lower_to_primitives
 
 DIALECT = "trt"

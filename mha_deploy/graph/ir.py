@@ -1,0 +1,325 @@
+"""Read and build ONNX graphs: the helpers that every pass on a graph shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+Dim = int | str | None
+"""A dimension: a number, the name of a dynamic axis, or None where the graph does not state it."""
+
+Size = int | ir.Value
+"""A size in a shape: a number, or a 1-D tensor of one element computed from another tensor's shape."""
+
+
+# -- Read nodes and values -------------------------------------------------------------------------
+
+
+def is_op(node: ir.Node | None, *op_types: str) -> bool:
+    """Whether a node is one of these operators of ONNX's own operator set."""
+    return node is not None and node.domain == "" and node.op_type in op_types
+
+
+def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """The producer of a value if it is one of these operators of ONNX's own operator set."""
+    node = None if value is None else value.producer()
+    return node if is_op(node, *op_types) else None
+
+
+def input_at(node: ir.Node | None, position: int) -> ir.Value | None:
+    """The input at a position; None where it is omitted, or where there is no node."""
+    return None if node is None or position >= len(node.inputs) else node.inputs[position]
+
+
+def output_at(node: ir.Node, position: int) -> ir.Value | None:
+    """The output at a position; None where it is omitted or has no name."""
+    if position >= len(node.outputs):
+        return None
+    output = node.outputs[position]
+    # An empty name is how ONNX omits an output in the middle of the list.
+    return None if output.name == "" else output
+
+
+def node_name(node: ir.Node) -> str:
+    """The name of a node; its first named output's where it has none."""
+    return node.name or next((value.name for value in node.outputs if value.name), node.op_type)
+
+
+def graph_of_node(node: ir.Node) -> ir.Graph | ir.Function:
+    """The graph that a node is in."""
+    if node.graph is None:
+        raise ValueError(f"Node {node.name!r} belongs to no graph.")
+    return node.graph
+
+
+def rank(value: ir.Value | None) -> int | None:
+    """The number of axes; None where the graph does not state it."""
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def dims(value: ir.Value | None) -> tuple[Dim, ...]:
+    """The dimensions of a value; empty where the rank is not known."""
+    if value is None or value.shape is None:
+        return ()
+    return tuple(size if isinstance(size, int) else size.value for size in value.shape)
+
+
+def dim(value: ir.Value | None, axis: int) -> Dim:
+    """The dimension of one axis; None where it is not known."""
+    found = dims(value)
+    return found[axis] if axis < len(found) else None
+
+
+def same_size(one: Dim, other: Dim) -> bool:
+    """Whether two dimensions are certainly equal; two unknown ones are not."""
+    return one is not None and one == other
+
+
+def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of an initializer or a `Constant` node; None for every other value."""
+    try:
+        return None if value is None else ir.convenience.get_const_tensor(value)
+    except ValueError:  # a Constant in a form that onnx_ir does not read, such as a sparse one
+        return None
+
+
+def constant_ints(node: ir.Node, position: int) -> tuple[int, ...] | None:
+    """The integers of a constant input, such as axes; None where it is not constant."""
+    tensor = constant(input_at(node, position))
+    return None if tensor is None else tuple(int(number) for number in tensor.numpy().reshape(-1))
+
+
+def constant_number(value: ir.Value | None) -> float | None:
+    """The number of a constant of one element; None for every other value."""
+    tensor = constant(value)
+    return None if tensor is None or tensor.size != 1 else float(tensor.numpy().reshape(-1)[0])
+
+
+def perm(node: ir.Node) -> tuple[int, ...]:
+    """The permutation of a Transpose; empty where it reverses the axes."""
+    return tuple(node.attributes.get_ints("perm", ()) or ())
+
+
+# -- Change a graph --------------------------------------------------------------------------------
+
+
+def infer_shapes(model: ir.Model) -> ir.Model:
+    """Fill in the shapes that follow from the others; the rest stays unknown."""
+    ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    return model
+
+
+def new_initializer(
+    graph: ir.Graph, name: str, array: np.ndarray, dtype: ir.DataType | None = None
+) -> ir.Value:
+    """Add an initializer to a graph; its type is that of the array unless another is given."""
+    tensor = ir.Tensor(array, dtype=dtype, name=name) if dtype is not None else ir.tensor(array, name=name)
+    value = ir.Value(
+        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def replace_value(old: ir.Value, new: ir.Value) -> None:
+    """Let all consumers read a new value, which takes over name, type and shape."""
+    new.name, new.type, new.shape = old.name, old.type, old.shape
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
+def names_in(model: ir.Model) -> set[str]:
+    """The names of all values that nodes produce."""
+    return {value.name for node in model.graph.all_nodes() for value in node.outputs if value.name}
+
+
+def free_prefix(name: str, taken: set[str]) -> str:
+    """The name itself, with a number where another value already starts with it."""
+    prefix, count = name, 1
+    while any(used.startswith(f"{prefix}/") for used in taken):
+        count += 1
+        prefix = f"{name}_{count}"
+    taken.add(f"{prefix}/")
+    return prefix
+
+
+def prefix_within(name: str, taken: set[str]) -> str:
+    """A prefix for what a node is lowered to: the node's own name, or `<name>/lowered`.
+
+    Fusion verdicts find the parts of an attention by `<name>/`. So where values of that name exist already
+    (the recogniser writes some), the new ones go one level deeper instead of under another name.
+    """
+    if any(used.startswith(f"{name}/") for used in taken):
+        return free_prefix(f"{name}/lowered", taken)
+    return free_prefix(name, taken)
+
+
+def import_domains(model: ir.Model, builder: NodeBuilder) -> None:
+    """Import the operator sets of new nodes."""
+    for node in builder.nodes:
+        model.opset_imports.setdefault(node.domain, 1)
+
+
+def replace_node(
+    node: ir.Node, builder: NodeBuilder, outputs: dict[int, ir.Value], *, keep: Iterable[ir.Value] = ()
+) -> None:
+    """Put new nodes in the place of a node, which is removed.
+
+    Args:
+        node: The node.
+        builder: The new nodes.
+        outputs: The values that replace its outputs, by position.
+        keep: Other values whose producers are needed.
+    """
+    replaced: set[ir.Value] = set()
+    for position, value in outputs.items():
+        old = output_at(node, position)
+        if old is None:
+            continue
+        # A graph output needs a node of its own: it can be neither an input nor another output.
+        new = value if builder.owns(value) and value not in replaced else builder.op("Identity", value)
+        replaced.add(new)
+        replace_value(old, new)
+    graph = graph_of_node(node)
+    graph.insert_before(node, builder.live_nodes([*replaced, *keep]))
+    graph.remove(node, safe=True)
+
+
+# -- Build nodes -----------------------------------------------------------------------------------
+
+
+class NodeBuilder:
+    """Collects new nodes in order; the caller inserts them into a graph.
+
+    Every new name starts with the prefix, which tells which node they replace. Constants become `Constant`
+    nodes, so that the nodes can be put into a subgraph as well.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.nodes: list[ir.Node] = []
+        self._used: dict[str, int] = {}
+        self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, name: str | None = None, **attributes: Any
+    ) -> ir.Value:
+        """Add a node with one output and return that output."""
+        return self.node(op_type, inputs, name=name, attributes=attributes)[0]
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        *,
+        outputs: int = 1,
+        domain: str = "",
+        name: str | None = None,
+        attributes: dict[str, Any] | None = None,
+    ) -> Sequence[ir.Value]:
+        """Add a node and return its outputs.
+
+        Args:
+            op_type: The operator.
+            inputs: Its inputs; None for one that is omitted.
+            outputs: The number of outputs.
+            domain: The operator set.
+            name: Last part of its name; default: the operator's. The prefix itself names the node that
+                replaces the whole.
+            attributes: Attributes as Python values; None for one that is omitted.
+        """
+        node = ir.node(op_type, inputs, attributes or {}, domain=domain, num_outputs=outputs)
+        is_whole = name == self.prefix
+        last = op_type.lower() if is_whole or name is None else name
+        count = self._used[last] = self._used.get(last, 0) + 1
+        value_name = f"{self.prefix}/{last}" if count == 1 else f"{self.prefix}/{last}_{count}"
+        node.name = self.prefix if is_whole else value_name
+        for index, value in enumerate(node.outputs):
+            value.name = value_name if index == 0 else f"{value_name}:{index}"
+        self.nodes.append(node)
+        return node.outputs
+
+    def live_nodes(self, outputs: Iterable[ir.Value]) -> list[ir.Node]:
+        """The nodes that these outputs depend on, in order; the others lose their inputs."""
+        wanted = {id(value) for value in outputs}
+        live: list[ir.Node] = []
+        for node in reversed(self.nodes):
+            if any(id(value) in wanted for value in node.outputs):
+                wanted.update(id(value) for value in node.inputs if value is not None)
+                live.insert(0, node)
+            else:
+                node.resize_inputs(0)
+        return live
+
+    def owns(self, value: ir.Value) -> bool:
+        """Whether a value is produced by a node of this builder."""
+        producer = value.producer()
+        return producer is not None and any(producer is node for node in self.nodes)
+
+    # -- constants -----------------------------------------------------------------------------
+
+    def constant(self, value: float | Sequence[int], dtype: ir.DataType) -> ir.Value:
+        """A constant of a type; equal constants are one node."""
+        array = np.array(value, dtype=dtype.numpy())
+        key = (dtype, array.shape, array.tobytes())
+        if key not in self._constants:
+            tensor = ir.Tensor(array, dtype=dtype)
+            constant = self.op("Constant", value=tensor)
+            constant.dtype, constant.shape = dtype, ir.Shape(array.shape)
+            self._constants[key] = constant
+        return self._constants[key]
+
+    def ints(self, *values: int) -> ir.Value:
+        """A 1-D int64 constant."""
+        return self.constant(list(values), ir.DataType.INT64)
+
+    def count_up(self, size: Size) -> ir.Value:
+        """0, 1, 2 … as a 1-D tensor."""
+        if isinstance(size, int):
+            return self.ints(*range(size))
+        start, step = (self.constant(number, ir.DataType.INT64) for number in (0, 1))
+        return self.op("Range", start, self.op("Squeeze", size), step)
+
+    # -- shapes --------------------------------------------------------------------------------
+
+    def size(self, value: ir.Value, axis: int) -> Size:
+        """The size of an axis: a number where the graph states it, else read at run time."""
+        size = None if value.shape is None else value.shape[axis]
+        if isinstance(size, int):
+            return size
+        return self.op("Gather", self.op("Shape", value), self.ints(axis), name="size")
+
+    def as_tensor(self, size: Size) -> ir.Value:
+        """A size as a 1-D tensor of one element."""
+        return self.ints(size) if isinstance(size, int) else size
+
+    def shape_of(self, *sizes: Size) -> ir.Value:
+        """A shape tensor from numbers and run-time sizes."""
+        if all(isinstance(size, int) for size in sizes):
+            return self.ints(*(size for size in sizes if isinstance(size, int)))
+        return self.op("Concat", *(self.as_tensor(size) for size in sizes), axis=0, name="shape")
+
+    def reshape(self, value: ir.Value, *sizes: Size, name: str | None = None) -> ir.Value:
+        """Reshape; 0 keeps the size of the same axis, -1 is inferred."""
+        return self.op("Reshape", value, self.shape_of(*sizes), name=name)
+
+    def transpose(self, value: ir.Value, *perm: int, name: str | None = None) -> ir.Value:
+        """Permute the axes."""
+        return self.op("Transpose", value, perm=list(perm), name=name)
+
+    def expand(self, value: ir.Value, *sizes: Size, name: str | None = None) -> ir.Value:
+        """Broadcast to these sizes; 1 keeps that of the value."""
+        return self.op("Expand", value, self.shape_of(*sizes), name=name)
+
+    def unsqueeze(self, value: ir.Value, *axes: int) -> ir.Value:
+        """Insert axes of size 1."""
+        return self.op("Unsqueeze", value, self.ints(*axes))
+
+    def cast(self, value: ir.Value, dtype: ir.DataType, name: str | None = None) -> ir.Value:
+        """Cast; the value itself where it has that type already."""
+        return value if value.dtype == dtype else self.op("Cast", value, to=int(dtype), name=name)

@@ -1,0 +1,1202 @@
+"""Write a float32 graph in FP16, and keep in float32 only what exceeds FP16.
+
+    ranges = measure_ranges(model, cases)        # mha_deploy.runtime.ranges: runs the graph
+    plan = plan_precision(model, ranges)         # which nodes stay in float32, and why
+    mixed = apply_plan(model, plan)              # the graph, with Casts at the borders only
+
+Attention stays one `Attention` node, whatever its type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass
+
+from mha_deploy.errors import DeployError, nearest
+from mha_deploy.graph.attention_node import (
+    MASK,
+    NONPAD_KV_SEQLEN,
+    PAST_KEY,
+    AttentionNode,
+    K,
+    Q,
+    V,
+    all_keys,
+    by_head,
+    is_attention,
+    read_attention,
+    valid_only,
+)
+from mha_deploy.graph.ir import (
+    constant,
+    constant_ints,
+    infer_shapes,
+    input_at,
+    is_op,
+    new_initializer,
+)
+
+# -- The records of mixed precision: what was measured, and what follows from it -------------------
+
+FP16_MAX = 65504.0
+FLUSHED_BELOW = 2.0**-25
+"""Half of FP16's smallest number: what is smaller becomes 0."""
+
+SENTINEL_FROM = 1e30
+"""No activation of a float32 model is this large: such a number means `never` or `no bound`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueRange:
+    """The numbers that one tensor held, over all cases.
+
+    NaN, infinities and sentinels (1e30 and beyond, as in masks) are not in `largest`, `highest`, `smallest`.
+
+    Args:
+        largest: Largest magnitude.
+        highest: Largest number; -inf where there was none.
+        smallest: Smallest magnitude that is not 0; None where there was none.
+        sentinel: The sentinel of largest magnitude, with its sign; None where there was none.
+    """
+
+    largest: float = 0.0
+    highest: float = float("-inf")
+    smallest: float | None = None
+    sentinel: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranges:
+    """What was measured when a float32 graph ran.
+
+    Args:
+        cases: The names of the cases.
+        values: The range of every float32 tensor that is an input or computed, by its name.
+        inner: The largest number inside the operators that sum, square or multiply before their result is
+            there: reductions, norms, softmax, and the scores Q·Kᵀ·scale of attention; by the node's name.
+    """
+
+    cases: tuple[str, ...]
+    values: Mapping[str, ValueRange]
+    inner: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptNode:
+    """A node that is not written in FP16.
+
+    Args:
+        name: Its name.
+        op_type: Its operator.
+        precision: `fp32` or `bf16`.
+        kind: `overflow`, `flushed`, `exact`, `mask`, `operator` or `between`.
+        figure: The number that decided, where one did.
+        reason: Why, in a sentence.
+    """
+
+    name: str
+    op_type: str
+    precision: str
+    kind: str
+    figure: float | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptTensor:
+    """A graph input or output that stays in float32, and why."""
+
+    name: str
+    figure: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clamped:
+    """A number that FP16 has not, and that means the same when FP16's own largest stands for it."""
+
+    name: str
+    found: float
+    written: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPlan:
+    """Which parts of a graph stay wider than FP16.
+
+    Args:
+        kept: The nodes, in the order of the graph.
+        inputs: Graph inputs that stay in float32.
+        outputs: Graph outputs that stay in float32.
+        clamped: Sentinels that are written as FP16's lowest or highest number.
+        nodes: How many nodes of the graph compute with float32 numbers.
+        attentions: How many of them are `Attention`.
+        margin: How far below FP16's largest number everything else was.
+    """
+
+    kept: tuple[KeptNode, ...]
+    inputs: tuple[KeptTensor, ...]
+    outputs: tuple[KeptTensor, ...]
+    clamped: tuple[Clamped, ...]
+    nodes: int
+    attentions: int
+    margin: float
+
+    def lines(self) -> list[str]:
+        """The plan for people, one sentence a line."""
+        nodes = [f"{each.name} ({each.op_type}) stays {each.precision}: {each.reason}" for each in self.kept]
+        inputs = [f"input {each.name} stays fp32: {each.reason}" for each in self.inputs]
+        outputs = [f"output {each.name} stays fp32: {each.reason}" for each in self.outputs]
+        clamped = [
+            f"{each.name}: {each.found:.6g} is written as {each.written:.6g}: {each.reason}"
+            for each in self.clamped
+        ]
+        return nodes + inputs + outputs + clamped
+
+    def describe(self) -> dict[str, Any]:
+        """The record as plain data for JSON."""
+        return asdict(self)
+
+
+# -- Which types an operator takes and gives, by ONNX's own description of it ----------------------
+
+FLOAT = ir.DataType.FLOAT
+_ONNX_NAMES = {
+    ir.DataType.FLOAT16: "tensor(float16)",
+    ir.DataType.BFLOAT16: "tensor(bfloat16)",
+    FLOAT: "tensor(float)",
+}
+
+
+class Slots:
+    """What type each float32 input and output of a node takes when the node is to compute in another type.
+
+    Args:
+        opsets: The operator sets of the model.
+    """
+
+    def __init__(self, opsets: Mapping[str, int]) -> None:
+        self._opsets = opsets
+
+    def input_type(self, node: ir.Node, position: int, wanted: ir.DataType) -> ir.DataType:
+        """The wanted type, or float32 where the operator does not take it there."""
+        return self._type_at(node, "inputs", position, wanted)
+
+    def output_type(self, node: ir.Node, position: int, wanted: ir.DataType) -> ir.DataType:
+        """The wanted type, or float32 where the operator does not give it there."""
+        return self._type_at(node, "outputs", position, wanted)
+
+    def _type_at(self, node: ir.Node, side: str, position: int, wanted: ir.DataType) -> ir.DataType:
+        schema = _schema(node.op_type, node.domain, self._opsets.get(node.domain, 1))
+        slots = () if schema is None else getattr(schema, side)
+        if not slots:
+            return FLOAT
+        slot = slots[min(position, len(slots) - 1)]  # the last one may stand for any number of tensors
+        return wanted if _ONNX_NAMES[wanted] in slot.types else FLOAT
+
+
+@cache
+def _schema(op_type: str, domain: str, version: int) -> Any:
+    """ONNX's description of an operator; None for one that is not ONNX's."""
+    try:
+        return onnx.defs.get_schema(op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return None
+
+
+# -- What FP16 would make of a constant: nothing to speak of, an infinity, zeros, or a clamped  ----
+
+# Random weights have some numbers that FP16 makes 0, one in a million. Where more do, they meant something.
+_FEW = 0.01
+
+
+def overflow_of(array: np.ndarray, *, is_bound: bool) -> float | None:
+    """The largest number that FP16 would make infinite; None where there is none.
+
+    Args:
+        array: The constant, in float32.
+        is_bound: Whether it bounds or hides: its numbers may then be clamped, whatever they are.
+    """
+    if is_bound:
+        return None
+    size = np.abs(array)
+    largest = float(size.max(initial=0.0, where=size < SENTINEL_FROM))
+    return largest if largest > FP16_MAX else None
+
+
+def flushed_of(array: np.ndarray) -> float | None:
+    """The largest of the numbers that FP16 would make 0, where they are more than a few."""
+    size = np.abs(array)
+    lost = size[(size > 0) & (size < FLUSHED_BELOW)]
+    few = _FEW * int(np.count_nonzero(size))
+    return float(lost.max()) if lost.size > few else None
+
+
+def clamped_of(array: np.ndarray) -> float | None:
+    """The finite number beyond FP16 that is written as FP16's lowest or highest; None where there is none."""
+    beyond = array[np.isfinite(array) & (np.abs(array) > FP16_MAX)]
+    return float(beyond[np.abs(beyond).argmax()]) if beyond.size else None
+
+
+def clamp(array: np.ndarray, dtype: np.dtype, limit: float) -> np.ndarray:
+    """The array in another type, its finite numbers held within the limits of that type."""
+    held = np.where(np.isfinite(array), np.clip(array, -limit, limit), array)
+    return held.astype(dtype)
+
+
+# -- Bring a graph into the one form that measuring, planning and writing agree on -----------------
+
+TYPE_BLIND = frozenset({"Shape", "Size"})
+"""Operators that look at a tensor without reading its numbers."""
+
+_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+def prepared(model: ir.Model) -> ir.Model:
+    """A copy: functions inlined, types known, float32 constants as initializers, each node with its own name.
+
+    The copy of a copy is the same, so a plan made from one fits the other. Weights are shared.
+
+    Raises:
+        DeployError: The graph has branches or loops, defaults for its inputs, or a tensor of unknown type.
+    """
+    copy = model.clone()
+    if copy.functions:
+        InlinePass()(copy)
+    _refuse_branches(copy.graph)
+    infer_shapes(copy)
+    _lift_constants(copy.graph)
+    _name_nodes(copy.graph)
+    _refuse_unknown(copy.graph)
+    return copy
+
+
+def is_float(value: ir.Value | None) -> bool:
+    """Whether a value is there and of float32."""
+    return value is not None and value.dtype == FLOAT
+
+
+def float_inputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
+    """The float32 inputs of a node whose numbers it reads, with their positions."""
+    if node.op_type in TYPE_BLIND and node.domain == "":
+        return
+    for position, value in enumerate(node.inputs):
+        if value is not None and value.dtype == FLOAT:
+            yield position, value
+
+
+def float_outputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
+    """The float32 outputs of a node, with their positions."""
+    for position, value in enumerate(node.outputs):
+        if value.name and value.dtype == FLOAT:
+            yield position, value
+
+
+def constant_of(value: ir.Value) -> np.ndarray | None:
+    """The numbers of an initializer; None for every other value."""
+    tensor = constant(value) if value.is_initializer() else None
+    return None if tensor is None else tensor.numpy()
+
+
+def name_of(value: ir.Value) -> str:
+    """The name of a value, which every value of a prepared graph has."""
+    return value.name or ""
+
+
+def _refuse_branches(graph: ir.Graph) -> None:
+    for node in graph:
+        if any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
+            raise DeployError(
+                "A graph with branches or loops is not written in mixed precision.",
+                got=f"{node.op_type} {node.name or ''}".strip(),
+                hint="export without control flow, or choose --precision fp32 or bf16",
+            )
+    both = [value.name for value in graph.inputs if value.is_initializer()]
+    if both:
+        raise DeployError(
+            "A graph input has a default, which would need two types.", got=", ".join(map(str, both))
+        )
+
+
+def _lift_constants(graph: ir.Graph) -> None:
+    for node in [node for node in graph if is_op(node, "Constant")]:
+        old = node.outputs[0]
+        tensor = constant(old)
+        if tensor is None or tensor.dtype != FLOAT or old.is_graph_output():
+            continue
+        new = ir.Value(name=old.name, type=ir.TensorType(FLOAT), const_value=tensor)
+        new.shape = ir.Shape(tensor.numpy().shape)
+        old.replace_all_uses_with(new)
+        graph.remove(node, safe=True)
+        graph.register_initializer(new)
+
+
+def _name_nodes(graph: ir.Graph) -> None:
+    taken: set[str] = set()
+    for node in graph:
+        if not node.name or node.name in taken:
+            node.name = next((value.name for value in node.outputs if value.name), node.op_type)
+        taken.add(node.name)
+
+
+def _refuse_unknown(graph: ir.Graph) -> None:
+    for node in graph:
+        for value in node.outputs:
+            if value.name and value.dtype is None and value.uses():
+                raise DeployError(
+                    "The type of a tensor does not follow from the graph.",
+                    got=f"{value.name}, made by {node.domain or 'onnx'}.{node.op_type} {node.name}",
+                    hint="write its type into the graph (value_info)",
+                )
+
+
+# -- The largest number inside an operator that sums, squares or multiplies before its result i ----
+
+_SUMS = ("ReduceSum", "ReduceMean", "ReduceL1", "GlobalAveragePool")
+_SUMS_OF_SQUARES = ("ReduceSumSquare", "ReduceL2", "LpNormalization")
+_SUMS_OF_POWERS = ("ReduceLogSumExp",)
+_SOFTMAX = ("Softmax", "LogSoftmax")
+_NORMS = ("LayerNormalization", "RMSNormalization", "InstanceNormalization", "GroupNormalization")
+
+WORDS = (
+    {name: "what it sums reaches" for name in (*_SUMS, *_SUMS_OF_POWERS, *_SOFTMAX)}
+    | {name: "the squares that it sums reach" for name in _SUMS_OF_SQUARES}
+    | {name: "the squares that it averages reach" for name in _NORMS}
+    | {"Attention": "its scores Q·Kᵀ·scale reach"}
+)
+"""How to say what the figure of an operator is."""
+
+Read = Callable[[ir.Value], np.ndarray]
+
+
+def inputs_to_see(node: ir.Node) -> list[ir.Value]:
+    """The inputs from which the inner figure of a node is computed; none where it has no such figure."""
+    if is_attention(node):
+        at = (Q, K, V, PAST_KEY, NONPAD_KV_SEQLEN)
+        return [value for value in (input_at(node, position) for position in at) if value is not None]
+    first = input_at(node, 0)
+    return [first] if first is not None and is_float(first) and is_op(node, *WORDS) else []
+
+
+def inner_figure(node: ir.Node, read: Read) -> float:
+    """The largest number inside a node for which `inputs_to_see` names inputs."""
+    with np.errstate(all="ignore"):  # what overflows float32 is infinite, and says so
+        if is_attention(node):
+            return _largest_score(node, read)
+        x = read(node.inputs[0]) if node.inputs[0] is not None else np.zeros(0, np.float32)
+        if not x.size:
+            return 0.0
+        size = np.abs(x, dtype=np.float32)
+        if node.op_type in _NORMS:
+            return float(size.max()) ** 2
+        axes = _axes(node, x.ndim)
+        if node.op_type in _SOFTMAX:
+            top = np.maximum(x.max(axis=axes, keepdims=True), np.finfo(np.float32).min)
+            return float(np.exp(x - top).sum(axis=axes).max())
+        if node.op_type in _SUMS_OF_POWERS:
+            return float(np.exp(x).sum(axis=axes).max())
+        return float((size if node.op_type in _SUMS else size * size).sum(axis=axes).max())
+
+
+def _axes(node: ir.Node, rank: int) -> tuple[int, ...]:
+    """The axes that a node sums over; all of them where the graph does not say."""
+    if node.op_type == "GlobalAveragePool":
+        return tuple(range(2, rank))
+    if node.op_type in (*_SOFTMAX, "LpNormalization"):
+        axis = node.attributes.get("axis")
+        return (-1 if axis is None else axis.as_int(),)
+    given = node.attributes.get("axes")
+    if given is not None:
+        return tuple(given.as_ints())
+    axes = constant_ints(node, 1)
+    return tuple(range(rank)) if axes is None else axes
+
+
+def _largest_score(node: ir.Node, read: Read) -> float:
+    """The largest |Q·Kᵀ·scale|, hidden pairs included: a kernel multiplies them all, and masks afterwards."""
+    facts = read_attention(node)
+    q, k = _queries_and_keys(node, facts, read)
+    if not q.size or not k.size:
+        return 0.0
+    scale = facts.softmax_scale if facts.softmax_scale is not None else q.shape[-1] ** -0.5
+    group = q.shape[1] // k.shape[1]
+    return max(
+        float(np.abs(q[row, head] @ k[row, head // group].T).max()) * abs(scale)
+        for row in range(q.shape[0])
+        for head in range(q.shape[1])
+    )
+
+
+def _queries_and_keys(node: ir.Node, facts: AttentionNode, read: Read) -> tuple[np.ndarray, np.ndarray]:
+    """[B, Hq, S, D] and [B, Hkv, T, D], past keys included, and zeros for keys that are not valid."""
+    roles: Mapping[str, int] = {"Q": Q, "K": K, "V": V, "past": PAST_KEY, "lengths": NONPAD_KV_SEQLEN}
+    inputs = {role: input_at(node, position) for role, position in roles.items()}
+    given = {role: read(value) for role, value in inputs.items() if value is not None}
+    given = valid_only(facts, given)
+    q, k = by_head(given["Q"], facts.Hq), by_head(given["K"], facts.Hkv)
+    return q.astype(np.float32), all_keys(facts, given, k.astype(np.float32))
+
+
+# -- Measure the numbers of a float32 graph, given somebody who runs it ----------------------------
+
+Cases = Mapping[str, Mapping[str, np.ndarray]]
+Run = Callable[[ir.Model, Cases], Iterator[Mapping[str, np.ndarray]]]
+"""Runs a graph on every case in turn, and gives the outputs of each."""
+
+SLICE_BYTES = 512 << 20
+
+
+class RangeMeter:
+    """Gathers the ranges of one graph.
+
+    Args:
+        model: The graph, in float32; it is not changed.
+        cases: Inputs by name, for each named case.
+        slice_bytes: About how many bytes of tensors may be looked at in one run.
+    """
+
+    def __init__(self, model: ir.Model, cases: Cases, *, slice_bytes: int = SLICE_BYTES) -> None:
+        if not cases:
+            raise DeployError("Ranges need at least one case of inputs.", got="none")
+        self._model, self._cases, self._slice_bytes = prepared(model), cases, slice_bytes
+        self._values: dict[str, ValueRange] = {}
+        self._inner: dict[str, float] = {}
+
+    def measure(self, run: Run) -> Ranges:
+        """Run the graph, slice by slice, and give what was measured."""
+        for value in self._model.graph.inputs:
+            if value.dtype == FLOAT:
+                for feeds in self._cases.values():
+                    self._see_value(name_of(value), feeds[name_of(value)])
+        for nodes in self._slices():
+            probe = self._probe(nodes)
+            for feeds, arrays in zip(self._cases.values(), run(probe, self._cases), strict=True):
+                self._see(nodes, {**feeds, **arrays})
+        return Ranges(cases=tuple(self._cases), values=dict(self._values), inner=dict(self._inner))
+
+    def _slices(self) -> Iterator[list[ir.Node]]:
+        sizes, some, total = self._axis_sizes(), list[ir.Node](), 0
+        for node in self._model.graph:
+            wanted = list(_wanted(node))
+            if not wanted:
+                continue
+            some.append(node)
+            total += sum(_bytes_of(value, sizes) for value in wanted)
+            if total >= self._slice_bytes:
+                yield some
+                some, total = [], 0
+        if some:
+            yield some
+
+    def _axis_sizes(self) -> dict[str, int]:
+        """The largest size of every named axis of the inputs; of the others, the largest of all."""
+        found: dict[str, int] = {"": 1}
+        for value in self._model.graph.inputs:
+            for feeds in self._cases.values():
+                for dim, size in zip(value.shape or (), feeds[name_of(value)].shape, strict=False):
+                    for name in ("", "" if isinstance(dim, int) else str(dim.value)):
+                        found[name] = max(found.get(name, 1), size)
+        return found
+
+    def _probe(self, nodes: list[ir.Node]) -> ir.Model:
+        names = {name_of(value) for node in nodes for value in _wanted(node)}
+        copy = self._model.clone()
+        values = [value for node in copy.graph for value in node.outputs if value.name in names]
+        copy.graph.outputs[:] = values
+        RemoveUnusedNodesPass()(copy)
+        return copy
+
+    def _see(self, nodes: list[ir.Node], arrays: Mapping[str, np.ndarray]) -> None:
+        def read(value: ir.Value) -> np.ndarray:
+            constant = constant_of(value)
+            return arrays[name_of(value)] if constant is None else constant
+
+        for node in nodes:
+            for _, value in float_outputs(node):
+                self._see_value(name_of(value), arrays[name_of(value)])
+            if inputs_to_see(node):
+                name = str(node.name)
+                self._inner[name] = max(self._inner.get(name, 0.0), inner_figure(node, read))
+
+    def _see_value(self, name: str, array: np.ndarray) -> None:
+        seen = range_of(array)
+        before = self._values.get(name)
+        self._values[name] = seen if before is None else _joined(before, seen)
+
+
+def range_of(array: np.ndarray) -> ValueRange:
+    """The range of one array."""
+    size = np.abs(array)
+    usual = size < SENTINEL_FROM  # not NaN, nor infinite, nor a sentinel
+    nonzero = usual & (size > 0)
+    strange = array[np.isfinite(array) & ~usual]
+    return ValueRange(
+        largest=float(size.max(initial=0.0, where=usual)),
+        highest=float(array.max(initial=-np.inf, where=usual)),
+        smallest=float(size.min(initial=np.inf, where=nonzero)) if nonzero.any() else None,
+        sentinel=float(strange[np.abs(strange).argmax()]) if strange.size else None,
+    )
+
+
+def _joined(one: ValueRange, other: ValueRange) -> ValueRange:
+    smallest = [each.smallest for each in (one, other) if each.smallest is not None]
+    sentinels = [each.sentinel for each in (one, other) if each.sentinel is not None]
+    return ValueRange(
+        largest=max(one.largest, other.largest),
+        highest=max(one.highest, other.highest),
+        smallest=min(smallest, default=None),
+        sentinel=max(sentinels, key=abs, default=None),
+    )
+
+
+def _wanted(node: ir.Node) -> Iterator[ir.Value]:
+    """The tensors that a run must show to measure a node; its inputs, too, where it has an inner figure."""
+    outputs = [value for _, value in float_outputs(node)]
+    yield from outputs
+    if outputs:
+        yield from (value for value in inputs_to_see(node) if value.producer() is not None)
+
+
+def _bytes_of(value: ir.Value, sizes: Mapping[str, int]) -> int:
+    if value.shape is None:
+        return 4 * sizes[""] ** 2
+    return 4 * math.prod(
+        dim if isinstance(dim, int) else sizes.get(str(dim.value), sizes[""]) for dim in value.shape
+    )
+
+
+# -- What a tensor is there for: data, a mask, or positions that must be exact ---------------------
+
+# Operators through which a mask comes to its attention.
+_MASK_MAKERS = (
+    *("Where", "Add", "Sub", "Mul", "Neg", "Min", "Max", "Clip", "Cast", "Identity", "Trilu", "Pad"),
+    *("Expand", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Concat", "Transpose", "Tile", "Gather"),
+    *("ConstantOfShape", "ScatterND", "GatherND"),
+)
+_WAVES = ("Sin", "Cos")
+_STEPS = ("Floor", "Ceil", "Round", "Mod")
+
+
+def long_axes(value: ir.Value) -> int:
+    """How many axes of an initializer are longer than 1: two and more are a table or a matrix."""
+    return sum(dim != 1 for dim in value.shape or ())
+
+
+def data_values(graph: ir.Graph) -> set[ir.Value]:
+    """The float32 values that depend on float32 inputs, on matrices or on tables.
+
+    What is left is made of shapes, integers and single numbers: positions, masks and the like.
+    """
+    data = {value for value in graph.inputs if is_float(value)}
+    data |= {value for value in graph.initializers.values() if is_float(value) and long_axes(value) > 1}
+    for node in graph:
+        if any(value in data for _, value in float_inputs(node)):
+            data.update(value for _, value in float_outputs(node))
+    return data
+
+
+def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
+    """The float32 values that lead only to masks of attention; inputs and constants are among them."""
+    masks: set[ir.Value] = set()
+    made = (value for node in reversed(graph) for value in node.outputs)
+    for value in (*made, *graph.inputs, *graph.initializers.values()):
+        uses = value.uses()
+        if not is_float(value) or not uses or value.is_graph_output():
+            continue
+        if all(_is_mask_use(use.node, use.idx, value, masks, data) for use in uses):
+            masks.add(value)
+    return masks
+
+
+def _is_mask_use(
+    node: ir.Node, position: int, value: ir.Value, masks: set[ir.Value], data: set[ir.Value]
+) -> bool:
+    if is_attention(node):
+        return position == MASK
+    if is_op(node, "Add") and value not in data and _goes_to_softmax(node.outputs[0]):
+        return True
+    outputs = [output for _, output in float_outputs(node)]
+    return is_op(node, *_MASK_MAKERS) and bool(outputs) and all(output in masks for output in outputs)
+
+
+def _goes_to_softmax(value: ir.Value) -> bool:
+    uses = value.uses()
+    return bool(uses) and not value.is_graph_output() and all(is_op(use.node, "Softmax") for use in uses)
+
+
+def makers_of(value: ir.Value, within: set[ir.Value]) -> Iterator[ir.Node]:
+    """The nodes that a value comes from through values of a set, its own producer first."""
+    pending, seen = [value], set[ir.Value]()
+    while pending:
+        value = pending.pop()
+        node = value.producer()
+        if value in seen or value not in within or node is None:
+            continue
+        seen.add(value)
+        yield node
+        pending.extend(each for _, each in float_inputs(node))
+
+
+def exact_uses(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value, str]]:
+    """The nodes that turn a small error of their input into a large one, that input, and how."""
+    for node in graph:
+        value = node.inputs[0] if node.inputs else None
+        if value is None or value.dtype != FLOAT:
+            continue
+        if is_op(node, *_WAVES):
+            yield node, value, "wave"
+        elif is_op(node, *_STEPS) or (is_op(node, "Cast") and _becomes_integer(node)):
+            yield node, value, "step"
+
+
+def _becomes_integer(node: ir.Node) -> bool:
+    dtype = node.outputs[0].dtype
+    return dtype is not None and dtype.is_integer()
+
+
+# -- Find the nodes between wide ones: cast down before them and up behind them, nothing would  ----
+
+_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
+
+
+def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], wide_inputs: set[str]) -> list[ir.Node]:
+    """The cheap nodes that read from wide nodes and each other, and lead to wide nodes and each other only.
+
+    Args:
+        graph: The graph.
+        kept: The nodes that stay wide.
+        wide_inputs: The graph inputs that stay wide.
+    """
+    enclosed = {node for node in graph if node not in kept and _is_cheap(node)}
+    while True:
+        inside = kept | enclosed
+        left = {node for node in enclosed if not _is_enclosed(node, inside, wide_inputs)}
+        if not left:
+            break
+        enclosed -= left
+    near = _connected(enclosed, kept)
+    return [node for node in graph if node in near]
+
+
+def _is_cheap(node: ir.Node) -> bool:
+    """Whether a node costs about nothing in float32: no matmul, and no large weights."""
+    inputs = [value for _, value in float_inputs(node)]
+    if not inputs and not any(True for _ in float_outputs(node)):
+        return False
+    is_product = is_attention(node) or is_op(node, *_PRODUCTS) or node.domain != ""
+    return not is_product and not any(value.is_initializer() and long_axes(value) > 1 for value in inputs)
+
+
+def _is_enclosed(node: ir.Node, inside: set[ir.Node], wide_inputs: set[str]) -> bool:
+    for _, value in float_inputs(node):
+        producer = value.producer()
+        if producer not in inside and not value.is_initializer() and value.name not in wide_inputs:
+            return False
+    return all(
+        not value.is_graph_output() and all(use in inside for use in _readers(value))
+        for _, value in float_outputs(node)
+    )
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    return [use.node for use in value.uses() if not is_op(use.node, *TYPE_BLIND)]
+
+
+def _connected(enclosed: set[ir.Node], kept: set[ir.Node]) -> set[ir.Node]:
+    """Those that a wide node is reached from: a part of the graph on its own has no reason to be wide."""
+    near: set[ir.Node] = set()
+    pending = list(kept)
+    while pending:
+        node = pending.pop()
+        producers = [value.producer() for _, value in float_inputs(node)]
+        readers = [reader for _, value in float_outputs(node) for reader in _readers(value)]
+        for other in (*producers, *readers):
+            if other is not None and other in enclosed and other not in near:
+                near.add(other)
+                pending.append(other)
+    return near
+
+
+# -- Judge one tensor or node of a graph by what was measured: does FP16 hold it? ------------------
+
+# Half a turn: beyond it, rounding the angle costs more than rounding its sine.
+_ANGLE = math.pi
+
+_DIVIDERS = {"Div": 1, "Reciprocal": 0, "Log": 0}
+_BOUNDS = {"Clip": (1, 2), "Min": (0, 1), "Max": (0, 1)}
+# What a small number, added so that nothing is divided by 0, comes through before that division.
+_TO_DIVISION = ("Sqrt", "Expand", "Unsqueeze", "Identity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why something stays wide: of what kind, the number that decided, and a sentence."""
+
+    kind: str
+    figure: float | None
+    text: str
+
+
+class Judge:
+    """Judges a prepared graph.
+
+    Args:
+        graph: The graph.
+        ranges: What was measured on it.
+        margin: How far below FP16's largest number measured ones must stay.
+    """
+
+    def __init__(self, graph: ir.Graph, ranges: Ranges, margin: float) -> None:
+        self._graph, self._ranges, self._margin = graph, ranges, margin
+        self._limit = FP16_MAX / margin
+        self._data = data_values(graph)
+        self._masks = mask_values(graph, self._data)
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def value(self, value: ir.Value) -> Reason | None:
+        """Why FP16 does not hold an input or a computed tensor."""
+        if value.dtype != FLOAT or value.is_initializer():
+            return None
+        seen = self._range(value)
+        size = seen.highest if value in self._masks else seen.largest
+        if size > self._limit:
+            text = f"{value.name} reaches {size:,.6g}, and FP16 ends at {FP16_MAX:,.0f}{self._with_margin()}"
+            return Reason(kind="overflow", figure=size, text=text)
+        if 0 < seen.largest < FLUSHED_BELOW * self._margin and seen.sentinel is None:
+            text = f"{value.name} is {seen.largest:.3g} at most, which FP16 makes 0"
+            return Reason(kind="flushed", figure=seen.largest, text=text)
+        return None
+
+    def sentinel(self, value: ir.Value) -> Reason | None:
+        """Why a graph input that hides keys stays in float32: in FP16, callers would make it infinite."""
+        found = self._sentinel_of(value) if value.dtype == FLOAT else None
+        if found is None:
+            return None
+        text = f"it hides with {found:,.6g}, which is clamped to FP16 inside"
+        return Reason(kind="mask", figure=found, text=text)
+
+    def _with_margin(self) -> str:
+        return "" if self._margin == 1 else f" (kept from {self._limit:,.0f} on)"
+
+    def _range(self, value: ir.Value) -> ValueRange:
+        if name_of(value) not in self._ranges.values:
+            raise DeployError(
+                "The ranges were not measured on this graph.",
+                got=value.name,
+                hint="measure_ranges(model, cases)",
+            )
+        return self._ranges.values[name_of(value)]
+
+    def _largest(self, value: ir.Value) -> float:
+        array = constant_of(value)
+        return self._range(value).largest if array is None else range_of(array).largest
+
+    def _sentinel_of(self, value: ir.Value) -> float | None:
+        """The number beyond FP16 that may be clamped, since it hides or bounds."""
+        seen = self._range(value)
+        if seen.sentinel is not None:
+            return seen.sentinel
+        lowest = -seen.largest
+        return lowest if value in self._masks and lowest < -FP16_MAX else None
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    def node(self, node: ir.Node) -> Reason | None:
+        """Why a node cannot be written in FP16, by the numbers around and inside it."""
+        for _, value in (*float_outputs(node), *float_inputs(node)):
+            reason = self.value(value)
+            if reason is not None:
+                return reason
+        return self._inside(node) or self._divisor(node) or self._constants(node)
+
+    def _inside(self, node: ir.Node) -> Reason | None:
+        figure = self._ranges.inner.get(str(node.name), 0.0)
+        if not figure > self._limit or node.op_type not in WORDS:
+            return None
+        text = f"{WORDS[node.op_type]} {figure:,.6g}, and FP16 ends at {FP16_MAX:,.0f}{self._with_margin()}"
+        return Reason(kind="overflow", figure=figure, text=text)
+
+    def _divisor(self, node: ir.Node) -> Reason | None:
+        position = _DIVIDERS.get(node.op_type)
+        value = None if position is None or node.domain else input_at(node, position)
+        if value is None or value.dtype != FLOAT or value.is_initializer():
+            return None
+        smallest = self._range(value).smallest
+        if smallest is None or smallest >= FLUSHED_BELOW * self._margin:
+            return None
+        text = f"its divisor {value.name} comes down to {smallest:.3g}, which FP16 makes 0"
+        return Reason(kind="flushed", figure=smallest, text=text)
+
+    def _constants(self, node: ir.Node) -> Reason | None:
+        for position, value in float_inputs(node):
+            array = constant_of(value)
+            if array is None:
+                continue
+            is_bound = value in self._masks or position in _BOUNDS.get(node.op_type, ())
+            beyond, lost = overflow_of(array, is_bound=is_bound), flushed_of(array)
+            if beyond is not None:
+                text = f"its constant {value.name} holds {beyond:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
+                return Reason(kind="overflow", figure=beyond, text=text)
+            if lost is not None:
+                text = f"its constant {value.name} holds {lost:.3g}, which FP16 makes 0"
+                return Reason(kind="flushed", figure=lost, text=text)
+        return None
+
+    # -- what follows from nodes ---------------------------------------------------------------
+
+    def exact(self, kept: Iterable[ir.Node]) -> Iterator[tuple[ir.Node, Reason]]:
+        """Positions that become angles or indices, from the integers on."""
+        free = {value for node in self._graph for _, value in float_outputs(node) if value not in self._data}
+        for node, value, use in exact_uses(self._graph):
+            figure = self._largest(value)
+            if use == "wave" and figure <= _ANGLE:
+                continue
+            if use == "step" and value not in free:
+                continue
+            what = "an angle" if use == "wave" else "an index"
+            text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
+            reason = Reason(kind="exact", figure=figure, text=text)
+            yield node, reason
+            makers = makers_of(value, free) if value in free else filter(None, [value.producer()])
+            yield from ((maker, reason) for maker in makers)
+
+    def guarded(self, kept: dict[ir.Node, Reason]) -> Iterator[tuple[ir.Node, Reason]]:
+        """What stands between a number that FP16 would make 0 and the division that it guards."""
+        for node, reason in list(kept.items()):
+            if reason.kind == "flushed" and is_op(node, "Add", "Max", "Clip"):
+                yield from ((each, reason) for each in _guarded_by(node))
+
+    def masks_of(self, kept: dict[ir.Node, Reason]) -> Iterator[tuple[ir.Node, Reason]]:
+        """The masks of wide attentions: scores beyond FP16 are not hidden by a number within it."""
+        for node in [node for node in kept if is_attention(node)]:
+            mask = input_at(node, MASK)
+            if mask is None or mask.dtype != FLOAT or mask.is_initializer():
+                continue
+            sentinel = self._sentinel_of(mask)
+            if sentinel is not None:
+                text = f"it makes the mask of {node.name}, whose scores {sentinel:,.6g} must hide"
+                reason = Reason(kind="mask", figure=sentinel, text=text)
+                yield from ((maker, reason) for maker in makers_of(mask, self._masks))
+
+    # -- sentinels -----------------------------------------------------------------------------
+
+    def clamped_constant(self, value: ir.Value) -> Iterator[Clamped]:
+        """What becomes of a constant beyond FP16, read by a node in FP16."""
+        array = constant_of(value)
+        found = None if array is None else clamped_of(array)
+        if found is not None:
+            yield self._clamp(value, found)
+
+    def clamped_value(self, value: ir.Value) -> Iterator[Clamped]:
+        """What becomes of sentinels that a wide value brings to nodes in FP16."""
+        found = self._sentinel_of(value)
+        if found is not None:
+            yield self._clamp(value, found)
+
+    def _clamp(self, value: ir.Value, found: float) -> Clamped:
+        hides = "it hides keys, and hides them as well" if value in self._masks else "it means no bound"
+        written = float(np.copysign(FP16_MAX, found))
+        return Clamped(name=name_of(value), found=found, written=written, reason=hides)
+
+
+def _guarded_by(node: ir.Node) -> Iterator[ir.Node]:
+    pending = [node]
+    while pending:
+        for use in pending.pop().outputs[0].uses():
+            if is_op(use.node, *_TO_DIVISION):
+                pending.append(use.node)
+                yield use.node
+            elif is_op(use.node, *_DIVIDERS, "Pow"):
+                yield use.node
+
+
+# -- Decide which nodes of a float32 graph FP16 cannot hold ----------------------------------------
+
+MARGIN = 4.0
+"""How far below FP16's largest number measured ones must stay: other inputs have larger ones."""
+
+WIDE = ("fp32", "bf16")
+
+
+def plan_precision(
+    model: ir.Model, ranges: Ranges, *, margin: float = MARGIN, wide: str = "fp32"
+) -> PrecisionPlan:
+    """Decide what stays wider than FP16.
+
+    Args:
+        model: The graph, in float32; it is not changed.
+        ranges: What was measured on it.
+        margin: How many times larger than measured a number may become before FP16 overflows.
+        wide: What attention is kept in: `fp32`, or `bf16` where the target has it. Other nodes stay in fp32.
+
+    Raises:
+        DeployError: The graph has branches, or the ranges are not of this graph.
+    """
+    if wide not in WIDE:
+        raise DeployError("Attention is kept in fp32 or bf16.", got=wide, hint=nearest(wide, WIDE))
+    if not 1.0 <= margin <= FP16_MAX:
+        raise DeployError("The margin is a factor of 1 or more.", got=margin)
+    work = prepared(model)
+    return _Planner(work, ranges, margin, wide).plan()
+
+
+class _Planner:
+    """The steps to one plan."""
+
+    def __init__(self, work: ir.Model, ranges: Ranges, margin: float, wide: str) -> None:
+        self._graph, self._margin, self._wide = work.graph, margin, wide
+        self._slots = Slots(work.opset_imports)
+        self._judge = Judge(work.graph, ranges, margin)
+        self._kept: dict[ir.Node, Reason] = {}
+
+    def plan(self) -> PrecisionPlan:
+        """Find the nodes, then what follows for inputs, outputs and constants."""
+        nodes = [node for node in self._graph if _computes(node)]
+        for node in nodes:
+            reason = self._judge.node(node) or self._without_fp16(node)
+            if reason is not None:
+                self._kept[node] = reason
+        for finds in (self._judge.exact, self._judge.guarded, self._judge.masks_of):
+            for node, reason in finds(self._kept):
+                self._kept.setdefault(node, reason)
+        inputs = tuple(self._inputs())
+        wide_inputs = {each.name for each in inputs}
+        for node in enclosed_nodes(self._graph, set(self._kept), wide_inputs):
+            self._kept[node] = Reason(
+                kind="between", figure=None, text="it stands between nodes that stay wide, and would bounce"
+            )
+        return PrecisionPlan(
+            kept=tuple(self._record(node) for node in nodes if node in self._kept),
+            inputs=inputs,
+            outputs=tuple(self._outputs()),
+            clamped=tuple(self._clamped(wide_inputs)),
+            nodes=len(nodes),
+            attentions=sum(is_attention(node) for node in nodes),
+            margin=self._margin,
+        )
+
+    def _record(self, node: ir.Node) -> KeptNode:
+        reason = self._kept[node]
+        return KeptNode(
+            name=str(node.name),
+            op_type=node.op_type,
+            precision=self._wide if is_attention(node) else "fp32",
+            kind=reason.kind,
+            figure=reason.figure,
+            reason=reason.text,
+        )
+
+    def _without_fp16(self, node: ir.Node) -> Reason | None:
+        half = ir.DataType.FLOAT16
+        types = [self._slots.input_type(node, at, half) for at, _ in float_inputs(node)]
+        types += [self._slots.output_type(node, at, half) for at, _ in float_outputs(node)]
+        if half in types:
+            return None
+        return Reason(kind="operator", figure=None, text=f"{node.op_type} is not known to take FP16")
+
+    def _inputs(self) -> Iterator[KeptTensor]:
+        for value in self._graph.inputs:
+            reason = self._judge.value(value) or self._judge.sentinel(value)
+            if value.dtype == FLOAT and reason is not None and reason.figure is not None:
+                yield KeptTensor(name=name_of(value), figure=reason.figure, reason=reason.text)
+
+    def _outputs(self) -> Iterator[KeptTensor]:
+        for value in dict.fromkeys(self._graph.outputs):
+            if value.dtype != FLOAT or value.producer() is None:
+                continue
+            reason = self._judge.value(value)
+            if reason is not None and reason.figure is not None:
+                yield KeptTensor(name=name_of(value), figure=reason.figure, reason=reason.text)
+
+    def _clamped(self, wide_inputs: set[str]) -> Iterator[Clamped]:
+        """Constants that nodes in FP16 read, and wide values that come to them with sentinels."""
+        for value in self._graph.initializers.values():
+            if value.dtype == FLOAT and any(use.node not in self._kept for use in value.uses()):
+                yield from self._judge.clamped_constant(value)
+        for node in self._graph:
+            for _, value in float_outputs(node):
+                if node in self._kept or node.op_type == "ConstantOfShape":
+                    yield from self._judge.clamped_value(value)
+        for value in self._graph.inputs:
+            if value.name in wide_inputs:
+                yield from self._judge.clamped_value(value)
+
+
+def _computes(node: ir.Node) -> bool:
+    """Whether a node reads or writes float32 numbers."""
+    return any(True for _ in float_inputs(node)) or any(True for _ in float_outputs(node))
+
+
+# -- Write the graph ----------------------------------------------------------------------------------
+
+HALF = ir.DataType.FLOAT16
+_TYPES = {"fp32": FLOAT, "bf16": ir.DataType.BFLOAT16}
+_SHORT = {FLOAT: "fp32", HALF: "fp16", ir.DataType.BFLOAT16: "bf16"}
+# Attributes that name the type of a result.
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
+
+
+def apply_plan(model: ir.Model, plan: PrecisionPlan) -> ir.Model:
+    """Write the graph in FP16, and what the plan keeps in its wider type.
+
+    Inputs and outputs are FP16, but for those that the plan names. Integers and booleans are not touched.
+    A constant that nodes of two types read is held once in each.
+
+    Args:
+        model: The graph that the plan was made for, in float32; it is not changed.
+        plan: What stays wider.
+
+    Raises:
+        DeployError: The plan names nodes that the graph has not.
+    """
+    work = prepared(model)
+    _Writer(work, plan).write()
+    return work
+
+
+class _Writer:
+    """Rewrites one graph in place."""
+
+    def __init__(self, work: ir.Model, plan: PrecisionPlan) -> None:
+        self._graph, self._slots = work.graph, Slots(work.opset_imports)
+        self._kept = {each.name: _TYPES[each.precision] for each in plan.kept}
+        self._wide_inputs = {each.name for each in plan.inputs}
+        self._wide_outputs = {each.name for each in plan.outputs}
+        self._clamped = {each.name for each in plan.clamped}
+        self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+        self._taken = {name_of(value) for node in work.graph for value in node.outputs}
+        self._taken |= {name_of(value) for value in work.graph.inputs} | set(work.graph.initializers)
+        unknown = set(self._kept) - {str(node.name) for node in work.graph}
+        if unknown:
+            raise DeployError("The plan was made for another graph.", got=", ".join(sorted(unknown)))
+
+    def write(self) -> None:
+        """Note what every node reads, give every value its type, then put Casts where the two differ."""
+        nodes = list(self._graph)
+        reads = [(node, *read) for node in nodes for read in float_inputs(node)]
+        constants = [value for value in self._graph.initializers.values() if value.dtype == FLOAT]
+        outputs = [value for value in dict.fromkeys(self._graph.outputs) if value.dtype == FLOAT]
+        for value in self._graph.inputs:
+            if value.dtype == FLOAT:
+                _set_type(value, FLOAT if value.name in self._wide_inputs else HALF)
+        for node in nodes:
+            self._type_results(node)
+        for node, position, value in reads:
+            wanted = self._slots.input_type(node, position, self._type_of(node))
+            node.replace_input_with(position, self._as(value, wanted))
+        for value in outputs:
+            self._give_out(value)
+        for value in constants:
+            if not value.uses() and not value.is_graph_output():
+                self._drop(value)
+
+    def _type_of(self, node: ir.Node) -> ir.DataType:
+        return self._kept.get(str(node.name), HALF)
+
+    def _type_results(self, node: ir.Node) -> None:
+        for position, value in list(float_outputs(node)):
+            dtype = self._slots.output_type(node, position, self._type_of(node))
+            _set_type(value, dtype)
+            _fix_attributes(node, dtype)
+
+    # -- values in another type ----------------------------------------------------------------
+
+    def _as(self, value: ir.Value, wanted: ir.DataType) -> ir.Value:
+        """The value in a type: itself, or one Cast for all who ask."""
+        if value.dtype == wanted:
+            return value
+        key = (value, wanted)
+        if key not in self._made:
+            self._made[key] = (
+                self._constant_as(value, wanted) if value.is_initializer() else self._cast(value, wanted)
+            )
+        return self._made[key]
+
+    def _constant_as(self, value: ir.Value, wanted: ir.DataType) -> ir.Value:
+        if value.const_value is None:
+            raise DeployError("A constant has no numbers.", got=value.name)
+        array = clamp(value.const_value.numpy(), wanted.numpy(), _limit(wanted))
+        return new_initializer(self._graph, self._free(f"{value.name}/{_SHORT[wanted]}"), array, wanted)
+
+    def _cast(self, value: ir.Value, wanted: ir.DataType) -> ir.Value:
+        source = value
+        if value.name in self._clamped and wanted != FLOAT:
+            bound = np.array(-_limit(wanted), np.float32)
+            name = self._free(f"{value.name}/lowest_{_SHORT[wanted]}")
+            lowest = new_initializer(self._graph, name, bound, FLOAT)
+            source = self._behind(value, "Max", [value, lowest], FLOAT, f"held_{_SHORT[wanted]}")
+        return self._behind(source, "Cast", [source], wanted, _SHORT[wanted])
+
+    def _behind(
+        self, place: ir.Value, op_type: str, inputs: list[ir.Value], dtype: ir.DataType, name: str
+    ) -> ir.Value:
+        """A new node right behind where a value is made."""
+        node = ir.node(op_type, inputs, {"to": int(dtype)} if op_type == "Cast" else {})
+        result = node.outputs[0]
+        node.name = result.name = self._free(f"{place.name}/{name}")
+        result.shape, result.type = place.shape, ir.TensorType(dtype)
+        producer = place.producer()
+        if producer is None:
+            self._graph.insert_before(self._graph[0], node)
+        else:
+            self._graph.insert_after(producer, node)
+        return result
+
+    def _give_out(self, value: ir.Value) -> None:
+        """Let a graph output have the type that it should have, under its own name."""
+        wanted = FLOAT if value.name in self._wide_outputs else HALF
+        if value.producer() is None or value.dtype == wanted:
+            return
+        name, result = name_of(value), self._as(value, wanted)
+        value.name = self._free(f"{name}/{_SHORT[value.dtype or FLOAT]}")
+        result.name = name
+        for position, output in enumerate(self._graph.outputs):
+            if output is value:
+                self._graph.outputs[position] = result
+
+    def _drop(self, value: ir.Value) -> None:
+        """Forget a constant that nobody reads in float32; one that took its place takes its name as well."""
+        self._graph.initializers.pop(name_of(value))
+        heirs = [new for (old, _), new in self._made.items() if old is value]
+        if len(heirs) == 1:
+            self._graph.initializers.pop(name_of(heirs[0]))
+            heirs[0].name = value.name
+            self._graph.register_initializer(heirs[0])
+
+    def _free(self, name: str) -> str:
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
+
+
+def _set_type(value: ir.Value, dtype: ir.DataType) -> None:
+    value.type = ir.TensorType(dtype)  # a new one: copies of a model share their types
+
+
+def _fix_attributes(node: ir.Node, dtype: ir.DataType) -> None:
+    """Let attributes that name the type of the result name the new one."""
+    for name in _TYPE_ATTRIBUTES:
+        attribute = node.attributes.get(name)
+        if attribute is not None and attribute.type == ir.AttributeType.INT and attribute.as_int() == FLOAT:
+            node.attributes.add(ir.AttrInt64(name, int(dtype)))
+    if is_op(node, "ConstantOfShape", "Constant"):
+        given = node.attributes.get("value")
+        array = np.zeros(1, np.float32) if given is None else given.as_tensor().numpy()
+        tensor = ir.Tensor(clamp(array, dtype.numpy(), _limit(dtype)), dtype=dtype)
+        node.attributes.add(ir.AttrTensor("value", tensor))
+
+
+def _limit(dtype: ir.DataType) -> float:
+    """The largest finite number of a type."""
+    return float(np.finfo(np.float16).max) if dtype == HALF else float(ir.DataType(dtype).max)
