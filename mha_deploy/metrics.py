@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_deploy.bundle.cases import CACHE_INPUTS, GoldenCase, rows_from, written_from
+from mha_deploy.bundle.cases import GoldenCase, rows_from, written_from
 from mha_deploy.model.precision import Precision, smallest_normal
 
 # -- How far a result is from the oracle -----------------------------------------------------------
@@ -158,7 +158,7 @@ def new_rows(case: GoldenCase, got: Mapping[str, np.ndarray]) -> NewRows:
     Results of another type or shape than the case's stay whole: the judge will say what is wrong with them.
     """
     oracle, eager, results, spoiled = dict(case.oracle), dict(case.eager), dict(got), {}
-    for name, given in CACHE_INPUTS.items():
+    for name, given in case.cached.items():
         if name not in oracle or given not in case.inputs or not _comparable(case, got.get(name), name):
             continue
         before = case.inputs[given]

@@ -198,3 +198,91 @@ def overflowing():
         first.weight *= 2e5
         last.weight /= 2e5
     return made
+
+
+# -- a decoder with a KV cache ---------------------------------------------------------------------
+
+
+class DecoderBlock(nn.Module):
+    """Causal attention behind cached keys and values."""
+
+    def __init__(self, E=32, Hq=2):
+        super().__init__()
+        self.Hq, self.qkv, self.out, self.norm = Hq, nn.Linear(E, 3 * E), nn.Linear(E, E), nn.LayerNorm(E)
+
+    def forward(self, x, past_key, past_value, mask):
+        B, S, E = x.shape
+        q, k, v = (t.view(B, S, self.Hq, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        k, v = torch.cat([past_key, k], 2), torch.cat([past_value, v], 2)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.out(attended.transpose(1, 2).reshape(B, S, E)), k, v
+
+
+class Decoder(nn.Module):
+    """Two blocks with a dynamic KV cache; `offset` False forgets that tokens are behind the cached ones."""
+
+    def __init__(self, *, offset=True, by_token=True):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, 32), nn.Embedding(64, 32)
+        self.blocks, self.head = nn.ModuleList(DecoderBlock() for _ in range(2)), nn.Linear(32, 50)
+        self.offset, self.by_token = offset, by_token
+
+    def forward(self, ids, past_key, past_value, past_key_1, past_value_1):
+        P, S = past_key.shape[2], ids.shape[1]
+        at = torch.arange(S) + P
+        mask = torch.arange(P + S)[None, :] <= at[:, None]
+        x = self.tokens(ids) + self.positions(at if self.offset else at - P)
+        x, key, value = self.blocks[0](x, past_key, past_value, mask)
+        x, key_1, value_1 = self.blocks[1](x, past_key_1, past_value_1, mask)
+        logits = self.head(x if self.by_token else x[:, -1])
+        return {
+            "logits": logits,
+            "present_key": key,
+            "present_value": value,
+            "present_key_1": key_1,
+            "present_value_1": value_1,
+        }
+
+
+CACHED = {
+    "past_key": "present_key",
+    "past_value": "present_value",
+    "past_key_1": "present_key_1",
+    "past_value_1": "present_value_1",
+}
+
+
+def decoder(kv_cache=CACHED, axes=None, **options):
+    torch.manual_seed(0)
+    inputs = {"ids": Example(torch.randint(0, 50, (2, 5)), "B", "S")}
+    inputs |= {name: Example(torch.randn(2, 2, 6, 16), "B", None, "P") for name in CACHED}
+    return Deployable(
+        module=Decoder(**options),
+        inputs=inputs,
+        axes={"B": "1:2:4", "S": "1:8:32", "P": "0:8:31", **(axes or {})},
+        kv_cache=kv_cache,
+    )
+
+
+def decoder_without_offset():
+    return decoder(offset=False)
+
+
+def decoder_of_the_last_token():
+    return decoder(by_token=False)
+
+
+def decoder_that_is_never_empty():
+    return decoder(axes={"P": "1:8:31"})
+
+
+def decoder_of_an_unknown_output():
+    return decoder({"past_key": "key"})
+
+
+def decoder_of_an_unknown_input():
+    return decoder({"key": "present_key"})
+
+
+def decoder_whose_cache_does_not_grow():
+    return decoder({"past_key": "logits"})

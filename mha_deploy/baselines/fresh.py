@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mha_deploy.analyze.cost import oracle_bytes, past_rows, sizes_name
+from mha_deploy.analyze.cost import oracle_bytes, past_keys, sizes_name
 from mha_deploy.bundle.cases import GoldenCase, read_case
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import DecodeTrace
+from mha_deploy.bundle.traces import DecodeTrace, check_steps
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.export.axes import ExportedModule
-from mha_deploy.export.decode_trace import TraceCapture
+from mha_deploy.export.decode_trace import PlannedTrace, TraceCapture
 from mha_deploy.export.eager import run_module
 from mha_deploy.export.golden import GoldenCapture, fp64_twin, refuse_overflow
 from mha_deploy.export.module_exporter import ModuleCapture, exported_program
@@ -224,6 +224,10 @@ class FreshModuleCases:
         name = f"fresh-{sizes_name(sizes)}-seed{seed}"
         return ModuleCapture(self._user, self._exported, seed).capture(name, sizes)
 
+    def trace(self, planned: PlannedTrace, *, seed: int) -> DecodeTrace:
+        """Draw tokens and compute what decoding must give."""
+        return ModuleCapture(self._user, self._exported, seed).trace(self._spec, planned)
+
 
 class ProgramValues:
     """What is true of values inside the module of a bundle.
@@ -284,7 +288,10 @@ class CaseMaker(Protocol):
     def case(
         self, sizes: Mapping[str, int], *, seed: int, ragged: bool = False, past: int | None = None
     ) -> GoldenCase:
-        """Draw inputs and compute what is true of them."""
+        """Draw inputs and compute the expected results."""
+
+    def trace(self, planned: PlannedTrace, *, seed: int) -> DecodeTrace:
+        """Draw tokens and compute what decoding must give."""
 
 
 def fresh_cases(bundle: Bundle, device: str) -> CaseMaker:
@@ -308,7 +315,6 @@ class FreshCases:
     def __init__(self, bundle: Bundle, device: str, *, oracle_bytes: int | None = None) -> None:
         self.spec, self.precision = attention_spec(bundle), bundle.manifest.precision
         self._module = module_from_bundle(bundle, path="plain", device=device)
-        self._oracle = fp64_twin(self._module)
         limit = oracle_bytes or ORACLE_BYTES[torch.device(device).type]
         self._run_oracle = partial(run_in_blocks, limit_bytes=limit)
 
@@ -330,11 +336,11 @@ class FreshCases:
         """
         self.spec.check_sizes(sizes)
         if past is not None:
-            past_rows(self.spec, sizes, [past] * sizes["B"])  # raises where they do not fit
+            past_keys(self.spec, sizes, [past] * sizes["B"])  # raises where they do not fit
         at = sizes_name(sizes)
         name = f"fresh-{at}-seed{seed}{'-ragged' if ragged else ''}"
         capture = GoldenCapture(
-            self._module, self.precision, seed, oracle=self._oracle, run_oracle=self._run_oracle
+            self._module, self.precision, seed, oracle=self._twin, run_oracle=self._run_oracle
         )
         try:
             case = capture.capture(PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past))
@@ -345,40 +351,51 @@ class FreshCases:
         refuse_overflow(case, self.precision, self._module)
         return case
 
+    @cached_property
+    def _twin(self) -> Attention:
+        return fp64_twin(self._module)
 
-# -- Fresh decode traces, longer than a bundle would hold, with what is true of them ---------------
+    def trace(self, planned: PlannedTrace, *, seed: int) -> DecodeTrace:
+        """Draw tokens, decode with the module, and compute the whole sequence in FP64.
+
+        Raises:
+            DeployError: The layer's axes or its cache do not allow it, or memory does not.
+        """
+        capture = TraceCapture(
+            self._module, self.precision, seed, run_oracle=self._run_oracle, most_tokens=_CHUNK
+        )
+        try:
+            return capture.capture(planned.name, len(planned.prompt), planned.prompt, planned.steps)
+        except torch.OutOfMemoryError as error:
+            raise DeployError(
+                "The tokens do not fit the device's memory.",
+                got=planned.name,
+                hint="a smaller batch, or a shorter prompt",
+            ) from error
+
+
+# -- Fresh decode traces, longer than those of a bundle --------------------------------------------
 
 _CHUNK = 256  # tokens of a prompt that the module takes at once: it keeps all their scores
 
 
 def fresh_trace(
-    bundle: Bundle, *, rows: int, prompt: int, steps: int, seed: int, device: str = "cuda"
+    bundle: Bundle, *, batch: int, prompt: int, steps: int, seed: int, device: str = "cuda"
 ) -> DecodeTrace:
-    """Draw tokens, step the module through them, and compute the whole sequence in FP64.
+    """Draw tokens and compute what decoding must give.
 
     Args:
-        bundle: The bundle of a layer with a cache.
-        rows: Rows of the batch, all with prompts of one length.
+        bundle: The bundle of a model with a KV cache.
+        batch: The batch size; all prompts have one length.
         prompt: Tokens of the prompt.
         steps: Single tokens behind it.
         seed: Seed of the tokens.
-        device: Where it is computed: `cpu` or `cuda`.
+        device: Where a catalog layer is computed: `cpu` or `cuda`.
 
     Raises:
-        DeployError: The layer's axes or its cache do not allow it, or memory does not.
+        DeployError: The model's axes or its cache do not allow it, or memory does not.
     """
-    manifest = bundle.manifest
-    capture = TraceCapture(
-        module_from_bundle(bundle, device=device, path="plain"),
-        manifest.precision,
-        seed,
-        run_oracle=partial(run_in_blocks, limit_bytes=ORACLE_BYTES[torch.device(device).type]),
-        most_tokens=_CHUNK,
-    )
-    name = f"steps-B{rows}-prompt{prompt}-steps{steps}"
-    try:
-        return capture.capture(name, rows, prompt, steps)
-    except torch.OutOfMemoryError as error:
-        raise DeployError(
-            "The tokens do not fit the device's memory.", got=name, hint="fewer rows, or a shorter prompt"
-        ) from error
+    name = f"steps-B{batch}-prompt{prompt}-steps{steps}"
+    planned = PlannedTrace(name=name, prompt=(prompt,) * batch, steps=steps)
+    check_steps(bundle.manifest.spec, np.array(planned.prompt, np.int32), steps)
+    return fresh_cases(bundle, device).trace(planned, seed=seed)

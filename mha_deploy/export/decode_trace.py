@@ -1,4 +1,4 @@
-"""Capture a decode trace: prompts, single tokens, and the FP64 oracle of the whole sequence."""
+"""Capture a decode trace: prompts, decode steps, and the FP64 oracle of the whole sequence in one call."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from mha_deploy.bundle.cases import GoldenCase
-from mha_deploy.bundle.traces import RESULTS, DecodeTrace, check_steps, prefill_calls, prefill_positions
+from mha_deploy.bundle.traces import DecodeTrace, check_steps, prefill_calls, prefill_positions
 from mha_deploy.errors import DeployError
 from mha_deploy.export.eager import Float32Accumulation, run_module
 from mha_deploy.export.golden import refuse_overflow
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.spec import ModelSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, Decoder, split_heads
 from mha_deploy.reference.inputs import fed_to, random_inputs, to_numpy
 
-# -- Which tokens a bundle is stepped through: a prompt and as many single tokens as fit, up to ----
+# -- Which tokens a bundle is decoded with: a prompt and as many steps as fit ----------------------
 
 STEPS = 64
+_RESULTS = ("output", "key", "value")
 _PROMPT = 24
-_ROWS = 3
+_BATCH = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class PlannedTrace:
 
     Args:
         name: Its name.
-        prompt: Length of the prompt of every row.
+        prompt: Length of the prompt of every batch element.
         steps: How many single tokens follow.
     """
 
@@ -42,29 +43,32 @@ class PlannedTrace:
     steps: int
 
 
-def plan_trace(spec: AttentionSpec, steps: int = STEPS) -> PlannedTrace | str:
-    """The trace of a layer with a cache, or why it has none.
+def plan_trace(spec: ModelSpec, steps: int = STEPS) -> PlannedTrace | str:
+    """The trace of a model with a KV cache, or why it has none.
 
-    The rows of a static cache get prompts of different lengths. The steps stop where the cache is full.
+    With a preallocated cache the prompts have different lengths. The steps stop where the cache is full.
     """
-    if spec.cache == "none":
-        return "no trace: the layer has no cache"
-    B, S = spec.axes["B"], spec.axes["S"]
-    if S.min > 1:
-        return "no trace: the layer does not take single tokens"
-    if spec.cache == "growing" and spec.axes["P"].min > 0:
-        return "no trace: the layer does not begin with an empty cache"
-    if spec.room < 2:
+    cache = spec.kv_cache
+    if cache is None:
+        return "no trace: the model has no KV cache"
+    if not cache.outputs:
+        return f"no trace: no output has the axis {cache.new} of the tokens"
+    if spec.axes[cache.new].min > 1:
+        return "no trace: the model does not take single tokens"
+    if cache.past is not None and spec.axes[cache.past].min > 0:
+        return f"no trace: the cache cannot be empty, {cache.past} begins at {spec.axes[cache.past].min}"
+    if cache.room < 2:
         return "no trace: the cache has no room for a second token"
-    rows = min(max(_ROWS, B.min), B.max)
-    longest = min(_PROMPT, S.max, spec.room // 2)
-    prompts = [longest] * rows
-    if spec.cache == "static":
-        prompts = [max(1, longest // 2**row) for row in range(rows)]
-    return PlannedTrace(name="steps", prompt=tuple(prompts), steps=min(steps, spec.room - longest))
+    batch = spec.axes.get("B")
+    B = 1 if batch is None else min(max(_BATCH, batch.min), batch.max)
+    longest = min(_PROMPT, spec.axes[cache.new].max, cache.room // 2)
+    prompts = [longest] * B
+    if cache.is_preallocated:
+        prompts = [max(1, longest // 2**b) for b in range(B)]
+    return PlannedTrace(name="steps", prompt=tuple(prompts), steps=min(steps, cache.room - longest))
 
 
-# -- Capture decode traces: a layer stepped through its cache, and the same layer over the whol ----
+# -- Capture the trace of a catalog layer ----------------------------------------------------------
 
 
 class TraceCapture:
@@ -100,8 +104,8 @@ class TraceCapture:
 
         Args:
             name: Its name; other names draw other tokens.
-            B: Rows of the batch.
-            prompt: Length of the prompt, of each row or of all.
+            B: The batch size.
+            prompt: Length of the prompt, of each batch element or of all.
             steps: How many single tokens follow.
 
         Raises:
@@ -111,8 +115,8 @@ class TraceCapture:
         spec = self.module.spec
         lengths = np.array([prompt] * B if isinstance(prompt, int) else prompt, np.int32)
         if lengths.shape != (B,):
-            raise DeployError("Every row needs a prompt.", got=f"{lengths.size} prompts", hint=f"{B} of them")
-        check_steps(spec, lengths, steps)
+            raise DeployError("Every batch element needs a prompt.", got=f"{lengths.size} prompts", hint=f"{B} of them")
+        cache = check_steps(spec, lengths, steps)
         sizes = {"B": B, "S": int(lengths.max()) + steps}
         drawn = random_inputs(spec.without_cache(), sizes, self.seed, label=name)
         x = fed_to(self.module, drawn)["x"]
@@ -120,10 +124,13 @@ class TraceCapture:
         oracle = self._whole(x.double())
         case = GoldenCase(name=name, sizes={}, inputs={}, oracle=oracle, eager=eager)
         refuse_overflow(case, self.precision, self.module)
-        return DecodeTrace(name=name, x=to_numpy(x), prompt=lengths, steps=steps, oracle=oracle, eager=eager)
+        inputs = {"x": to_numpy(x)}
+        return DecodeTrace(
+            name=name, cache=cache, inputs=inputs, prompt=lengths, steps=steps, oracle=oracle, eager=eager
+        )
 
     def _whole(self, x: Tensor) -> dict[str, np.ndarray]:
-        """The whole sequence in one pass, which no mistake in a cache can touch."""
+        """The whole sequence in one call, which no mistake in a cache can touch."""
         twin = self.oracle
         (output,) = self._run_oracle(twin, {"query": x})
         with torch.inference_mode():
@@ -148,11 +155,11 @@ class TraceCapture:
 
 
 def whole_twin(module: Attention) -> Attention:
-    """The layer in FP64 over whole sequences: the oracle of its stepping. It has the rounded weights."""
+    """The layer in FP64 over whole sequences: the oracle of its decoding. It has the rounded weights."""
     device = str(next(module.parameters()).device)
     spec = module.spec.without_cache()
     return build_module(spec, weights=module.state_dict(), dtype=torch.float64, device=device)
 
 
 def _by_name(*results: Tensor) -> dict[str, np.ndarray]:
-    return {name: to_numpy(tensor.contiguous()) for name, tensor in zip(RESULTS, results, strict=True)}
+    return {name: to_numpy(tensor.contiguous()) for name, tensor in zip(_RESULTS, results, strict=True)}

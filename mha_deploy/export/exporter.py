@@ -12,7 +12,7 @@ import torch
 from mha_deploy.bundle.cases import GoldenCase, refuse_polygraphy, write_case, write_polygraphy
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter, sha256
 from mha_deploy.bundle.manifest import GoldenEntry, Manifest, TraceEntry
-from mha_deploy.bundle.traces import write_trace
+from mha_deploy.bundle.traces import DecodeTrace, write_trace
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, nearest
 from mha_deploy.export.canonical import canonical_from_module, choose_opset
@@ -168,7 +168,7 @@ def _write_trace(
     notes: list[str],
     step: Steps,
 ) -> list[TraceEntry]:
-    """Of a layer with a cache: what stepping through it token by token must give."""
+    """Of a layer with a KV cache: what decoding token by token must give."""
     if isinstance(planned, str):
         notes += [planned] if module.spec.cache != "none" else []
         return []
@@ -176,10 +176,15 @@ def _write_trace(
     trace = TraceCapture(module, precision, seed).capture(
         planned.name, len(planned.prompt), planned.prompt, planned.steps
     )
+    return [write_trace_into(folder, trace)]
+
+
+def write_trace_into(folder: Path, trace: DecodeTrace) -> TraceEntry:
+    """Write a trace into the folder of a bundle."""
     file = f"traces/{trace.name}.npz"
     (folder / "traces").mkdir()
     write_trace(folder / file, trace)
-    return [TraceEntry(name=trace.name, file=file)]
+    return TraceEntry(name=trace.name, file=file)
 
 
 def _origin(options: ExportOptions) -> str:

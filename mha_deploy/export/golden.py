@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.cases import GoldenCase, cached_outputs
 from mha_deploy.export.eager import run_module
 from mha_deploy.export.explain import overflow_error
 from mha_deploy.export.options import PlannedCase
@@ -68,6 +68,7 @@ class GoldenCapture:
             inputs={name: to_numpy(tensor) for name, tensor in feeds.items()},
             oracle={name: to_numpy(tensor) for name, tensor in zip(names, oracle, strict=True)},
             eager={name: to_numpy(tensor) for name, tensor in zip(names, eager, strict=True)},
+            cached=cached_outputs(spec),
         )
 
     def _inputs(self, case: PlannedCase) -> Feeds:

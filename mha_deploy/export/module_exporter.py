@@ -19,14 +19,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from mha_deploy.analyze.cost import odd_sizes, sizes_name
 from mha_deploy.bundle.cases import GoldenCase, as_stored, refuse_polygraphy, write_case, write_polygraphy
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
-from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest
+from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
+from mha_deploy.bundle.traces import DecodeTrace, check_steps
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, SpecError, exit_as_error, place_of_error
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.canonical import choose_opset_of, drop_exporter_metadata
+from mha_deploy.export.decode_trace import PlannedTrace, plan_trace
 from mha_deploy.export.eager import Float32Accumulation, tensors_in
 from mha_deploy.export.explain import constant_error
-from mha_deploy.export.exporter import OnStep, Steps
+from mha_deploy.export.exporter import OnStep, Steps, write_trace_into
 from mha_deploy.export.golden import refuse_overflow
 from mha_deploy.export.options import AUTO, OPSETS, ExportOptions, large_sizes, reduction_note
 from mha_deploy.export.oracle import run_program
@@ -90,7 +92,7 @@ class ModuleCapture:
             ExportError: The module overflows, fails at these sizes, or is not what was exported.
         """
         inputs = self.inputs(name, sizes)
-        eager, flops = self._eager(inputs, name)
+        eager, flops = self._eager(inputs, f"golden case {name}")
         oracle, _ = run_program(self.exported, inputs)
         case = GoldenCase(
             name=name,
@@ -109,6 +111,48 @@ class ModuleCapture:
         )
         _refuse_another_program(case)
         return case
+
+    def trace(self, spec: ModuleSpec, planned: PlannedTrace) -> DecodeTrace:
+        """Decode with the module, and compute the whole sequence with its program in FP64, in one call.
+
+        Raises:
+            ExportError: The module fails, or decoding gives something else than that call.
+        """
+        prompt = np.array(planned.prompt, np.int32)
+        cache = check_steps(spec, prompt, planned.steps)
+        sizes = cache.call_sizes(spec, len(prompt), planned.prompt[0] + planned.steps, 0)
+        whole = self.inputs(planned.name, sizes)
+        oracle, _ = run_program(self.exported, whole)
+        exact = {name: _as_float64(to_numpy(tensor)) for name, tensor in oracle.items()}
+        held = {each.input: whole.pop(each.input) for each in cache.tensors}
+        trace = DecodeTrace(
+            name=planned.name,
+            cache=cache,
+            inputs={name: to_numpy(tensor) for name, tensor in whole.items()},
+            prompt=prompt,
+            steps=planned.steps,
+            oracle={
+                **{name: exact[name] for name in cache.outputs},
+                **{each.name: exact[each.output] for each in cache.tensors},
+            },
+            eager={},
+        )
+        parts: dict[str, list[np.ndarray]] = {name: [] for name in cache.outputs}
+        for step in range(planned.steps + 1):
+            tokens = trace.tokens(step) if step else trace.prefill()
+            feeds = {name: tensor_from_numpy(array) for name, array in tokens.items()}
+            got = self._call({**feeds, **held}, f"{planned.name}, step {step}")
+            held = {each.input: got[each.output] for each in cache.tensors}
+            for name, arrays in parts.items():
+                arrays.append(to_numpy(got[name]))
+        eager = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
+        trace = replace(trace, eager=eager | {each.name: to_numpy(held[each.input]) for each in cache.tensors})
+        _refuse_another_decoding(trace)
+        return trace
+
+    def _call(self, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+        """One call of what the budgets come from: the module as the user runs it."""
+        return self._eager(inputs, name)[0]
 
     def look_inside(self, case: GoldenCase, values: Collection[str]) -> Insight:
         """Values of the graph in a case that was captured, by their names."""
@@ -137,7 +181,7 @@ class ModuleCapture:
             if constant is not None:
                 raise constant from error
             raise ExportError(
-                f"The module fails at the sizes of golden case {name}.",
+                f"The module fails at the sizes of {name}.",
                 got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
                 hint="axes that it takes, or a draw= for its inputs",
             ) from error
@@ -174,6 +218,19 @@ def _refuse_another_program(case: GoldenCase) -> None:
             got=f"output {name} of golden case {case.name}: {far}",
             hint="a module whose way does not depend on sizes or values",
         )
+
+
+def _refuse_another_decoding(trace: DecodeTrace) -> None:
+    for name, oracle in trace.oracle.items():
+        eager = trace.eager[name]
+        off = relative_error(eager, oracle) if eager.shape == oracle.shape else math.inf
+        if not off <= _SAME_PROGRAM:
+            raise ExportError(
+                "Decoding token by token gives something else than one call with all tokens.",
+                got=f"{name} is off by {off:.2g} of its size after {trace.steps} steps",
+                hint="let new tokens attend to the cached ones and to none behind them, at positions that go on"
+                " behind the cached ones; without kv_cache= decoding is not validated",
+            )
 
 
 # -- `--precision auto`: a user's module in FP16, but for what FP16 cannot hold --------------------
@@ -258,6 +315,11 @@ class MixedCapture(ModuleCapture):
             got = runner.run(case.inputs)
         return replace(insight, eager={name: got[name] for name in values})
 
+    def _call(self, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+        """One call of the mixed graph."""
+        got = self._runner.run({key: self._given(key, to_numpy(tensor)) for key, tensor in inputs.items()})
+        return {key: tensor_from_numpy(array) for key, array in got.items()}
+
     def _given(self, name: str, array: np.ndarray) -> np.ndarray:
         dtype = self._types[name]
         return array if dtype is None else array.astype(dtype.numpy())
@@ -323,6 +385,7 @@ def bundle_from_factory(
             weights=options.weights,
             axes=axes,
         )
+        step.count += bool(user.loaded.kv_cache)
         step("ONNX graph")
         exported = exported_program(user, opset=opset)
         step("attention")
@@ -339,6 +402,7 @@ def bundle_from_factory(
         _write_model(model, writer.path / MODEL)
         cases, spec, notes = work.golden(_attention_count(fused))
         layers = work.layers(cases, values)
+        traces, missing = work.decode_trace(spec)
         step("hashes")
         return writer.finish(
             Manifest(
@@ -356,7 +420,8 @@ def bundle_from_factory(
                     **({} if plan is None else {"mixed precision": plan.describe()}),
                 },
                 versions=versions(),
-                notes=[*_unfused_notes(fused), *_plan_notes(plan), *notes],
+                notes=[*_unfused_notes(fused), *_plan_notes(plan), *notes, *missing],
+                traces=traces,
                 layers=layers,
             )
         )
@@ -481,6 +546,7 @@ class _Work:
             seed=user.seed,
             weights_file=user.weights_file,
             mixed=self.options.precision == AUTO,
+            cached=loaded.kv_cache,
             summary=loaded.summary,
         )
 
@@ -511,6 +577,16 @@ class _Work:
             return "no large case: without opt before it nobody knows what it costs"
         sizes = large_sizes(spec, self.options.budget)
         return sizes or f"no large case: nothing larger than opt fits {self.options.budget}"
+
+    def decode_trace(self, spec: ModuleSpec) -> tuple[list[TraceEntry], list[str]]:
+        """Capture and write the decode trace of a module with a KV cache; else notes that say why not."""
+        if not spec.cached:
+            return [], []
+        self.step("decode trace")
+        planned = plan_trace(spec)
+        if isinstance(planned, str):
+            return [], [planned]
+        return [write_trace_into(self.folder, self.capture.trace(spec, planned))], []
 
     def layers(self, cases: list[GoldenCase], values: Mapping[str, str]) -> LayersEntry | None:
         """Look inside the first case whose attentions do not take too much room."""

@@ -42,6 +42,7 @@ class LoadedModel:
         dims: The dimensions of every input: an axis, a sum, or a number.
         axes: The named axes.
         outputs: Names for the outputs, where the factory gave some.
+        kv_cache: Each input of a KV cache, and the output that takes its place in the next call.
         summary: One line for people.
     """
 
@@ -52,6 +53,7 @@ class LoadedModel:
     dims: Mapping[str, tuple[Dim, ...]]
     axes: Mapping[str, Axis]
     outputs: tuple[str, ...]
+    kv_cache: Mapping[str, str]
     summary: str
 
     def with_axes(self, changed: Mapping[str, Axis]) -> LoadedModel:
@@ -188,9 +190,13 @@ def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
         raise ExportError("The module is not an nn.Module.", got=type(given.module).__name__, hint=_SEE)
     if not given.inputs:
         raise ExportError("There are no example inputs.", got=reference or name, hint=_SEE)
-    for said, table in (("inputs", given.inputs), ("axes", given.axes)):
+    tables = {"inputs": given.inputs, "axes": given.axes, "kv_cache": given.kv_cache}
+    for field, table in tables.items():
         if not isinstance(table, Mapping):
-            raise ExportError(f"{said} is not a dictionary.", got=type(table).__name__, hint=_SEE)
+            raise ExportError(f"{field} is not a dictionary.", got=type(table).__name__, hint=_SEE)
+    for cached in given.kv_cache:
+        if cached not in given.inputs:
+            raise ExportError("kv_cache names no input.", got=cached, hint=nearest(str(cached), given.inputs))
     axes = {axis: _axis(axis, sizes) for axis, sizes in given.axes.items()}
     dims = {key: _dims(key, example, axes) for key, example in given.inputs.items()}
     _refuse_unused(axes, dims)
@@ -206,6 +212,7 @@ def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
         dims=dims,
         axes=axes,
         outputs=tuple(given.outputs),
+        kv_cache=dict(given.kv_cache),
         summary=given.summary,
     )
 

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from mha_deploy.errors import SpecError
 from mha_deploy.model import spec as rules
-from mha_deploy.model.spec import FLOAT, AttentionSpec, Axis, ModelSpec, Sizes, TensorSpec, axes_from
+from mha_deploy.model.spec import (
+    FLOAT,
+    AttentionSpec,
+    Axis,
+    CachedTensor,
+    Dim,
+    KVCache,
+    ModelSpec,
+    Sizes,
+    TensorSpec,
+    axes_from,
+)
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor, nn  # noqa: TID251 (types only)
@@ -53,7 +64,11 @@ class Deployable:
         axes: The sizes of every named axis: `min:opt:max` as text, three numbers, or an `Axis`. Name the
             batch B: rows of a batch are then also tried in other places.
         outputs: Names of the outputs, where `forward` does not name them.
-        name: Name of the model; the factory's unless given.
+        kv_cache: For a decoder: each input that holds cached keys or values, and the output that takes its
+            place in the next call, such as {"past_key": "present_key"}. The input has an axis of its own for
+            the cached tokens, such as P, and the output its sum with that of the new ones, P+S. Decoding is
+            then validated token by token.
+        name: Name of the model; default: the factory's.
         summary: One line for people.
     """
 
@@ -61,6 +76,7 @@ class Deployable:
     inputs: Mapping[str, Example]
     axes: Mapping[str, str | tuple[int, int, int] | Axis] = field(default_factory=dict)
     outputs: Sequence[str] = ()
+    kv_cache: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     summary: str = ""
 
@@ -74,7 +90,7 @@ KINDS = (FLOAT, "float32", "float64", "int32", "int64", "bool")
 """What a tensor may hold; `float` is whatever precision the export asks for."""
 
 
-_OPTIONAL = ("seed", "weights_file", "mixed", "summary")
+_OPTIONAL = ("seed", "weights_file", "mixed", "cached", "summary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +111,7 @@ class ModuleSpec(ModelSpec):
         seed: PyTorch's seed while the factory ran.
         weights_file: The file that its weights were read from, where one was given.
         mixed: Whether its precision was chosen node by node.
+        cached: Each input of a KV cache, and the output that takes its place in the next call.
         summary: One line for people.
     """
 
@@ -110,9 +127,10 @@ class ModuleSpec(ModelSpec):
     seed: int = 0
     weights_file: str | None = None
     mixed: bool = False
+    cached: Mapping[str, str] = field(default_factory=dict)
     summary: str = ""
 
-    cache = "none"  # a cache of the module's own is an input and an output like any other
+    cache = "none"  # its cache tensors are inputs and outputs like any other
     window = None  # its masks are in the graph
 
     def __post_init__(self) -> None:
@@ -127,6 +145,11 @@ class ModuleSpec(ModelSpec):
             or type(self.mixed) is not bool
         ):
             raise SpecError("weights_file or mixed has another type.", got=(self.weights_file, self.mixed))
+        if not isinstance(self.cached, Mapping):
+            raise SpecError("cached must be a table.", got=self.cached)
+        names = [{tensor.name for tensor in each} for each in (self.tensors_in, self.tensors_out)]
+        if not (set(self.cached) <= names[0] and set(self.cached.values()) <= names[1]):
+            raise SpecError("The KV cache names tensors that are not there.", got=dict(self.cached))
         for tensor in (*self.tensors_in, *self.tensors_out):
             if tensor.kind not in KINDS:
                 raise SpecError(
@@ -155,6 +178,45 @@ class ModuleSpec(ModelSpec):
         """How many fused attention nodes the exported graph must have."""
         return self.attentions
 
+    @property
+    def kv_cache(self) -> KVCache | None:
+        """How it decodes; None for a module without a KV cache.
+
+        Raises:
+            SpecError: The cached tensors do not grow by the new tokens.
+        """
+        if not self.cached:
+            return None
+        given = {tensor.name: tensor.dims for tensor in self.tensors_in}
+        made = {tensor.name: tensor.dims for tensor in self.tensors_out}
+        found = {name: _growing_axis(name, given[name], made[self.cached[name]]) for name in self.cached}
+        (_, past, new), *others = found.values()
+        if any(each[1:] != (past, new) for each in others):
+            raise SpecError("The tensors of the KV cache do not grow along the same axes.", got=found)
+        total = {f"{past}+{new}", f"{new}+{past}"}
+        loose = {name: dims for name, dims in given.items() if name not in self.cached}
+        return KVCache(
+            tensors=tuple(
+                CachedTensor(name=name, input=name, output=self.cached[name], axis=axis)
+                for name, (axis, _, _) in found.items()
+            ),
+            new=new,
+            past=past,
+            # The reference is one call with all tokens, so the axis of new tokens bounds them, too.
+            room=min(self.axes[past].max + 1, self.axes[new].max),
+            by_token={name: dims.index(new) for name, dims in loose.items() if new in dims},
+            by_context={
+                name: next(i for i, dim in enumerate(dims) if dim in total)
+                for name, dims in loose.items()
+                if total & {dim for dim in dims if isinstance(dim, str)}
+            },
+            outputs={
+                name: dims.index(new)
+                for name, dims in made.items()
+                if new in dims and name not in self.cached.values()
+            },
+        )
+
     def flops_at(self, sizes: Sizes) -> int:
         """At most the work at other sizes: it grows with every axis, and attention with one of them twice."""
         ratios = [sizes[name] / max(axis.opt, 1) for name, axis in self.axes.items()]
@@ -178,6 +240,21 @@ class ModuleSpec(ModelSpec):
             key: tuple(_tensor_from(each) for each in data[key]) for key in ("tensors_in", "tensors_out")
         }
         return cls(**{**data, "axes": axes_from(data["axes"]), **tensors})
+
+
+def _growing_axis(name: str, taken: tuple[Dim, ...], given: tuple[Dim, ...]) -> tuple[int, str, str]:
+    """Along which dimension a cached tensor grows, the axis of the past, and that of the new tokens."""
+    for axis, (before, after) in enumerate(zip(taken, given, strict=False)):
+        if isinstance(before, str) and isinstance(after, str) and before != after:
+            parts = after.split("+")
+            if before in parts and len(parts) == 2 and not any(part.isdigit() for part in parts):
+                parts.remove(before)
+                return axis, before, parts[0]
+    raise SpecError(
+        f"The KV cache {name} does not grow by the new tokens.",
+        got=f"{taken} in, {given} out",
+        hint="an axis such as P in the input, and P+S in the output",
+    )
 
 
 def _tensor_from(data: Any) -> TensorSpec:

@@ -41,6 +41,13 @@ class Precision:
         return np.dtype(ml_dtypes.bfloat16 if self.name == "bf16" else self.torch_name)
 
 
+    def numpy_of(self, kind: str) -> np.dtype:
+        """The NumPy type of a tensor of some kind, in this precision."""
+        import numpy as np
+
+        return self.numpy if kind == "float" else np.dtype(kind)
+
+
 PRECISIONS = {
     "fp16": Precision(name="fp16", torch_name="float16", bytes=2, significand_bits=11),
     "bf16": Precision(name="bf16", torch_name="bfloat16", bytes=2, significand_bits=8),

@@ -187,6 +187,61 @@ def _axis_from(name: str, value: Any) -> Axis:
     return record_from(f"axis {name}", Axis, value)
 
 
+# -- The KV cache of a model: what one call leaves for the next ------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedTensor:
+    """One tensor of a KV cache.
+
+    Args:
+        name: Its name in decode traces and verdicts.
+        input: The input of a call.
+        output: The output that takes its place in the next call.
+        axis: The dimension along which the tokens lie.
+    """
+
+    name: str
+    input: str
+    output: str
+    axis: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """How a model decodes: which tensors are cached, and how the other tensors follow the tokens.
+
+    Args:
+        tensors: The cached tensors.
+        new: The axis of new tokens.
+        past: The axis of tokens in the cache; None for a preallocated cache.
+        room: How many tokens all calls together may bring.
+        by_token: For each other input with an entry for each new token, that dimension.
+        by_context: For each other input that covers all tokens so far, such as a mask, that dimension.
+        outputs: For each output by token, the dimension of the tokens.
+    """
+
+    tensors: tuple[CachedTensor, ...]
+    new: str
+    past: str | None
+    room: int
+    by_token: Mapping[str, int]
+    by_context: Mapping[str, int]
+    outputs: Mapping[str, int]
+
+    @property
+    def is_preallocated(self) -> bool:
+        """Whether the cache has all its entries from the start, of which `lengths` are valid."""
+        return self.past is None
+
+    def call_sizes(self, spec: ModelSpec, B: int, S: int, past: int) -> dict[str, int]:
+        """The size of every axis in a call with S new tokens behind `past` ones."""
+        sizes = {**spec.sizes("opt"), self.new: S}
+        if "B" in sizes:
+            sizes["B"] = B
+        return {**sizes, **({"T": spec.axes["T"].max} if self.past is None else {self.past: past})}
+
+
 # -- What every command needs to know of a model, whoever wrote it: its name, its axes and its  ----
 
 _Spec = TypeVar("_Spec", bound="ModelSpec")
@@ -223,6 +278,11 @@ class ModelSpec(ABC):
     @abstractmethod
     def attention_count(self) -> int:
         """How many fused attention nodes the exported graph must have."""
+
+    @property
+    @abstractmethod
+    def kv_cache(self) -> KVCache | None:
+        """How it decodes; None for a model without a KV cache."""
 
     def flops_at(self, sizes: Sizes) -> int:
         """At most the work of one call, where that does not follow from a layer's form."""
@@ -370,6 +430,25 @@ class AttentionSpec(ModelSpec):
         """How many tokens all calls together may bring, the last of them alone."""
         most = self.sizes("max")
         return most["P"] + 1 if self.cache == "growing" else most["T" if self.cache == "static" else "S"]
+
+    @property
+    def kv_cache(self) -> KVCache | None:
+        """How it decodes; None for a layer without a KV cache."""
+        if self.cache == "none":
+            return None
+        takes, gives = CACHE_TENSORS[self.cache]
+        return KVCache(
+            tensors=tuple(
+                CachedTensor(name=name, input=taken, output=given, axis=2)
+                for name, taken, given in zip(("key", "value"), takes, gives, strict=True)
+            ),
+            new="S",
+            past="P" if self.cache == "growing" else None,
+            room=self.room,
+            by_token={"x": 1},
+            by_context={},
+            outputs={"output": 1},
+        )
 
     @property
     def rope_dims(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -14,11 +14,11 @@ import numpy as np
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.manifest import TraceEntry
-from mha_deploy.bundle.traces import DecodeTrace, call_sizes, check_trace, prefill_calls, read_trace
+from mha_deploy.bundle.traces import DecodeTrace, check_trace, prefill_calls, read_trace
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.metrics import Budget, OutputVerdict, budget_from_eager, failed_to_run, judge_case, measure
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import CACHE_TENSORS, FLOAT, LENGTHS, AttentionSpec, ModelSpec, Sizes
+from mha_deploy.model.spec import LENGTHS, CachedTensor, KVCache, ModelSpec, Sizes
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.runtimes import refuse_without_torch, torch_device
@@ -35,8 +35,8 @@ _NEIGHBOURS = 8  # steps on either side whose budgets a step may use
 class StepBudgets:
     """What the error of each step may be.
 
-    A step has one token a row. The module's own error there is one draw from few numbers, by chance a small
-    one at some of a thousand steps. So a step may use the budgets of the steps around it.
+    A step has one token of each batch element. The module's own error there is one draw from few numbers, by
+    chance a small one at some of a thousand steps. So a step may use the budgets of the steps around it.
 
     Args:
         cases: One for each step, in order.
@@ -45,13 +45,22 @@ class StepBudgets:
 
     def __init__(self, cases: Iterable[GoldenCase], precision: Precision) -> None:
         self._each = [
-            budget_from_eager(case.eager["output"], case.oracle["output"], precision) for case in cases
+            {
+                name: budget_from_eager(case.eager[name], oracle, precision)
+                for name, oracle in case.oracle.items()
+            }
+            for case in cases
         ]
 
-    def around(self, step: int) -> Budget:
-        """The largest budgets near a step, counted from 1, measure by measure."""
+    def around(self, step: int) -> dict[str, Budget]:
+        """The largest budgets of every output near a step, counted from 1, measure by measure."""
         near = self._each[max(0, step - 1 - _NEIGHBOURS) : step + _NEIGHBOURS]
-        return Budget(**{name: max(getattr(budget, name) for budget in near) for name in vars(near[0])})
+        return {
+            name: Budget(
+                **{key: max(getattr(each[name], key) for each in near) for key in vars(near[0][name])}
+            )
+            for name in near[0]
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +72,10 @@ class DecodeReport:
         precision: Its precision.
         backend: The runtime, with its version.
         trace: Name of the trace.
-        prompt: Length of the prompt of every row.
+        prompt: Length of the prompt of every batch element.
         steps: How many single tokens were to follow.
-        verdicts: One for the prefill, one for every step that was run, and two for the cache at the end; more
-            where the lengths went wrong.
+        verdicts: For each output one for the prefill and one for every step that was run, and one for each
+            cached tensor at the end; more where the lengths went wrong.
         first_failed: The step that failed first, 0 for the prefill; None where none did. The cache may still
             be wrong.
         errors: Relative L2 of the output of every step, None where it could not be measured.
@@ -149,14 +158,14 @@ def at_doublings(errors: Errors) -> list[tuple[int, float | None]]:
     return [(step, errors[step - 1]) for step in sorted({*steps, len(errors)} - {0}) if step <= len(errors)]
 
 
-# -- Step a layer through tokens: what a decode loop is, and the one that serves any runner ------------
+# -- What a decode loop is, and the one that serves any runner -------------------------------------
 
-# What stands behind the valid rows of a static cache is never to be read. Zeros would hide some of it.
+# What stands behind the valid entries of a preallocated cache is never to be read. Zeros would hide that.
 _UNREAD = 8.0
 
 
 class DecodeLoop(Protocol):
-    """A layer with its cache, on the host or a device (`backends.stepper`): takes tokens, and remembers."""
+    """A model with its KV cache, on the host or on a device."""
 
     @property
     def name(self) -> str:
@@ -164,127 +173,156 @@ class DecodeLoop(Protocol):
 
     @property
     def lengths(self) -> np.ndarray:
-        """How many tokens each row has seen, int32 [B]; zeros at first."""
+        """How many tokens of each batch element are in the cache, int32 [B]; zeros at first."""
 
     @property
     def most_tokens(self) -> int | None:
-        """How many tokens of a row one call may bring; None where nothing but the cache bounds them."""
+        """How many tokens of a batch element one call may bring; None where only the cache bounds them."""
 
-    def feed(self, x: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
-        """Run S new tokens of every row.
+    def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
+        """Run S new tokens of every batch element.
 
         Args:
-            x: [B, S, E].
-            counts: How many of them are real, int32 [B], padding behind; None if all are.
+            tokens: The inputs of the call, but for those of the cache.
+            counts: How many of the tokens are real, int32 [B], padding behind; None if all are.
 
         Returns:
-            The output [B, S, E]; at padding it means nothing.
+            The outputs by token; at padding they are not defined.
         """
 
-    def cache(self) -> tuple[np.ndarray, np.ndarray]:
-        """The keys and the values that it holds, [B, Hkv, rows, D]; only the valid rows mean anything."""
+    def cache(self) -> Arrays:
+        """The cached tensors by the names of `KVCache`; only the valid entries are defined."""
 
 
 class HostDecodeLoop:
-    """Steps any runner, its cache kept on the host: it goes into every call and comes out of it.
+    """Decodes with any runner; the cache is on the host, an input and an output of every call.
 
     Args:
-        runner: The layer; it stays the caller's to close.
-        spec: What the layer is; it must have a cache.
-        B: Rows of the batch.
+        runner: The model; it stays the caller's to close.
+        spec: What the model is; it must have a KV cache.
+        B: The batch size.
     """
 
     most_tokens: int | None = None
 
-    def __init__(self, runner: Runner, spec: AttentionSpec, B: int) -> None:
-        wanted = sorted(tensor.name for tensor in spec.inputs)
-        if spec.cache == "none" or sorted(runner.inputs) != wanted:
+    def __init__(self, runner: Runner, spec: ModelSpec, B: int) -> None:
+        wanted, cache = {tensor.name: tensor for tensor in spec.inputs}, spec.kv_cache
+        if cache is None or sorted(runner.inputs) != sorted(wanted):
             raise DeployError(
-                f"{runner.name} does not run {spec.name} with a cache.",
-                got=f"cache = {spec.cache}, inputs {sorted(runner.inputs)}",
-                hint=f"inputs {wanted}",
+                f"{runner.name} does not run {spec.name} with a KV cache.",
+                got=f"inputs {sorted(runner.inputs)}",
+                hint=f"inputs {sorted(wanted)}",
             )
-        self._runner, self._spec = runner, spec
-        self._takes, self._gives = CACHE_TENSORS[spec.cache]
-        rows = spec.axes["T"].max if spec.cache == "static" else 0
-        shape, dtype = (B, spec.Hkv, rows, spec.D), runner.inputs[self._takes[0]].dtype
-        self._held = (np.full(shape, _UNREAD, dtype), np.full(shape, -_UNREAD, dtype))
+        self._runner, self._cache = runner, cache
+        sizes = cache.call_sizes(spec, B, 1, 0)
+        self._held = {
+            each.input: np.full(
+                wanted[each.input].shape(sizes), _UNREAD if i % 2 else -_UNREAD, runner.inputs[each.input].dtype
+            )
+            for i, each in enumerate(cache.tensors)
+        }
         self.name = runner.name
         self.lengths = np.zeros(B, np.int32)
 
-    def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        """Run S new tokens of every row; see `DecodeLoop`."""
-        feeds = {"x": np.ascontiguousarray(x), **dict(zip(self._takes, self._held, strict=True))}
-        if self._spec.cache == "static":
-            feeds[LENGTHS] = self.lengths
+    def feed(self, tokens: Arrays, counts: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Run S new tokens of every batch element; see `DecodeLoop`."""
+        cache, given = self._cache, {name: np.ascontiguousarray(array) for name, array in tokens.items()}
+        if cache.is_preallocated:
+            given[LENGTHS] = self.lengths
         elif counts is not None:
-            raise DeployError("The rows of a growing cache have one length.", got=f"counts {counts.tolist()}")
-        results = self._runner.run(feeds)
-        missing = [name for name in ("output", *self._gives) if name not in results]
+            raise DeployError(
+                "The batch elements of a dynamic KV cache have one length.", got=f"counts {counts.tolist()}"
+            )
+        results = self._runner.run({**given, **self._held})
+        missing = [name for name in (*cache.outputs, *(t.output for t in cache.tensors)) if name not in results]
         if missing:
             raise DeployError(f"{self.name} gave no {', '.join(missing)}.", got=sorted(results))
-        self._keep(results, x.shape[1])
-        self.lengths = (self.lengths + (x.shape[1] if counts is None else counts)).astype(np.int32)
-        return results["output"]
+        name, axis = next(iter(cache.by_token.items()))
+        S = tokens[name].shape[axis]
+        for each in cache.tensors:
+            self._held[each.input] = self._checked(each, results[each.output], S)
+        self.lengths = (self.lengths + (S if counts is None else counts)).astype(np.int32)
+        return {name: results[name] for name in cache.outputs}
 
-    def _keep(self, results: dict[str, np.ndarray], S: int) -> None:
-        B, Hkv, rows, D = self._held[0].shape
-        shape = (B, Hkv, rows if self._spec.cache == "static" else rows + S, D)
-        for name in self._gives:
-            if results[name].shape != shape or results[name].dtype != self._held[0].dtype:
-                raise DeployError(
-                    f"{self.name} gave a {name} that cannot be the next call's.",
-                    got=f"{results[name].dtype} {results[name].shape}",
-                    hint=f"{self._held[0].dtype} {shape}",
-                )
-        self._held = (results[self._gives[0]], results[self._gives[1]])
+    def _checked(self, tensor: CachedTensor, got: np.ndarray, S: int) -> np.ndarray:
+        before = self._held[tensor.input]
+        shape = list(before.shape)
+        shape[tensor.axis] += 0 if self._cache.is_preallocated else S
+        if got.shape != tuple(shape) or got.dtype != before.dtype:
+            raise DeployError(
+                f"{self.name} gave a {tensor.output} that cannot be the next call's.",
+                got=f"{got.dtype} {got.shape}",
+                hint=f"{before.dtype} {tuple(shape)}",
+            )
+        return got
 
-    def cache(self) -> tuple[np.ndarray, np.ndarray]:
-        """The keys and the values, [B, Hkv, rows, D]."""
-        return self._held
+    def cache(self) -> dict[str, np.ndarray]:
+        """The cached tensors by name."""
+        return {each.name: self._held[each.input] for each in self._cache.tensors}
 
 
-def open_decode_loop(
-    runner: Runner, spec: AttentionSpec, trace: DecodeTrace
-) -> AbstractContextManager[DecodeLoop]:
+class _OnDevice:
+    """A decode loop of a runtime that keeps the cache of a layer on the device."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self.name, self.most_tokens = loop.name, loop.most_tokens
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.asarray(self._loop.lengths)
+
+    def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
+        return {"output": np.asarray(self._loop.feed(tokens["x"], counts))}
+
+    def cache(self) -> Arrays:
+        keys, values = self._loop.cache()
+        return {"key": np.asarray(keys), "value": np.asarray(values)}
+
+
+@contextmanager
+def open_decode_loop(runner: Runner, spec: ModelSpec, trace: DecodeTrace) -> Iterator[DecodeLoop]:
     """A decode loop with room for a trace; its cache is on the device where the runner can keep it.
 
     Args:
-        runner: The layer; it stays the caller's to close, behind the decode loop.
-        spec: What the layer is.
-        trace: The tokens that it is to be stepped through.
+        runner: The model; it stays the caller's to close, behind the decode loop.
+        spec: What the model is.
+        trace: The tokens that it is to decode.
     """
-    if runner.can_decode:
-        keeper: Any = runner
-        return keeper.decode_loop(B=trace.B, T=None if spec.cache == "static" else trace.length)  # type: ignore[no-any-return]
-    return nullcontext(HostDecodeLoop(runner, spec, trace.B))
+    if spec.cache == "none" or not runner.can_decode:
+        yield HostDecodeLoop(runner, spec, trace.B)
+        return
+    keeper: Any = runner
+    with keeper.decode_loop(B=trace.B, T=None if trace.cache.is_preallocated else trace.length) as loop:
+        yield _OnDevice(loop)
 
 
-# -- Is decoding right? Prefill and single tokens through any runtime, judged at every step, an ----
+# -- Is decoding right? Prefill and decode steps through any runtime, judged at every step ---------
 
 _T = TypeVar("_T")
-_PLACES = {3: ("row", "token"), 4: ("row", "head", "position")}  # the axes of an output and of a cache
+# The axes of an output and of a cached tensor.
+_PLACES = {3: ("batch element", "token"), 4: ("batch element", "head", "position")}
 
 
 def run_decode_loop(
     loop: DecodeLoop,
     trace: DecodeTrace,
-    spec: AttentionSpec,
+    spec: ModelSpec,
     precision: Precision,
     on_step: Callable[[int], None] | None = None,
 ) -> DecodeReport:
     """Feed a trace to a decode loop, and judge everything that comes out.
 
     Args:
-        loop: The layer in some runtime, with an empty cache.
-        trace: The tokens, and what is true of them.
-        spec: The layer.
+        loop: The model in some runtime, with an empty cache.
+        trace: The tokens, and the expected results.
+        spec: The model.
         precision: Its precision.
-        on_step: Is told each step before it is run: 0 for the prefill, then 1 to `trace.steps`.
+        on_step: Called with each step before it is run: 0 for the prefill, then 1 to `trace.steps`.
 
     Raises:
-        DeployError: The trace is not one of this layer, or the decode loop has seen tokens before. What goes
-            wrong later is a verdict.
+        DeployError: The trace is not one of this model, or the cache is not empty. What goes wrong later is a
+            verdict.
     """
     check_trace(spec, trace, precision)
     before = np.asarray(loop.lengths)
@@ -300,7 +338,7 @@ def run_decode_loop(
 
 
 def not_decoded(
-    backend: str, trace: DecodeTrace, spec: AttentionSpec, precision: Precision, reason: str
+    backend: str, trace: DecodeTrace, spec: ModelSpec, precision: Precision, reason: str
 ) -> DecodeReport:
     """The verdict on a runtime that could not begin: it has failed the prefill."""
     walk = _Walk(backend, trace, spec, precision)
@@ -309,9 +347,9 @@ def not_decoded(
 
 
 class _Walk:
-    """One way through a trace."""
+    """One pass through a trace."""
 
-    def __init__(self, backend: str, trace: DecodeTrace, spec: AttentionSpec, precision: Precision) -> None:
+    def __init__(self, backend: str, trace: DecodeTrace, spec: ModelSpec, precision: Precision) -> None:
         self.backend, self.trace, self.spec, self.precision = backend, trace, spec, precision
         self.verdicts: list[OutputVerdict] = []
         self.errors: list[float | None] = []
@@ -343,44 +381,53 @@ class _Walk:
         """The verdicts on one call, and whether it could be run."""
         trace = self.trace
         try:
-            output = attempt(lambda: self._fed(loop, step))
+            outputs = attempt(lambda: self._fed(loop, step))
             lengths = attempt(lambda: np.asarray(loop.lengths))
         except DeployError as error:
             return failed_to_run(case, error.in_one_line), False
         if step == 0:
-            output = _without_padding(output, trace.prompt, axis=1)
-        budgets = {"output": self._budgets.around(step)} if step else None
-        verdicts = [_placed(v) for v in judge_case(case, {"output": output}, self.precision, budgets)]
+            axes = trace.cache.outputs
+            outputs = {n: _without_padding(array, trace.prompt, axes[n]) for n, array in outputs.items()}
+        budgets = self._budgets.around(step) if step else None
+        verdicts = [_placed(v) for v in judge_case(case, outputs, self.precision, budgets)]
         return verdicts + _lengths_verdict(case, lengths, trace.prompt + step), True
 
-    def _fed(self, loop: DecodeLoop, step: int) -> np.ndarray:
-        """The output of a step, or of the prompt in as many calls as the decode loop needs for it."""
+    def _fed(self, loop: DecodeLoop, step: int) -> Arrays:
+        """The outputs of a step, or of the prompt in as many calls as the decode loop needs for it."""
         trace = self.trace
         if step:
-            return np.asarray(loop.feed(trace.tokens(step), None))
+            return loop.feed(trace.tokens(step), None)
         calls = prefill_calls(trace.prompt, loop.most_tokens)
-        outputs = [np.asarray(loop.feed(trace.prefill[:, part], counts)) for part, counts in calls]
-        return np.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
+        parts = [loop.feed(trace.prefill(part), counts) for part, counts in calls]
+        if len(parts) == 1:
+            return parts[0]
+        return {
+            name: np.concatenate([part[name] for part in parts], axis)
+            for name, axis in trace.cache.outputs.items()
+        }
 
     def _case(self, step: int) -> GoldenCase:
         """What the output of one call must be."""
         trace, first = self.trace, self.trace.longest_prompt
 
-        def cut(by_position: np.ndarray) -> np.ndarray:
+        def cut(results: Arrays) -> dict[str, np.ndarray]:
             if step:
-                return trace.at_step(by_position, step)
-            return _without_padding(by_position[:, :first], trace.prompt, axis=1)
+                return {name: trace.at_step(name, results[name], step) for name in trace.cache.outputs}
+            return {
+                name: _without_padding(np.take(results[name], np.arange(first), axis), trace.prompt, axis)
+                for name, axis in trace.cache.outputs.items()
+            }
 
         return GoldenCase(
             name=f"{trace.name} step {step}" if step else f"{trace.name} prefill",
             sizes=self._sizes(1, first + step - 1) if step else self._sizes(first, 0),
             inputs={},
-            oracle={"output": cut(trace.oracle["output"])},
-            eager={"output": cut(trace.eager["output"])},
+            oracle=cut(trace.oracle),
+            eager=cut(trace.eager),
         )
 
     def _sizes(self, S: int, past: int) -> dict[str, int]:
-        return call_sizes(self.spec, self.trace.B, S, past)
+        return self.trace.cache.call_sizes(self.spec, self.trace.B, S, past)
 
     def _note(self, step: int, case: GoldenCase, verdicts: list[OutputVerdict]) -> None:
         self.verdicts += verdicts
@@ -389,33 +436,35 @@ class _Walk:
         if step:
             deviation = verdicts[0].deviation
             self.errors.append(deviation.relative_l2 if deviation else None)
-            self.eager_errors.append(measure(case.eager["output"], case.oracle["output"]).relative_l2)
+            first = next(iter(case.oracle))
+            self.eager_errors.append(measure(case.eager[first], case.oracle[first]).relative_l2)
 
     def _cache(self, loop: DecodeLoop) -> list[OutputVerdict]:
-        """The verdicts on the keys and values of every token, once all were fed."""
+        """The verdicts on the cached tensors, once all tokens were fed."""
         trace, ends = self.trace, self.trace.prompt + self.trace.steps
-        names = ("key", "value")
+        axes = {each.name: each.axis for each in trace.cache.tensors}
         case = GoldenCase(
             name=f"{trace.name} cache",
             sizes=self._sizes(1, trace.length - 1),
             inputs={},
-            oracle={name: _without_padding(trace.oracle[name], ends, axis=2) for name in names},
-            eager={name: _without_padding(trace.eager[name], ends, axis=2) for name in names},
+            oracle={name: _without_padding(trace.oracle[name], ends, axis) for name, axis in axes.items()},
+            eager={name: _without_padding(trace.eager[name], ends, axis) for name, axis in axes.items()},
         )
         try:
-            got = attempt(lambda: self._held(loop, ends))
+            got = attempt(lambda: self._entries(loop, ends))
         except DeployError as error:
             return failed_to_run(case, error.in_one_line)
         return [_placed(verdict) for verdict in judge_case(case, got, self.precision)]
 
-    def _held(self, loop: DecodeLoop, ends: np.ndarray) -> dict[str, np.ndarray]:
-        keys, values = (np.asarray(rows) for rows in loop.cache())
-        if self.spec.cache == "static":  # a growing one has as many rows as there are tokens, and no more
-            keys, values = (rows[:, :, : self.trace.length] for rows in (keys, values))
-        return {
-            "key": _without_padding(keys, ends, axis=2),
-            "value": _without_padding(values, ends, axis=2),
-        }
+    def _entries(self, loop: DecodeLoop, ends: np.ndarray) -> dict[str, np.ndarray]:
+        cache, length, found = self.trace.cache, self.trace.length, {}
+        for each in cache.tensors:
+            entries = np.asarray(loop.cache()[each.name])
+            # A dynamic cache has as many entries as there are tokens, and no more.
+            if cache.is_preallocated and entries.ndim > each.axis:
+                entries = np.take(entries, np.arange(min(length, entries.shape[each.axis])), each.axis)
+            found[each.name] = _without_padding(entries, ends, each.axis)
+        return found
 
     def report(self) -> DecodeReport:
         """What was found."""
@@ -444,7 +493,7 @@ def attempt(call: Callable[[], _T]) -> _T:
 
 
 def _without_padding(array: np.ndarray, ends: np.ndarray, axis: int) -> np.ndarray:
-    """Zeros from position `ends[b]` of row b on. An array of another shape stays: the judge will say so."""
+    """Zeros from position `ends[b]` of batch element b on. An array of another shape stays as it is."""
     if array.ndim <= axis or len(array) != len(ends) or array.shape[axis] <= ends.min():
         return array
     seen = np.arange(array.shape[axis]) < ends[:, None]
@@ -465,8 +514,8 @@ def _placed(verdict: OutputVerdict) -> OutputVerdict:
     if not verdict.is_wrong or verdict.deviation is None:
         return verdict
     index = verdict.deviation.worst_index
-    places = ", ".join(f"{axis} {i}" for axis, i in zip(_PLACES[len(index)], index, strict=False))
-    return replace(verdict, problem=f"{verdict.problem}; worst at {places}")
+    places = ", ".join(f"{axis} {i}" for axis, i in zip(_PLACES.get(len(index), ()), index, strict=False))
+    return replace(verdict, problem=f"{verdict.problem}; worst at {places or index}")
 
 
 # -- One runner and one trace: what its profiles do not take is left out, what it cannot do is  ----
@@ -475,18 +524,18 @@ def _placed(verdict: OutputVerdict) -> OutputVerdict:
 def evaluate_trace(
     runner: Runner,
     trace: DecodeTrace,
-    spec: AttentionSpec,
+    spec: ModelSpec,
     precision: Precision,
     on_step: Callable[[int], None] | None = None,
 ) -> DecodeReport | None:
-    """Lead a runner through a trace, with the cache where the runtime keeps it best.
+    """Decode a trace with a runner, with the cache where the runtime keeps it best.
 
     Args:
-        runner: The layer; it stays the caller's to close.
-        trace: The tokens, and what is true of them.
-        spec: The layer.
+        runner: The model; it stays the caller's to close.
+        trace: The tokens, and the expected results.
+        spec: The model.
         precision: Its precision.
-        on_step: Is told each step before it is run.
+        on_step: Called with each step before it is run.
 
     Returns:
         The verdict, or None where the profiles of the runner's engine do not take a call of the trace.
@@ -529,33 +578,32 @@ def admits(runner: Runner, feeds: Arrays) -> bool:
         return True
 
 
-def _takes(runner: Runner, spec: AttentionSpec, precision: Precision, calls: Iterable[Sizes]) -> bool:
+def _takes(runner: Runner, spec: ModelSpec, precision: Precision, calls: Iterable[Sizes]) -> bool:
     return all(admits(runner, _feeds(spec, precision, sizes)) for sizes in calls)
 
 
-def _feeds(spec: AttentionSpec, precision: Precision, sizes: Sizes) -> Arrays:
+def _feeds(spec: ModelSpec, precision: Precision, sizes: Sizes) -> Arrays:
     """Inputs of these sizes that take no memory: a single zero each."""
+    return {
+        tensor.name: np.broadcast_to(np.zeros((), precision.numpy_of(tensor.kind)), tensor.shape(sizes))
+        for tensor in spec.inputs
+    }
 
-    def zero(kind: str) -> np.ndarray:
-        return np.zeros((), precision.numpy if kind == FLOAT else kind)
 
-    return {t.name: np.broadcast_to(zero(t.kind), t.shape(sizes)) for t in spec.inputs}
-
-
-def _step_sizes(spec: AttentionSpec, trace: DecodeTrace) -> Iterator[Sizes]:
+def _step_sizes(spec: ModelSpec, trace: DecodeTrace) -> Iterator[Sizes]:
     """The sizes of the calls with single tokens."""
-    steps = trace.steps if spec.cache == "growing" else 1  # those behind a static cache are all alike
+    steps = 1 if trace.cache.is_preallocated else trace.steps  # with a preallocated cache all are alike
     for step in range(steps):
-        yield call_sizes(spec, trace.B, 1, trace.longest_prompt + step)
+        yield trace.cache.call_sizes(spec, trace.B, 1, trace.longest_prompt + step)
 
 
-def _prefill_sizes(spec: AttentionSpec, trace: DecodeTrace, most: int | None) -> Iterator[Sizes]:
+def _prefill_sizes(spec: ModelSpec, trace: DecodeTrace, most: int | None) -> Iterator[Sizes]:
     """The sizes of the calls that bring the prompts."""
     for part, _ in prefill_calls(trace.prompt, most):
-        yield call_sizes(spec, trace.B, part.stop - part.start, part.start)
+        yield trace.cache.call_sizes(spec, trace.B, part.stop - part.start, part.start)
 
 
-# -- The tokens that a layer with a cache is stepped through: the bundle's own, and fresh ones  ----
+# -- The tokens that a model with a KV cache decodes: the bundle's own, and fresh ones -------------
 
 
 def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
@@ -563,60 +611,52 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
 
     Raises:
         BundleError: A trace is not what the manifest says.
-        DeployError: Steps were asked of a layer that has no cache, or no room for them.
-        BackendUnavailable: They were asked for, and PyTorch is not here to tell what is true of them.
+        DeployError: Steps were requested of a model that has no KV cache, or no room for them.
+        BackendUnavailable: They were requested, and there is no PyTorch to compute the expected results.
     """
     spec = bundle.manifest.spec
-    if not isinstance(spec, AttentionSpec) or spec.cache == "none":
-        _refuse_steps(spec, options)
+    cache = spec.kv_cache
+    if cache is None:
+        if options.steps:
+            raise DeployError(
+                f"{spec.name} has no KV cache.",
+                got=f"--steps {options.steps}",
+                hint="export a layer with --cache growing or --cache static, a model of your own with kv_cache=",
+            )
         return []
     found = [_read(bundle, entry, spec) for entry in bundle.manifest.traces]
-    return [*found, _fresh(bundle, options, spec)] if options.steps else found
+    return [*found, _fresh(bundle, options, spec, cache)] if options.steps else found
 
 
-def _refuse_steps(spec: ModelSpec, options: ValidateOptions) -> None:
-    if options.steps:
-        raise DeployError(
-            f"{spec.name} has no cache to step through.",
-            got=f"--steps {options.steps}",
-            hint="export it with --cache growing or --cache static",
-        )
-
-
-def _read(bundle: Bundle, entry: TraceEntry, spec: AttentionSpec) -> DecodeTrace:
-    trace = read_trace(bundle.file(entry.file))
+def _read(bundle: Bundle, entry: TraceEntry, spec: ModelSpec) -> DecodeTrace:
+    trace = read_trace(bundle.file(entry.file), spec, bundle.manifest.precision)
     if trace.name != entry.name:
         raise BundleError(
             "A decode trace has another name than its file.",
             got=f"{entry.name} in {entry.file}",
             hint="export again",
         )
-    check_trace(spec, trace, bundle.manifest.precision)
     return trace
 
 
-def _fresh(bundle: Bundle, options: ValidateOptions, spec: AttentionSpec) -> DecodeTrace:
-    prompt = _usual_prompt(spec, options.steps) if options.prompt is None else options.prompt
+def _fresh(bundle: Bundle, options: ValidateOptions, spec: ModelSpec, cache: KVCache) -> DecodeTrace:
+    prompt = options.prompt
+    if prompt is None:  # of the usual length, or as much of it as leaves room for the steps
+        prompt = min(spec.axes[cache.new].opt, cache.room - options.steps)
+        if prompt < 1:
+            raise DeployError(
+                f"The cache of {spec.name} has no room for a prompt and so many steps.",
+                got=f"--steps {options.steps}",
+                hint=f"{cache.room - 1} steps at most" if cache.room > 1 else None,
+            )
     refuse_without_torch("of fresh tokens")
     from mha_deploy.baselines.fresh import fresh_trace
 
     return fresh_trace(
         bundle,
-        rows=spec.axes["B"].opt if options.batch is None else options.batch,
+        batch=spec.sizes("opt").get("B", 1) if options.batch is None else options.batch,
         prompt=prompt,
         steps=options.steps,
         seed=options.seed,
         device=torch_device(),
     )
-
-
-def _usual_prompt(spec: AttentionSpec, steps: int) -> int:
-    """A prompt of the usual length, or as much of it as leaves room for the steps."""
-    prompt = min(spec.axes["S"].opt, spec.room - steps)
-    if prompt < 1:
-        raise DeployError(
-            f"The cache of {spec.name} has no room for a prompt and so many steps.",
-            got=f"--steps {steps}",
-            hint=f"{spec.room - 1} steps at most" if spec.room > 1 else None,
-        )
-    return prompt

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mha_deploy.bundle.cases import CACHE_INPUTS, GoldenCase
+from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.traces import DecodeTrace
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import (
@@ -204,28 +204,25 @@ class _EvaluationRun:
         rows = new_rows(case, got)
         for name in names:
             found = heatmap(self.runner.name, rows.case, name, rows.got[name], self.plan.projection)
-            note = "the rows of the cache that the call wrote" if name in CACHE_INPUTS else found.note
+            note = "the rows of the cache that the call wrote" if name in case.cached else found.note
             self.heatmaps.append(replace(found, note=note))
 
     def _stepped(self, trace: DecodeTrace) -> DecodeReport | None:
         """Prefill and single tokens; None where they are outside the engine's profiles."""
         plan = self.plan
-        if not isinstance(plan.spec, AttentionSpec):
-            return None  # a trace is of one of our own layers
-        spec = plan.spec
 
         def report(step: int) -> None:
             if step % _STEPS_TOLD == 0:
                 self.on_step(f"{self.runtime.name}: {trace.name}, step {step} of {trace.steps}")
 
-        found = evaluate_trace(self.runner, trace, spec, plan.precision, report)
+        found = evaluate_trace(self.runner, trace, plan.spec, plan.precision, report)
         if found is None:
             self.outside.append(trace.name)
         return found
 
     def _why_unstepped(self) -> str | None:
         """Why there is no verdict on decoding; None for a layer that does not, or that is only timed."""
-        if self.plan.spec.cache == "none" or not self.plan.cases:
+        if self.plan.spec.kv_cache is None or not self.plan.cases:
             return None
         return "its profiles take no trace" if self.plan.traces else "the bundle has no trace"
 
@@ -234,7 +231,8 @@ class _EvaluationRun:
         self.on_step(f"latency of {who.name}: {case.name}")
         row = LatencyRow(name=who.name, backend=self.runner.name, family=who.family)
         wrong = [failure for report in stepping for failure in report.failures]
-        if wrong and case.sizes["S"] == 1:
+        cache = plan.spec.kv_cache
+        if wrong and cache is not None and case.sizes[cache.new] == 1:
             first = wrong[0]
             return replace(row, refused=f"{WRONG_ANSWER}: {first.case}/{first.output}: {first.problem}")
         row = time_case(self.runner, case, plan.precision, row, samples=plan.samples, kernels=plan.kernels)

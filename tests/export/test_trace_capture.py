@@ -65,7 +65,7 @@ def test_the_oracle_is_what_stepping_in_fp64_gives(cache, changes):
     trace, spec = captured(cache, "fp16", **changes), layer(cache, **changes)
     exact = build_module(spec, weights=module_of(spec).state_dict(), dtype=torch.float64)
     for row in range(3):
-        x = torch.from_numpy(trace.x[row : row + 1, : trace.prompt[row] + STEPS].astype(np.float64))
+        x = torch.from_numpy(trace.inputs["x"][row : row + 1, : trace.prompt[row] + STEPS].astype(np.float64))
         decoder = Decoder(exact, 1)
         output = torch.cat([decoder.feed(token) for token in x.split(1, dim=1)], dim=1)
         rows = {"output": output, "key": decoder.keys, "value": decoder.values}
@@ -79,12 +79,12 @@ def test_eager_is_the_module_fed_as_a_stepper_is(cache):
     trace, module = captured(cache, "fp32"), module_of(layer(cache), "fp32")
     decoder = Decoder(module, 3)
     counts = torch.from_numpy(trace.prompt) if cache == "static" else None
-    first = decoder.feed(torch.from_numpy(trace.prefill), counts).numpy()
+    first = decoder.feed(torch.from_numpy(trace.prefill()["x"]), counts).numpy()
     for row, end in enumerate(trace.prompt):
         assert np.array_equal(first[row, :end], trace.eager["output"][row, :end])
     for step in range(1, STEPS + 1):
-        output = decoder.feed(torch.from_numpy(trace.tokens(step))).numpy()
-        assert np.array_equal(output, trace.at_step(trace.eager["output"], step))
+        output = decoder.feed(torch.from_numpy(trace.tokens(step)["x"])).numpy()
+        assert np.array_equal(output, trace.at_step("output", trace.eager["output"], step))
     assert np.array_equal(decoder.keys[:, :, : trace.length].numpy(), trace.eager["key"])
 
 
@@ -113,9 +113,9 @@ def test_an_oracle_and_a_way_to_run_it_can_be_given():
 
 def test_the_same_seed_draws_the_same_and_another_name_does_not():
     again = captured("static")
-    assert np.array_equal(captured("static").x, again.x)
-    assert not np.array_equal(captured("static", seed=1).x, again.x)
-    assert not np.array_equal(captured("static", name="other").x, again.x)
+    assert np.array_equal(captured("static").inputs["x"], again.inputs["x"])
+    assert not np.array_equal(captured("static", seed=1).inputs["x"], again.inputs["x"])
+    assert not np.array_equal(captured("static", name="other").inputs["x"], again.inputs["x"])
 
 
 def test_one_length_serves_every_row():
@@ -129,7 +129,7 @@ def test_one_length_serves_every_row():
 def test_a_captured_trace_can_be_written_and_read(tmp_path, cache):
     trace = captured(cache, "bf16")
     write_trace(tmp_path / "decode.npz", trace)
-    read = read_trace(tmp_path / "decode.npz")
+    read = read_trace(tmp_path / "decode.npz", layer(cache), PRECISIONS["bf16"])
     assert np.array_equal(read.eager["key"], trace.eager["key"])
     assert np.array_equal(read.oracle["key"], trace.oracle["key"])
 
@@ -138,7 +138,7 @@ def test_a_captured_trace_can_be_written_and_read(tmp_path, cache):
     ("cache", "B", "prompt", "steps", "match"),
     [
         ("growing", 3, [5, 2, 7], 2, "one length"),
-        ("static", 3, [5, 2], 2, "Every row needs a prompt"),
+        ("static", 3, [5, 2], 2, "Every batch element needs a prompt"),
         ("static", 3, 16, 17, "do not fit into the cache"),
         ("growing", 3, 16, 18, "do not fit into the cache"),
         ("static", 3, 17, 1, "Axis S"),
@@ -165,7 +165,7 @@ def test_a_trace_can_be_captured_on_a_gpu(cache):
     here = captured(cache)
     module = module_of(layer(cache), device="cuda")
     there = TraceCapture(module, PRECISIONS["fp16"], 0).capture("decode", 3, PROMPTS[cache], STEPS)
-    assert np.array_equal(here.x, there.x)
+    assert np.array_equal(here.inputs["x"], there.inputs["x"])
     for name in here.oracle:
         np.testing.assert_allclose(there.oracle[name], here.oracle[name], rtol=0, atol=1e-12)
         for row in range(3):

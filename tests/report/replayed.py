@@ -30,7 +30,8 @@ def trace(steps=STEPS, prompt=(5, 2, 7)):
     oracle = {name: dice.standard_normal(shape) for name, shape in shapes.items()}
     return DecodeTrace(
         name="steps",
-        x=dice.standard_normal((B, L, spec().E)).astype(np.float16),
+        cache=spec().kv_cache,
+        inputs={"x": dice.standard_normal((B, L, spec().E)).astype(np.float16)},
         prompt=np.array(prompt, np.int32),
         steps=steps,
         oracle=oracle,
@@ -47,16 +48,16 @@ class Replay:
         self.trace, self.meddle, self.step = steps, meddle, 0
         self.lengths = np.zeros(steps.B, np.int32)
 
-    def feed(self, x, counts):
+    def feed(self, tokens, counts):
         output = self.trace.eager["output"]
         first = output[:, : self.trace.longest_prompt]
-        given = self.trace.at_step(output, self.step) if self.step else first
+        given = self.trace.at_step("output", output, self.step) if self.step else first
         self.lengths = self.trace.prompt + self.step
         self.step += 1
-        return self.meddle(self.step - 1, given.copy())
+        return {"output": self.meddle(self.step - 1, given.copy())}
 
     def cache(self):
-        return self.trace.eager["key"], self.trace.eager["value"]
+        return {name: self.trace.eager[name] for name in ("key", "value")}
 
 
 def right(step, output):

@@ -194,13 +194,14 @@ def lengths_held_back(module):
 class SwappedRows(HostDecodeLoop):
     """Two rows of the batch have each other's cache after the prefill."""
 
-    def feed(self, x, counts=None):
+    def feed(self, tokens, counts=None):
         is_first = not self.lengths.any()
-        output = super().feed(x, counts)
+        output = super().feed(tokens, counts)
         if is_first:
-            self._held = tuple(
-                np.ascontiguousarray(rows[[1, 0, *range(2, len(rows))]]) for rows in self._held
-            )
+            self._held = {
+                name: np.ascontiguousarray(entries[[1, 0, *range(2, len(entries))]])
+                for name, entries in self._held.items()
+            }
         return output
 
 
@@ -209,8 +210,8 @@ class LosesCount(HostDecodeLoop):
 
     calls = 0
 
-    def feed(self, x, counts=None):
-        output = super().feed(x, counts)
+    def feed(self, tokens, counts=None):
+        output = super().feed(tokens, counts)
         if self.calls == AT:
             self.lengths = self.lengths - np.array([0, 1, 0], np.int32)
         self.calls += 1

@@ -122,9 +122,10 @@ def test_what_padding_gives_and_what_is_behind_the_valid_rows_is_not_judged():
 
     class SpoilsTheRest(HostDecodeLoop):
         def cache(self):
-            keys, values = (rows.copy() for rows in super().cache())
-            keys[1, :, 2 + STEPS :] = values[1, :, 2 + STEPS :] = np.nan
-            return keys, values
+            held = {name: entries.copy() for name, entries in super().cache().items()}
+            for entries in held.values():
+                entries[1, :, 2 + STEPS :] = np.nan
+            return held
 
     runner = Meddled(ModuleRunner(captured("static")[0]), after=after)
     assert judged(runner, "static", loop=SpoilsTheRest).passed
@@ -164,7 +165,7 @@ def test_a_row_that_the_last_step_did_not_write_shows_in_the_cache(cache, only):
     assert wrong_in_cache(report) == [only]
     row = report.failures[0].deviation.worst_index[0]
     last = captured(cache)[1].prompt[row] + STEPS - 1
-    assert f"worst at row {row}, head " in report.failures[0].problem
+    assert f"worst at batch element {row}, head " in report.failures[0].problem
     assert report.failures[0].problem.endswith(f"position {last}")
 
 
@@ -195,7 +196,7 @@ def test_a_length_that_is_not_advanced_is_caught_at_its_step(precision):
         "[8, 4, 10] tokens, not [8, 5, 10]",
     )
     assert (step.case, step.output) == ("decode step 4", "output")
-    assert step.problem.endswith("worst at row 1, token 0")
+    assert step.problem.endswith("worst at batch element 1, token 0")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -203,7 +204,7 @@ def test_a_length_that_only_the_runtime_has_wrong_is_caught_too(precision):
     report = judged(wrong.lengths_held_back(captured("static", precision)[0]), "static", precision)
     assert report.first_failed == wrong.AT
     assert report.failures[0].output == "output"
-    assert "worst at row 1" in report.failures[0].problem
+    assert "worst at batch element 1" in report.failures[0].problem
 
 
 def test_an_exported_graph_that_looks_ahead_is_caught_in_the_prefill():
@@ -291,7 +292,8 @@ def longer(rows):
 def test_a_cache_that_cannot_be_compared_has_failed(cache, problem):
     class Odd(HostDecodeLoop):
         def cache(self):
-            return cache(super().cache())
+            keys, values = cache(tuple(super().cache().values()))
+            return {"key": keys, "value": values}
 
     report = judged(ModuleRunner(captured("growing")[0]), "growing", loop=Odd)
     assert wrong_in_cache(report) == ["key", "value"]
@@ -336,21 +338,21 @@ def test_a_trace_that_does_not_fit_is_refused():
     refused("does not fit", loop, trace, module.spec, "bf16")
     refused("do not fit into the cache", loop, trace, small)
     refused("one length", loop, trace, cached("growing"))
-    refused("no cache", loop, trace, find_spec("tiny-rope"))
+    refused("no KV cache", loop, trace, find_spec("tiny-rope"))
     assert not loop.lengths.any()  # nothing was fed
 
 
 def test_a_stepper_must_be_empty_and_have_the_rows_of_the_trace():
     module, trace = captured("static")
     loop = HostDecodeLoop(ModuleRunner(module), module.spec, B)
-    loop.feed(trace.prefill, trace.prompt)
+    loop.feed(trace.prefill(), trace.prompt)
     refused("empty cache", loop, trace, module.spec)
     refused("empty cache", HostDecodeLoop(ModuleRunner(module), module.spec, B - 1), trace, module.spec)
 
 
 def test_a_runner_of_another_layer_is_refused():
     for spec in (cached("static"), find_spec("tiny-rope")):
-        with pytest.raises(DeployError, match="with a cache"):
+        with pytest.raises(DeployError, match="with a KV cache"):
             HostDecodeLoop(ModuleRunner(captured("growing")[0]), spec, B)
 
 
@@ -365,7 +367,7 @@ def test_a_runner_without_a_cache_of_its_own_is_stepped_from_the_host(cache):
 def test_a_growing_cache_takes_no_counts():
     module, trace = captured("growing")
     with pytest.raises(DeployError, match="one length"):
-        HostDecodeLoop(ModuleRunner(module), module.spec, B).feed(trace.prefill, trace.prompt)
+        HostDecodeLoop(ModuleRunner(module), module.spec, B).feed(trace.prefill(), trace.prompt)
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -413,7 +415,7 @@ def test_a_step_may_use_the_budgets_around_it_and_no_others():
         cases.append(GoldenCase(name="", sizes={}, inputs={}, oracle={"output": oracle}, eager=eager))
     budgets = StepBudgets(cases, precision)
     loose = budget_from_eager(cases[20].eager["output"], cases[20].oracle["output"], precision)
-    found = [budgets.around(step + 1).relative_l2 == loose.relative_l2 for step in range(40)]
+    found = [budgets.around(step + 1)["output"].relative_l2 == loose.relative_l2 for step in range(40)]
     assert found == [abs(step - 20) <= 8 for step in range(40)]
 
 
@@ -428,7 +430,7 @@ def test_the_prefill_has_its_own_budget_and_the_steps_share_theirs():
 
 
 def _at(trace, step):
-    return [trace.at_step(results["output"], step) for results in (trace.eager, trace.oracle)]
+    return [trace.at_step("output", results["output"], step) for results in (trace.eager, trace.oracle)]
 
 
 def test_a_report_that_lacks_steps_has_not_passed():
