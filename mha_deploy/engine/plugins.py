@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import platform
@@ -22,8 +23,7 @@ from typing import Any
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import sha256
 from mha_deploy.errors import BackendUnavailable
-from mha_deploy.runtime.tensorrt.loader import load_library
-from mha_deploy.runtime.tensorrt.versions import TensorRT
+from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
 # -- What a built library says of itself. It is asked in a process of its own: a broken one end ----
 
@@ -746,6 +746,30 @@ def _load(rt: TensorRT, library: PluginLibrary) -> PluginLibrary:
     load_library(rt, library.path)
     _loaded[rt.module.__name__] = library
     return library
+
+
+def load_library(rt: TensorRT, path: Path) -> None:
+    """Let a library register its plugins with the TensorRT of this process.
+
+    Its code runs in this process: only for libraries of one's own. `IPluginRegistry.load_library` is not the
+    same function in 8.6.0 and 8.6.1: where the Python package and the library differ, it does something else.
+
+    Raises:
+        EngineError: It cannot be loaded, or TensorRT refuses it.
+    """
+    try:
+        register = ctypes.CDLL(os.fspath(path)).mha_deploy_register_plugins
+        register.restype = ctypes.c_char_p
+        refusal: bytes | None = register()
+        reason = None if refusal is None else refusal.decode(errors="replace")
+    except (OSError, AttributeError) as cause:
+        reason = str(cause)
+    if reason is not None:
+        raise EngineError(
+            f"{rt.title} cannot load the plugin library.",
+            got=f"{path}: {reason}",
+            hint="build it for this TensorRT: mha-deploy plugins build",
+        )
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -19,9 +19,8 @@ from mha_deploy.engine import plugins as load
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import open_engine
 from mha_deploy.engine.options import EngineOptions
-from mha_deploy.engine.plugins import PluginError
+from mha_deploy.engine.plugins import PluginError, load_library
 from mha_deploy.errors import DeployError
-from mha_deploy.runtime.tensorrt import loader as registry
 from mha_deploy.runtime.tensorrt.build import parse_into
 from mha_deploy.validate.verdict import engines_to_dict
 
@@ -39,7 +38,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(load, "_loaded", {})
     REGISTERED.clear()
-    monkeypatch.setattr(registry, "register_itself", lambda path: REGISTERED.append(str(path)))
+    monkeypatch.setattr(load, "load_library", lambda rt, path: REGISTERED.append(str(path)))
     return folder
 
 
@@ -260,16 +259,22 @@ def test_a_static_cache_is_written_in_place(place, built):
     assert "caches in place: bind key_cache_out to the memory of key_cache" in manifest.notes
 
 
-@pytest.mark.parametrize(("gives", "told"), [("0", None), ('"no registry"', "no registry")])
-def test_a_library_registers_itself_or_says_why_not(tmp_path, gives, told):
-    code = f"char const* mha_deploy_register_plugins(void) {{ return {gives}; }}"
-    assert registry.register_itself(write_library(tmp_path, code=code)) == told
+def load_refused(path):
+    with pytest.raises(DeployError, match="cannot load the plugin library") as caught:
+        load_library(fake("8.6.1"), path)
+    assert str(path) in caught.value.got
+    return caught.value.got
+
+
+def test_a_library_registers_itself_or_says_why_not(tmp_path):
+    code = "char const* mha_deploy_register_plugins(void) { return %s; }"
+    load_library(fake("8.6.1"), write_library(tmp_path / "works", code=code % "0"))
+    refused = write_library(tmp_path / "refused", code=code % '"no registry"')
+    assert load_refused(refused).endswith("no registry")
 
 
 def test_what_is_no_plugin_library_is_refused(tmp_path):
-    assert "mha_deploy_register_plugins" in registry.register_itself(write_library(tmp_path))
+    assert "mha_deploy_register_plugins" in load_refused(write_library(tmp_path))
     nothing = tmp_path / "nothing.so"
     nothing.write_text("nothing")
-    with pytest.raises(DeployError, match="cannot load the plugin library") as caught:
-        registry.load_library(fake("8.6.1"), nothing)
-    assert str(nothing) in caught.value.got
+    load_refused(nothing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FILES = ("build.py", "loader.py", "log.py", "run.py")
+FILES = ("build.py", "log.py", "run.py")
 
 OBJECTS = {
     "builder": "Builder",

@@ -24,7 +24,6 @@ from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import cuda
 from mha_deploy.runtime.tensorrt import run as bound
 from mha_deploy.runtime.tensorrt.build import build_with
-from mha_deploy.runtime.tensorrt.loader import load_engine
 from mha_deploy.runtime.tensorrt.request import BuildRequest, LargeTensor
 from mha_deploy.runtime.tensorrt.run import (
     Recent,
@@ -32,6 +31,7 @@ from mha_deploy.runtime.tensorrt.run import (
     admitting,
     describe,
     first_admitting,
+    load_engine,
     refuse_outside,
 )
 from mha_deploy.runtime.tensorrt.versions import EngineError, load, wrap
@@ -459,7 +459,7 @@ def test_only_a_version_compatible_engine_may_bring_code(machine_with, device, t
     opened = on_disk(path, options={"version_compatible": compatible})
     assert reasons_not_to_run(opened) == []
     with open_engine_runner(opened, cuda_graph=False) as runner:
-        allowed = getattr(runner._loaded.runtime, "__dict__", {}).get("engine_host_code_allowed", False)
+        allowed = getattr(runner._loaded[1], "__dict__", {}).get("engine_host_code_allowed", False)
         assert allowed is compatible
         assert runner.graph is False
 

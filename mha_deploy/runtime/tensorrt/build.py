@@ -19,7 +19,6 @@ from mha_deploy.runtime.tensorrt.kernels import (
     kernels_from_log,
     kernels_from_plan,
 )
-from mha_deploy.runtime.tensorrt.loader import load_engine
 from mha_deploy.runtime.tensorrt.log import (
     Message,
     NodeNames,
@@ -37,6 +36,7 @@ from mha_deploy.runtime.tensorrt.request import (
     Profile,
     large_tensors,
 )
+from mha_deploy.runtime.tensorrt.run import load_engine
 from mha_deploy.runtime.tensorrt.versions import EngineError, NotFusedError, TensorRT, load
 
 # -- From an ONNX file to a TensorRT network, with every complaint of the parser linked to its  ----
@@ -553,8 +553,7 @@ def inspect_kernels(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> li
 def inspector_json(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> str:
     """Load an engine and return the inspector's JSON as it is."""
     trt = rt.module
-    loaded = load_engine(rt, plan, host_code=host_code)
-    engine = loaded.engine
+    engine, _runtime = load_engine(rt, plan, host_code=host_code)  # which must outlive the engine
     inspector = engine.create_engine_inspector()
     return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
 

@@ -1,16 +1,17 @@
-"""Run an engine: profiles, execution contexts, buffers, CUDA graphs, the decode loop."""
+"""Load and run an engine: profiles, execution contexts, buffers, CUDA graphs, the decode loop."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
+import ml_dtypes
 import numpy as np
 
-from mha_deploy.errors import DeployError
+from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.spec import CACHES, CACHES_OUT, PAST
 from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Copy2D, CudaError, Graph, Stream, capture
 from mha_deploy.runtime.decode import (
@@ -25,20 +26,11 @@ from mha_deploy.runtime.decode import (
 )
 from mha_deploy.runtime.gpu import GpuRunner, Prepared
 from mha_deploy.runtime.runner import Arrays, TensorInfo, check_kinds
-from mha_deploy.runtime.tensorrt.loader import (
-    aliased_outputs,
-    io_tensors,
-    load_engine,
-    narrow_integers,
-    profile_ranges,
-    reasons,
-    scratch_bytes,
-)
-from mha_deploy.runtime.tensorrt.log import collect
+from mha_deploy.runtime.tensorrt.log import Message, collect, errors, logger_for
 from mha_deploy.runtime.tensorrt.request import LargeTensor, Profile, Shape, refuse_large
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
-# -- Which optimisation profile takes which shapes. Knows nothing of TensorRT ----------------------
+# -- Which optimisation profile takes which shapes -------------------------------------------------
 
 
 def admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> list[int]:
@@ -48,16 +40,15 @@ def admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> list[
         profiles: Smallest, usual and largest shape of every input, for each profile.
         shapes: The shape of every input.
     """
-    return [index for index, profile in enumerate(profiles) if admits(profile, shapes)]
 
+    def within(shape: Shape, low: Shape, high: Shape) -> bool:
+        return len(shape) == len(low) and all(map(lambda a, size, b: a <= size <= b, low, shape, high))
 
-def admits(profile: Profile, shapes: Mapping[str, Shape]) -> bool:
-    """Whether every input's shape is within the profile's range."""
-    return all(_within(shapes[name], low, high) for name, (low, _, high) in profile.items())
-
-
-def _within(shape: Shape, low: Shape, high: Shape) -> bool:
-    return len(shape) == len(low) and all(a <= size <= b for a, size, b in zip(low, shape, high, strict=True))
+    return [
+        index
+        for index, profile in enumerate(profiles)
+        if all(within(shapes[name], low, high) for name, (low, _, high) in profile.items())
+    ]
 
 
 def first_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
@@ -70,14 +61,14 @@ def first_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) ->
     if not found:
         raise DeployError(
             "No optimisation profile of the engine takes these shapes.",
-            got=_say(shapes),
+            got=_in_words(shapes),
             hint="; ".join(f"profile {index}: {describe(each)}" for index, each in enumerate(profiles)),
         )
     return found[0]
 
 
 def tightest_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
-    """Of the profiles that take these shapes the one with the least room, as one for single tokens has.
+    """The profile with the smallest ranges among those that take these shapes, as one for single tokens.
 
     Raises:
         DeployError: None does.
@@ -99,10 +90,10 @@ def refuse_outside(profiles: Sequence[Profile], index: int, shapes: Mapping[str,
         raise DeployError(
             "The engine has no such optimisation profile.", got=index, hint=f"0 to {len(profiles) - 1}"
         )
-    if not admits(profiles[index], shapes):
+    if index not in admitting(profiles, shapes):
         raise DeployError(
             f"The optimisation profile {index} does not take these shapes.",
-            got=_say(shapes),
+            got=_in_words(shapes),
             hint=describe(profiles[index]),
         )
 
@@ -110,27 +101,23 @@ def refuse_outside(profiles: Sequence[Profile], index: int, shapes: Mapping[str,
 def describe(profile: Profile) -> str:
     """The ranges in words: `x 1..4×1..64×128`."""
     return ", ".join(
-        f"{name} {'×'.join(_span(a, b) for a, b in zip(low, high, strict=True))}"
+        f"{name} {'×'.join(str(a) if a == b else f'{a}..{b}' for a, b in zip(low, high, strict=True))}"
         for name, (low, _, high) in profile.items()
     )
 
 
-def _span(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low}..{high}"
-
-
-def _say(shapes: Mapping[str, Shape]) -> str:
+def _in_words(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
-# -- The things used last, and no more of them than there is room for ------------------------------
+# -- A cache of the values used last ---------------------------------------------------------------
 
 
 class Closeable(Protocol):
-    """What gives its resources back when it is closed."""
+    """What frees its resources when it is closed."""
 
     def close(self) -> None:
-        """Give them back."""
+        """Free them."""
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -138,40 +125,122 @@ Value = TypeVar("Value", bound=Closeable)
 
 
 class Recent(Generic[Key, Value]):
-    """Keeps the values used last; closes what it lets go.
-
-    Args:
-        most: How many to keep.
-    """
+    """Keeps the `most` values used last, and closes the others."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._kept: OrderedDict[Key, Value] = OrderedDict()
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of a key; made if it is not here, after room was made for it."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        while len(self._kept) >= self._most:
-            self._let_go(next(iter(self._kept)))
-        value = self._kept[key] = make()
-        return value
+        """The value of a key; made where it is missing, after room was made for it."""
+        if key not in self._kept:
+            while len(self._kept) >= self._most:
+                self._kept.popitem(last=False)[1].close()
+            self._kept[key] = make()
+        self._kept.move_to_end(key)
+        return self._kept[key]
 
     def drop(self, unwanted: Callable[[Key], bool]) -> None:
-        """Let go of the values whose keys are unwanted."""
+        """Close the values whose keys are unwanted."""
         for key in [key for key in self._kept if unwanted(key)]:
-            self._let_go(key)
+            self._kept.pop(key).close()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all values."""
         self.drop(lambda key: True)
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def _let_go(self, key: Key) -> None:
-        self._kept.pop(key).close()
+
+# -- From a plan to an engine, and its inputs and outputs ------------------------------------------
+
+_TYPES = {
+    "HALF": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "FLOAT": np.dtype(np.float32),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+def load_engine(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> tuple[Any, Any]:
+    """Deserialise a plan on the GPU.
+
+    Args:
+        rt: The TensorRT that built it.
+        plan: The serialised engine.
+        host_code: Allow the runtime code in a version-compatible engine. Only for plans of one's own: it is
+            executed.
+
+    Returns:
+        The engine, and the runtime that it must not outlive.
+
+    Raises:
+        BackendUnavailable: TensorRT cannot start here.
+        EngineError: The engine cannot be loaded here.
+    """
+    trt = rt.module
+    with collect(rt) as messages:
+        try:
+            runtime = trt.Runtime(logger_for(rt))
+        except (TypeError, RuntimeError) as cause:
+            # The binding turns a null pointer into TypeError.
+            raise BackendUnavailable(
+                f"{rt.title} cannot start its runtime here.", got=cause, hint="mha-deploy doctor"
+            ) from cause
+        if host_code and rt.can.version_compatible:
+            runtime.engine_host_code_allowed = True
+        engine = runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise EngineError(
+                f"{rt.title} cannot load this engine here.",
+                got=_reasons(messages),
+                hint="load it with the version and on the GPU it was built for, or build it again",
+            )
+        return engine, runtime
+
+
+def _reasons(messages: Iterable[Message]) -> str:
+    return "; ".join(message.text for message in errors(messages)) or "no reason reported"
+
+
+def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """The inputs and the outputs of an engine."""
+    trt = rt.module
+    inputs: dict[str, TensorInfo] = {}
+    outputs: dict[str, TensorInfo] = {}
+    for index in range(engine.num_io_tensors):
+        name = engine.get_tensor_name(index)
+        if engine.get_tensor_location(name) == trt.TensorLocation.HOST:
+            raise EngineError(
+                f"The tensor {name} holds shapes, and is on the host.",
+                hint="export the model so that all of its inputs and outputs are data",
+            )
+        kind = engine.get_tensor_dtype(name)
+        if kind.name not in _TYPES:
+            raise EngineError(f"The tensor {name} has a type that is not supported here.", got=kind.name)
+        dims = tuple(None if size < 0 else int(size) for size in engine.get_tensor_shape(name))
+        is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+        (inputs if is_input else outputs)[name] = TensorInfo(dtype=_TYPES[kind.name], dims=dims)
+    return inputs, outputs
+
+
+def _profile_ranges(engine: Any, inputs: Mapping[str, TensorInfo]) -> tuple[Profile, ...]:
+    """For each optimisation profile, the smallest, usual and largest shape of every input."""
+
+    def ranges(name: str, info: TensorInfo, index: int) -> tuple[Shape, Shape, Shape]:
+        fixed = tuple(size for size in info.dims if isinstance(size, int))
+        if len(fixed) == len(info.dims):  # the profiles need not contain it
+            return fixed, fixed, fixed
+        low, usual, high = (tuple(map(int, shape)) for shape in engine.get_tensor_profile_shape(name, index))
+        return low, usual, high
+
+    return tuple(
+        {name: ranges(name, info, index) for name, info in inputs.items()}
+        for index in range(engine.num_optimization_profiles)
+    )
 
 
 # -- One call with its shapes fixed: an execution context of its own, buffers, and a CUDA graph ----
@@ -186,10 +255,13 @@ class BoundContext:
         stream: Where its calls go.
         profile: The optimisation profile, for life.
         shapes: The shape of every input.
-        inputs: What goes in.
-        outputs: What comes out.
+        inputs: The inputs.
+        outputs: The outputs.
         aliases: For each output that is written in place, the input whose memory it shares.
-        large_tensors: What TensorRT cannot hold at the largest sizes.
+        large_tensors: Tensors that TensorRT does not support at the largest sizes.
+
+    Attributes:
+        graphs: Recorded calls by the addresses of their tensors, for whoever records them.
     """
 
     def __init__(
@@ -202,14 +274,22 @@ class BoundContext:
         shapes: Mapping[str, Shape],
         inputs: Mapping[str, TensorInfo],
         outputs: Mapping[str, TensorInfo],
-        aliases: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str],
         large_tensors: Sequence[LargeTensor] = (),
     ) -> None:
-        self.stream = stream
-        self.inputs, self.outputs, self.aliases = inputs, outputs, dict(aliases or {})
+        self.stream, self.inputs, self.outputs, self.aliases = stream, inputs, outputs, aliases
+        self.graphs: dict[tuple[int, ...], Graph] = {}
         self._rt, self._large_tensors = rt, large_tensors
+        trt = rt.module
         with self._listening(f"cannot prepare profile {profile}"):
-            self._context = _create_context(rt, engine)
+            if rt.can.kernel_specialization:
+                runtime_config = engine.create_runtime_config()
+                # Compile the kernels for these shapes before the first call, not in the background.
+                eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+                runtime_config.dynamic_shapes_kernel_specialization_strategy = eager
+                self._context = engine.create_execution_context(runtime_config)
+            else:
+                self._context = engine.create_execution_context()
             _check(self._context is not None, "no execution context")
             chosen = self._context.set_optimization_profile_async(profile, stream.handle)
             _check(chosen, f"profile {profile}")
@@ -218,8 +298,8 @@ class BoundContext:
         try:
             self.reshape(shapes)
         except EngineError:
-            # It holds the profile, which a context of other shapes may need next. Nor must the error hold it,
-            # so no function on the way keeps it in a variable of its own.
+            # The context owns the profile, which one of other shapes may need next. The error's traceback may
+            # not keep it alive either, so no function on the way has it in a local variable.
             self.close()
             raise
 
@@ -233,15 +313,12 @@ class BoundContext:
         with self._listening("cannot take these shapes"):
             for name, shape in shapes.items():
                 _check(self._context.set_input_shape(name, shape), f"{name} {shape}")
-            self.shapes = {**shapes, **self._output_shapes()}
-
-    def _output_shapes(self) -> dict[str, Shape]:
-        missing = self._context.infer_shapes()
-        _check(not missing, f"inputs without a shape: {', '.join(missing)}")
-        shapes = {name: tuple(map(int, self._context.get_tensor_shape(name))) for name in self.outputs}
-        for name, shape in shapes.items():
-            _check(min(shape, default=0) >= 0, f"the size of {name} depends on the data: {shape}")
-        return shapes
+            missing = self._context.infer_shapes()
+            _check(not missing, f"inputs without a shape: {', '.join(missing)}")
+            results = {name: tuple(map(int, self._context.get_tensor_shape(name))) for name in self.outputs}
+            for name, shape in results.items():
+                _check(min(shape, default=0) >= 0, f"the size of {name} depends on the data: {shape}")
+            self.shapes = {**shapes, **results}
 
     def enqueue(self, addresses: Mapping[str, int]) -> None:
         """Queue one call on the stream.
@@ -255,17 +332,16 @@ class BoundContext:
                 _check(context.set_tensor_address(name, address), f"the address of {name}")
             _check(context.execute_async_v3(self.stream.handle), "the call")
 
-    def record(self, addresses: Mapping[str, int], then: Callable[[], None] | None = None) -> Graph:
+    def record(self, addresses: Mapping[str, int], then: Callable[[], None] = lambda: None) -> Graph:
         """Record one call, and what `then` queues behind it.
 
         Raises:
-            EngineError: It does something that a CUDA graph cannot hold.
+            EngineError: A CUDA graph cannot contain it.
         """
 
         def work() -> None:
             self.enqueue(addresses)
-            if then is not None:
-                then()
+            then()
 
         try:
             with self._listening("cannot be recorded into a CUDA graph"):
@@ -279,7 +355,7 @@ class BoundContext:
 
     @contextmanager
     def _listening(self, failure: str) -> Iterator[None]:
-        """Turn whatever fails inside into one error with what TensorRT said meanwhile."""
+        """Turn whatever fails inside into one error, with TensorRT's messages meanwhile."""
         with collect(self._rt) as messages:
             try:
                 yield
@@ -287,11 +363,15 @@ class BoundContext:
                 raise
             except (_Refused, RuntimeError, CudaError) as cause:
                 raise EngineError(
-                    f"{self._rt.title} {failure}.", got=f"{' '.join(str(cause).split())}: {reasons(messages)}"
+                    f"{self._rt.title} {failure}.",
+                    got=f"{' '.join(str(cause).split())}: {_reasons(messages)}",
                 ) from cause
 
     def close(self) -> None:
-        """Destroy the context: TensorRT does so when nobody refers to it."""
+        """Destroy the graphs, then the context that they use: TensorRT does so without references to it."""
+        for graph in self.graphs.values():
+            graph.close()
+        self.graphs.clear()
         self._context = None
 
 
@@ -302,17 +382,6 @@ class _Refused(Exception):
 def _check(done: bool, what: str) -> None:
     if not done:
         raise _Refused(what)
-
-
-def _create_context(rt: TensorRT, engine: Any) -> Any:
-    trt = rt.module
-    if not rt.can.kernel_specialization:
-        return engine.create_execution_context()
-    runtime_config = engine.create_runtime_config()
-    # Kernels for the shapes at hand are compiled before the first call, not behind its back.
-    eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
-    runtime_config.dynamic_shapes_kernel_specialization_strategy = eager
-    return engine.create_execution_context(runtime_config)
 
 
 class Slot:
@@ -332,21 +401,16 @@ class Slot:
         self._bound = bound
         self._graph: Graph | None = None
         self._copies: Sequence[tuple[str, str, Copy2D]] = ()
+        self._buffers: dict[str, Buffer] = {}
         with ExitStack() as owned:
-            self._buffers = {
-                name: self._allocate(owned, name, info)
-                for name, info in {**bound.inputs, **bound.outputs}.items()
-                if name not in bound.aliases
-            }
+            for name, info in {**bound.inputs, **bound.outputs}.items():
+                if name not in bound.aliases:
+                    self._buffers[name] = Buffer(math.prod(bound.shapes[name]) * info.dtype.itemsize)
+                    owned.callback(self._buffers[name].free)
             self.nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
             self._buffers |= {name: self._buffers[shared] for name, shared in bound.aliases.items()}
             self._owned = owned.pop_all()
         self._addresses = {name: buffer.address for name, buffer in self._buffers.items()}
-
-    def _allocate(self, owned: ExitStack, name: str, info: TensorInfo) -> Buffer:
-        buffer = Buffer(math.prod(self._bound.shapes[name]) * info.dtype.itemsize)
-        owned.callback(buffer.free)
-        return buffer
 
     def upload(self, feeds: Arrays) -> None:
         """Copy the inputs to the device, and wait for it."""
@@ -362,7 +426,7 @@ class Slot:
             self._buffers[name].copy_from(other._buffers[name], self._bound.stream)
 
     def settle(self, *, record: bool, copies: Sequence[tuple[str, str, Copy2D]] = ()) -> None:
-        """Run once on the inputs that are here, so that TensorRT does what it does only once; then record.
+        """Run once on the inputs that are here, so that TensorRT does its one-time work; then record.
 
         Args:
             record: Whether later launches are those of a CUDA graph.
@@ -401,8 +465,7 @@ class Slot:
 
     def download_caches(self) -> dict[str, np.ndarray]:
         """Wait, and copy the caches into which launches copy new entries to the host."""
-        written = {cache: self._bound.inputs[cache] for cache, _, _ in self._copies}
-        return self._downloaded(written)
+        return self._downloaded({cache: self._bound.inputs[cache] for cache, _, _ in self._copies})
 
     def _downloaded(self, tensors: Mapping[str, TensorInfo]) -> dict[str, np.ndarray]:
         bound = self._bound
@@ -423,8 +486,7 @@ class BoundCall:
     def __init__(self, bound: BoundContext, feeds: Arrays, *, record: bool) -> None:
         with ExitStack() as owned:
             owned.callback(bound.close)
-            self.bound = bound
-            self._slot = Slot(bound)
+            self.bound, self._slot = bound, Slot(bound)
             self.nbytes = self._slot.nbytes
             owned.callback(self._slot.close)
             self._slot.upload(feeds)
@@ -443,7 +505,9 @@ class BoundCall:
         self._owned.close()
 
 
-# -- Run an engine: TensorRT 8.6 to 11 and TensorRT-RTX, with nothing from PyTorch -----------------
+# -- Run an engine: TensorRT 8.6 to 11 and TensorRT-RTX, without PyTorch ---------------------------
+
+_Key = tuple[int, tuple[tuple[str, Shape], ...]]
 
 
 class TensorRTRunner(GpuRunner):
@@ -452,10 +516,11 @@ class TensorRTRunner(GpuRunner):
     Args:
         rt: The TensorRT that built it.
         plan: The serialised engine.
-        host_code: Allow the runtime code that a version-compatible engine carries; it is executed.
+        host_code: Allow the runtime code in a version-compatible engine; it is executed.
         cuda_graph: Whether calls are recorded once and launched as a CUDA graph.
         in_place: From each output that a plugin can write into the memory of an input to that input.
-        large_tensors: What TensorRT cannot hold at the largest sizes; calls that need it are refused.
+        large_tensors: Tensors that TensorRT does not support at the largest sizes; calls that need one are
+            refused.
         keep: For how many shapes contexts, buffers and graphs are kept; each context has scratch memory for
             the largest shapes of its profile.
 
@@ -465,9 +530,9 @@ class TensorRTRunner(GpuRunner):
     """
 
     profiles: tuple[Profile, ...]
-    """What each optimisation profile takes: smallest, usual and largest shape of every input."""
+    """Of each optimisation profile, the smallest, usual and largest shape of every input."""
     engine_outputs: Mapping[str, TensorInfo]
-    """What the engine itself gives: `outputs`, but new rows where those are caches with the rows in them."""
+    """The outputs of the engine itself: new KV-cache entries where `outputs` has whole caches."""
     aliases: Mapping[str, str]
     """For each output that is written in place, the input whose memory it shares."""
 
@@ -487,30 +552,45 @@ class TensorRTRunner(GpuRunner):
         self.name = f"{rt.backend} {rt.version}"
         self.graph = cuda_graph
         self._loaded = load_engine(rt, plan, host_code=host_code)
-        engine = self._loaded.engine
-        self.inputs, self.engine_outputs = io_tensors(rt, engine)
+        engine = self._loaded[0]
+        self.inputs, self.engine_outputs = _io_tensors(rt, engine)
         self.outputs = presented_outputs(self.inputs, self.engine_outputs)
-        self.aliases = {**(in_place or {}), **aliased_outputs(rt, engine, self.engine_outputs)}
-        self.profiles = profile_ranges(engine, self.inputs)
+        self.aliases = dict(in_place or {})
+        if rt.can.aliased_outputs:
+            shared = {name: engine.get_aliased_input_tensor(name) for name in self.engine_outputs}
+            self.aliases |= {name: source for name, source in shared.items() if source}
+        self.profiles = _profile_ranges(engine, self.inputs)
         self._calls: Recent[_Key, BoundCall] = Recent(keep)
         self.stream = Stream()
 
     def profiles_for(self, feeds: Arrays) -> list[int]:
         """The optimisation profiles that take these inputs; none where an engine of fixed sizes does not."""
-        fed = self._narrowed(feeds)
-        check_kinds(self.inputs, fed)
-        return admitting(self.profiles, _shapes(fed))
+        feeds = self._narrowed(feeds)
+        check_kinds(self.inputs, feeds)
+        return admitting(self.profiles, _shapes(feeds))
 
     def checked(self, feeds: Arrays) -> Arrays:
-        """The inputs as the engine takes them; refused where their names, types or shapes are others."""
+        """The inputs as the engine takes them; refused for other names, types or shapes."""
         return super().checked(self._narrowed(feeds))
 
     def _narrowed(self, feeds: Arrays) -> Arrays:
-        """Before version 10, the parser narrows INT64 to INT32."""
-        return feeds if self._rt.can.int64 else narrow_integers(feeds, self.inputs)
+        """INT64 inputs as INT32 where the engine takes that: before version 10, the parser narrows them."""
+        if self._rt.can.int64:
+            return feeds
+        narrowed, limits = dict(feeds), np.iinfo(np.int32)
+        for name, array in feeds.items():
+            if name not in self.inputs or self.inputs[name].dtype != np.int32 or array.dtype != np.int64:
+                continue
+            if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
+                raise EngineError(
+                    f"Input {name} has numbers beyond INT32, and this engine takes no others.",
+                    got=f"{array.min()} to {array.max()}",
+                )
+            narrowed[name] = array.astype(np.int32)
+        return narrowed
 
     def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
-        """Run in a profile of one's own choice.
+        """Run in a chosen profile.
 
         Raises:
             DeployError: The profile does not take these inputs.
@@ -526,21 +606,19 @@ class TensorRTRunner(GpuRunner):
         return self._usual_call(feeds).nbytes
 
     def _usual_call(self, feeds: Arrays) -> BoundCall:
-        """The call in the first profile that fits; behind a cache in the tightest, as decode loops do."""
+        """The call in the first profile that fits; with a cache in the tightest, as decode loops do."""
         cached = cache_form(self.inputs, self.engine_outputs) is not None
         choose = tightest_admitting if cached else first_admitting
         return self._call(feeds, choose(self.profiles, _shapes(feeds)))
 
     def _call(self, feeds: Arrays, profile: int) -> BoundCall:
         check_room(feeds)
-        key = (profile, tuple(sorted(_shapes(feeds).items())))
+        shapes = _shapes(feeds)
+        key = (profile, tuple(sorted(shapes.items())))
         if not self._rt.can.shared_profiles:
-            # Here a profile belongs to one context at a time, so the other shapes' has to go first.
+            # Here a profile belongs to one context at a time, so that of other shapes is closed first.
             self._calls.drop(lambda kept: kept[0] == profile and kept != key)
-        return self._calls.get(key, lambda: self._bind(feeds, profile))
-
-    def _bind(self, feeds: Arrays, profile: int) -> BoundCall:
-        return BoundCall(self.bind(_shapes(feeds), profile), feeds, record=self.graph)
+        return self._calls.get(key, lambda: BoundCall(self.bind(shapes, profile), feeds, record=self.graph))
 
     def bind(self, shapes: Mapping[str, Shape], profile: int) -> BoundContext:
         """A context of the caller's own, who closes it.
@@ -549,7 +627,7 @@ class TensorRTRunner(GpuRunner):
         """
         return BoundContext(
             self._rt,
-            self._loaded.engine,
+            self._loaded[0],
             self.stream,
             profile=profile,
             shapes=shapes,
@@ -582,23 +660,27 @@ class TensorRTRunner(GpuRunner):
                     slot.upload(feeds)
                 slot.settle(record=self.graph, copies=cache_copies(feeds, self.engine_outputs))
                 prepared.append(slot)
+
+            def results(index: int) -> dict[str, np.ndarray]:
+                # With the caches of the device: entries that were not copied there must not be added here.
+                slot = prepared[index]
+                return presented_results(feeds, slot.download(), slot.download_caches())
+
             try:
                 yield Prepared(
                     launch=lambda index: prepared[index].launch(),
-                    results=lambda index: _timed_results(feeds, prepared[index]),
-                    memory_bytes=self._memory_bytes(prepared),
+                    results=results,
+                    memory_bytes=self.engine_bytes + sum(slot.nbytes for slot in prepared),
                 )
             finally:
-                self.stream.synchronize()  # the buffers must not go while a call is using them
-
-    def _memory_bytes(self, slots: list[Slot]) -> int:
-        """The engine, and the buffers of all calls."""
-        return self.engine_bytes + sum(slot.nbytes for slot in slots)
+                self.stream.synchronize()  # the buffers must not be freed while a call is using them
 
     @property
     def engine_bytes(self) -> int:
-        """Device memory of the scratch of one context, and the plan, whose size stands for the weights."""
-        return scratch_bytes(self._rt, self._loaded.engine) + self._plan_bytes
+        """Device memory of the scratch of one context, and of the weights, taken from the plan's size."""
+        engine = self._loaded[0]
+        v2 = self._rt.can.device_memory_v2
+        return int(engine.device_memory_size_v2 if v2 else engine.device_memory_size) + self._plan_bytes
 
     def close(self) -> None:
         """Free the contexts, the buffers, the engine and the stream."""
@@ -607,22 +689,15 @@ class TensorRTRunner(GpuRunner):
         vars(self).pop("_loaded", None)  # may be closed twice
 
 
-def _timed_results(feeds: Arrays, slot: Slot) -> dict[str, np.ndarray]:
-    """The results, with the caches of the device: rows that were not copied must not be put there here."""
-    return presented_results(feeds, slot.download(), slot.download_caches())
-
-
 def _shapes(feeds: Arrays) -> dict[str, Shape]:
     return {name: tuple(array.shape) for name, array in feeds.items()}
 
 
-# -- TensorRT under a decode loop: contexts for the shapes of the steps, graphs for the steps that  ----
-
-_Key = tuple[int, tuple[tuple[str, Shape], ...]]
+# -- TensorRT under a decode loop ------------------------------------------------------------------
 
 
 class TensorRTLauncher(Launcher):
-    """An engine, launched on tensors of the caller's.
+    """An engine, launched on tensors of a decode loop.
 
     Where a profile belongs to one context at a time (8.6), the runner itself cannot run in a profile that the
     launcher uses.
@@ -636,33 +711,37 @@ class TensorRTLauncher(Launcher):
         self.name, self.gpu, self.stream = runner.name, runner.gpu, runner.stream
         self.graph, self.engine_bytes = runner.graph, runner.engine_bytes
         self.inputs, self.outputs = runner.inputs, runner.engine_outputs
-        self.in_place = {out: runner.aliases.get(out) for out in CACHES_OUT} == dict(
-            zip(CACHES_OUT, CACHES, strict=True)
-        )
+        self.in_place = [runner.aliases.get(out) for out in CACHES_OUT] == list(CACHES)
         self._runner, self._rt = runner, rt
-        self._contexts: Recent[_Key, _StepContext] = Recent(2)
+        self._contexts: Recent[_Key, BoundContext] = Recent(2)
 
     def most_tokens(self, B: int) -> int | None:
-        """The longest call that a profile for so many rows takes into an empty cache; None without one."""
-        fitting = [profile for profile in self._runner.profiles if _begins(profile, B)]
-        return max((profile["x"][2][1] for profile in fitting), default=None)
+        """The longest call that a profile for B batch elements takes into an empty cache, if any."""
+        fitting = [
+            profile["x"][2][1]
+            for profile in self._runner.profiles
+            # The batch is the first dimension of every input of a decode loop.
+            if all(low[0] <= B <= high[0] for low, _, high in profile.values())
+            and all(profile[name][0][2] == 0 for name in PAST if name in profile)
+        ]
+        return max(fitting, default=None)
 
     def launch(self, call: StepCall, *, again: bool) -> None:
         """Queue one call: the graph that was recorded of it, or the call itself, which is then recorded."""
-        step = self._context(call)
-        graph = step.graph_of(call)
-        if graph is not None:
-            graph.launch(self.stream)
+        bound, addresses = self._context(call), call.addresses
+        key = tuple(addresses.values())
+        if key in bound.graphs:
+            bound.graphs[key].launch(self.stream)
             return
-        step.bound.enqueue(call.addresses)
+        bound.enqueue(addresses)
         if again and self.graph and not call.varies:
             self.stream.synchronize()
-            step.record(call)
+            bound.graphs[key] = bound.record(addresses)
 
     @contextmanager
     def repeated(self, call: StepCall, then: Callable[[], None], *, graph: bool) -> Iterator[Repeated]:
-        """Run a call once, so that TensorRT does what it does only once; then record it, if asked to."""
-        bound, addresses = self._context(call).bound, call.addresses
+        """Run a call once, so that TensorRT does its one-time work; then record it, if requested."""
+        bound, addresses = self._context(call), call.addresses
 
         def work() -> None:
             bound.enqueue(addresses)
@@ -680,63 +759,26 @@ class TensorRTLauncher(Launcher):
             self.stream.synchronize()
             recorded.close()
 
-    def _context(self, call: StepCall) -> _StepContext:
+    def _context(self, call: StepCall) -> BoundContext:
         shapes = call.shapes(self.inputs)
         profile = tightest_admitting(self._runner.profiles, shapes)
-        # A context of calls whose shapes change takes them all; it has no graphs that would be lost.
+        # One context takes all calls whose shapes change; it has no graphs that would be lost.
         key = (profile, () if call.varies else tuple(sorted(shapes.items())))
         if not self._rt.can.shared_profiles:
             self._contexts.drop(lambda kept: kept[0] == profile and kept != key)
-        found = self._contexts.get(key, lambda: _StepContext(self._runner.bind(shapes, profile)))
-        found.fit(shapes)
-        self._refuse_other_outputs(found.bound.shapes, call)
-        return found
-
-    def _refuse_other_outputs(self, shapes: Mapping[str, Shape], call: StepCall) -> None:
-        """What the engine will write must be what there is memory for."""
-        wanted = call.shapes(self.outputs)
-        other = {name: shapes[name] for name in self.outputs if shapes[name] != wanted[name]}
+        bound = self._contexts.get(key, lambda: self._runner.bind(shapes, profile))
+        if any(bound.shapes[name] != shape for name, shape in shapes.items()):
+            bound.reshape(shapes)
+        wanted = call.shapes(self.outputs)  # there is memory for no others
+        other = {name: bound.shapes[name] for name in wanted if bound.shapes[name] != wanted[name]}
         if other:
             raise EngineError(
-                "The engine gives outputs of other shapes than a layer with a cache.",
+                "The engine returns outputs of other shapes than a layer with a cache.",
                 got=other,
                 hint=", ".join(f"{name} {wanted[name]}" for name in other),
             )
+        return bound
 
     def close(self) -> None:
         """Destroy the graphs and the contexts."""
         self._contexts.close()
-
-
-def _begins(profile: Profile, B: int) -> bool:
-    """Whether a profile takes B rows that have no past; every input of a decode loop has the rows first."""
-    takes_rows = all(low[0] <= B <= high[0] for low, _, high in profile.values())
-    return takes_rows and all(profile[name][0][2] == 0 for name in PAST if name in profile)
-
-
-class _StepContext:
-    """A context, and the graphs that were recorded of its calls."""
-
-    def __init__(self, bound: BoundContext) -> None:
-        self.bound = bound
-        self._graphs: dict[tuple[int, ...], Graph] = {}
-
-    def fit(self, shapes: Mapping[str, Shape]) -> None:
-        """Take other shapes."""
-        if any(self.bound.shapes[name] != shape for name, shape in shapes.items()):
-            self.bound.reshape(shapes)
-
-    def graph_of(self, call: StepCall) -> Graph | None:
-        """The graph that computes on these tensors, if there is one."""
-        return self._graphs.get(tuple(call.addresses.values()))
-
-    def record(self, call: StepCall) -> None:
-        """Record a call that has run."""
-        self._graphs[tuple(call.addresses.values())] = self.bound.record(call.addresses)
-
-    def close(self) -> None:
-        """Destroy the graphs, then the context that they use."""
-        for graph in self._graphs.values():
-            graph.close()
-        self._graphs.clear()
-        self.bound.close()
