@@ -1,4 +1,4 @@
-"""Take attention from PyTorch to TensorRT and prove the result."""
+"""Take attention from PyTorch to TensorRT and verify the result."""
 
 from __future__ import annotations
 
@@ -9,17 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mha_deploy.api import (
+        BenchReport,
+        Deployment,
+        Inspection,
         Model,
         Report,
+        analyze,
+        bench,
+        bisect,
         build_engine,
+        build_plugins,
         check,
         check_parity,
+        compare_heads,
+        configure,
+        deploy,
+        doctor,
         export,
+        find_plugin,
+        find_plugin_parts,
         fuse,
+        inspect,
         load_model,
+        models,
         open_bundle,
         open_engine,
         open_runner,
+        plugins,
+        self_test,
         validate,
     )
     from mha_deploy.errors import DeployError
@@ -28,21 +45,38 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BenchReport",
     "DeployError",
     "Deployable",
+    "Deployment",
     "Example",
+    "Inspection",
     "Model",
     "Report",
     "__version__",
+    "analyze",
+    "bench",
+    "bisect",
     "build_engine",
+    "build_plugins",
     "check",
     "check_parity",
+    "compare_heads",
+    "configure",
+    "deploy",
+    "doctor",
     "export",
+    "find_plugin",
+    "find_plugin_parts",
     "fuse",
+    "inspect",
     "load_model",
+    "models",
     "open_bundle",
     "open_engine",
     "open_runner",
+    "plugins",
+    "self_test",
     "validate",
 ]
 
@@ -85,6 +119,6 @@ class _Verb(ModuleType):
         return getattr(import_module(_API), self.__name__.rpartition(".")[2])
 
 
-for _name in ("mha_deploy.export", "mha_deploy.validate"):
+for _name in ("mha_deploy.analyze", "mha_deploy.export", "mha_deploy.validate"):
     import_module(_name)  # their __init__ is a docstring
     sys.modules[_name].__class__ = _Verb

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from torch import Tensor, nn  # noqa: TID251 (types only)
 
+    from mha_deploy.analyze.roofline import Analysis
+    from mha_deploy.analyze.similarity import HeadSimilarity
     from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.manifest import Engine
+    from mha_deploy.engine.plugins import Compiled, Found, PluginLibrary
     from mha_deploy.export.options import GoldenBudget
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     from mha_deploy.model.spec import AttentionSpec, Axis
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.validate import verdict
+    from mha_deploy.validate.bench import ModelBench
+    from mha_deploy.validate.bisect import Bisection
+    from mha_deploy.validate.self_test import SelfTest
 
     AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
     Sizes = str | tuple[int, int, int] | Axis
@@ -40,17 +46,34 @@ OnStep = Callable[[str, int, int], None]
 """Called as each step of a long job begins: its name, its number from 0, their count (0 if unknown)."""
 
 __all__ = [
+    "BenchReport",
+    "Deployment",
+    "Inspection",
     "Model",
     "Report",
+    "analyze",
+    "bench",
+    "bisect",
     "build_engine",
+    "build_plugins",
     "check",
     "check_parity",
+    "compare_heads",
+    "configure",
+    "deploy",
+    "doctor",
     "export",
+    "find_plugin",
+    "find_plugin_parts",
     "fuse",
+    "inspect",
     "load_model",
+    "models",
     "open_bundle",
     "open_engine",
     "open_runner",
+    "plugins",
+    "self_test",
     "validate",
 ]
 
@@ -548,6 +571,12 @@ class Report:
         write_atomically(Path(path), page)
         return Path(path)
 
+    def save(self, folder: StrPath) -> Path:
+        """Write `report.json` and `report.html` into a folder; returns the path of the page."""
+        from mha_deploy.report.page import write_report
+
+        return write_report(Path(folder), self.to_dict())[1]
+
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that its style does not leak into a notebook."""
         style = "width: 100%; height: 40em; border: 0"
@@ -665,6 +694,606 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
             running.close()
 
 
+# -- Timing and fault search -----------------------------------------------------------------------
+
+
+def bench(
+    bundle: Bundle | StrPath,
+    *,
+    at: Sequence[str] = (),
+    backends: Sequence[str] = (),
+    engine: str | None = None,
+    samples: int = 200,
+    kernels: bool = False,
+    seed: int = 1,
+    on_step: OnStep | None = None,
+) -> ModelBench:
+    """Time the engines of a bundle, ONNX Runtime and the PyTorch baselines, over batches and lengths.
+
+    Every size is judged against the oracle first: a wrong result has no time.
+
+    Args:
+        bundle: The bundle, or its folder, with its engines built.
+        at: Sizes, as `"B=8,S=128"`, or `opt`, `prefill` or `decode`; default: a sweep.
+        backends: Runtimes, baselines and engines to time, by name; default: all that can run here.
+        engine: Name of the one engine to time; default: all of the bundle's.
+        samples: Samples of each timing.
+        kernels: Whether to list the kernels that take the time; needs PyTorch's profiler.
+        seed: Seed of the inputs.
+        on_step: Called as each step begins.
+
+    Returns:
+        The times: `points`, one for each set of sizes, and `wrong`. `BenchReport` makes a report of several.
+
+    Raises:
+        BackendUnavailable: There is no GPU, or a runtime that was asked for by name cannot run here.
+
+    Example:
+        >>> timing = md.bench("out/tiny", at=["opt"])                        # doctest: +SKIP
+        >>> md.BenchReport([timing]).save("out/tiny")                        # doctest: +SKIP
+    """
+    from mha_deploy.validate.bench import BenchOptions, bench_bundle
+
+    options = BenchOptions(
+        at=tuple(at), backends=tuple(backends), engine=engine, samples=samples, kernels=kernels, seed=seed
+    )
+    report = on_step or _silent
+    return bench_bundle(_opened(bundle), options, on_step=lambda name: report(name, 0, 0))
+
+
+class BenchReport:
+    """The times of several models.
+
+    Args:
+        records: What `bench` returned for each of them.
+    """
+
+    def __init__(self, records: Sequence[ModelBench]) -> None:
+        self.records = tuple(records)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no engine gave a wrong result at any size."""
+        return not any(record.wrong for record in self.records)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The times as plain data, as docs/report.md describes them."""
+        from mha_deploy.report.schema import plain_bench
+        from mha_deploy.validate.bench import bench_to_dict
+
+        return plain_bench(bench_to_dict(self.records))
+
+    def to_markdown(self) -> str:
+        """The times as a Markdown table."""
+        from mha_deploy.report.sections import bench_markdown
+
+        return bench_markdown(self.to_dict())
+
+    def save(self, folder: StrPath) -> Path:
+        """Write `bench.json` and `bench.html` into a folder; returns the path of the page."""
+        from mha_deploy.report.page import write_bench
+
+        return write_bench(Path(folder), self.to_dict())[1]
+
+
+def bisect(
+    bundle: Bundle | StrPath, backend: str | None = None, *, on_step: OnStep | None = None
+) -> Bisection:
+    """Find the first attention, and then the first node, whose result is wrong.
+
+    Args:
+        bundle: The bundle, or its folder.
+        backend: A runtime or the name of an engine; default: the first engine that runs here, else a CPU
+            runtime.
+        on_step: Called before each part that is tried.
+
+    Returns:
+        `wrong`, `first_wrong`, `first_node`, and the `reference` that values inside were compared with.
+
+    Raises:
+        DeployError: The backend cannot return values inside the graph.
+
+    Example:
+        >>> found = md.bisect("out/tiny")
+        >>> found.wrong is None, found.runs
+        (True, 1)
+    """
+    from functools import partial
+
+    from mha_deploy.engine.build import twin_opener
+    from mha_deploy.runtime import RUNNERS
+    from mha_deploy.runtime import open_runner as open_graph
+    from mha_deploy.validate.bisect import bisect_bundle, bisected_case, reference_for
+    from mha_deploy.validate.runtimes import RuntimeFinder
+
+    opened, report = _opened(bundle), on_step or _silent
+    finder = RuntimeFinder(opened)
+    running = [] if backend in RUNNERS else finder.running_engines()
+    if backend is None and not running:
+        backend = finder.graphs()[0].name
+    open_model: Callable[[Any], Runner]
+    if backend in RUNNERS:
+        name, open_model = str(backend), partial(open_graph, str(backend))
+    else:
+        runtime = running[0] if backend is None else finder.named(backend)
+        if runtime.engine is None:
+            raise DeployError(
+                "Only an engine or a graph runtime can be bisected.", got=backend, hint=", ".join(RUNNERS)
+            )
+        name, open_model = runtime.name, twin_opener(runtime.engine, opened)
+    report("reference", 0, 0)
+    reference, title = reference_for(opened, bisected_case(opened), name)
+    found = bisect_bundle(opened, name, open_model, reference, lambda step: report(step, 0, 0))
+    return replace(found, reference=title)
+
+
+def self_test(
+    bundle: Bundle | StrPath, backend: str | None = None, *, on_step: OnStep | None = None
+) -> SelfTest:
+    """Mutate the graph of a bundle in every way that applies, and check that each mutation is detected.
+
+    Args:
+        bundle: The bundle, or its folder.
+        backend: The CPU runtime to run the mutated graphs in; default: as `open_runner`.
+        on_step: Called as each mutation begins.
+
+    Returns:
+        `passed`, and what became of each mutation.
+
+    Example:
+        >>> md.self_test("out/tiny").passed
+        True
+    """
+    from mha_deploy.graph.mutate import mutations
+    from mha_deploy.validate.self_test import self_test
+
+    names, report = mutations(), on_step or _silent
+    return self_test(
+        _opened(bundle),
+        backend,
+        on_mistake=lambda name: report(f"mutations: {name}", names.index(name), len(names)),
+    )
+
+
+# -- From a model to a verdict in one call ---------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What `deploy` made.
+
+    Args:
+        bundle: The bundle.
+        engine: The engine in it; None where none was asked for.
+        report: The validation of both.
+    """
+
+    bundle: Bundle
+    engine: Engine | None
+    report: Report
+
+
+def deploy(
+    model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module,
+    out: StrPath,
+    *,
+    precision: str = "fp16",
+    seed: int = 0,
+    weights: StrPath | None = None,
+    overwrite: bool = False,
+    engine: bool = True,
+    backend: str | None = None,
+    targets: str = "",
+    allow_decomposed: bool = False,
+    attention: str = "auto",
+    accumulate: str = "auto",
+    latency: bool | None = None,
+    on_step: OnStep | None = None,
+    on_result: Callable[[Any], None] | None = None,
+) -> Deployment:
+    """Export a model, build an engine once its graph is right, and validate both.
+
+    Args:
+        model: What `load_model` returns or takes.
+        out: The folder to write.
+        precision: See `export`.
+        seed: See `export`.
+        weights: See `export`.
+        overwrite: Whether to replace a bundle that is there already.
+        engine: Whether to build an engine. It must then be fused and in the graph's precision.
+        backend: See `build_engine`.
+        targets: See `build_engine`.
+        allow_decomposed: See `build_engine`.
+        attention: See `build_engine`.
+        accumulate: See `build_engine`.
+        latency: Whether to time; default: where there is a GPU.
+        on_step: Called as each step begins.
+        on_result: Called with the bundle, with the evaluation of its graph, and with the engine, as soon as
+            each is there: what was reached before a later step fails.
+
+    Raises:
+        BackendUnavailable: No engine can be built here as requested; raised before the export.
+        DeployError: The model cannot be exported or built.
+
+    Example:
+        >>> done = md.deploy("tiny-mha", "out/deployed", precision="fp32", engine=False)
+        >>> done.report.passed, done.engine
+        (True, None)
+    """
+    found, reached, report = load_model(model), on_result or (lambda result: None), on_step or _silent
+    from mha_deploy.bundle.commit import refuse_occupied
+    from mha_deploy.model.precision import find_precision
+
+    refuse_occupied(Path(os.path.realpath(out)), overwrite=overwrite)
+    if precision != "auto":
+        find_precision(precision)
+    from mha_deploy.engine.options import EngineOptions
+
+    settings = EngineOptions(
+        backend=backend,
+        targets=targets,
+        allow_decomposed=allow_decomposed,
+        attention=attention,
+        accumulate=accumulate,
+    )
+    if engine:
+        _refuse_builder(settings, precision)
+    from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
+    from mha_deploy.validate.options import ValidateOptions
+    from mha_deploy.validate.run import validate_bundle
+
+    prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
+    bundle = export(
+        found, out, precision=precision, seed=seed, weights=weights, overwrite=overwrite, on_step=report
+    )
+    reached(bundle)
+    built: list[Engine] = []
+
+    def build(graph: Any) -> None:
+        reached(graph)
+        report("lower, parse and build", 0, 0)
+        built.append(build_engine(bundle, **vars(settings), on_step=report))
+        reached(built[0])
+
+    options = ValidateOptions(
+        latency=latency, require_fused=engine and not allow_decomposed, require_precision=engine
+    )
+    record = validate_bundle(
+        bundle, options, build=build if engine else None, on_step=lambda name: report(name, 0, 0)
+    )
+    return Deployment(bundle=bundle, engine=built[0] if built else None, report=Report(record))
+
+
+def _refuse_builder(settings: Any, precision: str) -> None:
+    """Raise before an export what would prevent the build after it."""
+    from mha_deploy.engine.lowered import PLUGIN, open_candidates
+    from mha_deploy.engine.manifest import default_backend
+    from mha_deploy.engine.plugins import library_for
+    from mha_deploy.runtime.tensorrt.request import parse_targets
+    from mha_deploy.runtime.tensorrt.versions import load
+
+    parse_targets(settings.targets)
+    rt = load(settings.backend or default_backend())
+    # `auto` is FP16 but for what overflows.
+    candidates = open_candidates(rt, settings, "fp16" if precision == "auto" else precision)
+    if any(candidate.attention == PLUGIN for candidate in candidates):
+        library_for(rt.version)
+
+
+# -- What is known without running anything --------------------------------------------------------
+
+
+def models(*, tiny: bool = False) -> list[AttentionSpec]:
+    """The catalog: the spec of every known layer.
+
+    Args:
+        tiny: Whether to include the small layers that the tests use.
+
+    Example:
+        >>> [spec.name for spec in md.models() if spec.name.startswith("llama-3-8b")]
+        ['llama-3-8b']
+    """
+    from mha_deploy.model.catalog import catalog_names, find_spec
+
+    return [find_spec(name) for name in catalog_names() if tiny or not name.startswith("tiny-")]
+
+
+def analyze(
+    model: str | os.PathLike[str] | Model | AttentionSpec,
+    *,
+    gpu: str = "h200",
+    precision: str = "fp16",
+    at: str | None = None,
+    axes: Mapping[str, Sizes] | None = None,
+) -> Analysis:
+    """Count the parameters, FLOPs and bytes of a catalog layer, and its roofline bound on a GPU.
+
+    Args:
+        model: A catalog layer, as `load_model` takes it.
+        gpu: `h200`, `h100`, `a100`, `rtx-4090`, `rtx-5090` or `orin`.
+        precision: `fp16`, `bf16` or `fp32`.
+        at: Sizes, as `"B=1,S=2048"`, or of a layer with a KV cache `prefill` or `decode`; default: the
+            optimum of every axis, and with a KV cache the decode step.
+        axes: See `load_model`.
+
+    Raises:
+        DeployError: This is not a catalog layer, or there are no figures for that GPU.
+
+    Example:
+        >>> analysis = md.analyze("bert-base", at="B=1,S=128")
+        >>> analysis.cost.parameters
+        2362368
+    """
+    from mha_deploy.analyze.cost import USUAL, points_from_text
+    from mha_deploy.analyze.roofline import analyze_layer
+
+    spec = _spec(model, axes)
+    point = points_from_text(spec, at or USUAL)[-1]
+    lengths = None if point.past is None else [point.past] * point.sizes["B"]
+    return analyze_layer(spec, point.sizes, precision, gpu, lengths=lengths)
+
+
+def compare_heads(
+    model: str | os.PathLike[str] | Model | AttentionSpec,
+    *,
+    at: str | None = None,
+    inputs: StrPath | None = None,
+    axes: Mapping[str, Sizes] | None = None,
+    seed: int = 0,
+) -> HeadSimilarity:
+    """Compare the head outputs of a catalog layer; needs PyTorch.
+
+    Args:
+        model: A catalog layer, as `load_model` takes it.
+        at: Sizes of the random inputs; see `analyze`.
+        inputs: An `.npz` file of inputs in place of random ones.
+        axes: See `load_model`.
+        seed: Seed of weights and random inputs.
+
+    Returns:
+        The mean cosine of every pair of heads: `matrix`, `redundancy`; `save_png(path)` draws it.
+
+    Raises:
+        BackendUnavailable: PyTorch is not installed.
+
+    Example:
+        >>> md.compare_heads("tiny-mha").matrix.shape
+        (4, 4)
+    """
+    from mha_deploy.analyze.cost import USUAL, key_length, points_from_text
+    from mha_deploy.analyze.similarity import head_similarity, random_feeds, read_inputs
+
+    spec = _spec(model, axes)
+    sizes = points_from_text(spec, at or USUAL)[-1].sizes
+    if spec.cache != "none":  # the heads of the whole sequence that the KV cache comes from
+        sizes = {"B": sizes["B"], "S": key_length(spec, sizes)}
+        spec = spec.without_cache()
+    feeds = random_feeds(spec, sizes, seed) if inputs is None else read_inputs(Path(inputs), spec)
+    return head_similarity(spec, feeds, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What is in a bundle, an engine or an ONNX file.
+
+    Args:
+        path: The folder or file.
+        bundle: The bundle, if it is one; every hash was compared.
+        engines: The engines of the bundle, or the engine itself.
+        misfits: Of an engine: why it cannot run on this machine.
+        attention: Of an ONNX file: its attention nodes.
+    """
+
+    path: Path
+    bundle: Bundle | None = None
+    engines: tuple[Engine, ...] = ()
+    misfits: tuple[str, ...] = ()
+    attention: tuple[Mapping[str, Any], ...] = ()
+
+
+def inspect(path: StrPath) -> Inspection:
+    """Open a bundle, an engine or an ONNX file, and check its hashes.
+
+    Args:
+        path: A bundle's folder, an `.engine` file, or an `.onnx` file.
+
+    Raises:
+        BundleError: It is missing, changed, of another format, or an engine of another bundle.
+
+    Example:
+        >>> [node["kind"] for node in md.inspect("out/tiny/model.onnx").attention]
+        ['MHA']
+    """
+    path = Path(path)
+    if path.suffix == ".onnx":
+        from mha_deploy.graph.attention_node import attention_nodes
+        from mha_deploy.graph.file import load_graph
+
+        nodes = (node.describe() for node in attention_nodes(load_graph(path)))
+        return Inspection(path=path, attention=tuple(nodes))
+    if path.suffix != ".engine":
+        bundle, engines = open_bundle(path), []
+        if any(path.glob("*/*.engine")):
+            from mha_deploy.engine.manifest import FOLDER
+
+            engines = [open_engine(each) for each in sorted((path / FOLDER).glob("*.engine"))]
+        for engine in engines:
+            engine.check_bundle(path)
+        return Inspection(path=path, bundle=bundle, engines=tuple(engines))
+    from mha_deploy.bundle.folder import MANIFEST
+    from mha_deploy.engine.manifest import misfits_here
+
+    engine = open_engine(path)
+    folder = path.resolve().parent.parent
+    if (folder / MANIFEST).is_file():
+        engine.check_bundle(folder)
+    return Inspection(path=path, engines=(engine,), misfits=tuple(misfits_here(engine)))
+
+
+# -- This machine ----------------------------------------------------------------------------------
+
+
+def doctor(*, load: bool = False) -> dict[str, Any]:
+    """Report which runtimes and GPUs this machine has, what each is for, and how to install the rest.
+
+    Args:
+        load: Whether to import PyTorch and the other packages that take seconds to import, too.
+
+    Returns:
+        Plain data: `versions`, `runtimes`, `gpus` and `can`.
+
+    Example:
+        >>> sorted(md.doctor()["can"])
+        ['build-engine', 'export', 'run-engines', 'validate']
+    """
+    from mha_deploy.environment import examine, report
+
+    return report(examine(load=load))
+
+
+def configure(*, in_process: bool | None = None, time_limit: float | None = None) -> None:
+    """Set how native code runs, for the whole process.
+
+    Args:
+        in_process: Whether ONNX Runtime, TensorRT and PyTorch run in this process instead of a child; for a
+            debugger. default: unchanged, at first False.
+        time_limit: Seconds after which a call of a runtime counts as hung; default: unchanged, at first 3600.
+
+    Example:
+        >>> md.configure(time_limit=3600)
+    """
+    from mha_deploy.runtime.child import isolation
+
+    if in_process is not None:
+        isolation.enabled = not in_process
+    if time_limit is not None:
+        isolation.limit_s = time_limit
+
+
+def plugins() -> dict[str, Any]:
+    """List the plugin libraries of this machine.
+
+    Returns:
+        Plain data: the `places` that are searched, and the `libraries`, each with its `problem` and whether
+        it `fits` the TensorRT here.
+
+    Example:
+        >>> sorted(md.plugins())
+        ['libraries', 'places']
+    """
+    from mha_deploy.engine.plugins import candidates, places
+    from mha_deploy.environment import RUNTIMES, installed_version
+
+    names = next(runtime.packages for runtime in RUNTIMES if runtime.module == "tensorrt")
+    here = next((version for version in map(installed_version, names) if version), None)
+    libraries: list[dict[str, Any]] = []
+    for each in candidates():
+        library = each.library
+        if library is None:
+            libraries.append({"path": str(each.path), "problem": each.problem, "fits": False})
+            continue
+        fits = here is not None and here.split(".")[0] == library.tensorrt_major
+        libraries.append(
+            {
+                "path": str(each.path),
+                **library.to_dict(),
+                "problem": None,
+                "tensorrt_here": here,
+                "fits": fits,
+            }
+        )
+    return {"places": [str(place) for place in places()], "libraries": libraries}
+
+
+def find_plugin(backend: str = "tensorrt") -> PluginLibrary:
+    """The plugin library that a backend would load.
+
+    Args:
+        backend: `tensorrt` or `tensorrt-rtx`.
+
+    Raises:
+        PluginError: There is none, or the backend takes no plugin.
+        BackendUnavailable: The backend is not installed.
+
+    Example:
+        >>> md.find_plugin().path                                            # doctest: +SKIP
+    """
+    from mha_deploy.engine.plugins import library_for, refuse_plugins
+    from mha_deploy.runtime.tensorrt.versions import load
+
+    rt = load(backend)
+    refuse_plugins(rt)
+    return library_for(rt.version)
+
+
+def find_plugin_parts(
+    *,
+    tensorrt_include: StrPath | None = None,
+    cudnn_include: StrPath | None = None,
+    cudnn_frontend_include: StrPath | None = None,
+    cuda_include: StrPath | None = None,
+    nvcc: StrPath | None = None,
+) -> list[Found]:
+    """Find the headers and the compiler that the plugin library is built with.
+
+    Args:
+        tensorrt_include: Folder of TensorRT's headers; default: searched for, like the others.
+        cudnn_include: Folder of cuDNN's headers.
+        cudnn_frontend_include: Folder of cudnn-frontend's headers.
+        cuda_include: Folder of CUDA's headers.
+        nvcc: The CUDA compiler.
+
+    Raises:
+        BackendUnavailable: Something is missing; the message says how to install it.
+
+    Example:
+        >>> md.find_plugin_parts(cuda_include="out")
+        Traceback (most recent call last):
+        mha_deploy...Error: The folder has no headers...
+    """
+    from mha_deploy.engine.plugins import find_nvcc, find_parts
+
+    folders = {
+        "tensorrt_include": tensorrt_include,
+        "cudnn_include": cudnn_include,
+        "cudnn_frontend_include": cudnn_frontend_include,
+        "cuda_include": cuda_include,
+    }
+    parts = find_parts({name: None if each is None else Path(each) for name, each in folders.items()})
+    return [*parts, find_nvcc(None if nvcc is None else Path(nvcc))]
+
+
+def build_plugins(
+    parts: Sequence[Found] = (),
+    *,
+    out: StrPath | None = None,
+    architectures: str = "",
+    on_step: OnStep | None = None,
+) -> Compiled:
+    """Compile the plugin library against the headers of this machine.
+
+    Args:
+        parts: What `find_plugin_parts` returned; default: all searched for.
+        out: The folder to write; default: `MHA_DEPLOY_PLUGINS`, or the cache folder.
+        architectures: GPUs to compile for, as `"80,90"`; default: the usual ones.
+        on_step: Called as each step begins.
+
+    Returns:
+        Its `path`, and its `library`: None where it is for another kind of machine and was not loaded.
+
+    Raises:
+        BackendUnavailable: A part is missing, or the compiler failed.
+
+    Example:
+        >>> md.build_plugins(architectures="90").path                        # doctest: +SKIP
+    """
+    from mha_deploy.engine.plugins import build_folder, compile_library
+
+    folder = build_folder() if out is None else Path(out)
+    found = list(parts) or find_plugin_parts()
+    return compile_library(found, folder, architectures.replace(",", ";"), on_step or _silent)
+
+
 # -- Arguments -------------------------------------------------------------------------------------
 
 
@@ -680,6 +1309,18 @@ def _is_bundle(model: object) -> bool:
 
 def _opened(bundle: Any) -> Bundle:
     return bundle if _is_bundle(bundle) else open_bundle(bundle)
+
+
+def _spec(model: Any, axes: Mapping[str, Sizes] | None) -> AttentionSpec:
+    """The spec of a catalog layer."""
+    from mha_deploy.model.spec import AttentionSpec
+
+    source = load_model(model, axes=axes).source
+    if not isinstance(source, AttentionSpec):
+        raise DeployError(
+            "Only a catalog layer can be analyzed.", got=_shown(model), hint="a name from `mha-deploy models`"
+        )
+    return source
 
 
 def _deployable(

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from mha_deploy.analyze.cost import kv_cache_bytes, kv_cache_bytes_per_token, layer_cost, parameter_count
-from mha_deploy.analyze.render import analysis_renderable, analysis_to_dict
-from mha_deploy.analyze.roofline import Gpu, analyze, find_gpu, gpu_names, known_gpus, roofline_bound
+from mha_deploy.analyze.roofline import Gpu, analyze_layer, find_gpu, gpu_names, known_gpus, roofline_bound
+from mha_deploy.cli.analyze import analysis_renderable
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import AttentionSpec, Axis, GroupedMlp, SparseHeads
@@ -217,19 +217,19 @@ def made_up_gpu():
 
 
 class TestRoofline:
-    def test_floor_by_hand(self):
-        floor = roofline_bound(layer_cost(make_spec(), {"B": 1, "S": 3}, 2), made_up_gpu(), "fp16", tokens=3)
-        projections, attention, output = floor.stages
+    def test_bound_by_hand(self):
+        bound = roofline_bound(layer_cost(make_spec(), {"B": 1, "S": 3}, 2), made_up_gpu(), "fp16", tokens=3)
+        projections, attention, output = bound.stages
         # 1 GFLOP/s and 0.1 GB/s: FLOP/byte above 10 would be bound by compute
         assert projections.seconds == pytest.approx(216 / 1e8)
         assert projections.compute_seconds == pytest.approx(288 / 1e9)
         assert {item.bound_by for item in (projections, attention, output)} == {"memory"}
-        assert floor.seconds == pytest.approx((216 + 96 + 88) / 1e8)
-        assert floor.tokens_per_second == pytest.approx(3 / floor.seconds)
+        assert bound.seconds == pytest.approx((216 + 96 + 88) / 1e8)
+        assert bound.tokens_per_second == pytest.approx(3 / bound.seconds)
 
     def test_a_growing_batch_turns_memory_bound_into_compute_bound(self):
         def bounds(B):
-            stages = analyze(spec, {"B": B, "S": 1}, "fp16", "h200").floor.stages
+            stages = analyze_layer(spec, {"B": B, "S": 1}, "fp16", "h200").bound.stages
             return {item.cost.name: item.bound_by for item in stages}
 
         spec = make_spec(E=4096, Hq=32, Hkv=8, D=128)
@@ -240,24 +240,24 @@ class TestRoofline:
 
     def test_precision_sets_both_rates(self):
         spec, sizes = make_spec(E=512, Hq=8, Hkv=8, D=64), {"B": 4, "S": 512}
-        half, single = (analyze(spec, sizes, name, "h200") for name in ("fp16", "fp32"))
+        half, single = (analyze_layer(spec, sizes, name, "h200") for name in ("fp16", "fp32"))
         assert single.cost.bytes == 2 * half.cost.bytes
         assert single.cost.flops == half.cost.flops
-        assert analyze(spec, sizes, "bf16", made_up_gpu()).floor.stages[0].compute_seconds == pytest.approx(
-            half.cost.stages[0].flops / 2e9
-        )
+        assert analyze_layer(spec, sizes, "bf16", made_up_gpu()).bound.stages[
+            0
+        ].compute_seconds == pytest.approx(half.cost.stages[0].flops / 2e9)
 
     def test_unknown_precision_is_refused(self):
         with pytest.raises(DeployError, match="fp16"):
-            analyze(make_spec(), {"B": 1, "S": 1}, "fp61", "h200")
+            analyze_layer(make_spec(), {"B": 1, "S": 1}, "fp61", "h200")
 
 
 class TestRender:
     def test_json_round_trips_and_agrees(self):
-        analysis = analyze(find_spec("llama-3-8b"), {"B": 2, "S": 2048}, "fp16", "h100")
-        data = json.loads(json.dumps(analysis_to_dict(analysis)))
-        assert data["total"]["floor_seconds"] == pytest.approx(
-            sum(s["floor_seconds"] for s in data["stages"])
+        analysis = analyze_layer(find_spec("llama-3-8b"), {"B": 2, "S": 2048}, "fp16", "h100")
+        data = json.loads(json.dumps(analysis.to_dict()))
+        assert data["total"]["bound_seconds"] == pytest.approx(
+            sum(s["bound_seconds"] for s in data["stages"])
         )
         assert data["total"]["parameters"] == sum(s["parameters"] for s in data["stages"]) == 41_943_040
         assert data["kv_cache"] == {"bytes_per_token": 4096, "bytes": 4096 * 2048 * 2}
@@ -266,7 +266,7 @@ class TestRender:
     def test_table_fits_a_terminal(self):
         console = Console(width=80, record=True, file=io.StringIO())
         console.print(
-            analysis_renderable(analyze(find_spec("llama-3-8b"), {"B": 1, "S": 2048}, "fp16", "h200"))
+            analysis_renderable(analyze_layer(find_spec("llama-3-8b"), {"B": 1, "S": 2048}, "fp16", "h200"))
         )
         text = console.export_text()
         assert "…" not in text

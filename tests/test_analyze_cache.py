@@ -16,7 +16,7 @@ from mha_deploy.analyze.cost import (
     shrunk,
     usual_points,
 )
-from mha_deploy.analyze.roofline import analyze
+from mha_deploy.analyze.roofline import analyze_layer
 from mha_deploy.errors import SpecError
 from mha_deploy.model.spec import AttentionSpec, Axis
 
@@ -205,20 +205,20 @@ def test_points_are_read_by_name_and_by_sizes():
 def test_the_analysis_of_a_step_knows_the_cache():
     spec = make("growing", Hq=32, Hkv=8, D=128, E=4096)
     sizes = {"B": 4, "S": 1, "P": 8191}
-    found = analyze(spec, sizes, "fp16", "h200")
+    found = analyze_layer(spec, sizes, "fp16", "h200")
     assert found.kv_bytes == kv_cache_bytes(spec, B=4, length=8192, bytes_per_element=2)
-    attending = found.floor.stages[1]
+    attending = found.bound.stages[1]
     assert attending.bound_by == "memory"
     assert attending.seconds == pytest.approx((found.kv_bytes + 2 * 2 * 4 * 4096) / 4.8e12)
-    assert found.floor.tokens == 4
+    assert found.bound.tokens == 4
     assert key_length(spec, sizes) == 8192
 
 
 def test_lengths_reach_the_analysis():
     spec, sizes = make("static"), {"B": 2, "S": 1, "T": CAPACITY}
-    empty, full = (analyze(spec, sizes, "fp16", "h200", lengths=given) for given in ([0, 0], None))
+    empty, full = (analyze_layer(spec, sizes, "fp16", "h200", lengths=given) for given in ([0, 0], None))
     assert empty.cost.flops < full.cost.flops
-    assert replace(empty, cost=full.cost, floor=full.floor) == full
+    assert replace(empty, cost=full.cost, bound=full.bound) == full
 
 
 @pytest.mark.parametrize("cache", ["growing", "static"])

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mha_deploy.analyze.render import similarity_renderable
 from mha_deploy.analyze.similarity import (
     head_similarity,
     read_inputs,
     similarity_from_heads,
     similarity_from_module,
-    similarity_to_dict,
-    write_heatmap,
 )
+from mha_deploy.cli.analyze import similarity_renderable
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.spec import AttentionSpec, Axis
 
@@ -97,7 +95,7 @@ class TestFromHeads:
     def test_a_single_head_repeats_nothing(self):
         result = similarity_from_heads(normal(10, 1, 4))
         assert (result.redundancy, result.pair, result.pair_similarity) == (0.0, None, None)
-        assert json.loads(json.dumps(similarity_to_dict(result)))["most_similar_pair"] is None
+        assert json.loads(json.dumps(result.to_dict()))["most_similar_pair"] is None
 
 
 class TestFromModule:
@@ -209,7 +207,7 @@ class TestHeatmap:
 
     def test_is_a_png_that_opens(self, tmp_path, similarity):
         image = pytest.importorskip("matplotlib.image")
-        write_heatmap(similarity, tmp_path / "heads.png", title="test")
+        similarity.save_png(tmp_path / "heads.png", title="test")
         picture = image.imread(tmp_path / "heads.png")
         assert min(picture.shape[:2]) > 300
         assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 10
@@ -219,7 +217,7 @@ class TestHeatmap:
     @pytest.mark.parametrize("Hq", [1, 17, 71])
     def test_any_number_of_heads(self, tmp_path, Hq):
         pytest.importorskip("matplotlib")
-        write_heatmap(similarity_from_heads(normal(5, Hq, 4)), tmp_path / "heads.png")
+        similarity_from_heads(normal(5, Hq, 4)).save_png(tmp_path / "heads.png")
         assert (tmp_path / "heads.png").stat().st_size > 1000
 
     def test_a_failure_leaves_the_old_file_and_nothing_half_written(self, tmp_path, similarity, monkeypatch):
@@ -233,14 +231,14 @@ class TestHeatmap:
         (tmp_path / "heads.png").write_bytes(b"old")
         monkeypatch.setattr(figure.Figure, "savefig", fail_halfway)
         with pytest.raises(DeployError, match="disk full"):
-            write_heatmap(similarity, tmp_path / "heads.png")
+            similarity.save_png(tmp_path / "heads.png")
         assert os.listdir(tmp_path) == ["heads.png"]
         assert (tmp_path / "heads.png").read_bytes() == b"old"
 
     @pytest.mark.parametrize("name", ["missing/heads.png", "heads.pdf"])
     def test_a_place_that_cannot_hold_it_is_refused(self, tmp_path, similarity, name):
         with pytest.raises(DeployError, match="heads"):
-            write_heatmap(similarity, tmp_path / name)
+            similarity.save_png(tmp_path / name)
         assert os.listdir(tmp_path) == []
 
 
@@ -256,7 +254,7 @@ def test_missing_packages_say_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(BackendUnavailable, match=r'pip install "mha-deploy\[export\]"'):
         head_similarity(SELF, {"x": normal(1, 2, 32)})
     with pytest.raises(BackendUnavailable, match=r'pip install "mha-deploy\[plot\]"'):
-        write_heatmap(similarity, tmp_path / "heads.png")
+        similarity.save_png(tmp_path / "heads.png")
 
 
 def test_text_names_the_figures():

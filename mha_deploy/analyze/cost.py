@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a layer, and sizes that can be afforded."""
+"""FLOPs and bytes of a layer in closed form, and the sizes that follow from a limit on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mha_deploy.errors import SpecError, nearest
 from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec, Sizes
 
-# -- The work of a layer at one set of sizes: how many tokens, keys, and pairs of them -------------
+# -- Tokens, keys, and pairs of them at one set of sizes -------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class StageCost:
 
     Args:
         name: What the stage does.
-        growth: The order of its FLOPs per batch row, in the project's alphabet.
+        growth: The order of its FLOPs per batch element, in the symbols of the spec.
         parameters: Learned numbers, biases included.
         flops: Floating point operations, 2 per multiply-add.
         bytes: Weights, inputs and outputs, each moved once.
@@ -41,10 +41,10 @@ class Work:
 
     Args:
         spec: The layer.
-        B: Rows of the batch.
+        B: Batch elements.
         S: New tokens of each.
         T: Keys of each.
-        past: How many keys come before the new tokens, in every row of the batch.
+        past: Keys before the new tokens, of every batch element.
         bytes_per_element: Of weights and activations.
     """
 
@@ -56,35 +56,35 @@ class Work:
     bytes_per_element: int
 
     @property
-    def rows(self) -> int:
+    def queries(self) -> int:
         """Query tokens."""
         return self.B * self.S
 
     @property
     def head_elements(self) -> int:
         """Elements of the query heads, and of the head outputs."""
-        return self.rows * self.spec.Hq * self.spec.D
+        return self.queries * self.spec.Hq * self.spec.D
 
     @property
-    def kv_rows(self) -> int:
-        """Rows of keys that are projected: all of them, but for those that a cache has already."""
+    def projected_keys(self) -> int:
+        """Keys that are projected: those that are not in the KV cache already."""
         return self.B * (self.S if self.spec.cache != "none" else self.T)
 
     @property
-    def kv_rows_seen(self) -> int:
-        """Rows of keys that some query sees: a window leaves out the oldest of a cache."""
+    def attended_keys(self) -> int:
+        """Keys that some query attends to: a window leaves out the oldest of a KV cache."""
         reach = self.T if self.spec.window is None else self.spec.window - 1
-        return self.kv_rows + sum(min(past, reach) for past in self.past)
+        return self.projected_keys + sum(min(past, reach) for past in self.past)
 
-    def kv_elements(self, rows: int) -> int:
-        """Elements of the keys and values of that many rows together."""
-        return 2 * rows * self.spec.Hkv * self.spec.D
+    def kv_elements(self, keys: int) -> int:
+        """Elements of that many keys, and of their values."""
+        return 2 * keys * self.spec.Hkv * self.spec.D
 
     def pairs(self, past: int) -> int:
-        """(query, key) pairs of one head in one batch row.
+        """(query, key) pairs of one head in one batch element.
 
-        A causal query sees what was there before, and the new keys up to its own: past + 1, past + 2, …, or
-        as many as its window has.
+        A causal query attends to the past, and to the new keys up to its own: past + 1, past + 2, …, or as
+        many as its window has.
         """
         if not self.spec.causal:
             return self.S * self.T
@@ -94,62 +94,58 @@ class Work:
 
     @property
     def all_pairs(self) -> int:
-        """(query, key) pairs of one head in all batch rows."""
+        """(query, key) pairs of one head in all batch elements."""
         return sum(self.pairs(past) for past in self.past)
 
     def stage(
         self, name: str, growth: str, *, parameters: int = 0, flops: int, elements: int, other: int = 0
     ) -> StageCost:
-        """Turn counted elements into bytes; `other` is bytes that do not follow the precision."""
+        """A stage from its counts; `other` is bytes that do not depend on the precision."""
         total = (parameters + elements) * self.bytes_per_element + other
         return StageCost(name=name, growth=growth, parameters=parameters, flops=flops, bytes=total)
 
 
 def key_length(spec: AttentionSpec, sizes: Sizes) -> int:
-    """How many keys a row of the batch has, the rows of a static cache that are not valid included."""
+    """Keys of a batch element, the entries of a preallocated KV cache that are not valid included."""
     return sum(sizes[axis] for axis in spec.key_axis.split("+"))
 
 
-def past_rows(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int] | None = None) -> list[int]:
-    """The keys before the new tokens, in every row of the batch: none without a cache.
+def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int] | None = None) -> list[int]:
+    """The keys before the new tokens, of every batch element: none without a KV cache.
 
     Args:
         spec: The layer.
         sizes: A size for each of its axes.
-        lengths: Valid rows of a static cache before the call; it is full after it unless given.
+        lengths: Valid entries of a preallocated KV cache before the call; default: full after it.
 
     Raises:
         SpecError: The lengths do not suit the layer or its sizes.
     """
-    if lengths is not None:
-        return _checked(spec, sizes, lengths)
-    past = key_length(spec, sizes) - sizes["S"] if spec.cache != "none" else 0
-    return [past] * sizes["B"]
-
-
-def _checked(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int]) -> list[int]:
+    if lengths is None:
+        past = key_length(spec, sizes) - sizes["S"] if spec.cache != "none" else 0
+        return [past] * sizes["B"]
     found = [int(length) for length in lengths]
     if spec.cache != "static" or len(found) != sizes["B"]:
         raise SpecError(
-            "Only a static cache has lengths, one for every row of the batch.",
+            "Only a preallocated KV cache has lengths, one for every batch element.",
             got=f"{len(found)} lengths, cache = {spec.cache}, B = {sizes['B']}",
         )
     room = sizes["T"] - sizes["S"]
     if not all(0 <= length <= room for length in found):
         raise SpecError(
-            "The new tokens do not fit into the cache.", got=f"lengths {found}", hint=f"0 to {room}"
+            "The new tokens do not fit into the KV cache.", got=f"lengths {found}", hint=f"0 to {room}"
         )
     return found
 
 
-# -- What an attention layer costs, in closed form: parameters, FLOPs and bytes per stage ----------
+# -- Parameters, FLOPs and bytes per stage ---------------------------------------------------------
 
 _INT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """The cost of a layer at given sizes, stage by stage in the order of execution."""
+    """The cost of a layer at one set of sizes, stage by stage in the order of execution."""
 
     stages: tuple[StageCost, ...]
 
@@ -165,7 +161,7 @@ class LayerCost:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all stages; what one stage hands to the next is written and read again."""
+        """Bytes of all stages; what one stage passes to the next is written and read again."""
         return sum(stage.bytes for stage in self.stages)
 
     @property
@@ -177,14 +173,14 @@ class LayerCost:
 def layer_cost(
     spec: AttentionSpec, sizes: Sizes, bytes_per_element: int, *, lengths: Sequence[int] | None = None
 ) -> LayerCost:
-    """Count the layer at the given sizes.
+    """The cost of a layer at one set of sizes.
 
     Args:
         spec: The layer.
         sizes: A size for each of its axes, inside their ranges.
         bytes_per_element: 2 for FP16 and BF16, 4 for FP32; weights and activations alike.
-        lengths: How many rows of a static cache are valid before the call, one for every row of the batch;
-            the cache is full after it unless given.
+        lengths: Valid entries of a preallocated KV cache before the call, one for every batch element;
+            default: full after it.
     """
     spec.check_sizes(sizes)
     work = Work(
@@ -192,7 +188,7 @@ def layer_cost(
         B=sizes["B"],
         S=sizes["S"],
         T=key_length(spec, sizes),
-        past=past_rows(spec, sizes, lengths),
+        past=past_keys(spec, sizes, lengths),
         bytes_per_element=bytes_per_element,
     )
     return LayerCost(stages=(_projections(work), _attention(work), *_OUTPUT_STAGES[spec.variant](work)))
@@ -204,12 +200,12 @@ def parameter_count(spec: AttentionSpec) -> int:
 
 
 def kv_cache_bytes_per_token(spec: AttentionSpec, bytes_per_element: int) -> int:
-    """What one cached token costs in one layer: a key and a value for each key/value head."""
+    """KV-cache bytes of one token in one layer: a key and a value for each key/value head."""
     return 2 * spec.Hkv * spec.D * bytes_per_element
 
 
 def kv_cache_bytes(spec: AttentionSpec, B: int, length: int, bytes_per_element: int) -> int:
-    """The key/value cache of one layer for B sequences of the given length."""
+    """KV-cache bytes of one layer for B sequences of one length."""
     return B * length * kv_cache_bytes_per_token(spec, bytes_per_element)
 
 
@@ -224,39 +220,33 @@ def _projections(work: Work) -> StageCost:
     """Queries, keys and values as one stage: self attention reads x once, however it is packed."""
     spec = work.spec
     q_width, kv_width = spec.Hq * spec.D, 2 * spec.Hkv * spec.D
-    read = (work.rows + 2 * work.kv_rows if spec.is_cross else work.rows) * spec.E
+    read = (work.queries + 2 * work.projected_keys if spec.is_cross else work.queries) * spec.E
     return work.stage(
         "projections",
         "(S+T)·E²" if spec.is_cross else "S·E²",
         parameters=_linear_parameters(spec.E, q_width + kv_width, spec.bias),
-        flops=2 * spec.E * (work.rows * q_width + work.kv_rows * kv_width),
-        elements=read + work.head_elements + work.kv_elements(work.kv_rows),
+        flops=2 * spec.E * (work.queries * q_width + work.projected_keys * kv_width),
+        elements=read + work.head_elements + work.kv_elements(work.projected_keys),
     )
 
 
 def _attention(work: Work) -> StageCost:
     """Scores and weighted values: two matmuls of D multiply-adds per pair and query head."""
     spec = work.spec
-    elements = 2 * work.head_elements + work.kv_elements(work.kv_rows_seen)
+    elements = 2 * work.head_elements + work.kv_elements(work.attended_keys)
     if spec.mask == "additive":
         elements += spec.Hq * work.pairs(0)
     if spec.weights:
         elements += work.B * spec.Hq * work.S * work.T
     has_lengths = spec.mask == "padding" or spec.cache == "static"
+    growth = "S²·E" if spec.key_axis == "S" else "S·T·E"
     return work.stage(
         "attention",
-        _attention_growth(spec),
+        growth if spec.window is None else "S·E",  # a window is a constant
         flops=4 * spec.D * spec.Hq * work.all_pairs,
         elements=elements,
         other=_INT32_BYTES * work.B if has_lengths else 0,
     )
-
-
-def _attention_growth(spec: AttentionSpec) -> str:
-    """A window is a constant; a cache has T keys, which a growing one counts as P + S."""
-    if spec.window is not None:
-        return "S·E"
-    return "S²·E" if spec.key_axis == "S" else "S·T·E"
 
 
 def _output_projection(work: Work, extra_elements: int = 0) -> StageCost:
@@ -266,8 +256,8 @@ def _output_projection(work: Work, extra_elements: int = 0) -> StageCost:
         "output",
         "S·E²",
         parameters=_linear_parameters(width, spec.E, spec.bias),
-        flops=2 * work.rows * width * spec.E,
-        elements=work.head_elements + extra_elements + work.rows * spec.E,
+        flops=2 * work.queries * width * spec.E,
+        elements=work.head_elements + extra_elements + work.queries * spec.E,
     )
 
 
@@ -276,15 +266,15 @@ def _plain_output(work: Work) -> tuple[StageCost, ...]:
 
 
 def _sparse_heads_output(work: Work) -> tuple[StageCost, ...]:
-    """A gate per head from the layer's input; unused heads are computed and then masked, so none is free."""
+    """A gate per head from the layer's input; unused heads are computed and then masked."""
     spec = work.spec
-    gates = work.rows * spec.Hq
+    gates = work.queries * spec.Hq
     gate = work.stage(
         "head gate",
         "S·E·Hq",
         parameters=_linear_parameters(spec.E, spec.Hq, bias=False),
         flops=2 * gates * spec.E,
-        elements=work.rows * spec.E + gates,
+        elements=work.queries * spec.E + gates,
     )
     return gate, _output_projection(work, extra_elements=gates)
 
@@ -299,22 +289,22 @@ def _grouped_mlp_output(work: Work) -> tuple[StageCost, ...]:
         "linear within groups",
         "S·E²/groups",
         parameters=groups * _linear_parameters(width // groups, width // groups, spec.bias),
-        flops=2 * work.rows * width * (width // groups),
+        flops=2 * work.queries * width * (width // groups),
         elements=2 * work.head_elements,
     )
     first = work.stage(
         "MLP in",
         "S·E·hidden",
         parameters=_linear_parameters(width, hidden, spec.bias),
-        flops=2 * work.rows * width * hidden,
-        elements=work.head_elements + work.rows * hidden,
+        flops=2 * work.queries * width * hidden,
+        elements=work.head_elements + work.queries * hidden,
     )
     second = work.stage(
         "MLP out",
         "S·E·hidden",
         parameters=_linear_parameters(hidden, spec.E, spec.bias),
-        flops=2 * work.rows * hidden * spec.E,
-        elements=work.rows * (hidden + spec.E),
+        flops=2 * work.queries * hidden * spec.E,
+        elements=work.queries * (hidden + spec.E),
     )
     return within, first, second
 
@@ -346,18 +336,18 @@ _OUTPUT_STAGES = {
 }
 
 
-# -- Sizes worth trying: lengths that no kernel tiles evenly, and the largest that a limit allo ----
+# -- Sizes to test: lengths that no kernel tiles evenly, and the largest that a limit allows -------
 
 _ODD_LENGTHS = (37, 13, 7, 5, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLimit:
-    """What one run of a layer may cost.
+    """Cost limit of one run of a layer.
 
     Args:
         gflop: Work in 10⁹ floating-point operations.
-        gib: Memory for the oracle's scores, activations and cache.
+        gib: Memory for the oracle's scores, activations and KV cache.
     """
 
     gflop: float = 100.0
@@ -399,12 +389,12 @@ def odd_sizes(axes: Mapping[str, Axis]) -> dict[str, int]:
 
 
 def first_allowed(axis: Axis, candidates: Sequence[int]) -> int:
-    """The first size that an axis allows, or its usual one."""
+    """The first size that an axis allows, or its optimum."""
     return next((size for size in candidates if axis.min <= size <= axis.max), axis.opt)
 
 
 def layer_flops(spec: ModelSpec, sizes: Sizes) -> int:
-    """The work of a layer at the given sizes; of a module, at most so much."""
+    """FLOPs of a layer at one set of sizes; of a module, an upper bound."""
     if isinstance(spec, AttentionSpec):
         return layer_cost(spec, sizes, bytes_per_element=1).flops
     return spec.flops_at(sizes)
@@ -413,7 +403,7 @@ def layer_flops(spec: ModelSpec, sizes: Sizes) -> int:
 def oracle_bytes(spec: ModelSpec, sizes: Sizes) -> int:
     """Memory of an FP64 run that keeps scores and weights: an upper bound, fused kernels need less.
 
-    Of a module it is not known: 0.
+    0 for a module, where it is not known.
     """
     if not isinstance(spec, AttentionSpec):
         return 0
@@ -424,13 +414,13 @@ def oracle_bytes(spec: ModelSpec, sizes: Sizes) -> int:
 
 
 def oracle_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:
-    """Memory of the cache of an FP64 run, as it comes in and as it goes out; 0 where there is none."""
+    """Memory of the KV cache of an FP64 run, input and output; 0 without one."""
     if not isinstance(spec, AttentionSpec) or spec.cache == "none":
         return 0
     return 2 * kv_cache_bytes(spec, sizes["B"], key_length(spec, sizes), bytes_per_element=8)
 
 
-# -- Where a layer is timed when nobody says: its usual sizes, or the two kinds of call of one  ----
+# -- Where a layer is timed: its optimum, or prefill and decode step of one with a KV cache --------
 
 PREFILL, DECODE, USUAL = "prefill", "decode", "opt"
 
@@ -440,10 +430,10 @@ class TimedPoint:
     """One set of sizes to time a layer at.
 
     Args:
-        name: What is special about it, or its sizes.
+        name: `opt`, `prefill`, `decode`, or its sizes.
         sizes: The size of every axis.
-        past: How many rows of a static cache are valid before the call, in every row of the batch: its
-            lengths are data and no axis. None for other layers.
+        past: Valid entries of a preallocated KV cache before the call, of every batch element: they are data,
+            not an axis. None for other layers.
     """
 
     name: str
@@ -452,11 +442,11 @@ class TimedPoint:
 
 
 def usual_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
-    """The usual sizes of a layer; with a cache, of its prefill and of its decode step.
+    """The optimum of every axis; with a KV cache, a prefill and a decode step.
 
-    `prefill` brings the usual number of tokens to a cache that holds as few as it can. `decode` brings as few
-    as the layer takes, usually one, behind the usual past; a static cache is full then, the worst case.
-    Where the usual number of tokens is the least, there is only `decode`.
+    `prefill` adds the optimal number of tokens to a KV cache that is as empty as the axes allow. `decode`
+    adds the fewest tokens, usually one, behind the optimal past; a preallocated cache is full then, the worst
+    case. Where the optimal number of tokens is the minimum, there is only `decode`.
     """
     usual, least = spec.sizes("opt"), spec.sizes("min")
     if spec.cache == "none":
@@ -468,7 +458,7 @@ def usual_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
 
 
 def with_full_cache(spec: ModelSpec, name: str, sizes: Mapping[str, int]) -> TimedPoint:
-    """A point whose static cache, where there is one, is full once the new tokens are in it."""
+    """A point whose preallocated KV cache, if it has one, is full once the new tokens are in it."""
     past = sizes["T"] - sizes["S"] if spec.cache == "static" else None
     return TimedPoint(name=name, sizes=dict(sizes), past=past)
 
@@ -488,7 +478,7 @@ def points_from_text(spec: ModelSpec, text: str) -> tuple[TimedPoint, ...]:
     if "=" not in text and spec.cache != "none":
         names = (USUAL, *(point.name for point in usual))
         raise SpecError(
-            f"{spec.name} is not timed at such a point.",
+            f"{spec.name} has no such point to time.",
             got=text,
             hint=f"{nearest(text, names)} Or sizes, as B=1,S=1.",
         )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mha_deploy.analyze.cost import (
     LayerCost,
@@ -21,7 +22,7 @@ from mha_deploy.errors import DeployError, nearest
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Sizes
 
-# -- What GPUs can do at most, from `gpus.toml` ----------------------------------------------------
+# -- Peak figures of GPUs, from `gpus.toml` --------------------------------------------------------
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -86,22 +87,22 @@ def find_gpu(name: str) -> Gpu:
         if wanted in {_letters(known) for known in (gpu.name, *gpu.aliases)}:
             return gpu
     typed = name.strip().lower().replace(" ", "-")
-    raise DeployError("No figures for that GPU.", got=name, hint=nearest(typed, gpu_names()))
+    raise DeployError("There are no peak figures for this GPU.", got=name, hint=nearest(typed, gpu_names()))
 
 
 def _letters(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name).lower()
 
 
-# -- The roofline: the least time that the FLOPs and bytes of a stage need on a GPU ----------------
+# -- The roofline bound: the least time that FLOPs and bytes need ----------------------------------
 
 COMPUTE = "compute"
 MEMORY = "memory"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageFloor:
-    """The least time of one stage, and what sets it."""
+class StageBound:
+    """The roofline bound of one stage."""
 
     cost: StageCost
     compute_seconds: float
@@ -119,25 +120,25 @@ class StageFloor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerFloor:
-    """The least time of a layer whose stages run one after the other."""
+class LayerBound:
+    """The roofline bound of a layer whose stages run one after the other."""
 
-    stages: tuple[StageFloor, ...]
+    stages: tuple[StageBound, ...]
     tokens: int
 
     @property
     def seconds(self) -> float:
-        """The sum over the stages."""
+        """Of all stages."""
         return sum(stage.seconds for stage in self.stages)
 
     @property
     def tokens_per_second(self) -> float:
-        """Query tokens per second at the floor: the most that this layer allows."""
+        """Query tokens per second at the bound."""
         return self.tokens / self.seconds
 
 
-def roofline_bound(cost: LayerCost, gpu: Gpu, precision: str, tokens: int) -> LayerFloor:
-    """Place every stage under the roofline of a GPU.
+def roofline_bound(cost: LayerCost, gpu: Gpu, precision: str, tokens: int) -> LayerBound:
+    """The roofline bound of every stage on a GPU.
 
     Args:
         cost: The layer, counted with the bytes of that precision.
@@ -147,18 +148,18 @@ def roofline_bound(cost: LayerCost, gpu: Gpu, precision: str, tokens: int) -> La
     """
     peak = gpu.peak_flops(precision)
     stages = tuple(
-        StageFloor(cost=stage, compute_seconds=stage.flops / peak, memory_seconds=stage.bytes / gpu.bandwidth)
+        StageBound(cost=stage, compute_seconds=stage.flops / peak, memory_seconds=stage.bytes / gpu.bandwidth)
         for stage in cost.stages
     )
-    return LayerFloor(stages=stages, tokens=tokens)
+    return LayerBound(stages=stages, tokens=tokens)
 
 
-# -- The front door: one layer at one set of sizes, in one precision, under the roofline of one ----
+# -- The analysis of one layer ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What a layer costs and the least time it takes.
+    """The cost and the roofline bound of a layer.
 
     Args:
         spec: The layer.
@@ -166,9 +167,9 @@ class Analysis:
         precision: `fp16`, `bf16` or `fp32`.
         gpu: The GPU whose peak figures were used.
         cost: Parameters, FLOPs and bytes per stage.
-        floor: Least time per stage.
-        kv_bytes_per_token: Key/value cache of one token in this layer.
-        kv_bytes: Key/value cache of this layer at these sizes.
+        bound: Roofline bound per stage.
+        kv_bytes_per_token: KV-cache bytes of one token in this layer.
+        kv_bytes: KV-cache bytes of this layer at these sizes.
     """
 
     spec: AttentionSpec
@@ -176,12 +177,48 @@ class Analysis:
     precision: str
     gpu: Gpu
     cost: LayerCost
-    floor: LayerFloor
+    bound: LayerBound
     kv_bytes_per_token: int
     kv_bytes: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; times in seconds, sizes in bytes."""
+        cost, bound, gpu = self.cost, self.bound, self.gpu
+        return {
+            "model": self.spec.name,
+            "kind": self.spec.kind,
+            "variant": self.spec.variant,
+            "sizes": dict(self.sizes),
+            "precision": self.precision,
+            "gpu": {
+                "name": gpu.name,
+                "peak_flops": gpu.peak_flops(self.precision),
+                "bandwidth": gpu.bandwidth,
+                "compute_capability": gpu.compute_capability,
+                "source": gpu.source,
+            },
+            "stages": [
+                {
+                    **vars(stage.cost),
+                    "intensity": stage.cost.intensity,
+                    "bound_seconds": stage.seconds,
+                    "bound_by": stage.bound_by,
+                }
+                for stage in bound.stages
+            ],
+            "total": {
+                "parameters": cost.parameters,
+                "flops": cost.flops,
+                "bytes": cost.bytes,
+                "intensity": cost.intensity,
+                "bound_seconds": bound.seconds,
+                "tokens_per_second": bound.tokens_per_second,
+            },
+            "kv_cache": {"bytes_per_token": self.kv_bytes_per_token, "bytes": self.kv_bytes},
+        }
 
-def analyze(
+
+def analyze_layer(
     spec: AttentionSpec,
     sizes: Sizes,
     precision: str,
@@ -189,14 +226,14 @@ def analyze(
     *,
     lengths: Sequence[int] | None = None,
 ) -> Analysis:
-    """Count a layer and place it under a roofline; nothing is run.
+    """Count the FLOPs and bytes of a layer and its roofline bound; nothing is run.
 
     Args:
         spec: The layer.
         sizes: A size for each of its axes.
         precision: `fp16`, `bf16` or `fp32`.
         gpu: A name from `gpu_names()`, or the figures of another GPU, for example measured ones.
-        lengths: Valid rows of a static cache before the call; it is full after it unless given.
+        lengths: Valid entries of a preallocated KV cache before the call; default: full after it.
     """
     figures = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     element = find_precision(precision).bytes
@@ -207,7 +244,7 @@ def analyze(
         precision=precision,
         gpu=figures,
         cost=cost,
-        floor=roofline_bound(cost, figures, precision, tokens=sizes["B"] * sizes["S"]),
+        bound=roofline_bound(cost, figures, precision, tokens=sizes["B"] * sizes["S"]),
         kv_bytes_per_token=kv_cache_bytes_per_token(spec, element),
         kv_bytes=kv_cache_bytes(spec, sizes["B"], key_length(spec, sizes), element),
     )

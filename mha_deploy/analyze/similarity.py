@@ -1,4 +1,4 @@
-"""Which heads of a layer do nearly the same."""
+"""How similar the head outputs of a layer are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +14,7 @@ from mha_deploy.bundle.cases import read_npz
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.spec import INT32, AttentionSpec, Sizes, TensorSpec
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-# -- Given inputs for a layer: read from an .npz file and checked against the spec -----------------
-
-Arrays = Mapping[str, np.ndarray]
+# -- Inputs from an .npz file, checked against the spec --------------------------------------------
 
 
 def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
@@ -28,38 +22,32 @@ def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
 
     Args:
         path: The file, as `numpy.savez` writes it.
-        spec: The layer; names, shapes, kinds and sizes must agree with it.
+        spec: The layer; names, shapes, types and sizes must agree with it.
 
     Returns:
         The arrays by name: float32, and int32 where the spec says so.
     """
     arrays = read_npz(path, lambda names: _check_names(spec, names))
-    check_inputs(spec, arrays)
+    _check_names(spec, arrays)
+    sizes = {name: axis.min for name, axis in spec.axes.items() if not axis.is_dynamic}
+    for tensor in spec.inputs:
+        _check_array(tensor, arrays[tensor.name], sizes)
+    spec.check_sizes(sizes)
+    if spec.mask == "padding":
+        lengths, longest = arrays["key_lengths"], sizes[spec.key_axis]
+        if lengths.min() < 0 or lengths.max() > longest:
+            raise DeployError(
+                "The number of valid keys of a batch element is out of range.",
+                got=f"key_lengths from {lengths.min()} to {lengths.max()}",
+                hint=f"0 to {longest}",
+            )
     return {
         tensor.name: arrays[tensor.name].astype(np.int32 if tensor.kind == INT32 else np.float32)
         for tensor in spec.inputs
     }
 
 
-def check_inputs(spec: AttentionSpec, arrays: Arrays) -> dict[str, int]:
-    """Refuse inputs that do not belong to the layer; return the size of each axis.
-
-    Args:
-        spec: The layer.
-        arrays: Arrays by name.
-    """
-    _check_names(spec, arrays)
-    sizes = {name: axis.min for name, axis in spec.axes.items() if not axis.is_dynamic}
-    for tensor in spec.inputs:
-        _check_kind(tensor, arrays[tensor.name])
-        _check_shape(tensor, arrays[tensor.name], sizes)
-    spec.check_sizes(sizes)
-    if spec.mask == "padding":
-        _check_lengths(arrays["key_lengths"], sizes[spec.key_axis])
-    return sizes
-
-
-def _check_names(spec: AttentionSpec, names: Arrays | list[str]) -> None:
+def _check_names(spec: AttentionSpec, names: Mapping[str, np.ndarray] | list[str]) -> None:
     wanted = [tensor.name for tensor in spec.inputs]
     if sorted(names) != sorted(wanted):
         raise DeployError(
@@ -69,9 +57,9 @@ def _check_names(spec: AttentionSpec, names: Arrays | list[str]) -> None:
         )
 
 
-def _check_kind(tensor: TensorSpec, array: np.ndarray) -> None:
-    wanted = np.integer if tensor.kind == INT32 else np.floating
-    if not np.issubdtype(array.dtype, wanted):
+def _check_array(tensor: TensorSpec, array: np.ndarray, sizes: dict[str, int]) -> None:
+    """Compare type and shape with the spec; the first tensor that has an axis sets its size."""
+    if not np.issubdtype(array.dtype, np.integer if tensor.kind == INT32 else np.floating):
         raise DeployError(
             f"Input {tensor.name} has the wrong type.",
             got=array.dtype,
@@ -81,10 +69,6 @@ def _check_kind(tensor: TensorSpec, array: np.ndarray) -> None:
     allowed = np.isfinite(array) if tensor.name != "attention_bias" else (array < np.inf)
     if not allowed.all():
         raise DeployError(f"Input {tensor.name} holds values that are not finite.", got="NaN or infinity")
-
-
-def _check_shape(tensor: TensorSpec, array: np.ndarray, sizes: dict[str, int]) -> None:
-    """Compare with the spec's dimensions; the first tensor that has an axis sets its size."""
     wanted = f"({', '.join(str(dim) for dim in tensor.dims)})"
     if array.ndim == len(tensor.dims):
         for dim, size in zip(tensor.dims, array.shape, strict=True):
@@ -97,16 +81,7 @@ def _check_shape(tensor: TensorSpec, array: np.ndarray, sizes: dict[str, int]) -
     raise DeployError(f"Input {tensor.name} has the wrong shape.", got=array.shape, hint=wanted)
 
 
-def _check_lengths(lengths: np.ndarray, longest: int) -> None:
-    if lengths.min() < 0 or lengths.max() > longest:
-        raise DeployError(
-            "A row has more keys than there are, or fewer than none.",
-            got=f"key_lengths from {lengths.min()} to {lengths.max()}",
-            hint=f"0 to {longest}",
-        )
-
-
-# -- How alike the heads of a layer are ------------------------------------------------------------
+# -- The similarity of every pair of heads ---------------------------------------------------------
 
 _CHUNK = 1024  # tokens at a time in float64: a long batch of a wide layer is gigabytes
 _CELL_TEXT_UP_TO = 16  # heads; beyond that the numbers in the cells no longer fit
@@ -119,8 +94,8 @@ class HeadSimilarity:
     Args:
         matrix: ρ as float64 [Hq, Hq], symmetric. Its diagonal is 1, or 0 for a head that is zero everywhere;
             ρ_ij is 0 too where heads i and j are never both non-zero.
-        redundancy: The mean of |ρ_ij| over i ≠ j: 0 for orthogonal heads, 1 for heads that all say the same.
-            0 for a single head, which repeats nothing.
+        redundancy: The mean of |ρ_ij| over i ≠ j: 0 for orthogonal heads and for a
+            single head, 1 for heads that are all parallel.
         pair: The two heads with the largest |ρ_ij|, counted from 0; None for a single head.
         tokens: Tokens that took part: at least one head is not zero there.
     """
@@ -134,6 +109,55 @@ class HeadSimilarity:
     def pair_similarity(self) -> float | None:
         """ρ of the most similar pair, with its sign."""
         return None if self.pair is None else float(self.matrix[self.pair])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "matrix": self.matrix.tolist(),
+            "redundancy": self.redundancy,
+            "most_similar_pair": None if self.pair is None else list(self.pair),
+            "most_similar": self.pair_similarity,
+            "tokens": self.tokens,
+        }
+
+    def save_png(self, path: Path, *, title: str = "Head similarity") -> None:
+        """Draw ρ as a heatmap; the file appears whole or not at all.
+
+        Args:
+            path: The PNG file; its folder must exist.
+            title: Above the picture; the redundancy is added to it.
+        """
+        if path.suffix.lower() != ".png":
+            raise DeployError("The heatmap is a PNG.", got=path, hint=path.with_suffix(".png").name)
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise _missing("matplotlib", "plot", error) from error
+        Hq = len(self.matrix)
+        side = min(12.0, max(4.5, 0.5 * Hq + 2.0))
+        figure = Figure(figsize=(side + 0.8, side), layout="constrained")
+        FigureCanvasAgg(figure)  # no window system, no global state of pyplot
+        axes = figure.add_subplot()
+        # Blue and red for opposite signs, with the range fixed: pictures of two layers can be compared.
+        image = axes.imshow(self.matrix, vmin=-1.0, vmax=1.0, cmap="RdBu_r")
+        figure.colorbar(image, ax=axes, label="ρ, mean cosine of head outputs", shrink=0.85)
+        axes.set(xlabel="head", ylabel="head", title=f"{title}\nredundancy {self.redundancy:.3f}")
+        ticks = range(0, Hq, max(1, Hq // 16))
+        axes.set_xticks(ticks)
+        axes.set_yticks(ticks)
+        if Hq <= _CELL_TEXT_UP_TO:
+            for (row, column), value in np.ndenumerate(self.matrix.round(2) + 0.0):  # + 0.0: no "-0.00"
+                colour = "white" if abs(value) > 0.6 else "black"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
+        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            figure.savefig(part, format="png", dpi=150)
+            os.replace(part, path)
+        except OSError as error:
+            raise DeployError("The heatmap cannot be written.", got=f"{path}: {error}") from error
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def random_feeds(spec: AttentionSpec, sizes: Sizes, seed: int) -> Mapping[str, Any]:
@@ -177,7 +201,10 @@ def similarity_from_module(module: Any, inputs: Mapping[str, Any]) -> HeadSimila
     with torch.inference_mode():
         heads, _ = module.heads(query, **tensors)
     by_head = heads.numpy().reshape(*heads.shape[:2], spec.Hq, spec.D)
-    return similarity_from_heads(by_head[_real_tokens(spec, inputs, *heads.shape[:2])])
+    if spec.mask != "padding" or spec.is_cross:
+        return similarity_from_heads(by_head.reshape(-1, spec.Hq, spec.D))
+    is_token = np.arange(heads.shape[1]) < np.asarray(inputs["key_lengths"])[:, None]  # not padding
+    return similarity_from_heads(by_head[is_token])
 
 
 def similarity_from_heads(heads: np.ndarray) -> HeadSimilarity:
@@ -189,107 +216,29 @@ def similarity_from_heads(heads: np.ndarray) -> HeadSimilarity:
     Hq = heads.shape[1]
     cosines, together, tokens = np.zeros((Hq, Hq)), np.zeros((Hq, Hq)), 0
     for start in range(0, len(heads), _CHUNK):
-        unit, alive = _unit_vectors(heads[start : start + _CHUNK].astype(np.float64))
-        cosines += _gram(unit)
-        together += alive.T @ alive
+        chunk = heads[start : start + _CHUNK].astype(np.float64)
+        norms = np.linalg.norm(chunk, axis=-1)
+        if not np.isfinite(norms).all():
+            raise DeployError("A head output is not finite.", got="NaN or infinity")
+        alive = norms > 0
+        unit = chunk / np.where(alive, norms, 1.0)[..., None]
+        by_head = unit.transpose(1, 0, 2).reshape(Hq, -1)
+        cosines += by_head @ by_head.T
+        together += alive.T.astype(np.float64) @ alive.astype(np.float64)
         tokens += int(alive.any(axis=1).sum())
     if not tokens:
         raise DeployError(
             "The heads are zero for every token: there is nothing to compare.",
-            hint="inputs whose queries may see at least one key",
+            hint="inputs with queries that are not fully masked",
         )
     matrix = np.clip(cosines / np.maximum(together, 1.0), -1.0, 1.0)
-    redundancy, pair = _summary(matrix)
-    return HeadSimilarity(matrix=matrix, redundancy=redundancy, pair=pair, tokens=tokens)
-
-
-def similarity_to_dict(similarity: HeadSimilarity) -> dict[str, Any]:
-    """Plain data for JSON."""
-    return {
-        "matrix": similarity.matrix.tolist(),
-        "redundancy": similarity.redundancy,
-        "most_similar_pair": None if similarity.pair is None else list(similarity.pair),
-        "most_similar": similarity.pair_similarity,
-        "tokens": similarity.tokens,
-    }
-
-
-def write_heatmap(similarity: HeadSimilarity, path: Path, *, title: str = "Head similarity") -> None:
-    """Draw ρ as a PNG; the file appears whole or not at all.
-
-    Args:
-        similarity: What to draw.
-        path: Where; its folder must exist.
-        title: Above the picture; the redundancy is added to it.
-    """
-    if path.suffix.lower() != ".png":
-        raise DeployError("The heatmap is a PNG.", got=path, hint=path.with_suffix(".png").name)
-    figure = _figure(similarity, title)
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(part, format="png", dpi=150)
-        os.replace(part, path)
-    except OSError as error:
-        raise DeployError("The heatmap cannot be written.", got=f"{path}: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _real_tokens(spec: AttentionSpec, inputs: Mapping[str, Any], B: int, S: int) -> np.ndarray:
-    """Which query positions hold a token: in padded self attention, those before the end of their row."""
-    if spec.mask != "padding" or spec.is_cross:
-        return np.ones((B, S), dtype=bool)
-    return np.arange(S) < np.asarray(inputs["key_lengths"])[:, None]
-
-
-def _unit_vectors(heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Heads of length 1, or 0 where they are zero; and where they are not, as float."""
-    norms = np.linalg.norm(heads, axis=-1)
-    if not np.isfinite(norms).all():
-        raise DeployError("A head is not finite: its similarity means nothing.", got="NaN or infinity")
-    alive = norms > 0
-    return heads / np.where(alive, norms, 1.0)[..., None], alive.astype(np.float64)
-
-
-def _gram(unit: np.ndarray) -> np.ndarray:
-    """Sum over tokens of the cosines. [tokens, Hq, D] -> [Hq, Hq]."""
-    by_head = unit.transpose(1, 0, 2).reshape(unit.shape[1], -1)
-    return by_head @ by_head.T
-
-
-def _summary(matrix: np.ndarray) -> tuple[float, tuple[int, int] | None]:
-    Hq = len(matrix)
     if Hq == 1:
-        return 0.0, None
-    pairs = np.triu_indices(Hq, k=1)
-    size = np.abs(matrix[pairs])
+        return HeadSimilarity(matrix=matrix, redundancy=0.0, pair=None, tokens=tokens)
+    first, second = np.triu_indices(Hq, k=1)
+    size = np.abs(matrix[first, second])
     best = int(size.argmax())
-    return float(size.mean()), (int(pairs[0][best]), int(pairs[1][best]))
-
-
-def _figure(similarity: HeadSimilarity, title: str) -> Figure:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise _missing("matplotlib", "plot", error) from error
-    Hq = len(similarity.matrix)
-    side = min(12.0, max(4.5, 0.5 * Hq + 2.0))
-    figure = Figure(figsize=(side + 0.8, side), layout="constrained")
-    FigureCanvasAgg(figure)  # no window system, no global state of pyplot
-    axes = figure.add_subplot()
-    # Blue and red for opposite signs, with the range fixed: pictures of two layers can be compared.
-    image = axes.imshow(similarity.matrix, vmin=-1.0, vmax=1.0, cmap="RdBu_r")
-    figure.colorbar(image, ax=axes, label="ρ, mean cosine of head outputs", shrink=0.85)
-    axes.set(xlabel="head", ylabel="head", title=f"{title}\nredundancy {similarity.redundancy:.3f}")
-    ticks = range(0, Hq, max(1, Hq // 16))
-    axes.set_xticks(ticks)
-    axes.set_yticks(ticks)
-    if Hq <= _CELL_TEXT_UP_TO:
-        for (row, column), value in np.ndenumerate(similarity.matrix.round(2) + 0.0):  # + 0.0: no "-0.00"
-            colour = "white" if abs(value) > 0.6 else "black"
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
-    return figure
+    pair = (int(first[best]), int(second[best]))
+    return HeadSimilarity(matrix=matrix, redundancy=float(size.mean()), pair=pair, tokens=tokens)
 
 
 def _missing(what: str, extra: str, error: ImportError) -> BackendUnavailable:

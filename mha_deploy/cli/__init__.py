@@ -1,4 +1,4 @@
-"""The command line: each verb parses, calls one function, prints, and gives an exit code.
+"""The command line: each verb parses, calls the public API, prints, and gives an exit code.
 
     0  passed          2  bad input             70   a bug in this tool
     1  verdict failed  3  backend unavailable   130  interrupted; 128 + the number of another signal
@@ -39,7 +39,7 @@ _ENDING_SIGNALS = ("SIGTERM", "SIGHUP")
 
 app = typer.Typer(
     name="mha-deploy",
-    help="Take attention from PyTorch to TensorRT and prove the result.",
+    help="Take attention from PyTorch to TensorRT, and verify the result.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -59,7 +59,7 @@ for verb in (
     analyze,
     doctor,
 ):
-    app.command()(exit_as_error()(verb))  # what ends a verb is its verdict, and never the user's code
+    app.command()(exit_as_error()(verb))  # exit codes are verdicts: sys.exit in a user's model is an error
 app.add_typer(plugins, name="plugins")
 
 
@@ -73,7 +73,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def main() -> None:
-    """Run the command line; an error a user can act on is printed, not traced."""
+    """Run the command line; an error that a user can act on is printed without a traceback."""
     with _signals_as_interrupts() as ended_by:
         try:
             app(standalone_mode=True)
@@ -81,7 +81,7 @@ def main() -> None:
             typer.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
         except OSError as error:
-            typer.echo(f"error: The system refused.\n  got: {error}", err=True)
+            typer.echo(f"error: The operating system reported an error.\n  got: {error}", err=True)
             sys.exit(EXIT_BAD_INPUT)
         except KeyboardInterrupt:
             _exit_interrupted(ended_by)
@@ -91,7 +91,9 @@ def main() -> None:
             raise
         except BaseException:  # noqa: BLE001 (a bug of this tool: its exit code must not read as a verdict)
             traceback.print_exc()
-            typer.echo("error: This is a bug in mha-deploy.\n  try: report it with the trace above", err=True)
+            typer.echo(
+                "error: This is a bug in mha-deploy.\n  try: report it with the traceback above", err=True
+            )
             sys.exit(EXIT_INTERNAL_ERROR)
 
 
@@ -99,12 +101,12 @@ def main() -> None:
 def _signals_as_interrupts() -> Iterator[list[int]]:
     """Treat signals that end a program like Ctrl-C, so that what is half written is removed.
 
-    Yields the signals that came. The second one ends the program at once.
+    Yields the signals that were received. A second one ends the program at once.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def interrupt(number: int, frame: object) -> None:
-        came.append(number)
+        received.append(number)
         signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
 
@@ -116,7 +118,7 @@ def _signals_as_interrupts() -> Iterator[list[int]]:
     for each in own:
         signal.signal(each, interrupt)
     try:
-        yield came
+        yield received
     finally:
         for each in own:
             signal.signal(each, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""`mha-deploy analyze`: what does a layer cost, and how alike are its heads?"""
+"""`mha-deploy analyze`: cost and roofline bound of a layer, and the similarity of its heads."""
 
 from __future__ import annotations
 
@@ -7,48 +7,55 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mha_deploy.cli.options import Axes, Json, Model, Seed, print_json, spec_from_options
+import mha_deploy as md
+from mha_deploy.cli.options import Axes, Json, Model, Seed, axes_from_options, print_json
 from mha_deploy.errors import DeployError
-from mha_deploy.model.spec import AttentionSpec, Sizes
 
 if TYPE_CHECKING:
-    from mha_deploy.analyze.cost import TimedPoint
+    from rich.console import RenderableType
+
+    from mha_deploy.analyze.roofline import Analysis
     from mha_deploy.analyze.similarity import HeadSimilarity
 
 
 def analyze(
     model: Model,
-    gpu: Annotated[str, typer.Option(help="h200, h100, a100, rtx-4090, rtx-5090 or orin.")] = "h200",
-    precision: Annotated[str, typer.Option(help="fp16, bf16 or fp32.")] = "fp16",
+    gpu: Annotated[
+        str,
+        typer.Option(help="GPU whose peak figures are used: h200, h100, a100, rtx-4090, rtx-5090 or orin."),
+    ] = "h200",
+    precision: Annotated[
+        str, typer.Option(help="Precision of weights and activations: fp16, bf16 or fp32.")
+    ] = "fp16",
     at: Annotated[
         str | None,
         typer.Option(
-            help="Sizes, as B=1,S=2048, or of a KV cache prefill or decode. default: the usual ones"
+            help="Sizes, as B=1,S=2048, or of a layer with a KV cache prefill or decode. "
+            "default: the optimum of every axis; with a KV cache, the decode step"
         ),
     ] = None,
     axis: Axes = None,
     heads: Annotated[
-        Path | None, typer.Option(help="Also compare the heads, and draw them as a heatmap in this PNG file.")
+        Path | None,
+        typer.Option(help="Compare the heads as well, and write a heatmap to this PNG file. Needs PyTorch."),
     ] = None,
-    inputs: Annotated[Path | None, typer.Option(help="An .npz file of inputs for --heads.")] = None,
+    inputs: Annotated[
+        Path | None, typer.Option(help="An .npz file of inputs for --heads. default: random inputs")
+    ] = None,
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Count parameters, FLOPs and bytes per stage, and the least time on a GPU. Runs nothing but --heads."""
-    from mha_deploy.analyze.render import analysis_renderable, analysis_to_dict, similarity_renderable
-    from mha_deploy.analyze.roofline import analyze as analyze_spec
-    from mha_deploy.analyze.similarity import similarity_to_dict
-
+    """Count parameters, FLOPs and bytes per stage, and the roofline bound. Nothing is run without --heads."""
     if inputs is not None and heads is None:
-        raise DeployError("Inputs are read only to compare heads.", got=inputs, hint="add --heads FILE.png")
-    spec = spec_from_options(model, axis)
-    point = _point(spec, at)
-    lengths = None if point.past is None else [point.past] * point.sizes["B"]
-    analysis = analyze_spec(spec, point.sizes, precision, gpu, lengths=lengths)
-    similarity = None if heads is None else _compare_heads(spec, point.sizes, heads, inputs, seed)
+        raise DeployError("--inputs is only used with --heads.", got=inputs, hint="add --heads FILE.png")
+    axes = axes_from_options(axis)
+    analysis = md.analyze(model, gpu=gpu, precision=precision, at=at, axes=axes)
+    similarity = None
+    if heads is not None:
+        similarity = md.compare_heads(model, at=at, inputs=inputs, axes=axes, seed=seed)
+        similarity.save_png(heads, title=f"{analysis.spec.name}: similarity of heads")
     if json:
-        extra = {} if similarity is None else {"heads": similarity_to_dict(similarity)}
-        print_json(analysis_to_dict(analysis) | extra)
+        print_json(analysis.to_dict() | ({} if similarity is None else {"heads": similarity.to_dict()}))
         return
     from rich.console import Console
 
@@ -59,23 +66,80 @@ def analyze(
         console.print(f"Heatmap: {heads}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _point(spec: AttentionSpec, at: str | None) -> TimedPoint:
-    """Where the layer is counted: the step that is repeated, for a layer with a cache."""
-    from mha_deploy.analyze.cost import USUAL, points_from_text
+def analysis_renderable(analysis: Analysis) -> RenderableType:
+    """A heading, a table of the stages, and the KV cache."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
 
-    return points_from_text(spec, at or USUAL)[-1]
+    spec, cost, bound = analysis.spec, analysis.cost, analysis.bound
+    heads = f"{spec.Hq} heads" if spec.Hkv == spec.Hq else f"{spec.Hq} query and {spec.Hkv} key/value heads"
+    sizes = " ".join(f"{name}={size}" for name, size in analysis.sizes.items())
+    heading = Text(spec.name, style="bold")
+    heading.append(f"  {spec.kind}, {heads} of {spec.D}, width {spec.E}\n", style="not bold")
+    heading.append(f"{sizes}, {analysis.precision}, {analysis.gpu.name}", style="not bold dim")
+    # Narrow enough for a terminal of 80 columns; exact parameters are in the JSON.
+    stages = Table(box=box.SIMPLE, show_footer=True, collapse_padding=True, pad_edge=False)
+    stages.add_column("stage", "total")
+    stages.add_column("grows as")
+    for header, value in (
+        ("params", _count(cost.parameters)),
+        ("GFLOP", _short(cost.flops / 1e9)),
+        ("MB", _short(cost.bytes / 1e6)),
+        ("FLOP/byte", _short(cost.intensity)),
+        ("bound µs", _short(bound.seconds * 1e6)),
+    ):
+        stages.add_column(header, value, justify="right", no_wrap=True)
+    stages.add_column("bound by")
+    for stage in bound.stages:
+        stages.add_row(
+            stage.cost.name,
+            stage.cost.growth,
+            _count(stage.cost.parameters),
+            _short(stage.cost.flops / 1e9),
+            _short(stage.cost.bytes / 1e6),
+            _short(stage.cost.intensity),
+            _short(stage.seconds * 1e6),
+            stage.bound_by,
+        )
+    rate, cache = _short(bound.tokens_per_second / 1e6), _short(analysis.kv_bytes / 1e6)
+    closing = Table.grid(padding=(0, 2))
+    closing.add_row("Tokens/s at the roofline bound", f"{rate} million through this layer")
+    closing.add_row(
+        "KV cache of this layer",
+        f"{analysis.kv_bytes_per_token:,} bytes per token, {cache} MB at these sizes",
+    )
+    closing.add_row("Peak figures", analysis.gpu.source)
+    note = "The bound follows from the datasheet's peak rates; it is not a prediction."
+    return Group(heading, stages, closing, Text(note, style="dim"))
 
 
-def _compare_heads(
-    spec: AttentionSpec, sizes: Sizes, png: Path, inputs: Path | None, seed: int
-) -> HeadSimilarity:
-    from mha_deploy.analyze.cost import key_length
-    from mha_deploy.analyze.similarity import head_similarity, random_feeds, read_inputs, write_heatmap
+def similarity_renderable(similarity: HeadSimilarity) -> RenderableType:
+    """The similarity of the heads in a few lines; the matrix is in the heatmap and in the JSON."""
+    from rich.table import Table
 
-    # The heads of a cached layer are those of the whole sequence that its cache has come from.
-    sizes = sizes if spec.cache == "none" else {"B": sizes["B"], "S": key_length(spec, sizes)}
-    spec = spec.without_cache()
-    feeds = random_feeds(spec, sizes, seed) if inputs is None else read_inputs(inputs, spec)
-    similarity = head_similarity(spec, feeds, seed=seed)
-    write_heatmap(similarity, png, title=f"{spec.name}: similarity of heads")
-    return similarity
+    table = Table.grid(padding=(0, 2))
+    table.add_row("Head redundancy", f"{similarity.redundancy:.3f}  (mean |ρ| over pairs of heads)")
+    if similarity.pair is None:
+        table.add_row("Most similar heads", "there is only one head")
+    else:
+        first, second = similarity.pair
+        table.add_row("Most similar heads", f"{first} and {second}: ρ = {similarity.pair_similarity:.3f}")
+    table.add_row("Tokens compared", f"{similarity.tokens:,}")
+    return table
+
+
+def _count(number: int) -> str:
+    """A count in the unit that keeps it short."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{_short(number / size)} {unit}"
+    return str(number)
+
+
+def _short(value: float) -> str:
+    """Three significant digits; an exponent only for what is very small."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}" if value >= 0.001 else f"{value:.1e}"

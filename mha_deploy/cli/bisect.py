@@ -1,104 +1,70 @@
-"""`mha-deploy bisect`: which attention, and which node, is the first that is wrong?"""
+"""`mha-deploy bisect`: the first attention, and the first node, whose result is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mha_deploy.cli.options import BundleFolder, InProcess, Json, OnStep, TimeLimit, print_json, steps
+import mha_deploy as md
+from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json, steps
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from mha_deploy.bundle.folder import Bundle
     from mha_deploy.validate.bisect import Bisection
-    from mha_deploy.validate.layers import OpenModel
 
 
 def bisect(
     bundle: BundleFolder,
     backend: Annotated[
         str | None,
-        typer.Option(help="A runtime or the name of an engine. default: the first engine that runs here"),
+        typer.Option(
+            help="A runtime, or the name of an engine. default: the first engine that runs here, else a CPU "
+            "runtime"
+        ),
     ] = None,
     in_process: InProcess = False,
     time_limit: TimeLimit = None,
     json: Json = False,
 ) -> None:
-    """Find the first attention, and then the first node, at which an engine or runtime leaves the oracle."""
-    from mha_deploy.bundle.folder import open_bundle
-    from mha_deploy.validate.bisect import bisect_bundle, bisected_case, reference_for
-
-    opened = open_bundle(bundle)
-    name, open_model = _doubted(opened, backend)
-    with steps(f"bisect {opened.manifest.spec.name}") as show:
-        on_step = partial(_shown, show)
-        on_step("what is true inside")
-        reference, trusted = reference_for(opened, bisected_case(opened), name)
-        found = bisect_bundle(opened, name, open_model, reference, on_step)
+    """Find the first attention, and then the first node, at which an engine or runtime deviates."""
+    opened = md.open_bundle(bundle)
+    with steps(f"bisect {opened.manifest.spec.name}") as on_step:
+        found = md.bisect(opened, backend, on_step=on_step)
     if json:
-        print_json({**found.to_dict(), "reference": trusted})
+        print_json(found.to_dict())
     else:
         from rich.console import Console
 
-        Console().print(_renderable(found, trusted))
+        Console().print(_renderable(found))
     if found.wrong is not None:
         raise typer.Exit(EXIT_VERDICT_FAILED)
 
 
-def _shown(show: OnStep, name: str) -> None:
-    show(name, 0, 0)  # nobody knows how many there will be
-
-
-def _doubted(bundle: Bundle, backend: str | None) -> tuple[str, OpenModel]:
-    """The runtime that is looked into, and how it opens a variation of the graph."""
-    from mha_deploy.engine.build import twin_opener
-    from mha_deploy.errors import DeployError
-    from mha_deploy.runtime import RUNNERS, open_runner
-    from mha_deploy.validate.runtimes import RuntimeFinder
-
-    finder = RuntimeFinder(bundle)
-    running = [] if backend in RUNNERS else finder.running_engines()
-    if backend is None and not running:
-        backend = finder.graphs()[0].name
-    if backend in RUNNERS:
-        return str(backend), partial(open_runner, str(backend))
-    runtime = running[0] if backend is None else finder.named(backend)
-    if runtime.engine is None:
-        raise DeployError("Only engines and graphs can be looked into.", got=backend, hint=", ".join(RUNNERS))
-    return runtime.name, twin_opener(runtime.engine, bundle)
-
-
-def _renderable(found: Bisection, trusted: str) -> RenderableType:
+def _renderable(found: Bisection) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    where = f"{found.model} on {found.backend}, case {found.case}, {found.runs} runs, against {trusted}"
+    where = (
+        f"{found.model} on {found.backend}, case {found.case}, {found.runs} runs, against {found.reference}"
+    )
     if found.wrong is None:
-        return Group(
-            Text(f"RIGHT  nothing to look for in case {found.case}", style="bold green"), Text(where)
-        )
-    lines = [f"the whole is wrong: {found.wrong}"]
+        head = f"PASSED  the outputs of case {found.case} are right: nothing to bisect"
+        return Group(Text(head, style="bold green"), Text(where))
+    lines = [f"wrong output: {found.wrong}"]
     if found.attentions:
-        before = f"after {found.last_right}, which is right" if found.last_right else "no attention before it"
-        first = found.first_wrong or "none: all are right, and what comes behind them is not"
+        before = (
+            f"the last right one is {found.last_right}" if found.last_right else "there is none before it"
+        )
+        first = found.first_wrong or "none: the fault is behind the last attention"
         lines.append(f"first wrong attention of {found.attentions}: {first} ({before})")
     node = found.first_node
     if node is not None:
-        lines.append(
-            f"first wrong node: {node.operator} {node.node}, its result {node.value}: {node.problem}"
-        )
+        lines.append(f"first wrong node: {node.operator} {node.node}, value {node.value}: {node.problem}")
     if found.unseen:
-        lines.append(
-            f"nobody knows what {len(found.unseen)} nodes before it must give: {_some(found.unseen)}"
-        )
-    name = node.node if node is not None else "a node that nobody can tell"
-    return Group(*map(Text, lines), Text(f"WRONG  first at {name}", style="bold red"), Text(where))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+        names = ", ".join(found.unseen[:4]) + (", …" if len(found.unseen) > 4 else "")
+        lines.append(f"nodes before it that the reference has no values for: {len(found.unseen)} ({names})")
+    name = "at an unknown node" if node is None else f"first at {node.node}"
+    return Group(*map(Text, lines), Text(f"FAILED  {name}", style="bold red"), Text(where))

@@ -44,9 +44,7 @@ RequirePrecision = Annotated[
 ]
 AllowDecomposed = Annotated[
     bool,
-    typer.Option(
-        "--allow-decomposed", help="Build attention that has no fused kernel from several kernels."
-    ),
+    typer.Option("--allow-decomposed", help="Build attention that has no fused kernel from several kernels."),
 ]
 OptimizationLevel = Annotated[
     int | None, typer.Option(help="Builder optimization level, 0 to 5. default: TensorRT's own")
@@ -159,4 +157,6 @@ def print_engine(engine: Engine) -> None:
 
 def engine_to_dict(engine: Engine) -> dict[str, Any]:
     """An engine's manifest for machines."""
-    return {"engine": str(engine.path), **vars(engine.manifest)}
+    from msgspec import to_builtins
+
+    return {"engine": str(engine.path), **to_builtins(engine.manifest)}

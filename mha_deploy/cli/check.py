@@ -1,4 +1,4 @@
-"""`mha-deploy check`: can the target take and fuse every attention? Asked before a build."""
+"""`mha-deploy check`: whether a target supports and fuses every attention, before a build."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import mha_deploy as md
 from mha_deploy.cli.options import BundleFolder, Json, print_json
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 
@@ -18,15 +19,15 @@ def check(
     bundle: BundleFolder,
     target: Annotated[str, typer.Option(help="tensorrt or tensorrt-rtx.")] = "tensorrt-rtx",
     version: Annotated[
-        str | None, typer.Option(help="Its version, such as 8.6 or 10.14. default: the newest")
+        str | None, typer.Option(help="Version of the target, as 8.6 or 10.14. default: the newest known")
     ] = None,
-    sm: Annotated[str, typer.Option(help="Compute capabilities of the GPUs, such as 9.0 or 89,120.")] = "",
+    sm: Annotated[
+        str, typer.Option(help="Compute capabilities of the GPUs, as 9.0 or 89,120. default: any")
+    ] = "",
     json: Json = False,
 ) -> None:
-    """Say for every attention node whether a target can take it and fuse it, and if not, why."""
-    from mha_deploy.api import check
-
-    answers = check(bundle, target, version, sm=sm)
+    """Report for every attention node whether a target supports and fuses it, and if not, why."""
+    answers = md.check(bundle, target, version, sm=sm)
     if json:
         print_json([_to_dict(answer) for answer in answers])
     else:

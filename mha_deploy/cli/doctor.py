@@ -1,4 +1,4 @@
-"""`mha-deploy doctor`: what is here, and what can it do?"""
+"""`mha-deploy doctor`: the runtimes and GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from typing import Annotated, Any
 
 import typer
 
+import mha_deploy as md
 from mha_deploy.cli.options import Json, print_json
 
 
 def doctor(
     load: Annotated[
         bool,
-        typer.Option("--load", help="Import PyTorch and all that takes seconds, to see that it works."),
+        typer.Option(
+            "--load",
+            help="Import PyTorch, ONNX, onnxscript and matplotlib as well, to check that they work. "
+            "default: they are only looked up, since importing them takes seconds",
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show which runtimes and GPUs are here, what each can do, and how to install what is missing."""
-    from mha_deploy.environment import examine, report
-
-    facts = report(examine(load=load))
+    """Show which runtimes and GPUs this machine has, what each is for, and how to install the rest."""
+    found = md.doctor(load=load)
     if json:
-        print_json(facts)
-    else:
-        _print(facts)
-
-
-def _print(facts: dict[str, Any]) -> None:
+        print_json(found)
+        return
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -35,24 +34,26 @@ def _print(facts: dict[str, Any]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("runtime", "version", "for", "state"):
         table.add_column(column, overflow="fold")
-    for row in facts["runtimes"]:
-        table.add_row(row["name"], row["version"] or "-", row["gives"], escape(_state(row)))
+    for each in found["runtimes"]:
+        table.add_row(each["name"], each["version"] or "-", each["gives"], escape(_state(each)))
     console = Console()
-    own = facts["versions"]
+    own = found["versions"]
     console.print(f"mha-deploy {own['mha-deploy']} on Python {own['python']}", highlight=False)
     console.print(table)
-    if any(row["works"] and not row["loaded"] for row in facts["runtimes"]):
-        console.print("installed: not imported here; `mha-deploy doctor --load` does", highlight=False)
-    for gpu in facts["gpus"]:
+    if any(each["works"] and not each["loaded"] for each in found["runtimes"]):
+        console.print(
+            "installed: found, not imported; `mha-deploy doctor --load` imports it", highlight=False
+        )
+    for gpu in found["gpus"]:
         console.print(f"GPU: {', '.join(gpu.values())}", highlight=False)
-    if not facts["gpus"]:
-        console.print("GPU: none that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves visible")
-    for verb, possible in facts["can"].items():
+    if not found["gpus"]:
+        console.print("GPU: none reported by nvidia-smi")
+    for verb, possible in found["can"].items():
         console.print(f"{verb}: {'yes' if possible else 'no'}")
 
 
-def _state(row: dict[str, Any]) -> str:
-    if row["works"]:
-        state = "works" if row["loaded"] else "installed"
-        return f"{state} ({row['note']})" if row["note"] else state
-    return f"{row['problem'] or 'not installed'}: {row['install']}"
+def _state(runtime: dict[str, Any]) -> str:
+    if runtime["works"]:
+        state = "works" if runtime["loaded"] else "installed"
+        return f"{state} ({runtime['note']})" if runtime["note"] else state
+    return f"{runtime['problem'] or 'not installed'}: {runtime['install']}"

@@ -1,76 +1,51 @@
-"""`mha-deploy inspect`: what is in a bundle or an ONNX file?"""
+"""`mha-deploy inspect`: what is in a bundle, an engine or an ONNX file."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+import mha_deploy as md
 from mha_deploy.cli.options import Json, print_json
-
-if TYPE_CHECKING:
-    from mha_deploy.engine.manifest import Engine
 
 
 def inspect(
-    what: Annotated[Path, typer.Argument(help="A bundle, an .engine or an .onnx file.")], json: Json = False
+    path: Annotated[Path, typer.Argument(help="A bundle, an .engine file or an .onnx file.")],
+    json: Json = False,
 ) -> None:
-    """Show what is in a bundle, an engine or an ONNX file, and check the hashes."""
+    """Show what is in a bundle, an engine or an ONNX file, and check its hashes."""
     from rich.console import Console
 
-    from mha_deploy.bundle.folder import open_bundle
-    from mha_deploy.cli.tables import attention_renderable, bundle_renderable
+    from mha_deploy.cli.build_engine import engine_to_dict
+    from mha_deploy.cli.tables import (
+        attention_renderable,
+        bundle_renderable,
+        engine_renderable,
+        fit_renderable,
+    )
 
-    if what.suffix == ".engine":
-        from mha_deploy.cli.build_engine import engine_to_dict, print_engine
-        from mha_deploy.engine.manifest import misfits_here, open_engine
-
-        engine = open_engine(what)
-        _check_bundle_of(engine)
+    found = md.inspect(path)
+    if found.bundle is not None:
         if json:
-            print_json(engine_to_dict(engine) | {"misfits": misfits_here(engine), "shown": engine.is_shown})
-        else:
-            print_engine(engine, details=True)
-            if not engine.is_shown:
-                typer.echo("the verdict is that of the build: only TensorRT can read this plan")
-        return
-    if what.suffix == ".onnx":
-        from mha_deploy.graph.attention_node import attention_nodes
-        from mha_deploy.graph.file import load_graph
-
-        nodes = [node.describe() for node in attention_nodes(load_graph(what))]
+            print_json({"bundle": str(path), "hashes": "match", **found.bundle.manifest.to_dict()})
+            return
+        Console().print(bundle_renderable(found.bundle, details=True))
+        for engine in found.engines:
+            manifest = engine.manifest
+            fused = manifest.fusion_summary + ("" if engine.is_shown else " (not verified)")
+            typer.echo(f"engine {engine.path}: {manifest.backend} {manifest.version}, {fused}")
+    elif found.engines:
+        (engine,) = found.engines
         if json:
-            print_json({"file": str(what), "attention": nodes})
-        else:
-            Console().print(attention_renderable(nodes))
-        return
-    bundle = open_bundle(what)  # checks every hash
-    if json:
-        print_json({"bundle": str(what), "hashes": "match", **bundle.manifest.to_dict()})
+            data = {"misfits": list(found.misfits), "shown": engine.is_shown}
+            print_json(engine_to_dict(engine) | data)
+            return
+        Console().print(engine_renderable(engine, details=True), fit_renderable(found.misfits))
+        if not engine.is_shown:
+            typer.echo("The verdict is that of the build: only TensorRT can read this plan.")
+    elif json:
+        print_json({"file": str(path), "attention": list(found.attention)})
     else:
-        Console().print(bundle_renderable(bundle, details=True))
-        _list_engines(what)
-
-
-def _check_bundle_of(engine: Engine) -> None:
-    """Refuse an engine that lies in a bundle it was not built from."""
-    from mha_deploy.bundle.folder import MANIFEST
-
-    folder = engine.path.resolve().parent.parent
-    if (folder / MANIFEST).is_file():
-        engine.check_bundle(folder)
-
-
-def _list_engines(bundle: Path) -> None:
-    """One line per engine of a bundle, each opened and checked."""
-    if not any(bundle.glob("*/*.engine")):
-        return
-    from mha_deploy.engine.manifest import FOLDER, open_engine
-
-    for path in sorted((bundle / FOLDER).glob("*.engine")):
-        engine = open_engine(path)
-        engine.check_bundle(bundle)
-        manifest = engine.manifest
-        fused = manifest.fusion_summary if engine.is_shown else f"{manifest.fusion_summary} (not verified)"
-        typer.echo(f"engine {path}: {manifest.backend} {manifest.version}, {fused}")
+        Console().print(attention_renderable(found.attention))

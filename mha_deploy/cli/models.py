@@ -1,4 +1,4 @@
-"""`mha-deploy models`: the table of specs."""
+"""`mha-deploy models`: the catalog of layers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Annotated
 
 import typer
 
+import mha_deploy as md
 from mha_deploy.cli.options import Json, print_json
 
 
 def models(
-    every: Annotated[bool, typer.Option("--all", help="List the tiny test sizes too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Include the small layers of the tests.")] = False,
     json: Json = False,
 ) -> None:
-    """List the known models with their heads, parameters and KV-cache bytes per token."""
+    """List the catalog of layers with their heads, parameters and KV-cache bytes per token."""
     from mha_deploy.cli.tables import model_row, models_renderable
-    from mha_deploy.model.catalog import catalog_names, find_spec
 
-    specs = [find_spec(name) for name in catalog_names() if every or not name.startswith("tiny-")]
+    specs = md.models(tiny=every)
     if json:
         print_json([model_row(spec) for spec in specs])
         return

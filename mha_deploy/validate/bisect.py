@@ -59,6 +59,7 @@ class Bisection:
         first_node: The first node whose result is wrong.
         unseen: Nodes before it of whose results the reference knows nothing: it may be one of them.
         runs: How often the runtime was built or opened, the whole model included.
+        reference: What the values inside were compared with.
     """
 
     model: str
@@ -71,6 +72,7 @@ class Bisection:
     first_node: Suspect | None
     unseen: tuple[str, ...]
     runs: int
+    reference: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

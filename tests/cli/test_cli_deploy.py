@@ -1,4 +1,4 @@
-"""`deploy` goes the whole candidate, and `check` and `build-engine` are its last steps on their own."""
+"""`deploy` goes from model to verdict, and `check` and `build-engine` are its last steps on their own."""
 
 import importlib.util
 import json
@@ -29,9 +29,9 @@ def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
     assert done.code == 0, done.err
     assert open_bundle(tmp_path / "bundles" / "tiny-mqa-fp16").manifest.spec.name == "tiny-mqa"
     assert done.out.index("1/1 attention as one ONNX Attention node") < done.out.index("PASSED  4/4 outputs")
-    assert "export tiny-mqa: 1/9 weights" in done.err
-    assert "validate tiny-mqa: ort-c" in done.err
-    assert "export tiny-mqa:" not in done.out
+    assert "deploy tiny-mqa: 1/9 weights" in done.err
+    assert "deploy tiny-mqa: ort-c" in done.err
+    assert "deploy tiny-mqa:" not in done.out
     assert "engine" not in done.out
     assert (tmp_path / "bundles" / "tiny-mqa-fp16" / "report.html").is_file()
 
@@ -85,7 +85,7 @@ def test_deploy_goes_as_far_as_a_fused_engine(run_cli, tmp_path):
 
 
 @needs_rtx
-def test_deploy_tells_of_the_graph_where_no_engine_can_be_built(run_cli, tmp_path):
+def test_deploy_reports_the_graph_where_no_engine_can_be_built(run_cli, tmp_path):
     """There is no fused kernel for float32, and nobody allowed to do without."""
     done = run_cli("deploy", "tiny-gqa", "-o", tmp_path / "b", "--precision", "fp32")
     assert done.code == 1
@@ -118,7 +118,7 @@ def test_deploy_refuses_what_export_refuses(refused, tmp_path, monkeypatch):
 # -- check ---------------------------------------------------------------------------------------
 
 
-def test_check_tells_before_a_build_whether_attention_can_be_fused(run_cli, bundles):
+def test_check_reports_before_a_build_whether_attention_can_be_fused(run_cli, bundles):
     done = run_cli("check", bundles("tiny-gqa").path, "--target", "tensorrt-rtx")
     assert (done.code, done.err) == (0, "")
     assert "can be fused" in done.out

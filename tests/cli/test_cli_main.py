@@ -1,9 +1,12 @@
-"""The front door: help without waiting, the version, and exit codes for what goes wrong."""
+"""Help without imports, the version, and exit codes."""
 
+import ast
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fresh_python import run_all
@@ -15,9 +18,11 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 VERBS = (
     "deploy",
     "export",
+    "fuse",
     "check",
     "build-engine",
     "validate",
+    "bisect",
     "bench",
     "inspect",
     "models",
@@ -54,6 +59,25 @@ def test_a_log_has_one_line_for_each_stage(capsys):
     assert lines == ["validate it: oracle", "validate it: ort-cpu", "validate it: eager"]
 
 
+def test_verbs_call_nothing_but_the_public_api():
+    """A verb imports `mha_deploy`, errors and the defaults of options; tables render what the API returns."""
+    allowed = re.compile(r"mha_deploy|mha_deploy\.(errors|cli(\.\w+)?|\w+\.options)")
+    for path in Path(cli.__file__).parent.glob("*.py"):
+        if path.name in ("tables.py", "fuse.py"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for_types = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and id(node) not in for_types and "mha_deploy" in node.module:
+                errors = all(alias.name.endswith("Error") for alias in node.names)
+                assert errors or allowed.fullmatch(node.module), f"{path.name}: {node.module}"
+
+
 def test_help_lists_every_verb_in_the_order_of_use(run_cli):
     text = run_cli("--help").out
     places = [text.index(f"│ {verb} ") for verb in VERBS]
@@ -87,7 +111,7 @@ def test_the_doctor_does_not_load_what_takes_seconds():
 
 
 def test_a_refusal_that_needs_no_library_loads_none(tmp_path):
-    """A folder that is there, a precision or a model that is not: told at once."""
+    """A folder that is there, a precision or a model that is not: refused at once."""
     wrong = (["tiny-mha", "-o", tmp_path], ["tiny-mha", "--precision", "fp8"], ["tiny-nothing"])
     steps = [[verb, "-o", tmp_path / "new", *given] for verb in ("export", "deploy") for given in wrong]
     done = run_all(*(("mha-deploy", *step) for step in steps))
@@ -136,7 +160,11 @@ def test_a_module_run_is_the_same_command():
             "error: It broke.\n  got: this\n  try: that\n",
         ),
         (BackendUnavailable("Not here."), 3, "error: Not here.\n"),
-        (PermissionError(13, "Permission denied", "x"), 2, "error: The system refused.\n  got: [Errno 13]"),
+        (
+            PermissionError(13, "Permission denied", "x"),
+            2,
+            "error: The operating system reported an error.\n  got: [Errno 13]",
+        ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
@@ -190,7 +218,7 @@ def test_an_interrupted_export_leaves_nothing(run_cli, tmp_path, monkeypatch, nu
     def export(*args, **options):
         assert len(list(out.iterdir())) == 1  # what is written until then
         os.kill(os.getpid(), number)
-        pytest.fail("the signal was not heard")
+        pytest.fail("the signal was not received")
 
     monkeypatch.setattr("mha_deploy.export.exporter.canonical_from_module", export)
     done = run_cli("export", "tiny-mha", "-o", out / "bundle")

@@ -151,7 +151,7 @@ def test_analyze_takes_sizes_beyond_the_spec_when_the_axis_is_widened(run_cli, r
 @pytest.mark.parametrize(
     ("arguments", "what", "hint"),
     [
-        (["--gpu", "h20"], "No figures for that GPU", "'h200'"),
+        (["--gpu", "h20"], "no peak figures for this GPU", "'h200'"),
         (["--precision", "fp64"], "No such precision", "fp"),
         (["--at", "S=1"], "a size for each", ""),
         (["--at", "many"], "cannot be read", "B=2,S=16"),

@@ -132,7 +132,7 @@ def test_a_bundle_without_golden_cases_is_refused(run_cli, folder):
     for options in ((), ("--self-test",)):
         done = run_cli("validate", folder, *options)
         assert done.code == 2
-        assert "golden cases are missing" in done.err
+        assert "golden" in done.err
 
 
 def test_a_changed_file_is_bad_input_not_a_verdict(refused, folder):
@@ -179,11 +179,11 @@ def test_the_self_test_catches_every_mistake(run_cli, bundles):
 @pytest.mark.parametrize(
     ("options", "what", "hint"),
     [
-        (["--prompt", "5"], "Without --steps", "--steps 64"),
-        (["--batch", "2"], "Without --steps", "--steps 64"),
-        (["--steps", "0", "--prompt", "5", "--batch", "2"], "Without --steps", "--steps 64"),
-        (["--self-test", "--steps", "5"], "The self-test steps through no tokens", "at a time"),
-        (["--self-test", "--batch", "2"], "The self-test steps through no tokens", "at a time"),
+        (["--prompt", "5"], "no effect without --steps", "--steps 64"),
+        (["--batch", "2"], "no effect without --steps", "--steps 64"),
+        (["--steps", "0", "--prompt", "5", "--batch", "2"], "no effect without --steps", "--steps 64"),
+        (["--self-test", "--steps", "5"], "The self-test has no decode steps", "at a time"),
+        (["--self-test", "--batch", "2"], "The self-test has no decode steps", "at a time"),
     ],
 )
 def test_options_about_tokens_that_nobody_steps_through_are_refused(refused, bundles, options, what, hint):
