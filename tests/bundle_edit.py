@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 
-from mha_deploy.bundle.cases import GoldenCase, write_case
+from mha_deploy.bundle.cases import GoldenCase, read_arrays, write_arrays, write_case
 from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
 from mha_deploy.bundle.manifest import GoldenEntry, Manifest
 from mha_deploy.model.catalog import find_spec
@@ -22,7 +22,7 @@ def manifest(name="tiny-mha", precision="fp16"):
         opset=23,
         weights="made by hand",
         attention=[],
-        golden=[GoldenEntry(name="opt", file="golden/opt.npz", sizes=dict(SIZES))],
+        golden=[GoldenEntry(name="opt", file="golden/opt.safetensors", sizes=dict(SIZES))],
         checks={"graph": ["nothing"]},
         versions={"mha-deploy": "0"},
         notes=["a note"],
@@ -50,7 +50,7 @@ def fill(folder, name="tiny-mha", precision="fp16"):
     """Write the files of a small bundle, all but the manifest."""
     (folder / MODEL).write_bytes(b"not really a graph")
     (folder / "golden").mkdir()
-    write_case(folder / "golden" / "opt.npz", golden_case(name, precision))
+    write_case(folder / "golden" / "opt.safetensors", golden_case(name, precision))
 
 
 def small_bundle(target, name="tiny-mha", precision="fp16"):
@@ -86,9 +86,8 @@ def rehash(folder):
 
 def edit_arrays(folder, change, case="opt"):
     """Change the arrays of a golden case: `change` gets them by name; the manifest is made to agree."""
-    path = folder / "golden" / f"{case}.npz"
-    with np.load(path) as archive:
-        arrays = dict(archive)
+    path = folder / "golden" / f"{case}.safetensors"
+    arrays = read_arrays(path)
     change(arrays)
-    np.savez(path, **arrays)
+    write_arrays(path, arrays)
     rehash(folder)

@@ -47,7 +47,7 @@ def test_what_was_written_is_read_back(tmp_path):
 
 def test_the_manifest_hashes_every_file_but_itself(folder):
     files = open_bundle(folder).manifest.files
-    assert set(files) == {MODEL, "golden/opt.npz"}
+    assert set(files) == {MODEL, "golden/opt.safetensors"}
     for name, entry in files.items():
         assert (entry.bytes, entry.sha256) == ((folder / name).stat().st_size, sha256(folder / name))
 
@@ -189,7 +189,7 @@ def test_a_manifest_that_describes_no_layer_is_refused(folder, key, value, match
 # -- files that are not the exported ones --------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [MODEL, "golden/opt.npz"])
+@pytest.mark.parametrize("name", [MODEL, "golden/opt.safetensors"])
 @pytest.mark.parametrize("position", [0, -1])
 def test_one_changed_bit_is_found(folder, name, position):
     data = bytearray((folder / name).read_bytes())
@@ -207,7 +207,7 @@ def test_a_file_that_is_shorter_or_longer_is_found(folder, change):
     assert refused(folder, "changed after export").got == str(path)
 
 
-@pytest.mark.parametrize("name", [MODEL, "golden/opt.npz"])
+@pytest.mark.parametrize("name", [MODEL, "golden/opt.safetensors"])
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
     assert refused(folder, "A file of the bundle is missing").got == str(folder / name)
@@ -250,7 +250,7 @@ def test_a_manifest_that_does_not_hash_the_graph_is_refused(folder):
 def test_only_files_of_the_manifest_are_handed_out(folder):
     (folder / "stray.bin").write_bytes(b"stray")
     bundle = open_bundle(folder)
-    assert bundle.file("golden/opt.npz") == folder / "golden/opt.npz"
+    assert bundle.file("golden/opt.safetensors") == folder / "golden/opt.safetensors"
     for name in ("stray.bin", MANIFEST, "", ".", "/", "golden", "../bundle/model.onnx"):
         with pytest.raises(BundleError, match="not part of the bundle"):
             bundle.file(name)
@@ -352,7 +352,7 @@ def disk(monkeypatch):
 @ONE_STEP_OR_TWO
 def test_a_bundle_is_replaced_when_that_is_asked_for(folder, disk, one_step):
     disk(one_step)
-    (folder / "golden" / "opt.npz").write_text("changed by hand")
+    (folder / "golden" / "opt.safetensors").write_text("changed by hand")
     overwrite(folder)
     assert open_bundle(folder).manifest.spec.name == "tiny-mqa"
     assert beside(folder) == []
@@ -385,7 +385,7 @@ def test_engines_and_reports_go_with_their_bundle_and_are_named(folder):
 
 FOREIGN = [
     "notes.txt",
-    "golden/mine.npz",
+    "golden/mine.safetensors",
     "engines/trtexec.engine",  # without a manifest, nobody knows who built it
     "engines/notes/todo",
     "report.html",

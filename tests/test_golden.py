@@ -10,6 +10,7 @@ from bundle_edit import SIZES, edit_arrays, edit_manifest, golden_case, rehash, 
 from mha_deploy.bundle.cases import (
     GoldenCase,
     golden_cases,
+    read_arrays,
     read_case,
     refuse_polygraphy,
     write_case,
@@ -61,9 +62,12 @@ def test_a_case_is_read_back_bit_by_bit(tmp_path, precision):
 
 def test_every_bfloat16_number_survives(tmp_path):
     every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)  # with NaN, infinities, subnormals
-    write_case(tmp_path / "a.npz", GoldenCase(name="a", sizes={}, inputs={"x": every}, oracle={}, eager={}))
-    with np.load(tmp_path / "a.npz", allow_pickle=False) as archive:
-        assert bits(archive["inputs/x"].view(ml_dtypes.bfloat16)) == bits(every)
+    write_case(
+        tmp_path / "a.safetensors", GoldenCase(name="a", sizes={}, inputs={"x": every}, oracle={}, eager={})
+    )
+    read_back = read_arrays(tmp_path / "a.safetensors")["inputs/x"]
+    assert read_back.dtype == ml_dtypes.bfloat16
+    assert bits(read_back) == bits(every)
 
 
 def test_key_lengths_stay_whole_numbers(bundles):
@@ -108,7 +112,7 @@ def test_a_wrong_shape_is_shown_with_the_right_one(folder, name, reshape):
         ("inputs/x", np.float32),
         ("inputs/x", np.uint16),
         ("oracle/output", np.float32),
-        ("oracle/output", np.complex128),
+        ("oracle/output", np.complex64),
         ("eager/output", np.float64),
         ("eager/output", np.int16),
     ],
@@ -117,7 +121,7 @@ def test_a_wrong_type_is_shown_with_the_right_one(folder, name, dtype):
     edit_arrays(folder, lambda arrays: arrays.update({name: np.zeros_like(arrays[name], dtype=dtype)}))
     error = refused(folder, "wrong type")
     assert error.got == f"{name}: {np.dtype(dtype)}"
-    assert error.hint == ("float64" if name == "oracle/output" else "float16")
+    assert error.hint.startswith("float64" if name == "oracle/output" else "float16")
 
 
 def test_sizes_that_are_not_the_arrays_are_refused(folder):
@@ -132,7 +136,9 @@ def test_sizes_that_lack_an_axis_are_refused(folder, sizes):
         read(folder)
 
 
-@pytest.mark.parametrize("name", ["golden/other.npz", "../opt.npz", "/etc/passwd", "manifest.json", ""])
+@pytest.mark.parametrize(
+    "name", ["golden/other.safetensors", "../opt.safetensors", "/etc/passwd", "manifest.json", ""]
+)
 def test_an_entry_that_names_a_file_outside_the_list_is_refused(folder, name):
     edit_manifest(folder, lambda data: data["golden"][0].update(file=name))
     assert refused(folder, "not part of the bundle").got == name
@@ -144,12 +150,11 @@ def test_an_entry_that_names_another_file_of_the_bundle_is_refused(folder):
         read(folder)
 
 
-def test_a_pickled_array_is_refused(folder):
-    np.savez(folder / "golden" / "opt.npz", **{"inputs/x": np.array([{}], dtype=object)})
+def test_an_archive_of_numpy_is_refused(folder):
+    with (folder / "golden" / "opt.safetensors").open("wb") as file:
+        np.savez(file, **{"inputs/x": np.array([{}], dtype=object)})
     rehash(folder)
-    with pytest.raises(DeployError) as caught:
-        read(folder)
-    assert "opt.npz" in str(caught.value) or "golden case" in str(caught.value)
+    assert "opt.safetensors" in refused(folder, "cannot be read").got
 
 
 # -- for Polygraphy ------------------------------------------------------------------------------

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from mha_deploy.bundle.cases import only_new_rows, read_case, with_old_rows, write_case
+from mha_deploy.bundle.cases import (
+    only_new_rows,
+    read_arrays,
+    read_case,
+    with_old_rows,
+    write_arrays,
+    write_case,
+)
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
 from mha_deploy.export.golden import GoldenCapture
@@ -49,8 +56,8 @@ def test_a_file_holds_no_old_row_twice(bundles, name):
     bundle = bundles(name)
     for entry in bundle.manifest.golden:
         S, Hkv, D = entry.sizes["S"], bundle.manifest.spec.Hkv, bundle.manifest.spec.D
-        with np.load(bundle.file(entry.file)) as arrays:
-            shapes = {key: arrays[key].shape for key in arrays if "oracle/" in key and "/output" not in key}
+        arrays = read_arrays(bundle.file(entry.file))
+        shapes = {key: arrays[key].shape for key in arrays if "oracle/" in key and "/output" not in key}
         assert set(shapes.values()) == {(entry.sizes["B"], Hkv, S, D)}
 
 
@@ -73,11 +80,10 @@ def test_rows_go_out_and_back_ragged():
 def test_lengths_that_do_not_fit_are_refused(bundles, tmp_path):
     bundle = bundles("tiny-static")
     entry = bundle.manifest.golden[0]
-    with np.load(bundle.file(entry.file)) as stored:
-        arrays = {key: stored[key] for key in stored}
+    arrays = read_arrays(bundle.file(entry.file))
     arrays["inputs/lengths"] = np.array([64], np.int32)
     forged = moved(bundle, tmp_path / "bundle")
-    np.savez(forged.path / entry.file, **arrays)
+    write_arrays(forged.path / entry.file, arrays)
     with pytest.raises(BundleError, match="do not fit its cache"):
         read_case(forged, entry)
 

@@ -1,15 +1,17 @@
-"""Archives from anywhere: what NumPy wrote is read, everything else is refused without a trace."""
+"""Files of arrays from anywhere: what was written is read, everything else is refused."""
 
 import io
+import json
 import pickle
 import struct
 import zipfile
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from mha_deploy.bundle.cases import read_npz
-from mha_deploy.errors import DeployError
+from mha_deploy.bundle.cases import read_arrays, read_npz, write_arrays
+from mha_deploy.errors import BundleError, DeployError
 
 
 def npy(array):
@@ -149,3 +151,82 @@ def test_names_are_checked_before_any_array_is_read(tmp_path):
     with pytest.raises(DeployError, match=r"Not these\.") as caught:
         read_npz(path, check_names=refuse)
     assert caught.value.got == "['surprise']"
+
+
+# -- Arrays of a bundle ----------------------------------------------------------------------------
+
+
+def safetensors(header, data=bytes(64)):
+    """A file whose header claims whatever it likes about its 64 bytes of data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def claimed(dtype="F64", shape=(8,), offsets=(0, 64)):
+    return {"a": {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}}
+
+
+HOSTILE_ARRAYS = {
+    "empty": b"",
+    "garbage": b"\x00\x01 not arrays at all",
+    "an archive of NumPy": archive(ARRAY),
+    "a header and no more": struct.pack("<Q", 1000) + b"{",
+    "a header of many gigabytes": struct.pack("<Q", 2**40) + b"{}",
+    "a header that is no JSON": safetensors(b"a" * 64),
+    "a header that is a list": safetensors(b"[1, 2, 3]"),
+    "a header that nests deeply": safetensors(b"[" * 90_000),
+    "truncated": safetensors(claimed(), bytes(32)),
+    "bytes that nothing names": safetensors(claimed(shape=(4,), offsets=(0, 32))),
+    "a shape that is not the data": safetensors(claimed(shape=(7,))),
+    "more bytes than an address can hold": safetensors(claimed(shape=(2**61,), offsets=(0, 2**64 - 1))),
+    "a size that overflows": safetensors(claimed(shape=(2**40, 2**40))),
+    "a negative size": safetensors(claimed(shape=(-8,))),
+    "offsets that go backwards": safetensors(claimed(offsets=(64, 0))),
+    "an unknown type": safetensors(claimed(dtype="Q77")),
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE_ARRAYS.values(), ids=HOSTILE_ARRAYS)
+def test_a_file_of_arrays_that_is_none_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "hostile.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match="cannot be read") as caught:
+        read_arrays(path)
+    assert str(path) in caught.value.got
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()], ids=["absent", "a folder"])
+def test_arrays_that_are_not_there_are_named(tmp_path, make):
+    path = tmp_path / "a.safetensors"
+    make(path)
+    with pytest.raises(BundleError, match="cannot be read") as caught:
+        read_arrays(path)
+    assert f"no such file: {path}" in caught.value.got
+
+
+def test_names_are_checked_before_an_array_is_allocated(tmp_path):
+    write_arrays(tmp_path / "a", {"surprise": np.zeros(3)})
+
+    def refuse(names):
+        raise DeployError("Not these.", got=names)
+
+    with pytest.raises(DeployError, match=r"Not these\."):
+        read_arrays(tmp_path / "a", check_names=refuse)
+
+
+def test_arrays_of_every_type_and_layout_come_back(tmp_path):
+    arrays = {
+        "inputs/x": np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16),
+        "inputs/transposed": np.arange(6, dtype=np.float16).reshape(2, 3).T,
+        "inputs/steps": np.array(3, np.int32),
+        "inputs/mask": np.array([True, False]),
+        "inputs/none": np.zeros((0, 4), np.float32),
+        "oracle/y": np.array([1 / 3, np.nan, -0.0]),
+    }
+    write_arrays(tmp_path / "a.safetensors", arrays)
+    got = read_arrays(tmp_path / "a.safetensors")
+    assert got.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape)
+        assert got[name].tobytes() == array.tobytes()
+        assert got[name].flags.writeable

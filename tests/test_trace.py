@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mha_deploy.bundle.cases import read_arrays, write_arrays
 from mha_deploy.bundle.traces import (
     DecodeTrace,
     check_steps,
@@ -83,8 +84,8 @@ def test_prompts_of_one_length_need_no_padding():
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_trace_is_read_back_bit_by_bit(tmp_path, precision):
     written = trace(precision)
-    write_trace(tmp_path / "decode.npz", written)
-    read = read_trace(tmp_path / "decode.npz", layer(), PRECISIONS[precision])
+    write_trace(tmp_path / "decode.safetensors", written)
+    read = read_trace(tmp_path / "decode.safetensors", layer(), PRECISIONS[precision])
     assert (read.name, read.steps, read.B, read.length) == ("decode", STEPS, B, L)
     assert bits(read.inputs["x"]) == bits(written.inputs["x"])
     assert bits(read.prompt) == bits(written.prompt)
@@ -100,12 +101,11 @@ def test_a_trace_is_read_back_bit_by_bit(tmp_path, precision):
 
 def altered(tmp_path, change, precision="fp16"):
     """Write a trace, change its arrays, and read it."""
-    path = tmp_path / "decode.npz"
+    path = tmp_path / "decode.safetensors"
     write_trace(path, trace(precision))
-    with np.load(path, allow_pickle=False) as archive:
-        arrays = dict(archive)
+    arrays = read_arrays(path)
     change(arrays)
-    np.savez(path, **arrays)
+    write_arrays(path, arrays)
     return read_trace(path, layer(), PRECISIONS[precision])
 
 
@@ -142,7 +142,7 @@ def test_an_array_that_is_too_short_is_refused(tmp_path, name, cut):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [np.int64, np.float32, np.complex128, np.bool_])
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, np.complex64, np.bool_])
 def test_a_wrong_type_is_refused(tmp_path, name, dtype):
     with pytest.raises(BundleError):
         altered(tmp_path, lambda arrays: arrays.update({name: arrays[name].astype(dtype)}))
@@ -176,19 +176,14 @@ def test_an_empty_trace_is_refused(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04"])
 def test_a_file_that_is_no_archive_is_refused(tmp_path, content):
-    (tmp_path / "decode.npz").write_bytes(content)
+    (tmp_path / "decode.safetensors").write_bytes(content)
     with pytest.raises(DeployError, match="cannot be read"):
-        read_trace(tmp_path / "decode.npz", layer(), FP16)
-
-
-def test_a_pickled_array_is_refused(tmp_path):
-    with pytest.raises(DeployError, match="cannot be read"):
-        altered(tmp_path, lambda arrays: arrays.update({"inputs/tokens/x": np.array([{}], dtype=object)}))
+        read_trace(tmp_path / "decode.safetensors", layer(), FP16)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(DeployError, match="no such"):
-        read_trace(tmp_path / "decode.npz", layer(), FP16)
+        read_trace(tmp_path / "decode.safetensors", layer(), FP16)
 
 
 # -- does it fit? --------------------------------------------------------------------------------

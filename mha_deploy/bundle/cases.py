@@ -57,6 +57,43 @@ def _member(archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
     return array
 
 
+# -- Arrays of a bundle ----------------------------------------------------------------------------
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays by name, as `group/name`, in the safetensors format."""
+    from safetensors.numpy import save
+
+    path.write_bytes(save({name: np.asarray(array, order="C") for name, array in arrays.items()}))
+
+
+def read_arrays(
+    path: Path, check_names: Callable[[list[str]], None] = lambda names: None
+) -> dict[str, np.ndarray]:
+    """Read every array of a safetensors file, which may come from anywhere.
+
+    Args:
+        path: The file; its header must agree with its size before any array is allocated.
+        check_names: Gets the names before any array is read, and raises if they are not the right ones.
+    """
+    import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy, which safetensors asks for by name
+    from safetensors import safe_open
+
+    try:
+        if not path.is_file():
+            raise FileNotFoundError(f"no such file: {path}")
+        with safe_open(path, framework="np") as file:
+            names = list(file.keys())
+            check_names(names)
+            return {name: file.get_tensor(name) for name in names}
+    except DeployError:
+        raise
+    except Exception as error:  # safetensors and NumPy raise types that share no base
+        raise BundleError(
+            "The file of arrays cannot be read.", got=f"{path}: {error}", hint="export again"
+        ) from error
+
+
 # -- What a golden case keeps of a cache: the rows that the call wrote -----------------------------
 
 CACHE_INPUTS = {
@@ -147,7 +184,7 @@ Arrays = Mapping[str, np.ndarray]
 class GoldenCase:
     """One case: what goes in, what is true (FP64), and what the module itself gave.
 
-    `flops` is the work of one call where it was counted, for a user's module; else 0. `cached` names, for each
+    `flops` is the work of one call of a user's module, else 0. `cached` names, for each
     KV cache that goes out of a catalog layer, the one that came in.
     """
 
@@ -170,7 +207,7 @@ def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
 def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     """Read one case, checking that it holds what the spec says."""
     spec, precision = bundle.manifest.spec, bundle.manifest.precision
-    arrays = read_npz(bundle.file(entry.file), partial(_refuse_strangers, spec))
+    arrays = read_arrays(bundle.file(entry.file), partial(_refuse_strangers, spec))
     inputs = take_arrays(arrays, "inputs", spec.inputs, entry.sizes, precision)
     _refuse_bad_lengths(entry, inputs)
     oracle = take_arrays(arrays, "oracle", stored_outputs(spec), entry.sizes, None)
@@ -225,16 +262,8 @@ def write_case(path: Path, case: GoldenCase) -> None:
     if case.cached:
         oracle, eager = (only_new_rows(results, case.inputs) for results in (oracle, eager))
     groups = {"inputs": case.inputs, "oracle": oracle, "eager": eager}
-    arrays = {
-        f"{group}/{name}": as_stored(a) for group, members in groups.items() for name, a in members.items()
-    }
-    with path.open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-
-
-def as_stored(array: np.ndarray) -> np.ndarray:
-    """An array as NumPy's format can hold it: bfloat16 as its 16 bits."""
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+    arrays = {f"{group}/{name}": a for group, members in groups.items() for name, a in members.items()}
+    write_arrays(path, arrays)
 
 
 def take_arrays(
@@ -259,18 +288,14 @@ def take_arrays(
             wanted = np.dtype(np.float64)
         elif tensor.kind == FLOAT and precision is not None:
             wanted = precision.numpy
-        taken[tensor.name] = _as_read(f"{group}/{tensor.name}", array, wanted)
+        if array.dtype != wanted:
+            raise BundleError(
+                "A golden array has the wrong type.",
+                got=f"{group}/{tensor.name}: {array.dtype}",
+                hint=f"{wanted}: export again",
+            )
+        taken[tensor.name] = array
     return taken
-
-
-def _as_read(name: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
-    if wanted.name == "bfloat16" and array.dtype == np.uint16:
-        return array.view(wanted)
-    if array.dtype != wanted:
-        raise BundleError(
-            "A golden array has the wrong type.", got=f"{name}: {array.dtype}", hint=str(wanted)
-        )
-    return array
 
 
 # -- Polygraphy ------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
     manifest.json             what this is, the hash of every file, and the versions that made it
     model.onnx (+ .data)      the canonical graph
-    golden/<case>.npz         inputs, FP64 oracle and eager result of one case
+    golden/<case>.safetensors inputs, FP64 oracle and eager result of one case
     golden/polygraphy/*.json  the same for `polygraphy run`, where it was asked for
-    traces/<name>.npz         of a layer with a cache: tokens to step through, and what is true of them
+    traces/<name>.safetensors of a model with a KV cache: tokens to decode, and the expected results
 
 A bundle is built in a temporary folder beside its place and renamed when it is whole; the manifest is
 the last file written. See docs/bundle.md.

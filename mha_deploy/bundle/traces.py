@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mha_deploy.bundle.cases import Arrays, GoldenCase, read_npz, refuse_infinite, take_arrays, write_case
+from mha_deploy.bundle.cases import Arrays, GoldenCase, read_arrays, refuse_infinite, take_arrays, write_case
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import INT32, KVCache, ModelSpec, TensorSpec
@@ -172,7 +172,11 @@ def check_trace(spec: ModelSpec, trace: DecodeTrace, precision: Precision) -> No
     cache = check_steps(spec, trace.prompt, trace.steps)
     inputs, results = trace_tensors(spec, cache)
     sizes = {**cache.call_sizes(spec, trace.B, trace.length, 0), "L": trace.length}
-    wanted = [("", trace.inputs, inputs), ("eager/", trace.eager, results), ("oracle/", trace.oracle, results)]
+    wanted = [
+        ("", trace.inputs, inputs),
+        ("eager/", trace.eager, results),
+        ("oracle/", trace.oracle, results),
+    ]
     for group, arrays, tensors in wanted:
         for tensor in tensors:
             array, dtype = arrays.get(tensor.name), np.dtype(np.float64)
@@ -250,7 +254,7 @@ def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace
                 hint="export again",
             )
 
-    arrays = read_npz(path, check_names)
+    arrays = read_arrays(path, check_names)
     B = arrays["inputs/prompt"].size
     counts = take_arrays(arrays, "inputs", _COUNTS, {"B": B}, precision)
     prompt, steps = counts["prompt"], int(counts["steps"])

@@ -152,11 +152,11 @@ def _write_golden(
         step(f"golden case {planned.name}")
         case = capture.capture(planned)
         refuse_overflow(case, precision, module)
-        write_case(folder / "golden" / f"{case.name}.npz", case)
+        write_case(folder / "golden" / f"{case.name}.safetensors", case)
         cases.append(case)
     if options.polygraphy:
         write_polygraphy(folder / "golden" / "polygraphy", cases)
-    return [GoldenEntry(name=c.name, file=f"golden/{c.name}.npz", sizes=dict(c.sizes)) for c in cases]
+    return [GoldenEntry(name=c.name, file=f"golden/{c.name}.safetensors", sizes=dict(c.sizes)) for c in cases]
 
 
 def _write_trace(
@@ -181,7 +181,7 @@ def _write_trace(
 
 def write_trace_into(folder: Path, trace: DecodeTrace) -> TraceEntry:
     """Write a trace into the folder of a bundle."""
-    file = f"traces/{trace.name}.npz"
+    file = f"traces/{trace.name}.safetensors"
     (folder / "traces").mkdir()
     write_trace(folder / file, trace)
     return TraceEntry(name=trace.name, file=file)

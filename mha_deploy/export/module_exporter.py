@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mha_deploy.analyze.cost import odd_sizes, sizes_name
-from mha_deploy.bundle.cases import GoldenCase, as_stored, refuse_polygraphy, write_case, write_polygraphy
+from mha_deploy.bundle.cases import GoldenCase, refuse_polygraphy, write_arrays, write_case, write_polygraphy
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
 from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
 from mha_deploy.bundle.traces import DecodeTrace, check_steps
@@ -146,7 +146,9 @@ class ModuleCapture:
             for name, arrays in parts.items():
                 arrays.append(to_numpy(got[name]))
         eager = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
-        trace = replace(trace, eager=eager | {each.name: to_numpy(held[each.input]) for each in cache.tensors})
+        trace = replace(
+            trace, eager=eager | {each.name: to_numpy(held[each.input]) for each in cache.tensors}
+        )
         _refuse_another_decoding(trace)
         return trace
 
@@ -412,7 +414,9 @@ def bundle_from_factory(
                 weights=_origin(user),
                 attention=_described(writer.path / MODEL, places),
                 golden=[
-                    GoldenEntry(name=c.name, file=f"golden/{c.name}.npz", sizes=dict(c.sizes), flops=c.flops)
+                    GoldenEntry(
+                        name=c.name, file=f"golden/{c.name}.safetensors", sizes=dict(c.sizes), flops=c.flops
+                    )
                     for c in cases
                 ],
                 checks={
@@ -520,7 +524,7 @@ class _Work:
             label = name if "=" not in name else sizes_name(sizes)
             case = self.capture.capture(label, sizes)
             cases.append(case)
-            write_case(self.folder / "golden" / f"{label}.npz", case)
+            write_case(self.folder / "golden" / f"{label}.safetensors", case)
             if name == "large":
                 notes += reduction_note(spec, sizes, self.options.budget)
             if name == "opt":
@@ -597,12 +601,14 @@ class _Work:
             insight = self.capture.look_inside(case, set(values.values()))
             arrays = {
                 **{f"oracle/{name}": array for name, array in insight.oracle.items()},
-                **{f"eager/{name}": as_stored(array) for name, array in insight.eager.items()},
+                **{f"eager/{name}": array for name, array in insight.eager.items()},
             }
             if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
                 (self.folder / "layers").mkdir()
-                np.savez(self.folder / "layers" / f"{case.name}.npz", **arrays)  # type: ignore[arg-type]
-                return LayersEntry(case=case.name, file=f"layers/{case.name}.npz", values=dict(values))
+                write_arrays(self.folder / "layers" / f"{case.name}.safetensors", arrays)
+                return LayersEntry(
+                    case=case.name, file=f"layers/{case.name}.safetensors", values=dict(values)
+                )
         return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.bundle.cases import GoldenCase, read_case, read_npz, refuse_infinite
+from mha_deploy.bundle.cases import GoldenCase, read_arrays, read_case, refuse_infinite
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.errors import BundleError
@@ -38,12 +38,10 @@ def layers_case(bundle: Bundle) -> GoldenCase | None:
     golden = next((each for each in bundle.manifest.golden if each.name == entry.case), None)
     if golden is None:
         raise BundleError("The manifest names no such golden case.", got=entry.case, hint="export again")
-    arrays = read_npz(bundle.file(entry.file), lambda names: _refuse_strangers(names, entry))
+    arrays = read_arrays(bundle.file(entry.file), lambda names: _refuse_strangers(names, entry))
     whole = read_case(bundle, golden)
     oracle = {node: _taken(arrays, f"oracle/{value}", entry) for node, value in entry.values.items()}
     eager = {node: _taken(arrays, f"eager/{value}", entry) for node, value in entry.values.items()}
-    half = bundle.manifest.precision.numpy
-    eager = {node: _in_type(array, half) for node, array in eager.items()}
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
     return replace(whole, name=LAYERS, oracle=oracle, eager=eager)
 
@@ -107,8 +105,3 @@ def _taken(arrays: dict[str, np.ndarray], name: str, entry: LayersEntry) -> np.n
             "The look inside the module is incomplete.", got=f"{entry.file}: no {name}", hint="export again"
         )
     return arrays[name]
-
-
-def _in_type(array: np.ndarray, half: np.dtype) -> np.ndarray:
-    """NumPy's format has no bfloat16: such arrays are stored as their 16 bits."""
-    return array.view(half) if half.name == "bfloat16" and array.dtype == np.uint16 else array

@@ -91,8 +91,8 @@ def test_inspect_reads_a_bare_graph(run_cli, bundles):
 
 def test_inspect_finds_a_changed_file(refused, bundles, tmp_path):
     folder = copy_of(bundles("tiny-gqa"), tmp_path / "b")
-    (folder / "golden" / "opt.npz").write_bytes(b"")
-    refused("inspect", folder, what="changed after export", got="opt.npz", hint="export again")
+    (folder / "golden" / "opt.safetensors").write_bytes(b"")
+    refused("inspect", folder, what="changed after export", got="opt.safetensors", hint="export again")
 
 
 def test_inspect_refuses_what_it_cannot_read(refused, tmp_path):

@@ -270,7 +270,7 @@ def test_overwriting_replaces_a_bundle_whole(bundles, tmp_path):
     bundle = open_bundle(target)
     assert bundle.manifest.spec.name == "tiny-gqa"
     assert everything_in(tmp_path) == ["bundle"]
-    assert everything_in(target / "golden") == ["min.npz"]
+    assert everything_in(target / "golden") == ["min.safetensors"]
 
 
 def test_overwriting_never_replaces_what_is_no_bundle(tmp_path):

@@ -128,8 +128,8 @@ def test_one_length_serves_every_row():
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_captured_trace_can_be_written_and_read(tmp_path, cache):
     trace = captured(cache, "bf16")
-    write_trace(tmp_path / "decode.npz", trace)
-    read = read_trace(tmp_path / "decode.npz", layer(cache), PRECISIONS["bf16"])
+    write_trace(tmp_path / "decode.safetensors", trace)
+    read = read_trace(tmp_path / "decode.safetensors", layer(cache), PRECISIONS["bf16"])
     assert np.array_equal(read.eager["key"], trace.eager["key"])
     assert np.array_equal(read.oracle["key"], trace.oracle["key"])
 

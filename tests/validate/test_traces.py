@@ -67,12 +67,12 @@ def test_a_trace_under_another_name_than_its_files_is_refused(bundles, tmp_path)
     edit_manifest(folder, lambda data: data["traces"][0].update(name="other"))
     with pytest.raises(BundleError, match="another name") as caught:
         traces_of(open_bundle(folder), ValidateOptions())
-    assert caught.value.got == "other in traces/steps.npz"
+    assert caught.value.got == "other in traces/steps.safetensors"
 
 
 def test_a_trace_of_another_layer_is_refused(bundles, tmp_path):
     folder = copy_of(bundles("tiny-growing"), tmp_path / "bundle")
-    shutil.copy(bundles("tiny-static").path / "traces" / "steps.npz", folder / "traces")
+    shutil.copy(bundles("tiny-static").path / "traces" / "steps.safetensors", folder / "traces")
     rehash(folder)
     with pytest.raises(DeployError, match="one length"):
         traces_of(open_bundle(folder), ValidateOptions())
