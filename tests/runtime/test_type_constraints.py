@@ -1,4 +1,4 @@
-"""A weakly typed network held to the types of its graph: TensorRT 8.6 chooses for itself otherwise."""
+"""A weakly typed network constrained to the types of its graph: TensorRT 8.6 chooses for itself otherwise."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mha_deploy.runtime.tensorrt.build import hold_types
+from mha_deploy.runtime.tensorrt.build import constrain_types
 
 DataType = Enum("DataType", "HALF FLOAT INT32")
 LayerType = Enum("LayerType", "CONSTANT SHUFFLE MATRIX_MULTIPLY")
@@ -30,7 +30,7 @@ class Layer:
     output_types: dict = field(default_factory=dict)
 
     def __setattr__(self, name, value):
-        if name != "__class__":  # TensorRT's way of finder down
+        if name != "__class__":  # how TensorRT casts down
             super().__setattr__(name, value)
 
     num_inputs = property(lambda self: len(self.inputs))
@@ -74,19 +74,19 @@ def product(weights_dtype):
 
 def test_weights_that_are_wide_in_the_graph_stay_wide_on_their_way_to_the_product():
     network = product(np.float32)
-    hold_types(RT, network, {"x": "fp32", "y": "fp32"}, "fp16")
+    constrain_types(RT, network, {"x": "fp32", "y": "fp32"}, "fp16")
     assert [layer.precision for layer in network.layers] == [DataType.FLOAT] * 3
     assert all(layer.output_types == {0: DataType.FLOAT} for layer in network.layers)
 
 
 def test_weights_of_the_usual_type_are_left_alone_and_the_rest_is_held():
     network = product(np.float16)
-    hold_types(RT, network, {"x": "fp16", "y": "fp16"}, "fp16")
+    constrain_types(RT, network, {"x": "fp16", "y": "fp16"}, "fp16")
     assert [layer.precision for layer in network.layers] == [None, DataType.HALF, DataType.HALF]
 
 
 @pytest.mark.parametrize("dtype", [DataType.INT32])
 def test_what_counts_is_not_touched(dtype):
     network = Network(Layer(LayerType.SHUFFLE, [Tensor("shape", dtype)], [Tensor("shape2", dtype)]))
-    hold_types(RT, network, {}, "fp16")
+    constrain_types(RT, network, {}, "fp16")
     assert network.layers[0].precision is None
