@@ -885,7 +885,7 @@ def deploy(
     backend: str | None = None,
     targets: str = "",
     allow_decomposed: bool = False,
-    attention: str = "auto",
+    attention: str = "native",
     accumulate: str = "auto",
     latency: bool | None = None,
     on_step: OnStep | None = None,

@@ -95,6 +95,14 @@ def test_functions_take_every_option_with_its_default(function, options):
             assert parameters[each.name].default == each.default
 
 
+def test_one_call_has_the_defaults_of_the_steps():
+    own = inspect.signature(api.deploy).parameters
+    for step in (api.export, api.build_engine):
+        for name, parameter in inspect.signature(step).parameters.items():
+            if name in own:
+                assert own[name].default == parameter.default, name
+
+
 # -- models and export ---------------------------------------------------------------------------
 
 

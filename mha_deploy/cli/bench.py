@@ -13,11 +13,14 @@ from mha_deploy.cli.validate import Backends, EngineName, Kernels, Samples, refu
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.validate.options import ValidateOptions
 
-Bundles = Annotated[list[Path], typer.Argument(help="One or more bundles, with their engines built.")]
+Bundles = Annotated[
+    list[Path], typer.Argument(metavar="BUNDLE", help="One or more bundles, with their engines built.")
+]
 At = Annotated[
     list[str] | None,
     typer.Option(
         "--at",
+        metavar="SIZES",
         help="Sizes, as B=8,S=128, or opt, prefill or decode. Can be repeated. "
         "default: a sweep over batches and lengths",
     ),

@@ -24,15 +24,16 @@ Name = Annotated[str | None, typer.Option(help="Name of the engine. default: the
 Profiles = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="RANGES",
         help="An optimization profile, as B=1:8:32,S=1:128:512. Can be repeated, for several in one engine. "
-        "default: the axis ranges of the model"
+        "default: the axis ranges of the model",
     ),
 ]
 Targets = Annotated[
     str,
     typer.Option(
         "--sm",
-        help="Compute capabilities to compile for, as 89,120 (TensorRT-RTX). default: those of TensorRT-RTX",
+        help="Compute capabilities to compile for, as 89,120 (TensorRT-RTX). default: 8.0 and later",
     ),
 ]
 RequireFused = Annotated[

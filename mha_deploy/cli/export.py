@@ -38,8 +38,9 @@ Weights = Annotated[
 Golden = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="CASE",
         help="A golden case: min, opt, odd, ragged or large, with a KV cache prefill or decode, or sizes as "
-        "B=2,S=33. Can be repeated. default: those that suit the model"
+        "B=2,S=33. Can be repeated. default: those that suit the model",
     ),
 ]
 

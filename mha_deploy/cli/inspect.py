@@ -12,7 +12,7 @@ from mha_deploy.cli.options import Json, print_json
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A bundle, an .engine file or an .onnx file.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A bundle, an .engine file or an .onnx file.")],
     json: Json = False,
 ) -> None:
     """Show what is in a bundle, an engine or an ONNX file, and check its hashes."""

@@ -16,7 +16,10 @@ from mha_deploy.errors import SpecError
 
 # -- Arguments and options that several verbs share ------------------------------------------------
 
-Model = Annotated[str, typer.Argument(help="A name from `mha-deploy models`, or the path of a .toml spec.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A name from `mha-deploy models`, or the path of a .toml spec."),
+]
 ModelOrFactory = Annotated[
     str,
     typer.Argument(
@@ -25,7 +28,9 @@ ModelOrFactory = Annotated[
         "file.py:factory or package.module:factory.",
     ),
 ]
-BundleFolder = Annotated[Path, typer.Argument(help="The bundle: a folder that `export` or `deploy` wrote.")]
+BundleFolder = Annotated[
+    Path, typer.Argument(metavar="BUNDLE", help="The bundle: a folder that `export` or `deploy` wrote.")
+]
 Precision = Annotated[
     str,
     typer.Option(
@@ -36,7 +41,9 @@ Precision = Annotated[
 Axes = Annotated[
     list[str] | None,
     typer.Option(
-        "--axis", help="Range of a dynamic axis, as S=min:opt:max. Can be repeated. default: the model's own"
+        "--axis",
+        metavar="NAME=RANGE",
+        help="Range of a dynamic axis, as S=min:opt:max. Can be repeated. default: the model's own",
     ),
 ]
 Projections = Annotated[

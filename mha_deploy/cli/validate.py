@@ -18,6 +18,7 @@ Backends = Annotated[
     list[str] | None,
     typer.Option(
         "--backend",
+        metavar="NAME",
         help="A backend to run: the name of an engine, ort-cuda, ort-cpu, onnx-reference, eager, "
         "sdpa-cudnn … Can be repeated. default: the graph, every engine that can run here, and the PyTorch "
         "baselines",
