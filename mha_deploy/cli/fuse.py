@@ -27,16 +27,23 @@ def fuse(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a file that is there already.")
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare every new node with the original on drawn inputs, and keep only equal ones.",
+        ),
+    ] = True,
     json: Json = False,
 ) -> None:
     """Recognise attention in an ONNX file and write it as single Attention nodes; what stays is named."""
-    from mha_deploy.api import fuse
     from mha_deploy.graph.file import load_graph
+    from mha_deploy.graph.fuse import fuse_attention
 
     _check_output(source, output, overwrite)
     original = load_graph(source)
     _check_weights(original, output, overwrite)
-    model, report = fuse(original)
+    model, report = fuse_attention(original, verify=verify)
     _save(model, output)
     if json:
         print_json({"file": str(output), **report.to_dict()})
@@ -142,6 +149,9 @@ def _renderable(report: FuseReport) -> RenderableType:
     repairs = [Text(_repair(same)) for same in together(report.repairs, _kind_of_repair)]
     count = len(report.fused)
     total = f"{count} fused, {len(report.unfused)} not, {len(report.already)} were Attention already"
+    if count:
+        checked = sum(each.verified for each in report.fused)
+        total += f"; {checked} of {count} verified against the original on drawn inputs"
     return Group(*([rows] if rows.row_count else []), *repairs, Text(total))
 
 

@@ -43,6 +43,13 @@ def test_it_writes_one_node_and_says_so(source, tmp_path, run_cli):
     assert {path.name for path in tmp_path.iterdir()} == {"in.onnx", "out.onnx"}
 
 
+def test_it_says_how_many_were_verified(source, tmp_path, run_cli):
+    done = run_cli("fuse", source, "-o", tmp_path / "out.onnx")
+    assert "1 of 1 verified" in " ".join(done.out.split())
+    done = run_cli("fuse", source, "-o", tmp_path / "out.onnx", "--overwrite", "--no-verify", "--json")
+    assert [each["verified"] for each in json.loads(done.out)["fused"]] == [False]
+
+
 def test_what_stays_is_named_and_is_the_exit_code(tmp_path, run_cli):
     source = attention(tmp_path / "in.onnx", axis=-2)
     done = run_cli("fuse", source, "-o", tmp_path / "out.onnx")

@@ -65,6 +65,12 @@ def added_padding_and_causal(q, k, v, mask):
     return (scores_of(q, k) + bias).masked_fill(future(q), lowest_of(q)).softmax(-1) @ v
 
 
+def put_and_added(q, k, v, mask):
+    """A key that both masks hide is at -inf, and weighs less than one that is hidden once."""
+    scores = scores_of(q, k).masked_fill(future(q), lowest_of(q))
+    return (scores + (1 - mask[:, None, None, :].to(q.dtype)) * lowest_of(q)).softmax(-1) @ v
+
+
 def filled_in_float32(q, k, v, mask):
     return scores_of(q, k).float().masked_fill(~mask, -1e9).softmax(-1).to(q.dtype) @ v
 
@@ -102,6 +108,8 @@ CASES = {
     "causal and padding": (spelling(causal_and_padding), "keys", HALF, ("bool", False, True)),
     "bias and fill": (spelling(bias_and_fill), "bool", HALF, ("float", False, True)),
     "two masks": (spelling(added_padding_and_causal), "keys", HALF, ("float", False, True)),
+    "put and added": (spelling(put_and_added), "keys", HALF, ("float", False, True)),
+    "put and added, fp32": (spelling(put_and_added), "keys", SINGLE, ("float", False, True)),
     "fill in float32": (spelling(filled_in_float32), "bool", HALF, ("bool", False, True)),
     "bias, fill in float32": (spelling(biased_and_filled_in_float32), "bool", HALF, ("float", False, True)),
     "turned": (Turned, "bool", HALF, ("bool", False, True)),
@@ -113,7 +121,7 @@ CASES = {
     "fill, fp32": (FILL, "bool", SINGLE, ("float", False, False)),
     "two masks, fp32": (spelling(added_padding_and_causal), "keys", SINGLE, ("float", False, True)),
 }
-QUICK = ("grouped heads", "causal over padding")
+QUICK = ("grouped heads", "causal over padding", "put and added, fp32")
 SPELLINGS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 # Roundings of results near 1.
 TOLERANCE = {HALF: 3e-3, BRAIN: 1.2e-2, SINGLE: 1e-5}

@@ -64,12 +64,6 @@ REFUSED = {
         ["Masked scores are set to a number that real scores could have. -100.0"],
         ATTEND,
     ),
-    "a bias after the fill": (
-        spelling(modules.added_after_fill),
-        "bool",
-        ["A tensor is added to scores that are masked already. -1000000000.0"],
-        ATTEND,
-    ),
     "a learned scale": (
         modules.LearnedScale,
         "x",
@@ -114,18 +108,6 @@ def test_one_that_stays_does_not_keep_the_others():
     assert [each.name for each in report.unfused] == ["second"]
     inputs = modules.make_inputs("x", SIZES[1])
     np.testing.assert_allclose(run(fused, inputs)[0], module(*inputs).detach().numpy(), atol=1e-5)
-
-
-def test_a_number_added_to_some_scores_and_put_in_the_place_of_others_stays_in_fp16():
-    class Half(modules.Layer):
-        def attend(self, q, k, v):
-            lowest = torch.finfo(q.dtype).min
-            scores = (q @ k.mT).masked_fill(v.mT[:, :, :1] > 0, lowest)
-            added = torch.where(v.mT[:, :, :1] > 1, torch.tensor(lowest).half(), torch.tensor(0.0).half())
-            return (scores + added).softmax(-1) @ v
-
-    _, report = fuse_attention(modules.export(Half().eval().half(), "half", 18))
-    assert "their sum is -inf in fp16. -65504" in report.unfused[0].reason
 
 
 # -- graphs written by hand: what no exporter said must not be guessed ----------------------------------

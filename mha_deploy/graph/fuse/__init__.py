@@ -8,13 +8,15 @@ Attention that is no candidate is counted as well (`leftover`): a report is abou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.fuse.masks import Masks
+from mha_deploy.graph.fuse.masks import ROWS_WITHOUT_KEYS, SAFE_SOFTMAX, Masks
 from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
 from mha_deploy.graph.fuse.repair import is_rotary, repair_attention, repair_rotary, share_tied_weights
 from mha_deploy.graph.fuse.scores import is_candidate
@@ -25,11 +27,13 @@ from mha_deploy.graph.fuse.values import (
     NotFused,
     Repair,
     UnfusedSoftmax,
+    dims_of,
     is_op,
     module_of,
     place_of,
     raise_opset,
 )
+from mha_deploy.graph.fuse.verify import Boundary, compare, cut_out, mask_stops
 from mha_deploy.graph.fuse.write import write_attention
 from mha_deploy.graph.ir import NodeBuilder, free_prefix, infer_shapes, names_in
 
@@ -44,7 +48,7 @@ __all__ = [
 ]
 
 
-def fuse_attention(model: ir.Model) -> tuple[ir.Model, FuseReport]:
+def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, FuseReport]:
     """Write every attention of a model as one `Attention` node, named by the module that it came from.
 
     Nodes that the exporter fused are brought into the same form: keys and values before they were repeated,
@@ -52,6 +56,8 @@ def fuse_attention(model: ir.Model) -> tuple[ir.Model, FuseReport]:
 
     Args:
         model: The model, of opset 18 or newer; it is not changed.
+        verify: Whether every new node is compared with the nodes that it stands for, on drawn inputs. Where
+            they differ, or cannot be compared, the attention stays as it was.
 
     Returns:
         The new model, of opset 23 or newer, and what became of every candidate. Where nothing was fused, the
@@ -61,12 +67,13 @@ def fuse_attention(model: ir.Model) -> tuple[ir.Model, FuseReport]:
         DeployError: The model cannot be written in opset 23.
     """
     failed: dict[int, str] = {}
+    checks: dict[str, _Check] | None = {} if verify else None
     while True:
         work = model.clone()
         if work.functions:
             InlinePass()(work)
         infer_shapes(work)
-        fusion = _Fusion(work, failed)
+        fusion = _Fusion(work, failed, checks)
         try:
             fusion.run()
         except _HalfWritten as half:
@@ -90,8 +97,27 @@ class _HalfWritten(Exception):
         self.index, self.reason = index, _failure(error)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Check:
+    """What the comparison of a structure found.
+
+    Args:
+        reason: Why it is left as it was; None where both are equal.
+        notes: What differs on purpose.
+    """
+
+    reason: str | None
+    notes: tuple[str, ...] = ()
+
+
 def _failure(error: Exception) -> str:
+    if isinstance(error, _Differs):
+        return str(error)
     return f"The recogniser failed on it: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+class _Differs(Exception):
+    """A node that was written does not compute what the nodes before it computed."""
 
 
 class _Fusion:
@@ -100,10 +126,11 @@ class _Fusion:
     Args:
         model: The model; it is changed.
         failed: Nodes that are left as they are, by their number in the order of the graph, with the reason.
+        checks: The comparisons so far, by structure; None where nothing is compared.
     """
 
-    def __init__(self, model: ir.Model, failed: Mapping[int, str]) -> None:
-        self._model, self._failed = model, failed
+    def __init__(self, model: ir.Model, failed: Mapping[int, str], checks: dict[str, _Check] | None) -> None:
+        self._model, self._failed, self._checks = model, failed, checks
         self._taken = names_in(model)
         self._masks = Masks()
         self._fused: list[FusedAttention] = []
@@ -170,9 +197,39 @@ class _Fusion:
         pattern = _read(softmax)
         builder = NodeBuilder(free_prefix(module_of(softmax), self._taken))
         record = _record(pattern, builder.prefix)
-        write_attention(pattern, builder, self._masks)
+        if self._checks is None:
+            write_attention(pattern, builder, self._masks)
+        else:
+            notes = self._write_verified(pattern, builder, self._checks)
+            record = replace(record, notes=tuple(dict.fromkeys((*record.notes, *notes))), verified=True)
         self._fused.append(record)
         self._layers.append(record.name)
+
+    def _write_verified(
+        self, pattern: Pattern, builder: NodeBuilder, checks: dict[str, _Check]
+    ) -> tuple[str, ...]:
+        """Write an attention, compare it with its original, and return what differs on purpose.
+
+        Raises:
+            NotFused: Its structure is known to differ, and nothing was written.
+            _Differs: It was written, and differs.
+        """
+        border = _boundary(pattern)
+        old = cut_out(pattern.last.outputs[0], border)
+        known = checks.get(old.key)
+        if known is not None and known.reason is not None:
+            raise NotFused(known.reason)
+        result = write_attention(pattern, builder, self._masks)
+        if known is None:
+            try:
+                emptied = compare(old, cut_out(result, border), border, self._model.opset_imports.get("", 1))
+                known = _Check(reason=None, notes=(ROWS_WITHOUT_KEYS,) if emptied else ())
+            except NotFused as refusal:
+                known = _Check(reason=refusal.in_one_line)
+            checks[old.key] = known
+        if known.reason is not None:
+            raise _Differs(known.reason)
+        return known.notes
 
     def _keep(self, node: ir.Node, failed: str | None) -> None:
         """Name a node by its module, and write it as plainly as it can be."""
@@ -214,6 +271,38 @@ def _reason(softmax: ir.Node) -> str:
     except NotFused as refusal:
         return refusal.in_one_line
     return "What stands between the softmax and the matmul with V is not recognised."
+
+
+def _boundary(pattern: Pattern) -> Boundary:
+    """What is drawn to compare an attention with its original: Q, K, V and the masks."""
+    letters, operands = pattern.letters, (pattern.q, pattern.k, pattern.v)
+    masks = [term.tensor for term in pattern.masking.terms]
+    named = [(each.value, each.letters) for each in operands]
+    named += [(each, pattern.scores[-len(each.shape or ()) :]) for each in masks if each.shape]
+    sizes = dict[str, int | str]()
+    for value, axes in named:
+        for letter, size in zip(axes, dims_of(value) or (), strict=False):
+            known = size if isinstance(size, int) else size.value
+            if known is not None:
+                sizes.setdefault(letter, known)
+    dims = {}
+    for value, axes in named:
+        given = zip(axes, dims_of(value) or (), strict=False)
+        dims[str(value.name)] = tuple(
+            size if isinstance(size, int) else size.value or sizes.get(letter, letter)
+            for letter, size in given
+        )
+    depth = pattern.q.dim(letters.size)
+    width = depth if isinstance(depth, int) else 8
+    spread = (2.0 / (pattern.scale * math.sqrt(width))) ** 0.5
+    return Boundary(
+        stops=frozenset((*(each.value for each in operands), *mask_stops(masks))),
+        dims=dims,
+        spread={
+            str(each.value.name): amount for each, amount in zip(operands, (spread, spread, 1.0), strict=True)
+        },
+        guarded=SAFE_SOFTMAX in pattern.masking.notes,
+    )
 
 
 def _record(pattern: Pattern, name: str) -> FusedAttention:

@@ -390,6 +390,19 @@ ABSORBING = -1e30
 ABSORBING_HALF = -65472.0
 # Weaker fills could meet real scores. A file holds it as its type rounds it.
 _WEAKEST_FILL = -1e4
+_LARGEST_BIAS = 1e4
+_BOUNDED = (
+    "Identity",
+    "Cast",
+    "Unsqueeze",
+    "Squeeze",
+    "Reshape",
+    "Transpose",
+    "Expand",
+    "Slice",
+    "Gather",
+    "Add",
+)
 
 ROWS_WITHOUT_KEYS = "rows without keys: NaN in PyTorch, 0 in ONNX's Attention"
 HALF_ROWS = "rows without keys: the mean of V where scores stay below 16, as in PyTorch"
@@ -405,7 +418,8 @@ class Masking:
         terms: What remains of the masks, the one nearest to the softmax first.
         kind: `none`, `bool` or `float`.
         notes: What a user should know.
-        even: Whether rows in which every key is filled need a query of zeros, see `even_rows`.
+        even: Whether queries whose keys are all filled must become zero, see `even_mask`.
+        exact: Whether the masks are applied one after the other as in the file, see `exact_mask`.
     """
 
     causal: bool
@@ -413,6 +427,7 @@ class Masking:
     kind: str
     notes: tuple[str, ...]
     even: bool = False
+    exact: bool = False
 
 
 def decide_masking(
@@ -429,37 +444,56 @@ def decide_masking(
             last two axes of a mask is not the causal one, and stays a mask.
     """
     lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
-    plain = plain_terms([_as_fill(term, lowest, guarded) for term in terms], dtype)
+    given = [_as_fill(term, lowest, guarded) for term in terms]
+    plain = plain_terms(given, dtype)
     weakest = float(dtype.numpy().type(_WEAKEST_FILL))
     at = _causal_at(plain, (lowest, weakest), sizes[0]) if in_order and same_dim(*sizes) else None
     rest = [term for index, term in enumerate(plain) if index != at]
     if not rest:
         return Masking(causal=at is not None, terms=(), kind="none", notes=())
-    even = _needs_even_rows(rest, None if at is None else plain[at], dtype)
+    put = [term for term in plain if _is_put(term)]
+    for term in put:
+        if isinstance(term, Fill) and not term.fill <= weakest:
+            raise NotFused("Masked scores are set to a number that real scores could have.", got=term.fill)
+    if _needs_exact(plain):
+        return Masking(causal=False, terms=tuple(given), kind="float", notes=(), exact=True)
+    # No float16 absorbs any score. A query may be fully masked only because of the triangle.
+    even = bool(put) and dtype == ir.DataType.FLOAT16 and any(_is_put(term) for term in rest)
     if even:
-        at, rest = None, plain  # a row may be without keys only because of the triangle
+        at, rest = None, plain
     hides = all(isinstance(term, Fill) and term.hides for term in rest)
-    _check_fills(rest, weakest, even)
     _check_types(rest, dtype)
-    filled = even and all(isinstance(term, Fill) for term in rest)
     return Masking(
         causal=at is not None,
         terms=tuple(rest),
-        kind="bool" if hides or filled else "float",
+        kind="bool" if hides or even else "float",
         notes=_notes(terms, rest, hides=hides, guarded=guarded),
         even=even,
     )
 
 
-def _needs_even_rows(terms: list[Term], causal: Term | None, dtype: ir.DataType) -> bool:
-    """Whether no number of a float mask gives the mean of V in rows without keys."""
-    if not any(_is_put(term) for term in terms):
-        return False
-    if dtype == ir.DataType.FLOAT16:
+def _needs_exact(terms: list[Term]) -> bool:
+    """Whether fully masked queries depend on more than one finite number, so that none can stand for all."""
+    finite = [term for term in terms if isinstance(term, Fill) and not term.hides]
+    added = [term for term in finite if term.added]
+    biases = [term for term in terms if isinstance(term, Bias)]
+    if len({term.fill for term in finite}) > 1 or (added and len(finite) > 1):
         return True
-    # What is added may hold numbers as low as the fill, or lower ones. With an added triangle over the fill
-    # there is no other form.
-    return any(isinstance(term, Bias) for term in terms) and not isinstance(causal, Bias)
+    if any(_is_put(term) for term in finite):
+        return bool(biases)
+    return bool(added) and not all(_is_bounded(term.value, 0) for term in biases)
+
+
+def _is_bounded(value: ir.Value | None, depth: int) -> bool:
+    """Whether a tensor is made of constants far from the lowest number, such as a table of biases."""
+    array = array_of(value)
+    if array is not None:
+        return bool(np.abs(array.astype(np.float64)).max(initial=0.0) < _LARGEST_BIAS)
+    node = None if value is None else value.producer()
+    if node is None or depth > _MAX_DEPTH or not is_op(node, *_BOUNDED):
+        return False
+    parts = node.inputs if is_op(node, "Add", "Sub") else node.inputs[:1]
+    return all(_is_bounded(each, depth + 1) for each in parts)
 
 
 def _is_put(term: Term) -> bool:
@@ -540,23 +574,6 @@ def _finite_bias(terms: list[Term]) -> bool:
     return False
 
 
-def _check_fills(terms: list[Term], weakest: float, even: bool) -> None:
-    at = [index for index, term in enumerate(terms) if isinstance(term, Fill) and not term.hides]
-    fills = {term.fill for term in terms if isinstance(term, Fill) and not term.hides}
-    if not fills:
-        return
-    if len(fills) > 1:
-        raise NotFused("Masked scores are set to several finite numbers.", got=sorted(fills))
-    fill = fills.pop()
-    if not fill <= weakest:
-        raise NotFused("Masked scores are set to a number that real scores could have.", got=fill)
-    if even and not all(_is_put(terms[index]) for index in at):
-        what = "A finite number is added to some scores and others are set to it: their sum is -inf in fp16."
-        raise NotFused(what, got=fill, hint="fill with -inf")
-    if any(isinstance(term, Bias) for term in terms[: max(at)]):
-        raise NotFused("A tensor is added to scores that are masked already.", got=fill)
-
-
 def _check_types(terms: list[Term], dtype: ir.DataType) -> None:
     for term in terms:
         if isinstance(term, Bias) and term.value.dtype != dtype:
@@ -618,36 +635,83 @@ def spans(terms: tuple[Term, ...], sizes: tuple[Size, Size]) -> bool:
     return any(len(shape) >= 2 and same_dims(shape[-2:], sizes) for shape in shapes)
 
 
-# -- Rows in which every key is filled with one finite number, where no number of the type stan ----
+# -- Fully masked queries, where no number in a float mask gives them the right result -------------
 
 LayOut = Callable[[ir.Value, int], ir.Value]
 """Brings a tensor that has the last axes of the scores, so many of them, into the layout of the mask."""
 
 
-def even_mask(
-    masking: Masking, builder: NodeBuilder, dtype: ir.DataType, lay_out: LayOut
-) -> tuple[ir.Value, ir.Value]:
-    """The mask, and `[·, ·, ·, 1]`: True for each query that sees no key, which must become zero.
+def even_mask(fills: tuple[Term, ...], builder: NodeBuilder, lay_out: LayOut) -> tuple[ir.Value, ir.Value]:
+    """The mask, and `[·, ·, ·, 1]`: True for each fully masked query, which must become zero.
 
     Args:
-        masking: What the masks become. Nothing is added to scores that are filled.
+        fills: The masks, all of one finite number or -inf.
+        builder: Holds the new nodes.
+        lay_out: Brings tensors into the layout of the mask.
+    """
+    seen = lay_out(visible_keys(fills, builder), rank_of(fills))
+    empty = _sees_nothing(seen, builder)
+    if not any(isinstance(term, Fill) and term.hides for term in fills):
+        return builder.op("Or", seen, empty, name="mask"), empty
+    filled = lay_out(_filled_keys(fills, builder), rank_of(fills))
+    return builder.op("Or", seen, builder.op("And", filled, empty), name="mask"), empty
+
+
+def exact_mask(
+    terms: tuple[Term, ...], builder: NodeBuilder, dtype: ir.DataType, lay_out: LayOut
+) -> tuple[ir.Value, ir.Value]:
+    """The masks applied to scores of 0, and True for each query that must become zero.
+
+    With a query of zeros the scores are what the masks make of 0. That is exact where filled keys outweigh
+    the others, since their scores do not depend on the query. Elsewhere filled keys weigh nothing.
+
+    Args:
+        terms: The masks, the one nearest to the softmax first.
         builder: Holds the new nodes.
         dtype: Type of Q, K and V.
         lay_out: Brings tensors into the layout of the mask.
     """
-    fills = tuple(term for term in masking.terms if isinstance(term, Fill))
-    added = [term for term in masking.terms if isinstance(term, Bias)]
-    seen = lay_out(visible_keys(fills, builder), rank_of(fills))
-    if not added and not any(term.hides for term in fills):
-        empty = _sees_nothing(seen, builder)
-        return builder.op("Or", seen, empty, name="mask"), empty
-    filled = lay_out(_filled_keys(fills, builder), rank_of(fills))
-    if not added:
-        empty = _sees_nothing(seen, builder)
-        return builder.op("Or", seen, builder.op("And", filled, empty), name="mask"), empty
-    bias = lay_out(_sum_of(added, builder, dtype), rank_of(added))
-    fill = next(term.fill for term in fills if not term.hides)
-    return _with_bias(builder, dtype, fill, (seen, filled, bias))
+    wide = _type_of_masks(terms, dtype)
+    total = builder.constant(0.0, wide)
+    seen: ir.Value | None = None
+    for term in reversed(terms):
+        if isinstance(term, Bias):
+            bias = scaled_bias(term, builder, term.value.dtype or wide)
+            total = builder.op("Add", total, bias if term.value.dtype == wide else builder.cast(bias, wide))
+            continue
+        number = builder.constant(term.fill, wide)
+        total = builder.op("Where", term.condition, *((total, number) if term.shown else (number, total)))
+        shown = term.condition if term.shown else negated(term.condition, builder)
+        seen = shown if seen is None else builder.op("And", seen, shown, name="visible")
+    # Reductions of float16 and bfloat16 are missing in some runtimes.
+    reduced = wide if wide == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    total = lay_out(builder.op("Cast", total, to=int(reduced)), rank_of(terms))
+    best = builder.op("ReduceMax", total, builder.ints(-1), keepdims=1)
+    # Such a number absorbs any score; runtimes take the lowest numbers for -inf.
+    absorbing = -32768.0 if wide == ir.DataType.FLOAT16 else ABSORBING
+    zero = builder.op("LessOrEqual", best, builder.constant(absorbing, reduced))
+    infinite = builder.constant(-math.inf, reduced)
+    if seen is not None:
+        shown = lay_out(seen, rank_of([term for term in terms if isinstance(term, Fill)]))
+        best_shown = builder.op(
+            "ReduceMax", builder.op("Where", shown, total, infinite), builder.ints(-1), keepdims=1
+        )
+        best_filled = builder.op(
+            "ReduceMax", builder.op("Where", shown, infinite, total), builder.ints(-1), keepdims=1
+        )
+        zero = builder.op("Or", zero, builder.op("GreaterOrEqual", best_filled, best_shown))
+    zero = builder.op("And", zero, builder.op("Greater", best, infinite), name="masked_query")
+    mask = builder.op("Where", zero, builder.op("Sub", total, best), total)
+    return builder.op("Cast", mask, name="mask", to=int(dtype)), zero
+
+
+def _type_of_masks(terms: tuple[Term, ...], dtype: ir.DataType) -> ir.DataType:
+    """The type in which the masks are applied: the widest, and one that holds the fills."""
+    types = [term.value.dtype for term in terms if isinstance(term, Bias) and term.value.dtype is not None]
+    widest = max([dtype, *types], key=lambda each: each.itemsize)
+    lowest = float(ml_dtypes.finfo(widest.numpy()).min)
+    finite = [term.fill for term in terms if isinstance(term, Fill) and not term.hides]
+    return widest if all(fill >= lowest for fill in finite) else ir.DataType.FLOAT
 
 
 def rank_of(terms: Sequence[Term]) -> int:
@@ -655,26 +719,10 @@ def rank_of(terms: Sequence[Term]) -> int:
     return max(0 if term.tensor.shape is None else len(term.tensor.shape) for term in terms)
 
 
-def _with_bias(
-    builder: NodeBuilder, dtype: ir.DataType, fill: float, keys: tuple[ir.Value, ir.Value, ir.Value]
-) -> tuple[ir.Value, ir.Value]:
-    """The mask of numbers. A key that they push down to the fill is not seen: it counts as filled itself."""
-    seen, filled, bias = keys
-    in_range = fill >= float(ml_dtypes.finfo(dtype.numpy()).min)
-    number = builder.constant(fill if in_range else -math.inf, dtype)
-    if in_range:
-        filled = builder.op("Or", filled, builder.op("And", seen, builder.op("Equal", bias, number)))
-    seen = builder.op("And", seen, builder.op("Greater", bias, number))
-    empty = _sees_nothing(seen, builder)
-    mask = builder.op("Where", seen, bias, builder.constant(-math.inf, dtype))
-    alike = builder.op("And", filled, empty)
-    return builder.op("Where", alike, builder.constant(0.0, dtype), mask, name="mask"), empty
-
-
-def _filled_keys(fills: tuple[Fill, ...], builder: NodeBuilder) -> ir.Value:
+def _filled_keys(fills: tuple[Term, ...], builder: NodeBuilder) -> ir.Value:
     """True where the score is the finite number: the fill nearest to the softmax decides."""
     total: ir.Value | None = None
-    for term in reversed(fills):
+    for term in (each for each in reversed(fills) if isinstance(each, Fill)):
         if not term.hides:
             hidden = negated(term.condition, builder) if term.shown else term.condition
             total = hidden if total is None else builder.op("Or", total, hidden)
@@ -683,16 +731,6 @@ def _filled_keys(fills: tuple[Fill, ...], builder: NodeBuilder) -> ir.Value:
             total = builder.op("And", total, shown)
     if total is None:
         raise ValueError("Even rows need a finite fill.")
-    return total
-
-
-def _sum_of(added: list[Bias], builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
-    total: ir.Value | None = None
-    for term in reversed(added):
-        bias = scaled_bias(term, builder, dtype)
-        total = bias if total is None else builder.op("Add", total, bias, name="bias")
-    if total is None:
-        raise ValueError("A sum needs a term.")
     return total
 
 
@@ -752,7 +790,7 @@ class Masks:
         """
         if not masking.terms:
             return Written(mask=None)
-        key = (masking.terms, masking.kind, masking.even, dtype, layout, *map(_size_key, sizes), id(graph))
+        key = (masking.terms, masking.kind, masking.exact, dtype, layout, *map(_size_key, sizes), id(graph))
         if key not in self._written:
             written = _spelled_out(masking, builder, dtype, layout, sizes, rows)
             if not all(_is_known(size) for size in sizes):
@@ -791,7 +829,9 @@ def _spelled_out(
 
     zero: ir.Value | None = None
     if masking.even:
-        mask, zero = even_mask(masking, builder, dtype, lay_out)
+        mask, zero = even_mask(masking.terms, builder, lay_out)
+    elif masking.exact:
+        mask, zero = exact_mask(masking.terms, builder, dtype, lay_out)
     else:
         mask = lay_out(build_mask(masking, builder, dtype), rank_of(masking.terms))
     if scores != order or not spans(masking.terms, sizes):

@@ -34,16 +34,17 @@ _MAX_DEPTH = 64  # more than any constant needs; bounds the walk in a hostile fi
 
 def array_of(value: ir.Value | None) -> np.ndarray | None:
     """The numbers of a constant; None for anything that is computed or given."""
-    tensor = _tensor_of(value)
+    tensor = tensor_of(value)
     return None if tensor is None else tensor.numpy()
 
 
 def is_constant(value: ir.Value | None) -> bool:
     """Whether a value is a constant. Its numbers are not read: they may be gigabytes in another file."""
-    return _tensor_of(value) is not None
+    return tensor_of(value) is not None
 
 
-def _tensor_of(value: ir.Value | None) -> ir.TensorProtocol | None:
+def tensor_of(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of a constant; None for anything that is computed or given."""
     return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
 
 
@@ -60,7 +61,7 @@ def scalar_of(value: ir.Value | None) -> float | None:
 
 def _scalar(value: ir.Value | None, depth: int) -> np.ndarray | None:
     """The number as an array without axes, in the type of the value."""
-    tensor = _tensor_of(value)
+    tensor = tensor_of(value)
     if tensor is not None:
         known = tensor.size == 1 and tensor.dtype != ir.DataType.STRING
         return tensor.numpy().reshape(()) if known else None
@@ -200,6 +201,7 @@ class FusedAttention:
         causal: Whether the triangle became the attribute `is_causal`.
         softcap: Bound of the scores; 0 for none.
         notes: What differs from the file, and where.
+        verified: Whether it was compared with the original nodes on drawn inputs.
     """
 
     name: str
@@ -212,6 +214,7 @@ class FusedAttention:
     causal: bool
     softcap: float = 0.0
     notes: tuple[str, ...] = ()
+    verified: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,16 @@ from mha_deploy.graph.ir import NodeBuilder, replace_node
 _HEAD_AXIS = 1
 
 
-def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> None:
+def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> ir.Value:
     """Replace the nodes of an attention by one `Attention` node of the builder's prefix.
 
     Args:
         pattern: The attention.
         builder: Holds the new nodes.
         masks: The masks that were written for earlier ones.
+
+    Returns:
+        What stands for the result now.
     """
     letters = pattern.letters
     q = laid_out(pattern.q, letters.order(letters.query, letters.size), builder)
@@ -48,8 +51,10 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> Non
         result = builder.op("Squeeze", result, builder.ints(_HEAD_AXIS))
     result = turned(result, letters.order(letters.query, letters.value_size), pattern.out, builder)
     operands = [value for value in pattern.last.inputs if value is not None]
+    name = pattern.last.outputs[0].name
     replace_node(pattern.last, builder, {0: result})
     remove_unused(operands)
+    return next(value for node in builder.nodes for value in node.outputs if value.name == name)
 
 
 def laid_out(operand: Operand, order: str, builder: NodeBuilder) -> ir.Value:

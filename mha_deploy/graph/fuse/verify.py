@@ -1,0 +1,420 @@
+"""Verify a rewritten attention: the old and the new nodes compute the same on drawn inputs.
+
+Both are cut out of the graph between Q, K, V and the masks on one side and the result on the other, and run
+in ONNX's reference evaluator at small sizes. Equal structures are run once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, dims_of, is_op, tensor_of
+
+Dims = tuple[int | str, ...]
+"""The sizes of a tensor; a dynamic one as the expression that the file gives for it."""
+
+_MAX_NODES = 512
+_MAX_MASK_NODES = 64
+_MAX_SCORES = 2**28  # elements; a static graph larger than that takes minutes in the evaluator
+_MANY_SCORES = 2**22  # beyond that, one draw has to do
+# What a mask is not cut open for: its numbers are as good as drawn ones.
+_HEAVY = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "Attention", "If", "Loop", "Scan", "LSTM", "GRU"})
+# Sizes of the dynamic axes, in the order of their names: distinct odd ones first. A graph may need sizes that
+# divide each other, or that are equal.
+_SIZES = ((3, 5, 7, 2, 9, 11), (2, 7, 5, 3, 11, 9), (4,), (12,), (2,), (1,))
+_ENOUGH = 2  # choices of sizes that must run, where so many do
+# Rounding of both sides, relative to the largest result; scores far from 0 are rounded more coarsely.
+_ROUNDING = {np.dtype(np.float64): 1e-11, np.dtype(np.float32): 3e-5, np.dtype(np.float16): 2e-2}
+_SHARP, _SHARP_HALF = 20.0, 1.5
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_FUNCTIONS = frozenset({"Min", "Max", "floor", "ceiling", "Mod"})
+
+
+class _Failed(Exception):
+    """The evaluator could not run a region."""
+
+
+class NotVerified(NotFused):
+    """The check could not be done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """The nodes between some values of a graph and one result.
+
+    Args:
+        nodes: The nodes, in the order of execution.
+        constants: The initializers that they use.
+        inputs: What they are computed from, by name.
+        sizes: Results of Shape nodes whose input is outside, by name.
+        result: Name of the result.
+        key: Digest of the structure: operators, attributes, constants, shapes; no names.
+    """
+
+    nodes: tuple[onnx.NodeProto, ...]
+    constants: tuple[onnx.TensorProto, ...]
+    inputs: Mapping[str, ir.Value]
+    sizes: Mapping[str, Dims]
+    result: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """Where the region of an attention begins.
+
+    Args:
+        stops: The values that are drawn.
+        dims: Sizes of Q, K, V and masks by name.
+        spread: Standard deviation of the numbers that are drawn for Q, K and V, by name.
+        guarded: Whether fully masked queries are 0 on purpose, where the file gives the mean of V.
+    """
+
+    stops: frozenset[ir.Value]
+    dims: Mapping[str, Dims]
+    spread: Mapping[str, float]
+    guarded: bool = False
+
+
+def cut_out(result: ir.Value, boundary: Boundary) -> Region:
+    """The region that ends in a value.
+
+    Raises:
+        NotVerified: It is too large, or holds a graph.
+    """
+    nodes = list[ir.Node]()
+    inputs = dict[str, ir.Value]()
+    sizes = dict[str, Dims]()
+    constants = dict[str, ir.Value]()
+    done, pending = set[ir.Node](), [(result, False)]
+    while pending:
+        value, visited = pending.pop()
+        node, name = value.producer(), str(value.name)
+        if value in boundary.stops and value is not result:
+            inputs[name] = value
+        elif node is None:
+            (inputs if tensor_of(value) is None else constants)[name] = value
+        elif (known := _outer_size(node, boundary)) is not None:
+            sizes[name] = known
+        elif visited:
+            if node not in done:
+                done.add(node)
+                nodes.append(node)
+        elif node not in done:
+            if len(nodes) + len(pending) > _MAX_NODES:
+                raise NotVerified(
+                    "Not verified: more nodes than can be checked lie between Q and the result."
+                )
+            pending.append((value, True))
+            pending.extend((each, False) for each in reversed(node.inputs) if each is not None)
+    if any(each.type == ir.AttributeType.GRAPH for node in nodes for each in node.attributes.values()):
+        raise NotVerified("Not verified: a control-flow operator lies between Q and the result.")
+    return Region(
+        nodes=tuple(ir.to_proto(node) for node in nodes),
+        constants=tuple(_tensor(name, value) for name, value in constants.items()),
+        inputs=inputs,
+        sizes=sizes,
+        result=str(result.name),
+        key=_key(nodes, inputs, sizes, boundary),
+    )
+
+
+def mask_stops(masks: Iterable[ir.Value]) -> list[ir.Value]:
+    """The masks whose numbers are drawn; the others are cheap to compute from the inputs of the graph."""
+    return [mask for mask in masks if not _is_cheap(mask)]
+
+
+def _is_cheap(mask: ir.Value) -> bool:
+    pending, seen = [mask], set[ir.Node]()
+    while pending:
+        node = pending.pop().producer()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > _MAX_MASK_NODES or node.domain != "" or node.op_type in _HEAVY:
+            return False
+        if not is_op(node, "Shape"):
+            pending.extend(each for each in node.inputs if each is not None)
+    return True
+
+
+def _outer_size(node: ir.Node, boundary: Boundary) -> Dims | None:
+    """What a Shape node gives, where that is known without its input."""
+    source = node.inputs[0] if is_op(node, "Shape") else None
+    if source is None or source in boundary.stops:
+        return None
+    dims = _dims(source, boundary)
+    if dims is None:
+        return None
+    return dims[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(dims))]
+
+
+def _dims(value: ir.Value, boundary: Boundary) -> Dims | None:
+    """The sizes of a value; None where the file does not know one of them."""
+    if value.name in boundary.dims:
+        return boundary.dims[str(value.name)]
+    known = [
+        each if isinstance(each, int) else each.value for each in dims_of(value) or (ir.SymbolicDim(None),)
+    ]
+    found = tuple(each for each in known if each is not None)
+    return found if len(found) == len(known) else None
+
+
+def _input_dims(value: ir.Value, boundary: Boundary) -> Dims | None:
+    """The sizes of a value that is drawn; one that the file does not know gets a name of its own."""
+    known = _dims(value, boundary)
+    if known is not None or value.shape is None:
+        return known
+    return tuple(
+        each if isinstance(each, int) else each.value or f"unknown.{id(value)}.{axis}"
+        for axis, each in enumerate(value.shape)
+    )
+
+
+def _tensor(name: str, value: ir.Value) -> onnx.TensorProto:
+    tensor = tensor_of(value)
+    if tensor is None:
+        raise NotVerified("Not verified: a constant has no numbers.", got=name)
+    proto = onnx.numpy_helper.from_array(np.asarray(tensor.numpy()), name)
+    proto.data_type = int(tensor.dtype)
+    return proto
+
+
+def _key(
+    nodes: Sequence[ir.Node], inputs: Mapping[str, ir.Value], sizes: Mapping[str, Dims], boundary: Boundary
+) -> str:
+    digest = hashlib.sha256()
+    numbers, symbols = dict[ir.Value, int](), dict[str, str]()
+
+    def put(*parts: object) -> None:
+        digest.update("\0".join(map(str, parts)).encode() + b"\n")
+
+    def size(dim: object) -> str:
+        # The same expression in other names is the same structure.
+        return _NAME.sub(lambda found: symbols.setdefault(found[0], f"d{len(symbols)}"), str(dim))
+
+    def number(value: ir.Value | None) -> str:
+        if value is None:
+            return "-"
+        if value not in numbers:
+            numbers[value] = len(numbers)
+            tensor = tensor_of(value) if value.producer() is None else None
+            if tensor is not None:
+                put("constant", tensor.dtype, tensor.shape, hashlib.sha256(tensor.tobytes()).hexdigest())
+            else:
+                dims = sizes.get(str(value.name)) or _dims(value, boundary) or ()
+                put("input", value.dtype, *map(size, dims), value.name in sizes)
+        return str(numbers[value])
+
+    for node in nodes:
+        attributes = [str(ir.to_proto(each)) for _, each in sorted(node.attributes.items())]
+        put(node.domain, node.op_type, *(number(each) for each in node.inputs), *attributes)
+        for value in node.outputs:
+            numbers[value] = len(numbers)
+            put(value.dtype)
+    return digest.hexdigest()
+
+
+def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
+    """Run both regions on drawn inputs.
+
+    Args:
+        old: The original nodes.
+        new: What was written for them.
+        boundary: What is drawn.
+        opset: Version of ONNX's operators in the graph.
+
+    Returns:
+        Whether fully masked queries were NaN and are not any more.
+
+    Raises:
+        NotVerified: The original could not be run.
+        NotFused: The two differ.
+    """
+    first, second = _Evaluator(old, opset), _Evaluator(new, max(opset, ATTENTION_OPSET))
+    inputs = {**old.inputs, **new.inputs}
+    ran, filled, failure = 0, False, ""
+    for choice in _SIZES:
+        sizes = _Sizes(choice)
+        try:
+            shapes = {name: sizes.of(_input_dims(value, boundary)) for name, value in inputs.items()}
+            outer = {name: sizes.of(dims) for name, dims in {**old.sizes, **new.sizes}.items()}
+        except ValueError as error:
+            failure = str(error)
+            continue
+        count = max(
+            (math.prod(shape[:-1]) * shape[-2] for shape in shapes.values() if len(shape) > 1), default=0
+        )
+        if count > _MAX_SCORES:
+            raise NotVerified("Not verified: the fixed sizes are too large.", got=count)
+        for draw in range(3 if count < _MANY_SCORES else 1):
+            random = np.random.default_rng(draw)
+            feeds = {
+                name: _drawn(random, draw, inputs[name], shape, boundary.spread.get(name))
+                for name, shape in shapes.items()
+            }
+            feeds |= {name: np.array(dims, np.int64) for name, dims in outer.items()}
+            try:
+                want = first.run(feeds)
+            except _Failed as error:
+                failure = str(error)
+                break
+            try:
+                got = second.run(feeds)
+            except _Failed as error:
+                what = "Left as it was: the Attention node fails where the file runs."
+                raise NotFused(what, got=error) from error
+            sharp = _SHARP if draw == 2 else 1.0
+            filled |= _check(want, got, sharp, guarded=boundary.guarded)
+        else:
+            ran += 1
+        if ran == _ENOUGH or (ran and not sizes.dynamic):
+            break
+    if not ran:
+        raise NotVerified(
+            "Not verified: the original nodes could not be run on drawn inputs.", got=failure[:200]
+        )
+    return filled
+
+
+class _Sizes:
+    """Numbers for the dynamic sizes of a graph, given in the order in which they are asked for."""
+
+    def __init__(self, choice: Sequence[int]) -> None:
+        self._choice, self._bound = choice, dict[str, int]()
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether any size was not fixed."""
+        return bool(self._bound)
+
+    def of(self, dims: Dims | None) -> tuple[int, ...]:
+        """The sizes as numbers.
+
+        Raises:
+            ValueError: They are not known, or not positive.
+        """
+        if dims is None:
+            raise ValueError("The number of axes of an input is not known.")
+        return tuple(map(self._one, dims))
+
+    def _one(self, dim: int | str) -> int:
+        if isinstance(dim, int):
+            return dim
+        plain = dim if _NAME.fullmatch(dim) else None
+        names = [plain] if plain else [each for each in _NAME.findall(dim) if each not in _FUNCTIONS]
+        for name in names:
+            self._bound.setdefault(name, self._choice[len(self._bound) % len(self._choice)])
+        size = self._bound[plain] if plain else ir.SymbolicDim(dim).evaluate(self._bound)
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"The size {dim} is {size}.")
+        return size
+
+
+class _Evaluator:
+    """A region in ONNX's reference evaluator."""
+
+    def __init__(self, region: Region, opset: int) -> None:
+        from onnx.reference import ReferenceEvaluator
+
+        names = [*region.inputs, *region.sizes]
+        graph = onnx.helper.make_graph(
+            region.nodes,
+            "region",
+            [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in names],
+            [onnx.helper.make_value_info(region.result, onnx.TypeProto())],
+            region.constants,
+        )
+        self._names = names
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+        try:
+            self._evaluator = ReferenceEvaluator(model)
+        except Exception as error:  # an operator that it does not have
+            what = " ".join(str(error).split())[:200]
+            raise NotVerified("Not verified: ONNX's evaluator lacks an operator.", got=what) from error
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The result.
+
+        Raises:
+            _Failed: An operator fails.
+        """
+        try:
+            with np.errstate(all="ignore"):
+                (result,) = self._evaluator.run(None, {name: feeds[name] for name in self._names})
+                return np.asarray(result)
+        except Exception as error:
+            raise _Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]) from error
+
+
+def _drawn(
+    random: np.random.Generator, draw: int, value: ir.Value, shape: tuple[int, ...], spread: float | None
+) -> np.ndarray:
+    """Numbers for one input: plain ones, then masks with fully masked queries, then sharp scores.
+
+    Args:
+        random: Where they come from.
+        draw: Which of the three.
+        value: The input.
+        shape: Its sizes.
+        spread: Standard deviation for Q, K and V; None for a mask.
+    """
+    dtype = (value.dtype or ir.DataType.FLOAT).numpy()
+    if value.dtype == ir.DataType.BOOL:
+        shown = random.random(shape) < (0.9, 0.5, 0.7)[draw]
+        if draw and len(shape) > 1:
+            shown[..., random.integers(shape[-2]), :] = draw == 2
+            shown[..., random.integers(shape[-2]), :] = False
+        return shown
+    if value.dtype is not None and not value.dtype.is_floating_point():
+        # Integers are masks of 0 and 1 more often than anything else: padded on the left, then anywhere.
+        at = np.broadcast_to(np.arange(shape[-1] if shape else 1), shape)
+        return np.where(
+            draw == 1, at >= at.shape[-1] // 2 if shape else 1, random.random(shape) < 0.7
+        ).astype(dtype)
+    if spread is not None:
+        # Beyond 16, a score changes the lowest number of float16.
+        sharp = _SHARP_HALF if dtype == np.float16 else _SHARP
+        return (random.standard_normal(shape) * spread * (1.0, 1.0, sharp**0.5)[draw]).astype(dtype)
+    if draw == 2:
+        return random.integers(0, 2, shape).astype(dtype)
+    numbers = random.standard_normal(shape)
+    if draw == 1:  # 0 and the lowest number, as masks have them, and one query with the lowest number only
+        lowest = float(ml_dtypes.finfo(dtype).min)
+        numbers = np.where(random.random(shape) < 0.4, lowest, 0.0)
+        if len(shape) > 1:
+            numbers[..., random.integers(shape[-2]), :] = lowest
+    return numbers.astype(dtype)
+
+
+def _check(want: np.ndarray, got: np.ndarray, sharp: float, *, guarded: bool) -> bool:
+    """Compare two results, and say whether NaN of the first are numbers in the second.
+
+    Raises:
+        NotFused: They differ.
+    """
+    if want.shape != got.shape or want.dtype != got.dtype:
+        got_what = f"{want.dtype}{list(want.shape)} and {got.dtype}{list(got.shape)}"
+        raise NotFused("Left as it was: the Attention node gives another shape or type.", got=got_what)
+    tolerance = _ROUNDING.get(want.dtype, 0.1) * sharp
+    before, after = want.astype(np.float64), got.astype(np.float64)
+    empty = np.isnan(before)
+    skipped = empty | ((after == 0) | np.isnan(after) if guarded else False)
+    alike = (before == after) | skipped
+    with np.errstate(invalid="ignore"):
+        scale = max(1.0, float(np.max(np.abs(before), where=np.isfinite(before), initial=0.0)))
+        error = np.where(alike, 0.0, np.abs(before - after) / scale)
+    worst = float(np.max(error, initial=0.0))
+    if not worst <= tolerance:
+        what = f"relative error {worst:.2g} on drawn inputs"
+        raise NotFused("Left as it was: the Attention node does not compute the same.", got=what)
+    return bool((empty & (after == 0)).any())

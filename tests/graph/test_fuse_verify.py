@@ -1,0 +1,150 @@
+"""Every fused attention is compared with its original, and what differs or cannot be compared stays."""
+
+import numpy as np
+import onnx
+import pytest
+from hand_graphs import H, Hand, S, check_same, fused, random_feeds, run
+from onnx import TensorProto
+
+from mha_deploy.graph.fuse import scores, write
+from mha_deploy.graph.fuse.verify import NotVerified
+
+LOWEST = float(np.finfo(np.float32).min)
+LOWER = np.tri(S, dtype=bool)
+
+
+def plain(layers=1, **sizes):
+    g = Hand(**sizes)
+    y = "q"
+    for _ in range(layers):
+        scores = g.op("MatMul", y, g.op("Transpose", "k", perm=[0, 1, 3, 2]))
+        y = g.attend(g.op("Mul", scores, g.const(0.3)))
+    return g.model(y)
+
+
+def test_what_is_fused_was_verified():
+    _, report = fused(plain(layers=2))
+    assert [each.verified for each in report.fused] == [True, True]
+
+
+@pytest.mark.parametrize("shape", [(2, H, S, 8), ("B", H, "S", 8)])
+def test_a_wrong_node_is_left_as_it_was(shape, monkeypatch):
+    """Every layer of the same structure is left, with a reason, and nothing else happens to the file."""
+    right = scores._before_factor
+
+    def wrong(operand):
+        found = right(operand)
+        return found and type(found)(**{**vars(found), "factor": found.factor * 1.001})
+
+    monkeypatch.setattr(scores, "_before_factor", wrong)
+    g = Hand(shape=shape)
+    y = "q"
+    for _ in range(3):
+        scaled = g.op("Mul", y, g.const(0.3))
+        y = g.attend(g.op("MatMul", scaled, g.op("Transpose", "k", perm=[0, 1, 3, 2])))
+    new, report = fused(g.model(y))
+    assert (len(report.fused), len(report.unfused)) == (0, 3)
+    assert all("does not compute the same" in left.reason for left in report.unfused)
+    assert "Attention" not in {node.op_type for node in new.graph.node}
+
+
+def test_it_can_be_turned_off(monkeypatch):
+    import onnx_ir as ir
+
+    from mha_deploy.graph.fuse import fuse_attention
+
+    monkeypatch.setattr(onnx.reference, "ReferenceEvaluator", None)
+    _, report = fuse_attention(ir.from_proto(plain()), verify=False)
+    assert [each.verified for each in report.fused] == [False]
+
+
+def test_equal_structures_are_compared_once(monkeypatch):
+    from mha_deploy.graph import fuse
+
+    calls, right = [], fuse.compare
+    monkeypatch.setattr(fuse, "compare", lambda *given: calls.append(1) or right(*given))
+    _, report = fused(plain(layers=5))
+    assert (len(report.fused), len(calls)) == (5, 1)
+
+
+def test_what_cannot_be_compared_stays(monkeypatch):
+    def lacks(*given, **named):
+        raise NotVerified("Not verified: ONNX's evaluator lacks an operator.")
+
+    monkeypatch.setattr("mha_deploy.graph.fuse.compare", lacks)
+    _, report = fused(plain())
+    assert (report.fused, report.unfused[0].reason[:12]) == ((), "Not verified")
+
+
+def test_a_failure_while_writing_leaves_one_attention(monkeypatch):
+    def fails(*given):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(write, "laid_out", fails)
+    _, report = fused(plain())
+    assert "a bug" in report.unfused[0].reason
+
+
+# -- wrong fusions of the past -----------------------------------------------------------------------
+
+
+def compare(g, result, **more):
+    """Fuse, and compare in ONNX Runtime on some inputs."""
+    model = g.model(result)
+    new, report = fused(model)
+    feeds = random_feeds(model) | more
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+    return report
+
+
+LEFT_PADDED = np.array([[[[0, 0, 1, 1, 1, 1]]], [[[1, 1, 1, 1, 1, 1]]]], bool)
+
+
+@pytest.mark.parametrize("outer", [LOWEST, -1e9])
+def test_a_number_added_over_a_number_put(outer):
+    """Padded keys after the query are at -inf, others at the lowest number."""
+    g = Hand()
+    padded = g.op("Where", g.input("m", [2, 1, 1, S], TensorProto.BOOL), g.scores(), g.const(LOWEST))
+    causal = g.op("Where", g.const(LOWER, bool), g.const(0.0), g.const(outer))
+    report = compare(g, g.attend(g.op("Add", padded, causal)), m=LEFT_PADDED)
+    assert len(report.fused) == 1
+
+
+@pytest.mark.parametrize("low", [LOWEST, -1e10, -1e9])
+def test_a_query_whose_bias_is_below_the_fill(low):
+    g = Hand()
+    biased = g.op("Add", g.scores(), g.input("bias", [2, 1, S, S]))
+    shown = g.input("m", [S, S], TensorProto.BOOL)
+    bias = np.zeros((2, 1, S, S), np.float32)
+    bias[:, :, 2] = bias[:, :, 3, :4] = low
+    mask = np.ones((S, S), bool)
+    mask[3, 4:] = mask[4] = False
+    report = compare(g, g.attend(g.op("Where", shown, biased, g.const(-1e9))), m=mask, bias=bias)
+    assert len(report.fused) == 1
+
+
+@pytest.mark.parametrize("fills", [(-1e9, LOWEST), (LOWEST, -1e9), (-1e4, -2e4)])
+def test_several_finite_fills(fills):
+    g = Hand()
+    padded = g.op("Where", g.input("m", [2, 1, 1, S], TensorProto.BOOL), g.scores(), g.const(fills[0]))
+    causal = g.op("Where", g.const(LOWER, bool), padded, g.const(fills[1]))
+    report = compare(g, g.attend(causal), m=LEFT_PADDED)
+    assert len(report.fused) == 1
+
+
+def test_a_bias_over_a_fill():
+    """In a fully masked query the bias decides."""
+    g = Hand()
+    padded = g.op("Where", g.input("m", [2, 1, S, S], TensorProto.BOOL), g.scores(), g.const(-1e9))
+    biased = g.op("Add", padded, g.const(np.random.default_rng(0).standard_normal((1, H, S, S)) * 1000))
+    shown = np.ones((2, 1, S, S), bool)
+    shown[0, 0, 2], shown[1, 0, :, 0] = False, False
+    report = compare(g, g.attend(biased), m=shown)
+    assert len(report.fused) == 1
+
+
+def test_an_einsum_that_sums_over_an_axis_of_one_operand_stays():
+    g = Hand()
+    g.input("k", [2, H, S, 8, 3])
+    report = check_same(g.model(g.attend(g.op("Einsum", "q", "k", equation="bhsd,bhtde->bhst"))))
+    assert (len(report.fused), len(report.unfused)) == (0, 1)
