@@ -395,8 +395,8 @@ def first_allowed(axis: Axis, candidates: Sequence[int]) -> int:
 
 def layer_flops(spec: ModelSpec, sizes: Sizes) -> int:
     """FLOPs of a layer at one set of sizes; of a module, an upper bound."""
-    if isinstance(spec, AttentionSpec):
-        return layer_cost(spec, sizes, bytes_per_element=1).flops
+    if spec.layer is not None:
+        return layer_cost(spec.layer, sizes, bytes_per_element=1).flops
     return spec.flops_at(sizes)
 
 
@@ -405,19 +405,20 @@ def oracle_bytes(spec: ModelSpec, sizes: Sizes) -> int:
 
     0 for a module, where it is not known.
     """
-    if not isinstance(spec, AttentionSpec):
+    layer = spec.layer
+    if layer is None:
         return 0
-    T = key_length(spec, sizes)
-    scores = 2 * sizes["B"] * spec.Hq * sizes["S"] * T
-    activations = 4 * sizes["B"] * max(sizes["S"], T) * max(spec.E, spec.Hq * spec.D)
-    return 8 * (scores + activations) + oracle_cache_bytes(spec, sizes)
+    T = key_length(layer, sizes)
+    scores = 2 * sizes["B"] * layer.Hq * sizes["S"] * T
+    activations = 4 * sizes["B"] * max(sizes["S"], T) * max(layer.E, layer.Hq * layer.D)
+    return 8 * (scores + activations) + oracle_cache_bytes(layer, sizes)
 
 
 def oracle_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:
     """Memory of the KV cache of an FP64 run, input and output; 0 without one."""
-    if not isinstance(spec, AttentionSpec) or spec.cache == "none":
+    if spec.layer is None or spec.cache == "none":
         return 0
-    return 2 * kv_cache_bytes(spec, sizes["B"], key_length(spec, sizes), bytes_per_element=8)
+    return 2 * kv_cache_bytes(spec.layer, sizes["B"], key_length(spec.layer, sizes), bytes_per_element=8)
 
 
 # -- Where a layer is timed: its optimum, or prefill and decode step of one with a KV cache --------

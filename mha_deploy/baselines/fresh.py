@@ -61,10 +61,10 @@ def module_from_bundle(
 
 def attention_spec(bundle: Bundle) -> AttentionSpec:
     """The spec of a bundle of one of our own layers; a user's module has its own way, `user_models`."""
-    spec = bundle.manifest.spec
-    if not isinstance(spec, AttentionSpec):
-        raise BundleError("The bundle is not one of a reference layer.", got=spec.name)
-    return spec
+    layer = bundle.manifest.spec.layer
+    if layer is None:
+        raise BundleError("The bundle is not one of a reference layer.", got=bundle.manifest.spec.name)
+    return layer
 
 
 def check_device(device: str) -> None:

@@ -46,8 +46,6 @@ from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.rules import Eligibility
-from mha_deploy.model.deployable import ModuleSpec
-from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import call_isolated, isolation, send_to_parent
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt.build import OnProgress, build_with
@@ -196,14 +194,10 @@ def _request(
         refit=options.refit,  # type: ignore[arg-type]
         allow_decomposed=options.allow_decomposed and rt.can.attention,
     )
-    if _is_mixed(spec) and not rt.can.strongly_typed_flag:
+    if spec.mixed and not rt.can.strongly_typed_flag:
         # A TensorRT that chooses types by itself would take back what the export kept wide.
         return replace(request, precision_constraints=True)
     return request
-
-
-def _is_mixed(spec: ModelSpec) -> bool:
-    return isinstance(spec, ModuleSpec) and spec.mixed
 
 
 def _manifest(

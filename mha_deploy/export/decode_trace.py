@@ -115,7 +115,7 @@ class TraceCapture:
         spec = self.module.spec
         lengths = np.array([prompt] * B if isinstance(prompt, int) else prompt, np.int32)
         if lengths.shape != (B,):
-            raise DeployError("Every batch element needs a prompt.", got=f"{lengths.size} prompts", hint=f"{B} of them")
+            raise DeployError("Every batch element needs a prompt.", got=f"{lengths.size} of {B}")
         cache = check_steps(spec, lengths, steps)
         sizes = {"B": B, "S": int(lengths.max()) + steps}
         drawn = random_inputs(spec.without_cache(), sizes, self.seed, label=name)

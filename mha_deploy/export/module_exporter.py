@@ -230,8 +230,8 @@ def _refuse_another_decoding(trace: DecodeTrace) -> None:
             raise ExportError(
                 "Decoding token by token gives something else than one call with all tokens.",
                 got=f"{name} is off by {off:.2g} of its size after {trace.steps} steps",
-                hint="let new tokens attend to the cached ones and to none behind them, at positions that go on"
-                " behind the cached ones; without kv_cache= decoding is not validated",
+                hint="let new tokens attend to cached ones and none behind them, at positions that continue"
+                " the cached ones; without kv_cache= decoding is not validated",
             )
 
 

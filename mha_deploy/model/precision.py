@@ -40,7 +40,6 @@ class Precision:
 
         return np.dtype(ml_dtypes.bfloat16 if self.name == "bf16" else self.torch_name)
 
-
     def numpy_of(self, kind: str) -> np.dtype:
         """The NumPy type of a tensor of some kind, in this precision."""
         import numpy as np

@@ -258,6 +258,13 @@ class ModelSpec(ABC):
     axes: Mapping[str, Axis]
     cache: str
     window: int | None
+    mixed: bool = False
+    weight_bytes: int = 0
+
+    @property
+    def layer(self) -> AttentionSpec | None:
+        """The catalog layer that it is; None for a user's module."""
+        return None
 
     @property
     @abstractmethod
@@ -386,7 +393,10 @@ class AttentionSpec(ModelSpec):
     def __post_init__(self) -> None:
         check_spec(self)
 
-    # -- derived facts -------------------------------------------------------------------------
+    @property
+    def layer(self) -> AttentionSpec:
+        """The catalog layer that it is."""
+        return self
 
     @property
     def is_cross(self) -> bool:

@@ -215,12 +215,10 @@ class HostDecodeLoop:
             )
         self._runner, self._cache = runner, cache
         sizes = cache.call_sizes(spec, B, 1, 0)
-        self._held = {
-            each.input: np.full(
-                wanted[each.input].shape(sizes), _UNREAD if i % 2 else -_UNREAD, runner.inputs[each.input].dtype
-            )
-            for i, each in enumerate(cache.tensors)
-        }
+        self._held = {}
+        for i, each in enumerate(cache.tensors):
+            shape, dtype = wanted[each.input].shape(sizes), runner.inputs[each.input].dtype
+            self._held[each.input] = np.full(shape, _UNREAD if i % 2 else -_UNREAD, dtype)
         self.name = runner.name
         self.lengths = np.zeros(B, np.int32)
 
@@ -234,7 +232,8 @@ class HostDecodeLoop:
                 "The batch elements of a dynamic KV cache have one length.", got=f"counts {counts.tolist()}"
             )
         results = self._runner.run({**given, **self._held})
-        missing = [name for name in (*cache.outputs, *(t.output for t in cache.tensors)) if name not in results]
+        needed = [*cache.outputs, *(each.output for each in cache.tensors)]
+        missing = [name for name in needed if name not in results]
         if missing:
             raise DeployError(f"{self.name} gave no {', '.join(missing)}.", got=sorted(results))
         name, axis = next(iter(cache.by_token.items()))
@@ -621,7 +620,7 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
             raise DeployError(
                 f"{spec.name} has no KV cache.",
                 got=f"--steps {options.steps}",
-                hint="export a layer with --cache growing or --cache static, a model of your own with kv_cache=",
+                hint="--cache growing or static for a catalog layer, kv_cache= for a model of your own",
             )
         return []
     found = [_read(bundle, entry, spec) for entry in bundle.manifest.traces]

@@ -19,7 +19,7 @@ from mha_deploy.metrics import (
     parity_from_verdicts,
 )
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import AttentionSpec, ModelSpec
+from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime

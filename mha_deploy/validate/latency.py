@@ -175,8 +175,8 @@ def _cost(
     case: GoldenCase, spec: AttentionSpec | ModuleSpec, precision: Precision, lengths: list[int] | None
 ) -> LayerCost:
     """What a call must do; of a module, all that PyTorch counts, with every weight read once."""
-    if isinstance(spec, AttentionSpec):
-        return layer_cost(spec, case.sizes, precision.bytes, lengths=lengths)
+    if spec.layer is not None:
+        return layer_cost(spec.layer, case.sizes, precision.bytes, lengths=lengths)
     moved = sum(array.nbytes for array in (*case.inputs.values(), *case.eager.values()))
     whole = StageCost(
         name=spec.name, growth="", parameters=0, flops=case.flops, bytes=spec.weight_bytes + moved

@@ -15,7 +15,7 @@ from mha_deploy.engine.build import lowered_opener, twin_opener
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import load_graph
-from mha_deploy.model.spec import AttentionSpec, Axis
+from mha_deploy.model.spec import Axis
 from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, open_runner
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
@@ -145,8 +145,8 @@ class _Validation:
     def _sweep(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Every profile at its corners, with inputs that no golden case has."""
         self.on_step("sweep: inputs and their FP64 oracle")
-        is_layer = isinstance(self.bundle.manifest.spec, AttentionSpec)  # a module is computed on the CPU
-        on_gpu = is_layer and find_gpu() is not None
+        # A user's module is computed on the CPU.
+        on_gpu = self.bundle.manifest.spec.layer is not None and find_gpu() is not None
         limit = _LIMIT_ON_GPU if on_gpu else SizeLimit()
         points = sweep_points(self.bundle.manifest.spec, profiles, limit=limit)
         self.notes += [f"sweep-{point.name}: {point.note}" for point in points if point.note]

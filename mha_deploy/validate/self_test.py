@@ -15,7 +15,6 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import mutated, mutations
 from mha_deploy.metrics import OutputVerdict, ParityReport, judge_case, parity_from_verdicts
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
 
@@ -120,8 +119,7 @@ def self_test(
 ) -> SelfTest:
     """Validate the bundle's own graph, then every mutated copy of it."""
     model, cases = load_graph(bundle.model_path), list(golden_cases(bundle))
-    # What has no effect is known of our own layers only.
-    spec = bundle.manifest.spec if isinstance(bundle.manifest.spec, AttentionSpec) else None
+    spec = bundle.manifest.spec.layer  # which mutations have no effect is known of catalog layers only
     catches = []
     for mistake in mutations():
         wrong = mutated(model, mistake, spec)

@@ -97,12 +97,12 @@ def test_a_growing_cache_may_be_empty_and_takes_no_lengths(bundles):
     case = fresh.case({"B": 2, "S": 5, "P": 0}, seed=1)
     assert case.inputs["past_key"].shape == (2, 2, 0, 16)
     assert case.oracle["present_key"].shape == (2, 2, 5, 16)
-    with pytest.raises(SpecError, match="Only a static cache has lengths"):
+    with pytest.raises(SpecError, match="has lengths"):
         fresh.case({"B": 2, "S": 5, "P": 0}, seed=1, past=0)
 
 
 def test_a_cache_without_room_is_refused(bundles):
-    with pytest.raises(SpecError, match="do not fit into the cache"):
+    with pytest.raises(SpecError, match="do not fit into"):
         FreshCases(bundles("tiny-static"), "cpu").case({"B": 2, "S": 4, "T": 64}, seed=1, past=61)
 
 
