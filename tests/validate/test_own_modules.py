@@ -218,8 +218,8 @@ def test_deploy_of_an_own_model(run_cli, tmp_path):
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        (("--cache", "static"), "as it is written"),
-        (("--projections", "packed"), "as it is written"),
+        (("--cache", "static"), "cache"),
+        (("--projections", "packed"), "projections"),
         (("--device", "cuda"), "on the CPU"),
     ],
 )
