@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -67,10 +69,8 @@ def test_interface() -> None:
     assert [value.name for value in lowered.graph.outputs] == ["y", "key_cache_out", "value_cache_out"]
     total = lowered.graph.inputs[-1]
     assert (total.name, total.dtype, total.shape) == ("total_length", ir.DataType.INT32, ir.Shape([]))
-    assert cache_form(lowered).takes_total_length
     assert not cache_form(lowered).rows
-    for other in (lower(model, "contrib", cache="copy", repeat_kv=True), lower(growing(Layer()), "contrib")):
-        assert not cache_form(other).takes_total_length
+    assert "total_length" not in [value.name for value in lower(growing(Layer()), "contrib").graph.inputs]
     (node,) = [node for node in lowered.graph if node.op_type == "GroupQueryAttention"]
     assert [value.name for value in node.inputs[3:5]] == list(CACHES)
 
@@ -153,14 +153,21 @@ def test_what_the_operator_does_not_take() -> None:
 
 
 def test_head_sizes_are_refused_by_name() -> None:
-    with pytest.raises(LoweringError, match="cache=copy") as caught:
+    with pytest.raises(LoweringError, match="dialect onnx") as caught:
         lower(fixed(Layer(D=4)), "contrib")
     assert caught.value.feature == "static cache of a head size no multiple of 8"
-    lower(fixed(Layer(D=4)), "contrib", cache="copy", repeat_kv=True)
 
 
 @pytest.mark.parametrize("name", ["not-causal", "masked"])
-def test_what_is_no_causal_cache_goes_the_other_way(name: str) -> None:
-    lowered = lower(fixed(LAYERS[name]), "contrib", repeat_kv=True)
-    assert not cache_form(lowered).takes_total_length
-    assert any(node.op_type == "MultiHeadAttention" for node in lowered.graph)
+def test_a_cache_without_causality_is_copied_before_multi_head_attention(name: str) -> None:
+    with pytest.raises(LoweringError, match="dialect onnx") as caught:
+        lower(fixed(LAYERS[name]), "contrib")
+    assert caught.value.feature == "grouped heads with other key than query length"
+    layer = replace(LAYERS[name], Hkv=4)
+    model = fixed(layer)
+    lowered = lower(model, "contrib")
+    assert "total_length" not in [value.name for value in lowered.graph.inputs]
+    assert [node.op_type for node in lowered.graph if node.name == "att"] == ["MultiHeadAttention"]
+    inputs = feeds(model, layer, starts=[2, 5], S=3)
+    for got, wanted in zip(run_in_ort(ir.to_proto(lowered), inputs), reference(model, inputs), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)

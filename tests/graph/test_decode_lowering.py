@@ -58,7 +58,6 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("primitives", {}),
     ("primitives", {"cache": "copy"}),
     ("primitives", {"cache": "rows", "gqa": "broadcast"}),
-    ("contrib", {"repeat_kv": True, "cache": "copy"}),
 ]
 # New tokens, and how many each batch row has before them: empty, one past for all, ragged.
 CALLS: dict[str, list[tuple[int, list[int]]]] = {
@@ -107,8 +106,6 @@ def ort_has_no_kernel(model: ir.Model, inputs: dict[str, np.ndarray]) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_computes_the_same(name: str, kind: str, dialect: str, options: dict[str, Any]) -> None:
-    if dialect == "contrib" and (name, kind) == ("softcap", "fixed"):
-        pytest.skip("contrib refuses it by name")
     model, calls = expected(name, kind)
     lowered = lower(model, dialect, **options)
     for inputs, outputs in calls:
@@ -144,12 +141,6 @@ def test_keys_and_values_are_not_repeated_and_reach_opset_17(kind: str) -> None:
     onnx.checker.check_model(ir.to_proto(lowered), full_check=True)
     (scores,) = [node for node in lowered.graph if node.name == "att/scores"]
     assert scores.inputs[1].shape[1] == 2
-
-
-def test_contrib_names_what_has_no_operator() -> None:
-    with pytest.raises(LoweringError, match="repeat_kv=True") as caught:
-        lower(fixed(Layer()), "contrib", cache="copy")
-    assert caught.value.feature == "grouped heads with other key than query length"
 
 
 # -- TensorScatter -------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from attention_models import attention, random_feeds
 from conformance import run_in_ort
 from onnx.reference import ReferenceEvaluator
 
-from mha_deploy.graph.lower import lower
+from mha_deploy.graph.lower import LoweringError, lower
 
 LOWERINGS: list[tuple[str, dict[str, Any]]] = [
-    ("contrib", {"repeat_kv": True}),
+    ("contrib", {}),
     ("primitives", {"gqa": "fold"}),
 ]
 
@@ -64,7 +64,12 @@ def has_kernel(lowered: ir.Model, sizes: dict[str, int]) -> bool:
 @pytest.mark.parametrize("seed", range(60))
 def test_a_past_is_lowered_to_the_same_function(seed: int, dialect: str, options: dict[str, Any]) -> None:
     model, sizes = random_node(seed)
-    lowered = lower(model, dialect, **options)
+    try:
+        lowered = lower(model, dialect, **options)
+    except LoweringError as error:
+        if not error.feature.startswith("grouped heads with "):
+            raise
+        pytest.skip(f"{dialect} refuses {error.feature}")
     if not has_kernel(lowered, sizes):
         pytest.skip("no CPU kernel")
     feeds = random_feeds(model, sizes, seed)

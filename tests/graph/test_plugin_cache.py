@@ -14,7 +14,6 @@ from plugin_layers import assert_same, attributes_of, operators, plugin_node_of
 
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import cache_form
-from mha_deploy.graph.lower.call import LoweringError
 
 CALLS = [([0, 0], 3), ([2, 5], 3), ([4, 1], 1), ([9, 11], 1)]
 
@@ -46,8 +45,6 @@ def test_whole_caches_go_out() -> None:
     form = cache_form(ir.from_proto(onnx.ModelProto.FromString(ir.to_proto(lowered).SerializeToString())))
     assert form.in_place == {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
     assert not form.rows
-    assert not form.takes_total_length
-    assert not cache_form(lower(model, "plugin", cache="copy")).in_place
 
 
 def test_new_values_are_read_where_the_projection_left_them() -> None:
@@ -71,7 +68,6 @@ LAYERS: dict[str, Layer] = {
 
 WAYS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in LAYERS),
-    *((name, {"cache": "copy"}) for name in ("grouped", "bidirectional", "window", "mask")),
     ("grouped", {"linear": True}),
 ]
 
@@ -82,7 +78,7 @@ def test_static_cache_step_by_step(name: str, options: dict[str, Any]) -> None:
     sizes = LAYERS[name]
     model = fixed(sizes)
     lowered = lower(model, "plugin", **options)
-    assert attributes_of(lowered, "has_cache") == {"has_cache": int(options.get("cache") != "copy")}
+    assert attributes_of(lowered, "has_cache") == {"has_cache": 1}
     for starts, S in CALLS:
         if sizes.S in ("S", S):
             assert_same(model, lowered, feeds(model, sizes, starts=starts, S=S), atol=8e-3)
@@ -102,24 +98,15 @@ def test_growing_cache_step_by_step(name: str) -> None:
             assert_same(model, lowered, feeds(model, sizes, starts=[P, P], S=S, P=P), atol=8e-3)
 
 
-def test_a_copied_cache_is_counted_by_lengths() -> None:
-    lowered = lower(fixed(layer()), "plugin", cache="copy")
-    assert operators(lowered).count("ScatterND") == 2
-    assert attributes_of(lowered, "causal", "has_key_lengths") == {"causal": 2, "has_key_lengths": 1}
-
-
-def test_a_window_on_both_sides_is_copied_or_refused() -> None:
+def test_a_cache_with_a_window_on_both_sides_is_copied() -> None:
     """The plugin counts such a window from the upper left corner, where a cache has old tokens."""
     model = fixed(layer(attention={"left_window_size": 2, "right_window_size": 1}, opset=25))
     lowered = lower(model, "plugin")
     assert attributes_of(lowered, "has_cache", "has_bias") == {"has_cache": 0, "has_bias": 1}
     assert_same(model, lowered, feeds(model, layer(), starts=[2, 5], S=3), atol=8e-3)
-    with pytest.raises(LoweringError, match="cache=copy") as caught:
-        lower(model, "plugin", cache="append")
-    assert caught.value.feature == "window around the last key of a cache"
 
 
-def test_a_cache_that_others_read_is_copied_or_refused() -> None:
+def test_a_cache_with_another_reader_is_copied_and_counted_by_lengths() -> None:
     model = fixed(layer())
     (update,) = [node for node in model.graph if node.name == "key_update"]
     reader = ir.node("Identity", [update.outputs[0]], name="reader")
@@ -127,9 +114,11 @@ def test_a_cache_that_others_read_is_copied_or_refused() -> None:
     reader.outputs[0].shape = update.outputs[0].shape
     model.graph.append(reader)
     model.graph.outputs.append(reader.outputs[0])
-    assert operators(lower(model, "plugin")).count("ScatterND") == 2
-    with pytest.raises(LoweringError, match="cache that others read, too"):
-        lower(model, "plugin", cache="append")
+    lowered = lower(model, "plugin")
+    assert not cache_form(lowered).in_place
+    assert operators(lowered).count("ScatterND") == 2
+    assert attributes_of(lowered, "causal", "has_key_lengths") == {"causal": 2, "has_key_lengths": 1}
+    assert_same(model, lowered, feeds(model, layer(), starts=[2, 5], S=3), atol=8e-3)
 
 
 def test_rows_of_several_calls_add_up() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from conformance import run_in_reference
+from conformance import lower_for_reference, run_in_reference
 from plugin_layers import FP16, assert_same, model_of, node, operators, random_inputs, weights
 
 from mha_deploy.graph.lower import lower
@@ -94,4 +94,4 @@ def test_products_of_other_types_stay() -> None:
     ]
     model = model_of(nodes, {"q": (FP16, ["B", "S", 8])}, {"y": (1, ["B", "S", 8])}, constants)
     assert operators(lower(model, "plugin", linear=True)).count("MatMul") == 1
-    assert linears(lower(model, "plugin", linear=True, limits=False))
+    assert linears(lower_for_reference(model, "plugin", linear=True))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from conformance import run_in_reference
+from conformance import lower_for_reference, run_in_reference
 from plugin_layers import operators
 
 from mha_deploy.bundle.cases import golden_cases
@@ -74,14 +74,14 @@ def test_layer(name: str, bundles: Any) -> None:
 @pytest.mark.parametrize("name", ["tiny-padding", "tiny-static"])
 def test_layer_with_every_node_of_the_plugin(name: str, bundles: Any) -> None:
     bundle = bundles(name)
-    lowered = lower(ir.load(bundle.model_path), "plugin", linear=True, limits=False)
+    lowered = lower_for_reference(ir.load(bundle.model_path), "plugin", linear=True)
     assert "MatMul" not in operators(lowered)
     assert_within_budget(bundle, lowered)
 
 
 def test_gates_of_sparse_heads_go_into_the_node(bundles: Any) -> None:
     """Of a head size that has a kernel; the small layer's own has none."""
-    lowered = lower(ir.load(bundles("tiny-sparse-heads").model_path), "plugin", limits=False)
+    lowered = lower_for_reference(ir.load(bundles("tiny-sparse-heads").model_path), "plugin")
     (node,) = [node for node in lowered.graph if is_plugin_attention(node)]
     assert node.attributes["has_gates"].value == 1
     assert "Mul" not in operators(lowered)

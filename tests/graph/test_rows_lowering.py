@@ -50,7 +50,6 @@ def test_rows_stand_where_the_caches_stood(kind: str) -> None:
     assert [str(value.shape) for value in lowered.graph.outputs[1:]] == ["[B,2,S,8]"] * 2
     saved = ir.from_proto(onnx.ModelProto.FromString(ir.to_proto(lowered).SerializeToString()))
     assert cache_form(saved).rows == dict(zip(("key_rows", "value_rows"), CACHES[kind], strict=True))
-    assert not cache_form(saved).takes_total_length
 
 
 def test_a_static_cache_is_read_in_place_unless_asked_otherwise() -> None:
@@ -240,7 +239,6 @@ def test_another_pattern_is_copied_or_refused(name: str) -> None:
     with pytest.raises(LoweringError, match="cache=copy") as caught:
         lower(model, "primitives", cache="rows")
     assert caught.value.feature == feature
-    assert not cache_form(lower(model, "contrib", repeat_kv=True)).takes_total_length
 
 
 @pytest.mark.parametrize("way", ["gather", "constant", "swapped", "two casts"])

@@ -1,14 +1,14 @@
-"""Lower the canonical `Attention` node to the form a target takes.
+"""Lower the canonical `Attention` node to the form a target accepts.
 
-    onnx        as it is, checked
-    trt         what the parser of TensorRT 10.14+ and TensorRT-RTX takes
+    onnx        as it is, checked against the specification
+    trt         what the parser of TensorRT 10.14+ and TensorRT-RTX accepts
     primitives  matmuls around a softmax, for TensorRT 8.6 to 10.13
     contrib     com.microsoft operators, for ONNX Runtime
     plugin      one node of our own TensorRT plugin
 
-`RotaryEmbedding`, `TensorScatter` and `RMSNormalization`, which stand around attention, go with it.
+`RotaryEmbedding`, `TensorScatter` and `RMSNormalization` around attention are lowered with it.
 
-A lowering is a function from model to model: the given model is not changed, weights are shared. What a
+A lowering is a function from model to model: its argument is not changed, weights are shared. What a
 dialect cannot express is refused with a `LoweringError` that names the feature.
 """
 
@@ -17,21 +17,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import CheckerPass
 
 from mha_deploy.errors import DeployError, nearest
+from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.ir import infer_shapes
-from mha_deploy.graph.lower import to_contrib, to_onnx, to_plugin, to_primitives, to_trt
-from mha_deploy.graph.lower.cache import CacheForm, cache_form, give_rows_out
-from mha_deploy.graph.lower.call import LoweringError, OperatorRules, rewrite
+from mha_deploy.graph.lower import to_contrib, to_plugin, to_primitives, to_trt
+from mha_deploy.graph.lower.cache import CacheForm, cache_form
+from mha_deploy.graph.lower.call import LoweringError, OperatorRules, copy_of, rewrite
 from mha_deploy.graph.lower.opset import to_opset
 from mha_deploy.graph.lower.pack import pack_projections
-from mha_deploy.graph.lower.to_contrib import append_to_caches
-from mha_deploy.graph.lower.to_plugin import finish, prepare
 
 __all__ = ["DIALECTS", "CacheForm", "LoweringError", "cache_form", "lower", "pack_projections"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """The options of a dialect that has none."""
+
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +47,16 @@ class Dialect:
     """One form of attention.
 
     Args:
+        rule: Writes one attention in it; None leaves every attention as it is.
         options: The record of its options.
-        rule: Writes one attention in it.
-        operators: From its options to what it makes of the operators around attention.
-        caches: Writes attention and its cache as one, before the others; a model to a new one.
-        broadcasts: Whether masks need not be spelled out over the queries.
-        finish: What is left to do when every attention is written; changes the model.
+        operators: From its options to the rules for the operators around attention.
+        caches: Writes attention and its cache as one, before the other rules; a model to a new one.
+        broadcasts: Whether masks may broadcast over the queries.
+        finish: Runs when every attention is written; changes the model.
     """
 
-    options: type
     rule: Callable[..., dict[int, ir.Value] | None] | None
+    options: type = NoOptions
     operators: Callable[[Any], OperatorRules] = lambda options: {}
     caches: Callable[..., ir.Model] | None = None
     broadcasts: bool = False
@@ -56,33 +64,32 @@ class Dialect:
 
 
 DIALECTS = {
-    to_onnx.DIALECT: Dialect(options=to_onnx.OnnxOptions, rule=None),
-    to_trt.DIALECT: Dialect(
-        options=to_trt.TrtOptions,
+    "onnx": Dialect(rule=None),
+    "trt": Dialect(
         rule=to_trt.lower_to_trt,
+        options=to_trt.TrtOptions,
         operators=to_trt.operator_rules,
         broadcasts=True,
     ),
-    to_primitives.DIALECT: Dialect(
-        options=to_primitives.PrimitivesOptions,
+    "primitives": Dialect(
         rule=to_primitives.lower_to_primitives,
+        options=to_primitives.PrimitivesOptions,
         operators=lambda options: to_primitives.OPERATOR_RULES,
-        caches=give_rows_out,
+        caches=to_primitives.give_rows_out,
         broadcasts=True,
     ),
-    to_contrib.DIALECT: Dialect(
-        options=to_contrib.ContribOptions,
+    "contrib": Dialect(
         rule=to_contrib.lower_to_contrib,
         operators=lambda options: to_contrib.OPERATOR_RULES,
-        caches=append_to_caches,
+        caches=to_contrib.append_to_caches,
     ),
-    to_plugin.DIALECT: Dialect(
-        options=to_plugin.PluginOptions,
+    "plugin": Dialect(
         rule=to_plugin.lower_to_plugin,
+        options=to_plugin.PluginOptions,
         operators=lambda options: to_primitives.OPERATOR_RULES,
-        caches=prepare,
+        caches=to_plugin.prepare,
         broadcasts=True,
-        finish=finish,
+        finish=to_plugin.finish,
     ),
 }
 """The dialects by name."""
@@ -92,10 +99,9 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     """Write every attention of a model in a dialect.
 
     Args:
-        model: A model with ONNX `Attention` nodes, and what stands around them. It is not changed.
+        model: A model with ONNX `Attention` nodes, and the operators around them. It is not changed.
         dialect: One of `DIALECTS`.
-        **options: Options of the dialect: the fields of `TrtOptions`, `PrimitivesOptions`, `ContribOptions`
-            or `PluginOptions`.
+        **options: Options of the dialect: the fields of `TrtOptions`, `PrimitivesOptions` or `PluginOptions`.
 
     Returns:
         A new model that computes the same and shares the weights.
@@ -107,9 +113,16 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     if dialect not in DIALECTS:
         raise DeployError("No such dialect.", got=dialect, hint=nearest(dialect, DIALECTS))
     chosen = DIALECTS[dialect]
-    settings = _read_options(dialect, chosen, options)
+    known = [field.name for field in fields(chosen.options)]
+    for key, value in options.items():
+        if key not in known:
+            raise DeployError(f"Unknown option of the {dialect} dialect.", got=key, hint=nearest(key, known))
+        choices = chosen.options.CHOICES.get(key)  # type: ignore[attr-defined]
+        if choices is not None and value not in choices:
+            raise DeployError(f"Not a choice for {key}.", got=value, hint=nearest(str(value), choices))
+    settings = chosen.options(**options)
     if chosen.rule is None:
-        return to_onnx.checked_copy(model)
+        return _checked_copy(model, dialect)
     rule = partial(chosen.rule, options=settings)
     operators = chosen.operators(settings)
     prepared = model if chosen.caches is None else chosen.caches(model, settings, dialect=dialect)
@@ -120,12 +133,29 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     return lowered if opset is None else infer_shapes(to_opset(lowered, opset, dialect=dialect))
 
 
-def _read_options(name: str, dialect: Dialect, options: dict[str, Any]) -> Any:
-    known = [field.name for field in fields(dialect.options)]
-    for key, value in options.items():
-        if key not in known:
-            raise DeployError(f"Unknown option of the {name} dialect.", got=key, hint=nearest(key, known))
-        choices = dialect.options.CHOICES.get(key)  # type: ignore[attr-defined]
-        if choices is not None and value not in choices:
-            raise DeployError(f"Not a choice for {key}.", got=value, hint=nearest(str(value), choices))
-    return dialect.options(**options)
+def _checked_copy(model: ir.Model, dialect: str) -> ir.Model:
+    """A copy with its shapes inferred; refused where ONNX does not allow it.
+
+    Unlike the other dialects this one needs no shapes: what the graph does not state is left to the runtime.
+    """
+    copy = copy_of(model)
+    for node in attention_nodes(copy):
+        # The specification forbids both, and the checker does not detect them.
+        problem = None
+        if isinstance(node.Hq, int) and isinstance(node.Hkv, int) and node.Hq % node.Hkv:
+            problem = "uneven head groups"
+        elif node.has_past and node.has_nonpad_kv_seqlen:
+            problem = "nonpad_kv_seqlen together with past_key"
+        if problem is not None:
+            raise LoweringError(problem, node=node.name, dialect=dialect, hint="export it again")
+    try:
+        CheckerPass()(copy)
+    except (onnx.checker.ValidationError, ir.passes.PassError) as error:
+        raise LoweringError(
+            "place for an invalid graph",
+            node=model.graph.name or "main",
+            dialect=dialect,
+            got=str(error.__cause__ or error).strip().splitlines()[0],
+            hint="export it again, or repair the node",
+        ) from error
+    return copy

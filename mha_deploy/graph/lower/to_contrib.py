@@ -1,19 +1,23 @@
-"""ONNX Runtime's own attention operators."""
+"""Attention as ONNX Runtime's own operators: MultiHeadAttention and GroupQueryAttention of com.microsoft."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y, is_attention
-from mha_deploy.graph.ir import NodeBuilder, Size, infer_shapes, names_in, prefix_within
-from mha_deploy.graph.lower.cache import STATIC, TOTAL_LENGTH, CachedAttention, read_cache, take_over
+from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
+from mha_deploy.graph.ir import NodeBuilder
+from mha_deploy.graph.lower.cache import (
+    STATIC,
+    TOTAL_LENGTH,
+    CachedAttention,
+    read_cache,
+    rewrite_caches,
+    take_over,
+)
 from mha_deploy.graph.lower.call import (
     AttentionCall,
-    Heads,
     as_input_rank,
     copy_of,
     key_length,
@@ -23,63 +27,37 @@ from mha_deploy.graph.lower.call import (
     split_heads,
     split_inputs,
 )
-from mha_deploy.graph.lower.groups import Repeat
 from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
 from mha_deploy.graph.lower.operators import rotary_to_contrib, scatter_to_primitives
 
-# -- Attention as com.microsoft operators, for ONNX Runtime ----------------------------------------
-
-DIALECT = "contrib"
 DOMAIN = "com.microsoft"
+MULTI_HEAD, GROUP_QUERY = "MultiHeadAttention", "GroupQueryAttention"
 
 OPERATOR_RULES = {"RotaryEmbedding": rotary_to_contrib, "TensorScatter": scatter_to_primitives}
-"""What becomes of the operators around attention; ONNX Runtime has no cache update of its own."""
+"""How the operators around attention are written; ONNX Runtime has no cache update of its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContribOptions:
-    """What may be done to fit ONNX Runtime's own operators.
-
-    Args:
-        repeat_kv: Copy keys and values for each query head where `GroupQueryAttention` cannot be used.
-        cache: `append` lets `GroupQueryAttention` write the new rows of a static cache, which brings an input
-            `total_length` (see `contrib_cache`); `copy` writes them with ScatterND before an attention.
-    """
-
-    repeat_kv: bool = False
-    cache: str = "append"
-
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "cache": ("append", "copy"),
-    }
-
-
-def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: ContribOptions) -> dict[int, ir.Value]:
+def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: object) -> dict[int, ir.Value]:
     """Write one attention as MultiHeadAttention or GroupQueryAttention."""
-    _refuse_what_neither_has(call)
-    if call.group == 1 and not call.facts.softcap:
-        return _multi_head(call, b, options)
-    problem = _why_not_group_query(call)
-    if problem is None:
-        return _group_query(call, b, options)
-    if call.facts.softcap:
-        raise call.refuse(f"softcap with {problem}", got=_lengths_and_sizes(call), hint="dialect onnx")
-    if not options.repeat_kv:
-        raise call.refuse(
-            f"grouped heads with {problem}",
-            got=_lengths_and_sizes(call),
-            hint="dialect onnx (ONNX Runtime's Attention shares heads itself), or repeat_kv=True",
-        )
-    return _multi_head(call, b, options)
-
-
-def _refuse_what_neither_has(call: AttentionCall) -> None:
     facts = call.facts
     if "fp64" in (facts.dtype, facts.softmax_precision):
-        raise call.refuse("fp64", got=facts.softmax_precision or facts.dtype, hint="dialect onnx")
+        got = facts.softmax_precision or facts.dtype
+        raise call.refuse("fp64", got=got, hint="dialect onnx")
     if facts.has_qk_output:
         mode = f"qk_matmul_output_mode={facts.qk_output_mode}"
         raise call.refuse("attention weights as output", got=mode, hint="dialect onnx or primitives")
+    if call.group == 1 and not facts.softcap:
+        return _multi_head(call, b)
+    problem = _why_not_group_query(call)
+    if problem is None:
+        return _group_query(call, b)
+    feature = "softcap" if facts.softcap else "grouped heads"
+    sizes = f"D={call.D}, Dv={call.Dv}, Hq={call.Hq}, Hkv={call.Hkv}"
+    raise call.refuse(
+        f"{feature} with {problem}",
+        got=f"S={facts.S}, T={facts.T}, {sizes}",
+        hint="dialect onnx: ONNX Runtime's Attention has softcap and shares heads itself",
+    )
 
 
 def _why_not_group_query(call: AttentionCall) -> str | None:
@@ -94,18 +72,10 @@ def _why_not_group_query(call: AttentionCall) -> str | None:
     return None
 
 
-def _lengths_and_sizes(call: AttentionCall) -> str:
-    facts = call.facts
-    return f"S={facts.S}, T={facts.T}, D={call.D}, Dv={call.Dv}, Hq={call.Hq}, Hkv={call.Hkv}"
-
-
-# -- MultiHeadAttention ------------------------------------------------------------------------
-
-
-def _multi_head(call: AttentionCall, b: NodeBuilder, options: ContribOptions) -> dict[int, ir.Value]:
+def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     facts = call.facts
     # Otherwise the past is concatenated before it.
-    joins_past = call.past_key is not None and call.is_square and call.Dv == call.D and call.group == 1
+    joins_past = call.past_key is not None and call.is_square and call.Dv == call.D
     # The operator's own causal mask is right where it receives as many new keys as queries, and the past
     # apart from them. With unequal lengths it follows neither corner: the mask is made explicit. A past that
     # is concatenated before the operator makes them unequal.
@@ -119,83 +89,56 @@ def _multi_head(call: AttentionCall, b: NodeBuilder, options: ContribOptions) ->
         "unidirectional": int(facts.is_causal and not explicit),
     }
     if joins_past:
-        return _multi_head_with_past(call, b, options, mask, attributes)
+        tensors = [*_merged(b, call), None, None, _bias(b, call, mask), call.past_key, call.past_value]
+        y, key, value = _contrib(b, MULTI_HEAD, tensors, 3, attributes)
+        return {Y: _finish(b, call, mask, y), PRESENT_KEY: key, PRESENT_VALUE: value}
     heads = split_inputs(b, call)
-    tensors = _widths(b, call, heads)
-    y = _contrib(b, "MultiHeadAttention", [*tensors, None, None, _bias(b, call, mask)], 1, attributes)[0]
-    return {Y: _finish(b, call, options, mask, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
+    if call.past_key is None:
+        tensors = [*_merged(b, call)]
+    else:
+        q = call.q if facts.rank == 3 else merge_heads(b, call.q, call.Hq * call.D)
+        tensors = [q, merge_heads(b, heads.k, call.Hq * call.D), merge_heads(b, heads.v, call.Hq * call.Dv)]
+    y = _contrib(b, MULTI_HEAD, [*tensors, None, None, _bias(b, call, mask)], 1, attributes)[0]
+    return {Y: _finish(b, call, mask, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
 
-def _multi_head_with_past(
-    call: AttentionCall,
-    b: NodeBuilder,
-    options: ContribOptions,
-    mask: Mask | None,
-    attributes: dict[str, Any],
-) -> dict[int, ir.Value]:
-    """The operator joins the past itself."""
-    tensors = [*_new_widths(b, call), None, None, _bias(b, call, mask), call.past_key, call.past_value]
-    y, key, value = _contrib(b, "MultiHeadAttention", tensors, 3, attributes)
-    return {Y: _finish(b, call, options, mask, y), PRESENT_KEY: key, PRESENT_VALUE: value}
-
-
-def _widths(b: NodeBuilder, call: AttentionCall, heads: Heads) -> list[ir.Value]:
-    """Queries, keys and values as `[B, ·, Hq·D]`, past included."""
-    if call.group == 1 and call.past_key is None:
-        return _new_widths(b, call)
-    k, v = heads.k, heads.v
-    if call.group > 1:
-        k = Repeat().keys(b, call, k, None, call.D)
-        v = Repeat().keys(b, call, v, None, call.Dv)
-    q = call.q if call.facts.rank == 3 else merge_heads(b, call.q, call.Hq * call.D)
-    return [q, merge_heads(b, k, call.Hq * call.D), merge_heads(b, v, call.Hq * call.Dv)]
-
-
-def _new_widths(b: NodeBuilder, call: AttentionCall) -> list[ir.Value]:
-    """Queries, new keys and new values as `[B, ·, H·D]`."""
-    if call.facts.rank == 3:
-        return [call.q, call.k, call.v]
-    widths = (call.Hq * call.D, call.Hkv * call.D, call.Hkv * call.Dv)
-    tensors = (call.q, call.k, call.v)
-    return [merge_heads(b, x, width) for x, width in zip(tensors, widths, strict=True)]
-
-
-# -- GroupQueryAttention -----------------------------------------------------------------------
-
-
-def _group_query(call: AttentionCall, b: NodeBuilder, options: ContribOptions) -> dict[int, ir.Value]:
+def _group_query(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     facts = call.facts
     # The operator's own window looks back only, and only when causal; any other becomes a bias.
     own_window = facts.is_causal and facts.has_window and call.mask is None
     explicit = call.mask is not None or (facts.has_window and not own_window)
     T = key_length(b, call)
     mask = read_mask(b, call, query_length(b, call), T) if explicit else None
-    attributes = {
+    # The index of the last key for each batch element, and the number of keys.
+    total = b.op("Cast", b.as_tensor(T), to=int(ir.DataType.INT32))
+    last = b.op("Sub", total, b.constant([1], ir.DataType.INT32))
+    lengths = [b.expand(last, b.size(call.q, 0), name="last_key"), b.op("Squeeze", total, name="key_count")]
+    tensors = [*_merged(b, call), call.past_key, call.past_value, *lengths]
+    tensors += [None, None, None, _bias(b, call, mask)]
+    attributes = _group_query_attributes(call, facts.left_window if own_window else -1)
+    # Omitted when causal: the attribute is newer than the operator.
+    attributes["causal"] = None if facts.is_causal else 0
+    y, key, value = _contrib(b, GROUP_QUERY, tensors, 3, attributes)
+    return {Y: _finish(b, call, mask, y), PRESENT_KEY: key, PRESENT_VALUE: value}
+
+
+def _group_query_attributes(call: AttentionCall, left_window: int) -> dict[str, Any]:
+    return {
         "num_heads": call.Hq,
         "kv_num_heads": call.Hkv,
         "scale": call.scale,
-        "softcap": facts.softcap or None,
+        "softcap": call.facts.softcap or None,
         # ONNX counts the keys before the query's own, ONNX Runtime the own one too.
-        "local_window_size": facts.left_window + 1 if own_window and facts.left_window >= 0 else None,
-        # Left out when causal: the attribute is newer than the operator.
-        "causal": None if facts.is_causal else 0,
+        "local_window_size": left_window + 1 if left_window >= 0 else None,
     }
-    lengths = _key_lengths(b, call, T)
-    tensors = [*_new_widths(b, call), call.past_key, call.past_value, *lengths]
-    tensors += [None, None, None, _bias(b, call, mask)]
-    y, key, value = _contrib(b, "GroupQueryAttention", tensors, 3, attributes)
-    return {Y: _finish(b, call, options, mask, y), PRESENT_KEY: key, PRESENT_VALUE: value}
 
 
-def _key_lengths(b: NodeBuilder, call: AttentionCall, T: Size) -> list[ir.Value]:
-    """Index of the last key for each batch row, and the number of keys."""
-    total = b.op("Cast", b.as_tensor(T), to=int(ir.DataType.INT32))
-    last = b.op("Sub", total, b.constant([1], ir.DataType.INT32))
-    rows = b.expand(last, b.size(call.q, 0), name="last_key")
-    return [rows, b.op("Squeeze", total, name="key_count")]
-
-
-# -- shared ------------------------------------------------------------------------------------
+def _merged(b: NodeBuilder, call: AttentionCall) -> list[ir.Value]:
+    """Queries, new keys and new values as `[B, ·, H·D]`."""
+    if call.facts.rank == 3:
+        return [call.q, call.k, call.v]
+    widths = (call.q, call.Hq * call.D), (call.k, call.Hkv * call.D), (call.v, call.Hkv * call.Dv)
+    return [merge_heads(b, x, width) for x, width in widths]
 
 
 def _contrib(
@@ -209,17 +152,15 @@ def _contrib(
 
 
 def _bias(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.Value | None:
-    """The bias with a row for each query: these operators do not broadcast over queries."""
+    """The bias of every query: these operators do not broadcast over queries."""
     if mask is None:
         return None
     bias = bias_of(b, call, mask)
     return b.expand(bias, 1, 1, query_length(b, call), 1) if mask.one_row else bias
 
 
-def _finish(
-    b: NodeBuilder, call: AttentionCall, options: ContribOptions, mask: Mask | None, y: ir.Value
-) -> ir.Value:
-    """Zero the rows that see no key, and bring the result to the rank the node was written in."""
+def _finish(b: NodeBuilder, call: AttentionCall, mask: Mask | None, y: ir.Value) -> ir.Value:
+    """Zero fully masked queries, and bring the result to the rank the node was written in."""
     rows = rows_to_keep(b, call, mask)
     if mask is None or rows is None:
         return y if call.facts.rank == 3 else split_heads(b, y, call.Hq, call.Dv)
@@ -228,41 +169,34 @@ def _finish(
     return as_input_rank(b, call, zero_closed_rows(b, call, rows, split_heads(b, y, call.Hq, call.Dv)))
 
 
-# -- A static cache for ONNX Runtime: com.microsoft `GroupQueryAttention` writes the new rows i ----
-
-OP_TYPE = "GroupQueryAttention"
+# -- A preallocated KV cache, which GroupQueryAttention updates in place ---------------------------
 
 
-APPEND, COPY = "append", "copy"
+def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> ir.Model:
+    """Write every attention with a preallocated cache as one operator that appends to it; a new model.
 
-
-def append_to_caches(model: ir.Model, options: ContribOptions, *, dialect: str) -> ir.Model:
-    """Write every attention behind a static cache as one operator that appends to it.
-
-    What the operator does not have (a mask, a bidirectional layer, other pattern) is left to the other rules.
-
-    Args:
-        model: The model; it is not changed.
-        options: Options of the lowering; `cache` decides.
-        dialect: Name used in messages.
+    What the operator does not have (a mask, a bidirectional layer) is left to the other rules.
 
     Raises:
-        LoweringError: A cache is static, and its head size is none that the operator has.
+        LoweringError: The operator does not have the head size of a preallocated cache.
     """
-    if options.cache == COPY:
-        return model
     lowered = copy_of(model)
-    taken = names_in(lowered)
-    for node in [node for node in lowered.graph.all_nodes() if is_attention(node)]:
+
+    def wanted(node: ir.Node) -> CachedAttention | None:
         cache = read_cache(node)
         if not isinstance(cache, CachedAttention) or cache.kind != STATIC:
-            continue
-        call = read_call(node, opset=lowered.opset_imports.get(""), dialect=dialect)
-        if _has_place(call):
-            builder = NodeBuilder(prefix_within(call.facts.name, taken))
-            _rewrite(lowered, call, builder, cache)
-    RemoveUnusedNodesPass()(lowered)
-    return infer_shapes(lowered)
+            return None
+        return cache if _has_place(read_call(node, opset=None, dialect=dialect)) else None
+
+    def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
+        new = (call.q, call.Hq), (cache.new_key, call.Hkv), (cache.new_value, call.Hkv)
+        tensors = [merge_heads(b, x, heads * call.D) for x, heads in new]
+        tensors += [cache.past_key, cache.past_value, _last_entries(b, call, cache), _total_length(lowered)]
+        attributes = _group_query_attributes(call, call.facts.left_window)
+        y, *states = _contrib(b, GROUP_QUERY, [*tensors], 3, attributes)
+        take_over(lowered, call, b, cache, split_heads(b, y, call.Hq, call.D), states)
+
+    return rewrite_caches(lowered, wanted, write, dialect=dialect)
 
 
 def _has_place(call: AttentionCall) -> bool:
@@ -270,47 +204,24 @@ def _has_place(call: AttentionCall) -> bool:
     facts = call.facts
     if not facts.is_causal or call.mask is not None or "fp64" in (facts.dtype, facts.softmax_precision):
         return False
-    hint = "cache=copy with repeat_kv=True, or dialect onnx"
     if call.D % 8:
-        raise call.refuse("static cache of a head size no multiple of 8", got=call.D, hint=hint)
+        raise call.refuse("static cache of a head size no multiple of 8", got=call.D, hint="dialect onnx")
     if call.Dv != call.D:
-        raise call.refuse(
-            "static cache of V head size other than K's", got=f"K {call.D}, V {call.Dv}", hint=hint
-        )
+        got = f"K {call.D}, V {call.Dv}"
+        raise call.refuse("static cache of V head size other than K's", got=got, hint="dialect onnx")
     return True
 
 
-def _rewrite(model: ir.Model, call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
-    widths = (
-        (call.q, call.Hq * call.D),
-        (cache.new_key, call.Hkv * call.D),
-        (cache.new_value, call.Hkv * call.D),
-    )
-    tensors = [merge_heads(b, x, width) for x, width in widths]
-    tensors += [cache.past_key, cache.past_value, _last_rows(b, call, cache), _total_length(model)]
-    window = call.facts.left_window
-    attributes = {
-        "num_heads": call.Hq,
-        "kv_num_heads": call.Hkv,
-        "scale": call.scale,
-        "softcap": call.facts.softcap or None,
-        # ONNX counts the keys before the query's own, ONNX Runtime the own one too.
-        "local_window_size": window + 1 if window >= 0 else None,
-    }
-    y, *states = b.node(OP_TYPE, tensors, outputs=3, domain=DOMAIN, name=b.prefix, attributes=attributes)
-    take_over(model, call, b, cache, split_heads(b, y, call.Hq, call.D), states)
-
-
-def _last_rows(b: NodeBuilder, call: AttentionCall, cache: CachedAttention) -> ir.Value:
-    """Index of the last valid row of each batch row after the call: lengths + S − 1, int32 [B]."""
+def _last_entries(b: NodeBuilder, call: AttentionCall, cache: CachedAttention) -> ir.Value:
+    """Index of the last valid entry of each batch element after the call: lengths + S − 1, int32 [B]."""
     if cache.starts is None:
-        raise call.refuse("static cache without lengths")
-    starts, S = cache.starts, query_length(b, call)
-    first = b.op("Cast", starts, to=int(ir.DataType.INT32), name="first_new_row")
+        raise call.refuse("static cache without lengths", hint="dialect onnx")
+    S = query_length(b, call)
+    first = b.op("Cast", cache.starts, to=int(ir.DataType.INT32), name="first_new_row")
+    if S == 1:
+        return first
     if isinstance(S, int):
-        return (
-            first if S == 1 else b.op("Add", first, b.constant([S - 1], ir.DataType.INT32), name="last_row")
-        )
+        return b.op("Add", first, b.constant([S - 1], ir.DataType.INT32), name="last_row")
     # Counted on the device: a size is a number in host memory, and its transfer would forbid CUDA graphs.
     ones = ir.tensor([1], dtype=ir.DataType.INT32)
     each = b.op("ConstantOfShape", b.shape_of(b.size(call.q, 0), S), value=ones)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -51,7 +50,6 @@ from mha_deploy.graph.lower.masks import (
     with_geometry,
     zero_closed_rows,
 )
-from mha_deploy.graph.lower.operators import Obstacle
 from mha_deploy.graph.lower.pack import Projection, matmuls_behind, pack_projections, projection_at
 from mha_deploy.graph.plugin_node import (
     BOTTOM_RIGHT,
@@ -71,24 +69,25 @@ _LARGEST_HEAD = 256
 _TYPES = ("fp16", "bf16")
 
 
-def refuse_what_is_missing(call: AttentionCall, *, limits: bool) -> None:
-    """Refuse what the node cannot express, and with limits also what it has no kernels for."""
+def refuse_what_is_missing(call: AttentionCall) -> None:
+    """Refuse what the node cannot express."""
     facts, other = call.facts, "dialect primitives"
     if facts.softcap:
         raise call.refuse("softcap", got=facts.softcap, hint=other)
     if facts.has_qk_output:
         mode = f"qk_matmul_output_mode={facts.qk_output_mode}"
         raise call.refuse("attention weights as output", got=mode, hint=other)
-    # A softmax in FP32 is at least as precise as one that was asked for in FP16 or BF16.
-    if "fp64" in (facts.softmax_precision, facts.dtype if limits else None):
-        raise call.refuse("fp64", got=facts.softmax_precision or facts.dtype, hint="export in fp16 or bf16")
-    if limits:
-        _refuse_what_has_no_kernel(call)
+    # A softmax in FP32 is at least as precise as one that was requested in FP16 or BF16.
+    if facts.softmax_precision == "fp64":
+        raise call.refuse("fp64", got=facts.softmax_precision, hint="export in fp16 or bf16")
+    refuse_without_kernel(call)
 
 
-def _refuse_what_has_no_kernel(call: AttentionCall) -> None:
+def refuse_without_kernel(call: AttentionCall) -> None:
+    """Refuse types and head sizes for which the plugin has no kernel."""
     if call.facts.dtype not in _TYPES:
-        raise call.refuse("type but fp16 and bf16", got=call.facts.dtype, hint="export in fp16 or bf16")
+        feature = "fp64" if call.facts.dtype == "fp64" else "type but fp16 and bf16"
+        raise call.refuse(feature, got=call.facts.dtype, hint="export in fp16 or bf16")
     for name, size in (("D", call.D), ("Dv", call.Dv)):
         if size % 8:
             hint = "pad the heads in the model, or dialect primitives"
@@ -572,35 +571,25 @@ def _zero_closed_rows(b: NodeBuilder, call: AttentionCall, sight: Sight, y: ir.V
 
 # -- Attention as one node of our TensorRT plugin (`plugin_node`), which reads projections wher ----
 
-DIALECT = "plugin"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PluginOptions:
     """What goes into the plugin's nodes.
 
     Args:
-        linear: Write the projections around an attention as nodes of the plugin, which sum in FP32.
-        cache: `append` lets the node write the new rows of a static cache; `copy` writes them with ScatterND
-            before the attention; `auto` is `append` where the pattern is found, else `copy`.
-        limits: Refuse the types and head sizes that the plugin has no kernels for. Without, the node is
-            written all the same: for the reference operator (`plugin_reference`), which takes them all.
+        linear: Write the projections around an attention as nodes of the plugin, which accumulate in FP32.
         opset: The highest opset the result may need; None keeps the model's own.
     """
 
     linear: bool = False
-    cache: str = "auto"
-    limits: bool = True
     opset: int | None = 17
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "cache": ("auto", "append", "copy"),
-    }
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
 
 def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions) -> dict[int, ir.Value]:
     """Write one attention as a node of the plugin; the outputs by position."""
-    refuse_what_is_missing(call, limits=options.limits)
+    refuse_what_is_missing(call)
     # The rows of a past are joined to the new ones first; without a past these heads serve `present` only.
     heads = split_inputs(b, call)
     query = place_of(call.q, call.Hq, call.D)
@@ -617,61 +606,40 @@ def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions)
 
 # -- A static cache that the plugin's attention node writes itself: nothing is copied, nobody e ----
 
-APPEND, COPY = "append", "copy"
-
 
 def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> ir.Model:
-    """Pack projections, and write every attention behind a static cache as one node that appends to it.
+    """Pack projections, and write every attention with a preallocated cache as one node that appends to it.
 
-    Args:
-        model: The model; it is not changed.
-        options: Options of the lowering; `cache` decides.
-        dialect: Name used in messages.
-
-    Raises:
-        LoweringError: `cache` is `append`, and a static cache is not of a form that can be served so.
+    A cache of another pattern is updated with ScatterND before the attention. The model is not changed.
     """
     lowered = infer_shapes(pack_projections(model))
-    if options.cache == COPY:
-        return lowered
-    wanted = partial(_wanted, options=options, dialect=dialect)
-    return rewrite_caches(lowered, wanted, partial(_rewrite, lowered, options=options), dialect=dialect)
 
+    def wanted(node: ir.Node) -> CachedAttention | None:
+        cache = read_cache(node)
+        if not isinstance(cache, CachedAttention) or cache.kind != STATIC:
+            return None
+        return None if diagonal_of(read_call(node, opset=None, dialect=dialect)) is None else cache
 
-def _wanted(node: ir.Node, options: PluginOptions, dialect: str) -> CachedAttention | None:
-    """The cache of an attention, if the node is to write it."""
-    cache = read_cache(node)
-    obstacle = cache if isinstance(cache, Obstacle) else None
-    if isinstance(cache, CachedAttention) and cache.kind == STATIC:
-        call = read_call(node, opset=None, dialect=dialect)
-        if diagonal_of(call) is not None:
-            return cache
-        obstacle = Obstacle("window around the last key of a cache", call.facts.right_window)
-    if obstacle is not None and options.cache == APPEND:
-        call = read_call(node, opset=None, dialect=dialect)
-        raise call.refuse(obstacle.feature, got=obstacle.got, hint="cache=copy writes whole caches")
-    return None
+    def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
+        refuse_what_is_missing(call)
+        if cache.starts is None:
+            raise call.refuse("static cache without lengths", hint="dialect primitives")
+        places = (
+            place_of(call.q, call.Hq, call.D),
+            place_of(cache.new_key, call.Hkv, call.D),
+            place_of(cache.new_value, call.Hkv, call.Dv),
+        )
+        S, T = places[0].length(b), b.size(cache.past_key, 2)
+        sight = read_sight(b, call, S, T, in_cache=True)
+        starts = as_int32(b, before_casts(cache.starts), name="starts")
+        written = WrittenCache(cache.past_key, cache.past_value, starts)
+        y, *states = write_attention(b, call, operands_of(places), sight, written)
+        take_over(lowered, call, b, cache, finished(b, call, sight, y), states)
+        inputs = (cache.past_key, cache.past_value)
+        in_place = {str(new.name): str(past.name) for new, past in zip(states, inputs, strict=True)}
+        note_in_place(lowered, in_place)
 
-
-def _rewrite(
-    model: ir.Model, call: AttentionCall, b: NodeBuilder, cache: CachedAttention, options: PluginOptions
-) -> None:
-    refuse_what_is_missing(call, limits=options.limits)
-    if cache.starts is None:
-        raise call.refuse("static cache without lengths", hint="cache=copy")
-    places = (
-        place_of(call.q, call.Hq, call.D),
-        place_of(cache.new_key, call.Hkv, call.D),
-        place_of(cache.new_value, call.Hkv, call.Dv),
-    )
-    S, T = places[0].length(b), b.size(cache.past_key, 2)
-    sight = read_sight(b, call, S, T, in_cache=True)
-    starts = as_int32(b, before_casts(cache.starts), name="starts")
-    written = WrittenCache(cache.past_key, cache.past_value, starts)
-    y, *states = write_attention(b, call, operands_of(places), sight, written)
-    take_over(model, call, b, cache, finished(b, call, sight, y), states)
-    inputs = (cache.past_key, cache.past_value)
-    note_in_place(model, {str(new.name): str(past.name) for new, past in zip(states, inputs, strict=True)})
+    return rewrite_caches(lowered, wanted, write, dialect=dialect)
 
 
 # -- Factors on the heads of each token behind an attention, taken into the node: heads with 0  ----
@@ -680,14 +648,12 @@ _HEAD_SIZES = (32, 64, 96, 128)
 _OTHERS = ("has_bias", "has_cache", "has_gates")
 
 
-def take_gates(attention: ir.Node, *, limits: bool) -> bool:
-    """Give the gates behind an attention to the node, if there are any; whether it took some.
-
-    Args:
-        attention: The plugin's node; it is changed.
-        limits: Whether only the head sizes count that the kernel has.
-    """
-    found = _gated(attention) if _has_place(attention, limits=limits) else None
+def take_gates(attention: ir.Node) -> bool:
+    """Give the gates after an attention to the plugin's node, which is changed; whether there were any."""
+    own = attention.attributes
+    windows = [own.get_int(name, NO_WINDOW) for name in ("left_window", "right_window")]
+    plain = not any(own.get_int(name, 0) for name in _OTHERS) and windows == [NO_WINDOW, NO_WINDOW]
+    found = _gated(attention) if plain and has_gate_kernel(attention) else None
     if found is None:
         return False
     split, matmul, factor = found
@@ -702,16 +668,11 @@ def take_gates(attention: ir.Node, *, limits: bool) -> bool:
     return True
 
 
-def _has_place(attention: ir.Node, *, limits: bool) -> bool:
-    """Whether the kernel for chosen heads has what this attention needs."""
+def has_gate_kernel(attention: ir.Node) -> bool:
+    """Whether there is a kernel with gates for the head sizes of an attention."""
     own = attention.attributes
-    if any(own.get_int(name, 0) for name in _OTHERS):
-        return False
-    if any(own.get_int(name, NO_WINDOW) != NO_WINDOW for name in ("left_window", "right_window")):
-        return False
     size = own.get_int("head_size", 0)
-    same_sizes = size in _HEAD_SIZES and own.get_int("value_size", 0) == size
-    return not limits or (same_sizes and own.get_float("scale", 0.0) > 0.0)
+    return size in _HEAD_SIZES and own.get_int("value_size", 0) == size and own.get_float("scale", 0.0) > 0.0
 
 
 def _gated(attention: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value] | None:
@@ -760,23 +721,16 @@ def _without_last_axis(attention: ir.Node, factor: ir.Value, matmul: ir.Node) ->
 # -- Projections as nodes of the plugin, which sum in FP32; TensorRT 8.6 picks kernels that sum ----
 
 
-_TYPES_PLUGIN_LINEAR = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
 # What may stand between an attention and the projection of its result.
 _BETWEEN = frozenset({"Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze", "Where"})
 
 
-def write_linear(model: ir.Model, *, limits: bool) -> None:
-    """Write matmuls with constant weights around an attention, biases included, as nodes of the plugin.
-
-    Args:
-        model: The model, every attention of it lowered. It is changed.
-        limits: Whether only the types count that the plugin has.
-    """
+def write_linear(model: ir.Model) -> None:
+    """Write matmuls with constant weights around an attention, biases included, as nodes of the plugin."""
     taken = names_in(model)
     for matmul in dict.fromkeys(_around_attention(list(model.graph.all_nodes()))):
-        projection = projection_at(matmul) if matmul.op_type == "MatMul" and matmul.domain == "" else None
-        if projection is not None and _fits(projection, limits=limits):
+        projection = projection_at(matmul)
+        if projection is not None and dims(projection.x) and has_linear_kernel(projection):
             b = NodeBuilder(prefix_within(matmul.name or projection.y.name or LINEAR, taken))
             _write(_with_whole_bias(projection), b)
             import_domains(model, b)
@@ -801,12 +755,10 @@ def _products_of(rows: ir.Value) -> Iterator[ir.Node]:
                 pending += use.node.outputs
 
 
-def _fits(projection: Projection, *, limits: bool) -> bool:
-    if not dims(projection.x):
-        return False
-    return not limits or (
-        projection.x.dtype in _TYPES_PLUGIN_LINEAR and projection.weight.dtype == projection.x.dtype
-    )
+def has_linear_kernel(projection: Projection) -> bool:
+    """Whether the plugin has a GEMM for the types of a projection."""
+    types = {projection.x.dtype, projection.weight.dtype}
+    return types in ({ir.DataType.FLOAT16}, {ir.DataType.BFLOAT16})
 
 
 def _with_whole_bias(projection: Projection) -> Projection:
@@ -896,8 +848,8 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
         cancel_turns(node)
     RemoveUnusedNodesPass()(model)  # gates are taken only where nobody else reads the heads
     for node in attentions:
-        if take_gates(node, limits=options.limits):
+        if take_gates(node):
             cancel_turns(node)
     if options.linear:
-        write_linear(model, limits=options.limits)
+        write_linear(model)
     RemoveUnusedNodesPass()(model)

@@ -1,41 +1,217 @@
-"""Attention as MatMul, Softmax, MatMul: the shape that TensorRT 8.6 to 10.13 recognises and fuses."""
+"""Attention as MatMul, Softmax, MatMul: the pattern that TensorRT 8.6 to 10.13 recognises and fuses.
+
+With a KV cache there is a second form, which reads the cache in place and outputs only the new entries.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
-from mha_deploy.graph.ir import NodeBuilder, Size
-from mha_deploy.graph.lower.call import AttentionCall, as_input_rank, key_length, query_length, split_inputs
-from mha_deploy.graph.lower.groups import (
-    AUTO,
-    GROUP_CHOICES,
-    GroupForm,
-    group_form,
-    scale_query,
-    scores_of,
-    softcap,
-    softmax,
-    weighted_values,
+from mha_deploy.graph.ir import NodeBuilder, Size, replace_node
+from mha_deploy.graph.lower.cache import (
+    GROWING,
+    CachedAttention,
+    note_rows,
+    read_cache,
+    rewrite_caches,
+    rows_name,
 )
-from mha_deploy.graph.lower.masks import NEG_INF, Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
+from mha_deploy.graph.lower.call import (
+    AttentionCall,
+    as_input_rank,
+    copy_of,
+    key_length,
+    query_length,
+    read_call,
+    split_heads,
+    split_inputs,
+)
+from mha_deploy.graph.lower.masks import (
+    NEG_INF,
+    Mask,
+    bias_of,
+    hidden_number,
+    positions_along,
+    read_mask,
+    rows_to_keep,
+    zero_closed_rows,
+)
 from mha_deploy.graph.lower.operators import (
+    Obstacle,
     rms_norm_to_primitives,
     rotary_to_primitives,
     scatter_to_primitives,
 )
 
-DIALECT = "primitives"
+AUTO = "auto"
+ROWS, COPY = "rows", "copy"
 
 OPERATOR_RULES = {
     "RotaryEmbedding": rotary_to_primitives,
     "TensorScatter": scatter_to_primitives,
     "RMSNormalization": rms_norm_to_primitives,
 }
-"""What becomes of the operators around attention."""
+"""How the operators around attention are written."""
+
+# -- Groups of query heads that share a key/value head, in plain matmuls ---------------------------
+
+
+class GroupForm:
+    """The layout of queries, keys and bias for the matmuls; here every query head has its own key head."""
+
+    def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+        """`[B, Hq, S, D]` to the form's layout."""
+        return q
+
+    def keys(
+        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
+    ) -> ir.Value:
+        """`[B, Hkv, rows, columns]`, transposed keys or values, to the form's layout; None is the size T."""
+        return x
+
+    def bias(
+        self, b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, T: Size
+    ) -> ir.Value:
+        """`[1|B, 1|Hq, 1|S, T]` to the form's layout."""
+        return bias
+
+    def restore(self, b: NodeBuilder, call: AttentionCall, x: ir.Value, last: Size) -> ir.Value:
+        """A result, whose last axis has size `last`, back to `[B, Hq, S, last]`."""
+        return x
+
+
+class Repeat(GroupForm):
+    """Keys and values copied for each query head of a group."""
+
+    def keys(
+        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
+    ) -> ir.Value:
+        """`[B, Hkv, ·, ·]` to `[B, Hq, ·, ·]`."""
+        copies = b.expand(b.unsqueeze(x, 2), 1, 1, call.group, 1, 1)
+        return b.reshape(copies, 0, call.Hq, rows or -1, columns or -1, name="repeated")
+
+
+class Fold(GroupForm):
+    """The query heads of a group as more queries of one head."""
+
+    def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+        """`[B, Hq, S, D]` to `[B, Hkv, G·S, D]`: heads of a group are adjacent, so no data moves."""
+        return b.reshape(q, 0, call.Hkv, -1, call.D, name="q_folded")
+
+    def bias(
+        self, b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, T: Size
+    ) -> ir.Value:
+        """Repeated for each head of a group, unless it is the same for all queries."""
+        if mask.heads == 1 and mask.one_row:
+            return bias
+        copies, heads = (call.group, 1) if mask.heads == 1 else (call.Hq, call.Hkv)
+        return b.reshape(b.expand(bias, 1, copies, S, 1), 0, heads, -1, T, name="bias_folded")
+
+    def restore(self, b: NodeBuilder, call: AttentionCall, x: ir.Value, last: Size) -> ir.Value:
+        """`[B, Hkv, G·S, ·]` to `[B, Hq, S, ·]`."""
+        return b.reshape(x, 0, call.Hq, -1, last, name="unfolded")
+
+
+class Broadcast(GroupForm):
+    """The group as an axis of its own, over which keys and values are broadcast."""
+
+    def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+        """`[B, Hq, S, D]` to `[B, Hkv, G, S, D]`."""
+        return b.reshape(q, 0, call.Hkv, call.group, -1, call.D, name="q_grouped")
+
+    def keys(
+        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
+    ) -> ir.Value:
+        """`[B, Hkv, ·, ·]` to `[B, Hkv, 1, ·, ·]`."""
+        return b.unsqueeze(x, 2)
+
+    def bias(
+        self, b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, T: Size
+    ) -> ir.Value:
+        """`[·, 1|Hq, ·, T]` to `[·, 1|Hkv, 1|G, ·, T]`."""
+        if mask.heads == 1:
+            return b.unsqueeze(bias, 1)
+        return b.reshape(bias, 0, call.Hkv, call.group, -1, T, name="bias_grouped")
+
+    def restore(self, b: NodeBuilder, call: AttentionCall, x: ir.Value, last: Size) -> ir.Value:
+        """`[B, Hkv, G, S, ·]` to `[B, Hq, S, ·]`."""
+        return b.reshape(x, 0, call.Hq, -1, last, name="ungrouped")
+
+
+GROUP_FORMS: dict[str, GroupForm] = {"fold": Fold(), "broadcast": Broadcast(), "repeat": Repeat()}
+"""The forms by the name of the option."""
+
+
+def group_form(call: AttentionCall, name: str) -> GroupForm:
+    """The form for this attention; `auto` folds.
+
+    A single key/value head is repeated instead: TensorRT 8.6 builds the folded form of it, and the engine
+    fails at some sizes and is wrong at others.
+    """
+    if call.group == 1:
+        return GroupForm()
+    if name == AUTO:
+        name = "repeat" if call.Hkv == 1 else "fold"
+    return GROUP_FORMS[name]
+
+
+# -- The steps of attention ------------------------------------------------------------------------
+
+
+def scale_query(b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+    """The queries multiplied by the scale."""
+    return q if call.scale == 1.0 else b.op("Mul", q, b.constant(call.scale, call.dtype), name="q_scaled")
+
+
+def scores_of(b: NodeBuilder, call: AttentionCall, form: GroupForm, q: ir.Value, k: ir.Value) -> ir.Value:
+    """Q·Kᵀ, from scaled queries in the layout of the form and keys `[B, Hkv, ·, D]`."""
+    keys = b.transpose(k, 0, 1, 3, 2, name="k_transposed")
+    return b.op("MatMul", q, form.keys(b, call, keys, call.D, None), name="scores")
+
+
+def transposed_scores_of(
+    b: NodeBuilder, call: AttentionCall, form: GroupForm, q: ir.Value, k: ir.Value
+) -> ir.Value:
+    """The same scores as (K·Qᵀ)ᵀ, which reads the keys of a cache without a transpose.
+
+    TensorRT-RTX 1.7.1 writes a transposed copy of a whole cache before Q·Kᵀ, and none here.
+    """
+    perm = (0, 1, 2, 4, 3) if isinstance(form, Broadcast) else (0, 1, 3, 2)
+    query = b.transpose(q, *perm, name="q_transposed")
+    matmul = b.op("MatMul", form.keys(b, call, k, None, call.D), query, name="scores")
+    return b.transpose(matmul, *perm, name="scores_turned")
+
+
+def softcap(b: NodeBuilder, call: AttentionCall, scores: ir.Value) -> ir.Value:
+    """Bound the scores: softcap · tanh(scores / softcap)."""
+    if call.facts.softcap <= 0:
+        return scores
+    cap = b.constant(call.facts.softcap, call.dtype)
+    return b.op("Mul", b.op("Tanh", b.op("Div", scores, cap)), cap, name="scores_capped")
+
+
+def softmax(b: NodeBuilder, call: AttentionCall, scores: ir.Value) -> ir.Value:
+    """Softmax over the keys, in the precision the node asks for."""
+    precision = call.node.attributes.get_int("softmax_precision", None)
+    if precision is None or precision == call.dtype:
+        return b.op("Softmax", scores, axis=-1, name="weights")
+    wide = b.op("Cast", scores, to=precision)
+    return b.op("Cast", b.op("Softmax", wide, axis=-1), to=int(call.dtype), name="weights")
+
+
+def weighted_values(
+    b: NodeBuilder, call: AttentionCall, form: GroupForm, weights: ir.Value, v: ir.Value
+) -> ir.Value:
+    """The weights times values `[B, Hkv, ·, Dv]`."""
+    return b.op("MatMul", weights, form.keys(b, call, v, None, call.Dv), name="weighted_values")
+
+
+# -- The dialect -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +219,10 @@ class PrimitivesOptions:
     """How to write the matmuls.
 
     Args:
-        gqa: `auto`, `fold`, `broadcast` or `repeat`: see `groups`.
-        cache: `copy` gives whole caches out, with the new rows in them; `rows` gives only the new rows out
-            and reads the caches where they are (see `cache_rows`); `auto` is `rows` for a static cache
-            whose pattern is found, else `copy`.
+        gqa: `auto`, `fold`, `broadcast` or `repeat`: the form of grouped heads.
+        cache: `copy` outputs whole caches with the new entries in them; `rows` outputs only the new entries
+            and reads the caches in place; `auto` is `rows` for a preallocated cache whose pattern is
+            recognised, else `copy`.
         opset: The highest opset the result may need; None keeps the model's own.
     """
 
@@ -55,8 +231,8 @@ class PrimitivesOptions:
     opset: int | None = 17
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "gqa": GROUP_CHOICES,
-        "cache": (AUTO, "rows", "copy"),
+        "gqa": (AUTO, *GROUP_FORMS),
+        "cache": (AUTO, ROWS, COPY),
     }
 
 
@@ -69,34 +245,183 @@ def lower_to_primitives(
     S, T = query_length(b, call), key_length(b, call)
     mask = read_mask(b, call, S, T)
     rows = rows_to_keep(b, call, mask)
+    mode = call.facts.qk_output_mode
 
     query = form.query(b, call, scale_query(b, call, heads.q))
     raw = scores_of(b, call, form, query, heads.k)
-    capped = softcap(b, call, raw)
-    biased = _add_bias(b, call, form, mask, capped, S, T)
+    capped = biased = softcap(b, call, raw)
+    if mask is not None:
+        # Masked scores as an output have -inf for hidden keys.
+        bias = bias_of(b, call, mask, hidden=NEG_INF if mode == 2 else None)
+        biased = b.op("Add", capped, form.bias(b, call, mask, bias, S, T), name="scores_biased")
     weights = softmax(b, call, biased)
     matmul = weighted_values(b, call, form, weights, heads.v)
 
     y = zero_closed_rows(b, call, rows, form.restore(b, call, matmul, call.Dv))
     outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
-    mode = call.facts.qk_output_mode
     if mode is not None:
         stage = form.restore(b, call, (raw, capped, biased, weights)[mode], T)
         outputs[QK_OUTPUT] = zero_closed_rows(b, call, rows, stage) if mode == 3 else stage
     return outputs
 
 
-def _add_bias(
+# -- With a KV cache that is read in place ---------------------------------------------------------
+
+_TO_THE_END = 2**63 - 1
+
+
+class Part(NamedTuple):
+    """Keys and values of the past or of the new tokens, `[B, Hkv, ·, D]`, and the bias on their scores."""
+
+    k: ir.Value
+    v: ir.Value
+    bias: ir.Value | None
+
+
+def give_rows_out(model: ir.Model, options: PrimitivesOptions, *, dialect: str) -> ir.Model:
+    """Write every attention with a cache in this form, where the option `cache` asks for it.
+
+    Raises:
+        LoweringError: `cache` is `rows`, and a cache cannot be read in place.
+    """
+    if options.cache == COPY:
+        return model
+    lowered = copy_of(model)
+    wanted = partial(_wanted, options=options, dialect=dialect)
+    return rewrite_caches(lowered, wanted, partial(_rewrite, lowered, options=options), dialect=dialect)
+
+
+def _wanted(node: ir.Node, options: PrimitivesOptions, dialect: str) -> CachedAttention | None:
+    """The cache of an attention, if it is to be read in place."""
+    cache = read_cache(node)
+    if isinstance(cache, Obstacle):
+        if options.cache == ROWS:
+            call = read_call(node, opset=None, dialect=dialect)
+            raise call.refuse(cache.feature, got=cache.got, hint="cache=copy writes whole caches")
+        return None
+    # The outputs of a dynamic cache are the whole present, so it is only changed on request.
+    return None if cache is None or (cache.kind == GROWING and options.cache != ROWS) else cache
+
+
+def _rewrite(
+    model: ir.Model, call: AttentionCall, b: NodeBuilder, cache: CachedAttention, options: PrimitivesOptions
+) -> None:
+    new_key, new_value = cache.new_key, cache.new_value
+    if call.facts.rank == 3:
+        new_key = split_heads(b, new_key, call.Hkv, call.D, name="k_heads")
+        new_value = split_heads(b, new_value, call.Hkv, call.Dv, name="v_heads")
+    y = _attention(b, call, cache, new_key, new_value, options)
+    rows = []
+    for old, new in ((cache.key_out, new_key), (cache.value_out, new_value)):
+        # A node of its own: the rules for other operators may replace the producer.
+        rows.append(_give_out(model, old, b.op("Identity", new)))
+    replace_node(call.node, b, {Y: y}, keep=rows)
+    for update in cache.updates:
+        model.graph.remove(update, safe=True)
+    inputs = (cache.past_key, cache.past_value)
+    note_rows(model, {str(row.name): str(past.name) for row, past in zip(rows, inputs, strict=True)})
+
+
+def _give_out(model: ir.Model, old: ir.Value, rows: ir.Value) -> ir.Value:
+    """Let the new entries be the graph output in place of a whole cache; the name must be free."""
+    name = rows_name(str(old.name))
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            value.name = f"{name}_inner" if value.name == name else value.name
+    rows.name, rows.type = name, old.type
+    outputs = model.graph.outputs
+    outputs[next(at for at, output in enumerate(outputs) if output is old)] = rows
+    return rows
+
+
+def _attention(
     b: NodeBuilder,
     call: AttentionCall,
-    form: GroupForm,
-    mask: Mask | None,
-    scores: ir.Value,
-    S: Size,
-    T: Size,
+    cache: CachedAttention,
+    new_key: ir.Value,
+    new_value: ir.Value,
+    options: PrimitivesOptions,
 ) -> ir.Value:
-    if mask is None:
-        return scores
-    # Whoever asks for the masked scores expects -inf in them.
-    bias = bias_of(b, call, mask, hidden=NEG_INF if call.facts.qk_output_mode == 2 else None)
-    return b.op("Add", scores, form.bias(b, call, mask, bias, S, T), name="scores_biased")
+    form = group_form(call, options.gqa)
+    S, T = query_length(b, call), b.size(cache.past_key, 2)
+    hides_more = call.mask is not None or call.facts.has_window
+    mask = read_mask(b, call, S, key_length(b, call)) if hides_more else None
+    geometry = Geometry(b, call, cache, form, S, T)
+    biases = geometry.plain() if mask is None else geometry.cut(mask)
+    past = Part(cache.past_key, cache.past_value, biases[0])
+    new = Part(new_key, new_value, biases[1])
+
+    q = call.q if call.facts.rank == 4 else split_heads(b, call.q, call.Hq, call.D, name="q_heads")
+    query = form.query(b, call, scale_query(b, call, q))
+    scores = []
+    for part in (past, new):
+        capped = softcap(b, call, transposed_scores_of(b, call, form, query, part.k))
+        biased = capped if part.bias is None else b.op("Add", capped, part.bias, name="scores_biased")
+        scores.append(biased)
+    weights = softmax(b, call, b.op("Concat", *scores, axis=-1, name="all_scores"))
+    halves = zip(_cut_columns(b, weights, T), (past, new), strict=True)
+    sums = [weighted_values(b, call, form, half, part.v) for half, part in halves]
+    y = form.restore(b, call, b.op("Add", *sums, name="summed_values"), call.Dv)
+    # Without a mask no query is fully masked: it attends at least to itself.
+    y = zero_closed_rows(b, call, rows_to_keep(b, call, mask), y)
+    return as_input_rank(b, call, y)
+
+
+def _cut_columns(b: NodeBuilder, x: ir.Value, T: Size) -> tuple[ir.Value, ir.Value]:
+    """The key columns of the past and of the new tokens: slices, as T may be dynamic."""
+    cut, last = b.as_tensor(T), b.ints(-1)
+    past = b.op("Slice", x, b.ints(0), cut, last, name="of_past")
+    return past, b.op("Slice", x, cut, b.ints(_TO_THE_END), last, name="of_new")
+
+
+class Geometry(NamedTuple):
+    """The bias on the scores of the past and of the S new tokens, for a cache of T entries."""
+
+    b: NodeBuilder
+    call: AttentionCall
+    cache: CachedAttention
+    form: GroupForm
+    S: Size
+    T: Size
+
+    def plain(self) -> tuple[ir.Value | None, ir.Value | None]:
+        """Mask entries that are not valid yet, and the future among the new tokens."""
+        b, past, new = self.b, None, None
+        if self.cache.starts is not None:
+            past = self._bias(self._valid(self.cache.starts), self.T, one_row=True)
+        if self.call.facts.is_causal and self.call.facts.S != 1:
+            key, query = (positions_along(b, self.S, axis=axis) for axis in (3, 2))
+            seen = b.op("Less", key, b.op("Add", query, b.ints(1)))
+            new = self._bias(seen, self.S, one_row=False)
+        return past, new
+
+    def cut(self, mask: Mask) -> tuple[ir.Value, ir.Value]:
+        """Split a mask over all keys into those of the past and of the new tokens."""
+        b, call, starts = self.b, self.call, self.cache.starts
+        bias = bias_of(b, call, mask)
+        if starts is None:
+            # Laid out before the split: with an empty past, a reshape could not infer its size.
+            laid_out = self.form.bias(b, call, mask, bias, self.S, key_length(b, call))
+            return _cut_columns(b, laid_out, self.T)
+        hidden = hidden_number(b, call, None if mask.additive is None else NEG_INF)
+        past = b.op("Where", self._valid(starts), bias, hidden, name="bias_past")
+        # The new entries are at another position in each batch element: their columns are gathered.
+        columns = b.op("Add", b.reshape(starts, -1, 1, 1, 1), positions_along(b, self.S, axis=3))
+        sizes: tuple[Size, ...] = (b.size(call.q, 0), mask.heads, self.S, 1)
+        spread, columns = (b.expand(x, *sizes) for x in (bias, columns))
+        new = b.op("GatherElements", spread, columns, axis=3, name="bias_new")
+        every_row = replace(mask, one_row=False)
+        return (
+            self.form.bias(b, call, mask, past, self.S, self.T),
+            self.form.bias(b, call, every_row, new, self.S, self.S),
+        )
+
+    def _bias(self, visible: ir.Value, columns: Size, *, one_row: bool) -> ir.Value:
+        mask = Mask(visible=visible, additive=None, heads=1, one_row=one_row)
+        numbers = bias_of(self.b, self.call, mask)
+        return self.form.bias(self.b, self.call, mask, numbers, self.S, columns)
+
+    def _valid(self, starts: ir.Value) -> ir.Value:
+        """`[B, 1, 1, T]`, True for the entries that were valid before the call."""
+        b = self.b
+        return b.op("Less", positions_along(b, self.T, axis=3), b.reshape(starts, -1, 1, 1, 1))

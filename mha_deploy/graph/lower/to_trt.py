@@ -29,8 +29,6 @@ from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep,
 from mha_deploy.graph.lower.operators import keep_scatter
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptions, lower_to_primitives
 
-DIALECT = "trt"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrtOptions:
