@@ -8,9 +8,8 @@ import io
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -33,13 +32,13 @@ from mha_deploy.runtime.ort import (
 )
 from mha_deploy.runtime.runner import Arrays
 
-# -- One call of ONNX Runtime whose inputs and outputs have places on the device -------------------
+# -- One call of ONNX Runtime whose inputs and outputs are bound to memory of the device -----------
 
 NO_CAPTURE = -1  # an id that ONNX Runtime never captures; 0 is its own
 
-# What ONNX Runtime says where it does not capture: of a session with copies between the devices or with
-# control flow (in two wordings), of an operator or option that does not go with it, and of a capture that
-# never ends; and what CUDA says through it of a kernel that waits or allocates meanwhile.
+# ONNX Runtime's errors where it does not capture: a session with copies between the devices or with control
+# flow (two wordings), an operator or option that does not support it, a capture that never ends; and CUDA's
+# own error for a kernel that waits or allocates meanwhile.
 _REFUSALS = (
     "cannot use the graph capture feature",
     "cannot use the cuda graph feature",
@@ -57,13 +56,7 @@ class NotCapturable(DeployError):
 
 
 class BoundRun:
-    """A call that is bound to memory.
-
-    Args:
-        ort: The package.
-        session: The loaded graph.
-        graph_id: Under which number a session that captures keeps the call; `NO_CAPTURE` for none.
-    """
+    """A call that is bound to memory; `graph_id` is its number in a session that captures."""
 
     def __init__(self, ort: Any, session: Any, *, graph_id: int = NO_CAPTURE) -> None:
         self._session = session
@@ -78,7 +71,7 @@ class BoundRun:
         self._binding.bind_input(name, *_place_of(buffer, shape, dtype))
 
     def bind_host_input(self, name: str, array: np.ndarray) -> None:
-        """Read an input from the host, as the operators do that take it there."""
+        """Read an input from the host."""
         self._on_host.append(array)  # the binding does not own it
         self._binding.bind_cpu_input(name, array)
 
@@ -99,30 +92,21 @@ def _place_of(
 
 
 def cannot_run(error: Exception, *, capture: bool) -> DeployError:
-    """What ONNX Runtime raises, in our words; its own types share no base.
+    """An exception of ONNX Runtime as an error of this tool; its own types share no base.
 
     Args:
-        error: What it raised.
-        capture: Whether it should have captured a CUDA graph.
+        error: The exception.
+        capture: Whether a CUDA graph was to be captured.
     """
     if isinstance(error, DeployError):
         return error
-    told = str(error).lower()
-    if capture and any(refusal in told for refusal in _REFUSALS):
+    if capture and any(refusal in str(error).lower() for refusal in _REFUSALS):
         return NotCapturable("ONNX Runtime cannot run this graph as a CUDA graph.", got=first_line(error))
     return DeployError("ONNX Runtime's CUDA provider cannot run the graph.", got=first_line(error))
 
 
 def captured_if_possible(make: Callable[[bool], Made], *, graph: bool) -> tuple[Made, str | None]:
-    """Make calls that are CUDA graphs, or plain ones where ONNX Runtime does not capture them.
-
-    Args:
-        make: Makes them, as graphs or not.
-        graph: Whether they should be graphs.
-
-    Returns:
-        What was made; and why it is no graph, where it should be.
-    """
+    """Make calls that are CUDA graphs, or plain ones, and why, where ONNX Runtime does not capture them."""
     why = None
     if graph:
         try:
@@ -133,11 +117,11 @@ def captured_if_possible(make: Callable[[bool], Made], *, graph: bool) -> tuple[
     return make(False), why
 
 
-# -- Where ONNX Runtime puts the nodes of a graph, and whether it may ------------------------------
+# -- Which nodes ONNX Runtime runs on the CPU, and whether it may ----------------------------------
 
 CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
-_RECORD = "session.record_ep_graph_assignment_info"
+RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
 _UNAVAILABLE = "ORT_CUDA_UNAVAILABLE"
 _LIBRARIES = ("libonnxruntime_providers_shared.so", "libonnxruntime_providers_cuda.so")
 _SHAPE_OPERATORS = frozenset(
@@ -149,24 +133,23 @@ _SHAPE_OPERATORS = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacedNode:
-    """A node, and what it is called in the graph that runs."""
+class PlacedNode(NamedTuple):
+    """A node by its operator and its name in the graph that runs."""
 
     op_type: str
     name: str
 
-    def __str__(self) -> str:
-        return f"{self.op_type} {self.name}".strip()
-
 
 def refuse_without_cuda(ort: Any) -> None:
-    """Refuse an ONNX Runtime that has no CUDA provider to offer.
+    """Refuse an ONNX Runtime without a CUDA provider.
 
     Raises:
-        BackendUnavailable: The CPU package is installed, or lies over the GPU package.
+        BackendUnavailable: The CPU package is installed, or has overwritten the GPU package.
     """
-    _preload_libraries(ort)
+    preload = getattr(ort, "preload_dlls", None)  # finds the CUDA and cuDNN that pip installed
+    if preload is not None:
+        with contextlib.redirect_stdout(io.StringIO()):  # the loader reports the same failures
+            preload()
     providers = ort.get_available_providers()
     if CUDA in providers:
         return
@@ -179,16 +162,8 @@ def refuse_without_cuda(ort: Any) -> None:
     )
 
 
-def _preload_libraries(ort: Any) -> None:
-    """Let ONNX Runtime find the CUDA and cuDNN that pip installed; what it prints of it, the loader tells."""
-    preload = getattr(ort, "preload_dlls", None)
-    if preload is not None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            preload()
-
-
 def refuse_dropped_provider(ort: Any, session: Any) -> None:
-    """Refuse a session that ONNX Runtime made without the provider it was asked for.
+    """Refuse a session that ONNX Runtime made without the requested provider.
 
     Raises:
         BackendUnavailable: The provider's libraries do not load; the reason is the loader's own.
@@ -210,7 +185,7 @@ def _libraries_of(ort: Any) -> Path:
 
 
 def why_libraries_do_not_load(folder: Path) -> str:
-    """What the loader says of the provider's libraries: ONNX Runtime keeps it to itself."""
+    """Why the provider's libraries do not load, which ONNX Runtime does not report."""
     if os.environ.get(_UNAVAILABLE):  # set by the package itself; loading past it can crash
         return f"{_UNAVAILABLE} is set: its CUDA libraries were not found"
     for library in _LIBRARIES:
@@ -221,26 +196,19 @@ def why_libraries_do_not_load(folder: Path) -> str:
     return "its libraries load; the GPU or the driver may be too old for it"
 
 
-def record_placement(options: Any) -> None:
-    """Ask a session that is to be made to remember where it puts the nodes."""
-    options.add_session_config_entry(_RECORD, "1")
-
-
 def nodes_on_cpu(session: Any) -> tuple[PlacedNode, ...]:
     """The nodes that a session runs on the CPU.
 
     Raises:
-        BackendUnavailable: This version of ONNX Runtime does not tell.
+        BackendUnavailable: This version of ONNX Runtime does not report it.
     """
-    ask = getattr(session, "get_provider_graph_assignment_info", None)
-    if ask is None:
+    assignment = getattr(session, "get_provider_graph_assignment_info", None)
+    if assignment is None:
         raise BackendUnavailable(
-            "This ONNX Runtime does not tell which nodes run on the CPU.", hint="onnxruntime-gpu>=1.24"
+            "This ONNX Runtime does not report which nodes run on the CPU.", hint="onnxruntime-gpu>=1.24"
         )
-    parts = [part for part in ask() if part.ep_name == _CPU]
-    return tuple(
-        PlacedNode(op_type=node.op_type, name=node.name) for part in parts for node in part.get_nodes()
-    )
+    parts = [part for part in assignment() if part.ep_name == _CPU]
+    return tuple(PlacedNode(node.op_type, node.name) for part in parts for node in part.get_nodes())
 
 
 def refuse_work_on_cpu(nodes: tuple[PlacedNode, ...], graph: ir.Model) -> None:
@@ -254,7 +222,7 @@ def refuse_work_on_cpu(nodes: tuple[PlacedNode, ...], graph: ir.Model) -> None:
     if work:
         raise DeployError(
             "ONNX Runtime would run nodes on the CPU: its CUDA provider has no kernels for them.",
-            got=", ".join(map(str, work)),
+            got=", ".join(f"{placed.op_type} {placed.name}".strip() for placed in work),
             hint="another precision, another dialect, or --backend ort-cpu",
         )
 
@@ -262,14 +230,14 @@ def refuse_work_on_cpu(nodes: tuple[PlacedNode, ...], graph: ir.Model) -> None:
 def _computes_shapes(placed: PlacedNode, node: ir.Node | None) -> bool:
     if placed.op_type not in _SHAPE_OPERATORS:
         return False
-    # A node that ONNX Runtime made itself is not in our graph: its operator must do.
+    # A node that ONNX Runtime made itself is not in our graph: its operator decides.
     outputs = [] if node is None else node.outputs
     return not any(output.dtype is not None and output.dtype.is_floating_point() for output in outputs)
 
 
-# -- ONNX Runtime with its CUDA provider, as a user would run it: the graph as it is, no TF32 ------
+# -- The runner ------------------------------------------------------------------------------------
 
-# Changes the layout of nodes on the CPU, has nothing to do on a GPU, and crashes on x86-64 (1.31.1).
+# Changes the layout of nodes on the CPU, does nothing on a GPU, and crashes on x86-64 (1.31.1).
 CPU_LAYOUT = "NchwcTransformer"
 
 WARM_UP = 2
@@ -287,7 +255,7 @@ class OrtCudaRunner(GpuRunner):
     Attributes:
         ort: The package.
         session: The graph, loaded to run without CUDA graphs.
-        all_inputs: The inputs of the graph, with the one that callers do not see.
+        all_inputs: The inputs of the graph, with the one that is computed here.
         aliases: For each output that is written in place, the input whose memory it shares.
     """
 
@@ -306,7 +274,7 @@ class OrtCudaRunner(GpuRunner):
             self.cpu_nodes = nodes_on_cpu(self.session)
             refuse_work_on_cpu(self.cpu_nodes, self._model)
             self.all_inputs, self.outputs = inputs_and_outputs(self.session)
-            # Ours to give: it follows from the others.
+            # Computed here from the others.
             self.inputs = {name: info for name, info in self.all_inputs.items() if name != TOTAL_LENGTH}
             self.aliases = written_in_place(self.inputs, self.outputs)
         except BaseException:
@@ -314,14 +282,10 @@ class OrtCudaRunner(GpuRunner):
             raise
 
     def open_session(self, *, capture: bool) -> Any:
-        """Load the graph once more, to run on the runner's stream.
-
-        Args:
-            capture: Whether calls are captured as CUDA graphs.
-        """
+        """Load the graph once more, to run on the runner's stream; `capture` makes calls CUDA graphs."""
         # As users run it: every fusion that its CUDA kernels have.
         options = session_options(self.ort, self._model, level="ALL")
-        record_placement(options)
+        options.add_session_config_entry(RECORD_PLACEMENT, "1")
         settings = {
             "device_id": "0",
             "user_compute_stream": str(self.stream.handle),
@@ -354,7 +318,7 @@ class OrtCudaRunner(GpuRunner):
             raise DeployError("ONNX Runtime failed on these inputs.", got=first_line(error)) from error
 
     def _run_in_place(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        """Run with the caches in one place: what stands behind the new rows is then left as it was."""
+        """Run with each cache output in the memory of its input: later entries stay as they were."""
         slot = _Slot(BoundRun(self.ort, self.session), self.stream, self.aliases)
         likes = {name: feeds[self.aliases.get(name, "x")] for name in self.outputs}
         try:
@@ -367,7 +331,7 @@ class OrtCudaRunner(GpuRunner):
             slot.free()
 
     def _fed(self, feeds: Arrays) -> Arrays:
-        """The inputs, and what follows from them."""
+        """The inputs, with the one that is computed from them."""
         if TOTAL_LENGTH not in self.all_inputs:
             return feeds
         S, T = feeds["x"].shape[1], feeds[CACHES[0]].shape[2]
@@ -378,12 +342,11 @@ class OrtCudaRunner(GpuRunner):
         return super()._call_bytes(feeds, apart)
 
     def _launcher(self) -> Launcher:
-
         return OrtLauncher(self)
 
     @contextmanager
     def _prepare(self, feeds: Arrays, slots: int) -> Iterator[Prepared]:
-        """Slots whose calls are captured; where that cannot be, they are launched, and it is told why."""
+        """Slots whose calls are captured; else they are launched one by one, and the reason is reported."""
         results = self._run(feeds)  # for the shapes of the outputs, which captured calls must know
         before = free_memory()
         with ExitStack() as owned:
@@ -408,25 +371,22 @@ class OrtCudaRunner(GpuRunner):
                 run = BoundRun(self.ort, session, graph_id=number + 1 if capture else NO_CAPTURE)
                 bound.append(_Slot(run, self.stream, self.aliases))
                 bound[-1].bind(self._fed(feeds), likes)
-            self._warm_up(bound, capture=capture)
+            try:
+                # ONNX Runtime repeats the first run by itself until it has captured it.
+                for slot in bound:
+                    for _ in range(WARM_UP):
+                        slot.launch()
+                self.stream.synchronize()
+            except Exception as error:
+                raise cannot_run(error, capture=capture) from error
+            for slot in bound:  # results must come from a launch that was timed
+                slot.clear_outputs()
             yield bound
         finally:
             self.stream.synchronize()
             for slot in bound:
                 slot.free()
             bound.clear()
-
-    def _warm_up(self, bound: list[_Slot], *, capture: bool) -> None:
-        """Run every slot; ONNX Runtime repeats the first run by itself until it has captured it."""
-        try:
-            for slot in bound:
-                for _ in range(WARM_UP):
-                    slot.launch()
-            self.stream.synchronize()
-            for slot in bound:  # what is read later must come from a launch that was timed
-                slot.clear_outputs()
-        except Exception as error:
-            raise cannot_run(error, capture=capture) from error
 
     def close(self) -> None:
         """Drop the session, and the weights with it; then the stream that it ran on."""
@@ -435,13 +395,7 @@ class OrtCudaRunner(GpuRunner):
 
 
 class _Slot:
-    """One copy of the inputs and outputs on the device, and the call that is bound to them.
-
-    Args:
-        run: The call.
-        stream: Where it goes.
-        aliases: For each output that is written in place, the input whose memory it shares.
-    """
+    """One copy of the inputs and outputs on the device, and the call that is bound to them."""
 
     def __init__(self, run: BoundRun, stream: Stream, aliases: Mapping[str, str]) -> None:
         self._run, self._stream, self._aliases = run, stream, aliases
@@ -449,7 +403,7 @@ class _Slot:
         self._outputs: dict[str, tuple[Buffer, np.ndarray]] = {}
 
     def bind(self, feeds: Arrays, likes: Arrays) -> None:
-        """Copy the inputs to the device, and bind outputs that look like `likes`."""
+        """Copy the inputs to the device, and bind outputs with the shapes and types of `likes`."""
         held = {name: np.ascontiguousarray(feeds[name]) for name in feeds if name != TOTAL_LENGTH}
         for name, array in held.items():
             buffer = self._inputs[name] = Buffer(array.nbytes)
@@ -478,32 +432,27 @@ class _Slot:
         self._run.launch()
 
     def results(self) -> dict[str, np.ndarray]:
-        """What the last call wrote."""
+        """The outputs of the last call."""
         return {
             name: buffer.download(like.shape, like.dtype, self._stream)
             for name, (buffer, like) in self._outputs.items()
         }
 
     def free(self) -> None:
-        """Give the memory back, after what is bound to it."""
+        """Free the memory, after the call that is bound to it."""
         del self._run
         for buffer in (*self._own_outputs(), *self._inputs.values()):
             buffer.free()
 
 
-# -- ONNX Runtime under a decode loop ------------------------------------------------------------------
-
-_GRAPH_ID = 1
+# -- ONNX Runtime under a decode loop --------------------------------------------------------------
 
 
 class OrtLauncher(Launcher):
-    """A graph in ONNX Runtime, launched on tensors of the caller's.
+    """A graph in ONNX Runtime, launched on tensors of a decode loop; its runner must outlive it.
 
-    A static cache that goes out is bound to the memory of the one that comes in: GroupQueryAttention and
-    TensorScatter then write the new rows and nothing else.
-
-    Args:
-        runner: The loaded graph; it must outlive the launcher.
+    The output of a preallocated cache is bound to the memory of its input: GroupQueryAttention and
+    TensorScatter then write the new entries and nothing else.
     """
 
     def __init__(self, runner: OrtCudaRunner) -> None:
@@ -523,10 +472,7 @@ class OrtLauncher(Launcher):
 
     @contextmanager
     def repeated(self, call: StepCall, then: Callable[[], None], *, graph: bool) -> Iterator[Repeated]:
-        """Capture a call in a session of its own; nothing has to be done behind it, so `then` is left out.
-
-        One that cannot be captured is launched, and it is told why.
-        """
+        """Capture a call in a session of its own; nothing has to be done behind it, so `then` is left out."""
         run, why = captured_if_possible(lambda capture: self._warm(call, capture=capture), graph=graph)
         try:
             yield Repeated(launch=run.launch, why_no_graph=why)
@@ -537,7 +483,7 @@ class OrtLauncher(Launcher):
         """A call in a session of its own that has run."""
         try:
             session = self._runner.open_session(capture=capture)
-            run = self._bound(session, call, _GRAPH_ID if capture else NO_CAPTURE)
+            run = self._bound(session, call, 1 if capture else NO_CAPTURE)
             for _ in range(WARM_UP):
                 run.launch()
             self.stream.synchronize()
@@ -555,5 +501,5 @@ class OrtLauncher(Launcher):
         return run
 
     def close(self) -> None:
-        """Let go of the last call."""
+        """Release the last call."""
         self._running = None
