@@ -20,6 +20,7 @@ from mha_deploy.graph.fuse.masks import ROWS_WITHOUT_KEYS, SAFE_SOFTMAX, Masks
 from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
 from mha_deploy.graph.fuse.repair import is_rotary, repair_attention, repair_rotary, share_tied_weights
 from mha_deploy.graph.fuse.scores import is_candidate
+from mha_deploy.graph.fuse.sizes import name_sizes
 from mha_deploy.graph.fuse.values import (
     FusedAttention,
     FuseReport,
@@ -73,6 +74,7 @@ def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, F
         if work.functions:
             InlinePass()(work)
         infer_shapes(work)
+        name_sizes(work)
         fusion = _Fusion(work, failed, checks)
         try:
             fusion.run()

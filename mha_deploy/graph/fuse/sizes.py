@@ -1,0 +1,305 @@
+"""Symbolic sizes: what Reshape and Expand make of shapes that a graph computes from its own shapes.
+
+ONNX's shape inference gives up at `Reshape(x, Concat(Gather(Shape(x), 0), ...))` with a varying batch. Here a
+size is a number or a product of names, and the contents of small integer tensors are followed as sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import onnx_ir as ir
+
+from mha_deploy.graph.fuse.values import array_of, is_op, perm_of
+
+Size = int | str | None
+"""A number, a product of names such as `4*B*S`, or None where it is not known."""
+
+_FACTORS = re.compile(r"[\w.]+(\*[\w.]+)*")
+_GENERATED = "unk__"  # ONNX's names for sizes that it does not know
+_MAX_CONTENT = 32
+_SAME_SHAPE = frozenset(
+    {"Identity", "Cast", "Softmax", "LayerNormalization", "RMSNormalization", "Neg", "Sqrt", "Tanh", "Erf"}
+    | {
+        "Sigmoid",
+        "Relu",
+        "Gelu",
+        "Exp",
+        "Log",
+        "Abs",
+        "Reciprocal",
+        "Not",
+        "IsNaN",
+        "Dropout",
+        "Trilu",
+        "Clip",
+    }
+    | {"Sin", "Cos", "LogSoftmax", "Floor", "CumSum"}
+)
+_BROADCAST = frozenset(
+    {
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Pow",
+        "Where",
+        "And",
+        "Or",
+        "Xor",
+        "Equal",
+        "Greater",
+        "GreaterOrEqual",
+        "Less",
+    }
+    | {"LessOrEqual", "Max", "Min", "Mod"}
+)
+_SAME_CONTENT = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape"})
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes; None where one is not known."""
+    number, names = 1, list[str]()
+    for size in sizes:
+        if size is None:
+            return None
+        more, others = _factors(size)
+        number, names = number * more, names + others
+    return _text(number, names)
+
+
+def quotient(size: Size, divisor: Size) -> Size:
+    """A size divided by another; None where it is not certainly whole."""
+    if size is None or divisor is None:
+        return None
+    number, names = _factors(size)
+    by, others = _factors(divisor)
+    left = Counter(names)
+    left.subtract(others)
+    if not by or number % by or min(left.values(), default=0) < 0:
+        return None
+    return _text(number // by, list(left.elements()))
+
+
+def _factors(size: int | str) -> tuple[int, list[str]]:
+    if isinstance(size, int):
+        return size, []
+    if not _FACTORS.fullmatch(size):
+        return 1, [size]
+    parts = size.split("*")
+    number = 1
+    for part in parts:
+        number *= int(part) if part.isdigit() else 1
+    return number, [part for part in parts if not part.isdigit()]
+
+
+def _text(number: int, names: list[str]) -> int | str:
+    if not names or not number:
+        return number
+    return "*".join([*([str(number)] if number != 1 else []), *sorted(names)])
+
+
+def sizes_of(value: ir.Value | None) -> list[Size] | None:
+    """The sizes of a value; None where its number of axes is not known."""
+    if value is None or value.shape is None:
+        return None
+    return [each if isinstance(each, int) else each.value for each in value.shape]
+
+
+def name_sizes(model: ir.Model) -> None:
+    """Give every value of a model the sizes that follow from those of the inputs, in the model itself."""
+    own = {str(each) for value in model.graph.inputs for each in sizes_of(value) or ()}
+    walk = _Walk(own)
+    for node in model.graph.all_nodes():
+        walk.visit(node)
+
+
+class _Walk:
+    """The contents of small integer tensors so far.
+
+    Args:
+        own: The names of sizes of the inputs.
+    """
+
+    def __init__(self, own: set[str]) -> None:
+        self._own, self._contents = own, dict[ir.Value, list[Size]]()
+
+    def visit(self, node: ir.Node) -> None:
+        """Take in one node."""
+        if node.domain != "" or not node.outputs:
+            return
+        output = node.outputs[0]
+        if output.dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
+            content = self._content_after(node)
+            if content is not None and len(content) <= _MAX_CONTENT:
+                self._contents[output] = content
+        known = sizes_of(output)
+        if known is not None and all(self._is_known(each) for each in known):
+            return
+        found = self._sizes_after(node)
+        if found is None or (known is not None and len(known) != len(found)):
+            return
+        best = [
+            new
+            if new is not None and (known is None or not self._is_known(known[at]))
+            else (known or found)[at]
+            for at, new in enumerate(found)
+        ]
+        output.shape = ir.Shape(best)
+
+    def _is_known(self, size: Size) -> bool:
+        return isinstance(size, int) or (size is not None and (size in self._own or _GENERATED not in size))
+
+    def content(self, value: ir.Value | None) -> list[Size] | None:
+        """The numbers of a small integer tensor."""
+        if value is None:
+            return None
+        if value in self._contents:
+            return self._contents[value]
+        if value.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
+            return None
+        if value.shape is None or any(
+            not isinstance(each, int) or each > _MAX_CONTENT for each in value.shape
+        ):
+            return None
+        array = array_of(value)
+        return None if array is None or array.size > _MAX_CONTENT else [int(each) for each in array.ravel()]
+
+    def _content_after(self, node: ir.Node) -> list[Size] | None:
+        first = node.inputs[0] if node.inputs else None
+        if is_op(node, "Shape"):
+            dims = sizes_of(first)
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+            return None if dims is None else dims[start:end]
+        if node.op_type in _SAME_CONTENT:
+            return self.content(first)
+        parts = [self.content(each) for each in node.inputs]
+        if not parts or any(part is None for part in parts):
+            return None
+        given = [part for part in parts if part is not None]
+        if is_op(node, "Concat"):
+            return [each for part in given for each in part]
+        if is_op(node, "Gather"):
+            data, at = given
+            return [data[each] for each in at if isinstance(each, int) and -len(data) <= each < len(data)]
+        if is_op(node, "Slice") and len(given) >= 3:
+            bounds = [part[0] for part in given[1:] if part and isinstance(part[0], int)]
+            step = bounds[3] if len(bounds) > 3 else 1
+            return given[0][bounds[0] : bounds[1] : step] if len(bounds) == len(given) - 1 and step else None
+        if is_op(node, "ConstantOfShape") and isinstance(given[0][0] if given[0] else None, int):
+            fill = node.attributes.get("value")
+            number = int(fill.as_tensor().numpy().ravel()[0]) if fill is not None else 0
+            return [number] * int(given[0][0] or 0) if int(given[0][0] or 0) <= _MAX_CONTENT else None
+        if is_op(node, "Mul", "Div", "Add", "Sub", "Equal", "Where", "ReduceProd"):
+            return _computed(node.op_type, given)
+        return None
+
+    def _sizes_after(self, node: ir.Node) -> list[Size] | None:
+        first = sizes_of(node.inputs[0]) if node.inputs else None
+        if node.op_type in _BROADCAST:
+            return _broadcast([sizes_of(each) for each in node.inputs])
+        if is_op(node, "Range"):
+            start, limit, step = (self.content(each) for each in node.inputs)
+            return list(limit) if start == [0] and step == [1] and limit is not None else None
+        if is_op(node, "ConstantOfShape"):
+            return self.content(node.inputs[0])
+        if first is None:
+            return None
+        if node.op_type in _SAME_SHAPE:
+            return first
+        if is_op(node, "Reshape"):
+            return _reshaped(
+                first, self.content(node.inputs[1]), bool(node.attributes.get_int("allowzero", 0))
+            )
+        if is_op(node, "Expand"):
+            return _broadcast([first, self.content(node.inputs[1])])
+        if is_op(node, "Tile"):
+            repeats = self.content(node.inputs[1])
+            return None if repeats is None else [product(pair) for pair in zip(first, repeats, strict=False)]
+        if is_op(node, "Transpose"):
+            return [first[axis] for axis in perm_of(node)]
+        if is_op(node, "MatMul"):
+            return _matmul(first, sizes_of(node.inputs[1]))
+        if is_op(node, "Unsqueeze", "Squeeze"):
+            axes = self.content(node.inputs[1]) if len(node.inputs) > 1 else None
+            return None if axes is None else _with_axes(first, axes, more=node.op_type == "Unsqueeze")
+        if is_op(node, "Gather"):
+            at, axis = sizes_of(node.inputs[1]), node.attributes.get_int("axis", 0) % max(len(first), 1)
+            return None if at is None else [*first[:axis], *at, *first[axis + 1 :]]
+        return None
+
+
+def _computed(op_type: str, parts: Sequence[list[Size]]) -> list[Size] | None:
+    if op_type == "ReduceProd":
+        return [product(parts[0])]
+    length = max(map(len, parts))
+    if any(len(part) not in (1, length) for part in parts):
+        return None
+    result = list[Size]()
+    for at in range(length):
+        given = [part[at % len(part)] for part in parts]
+        if op_type == "Mul":
+            result.append(product(given))
+        elif op_type == "Div":
+            result.append(quotient(*given))
+        elif op_type == "Where":
+            result.append(given[1] if given[0] == 1 else given[2] if given[0] == 0 else None)
+        elif op_type == "Equal":
+            one, other = given
+            apart = (isinstance(one, int) and isinstance(other, int)) or -1 in given  # a size is not negative
+            result.append(
+                1 if one == other and one is not None else 0 if apart and None not in given else None
+            )
+        elif all(isinstance(each, int) for each in given):
+            one, other = (int(each or 0) for each in given)
+            result.append(one + other if op_type == "Add" else one - other)
+        else:
+            result.append(given[0] if given[1] == 0 else None)
+    return result
+
+
+def _broadcast(shapes: Sequence[list[Size] | None]) -> list[Size] | None:
+    if any(shape is None for shape in shapes):
+        return None
+    given = [shape for shape in shapes if shape is not None]
+    rank = max(map(len, given))
+    result = list[Size]()
+    for at in range(-rank, 0):
+        sizes = {shape[at] for shape in given if -at <= len(shape) and shape[at] != 1}
+        fixed = [size for size in sizes if isinstance(size, int)]
+        result.append(fixed[0] if fixed else sizes.pop() if len(sizes) == 1 else 1 if not sizes else None)
+    return result
+
+
+def _reshaped(source: list[Size], wanted: list[Size] | None, allow_zero: bool) -> list[Size] | None:
+    if wanted is None:
+        return None
+    result = [
+        source[at] if size == 0 and not allow_zero and at < len(source) else size
+        for at, size in enumerate(wanted)
+    ]
+    if result.count(-1) == 1:
+        at = result.index(-1)
+        result[at] = quotient(product(source), product(each for each in result if each != -1))
+    elif result.count(None) == 1:
+        at = result.index(None)
+        result[at] = quotient(product(source), product(each for each in result if each is not None))
+    return result
+
+
+def _matmul(left: list[Size], right: list[Size] | None) -> list[Size] | None:
+    if right is None or len(left) < 2 or len(right) < 2:
+        return None
+    lead = _broadcast([left[:-2], right[:-2]]) if len(left) > 2 or len(right) > 2 else []
+    return None if lead is None else [*lead, left[-2], right[-1]]
+
+
+def _with_axes(dims: list[Size], axes: list[Size], *, more: bool) -> list[Size] | None:
+    rank = len(dims) + len(axes) if more else len(dims)
+    at = {axis % rank for axis in axes if isinstance(axis, int)}
+    if not more:
+        return [size for axis, size in enumerate(dims) if axis not in at]
+    rest = iter(dims)
+    return [1 if axis in at else next(rest) for axis in range(rank)]
