@@ -267,11 +267,12 @@ def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
 # -- Graphs ----------------------------------------------------------------------------------------
 
 
-def fuse(model: AnyModel) -> tuple[AnyModel, FuseReport]:
+def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]:
     """Write every attention of an ONNX model as one `Attention` node.
 
     Args:
         model: The model, of opset 18 or newer: an `onnx.ModelProto` or an `onnx_ir.Model`. It is not changed.
+        verify: Whether every new node is compared with the original on drawn inputs; what differs stays.
 
     Returns:
         The new model, of the same type, and a report: `fused`, `unfused` with reasons, `already`, `complete`.
@@ -291,10 +292,10 @@ def fuse(model: AnyModel) -> tuple[AnyModel, FuseReport]:
     from mha_deploy.graph.fuse import fuse_attention
 
     if isinstance(model, onnx.ModelProto):
-        fused, report = fuse_attention(ir.from_proto(model))
+        fused, report = fuse_attention(ir.from_proto(model), verify=verify)
         return ir.to_proto(fused), report
     if isinstance(model, ir.Model):
-        return fuse_attention(model)
+        return fuse_attention(model, verify=verify)
     raise DeployError(
         "This is not an ONNX model.", got=_shown(model), hint="onnx.load(path), or onnx_ir.load(path)"
     )
