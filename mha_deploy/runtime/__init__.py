@@ -22,7 +22,12 @@ RUNNERS = CPU_RUNNERS + GPU_RUNNERS
 
 
 def open_runner(backend: str, model: Path | ir.Model) -> Runner:
-    """Load an ONNX graph into the runtime that was asked for, or say why that cannot be."""
+    """Load an ONNX graph into the requested runtime.
+
+    Raises:
+        BackendUnavailable: It is not installed, or cannot run here.
+        DeployError: There is no such runtime, or it refuses the graph.
+    """
     if backend == "ort-cpu" or backend in GPU_RUNNERS:
         from mha_deploy.graph.file import PackedModel
 
@@ -54,12 +59,10 @@ def _open_onnxruntime(backend: str, model: Path | ir.Model | PackedModel) -> Run
 
 
 def cpu_backend(precision: Precision) -> str:
-    """The runtime that checks a graph on a CPU: ONNX Runtime, but for the bfloat16 it has no kernels for."""
+    """The runtime that checks a graph on a CPU: ONNX Runtime, but it has no bfloat16 kernels."""
     return "onnx-reference" if precision.name == "bf16" else "ort-cpu"
 
 
 def available_cpu_backend(precision: Precision) -> str:
     """The same where it is installed, else ONNX's reference evaluator, which always is."""
-    chosen = cpu_backend(precision)
-    installed = can_import("onnxruntime")
-    return chosen if installed or chosen != "ort-cpu" else "onnx-reference"
+    return cpu_backend(precision) if can_import("onnxruntime") else "onnx-reference"

@@ -13,12 +13,10 @@ import numpy as np
 from mha_deploy.environment import gpus_are_hidden
 from mha_deploy.errors import BackendUnavailable, DeployError
 
-# -- The GPU without PyTorch: buffers, streams, events and graphs, through NVIDIA's own `cuda-b ----
+# -- Buffers, streams, events and graphs, through NVIDIA's `cuda-bindings` -------------------------
 
 UNWRITTEN = 0xFF
-"""As every byte: NaN in every float type, -1 in every integer. An output that nobody wrote is no result."""
-
-_INSTALL = 'pip install "mha-deploy[cuda]"'
+"""As every byte: NaN in every float type, -1 in every integer. An output that was not written fails."""
 
 
 class CudaError(DeployError):
@@ -27,14 +25,14 @@ class CudaError(DeployError):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The GPU in use: the first that CUDA shows this process.
+    """The GPU in use: the first that is visible to CUDA in this process.
 
     Args:
-        name: As the driver calls it.
+        name: The driver's name for it.
         compute_capability: For example `9.0`.
-        l2_bytes: Size of its second-level cache.
+        l2_bytes: Size of its L2 cache.
         memory_bytes: Size of its memory.
-        pci_bus: Where it sits, which is how NVML tells GPUs apart.
+        pci_bus: Its address, by which NVML finds it.
     """
 
     name: str
@@ -50,13 +48,13 @@ def _runtime() -> Any:
         from cuda.bindings import runtime
     except (ImportError, OSError) as error:
         raise BackendUnavailable(
-            "NVIDIA's cuda-bindings are not installed.", got=error, hint=_INSTALL
+            "NVIDIA's cuda-bindings are not installed.", got=error, hint='pip install "mha-deploy[cuda]"'
         ) from error
     return runtime
 
 
 def _call(function: str, *arguments: Any) -> Any:
-    """Call the CUDA runtime; its status becomes an exception, the rest comes back."""
+    """Call the CUDA runtime; its status becomes an exception, the rest is returned."""
     status, *results = getattr(_runtime(), function)(*arguments)
     if int(status) != 0:
         raise CudaError(f"{function} failed.", got=getattr(status, "name", status))
@@ -67,7 +65,7 @@ def _call(function: str, *arguments: Any) -> Any:
 
 @cache
 def open_gpu() -> Gpu:
-    """The GPU, or why there is none to be used.
+    """The GPU.
 
     Raises:
         BackendUnavailable: No bindings, no driver, or no GPU.
@@ -81,9 +79,10 @@ def open_gpu() -> Gpu:
     try:
         count = _call("cudaGetDeviceCount")
     except CudaError as error:
-        raise BackendUnavailable(
-            "There is no CUDA GPU to run on.", got=error.got, hint=_without_gpu(str(error.got))
-        ) from error
+        hint = "mha-deploy doctor"
+        if "InsufficientDriver" in str(error.got):
+            hint = "an NVIDIA driver, or cuda-bindings 12 where the driver is older than CUDA 13"
+        raise BackendUnavailable("There is no CUDA GPU to run on.", got=error.got, hint=hint) from error
     if not count:
         raise BackendUnavailable("There is no CUDA GPU to run on.", got="0 devices", hint="mha-deploy doctor")
     _call("cudaSetDevice", 0)
@@ -98,14 +97,8 @@ def open_gpu() -> Gpu:
     )
 
 
-def _without_gpu(status: str) -> str:
-    if "InsufficientDriver" in status:
-        return "an NVIDIA driver, or cuda-bindings 12 where the driver is older than CUDA 13"
-    return "mha-deploy doctor"
-
-
 def find_gpu() -> Gpu | None:
-    """The GPU, or None where there is none to be used."""
+    """The GPU; None where `open_gpu` refuses."""
     try:
         return open_gpu()
     except BackendUnavailable:
@@ -113,7 +106,7 @@ def find_gpu() -> Gpu | None:
 
 
 def free_memory() -> int:
-    """Bytes of device memory that nobody holds."""
+    """Bytes of free device memory."""
     return int(_call("cudaMemGetInfo")[0])
 
 
@@ -140,14 +133,14 @@ class Copy2D:
 
 
 class Buffer:
-    """A piece of device memory; an empty one has an address, too."""
+    """Device memory; an empty buffer has an address, too."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.address = int(_call("cudaMalloc", max(nbytes, 1)))
 
     def upload(self, array: np.ndarray, stream: Stream) -> None:
-        """Copy an array to the device; the array must live until the stream has come past."""
+        """Copy an array to the device; the array must live until the stream has done so."""
         if array.nbytes != self.nbytes or not array.flags.c_contiguous:
             raise CudaError(
                 "The array does not fit the buffer.", got=f"{array.nbytes} of {self.nbytes} bytes"
@@ -173,19 +166,19 @@ class Buffer:
         )
 
     def download(self, shape: tuple[int, ...], dtype: np.dtype, stream: Stream) -> np.ndarray:
-        """Copy what comes first in the buffer to a new array, and wait for it."""
+        """Copy the beginning of the buffer to a new array, and wait for it."""
         array = np.empty(shape, dtype)
         _copy(array.ctypes.data, self.address, array.nbytes, "DeviceToHost", stream)
         stream.synchronize()
         return array
 
     def fill(self, byte: int, stream: Stream) -> None:
-        """Set every byte, so that an output nobody wrote cannot pass for one."""
+        """Set every byte."""
         if self.nbytes:
             _call("cudaMemsetAsync", self.address, byte, self.nbytes, stream.raw)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self.address:
             address, self.address = self.address, 0
             _call("cudaFree", address)
@@ -198,7 +191,7 @@ def _copy(target: int, source: int, nbytes: int, direction: str, stream: Stream)
 
 
 class Stream:
-    """A queue of work on the device: one of our own, or another library's by its handle."""
+    """A stream of our own, or another library's by its handle."""
 
     def __init__(self, handle: int | None = None) -> None:
         runtime = _runtime()
@@ -210,7 +203,7 @@ class Stream:
         self.handle = int(self.raw)
 
     def synchronize(self) -> None:
-        """Wait until everything in the queue is done."""
+        """Wait until all queued work is done."""
         _call("cudaStreamSynchronize", self.raw)
 
     def close(self) -> None:
@@ -221,17 +214,17 @@ class Stream:
 
 
 class Event:
-    """A moment in a stream."""
+    """A CUDA event with timing."""
 
     def __init__(self) -> None:
         self._raw = _call("cudaEventCreate")
 
     def record(self, stream: Stream) -> None:
-        """Mark the moment when the work queued so far is done."""
+        """Mark the time when the work queued so far is done."""
         _call("cudaEventRecord", self._raw, stream.raw)
 
     def microseconds_since(self, earlier: Event) -> float:
-        """Device time between two moments that have passed."""
+        """Device time between two events that have passed."""
         return float(_call("cudaEventElapsedTime", earlier._raw, self._raw)) * 1000.0
 
     def close(self) -> None:
@@ -240,7 +233,7 @@ class Event:
 
 
 class Graph:
-    """Work recorded once, launched as a whole."""
+    """A CUDA graph, ready to be launched."""
 
     def __init__(self, executable: Any) -> None:
         self._executable = executable
@@ -264,27 +257,22 @@ def capture(work: Callable[[], None], stream: Stream) -> Graph:
     Raises:
         CudaError: The work does something that cannot be recorded.
     """
-    recorded = record(work, stream)
+    mode = _runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+    _call("cudaStreamBeginCapture", stream.raw, mode)
+    try:
+        work()
+    except BaseException:
+        # Leave the stream usable; the first error is the one to report.
+        _runtime().cudaStreamEndCapture(stream.raw)
+        raise
+    recorded = _call("cudaStreamEndCapture", stream.raw)
     try:
         return Graph(_call("cudaGraphInstantiate", recorded, 0))
     finally:
         _call("cudaGraphDestroy", recorded)
 
 
-def record(work: Callable[[], None], stream: Stream) -> Any:
-    """The bare graph of what `work` queues; the caller destroys it."""
-    mode = _runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-    _call("cudaStreamBeginCapture", stream.raw, mode)
-    try:
-        work()
-    except BaseException:
-        # Leave the stream usable; the first error is the one to tell.
-        _runtime().cudaStreamEndCapture(stream.raw)
-        raise
-    return _call("cudaStreamEndCapture", stream.raw)
-
-
-# -- In what state the GPU was while it was measured: clocks, temperature, power, and what held ----
+# -- The state of the GPU during a measurement: clocks, temperature, power, throttling --------------
 
 # Bits of NVML's clock event reasons that mean "slower than it could be".
 _HELD_BACK = {
@@ -298,15 +286,15 @@ _HELD_BACK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What NVML said; None where it said nothing.
+    """The state of the GPU as NVML reports it; None where it does not.
 
     Args:
         sm_mhz: Clock of the multiprocessors.
-        sm_mhz_max: The highest that the card goes to.
+        sm_mhz_max: Their highest clock.
         memory_mhz: Clock of the memory.
         temperature_c: Temperature of the GPU.
         power_w: Power drawn.
-        held_back: Why the clocks were lower than they could be; empty where nothing did.
+        held_back: Why the clocks were throttled; empty where they were not.
     """
 
     sm_mhz: int | None = None
@@ -318,20 +306,31 @@ class Conditions:
 
 
 def read_conditions(gpu: Gpu) -> Conditions:
-    """Ask NVML; a machine without it gets a record of unknowns, since timing works without."""
+    """The state of the GPU from NVML; without NVML all is unknown, since timing works without."""
     handle = _handle(gpu.pci_bus)
     if handle is None:
         return Conditions()
     import pynvml
 
-    power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+    def query(name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(pynvml, name)(handle, *arguments)
+        except (AttributeError, pynvml.NVMLError):  # older versions of the package lack some functions
+            return None
+
+    power = query("nvmlDeviceGetPowerUsage")
+    reasons = query("nvmlDeviceGetCurrentClocksEventReasons")
+    if reasons is None:  # the older name
+        reasons = query("nvmlDeviceGetCurrentClocksThrottleReasons")
     return Conditions(
-        sm_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-        sm_mhz_max=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
-        memory_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
-        temperature_c=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        sm_mhz=query("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
+        sm_mhz_max=query("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
+        memory_mhz=query("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
+        temperature_c=query("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
         power_w=None if power is None else power / 1000.0,
-        held_back=_held_back(pynvml, handle),
+        held_back=tuple(
+            words for words, bit in _HELD_BACK.items() if (reasons or 0) & getattr(pynvml, bit, 0)
+        ),
     )
 
 
@@ -355,22 +354,3 @@ def _handle(pci_bus: str) -> Any:
         return pynvml.nvmlDeviceGetHandleByPciBusId(pci_bus.encode())
     except Exception:  # noqa: BLE001 (no package, no library, no driver: each raises its own)
         return None
-
-
-def _ask(function: Any, *arguments: Any) -> Any:
-    import pynvml
-
-    try:
-        return function(*arguments)
-    except pynvml.NVMLError:
-        return None
-
-
-def _held_back(pynvml: Any, handle: Any) -> tuple[str, ...]:
-    ask = getattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", None) or getattr(
-        pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None
-    )
-    reasons = _ask(ask, handle) if ask else None
-    if not reasons:
-        return ()
-    return tuple(words for words, name in _HELD_BACK.items() if reasons & getattr(pynvml, name, 0))

@@ -1,4 +1,4 @@
-"""What the runners on a GPU share: a stream, and calls that are timed from inputs already on the device."""
+"""Runners on a GPU: a stream, and calls that are timed with inputs already on the device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Inputs on the device, ready to be launched again and again.
+    """Calls with inputs on the device, ready to be launched many times.
 
     Args:
         launch: Queues one call with the inputs of a slot on the runner's stream, and does not wait.
         results: Waits, and copies the outputs of a slot to the host.
-        memory_bytes: Device memory held for all slots, weights included, where that is known.
-        why_no_graph: Why a launch is not that of a CUDA graph, where the runner should make it one.
+        memory_bytes: Device memory of all slots, weights included, where that is known.
+        why_no_graph: Why a launch is not that of a CUDA graph, where one was requested.
     """
 
     launch: Callable[[int], None]
@@ -37,7 +37,7 @@ class Prepared:
 
 
 class GpuRunner(Runner):
-    """A runner whose outputs are computed on the GPU that this process sees first."""
+    """A runner on the first GPU that is visible to this process."""
 
     stream: Stream
     graph: bool = True
@@ -58,27 +58,19 @@ class GpuRunner(Runner):
 
     def _launcher(self) -> Launcher:
         """The loaded layer, for a decode loop."""
-        raise DeployError(f"{self.name} does not step through tokens.", hint="TensorRT or ONNX Runtime")
+        raise DeployError(f"{self.name} has no decode loop.", hint="TensorRT or ONNX Runtime")
 
     def decode_loop(self, *, B: int, T: int | None = None) -> DecodeLoop:
-        """Step through tokens with a cache on the device; close the decode loop before the runner.
-
-        Args:
-            B: Rows of the batch.
-            T: Rows of a growing cache at its longest; a static cache has its own.
-
-        Raises:
-            DeployError: The layer has no cache, or one of another size.
-        """
+        """A decode loop with a cache on the device, see `open_decode_loop`; close it before the runner."""
         return open_decode_loop(self._launcher(), B=B, T=T)
 
     def watch(self, feeds: Arrays, watcher: Callable[[Callable[[], None], Callable[[], None]], T]) -> T:
-        """Hand a watcher, such as a profiler, one call to launch as it likes, and a way to wait for it."""
+        """Call a watcher, such as a profiler, with functions that launch one call and that wait for it."""
         with self._prepare(self.checked(feeds), 1) as prepared:
             return watcher(lambda: prepared.launch(0), self.stream.synchronize)
 
     def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
-        """How long one call takes, by the device's own clock, with inputs that come from memory."""
+        """How long one call takes, by the device's own clock, with inputs that are read from memory."""
         feeds = self.checked(feeds)
         results = self.run(feeds)
         moved = self._call_bytes(feeds, results)
@@ -87,8 +79,8 @@ class GpuRunner(Runner):
             why, plan = prepared.why_no_graph, plan or TimingPlan()
             graph = self.graph and why is None
             timing = measure_latency(prepared.launch, slots, self.stream, self.gpu, plan, graph=graph)
-            seen = tuple(prepared.results(slot) for slot in (0, slots - 1))
+            outputs = tuple(prepared.results(slot) for slot in (0, slots - 1))
             # A user has one set of inputs and outputs on the device, not the many that rotate here.
-            held = prepared.memory_bytes
-            memory = None if held is None else held - (slots - 1) * moved
-            return replace(timing, results=seen, memory_bytes=memory, why_no_graph=why)
+            all_slots = prepared.memory_bytes
+            memory = None if all_slots is None else all_slots - (slots - 1) * moved
+            return replace(timing, results=outputs, memory_bytes=memory, why_no_graph=why)

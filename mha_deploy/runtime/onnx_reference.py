@@ -1,6 +1,6 @@
 """ONNX's own reference evaluator: complete, and the only CPU runtime here with bfloat16.
 
-Matmuls, sums and activations are computed in float32 as on a GPU (see `graph.widen`). Left alone, the
+Matmuls, reductions and activations are computed in float32 as on a GPU (see `graph.upcast`). By itself the
 evaluator rounds even the softmax scale to the type of the tensors: 0.125 and 0.1256 are the same number in
 bfloat16.
 """

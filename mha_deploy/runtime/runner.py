@@ -1,4 +1,4 @@
-"""What every runtime looks like from outside: open it, give it arrays, get arrays or a time."""
+"""The interface of every runtime: open it, give it arrays, get arrays or a time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """What a runtime says of one input or output; a dimension that can vary is a name or None."""
+    """Type and dimensions of one input or output; a dynamic dimension is a name or None."""
 
     dtype: np.dtype
     dims: tuple[int | str | None, ...]
 
 
 class Runner(ABC):
-    """A model loaded into one runtime; a context manager that holds the runtime's resources."""
+    """A model loaded into one runtime; a context manager that owns the runtime's resources."""
 
     name: str
     """The backend, with its version."""
@@ -37,7 +37,7 @@ class Runner(ABC):
     device: str = "cpu"
     """Where it computes: `cpu`, or the name of the GPU."""
     can_decode: bool = False
-    """Whether it keeps a KV cache on its device and offers `loop`."""
+    """Whether it keeps a KV cache on its device and has a `decode_loop`."""
 
     @abstractmethod
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -48,7 +48,7 @@ class Runner(ABC):
         return self._run(self.checked(feeds))
 
     def checked(self, feeds: Arrays) -> Arrays:
-        """The inputs as the runtime takes them; refused where their names, types or shapes are others."""
+        """The inputs as the runtime takes them; refused for other names, types or shapes."""
         check_feeds(self.inputs, feeds)
         return feeds
 
@@ -59,17 +59,14 @@ class Runner(ABC):
         )
 
     def apply(self, function: Callable[..., T], *arguments: Any, step: str = "") -> T:
-        """Call a function of a module on the runner, in the process in which the runtime is.
+        """Call a function of a module with the runner and the arguments, in the process of the runtime.
 
-        Args:
-            function: Takes the runner, and the arguments.
-            *arguments: What else it takes.
-            step: What it does, for the message of a runtime that crashes meanwhile.
+        `step` describes it in the message of a runtime that crashes meanwhile.
         """
         return function(self, *arguments)
 
     def close(self) -> None:  # noqa: B027 (most runtimes hold nothing that Python does not free)
-        """Give the runtime's resources back."""
+        """Free the runtime's resources."""
 
     def __enter__(self) -> Runner:
         return self
@@ -96,7 +93,9 @@ def check_feeds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
     check_kinds(inputs, feeds)
     for name, info in inputs.items():
         shape = feeds[name].shape
-        if not _shape_fits(shape, info.dims):
+        if len(shape) != len(info.dims) or any(
+            size != dim for size, dim in zip(shape, info.dims, strict=True) if isinstance(dim, int)
+        ):
             raise DeployError(f"Input {name} has the wrong shape.", got=shape, hint=str(info.dims))
 
 
@@ -108,9 +107,3 @@ def check_kinds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
         dtype = feeds[name].dtype
         if dtype != info.dtype:
             raise DeployError(f"Input {name} has the wrong type.", got=dtype, hint=str(info.dtype))
-
-
-def _shape_fits(shape: tuple[int, ...], dims: tuple[int | str | None, ...]) -> bool:
-    return len(shape) == len(dims) and all(
-        size == dim for size, dim in zip(shape, dims, strict=True) if isinstance(dim, int)
-    )
