@@ -1,4 +1,4 @@
-"""The README keeps its word: its commands run, its links lead somewhere, CI runs its test command."""
+"""The commands of the README run, its links and paths exist, and CI runs its test command."""
 
 import os
 import re
@@ -16,6 +16,7 @@ from mha_deploy.runtime.cuda import find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 TABLE = re.findall(r"^\| `(mha-deploy [^`]+)` \|", README, re.MULTILINE)
 
 
@@ -85,7 +86,7 @@ def expected_code(command):
     return 3 if " bench " in command and find_gpu() is None else 0
 
 
-def test_the_layer_that_generates_is_deployed_and_stepped_through(folder, monkeypatch):
+def test_the_layer_with_a_kv_cache_is_deployed_and_decoded(folder, monkeypatch):
     monkeypatch.chdir(folder)
     commands = re.findall(r"^mha-deploy (?:deploy llama|validate llama).+$", README, re.MULTILINE)
     assert len(commands) == 2
@@ -171,7 +172,7 @@ def test_a_worker_that_crashes_costs_one_test_and_the_command_ends(tmp_path):
 
 
 def test_ci_cannot_hang():
-    """The script of CI ends the command at its limit, says so, and hands on how the command ended."""
+    """The script of CI ends the command at its limit, reports it, and passes on the exit code."""
     script = (ROOT / ".ci/run").read_text(encoding="utf-8")
     start = script.index("code=0")
 
@@ -186,11 +187,23 @@ def test_ci_cannot_hang():
 
 
 def test_every_link_leads_to_a_file():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_file_map_names_files_that_exist():
-    for name in re.findall(r"^\| `([\w./]+)` \|", README, re.MULTILINE):
-        assert (ROOT / name).exists(), name
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in DOCS)])
+def test_every_path_in_the_text_exists(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:mha_deploy|tests|benchmarks|examples|plugins)/[\w./]*)`", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    packages = [path.name for path in (ROOT / "mha_deploy").iterdir() if path.is_dir()]
+    within = re.findall(rf"`((?:{'|'.join(packages)})/[\w./]+\.py)`", text)
+    assert [path for path in within if not (ROOT / "mha_deploy" / path).exists()] == []
+
+
+def test_lowering_rules_and_verdicts_are_found_from_the_readme():
+    for page in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for place in ("graph/lower/", "metrics.py", "runtime/tensorrt/verdict.py", "validate/verdict.py"):
+            assert f"`mha_deploy/{place}" in text, f"{page} does not say where {place} is"
