@@ -19,7 +19,7 @@ Q, K, V, MASK, PAST_KEY, PAST_VALUE, NONPAD_KV_SEQLEN = range(7)
 Y, PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT = range(4)
 
 UNBOUNDED = -1
-"""The window size that leaves a side open."""
+"""The window size without a limit."""
 
 _SHORT_NAMES = {
     ir.DataType.FLOAT16: "fp16",
@@ -35,7 +35,7 @@ class AttentionNode:
 
     Args:
         name: Name of the node; its first output's name where it has none.
-        graph: Name of the graph or function that holds it.
+        graph: Name of its graph or function.
         opset: Version of the ONNX operator set it is written in.
         rank: 3 for `[B, S, Hq·D]`, 4 for `[B, Hq, S, D]`.
         dtype: Type of Q, K and V: `fp16`, `bf16`, `fp32` or `fp64`.
@@ -47,19 +47,19 @@ class AttentionNode:
         D: Head size of queries and keys.
         Dv: Head size of values.
         scale: Factor on the scores as written; None for the default.
-        is_causal: Whether a query sees only keys up to its own position.
-        mask: `none`, `bool`, `float`, `int`, or `unknown` where the file does not say.
+        is_causal: Whether a query attends only to keys up to its own position.
+        mask: `none`, `bool`, `float`, `int`, or `unknown` where the graph does not state its type.
         mask_dtype: Type of the mask, by its short name.
         mask_dims: Dimensions of the mask.
-        has_past: Whether past keys and values come in.
+        has_past: Whether past keys and values are inputs.
         past_length: Length of the past.
-        has_present: Whether the joined keys or values go out.
-        has_nonpad_kv_seqlen: Whether each row of the batch has its own number of valid keys.
-        qk_output_mode: What the fourth output holds, 0 to 3; None where it is not used.
+        has_present: Whether the concatenated keys or values are outputs.
+        has_nonpad_kv_seqlen: Whether each batch element has its own number of valid keys.
+        qk_output_mode: Which stage of the scores is the fourth output, 0 to 3; None where it is not used.
         softcap: Bound of the scores; 0 for none.
         softmax_precision: Type the softmax is computed in; None for the default.
-        left_window: How far back a query sees; -1 for all the way.
-        right_window: How far ahead a query sees; -1 for all the way.
+        left_window: How many earlier keys a query attends to; -1 for all.
+        right_window: How many later keys a query attends to; -1 for all.
     """
 
     name: str
@@ -107,7 +107,7 @@ class AttentionNode:
 
     @property
     def softmax_scale(self) -> float | None:
-        """The factor on the scores that is really used: the written one, else 1/sqrt(D)."""
+        """The factor on the scores: the written one; default: 1/sqrt(D)."""
         if self.scale is not None:
             return self.scale
         return 1.0 / math.sqrt(self.D) if isinstance(self.D, int) else None
@@ -119,11 +119,11 @@ class AttentionNode:
 
     @property
     def has_window(self) -> bool:
-        """Whether a query sees only a window of keys."""
+        """Whether a query attends only to a window of keys."""
         return self.left_window >= 0 or self.right_window >= 0
 
     def describe(self) -> dict[str, Any]:
-        """The record as plain data for JSON, with the derived facts."""
+        """The record as plain data for JSON, with the derived values."""
         derived = {"kind": self.kind, "softmax_scale": self.softmax_scale}
         return {**asdict(self), **derived}
 
@@ -218,7 +218,7 @@ def _attribute(node: ir.Node, name: str) -> ir.Attr | None:
     return None if attribute is None or attribute.is_ref() else attribute
 
 
-# -- The keys that queries behind a cache meet, and which of them they see -------------------------
+# -- Arrays of one attention: its inputs by role, as a probe outputs them --------------------------
 
 
 def by_head(array: np.ndarray, heads: Dim) -> np.ndarray:
@@ -228,42 +228,39 @@ def by_head(array: np.ndarray, heads: Dim) -> np.ndarray:
     return array.reshape(*array.shape[:2], heads, -1).swapaxes(1, 2)
 
 
-def valid_only(facts: AttentionNode, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inputs with zeros behind the valid rows of K and V: what memory holds there means nothing."""
-    if not facts.has_nonpad_kv_seqlen:
-        return dict(given)
-    found = dict(given)
+def valid_only(attention: AttentionNode, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inputs with K and V zero beyond the valid entries, where the memory is undefined."""
+    if not attention.has_nonpad_kv_seqlen:
+        return dict(inputs)
+    found = dict(inputs)
     for role in ("K", "V"):
-        rows = by_head(given[role], facts.Hkv)
-        valid = np.arange(rows.shape[2]) < given["lengths"].reshape(-1, 1)
-        found[role] = np.where(valid[:, None, :, None], rows, rows.dtype.type(0))
+        heads = by_head(inputs[role], attention.Hkv)
+        valid = np.arange(heads.shape[2]) < inputs["lengths"].reshape(-1, 1)
+        found[role] = np.where(valid[:, None, :, None], heads, heads.dtype.type(0))
     return found
 
 
-def all_keys(facts: AttentionNode, given: Mapping[str, np.ndarray], k: np.ndarray) -> np.ndarray:
+def all_keys(attention: AttentionNode, inputs: Mapping[str, np.ndarray], k: np.ndarray) -> np.ndarray:
     """The past, where there is one, and the keys of the call. [B, Hkv, T, D]."""
-    return np.concatenate((given["past"].astype(k.dtype), k), axis=2) if facts.has_past else k
+    return np.concatenate((inputs["past"].astype(k.dtype), k), axis=2) if attention.has_past else k
 
 
-def visible_keys(facts: AttentionNode, given: Mapping[str, np.ndarray], S: int, T: int) -> np.ndarray | None:
-    """What the given mask, causality and the number of valid keys leave to see, as one boolean mask.
+def visible_keys(
+    attention: AttentionNode, inputs: Mapping[str, np.ndarray], S: int, T: int
+) -> np.ndarray | None:
+    """Which of T keys, past included, S queries attend to with a cache: [1|B, 1, S, T].
 
-    Args:
-        facts: What the attention says.
-        given: Its inputs as a probe shows them.
-        S: Queries.
-        T: Keys, past included.
-
-    Returns:
-        [1|B, 1, S, T], joined with a given boolean mask; None where there is no cache, so that the node's own
-        mask and `is_causal` say everything.
+    It combines a boolean mask with causality and the number of valid keys. None without a cache, where the
+    node's own mask and `is_causal` are the whole mask.
     """
-    if not facts.has_past and not facts.has_nonpad_kv_seqlen:
+    if not attention.has_past and not attention.has_nonpad_kv_seqlen:
         return None
-    ends = given["lengths"].reshape(-1, 1, 1, 1) if facts.has_nonpad_kv_seqlen else np.full((1, 1, 1, 1), T)
+    counted = attention.has_nonpad_kv_seqlen
+    ends = inputs["lengths"].reshape(-1, 1, 1, 1) if counted else np.full((1, 1, 1, 1), T)
     keys, queries = np.arange(T), np.arange(S)[:, None]
-    seen = (
-        keys <= ends - S + queries if facts.is_causal else np.broadcast_to(keys < ends, (len(ends), 1, S, T))
-    )
-    mask = given.get("mask")
-    return seen if mask is None else seen & mask
+    if attention.is_causal:
+        visible = keys <= ends - S + queries
+    else:
+        visible = np.broadcast_to(keys < ends, (len(ends), 1, S, T))
+    mask = inputs.get("mask")
+    return visible if mask is None else visible & mask

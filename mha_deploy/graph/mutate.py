@@ -77,18 +77,18 @@ def scatter_of(node: ir.Node, position: int) -> ir.Node | None:
 _WRITE_INDICES = 2  # where TensorScatter takes them
 
 
-def mask_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+def mask_dropped(node: ir.Node, attention: AttentionNode) -> bool:
     """Every query sees every key that the mask hides."""
-    if facts.mask == "none":
+    if attention.mask == "none":
         return False
     node.replace_input_with(MASK, None)
     return True
 
 
-def mask_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
+def mask_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
     """The mask is shifted by a key: every query sees the first one that it should not."""
     mask = input_at(node, MASK)
-    if mask is None or facts.mask != "bool":
+    if mask is None or attention.mask != "bool":
         return False
     build = NodeBuilder(f"{node.name}/sabotage")
     first, rest = build.ints(0), build.ints(1)
@@ -99,28 +99,28 @@ def mask_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
     return True
 
 
-def causal_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+def causal_dropped(node: ir.Node, attention: AttentionNode) -> bool:
     """Every query sees the future."""
-    if not facts.is_causal:
+    if not attention.is_causal:
         return False
     node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
     return True
 
 
-def causal_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
+def causal_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
     """Every query sees one key of the future."""
-    return _other_diagonal(node, facts, ahead=1, behind_cache=True)
+    return _other_diagonal(node, attention, ahead=1, behind_cache=True)
 
 
-def past_forgotten(node: ir.Node, facts: AttentionNode) -> bool:
+def past_forgotten(node: ir.Node, attention: AttentionNode) -> bool:
     """The diagonal of a layer with a cache starts at its first key, as if the cache were empty."""
-    cached = facts.has_past or facts.has_nonpad_kv_seqlen
-    return cached and _other_diagonal(node, facts, ahead=0, behind_cache=False)
+    cached = attention.has_past or attention.has_nonpad_kv_seqlen
+    return cached and _other_diagonal(node, attention, ahead=0, behind_cache=False)
 
 
-def cache_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
+def cache_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
     """The past comes in one row late, or the new rows are written one row early."""
-    if facts.has_past:
+    if attention.has_past:
         return all(_shift_past(node, at) for at in (PAST_KEY, PAST_VALUE))
     for scatter in (scatter_of(node, at) for at in (K, V)):
         starts = input_at(scatter, _WRITE_INDICES)
@@ -142,20 +142,20 @@ def _shift_past(node: ir.Node, position: int) -> bool:
     return True
 
 
-def _other_diagonal(node: ir.Node, facts: AttentionNode, *, ahead: int, behind_cache: bool) -> bool:
+def _other_diagonal(node: ir.Node, attention: AttentionNode, *, ahead: int, behind_cache: bool) -> bool:
     """Write causality as a mask whose diagonal stands elsewhere.
 
     Args:
         node: The attention.
-        facts: What it says.
+        attention: What it says.
         ahead: How many keys of the future a query sees.
         behind_cache: Whether the first query stands behind what the cache holds.
     """
     q, k, mask = input_at(node, Q), input_at(node, K), input_at(node, MASK)
-    if not causal_dropped(node, facts) or q is None or k is None or q.dtype is None:
+    if not causal_dropped(node, attention) or q is None or k is None or q.dtype is None:
         return False
     build = NodeBuilder(f"{node.name}/sabotage")
-    axis = 1 if facts.rank == 3 else 2
+    axis = 1 if attention.rank == 3 else 2
     S, T = (build.op("Shape", value, start=axis, end=axis + 1) for value in (q, k))
     start, T = _start(build, node, S, T)
     rows = build.unsqueeze(build.count_up(S), 1)
@@ -165,7 +165,7 @@ def _other_diagonal(node: ir.Node, facts: AttentionNode, *, ahead: int, behind_c
     else:
         rows = build.unsqueeze(rows, 0, 1)
     seen = build.op("LessOrEqual", build.count_up(T), rows)
-    if mask is not None and facts.mask == "bool":
+    if mask is not None and attention.mask == "bool":
         seen = build.op("And", seen, mask)
     elif mask is not None:
         seen = build.op("Where", seen, mask, build.constant(float("-inf"), q.dtype))
@@ -275,67 +275,67 @@ def mutated(model: ir.Model, mistake: str, spec: AttentionSpec | None = None) ->
 # -- scores ----------------------------------------------------------------------------------------
 
 
-def _scale_off(node: ir.Node, facts: AttentionNode) -> bool:
-    return _set_scale(node, facts, 1.005)
+def _scale_off(node: ir.Node, attention: AttentionNode) -> bool:
+    return _set_scale(node, attention, 1.005)
 
 
-def _scale_missing(node: ir.Node, facts: AttentionNode) -> bool:
-    return facts.softmax_scale not in (None, 1.0) and _set_scale(
-        node, facts, 1.0 / (facts.softmax_scale or 1.0)
+def _scale_missing(node: ir.Node, attention: AttentionNode) -> bool:
+    return attention.softmax_scale not in (None, 1.0) and _set_scale(
+        node, attention, 1.0 / (attention.softmax_scale or 1.0)
     )
 
 
-def _softcap_dropped(node: ir.Node, facts: AttentionNode) -> bool:
-    return facts.softcap > 0 and node.attributes.pop("softcap", None) is not None
+def _softcap_dropped(node: ir.Node, attention: AttentionNode) -> bool:
+    return attention.softcap > 0 and node.attributes.pop("softcap", None) is not None
 
 
-def _set_scale(node: ir.Node, facts: AttentionNode, factor: float) -> bool:
-    if facts.softmax_scale is None:
+def _set_scale(node: ir.Node, attention: AttentionNode, factor: float) -> bool:
+    if attention.softmax_scale is None:
         return False
-    node.attributes["scale"] = ir.AttrFloat32("scale", facts.softmax_scale * factor)
+    node.attributes["scale"] = ir.AttrFloat32("scale", attention.softmax_scale * factor)
     return True
 
 
 # -- heads -----------------------------------------------------------------------------------------
 
 
-def _kv_heads_swapped(node: ir.Node, facts: AttentionNode) -> bool:
+def _kv_heads_swapped(node: ir.Node, attention: AttentionNode) -> bool:
     """The first two key/value heads change places."""
-    if not isinstance(facts.Hkv, int) or facts.Hkv < 2:
+    if not isinstance(attention.Hkv, int) or attention.Hkv < 2:
         return False
-    order = [1, 0, *range(2, facts.Hkv)]
-    return all(_reorder_heads(node, position, order, facts) for position in (K, V))
+    order = [1, 0, *range(2, attention.Hkv)]
+    return all(_reorder_heads(node, position, order, attention) for position in (K, V))
 
 
-def _groups_interleaved(node: ir.Node, facts: AttentionNode) -> bool:
+def _groups_interleaved(node: ir.Node, attention: AttentionNode) -> bool:
     """Query heads take key/value heads in turn, instead of neighbours sharing one: repeat, not interleave."""
-    if not isinstance(facts.Hkv, int) or facts.Hkv < 2 or not facts.group or facts.group < 2:
+    if not isinstance(attention.Hkv, int) or attention.Hkv < 2 or not attention.group or attention.group < 2:
         return False
-    order = np.arange(facts.Hkv * facts.group).reshape(facts.Hkv, facts.group).T.reshape(-1)
-    return _reorder_heads(node, Q, order.tolist(), facts)
+    order = np.arange(attention.Hkv * attention.group).reshape(attention.Hkv, attention.group).T.reshape(-1)
+    return _reorder_heads(node, Q, order.tolist(), attention)
 
 
-def _heads_transposed(node: ir.Node, facts: AttentionNode) -> bool:
+def _heads_transposed(node: ir.Node, attention: AttentionNode) -> bool:
     """The output is laid out D by Hq, not Hq by D."""
-    if not isinstance(facts.Hq, int) or not isinstance(facts.Dv, int) or facts.Hq < 2:
+    if not isinstance(attention.Hq, int) or not isinstance(attention.Dv, int) or attention.Hq < 2:
         return False
     build = NodeBuilder(f"{node.name}/sabotage")
-    if facts.rank == 4:
-        turned = build.reshape(build.transpose(node.outputs[Y], 0, 2, 3, 1), 0, 0, facts.Hq, facts.Dv)
+    if attention.rank == 4:
+        turned = build.reshape(build.transpose(node.outputs[Y], 0, 2, 3, 1), 0, 0, attention.Hq, attention.Dv)
         follow(node, build, build.transpose(turned, 0, 2, 1, 3))
         return True
-    order = np.arange(facts.Hq * facts.Dv).reshape(facts.Hq, facts.Dv).T.reshape(-1)
+    order = np.arange(attention.Hq * attention.Dv).reshape(attention.Hq, attention.Dv).T.reshape(-1)
     follow(node, build, build.op("Gather", node.outputs[Y], build.ints(*order.tolist()), axis=2))
     return True
 
 
-def _reorder_heads(node: ir.Node, position: int, order: list[int], facts: AttentionNode) -> bool:
+def _reorder_heads(node: ir.Node, position: int, order: list[int], attention: AttentionNode) -> bool:
     value = input_at(node, position)
-    size = facts.Dv if position == V else facts.D
+    size = attention.Dv if position == V else attention.D
     if value is None or not isinstance(size, int):
         return False
     build = NodeBuilder(f"{node.name}/sabotage_{position}")
-    if facts.rank == 4:
+    if attention.rank == 4:
         feed(node, position, build, build.op("Gather", value, build.ints(*order), axis=1))
         return True
     columns = [head * size + column for head in order for column in range(size)]
@@ -346,7 +346,7 @@ def _reorder_heads(node: ir.Node, position: int, order: list[int], facts: Attent
 # -- projections -----------------------------------------------------------------------------------
 
 
-def _rotary_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+def _rotary_dropped(node: ir.Node, attention: AttentionNode) -> bool:
     """The keys are not turned."""
     rotary = _rotary_of(node, K)
     if rotary is None or rotary.inputs[0] is None:
@@ -355,7 +355,7 @@ def _rotary_dropped(node: ir.Node, facts: AttentionNode) -> bool:
     return True
 
 
-def _rotary_off_by_one(node: ir.Node, facts: AttentionNode) -> bool:
+def _rotary_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
     """The keys are turned as if they stood one place before; turning queries alike would change nothing."""
     rotary = _rotary_of(node, K)
     positions = input_at(rotary, _POSITIONS)
@@ -369,7 +369,7 @@ def _rotary_of(node: ir.Node, position: int) -> ir.Node | None:
     return made_by(new_rows(node, position), "RotaryEmbedding")
 
 
-def _bias_dropped(node: ir.Node, facts: AttentionNode) -> bool:
+def _bias_dropped(node: ir.Node, attention: AttentionNode) -> bool:
     """The values lose their bias, and packed projections all of it.
 
     A key bias alone would not be missed: softmax takes it out again.
@@ -384,12 +384,14 @@ def _bias_dropped(node: ir.Node, facts: AttentionNode) -> bool:
     return True
 
 
-def _not_a_number(node: ir.Node, facts: AttentionNode) -> bool:
+def _not_a_number(node: ir.Node, attention: AttentionNode) -> bool:
     """One channel of the heads is not a number."""
     output = node.outputs[Y]
-    if output.dtype is None or not isinstance(facts.Dv, int):
+    if output.dtype is None or not isinstance(attention.Dv, int):
         return False
-    width = facts.Dv * facts.Hq if facts.rank == 3 and isinstance(facts.Hq, int) else facts.Dv
+    width = (
+        attention.Dv * attention.Hq if attention.rank == 3 and isinstance(attention.Hq, int) else attention.Dv
+    )
     build = NodeBuilder(f"{node.name}/sabotage")
     broken = build.constant([1, *[0] * (width - 1)], ir.DataType.BOOL)
     follow(node, build, build.op("Where", broken, build.constant(float("nan"), output.dtype), output))

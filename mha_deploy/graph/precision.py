@@ -423,11 +423,11 @@ def _axes(node: ir.Node, rank: int) -> tuple[int, ...]:
 
 def _largest_score(node: ir.Node, read: Read) -> float:
     """The largest |Q·Kᵀ·scale|, hidden pairs included: a kernel multiplies them all, and masks afterwards."""
-    facts = read_attention(node)
-    q, k = _queries_and_keys(node, facts, read)
+    attention = read_attention(node)
+    q, k = _queries_and_keys(node, attention, read)
     if not q.size or not k.size:
         return 0.0
-    scale = facts.softmax_scale if facts.softmax_scale is not None else q.shape[-1] ** -0.5
+    scale = attention.softmax_scale if attention.softmax_scale is not None else q.shape[-1] ** -0.5
     group = q.shape[1] // k.shape[1]
     return max(
         float(np.abs(q[row, head] @ k[row, head // group].T).max()) * abs(scale)
@@ -436,14 +436,14 @@ def _largest_score(node: ir.Node, read: Read) -> float:
     )
 
 
-def _queries_and_keys(node: ir.Node, facts: AttentionNode, read: Read) -> tuple[np.ndarray, np.ndarray]:
+def _queries_and_keys(node: ir.Node, attention: AttentionNode, read: Read) -> tuple[np.ndarray, np.ndarray]:
     """[B, Hq, S, D] and [B, Hkv, T, D], past keys included, and zeros for keys that are not valid."""
     roles: Mapping[str, int] = {"Q": Q, "K": K, "V": V, "past": PAST_KEY, "lengths": NONPAD_KV_SEQLEN}
     inputs = {role: input_at(node, position) for role, position in roles.items()}
     given = {role: read(value) for role, value in inputs.items() if value is not None}
-    given = valid_only(facts, given)
-    q, k = by_head(given["Q"], facts.Hq), by_head(given["K"], facts.Hkv)
-    return q.astype(np.float32), all_keys(facts, given, k.astype(np.float32))
+    given = valid_only(attention, given)
+    q, k = by_head(given["Q"], attention.Hq), by_head(given["K"], attention.Hkv)
+    return q.astype(np.float32), all_keys(attention, given, k.astype(np.float32))
 
 
 # -- Measure the numbers of a float32 graph, given somebody who runs it ----------------------------

@@ -41,7 +41,7 @@ class ProbedAttention:
     """Where a probe shows the inputs of one attention.
 
     Args:
-        facts: What the node says.
+        node: Its attributes and shapes.
         outputs: The probe's output for each of `Q`, `K`, `V` and, where there are, `mask`, `past` (keys),
             `past_values` and `lengths` (of the valid keys).
         tensors: The names that the same tensors have in the model.
@@ -49,7 +49,7 @@ class ProbedAttention:
             Cast on the way may have turned it into another one by the time the mask is computed.
     """
 
-    facts: AttentionNode
+    node: AttentionNode
     outputs: Mapping[str, str]
     tensors: Mapping[str, str]
     lowest_mask_constant: float | None
@@ -100,7 +100,7 @@ def _probe_one(node: ir.Node, index: int, outputs: list[ir.Value]) -> ProbedAtte
     shown = {role: _show(node, value, f"probe_{index}/{role}") for role, value in given.items()}
     outputs.extend(shown.values())
     return ProbedAttention(
-        facts=read_attention(node),
+        node=read_attention(node),
         outputs={role: str(value.name) for role, value in shown.items()},
         tensors={role: str(value.name) for role, value in given.items()},
         lowest_mask_constant=_lowest_constant(given.get("mask")),

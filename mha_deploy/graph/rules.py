@@ -1,4 +1,4 @@
-"""What each target accepts and fuses: rules with their source and version range, and the answers."""
+"""Eligibility: what each target accepts and fuses, as rules with their source and version range."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import AttentionNode, is_attention
-from mha_deploy.graph.ir import same_size
-from mha_deploy.graph.lower import operators as norms
-from mha_deploy.graph.lower import operators as rotary
-from mha_deploy.graph.lower import operators as scatter
+from mha_deploy.graph.ir import is_op, node_name, same_size
 from mha_deploy.graph.lower.cache import CachedAttention, read_cache, rows_name
+from mha_deploy.graph.lower.operators import RMS_NORM, ROTARY, SCATTER, obstacle_to_update_in_place
 
-# -- The records of the eligibility check: targets, rules with the versions they hold for, find ----
+# -- Targets, rules and findings -------------------------------------------------------------------
 
 TENSORRT = "tensorrt"
 TENSORRT_RTX = "tensorrt-rtx"
@@ -81,7 +79,7 @@ def _numbers(what: str, text: str) -> Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """The versions of one product that a rule holds for: from `since`, to just before `before`."""
+    """A version range of one product: from `since`, to just before `before`."""
 
     product: str
     since: Version = (0,)
@@ -97,35 +95,8 @@ class Versions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One thing a target does not take, does not fuse, or gets wrong.
-
-    Args:
-        id: Short name.
-        severity: `refused`, `wrong-answer` (taken, but computes something else), `not-fused`, `note`.
-        holds: The versions it was seen in.
-        applies: Whether it speaks of this node.
-        message: What happens; may name fields of the node in braces.
-        remedy: What to change.
-        cured_by: The lowering after which it no longer applies.
-        needs: Options of that lowering that have to be turned on for it.
-        source: Where it was seen.
-    """
-
-    id: str
-    severity: str
-    holds: tuple[Versions, ...]
-    applies: Callable[[AttentionNode, Target], bool]
-    message: str
-    remedy: str
-    source: str
-    cured_by: str | None = None
-    needs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A rule that speaks of a node."""
+    """A rule that applies to a node."""
 
     node: str
     rule: str
@@ -138,12 +109,73 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindingGroup:
-    """One finding that holds for several nodes alike, as the layers of a model do.
+class BaseRule:
+    """One thing that a target does not accept, does not fuse, or computes wrongly.
 
     Args:
-        finding: What was found, in the words of the first node.
-        nodes: All nodes it was found for, each once, in order.
+        id: Short name.
+        severity: `refused`, `wrong-answer` (accepted, but computes something else), `not-fused`, `note`.
+        holds: The versions it applies to.
+        remedy: What to change.
+        source: Where it was measured or documented.
+        cured_by: The lowering after which it no longer applies.
+        needs: Options of that lowering that have to be set for it.
+    """
+
+    id: str
+    severity: str
+    holds: tuple[Versions, ...]
+    remedy: str
+    source: str
+    cured_by: str | None = None
+    needs: tuple[str, ...] = ()
+
+    def covers(self, target: Target) -> bool:
+        """Whether the target is among the versions."""
+        return any(versions.covers(target) for versions in self.holds)
+
+    def finding(self, node: str, message: str) -> Finding:
+        """The finding for a node."""
+        return Finding(
+            node=node,
+            rule=self.id,
+            severity=self.severity,
+            message=message,
+            remedy=self.remedy,
+            source=self.source,
+            cured_by=self.cured_by,
+            needs=self.needs,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(BaseRule):
+    """A rule about attention; the message may name fields of `AttentionNode` in braces."""
+
+    applies: Callable[[AttentionNode, Target], bool]
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRule(BaseRule):
+    """A rule about other operators; `applies` returns the message, or None where it does not apply."""
+
+    operators: frozenset[str]
+    applies: Callable[[ir.Node], str | None]
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings in the order of their severity."""
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingGroup:
+    """One finding about several nodes, such as the layers of a model.
+
+    Args:
+        finding: The finding, with the message of the first node.
+        nodes: All nodes it applies to, each once, in order.
     """
 
     finding: Finding
@@ -151,13 +183,13 @@ class FindingGroup:
 
     @property
     def label(self) -> str:
-        """The nodes in a few words: a name, or the first one and how many more there are."""
+        """The name of the first node, and how many more there are."""
         others = len(self.nodes) - 1
         return self.nodes[0] if not others else f"{self.nodes[0]} and {others} more"
 
 
 def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
-    """Put together what differs only in the node, the worst first; findings of several targets count once."""
+    """Merge findings that differ only in the node, the worst first; those of several targets count once."""
     groups: dict[Finding, dict[str, Finding]] = {}
     for finding in findings:
         groups.setdefault(replace(finding, node=""), {}).setdefault(finding.node, finding)
@@ -187,120 +219,49 @@ WITH_ATTENTION = (SINCE_ATTENTION, RTX)
 
 EVERYWHERE = (EVERY_TENSORRT, RTX)
 
-SEEN_RTX = "measured on TensorRT-RTX 1.7.1"
+MEASURED_RTX = "measured on TensorRT-RTX 1.7.1"
 
 
-# -- What TensorRT makes of the operators around attention -----------------------------------------
+# -- The operators around attention ----------------------------------------------------------------
 
 _WITHOUT_OPERATORS = Versions(product=TENSORRT, since=(10, 14), before=(10, 15))
 _WITH_OPERATORS = (Versions(product=TENSORRT, since=(10, 15)), RTX)
 
 _CHANGELOG = "TensorRT OSS CHANGELOG, 10.15"
 _OPERATORS_OF_86 = "onnx-tensorrt 8.6-GA, docs/operators.md"
-_LATE = frozenset({rotary.ROTARY, scatter.SCATTER, norms.RMS_NORM})
-_SCATTER = frozenset({scatter.SCATTER})
+_LATE = frozenset({ROTARY, SCATTER, RMS_NORM})
+_SCATTER = frozenset({SCATTER})
 
 
-# Operators of opset 17 that the parser of 8.6 does not have, as its list of operators says.
+# Operators of opset 17 that are not in the list of operators of the 8.6 parser.
 _NOT_IN_86 = frozenset(
-    {
-        "Bernoulli",
-        "BitShift",
-        "BlackmanWindow",
-        "Compress",
-        "ConcatFromSequence",
-        "ConvInteger",
-        "DFT",
-        "Det",
-        "DynamicQuantizeLinear",
-        "HammingWindow",
-        "HannWindow",
-        "Hardmax",
-        "MatMulInteger",
-        "MaxRoiPool",
-        "MaxUnpool",
-        "MelWeightMatrix",
-        "Multinomial",
-        "QLinearConv",
-        "QLinearMatMul",
-        "STFT",
-        "SequenceAt",
-        "SequenceConstruct",
-        "SequenceInsert",
-        "SplitToSequence",
-        "Unique",
-    }
+    (
+        *("Bernoulli", "BitShift", "BlackmanWindow", "Compress", "ConcatFromSequence", "ConvInteger"),
+        *("DFT", "Det", "DynamicQuantizeLinear", "HammingWindow", "HannWindow", "Hardmax"),
+        *("MatMulInteger", "MaxRoiPool", "MaxUnpool", "MelWeightMatrix", "Multinomial", "QLinearConv"),
+        *("QLinearMatMul", "STFT", "SequenceAt", "SequenceConstruct", "SequenceInsert"),
+        *("SplitToSequence", "Unique"),
+    )
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorRule:
-    """One thing a target does not take of an operator, or asks for.
-
-    Args:
-        id: Short name.
-        severity: `refused` or `note`.
-        operators: The operators it speaks of.
-        holds: The versions it was seen in.
-        applies: What it found in a node, in words; None where it does not speak of it.
-        remedy: What to change.
-        cured_by: The lowering after which it no longer applies.
-        needs: Options of that lowering that have to be turned on for it.
-        source: Where it was seen.
-    """
-
-    id: str
-    severity: str
-    operators: frozenset[str]
-    holds: tuple[Versions, ...]
-    applies: Callable[[ir.Node], str | None]
-    remedy: str
-    source: str
-    cured_by: str | None = None
-    needs: tuple[str, ...] = ()
-
-
 def check_operators(model: ir.Model, target: Target) -> list[Finding]:
-    """Everything the rules say about the operators around attention, the worst first for each node."""
-    return [finding for node in model.graph.all_nodes() for finding in _findings(node, target)]
+    """The findings about the operators around attention, the worst first for each node."""
+    rules = [rule for rule in OPERATOR_RULES if rule.covers(target)]
+    found: list[Finding] = []
+    for node in model.graph.all_nodes():
+        messages = [(rule, rule.applies(node)) for rule in rules if is_op(node, *rule.operators)]
+        found += worst_first(rule.finding(node_name(node), text) for rule, text in messages if text)
+    return found
 
 
 def operator_options(findings: Sequence[Finding]) -> dict[str, bool]:
-    """The options of the lowering that have to be turned on to cure what it can cure."""
+    """The options of the lowering that cure these findings."""
     return {name: True for finding in findings for name in finding.needs}
-
-
-def _findings(node: ir.Node, target: Target) -> list[Finding]:
-    found = []
-    for rule in OPERATOR_RULES:
-        covered = any(versions.covers(target) for versions in rule.holds)
-        if node.domain != "" or node.op_type not in rule.operators or not covered:
-            continue
-        message = rule.applies(node)
-        if message is not None:
-            found.append(_finding(rule, node, message))
-    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def _finding(rule: OperatorRule, node: ir.Node, message: str) -> Finding:
-    return Finding(
-        node=node.name or node.outputs[0].name or node.op_type,
-        rule=rule.id,
-        severity=rule.severity,
-        message=message,
-        remedy=rule.remedy,
-        source=rule.source,
-        cured_by=rule.cured_by,
-        needs=rule.needs,
-    )
 
 
 def _missing(node: ir.Node) -> str:
     return f"The parser has no {node.op_type} before TensorRT 10.15."
-
-
-def _not_in_86(node: ir.Node) -> str:
-    return f"The parser of TensorRT 8.6 has no {node.op_type}."
 
 
 def _sums_integers(node: ir.Node) -> str | None:
@@ -311,12 +272,12 @@ def _sums_integers(node: ir.Node) -> str | None:
 
 
 def _not_in_place(node: ir.Node) -> str | None:
-    obstacle = scatter.obstacle_to_update_in_place(node)
+    obstacle = obstacle_to_update_in_place(node)
     return None if obstacle is None else f"There is no {obstacle.feature} ({obstacle.got})."
 
 
 def _in_place(node: ir.Node) -> str | None:
-    if scatter.obstacle_to_update_in_place(node) is not None:
+    if obstacle_to_update_in_place(node) is not None:
         return None
     cache = node.inputs[0]
     return f"The cache is updated in place: {cache.name if cache else ''} and {node.outputs[0].name} are one."
@@ -358,7 +319,7 @@ OPERATOR_RULES: tuple[OperatorRule, ...] = (
         severity=REFUSED,
         operators=_NOT_IN_86,
         holds=(BEFORE_10,),
-        applies=_not_in_86,
+        applies=lambda node: f"The parser of TensorRT 8.6 has no {node.op_type}.",
         remedy="compute it before or after the engine, or write the model without it",
         source=_OPERATORS_OF_86,
     ),
@@ -380,7 +341,7 @@ OPERATOR_RULES: tuple[OperatorRule, ...] = (
         remedy="give the cache as a graph input [B, H, T, D] of fixed T and return it, or write it out",
         cured_by="trt lowering",
         needs=("decode_primitives",),
-        source=f"{SEEN_RTX}: messages of its parser and builder",
+        source=f"{MEASURED_RTX}: messages of its parser and builder",
     ),
     OperatorRule(
         id="cache-in-place",
@@ -401,12 +362,12 @@ OPERATOR_RULES: tuple[OperatorRule, ...] = (
         source="primitives lowering",
     ),
 )
-"""Everything that is known, in the order it is reported within one severity."""
+"""All rules, in the order in which they are reported within one severity."""
 
 
-# -- What the parsers and builders of TensorRT and TensorRT-RTX refuse, or take and get wrong ------
+# -- What the parsers and builders refuse, or accept and compute wrongly ---------------------------
 
-_SEEN_PARSER = f"{SEEN_RTX}; onnx-tensorrt docs/operators.md for 10.15 says the same"
+_MEASURED_PARSER = f"{MEASURED_RTX}; onnx-tensorrt docs/operators.md for 10.15 says the same"
 
 _TRT = "trt lowering"
 
@@ -441,7 +402,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         holds=(BEFORE_ATTENTION,),
         applies=lambda node, target: True,
         message="The parser has no Attention operator before TensorRT 10.14, and 8.6 knows opsets up to 17.",
-        remedy="lower to matrix products, which these versions recognise and fuse",
+        remedy="lower to matmuls, which these versions recognise and fuse",
         cured_by="primitives lowering",
         source="TensorRT OSS CHANGELOG, 10.14",
     ),
@@ -453,7 +414,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         message="The parser refuses past_key and past_value; is_causal after a Concat would be misaligned.",
         remedy="join the past outside the operator, with an explicit mask for the causal offset",
         cured_by=_TRT,
-        source=_SEEN_PARSER,
+        source=_MEASURED_PARSER,
     ),
     Rule(
         id="present",
@@ -463,7 +424,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         message="The parser takes Attention with one output only.",
         remedy="produce present_key and present_value outside the operator",
         cured_by=_TRT,
-        source=f"{_SEEN_PARSER}; NVIDIA/TensorRT issue 4738 for 10.16",
+        source=f"{_MEASURED_PARSER}; NVIDIA/TensorRT issue 4738 for 10.16",
     ),
     Rule(
         id="qk-output",
@@ -473,7 +434,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         message="The parser takes Attention with one output only: the weights are not available.",
         remedy="compute the weights beside the fused operator, or do without them",
         cured_by=_TRT,
-        source=_SEEN_PARSER,
+        source=_MEASURED_PARSER,
     ),
     Rule(
         id="softcap",
@@ -481,10 +442,10 @@ PARSER_RULES: tuple[Rule, ...] = (
         holds=WITH_ATTENTION,
         applies=lambda node, target: node.softcap != 0,
         message="The parser refuses softcap ({softcap}).",
-        remedy="lower to matrix products, or use a plugin",
+        remedy="lower to matmuls, or use a plugin",
         cured_by=_TRT,
         needs=("decompose",),
-        source=_SEEN_PARSER,
+        source=_MEASURED_PARSER,
     ),
     Rule(
         id="softmax-precision",
@@ -494,7 +455,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         message="The parser refuses softmax_precision ({softmax_precision}).",
         remedy="leave it out: the fused kernel has one softmax for all, whatever it is asked for",
         cured_by=_TRT,
-        source=_SEEN_PARSER,
+        source=_MEASURED_PARSER,
     ),
     Rule(
         id="v-head-size",
@@ -502,10 +463,10 @@ PARSER_RULES: tuple[Rule, ...] = (
         holds=WITH_ATTENTION,
         applies=v_head_size_differs,
         message="Keys and values must have the same head size, and have {D} and {Dv}.",
-        remedy="pad the smaller with zeros (exact), or lower to matrix products",
+        remedy="pad the smaller with zeros (exact), or lower to matmuls",
         cured_by=_TRT,
         needs=("pad_heads",),
-        source=SEEN_RTX,
+        source=MEASURED_RTX,
     ),
     Rule(
         id="heads-unknown",
@@ -514,7 +475,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         applies=lambda node, target: node.rank == 3 and (node.Hq is None or node.Hkv is None),
         message="3-D inputs without q_num_heads and kv_num_heads.",
         remedy="set both attributes",
-        source=SEEN_RTX,
+        source=MEASURED_RTX,
     ),
     Rule(
         id="mask-and-causal",
@@ -524,7 +485,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         message="The parser takes a mask or is_causal, not both.",
         remedy="merge the two into one mask",
         cured_by=_TRT,
-        source=SEEN_RTX,
+        source=MEASURED_RTX,
     ),
     Rule(
         id="mask-dtype",
@@ -534,7 +495,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         message="The mask is {mask_dtype} and the queries are {dtype}; it must be bool or the same.",
         remedy="cast the mask",
         cured_by=_TRT,
-        source=SEEN_RTX,
+        source=MEASURED_RTX,
     ),
     Rule(
         id="short-mask",
@@ -544,7 +505,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         message="The mask may end before the keys do: {mask_dims} for {T} keys.",
         remedy="pad the mask to the number of keys",
         cured_by=_TRT,
-        source=SEEN_RTX,
+        source=MEASURED_RTX,
     ),
     Rule(
         id="nonpad-kv-seqlen",
@@ -554,7 +515,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         message="The parser ignores nonpad_kv_seqlen: padded keys are attended to.",
         remedy="write the lengths as a mask",
         cured_by=_TRT,
-        source=f"{SEEN_RTX}: same kernel with and without; the 10.15 importer never reads the input",
+        source=f"{MEASURED_RTX}: same kernel with and without; the 10.15 importer never reads the input",
     ),
     Rule(
         id="window",
@@ -564,7 +525,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         message="The parser ignores the window ({left_window}, {right_window}) without a message.",
         remedy="write the window as a mask",
         cured_by=_TRT,
-        source=f"{SEEN_RTX}: same kernel with and without",
+        source=f"{MEASURED_RTX}: same kernel with and without",
     ),
     Rule(
         id="bool-mask",
@@ -574,7 +535,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         message="A boolean mask costs about eight small kernels before the fused one.",
         remedy="make it additive, in the type of the queries",
         cured_by=_TRT,
-        source=SEEN_RTX,
+        source=MEASURED_RTX,
     ),
     Rule(
         id="empty-rows",
@@ -593,7 +554,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         applies=_causal_is_not_square,
         message="is_causal with S = {S} and T = {T}: query 0 sees key 0 only, in ONNX and in TensorRT alike.",
         remedy="for decoding with a cache give past_key or nonpad_kv_seqlen, or an explicit mask",
-        source=f"{SEEN_RTX}: CausalMaskKind.UPPER_LEFT",
+        source=f"{MEASURED_RTX}: CausalMaskKind.UPPER_LEFT",
     ),
     Rule(
         id="causal-alignment-unknown",
@@ -640,12 +601,12 @@ PARSER_RULES: tuple[Rule, ...] = (
         applies=lambda node, target: node.dtype == "bf16" and target.is_below(8, 0),
         message="bf16 needs compute capability 8.0.",
         remedy="export in fp16",
-        source=f"{SEEN_RTX}: cannot compile for sm75",
+        source=f"{MEASURED_RTX}: cannot compile for sm75",
     ),
 )
 
 
-# -- What keeps TensorRT and TensorRT-RTX from fusing an attention that they take ------------------
+# -- What prevents the fusion of an accepted attention ---------------------------------------------
 
 _ISSUE_4167 = "NVIDIA/TensorRT issue 4167: FP16 and BF16, SM >= 75, 16 <= D <= 256, D % 8 == 0"
 
@@ -670,7 +631,7 @@ def _mask_is_computed(node: AttentionNode, target: Target) -> bool:
     return causal or node.mask == "bool" or node.has_nonpad_kv_seqlen or node.has_window
 
 
-_SEEN_86 = "measured on TensorRT 8.6.0 and an H200, see benchmarks/RECORD.md"
+_MEASURED_86 = "measured on TensorRT 8.6.0 and an H200, see benchmarks/RECORD.md"
 
 FUSION_RULES: tuple[Rule, ...] = (
     Rule(
@@ -680,25 +641,25 @@ FUSION_RULES: tuple[Rule, ...] = (
         applies=lambda node, target: node.has_qk_output,
         message="A fused kernel never writes the weights to memory.",
         remedy="do without the weights",
-        source=SEEN_RTX,
+        source=MEASURED_RTX,
     ),
     Rule(
         id="softcap-unfused",
         severity=NOT_FUSED,
         holds=EVERYWHERE,
         applies=lambda node, target: node.softcap != 0,
-        message="Matrix products with tanh between them are not fused.",
+        message="Matmuls with tanh between them are not fused.",
         remedy="use a plugin, or train without softcap",
-        source=SEEN_RTX,
+        source=MEASURED_RTX,
     ),
     Rule(
         id="v-head-size-unfused",
         severity=NOT_FUSED,
         holds=(BEFORE_ATTENTION,),
         applies=v_head_size_differs,
-        message="Matrix products are fused for one head size, and this has {D} and {Dv}.",
+        message="Matmuls are fused for one head size, and this node has {D} and {Dv}.",
         remedy="give V the head size of K",
-        source=f"{SEEN_RTX}, which fuses the same products",
+        source=f"{MEASURED_RTX}, which fuses the same matmuls",
     ),
     Rule(
         id="head-size-range",
@@ -707,7 +668,7 @@ FUSION_RULES: tuple[Rule, ...] = (
         applies=_head_size_out_of_range,
         message="Head size {D} is outside the fused range of 16 to 256.",
         remedy="use a head size from 16 to 256; otherwise the build fails unless decomposition is allowed",
-        source=f"{SEEN_RTX}; {_ISSUE_4167}",
+        source=f"{MEASURED_RTX}; {_ISSUE_4167}",
     ),
     Rule(
         id="head-size-multiple",
@@ -725,7 +686,7 @@ FUSION_RULES: tuple[Rule, ...] = (
         applies=_head_size_unaligned,
         message="Head size {D} is no multiple of 8: fused, with kernels that pad before and cut after.",
         remedy="use a multiple of 8",
-        source=f"{SEEN_RTX}; TensorRT 10.14.1 release notes",
+        source=f"{MEASURED_RTX}; TensorRT 10.14.1 release notes",
     ),
     Rule(
         id="fp32",
@@ -734,14 +695,14 @@ FUSION_RULES: tuple[Rule, ...] = (
         applies=lambda node, target: node.dtype == "fp32" and not _one_query(node),
         message="fp32 attention is not fused.",
         remedy="export in fp16 or bf16; otherwise the build may fail unless decomposition is allowed",
-        source=SEEN_RTX,
+        source=MEASURED_RTX,
     ),
     Rule(
         id="facts-unknown",
         severity=NOTE,
         holds=EVERYWHERE,
         applies=lambda node, target: node.dtype is None or not isinstance(node.D, int),
-        message="The graph does not state the type ({dtype}) or head size ({D}): fusion cannot be foretold.",
+        message="The graph does not state the type ({dtype}) or head size ({D}): fusion cannot be predicted.",
         remedy="run shape inference before the check",
         source="",
     ),
@@ -752,7 +713,7 @@ FUSION_RULES: tuple[Rule, ...] = (
         applies=_mask_is_computed,
         message="A mask that the graph computes becomes part of the softmax kernel, and nothing is fused.",
         remedy="use TensorRT 10 or later, a plugin, or give an additive mask as an input (up to 512 keys)",
-        source=_SEEN_86,
+        source=_MEASURED_86,
     ),
     Rule(
         id="grouped-heads",
@@ -761,7 +722,7 @@ FUSION_RULES: tuple[Rule, ...] = (
         applies=lambda node, target: node.kind in ("GQA", "MQA"),
         message="Grouped heads ({Hq} on {Hkv}) were fused only under an additive mask that is an input.",
         remedy="use TensorRT 10 or later, or a plugin: where they fuse, they are slower than unfused",
-        source=_SEEN_86,
+        source=_MEASURED_86,
     ),
     Rule(
         id="compute-capability",
@@ -775,15 +736,15 @@ FUSION_RULES: tuple[Rule, ...] = (
 )
 
 
-# -- Can a target take an attention node, and can it fuse it? Asked before the build, answered  ----
+# -- The answer for each node ----------------------------------------------------------------------
 
 RULES: tuple[Rule, ...] = PARSER_RULES + FUSION_RULES
-"""Everything that is known, in the order it is reported within one severity."""
+"""All rules, in the order in which they are reported within one severity."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eligibility:
-    """The answer for one node: what happens to it as it is, and what after the lowering."""
+    """Whether one node is accepted and fused: as it is, and once lowered."""
 
     node: AttentionNode
     target: Target
@@ -791,7 +752,7 @@ class Eligibility:
 
     @property
     def taken(self) -> bool:
-        """Whether the node as it is builds and computes what it says."""
+        """Whether the node builds as it is, and computes what ONNX specifies."""
         return not self._any(REFUSED, WRONG_ANSWER)
 
     @property
@@ -801,7 +762,7 @@ class Eligibility:
 
     @property
     def taken_when_lowered(self) -> bool:
-        """Whether the node builds and is right once lowered."""
+        """Whether the node builds and is correct once lowered."""
         return not self._any(REFUSED, WRONG_ANSWER, cured=False)
 
     @property
@@ -811,7 +772,7 @@ class Eligibility:
 
     @property
     def options(self) -> dict[str, bool]:
-        """The options of the lowering that have to be turned on to cure what it can cure."""
+        """The options of the lowering that cure these findings."""
         return {name: True for finding in self.findings for name in finding.needs}
 
     def _any(self, *severities: str, cured: bool = True) -> bool:
@@ -823,35 +784,18 @@ class Eligibility:
 
 
 def check(nodes: Sequence[AttentionNode], target: Target) -> list[Finding]:
-    """Everything the rules say about these nodes on this target, the worst first for each node."""
-    return [finding for node in nodes for finding in _findings_of_eligibility(node, target)]
+    """The findings about these nodes on this target, the worst first for each node."""
+    return [finding for answer in judge(nodes, target) for finding in answer.findings]
 
 
 def judge(nodes: Sequence[AttentionNode], target: Target) -> list[Eligibility]:
     """The answer for each node."""
-    return [
-        Eligibility(node=node, target=target, findings=tuple(_findings_of_eligibility(node, target)))
-        for node in nodes
-    ]
-
-
-def _findings_of_eligibility(node: AttentionNode, target: Target) -> list[Finding]:
-    found = [
-        _finding_of_eligibility(rule, node)
-        for rule in RULES
-        if any(versions.covers(target) for versions in rule.holds) and rule.applies(node, target)
-    ]
-    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def _finding_of_eligibility(rule: Rule, node: AttentionNode) -> Finding:
-    return Finding(
-        node=node.name,
-        rule=rule.id,
-        severity=rule.severity,
-        message=rule.message.format(**node.describe()),
-        remedy=rule.remedy,
-        source=rule.source,
-        cured_by=rule.cured_by,
-        needs=rule.needs,
-    )
+    rules = [rule for rule in RULES if rule.covers(target)]
+    answers = []
+    for node in nodes:
+        applying = [rule for rule in rules if rule.applies(node, target)]
+        found = worst_first(
+            rule.finding(node.name, rule.message.format(**node.describe())) for rule in applying
+        )
+        answers.append(Eligibility(node=node, target=target, findings=tuple(found)))
+    return answers

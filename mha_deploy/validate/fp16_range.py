@@ -85,7 +85,7 @@ class Meter:
     """Gathers the figures of one attention, as a probe shows it, case by case."""
 
     def __init__(self, attention: ProbedAttention) -> None:
-        facts = attention.facts
+        facts = attention.node
         cached = facts.has_past or facts.has_nonpad_kv_seqlen
         strange = facts.has_window or (cached and facts.mask not in ("none", "bool"))
         if strange or facts.group is None or facts.softmax_scale is None:

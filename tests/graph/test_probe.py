@@ -147,7 +147,7 @@ def test_tensors_are_named_as_in_the_model(bundles):
     (node,) = [node for node in model.graph if node.op_type == "Attention"]
     assert [shown.tensors[role] for role in ("Q", "K", "V", "mask")] == [v.name for v in node.inputs]
     assert shown.tensors["mask"] == "attention_bias"
-    assert shown.facts.name == node.name
+    assert shown.node.name == node.name
 
 
 def test_one_tensor_may_be_all_three_inputs():

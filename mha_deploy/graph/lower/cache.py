@@ -264,7 +264,7 @@ def rewrite_caches(model: ir.Model, wanted: Wanted, write: Write, *, dialect: st
         if cache is not None:
             take_mask_before_expand(node)
             call = read_call(node, opset=model.opset_imports.get(""), dialect=dialect)
-            write(call, NodeBuilder(prefix_within(call.facts.name, taken)), cache)
+            write(call, NodeBuilder(prefix_within(call.attention.name, taken)), cache)
     RemoveUnusedNodesPass()(model)
     return infer_shapes(model)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -47,19 +48,19 @@ class LoweringError(DeployError):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """An `Attention` node with what is known of it: types and head sizes are certain here.
+    """An `Attention` node whose types and head sizes are known.
 
     Args:
-        facts: What the node says.
+        attention: Its attributes and shapes.
         node: The node itself.
         dialect: The dialect it is lowered to, for messages.
         q: Queries.
         k: New keys.
         v: New values.
         mask: Boolean or additive mask.
-        past_key: Keys of earlier steps.
-        past_value: Values of earlier steps.
-        lengths: Number of valid keys of each batch row (`nonpad_kv_seqlen`).
+        past_key: Keys of earlier decode steps.
+        past_value: Values of earlier decode steps.
+        lengths: Number of valid keys of each batch element (`nonpad_kv_seqlen`).
         dtype: Type of q, k and v.
         Hq: Query heads.
         Hkv: Key/value heads.
@@ -67,7 +68,7 @@ class AttentionCall:
         Dv: Head size of values.
     """
 
-    facts: AttentionNode
+    attention: AttentionNode
     node: ir.Node
     dialect: str
     q: ir.Value
@@ -91,39 +92,45 @@ class AttentionCall:
     @property
     def scale(self) -> float:
         """The factor on the scores."""
-        return self.facts.scale if self.facts.scale is not None else float(self.D) ** -0.5
+        return self.attention.scale if self.attention.scale is not None else float(self.D) ** -0.5
 
     @property
     def is_square(self) -> bool:
         """Whether there are certainly as many new keys as queries: the same number or the same axis."""
-        return same_size(self.facts.S, self.facts.T)
+        return same_size(self.attention.S, self.attention.T)
 
     @property
-    def may_have_empty_rows(self) -> bool:
-        """Whether some query may see no key at all; its output is then zero."""
-        facts = self.facts
-        if facts.mask != "none" or facts.has_nonpad_kv_seqlen:
+    def may_mask_queries_fully(self) -> bool:
+        """Whether there may be fully masked queries; their output is zero."""
+        attention = self.attention
+        if attention.mask != "none" or attention.has_nonpad_kv_seqlen:
             return True
-        # A window can lie wholly beyond the last key, unless every query has a key of its own.
-        return facts.has_window and not self.is_square
+        # A window can lie entirely beyond the last key, unless every query has a key of its own.
+        return attention.has_window and not self.is_square
 
     def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
-        """The error that says which feature of this node the dialect cannot express."""
-        return LoweringError(feature, node=self.facts.name, dialect=self.dialect, got=got, hint=hint)
+        """The error that names the feature of this node that the dialect cannot express."""
+        return LoweringError(feature, node=self.attention.name, dialect=self.dialect, got=got, hint=hint)
 
 
 def read_call(node: ir.Node, *, opset: int | None, dialect: str) -> AttentionCall:
-    """Read a node for lowering; refuse one whose heads or types the graph does not state."""
-    facts = an.read_attention(node, opset=opset)
+    """Read a node for lowering; refuse what ONNX does not allow or leaves open, and unknown head sizes."""
+    attention = an.read_attention(node, opset=opset)
     q, k, v = (input_at(node, at) for at in (an.Q, an.K, an.V))
-    if q is None or k is None or v is None or q.dtype is None or facts.rank not in (3, 4):
-        raise _unknown(facts, dialect, "query, key and value of known rank and type", f"rank {facts.rank}")
-    sizes = {name: getattr(facts, name) for name in ("Hq", "Hkv", "D", "Dv")}
+    refuse = partial(
+        LoweringError,
+        node=attention.name,
+        dialect=dialect,
+        hint="state the shapes of Q, K and V in the graph, and q_num_heads and kv_num_heads for 3-D inputs",
+    )
+    if q is None or k is None or v is None or q.dtype is None or attention.rank not in (3, 4):
+        raise refuse("query, key and value of known rank and type", got=f"rank {attention.rank}")
+    sizes = {name: getattr(attention, name) for name in ("Hq", "Hkv", "D", "Dv")}
     for name, size in sizes.items():
         if not isinstance(size, int):
-            raise _unknown(facts, dialect, f"head layout without a fixed {name}", size)
+            raise refuse(f"head layout without a fixed {name}", got=size)
     call = AttentionCall(
-        facts=facts,
+        attention=attention,
         node=node,
         dialect=dialect,
         q=q,
@@ -136,46 +143,34 @@ def read_call(node: ir.Node, *, opset: int | None, dialect: str) -> AttentionCal
         dtype=q.dtype,
         **sizes,
     )
-    _check(call)
-    return call
-
-
-def _check(call: AttentionCall) -> None:
-    """Refuse what ONNX itself does not allow, or leaves open."""
     if call.Hq % call.Hkv:
         raise call.refuse("uneven head groups", got=f"Hq={call.Hq}, Hkv={call.Hkv}", hint="Hq = n · Hkv")
-    if call.v.dtype is not None and call.v.dtype != call.dtype:
-        raise call.refuse("V of another type than Q", got=call.v.dtype, hint="cast V")
+    if v.dtype is not None and v.dtype != call.dtype:
+        raise call.refuse("V of another type than Q", got=v.dtype, hint="cast V")
     if (call.past_key is None) != (call.past_value is None):
         raise call.refuse("past of only keys or only values", hint="give past_key and past_value together")
     if call.past_key is not None and call.lengths is not None:
         raise call.refuse("nonpad_kv_seqlen together with past_key", hint="use one of the two kinds of cache")
     if call.mask is not None:
         _check_mask(call, call.mask)
+    return call
 
 
 def _check_mask(call: AttentionCall, mask: ir.Value) -> None:
-    facts = call.facts
-    if facts.mask == "unknown" or facts.mask_dims is None:
+    dims = call.attention.mask_dims
+    if call.attention.mask == "unknown" or dims is None:
         raise call.refuse("mask of unknown type or rank", got=mask.name, hint="state it in the graph")
-    if len(facts.mask_dims) > 4 or not facts.mask_dims:
-        raise call.refuse("mask of this rank", got=facts.mask_dims, hint="a mask has 1 to 4 dimensions")
-    heads = facts.mask_dims[-3] if len(facts.mask_dims) > 2 else 1
+    if len(dims) > 4 or not dims:
+        raise call.refuse("mask of this rank", got=dims, hint="a mask has 1 to 4 dimensions")
+    heads = dims[-3] if len(dims) > 2 else 1
     if isinstance(heads, int) and heads not in (1, call.Hq):
-        raise call.refuse(
-            "mask for another number of heads", got=facts.mask_dims, hint=f"1 or {call.Hq} heads"
-        )
-    if facts.mask_dims[-1] == 1 and facts.T != 1:
-        # ONNX calls it broadcastable and also says that a short mask is padded: two different results.
-        raise call.refuse("mask with a single key column", got=facts.mask_dims, hint="expand it to T columns")
+        raise call.refuse("mask for another number of heads", got=dims, hint=f"1 or {call.Hq} heads")
+    if dims[-1] == 1 and call.attention.T != 1:
+        # ONNX calls it broadcastable and also specifies that a short mask is padded: two different results.
+        raise call.refuse("mask with a single key column", got=dims, hint="expand it to T columns")
 
 
-def _unknown(facts: AttentionNode, dialect: str, feature: str, got: object) -> LoweringError:
-    hint = "state the shapes of Q, K and V in the graph, and q_num_heads and kv_num_heads for 3-D inputs"
-    return LoweringError(feature, node=facts.name, dialect=dialect, got=got, hint=hint)
-
-
-# -- Steps on queries, keys and values: split and merge heads, join the past, share heads in gr ----
+# -- Split and merge heads, concatenate the past ---------------------------------------------------
 
 
 class Heads(NamedTuple):
@@ -187,9 +182,9 @@ class Heads(NamedTuple):
 
 
 def split_inputs(b: NodeBuilder, call: AttentionCall) -> Heads:
-    """Bring the inputs to 4-D with the past joined in front."""
+    """The inputs in 4-D, with the past concatenated before the new keys and values."""
     q, k, v = call.q, call.k, call.v
-    if call.facts.rank == 3:
+    if call.attention.rank == 3:
         q = split_heads(b, q, call.Hq, call.D, name="q_heads")
         k = split_heads(b, k, call.Hkv, call.D, name="k_heads")
         v = split_heads(b, v, call.Hkv, call.Dv, name="v_heads")
@@ -201,12 +196,12 @@ def split_inputs(b: NodeBuilder, call: AttentionCall) -> Heads:
 
 def query_length(b: NodeBuilder, call: AttentionCall) -> Size:
     """S."""
-    return b.size(call.q, 1 if call.facts.rank == 3 else 2)
+    return b.size(call.q, 1 if call.attention.rank == 3 else 2)
 
 
 def key_length(b: NodeBuilder, call: AttentionCall) -> Size:
     """T, past included."""
-    new = b.size(call.k, 1 if call.facts.rank == 3 else 2)
+    new = b.size(call.k, 1 if call.attention.rank == 3 else 2)
     if call.past_key is None:
         return new
     past = b.size(call.past_key, 2)
@@ -228,7 +223,7 @@ def merge_heads(b: NodeBuilder, x: ir.Value, width: int, name: str | None = None
 
 def as_input_rank(b: NodeBuilder, call: AttentionCall, y: ir.Value) -> ir.Value:
     """Bring a 4-D result to the rank the node was written in."""
-    return merge_heads(b, y, call.Hq * call.Dv, name="merged") if call.facts.rank == 3 else y
+    return merge_heads(b, y, call.Hq * call.Dv, name="merged") if call.attention.rank == 3 else y
 
 
 # -- Replace every attention of a model, and the operators around it -------------------------------
@@ -236,12 +231,7 @@ def as_input_rank(b: NodeBuilder, call: AttentionCall, y: ir.Value) -> ir.Value:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCall:
-    """One node of ONNX's own operator set that is to be lowered.
-
-    Args:
-        node: The node.
-        dialect: The dialect it is lowered to, for messages.
-    """
+    """One node of another operator to be lowered to a dialect."""
 
     node: ir.Node
     dialect: str
@@ -252,24 +242,24 @@ class OperatorCall:
         return node_name(self.node)
 
     def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:
-        """The error that says which feature of this node the dialect cannot express."""
+        """The error that names the feature of this node that the dialect cannot express."""
         return LoweringError(feature, node=self.name, dialect=self.dialect, got=got, hint=hint)
 
 
 OperatorRule = Callable[[OperatorCall, NodeBuilder], ir.Value | None]
-"""Builds the replacement of one node: its output, or None to leave the node."""
+"""Builds the replacement of one node: its output, or None to keep the node."""
 
 OperatorRules = Mapping[str, OperatorRule]
 """The rules by operator."""
 
 Rule = Callable[[AttentionCall, NodeBuilder], dict[int, ir.Value] | None]
-"""Builds the replacement of one attention; outputs by position, or None to leave the node."""
+"""Builds the replacement of one attention: outputs by position, or None to keep the node."""
 
 _LOWERED = ("Attention", "RotaryEmbedding", "TensorScatter", "RMSNormalization")
 
 
 def copy_of(model: ir.Model) -> ir.Model:
-    """A copy to work on: weights shared, functions that hold attention inlined, shapes inferred."""
+    """A copy to work on: weights shared, functions with attention inlined, shapes inferred."""
     copy = model.clone()
     inner = (node for function in copy.functions.values() for node in function.all_nodes())
     if any(is_op(node, *_LOWERED) for node in inner):
@@ -289,10 +279,10 @@ def rewrite(
 
     Args:
         model: The model; it is not changed.
-        rule: What to make of an attention.
+        rule: How to write an attention.
         dialect: Name used in messages.
-        broadcasts: Whether masks need not be spelled out over the queries.
-        operators: What to make of the operators around attention; those not named stay.
+        broadcasts: Whether masks may broadcast over the queries.
+        operators: Rules for the operators around attention; those not named stay.
     """
     lowered = copy_of(model)
     opset = lowered.opset_imports.get("")
@@ -302,7 +292,7 @@ def rewrite(
             if broadcasts:
                 take_mask_before_expand(node)
             call = read_call(node, opset=opset, dialect=dialect)
-            builder = NodeBuilder(prefix_within(call.facts.name, taken))
+            builder = NodeBuilder(prefix_within(call.attention.name, taken))
             outputs = rule(call, builder)
         elif operators is not None and node.domain == "" and node.op_type in operators:
             other = OperatorCall(node=node, dialect=dialect)
@@ -320,7 +310,7 @@ def rewrite(
 
 
 def take_mask_before_expand(node: ir.Node) -> None:
-    """Read a mask as it was before it was copied for every query: there is less of it to move."""
+    """Read a mask as it was before it was expanded over the queries: it takes less memory traffic."""
     source = input_at(made_by(input_at(node, an.MASK), "Expand"), 0)
     if source is not None and rank(source) == 4 and dim(source, 3) != 1:
         node.replace_input_with(an.MASK, source)

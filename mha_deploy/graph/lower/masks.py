@@ -1,8 +1,8 @@
-"""Which keys a query may see, made explicit.
+"""Which keys a query attends to, as explicit tensors.
 
-ONNX's Attention decides this from four places: the mask, `is_causal`, the window and the key lengths.
-Here they become at most two 4-D tensors, broadcastable to `[B, Hq, S, T]`: `visible` (boolean) and
-`additive` (the mask's own numbers). From these come the bias on the scores, and which rows see no key.
+In ONNX's Attention this follows from the mask, `is_causal`, the window and the key lengths. Here it becomes
+at most two 4-D tensors that broadcast to `[B, Hq, S, T]`: `visible` (boolean) and `additive` (the numbers of
+the mask). The bias on the scores and the fully masked queries follow from these.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _FAR_BELOW_DEFAULT = -1e30
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """What hides keys from queries.
+    """A mask.
 
     Args:
-        visible: True where the key may be seen; None where nothing is hidden for good.
+        visible: True where the query attends to the key; None where no key is excluded.
         additive: Numbers added to the scores, in the mask's own type; None for none.
         heads: 1, or Hq where heads differ.
-        one_row: Whether all queries of a head share one row.
+        one_row: Whether the mask is the same for all queries.
     """
 
     visible: ir.Value | None
@@ -41,14 +41,7 @@ class Mask:
 
 
 def read_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Mask | None:
-    """Gather everything that hides keys; None where every query sees every key.
-
-    Args:
-        b: Builder of the new nodes.
-        call: The attention.
-        S: Number of queries.
-        T: Number of keys, past included.
-    """
+    """The whole mask over T keys, past included; None where every query attends to every key."""
     return with_geometry(b, call, given_mask(b, call, T), S, T)
 
 
@@ -58,7 +51,7 @@ def given_mask(b: NodeBuilder, call: AttentionCall, T: Size) -> Mask | None:
         return None
     given = _to_key_length(b, call, _to_4d(b, call), T)
     mask_heads, rows = _mask_dims_4d(call)[1:3]
-    is_bool = call.facts.mask == "bool"
+    is_bool = call.attention.mask == "bool"
     return Mask(
         visible=given if is_bool else None,
         additive=None if is_bool else given,
@@ -68,23 +61,19 @@ def given_mask(b: NodeBuilder, call: AttentionCall, T: Size) -> Mask | None:
 
 
 def with_geometry(b: NodeBuilder, call: AttentionCall, given: Mask | None, S: Size, T: Size) -> Mask | None:
-    """A given mask together with what causal, window and key lengths hide."""
+    """The mask input combined with causality, window and key lengths."""
     geometry = _geometry(b, call, S, T)
-    alike = not _depends_on_query(call) or call.facts.S == 1
+    alike = not _depends_on_query(call) or call.attention.S == 1
     if given is None:
         return None if geometry is None else Mask(visible=geometry, additive=None, heads=1, one_row=alike)
     return replace(given, visible=_both(b, given.visible, geometry), one_row=given.one_row and alike)
 
 
 def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, hidden: float | None = None) -> ir.Value:
-    """The number to add to each score, in the type of the scores.
+    """The bias on the scores, in their type.
 
-    Args:
-        b: Builder of the new nodes.
-        call: The attention.
-        mask: Its mask.
-        hidden: Number that hides a key; -inf where it has to stand beside numbers of a given mask,
-            else a finite one.
+    `hidden` is the bias of a masked key; default: -inf beside the numbers of an additive mask, else a finite
+    number.
     """
     if mask.additive is None:
         zero = b.constant(0.0, call.dtype)
@@ -92,19 +81,13 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, hidden: float | 
     additive = _to_score_type(b, call, mask.additive)
     if mask.visible is None:
         return additive
-    # A given mask may hold numbers as low as the type has: only -inf is certainly lower.
+    # An additive mask may have the lowest number of the type: only -inf is certainly lower.
     return b.op("Where", mask.visible, additive, b.constant(NEG_INF, call.dtype), name="mask_bias")
 
 
-def rows_to_keep(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.Value | None:
-    """`[·, ·, ·, 1]`, True for each query that sees a key; None where all do.
-
-    Args:
-        b: Builder of the new nodes.
-        call: The attention.
-        mask: Its mask.
-    """
-    if mask is None or not call.may_have_empty_rows:
+def attending_queries(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.Value | None:
+    """`[·, ·, ·, 1]`, False for fully masked queries; None where there are certainly none."""
+    if mask is None or not call.may_mask_queries_fully:
         return None
     seen = mask.visible
     if mask.additive is not None:
@@ -117,19 +100,19 @@ def rows_to_keep(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.V
     return b.op("Cast", count, to=int(ir.DataType.BOOL), name="row_is_open")
 
 
-def zero_closed_rows(b: NodeBuilder, call: AttentionCall, rows: ir.Value | None, x: ir.Value) -> ir.Value:
-    """Set the rows of queries that see no key to zero, whatever was computed for them."""
+def zero_masked_queries(b: NodeBuilder, call: AttentionCall, rows: ir.Value | None, x: ir.Value) -> ir.Value:
+    """Set the output of fully masked queries to zero, whatever was computed for them."""
     if rows is None:
         return x
     return b.op("Where", rows, x, b.constant(0.0, call.dtype), name="closed_rows_zero")
 
 
-# -- causal, window and lengths ----------------------------------------------------------------
+# -- Causality, window and key lengths -------------------------------------------------------------
 
 
 def _geometry(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> ir.Value | None:
-    """True where causal, window and lengths let query i see key j; None where they hide nothing."""
-    ahead, back = _sight_ahead(call), call.facts.left_window
+    """True where query i attends to key j by causality, window and lengths; None where these mask nothing."""
+    ahead, back = _sight_ahead(call), call.attention.left_window
     if ahead is None and back < 0 and call.lengths is None:
         return None
     key = positions_along(b, T, axis=3)
@@ -140,7 +123,7 @@ def _geometry(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> ir.Value
             tests.append(b.op("Less", key, _plus(b, own, ahead + 1)))
         if back >= 0:
             tests.append(b.op("Greater", key, _plus(b, own, -back - 1)))
-    # A causal query sees keys up to (valid keys − S + i), never past the last valid one.
+    # A causal query attends to keys up to (valid keys − S + i), never past the last valid one.
     if call.lengths is not None and ahead != 0:
         tests.append(b.op("Less", key, b.reshape(call.lengths, -1, 1, 1, 1)))
     visible = tests[0]
@@ -150,22 +133,22 @@ def _geometry(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> ir.Value
 
 
 def _sight_ahead(call: AttentionCall) -> int | None:
-    """How many keys past its own position a query sees; None for all."""
-    facts = call.facts
-    if facts.is_causal and facts.S == facts.T == 1 and call.lengths is None:
+    """How many keys after its own position a query attends to; None for all."""
+    attention = call.attention
+    if attention.is_causal and attention.S == attention.T == 1 and call.lengths is None:
         return None  # one new token: its own key is the last one
-    if facts.is_causal:
+    if attention.is_causal:
         return 0
-    return facts.right_window if facts.right_window >= 0 else None
+    return attention.right_window if attention.right_window >= 0 else None
 
 
 def _depends_on_query(call: AttentionCall) -> bool:
-    """Whether what a query sees depends on its position."""
-    return _sight_ahead(call) is not None or call.facts.left_window >= 0
+    """Whether the visible keys depend on the position of the query."""
+    return _sight_ahead(call) is not None or call.attention.left_window >= 0
 
 
 def _own_position(b: NodeBuilder, call: AttentionCall, S: Size) -> ir.Value:
-    """Position of each query among the keys: behind the past, or at the end of the valid keys."""
+    """Position of each query among the keys: after the past, or at the end of the valid keys."""
     index = positions_along(b, S, axis=2)
     if call.past_key is not None:
         return b.op("Add", index, b.as_tensor(b.size(call.past_key, 2)))
@@ -190,32 +173,32 @@ def _both(b: NodeBuilder, one: ir.Value | None, other: ir.Value | None) -> ir.Va
     return b.op("And", one, other, name="visible")
 
 
-# -- the given mask ----------------------------------------------------------------------------
+# -- The mask input --------------------------------------------------------------------------------
 
 
 def _mask_dims_4d(call: AttentionCall) -> tuple[int | str | None, ...]:
-    dims = call.facts.mask_dims or ()
+    dims = call.attention.mask_dims or ()
     return (1,) * (4 - len(dims)) + dims
 
 
 def _to_4d(b: NodeBuilder, call: AttentionCall) -> ir.Value:
-    """The mask with all four axes; its head axis is 1 or Hq for certain."""
+    """The mask with all four axes; its head axis is 1 or Hq."""
     mask, dims = call.mask, _mask_dims_4d(call)
-    if mask is None or call.facts.mask_dims is None:
+    if mask is None or call.attention.mask_dims is None:
         raise call.refuse("mask of unknown rank")
-    dtype, missing = _dtype(mask), 4 - len(call.facts.mask_dims)
+    dtype, missing = _dtype(mask), 4 - len(call.attention.mask_dims)
     if missing:
         mask = b.unsqueeze(mask, *range(missing))
     if not isinstance(dims[1], int):
         mask = b.expand(mask, 1, call.Hq, 1, 1)
-    if call.facts.mask == "int":
+    if call.attention.mask == "int":
         dtype, mask = call.dtype, b.op("Cast", mask, to=int(call.dtype))  # whole numbers hold no -inf
     mask.dtype = dtype
     return mask
 
 
 def _to_key_length(b: NodeBuilder, call: AttentionCall, mask: ir.Value, T: Size) -> ir.Value:
-    """A short mask (opset 24) hides the keys it does not reach."""
+    """A short mask (opset 24) masks the keys beyond it."""
     columns = _mask_dims_4d(call)[3]
     if not may_be_short(call, columns, T):
         return mask
@@ -224,7 +207,7 @@ def _to_key_length(b: NodeBuilder, call: AttentionCall, mask: ir.Value, T: Size)
     else:
         missing = b.op("Sub", b.as_tensor(T), b.op("Gather", b.op("Shape", mask), b.ints(3)))
     pads = b.shape_of(0, 0, 0, 0, 0, 0, 0, missing)
-    if call.facts.mask != "bool":
+    if call.attention.mask != "bool":
         padded = b.op("Pad", mask, pads, b.constant(NEG_INF, _dtype(mask)), name="mask_padded")
         padded.dtype = _dtype(mask)
         return padded
@@ -235,16 +218,16 @@ def _to_key_length(b: NodeBuilder, call: AttentionCall, mask: ir.Value, T: Size)
 
 
 def may_be_short(call: AttentionCall, columns: int | str | None, T: Size) -> bool:
-    """Whether a mask of so many columns may end before the keys do."""
-    facts = call.facts
+    """Whether a mask of so many columns may be shorter than the keys."""
+    attention = call.attention
     if isinstance(columns, int) and isinstance(T, int):
         return columns < T
-    # Only with a cache outside the operator may the mask end before the keys do.
-    return call.lengths is not None and not same_size(columns, facts.T)
+    # Only with a cache outside the operator may the mask be shorter than the keys.
+    return call.lengths is not None and not same_size(columns, attention.T)
 
 
 def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Value:
-    """Cast a mask to the type of the scores: numbers beyond its range saturate, -inf stays -inf."""
+    """Cast a mask to the type of the scores: values beyond its range saturate, -inf stays -inf."""
     dtype = _dtype(mask)
     if dtype == call.dtype:
         return mask
@@ -257,7 +240,7 @@ def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Va
 
 
 def hidden_number(b: NodeBuilder, call: AttentionCall, number: float | None = None) -> ir.Value:
-    """The number that hides a key: the given one, else a finite one far below every score."""
+    """The bias of a masked key; default: a finite number far below every score."""
     if number is None:
         number = _FAR_BELOW.get(call.dtype, _FAR_BELOW_DEFAULT)
     return b.constant(number, call.dtype)

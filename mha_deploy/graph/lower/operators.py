@@ -1,4 +1,4 @@
-"""What stands around attention: normalisation, rotary embedding, cache update."""
+"""The operators around attention: RMS normalisation, rotary embedding, KV-cache update."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import onnx_ir as ir
 from mha_deploy.graph.ir import NodeBuilder, dim, dims, input_at, rank
 from mha_deploy.graph.lower.call import OperatorCall
 
-# -- RMSNormalization in primitive operators, for parsers that came before it ----------------------
+# -- RMSNormalization in primitive operators, for older parsers ------------------------------------
 
 RMS_NORM = "RMSNormalization"
 
 
 def rms_norm_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
-    """Divide x by √(mean x² + ε), in float32 unless the node says otherwise, and multiply by the scale.
+    """Divide x by √(mean x² + ε) in the stash type (default: float32), and multiply by the scale.
 
-    As the specification writes it: the quotient is rounded to the type of x before it is scaled.
+    As in the specification, the quotient is rounded to the type of x before it is scaled.
     """
     x, scale = input_at(call.node, 0), input_at(call.node, 1)
     if x is None or scale is None or x.dtype is None or scale.dtype is None:
@@ -38,7 +38,7 @@ def rms_norm_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
 
 
 def _axes(call: OperatorCall, x: ir.Value) -> range:
-    """From `axis` to the last one, counted from the end: so the rank is needed only where axis is not."""
+    """From `axis` to the last one, counted from the end; a negative axis needs no rank."""
     axis = call.node.attributes.get_int("axis", -1)
     if axis >= 0:
         if x.shape is None:
@@ -56,18 +56,18 @@ ROTARY = "RotaryEmbedding"
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """What a RotaryEmbedding node says.
+    """The inputs and attributes of a RotaryEmbedding node.
 
     Args:
         x: `[B, H, S, D]` or `[B, S, H·D]`.
         cos: Cosines: `[positions, R/2]`, or `[B, S, R/2]` without position ids.
         sin: Sines, of the same shape.
-        positions: `[B, S]`, the row of each token in the two tables; None where they are spread out already.
+        positions: `[B, S]`, the table row of each token; None where cos and sin are per token already.
         rank: 3 or 4, that of x.
         heads: H.
         size: D.
-        turned: R, how many numbers of a head are turned; the rest stays.
-        interleaved: Whether a pair is two neighbours.
+        rotated: R, how many elements of a head are rotated; the rest stays.
+        interleaved: Whether a pair is two adjacent elements.
     """
 
     x: ir.Value
@@ -77,21 +77,21 @@ class Rotary:
     rank: int
     heads: int
     size: int
-    turned: int
+    rotated: int
     interleaved: bool
 
 
 def rotary_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
-    """Write a RotaryEmbedding with matmuls and sums."""
+    """Write a RotaryEmbedding with elementwise multiplications and additions."""
     rotary = _read(call)
     x = rotary.x if rotary.rank == 4 else b.reshape(rotary.x, 0, 0, rotary.heads, rotary.size)
     cos, sin = (_table(b, rotary, table) for table in (rotary.cos, rotary.sin))
     one, other, rest = _pairs(b, rotary, x)
-    turned = (
+    rotated = (
         b.op("Sub", b.op("Mul", one, cos), b.op("Mul", other, sin)),
         b.op("Add", b.op("Mul", one, sin), b.op("Mul", other, cos)),
     )
-    parts = [_interleave(b, rotary, *turned)] if rotary.interleaved else [*turned]
+    parts = [_interleave(b, rotary, *rotated)] if rotary.interleaved else [*rotated]
     parts += [] if rest is None else [rest]
     y = parts[0] if len(parts) == 1 else b.op("Concat", *parts, axis=3, name="turned")
     return y if rotary.rank == 4 else b.reshape(y, 0, 0, rotary.heads * rotary.size, name="merged")
@@ -102,12 +102,12 @@ def rotary_to_contrib(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     rotary = _read(call)
     cos, sin, positions = rotary.cos, rotary.sin, rotary.positions
     if positions is None:
-        cos, sin = (b.reshape(table, -1, rotary.turned // 2) for table in (cos, sin))
+        cos, sin = (b.reshape(table, -1, rotary.rotated // 2) for table in (cos, sin))
         positions = _rows_in_order(b, rotary)
     attributes = {
         "interleaved": int(rotary.interleaved),
         "num_heads": rotary.heads,
-        "rotary_embedding_dim": rotary.turned if rotary.turned < rotary.size else None,
+        "rotary_embedding_dim": rotary.rotated if rotary.rotated < rotary.size else None,
     }
     inputs = [rotary.x, positions, cos, sin]
     return b.node(ROTARY, inputs, domain="com.microsoft", name=b.prefix, attributes=attributes)[0]
@@ -124,9 +124,9 @@ def _read(call: OperatorCall) -> Rotary:
         hint = "state the heads and the head size; num_heads for a 3-D input"
         raise call.refuse("rotary embedding without a fixed head size", got=shape, hint=hint)
     size = width if len(shape) == 4 else width // heads
-    turned = call.node.attributes.get_int("rotary_embedding_dim", 0) or size
-    if turned % 2 or turned > size or (len(shape) == 3 and width % heads):
-        raise call.refuse("rotary embedding of this size", got=f"{turned} of {shape}, {heads} heads")
+    rotated = call.node.attributes.get_int("rotary_embedding_dim", 0) or size
+    if rotated % 2 or rotated > size or (len(shape) == 3 and width % heads):
+        raise call.refuse("rotary embedding of this size", got=f"{rotated} of {shape}, {heads} heads")
     return Rotary(
         x=x,
         cos=cos,
@@ -135,7 +135,7 @@ def _read(call: OperatorCall) -> Rotary:
         rank=len(shape),
         heads=heads,
         size=size,
-        turned=turned,
+        rotated=rotated,
         interleaved=call.node.attributes.get_int("interleaved", 0) == 1,
     )
 
@@ -148,14 +148,14 @@ def _table(b: NodeBuilder, rotary: Rotary, table: ir.Value) -> ir.Value:
 
 
 def _pairs(b: NodeBuilder, rotary: Rotary, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-    """First and second number of each pair, and what is not turned."""
-    half, rest = rotary.turned // 2, rotary.size - rotary.turned
+    """First and second element of each pair, and the elements that are not rotated."""
+    half, rest = rotary.rotated // 2, rotary.size - rotary.rotated
     if not rotary.interleaved:
         sizes = (half, half, rest) if rest else (half, half)
         parts = b.node("Split", [x, b.ints(*sizes)], outputs=len(sizes), attributes={"axis": 3})
         return parts[0], parts[1], parts[2] if rest else None
-    one, other = (_every(b, x, start, rotary.turned, 2) for start in (0, 1))
-    return one, other, _every(b, x, rotary.turned, rotary.size, 1) if rest else None
+    one, other = (_every(b, x, start, rotary.rotated, 2) for start in (0, 1))
+    return one, other, _every(b, x, rotary.rotated, rotary.size, 1) if rest else None
 
 
 def _every(b: NodeBuilder, x: ir.Value, start: int, end: int, step: int) -> ir.Value:
@@ -164,11 +164,11 @@ def _every(b: NodeBuilder, x: ir.Value, start: int, end: int, step: int) -> ir.V
 
 def _interleave(b: NodeBuilder, rotary: Rotary, one: ir.Value, other: ir.Value) -> ir.Value:
     pairs = b.op("Concat", b.unsqueeze(one, 4), b.unsqueeze(other, 4), axis=4)
-    return b.reshape(pairs, 0, 0, 0, rotary.turned, name="interleaved")
+    return b.reshape(pairs, 0, 0, 0, rotary.rotated, name="interleaved")
 
 
 def _rows_in_order(b: NodeBuilder, rotary: Rotary) -> ir.Value:
-    """`[B, S]`, counting through all tokens: the rows of a table that was `[B, S, ·]`."""
+    """`[B, S]`, counting all tokens: the row indices of a table that was `[B, S, ·]`."""
     B, S = b.size(rotary.x, 0), b.size(rotary.x, 2 if rotary.rank == 4 else 1)
     if isinstance(B, int) and isinstance(S, int):
         return b.reshape(b.ints(*range(B * S)), B, S)
@@ -176,7 +176,7 @@ def _rows_in_order(b: NodeBuilder, rotary: Rotary) -> ir.Value:
     return b.reshape(b.count_up(tokens), B, S, name="rows")
 
 
-# -- TensorScatter, the update of a cache whose size is fixed: written in primitive operators,  ----
+# -- TensorScatter, the update of a preallocated KV cache ------------------------------------------
 
 SCATTER = "TensorScatter"
 
@@ -209,15 +209,15 @@ def obstacle_to_update_in_place(node: ir.Node) -> Obstacle | None:
 
 
 def keep_scatter(call: OperatorCall, b: NodeBuilder) -> None:
-    """Leave the node to TensorRT's parser, or say why it would not take it."""
+    """Keep the node for TensorRT's parser, or refuse it with the reason."""
     obstacle = obstacle_to_update_in_place(call.node)
     if obstacle is not None:
-        hint = "decode_primitives=True writes it with ScatterND: the cache is copied at every step"
+        hint = "decode_primitives=True writes it with ScatterND: the cache is copied at every decode step"
         raise call.refuse(obstacle.feature, got=obstacle.got, hint=hint)
 
 
 def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
-    """Write a TensorScatter as a ScatterND whose indices are spelled out."""
+    """Write a TensorScatter as a ScatterND with explicit indices."""
     cache, update, starts = (input_at(call.node, at) for at in range(3))
     if cache is None or update is None or update.shape is None:
         raise call.refuse("TensorScatter of unknown rank", hint="state the shape of the update")
@@ -227,7 +227,7 @@ def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
         slots = b.op("Add", slots, b.reshape(starts, -1, *[1] * (axis + 1)), name="slot")
     if _is_circular(call.node):
         slots = _wrap(b, slots, b.as_tensor(b.size(cache, axis)))
-    # One index for each axis up to the sequence; whole rows follow, so there are few indices.
+    # One index for each axis up to the sequence; whole head vectors follow, so there are few indices.
     lead = b.shape_of(*(b.size(update, at) for at in range(axis + 1)), 1)
     planes = [*(_along(b, update, at, axis) for at in range(axis)), slots]
     index = b.op("Concat", *(b.op("Expand", plane, lead) for plane in planes), axis=axis + 1, name="index")
@@ -235,12 +235,12 @@ def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
 
 
 def _along(b: NodeBuilder, update: ir.Value, at: int, axis: int) -> ir.Value:
-    """0, 1, 2 … along one axis of the indices, which have one more axis than lead to a row."""
+    """0, 1, 2 … along one axis of the indices, which have one axis more than the leading ones."""
     return b.reshape(b.count_up(b.size(update, at)), *(-1 if i == at else 1 for i in range(axis + 2)))
 
 
 def _wrap(b: NodeBuilder, index: ir.Value, length: ir.Value) -> ir.Value:
-    """The remainder, written with a whole-number division: Mod is not in every parser."""
+    """The remainder, by an integer division: Mod is not in every parser."""
     return b.op("Sub", index, b.op("Mul", b.op("Div", index, length), length), name="wrapped")
 
 

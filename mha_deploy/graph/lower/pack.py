@@ -1,7 +1,7 @@
-"""One matmul instead of three: pack the projections that read the same input.
+"""One GEMM instead of three: pack the projections that read the same input.
 
-Packing changes no number: each output column is the same sum as before. Do it before lowering, while the
-Attention nodes still show which matmuls are projections.
+Packing changes no number: each output column is the same dot product as before. Do it before lowering, while
+the Attention nodes still show which matmuls are projections.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import K, Q, V, is_attention
-from mha_deploy.graph.ir import NodeBuilder, new_initializer, replace_value
+from mha_deploy.graph.ir import NodeBuilder, constant, is_op, new_initializer, replace_value
 from mha_deploy.graph.lower.call import copy_of
 
 
@@ -27,26 +27,22 @@ class Projection:
     bias: ir.Value | None
 
     @property
-    def weight_array(self) -> np.ndarray:
-        """The weights, `[in, out]`."""
-        return _array(self.weight)
-
-    @property
-    def bias_array(self) -> np.ndarray:
-        """The bias, `[out]`; zeros where there is none."""
-        if self.bias is not None:
-            return _array(self.bias)
-        weight = self.weight_array
-        return np.zeros(weight.shape[1], weight.dtype)
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The weights `[in, out]` and the bias `[out]`, zeros where there is none."""
+        weight = _array(self.weight)
+        return weight, np.zeros(weight.shape[1], weight.dtype) if self.bias is None else _array(self.bias)
 
     @property
     def x(self) -> ir.Value:
-        """What is projected."""
-        return _first(self.matmul)
+        """The input of the projection."""
+        value = self.matmul.inputs[0]
+        if value is None:
+            raise ValueError(f"Node {self.matmul.name!r} has no first input.")
+        return value
 
     @property
     def y(self) -> ir.Value:
-        """The projection, bias included."""
+        """The output of the projection, bias included."""
         return (self.add or self.matmul).outputs[0]
 
 
@@ -73,7 +69,7 @@ def pack_projections(model: ir.Model) -> ir.Model:
 
 def projection_at(matmul: ir.Node) -> Projection | None:
     """Read a MatMul as a projection; None where its weights are not constant."""
-    weight = matmul.inputs[1] if matmul.op_type == "MatMul" and matmul.domain == "" else None
+    weight = matmul.inputs[1] if is_op(matmul, "MatMul") else None
     if weight is None or not _is_constant(weight, rank=2):
         return None
     uses = list(matmul.outputs[0].uses())
@@ -85,7 +81,7 @@ def projection_at(matmul: ir.Node) -> Projection | None:
 
 
 def _groups(attention: ir.Node) -> list[list[Projection]]:
-    """The projections behind Q, K and V that share an input, two or more together."""
+    """The projections of Q, K and V that share an input, two or more together."""
     groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Projection]] = {}
     seen: set[ir.Node] = set()
     for position in (Q, K, V):
@@ -106,7 +102,7 @@ def matmuls_behind(value: ir.Value) -> Iterator[ir.Node]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.op_type == "MatMul" and node.domain == "":
+        if is_op(node, "MatMul"):
             yield node
         else:
             pending += [x for x in node.inputs if x is not None]
@@ -122,40 +118,24 @@ def _pack(group: list[Projection], attention: ir.Node) -> None:
     graph = group[0].matmul.graph
     if not isinstance(graph, ir.Graph):
         return
-    # No slash after the attention's own name: that prefix is left to its lowering.
+    # No slash after the attention's own name: that prefix is reserved for its lowering.
     b = NodeBuilder(_free_name(graph, f"{attention.name or attention.outputs[0].name}_qkv"))
-    weights = [projection.weight_array for projection in group]
+    weights, biases = zip(*(projection.arrays for projection in group), strict=True)
     y = b.op(
         "MatMul", group[0].x, new_initializer(graph, f"{b.prefix}_weight", np.concatenate(weights, axis=1))
     )
     if any(projection.bias is not None for projection in group):
-        biases = [projection.bias_array for projection in group]
         y = b.op("Add", y, new_initializer(graph, f"{b.prefix}_bias", np.concatenate(biases)))
     sizes = b.ints(*(weight.shape[1] for weight in weights))
     parts = b.node("Split", [y, sizes], outputs=len(group), attributes={"axis": -1})
-    graph.insert_before(_earliest(graph, group), b.nodes)
-    for projection, part in zip(group, parts, strict=True):
-        _take_over(graph, projection, part)
-
-
-def _take_over(graph: ir.Graph, projection: Projection, part: ir.Value) -> None:
-    old = projection.y
-    replace_value(old, part)
-    nodes = [node for node in (projection.add, projection.matmul) if node is not None]
-    graph.remove(nodes, safe=True)
-    for value in (projection.weight, projection.bias):
-        drop_if_unused(graph, value)
-
-
-def _earliest(graph: ir.Graph, group: list[Projection]) -> ir.Node:
     members = {projection.matmul for projection in group}
-    return next(node for node in graph if node in members)
-
-
-def drop_if_unused(graph: ir.Graph, value: ir.Value | None) -> None:
-    """Remove weights that no node reads any more."""
-    if value is not None and value.is_initializer() and not value.uses() and value.name:
-        graph.initializers.pop(value.name)
+    graph.insert_before(next(node for node in graph if node in members), b.nodes)
+    for projection, part in zip(group, parts, strict=True):
+        replace_value(projection.y, part)
+        graph.remove([node for node in (projection.add, projection.matmul) if node is not None], safe=True)
+        for value in (projection.weight, projection.bias):
+            if value is not None and value.is_initializer() and not value.uses() and value.name:
+                graph.initializers.pop(value.name)
 
 
 def _free_name(graph: ir.Graph, name: str) -> str:
@@ -172,14 +152,7 @@ def _is_constant(value: ir.Value, *, rank: int) -> bool:
 
 
 def _array(value: ir.Value) -> np.ndarray:
-    tensor = ir.convenience.get_const_tensor(value)
+    tensor = constant(value)
     if tensor is None:
         raise ValueError(f"Value {value.name!r} is not constant.")
     return tensor.numpy()
-
-
-def _first(node: ir.Node) -> ir.Value:
-    value = node.inputs[0]
-    if value is None:
-        raise ValueError(f"Node {node.name!r} has no first input.")
-    return value

@@ -27,7 +27,7 @@ from mha_deploy.graph.lower.call import (
     split_heads,
     split_inputs,
 )
-from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
+from mha_deploy.graph.lower.masks import Mask, attending_queries, bias_of, read_mask, zero_masked_queries
 from mha_deploy.graph.lower.operators import rotary_to_contrib, scatter_to_primitives
 
 DOMAIN = "com.microsoft"
@@ -39,23 +39,23 @@ OPERATOR_RULES = {"RotaryEmbedding": rotary_to_contrib, "TensorScatter": scatter
 
 def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: object) -> dict[int, ir.Value]:
     """Write one attention as MultiHeadAttention or GroupQueryAttention."""
-    facts = call.facts
-    if "fp64" in (facts.dtype, facts.softmax_precision):
-        got = facts.softmax_precision or facts.dtype
+    attention = call.attention
+    if "fp64" in (attention.dtype, attention.softmax_precision):
+        got = attention.softmax_precision or attention.dtype
         raise call.refuse("fp64", got=got, hint="dialect onnx")
-    if facts.has_qk_output:
-        mode = f"qk_matmul_output_mode={facts.qk_output_mode}"
+    if attention.has_qk_output:
+        mode = f"qk_matmul_output_mode={attention.qk_output_mode}"
         raise call.refuse("attention weights as output", got=mode, hint="dialect onnx or primitives")
-    if call.group == 1 and not facts.softcap:
+    if call.group == 1 and not attention.softcap:
         return _multi_head(call, b)
     problem = _why_not_group_query(call)
     if problem is None:
         return _group_query(call, b)
-    feature = "softcap" if facts.softcap else "grouped heads"
+    feature = "softcap" if attention.softcap else "grouped heads"
     sizes = f"D={call.D}, Dv={call.Dv}, Hq={call.Hq}, Hkv={call.Hkv}"
     raise call.refuse(
         f"{feature} with {problem}",
-        got=f"S={facts.S}, T={facts.T}, {sizes}",
+        got=f"S={attention.S}, T={attention.T}, {sizes}",
         hint="dialect onnx: ONNX Runtime's Attention has softcap and shares heads itself",
     )
 
@@ -73,20 +73,20 @@ def _why_not_group_query(call: AttentionCall) -> str | None:
 
 
 def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
-    facts = call.facts
+    attention = call.attention
     # Otherwise the past is concatenated before it.
     joins_past = call.past_key is not None and call.is_square and call.Dv == call.D
     # The operator's own causal mask is right where it receives as many new keys as queries, and the past
     # apart from them. With unequal lengths it follows neither corner: the mask is made explicit. A past that
     # is concatenated before the operator makes them unequal.
     own_causal = call.is_square and (call.past_key is None or joins_past)
-    hides = call.mask is not None or call.lengths is not None or facts.has_window
-    explicit = hides or (facts.is_causal and not own_causal)
+    hides = call.mask is not None or call.lengths is not None or attention.has_window
+    explicit = hides or (attention.is_causal and not own_causal)
     mask = read_mask(b, call, query_length(b, call), key_length(b, call)) if explicit else None
     attributes = {
         "num_heads": call.Hq,
         "scale": call.scale,
-        "unidirectional": int(facts.is_causal and not explicit),
+        "unidirectional": int(attention.is_causal and not explicit),
     }
     if joins_past:
         tensors = [*_merged(b, call), None, None, _bias(b, call, mask), call.past_key, call.past_value]
@@ -96,17 +96,17 @@ def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     if call.past_key is None:
         tensors = [*_merged(b, call)]
     else:
-        q = call.q if facts.rank == 3 else merge_heads(b, call.q, call.Hq * call.D)
+        q = call.q if attention.rank == 3 else merge_heads(b, call.q, call.Hq * call.D)
         tensors = [q, merge_heads(b, heads.k, call.Hq * call.D), merge_heads(b, heads.v, call.Hq * call.Dv)]
     y = _contrib(b, MULTI_HEAD, [*tensors, None, None, _bias(b, call, mask)], 1, attributes)[0]
     return {Y: _finish(b, call, mask, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
 
 def _group_query(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
-    facts = call.facts
+    attention = call.attention
     # The operator's own window looks back only, and only when causal; any other becomes a bias.
-    own_window = facts.is_causal and facts.has_window and call.mask is None
-    explicit = call.mask is not None or (facts.has_window and not own_window)
+    own_window = attention.is_causal and attention.has_window and call.mask is None
+    explicit = call.mask is not None or (attention.has_window and not own_window)
     T = key_length(b, call)
     mask = read_mask(b, call, query_length(b, call), T) if explicit else None
     # The index of the last key for each batch element, and the number of keys.
@@ -115,9 +115,9 @@ def _group_query(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     lengths = [b.expand(last, b.size(call.q, 0), name="last_key"), b.op("Squeeze", total, name="key_count")]
     tensors = [*_merged(b, call), call.past_key, call.past_value, *lengths]
     tensors += [None, None, None, _bias(b, call, mask)]
-    attributes = _group_query_attributes(call, facts.left_window if own_window else -1)
+    attributes = _group_query_attributes(call, attention.left_window if own_window else -1)
     # Omitted when causal: the attribute is newer than the operator.
-    attributes["causal"] = None if facts.is_causal else 0
+    attributes["causal"] = None if attention.is_causal else 0
     y, key, value = _contrib(b, GROUP_QUERY, tensors, 3, attributes)
     return {Y: _finish(b, call, mask, y), PRESENT_KEY: key, PRESENT_VALUE: value}
 
@@ -127,7 +127,7 @@ def _group_query_attributes(call: AttentionCall, left_window: int) -> dict[str, 
         "num_heads": call.Hq,
         "kv_num_heads": call.Hkv,
         "scale": call.scale,
-        "softcap": call.facts.softcap or None,
+        "softcap": call.attention.softcap or None,
         # ONNX counts the keys before the query's own, ONNX Runtime the own one too.
         "local_window_size": left_window + 1 if left_window >= 0 else None,
     }
@@ -135,7 +135,7 @@ def _group_query_attributes(call: AttentionCall, left_window: int) -> dict[str, 
 
 def _merged(b: NodeBuilder, call: AttentionCall) -> list[ir.Value]:
     """Queries, new keys and new values as `[B, ·, H·D]`."""
-    if call.facts.rank == 3:
+    if call.attention.rank == 3:
         return [call.q, call.k, call.v]
     widths = (call.q, call.Hq * call.D), (call.k, call.Hkv * call.D), (call.v, call.Hkv * call.Dv)
     return [merge_heads(b, x, width) for x, width in widths]
@@ -161,12 +161,12 @@ def _bias(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.Value | 
 
 def _finish(b: NodeBuilder, call: AttentionCall, mask: Mask | None, y: ir.Value) -> ir.Value:
     """Zero fully masked queries, and bring the result to the rank the node was written in."""
-    rows = rows_to_keep(b, call, mask)
+    rows = attending_queries(b, call, mask)
     if mask is None or rows is None:
-        return y if call.facts.rank == 3 else split_heads(b, y, call.Hq, call.Dv)
-    if call.facts.rank == 3 and mask.heads == 1:
-        return zero_closed_rows(b, call, b.op("Squeeze", rows, b.ints(1)), y)
-    return as_input_rank(b, call, zero_closed_rows(b, call, rows, split_heads(b, y, call.Hq, call.Dv)))
+        return y if call.attention.rank == 3 else split_heads(b, y, call.Hq, call.Dv)
+    if call.attention.rank == 3 and mask.heads == 1:
+        return zero_masked_queries(b, call, b.op("Squeeze", rows, b.ints(1)), y)
+    return as_input_rank(b, call, zero_masked_queries(b, call, rows, split_heads(b, y, call.Hq, call.Dv)))
 
 
 # -- A preallocated KV cache, which GroupQueryAttention updates in place ---------------------------
@@ -192,7 +192,7 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> ir.Mo
         new = (call.q, call.Hq), (cache.new_key, call.Hkv), (cache.new_value, call.Hkv)
         tensors = [merge_heads(b, x, heads * call.D) for x, heads in new]
         tensors += [cache.past_key, cache.past_value, _last_entries(b, call, cache), _total_length(lowered)]
-        attributes = _group_query_attributes(call, call.facts.left_window)
+        attributes = _group_query_attributes(call, call.attention.left_window)
         y, *states = _contrib(b, GROUP_QUERY, [*tensors], 3, attributes)
         take_over(lowered, call, b, cache, split_heads(b, y, call.Hq, call.D), states)
 
@@ -201,8 +201,12 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> ir.Mo
 
 def _has_place(call: AttentionCall) -> bool:
     """Whether the operator can express the attention; refused where only its sizes forbid it."""
-    facts = call.facts
-    if not facts.is_causal or call.mask is not None or "fp64" in (facts.dtype, facts.softmax_precision):
+    attention = call.attention
+    if (
+        not attention.is_causal
+        or call.mask is not None
+        or "fp64" in (attention.dtype, attention.softmax_precision)
+    ):
         return False
     if call.D % 8:
         raise call.refuse("static cache of a head size no multiple of 8", got=call.D, hint="dialect onnx")

@@ -43,12 +43,12 @@ from mha_deploy.graph.lower.cache import (
 from mha_deploy.graph.lower.call import AttentionCall, key_length, read_call, split_heads, split_inputs
 from mha_deploy.graph.lower.masks import (
     Mask,
+    attending_queries,
     bias_of,
     given_mask,
     may_be_short,
-    rows_to_keep,
     with_geometry,
-    zero_closed_rows,
+    zero_masked_queries,
 )
 from mha_deploy.graph.lower.pack import Projection, matmuls_behind, pack_projections, projection_at
 from mha_deploy.graph.plugin_node import (
@@ -71,23 +71,23 @@ _TYPES = ("fp16", "bf16")
 
 def refuse_what_is_missing(call: AttentionCall) -> None:
     """Refuse what the node cannot express."""
-    facts, other = call.facts, "dialect primitives"
-    if facts.softcap:
-        raise call.refuse("softcap", got=facts.softcap, hint=other)
-    if facts.has_qk_output:
-        mode = f"qk_matmul_output_mode={facts.qk_output_mode}"
+    attention, other = call.attention, "dialect primitives"
+    if attention.softcap:
+        raise call.refuse("softcap", got=attention.softcap, hint=other)
+    if attention.has_qk_output:
+        mode = f"qk_matmul_output_mode={attention.qk_output_mode}"
         raise call.refuse("attention weights as output", got=mode, hint=other)
     # A softmax in FP32 is at least as precise as one that was requested in FP16 or BF16.
-    if facts.softmax_precision == "fp64":
-        raise call.refuse("fp64", got=facts.softmax_precision, hint="export in fp16 or bf16")
+    if attention.softmax_precision == "fp64":
+        raise call.refuse("fp64", got=attention.softmax_precision, hint="export in fp16 or bf16")
     refuse_without_kernel(call)
 
 
 def refuse_without_kernel(call: AttentionCall) -> None:
     """Refuse types and head sizes for which the plugin has no kernel."""
-    if call.facts.dtype not in _TYPES:
-        feature = "fp64" if call.facts.dtype == "fp64" else "type but fp16 and bf16"
-        raise call.refuse(feature, got=call.facts.dtype, hint="export in fp16 or bf16")
+    if call.attention.dtype not in _TYPES:
+        feature = "fp64" if call.attention.dtype == "fp64" else "type but fp16 and bf16"
+        raise call.refuse(feature, got=call.attention.dtype, hint="export in fp16 or bf16")
     for name, size in (("D", call.D), ("Dv", call.Dv)):
         if size % 8:
             hint = "pad the heads in the model, or dialect primitives"
@@ -423,7 +423,7 @@ def read_sight(
         diagonal=diagonal,
         key_lengths=key_lengths,
         bias=_bias(b, call, mask, S),
-        open_rows=rows_to_keep(b, call, whole),
+        open_rows=attending_queries(b, call, whole),
         heads=mask.heads,
     )
 
@@ -435,12 +435,12 @@ def _has_no_kernel(call: AttentionCall, diagonal: Diagonal) -> bool:
 
 def diagonal_of(call: AttentionCall) -> Diagonal | None:
     """Causal and window as attributes; None where the plugin aligns them otherwise than ONNX."""
-    facts = call.facts
+    attention = call.attention
     # A window that ends with the query's own key is causal, by whatever name.
-    causal = facts.is_causal or facts.right_window == 0
-    if not causal and not facts.has_window:
+    causal = attention.is_causal or attention.right_window == 0
+    if not causal and not attention.has_window:
         return Diagonal()
-    left, right = facts.left_window, NO_WINDOW if causal else facts.right_window
+    left, right = attention.left_window, NO_WINDOW if causal else attention.right_window
     if call.past_key is None and call.lengths is None:
         return Diagonal(TOP_LEFT if causal else NONE, left, right)
     # Behind a past, or up to the last valid key: the lower right corner, if every query has its own key.
@@ -450,11 +450,11 @@ def diagonal_of(call: AttentionCall) -> Diagonal | None:
 
 def _prefix(call: AttentionCall, diagonal: Diagonal, T: Size) -> ir.Value | None:
     """The lengths behind a mask that says "keys before lengths[b]" and nothing else."""
-    columns = (call.facts.mask_dims or (None,))[-1]
+    columns = (call.attention.mask_dims or (None,))[-1]
     if call.mask is None or call.lengths is not None or may_be_short(call, columns, T):
         return None
     # In the lower right corner the diagonal would end at the last valid key; ONNX lets it end at the last.
-    return None if diagonal.causal == BOTTOM_RIGHT else prefix_lengths(call.mask, batch=call.facts.B)
+    return None if diagonal.causal == BOTTOM_RIGHT else prefix_lengths(call.mask, batch=call.attention.B)
 
 
 def _all_in_bias(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Sight:
@@ -464,7 +464,7 @@ def _all_in_bias(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Sight
     return Sight(
         diagonal=Diagonal(),
         bias=_bias(b, call, mask, S),
-        open_rows=rows_to_keep(b, call, mask),
+        open_rows=attending_queries(b, call, mask),
         heads=mask.heads,
     )
 
@@ -472,8 +472,10 @@ def _all_in_bias(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Sight
 def _bias(b: NodeBuilder, call: AttentionCall, mask: Mask, S: Size) -> ir.Value:
     """The bias with a row for each query: the kernels do not broadcast over queries."""
     bias = bias_of(b, call, mask)
-    rows = (call.facts.mask_dims or ())[-2:-1]
-    certain = not mask.one_row and (call.mask is None or same_size(call.facts.S, rows[0] if rows else None))
+    rows = (call.attention.mask_dims or ())[-2:-1]
+    certain = not mask.one_row and (
+        call.mask is None or same_size(call.attention.S, rows[0] if rows else None)
+    )
     return bias if certain else b.expand(bias, 1, 1, S, 1, name="bias_of_each_query")
 
 
@@ -544,26 +546,26 @@ def write_attention(
         attributes=attributes,
     )
     y = outputs[0]
-    y.dtype, y.shape = call.dtype, ir.Shape([call.facts.B, call.facts.S, call.Hq * call.Dv])
+    y.dtype, y.shape = call.dtype, ir.Shape([call.attention.B, call.attention.S, call.Hq * call.Dv])
     return outputs
 
 
 def finished(b: NodeBuilder, call: AttentionCall, sight: Sight, y: ir.Value) -> ir.Value:
     """Zero the rows that the bias leaves no key, and bring the result to the rank the node was written in."""
-    y = _zero_closed_rows(b, call, sight, y)
-    return y if call.facts.rank == 3 else split_heads(b, y, call.Hq, call.Dv)
+    y = _zero_masked_queries(b, call, sight, y)
+    return y if call.attention.rank == 3 else split_heads(b, y, call.Hq, call.Dv)
 
 
-def _zero_closed_rows(b: NodeBuilder, call: AttentionCall, sight: Sight, y: ir.Value) -> ir.Value:
+def _zero_masked_queries(b: NodeBuilder, call: AttentionCall, sight: Sight, y: ir.Value) -> ir.Value:
     rows = sight.open_rows
     if rows is None:
         return y
     if sight.heads == 1:
-        kept = zero_closed_rows(b, call, b.op("Squeeze", rows, b.ints(1)), y)
+        kept = zero_masked_queries(b, call, b.op("Squeeze", rows, b.ints(1)), y)
     else:
         # Where heads differ, they get an axis of their own; the numbers stay where they are.
         apart = b.reshape(y, 0, 0, call.Hq, call.Dv)
-        kept = zero_closed_rows(b, call, b.transpose(rows, 0, 2, 1, 3), apart)
+        kept = zero_masked_queries(b, call, b.transpose(rows, 0, 2, 1, 3), apart)
         kept = b.reshape(kept, 0, 0, call.Hq * call.Dv, name="closed_rows_merged")
     kept.dtype, kept.shape = call.dtype, y.shape
     return kept

@@ -34,12 +34,12 @@ from mha_deploy.graph.lower.call import (
 from mha_deploy.graph.lower.masks import (
     NEG_INF,
     Mask,
+    attending_queries,
     bias_of,
     hidden_number,
     positions_along,
     read_mask,
-    rows_to_keep,
-    zero_closed_rows,
+    zero_masked_queries,
 )
 from mha_deploy.graph.lower.operators import (
     Obstacle,
@@ -189,9 +189,9 @@ def transposed_scores_of(
 
 def softcap(b: NodeBuilder, call: AttentionCall, scores: ir.Value) -> ir.Value:
     """Bound the scores: softcap · tanh(scores / softcap)."""
-    if call.facts.softcap <= 0:
+    if call.attention.softcap <= 0:
         return scores
-    cap = b.constant(call.facts.softcap, call.dtype)
+    cap = b.constant(call.attention.softcap, call.dtype)
     return b.op("Mul", b.op("Tanh", b.op("Div", scores, cap)), cap, name="scores_capped")
 
 
@@ -244,8 +244,8 @@ def lower_to_primitives(
     form = group_form(call, options.gqa)
     S, T = query_length(b, call), key_length(b, call)
     mask = read_mask(b, call, S, T)
-    rows = rows_to_keep(b, call, mask)
-    mode = call.facts.qk_output_mode
+    rows = attending_queries(b, call, mask)
+    mode = call.attention.qk_output_mode
 
     query = form.query(b, call, scale_query(b, call, heads.q))
     raw = scores_of(b, call, form, query, heads.k)
@@ -257,11 +257,11 @@ def lower_to_primitives(
     weights = softmax(b, call, biased)
     matmul = weighted_values(b, call, form, weights, heads.v)
 
-    y = zero_closed_rows(b, call, rows, form.restore(b, call, matmul, call.Dv))
+    y = zero_masked_queries(b, call, rows, form.restore(b, call, matmul, call.Dv))
     outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
     if mode is not None:
         stage = form.restore(b, call, (raw, capped, biased, weights)[mode], T)
-        outputs[QK_OUTPUT] = zero_closed_rows(b, call, rows, stage) if mode == 3 else stage
+        outputs[QK_OUTPUT] = zero_masked_queries(b, call, rows, stage) if mode == 3 else stage
     return outputs
 
 
@@ -307,7 +307,7 @@ def _rewrite(
     model: ir.Model, call: AttentionCall, b: NodeBuilder, cache: CachedAttention, options: PrimitivesOptions
 ) -> None:
     new_key, new_value = cache.new_key, cache.new_value
-    if call.facts.rank == 3:
+    if call.attention.rank == 3:
         new_key = split_heads(b, new_key, call.Hkv, call.D, name="k_heads")
         new_value = split_heads(b, new_value, call.Hkv, call.Dv, name="v_heads")
     y = _attention(b, call, cache, new_key, new_value, options)
@@ -344,14 +344,14 @@ def _attention(
 ) -> ir.Value:
     form = group_form(call, options.gqa)
     S, T = query_length(b, call), b.size(cache.past_key, 2)
-    hides_more = call.mask is not None or call.facts.has_window
+    hides_more = call.mask is not None or call.attention.has_window
     mask = read_mask(b, call, S, key_length(b, call)) if hides_more else None
     geometry = Geometry(b, call, cache, form, S, T)
     biases = geometry.plain() if mask is None else geometry.cut(mask)
     past = Part(cache.past_key, cache.past_value, biases[0])
     new = Part(new_key, new_value, biases[1])
 
-    q = call.q if call.facts.rank == 4 else split_heads(b, call.q, call.Hq, call.D, name="q_heads")
+    q = call.q if call.attention.rank == 4 else split_heads(b, call.q, call.Hq, call.D, name="q_heads")
     query = form.query(b, call, scale_query(b, call, q))
     scores = []
     for part in (past, new):
@@ -363,7 +363,7 @@ def _attention(
     sums = [weighted_values(b, call, form, half, part.v) for half, part in halves]
     y = form.restore(b, call, b.op("Add", *sums, name="summed_values"), call.Dv)
     # Without a mask no query is fully masked: it attends at least to itself.
-    y = zero_closed_rows(b, call, rows_to_keep(b, call, mask), y)
+    y = zero_masked_queries(b, call, attending_queries(b, call, mask), y)
     return as_input_rank(b, call, y)
 
 
@@ -389,7 +389,7 @@ class Geometry(NamedTuple):
         b, past, new = self.b, None, None
         if self.cache.starts is not None:
             past = self._bias(self._valid(self.cache.starts), self.T, one_row=True)
-        if self.call.facts.is_causal and self.call.facts.S != 1:
+        if self.call.attention.is_causal and self.call.attention.S != 1:
             key, query = (positions_along(b, self.S, axis=axis) for axis in (3, 2))
             seen = b.op("Less", key, b.op("Add", query, b.ints(1)))
             new = self._bias(seen, self.S, one_row=False)

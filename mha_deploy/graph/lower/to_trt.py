@@ -1,8 +1,8 @@
-"""Attention as TensorRT's parser takes it (10.14 and later, and TensorRT-RTX).
+"""Attention as TensorRT's parser accepts it (10.14 and later, and TensorRT-RTX).
 
-The parser accepts one output, one mask of the query's type or boolean, or `is_causal`, but not both. It
-refuses past, present, softcap and softmax_precision, and it *ignores* key lengths and windows. So the
-past becomes a Concat, and everything that hides keys becomes one explicit mask.
+The parser accepts one output, and either one mask (boolean or of the query's type) or `is_causal`. It refuses
+past, present, softcap and softmax_precision, and it *ignores* key lengths and windows. So the past becomes a
+Concat, and everything that masks keys becomes one explicit mask.
 
 `RotaryEmbedding`, `TensorScatter` and `RMSNormalization` stay: the parser has them from 10.15 on.
 """
@@ -19,27 +19,28 @@ from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     Heads,
+    LoweringError,
     OperatorRules,
     as_input_rank,
     key_length,
     query_length,
     split_inputs,
 )
-from mha_deploy.graph.lower.masks import Mask, bias_of, read_mask, rows_to_keep, zero_closed_rows
+from mha_deploy.graph.lower.masks import Mask, attending_queries, bias_of, read_mask, zero_masked_queries
 from mha_deploy.graph.lower.operators import keep_scatter
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptions, lower_to_primitives
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrtOptions:
-    """What may be done to fit TensorRT.
+    """Which rewrites are allowed.
 
     Args:
         decompose: Write a node that the fused operator cannot express as matmuls instead of
             refusing it. It will be slower.
         pad_heads: Where V's head size differs from K's, pad the smaller with zeros: exact, and fused.
-        explicit_causal: Also write plain `is_causal` as a mask unless there are certainly as many keys
-            as queries; for a target whose alignment is not known.
+        explicit_causal: Write `is_causal` as a mask, too, unless there are certainly as many keys as
+            queries; for a target whose causal alignment is not documented.
         decode_primitives: Write `RotaryEmbedding`, `TensorScatter` and `RMSNormalization` in primitive
             operators: for TensorRT 10.14, which has none, and for a cache that cannot be updated in place.
     """
@@ -53,49 +54,47 @@ class TrtOptions:
 
 
 def operator_rules(options: TrtOptions) -> OperatorRules:
-    """What becomes of the operators around attention."""
+    """The rules for the operators around attention."""
     return OPERATOR_RULES if options.decode_primitives else {"TensorScatter": keep_scatter}
 
 
 def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value] | None:
     """Write one attention for TensorRT; None where it can stay as it is."""
-    refusal = _inexpressible(call, options)
+    refusal = _refusal(call, options)
     if refusal is not None and not options.decompose:
-        raise call.refuse(refusal[0], got=refusal[1], hint=refusal[2])
+        raise refusal
     if refusal is not None:
         return lower_to_primitives(call, b, PrimitivesOptions(opset=None))
     return _rebuild(call, b, options) if _needs_change(call, options) else None
 
 
-def _inexpressible(call: AttentionCall, options: TrtOptions) -> tuple[str, object, str] | None:
-    """Feature, value and remedy, for what the fused operator cannot express."""
-    facts = call.facts
-    otherwise = "--allow-decomposed (decompose=True) writes it as matmuls: slower, not fused"
-    if facts.softcap:
-        return "softcap", facts.softcap, otherwise
+def _refusal(call: AttentionCall, options: TrtOptions) -> LoweringError | None:
+    """The error for what the fused operator cannot express."""
+    attention = call.attention
+    decompose = "--allow-decomposed (decompose=True) writes it as matmuls: slower, not fused"
+    if attention.softcap:
+        return call.refuse("softcap", got=attention.softcap, hint=decompose)
     if call.Dv != call.D and not options.pad_heads:
-        return (
-            "V head size other than K's",
-            f"K {call.D}, V {call.Dv}",
-            f"pad_heads=True pads with zeros, or {otherwise}",
-        )
-    if "fp64" in (facts.dtype, facts.softmax_precision):
-        return "fp64", facts.softmax_precision or facts.dtype, "export in fp16, bf16 or fp32"
+        hint = f"pad_heads=True pads with zeros, or {decompose}"
+        return call.refuse("V head size other than K's", got=f"K {call.D}, V {call.Dv}", hint=hint)
+    if "fp64" in (attention.dtype, attention.softmax_precision):
+        got = attention.softmax_precision or attention.dtype
+        return call.refuse("fp64", got=got, hint="export in fp16, bf16 or fp32")
     return None
 
 
 def _needs_change(call: AttentionCall, options: TrtOptions) -> bool:
-    facts = call.facts
+    attention = call.attention
     return (
-        facts.mask != "none"
-        or facts.has_past
+        attention.mask != "none"
+        or attention.has_past
         or len(call.node.outputs) > 1
         or len(call.node.inputs) > 3
-        or facts.softmax_precision is not None
+        or attention.softmax_precision is not None
         or "left_window_size" in call.node.attributes
         or "right_window_size" in call.node.attributes
         or call.Dv != call.D
-        or (facts.is_causal and options.explicit_causal and not call.is_square)
+        or (attention.is_causal and options.explicit_causal and not call.is_square)
     )
 
 
@@ -103,18 +102,18 @@ def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[i
     heads = split_inputs(b, call)
     causal = _stays_causal(call, options)
     mask = None if causal else read_mask(b, call, query_length(b, call), key_length(b, call))
-    rows = rows_to_keep(b, call, mask)
-    y = zero_closed_rows(b, call, rows, _attention(b, call, heads, mask, causal))
+    rows = attending_queries(b, call, mask)
+    y = zero_masked_queries(b, call, rows, _attention(b, call, heads, mask, causal))
     outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
-    return outputs if not call.facts.has_qk_output else outputs | _scores_beside(call, b)
+    return outputs if not call.attention.has_qk_output else outputs | _scores_beside(call, b)
 
 
 def _scores_beside(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
-    """The scores or weights, computed once more: a fused kernel keeps its own to itself.
+    """The scores or weights, computed a second time: a fused kernel does not output its own.
 
-    Their nodes carry another name than the attention's, so that nobody takes them for its parts.
+    Their nodes have another prefix, so that fusion verdicts do not count them as parts of the attention.
     """
-    own = call.facts.name
+    own = call.attention.name
     side = NodeBuilder(f"{own}_scores{b.prefix.removeprefix(own)}")
     written = lower_to_primitives(call, side, PrimitivesOptions(opset=None))
     b.nodes += side.live_nodes([written[QK_OUTPUT]])
@@ -122,10 +121,12 @@ def _scores_beside(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
 
 
 def _stays_causal(call: AttentionCall, options: TrtOptions) -> bool:
-    """Whether `is_causal` alone means the same to TensorRT: the diagonal starts at the first key."""
-    facts = call.facts
-    alone = facts.mask == "none" and not (facts.has_past or facts.has_nonpad_kv_seqlen or facts.has_window)
-    return facts.is_causal and alone and (call.is_square or not options.explicit_causal)
+    """Whether `is_causal` alone means the same in TensorRT: the diagonal starts at the first key."""
+    attention = call.attention
+    alone = attention.mask == "none" and not (
+        attention.has_past or attention.has_nonpad_kv_seqlen or attention.has_window
+    )
+    return attention.is_causal and alone and (call.is_square or not options.explicit_causal)
 
 
 def _attention(
@@ -133,8 +134,8 @@ def _attention(
 ) -> ir.Value:
     """The Attention node itself: 4-D, one output, at most one mask.
 
-    The mask is numbers, which the fused kernel adds itself; a boolean one costs small kernels before it. The
-    precision of the softmax is left to TensorRT, which computes it in FP32 anyway.
+    The mask is additive, which the fused kernel takes; a boolean one costs small kernels before it. The
+    precision of the softmax is left to TensorRT, which computes it in FP32.
     """
     tensors = [*_same_head_size(b, call, heads)]
     if mask is not None:
@@ -147,7 +148,7 @@ def _attention(
 
 
 def _same_head_size(b: NodeBuilder, call: AttentionCall, heads: Heads) -> Heads:
-    """Pad the smaller head size with zeros: they add nothing to a score, and are cut off the output."""
+    """Pad the smaller head size with zeros: they add nothing to a score, and are sliced off the output."""
     missing = call.D - call.Dv
     if missing > 0:
         return heads._replace(v=_pad_last(b, call, heads.v, missing))
