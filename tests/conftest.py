@@ -149,7 +149,7 @@ def own_bundles(workshop):
     All workers share it, so copy it before altering it.
     """
     from mha_deploy.bundle.folder import open_bundle
-    from mha_deploy.export.module_exporter import bundle_from_factory
+    from mha_deploy.export.exporter import bundle_from_factory
     from mha_deploy.export.options import ExportOptions
 
     @functools.cache

@@ -20,10 +20,16 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace, check_steps
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.export.axes import ExportedModule
-from mha_deploy.export.decode_trace import PlannedTrace, TraceCapture
 from mha_deploy.export.eager import run_module
-from mha_deploy.export.golden import GoldenCapture, fp64_twin, refuse_overflow
-from mha_deploy.export.module_exporter import ModuleCapture, exported_program
+from mha_deploy.export.exporter import exported_program
+from mha_deploy.export.golden import (
+    GoldenCapture,
+    ModuleCapture,
+    PlannedTrace,
+    TraceCapture,
+    fp64_twin,
+    refuse_overflow,
+)
 from mha_deploy.export.options import PlannedCase
 from mha_deploy.export.oracle import run_program
 from mha_deploy.export.own_model import reopen_user_module

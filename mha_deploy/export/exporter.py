@@ -1,29 +1,60 @@
-"""A catalog layer to a bundle: canonical graph, golden cases, decode trace."""
+"""One exporter: a catalog layer or a user's module becomes a bundle."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import torch
 
-from mha_deploy.bundle.cases import GoldenCase, refuse_polygraphy, write_case, write_polygraphy
+from mha_deploy.analyze.cost import odd_sizes, sizes_name
+from mha_deploy.bundle.cases import GoldenCase, refuse_polygraphy, write_arrays, write_case, write_polygraphy
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter, sha256
-from mha_deploy.bundle.manifest import GoldenEntry, Manifest, TraceEntry
+from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
 from mha_deploy.bundle.traces import DecodeTrace, write_trace
 from mha_deploy.environment import versions
-from mha_deploy.errors import ExportError, nearest
-from mha_deploy.export.canonical import canonical_from_module, choose_opset
-from mha_deploy.export.decode_trace import PlannedTrace, TraceCapture, plan_trace
-from mha_deploy.export.golden import GoldenCapture, refuse_overflow
-from mha_deploy.export.options import DEVICES, ExportOptions, GoldenPlan, plan_golden
-from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.canonical import check_canonical
+from mha_deploy.errors import ExportError, SpecError, exit_as_error, nearest
+from mha_deploy.export.axes import ExportedModule
+from mha_deploy.export.canonical import (
+    canonical_from_module,
+    choose_opset,
+    choose_opset_of,
+    drop_exporter_metadata,
+)
+from mha_deploy.export.golden import (
+    GoldenCapture,
+    MixedCapture,
+    ModuleCapture,
+    PlannedTrace,
+    TraceCapture,
+    mixed_graph,
+    plan_trace,
+    refuse_overflow,
+)
+from mha_deploy.export.options import (
+    AUTO,
+    DEVICES,
+    OPSETS,
+    ExportOptions,
+    large_sizes,
+    plan_golden,
+    reduction_note,
+)
+from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module
+from mha_deploy.export.program import attention_values, export_program
+from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
+from mha_deploy.graph.canonical import check_canonical, check_module
 from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.graph.fuse import fuse_attention
+from mha_deploy.graph.fuse.repair import share_tied_weights
+from mha_deploy.graph.fuse.values import place_of
+from mha_deploy.model.deployable import Deployable, ModuleSpec
 from mha_deploy.model.precision import Precision, find_precision
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.spec import FLOAT, AttentionSpec, Axis, TensorSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.inputs import fed_to, random_inputs, to_numpy
@@ -31,7 +62,6 @@ from mha_deploy.reference.weights import read_weights
 from mha_deploy.runtime import available_cpu_backend, open_runner
 
 OnStep = Callable[[str, int, int], None]
-_FIXED_STEPS = 5
 
 
 def bundle_from_spec(
@@ -40,7 +70,7 @@ def bundle_from_spec(
     options: ExportOptions | None = None,
     on_step: OnStep = lambda name, number, count: None,
 ) -> Bundle:
-    """Export a layer and everything needed to check it elsewhere.
+    """Export a catalog layer and everything needed to check it elsewhere.
 
     Nothing is left at `target` if anything fails.
 
@@ -50,43 +80,89 @@ def bundle_from_spec(
         options: How to export.
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
     """
-    options = options or ExportOptions()
-    precision = find_precision(options.precision)
-    if options.polygraphy:
-        refuse_polygraphy(spec.cache, precision)
-    opset = choose_opset(spec, options.opset)
-    plan = plan_golden(spec, options.golden, options.budget)
-    trace = plan_trace(spec)
-    step = Steps(on_step, _FIXED_STEPS + len(plan.cases) + isinstance(trace, PlannedTrace))
-    with BundleWriter(target, overwrite=options.overwrite) as writer:
-        step("weights")
-        module = _module(spec, precision, options)
-        step("ONNX graph")
-        checks, attention = _write_model(module, writer.path / MODEL, precision, opset)
-        step("run at two shapes")
-        checks["dynamic axes"] = _run_at_two_shapes(writer.path / MODEL, module, precision)
-        notes = list(plan.notes)
-        entries = _write_golden(module, precision, options, plan, writer.path, step)
-        traces = _write_trace(module, precision, options.seed, trace, writer.path, notes, step)
-        step("hashes")
-        return writer.finish(
-            Manifest(
-                spec=spec,
-                precision=precision,
-                opset=opset,
-                weights=_origin(options),
-                attention=attention,
-                golden=entries,
-                checks=checks,
-                versions=versions(),
-                notes=notes,
-                traces=traces,
-            )
-        )
+    return _export(_LayerSource(spec, options or ExportOptions()), target, on_step)
+
+
+@exit_as_error()
+def bundle_from_factory(
+    reference: str | Deployable,
+    target: Path,
+    options: ExportOptions | None = None,
+    *,
+    axes: Mapping[str, Axis] | None = None,
+    on_step: OnStep = lambda name, number, count: None,
+) -> Bundle:
+    """Export a user's own module and everything needed to check it elsewhere.
+
+    Nothing is left at `target` if anything fails.
+
+    Args:
+        reference: `path/to/file.py:factory`, `package.module:factory`, or a `Deployable`. The manifest of a
+            `Deployable` names no factory: its module cannot be made again from the bundle.
+        target: The folder to write.
+        options: How to export.
+        axes: Axis ranges in place of the factory's.
+        on_step: Called as each step begins, with its name, its number from 0, and how many there are.
+    """
+    return _export(_ModuleSource(reference, options or ExportOptions(), axes), target, on_step)
+
+
+# -- The flow of every export ----------------------------------------------------------------------
+
+
+class _Source(ABC):
+    """A model on its way into a bundle: what differs from one kind of model to another.
+
+    Attributes:
+        options: How to export.
+        precision: The types in the graph.
+        opset: Version of the default ONNX operator set.
+        spec: The model; complete once the golden cases are captured.
+        notes: What a reader should know.
+        checks: What the export checked of its own work.
+        steps: How many steps it has.
+    """
+
+    options: ExportOptions
+    precision: Precision
+    opset: int
+    spec: AttentionSpec | ModuleSpec
+    cache: str = "none"
+    notes: list[str]
+    checks: dict[str, Any]
+    steps: int
+
+    @abstractmethod
+    def graph(self, folder: Path, step: Steps) -> ir.Model:
+        """The canonical graph; `folder` is where large files may lie meanwhile."""
+
+    @abstractmethod
+    def check(self, path: Path, step: Steps) -> None:
+        """Check the graph that was written."""
+
+    @abstractmethod
+    def cases(self, step: Steps) -> Iterator[GoldenCase]:
+        """The golden cases, captured one by one."""
+
+    @abstractmethod
+    def trace(self, planned: PlannedTrace) -> DecodeTrace:
+        """The decode trace of a model with a KV cache."""
+
+    @abstractmethod
+    def origin(self) -> str:
+        """Where the weights came from."""
+
+    def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
+        """The expected result of every attention in one golden case, where that is known."""
+        return None
+
+    def place(self, node: str) -> dict[str, Any]:
+        """Where in the source code an attention is, where that is known."""
+        return {}
 
 
 class Steps:
-    """Counts the steps for whoever shows them."""
+    """Counts the steps of an export."""
 
     def __init__(self, on_step: OnStep, count: int) -> None:
         self.on_step, self.count, self.number = on_step, count, 0
@@ -97,97 +173,325 @@ class Steps:
         self.number += 1
 
 
-def _module(spec: AttentionSpec, precision: Precision, options: ExportOptions) -> Attention:
-    if options.device not in DEVICES:
-        raise ExportError("No such device.", got=options.device, hint=nearest(options.device, DEVICES))
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ExportError("There is no CUDA device.", got=options.device, hint="--device cpu")
-    weights = None if options.weights is None else read_weights(options.weights)
-    dtype = getattr(torch, precision.torch_name)
-    # The eager result is the textbook's: what an engine that does not fuse would round like.
-    return build_module(
-        spec, seed=options.seed, weights=weights, dtype=dtype, device=options.device, path="plain"
-    )
-
-
-def _write_model(
-    module: Attention, path: Path, precision: Precision, opset: int
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    save_graph(canonical_from_module(module, opset=opset), path)
-    gc.collect()  # the exporter's program holds the transposed weights in reference cycles
-    checks: dict[str, Any] = {"graph": check_canonical(path, module.spec, precision)}
-    return checks, [node.describe() for node in attention_nodes(load_graph(path))]
-
-
-def _run_at_two_shapes(path: Path, module: Attention, precision: Precision) -> dict[str, Any]:
-    """Prove that the dynamic axes are dynamic: run the graph at two sizes and look at what comes out."""
-    spec = module.spec
-    cases = plan_golden(spec, ("min", "odd")).cases
-    with open_runner(available_cpu_backend(precision), path) as runner:
-        for case in cases:
-            feeds = fed_to(module, random_inputs(spec, case.sizes, seed=0))
-            got = runner.run({name: to_numpy(tensor) for name, tensor in feeds.items()})
-            for tensor in spec.outputs:
-                if got[tensor.name].shape != tensor.shape(case.sizes):
-                    raise ExportError(
-                        f"Output {tensor.name} does not follow the axes.",
-                        got=f"{got[tensor.name].shape} at {case.sizes}",
-                    )
-        return {"runtime": runner.name, "sizes": [case.sizes for case in cases]}
-
-
-def _write_golden(
-    module: Attention,
-    precision: Precision,
-    options: ExportOptions,
-    plan: GoldenPlan,
-    folder: Path,
-    step: Steps,
-) -> list[GoldenEntry]:
-    step("FP64 oracle")
-    capture = GoldenCapture(module, precision, options.seed)
-    (folder / "golden").mkdir()
-    cases: list[GoldenCase] = []
-    for planned in plan.cases:
-        step(f"golden case {planned.name}")
-        case = capture.capture(planned)
-        refuse_overflow(case, precision, module)
-        write_case(folder / "golden" / f"{case.name}.safetensors", case)
-        cases.append(case)
+def _export(source: _Source, target: Path, on_step: OnStep) -> Bundle:
+    options = source.options
     if options.polygraphy:
-        write_polygraphy(folder / "golden" / "polygraphy", cases)
-    return [GoldenEntry(name=c.name, file=f"golden/{c.name}.safetensors", sizes=dict(c.sizes)) for c in cases]
+        refuse_polygraphy(source.cache, source.precision)
+    step = Steps(on_step, source.steps)
+    with BundleWriter(target, overwrite=options.overwrite) as writer:
+        folder = writer.path
+        save_graph(source.graph(folder, step), folder / MODEL)
+        gc.collect()  # the exporter's program holds weights in reference cycles
+        source.check(folder / MODEL, step)
+        (folder / "golden").mkdir()
+        cases = []
+        for case in source.cases(step):
+            write_case(folder / "golden" / f"{case.name}.safetensors", case)
+            cases.append(case)
+        if not cases:
+            raise ExportError("No golden case is left.", got="; ".join(source.notes), hint="--golden opt")
+        if options.polygraphy:
+            write_polygraphy(folder / "golden" / "polygraphy", cases)
+        layers = source.layers(cases, folder, step)
+        traces = _write_trace(source, folder, step)
+        step("hashes")
+        nodes = attention_nodes(load_graph(folder / MODEL))
+        return writer.finish(
+            Manifest(
+                spec=source.spec,
+                precision=source.precision,
+                opset=source.opset,
+                weights=source.origin(),
+                attention=[{**node.describe(), **source.place(node.name)} for node in nodes],
+                golden=[
+                    GoldenEntry(
+                        name=c.name, file=f"golden/{c.name}.safetensors", sizes=dict(c.sizes), flops=c.flops
+                    )
+                    for c in cases
+                ],
+                checks=source.checks,
+                versions=versions(),
+                notes=source.notes,
+                traces=traces,
+                layers=layers,
+            )
+        )
 
 
-def _write_trace(
-    module: Attention,
-    precision: Precision,
-    seed: int,
-    planned: PlannedTrace | str,
-    folder: Path,
-    notes: list[str],
-    step: Steps,
-) -> list[TraceEntry]:
-    """Of a layer with a KV cache: what decoding token by token must give."""
-    if isinstance(planned, str):
-        notes += [planned] if module.spec.cache != "none" else []
+def _write_trace(source: _Source, folder: Path, step: Steps) -> list[TraceEntry]:
+    """Of a model with a KV cache: what decoding token by token must give."""
+    if source.spec.kv_cache is None:
         return []
     step("decode trace")
-    trace = TraceCapture(module, precision, seed).capture(
-        planned.name, len(planned.prompt), planned.prompt, planned.steps
-    )
-    return [write_trace_into(folder, trace)]
-
-
-def write_trace_into(folder: Path, trace: DecodeTrace) -> TraceEntry:
-    """Write a trace into the folder of a bundle."""
+    planned = plan_trace(source.spec)
+    if isinstance(planned, str):
+        source.notes.append(planned)
+        return []
+    trace = source.trace(planned)
     file = f"traces/{trace.name}.safetensors"
     (folder / "traces").mkdir()
     write_trace(folder / file, trace)
-    return TraceEntry(name=trace.name, file=file)
+    return [TraceEntry(name=trace.name, file=file)]
 
 
-def _origin(options: ExportOptions) -> str:
-    if options.weights is None:
-        return f"random, seed {options.seed}"
-    return f"{options.weights.name}, sha256 {sha256(options.weights)}"
+# -- A catalog layer -------------------------------------------------------------------------------
+
+
+class _LayerSource(_Source):
+    """A catalog layer: its graph is canonical as the reference layer emits it."""
+
+    spec: AttentionSpec
+    module: Attention
+
+    def __init__(self, spec: AttentionSpec, options: ExportOptions) -> None:
+        self.spec, self.options, self.cache = spec, options, spec.cache
+        self.precision, self.opset = find_precision(options.precision), choose_opset(spec, options.opset)
+        self.plan = plan_golden(spec, options.golden, options.budget)
+        self.notes, self.checks = list(self.plan.notes), {}
+        self.steps = 5 + len(self.plan.cases) + (spec.kv_cache is not None)
+
+    def graph(self, folder: Path, step: Steps) -> ir.Model:
+        step("weights")
+        options = self.options
+        if options.device not in DEVICES:
+            raise ExportError("No such device.", got=options.device, hint=nearest(options.device, DEVICES))
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise ExportError("There is no CUDA device.", got=options.device, hint="--device cpu")
+        self.module = build_module(
+            self.spec,
+            seed=options.seed,
+            weights=None if options.weights is None else read_weights(options.weights),
+            dtype=getattr(torch, self.precision.torch_name),
+            device=options.device,
+            path="plain",  # the eager result is the textbook's: an engine that does not fuse rounds like it
+        )
+        step("ONNX graph")
+        return canonical_from_module(self.module, opset=self.opset)
+
+    def check(self, path: Path, step: Steps) -> None:
+        """Check the graph, and that its dynamic axes are dynamic: run it at two sizes."""
+        self.checks["graph"] = check_canonical(path, self.spec, self.precision)
+        step("run at two shapes")
+        cases = plan_golden(self.spec, ("min", "odd")).cases
+        with open_runner(available_cpu_backend(self.precision), path) as runner:
+            for case in cases:
+                feeds = fed_to(self.module, random_inputs(self.spec, case.sizes, seed=0))
+                got = runner.run({name: to_numpy(tensor) for name, tensor in feeds.items()})
+                for tensor in self.spec.outputs:
+                    if got[tensor.name].shape != tensor.shape(case.sizes):
+                        raise ExportError(
+                            f"Output {tensor.name} does not follow the axes.",
+                            got=f"{got[tensor.name].shape} at {case.sizes}",
+                        )
+            sizes = [case.sizes for case in cases]
+            self.checks["dynamic axes"] = {"runtime": runner.name, "sizes": sizes}
+
+    def cases(self, step: Steps) -> Iterator[GoldenCase]:
+        step("FP64 oracle")
+        capture = GoldenCapture(self.module, self.precision, self.options.seed)
+        for planned in self.plan.cases:
+            step(f"golden case {planned.name}")
+            case = capture.capture(planned)
+            refuse_overflow(case, self.precision, self.module)
+            yield case
+
+    def trace(self, planned: PlannedTrace) -> DecodeTrace:
+        capture = TraceCapture(self.module, self.precision, self.options.seed)
+        return capture.capture(planned.name, len(planned.prompt), planned.prompt, planned.steps)
+
+    def origin(self) -> str:
+        weights = self.options.weights
+        if weights is None:
+            return f"random, seed {self.options.seed}"
+        return f"{weights.name}, sha256 {sha256(weights)}"
+
+
+# -- A user's module -------------------------------------------------------------------------------
+
+_CASES = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
+_LAYERS_BYTES = 1 << 30
+_PLAN_LINES = 12
+_KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+
+
+class _ModuleSource(_Source):
+    """A user's module: its program is exported, and its attentions are recognised in the graph."""
+
+    spec: ModuleSpec
+    user: UserModule
+    exported: ExportedModule
+    model: ir.Model
+    capture: ModuleCapture
+
+    def __init__(
+        self, reference: str | Deployable, options: ExportOptions, axes: Mapping[str, Axis] | None
+    ) -> None:
+        if options.device != "cpu":
+            raise ExportError("Your own model is exported on the CPU.", got=f"--device {options.device}")
+        self.reference, self.options, self.axes = reference, options, axes
+        self.auto, self.opset = options.precision == AUTO, choose_opset_of(options.opset)
+        self.precision = find_precision("fp16" if self.auto else options.precision)
+        self.notes, self.checks = [], {}
+        self.steps = 5 + self.auto + len(options.golden or _CASES)
+
+    def graph(self, folder: Path, step: Steps) -> ir.Model:
+        options = self.options
+        step("factory")
+        user = self.user = open_user_module(
+            self.reference,
+            find_precision("fp32") if self.auto else self.precision,
+            seed=options.seed,
+            weights=options.weights,
+            axes=self.axes,
+        )
+        step.count += bool(user.loaded.kv_cache)
+        step("ONNX graph")
+        exported = self.exported = exported_program(user, opset=self.opset)
+        step("attention")
+        model, fused = fuse_attention(exported.model)
+        share_tied_weights(model)
+        self.notes += [
+            f"{each.name} is not fused: {each.reason}" + (f" ({each.place})" if each.place else "")
+            for each in fused.unfused
+        ]
+        self.capture = ModuleCapture(user, exported, options.seed)
+        if self.auto:
+            step("ranges")
+            model, plan = mixed_graph(model, self.capture, folder)
+            self.capture = MixedCapture(user, exported, options.seed, model)
+            self.checks["mixed precision"] = plan.describe()
+            lines = plan.lines()
+            self.notes += [
+                f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16",
+                *lines[:_PLAN_LINES],
+            ]
+            if len(lines) > _PLAN_LINES:
+                self.notes.append(f"and {len(lines) - _PLAN_LINES} more: see the manifest")
+        self.values = attention_values(model, exported)
+        self.places = {
+            str(node.name): place_of(node) for node in model.graph.all_nodes() if is_attention(node)
+        }
+        self.model = model
+        self.attentions = len(fused.fused) + len(fused.already) + len(fused.unfused)
+        self.spec = self._spec(flops=0)
+        drop_exporter_metadata(model)
+        return model
+
+    def check(self, path: Path, step: Steps) -> None:
+        self.checks["graph"] = check_module(path, self.spec, self.precision)
+
+    def cases(self, step: Steps) -> Iterator[GoldenCase]:
+        """The golden cases; the spec is complete once the work of the first is known."""
+        seen: list[dict[str, int]] = []
+        for name in self.options.golden or _CASES:
+            step(f"golden case {name}")
+            sizes = self._sizes(name)
+            if isinstance(sizes, str):
+                self.notes.append(sizes)
+                continue
+            if sizes in seen:
+                self.notes.append(f"no {name} case: its sizes are those of another")
+                continue
+            seen.append(sizes)
+            case = self.capture.capture(name if "=" not in name else sizes_name(sizes), sizes)
+            if name == "large":
+                self.notes += reduction_note(self.spec, sizes, self.options.budget)
+            if name == "opt":
+                self.spec = self._spec(flops=case.flops)
+            yield case
+
+    def _sizes(self, name: str) -> dict[str, int] | str:
+        spec = self.spec
+        if name in ("min", "opt"):
+            return spec.sizes(name)
+        if name == "odd":
+            return odd_sizes(spec.axes)
+        if "=" in name:
+            return spec.parse_sizes(name)
+        if name != "large":
+            raise SpecError("No such golden case.", got=name, hint=f"{', '.join(_CASES)}, or sizes")
+        if not spec.flops:
+            return "no large case: its cost is not known without the case opt before it"
+        sizes = large_sizes(spec, self.options.budget)
+        return sizes or f"no large case: nothing larger than opt fits {self.options.budget}"
+
+    def _spec(self, flops: int) -> ModuleSpec:
+        loaded, user = self.user.loaded, self.user
+        return ModuleSpec(
+            name=loaded.name,
+            factory=loaded.factory,
+            axes=loaded.axes,
+            tensors_in=tuple(self._tensor(value) for value in self.model.graph.inputs),
+            tensors_out=tuple(self._tensor(value) for value in self.model.graph.outputs),
+            attentions=self.attentions,
+            flops=flops,
+            weight_bytes=user.weight_bytes,
+            state_sha256=user.state_sha256,
+            seed=user.seed,
+            weights_file=user.weights_file,
+            mixed=self.auto,
+            cached=loaded.kv_cache,
+            summary=loaded.summary,
+        )
+
+    def _tensor(self, value: ir.Value) -> TensorSpec:
+        name, kind = str(value.name), short_dtype(value.dtype)
+        dims = self.exported.outputs.get(name)
+        if dims is None and value.shape is not None:
+            dims = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
+        if dims is None or any(dim is None for dim in dims):
+            raise ExportError(
+                f"A size of output {name} is not a sum of axes and numbers.",
+                got=dims,
+                hint="return it in a shape that follows the axes",
+            )
+        own = kind == self.precision.name
+        return TensorSpec(name=name, kind=FLOAT if own else _KINDS.get(kind, kind), dims=tuple(dims))  # type: ignore[arg-type]
+
+    def trace(self, planned: PlannedTrace) -> DecodeTrace:
+        return self.capture.trace(self.spec, planned)
+
+    def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
+        """Look inside the first case whose attentions do not take too much memory."""
+        step("look inside")
+        if not self.values:
+            return None
+        for case in cases:
+            insight = self.capture.look_inside(case, set(self.values.values()))
+            arrays = {
+                **{f"oracle/{name}": array for name, array in insight.oracle.items()},
+                **{f"eager/{name}": array for name, array in insight.eager.items()},
+            }
+            if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
+                file = f"layers/{case.name}.safetensors"
+                (folder / "layers").mkdir()
+                write_arrays(folder / file, arrays)
+                return LayersEntry(case=case.name, file=file, values=dict(self.values))
+        return None
+
+    def place(self, node: str) -> dict[str, Any]:
+        return {"place": self.places.get(node)}
+
+    def origin(self) -> str:
+        user = self.user
+        if user.weights_file is not None:
+            return f"{Path(user.weights_file).name}, state SHA-256 {user.state_sha256}"
+        if not user.loaded.factory:
+            return f"of the exported object, state SHA-256 {user.state_sha256}"
+        return f"from the factory, seed {user.seed}"
+
+
+@exit_as_error()
+def exported_program(user: UserModule, *, opset: int = OPSETS[0]) -> ExportedModule:
+    """A module as PyTorch exports it: its graph, and the program that its FP64 oracle runs."""
+    loaded = user.loaded
+    examples = {name: example.tensor for name, example in loaded.inputs.items()}
+    return export_program(
+        user.module,
+        user.rounded(examples),
+        loaded.dims,
+        loaded.axes,
+        opset=opset,
+        output_names=loaded.outputs,
+        draw=lambda sizes: drawn_inputs(user, "check", sizes, seed=1),
+    )

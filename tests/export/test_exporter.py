@@ -227,6 +227,7 @@ def interrupted(target, number, error, **options):
 @pytest.fixture
 def one_graph(monkeypatch, bundles):
     """Take the graph from a bundle: PyTorch's exporter is not what is interrupted."""
+    bundles("tiny-mha")  # exported before the exporter is replaced
     model = ir.load(bundles("tiny-gqa").model_path)
     monkeypatch.setattr(
         "mha_deploy.export.exporter.canonical_from_module", lambda *given, **how: model.clone()

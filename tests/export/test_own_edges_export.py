@@ -9,7 +9,7 @@ import torch
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError, ExportError
-from mha_deploy.export.module_exporter import bundle_from_factory
+from mha_deploy.export.exporter import bundle_from_factory
 from mha_deploy.export.options import ExportOptions
 from mha_deploy.export.own_model import load_factory, open_user_module, state_digest
 from mha_deploy.export.program import export_program

@@ -8,8 +8,8 @@ import torch
 
 from mha_deploy.bundle.traces import check_trace, read_trace, write_trace
 from mha_deploy.errors import DeployError, ExportError
-from mha_deploy.export.decode_trace import TraceCapture, whole_twin
 from mha_deploy.export.eager import run_module
+from mha_deploy.export.golden import TraceCapture, whole_twin
 from mha_deploy.metrics import measure
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS

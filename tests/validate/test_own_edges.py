@@ -11,7 +11,7 @@ import pytest
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
-from mha_deploy.export.module_exporter import bundle_from_factory
+from mha_deploy.export.exporter import bundle_from_factory
 from mha_deploy.export.options import ExportOptions
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import find_precision

@@ -13,7 +13,7 @@ from stepping_mistakes import LosesCount, Meddled, ModuleRunner, SwappedRows, ca
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.export.canonical import canonical_from_module
-from mha_deploy.export.decode_trace import TraceCapture
+from mha_deploy.export.golden import TraceCapture
 from mha_deploy.metrics import budget_from_eager
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS

@@ -21,7 +21,7 @@ MODELS = Path(__file__).parents[1] / "deployable_models.py"
 @pytest.mark.slow  # one whole model is deployed by tests/test_examples.py
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_a_whole_model(tmp_path, monkeypatch, name, attention):
-    from mha_deploy.export.module_exporter import bundle_from_factory
+    from mha_deploy.export.exporter import bundle_from_factory
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     reference = f"{MODELS}:{factory(name, attention)}"
