@@ -1,8 +1,9 @@
-"""Several candidates to write an engine: each is built, judged and timed beside the others, and one is kept.
+"""Several candidates for an engine: each is built, judged and timed beside the others, and one is kept.
 
-The cases are the bundle's own golden ones of the usual sizes, as many as the profiles admit. The engines are
-loaded together and timed in turn, twice, so that a clock that changes meanwhile hits them all; the better of
-both times counts. A candidate that cannot be built or answers wrongly is out, and the manifest says why.
+The cases are the bundle's golden cases of the usual sizes, as many as the profiles admit. The engines are
+loaded together and timed alternately, twice, so that a change of the clocks affects all of them; the better
+of both times counts. A candidate that cannot be built or whose outputs are wrong is refused, and the
+manifest records why.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ _TIMED = ("opt", "prefill", "decode")
 _ROUNDS = 2
 
 DEARER = 1.05
-"""How much more time FP32 sums may take before TensorRT's own matmuls are taken instead."""
+"""How much more time FP32 accumulation may take before TensorRT's own matmuls are used instead."""
 
 
 @dataclass
 class Trial:
-    """One candidate, and what came of it.
+    """One candidate, and its result.
 
     Args:
         candidate: The candidate.
-        engine: What was built; None where it could not be.
-        refused: Why it is out; empty as long as it is not.
+        engine: The engine; None where it could not be built.
+        refused: Why it is refused; empty as long as it is not.
         times: Microseconds of each case.
     """
 
@@ -58,12 +59,12 @@ class Trial:
 
     @property
     def is_right(self) -> bool:
-        """Whether it was built, and answered rightly wherever it was asked."""
+        """Whether it was built, and its outputs were right in every case."""
         return not self.refused and bool(self.times)
 
     @property
     def microseconds(self) -> float:
-        """The geometric mean over the cases: each counts alike, however long it is."""
+        """The geometric mean over the cases: each has the same weight, however long it is."""
         return math.exp(sum(math.log(time) for time in self.times.values()) / len(self.times))
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,21 +81,28 @@ class Trial:
 def fastest_engine(
     bundle: Bundle, options: EngineOptions, path: Path, candidates: Sequence[Candidate], build: Build
 ) -> Engine:
-    """Build every candidate beside its later place, time them, and keep one under its name.
+    """Build every candidate in a temporary folder, time them, and keep one at the path.
 
     Args:
         bundle: The bundle.
-        options: What was asked for.
+        options: The requested options.
         path: Where the engine goes.
-        candidates: The candidates to try.
+        candidates: The candidates.
         build: Builds one of them at a path.
 
     Raises:
         BackendUnavailable: Nothing can be timed here.
-        EngineError: No candidate gives a right engine.
+        EngineError: No candidate is right.
         PluginError: The plugin library is missing or does not fit.
     """
-    _refuse_without_gpu(options)
+    try:
+        open_gpu()
+    except BackendUnavailable as error:
+        raise BackendUnavailable(
+            "The faster candidate has to be measured, and there is no GPU to measure on.",
+            got=f"--attention {options.attention} --accumulate {options.accumulate}: {error.in_one_line}",
+            hint="name one candidate: --attention plugin --accumulate fp32, or --attention native",
+        ) from error
     path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".trying-", dir=path.parent) as folder:
         trials = [
@@ -104,7 +112,7 @@ def fastest_engine(
         _time(trials, bundle)
         best = chosen(trials)
         if best.engine is None:
-            raise EngineError("The engine that was chosen is gone.", hint="build it again")
+            raise EngineError("The chosen engine is missing.", hint="build it again")
         manifest = msgspec.structs.replace(best.engine.manifest, attention=record(trials, best, options))
         return write_engine(path, best.engine.path.read_bytes(), manifest)
 
@@ -112,8 +120,8 @@ def fastest_engine(
 def chosen(trials: Sequence[Trial]) -> Trial:
     """The trial to keep.
 
-    Of the plugin's, the one that sums up in FP32 unless it takes more than `DEARER` times the other's time;
-    of that one and the native one, the faster.
+    Of the plugin's, the one that accumulates in FP32 unless it takes more than `DEARER` times the other's
+    time; of that one and the native one, the faster.
 
     Raises:
         EngineError: None of them is right.
@@ -128,17 +136,19 @@ def chosen(trials: Sequence[Trial]) -> Trial:
     found = [trial for trial in (native, plugin) if trial is not None]
     if not found:
         raise EngineError(
-            "No candidate to write this engine gives a right one.",
+            "No candidate for this engine is right.",
             got="; ".join(f"{trial.candidate.name}: {trial.refused}" for trial in trials),
-            hint="see each reason; --attention native builds without timing",
+            hint="see the reason of each; --attention native builds without timing",
         )
     return min(found, key=lambda trial: trial.microseconds)
 
 
 def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> dict[str, Any]:
-    """What the manifest says of the choice. The plugin's time is that of its better candidate."""
-    times = {
-        kind: _least(trial for trial in trials if trial.candidate.attention == kind)
+    """The choice as the manifest records it. The plugin's time is that of its better candidate."""
+    times: dict[str, float | None] = {
+        kind: min(
+            (t.microseconds for t in trials if t.candidate.attention == kind and t.is_right), default=None
+        )
         for kind in (NATIVE, PLUGIN)
     }
     if best.candidate.attention == PLUGIN:
@@ -155,63 +165,40 @@ def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> dict
     }
 
 
-def _least(trials: Iterable[Trial]) -> float | None:
-    return min((trial.microseconds for trial in trials if trial.is_right), default=None)
-
-
 def _rounded(figure: float | None) -> float | None:
     return None if figure is None else round(figure, 3)
-
-
-def _refuse_without_gpu(options: EngineOptions) -> None:
-    try:
-        open_gpu()
-    except BackendUnavailable as error:
-        raise BackendUnavailable(
-            "Which candidate is faster has to be measured, and there is nothing to measure on.",
-            got=f"--attention {options.attention} --accumulate {options.accumulate}: {error.in_one_line}",
-            hint="name one candidate: --attention plugin --accumulate fp32, or --attention native",
-        ) from error
 
 
 def _built(candidate: Candidate, path: Path, options: EngineOptions, build: Build) -> Trial:
     try:
         return Trial(candidate=candidate, engine=build(path, candidate.applied_to(options)))
     except (PluginError, BackendUnavailable):
-        raise  # no property of this candidate, but something to be put right
+        raise  # not specific to this candidate, and to be fixed by the user
     except DeployError as error:
         return Trial(candidate=candidate, refused=error.in_one_line)
 
 
 def _time(trials: Sequence[Trial], bundle: Bundle) -> None:
-    precision = bundle.manifest.precision
     with ExitStack() as owned:
         running: list[tuple[Trial, Runner]] = []
         for trial in trials:
-            runner = _opened(trial)
-            if runner is not None:
-                owned.callback(runner.close)
-                running.append((trial, runner))
+            if trial.engine is None:
+                continue
+            try:
+                runner = open_engine_runner(trial.engine)
+            except BackendUnavailable:
+                raise  # not specific to this candidate
+            except DeployError as error:
+                trial.refused = error.in_one_line
+                continue
+            owned.callback(runner.close)
+            running.append((trial, runner))
         if not running:
             return
-        cases = _cases(golden_cases(bundle), [runner for _, runner in running])
-        for case in cases:
+        for case in _cases(golden_cases(bundle), [runner for _, runner in running]):
             for trial, runner in running * _ROUNDS:
                 if not trial.refused:
-                    _time_one(trial, runner, case, precision)
-
-
-def _opened(trial: Trial) -> Runner | None:
-    """The runner of a trial; None where it was not built or cannot be loaded, which the trial then says."""
-    if trial.engine is None:
-        return None
-    try:
-        return open_engine_runner(trial.engine)
-    except BackendUnavailable:
-        raise  # no property of this candidate
-    except DeployError as error:
-        trial.refused = error.in_one_line
-        return None
+                    _time_one(trial, runner, case, bundle.manifest.precision)
 
 
 def _cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[GoldenCase]:
@@ -219,7 +206,7 @@ def _cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[GoldenCa
     admitted = [case for case in cases if all(runner.profiles_for(case.inputs) for runner in runners)]
     if not admitted:
         raise EngineError(
-            "No golden case of the bundle lies in the profiles, so nothing can be timed.",
+            "No golden case of the bundle is within the profiles, so nothing can be timed.",
             hint="wider profiles, or name one candidate with --attention and --accumulate",
         )
     return [case for case in admitted if case.name in _TIMED] or admitted[:1]
@@ -235,6 +222,6 @@ def _time_one(trial: Trial, runner: Runner, case: GoldenCase, precision: Precisi
     for result in (*results, *timing.results):
         for verdict in judge_case(case, result, precision):
             if verdict.is_wrong:
-                trial.refused = f"wrong answer in {case.name}, {verdict.output}: {verdict.problem}"
+                trial.refused = f"wrong output in {case.name}, {verdict.output}: {verdict.problem}"
                 return
     trial.times[case.name] = min(timing.p50, trial.times.get(case.name, math.inf))

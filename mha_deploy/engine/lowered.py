@@ -1,8 +1,7 @@
-"""Which attention an engine gets, native or the plugin's, and the graph written for it."""
+"""Which attention an engine gets, native or the plugin's, and the graph that is lowered for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from mha_deploy.graph.rules import (
     REFUSED,
     WRONG_ANSWER,
     Eligibility,
-    Finding,
     Target,
     check_operators,
     judge,
@@ -40,18 +38,17 @@ from mha_deploy.runtime.tensorrt.kernels import (
 from mha_deploy.runtime.tensorrt.request import BuiltEngine, capabilities_of
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
-# -- Who computes the attentions and the projections of an engine: TensorRT itself, or the plug ----
+# -- Which kernels compute attention and projections: TensorRT's own, or the plugin's --------------
 
 NATIVE, PLUGIN, AUTO = "native", "plugin", "auto"
 FP32, FP16 = "fp32", "fp16"
 ATTENTIONS = (NATIVE, PLUGIN, AUTO)
-SUMS = (FP32, FP16, AUTO)
-_SCRATCH_MIB = 32  # what every projection of the library asks for, plugins/src/linear_matmul.h
+_SCRATCH_MIB = 32  # scratch memory of every projection of the library, plugins/src/linear_matmul.h
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One candidate to write an engine.
+    """One candidate for an engine.
 
     Args:
         attention: `native` or `plugin`.
@@ -63,21 +60,16 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What to call it: `native`, `plugin`, `plugin-fp32`."""
+        """`native`, `plugin` or `plugin-fp32`."""
         return f"{self.attention}-{FP32}" if self.accumulate == FP32 else self.attention
 
     def applied_to(self, options: EngineOptions) -> EngineOptions:
-        """The options that ask for this candidate alone."""
+        """The options that request this candidate alone."""
         return replace(options, attention=self.attention, accumulate=self.accumulate)
 
 
 def open_candidates(rt: TensorRT, options: EngineOptions, precision: str) -> list[Candidate]:
     """The candidates that the options leave open; where there are several, they have to be timed.
-
-    Args:
-        rt: The TensorRT that builds.
-        options: What is asked for.
-        precision: The precision of the graph.
 
     Raises:
         EngineError: The options contradict each other, or the plugin does not take this precision.
@@ -87,32 +79,42 @@ def open_candidates(rt: TensorRT, options: EngineOptions, precision: str) -> lis
     if options.attention == NATIVE:
         return [Candidate(attention=NATIVE)]
     refuse_plugins(rt)
-    _refuse_precision(rt, precision)
-    sums = {FP32: [FP32], FP16: [FP16], AUTO: [FP32, FP16]}[options.accumulate]
+    if precision == "fp32":
+        raise EngineError(
+            "The attention plugin computes in FP16 and BF16.",
+            got="a graph in fp32",
+            hint="--attention native, or export in fp16",
+        )
+    if precision == "bf16" and not rt.can.bf16_type:
+        raise EngineError(
+            f"{rt.title} has no BF16 for the attention plugin.", got="a graph in bf16", hint="export in fp16"
+        )
+    accumulate = {FP32: [FP32], FP16: [FP16], AUTO: [FP32, FP16]}[options.accumulate]
     if options.accumulate == AUTO and precision != FP16:
-        # Matmuls of BF16 sum up in FP32 whoever computes them.
-        sums = [FP16]
-    found = [Candidate(attention=PLUGIN, accumulate=each) for each in sums]
-    # TensorRT's own matmuls promise no FP32 sums: who wants them has only one candidate.
-    return [Candidate(attention=NATIVE), *found] if options.attention == AUTO and FP16 in sums else found
+        # BF16 matmuls accumulate in FP32 in every kernel.
+        accumulate = [FP16]
+    found = [Candidate(attention=PLUGIN, accumulate=each) for each in accumulate]
+    if options.attention == AUTO and FP16 in accumulate:  # TensorRT's own matmuls do not guarantee FP32
+        return [Candidate(attention=NATIVE), *found]
+    return found
 
 
 def _refuse_unknown(options: EngineOptions) -> None:
     for option, value, known in (
         ("attention", options.attention, ATTENTIONS),
-        ("accumulate", options.accumulate, SUMS),
+        ("accumulate", options.accumulate, (FP32, FP16, AUTO)),
     ):
         if value not in known:
             raise EngineError(f"No such choice for --{option}.", got=value, hint=nearest(value, known))
     if options.attention == PLUGIN and options.allow_decomposed:
         raise EngineError(
-            "An attention of the plugin is one fused layer.", got="--allow-decomposed", hint="leave it out"
+            "Attention of the plugin is one fused layer.", got="--allow-decomposed", hint="leave it out"
         )
     if options.attention == NATIVE and options.accumulate == FP32:
         raise EngineError(
-            "TensorRT chooses by itself how its own matmuls sum up.",
+            "TensorRT chooses by itself how its own matmuls accumulate.",
             got="--accumulate fp32 with --attention native",
-            hint="--attention plugin or auto: the plugin library has matmuls that sum up in FP32",
+            hint="--attention plugin or auto: the plugin library has matmuls that accumulate in FP32",
         )
     if (
         options.accumulate == FP32
@@ -126,44 +128,52 @@ def _refuse_unknown(options: EngineOptions) -> None:
         )
 
 
-def _refuse_precision(rt: TensorRT, precision: str) -> None:
-    if precision == "fp32":
-        raise EngineError(
-            "The attention plugin computes in FP16 and BF16.",
-            got="a graph in fp32",
-            hint="--attention native, or export in fp16",
-        )
-    if precision == "bf16" and not rt.can.bf16_type:
-        raise EngineError(
-            f"{rt.title} has no BF16 for the attention plugin.", got="a graph in bf16", hint="export in fp16"
-        )
-
-
-# -- A bundle's graph as a TensorRT takes it: which dialect, with what options, and what stands ----
+# -- A bundle's graph as a TensorRT takes it: the dialect and its options --------------------------
 
 
 def lowered_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir.Model, list[Eligibility]]:
-    """The graph as a TensorRT takes it, and what is known of its attention there before the build.
+    """The graph as a TensorRT takes it, and the eligibility of its attention nodes before the build.
 
     Raises:
         EngineError: It cannot take the graph.
     """
     dialect = dialect_for(rt, options)
-    _refuse_ignored(rt, dialect, options)
+    if options.gqa is not None and dialect != "primitives":
+        taker = "The attention plugin" if dialect == PLUGIN else rt.title
+        raise EngineError(
+            f"{taker} takes grouped heads as they are.", got=f"--gqa {options.gqa}", hint="leave it out"
+        )
     if dialect == PLUGIN:
-        # What TensorRT's own kernels can fuse does not matter: the library brings its kernel along.
+        # The library has its own kernel, whatever TensorRT's kernels can fuse.
         _refuse_without_attention(model, hint="--attention native")
         return lower(model, dialect, linear=options.accumulate == "fp32"), []
     targets = targets_of(rt, options)
-    # A graph without attention nodes is built as well; the verdict says that none was recognised.
+    # A graph without attention nodes is built as well; the verdict reports that none was recognised.
     answers = [answer for target in targets for answer in judge(attention_nodes(model), target)]
-    _refuse_hopeless(answers)
-    operators = [finding for target in targets for finding in check_operators(model, target)]
-    return lower(model, dialect, **_lowering_options(dialect, answers, operators, options)), answers
+    for answer in answers:
+        # Report before a long build that it would fail.
+        hopeless = [
+            finding
+            for finding in answer.findings
+            if finding.cured_by is None and finding.severity in (REFUSED, WRONG_ANSWER)
+        ]
+        if hopeless:
+            raise EngineError(
+                f"{answer.target} cannot take the node {answer.node.name}.",
+                got="; ".join(finding.message for finding in hopeless),
+                hint="; ".join(finding.remedy for finding in hopeless),
+            )
+    if dialect == "primitives":
+        return lower(model, dialect, **({} if options.gqa is None else {"gqa": options.gqa})), answers
+    chosen: dict[str, Any] = {"decompose": True} if options.allow_decomposed else {}
+    chosen |= operator_options([finding for target in targets for finding in check_operators(model, target)])
+    for answer in answers:
+        chosen |= {name: value for name, value in answer.options.items() if name != "decompose"}
+    return lower(model, dialect, **chosen), answers
 
 
 def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:
-    """What the engine is built for, as the check before the build wants it: one for each GPU."""
+    """The targets of the engine for the check before the build, one for each GPU."""
     release = ".".join(rt.version.split(".")[:3])
     named = capabilities_of(options.targets)
     if named:
@@ -193,131 +203,65 @@ def _refuse_without_attention(model: ir.Model, *, hint: str) -> None:
         raise EngineError("The graph has no attention node.", hint=hint)
 
 
-def _refuse_ignored(rt: TensorRT, dialect: str, options: EngineOptions) -> None:
-    if options.gqa is not None and dialect != "primitives":
-        who = "The attention plugin" if dialect == PLUGIN else rt.title
-        raise EngineError(
-            f"{who} takes grouped heads as they are.", got=f"--gqa {options.gqa}", hint="leave it out"
-        )
-
-
-def _refuse_hopeless(answers: list[Eligibility]) -> None:
-    """Say before a long build what its end would be."""
-    for answer in answers:
-        hopeless = [
-            finding
-            for finding in answer.findings
-            if finding.cured_by is None and finding.severity in (REFUSED, WRONG_ANSWER)
-        ]
-        if hopeless:
-            raise EngineError(
-                f"{answer.target} cannot take the node {answer.node.name}.",
-                got="; ".join(finding.message for finding in hopeless),
-                hint="; ".join(finding.remedy for finding in hopeless),
-            )
-
-
-def _lowering_options(
-    dialect: str, answers: list[Eligibility], operators: list[Finding], options: EngineOptions
-) -> dict[str, Any]:
-    if dialect == "primitives":
-        return {} if options.gqa is None else {"gqa": options.gqa}
-    chosen: dict[str, Any] = {"decompose": True} if options.allow_decomposed else {}
-    chosen |= operator_options(operators)
-    for answer in answers:
-        chosen |= {name: value for name, value in answer.options.items() if name != "decompose"}
-    return chosen
-
-
-# -- What an engine carries of the plugin library: which of its layers, which library, which me ----
+# -- The plugin library in an engine: its layers, and its record in the manifest -------------------
 
 _CARRIES = {OP_TYPE: ATTENTION, LINEAR: PRODUCT}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Carried:
-    """A node of the library in the graph.
-
-    Args:
-        what: `attention` or `matmul`.
-        types: The type of each value that it reads and writes.
-        usual: The one type of all its numbers that are no lengths.
-    """
-
-    what: str
-    types: Mapping[str, str]
-    usual: str
-
-
 def with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
-    """An engine whose plugin layers say what they compute; TensorRT itself knows no more than their names.
+    """An engine whose plugin layers have types and a purpose, of which TensorRT reports only their names.
 
     Args:
         built: The engine.
         lowered: The graph that it was built from.
     """
-    carried = {
-        node.name or "": _carried(node)
+    nodes = {
+        node.name or "": node
         for node in lowered.graph.all_nodes()
         if node.domain == DOMAIN and node.op_type in _CARRIES
     }
-    if not carried:
-        return built
-    kernels = {
-        source: tuple(_marked(kernel, carried) for kernel in told) for source, told in built.kernels.items()
-    }
-    return replace(built, kernels=kernels)
 
+    def marked(kernel: Kernel) -> Kernel:
+        node = next((nodes[name] for name in kernel.onnx_nodes if name in nodes), None)
+        if not kernel.is_plugin or node is None:
+            return kernel
+        values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+        types = {value.name or "": dtype_of(value.dtype.name) for value in values if value.dtype is not None}
+        usual = next((dtype for dtype in types.values() if dtype in FLOATING), UNKNOWN)
 
-def _carried(node: ir.Node) -> _Carried:
-    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
-    types = {value.name or "": dtype_of(value.dtype.name) for value in values if value.dtype is not None}
-    usual = next((dtype for dtype in types.values() if dtype in FLOATING), UNKNOWN)
-    return _Carried(what=_CARRIES[node.op_type], types=types, usual=usual)
+        def typed(tensor: EngineTensor) -> EngineTensor:
+            # 8.6 does not report the types of dynamic sizes, and the library takes no others.
+            known = tensor.dtype != UNKNOWN
+            return tensor if known else replace(tensor, dtype=types.get(tensor.name, usual))
 
+        return replace(
+            kernel,
+            carries=_CARRIES[node.op_type],
+            inputs=tuple(map(typed, kernel.inputs)),
+            outputs=tuple(map(typed, kernel.outputs)),
+        )
 
-def _marked(kernel: Kernel, carried: Mapping[str, _Carried]) -> Kernel:
-    if not kernel.is_plugin:
-        return kernel
-    found = next((carried[name] for name in kernel.onnx_nodes if name in carried), None)
-    if found is None:
-        return kernel
-    return replace(
-        kernel,
-        carries=found.what,
-        inputs=_told(kernel.inputs, found),
-        outputs=_told(kernel.outputs, found),
-    )
-
-
-def _told(tensors: Sequence[EngineTensor], found: _Carried) -> tuple[EngineTensor, ...]:
-    """With their types: for dynamic sizes 8.6 does not tell them, and the library takes no others."""
-    return tuple(
-        replace(tensor, dtype=found.types.get(tensor.name, found.usual))
-        if tensor.dtype == UNKNOWN
-        else tensor
-        for tensor in tensors
-    )
+    return replace(built, kernels={source: tuple(map(marked, ks)) for source, ks in built.kernels.items()})
 
 
 def with_library(
     manifest: EngineManifest, library: PluginLibrary, lowered: ir.Model, *, asked: str, accumulate: str
 ) -> EngineManifest:
-    """A manifest that says which library the engine needs, and which caches it writes in place.
+    """A manifest with the library that the engine needs, and the caches that it writes in place.
 
     Args:
-        manifest: What it says already.
+        manifest: The manifest without them.
         library: The library.
         lowered: The graph that the engine was built from.
-        asked: What `--attention` was asked for.
-        accumulate: How the projections sum up.
+        asked: The requested `--attention`.
+        accumulate: The type in which the projections accumulate.
     """
     in_place = cache_form(lowered).in_place
-    told = [f"caches in place: bind {out} to the memory of {source}" for out, source in in_place.items()]
+    notes = [f"caches in place: bind {out} to the memory of {source}" for out, source in in_place.items()]
     return msgspec.structs.replace(
         manifest,
         attention={"asked": asked, "chosen": "plugin", "accumulate": accumulate},
         plugins=[library.record()],
         in_place=in_place,
-        notes=[*manifest.notes, *told],
+        notes=[*manifest.notes, *notes],
     )

@@ -1,4 +1,4 @@
-"""How to build an engine: everything a user can choose, with its default written once."""
+"""The options of an engine build with their defaults, and its optimisation profiles."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class EngineOptions:
 
     Args:
         backend: `tensorrt` or `tensorrt-rtx`; None for the one that fits this machine.
-        name: Name of the engine in the bundle; the backend's unless given.
-        profiles: Axis ranges, one set per optimisation profile; `default_profiles` unless given.
+        name: Name of the engine in the bundle; default: the backend.
+        profiles: Axis ranges, one set per optimisation profile; default: `default_profiles`.
         targets: Compute capabilities to compile for (RTX only).
         allow_decomposed: Whether attention without a fused kernel may be built from several.
-        optimization_level: How hard the builder tries, 0 to 5.
-        workspace_mib: Most scratch memory a kernel may use.
+        optimization_level: TensorRT's builder optimization level, 0 to 5.
+        workspace_mib: Limit of the scratch memory of a kernel.
         version_compatible: Build an engine that later versions can load.
         hardware_compatible: Other GPUs it shall run on: `ampere-plus` or `same-compute-capability`.
         weight_streaming: Let weights stay on the host.
         refit: `all` or `identical`: weights that can be replaced later.
-        attention: Who computes attention: `native`, `plugin` or `auto`; see `engine.attention`.
-        accumulate: How the projections sum up: `fp32`, `fp16` or `auto`.
+        attention: Which kernels compute attention: `native`, `plugin` or `auto`.
+        accumulate: The type in which the projections accumulate: `fp32`, `fp16` or `auto`.
         gqa: How grouped heads are written as matmuls: `auto`, `fold`, `broadcast` or `repeat`.
         overwrite: Whether an engine of that name may be replaced.
     """
@@ -83,7 +83,10 @@ def default_profiles(spec: ModelSpec, *, one: bool = False) -> list[Ranges]:
     if spec.cache == "none":
         return [spec.axes]
     if one:
-        return [_with_usual_batch(spec.axes)]
+        # TensorRT 8.6 built a layer with a cache wrongly for every other batch when both its usual batch and
+        # its usual number of tokens were 1.
+        B = spec.axes["B"]
+        return [spec.axes if B.opt > 1 else {**spec.axes, "B": replace(B, opt=min(B.max, _USUAL_BATCH))}]
     S = spec.axes["S"]
     if S.min > 1 or S.max == 1:
         return [spec.axes]
@@ -93,21 +96,8 @@ def default_profiles(spec: ModelSpec, *, one: bool = False) -> list[Ranges]:
     return [prompt, token]
 
 
-def _with_usual_batch(axes: Ranges) -> Ranges:
-    """The ranges with a usual batch above 1 where there is one.
-
-    TensorRT 8.6 built a layer with a cache wrongly for every other batch when both its usual batch and its
-    usual number of tokens were 1.
-    """
-    B = axes["B"]
-    return axes if B.opt > 1 else {**axes, "B": replace(B, opt=min(B.max, _USUAL_BATCH))}
-
-
 def profile_names(spec: ModelSpec, profiles: Sequence[Ranges]) -> list[str]:
-    """What to call each profile: its number, or what it is for where one is for single tokens alone.
-
-    Without such a one, a profile that takes prompts serves single tokens, too.
-    """
+    """Names of the profiles: `prefill` and `decode` where one is for single tokens alone, else numbers."""
     numbers = [str(index) for index in range(len(profiles))]
     if spec.cache == "none":
         return numbers
