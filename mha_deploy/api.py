@@ -231,8 +231,7 @@ def export(
     )
     report = on_step or _silent
     try:
-        from mha_deploy.export.exporter import bundle_from_spec
-        from mha_deploy.export.module_exporter import bundle_from_factory
+        from mha_deploy.export.exporter import bundle_from_factory, bundle_from_spec
     except ImportError as error:
         raise BackendUnavailable(
             "Exporting needs PyTorch and its ONNX exporter.",
