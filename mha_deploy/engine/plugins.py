@@ -1,4 +1,4 @@
-"""The plugin library: its source, headers, compilation, and where built ones are found and loaded."""
+"""The plugin library: how it is compiled, found and loaded."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from mha_deploy.bundle.folder import sha256
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
-# -- What a built library says of itself. It is asked in a process of its own: a broken one end ----
+# -- A built library and its description, which a process of its own reads: a broken one can crash -
 
 PREFIX = "libmha_deploy_plugins_trt"
 
 _REBUILD = "mha-deploy plugins build"
-_SECONDS = 60
-_ASK = """
+_READ_INFO = """
 import ctypes, sys
 info = ctypes.CDLL(sys.argv[1]).mha_deploy_plugins_info
 info.restype = ctypes.c_char_p
@@ -48,12 +47,12 @@ class PluginLibrary:
     """A library that can be loaded on this machine.
 
     Args:
-        path: Where it lies.
+        path: The file.
         version: Its version; an engine needs the library of the version that it was built with.
-        interface: How it talks to TensorRT: `IPluginV2DynamicExt` or `IPluginV3`.
+        interface: TensorRT's plugin interface: `IPluginV2DynamicExt` or `IPluginV3`.
         tensorrt: Version of the headers it was compiled against.
         cudnn_frontend: Version of the cudnn-frontend it was compiled against.
-        plugins: What it brings: `name`, `version` and `namespace` of each.
+        plugins: `name`, `version` and `namespace` of each plugin.
         architectures: GPUs that its own kernels were compiled for.
         sha256: Hash of the file.
     """
@@ -77,7 +76,7 @@ class PluginLibrary:
         return any(each["name"] == name and each["version"] == version for each in self.plugins)
 
     def record(self) -> dict[str, Any]:
-        """What an engine's manifest says of the library that it needs. The path is this machine's own."""
+        """The library as an engine's manifest records it. The path is this machine's own."""
         return {
             "library": self.path.name,
             "version": self.version,
@@ -103,70 +102,61 @@ def major(version: str) -> str:
 
 
 def read_library(path: Path) -> PluginLibrary:
-    """Ask a library what it is.
+    """Read the description of a library.
 
     Raises:
         PluginError: It cannot be loaded here, or is not one of ours.
     """
     if not path.is_file():
         raise PluginError("There is no plugin library here.", got=path, hint=_REBUILD)
-    place = path.resolve()
-    return _read(place, place.stat().st_mtime_ns)
+    path = path.resolve()
+    return _read(path, path.stat().st_mtime_ns)
 
 
 @cache
 def _read(path: Path, changed: int) -> PluginLibrary:
-    """What the library says, asked once as long as the file does not change."""
+    """The description, read once as long as the file does not change, in a process that may crash."""
+    command = [sys.executable, "-I", "-c", _READ_INFO, str(path)]
     try:
-        info = json.loads(_asked(path))
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, encoding="utf-8"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PluginError(
+            "The plugin library cannot be read.", got=f"{path}: {error}", hint=_REBUILD
+        ) from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise PluginError("The plugin library cannot be loaded here.", got=last, hint=_REBUILD)
+    try:
+        info = json.loads(done.stdout)
+        architectures = info["architectures"]
+        if isinstance(architectures, str):  # with separators, as CMake writes lists
+            architectures = re.split(r"[;,\s]+", architectures.strip(";, "))
         return PluginLibrary(
             path=path,
             version=str(info["version"]),
             interface=str(info["interface"]),
             tensorrt=str(info["tensorrt"]),
             cudnn_frontend=str(info["cudnn_frontend"]),
-            plugins=tuple(_plugin(each) for each in info["plugins"]),
-            architectures=_words(info["architectures"]),
+            plugins=tuple(
+                {key: str(each[key]) for key in ("name", "version", "namespace")} for each in info["plugins"]
+            ),
+            architectures=tuple(str(each) for each in architectures if each),
             sha256=sha256(path),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise PluginError(
-            "The plugin library does not say what it is.",
+            "The plugin library has no valid description.",
             got=f"{path}: {error.__class__.__name__} {error}",
             hint=_REBUILD,
         ) from error
 
 
-def _asked(path: Path) -> str:
-    command = [sys.executable, "-I", "-c", _ASK, str(path)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False, encoding="utf-8"
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PluginError(
-            "The plugin library cannot be asked.", got=f"{path}: {error}", hint=_REBUILD
-        ) from error
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        raise PluginError("The plugin library cannot be loaded here.", got=last, hint=_REBUILD)
-    return done.stdout
-
-
-def _plugin(data: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(data[key]) for key in ("name", "version", "namespace")}
-
-
-def _words(data: Any) -> tuple[str, ...]:
-    """A list, or a text with separators between the words, as CMake writes lists."""
-    words = data.replace(";", " ").replace(",", " ").split() if isinstance(data, str) else data
-    return tuple(str(word) for word in words)
-
-
-# -- Where the plugin's source lies, and where a library that was built from it goes ---------------
+# -- The folders of the plugin's source and of built libraries -------------------------------------
 
 ENVIRONMENT = "MHA_DEPLOY_PLUGINS"
-"""The variable that names a library, or a folder of them; libraries are built into that folder, too."""
+"""The variable with the path of a library, or of a folder of them, into which they are built as well."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -185,13 +175,13 @@ def cache_folder() -> Path:
 
 
 def named_place() -> Path | None:
-    """The library or folder that the environment names, if it does."""
+    """The library or folder in the environment, if any."""
     named = os.environ.get(ENVIRONMENT)
     return Path(named).expanduser() if named else None
 
 
 def build_folder() -> Path:
-    """Where `plugins build` writes unless told otherwise."""
+    """Where `plugins build` writes by default."""
     named = named_place()
     if named is None:
         return cache_folder()
@@ -203,13 +193,7 @@ def build_folder() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A file that should be a library.
-
-    Args:
-        path: The file.
-        library: What it is; None where it cannot be used.
-        problem: Why it cannot; empty where it can.
-    """
+    """A file that should be a library; `problem` where it cannot be used."""
 
     path: Path
     library: PluginLibrary | None = None
@@ -217,45 +201,48 @@ class Candidate:
 
 
 def places() -> list[Path]:
-    """Where libraries are looked for, the first first."""
+    """Where libraries are searched for, in this order."""
     named = named_place()
     return [*([] if named is None else [named]), cache_folder()]
 
 
 def candidates() -> list[Candidate]:
-    """Every library of this machine, in the order in which they are looked for."""
-    return [_candidate(path) for path in _files()]
+    """Every library of this machine, in the order of the search."""
+    found = []
+    for path in _files():
+        try:
+            found.append(Candidate(path=path, library=read_library(path)))
+        except PluginError as error:
+            found.append(Candidate(path=path, problem=error.in_one_line))
+    return found
 
 
 def library_for(version: str) -> PluginLibrary:
-    """The library that a TensorRT can load: the first that was compiled for its major version.
-
-    Args:
-        version: Version of the TensorRT.
+    """The library that a TensorRT of this version can load: the first of its major version.
 
     Raises:
-        PluginError: There is none; the error says what is there instead.
+        PluginError: There is none; the error lists those of other versions.
     """
-    seen = []
+    others = []
     for path in _files():
-        # A library of another TensorRT is named so, and need not be started to be passed over.
+        # A library of another TensorRT has its version in the name, and need not be loaded.
         if path.name.startswith(PREFIX) and path.stem != f"{PREFIX}{major(version)}":
-            seen.append(str(path))
+            others.append(str(path))
             continue
         library = read_library(path)
         if library.tensorrt_major == major(version):
             return library
-        seen.append(f"{path} (TensorRT {library.tensorrt})")
+        others.append(f"{path} (TensorRT {library.tensorrt})")
     looked = ", ".join(str(place) for place in places())
     raise PluginError(
         f"There is no plugin library for TensorRT {major(version)} here.",
-        got=f"looked in {looked}" + (f"; found {', '.join(seen)}" if seen else ""),
+        got=f"looked in {looked}" + (f"; found {', '.join(others)}" if others else ""),
         hint=f"build it with `mha-deploy plugins build`, or name one in {ENVIRONMENT}",
     )
 
 
 def library_needed(record: Mapping[str, Any], version: str) -> PluginLibrary:
-    """The library that an engine needs, as its manifest tells.
+    """The library that an engine needs.
 
     Args:
         record: An entry of the manifest's `plugins`.
@@ -281,34 +268,17 @@ def library_needed(record: Mapping[str, Any], version: str) -> PluginLibrary:
     return library
 
 
-def differs(record: Mapping[str, Any], library: PluginLibrary) -> str | None:
-    """What to note where a library is of the right version, and still another file."""
-    if library.sha256 == record["sha256"]:
-        return None
-    return (
-        f"the plugin library here is another build of version {library.version} "
-        f"({library.sha256[:12]}, the engine was built with {record['sha256'][:12]})"
-    )
-
-
 def _files() -> Iterator[Path]:
     for place in places():
         if place.is_dir():
             yield from sorted(place.glob(f"{PREFIX}*.so"))
         elif place.is_file() or place.suffix == ".so":
-            # A file that somebody named is looked at even where it is not there: that is their answer.
+            # A file that the user named is read even where it is missing: the error names it.
             yield place
 
 
-def _candidate(path: Path) -> Candidate:
-    try:
-        return Candidate(path=path, library=read_library(path))
-    except PluginError as error:
-        return Candidate(path=path, problem=error.in_one_line)
-
-
 def why_missing(records: Sequence[Mapping[str, Any]], version: str) -> list[str]:
-    """Why what an engine needs cannot be loaded here; empty where it can."""
+    """Why the libraries that an engine needs cannot be loaded here; empty where they can."""
     reasons = []
     for record in records:
         try:
@@ -319,31 +289,36 @@ def why_missing(records: Sequence[Mapping[str, Any]], version: str) -> list[str]
 
 
 def other_builds(records: Sequence[Mapping[str, Any]], version: str) -> list[str]:
-    """What to note of the libraries here that an engine can use, and was not built with."""
+    """Notes on libraries here that an engine can use, but was not built with."""
     notes = []
     for record in records:
-        with contextlib.suppress(PluginError):  # `why_missing` tells of those
-            notes.append(differs(record, library_needed(record, version)))
-    return [note for note in notes if note is not None]
+        with contextlib.suppress(PluginError):  # `why_missing` reports those
+            library = library_needed(record, version)
+            if library.sha256 != record["sha256"]:
+                notes.append(
+                    f"the plugin library here is another build of version {library.version} "
+                    f"({library.sha256[:12]}, the engine was built with {record['sha256'][:12]})"
+                )
+    return notes
 
 
-# -- What the library is compiled against, and where it was found: TensorRT, cuDNN, its fronten ----
+# -- What the library is compiled against: TensorRT, cuDNN, cudnn-frontend, CUDA, nvcc -------------
 
 _CUDA_NUMBER = ("CUDA_VERSION",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Something that is needed.
+    """Headers or a compiler that the build needs.
 
     Args:
         key: Its name in the options and in the result.
-        title: What people call it.
-        variable: What CMake calls it.
-        files: What its folders must have together.
+        title: Its name in messages.
+        variable: Its variable in CMake.
+        files: The files that its folders must contain together.
         install: How to get it.
-        places: Where it may lie besides, the likeliest first: pairs of a folder and who names it.
-        version: The file and the names of the numbers that tell its version.
+        places: Where it may be, the likeliest first: pairs of a folder and the origin of that path.
+        version: The file and the names of the defines with its version.
     """
 
     key: str
@@ -356,20 +331,13 @@ class Part:
 
     @property
     def option(self) -> str:
-        """How the command line names it."""
+        """Its option of the command line."""
         return f"--{self.key.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Where a part was found.
-
-    Args:
-        part: The part.
-        paths: The folders, or the program.
-        by: Who named them.
-        version: Its version, where its files tell.
-    """
+    """Where a part was found: folders or the program, the origin of the paths, and the version if known."""
 
     part: Part
     paths: tuple[Path, ...]
@@ -384,12 +352,20 @@ def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
         given: Folders that the user named, by the keys of `PARTS`; None where one was not named.
 
     Raises:
-        PluginError: Something is missing; the error tells all that is, and where it was looked for.
+        PluginError: Something is missing; the error lists all of it, and where it was searched for.
     """
     found = [_found(part, given.get(part.key)) for part in PARTS]
     missing = [part for part, each in zip(PARTS, found, strict=True) if each is None]
     if missing:
-        raise _missing(missing)
+        lines = []
+        for part in missing:
+            looked = ", ".join(dict.fromkeys(str(path) for path, _ in part.places()))
+            lines.append(f"{part.title} ({', '.join(part.files)}), looked in {looked}")
+        raise PluginError(
+            "Headers that the plugin library needs are missing.",
+            got="; ".join(lines),
+            hint="; ".join(f"{part.title}: {part.install}, or {part.option} FOLDER" for part in missing),
+        )
     return [each for each in found if each is not None]
 
 
@@ -420,7 +396,7 @@ def find_nvcc(given: Path | None) -> Found:
 
 
 def _found(part: Part, named: Path | None) -> Found | None:
-    """The folders of a part, as few as there need be; None where some file is in none of them."""
+    """The folders of a part, as few as possible; None where a file is in none of them."""
     if named is not None and not any((named / name).is_file() for name in part.files):
         raise PluginError(
             f"The folder has no headers of {part.title}.",
@@ -440,17 +416,8 @@ def _found(part: Part, named: Path | None) -> Found | None:
     return Found(part=part, paths=tuple(taken), by=by, version=_version(part, tuple(taken)))
 
 
-def _missing(parts: list[Part]) -> PluginError:
-    told = []
-    for part in parts:
-        looked = ", ".join(dict.fromkeys(str(path) for path, _ in part.places()))
-        told.append(f"{part.title} ({', '.join(part.files)}), looked in {looked}")
-    hints = "; ".join(f"{part.title}: {part.install}, or {part.option} FOLDER" for part in parts)
-    return PluginError("Headers that the plugin library needs are missing.", got="; ".join(told), hint=hints)
-
-
 def _version(part: Part, folders: Sequence[Path]) -> str:
-    """The version as the defines of a header tell it; empty where they do not."""
+    """The version in the defines of a header; empty where it has none."""
     file, names = part.version
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     text = "" if path is None else path.read_text(encoding="utf-8", errors="replace")
@@ -464,11 +431,8 @@ def _version(part: Part, folders: Sequence[Path]) -> str:
     return ".".join(numbers)
 
 
-# -- where things lie --------------------------------------------------------------------------------
-
-
 def _packages(pattern: str) -> list[Path]:
-    """Folders of Python packages that fit a pattern, newest name first."""
+    """Folders of Python packages that match a pattern, newest name first."""
     roots = dict.fromkeys(Path(path) for path in (sysconfig.get_paths()["purelib"], *sys.path) if path)
     return [path for root in roots for path in sorted(root.glob(pattern), reverse=True)]
 
@@ -495,7 +459,7 @@ def _cuda() -> Iterator[tuple[Path, str]]:
     for path in _packages("nvidia/cu*/include"):
         if path.parent.name[2:].isdigit():  # nvidia/cu13, and not nvidia/cudnn
             yield path, "a Python package"
-    for package in ("cuda_runtime", "cublas", "cuda_nvrtc", "cuda_nvcc"):  # as those for CUDA 12 are cut
+    for package in ("cuda_runtime", "cublas", "cuda_nvrtc", "cuda_nvcc"):  # the packages for CUDA 12
         for path in _packages(f"nvidia/{package}/include"):
             yield path, "a Python package"
     yield Path("/usr/local/cuda/include"), "the system"
@@ -510,7 +474,7 @@ def _cudnn() -> Iterator[tuple[Path, str]]:
 
 
 def _frontend() -> Iterator[tuple[Path, str]]:
-    # Its wheel puts them beside Python's own headers, or into the packages, as pip is told to install.
+    # Its wheel installs them beside Python's own headers, or into the packages, depending on pip's options.
     for path in (*_packages("include"), *_packages("nvidia/cudnn_frontend/include")):
         yield path, "a Python package"
     yield Path(sys.prefix) / "include", "a Python package"
@@ -564,7 +528,6 @@ PARTS = (
         version=("cuda.h", _CUDA_NUMBER),
     ),
 )
-"""What is needed, in the order in which it is told."""
 
 NVCC = Part(
     key="nvcc",
@@ -581,20 +544,15 @@ NVCC = Part(
 
 OnStep = Callable[[str, int, int], None]
 
-_LINES_TOLD = 30
+_LAST_LINES = 30
 _MACHINE = slice(18, 20)  # of an ELF header: what processor the file is for
-# Ninja counts steps, Make tells a share.
+# Ninja counts steps, Make reports a percentage.
 _PROGRESS = re.compile(r"^\[\s*(?:(\d+)/(\d+)|(\d+)%)\]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A library that was built.
-
-    Args:
-        path: Where it lies.
-        library: What it says of itself; None where it is for another kind of machine than this.
-    """
+    """A library that was built; `library` is None where it is for another kind of machine than this."""
 
     path: Path
     library: PluginLibrary | None
@@ -603,12 +561,12 @@ class Compiled:
 def compile_library(
     parts: Sequence[Found], out: Path, architectures: str = "", on_step: OnStep = lambda *step: None
 ) -> Compiled:
-    """Compile the library, and put it into a folder once it is whole.
+    """Compile the library, and put it into a folder once it is complete.
 
     Args:
         parts: The headers and the compiler, as they were found.
         out: The folder it goes to.
-        architectures: GPUs to compile kernels for, as `80;90`; CMake's own list unless given.
+        architectures: GPUs to compile kernels for, as `80;90`; default: CMake's own list.
         on_step: Called with a step, its number and their count as each begins.
 
     Raises:
@@ -622,30 +580,24 @@ def compile_library(
         raise PluginError("The source of the plugin library is not here.", got=source, hint="reinstall it")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=out) as folder:
-        _configure(cmake, source, Path(folder), parts, architectures, on_step)
+        command = [cmake, "-S", str(source), "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
+        if shutil.which("ninja"):
+            command += ["-G", "Ninja"]
+        for found in parts:
+            folders = ";".join(str(path.resolve()) for path in found.paths)
+            command.append(f"-D{found.part.variable}={folders}")
+        if architectures:
+            command.append(f"-DCUDA_ARCHITECTURES={architectures}")
+        _run(command, "configure", on_step)
         jobs = str(os.cpu_count() or 1)
         _run([cmake, "--build", folder, "--target", "plugins", "--parallel", jobs], "compile", on_step)
         return _moved(Path(folder), out)
 
 
-def _configure(
-    cmake: str, source: Path, folder: Path, parts: Sequence[Found], architectures: str, on_step: OnStep
-) -> None:
-    command = [cmake, "-S", str(source), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
-    if shutil.which("ninja"):
-        command += ["-G", "Ninja"]
-    for found in parts:
-        folders = ";".join(str(path.resolve()) for path in found.paths)
-        command.append(f"-D{found.part.variable}={folders}")
-    if architectures:
-        command.append(f"-DCUDA_ARCHITECTURES={architectures}")
-    _run(command, "configure", on_step)
-
-
 def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:
-    """Run a command, telling its progress; of a failure the last lines are kept."""
+    """Run a command and report its progress; a failure has the last lines of its output."""
     on_step(step, 0, 0)
-    last: deque[str] = deque(maxlen=_LINES_TOLD)
+    last: deque[str] = deque(maxlen=_LAST_LINES)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -655,10 +607,10 @@ def _run(command: Sequence[str], step: str, on_step: OnStep) -> None:
             if match is not None:
                 on_step(step, int(match[1] or match[3]), int(match[2] or 100))
     if process.returncode != 0:
-        told = "\n    ".join(line for line in last if line)
+        lines = "\n    ".join(line for line in last if line)
         raise PluginError(
             f"The plugin library could not be built: {step} ended with {process.returncode}.",
-            got=f"its last lines are\n    {told}",
+            got=f"its last lines are\n    {lines}",
             hint="mha-deploy plugins build --help names the headers and compilers that can be chosen",
         )
 
@@ -667,13 +619,13 @@ def _moved(folder: Path, out: Path) -> Compiled:
     built = sorted(folder.glob(f"{PREFIX}*.so"))
     if len(built) != 1:
         raise PluginError(
-            "The build gave no library.",
+            "The build produced no library.",
             got=", ".join(path.name for path in built) or "none",
             hint="mha-deploy plugins build again, with an empty --out",
         )
     native = _is_for_this_machine(built[0])
     if native:
-        read_library(built[0])  # one that cannot be loaded must not take the place of one that can
+        read_library(built[0])  # one that cannot be loaded must not replace one that can
     path = out / built[0].name
     os.replace(built[0], path)
     return Compiled(path=path, library=read_library(path) if native else None)
@@ -685,14 +637,14 @@ def _is_for_this_machine(path: Path) -> bool:
         return ours.read(20)[_MACHINE] == python.read(20)[_MACHINE]
 
 
-# -- Load the plugin library into a TensorRT: once a process, before a graph is parsed or an en ----
+# -- Load the library into a TensorRT, once a process ----------------------------------------------
 
 # The registry belongs to the module of a TensorRT, and lives as long as the process.
 _loaded: dict[str, PluginLibrary] = {}
 
 
 def find_plugins(rt: TensorRT) -> PluginLibrary:
-    """The library for a TensorRT, which the process that builds or runs an engine then loads.
+    """The library for a TensorRT, to be loaded in the process that builds or runs an engine.
 
     Raises:
         PluginError: There is none, or this TensorRT takes no plugins.
@@ -711,20 +663,16 @@ def load_plugins(rt: TensorRT) -> PluginLibrary:
 
 
 def load_needed(rt: TensorRT, records: Sequence[Mapping[str, Any]]) -> list[PluginLibrary]:
-    """Load what an engine needs, as its manifest tells.
+    """Load the libraries in an engine's manifest.
 
     Raises:
-        PluginError: It is not here, or here in another version.
+        PluginError: One is missing, or of another version.
     """
     return [_load(rt, library_needed(record, rt.version)) for record in records]
 
 
 def refuse_plugins(rt: TensorRT) -> None:
-    """Refuse a TensorRT that cannot take the plugin.
-
-    Raises:
-        PluginError: It cannot; the error says why.
-    """
+    """Refuse a TensorRT that does not take plugins."""
     if not rt.can.plugins:
         raise PluginError(
             f"{rt.title} does not take the attention plugin.",
@@ -735,7 +683,7 @@ def refuse_plugins(rt: TensorRT) -> None:
 
 def _load(rt: TensorRT, library: PluginLibrary) -> PluginLibrary:
     earlier = _loaded.get(rt.module.__name__)
-    if earlier is not None and _same(earlier.path, library.path):
+    if earlier is not None and earlier.path.resolve() == library.path.resolve():
         return earlier
     if earlier is not None:
         raise PluginError(
@@ -770,7 +718,3 @@ def load_library(rt: TensorRT, path: Path) -> None:
             got=f"{path}: {reason}",
             hint="build it for this TensorRT: mha-deploy plugins build",
         )
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()

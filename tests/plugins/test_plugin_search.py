@@ -12,9 +12,8 @@ from mha_deploy.engine.plugins import (
     build_folder,
     cache_folder,
     candidates,
-    differs,
     library_for,
-    library_needed,
+    other_builds,
     read_library,
 )
 
@@ -39,7 +38,7 @@ def test_a_library_says_what_it_is(named):
     assert json.loads(json.dumps(library.to_dict()))["path"] == str(path)
 
 
-def test_a_library_that_was_replaced_is_asked_again(named):
+def test_a_library_that_was_replaced_is_read_again(named):
     write_library(named)
     assert read_library(named / file_name()).version == "0.1.0"
     write_library(named, version="0.2.0")
@@ -50,8 +49,8 @@ def test_a_library_that_was_replaced_is_asked_again(named):
     ("code", "what", "got"),
     [
         ("int nothing(void) { return 0; }", "cannot be loaded here", "undefined symbol"),
-        ('char const* mha_deploy_plugins_info(void) { return "{"; }', "does not say", "JSONDecodeError"),
-        ('char const* mha_deploy_plugins_info(void) { return "{}"; }', "does not say", "KeyError 'version'"),
+        ('char const* mha_deploy_plugins_info(void) { return "{"; }', "no valid description", "JSONDecodeError"),
+        ('char const* mha_deploy_plugins_info(void) { return "{}"; }', "no valid description", "KeyError 'version'"),
         (
             "char const* mha_deploy_plugins_info(void) { return (char const*)1; }",
             "cannot be loaded here",
@@ -59,7 +58,7 @@ def test_a_library_that_was_replaced_is_asked_again(named):
         ),
     ],
 )
-def test_a_broken_library_is_told_and_harms_nobody(named, code, what, got):
+def test_a_broken_library_is_reported_and_does_no_harm(named, code, what, got):
     path = write_library(named, code=code)
     with pytest.raises(PluginError, match=what) as caught:
         read_library(path)
@@ -122,10 +121,10 @@ def test_without_a_library_the_error_says_where_it_was_looked_for(named):
 
 def test_another_build_of_the_right_version_is_noted(named):
     record = read_library(write_library(named)).record()
-    assert differs(record, library_needed(record, "8.6.1")) is None
+    assert other_builds([record], "8.6.1") == []
     write_library(named, comment="another build")
-    told = differs(record, library_needed(record, "8.6.1"))
-    assert told.startswith("the plugin library here is another build of version 0.1.0")
+    (note,) = other_builds([record], "8.6.1")
+    assert note.startswith("the plugin library here is another build of version 0.1.0")
     assert record["plugins"] == PLUGINS
 
 
