@@ -12,7 +12,6 @@ RUNTIMES = (
     "onnxruntime",
     "matplotlib",
     "polygraphy",
-    "safetensors",
     "onnxscript",
 )
 

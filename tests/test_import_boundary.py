@@ -230,7 +230,7 @@ def test_nothing_imports_the_command_line_but_itself():
 def test_only_its_owner_imports_a_runtime():
     owners = {
         "onnxruntime": {"mha_deploy.runtime.ort"},
-        "safetensors": {"mha_deploy.reference.weights"},
+        "safetensors": {"mha_deploy.bundle.cases", "mha_deploy.reference.weights"},
         "matplotlib": {"mha_deploy.analyze.similarity"},
         "polygraphy": set(),
     }

@@ -174,6 +174,7 @@ def test_a_state_dict_has_names(tmp_path):
 
 
 def test_a_manifest_that_cannot_be_read_is_not_put_in_place(tmp_path):
+    import msgspec
     from bundle_edit import fill, manifest
 
     from mha_deploy.bundle.folder import BundleWriter
@@ -182,7 +183,7 @@ def test_a_manifest_that_cannot_be_read_is_not_put_in_place(tmp_path):
     broken.golden.clear()
     with BundleWriter(tmp_path / "bundle") as writer:
         fill(writer.path)
-        with pytest.raises(TypeError):
+        with pytest.raises(msgspec.ValidationError):
             writer.finish(broken)
     assert list(tmp_path.iterdir()) == []
 
