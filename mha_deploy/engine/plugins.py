@@ -130,9 +130,6 @@ def _read(path: Path, changed: int) -> PluginLibrary:
         raise PluginError("The plugin library cannot be loaded here.", got=last, hint=_REBUILD)
     try:
         info = json.loads(done.stdout)
-        architectures = info["architectures"]
-        if isinstance(architectures, str):  # with separators, as CMake writes lists
-            architectures = re.split(r"[;,\s]+", architectures.strip(";, "))
         return PluginLibrary(
             path=path,
             version=str(info["version"]),
@@ -142,7 +139,10 @@ def _read(path: Path, changed: int) -> PluginLibrary:
             plugins=tuple(
                 {key: str(each[key]) for key in ("name", "version", "namespace")} for each in info["plugins"]
             ),
-            architectures=tuple(str(each) for each in architectures if each),
+            # A list, or a text with separators, as CMake writes lists.
+            architectures=tuple(re.findall(r"[^;,\s]+", info["architectures"]))
+            if isinstance(info["architectures"], str)
+            else tuple(map(str, info["architectures"])),
             sha256=sha256(path),
         )
     except (ValueError, KeyError, TypeError) as error:
