@@ -25,7 +25,6 @@ from mha_deploy.graph.attention_node import (
     MASK,
     NONPAD_KV_SEQLEN,
     PAST_KEY,
-    AttentionNode,
     K,
     Q,
     V,
@@ -44,19 +43,19 @@ from mha_deploy.graph.ir import (
     new_initializer,
 )
 
-# -- The records of mixed precision: what was measured, and what follows from it -------------------
+# -- Records: measured ranges, and the plan --------------------------------------------------------
 
 FP16_MAX = 65504.0
 FLUSHED_BELOW = 2.0**-25
-"""Half of FP16's smallest number: what is smaller becomes 0."""
+"""Half of FP16's smallest subnormal: smaller magnitudes are flushed to 0."""
 
 SENTINEL_FROM = 1e30
-"""No activation of a float32 model is this large: such a number means `never` or `no bound`."""
+"""No activation of a float32 model is this large: such a number is a mask value or the absence of a bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueRange:
-    """The numbers that one tensor held, over all cases.
+    """The range of one tensor over all cases.
 
     NaN, infinities and sentinels (1e30 and beyond, as in masks) are not in `largest`, `highest`, `smallest`.
 
@@ -75,13 +74,13 @@ class ValueRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranges:
-    """What was measured when a float32 graph ran.
+    """The ranges that were measured on a float32 graph.
 
     Args:
         cases: The names of the cases.
         values: The range of every float32 tensor that is an input or computed, by its name.
-        inner: The largest number inside the operators that sum, square or multiply before their result is
-            there: reductions, norms, softmax, and the scores Q·Kᵀ·scale of attention; by the node's name.
+        inner: The largest intermediate magnitude of operators that accumulate: reductions, norms, softmax,
+            and the scores Q·Kᵀ·scale of attention; by the node's name.
     """
 
     cases: tuple[str, ...]
@@ -121,7 +120,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Clamped:
-    """A number that FP16 has not, and that means the same when FP16's own largest stands for it."""
+    """A sentinel beyond FP16, and FP16's lowest or highest number that replaces it."""
 
     name: str
     found: float
@@ -131,7 +130,7 @@ class Clamped:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPlan:
-    """Which parts of a graph stay wider than FP16.
+    """Which parts of a graph are not written in FP16.
 
     Args:
         kept: The nodes, in the order of the graph.
@@ -152,7 +151,7 @@ class PrecisionPlan:
     margin: float
 
     def lines(self) -> list[str]:
-        """The plan for people, one sentence a line."""
+        """The plan as text, one sentence a line."""
         nodes = [f"{each.name} ({each.op_type}) stays {each.precision}: {each.reason}" for each in self.kept]
         inputs = [f"input {each.name} stays fp32: {each.reason}" for each in self.inputs]
         outputs = [f"output {each.name} stays fp32: {each.reason}" for each in self.outputs]
@@ -167,7 +166,7 @@ class PrecisionPlan:
         return asdict(self)
 
 
-# -- Which types an operator takes and gives, by ONNX's own description of it ----------------------
+# -- Which types an operator accepts, by its ONNX schema -------------------------------------------
 
 FLOAT = ir.DataType.FLOAT
 _ONNX_NAMES = {
@@ -178,63 +177,45 @@ _ONNX_NAMES = {
 
 
 class Slots:
-    """What type each float32 input and output of a node takes when the node is to compute in another type.
-
-    Args:
-        opsets: The operator sets of the model.
-    """
+    """The types that the inputs and outputs of operators accept, in a model with these operator sets."""
 
     def __init__(self, opsets: Mapping[str, int]) -> None:
         self._opsets = opsets
 
-    def input_type(self, node: ir.Node, position: int, wanted: ir.DataType) -> ir.DataType:
-        """The wanted type, or float32 where the operator does not take it there."""
-        return self._type_at(node, "inputs", position, wanted)
-
-    def output_type(self, node: ir.Node, position: int, wanted: ir.DataType) -> ir.DataType:
-        """The wanted type, or float32 where the operator does not give it there."""
-        return self._type_at(node, "outputs", position, wanted)
-
-    def _type_at(self, node: ir.Node, side: str, position: int, wanted: ir.DataType) -> ir.DataType:
+    def type_of(self, node: ir.Node, side: str, position: int, wanted: ir.DataType) -> ir.DataType:
+        """The wanted type, or float32 where the operator does not accept it; `side` is inputs or outputs."""
         schema = _schema(node.op_type, node.domain, self._opsets.get(node.domain, 1))
         slots = () if schema is None else getattr(schema, side)
         if not slots:
             return FLOAT
-        slot = slots[min(position, len(slots) - 1)]  # the last one may stand for any number of tensors
+        slot = slots[min(position, len(slots) - 1)]  # the last one may be variadic
         return wanted if _ONNX_NAMES[wanted] in slot.types else FLOAT
 
 
 @cache
 def _schema(op_type: str, domain: str, version: int) -> Any:
-    """ONNX's description of an operator; None for one that is not ONNX's."""
+    """The schema of an operator; None for one that is not ONNX's."""
     try:
         return onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
         return None
 
 
-# -- What FP16 would make of a constant: nothing to speak of, an infinity, zeros, or a clamped  ----
+# -- Constants in FP16: overflow, flush to zero, clamping ------------------------------------------
 
-# Random weights have some numbers that FP16 makes 0, one in a million. Where more do, they meant something.
+# Random weights have some numbers that FP16 flushes to 0, one in a million. More of them carry information.
 _FEW = 0.01
 
 
-def overflow_of(array: np.ndarray, *, is_bound: bool) -> float | None:
-    """The largest number that FP16 would make infinite; None where there is none.
-
-    Args:
-        array: The constant, in float32.
-        is_bound: Whether it bounds or hides: its numbers may then be clamped, whatever they are.
-    """
-    if is_bound:
-        return None
+def overflow_of(array: np.ndarray) -> float | None:
+    """The largest magnitude that overflows FP16, sentinels apart; None where there is none."""
     size = np.abs(array)
     largest = float(size.max(initial=0.0, where=size < SENTINEL_FROM))
     return largest if largest > FP16_MAX else None
 
 
 def flushed_of(array: np.ndarray) -> float | None:
-    """The largest of the numbers that FP16 would make 0, where they are more than a few."""
+    """The largest of the numbers that FP16 flushes to 0, where they are more than a few."""
     size = np.abs(array)
     lost = size[(size > 0) & (size < FLUSHED_BELOW)]
     few = _FEW * int(np.count_nonzero(size))
@@ -242,21 +223,20 @@ def flushed_of(array: np.ndarray) -> float | None:
 
 
 def clamped_of(array: np.ndarray) -> float | None:
-    """The finite number beyond FP16 that is written as FP16's lowest or highest; None where there is none."""
+    """The finite number of largest magnitude beyond FP16; None where there is none."""
     beyond = array[np.isfinite(array) & (np.abs(array) > FP16_MAX)]
     return float(beyond[np.abs(beyond).argmax()]) if beyond.size else None
 
 
 def clamp(array: np.ndarray, dtype: np.dtype, limit: float) -> np.ndarray:
-    """The array in another type, its finite numbers held within the limits of that type."""
-    held = np.where(np.isfinite(array), np.clip(array, -limit, limit), array)
-    return held.astype(dtype)
+    """The array in another type, its finite numbers clamped to the limits of that type."""
+    return np.where(np.isfinite(array), np.clip(array, -limit, limit), array).astype(dtype)
 
 
-# -- Bring a graph into the one form that measuring, planning and writing agree on -----------------
+# -- The form of a graph that measuring, planning and writing share --------------------------------
 
 TYPE_BLIND = frozenset({"Shape", "Size"})
-"""Operators that look at a tensor without reading its numbers."""
+"""Operators that read only the shape of a tensor."""
 
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
@@ -264,7 +244,7 @@ _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 def prepared(model: ir.Model) -> ir.Model:
     """A copy: functions inlined, types known, float32 constants as initializers, each node with its own name.
 
-    The copy of a copy is the same, so a plan made from one fits the other. Weights are shared.
+    The operation is idempotent, so a plan for one copy fits another. Weights are shared.
 
     Raises:
         DeployError: The graph has branches or loops, defaults for its inputs, or a tensor of unknown type.
@@ -272,21 +252,45 @@ def prepared(model: ir.Model) -> ir.Model:
     copy = model.clone()
     if copy.functions:
         InlinePass()(copy)
-    _refuse_branches(copy.graph)
+    graph = copy.graph
+    for node in graph:
+        if any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
+            raise DeployError(
+                "A graph with branches or loops is not written in mixed precision.",
+                got=f"{node.op_type} {node.name or ''}".strip(),
+                hint="export without control flow, or choose --precision fp32 or bf16",
+            )
+    defaults = [str(value.name) for value in graph.inputs if value.is_initializer()]
+    if defaults:
+        raise DeployError(
+            "A graph input has a default, which would need two types.",
+            got=", ".join(defaults),
+            hint="remove the initializers of graph inputs, or choose --precision fp32 or bf16",
+        )
     infer_shapes(copy)
-    _lift_constants(copy.graph)
-    _name_nodes(copy.graph)
-    _refuse_unknown(copy.graph)
+    _lift_constants(graph)
+    taken: set[str] = set()
+    for node in graph:
+        if not node.name or node.name in taken:
+            node.name = next((value.name for value in node.outputs if value.name), node.op_type)
+        taken.add(node.name)
+        for value in node.outputs:
+            if value.name and value.dtype is None and value.uses():
+                raise DeployError(
+                    "The type of a tensor does not follow from the graph.",
+                    got=f"{value.name}, made by {node.domain or 'onnx'}.{node.op_type} {node.name}",
+                    hint="write its type into the graph (value_info)",
+                )
     return copy
 
 
 def is_float(value: ir.Value | None) -> bool:
-    """Whether a value is there and of float32."""
+    """Whether there is a value, and its type is float32."""
     return value is not None and value.dtype == FLOAT
 
 
 def float_inputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
-    """The float32 inputs of a node whose numbers it reads, with their positions."""
+    """The float32 inputs whose numbers a node reads, with their positions."""
     if node.op_type in TYPE_BLIND and node.domain == "":
         return
     for position, value in enumerate(node.inputs):
@@ -312,21 +316,6 @@ def name_of(value: ir.Value) -> str:
     return value.name or ""
 
 
-def _refuse_branches(graph: ir.Graph) -> None:
-    for node in graph:
-        if any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
-            raise DeployError(
-                "A graph with branches or loops is not written in mixed precision.",
-                got=f"{node.op_type} {node.name or ''}".strip(),
-                hint="export without control flow, or choose --precision fp32 or bf16",
-            )
-    both = [value.name for value in graph.inputs if value.is_initializer()]
-    if both:
-        raise DeployError(
-            "A graph input has a default, which would need two types.", got=", ".join(map(str, both))
-        )
-
-
 def _lift_constants(graph: ir.Graph) -> None:
     for node in [node for node in graph if is_op(node, "Constant")]:
         old = node.outputs[0]
@@ -340,26 +329,7 @@ def _lift_constants(graph: ir.Graph) -> None:
         graph.register_initializer(new)
 
 
-def _name_nodes(graph: ir.Graph) -> None:
-    taken: set[str] = set()
-    for node in graph:
-        if not node.name or node.name in taken:
-            node.name = next((value.name for value in node.outputs if value.name), node.op_type)
-        taken.add(node.name)
-
-
-def _refuse_unknown(graph: ir.Graph) -> None:
-    for node in graph:
-        for value in node.outputs:
-            if value.name and value.dtype is None and value.uses():
-                raise DeployError(
-                    "The type of a tensor does not follow from the graph.",
-                    got=f"{value.name}, made by {node.domain or 'onnx'}.{node.op_type} {node.name}",
-                    hint="write its type into the graph (value_info)",
-                )
-
-
-# -- The largest number inside an operator that sums, squares or multiplies before its result i ----
+# -- The largest intermediate number of an operator that accumulates -------------------------------
 
 _SUMS = ("ReduceSum", "ReduceMean", "ReduceL1", "GlobalAveragePool")
 _SUMS_OF_SQUARES = ("ReduceSumSquare", "ReduceL2", "LpNormalization")
@@ -368,18 +338,18 @@ _SOFTMAX = ("Softmax", "LogSoftmax")
 _NORMS = ("LayerNormalization", "RMSNormalization", "InstanceNormalization", "GroupNormalization")
 
 WORDS = (
-    {name: "what it sums reaches" for name in (*_SUMS, *_SUMS_OF_POWERS, *_SOFTMAX)}
-    | {name: "the squares that it sums reach" for name in _SUMS_OF_SQUARES}
+    {name: "its accumulated values reach" for name in (*_SUMS, *_SUMS_OF_POWERS, *_SOFTMAX)}
+    | {name: "its accumulated squares reach" for name in _SUMS_OF_SQUARES}
     | {name: "the squares that it averages reach" for name in _NORMS}
     | {"Attention": "its scores Q·Kᵀ·scale reach"}
 )
-"""How to say what the figure of an operator is."""
+"""What the intermediate number of an operator is, as text."""
 
 Read = Callable[[ir.Value], np.ndarray]
 
 
-def inputs_to_see(node: ir.Node) -> list[ir.Value]:
-    """The inputs from which the inner figure of a node is computed; none where it has no such figure."""
+def inner_inputs(node: ir.Node) -> list[ir.Value]:
+    """The inputs that determine the largest intermediate number of a node; empty for other operators."""
     if is_attention(node):
         at = (Q, K, V, PAST_KEY, NONPAD_KV_SEQLEN)
         return [value for value in (input_at(node, position) for position in at) if value is not None]
@@ -388,8 +358,8 @@ def inputs_to_see(node: ir.Node) -> list[ir.Value]:
 
 
 def inner_figure(node: ir.Node, read: Read) -> float:
-    """The largest number inside a node for which `inputs_to_see` names inputs."""
-    with np.errstate(all="ignore"):  # what overflows float32 is infinite, and says so
+    """The largest intermediate number of a node that has `inner_inputs`."""
+    with np.errstate(all="ignore"):  # an overflow of float32 is reported as infinity
         if is_attention(node):
             return _largest_score(node, read)
         x = read(node.inputs[0]) if node.inputs[0] is not None else np.zeros(0, np.float32)
@@ -408,7 +378,7 @@ def inner_figure(node: ir.Node, read: Read) -> float:
 
 
 def _axes(node: ir.Node, rank: int) -> tuple[int, ...]:
-    """The axes that a node sums over; all of them where the graph does not say."""
+    """The axes that a node reduces; all of them where the graph does not state them."""
     if node.op_type == "GlobalAveragePool":
         return tuple(range(2, rank))
     if node.op_type in (*_SOFTMAX, "LpNormalization"):
@@ -422,46 +392,40 @@ def _axes(node: ir.Node, rank: int) -> tuple[int, ...]:
 
 
 def _largest_score(node: ir.Node, read: Read) -> float:
-    """The largest |Q·Kᵀ·scale|, hidden pairs included: a kernel multiplies them all, and masks afterwards."""
+    """The largest |Q·Kᵀ·scale|, masked pairs included: a kernel multiplies them all, and masks afterwards."""
     attention = read_attention(node)
-    q, k = _queries_and_keys(node, attention, read)
+    roles = {"Q": Q, "K": K, "V": V, "past": PAST_KEY, "lengths": NONPAD_KV_SEQLEN}
+    values = {role: input_at(node, position) for role, position in roles.items()}
+    inputs = valid_only(attention, {role: read(value) for role, value in values.items() if value is not None})
+    q, k = (by_head(inputs[role], heads) for role, heads in (("Q", attention.Hq), ("K", attention.Hkv)))
+    q, k = q.astype(np.float32), all_keys(attention, inputs, k.astype(np.float32))
     if not q.size or not k.size:
         return 0.0
     scale = attention.softmax_scale if attention.softmax_scale is not None else q.shape[-1] ** -0.5
     group = q.shape[1] // k.shape[1]
     return max(
-        float(np.abs(q[row, head] @ k[row, head // group].T).max()) * abs(scale)
-        for row in range(q.shape[0])
+        float(np.abs(q[element, head] @ k[element, head // group].T).max()) * abs(scale)
+        for element in range(q.shape[0])
         for head in range(q.shape[1])
     )
 
 
-def _queries_and_keys(node: ir.Node, attention: AttentionNode, read: Read) -> tuple[np.ndarray, np.ndarray]:
-    """[B, Hq, S, D] and [B, Hkv, T, D], past keys included, and zeros for keys that are not valid."""
-    roles: Mapping[str, int] = {"Q": Q, "K": K, "V": V, "past": PAST_KEY, "lengths": NONPAD_KV_SEQLEN}
-    inputs = {role: input_at(node, position) for role, position in roles.items()}
-    given = {role: read(value) for role, value in inputs.items() if value is not None}
-    given = valid_only(attention, given)
-    q, k = by_head(given["Q"], attention.Hq), by_head(given["K"], attention.Hkv)
-    return q.astype(np.float32), all_keys(attention, given, k.astype(np.float32))
-
-
-# -- Measure the numbers of a float32 graph, given somebody who runs it ----------------------------
+# -- Measure ranges --------------------------------------------------------------------------------
 
 Cases = Mapping[str, Mapping[str, np.ndarray]]
 Run = Callable[[ir.Model, Cases], Iterator[Mapping[str, np.ndarray]]]
-"""Runs a graph on every case in turn, and gives the outputs of each."""
+"""Runs a graph on every case in turn, and yields the outputs of each."""
 
 SLICE_BYTES = 512 << 20
 
 
 class RangeMeter:
-    """Gathers the ranges of one graph.
+    """Measures the ranges of one graph.
 
     Args:
         model: The graph, in float32; it is not changed.
         cases: Inputs by name, for each named case.
-        slice_bytes: About how many bytes of tensors may be looked at in one run.
+        slice_bytes: About how many bytes of tensors may be outputs of one run.
     """
 
     def __init__(self, model: ir.Model, cases: Cases, *, slice_bytes: int = SLICE_BYTES) -> None:
@@ -472,15 +436,15 @@ class RangeMeter:
         self._inner: dict[str, float] = {}
 
     def measure(self, run: Run) -> Ranges:
-        """Run the graph, slice by slice, and give what was measured."""
+        """Run the graph slice by slice, and return the ranges."""
         for value in self._model.graph.inputs:
             if value.dtype == FLOAT:
                 for feeds in self._cases.values():
-                    self._see_value(name_of(value), feeds[name_of(value)])
+                    self._measure_value(name_of(value), feeds[name_of(value)])
         for nodes in self._slices():
             probe = self._probe(nodes)
             for feeds, arrays in zip(self._cases.values(), run(probe, self._cases), strict=True):
-                self._see(nodes, {**feeds, **arrays})
+                self._measure_nodes(nodes, {**feeds, **arrays})
         return Ranges(cases=tuple(self._cases), values=dict(self._values), inner=dict(self._inner))
 
     def _slices(self) -> Iterator[list[ir.Node]]:
@@ -498,7 +462,7 @@ class RangeMeter:
             yield some
 
     def _axis_sizes(self) -> dict[str, int]:
-        """The largest size of every named axis of the inputs; of the others, the largest of all."""
+        """The largest size of every named axis of the inputs; under the empty name the largest of all."""
         found: dict[str, int] = {"": 1}
         for value in self._model.graph.inputs:
             for feeds in self._cases.values():
@@ -515,19 +479,19 @@ class RangeMeter:
         RemoveUnusedNodesPass()(copy)
         return copy
 
-    def _see(self, nodes: list[ir.Node], arrays: Mapping[str, np.ndarray]) -> None:
+    def _measure_nodes(self, nodes: list[ir.Node], arrays: Mapping[str, np.ndarray]) -> None:
         def read(value: ir.Value) -> np.ndarray:
             constant = constant_of(value)
             return arrays[name_of(value)] if constant is None else constant
 
         for node in nodes:
             for _, value in float_outputs(node):
-                self._see_value(name_of(value), arrays[name_of(value)])
-            if inputs_to_see(node):
+                self._measure_value(name_of(value), arrays[name_of(value)])
+            if inner_inputs(node):
                 name = str(node.name)
                 self._inner[name] = max(self._inner.get(name, 0.0), inner_figure(node, read))
 
-    def _see_value(self, name: str, array: np.ndarray) -> None:
+    def _measure_value(self, name: str, array: np.ndarray) -> None:
         seen = range_of(array)
         before = self._values.get(name)
         self._values[name] = seen if before is None else _joined(before, seen)
@@ -559,11 +523,11 @@ def _joined(one: ValueRange, other: ValueRange) -> ValueRange:
 
 
 def _wanted(node: ir.Node) -> Iterator[ir.Value]:
-    """The tensors that a run must show to measure a node; its inputs, too, where it has an inner figure."""
+    """The tensors that a run must output to measure a node: its results, and what its intermediates need."""
     outputs = [value for _, value in float_outputs(node)]
     yield from outputs
     if outputs:
-        yield from (value for value in inputs_to_see(node) if value.producer() is not None)
+        yield from (value for value in inner_inputs(node) if value.producer() is not None)
 
 
 def _bytes_of(value: ir.Value, sizes: Mapping[str, int]) -> int:
@@ -574,27 +538,25 @@ def _bytes_of(value: ir.Value, sizes: Mapping[str, int]) -> int:
     )
 
 
-# -- What a tensor is there for: data, a mask, or positions that must be exact ---------------------
+# -- The role of a tensor: data, a mask, or positions that must be exact ---------------------------
 
-# Operators through which a mask comes to its attention.
-_MASK_MAKERS = (
+# Operators between a mask and its attention.
+_MASK_OPERATORS = (
     *("Where", "Add", "Sub", "Mul", "Neg", "Min", "Max", "Clip", "Cast", "Identity", "Trilu", "Pad"),
     *("Expand", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Concat", "Transpose", "Tile", "Gather"),
     *("ConstantOfShape", "ScatterND", "GatherND"),
 )
-_WAVES = ("Sin", "Cos")
-_STEPS = ("Floor", "Ceil", "Round", "Mod")
 
 
 def long_axes(value: ir.Value) -> int:
-    """How many axes of an initializer are longer than 1: two and more are a table or a matrix."""
+    """How many axes of an initializer are longer than 1; two and more are a table or a matrix."""
     return sum(dim != 1 for dim in value.shape or ())
 
 
 def data_values(graph: ir.Graph) -> set[ir.Value]:
     """The float32 values that depend on float32 inputs, on matrices or on tables.
 
-    What is left is made of shapes, integers and single numbers: positions, masks and the like.
+    The others are computed from shapes, integers and scalars: positions and masks.
     """
     data = {value for value in graph.inputs if is_float(value)}
     data |= {value for value in graph.initializers.values() if is_float(value) and long_axes(value) > 1}
@@ -605,7 +567,7 @@ def data_values(graph: ir.Graph) -> set[ir.Value]:
 
 
 def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
-    """The float32 values that lead only to masks of attention; inputs and constants are among them."""
+    """The float32 values that are used only for masks of attention, inputs and constants among them."""
     masks: set[ir.Value] = set()
     made = (value for node in reversed(graph) for value in node.outputs)
     for value in (*made, *graph.inputs, *graph.initializers.values()):
@@ -622,19 +584,17 @@ def _is_mask_use(
 ) -> bool:
     if is_attention(node):
         return position == MASK
-    if is_op(node, "Add") and value not in data and _goes_to_softmax(node.outputs[0]):
-        return True
+    if is_op(node, "Add") and value not in data:
+        scores = node.outputs[0]
+        uses = scores.uses()
+        if uses and not scores.is_graph_output() and all(is_op(use.node, "Softmax") for use in uses):
+            return True
     outputs = [output for _, output in float_outputs(node)]
-    return is_op(node, *_MASK_MAKERS) and bool(outputs) and all(output in masks for output in outputs)
+    return is_op(node, *_MASK_OPERATORS) and bool(outputs) and all(output in masks for output in outputs)
 
 
-def _goes_to_softmax(value: ir.Value) -> bool:
-    uses = value.uses()
-    return bool(uses) and not value.is_graph_output() and all(is_op(use.node, "Softmax") for use in uses)
-
-
-def makers_of(value: ir.Value, within: set[ir.Value]) -> Iterator[ir.Node]:
-    """The nodes that a value comes from through values of a set, its own producer first."""
+def producers_within(value: ir.Value, within: set[ir.Value]) -> Iterator[ir.Node]:
+    """The nodes that compute a value through values of a set, its own producer first."""
     pending, seen = [value], set[ir.Value]()
     while pending:
         value = pending.pop()
@@ -646,60 +606,47 @@ def makers_of(value: ir.Value, within: set[ir.Value]) -> Iterator[ir.Node]:
         pending.extend(each for _, each in float_inputs(node))
 
 
-def exact_uses(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value, str]]:
-    """The nodes that turn a small error of their input into a large one, that input, and how."""
-    for node in graph:
-        value = node.inputs[0] if node.inputs else None
-        if value is None or value.dtype != FLOAT:
-            continue
-        if is_op(node, *_WAVES):
-            yield node, value, "wave"
-        elif is_op(node, *_STEPS) or (is_op(node, "Cast") and _becomes_integer(node)):
-            yield node, value, "step"
+# -- Cheap nodes between float32 nodes: in FP16 they would only add Casts --------------------------
+
+_MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
 
 
-def _becomes_integer(node: ir.Node) -> bool:
-    dtype = node.outputs[0].dtype
-    return dtype is not None and dtype.is_integer()
+def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], float32_inputs: set[str]) -> list[ir.Node]:
+    """The cheap nodes whose neighbours are all kept in float32, or such nodes themselves.
 
-
-# -- Find the nodes between wide ones: cast down before them and up behind them, nothing would  ----
-
-_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
-
-
-def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], wide_inputs: set[str]) -> list[ir.Node]:
-    """The cheap nodes that read from wide nodes and each other, and lead to wide nodes and each other only.
-
-    Args:
-        graph: The graph.
-        kept: The nodes that stay wide.
-        wide_inputs: The graph inputs that stay wide.
+    A part of the graph that no kept node is connected to has no reason to be in float32.
     """
     enclosed = {node for node in graph if node not in kept and _is_cheap(node)}
     while True:
         inside = kept | enclosed
-        left = {node for node in enclosed if not _is_enclosed(node, inside, wide_inputs)}
+        left = {node for node in enclosed if not _is_enclosed(node, inside, float32_inputs)}
         if not left:
             break
         enclosed -= left
-    near = _connected(enclosed, kept)
+    near: set[ir.Node] = set()
+    pending = list(kept)
+    while pending:
+        node = pending.pop()
+        producers = [value.producer() for _, value in float_inputs(node)]
+        readers = [reader for _, value in float_outputs(node) for reader in _readers(value)]
+        for other in (*producers, *readers):
+            if other is not None and other in enclosed and other not in near:
+                near.add(other)
+                pending.append(other)
     return [node for node in graph if node in near]
 
 
 def _is_cheap(node: ir.Node) -> bool:
-    """Whether a node costs about nothing in float32: no matmul, and no large weights."""
-    inputs = [value for _, value in float_inputs(node)]
-    if not inputs and not any(True for _ in float_outputs(node)):
+    """Whether a node costs little in float32: no matmul, and no large weights."""
+    if not _computes(node) or is_attention(node) or is_op(node, *_MATMULS) or node.domain != "":
         return False
-    is_product = is_attention(node) or is_op(node, *_PRODUCTS) or node.domain != ""
-    return not is_product and not any(value.is_initializer() and long_axes(value) > 1 for value in inputs)
+    return not any(value.is_initializer() and long_axes(value) > 1 for _, value in float_inputs(node))
 
 
-def _is_enclosed(node: ir.Node, inside: set[ir.Node], wide_inputs: set[str]) -> bool:
+def _is_enclosed(node: ir.Node, inside: set[ir.Node], float32_inputs: set[str]) -> bool:
     for _, value in float_inputs(node):
         producer = value.producer()
-        if producer not in inside and not value.is_initializer() and value.name not in wide_inputs:
+        if producer not in inside and not value.is_initializer() and value.name not in float32_inputs:
             return False
     return all(
         not value.is_graph_output() and all(use in inside for use in _readers(value))
@@ -711,35 +658,20 @@ def _readers(value: ir.Value) -> list[ir.Node]:
     return [use.node for use in value.uses() if not is_op(use.node, *TYPE_BLIND)]
 
 
-def _connected(enclosed: set[ir.Node], kept: set[ir.Node]) -> set[ir.Node]:
-    """Those that a wide node is reached from: a part of the graph on its own has no reason to be wide."""
-    near: set[ir.Node] = set()
-    pending = list(kept)
-    while pending:
-        node = pending.pop()
-        producers = [value.producer() for _, value in float_inputs(node)]
-        readers = [reader for _, value in float_outputs(node) for reader in _readers(value)]
-        for other in (*producers, *readers):
-            if other is not None and other in enclosed and other not in near:
-                near.add(other)
-                pending.append(other)
-    return near
+# -- Judge one tensor or node by its measured range ------------------------------------------------
 
-
-# -- Judge one tensor or node of a graph by what was measured: does FP16 hold it? ------------------
-
-# Half a turn: beyond it, rounding the angle costs more than rounding its sine.
+# Beyond π, rounding the angle costs more than rounding its sine.
 _ANGLE = math.pi
 
 _DIVIDERS = {"Div": 1, "Reciprocal": 0, "Log": 0}
 _BOUNDS = {"Clip": (1, 2), "Min": (0, 1), "Max": (0, 1)}
-# What a small number, added so that nothing is divided by 0, comes through before that division.
+# Operators between an epsilon and the division that it guards.
 _TO_DIVISION = ("Sqrt", "Expand", "Unsqueeze", "Identity")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why something stays wide: of what kind, the number that decided, and a sentence."""
+    """Why something is not written in FP16: the kind, the number that decided, and a sentence."""
 
     kind: str
     figure: float | None
@@ -764,7 +696,7 @@ class Judge:
     # -- tensors -------------------------------------------------------------------------------
 
     def value(self, value: ir.Value) -> Reason | None:
-        """Why FP16 does not hold an input or a computed tensor."""
+        """Why an input or a computed tensor cannot be FP16."""
         if value.dtype != FLOAT or value.is_initializer():
             return None
         seen = self._range(value)
@@ -773,16 +705,16 @@ class Judge:
             text = f"{value.name} reaches {size:,.6g}, and FP16 ends at {FP16_MAX:,.0f}{self._with_margin()}"
             return Reason(kind="overflow", figure=size, text=text)
         if 0 < seen.largest < FLUSHED_BELOW * self._margin and seen.sentinel is None:
-            text = f"{value.name} is {seen.largest:.3g} at most, which FP16 makes 0"
+            text = f"{value.name} is {seen.largest:.3g} at most, which FP16 flushes to 0"
             return Reason(kind="flushed", figure=seen.largest, text=text)
         return None
 
     def sentinel(self, value: ir.Value) -> Reason | None:
-        """Why a graph input that hides keys stays in float32: in FP16, callers would make it infinite."""
+        """Why a mask input stays in float32: cast to FP16 by the caller, it would be infinite."""
         found = self._sentinel_of(value) if value.dtype == FLOAT else None
         if found is None:
             return None
-        text = f"it hides with {found:,.6g}, which is clamped to FP16 inside"
+        text = f"it masks with {found:,.6g}, which is clamped to FP16 inside"
         return Reason(kind="mask", figure=found, text=text)
 
     def _with_margin(self) -> str:
@@ -802,7 +734,7 @@ class Judge:
         return self._range(value).largest if array is None else range_of(array).largest
 
     def _sentinel_of(self, value: ir.Value) -> float | None:
-        """The number beyond FP16 that may be clamped, since it hides or bounds."""
+        """The number beyond FP16 that may be clamped, since it is a mask value or a bound."""
         seen = self._range(value)
         if seen.sentinel is not None:
             return seen.sentinel
@@ -834,7 +766,7 @@ class Judge:
         smallest = self._range(value).smallest
         if smallest is None or smallest >= FLUSHED_BELOW * self._margin:
             return None
-        text = f"its divisor {value.name} comes down to {smallest:.3g}, which FP16 makes 0"
+        text = f"its divisor {value.name} is {smallest:.3g} at least, which FP16 flushes to 0"
         return Reason(kind="flushed", figure=smallest, text=text)
 
     def _constants(self, node: ir.Node) -> Reason | None:
@@ -843,12 +775,12 @@ class Judge:
             if array is None:
                 continue
             is_bound = value in self._masks or position in _BOUNDS.get(node.op_type, ())
-            beyond, lost = overflow_of(array, is_bound=is_bound), flushed_of(array)
+            beyond, lost = None if is_bound else overflow_of(array), flushed_of(array)
             if beyond is not None:
                 text = f"its constant {value.name} holds {beyond:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
                 return Reason(kind="overflow", figure=beyond, text=text)
             if lost is not None:
-                text = f"its constant {value.name} holds {lost:.3g}, which FP16 makes 0"
+                text = f"its constant {value.name} holds {lost:.3g}, which FP16 flushes to 0"
                 return Reason(kind="flushed", figure=lost, text=text)
         return None
 
@@ -857,56 +789,62 @@ class Judge:
     def exact(self, kept: Iterable[ir.Node]) -> Iterator[tuple[ir.Node, Reason]]:
         """Positions that become angles or indices, from the integers on."""
         free = {value for node in self._graph for _, value in float_outputs(node) if value not in self._data}
-        for node, value, use in exact_uses(self._graph):
+        for node in self._graph:
+            value = input_at(node, 0)
+            if value is None or value.dtype != FLOAT:
+                continue
+            to = node.outputs[0].dtype
+            to_integer = is_op(node, "Cast") and to is not None and to.is_integer()
+            if is_op(node, "Sin", "Cos") and self._largest(value) > _ANGLE:
+                what = "an angle"
+            elif value in free and (to_integer or is_op(node, "Floor", "Ceil", "Round", "Mod")):
+                what = "an index"
+            else:
+                continue
             figure = self._largest(value)
-            if use == "wave" and figure <= _ANGLE:
-                continue
-            if use == "step" and value not in free:
-                continue
-            what = "an angle" if use == "wave" else "an index"
             text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
             reason = Reason(kind="exact", figure=figure, text=text)
             yield node, reason
-            makers = makers_of(value, free) if value in free else filter(None, [value.producer()])
+            makers = producers_within(value, free) if value in free else filter(None, [value.producer()])
             yield from ((maker, reason) for maker in makers)
 
     def guarded(self, kept: dict[ir.Node, Reason]) -> Iterator[tuple[ir.Node, Reason]]:
-        """What stands between a number that FP16 would make 0 and the division that it guards."""
+        """The nodes between an epsilon that FP16 would flush to 0 and the division that it guards."""
         for node, reason in list(kept.items()):
             if reason.kind == "flushed" and is_op(node, "Add", "Max", "Clip"):
                 yield from ((each, reason) for each in _guarded_by(node))
 
     def masks_of(self, kept: dict[ir.Node, Reason]) -> Iterator[tuple[ir.Node, Reason]]:
-        """The masks of wide attentions: scores beyond FP16 are not hidden by a number within it."""
+        """The masks of attentions in float32: scores beyond FP16 are not masked by a number within it."""
         for node in [node for node in kept if is_attention(node)]:
             mask = input_at(node, MASK)
             if mask is None or mask.dtype != FLOAT or mask.is_initializer():
                 continue
             sentinel = self._sentinel_of(mask)
             if sentinel is not None:
-                text = f"it makes the mask of {node.name}, whose scores {sentinel:,.6g} must hide"
+                text = f"it computes the mask of {node.name}, whose scores need {sentinel:,.6g}"
                 reason = Reason(kind="mask", figure=sentinel, text=text)
-                yield from ((maker, reason) for maker in makers_of(mask, self._masks))
+                yield from ((maker, reason) for maker in producers_within(mask, self._masks))
 
     # -- sentinels -----------------------------------------------------------------------------
 
     def clamped_constant(self, value: ir.Value) -> Iterator[Clamped]:
-        """What becomes of a constant beyond FP16, read by a node in FP16."""
+        """The clamped numbers of a constant that a node in FP16 reads."""
         array = constant_of(value)
         found = None if array is None else clamped_of(array)
         if found is not None:
             yield self._clamp(value, found)
 
     def clamped_value(self, value: ir.Value) -> Iterator[Clamped]:
-        """What becomes of sentinels that a wide value brings to nodes in FP16."""
+        """The clamped sentinels of a float32 value that nodes in FP16 read."""
         found = self._sentinel_of(value)
         if found is not None:
             yield self._clamp(value, found)
 
     def _clamp(self, value: ir.Value, found: float) -> Clamped:
-        hides = "it hides keys, and hides them as well" if value in self._masks else "it means no bound"
+        reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
         written = float(np.copysign(FP16_MAX, found))
-        return Clamped(name=name_of(value), found=found, written=written, reason=hides)
+        return Clamped(name=name_of(value), found=found, written=written, reason=reason)
 
 
 def _guarded_by(node: ir.Node) -> Iterator[ir.Node]:
@@ -920,10 +858,10 @@ def _guarded_by(node: ir.Node) -> Iterator[ir.Node]:
                 yield use.node
 
 
-# -- Decide which nodes of a float32 graph FP16 cannot hold ----------------------------------------
+# -- Plan: which nodes stay in float32 -------------------------------------------------------------
 
 MARGIN = 4.0
-"""How far below FP16's largest number measured ones must stay: other inputs have larger ones."""
+"""How far below FP16's largest number measured ones must stay: other inputs may have larger ones."""
 
 WIDE = ("fp32", "bf16")
 
@@ -931,7 +869,7 @@ WIDE = ("fp32", "bf16")
 def plan_precision(
     model: ir.Model, ranges: Ranges, *, margin: float = MARGIN, wide: str = "fp32"
 ) -> PrecisionPlan:
-    """Decide what stays wider than FP16.
+    """Decide what is not written in FP16.
 
     Args:
         model: The graph, in float32; it is not changed.
@@ -970,16 +908,16 @@ class _Planner:
             for node, reason in finds(self._kept):
                 self._kept.setdefault(node, reason)
         inputs = tuple(self._inputs())
-        wide_inputs = {each.name for each in inputs}
-        for node in enclosed_nodes(self._graph, set(self._kept), wide_inputs):
+        float32_inputs = {each.name for each in inputs}
+        for node in enclosed_nodes(self._graph, set(self._kept), float32_inputs):
             self._kept[node] = Reason(
-                kind="between", figure=None, text="it stands between nodes that stay wide, and would bounce"
+                kind="between", figure=None, text="it is between nodes in float32, and would only add Casts"
             )
         return PrecisionPlan(
             kept=tuple(self._record(node) for node in nodes if node in self._kept),
             inputs=inputs,
             outputs=tuple(self._outputs()),
-            clamped=tuple(self._clamped(wide_inputs)),
+            clamped=tuple(self._clamped(float32_inputs)),
             nodes=len(nodes),
             attentions=sum(is_attention(node) for node in nodes),
             margin=self._margin,
@@ -998,8 +936,8 @@ class _Planner:
 
     def _without_fp16(self, node: ir.Node) -> Reason | None:
         half = ir.DataType.FLOAT16
-        types = [self._slots.input_type(node, at, half) for at, _ in float_inputs(node)]
-        types += [self._slots.output_type(node, at, half) for at, _ in float_outputs(node)]
+        types = [self._slots.type_of(node, "inputs", at, half) for at, _ in float_inputs(node)]
+        types += [self._slots.type_of(node, "outputs", at, half) for at, _ in float_outputs(node)]
         if half in types:
             return None
         return Reason(kind="operator", figure=None, text=f"{node.op_type} is not known to take FP16")
@@ -1018,8 +956,8 @@ class _Planner:
             if reason is not None and reason.figure is not None:
                 yield KeptTensor(name=name_of(value), figure=reason.figure, reason=reason.text)
 
-    def _clamped(self, wide_inputs: set[str]) -> Iterator[Clamped]:
-        """Constants that nodes in FP16 read, and wide values that come to them with sentinels."""
+    def _clamped(self, float32_inputs: set[str]) -> Iterator[Clamped]:
+        """Constants that nodes in FP16 read, and float32 values with sentinels that they read."""
         for value in self._graph.initializers.values():
             if value.dtype == FLOAT and any(use.node not in self._kept for use in value.uses()):
                 yield from self._judge.clamped_constant(value)
@@ -1028,7 +966,7 @@ class _Planner:
                 if node in self._kept or node.op_type == "ConstantOfShape":
                     yield from self._judge.clamped_value(value)
         for value in self._graph.inputs:
-            if value.name in wide_inputs:
+            if value.name in float32_inputs:
                 yield from self._judge.clamped_value(value)
 
 
@@ -1047,17 +985,17 @@ _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
 
 
 def apply_plan(model: ir.Model, plan: PrecisionPlan) -> ir.Model:
-    """Write the graph in FP16, and what the plan keeps in its wider type.
+    """Write the graph in FP16, except what the plan keeps in another type.
 
-    Inputs and outputs are FP16, but for those that the plan names. Integers and booleans are not touched.
-    A constant that nodes of two types read is held once in each.
+    Inputs and outputs are FP16, except those that the plan names. Integers and booleans are not changed.
+    A constant that nodes of two types read is stored once in each.
 
     Args:
         model: The graph that the plan was made for, in float32; it is not changed.
-        plan: What stays wider.
+        plan: What is not written in FP16.
 
     Raises:
-        DeployError: The plan names nodes that the graph has not.
+        DeployError: The plan names nodes that are not in the graph.
     """
     work = prepared(model)
     _Writer(work, plan).write()
@@ -1070,8 +1008,8 @@ class _Writer:
     def __init__(self, work: ir.Model, plan: PrecisionPlan) -> None:
         self._graph, self._slots = work.graph, Slots(work.opset_imports)
         self._kept = {each.name: _TYPES[each.precision] for each in plan.kept}
-        self._wide_inputs = {each.name for each in plan.inputs}
-        self._wide_outputs = {each.name for each in plan.outputs}
+        self._float32_inputs = {each.name for each in plan.inputs}
+        self._float32_outputs = {each.name for each in plan.outputs}
         self._clamped = {each.name for each in plan.clamped}
         self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
         self._taken = {name_of(value) for node in work.graph for value in node.outputs}
@@ -1081,18 +1019,18 @@ class _Writer:
             raise DeployError("The plan was made for another graph.", got=", ".join(sorted(unknown)))
 
     def write(self) -> None:
-        """Note what every node reads, give every value its type, then put Casts where the two differ."""
+        """Set the type of every value, then insert Casts where a node reads another type."""
         nodes = list(self._graph)
         reads = [(node, *read) for node in nodes for read in float_inputs(node)]
         constants = [value for value in self._graph.initializers.values() if value.dtype == FLOAT]
         outputs = [value for value in dict.fromkeys(self._graph.outputs) if value.dtype == FLOAT]
         for value in self._graph.inputs:
             if value.dtype == FLOAT:
-                _set_type(value, FLOAT if value.name in self._wide_inputs else HALF)
+                _set_type(value, FLOAT if value.name in self._float32_inputs else HALF)
         for node in nodes:
             self._type_results(node)
         for node, position, value in reads:
-            wanted = self._slots.input_type(node, position, self._type_of(node))
+            wanted = self._slots.type_of(node, "inputs", position, self._type_of(node))
             node.replace_input_with(position, self._as(value, wanted))
         for value in outputs:
             self._give_out(value)
@@ -1105,14 +1043,14 @@ class _Writer:
 
     def _type_results(self, node: ir.Node) -> None:
         for position, value in list(float_outputs(node)):
-            dtype = self._slots.output_type(node, position, self._type_of(node))
+            dtype = self._slots.type_of(node, "outputs", position, self._type_of(node))
             _set_type(value, dtype)
             _fix_attributes(node, dtype)
 
     # -- values in another type ----------------------------------------------------------------
 
     def _as(self, value: ir.Value, wanted: ir.DataType) -> ir.Value:
-        """The value in a type: itself, or one Cast for all who ask."""
+        """The value in a type: itself, or one Cast for all consumers."""
         if value.dtype == wanted:
             return value
         key = (value, wanted)
@@ -1124,7 +1062,7 @@ class _Writer:
 
     def _constant_as(self, value: ir.Value, wanted: ir.DataType) -> ir.Value:
         if value.const_value is None:
-            raise DeployError("A constant has no numbers.", got=value.name)
+            raise DeployError("A constant has no data.", got=value.name)
         array = clamp(value.const_value.numpy(), wanted.numpy(), _limit(wanted))
         return new_initializer(self._graph, self._free(f"{value.name}/{_SHORT[wanted]}"), array, wanted)
 
@@ -1140,7 +1078,7 @@ class _Writer:
     def _behind(
         self, place: ir.Value, op_type: str, inputs: list[ir.Value], dtype: ir.DataType, name: str
     ) -> ir.Value:
-        """A new node right behind where a value is made."""
+        """A new node right after the producer of a value."""
         node = ir.node(op_type, inputs, {"to": int(dtype)} if op_type == "Cast" else {})
         result = node.outputs[0]
         node.name = result.name = self._free(f"{place.name}/{name}")
@@ -1153,8 +1091,8 @@ class _Writer:
         return result
 
     def _give_out(self, value: ir.Value) -> None:
-        """Let a graph output have the type that it should have, under its own name."""
-        wanted = FLOAT if value.name in self._wide_outputs else HALF
+        """Give a graph output its type, under its own name."""
+        wanted = FLOAT if value.name in self._float32_outputs else HALF
         if value.producer() is None or value.dtype == wanted:
             return
         name, result = name_of(value), self._as(value, wanted)
@@ -1165,7 +1103,7 @@ class _Writer:
                 self._graph.outputs[position] = result
 
     def _drop(self, value: ir.Value) -> None:
-        """Forget a constant that nobody reads in float32; one that took its place takes its name as well."""
+        """Remove a constant that no node reads in float32; a single replacement takes over its name."""
         self._graph.initializers.pop(name_of(value))
         heirs = [new for (old, _), new in self._made.items() if old is value]
         if len(heirs) == 1:
@@ -1185,7 +1123,7 @@ def _set_type(value: ir.Value, dtype: ir.DataType) -> None:
 
 
 def _fix_attributes(node: ir.Node, dtype: ir.DataType) -> None:
-    """Let attributes that name the type of the result name the new one."""
+    """Set attributes that name the type of the result."""
     for name in _TYPE_ATTRIBUTES:
         attribute = node.attributes.get(name)
         if attribute is not None and attribute.type == ir.AttributeType.INT and attribute.as_int() == FLOAT:

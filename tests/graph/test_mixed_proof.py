@@ -84,7 +84,7 @@ def test_scores_that_overflow_keep_one_attention_wide_and_nothing_else():
         assert distance(next(iter(runner.run(OTHER).values())), exact) < 5e-2
 
 
-def test_wide_attention_may_be_bfloat16():
+def test_attention_may_be_kept_in_bfloat16():
     model = encoder({"1.q": 150.0, "1.k": 150.0}, sentinel=LOWEST)
     plan = planned(model, wide="bf16")
     attention = next(each for each in plan.kept if each.op_type == "Attention")
@@ -97,8 +97,8 @@ def test_wide_attention_may_be_bfloat16():
     assert np.isfinite(result).all()
 
 
-def test_the_mask_of_a_wide_attention_still_hides_all_scores():
-    """-65504 would not hide a score of 100,000: the mask is made in float32, and clamped for the other."""
+def test_the_mask_of_a_float32_attention_masks_all_scores():
+    """-65504 does not mask a score of 100,000: the mask is computed in float32, and clamped for the other."""
     model = encoder({"1.q": 150.0, "1.k": 150.0}, sentinel=LOWEST)
     plan = planned(model)
     assert {each.name: each.kind for each in plan.kept} == {"mask": "mask", "1.attention": "overflow"}
@@ -114,7 +114,7 @@ def test_a_sentinel_is_clamped_and_the_plan_says_so():
     model = encoder(sentinel=LOWEST)
     (clamped,) = planned(model).clamped
     assert (clamped.name, clamped.found, clamped.written) == ("never", LOWEST, -65504.0)
-    assert "hides keys" in clamped.reason
+    assert "masks keys" in clamped.reason
     never = apply_plan(model, planned(model)).graph.initializers["never"].const_value.numpy()
     assert never == np.float16(-65504)
 

@@ -1,10 +1,10 @@
-"""Attention as one node of the plugin: operands read in place, masks as lengths, caches written in place."""
+"""Attention as one node of the plugin: operands and caches in place, masks as key lengths."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from mha_deploy.graph.ir import (
     constant_ints,
     constant_number,
     dims,
+    graph_of_node,
     import_domains,
     infer_shapes,
     input_at,
@@ -42,7 +43,6 @@ from mha_deploy.graph.lower.cache import (
 )
 from mha_deploy.graph.lower.call import AttentionCall, key_length, read_call, split_heads, split_inputs
 from mha_deploy.graph.lower.masks import (
-    Mask,
     attending_queries,
     bias_of,
     given_mask,
@@ -63,7 +63,7 @@ from mha_deploy.graph.plugin_node import (
     lookup_attributes,
 )
 
-# -- What the plugin's attention node has no words or no kernels for -------------------------------
+# -- What the node cannot express, or has no kernels for -------------------------------------------
 
 _LARGEST_HEAD = 256
 _TYPES = ("fp16", "bf16")
@@ -98,58 +98,34 @@ def refuse_without_kernel(call: AttentionCall) -> None:
             )
 
 
-# -- Where queries, keys and values lie in memory, so that the plugin reads them there -------------
+# -- Where queries, keys and values are in memory, so that the plugin reads them without a copy ----
 
-# Kernels load 16 bytes at a time, eight numbers of two bytes.
+# Kernels load 16 bytes at a time, eight elements of two bytes.
 _ALIGNED = 8
 
-TURN = (0, 2, 1, 3)
-_TURN_OF_PACKED = (2, 0, 3, 1, 4)  # [B, L, 3, H, D] to [3, B, H, L, D]
+HEADS_FIRST = (0, 2, 1, 3)  # [B, L, H, D] to [B, H, L, D]
+_PACKED_FIRST = (2, 0, 3, 1, 4)  # [B, L, 3, H, D] to [3, B, H, L, D]
 
 
 class Place(NamedTuple):
-    """A tensor of rank 3 or 4, and where in a row of it the heads begin (0 for rank 4)."""
+    """A tensor of rank 3 or 4, and the offset of the heads on its last axis (0 for rank 4)."""
 
     tensor: ir.Value
     offset: int
 
     def length(self, b: NodeBuilder) -> Size:
-        """The number of queries or keys. Asked here, it keeps nobody alive who cut the tensor."""
+        """The number of queries or keys; read from the whole tensor, so that Splits of it become unused."""
         return b.size(self.tensor, 1 if rank(self.tensor) == 3 else 2)
 
 
-class Operands(NamedTuple):
-    """The distinct tensors that hold Q, K and V; for each of the three which one, and where in its rows."""
-
-    tensors: tuple[ir.Value, ...]
-    sources: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-
-def operands_of(places: Sequence[Place]) -> Operands:
-    """Q, K and V as the plugin takes them: every tensor once, in the order in which they are met."""
-    tensors = list(dict.fromkeys(place.tensor for place in places))
-    return Operands(
-        tuple(tensors),
-        tuple(tensors.index(place.tensor) for place in places),
-        tuple(place.offset for place in places),
-    )
-
-
 def place_of(value: ir.Value, heads: int, size: int) -> Place:
-    """Where the heads of a query, key or value input first stood in rows; the input itself where they do not.
-
-    Args:
-        value: `[B, L, H·D]` or `[B, H, L, D]`.
-        heads: H.
-        size: D.
-    """
+    """The `[B, L, ·]` tensor that a `[B, L, H·D]` or `[B, H, L, D]` input was taken from; else the input."""
     rows = value
     if rank(value) == 4:
         packed = _before_unbinding(value, heads, size)
         if packed is not None:
             return packed
-        before = rows_before_turn(value, heads, size)
+        before = before_heads_first(value, heads, size)
         if before is None:
             return Place(value, 0)
         rows = before
@@ -157,22 +133,23 @@ def place_of(value: ir.Value, heads: int, size: int) -> Place:
     return place if _is_aligned(place) else Place(rows, 0)
 
 
-def rows_before_turn(value: ir.Value, heads: int, size: int) -> ir.Value | None:
-    """The `[B, L, H·D]` that a Reshape and a Transpose made `[B, H, L, D]` of; None where they did not."""
-    turn = made_by(value, "Transpose")
-    split = None if turn is None or perm(turn) != TURN else made_by(turn.inputs[0], "Reshape")
+def before_heads_first(value: ir.Value, heads: int, size: int) -> ir.Value | None:
+    """The `[B, L, H·D]` before a Reshape and a Transpose to `[B, H, L, D]`; None where there are none."""
+    transpose = made_by(value, "Transpose")
+    moved = transpose is not None and perm(transpose) == HEADS_FIRST
+    split = made_by(input_at(transpose, 0), "Reshape") if moved else None
     rows = None if split is None else split.inputs[0]
     if rows is None or split is None or rank(rows) != 3:
         return None
     before, after = dims(rows), dims(split.outputs[0])
     if len(after) != 4 or after[2:] != (heads, size) or before[2] != heads * size:
         return None
-    # As many numbers before and after: where one of the two leading sizes is the same, so is the other.
+    # A reshape keeps the number of elements: where one of the two leading sizes is equal, so is the other.
     return rows if any(same_size(before[at], after[at]) for at in (0, 1)) else None
 
 
 def _before_cuts(value: ir.Value) -> Place:
-    """The tensor that Splits and Slices cut a value out of."""
+    """The tensor that a value was sliced from by Split and Slice."""
     place = Place(value, 0)
     while True:
         node = place.tensor.producer()
@@ -184,18 +161,16 @@ def _before_cuts(value: ir.Value) -> Place:
 
 
 def _begin_of_cut(node: ir.Node, part: ir.Value, *, axis: int) -> int | None:
-    """Where along an axis of its input a Split or Slice begins a part; None where it cuts elsewhere."""
+    """The offset of a part that a Split or Slice takes along an axis; None for another axis."""
     axes_meant = (axis, axis - len(dims(part)))
-    if node.domain != "":
-        return None
-    if node.op_type == "Split" and (node.attributes.get_int("axis", 0) or 0) in axes_meant:
+    if is_op(node, "Split") and (node.attributes.get_int("axis", 0) or 0) in axes_meant:
         sizes = [dims(output)[axis] if dims(output) else None for output in node.outputs]
         before = sizes[: list(node.outputs).index(part)]
         known = [size for size in before if isinstance(size, int)]
         return sum(known) if len(known) == len(before) else None
-    if node.op_type == "Slice":
+    if is_op(node, "Slice"):
         starts, axes, steps = (constant_ints(node, at) for at in (1, 3, 4))
-        one_step = len(node.inputs) < 5 or node.inputs[4] is None or steps == (1,)
+        one_step = input_at(node, 4) is None or steps == (1,)
         along = axes is not None and len(axes) == 1 and axes[0] in axes_meant
         if starts is not None and len(starts) == 1 and along and one_step:
             return starts[0] if starts[0] >= 0 else None
@@ -209,10 +184,11 @@ def _is_aligned(place: Place) -> bool:
 
 
 def _before_unbinding(value: ir.Value, heads: int, size: int) -> Place | None:
-    """The `[B, L, 3·H·D]` of a model that reshapes to [B, L, 3, H, D], turns that, and takes it apart."""
+    """The `[B, L, 3·H·D]` of a model that reshapes to [B, L, 3, H, D], transposes, and unbinds."""
     taken = _taken_from_first_axis(value)
-    turn = None if taken is None else made_by(taken[0], "Transpose")
-    split = None if turn is None or perm(turn) != _TURN_OF_PACKED else made_by(turn.inputs[0], "Reshape")
+    transpose = None if taken is None else made_by(taken[0], "Transpose")
+    moved = transpose is not None and perm(transpose) == _PACKED_FIRST
+    split = made_by(input_at(transpose, 0), "Reshape") if moved else None
     rows = None if split is None else split.inputs[0]
     if taken is None or split is None or rows is None or rank(rows) != 3:
         return None
@@ -227,9 +203,9 @@ def _before_unbinding(value: ir.Value, heads: int, size: int) -> Place | None:
 
 
 def _taken_from_first_axis(value: ir.Value) -> tuple[ir.Value, int] | None:
-    """The tensor and the index, where a value is one entry of its first axis."""
-    node = value.producer()
-    if node is None or node.domain != "":
+    """The tensor and the index, where a value is one element of its first axis."""
+    node = made_by(value, "Gather", "Squeeze")
+    if node is None:
         return None
     if node.op_type == "Gather" and (node.attributes.get_int("axis", 0) or 0) == 0:
         index, whole = constant_ints(node, 1), node.inputs[0]
@@ -243,22 +219,17 @@ def _taken_from_first_axis(value: ir.Value) -> tuple[ir.Value, int] | None:
     return (whole, begin) if whole is not None and begin is not None else None
 
 
-# -- Masks that show the first keys of a batch row, as many as that row has: key lengths in dis ----
+# -- Padding masks: key lengths that were compared with positions ----------------------------------
 
-# Operators that hand on the numbers of their first input in their order.
-_LAYOUT = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze"})
-_WHOLE = frozenset({ir.DataType.INT32, ir.DataType.INT64})
+# Operators that keep the elements of their first input in their order.
+_LAYOUT = ("Identity", "Reshape", "Squeeze", "Unsqueeze")
+_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 _LESS, _GREATER = "Less", "Greater"
 _OPPOSITE = {"GreaterOrEqual": _LESS, "LessOrEqual": _GREATER}
 
 
 def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
-    """The lengths, whole numbers `[B]`, of a mask that hides just the keys behind them; None for another.
-
-    Args:
-        mask: The mask of an attention, boolean or additive.
-        batch: The batch of the attention.
-    """
+    """The lengths, integers `[B]`, of a mask that is exactly `key < lengths[b]`; None for another mask."""
     if len(dims(mask)) != 4:
         return None  # of another rank, the first axis is not the batch
     compared = _comparison(_before_layout(mask))
@@ -266,7 +237,7 @@ def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
         return None
     counted, lengths = compared
     shape = dims(lengths)
-    if lengths.dtype not in _WHOLE or not shape or any(size != 1 for size in shape[1:]):
+    if lengths.dtype not in _INTEGERS or not shape or any(size != 1 for size in shape[1:]):
         return None
     if len(shape) < len(dims(counted)) or not same_size(shape[0], batch) or len(shape) < 2:
         return None
@@ -274,7 +245,7 @@ def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
 
 
 def _before_layout(mask: ir.Value) -> ir.Value:
-    """What a mask was before it was spread out: `[B, 1 …, T]`, in the same order."""
+    """A mask before it was reshaped or expanded: `[B, 1 …, T]`, in the same order."""
     value, may_expand = mask, True
     while True:
         node = value.producer()
@@ -294,7 +265,7 @@ def _before_layout(mask: ir.Value) -> ir.Value:
 
 
 def _comparison(mask: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """The two sides of "counted < lengths" behind a mask, however it is written."""
+    """The two sides of `counted < lengths` that a mask was computed from, in any spelling."""
     where = made_by(mask, "Where")
     if where is not None:
         condition, numbers = (
@@ -324,7 +295,7 @@ def _compared(value: ir.Value | None, *, inverted: bool = False) -> tuple[ir.Val
 
 
 def _counts_up(value: ir.Value) -> bool:
-    """Whether a value is 0, 1, 2 … along its last axis, and has no other."""
+    """Whether a value is 0, 1, 2 … along its last axis, and all others have size 1."""
     shape = dims(value)
     if not shape or any(size != 1 for size in shape[:-1]):
         return False
@@ -332,34 +303,32 @@ def _counts_up(value: ir.Value) -> bool:
     tensor = constant(value)
     if tensor is not None:
         return bool(np.array_equal(tensor.numpy().reshape(-1), np.arange(tensor.size)))
-    if node is None or node.domain != "":
-        return False
-    if node.op_type == "Range":
+    if node is not None and is_op(node, "Range"):
         return constant_number(node.inputs[0]) == 0.0 and constant_number(node.inputs[2]) == 1.0
-    source = node.inputs[0] if node.op_type in _LAYOUT or _keeps_whole(node) else None
+    source = _same_integers(value)
     return source is not None and _counts_up(source)
 
 
 def _one_axis(lengths: ir.Value) -> ir.Value | None:
-    """The value of one axis that lengths were before axes of one were added."""
+    """Lengths before axes of size 1 were added."""
     value: ir.Value | None = lengths
-    while value is not None and value.dtype in _WHOLE:
+    while value is not None and value.dtype in _INTEGERS:
         if len(dims(value)) == 1:
             return value
-        node = value.producer()
-        if node is None or node.domain != "" or not (node.op_type in _LAYOUT or _keeps_whole(node)):
-            return None
-        value = node.inputs[0]
+        value = _same_integers(value)
     return None
 
 
-def _keeps_whole(node: ir.Node) -> bool:
-    """Whether a node casts whole numbers to whole numbers."""
-    source = node.inputs[0] if node.op_type == "Cast" else None
-    return source is not None and source.dtype in _WHOLE and node.outputs[0].dtype in _WHOLE
+def _same_integers(value: ir.Value) -> ir.Value | None:
+    """The value before a layout operator, or before a Cast between integer types."""
+    node = made_by(value, "Cast", *_LAYOUT)
+    source = input_at(node, 0)
+    if node is None or source is None or node.op_type != "Cast":
+        return source
+    return source if source.dtype in _INTEGERS and value.dtype in _INTEGERS else None
 
 
-# -- Which keys a query sees, in the plugin's words: diagonal, window, key lengths, and a bias  ----
+# -- The mask as attributes and inputs of the node: diagonal, window, key lengths, bias ------------
 
 
 class Diagonal(NamedTuple):
@@ -371,212 +340,96 @@ class Diagonal(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What hides keys from queries.
+class PluginMask:
+    """Which keys a query attends to.
 
     Args:
-        diagonal: Causal and window.
-        key_lengths: Valid keys of each batch row, int32 `[B]`.
+        diagonal: Causality and window.
+        key_lengths: Valid keys of each batch element, int32 `[B]`.
         bias: Added to the scores, `[B or 1, Hq or 1, S, T]`.
-        open_rows: `[·, ·, ·, 1]`, False for queries that the bias leaves no key; the plugin itself cares for
-            those of diagonal and lengths.
-        heads: Size of the second axis of `open_rows`.
+        attending: `[·, ·, ·, 1]`, False for queries that are fully masked by the bias; the plugin itself
+            handles those of diagonal and lengths.
+        heads: Size of the second axis of `attending`.
     """
 
     diagonal: Diagonal
     key_lengths: ir.Value | None = None
     bias: ir.Value | None = None
-    open_rows: ir.Value | None = None
+    attending: ir.Value | None = None
     heads: int = 1
 
 
-def read_sight(
-    b: NodeBuilder,
-    call: AttentionCall,
-    S: Size,
-    T: Size,
-    *,
-    in_cache: bool = False,
-) -> Sight:
-    """Say in the plugin's words what an attention sees.
-
-    Args:
-        b: Builder of the new nodes.
-        call: The attention.
-        S: Number of queries.
-        T: Number of keys, past included.
-        in_cache: Whether the plugin writes the cache, and so knows the key lengths without being told.
-    """
+def read_plugin_mask(
+    b: NodeBuilder, call: AttentionCall, S: Size, T: Size, *, in_cache: bool = False
+) -> PluginMask:
+    """The mask over T keys, past included; with `in_cache` the plugin derives the key lengths itself."""
     diagonal = diagonal_of(call)
-    if diagonal is None or _has_no_kernel(call, diagonal):
-        return _all_in_bias(b, call, S, T)
-    counted = None if in_cache else call.lengths
-    prefix = _prefix(call, diagonal, T)
-    mask = None if prefix is not None else given_mask(b, call, T)
-    if prefix is not None:
-        counted = prefix
-    key_lengths = None if counted is None else as_int32(b, before_casts(counted), name="key_lengths")
+    # cuDNN has no kernel with a bias and a diagonal that ends at the last valid key.
+    no_kernel = call.lengths is not None and call.mask is not None
+    if diagonal is None or (diagonal.causal == BOTTOM_RIGHT and no_kernel):
+        mask = whole = with_geometry(b, call, given_mask(b, call, T), S, T)
+        diagonal, key_lengths = Diagonal(), None
+    else:
+        lengths = _prefix(call, diagonal, T)
+        mask = given_mask(b, call, T) if lengths is None else None
+        if lengths is None and not in_cache:
+            lengths = call.lengths
+        key_lengths = None if lengths is None else as_int32(b, lengths, name="key_lengths")
+        whole = None if mask is None else with_geometry(b, call, mask, S, T)
     if mask is None:
-        return Sight(diagonal=diagonal, key_lengths=key_lengths)
-    whole = with_geometry(b, call, mask, S, T)
-    return Sight(
-        diagonal=diagonal,
-        key_lengths=key_lengths,
-        bias=_bias(b, call, mask, S),
-        open_rows=attending_queries(b, call, whole),
-        heads=mask.heads,
+        return PluginMask(diagonal=diagonal, key_lengths=key_lengths)
+    bias = bias_of(b, call, mask)
+    shape = call.attention.mask_dims or ()
+    queries = shape[-2] if len(shape) > 1 else None
+    # The kernels do not broadcast the bias over queries.
+    if mask.one_row or not (call.mask is None or same_size(call.attention.S, queries)):
+        bias = b.expand(bias, 1, 1, S, 1, name="bias_of_each_query")
+    attending = attending_queries(b, call, whole)
+    return PluginMask(
+        diagonal=diagonal, key_lengths=key_lengths, bias=bias, attending=attending, heads=mask.heads
     )
 
 
-def _has_no_kernel(call: AttentionCall, diagonal: Diagonal) -> bool:
-    """Whether cuDNN would have to end a diagonal at the last counted key and add a bias: it cannot."""
-    return diagonal.causal == BOTTOM_RIGHT and call.lengths is not None and call.mask is not None
-
-
 def diagonal_of(call: AttentionCall) -> Diagonal | None:
-    """Causal and window as attributes; None where the plugin aligns them otherwise than ONNX."""
+    """Causality and window as attributes; None where the plugin aligns them otherwise than ONNX."""
     attention = call.attention
-    # A window that ends with the query's own key is causal, by whatever name.
+    # A window that ends with the query's own key is causal.
     causal = attention.is_causal or attention.right_window == 0
     if not causal and not attention.has_window:
         return Diagonal()
     left, right = attention.left_window, NO_WINDOW if causal else attention.right_window
     if call.past_key is None and call.lengths is None:
         return Diagonal(TOP_LEFT if causal else NONE, left, right)
-    # Behind a past, or up to the last valid key: the lower right corner, if every query has its own key.
+    # After a past, or up to the last valid key: the lower right corner, if every query has its own key.
     aligned = call.lengths is not None or call.is_square
     return Diagonal(BOTTOM_RIGHT, left, right) if causal and aligned else None
 
 
 def _prefix(call: AttentionCall, diagonal: Diagonal, T: Size) -> ir.Value | None:
-    """The lengths behind a mask that says "keys before lengths[b]" and nothing else."""
+    """The lengths that a mask was computed from, if it is `key < lengths[b]` and nothing else."""
     columns = (call.attention.mask_dims or (None,))[-1]
     if call.mask is None or call.lengths is not None or may_be_short(call, columns, T):
         return None
-    # In the lower right corner the diagonal would end at the last valid key; ONNX lets it end at the last.
+    # In the lower right corner the diagonal would end at the last valid key; in ONNX it ends at the last key.
     return None if diagonal.causal == BOTTOM_RIGHT else prefix_lengths(call.mask, batch=call.attention.B)
 
 
-def _all_in_bias(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Sight:
-    mask = with_geometry(b, call, given_mask(b, call, T), S, T)
-    if mask is None:
-        return Sight(diagonal=Diagonal())
-    return Sight(
-        diagonal=Diagonal(),
-        bias=_bias(b, call, mask, S),
-        open_rows=attending_queries(b, call, mask),
-        heads=mask.heads,
-    )
-
-
-def _bias(b: NodeBuilder, call: AttentionCall, mask: Mask, S: Size) -> ir.Value:
-    """The bias with a row for each query: the kernels do not broadcast over queries."""
-    bias = bias_of(b, call, mask)
-    rows = (call.attention.mask_dims or ())[-2:-1]
-    certain = not mask.one_row and (
-        call.mask is None or same_size(call.attention.S, rows[0] if rows else None)
-    )
-    return bias if certain else b.expand(bias, 1, 1, S, 1, name="bias_of_each_query")
-
-
 def as_int32(b: NodeBuilder, value: ir.Value, *, name: str) -> ir.Value:
-    """Whole numbers as int32, with their shape."""
+    """Integers as int32: those before a cast to int64 where there is one, else a Cast."""
+    source = input_at(made_by(value, "Cast"), 0)
+    if source is not None and source.dtype == ir.DataType.INT32:
+        return source
     narrow = b.cast(value, ir.DataType.INT32, name=name)
     narrow.dtype, narrow.shape = ir.DataType.INT32, value.shape
     return narrow
 
 
-def before_casts(value: ir.Value) -> ir.Value:
-    """The int32 that a value was widened from, where it was; else the value itself."""
-    source = input_at(made_by(value, "Cast"), 0)
-    return source if source is not None and source.dtype == ir.DataType.INT32 else value
-
-
-# -- The plugin's attention node itself, and what follows it ---------------------------------------
-
-
-class WrittenCache(NamedTuple):
-    """A static cache that the node writes: `[B, Hkv, T, D]` twice, and int32 `[B]`: rows before the call."""
-
-    key: ir.Value
-    value: ir.Value
-    starts: ir.Value
-
-
-def write_attention(
-    b: NodeBuilder,
-    call: AttentionCall,
-    operands: Operands,
-    sight: Sight,
-    cache: WrittenCache | None = None,
-) -> Sequence[ir.Value]:
-    """Write the node; its outputs, the first of them `[B, S, Hq·Dv]`.
-
-    Args:
-        b: Builder of the new nodes.
-        call: The attention.
-        operands: Where its queries, keys and values lie.
-        sight: What hides keys.
-        cache: The cache that it writes, where it does.
-    """
-    optional = [sight.bias, sight.key_lengths, *(cache or ())]
-    attributes = {
-        "query_heads": call.Hq,
-        "key_heads": call.Hkv,
-        "head_size": call.D,
-        "value_size": call.Dv,
-        "scale": float(call.scale),
-        "causal": sight.diagonal.causal,
-        "left_window": sight.diagonal.left,
-        "right_window": sight.diagonal.right,
-        "sources": list(operands.sources),
-        "offsets": list(operands.offsets),
-        "has_bias": int(sight.bias is not None),
-        "has_key_lengths": int(sight.key_lengths is not None),
-        "has_gates": 0,
-        "has_cache": int(cache is not None),
-        **lookup_attributes(),
-    }
-    outputs = b.node(
-        OP_TYPE,
-        [*operands.tensors, *(value for value in optional if value is not None)],
-        outputs=1 if cache is None else 3,
-        domain=DOMAIN,
-        name=b.prefix,
-        attributes=attributes,
-    )
-    y = outputs[0]
-    y.dtype, y.shape = call.dtype, ir.Shape([call.attention.B, call.attention.S, call.Hq * call.Dv])
-    return outputs
-
-
-def finished(b: NodeBuilder, call: AttentionCall, sight: Sight, y: ir.Value) -> ir.Value:
-    """Zero the rows that the bias leaves no key, and bring the result to the rank the node was written in."""
-    y = _zero_masked_queries(b, call, sight, y)
-    return y if call.attention.rank == 3 else split_heads(b, y, call.Hq, call.Dv)
-
-
-def _zero_masked_queries(b: NodeBuilder, call: AttentionCall, sight: Sight, y: ir.Value) -> ir.Value:
-    rows = sight.open_rows
-    if rows is None:
-        return y
-    if sight.heads == 1:
-        kept = zero_masked_queries(b, call, b.op("Squeeze", rows, b.ints(1)), y)
-    else:
-        # Where heads differ, they get an axis of their own; the numbers stay where they are.
-        apart = b.reshape(y, 0, 0, call.Hq, call.Dv)
-        kept = zero_masked_queries(b, call, b.transpose(rows, 0, 2, 1, 3), apart)
-        kept = b.reshape(kept, 0, 0, call.Hq * call.Dv, name="closed_rows_merged")
-    kept.dtype, kept.shape = call.dtype, y.shape
-    return kept
-
-
-# -- Attention as one node of our TensorRT plugin (`plugin_node`), which reads projections wher ----
+# -- The dialect -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginOptions:
-    """What goes into the plugin's nodes.
+    """Which nodes of the plugin are written.
 
     Args:
         linear: Write the projections around an attention as nodes of the plugin, which accumulate in FP32.
@@ -592,7 +445,7 @@ class PluginOptions:
 def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions) -> dict[int, ir.Value]:
     """Write one attention as a node of the plugin; the outputs by position."""
     refuse_what_is_missing(call)
-    # The rows of a past are joined to the new ones first; without a past these heads serve `present` only.
+    # With a past these are the operands; without one they are used for `present` only.
     heads = split_inputs(b, call)
     query = place_of(call.q, call.Hq, call.D)
     if call.past_key is None:
@@ -600,13 +453,9 @@ def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions)
         T = key.length(b)
     else:
         key, value, T = Place(heads.k, 0), Place(heads.v, 0), key_length(b, call)
-    S = query.length(b)
-    sight = read_sight(b, call, S, T)
-    y = write_attention(b, call, operands_of((query, key, value)), sight)[0]
-    return {Y: finished(b, call, sight, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
-
-
-# -- A static cache that the plugin's attention node writes itself: nothing is copied, nobody e ----
+    mask = read_plugin_mask(b, call, query.length(b), T)
+    y = _write_attention(b, call, (query, key, value), mask)[0]
+    return {Y: y, PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
 
 def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> ir.Model:
@@ -631,20 +480,89 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> ir.Mode
             place_of(cache.new_key, call.Hkv, call.D),
             place_of(cache.new_value, call.Hkv, call.Dv),
         )
-        S, T = places[0].length(b), b.size(cache.past_key, 2)
-        sight = read_sight(b, call, S, T, in_cache=True)
-        starts = as_int32(b, before_casts(cache.starts), name="starts")
-        written = WrittenCache(cache.past_key, cache.past_value, starts)
-        y, *states = write_attention(b, call, operands_of(places), sight, written)
-        take_over(lowered, call, b, cache, finished(b, call, sight, y), states)
+        mask = read_plugin_mask(b, call, places[0].length(b), b.size(cache.past_key, 2), in_cache=True)
         inputs = (cache.past_key, cache.past_value)
+        starts = as_int32(b, cache.starts, name="starts")
+        y, *states = _write_attention(b, call, places, mask, cache=(*inputs, starts))
+        take_over(lowered, call, b, cache, y, states)
         in_place = {str(new.name): str(past.name) for new, past in zip(states, inputs, strict=True)}
         note_in_place(lowered, in_place)
 
     return rewrite_caches(lowered, wanted, write, dialect=dialect)
 
 
-# -- Factors on the heads of each token behind an attention, taken into the node: heads with 0  ----
+def _write_attention(
+    b: NodeBuilder,
+    call: AttentionCall,
+    places: tuple[Place, Place, Place],
+    mask: PluginMask,
+    *,
+    cache: tuple[ir.Value, ...] = (),
+) -> list[ir.Value]:
+    """Write the node; its outputs, the first one in the rank that the attention was written in.
+
+    Args:
+        b: Builder of the new nodes.
+        call: The attention.
+        places: Queries, keys and values in memory; every tensor is an input once.
+        mask: Its mask.
+        cache: A preallocated cache that it updates, `[B, Hkv, T, D]` twice, and the int32 `[B]` entries that
+            are valid before the call.
+    """
+    tensors = list(dict.fromkeys(place.tensor for place in places))
+    inputs = [*tensors, mask.bias, mask.key_lengths, *cache]
+    y, *states = b.node(
+        OP_TYPE,
+        [value for value in inputs if value is not None],
+        outputs=3 if cache else 1,
+        domain=DOMAIN,
+        name=b.prefix,
+        attributes={
+            "query_heads": call.Hq,
+            "key_heads": call.Hkv,
+            "head_size": call.D,
+            "value_size": call.Dv,
+            "scale": float(call.scale),
+            "causal": mask.diagonal.causal,
+            "left_window": mask.diagonal.left,
+            "right_window": mask.diagonal.right,
+            "sources": [tensors.index(place.tensor) for place in places],
+            "offsets": [place.offset for place in places],
+            "has_bias": int(mask.bias is not None),
+            "has_key_lengths": int(mask.key_lengths is not None),
+            "has_gates": 0,
+            "has_cache": int(bool(cache)),
+            **lookup_attributes(),
+        },
+    )
+    y.dtype, y.shape = call.dtype, ir.Shape([call.attention.B, call.attention.S, call.Hq * call.Dv])
+    kept = y
+    if mask.attending is not None and mask.heads == 1:
+        kept = zero_masked_queries(b, call, b.op("Squeeze", mask.attending, b.ints(1)), y)
+    elif mask.attending is not None:
+        # Where heads differ, they get an axis of their own; no data moves.
+        apart = b.reshape(y, 0, 0, call.Hq, call.Dv)
+        kept = zero_masked_queries(b, call, b.transpose(mask.attending, 0, 2, 1, 3), apart)
+        kept = b.reshape(kept, 0, 0, call.Hq * call.Dv, name="closed_rows_merged")
+    kept.dtype, kept.shape = call.dtype, y.shape
+    return [kept if call.attention.rank == 3 else split_heads(b, kept, call.Hq, call.Dv), *states]
+
+
+def finish(model: ir.Model, options: PluginOptions) -> None:
+    """Remove transposes that cancel; write gates as inputs and projections as nodes of the plugin."""
+    attentions = [node for node in model.graph.all_nodes() if is_plugin_attention(node)]
+    for node in attentions:
+        cancel_transposes(node)
+    RemoveUnusedNodesPass()(model)  # gates are taken only where they are the only consumer of the heads
+    for node in attentions:
+        if take_gates(node):
+            cancel_transposes(node)
+    if options.linear:
+        write_linear(model)
+    RemoveUnusedNodesPass()(model)
+
+
+# -- Gates: factors on the heads of each token, as an input of the node; heads with 0 are skipped --
 
 _HEAD_SIZES = (32, 64, 96, 128)
 _OTHERS = ("has_bias", "has_cache", "has_gates")
@@ -658,15 +576,21 @@ def take_gates(attention: ir.Node) -> bool:
     found = _gated(attention) if plain and has_gate_kernel(attention) else None
     if found is None:
         return False
-    split, matmul, factor = found
+    split, gate, factor = found
+    graph, unsqueeze = graph_of_node(attention), made_by(factor, "Unsqueeze")
+    if unsqueeze is not None and constant_ints(unsqueeze, 1) in ((-1,), (3,)):
+        gates = unsqueeze.inputs[0]  # [B, S, Hq]
+    else:
+        b = NodeBuilder(f"{attention.name}_gates")
+        gates = b.reshape(factor, 0, 0, own.get_int("query_heads", 0))
+        gates.type, gates.shape = factor.type, ir.Shape(dims(factor)[:3])
+        graph_of_node(gate).insert_before(gate, b.nodes)
     count = len(attention.inputs)
-    gates = _without_last_axis(attention, factor, matmul)
     attention.resize_inputs(count + 1)
     attention.replace_input_with(count, gates)
-    attention.attributes.add(ir.AttrInt64("has_gates", 1))
-    matmul.outputs[0].replace_all_uses_with(split.outputs[0])
-    if attention.graph is not None:
-        attention.graph.sort()  # what computes the gates may stand behind the attention
+    own.add(ir.AttrInt64("has_gates", 1))
+    gate.outputs[0].replace_all_uses_with(split.outputs[0])
+    graph.sort()  # the gates may be computed after the attention
     return True
 
 
@@ -678,53 +602,38 @@ def has_gate_kernel(attention: ir.Node) -> bool:
 
 
 def _gated(attention: ir.Node) -> tuple[ir.Node, ir.Node, ir.Value] | None:
-    """The Reshape, the Mul and the factor `[B, S, Hq, 1]`, where nobody else reads the heads.
+    """The Reshape, the Mul and the factor `[B, S, Hq, 1]`, where these are the only consumers of the heads.
 
-    So the factor cannot hang on the attention, and can be an input of it.
+    The factor then cannot depend on the attention, and can be an input of it.
     """
-    rows = attention.outputs[0]
-    split = _only_reader(rows)
-    matmul = None if split is None or split.op_type != "Reshape" else _only_reader(split.outputs[0])
-    if split is None or matmul is None or matmul.op_type != "Mul" or matmul.outputs[0].is_graph_output():
+    y = attention.outputs[0]
+    split = _only_reader(y, "Reshape")
+    gate = None if split is None else _only_reader(split.outputs[0], "Mul")
+    if split is None or gate is None or gate.outputs[0].is_graph_output():
         return None
     heads, size = (attention.attributes.get_int(name, 0) for name in ("query_heads", "value_size"))
-    B, S, _ = dims(rows)
+    B, S, _ = dims(y)
     if dims(split.outputs[0])[2:] != (heads, size):
         return None
-    for factor in matmul.inputs:
+    for factor in gate.inputs:
         shape = dims(factor)
         if factor is None or factor is split.outputs[0] or shape[2:] != (heads, 1):
             continue
         if same_size(shape[0], B) and same_size(shape[1], S):
-            return split, matmul, factor
+            return split, gate, factor
     return None
 
 
-def _only_reader(value: ir.Value) -> ir.Node | None:
+def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
     uses = list(value.uses())
-    alone = len(uses) == 1 and not value.is_graph_output() and uses[0].node.domain == ""
+    alone = len(uses) == 1 and not value.is_graph_output() and is_op(uses[0].node, op_type)
     return uses[0].node if alone else None
 
 
-def _without_last_axis(attention: ir.Node, factor: ir.Value, matmul: ir.Node) -> ir.Value:
-    """The gates `[B, S, Hq]`: as they were before the last axis was added, else with it taken off."""
-    widened = made_by(factor, "Unsqueeze")
-    if widened is not None and constant_ints(widened, 1) in ((-1,), (3,)) and widened.inputs[0] is not None:
-        return widened.inputs[0]
-    b = NodeBuilder(f"{attention.name}_gates")
-    heads = attention.attributes.get_int("query_heads", 0) or 0
-    gates = b.reshape(factor, 0, 0, heads)
-    gates.type, gates.shape = factor.type, ir.Shape(dims(factor)[:3])
-    if matmul.graph is not None:
-        matmul.graph.insert_before(matmul, b.nodes)
-    return gates
+# -- Projections as nodes that accumulate in FP32; TensorRT 8.6 picks kernels that do so in FP16 ---
 
-
-# -- Projections as nodes of the plugin, which sum in FP32; TensorRT 8.6 picks kernels that sum ----
-
-
-# What may stand between an attention and the projection of its result.
-_BETWEEN = frozenset({"Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze", "Where"})
+# What may be between an attention and the projection of its result.
+_BETWEEN = ("Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze", "Where")
 
 
 def write_linear(model: ir.Model) -> None:
@@ -732,29 +641,35 @@ def write_linear(model: ir.Model) -> None:
     taken = names_in(model)
     for matmul in dict.fromkeys(_around_attention(list(model.graph.all_nodes()))):
         projection = projection_at(matmul)
-        if projection is not None and dims(projection.x) and has_linear_kernel(projection):
-            b = NodeBuilder(prefix_within(matmul.name or projection.y.name or LINEAR, taken))
-            _write(_with_whole_bias(projection), b)
-            import_domains(model, b)
+        if projection is None or not dims(projection.x) or not has_linear_kernel(projection):
+            continue
+        b = NodeBuilder(prefix_within(matmul.name or projection.y.name or LINEAR, taken))
+        bias, add = projection.bias, projection.add
+        if bias is not None and dims(bias) != dims(projection.weight)[1:]:
+            bias = add = None  # not one number for each column: it stays an Add
+        inputs = [projection.x, projection.weight, *([] if bias is None else [bias])]
+        attributes = {"has_bias": int(bias is not None), **lookup_attributes()}
+        y = b.node(LINEAR, inputs, domain=DOMAIN, name=b.prefix, attributes=attributes)[0]
+        graph = graph_of_node(matmul)
+        replace_node(add or matmul, b, {0: y})
+        if add is not None:
+            graph.remove(matmul, safe=True)
+        import_domains(model, b)
 
 
 def _around_attention(nodes: list[ir.Node]) -> Iterator[ir.Node]:
+    """The matmuls that lead to the operands of an attention, and those that read its result."""
     for attention in filter(is_plugin_attention, nodes):
         operands = 1 + max(attention.attributes["sources"].as_ints())
         for value in attention.inputs[:operands]:
             yield from matmuls_behind(value) if value is not None else ()
-        yield from _products_of(attention.outputs[0])
-
-
-def _products_of(rows: ir.Value) -> Iterator[ir.Node]:
-    """The matmuls that read the result of an attention."""
-    pending = [rows]
-    while pending:
-        for use in pending.pop().uses():
-            if use.node.op_type == "MatMul" and use.idx == 0:
-                yield use.node
-            elif use.node.op_type in _BETWEEN and use.node.domain == "":
-                pending += use.node.outputs
+        pending = [attention.outputs[0]]
+        while pending:
+            for use in pending.pop().uses():
+                if use.node.op_type == "MatMul" and use.idx == 0:
+                    yield use.node
+                elif is_op(use.node, *_BETWEEN):
+                    pending += use.node.outputs
 
 
 def has_linear_kernel(projection: Projection) -> bool:
@@ -763,95 +678,37 @@ def has_linear_kernel(projection: Projection) -> bool:
     return types in ({ir.DataType.FLOAT16}, {ir.DataType.BFLOAT16})
 
 
-def _with_whole_bias(projection: Projection) -> Projection:
-    """The projection without a bias that is not one number for each column: that stays an Add."""
-    columns = dims(projection.weight)[1:]
-    whole = projection.bias is None or dims(projection.bias) == columns
-    return projection if whole else replace(projection, add=None, bias=None)
+# -- Reshapes and transposes after the node that cancel --------------------------------------------
 
 
-def _write(projection: Projection, b: NodeBuilder) -> None:
-    inputs = [projection.x, projection.weight, *([] if projection.bias is None else [projection.bias])]
-    attributes = {"has_bias": int(projection.bias is not None), **lookup_attributes()}
-    y = b.node(LINEAR, inputs, domain=DOMAIN, name=b.prefix, attributes=attributes)[0]
-    graph = projection.matmul.graph
-    replace_node(projection.add or projection.matmul, b, {0: y})
-    if projection.add is not None and graph is not None:
-        graph.remove(projection.matmul, safe=True)
-
-
-# -- Reshapes and transposes behind the plugin's attention that undo each other --------------------
-
-
-def cancel_turns(attention: ir.Node) -> None:
-    """Let readers of the attention that turn its heads back read what there was before."""
-    for rows in _rows_of(attention):
-        _cancel_behind(rows)
-
-
-def _rows_of(attention: ir.Node) -> list[ir.Value]:
-    """The rows that the node gives out, and those rows with the empty ones set to zero."""
-    rows = attention.outputs[0]
-    found, pending = [rows], [rows]
+def cancel_transposes(attention: ir.Node) -> None:
+    """Let consumers that transpose the heads back read the value before the transposes."""
+    y = attention.outputs[0]
+    found, pending = [y], [y]  # the output, and the same with fully masked queries set to zero
     while pending:
         for use in pending.pop().uses():
             same = use.node.outputs[0]
             if use.node.op_type == "Where" or (use.node.op_type == "Reshape" and use.idx == 0):
                 pending.append(same)
-                found += [same] if _is_whole_again(rows, same) else []
-    return found
-
-
-def _cancel_behind(rows: ir.Value) -> None:
-    for split in _readers(rows, "Reshape"):
-        for turn in _readers(split.outputs[0], "Transpose"):
-            if perm(turn) != TURN:
-                continue
-            for back in _readers(turn.outputs[0], "Transpose"):
-                if perm(back) == TURN:
-                    _take_over(back.outputs[0], split.outputs[0])
-        for merge in _readers(split.outputs[0], "Reshape"):
-            if _is_whole_again(rows, merge.outputs[0]):
-                _take_over(merge.outputs[0], rows)
+                found += [same] if _has_shape_of(y, same) else []
+    for value in found:
+        for split in _readers(value, "Reshape"):
+            for transpose in _readers(split.outputs[0], "Transpose"):
+                for back in _readers(transpose.outputs[0], "Transpose"):
+                    if perm(transpose) == perm(back) == HEADS_FIRST and not back.outputs[0].is_graph_output():
+                        back.outputs[0].replace_all_uses_with(split.outputs[0])
+            for merge in _readers(split.outputs[0], "Reshape"):
+                if _has_shape_of(value, merge.outputs[0]) and not merge.outputs[0].is_graph_output():
+                    merge.outputs[0].replace_all_uses_with(value)
 
 
 def _readers(value: ir.Value, op_type: str) -> list[ir.Node]:
-    nodes = (use.node for use in value.uses() if use.idx == 0)
-    return [node for node in nodes if is_op(node, op_type)]
+    return [use.node for use in value.uses() if use.idx == 0 and is_op(use.node, op_type)]
 
 
-def _is_whole_again(rows: ir.Value, merged: ir.Value) -> bool:
-    """Whether a reshape of rows gives the rows back: same width, and the same batch or the same length."""
-    before, after = dims(rows), dims(merged)
-    if rank(merged) != 3 or not same_size(before[2], after[2]):
+def _has_shape_of(value: ir.Value, reshaped: ir.Value) -> bool:
+    """Whether a reshape has the original shape: same width, and the same batch or the same length."""
+    before, after = dims(value), dims(reshaped)
+    if len(after) != 3 or not same_size(before[2], after[2]):
         return False
     return any(same_size(before[at], after[at]) for at in (0, 1))
-
-
-def _take_over(old: ir.Value, new: ir.Value) -> None:
-    """Let everybody read another value; a graph output keeps its own name, and its own node."""
-    if old.is_graph_output():
-        return
-    old.replace_all_uses_with(new)
-
-
-# -- What is left to do when every attention is a node of the plugin: turns that cancel, gates, ----
-
-
-def finish(model: ir.Model, options: PluginOptions) -> None:
-    """Take away what the attention nodes make superfluous, and write projections as the options ask.
-
-    Args:
-        model: The model, every attention of it lowered. It is changed.
-        options: Options of the lowering.
-    """
-    attentions = [node for node in model.graph.all_nodes() if is_plugin_attention(node)]
-    for node in attentions:
-        cancel_turns(node)
-    RemoveUnusedNodesPass()(model)  # gates are taken only where nobody else reads the heads
-    for node in attentions:
-        if take_gates(node):
-            cancel_turns(node)
-    if options.linear:
-        write_linear(model)
-    RemoveUnusedNodesPass()(model)
