@@ -1,8 +1,8 @@
-"""Record what an export costs: seconds, peak memory and bundle size, for each spec.
+"""Measure the cost of an export: seconds, peak memory and bundle size, for each spec.
 
     python benchmarks/export_cost.py [--precision fp16] [MODEL ...]
 
-Each export runs in a process of its own, so that its peak memory is its own. Prints a Markdown table for
+Each export runs in a separate process, so that its peak memory can be measured. Prints a Markdown table for
 benchmarks/RECORD.md.
 """
 
@@ -41,7 +41,7 @@ def export_once(model: str, precision: str, folder: Path, golden: list[str]) -> 
 
 
 def main() -> None:
-    """Measure the asked models, or all that are not test sizes."""
+    """Measure the models that were named; default: all but the small ones of the tests."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +50,7 @@ def main() -> None:
     )
     parser.add_argument("--precision", default="fp16")
     parser.add_argument(
-        "--golden", action="append", default=[], help="golden cases; the default ones unless given"
+        "--golden", action="append", default=[], help="golden cases; default: those of `export`"
     )
     arguments = parser.parse_args()
     print(", ".join(f"{name} {version}" for name, version in versions().items()), f"{os.cpu_count()} CPUs")

@@ -1,9 +1,9 @@
-"""What one call of an engine is made of: the nodes of its CUDA graph, by kind, and its kernels in order.
+"""List the nodes of the CUDA graph of one engine call by kind, and its kernels in order.
 
     python benchmarks/graph_nodes.py DIR --engine NAME --at B=8,S=128 [--json]
 
-Kernels are the work. Everything else between them is worth a question: a memset or a copy takes microseconds,
-an event or an empty node orders streams that a single one would not need. Needs the GPU that the engine fits.
+A memset or a copy between kernels takes microseconds; an event or an empty node synchronises streams that a
+single one would not need. Needs the GPU that the engine was built for.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from mha_deploy.bundle.folder import Bundle, open_bundle
 from mha_deploy.engine.manifest import engine_path, open_engine
 from mha_deploy.engine.run import open_engine_runner
 from mha_deploy.errors import DeployError
-from mha_deploy.runtime.cuda import Stream, record
+from mha_deploy.runtime.cuda import Stream
 from mha_deploy.runtime.tensorrt.run import Slot, TensorRTRunner, tightest_admitting
 
 
 def main() -> None:
-    """Read the arguments, record one call, print what it is made of."""
+    """Record one call and print its nodes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--engine", default="tensorrt")
     parser.add_argument("--at", required=True, help="sizes of the axes, as B=8,S=128")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    bundle = open_bundle(given.bundle)
-    engine = open_engine(engine_path(bundle.path, given.engine))
+    arguments = parser.parse_args()
+    bundle = open_bundle(arguments.bundle)
+    engine = open_engine(engine_path(bundle.path, arguments.engine))
     engine.check_bundle(bundle.path)
     with open_engine_runner(engine) as runner:
-        nodes = call_nodes(runner, feeds_at(bundle, runner, sizes_from(given.at)))
-    if given.json:
+        nodes = call_nodes(runner, feeds_at(bundle, runner, sizes_from(arguments.at)))
+    if arguments.json:
         print(json.dumps(nodes, indent=2))
         return
     for kind, count in Counter(node["kind"] for node in nodes).most_common():
@@ -54,7 +54,7 @@ def sizes_from(text: str) -> dict[str, int]:
 
 
 def feeds_at(bundle: Bundle, runner: TensorRTRunner, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """A golden case of these sizes, or numbers of the same shapes: what they are does not matter here."""
+    """A golden case of these sizes, or random numbers of these shapes."""
     for case in golden_cases(bundle):
         if all(case.sizes.get(name) == size for name, size in sizes.items()):
             return dict(runner.checked(case.inputs))
@@ -69,7 +69,7 @@ def feeds_at(bundle: Bundle, runner: TensorRTRunner, sizes: dict[str, int]) -> d
 
 
 def call_nodes(runner: TensorRTRunner, feeds: dict[str, np.ndarray]) -> list[dict[str, str]]:
-    """The nodes of one call, which has run before, as it has wherever calls are recorded."""
+    """The nodes of one call, recorded after a first call that is not."""
     shapes = {name: array.shape for name, array in feeds.items()}
     bound = runner.bind(shapes, tightest_admitting(runner.profiles, shapes))
     slot = Slot(bound)
@@ -87,17 +87,21 @@ def recorded_nodes(slot: Slot, stream: Stream) -> list[dict[str, str]]:
     """Kind and name of every node, in the order in which they were recorded."""
     from cuda.bindings import driver
 
-    graph = driver.CUgraph(int(record(slot.launch, stream)))
+    handle = driver.CUstream(int(stream.raw))
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    called(driver.cuStreamBeginCapture(handle, mode))
+    slot.launch()
+    graph = called(driver.cuStreamEndCapture(handle))
     try:
         _, count = called(driver.cuGraphGetNodes(graph, 0))
         nodes, _ = called(driver.cuGraphGetNodes(graph, count))
-        return [node_facts(driver, node) for node in nodes]
+        return [node_record(driver, node) for node in nodes]
     finally:
         called(driver.cuGraphDestroy(graph))
 
 
-def node_facts(driver: Any, node: Any) -> dict[str, str]:
-    """What a node is; of a kernel, its name, where the driver tells it."""
+def node_record(driver: Any, node: Any) -> dict[str, str]:
+    """Kind of a node; of a kernel also its name, where the driver reports it."""
     kind = called(driver.cuGraphNodeGetType(node))
     word = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
     return {"kind": word, "name": kernel_name(driver, node) if word == "kernel" else ""}
@@ -106,12 +110,12 @@ def node_facts(driver: Any, node: Any) -> dict[str, str]:
 def kernel_name(driver: Any, node: Any) -> str:
     """The name of a kernel: by its function, or by the kernel that it is loaded from lazily."""
     try:
-        facts = called(driver.cuGraphKernelNodeGetParams(node))
-        if int(facts.func):
-            return text_of(called(driver.cuFuncGetName(facts.func)))
-        return text_of(called(driver.cuKernelGetName(facts.kern)))
+        parameters = called(driver.cuGraphKernelNodeGetParams(node))
+        if int(parameters.func):
+            return text_of(called(driver.cuFuncGetName(parameters.func)))
+        return text_of(called(driver.cuKernelGetName(parameters.kern)))
     except (DeployError, AttributeError) as error:
-        return f"not told ({error})"
+        return f"not reported ({error})"
 
 
 def text_of(name: bytes | str) -> str:
@@ -120,10 +124,10 @@ def text_of(name: bytes | str) -> str:
 
 
 def called(answer: tuple[Any, ...]) -> Any:
-    """What a call of the driver gives besides its status."""
+    """The results of a driver call; raises if its status is an error."""
     status, *results = answer
     if int(status) != 0:
-        raise DeployError("The CUDA driver refuses.", got=getattr(status, "name", status))
+        raise DeployError("The CUDA driver reported an error.", got=getattr(status, "name", status))
     return results[0] if len(results) == 1 else tuple(results)
 
 

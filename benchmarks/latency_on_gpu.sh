@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The latency record: exports models, builds their engines and times everyone beside them in one run of `bench`.
+# Latency: exports models, builds their engines and times them beside the baselines in one run of `bench`.
 #
 #     benchmarks/latency_on_gpu.sh FOLDER [MODEL ...]
 #
@@ -15,7 +15,7 @@ bundles=()
 for model in "${models[@]}"; do
   bundle=$folder/$model; bundles+=("$bundle")
   [ -d "$bundle" ] || "$python" -m mha_deploy export "$model" -o "$bundle" --device cuda --golden min --golden opt --golden odd
-  # TensorRT 8.6 prepares gigabytes of weights for every kernel it tries, on one core, unless they can be replaced.
+  # TensorRT 8.6 prepares gigabytes of weights for every tactic, on one core, unless the engine is refittable.
   options=(); [ "$model" != gpt3-175b ] || options=(--refit all --profile B=1,S=512)
   [ -f "$bundle/engines/tensorrt.engine" ] || "$python" -m mha_deploy build-engine "$bundle" --backend tensorrt "${options[@]}"
 done

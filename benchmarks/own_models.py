@@ -11,7 +11,7 @@ from mha_deploy.model.deployable import Deployable, Example
 
 
 class HiddenStates(nn.Module):
-    """A Hugging Face model that takes tokens and a padding mask and gives its last hidden states."""
+    """A Hugging Face model that takes tokens and a padding mask and returns its last hidden states."""
 
     def __init__(self, model: nn.Module, **options: object) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ def llama_4_layers() -> Deployable:
 def _deployable(model: nn.Module, vocabulary: int, summary: str, batch: str, length: str) -> Deployable:
     tokens = torch.randint(0, vocabulary, (4, 24))
     mask = torch.ones_like(tokens)
-    for row in range(1, 4):  # the last tokens of all rows but the first are padding
-        mask[row, -5 * row :] = 0
+    for element in range(1, 4):  # the last tokens of every batch element but the first are padding
+        mask[element, -5 * element :] = 0
     return Deployable(
         module=model,
         inputs={
@@ -62,7 +62,7 @@ def _deployable(model: nn.Module, vocabulary: int, summary: str, batch: str, len
 
 
 def _padding(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A mask whose rows end at random places, none before its half; the first row is full."""
+    """A padding mask of random lengths, at least half of S; the first batch element has no padding."""
     B, S = shape
     lengths = torch.randint((S + 1) // 2, S + 1, (B,), generator=generator)
     lengths[0] = S

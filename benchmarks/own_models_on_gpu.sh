@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The record of whole models: Hugging Face models from a config, exported, built, judged and timed beside PyTorch.
+# Whole models: Hugging Face models from a config, exported, built, judged and timed beside PyTorch.
 #
 #     benchmarks/own_models_on_gpu.sh FOLDER
 #
@@ -14,7 +14,7 @@ for model in bert_base llama_4_layers; do
   [ -d "$bundle" ] || "$python" -m mha_deploy export "benchmarks/own_models.py:$model" -o "$bundle" --golden min --golden opt
   [ -f "$bundle/engines/tensorrt.engine" ] || "$python" -m mha_deploy build-engine "$bundle" --backend tensorrt
 done
-# The times first: what was measured must not be lost to a verdict.
+# The times first: they must not be lost if a validation fails.
 "$python" -m mha_deploy bench "${bundles[@]}" --at opt --kernels --markdown -o "$folder"
 for bundle in "${bundles[@]}"; do
   "$python" -m mha_deploy validate "$bundle" --no-sweep --no-latency

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The record of the attention plugin: TensorRT alone, with the plugin, and PyTorch, layer by layer.
+# The attention plugin: TensorRT alone, with the plugin, and PyTorch, layer by layer.
 #
 #     benchmarks/plugin_on_gpu.sh FOLDER
 #
 # Needs a GPU, TensorRT with the plugin library (mha-deploy plugins where), ONNX Runtime CUDA and PyTorch. Builds run side
-# by side, since each keeps one core busy; the timings come after them, each layer in a process of its own.
+# by side, since each keeps one core busy; the timings come after them, each layer in a separate process.
 set -euo pipefail
 folder=$1
 python=${PYTHON:-python3}
@@ -29,8 +29,8 @@ mkdir -p "$folder"
 (exported llama llama-3-8b --axis B=1 --axis S=1:2048:8192 --golden min --golden opt && three llama) &
 (exported decode llama-3-8b --cache static --axis B=1:1:32 --axis S=1:256:3840 --axis T=4096 --golden min --golden decode \
   && three decode --profile B=1:8:32,S=1:16:256) &
-# Without --refit, 8.6 prepares gigabytes of weights for every kernel that it tries; beside the plugin its own products were
-# not built after 420 s even so.
+# Without --refit, 8.6 prepares gigabytes of weights for every tactic; beside the plugin the build of its own GEMMs had
+# not ended after 420 s even with it.
 (exported gpt3 gpt3-175b --axis B=1 --golden opt && built gpt3 tensorrt --profile B=1,S=512 --refit all \
   && built gpt3 plugin32 --profile B=1,S=512 --refit all --attention plugin --accumulate fp32) &
 (exported sparse sparse-heads-base --golden min --golden opt && three sparse) &
@@ -43,8 +43,8 @@ timed gpt3 --at opt --backend tensorrt || failed=1
 timed decode --at B=1,S=1,T=4096 --at B=32,S=1,T=4096 --backend tensorrt --backend plugin --backend ort-cuda-contrib || failed=1
 timed llama --at B=1,S=2048 --at B=1,S=8192 --backend plugin --backend compile || failed=1
 deploy bench "$folder/llama" --markdown -o "$folder/bench-llama-alone" --at B=1,S=2048 --backend tensorrt || failed=1
-for rows in 1 32; do
-  deploy validate "$folder/decode" --backend plugin --backend plugin32 --steps 256 --prompt 3840 --batch $rows --no-sweep \
-    --no-latency -o "$folder/steps-$rows" || failed=1
+for batch in 1 32; do
+  deploy validate "$folder/decode" --backend plugin --backend plugin32 --steps 256 --prompt 3840 --batch $batch --no-sweep \
+    --no-latency -o "$folder/steps-$batch" || failed=1
 done
 exit $failed

@@ -1,4 +1,4 @@
-"""Your own module: name the dimensions that vary, and export the object as it is.
+"""Your own module: name its dynamic axes, and export the object.
 
 The attention is written out by hand here; the export recognises it and writes one `Attention` node. Run:
 

@@ -1,4 +1,4 @@
-"""Somebody's ONNX file: recognise its attention, and see that the fused file computes the same.
+"""An ONNX file from elsewhere: fuse its attention, and check that the fused file computes the same.
 
 The file is made here, with PyTorch's exporter and an attention that is written out by hand. Run:
 
@@ -18,7 +18,7 @@ import mha_deploy as md
 
 
 class Causal(nn.Module):
-    """Causal self attention as textbooks write it."""
+    """Causal self attention, written out."""
 
     def __init__(self, width: int = 64, heads: int = 4) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ folder = Path(tempfile.mkdtemp())
 if len(sys.argv) > 1:
     source = Path(sys.argv[1])
 else:
-    source = folder / "theirs.onnx"
+    source = folder / "source.onnx"
     torch.onnx.export(Causal().eval(), (torch.randn(2, 12, 64),), source, dynamo=True, verbose=False)
 
 fused, report = md.fuse(onnx.load(source))

@@ -1,6 +1,6 @@
 """A layer with a KV cache: export it, and validate it step by step against the FP64 oracle.
 
-The bundle holds a decode trace: prompts, tokens behind them, and what every decode step must give. Run:
+The bundle holds a decode trace: prompts, tokens behind them, and the expected results. Run:
 
     python examples/05_decode.py [MODEL]
 
@@ -28,8 +28,8 @@ with md.open_runner(bundle) as runner:
     print("inputs:", {key: info.dims for key, info in runner.inputs.items()})
     print("outputs:", {key: info.dims for key, info in runner.outputs.items()})
 
-# The bundle's own trace, and one of 8 steps that no golden case has seen.
-report = md.validate(bundle, steps=8, prompt=5, rows=2)
+# The trace of the bundle, and a new one with 8 steps.
+report = md.validate(bundle, steps=8, prompt=5, batch=2)
 print("passed:" if report.passed else "failed:", report.headline)
 for trace in report.to_dict()["decode"]:
     print(f"{trace['backend']}: {trace['trace']}: {'passed' if trace['passed'] else 'failed'}")
