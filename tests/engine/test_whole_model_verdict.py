@@ -58,9 +58,9 @@ def attention(*nodes, profile=0, source="log"):
     )
 
 
-def written(dtype, writes=None, *, is_product=True):
+def written(dtype, writes=None, *, is_matmul=True):
     types = frozenset({dtype}), frozenset({writes or dtype})
-    return WrittenTypes(reads=types[0], writes=types[1], is_product=is_product)
+    return WrittenTypes(reads=types[0], writes=types[1], is_matmul=is_matmul)
 
 
 # -- precision: what the graph says, and what fell back --------------------------------------------
@@ -77,7 +77,7 @@ def test_a_product_that_the_graph_keeps_in_fp32_is_no_fallback() -> None:
 
 
 def test_a_product_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() -> None:
-    types = {"mm": written("fp16"), "other": written("fp16"), "norm": written("fp32", is_product=False)}
+    types = {"mm": written("fp16"), "other": written("fp16"), "norm": written("fp32", is_matmul=False)}
     verdict = precision_verdict([product("mm"), product("other", "fp32")], "fp16", types)
     assert verdict.status == "mixed"
     assert {found.kernel for found in verdict.offenders} == {"other"}
@@ -87,7 +87,7 @@ def test_a_product_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() 
 def test_arithmetic_is_judged_by_the_products_alone() -> None:
     """A cast beside a matmul explains a wide tensor, and never a wide multiplication."""
     wide = product("mm", "fp32", nodes=("mm", "cast"), reads="fp16")
-    types = {"mm": written("fp16"), "cast": written("fp16", "fp32", is_product=False)}
+    types = {"mm": written("fp16"), "cast": written("fp16", "fp32", is_matmul=False)}
     assert precision_verdict([product("other"), wide], "fp16", types).ok
     slow = replace(wide, tactic="sm80_xmma_gemm_f32f32_f32f32_f32_tn_n")
     assert precision_verdict([product("other"), slow], "fp16", types).status == "mixed"
@@ -109,7 +109,7 @@ def test_types_are_read_from_the_graph_that_is_built(mixed_graph) -> None:
     types = written_types(mixed_graph)
     assert types["narrow"] == written("fp16")
     assert types["wide"] == written("fp32")
-    assert types["up"] == written("fp16", "fp32", is_product=False)
+    assert types["up"] == written("fp16", "fp32", is_matmul=False)
 
 
 def test_an_engine_with_a_layer_kept_in_fp32_is_as_asked(mixed_graph) -> None:

@@ -311,8 +311,8 @@ def test_a_plan_that_was_swapped_disagrees_with_its_log():
     sources = {"log": fused.kernels["log"], "plan": other.kernels["plan"]}
     verdict = engine_verdict(sources, ["att0"], "fp16")
     assert verdict.nodes[0].status == "unknown"
-    assert "the log says fused" in verdict.disagreements[0]
-    assert "the plan says decomposed" in verdict.disagreements[0]
+    assert "the log reports fused" in verdict.disagreements[0]
+    assert "the plan reports decomposed" in verdict.disagreements[0]
 
 
 def test_another_fused_kernel_in_the_plan_is_a_disagreement():

@@ -60,7 +60,7 @@ def test_a_fused_kernel_that_names_nobody_makes_decomposed_unsure():
     nobody = Kernel(name="_gemm_mha_v2_myl0_7", layer_type="kgen", tactic="_gemm_mha_v2_0xaa", source="log")
     (verdict,) = fusion_verdict([SCORES, nobody], ["att0"])
     assert verdict.status == "unknown"
-    assert "does not say of which node" in verdict.reason
+    assert "does not name its node" in verdict.reason
 
 
 def test_one_kernel_for_two_nodes_fuses_both():
@@ -186,14 +186,14 @@ def test_a_profiler_settles_what_the_inspector_hides():
 def test_sources_that_contradict_each_other_leave_it_unknown():
     verdict = engine_verdict({"log": [FUSED], "profile": kernels_from_profile(LLAMA)}, ["att0"], "fp16")
     assert verdict.nodes[0].status == "unknown"
-    assert "the log says fused" in verdict.disagreements[0]
+    assert "the log reports fused" in verdict.disagreements[0]
     assert not verdict.all_fused
 
 
 def test_sources_that_disagree_on_precision_say_so_and_the_worse_holds():
     verdict = engine_verdict({"log": [FUSED], "profile": kernels_from_profile(LLAMA)}, ["att0"], "fp16")
     assert verdict.precision.status == "mixed"
-    assert verdict.disagreements[-1].startswith("precision: the profile says mixed")
+    assert verdict.disagreements[-1].startswith("precision: the profile reports mixed")
 
 
 def test_without_sources_everything_is_unknown():
@@ -221,7 +221,7 @@ def test_tf32_products_for_an_fp16_graph_are_found():
 def test_fp16_products_are_really_fp16_and_their_sums_are_noted():
     verdict = precision_verdict(kernels_from_profile(BERT), "fp16")
     assert verdict.status == "really-fp16"
-    assert verdict.notes == (f"2 matmuls sum up in FP16, the first is {GEMM}",)
+    assert verdict.notes == (f"2 matmuls accumulate in FP16, the first is {GEMM}",)
 
 
 def test_a_hash_is_not_a_type():

@@ -13,53 +13,53 @@ import onnx_ir as ir
 
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
 
-# -- The types that a graph gives its nodes, to tell what it asks for from what a builder fell  ----
+# -- The types of the nodes in the graph: what a builder changed is not what the graph requests ----
 
-_PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "MhaDeployLinear"})
+_MATMULS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "MhaDeployLinear"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenTypes:
-    """The floating-point types of one node.
+    """The floating-point types of the inputs and outputs of one node.
 
     Args:
         reads: Types of its inputs.
         writes: Types of its outputs.
-        is_product: Whether it is a matmul, a convolution or attention.
+        is_matmul: Whether it is a matmul, a convolution or attention.
     """
 
     reads: frozenset[str]
     writes: frozenset[str]
-    is_product: bool
+    is_matmul: bool
 
 
 Written = Mapping[str, WrittenTypes]
-"""The types of the nodes, by the names TensorRT knows them by."""
+"""The types of the nodes, by TensorRT's names for them."""
 
 
 def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
-    """Read the types of every node of the graph that is given to TensorRT; what is not stated is left out."""
+    """The types of every node of the graph that TensorRT gets; unknown ones are left out."""
+
+    def types(values: Iterable[ir.Value | None]) -> frozenset[str]:
+        known = (value.dtype for value in values if value is not None and value.dtype is not None)
+        return frozenset(dtype_of(dtype.name) for dtype in known).intersection(FLOATING)
+
     return {
         node.name or f"node_of_{node.outputs[0].name}": WrittenTypes(
-            reads=_types(node.inputs),
-            writes=_types(node.outputs),
-            is_product=node.op_type in _PRODUCTS or node.op_type.endswith("Attention"),
+            reads=types(node.inputs),
+            writes=types(node.outputs),
+            is_matmul=node.op_type in _MATMULS or node.op_type.endswith("Attention"),
         )
         for node in model.graph.all_nodes()
         if node.outputs
     }
 
 
-def _types(values: Iterable[ir.Value | None]) -> frozenset[str]:
-    names = {dtype_of(value.dtype.name) for value in values if value is not None and value.dtype is not None}
-    return frozenset(names.intersection(FLOATING))
+# -- The kernels of one source, by the attention nodes that they compute ---------------------------
 
 
-# -- The kernels that one source tells of, sorted by the attention nodes that they compute ---------
-
-
-class Told:
-    """What one source tells of one profile, read once however many nodes are asked for.
+class Reported:
+    """The kernels that one source reports for one profile, read once for all nodes.
 
     Args:
         kernels: The kernels.
@@ -70,24 +70,25 @@ class Told:
         self.kernels = kernels
         self.source = kernels[0].source if kernels else ""
         self.opaque = next((kernel.name for kernel in kernels if kernel.is_opaque), None)
-        # A fused kernel that names no node: any attention node could be its own.
+        # A fused kernel that names no node: it may compute any attention node.
         self.nameless = next((k.label for k in kernels if k.is_fused_attention and not k.onnx_nodes), None)
         self._named: dict[str, list[Kernel]] = {}
         self._fused: dict[str, list[Kernel]] = {}
-        owners = _owners(groups)
+        owners: dict[str, list[str]] = {}  # for each name in a kernel, the attention nodes it is a part of
+        for node, names in groups.items():
+            for name in names:
+                # The parser names a node without a name for its first output.
+                for spelling in (name, f"node_of_{name}"):
+                    owners.setdefault(spelling, []).append(node)
         for kernel in kernels:
-            self._sort(kernel, Counter(node for name in kernel.onnx_nodes for node in owners.get(name, ())))
-
-    def _sort(self, kernel: Kernel, parts: Counter[str]) -> None:
-        """Note a kernel under the nodes of which it names parts; a fused one proves only the most named.
-
-        Layers share what their masks are computed from, so a kernel may name a part of another attention.
-        """
-        most = max(parts.values(), default=0)
-        for node, count in parts.items():
-            self._named.setdefault(node, []).append(kernel)
-            if count == most and kernel.is_fused_attention:
-                self._fused.setdefault(node, []).append(kernel)
+            # A fused kernel proves only the node of which it names most parts: layers share what their masks
+            # are computed from, so it may name a part of another attention.
+            parts = Counter(node for name in kernel.onnx_nodes for node in owners.get(name, ()))
+            most = max(parts.values(), default=0)
+            for node, count in parts.items():
+                self._named.setdefault(node, []).append(kernel)
+                if count == most and kernel.is_fused_attention:
+                    self._fused.setdefault(node, []).append(kernel)
 
     def kernels_of(self, node: str) -> list[Kernel]:
         """The kernels that name a part of an attention node, in order."""
@@ -98,18 +99,7 @@ class Told:
         return self._fused.get(node, [])
 
 
-def _owners(groups: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """For each name that a kernel may give, the attention nodes it is a part of."""
-    owners: dict[str, list[str]] = {}
-    for node, names in groups.items():
-        for name in names:
-            # The parser names a node without a name for its first output.
-            for spelling in (name, f"node_of_{name}"):
-                owners.setdefault(spelling, []).append(node)
-    return owners
-
-
-# -- Is the engine really in the precision that was asked for? -------------------------------------
+# -- Is the engine in the requested precision? -----------------------------------------------------
 
 # First match wins: `f32f32_tf32f32_f32` reads FP32 and multiplies TF32, `f16_s16816gemm_f16` is FP16 with
 # an FP32 accumulator, and `s1688gemm` with no narrower type in the name is TF32.
@@ -130,19 +120,19 @@ _NAMES_ALL_TYPES = re.compile(
 )
 _FACTOR = re.compile(r"_(alpha|beta)(_myl\d+)?$")
 _CHOSEN_LATER = "CASK_STUB"
-# Layers that only hold or move numbers; around plugins, 8.6 does not tell their types.
+# Layers that only store or move data; around plugins, 8.6 does not report their types.
 _CARRIER = re.compile(r"^(constant|no_?op|shuffle|reformat|shape_?host_?to_?device)", re.IGNORECASE)
 _READS, _WRITES, _COMPUTES = "reads", "writes", "computes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offender:
-    """Something that is not in the precision asked for.
+    """Something that is not in the requested precision.
 
     Args:
         kernel: Name of the layer.
         tactic: Name of the kernel chosen for it.
-        what: The tensor, or `kernel` where the kernel's own name tells the type.
+        what: The tensor, or `kernel` where the type is in the kernel's own name.
         dtype: The type it has.
         onnx_nodes: The ONNX nodes it computes.
     """
@@ -156,18 +146,18 @@ class Offender:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionVerdict:
-    """Whether an engine is in the precision asked for.
+    """Whether an engine is in the requested precision.
 
     Args:
-        asked: `fp16`, `bf16` or `fp32`.
+        asked: The requested one: `fp16`, `bf16` or `fp32`.
         status: `really-<asked>`, `mixed` or `unknown`.
-        counts: How many tensors there are of each type, and kernels whose names tell one.
-        offenders: Matmuls and attentions that have another floating-point type, and not from the graph.
-        islands: Other kernels that have one.
+        counts: How many tensors there are of each type, and kernels with a type in their names.
+        offenders: Matmuls and attentions with another floating-point type that is not the graph's.
+        islands: Other kernels with one.
         reason: Why the answer is unknown; empty otherwise.
-        notes: What else was seen: FP16 sums, kernels that are chosen on the device.
-        has_untold: Whether a matmul or attention was told of without its types.
-        written: Matmuls and attentions that have another type because the graph gives it to them.
+        notes: What else was detected: FP16 accumulation, kernels that are chosen on the device.
+        has_untold: Whether a matmul or attention was reported without its types.
+        written: Matmuls and attentions with another type that the graph requests.
         narrowed: Matmuls that the graph keeps in a wider type than the engine multiplies in.
     """
 
@@ -184,7 +174,7 @@ class PrecisionVerdict:
 
     @property
     def ok(self) -> bool:
-        """Whether it was shown to be what was asked for."""
+        """Whether the requested precision is verified."""
         return self.status == f"really-{self.asked}"
 
 
@@ -194,20 +184,21 @@ def precision_verdict(
     """Judge an engine's precision by its kernels.
 
     Args:
-        kernels: The kernels, as one source tells them.
-        precision: What was asked for: `fp16`, `bf16` or `fp32`.
-        written: The types in the graph the engine was built from, where that is at hand.
+        kernels: The kernels, as one source reports them.
+        precision: The requested one: `fp16`, `bf16` or `fp32`.
+        written: The types in the graph the engine was built from, where it is available.
 
     Returns:
-        `mixed` as soon as one matmul or attention is of another floating-point type than asked for and
+        `mixed` as soon as one matmul or attention is of another floating-point type than requested and
         written; `really-...` only where every kernel could be judged; else `unknown`, with the reason.
     """
     heavy = [kernel for kernel in kernels if kernel.is_heavy]
     light = [kernel for kernel in kernels if not kernel.is_heavy]
-    # A graph that is of another type throughout is not what was asked for, whoever wrote it.
-    told = written if written and _has_products_in(heavy, precision) else {}
+    # A graph that is of another type throughout is not in the requested precision, though it is written so.
+    is_used = any(tensor.dtype == precision for kernel in heavy for tensor in _data(kernel))
+    excuses = written if written and is_used else {}
     others = [
-        (found, _is_written(kernel, role, found, told))
+        (found, _is_written(kernel, role, found, excuses))
         for kernel in heavy
         for role, found in _offenders(kernel, precision)
     ]
@@ -227,15 +218,15 @@ def precision_verdict(
         offenders=offenders,
         islands=islands,
         reason=reason,
-        notes=(*_notes(kernels), *_graph_notes(from_graph, narrowed), *_island_notes(islands)),
-        has_untold=any(_is_untold(kernel) for kernel in heavy if not kernel.is_opaque),
+        notes=_notes(kernels, from_graph, narrowed, islands),
+        has_untold=any(_is_untyped(kernel) for kernel in heavy if not kernel.is_opaque),
         written=from_graph,
         narrowed=narrowed,
     )
 
 
 def math_type(tactic: str) -> str:
-    """The type a kernel multiplies in, where its name tells.
+    """The type a kernel multiplies in, where its name contains it.
 
     Args:
         tactic: `sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_...`, `cutlass_80_tensorop_s1688gemm_...`.
@@ -252,20 +243,19 @@ def math_type(tactic: str) -> str:
 
 
 def _data(kernel: Kernel) -> list[EngineTensor]:
-    """The tensors that carry data: not the factors of a matmul, which are FP32 by design."""
-    read = [tensor for tensor in kernel.inputs + kernel.constants if not _is_factor(kernel, tensor)]
+    """The tensors with data: not alpha and beta of `alpha * A @ B + beta * C`, which are FP32 by design."""
+
+    def is_factor(tensor: EngineTensor) -> bool:
+        single = bool(tensor.shape) and math.prod(tensor.shape) == 1  # a folded scale has any name
+        return single or bool(_FACTOR.search(tensor.name))
+
+    multiplies = kernel.is_gemm or kernel.is_convolution
+    read = [tensor for tensor in kernel.inputs + kernel.constants if not (multiplies and is_factor(tensor))]
     return [*read, *kernel.outputs]
 
 
-def _is_factor(kernel: Kernel, tensor: EngineTensor) -> bool:
-    """Whether it is the alpha or beta of `alpha * A @ B + beta * C`; a folded scale has any name."""
-    single = bool(tensor.shape) and math.prod(tensor.shape) == 1
-    multiplies = kernel.is_gemm or kernel.is_convolution
-    return multiplies and (single or bool(_FACTOR.search(tensor.name)))
-
-
 def _named_type(kernel: Kernel) -> str:
-    # Names of generated kernels are made from operators; only matmuls carry their types.
+    # Names of generated kernels are made from operators; only those of matmuls contain types.
     named = kernel.is_gemm or kernel.is_convolution or kernel.is_fused_attention
     return math_type(kernel.tactic) if named else UNKNOWN
 
@@ -273,13 +263,13 @@ def _named_type(kernel: Kernel) -> str:
 def _offenders(kernel: Kernel, precision: str) -> list[tuple[str, Offender]]:
     """What of a kernel is of another type, and whether it is read, written, or what it computes in."""
     written = {tensor.name for tensor in kernel.outputs}
-    seen = [
+    found = [
         (_WRITES if tensor.name in written else _READS, tensor.name, tensor.dtype) for tensor in _data(kernel)
     ]
-    seen.append((_COMPUTES, "kernel", _named_type(kernel)))
+    found.append((_COMPUTES, "kernel", _named_type(kernel)))
     return [
         (role, _offender(kernel, what, dtype))
-        for role, what, dtype in dict.fromkeys(seen)
+        for role, what, dtype in dict.fromkeys(found)
         if dtype in FLOATING and dtype != precision
     ]
 
@@ -291,21 +281,21 @@ def _offender(kernel: Kernel, what: str, dtype: str) -> Offender:
 
 
 def _is_written(kernel: Kernel, role: str, offender: Offender, written: Written) -> bool:
-    """Whether the graph gives this type to a node of the kernel, at the same place."""
+    """Whether a node of the kernel has this type in the graph, at the same place."""
     nodes = [written[name] for name in kernel.onnx_nodes if name in written]
     if role == _COMPUTES:
-        matmuls = [node for node in nodes if node.is_product]
+        matmuls = [node for node in nodes if node.is_matmul]
         return bool(matmuls) and all(offender.dtype in node.reads for node in matmuls)
     return any(offender.dtype in (node.reads if role == _READS else node.writes) for node in nodes)
 
 
 def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
-    """The inputs of a matmul in FP16 or BF16 that the graph wants multiplied in FP32.
+    """The inputs of a matmul in FP16 or BF16 that is FP32 in the graph.
 
-    TensorRT-RTX 1.7.1 does so where the matmul stands between two Casts, and rounds its weights too: one
-    beyond the range of FP16 becomes infinite. Attention is left out: its kernels sum up in FP32 inside.
+    TensorRT-RTX 1.7.1 does so where the matmul is between two Casts, and rounds its weights too: one beyond
+    the range of FP16 becomes infinite. Attention is left out: its kernels accumulate in FP32 inside.
     """
-    matmuls = [written[name] for name in kernel.onnx_nodes if name in written and written[name].is_product]
+    matmuls = [written[name] for name in kernel.onnx_nodes if name in written and written[name].is_matmul]
     if kernel.is_fused_attention or not matmuls or any(node.reads != {"fp32"} for node in matmuls):
         return []
     return [
@@ -315,32 +305,32 @@ def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
     ]
 
 
-def _has_products_in(heavy: Iterable[Kernel], precision: str) -> bool:
-    return any(tensor.dtype == precision for kernel in heavy for tensor in _data(kernel))
-
-
 def _why_unknown(kernels: Sequence[Kernel]) -> str:
     opaque = [kernel.name for kernel in kernels if kernel.is_opaque]
     if opaque:
-        return f"the kernels inside {opaque[0]} are not told by this version; give those of a profiler run"
-    untold = [kernel for kernel in kernels if _is_untold(kernel) and not _CARRIER.search(kernel.layer_type)]
-    if untold:
-        return f"the types of {untold[0].label} are not told"
+        return _not_reported(opaque[0])
+    untyped = [kernel for kernel in kernels if _is_untyped(kernel) and not _CARRIER.search(kernel.layer_type)]
+    if untyped:
+        return f"the types of {untyped[0].label} are not reported"
     if not any(dtype in FLOATING for dtype in _counts(kernels)):
-        return "no floating-point tensor or kernel was told of"
+        return "no floating-point tensor or kernel was reported"
     return ""
 
 
-def _is_untold(kernel: Kernel) -> bool:
+def _not_reported(region: str) -> str:
+    return f"the kernels inside {region} are not reported by this version; give those of a profiler run"
+
+
+def _is_untyped(kernel: Kernel) -> bool:
     if any(tensor.dtype == UNKNOWN for tensor in _data(kernel)):
-        # 8.6 does not tell the types of tensors with dynamic sizes; some matmuls have them in their names.
+        # 8.6 does not report the types of tensors with dynamic sizes; some matmuls have them in their names.
         return not (kernel.is_gemm and _NAMES_ALL_TYPES.search(kernel.tactic.lower()))
-    # A profiler tells no tensors, and fused attention need not name its type: where only a profiler can
-    # tell (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
-    must_tell = (
+    # A profiler reports no tensors, and fused attention need not have its type in its name: where a profiler
+    # is the only source (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
+    needs_type = (
         kernel.is_gemm or kernel.is_convolution or (kernel.is_fused_attention and kernel.source != "profile")
     )
-    return must_tell and not kernel.tensors and _named_type(kernel) == UNKNOWN
+    return needs_type and not kernel.tensors and _named_type(kernel) == UNKNOWN
 
 
 def _counts(kernels: Iterable[Kernel]) -> dict[str, int]:
@@ -353,43 +343,35 @@ def _counts(kernels: Iterable[Kernel]) -> dict[str, int]:
     return dict(counted.most_common())
 
 
-def _notes(kernels: Sequence[Kernel]) -> list[str]:
+def _notes(
+    kernels: Sequence[Kernel],
+    written: Sequence[Offender],
+    narrowed: Sequence[Offender],
+    islands: Sequence[Offender],
+) -> tuple[str, ...]:
     narrow = [kernel.tactic for kernel in kernels if _NARROW_SUM.search(kernel.tactic.lower())]
     later = sum(_CHOSEN_LATER in kernel.tactic for kernel in kernels)
     notes = []
     if narrow:
-        notes.append(f"{len(narrow)} matmuls sum up in FP16, the first is {narrow[0]}")
+        notes.append(f"{len(narrow)} matmuls accumulate in FP16, the first is {narrow[0]}")
     if later:
         notes.append(f"the kernels of {later} matmuls are chosen on the device")
-    return notes
-
-
-def _graph_notes(written: Sequence[Offender], narrowed: Sequence[Offender]) -> list[str]:
-    notes = []
-    if written:
-        names, types = _summary(written)
-        notes.append(f"{len(names)} matmuls have {types} from the graph, the first is {names[0]}")
-    if narrowed:
-        names, types = _summary(narrowed)
-        notes.append(f"{len(names)} matmuls of FP32 in the graph multiply {types}, the first is {names[0]}")
-    return notes
-
-
-def _summary(found: Sequence[Offender]) -> tuple[list[str], str]:
-    """The kernels, each once, and their types in words."""
-    return list(dict.fromkeys(each.kernel for each in found)), ", ".join(sorted({e.dtype for e in found}))
-
-
-def _island_notes(islands: Sequence[Offender]) -> list[str]:
-    if not islands:
-        return []
-    names, types = _summary(islands)
-    return [f"{len(names)} small kernels work in {types}, the first is {names[0]}"]
+    for found, phrase in (
+        (written, "{} matmuls have {} from the graph"),
+        (narrowed, "{} matmuls of FP32 in the graph multiply {}"),
+        (islands, "{} small kernels work in {}"),
+    ):
+        if found:
+            names = list(dict.fromkeys(each.kernel for each in found))
+            types = ", ".join(sorted({each.dtype for each in found}))
+            notes.append(f"{phrase.format(len(names), types)}, the first is {names[0]}")
+    return tuple(notes)
 
 
 # -- Was attention fused? One answer per attention node and profile, with its evidence -------------
 
 FUSED, DECOMPOSED, UNDECIDED = "fused", "decomposed", "unknown"
+_NO_SOURCE = "no source reports its kernels"
 
 Attention = Mapping[str, Sequence[str]] | Iterable[str]
 """The attention nodes; or, for each, the names of the nodes it was lowered to."""
@@ -405,7 +387,7 @@ class NodeVerdict:
         status: `fused`, `decomposed` or `unknown`.
         kernels: The kernels that prove it.
         reason: Why it is unknown, or how it is known where no kernel names the node.
-        source: Who told: `log`, `plan`, `inspector`, `profile`; several joined by `+`.
+        source: `log`, `plan`, `inspector`, `profile`; several joined by `+`.
     """
 
     node: str
@@ -418,12 +400,12 @@ class NodeVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineVerdict:
-    """What an engine turned out to be.
+    """Fusion and precision of an engine.
 
     Args:
         nodes: One verdict per attention node and profile.
-        precision: Whether it is in the precision asked for.
-        disagreements: What two sources say differently.
+        precision: Whether it is in the requested precision.
+        disagreements: What two sources report differently.
     """
 
     nodes: tuple[NodeVerdict, ...]
@@ -458,18 +440,18 @@ def engine_verdict(
     """Judge an engine by everything that is known of its kernels.
 
     Args:
-        sources: The kernels as each source tells them; a source with none is not asked.
+        sources: The kernels as each source reports them; a source with none is left out.
         attention: The attention nodes, or what each was lowered to.
-        precision: The precision asked for.
+        precision: The requested precision.
         profiles: How many optimisation profiles the engine has.
-        written: The types in the graph the engine was built from, where that is at hand.
+        written: The types in the graph the engine was built from, where it is available.
     """
     groups = _groups(attention)
-    told = {name: list(kernels) for name, kernels in sources.items() if kernels}
-    by_source = {name: fusion_verdict(kernels, groups, profiles=profiles) for name, kernels in told.items()}
+    reported = {name: list(kernels) for name, kernels in sources.items() if kernels}
+    by_source = {name: fusion_verdict(ks, groups, profiles=profiles) for name, ks in reported.items()}
     nodes, conflicts = _merge(by_source, groups, profiles)
     found, doubts = _merge_precision(
-        {name: precision_verdict(ks, precision, written) for name, ks in told.items()}, precision
+        {name: precision_verdict(ks, precision, written) for name, ks in reported.items()}, precision
     )
     return EngineVerdict(nodes=tuple(nodes), precision=found, disagreements=(*conflicts, *doubts))
 
@@ -477,7 +459,7 @@ def engine_verdict(
 def fusion_verdict(
     kernels: Sequence[Kernel], attention: Attention, *, profiles: int = 1
 ) -> list[NodeVerdict]:
-    """Judge every attention node by the kernels that one source tells of.
+    """Judge every attention node by the kernels of one source.
 
     Args:
         kernels: The kernels.
@@ -491,11 +473,11 @@ def fusion_verdict(
     count = max([profiles, *(kernel.profile + 1 for kernel in kernels)])
     verdicts = []
     for profile in range(count):
-        told = Told([kernel for kernel in kernels if kernel.profile == profile], groups)
-        if told.kernels and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in told.kernels):
-            verdicts += _by_count(told.kernels, groups, profile)
+        reported = Reported([kernel for kernel in kernels if kernel.profile == profile], groups)
+        if reported.kernels and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in reported.kernels):
+            verdicts += _by_count(reported.kernels, groups, profile)
         else:
-            verdicts += [_by_name(told, node, profile) for node in groups]
+            verdicts += [_by_name(reported, node, profile) for node in groups]
     return verdicts
 
 
@@ -505,16 +487,16 @@ def _groups(attention: Attention) -> dict[str, tuple[str, ...]]:
     return {node: (node,) for node in attention}
 
 
-def _by_name(told: Told, node: str, profile: int) -> NodeVerdict:
-    """Judge a node by the kernels that say they compute it."""
-    mine, fused = told.kernels_of(node), told.fused_kernels_of(node)
+def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
+    """Judge a node by the kernels that name it."""
+    mine, fused = reported.kernels_of(node), reported.fused_kernels_of(node)
     parts = [kernel for kernel in mine if kernel.is_gemm or kernel.is_softmax]
     if fused:
-        return _verdict(node, profile, FUSED, fused, told.source)
-    if parts and not any(kernel.is_opaque for kernel in mine) and told.nameless is None:
-        return _verdict(node, profile, DECOMPOSED, mine, told.source)
-    reason = _why_unknown_of_verdict(told, mine, profile)
-    return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=told.source)
+        return _verdict(node, profile, FUSED, fused, reported.source)
+    if parts and not any(kernel.is_opaque for kernel in mine) and reported.nameless is None:
+        return _verdict(node, profile, DECOMPOSED, mine, reported.source)
+    reason = _why_undecided(reported, mine, profile)
+    return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=reported.source)
 
 
 def _verdict(
@@ -526,21 +508,21 @@ def _verdict(
     )
 
 
-def _why_unknown_of_verdict(told: Told, mine: Sequence[Kernel], profile: int) -> str:
-    if not told.kernels:
-        return f"nothing is told of the kernels of profile {profile}"
-    if told.opaque is not None:
-        return f"the kernels inside {told.opaque} are not told by this version; give those of a profiler run"
-    if told.nameless is not None:
-        return f"{told.nameless} is fused attention, but does not say of which node"
+def _why_undecided(reported: Reported, mine: Sequence[Kernel], profile: int) -> str:
+    if not reported.kernels:
+        return f"no kernels of profile {profile} are reported"
+    if reported.opaque is not None:
+        return _not_reported(reported.opaque)
+    if reported.nameless is not None:
+        return f"{reported.nameless} is fused attention, but does not name its node"
     plugins = [kernel.label for kernel in mine if kernel.is_plugin]
     if plugins:
-        return f"the plugin {plugins[0]} computes it, and does not say how"
+        return f"the plugin {plugins[0]} computes it in an unknown way"
     foreign = [kernel.label for kernel in mine if kernel.is_fused_attention]
     if foreign:
         return f"{foreign[0]} names a part of it, but computes another attention"
     if mine:
-        return f"{mine[0].label} names it, but no kernel that computes scores, softmax or sum does"
+        return f"{mine[0].label} names it, but no kernel that computes a matmul or softmax does"
     return "no kernel names it"
 
 
@@ -559,7 +541,7 @@ def _by_count(
         parts = [kernel for kernel in kernels if kernel.is_gemm or kernel.is_softmax]
         reason = "no fused attention kernel ran, and a softmax of its own did"
         return [_verdict(node, profile, DECOMPOSED, parts, source, reason) for node in groups]
-    reason = f"{len(fused)} fused attention kernels for {wanted} attention nodes, and no names to tell which"
+    reason = f"{len(fused)} fused attention kernels for {wanted} attention nodes, without names of nodes"
     return [
         NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=source)
         for node in groups
@@ -569,14 +551,14 @@ def _by_count(
 def _merge(
     by_source: Mapping[str, Sequence[NodeVerdict]], groups: Mapping[str, Sequence[str]], profiles: int
 ) -> tuple[list[NodeVerdict], list[str]]:
-    said: dict[tuple[str, int], list[NodeVerdict]] = {}
+    found: dict[tuple[str, int], list[NodeVerdict]] = {}
     for verdict in (verdict for verdicts in by_source.values() for verdict in verdicts):
-        said.setdefault((verdict.node, verdict.profile), []).append(verdict)
-    count = max([profiles, *(profile + 1 for _, profile in said)])
+        found.setdefault((verdict.node, verdict.profile), []).append(verdict)
+    count = max([profiles, *(profile + 1 for _, profile in found)])
     nodes, conflicts = [], []
     for profile in range(count):
         for node in groups:
-            merged, conflict = _merge_one(said.get((node, profile), ()), node, profile)
+            merged, conflict = _merge_one(found.get((node, profile), ()), node, profile)
             nodes.append(merged)
             conflicts += conflict
     return nodes, conflicts
@@ -586,21 +568,15 @@ def _merge_one(mine: Sequence[NodeVerdict], node: str, profile: int) -> tuple[No
     known = [verdict for verdict in mine if verdict.status != UNDECIDED]
     source = "+".join(verdict.source for verdict in (known or mine))
     if not known:
-        reason = "; ".join(dict.fromkeys(v.reason for v in mine)) or "no source tells of its kernels"
+        reason = "; ".join(dict.fromkeys(v.reason for v in mine)) or _NO_SOURCE
         return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=source), []
     first = known[0]
     other = next((v for v in known[1:] if _differ(first, v)), None)
-    kept = NodeVerdict(
-        node=node,
-        profile=profile,
-        status=first.status,
-        kernels=first.kernels,
-        reason=first.reason,
-        source=source,
-    )
+    kept = replace(first, source=source)
     if other is None:
         return kept, []
-    conflict = f"{node}, profile {profile}: {_say(first)}, but {_say(other)}"
+    both = (f"the {v.source} reports {v.status} ({', '.join(v.kernels)})" for v in (first, other))
+    conflict = f"{node}, profile {profile}: {', but '.join(both)}"
     if first.status == other.status:
         return kept, [conflict]
     return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=conflict, source=source), [
@@ -617,30 +593,25 @@ def _differ(one: NodeVerdict, other: NodeVerdict) -> bool:
     return comparable and one.status == FUSED and set(one.kernels) != set(other.kernels)
 
 
-def _say(verdict: NodeVerdict) -> str:
-    return f"the {verdict.source} says {verdict.status} ({', '.join(verdict.kernels)})"
-
-
 def _merge_precision(
     verdicts: Mapping[str, PrecisionVerdict], precision: str
 ) -> tuple[PrecisionVerdict, list[str]]:
-    """The worst that is known; `unknown` where no source knows, or one saw what no other could judge.
+    """The worst that is known; `unknown` where no source knows, or one reports what no other could judge.
 
-    A plan tells only of Myelin's regions, the inspector of everything but what is inside them: an inspector
-    that does not know the type of a layer of its own is not overruled by a plan that never saw it.
+    A plan contains only Myelin's regions, the inspector reports everything but what is inside them: an
+    inspector that does not know the type of one of its layers is not overruled by a plan without that layer.
     """
     ranked = sorted(verdicts.items(), key=lambda item: (item[1].status == "unknown", item[1].ok))
     if not ranked:
-        nothing = "no source tells of its kernels"
-        return PrecisionVerdict(asked=precision, status="unknown", counts={}, reason=nothing), []
-    untold = [verdict for verdict in verdicts.values() if verdict.status == "unknown" and verdict.has_untold]
-    if untold and ranked[0][1].ok:
-        return replace(ranked[0][1], status="unknown", reason=untold[0].reason), []
+        return PrecisionVerdict(asked=precision, status="unknown", counts={}, reason=_NO_SOURCE), []
+    untyped = [verdict for verdict in verdicts.values() if verdict.status == "unknown" and verdict.has_untold]
+    if untyped and ranked[0][1].ok:
+        return replace(ranked[0][1], status="unknown", reason=untyped[0].reason), []
     known = [(name, verdict.status) for name, verdict in ranked if verdict.status != "unknown"]
     doubts = [
-        f"precision: the {known[0][0]} says {known[0][1]}, but the {name} says {status}"
+        f"precision: the {known[0][0]} reports {known[0][1]}, but the {name} reports {status}"
         for name, status in known[1:]
-        # A profiler sees no tensors: that it finds nothing wrong contradicts nobody.
+        # A profiler reports no tensors: that it finds nothing wrong contradicts no other source.
         if status != known[0][1] and name != "profile"
     ]
     return ranked[0][1], doubts
