@@ -6,7 +6,7 @@ from whole_models import MODELS, ONE_WAY
 
 from mha_deploy.model.deployable import Deployable, Example
 
-RANGES = {"B": "1:2:4", "S": "1:7:16", "T": "1:9:16", "P": "1:5:16"}
+RANGES = {"B": "1:2:4", "S": "1:7:16", "T": "1:9:16", "P": "0:5:15"}
 
 
 def deployable(name, attention):
@@ -18,7 +18,15 @@ def deployable(name, attention):
     }
     used = {axis for dims in whole.dims.values() for axis in dims.values()}
     axes = {axis: sizes for axis, sizes in RANGES.items() if axis in used}
-    return Deployable(module=whole.module, inputs=inputs, axes=axes, name=f"{name}-{attention}")
+    cached = {key: key.replace("past", "present") for key in inputs if key.startswith("past_")}
+    return Deployable(
+        module=whole.module,
+        inputs=inputs,
+        axes=axes,
+        outputs=("hidden", *cached.values()) if cached else (),
+        kv_cache=cached,
+        name=f"{name}-{attention}",
+    )
 
 
 def factory(name, attention):
