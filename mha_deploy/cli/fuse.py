@@ -149,6 +149,9 @@ def _renderable(report: FuseReport) -> RenderableType:
     repairs = [Text(_repair(same)) for same in together(report.repairs, _kind_of_repair)]
     count = len(report.fused)
     total = f"{count} fused, {len(report.unfused)} not, {len(report.already)} were Attention already"
+    if report.unfused:
+        known = sum(each.recognised for each in report.unfused)
+        total += f" (not fused: {known} recognised but not expressible, {len(report.unfused) - known} others)"
     if count:
         checked = sum(each.verified for each in report.fused)
         total += f"; {checked} of {count} verified against the original on drawn inputs"

@@ -336,13 +336,18 @@ def added_after_fill(q, k, v, mask):
     return ((q @ k.mT * D**-0.5).masked_fill(~mask, -1e9) + bias).softmax(-1) @ v
 
 
-class LearnedScale(Layer):
+class ScaledHeads(Layer):
     def __init__(self):
         super().__init__()
         self.temperature = nn.Parameter(torch.rand(H, 1, 1) + 0.5)
 
     def attend(self, q, k, v):
         return (q @ k.mT * self.temperature).softmax(-1) @ v
+
+
+class ScaledKeys(Layer):
+    def attend(self, q, k, v):
+        return (q @ k.mT * v.mean(-1)[:, :, None, :]).softmax(-1) @ v
 
 
 class WeightsOut(Layer):

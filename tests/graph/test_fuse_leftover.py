@@ -53,7 +53,24 @@ def few_values(g, scores):
     return g.op("MatMul", g.op("Softmax", scores), g.const(np.ones((S, D))))
 
 
-SPELLINGS = [after_softmax, before_softmax, around_softmax, einsum_after, convolved, normalised, few_values]
+def exponentials(g, scores):
+    """A softmax by hand."""
+    top = g.op("ReduceMax", scores, g.ints(-1), keepdims=1)
+    weights = g.op("Exp", g.op("Sub", scores, top))
+    weights = g.op("Div", weights, g.op("ReduceSum", weights, g.ints(-1), keepdims=1))
+    return g.op("MatMul", mixed_heads(g, weights), "v")
+
+
+SPELLINGS = [
+    after_softmax,
+    before_softmax,
+    around_softmax,
+    einsum_after,
+    convolved,
+    normalised,
+    few_values,
+    exponentials,
+]
 
 
 @pytest.mark.parametrize("attend", SPELLINGS)
@@ -64,8 +81,42 @@ def test_one_beside_a_plain_attention_is_counted(attend):
     assert (len(report.fused), len(report.unfused)) == (1, 1)
     left = report.unfused[0]
     assert not report.complete
-    assert left.name == [node.name for node in g.nodes if node.op_type == "Softmax"][1]
+    ends = ("Div" if attend is exponentials else "Softmax",)
+    assert left.name == [node.name for node in g.nodes if node.op_type in ends][-1]
     assert left.reason
+
+
+def squared(g, scores):
+    positive = g.op("Relu", scores)
+    return g.op("MatMul", g.op("Mul", positive, positive), "v")
+
+
+def powered(g, scores):
+    return g.op("MatMul", g.op("Pow", g.op("Relu", scores), g.const(2.0)), "v")
+
+
+def gated(g, scores):
+    return g.op("MatMul", g.op("Sigmoid", g.op("Sub", scores, g.const(2.0))), "v")
+
+
+@pytest.mark.parametrize("attend", [squared, powered, gated])
+def test_weights_without_a_softmax_are_counted(attend):
+    g = Hand()
+    plain = g.attend(g.scores())
+    report = check_same(g.model(plain, attend(g, g.scores())))
+    assert (len(report.fused), len(report.unfused)) == (1, 1)
+    assert report.unfused[0].recognised
+    assert "in the place of the softmax" in report.unfused[0].reason
+
+
+def test_a_softmax_by_hand_is_fused():
+    g = Hand()
+    scores = g.op("Mul", g.scores(), g.const(0.3))
+    top = g.op("ReduceMax", scores, g.ints(3), keepdims=1)
+    weights = g.op("Exp", g.op("Sub", scores, top))
+    weights = g.op("Div", weights, g.op("ReduceSum", weights, g.ints(-1), keepdims=1))
+    report = check_same(g.model(g.op("MatMul", weights, "v")))
+    assert (len(report.fused), report.unfused) == (1, ())
 
 
 def test_every_one_is_counted_in_the_order_of_the_graph():

@@ -64,10 +64,10 @@ REFUSED = {
         ["Masked scores are set to a number that real scores could have. -100.0"],
         ATTEND,
     ),
-    "a learned scale": (
-        modules.LearnedScale,
+    "a scale of each key": (
+        modules.ScaledKeys,
         "x",
-        ["The scores are scaled by something that is not one constant. temperature"],
+        ["The scores are scaled by something that is not the same for all keys."],
         ATTEND,
     ),
 }
@@ -97,7 +97,7 @@ def test_one_that_stays_does_not_keep_the_others():
     class Two(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second = spelling(modules.scale_after)(), modules.LearnedScale()
+            self.first, self.second = spelling(modules.scale_after)(), modules.ScaledKeys()
 
         def forward(self, x):
             return self.second(self.first(x))

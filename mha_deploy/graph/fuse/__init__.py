@@ -19,17 +19,23 @@ from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.masks import ROWS_WITHOUT_KEYS, SAFE_SOFTMAX, Masks
 from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
 from mha_deploy.graph.fuse.repair import is_rotary, repair_attention, repair_rotary, share_tied_weights
-from mha_deploy.graph.fuse.scores import is_candidate
-from mha_deploy.graph.fuse.sizes import name_sizes
+from mha_deploy.graph.fuse.scores import (
+    Multiplier,
+    Normalisation,
+    Term,
+    is_candidate,
+    other_weights,
+    softmax_at,
+)
+from mha_deploy.graph.fuse.sizes import name_sizes, product, sizes_of
 from mha_deploy.graph.fuse.values import (
     FusedAttention,
     FuseReport,
     NoScores,
+    NotExpressible,
     NotFused,
     Repair,
     UnfusedSoftmax,
-    dims_of,
-    is_op,
     module_of,
     place_of,
     raise_opset,
@@ -169,6 +175,12 @@ class _Fusion:
         for softmax in leftover_attentions(self._model.graph):
             if softmax not in self._unfused:
                 self._unfused[softmax] = _left(softmax, _reason(softmax))
+        for node in self._model.graph.all_nodes():
+            if other_weights(node):
+                what = (
+                    f"{node.op_type} stands in the place of the softmax; Attention has none but the softmax."
+                )
+                self._unfused[node] = _left(node, NotExpressible(what))
         order = {node: index for index, node in enumerate(self._model.graph.all_nodes())}
         self._unfused = dict(sorted(self._unfused.items(), key=lambda item: order[item[0]]))
 
@@ -179,13 +191,14 @@ class _Fusion:
             node: The node.
             failed: Why it is left as it is; None where it was not tried.
         """
-        if is_op(node, "Softmax") and is_candidate(node):
+        softmax = softmax_at(node)
+        if softmax is not None and is_candidate(softmax):
             try:
                 if failed is not None:
                     raise NotFused(failed)
-                self._fuse(node)
+                self._fuse(softmax)
             except NotFused as refusal:
-                self._unfused[node] = _left(node, refusal.in_one_line)
+                self._unfused[node] = _left(node, refusal)
         elif is_attention(node):
             self._keep(node, failed)
         elif is_rotary(node):
@@ -195,9 +208,9 @@ class _Fusion:
             else:
                 self._note(name, repair_rotary(node, NodeBuilder(free_prefix(name, self._taken))))
 
-    def _fuse(self, softmax: ir.Node) -> None:
+    def _fuse(self, softmax: Normalisation) -> None:
         pattern = _read(softmax)
-        builder = NodeBuilder(free_prefix(module_of(softmax), self._taken))
+        builder = NodeBuilder(free_prefix(module_of(softmax.node), self._taken))
         record = _record(pattern, builder.prefix)
         if self._checks is None:
             write_attention(pattern, builder, self._masks)
@@ -254,7 +267,7 @@ class _Fusion:
             self._repairs.append(Repair(name=name, changes=tuple(changes)))
 
 
-def _read(softmax: ir.Node) -> Pattern:
+def _read(softmax: Normalisation) -> Pattern:
     """The attention around a softmax; whatever fails, it is not fused."""
     try:
         return read_pattern(softmax)
@@ -264,35 +277,33 @@ def _read(softmax: ir.Node) -> Pattern:
         raise NotFused(_failure(error)) from error
 
 
-def _reason(softmax: ir.Node) -> str:
+def _reason(softmax: ir.Node) -> NotFused:
     """Why a softmax that is certainly part of an attention is no candidate."""
+    found = softmax_at(softmax)
     try:
-        _read(softmax)
+        if found is not None:
+            _read(found)
     except NoScores:
-        return "What stands between the matmul of Q and K and the softmax is not recognised."
+        return NotFused("What stands between the matmul of Q and K and the softmax is not recognised.")
     except NotFused as refusal:
-        return refusal.in_one_line
-    return "What stands between the softmax and the matmul with V is not recognised."
+        return refusal
+    return NotFused("What stands between the softmax and the matmul with V is not recognised.")
 
 
 def _boundary(pattern: Pattern) -> Boundary:
     """What is drawn to compare an attention with its original: Q, K, V and the masks."""
     letters, operands = pattern.letters, (pattern.q, pattern.k, pattern.v)
     masks = [term.tensor for term in pattern.masking.terms]
-    named = [(each.value, each.letters) for each in operands]
-    named += [(each, pattern.scores[-len(each.shape or ()) :]) for each in masks if each.shape]
-    sizes = dict[str, int | str]()
-    for value, axes in named:
-        for letter, size in zip(axes, dims_of(value) or (), strict=False):
-            known = size if isinstance(size, int) else size.value
-            if known is not None:
-                sizes.setdefault(letter, known)
+    tensors = [*pattern.masking.terms, *pattern.multipliers]
+    named = [(each.value, each.axes) for each in operands]
+    named += [(_tensor(each), each.axes[-len(_tensor(each).shape or ()) :]) for each in tensors]
+    named = [(value, axes) for value, axes in named if value.shape]
     dims = {}
     for value, axes in named:
-        given = zip(axes, dims_of(value) or (), strict=False)
+        known = zip(axes, sizes_of(value) or (), strict=False)
         dims[str(value.name)] = tuple(
-            size if isinstance(size, int) else size.value or sizes.get(letter, letter)
-            for letter, size in given
+            product(pattern.sizes.get(letter) or letter for letter in axis) or axis if size is None else size
+            for axis, size in known
         )
     depth = pattern.q.dim(letters.size)
     width = depth if isinstance(depth, int) else 8
@@ -305,6 +316,10 @@ def _boundary(pattern: Pattern) -> Boundary:
         },
         guarded=SAFE_SOFTMAX in pattern.masking.notes,
     )
+
+
+def _tensor(term: Term | Multiplier) -> ir.Value:
+    return term.value if isinstance(term, Multiplier) else term.tensor
 
 
 def _record(pattern: Pattern, name: str) -> FusedAttention:
@@ -323,5 +338,10 @@ def _record(pattern: Pattern, name: str) -> FusedAttention:
     )
 
 
-def _left(softmax: ir.Node, reason: str) -> UnfusedSoftmax:
-    return UnfusedSoftmax(name=module_of(softmax), place=place_of(softmax), reason=reason)
+def _left(softmax: ir.Node, refusal: NotFused) -> UnfusedSoftmax:
+    return UnfusedSoftmax(
+        name=module_of(softmax),
+        place=place_of(softmax),
+        reason=refusal.in_one_line,
+        recognised=isinstance(refusal, NotExpressible),
+    )

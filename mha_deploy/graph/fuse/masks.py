@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.scores import Bias, Fill, Term
+from mha_deploy.graph.fuse.scores import Axes, Bias, Fill, Term
+from mha_deploy.graph.fuse.sizes import Size, product, sizes_of
 from mha_deploy.graph.fuse.values import (
+    NotExpressible,
     NotFused,
     adds_leading_ones,
     array_of,
     dims_of,
+    holds,
     ints_of,
     is_op,
     same_dim,
@@ -314,11 +317,11 @@ def _taken_apart(term: Term, dtype: ir.DataType) -> list[Term]:
         return [term]
     first = _before_layout(term.value, node)
     if first is not None:
-        return _taken_apart(Bias(value=first, factor=term.factor), dtype)
+        return _taken_apart(replace(term, value=first), dtype)
     if is_op(node, "Where"):
         return _from_where(term, node, dtype)
     if is_op(node, "Add"):
-        sides = [Bias(value=each, factor=term.factor) for each in node.inputs if each is not None]
+        sides = [replace(term, value=each) for each in node.inputs if each is not None]
         parts = [part for side in reversed(sides) for part in _taken_apart(side, dtype)]
         return parts if len(parts) < 2 or any(isinstance(part, Fill) for part in parts) else [term]
     return [term]
@@ -353,11 +356,11 @@ def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType) -> list[Term]:
         fill = None if number is None else number * term.factor
         if fill is None or not _absorbs(fill, dtype) or scalar_of(kept) == number:
             continue
-        rest = _taken_apart(Bias(value=kept, factor=term.factor), dtype)
+        rest = _taken_apart(replace(term, value=kept), dtype)
         # What -inf hides may be anything, NaN too: it must stay hidden by this very Where.
         if rest and fill == -math.inf:
             return [term]
-        return [Fill(condition=condition, shown=shown, fill=fill, added=True), *rest]
+        return [Fill(condition=condition, shown=shown, fill=fill, axes=term.axes, added=True), *rest]
     return [term]
 
 
@@ -374,12 +377,12 @@ def _needed(term: Term) -> list[Term]:
     parts = conditions_of(term.condition, term.shown)
     if len(parts) > 1 and not (term.hides and any(triangle_of(value) is not None for value, _ in parts)):
         return [term]  # taking it apart would only make more nodes
-    return [Fill(condition=value, shown=shown, fill=term.fill, added=term.added) for value, shown in parts]
+    return [replace(term, condition=value, shown=shown) for value, shown in parts]
 
 
 # -- Decide what the masks of an attention become: the causal attribute, a boolean mask or a fl ----
 
-Size = int | ir.SymbolicDim
+Dim = int | ir.SymbolicDim
 """The size of an axis."""
 
 # Added to a score of any size, it leaves only itself, as the fill would: all masked keys weigh the same. It
@@ -431,7 +434,7 @@ class Masking:
 
 
 def decide_masking(
-    terms: list[Term], *, dtype: ir.DataType, sizes: tuple[Size, Size], guarded: bool, in_order: bool = True
+    terms: list[Term], *, dtype: ir.DataType, sizes: tuple[Dim, Dim], guarded: bool, order: Axes
 ) -> Masking:
     """Choose the strongest form that is certainly the same.
 
@@ -440,22 +443,24 @@ def decide_masking(
         dtype: Type of Q, K and V.
         sizes: How many queries and keys there are.
         guarded: Whether NaN weights become 0.
-        in_order: Whether the last two axes of the scores are queries and keys. Elsewhere a triangle in the
+        order: The axes of queries and keys. Where they are not the last two of the scores, a triangle in the
             last two axes of a mask is not the causal one, and stays a mask.
     """
     lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
     given = [_as_fill(term, lowest, guarded) for term in terms]
     plain = plain_terms(given, dtype)
     weakest = float(dtype.numpy().type(_WEAKEST_FILL))
-    at = _causal_at(plain, (lowest, weakest), sizes[0]) if in_order and same_dim(*sizes) else None
+    at = _causal_at(plain, (lowest, weakest), sizes[0], order) if same_dim(*sizes) else None
     rest = [term for index, term in enumerate(plain) if index != at]
     if not rest:
         return Masking(causal=at is not None, terms=(), kind="none", notes=())
     put = [term for term in plain if _is_put(term)]
     for term in put:
         if isinstance(term, Fill) and not term.fill <= weakest:
-            raise NotFused("Masked scores are set to a number that real scores could have.", got=term.fill)
-    if _needs_exact(plain):
+            raise NotExpressible(
+                "Masked scores are set to a number that real scores could have.", got=term.fill
+            )
+    if _needs_exact(plain, dtype):
         return Masking(causal=False, terms=tuple(given), kind="float", notes=(), exact=True)
     # No float16 absorbs any score. A query may be fully masked only because of the triangle.
     even = bool(put) and dtype == ir.DataType.FLOAT16 and any(_is_put(term) for term in rest)
@@ -472,7 +477,7 @@ def decide_masking(
     )
 
 
-def _needs_exact(terms: list[Term]) -> bool:
+def _needs_exact(terms: list[Term], dtype: ir.DataType) -> bool:
     """Whether fully masked queries depend on more than one finite number, so that none can stand for all."""
     finite = [term for term in terms if isinstance(term, Fill) and not term.hides]
     added = [term for term in finite if term.added]
@@ -481,6 +486,9 @@ def _needs_exact(terms: list[Term]) -> bool:
         return True
     if any(_is_put(term) for term in finite):
         return bool(biases)
+    # A number that is lowest in a wider type would be -inf in that of Q.
+    if any(term.value.dtype != dtype and not _is_bounded(term.value, 0) for term in biases):
+        return True
     return bool(added) and not all(_is_bounded(term.value, 0) for term in biases)
 
 
@@ -510,16 +518,18 @@ def _notes(before: list[Term], after: list[Term], *, hides: bool, guarded: bool)
     return (HALF_ROWS,) if added else ()
 
 
-def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size) -> int | None:
+def _causal_at(terms: list[Term], enough: tuple[float, float], size: Dim, order: Axes) -> int | None:
     """The position of a mask that is the causal triangle and can be said by the attribute.
 
     Args:
         terms: The masks.
         enough: The largest numbers that leave a key no weight: added to its score, and in its place.
         size: How many queries and keys there are.
+        order: The axes of queries and keys.
     """
     for index, term in enumerate(terms):
-        hidden = _hidden_by_triangle(term) if _spans_square(term.tensor, size) else None
+        square = term.axes[-2:] == order and _spans_square(term.tensor, size)
+        hidden = _hidden_by_triangle(term) if square else None
         filled_after = any(isinstance(outer, Fill) and not outer.hides for outer in terms[:index])
         if hidden == -math.inf and not filled_after:
             return index
@@ -529,7 +539,7 @@ def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size) -> in
     return None
 
 
-def _spans_square(mask: ir.Value, size: Size) -> bool:
+def _spans_square(mask: ir.Value, size: Dim) -> bool:
     """Whether a mask has a row for each query and a column for each key."""
     dims = dims_of(mask) or ()
     return len(dims) >= 2 and all(same_or_cut(each, size) for each in dims[-2:])
@@ -559,7 +569,7 @@ def _as_fill(term: Term, lowest: float, guarded: bool) -> Term:
     # PyTorch's exporter writes the boolean mask of scaled_dot_product_attention with the lowest float, and
     # the zero rows with a guard against NaN that never comes. What PyTorch computes is the boolean mask.
     if term.factor > 0 and (fill == -math.inf or (guarded and fill <= lowest)):
-        return Fill(condition=node.inputs[0], shown=shown, fill=-math.inf)
+        return Fill(condition=node.inputs[0], shown=shown, fill=-math.inf, axes=term.axes)
     return term
 
 
@@ -576,7 +586,7 @@ def _finite_bias(terms: list[Term]) -> bool:
 
 def _check_types(terms: list[Term], dtype: ir.DataType) -> None:
     for term in terms:
-        if isinstance(term, Bias) and term.value.dtype != dtype:
+        if isinstance(term, Bias) and term.value.dtype != dtype and not holds(term.value.dtype, dtype):
             got = f"{term.value.dtype}, Q is {dtype}"
             raise NotFused("The tensor that is added to the scores has another type than Q.", got=got)
 
@@ -624,12 +634,13 @@ def negated(condition: ir.Value, builder: NodeBuilder) -> ir.Value:
 
 def scaled_bias(term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
     """What an added tensor adds to the scores."""
-    if term.factor == 1.0:
-        return term.value
-    return builder.op("Mul", term.value, builder.constant(term.factor, dtype), name="bias")
+    value = term.value
+    if term.factor != 1.0:
+        value = builder.op("Mul", value, builder.constant(term.factor, value.dtype or dtype), name="bias")
+    return value if term.value.dtype == dtype else builder.op("Cast", value, to=int(dtype), name="bias")
 
 
-def spans(terms: tuple[Term, ...], sizes: tuple[Size, Size]) -> bool:
+def spans(terms: tuple[Term, ...], sizes: tuple[Dim, Dim]) -> bool:
     """Whether some mask has the full size of queries and keys already, so that their sum has it too."""
     shapes = [dims_of(term.tensor) or () for term in terms]
     return any(len(shape) >= 2 and same_dims(shape[-2:], sizes) for shape in shapes)
@@ -676,8 +687,7 @@ def exact_mask(
     seen: ir.Value | None = None
     for term in reversed(terms):
         if isinstance(term, Bias):
-            bias = scaled_bias(term, builder, term.value.dtype or wide)
-            total = builder.op("Add", total, bias if term.value.dtype == wide else builder.cast(bias, wide))
+            total = builder.op("Add", total, scaled_bias(term, builder, wide))
             continue
         number = builder.constant(term.fill, wide)
         total = builder.op("Where", term.condition, *((total, number) if term.shown else (number, total)))
@@ -772,8 +782,9 @@ class Masks:
         builder: NodeBuilder,
         *,
         dtype: ir.DataType,
-        layout: tuple[str, str],
-        sizes: tuple[Size, Size],
+        order: Axes,
+        sizes: tuple[Dim, Dim],
+        letters: Mapping[str, Size],
         rows: tuple[ir.Value, ir.Value],
         graph: object,
     ) -> Written:
@@ -783,49 +794,116 @@ class Masks:
             masking: What the masks become.
             builder: Holds the new nodes; they must be inserted into the graph of the masks.
             dtype: Type of Q, K and V.
-            layout: The letters of the scores, and those of the mask; without a head where they are 3-D.
+            order: The axes of the mask; without a head where the heads are part of the batch.
             sizes: How many queries and keys there are.
+            letters: The sizes of the letters of axes.
             rows: Q and K in the layout of Attention, from which unknown sizes are read.
             graph: The graph that holds the attention. A mask of a subgraph is not seen outside of it.
         """
         if not masking.terms:
             return Written(mask=None)
-        key = (masking.terms, masking.kind, masking.exact, dtype, layout, *map(_size_key, sizes), id(graph))
+        key = (masking.terms, masking.kind, masking.exact, dtype, order, *map(_size_key, sizes), id(graph))
         if key not in self._written:
-            written = _spelled_out(masking, builder, dtype, layout, sizes, rows)
-            if not all(_is_known(size) for size in sizes):
+            place = Place(order=order, sizes=letters, rows=rows, builder=builder)
+            written = _spelled_out(masking, place, dtype, sizes)
+            # An axis that is joined from others has the batch of one attention.
+            if not all(_is_known(size) for size in sizes) or len(order[0]) > 1:
                 return written
             self._written[key] = written
         return self._written[key]
 
 
-def turned(value: ir.Value, letters: str, order: str, builder: NodeBuilder) -> ir.Value:
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where tensors of the scores go.
+
+    Args:
+        order: The axes that Attention wants.
+        sizes: The sizes of the letters of axes.
+        rows: Q and K in the layout of Attention.
+        builder: Holds the new nodes.
+    """
+
+    order: Axes
+    sizes: Mapping[str, Size]
+    rows: tuple[ir.Value, ir.Value]
+    builder: NodeBuilder
+
+    def aligned(self, value: ir.Value, rank: int, axes: Axes) -> ir.Value:
+        """A tensor that is aligned to the last axes of the scores, as `[B or 1, H or 1, S or 1, T or 1]`."""
+        if rank < len(axes):
+            value = self.builder.unsqueeze(value, *range(len(axes) - rank))
+        value = turned(value, axes, self.order, self.builder)
+        return self.builder.unsqueeze(value, _HEAD_AXIS) if len(self.order) == 3 else value
+
+    def regrouped(self, value: ir.Value, axes: Axes) -> ir.Value:
+        """The same for a tensor of scores whose axes are joined in another way."""
+        builder, given = self.builder, sizes_of(value) or []
+        dims = [1] * (len(axes) - len(given)) + given
+        apart = dict[str, Size]()
+        for axis, size in zip(axes, dims, strict=True):
+            apart |= dict.fromkeys(axis, 1) if size == 1 else {each: self.sizes[each] for each in axis}
+            if len(axis) == 1:
+                apart[axis] = size
+        if len(apart) != len(dims) or len(dims) != len(given):
+            at = len(dims) - len(given)
+            spread = [
+                builder.size(value, axes.index(each) - at)
+                if each in axes and axes.index(each) >= at
+                else size
+                for each, size in apart.items()
+            ]
+            if sum(size is None or isinstance(size, str) for size in spread) > 1:
+                raise NotFused("A mask has several sizes that are not known.", got=spread)
+            value = builder.reshape(
+                value, *(-1 if size is None or isinstance(size, str) else size for size in spread)
+            )
+        letters = "".join(self.order)
+        value = turned(value, tuple(apart), tuple(letters), builder)
+        if any(len(axis) > 1 for axis in self.order):
+            joined = [axis for axis in self.order if len(axis) > 1 and any(apart[each] != 1 for each in axis)]
+            if any(apart[each] == 1 and self.sizes[each] != 1 for axis in joined for each in axis):
+                full = "".join(joined)
+                value = builder.expand(value, *(self._size(each) if each in full else 1 for each in letters))
+            # The letters of the batch come first.
+            tail = builder.op("Shape", value, start=len(self.order[0]))
+            shape = builder.op("Concat", builder.ints(-1 if joined else 1), tail, axis=0, name="shape")
+            value = builder.op("Reshape", value, shape)
+        return builder.unsqueeze(value, _HEAD_AXIS) if len(self.order) == 3 else value
+
+    def _size(self, letter: str) -> int | ir.Value:
+        """The size of a letter of the batch, at run time if need be."""
+        size = self.sizes[letter]
+        if isinstance(size, int):
+            return size
+        others = product(self.sizes[each] for each in self.order[0] if each != letter)
+        if not isinstance(others, int):
+            raise NotFused("The batch of a mask has several sizes that are not known.", got=size)
+        whole = self.builder.as_tensor(self.builder.size(self.rows[0], 0))
+        return self.builder.op("Div", whole, self.builder.ints(others), name="size")
+
+
+def turned(value: ir.Value, axes: Axes, order: Axes, builder: NodeBuilder) -> ir.Value:
     """A value with its axes in another order."""
-    if letters == order:
+    if axes == order:
         return value
-    result = builder.transpose(value, *(letters.index(letter) for letter in order))
-    if value.shape is not None:
-        result.shape = ir.Shape([value.shape[letters.index(letter)] for letter in order])
+    result = builder.transpose(value, *(axes.index(axis) for axis in order))
+    if value.shape is not None and len(value.shape) == len(axes):
+        result.shape = ir.Shape([value.shape[axes.index(axis)] for axis in order])
     if value.dtype is not None:
         result.dtype = value.dtype
     return result
 
 
-def _spelled_out(
-    masking: Masking,
-    builder: NodeBuilder,
-    dtype: ir.DataType,
-    layout: tuple[str, str],
-    sizes: tuple[Size, Size],
-    rows: tuple[ir.Value, ir.Value],
-) -> Written:
-    scores, order = layout
+def _spelled_out(masking: Masking, place: Place, dtype: ir.DataType, sizes: tuple[Dim, Dim]) -> Written:
+    builder, axes = place.builder, masking.terms[0].axes
+    alike = all(term.axes == axes for term in masking.terms) and set(axes) == set(place.order)
+    if not alike:
+        masking = replace(masking, terms=tuple(_regrouped(term, place) for term in masking.terms))
+    scores = axes
 
     def lay_out(value: ir.Value, rank: int) -> ir.Value:
-        if rank < len(scores):
-            value = builder.unsqueeze(value, *range(len(scores) - rank))
-        value = turned(value, scores, order, builder)
-        return builder.unsqueeze(value, _HEAD_AXIS) if len(order) == 3 else value
+        return place.aligned(value, rank, scores) if alike else value
 
     zero: ir.Value | None = None
     if masking.even:
@@ -834,14 +912,21 @@ def _spelled_out(
         mask, zero = exact_mask(masking.terms, builder, dtype, lay_out)
     else:
         mask = lay_out(build_mask(masking, builder, dtype), rank_of(masking.terms))
-    if scores != order or not spans(masking.terms, sizes):
-        mask = builder.expand(mask, 1, 1, builder.size(rows[0], -2), builder.size(rows[1], -2))
+    if not alike or scores != place.order or not spans(masking.terms, sizes):
+        mask = builder.expand(mask, 1, 1, builder.size(place.rows[0], -2), builder.size(place.rows[1], -2))
     return Written(mask=mask, zero=zero)
 
 
-def _is_known(size: Size) -> bool:
+def _regrouped(term: Term, place: Place) -> Term:
+    value = place.regrouped(term.tensor, term.axes)
+    if term.tensor.dtype is not None:
+        value.dtype = term.tensor.dtype
+    return replace(term, condition=value) if isinstance(term, Fill) else replace(term, value=value)
+
+
+def _is_known(size: Dim) -> bool:
     return isinstance(size, int) or size.value is not None
 
 
-def _size_key(size: Size) -> object:
+def _size_key(size: Dim) -> object:
     return size if isinstance(size, int) else str(size.value)

@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from mha_deploy.graph.fuse.masks import Masking, decide_masking
 from mha_deploy.graph.fuse.scores import (
+    Alphabet,
+    Axes,
     Matmul,
+    Multiplier,
+    Normalisation,
     Operand,
     Scores,
+    Weights,
     read_product,
     read_scores,
     read_weights,
+    softmax_at,
     unwrap,
 )
-from mha_deploy.graph.fuse.values import NotFused, dims_of, is_op, same_dim, softmax_type_of
+from mha_deploy.graph.fuse.sizes import Size
+from mha_deploy.graph.fuse.values import NotExpressible, NotFused, dims_of, is_op, same_dim, softmax_type_of
 
 # -- Recognise one attention around a softmax: all facts that its `Attention` node needs -----------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Letters:
-    """The letters of the axes of one attention; no head where the heads are part of the batch."""
+    """The letters of the axes of one attention.
+
+    Args:
+        batch: One or more letters: Attention takes them as one axis.
+        head: None where the heads are part of the batch.
+        query: The queries.
+        key: The keys.
+        size: The size of a head of Q and K.
+        value_size: The size of a head of V.
+    """
 
     batch: str
     head: str | None
@@ -34,9 +50,9 @@ class Letters:
     size: str
     value_size: str
 
-    def order(self, rows: str, columns: str) -> str:
+    def order(self, rows: str, columns: str) -> Axes:
         """The axes of a tensor as Attention wants them."""
-        return f"{self.batch}{self.head or ''}{rows}{columns}"
+        return (self.batch, *(self.head or ""), rows, columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +62,14 @@ class Pattern:
     Args:
         softmax: Its softmax.
         last: The matmul with V, whose result is the result of attention.
-        out: The letters of that result.
+        out: The axes of that result.
         letters: The names of the axes.
-        q: Queries, as they were before scaling and turning.
+        sizes: The sizes of all letters.
+        q: Queries, as they were before scaling and transposing.
         k: Keys, before repeating as well.
         v: Values, before repeating as well.
         scale: The factor on the scores.
-        scores: The letters of the scores.
+        multipliers: Tensors that Q is multiplied with.
         softcap: Bound of the scores; 0 for none.
         softmax_dtype: Type of the softmax where it is not that of Q.
         masking: What the masks become.
@@ -62,13 +79,14 @@ class Pattern:
 
     softmax: ir.Node
     last: ir.Node
-    out: str
+    out: Axes
     letters: Letters
+    sizes: Mapping[str, Size]
     q: Operand
     k: Operand
     v: Operand
     scale: float
-    scores: str
+    multipliers: tuple[Multiplier, ...]
     softcap: float
     softmax_dtype: ir.DataType | None
     masking: Masking
@@ -76,43 +94,48 @@ class Pattern:
     Hkv: int
 
 
-def read_pattern(softmax: ir.Node) -> Pattern:
+def read_pattern(softmax: Normalisation) -> Pattern:
     """Recognise the attention around a softmax.
 
     Raises:
         NotFused: It is not attention, or not one that can be written as one node.
     """
-    scores, weights = read_scores(softmax), read_weights(softmax)
-    first = scores.matmul
-    if first is None:
+    alphabet = Alphabet()
+    scores = read_scores(softmax, alphabet)
+    axes = tuple(string.ascii_letters[: len(dims_of(softmax.source) or ())])  # the first letters, in order
+    weights = read_weights(softmax, axes, alphabet)
+    if scores.matmul is None:
         raise NotFused("Its scores have no matmul.")
-    second = _second_product(weights.matmul, weights.position, first)
-    letters = _letters(softmax, first, second, weights.position)
-    _check_spread(softmax, first)
-    q, k, v = _operands(first, second, letters, weights.position)
+    second = _second_matmul(weights, alphabet).resolved(alphabet)
+    first = scores.matmul.resolved(alphabet)
+    letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, weights.position)
+    q, k, v = _operands(first, second, letters, weights.position, alphabet.sizes)
     _check_types(q, k, v, weights.value)
-    sizes = (q.dim(letters.query), k.dim(letters.key))
     dtype = q.value.dtype or ir.DataType.FLOAT
     masking = decide_masking(
-        scores.terms,
+        [replace(term, axes=alphabet.resolved(term.axes)) for term in scores.terms],
         dtype=dtype,
-        sizes=sizes,
+        sizes=(q.dim(letters.query), k.dim(letters.key)),
         guarded=weights.guarded,
-        in_order=first.out.endswith(letters.query + letters.key),
+        order=(letters.query, letters.key),
     )
     Hq, Hkv = _heads(q, k, v, letters.head)
+    scale = scores.factor * q.factor * k.factor
+    if not scale > 0:
+        raise NotExpressible("The scores are scaled by a number that is not positive.", got=scale)
     return Pattern(
-        softmax=softmax,
+        softmax=softmax.node,
         last=second.node,
         out=second.out,
         letters=letters,
+        sizes=alphabet.sizes,
         q=q,
         k=k,
         v=v,
-        scale=_scale(scores, q, k),
-        scores=first.out,
+        scale=scale,
+        multipliers=tuple(replace(each, axes=alphabet.resolved(each.axes)) for each in scores.multipliers),
         softcap=scores.softcap,
-        softmax_dtype=_softmax_dtype(softmax, scores, dtype),
+        softmax_dtype=_softmax_dtype(softmax.node, scores, dtype),
         masking=masking,
         Hq=Hq,
         Hkv=Hkv,
@@ -120,80 +143,82 @@ def read_pattern(softmax: ir.Node) -> Pattern:
 
 
 def _softmax_dtype(softmax: ir.Node, scores: Scores, dtype: ir.DataType) -> ir.DataType | None:
-    asked = softmax_type_of(softmax)
-    wider = asked if asked is not None and asked.itemsize > dtype.itemsize else None
-    return scores.softmax_dtype or wider
+    matmul = None if scores.matmul is None else scores.matmul.node.outputs[0].dtype
+    types = [scores.softmax_dtype, softmax_type_of(softmax), matmul]
+    wider = [each for each in types if each is not None and each.itemsize > dtype.itemsize]
+    return wider[0] if wider else None
 
 
-def _scale(scores: Scores, q: Operand, k: Operand) -> float:
-    scale = scores.factor * q.factor * k.factor
-    if not scale > 0:
-        raise NotFused("The scores are scaled by a number that is not positive.", got=scale)
-    return scale
-
-
-def _second_product(node: ir.Node, position: int, first: Matmul) -> Matmul:
-    """The matmul with V, its axes named as those of the scores."""
-    matmul = read_product(node)
-    if len(matmul.letters[position]) != len(first.out):
+def _second_matmul(weights: Weights, alphabet: Alphabet) -> Matmul:
+    """The matmul with V, its axes named as those of the weights."""
+    matmul = read_product(weights.matmul)
+    own = matmul.axes[weights.position]
+    if len(own) != len(weights.axes):
         raise NotFused("The weights have another number of axes than the scores.")
-    names = dict(zip(matmul.letters[position], first.out, strict=True))
-    # Its other axes get letters that the scores do not use.
-    taken = set("".join(first.letters))
-    free = (letter for letter in string.ascii_letters if letter not in taken)
-    for letter in "".join(matmul.letters):
-        if letter not in names:
-            names[letter] = next(free)
-    return matmul.renamed(names)
+    return matmul.named(alphabet, dict(zip(own, weights.axes, strict=True)))
 
 
-def _letters(softmax: ir.Node, first: Matmul, second: Matmul, position: int) -> Letters:
-    axis = softmax.attributes.get_int("axis", -1)
-    key = first.out[axis]
-    holders = [side for side in (0, 1) if key in first.letters[side]]
-    if len(holders) != 1 or second.summed != {key}:
-        raise NotFused(f"The softmax runs over axis {axis}, the matmul with V sums over another.")
-    shared = set(first.letters[0]) & set(first.letters[1])
-    batches = [letter for letter in first.out if letter in shared]
-    queries = [letter for letter in first.out if letter not in shared and letter != key]
-    values = [letter for letter in second.letters[1 - position] if letter not in first.out]
-    if len(first.summed) != 1 or len(batches) not in (1, 2) or len(queries) != 1 or len(values) != 1:
+def _letters(axes: Axes, axis: int, first: Matmul, second: Matmul, position: int) -> Letters:
+    """What each letter is.
+
+    Args:
+        axes: The axes of the softmax.
+        axis: The one that it runs over.
+        first: The matmul of Q and K.
+        second: The matmul with V.
+        position: Which operand of the second the weights are.
+    """
+    left, right, out = ("".join(each) for each in (*first.axes, first.out))
+    values, result = "".join(second.axes[1 - position]), "".join(second.out)
+    key = axes[axis]
+    summed = {letter for letter in values if letter in "".join(axes) and letter not in result}
+    if len(key) != 1 or (key in left) == (key in right) or summed != {key}:
+        raise NotExpressible(f"The softmax runs over axis {axis}, the matmul with V sums over another.")
+    shared = set(left) & set(right)
+    batches = [letter for letter in out if letter in shared]
+    queries = [letter for letter in out if letter not in shared and letter != key]
+    sizes = [letter for letter in left + right if letter not in out]
+    sizes_v = [letter for letter in values if letter not in out]
+    if set(sizes) - shared or len(set(sizes)) != 1 or not batches or len(queries) != 1 or len(sizes_v) != 1:
         raise NotFused(
             "The two matmuls are not those of attention.", got=f"{_text(first)} and {_text(second)}"
         )
-    wanted = {*batches, queries[0], values[0]}
-    if set(second.letters[1 - position]) != {*batches, key, values[0]} or set(second.out) != wanted:
+    wanted = {*batches, queries[0], sizes_v[0]}
+    if set(values) != {*batches, key, sizes_v[0]} or set(result) != wanted:
         raise NotFused("The matmul with V is not that of attention.", got=_text(second))
     return Letters(
-        batch=batches[0],
-        head=batches[1] if len(batches) == 2 else None,
+        batch="".join(batches[:-1]) or batches[0],
+        head=batches[-1] if len(batches) > 1 else None,
         query=queries[0],
         key=key,
-        size=next(iter(first.summed)),
-        value_size=values[0],
+        size=sizes[0],
+        value_size=sizes_v[0],
     )
 
 
 def _text(matmul: Matmul) -> str:
-    return f"{matmul.letters[0]},{matmul.letters[1]}->{matmul.out}"
+    left, right, out = (".".join(each) for each in (*matmul.axes, matmul.out))
+    return f"{left},{right}->{out}"
 
 
 def _operands(
-    first: Matmul, second: Matmul, letters: Letters, position: int
+    first: Matmul, second: Matmul, letters: Letters, position: int, sizes: Mapping[str, Size]
 ) -> tuple[Operand, Operand, Operand]:
-    at = 0 if letters.query in first.letters[0] else 1
-    raw_q = Operand(value=first.values[at], letters=first.letters[at])
-    raw_k = Operand(value=first.values[1 - at], letters=first.letters[1 - at])
-    raw_v = Operand(value=second.values[1 - position], letters=second.letters[1 - position])
+    at = 0 if any(letters.query in axis for axis in first.axes[0]) else 1
+    raw_q = Operand(value=first.values[at], axes=first.axes[at], sizes=sizes)
+    raw_k = Operand(value=first.values[1 - at], axes=first.axes[1 - at], sizes=sizes)
+    raw_v = Operand(value=second.values[1 - position], axes=second.axes[1 - position], sizes=sizes)
     _check_sizes(raw_q, raw_k, raw_v, letters)
-    q = unwrap(raw_q, wanted=letters.order(letters.query, letters.size), head=None)
     key_order = letters.order(letters.key, letters.size)
     value_order = letters.order(letters.key, letters.value_size)
-    k = unwrap(raw_k, wanted=key_order, head=letters.head)
+    # Q and K may have been upcast for the scores alone.
+    dtype = raw_v.value.dtype
+    q = unwrap(raw_q, wanted=letters.order(letters.query, letters.size), head=None, dtype=dtype)
+    k = unwrap(raw_k, wanted=key_order, head=letters.head, dtype=dtype)
     v = unwrap(raw_v, wanted=value_order, head=letters.head, scaled=False)
     if letters.head is not None and not same_dim(k.dim(letters.head), v.dim(letters.head)):
         # Only one of the two was repeated, or in another way: take both as they come.
-        k = unwrap(raw_k, wanted=key_order, head=None)
+        k = unwrap(raw_k, wanted=key_order, head=None, dtype=dtype)
         v = unwrap(raw_v, wanted=value_order, head=None, scaled=False)
     return q, k, v
 
@@ -204,18 +229,10 @@ def _check_sizes(q: Operand, k: Operand, v: Operand, letters: Letters) -> None:
     if not same_dim(k.dim(letters.key), v.dim(letters.key)):
         got = f"{k.dim(letters.key)} and {v.dim(letters.key)}"
         raise NotFused("K and V have different lengths, or lengths that are not known to be equal.", got=got)
-    batches = [each.dim(letters.batch) for each in (q, k, v)]
-    if not all(same_dim(batches[0], each) for each in batches[1:]):
-        raise NotFused("Q, K and V have different batches.", got=", ".join(map(str, batches)))
-
-
-def _check_spread(softmax: ir.Node, first: Matmul) -> None:
-    """Attention has the batch and the heads of Q, whatever the mask has."""
-    plain, masked = dims_of(first.node.outputs[0]), dims_of(softmax.outputs[0])
-    if plain is None or masked is None or len(plain) != len(masked):
-        raise NotFused("The file does not tell the shape of the scores.")
-    if any(before == 1 and after != 1 for before, after in zip(plain, masked, strict=True)):
-        raise NotFused("A mask makes the scores larger than the matmul of Q and K.", got=list(masked))
+    for letter in letters.batch:
+        batches = [each.dim(letter) for each in (q, k, v)]
+        if not all(same_dim(batches[0], each) for each in batches[1:]):
+            raise NotFused("Q, K and V have different batches.", got=", ".join(map(str, batches)))
 
 
 def _check_types(q: Operand, k: Operand, v: Operand, weights: ir.Value) -> None:
@@ -305,8 +322,9 @@ class _Walk:
             return _NOTHING
         if "Attention" in node.op_type or is_op(node, "Shape", "Size"):
             return _COMPUTED
-        if is_op(node, "Softmax"):
-            begins = joined.scores and _runs_over_keys(node, joined)
+        softmax = softmax_at(node)
+        if softmax is not None:
+            begins = joined.scores and _runs_over_keys(softmax, joined)
             return replace(_COMPUTED, softmaxes=frozenset({node} if begins else ()))
         if not is_op(node, "MatMul", "Gemm", "Einsum"):
             return joined
@@ -349,15 +367,13 @@ def _joined(given: list[_Carried]) -> _Carried:
     )
 
 
-def _runs_over_keys(softmax: ir.Node, carried: _Carried) -> bool:
+def _runs_over_keys(softmax: Normalisation, carried: _Carried) -> bool:
     """Whether the softmax may run over an axis of the scores.
 
     The router of a mixture of experts depends on scores as well, over many layers, but runs over the experts:
     a fixed size that the scores do not have.
     """
-    source = softmax.inputs[0]
-    dims = None if source is None else dims_of(source)
-    axis = softmax.attributes.get_int("axis", -1)
+    dims, axis = dims_of(softmax.source), softmax.axis
     if dims is None or not -len(dims) <= axis < len(dims):
         return True
     size = dims[axis]

@@ -16,8 +16,8 @@ from mha_deploy.graph.ir import NodeBuilder, input_at
 
 # -- Bring an `Attention` node that the exporter wrote into the canonical form ---------------------
 
-_SCORES = "bhst"
-_KEYS, _VALUES = "bhtd", "bhte"
+_SCORES = ("b", "h", "s", "t")
+_KEYS, _VALUES = ("b", "h", "t", "d"), ("b", "h", "t", "e")
 
 
 def repair_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> list[str]:
@@ -53,8 +53,8 @@ def _share_heads(node: ir.Node, facts: AttentionNode, builder: NodeBuilder) -> l
     k, v = input_at(node, 1), input_at(node, 2)
     if k is None or v is None or dims_of(k) is None or dims_of(v) is None:
         return []
-    one = unwrap(Operand(value=k, letters=_KEYS), wanted=_KEYS, head="h", scaled=False)
-    other = unwrap(Operand(value=v, letters=_VALUES), wanted=_VALUES, head="h", scaled=False)
+    one = unwrap(Operand(value=k, axes=_KEYS), wanted=_KEYS, head="h", scaled=False)
+    other = unwrap(Operand(value=v, axes=_VALUES), wanted=_VALUES, head="h", scaled=False)
     Hkv = one.dim("h")
     same = one.group == other.group > 1 and isinstance(Hkv, int) and Hkv == other.dim("h")
     if not same or facts.Hq != facts.Hkv or facts.Hq != Hkv * one.group:
@@ -70,12 +70,17 @@ def _simplify_mask(node: ir.Node, facts: AttentionNode, builder: NodeBuilder, ma
         return []
     if q.shape is None or k.shape is None or mask.shape is None:
         return []
-    term: Term = Bias(value=mask, factor=1.0)
+    term: Term = Bias(value=mask, factor=1.0, axes=_SCORES)
     if facts.mask == "bool":
-        term = Fill(condition=mask, shown=True, fill=-float("inf"))
+        term = Fill(condition=mask, shown=True, fill=-float("inf"), axes=_SCORES)
     sizes = (q.shape[2], k.shape[2])
+    fixed = [
+        (each, size) for each, size in zip(mask.shape[-2:], sizes, strict=False) if isinstance(each, int)
+    ]
+    if any(each != 1 and isinstance(size, int) and each != size for each, size in fixed):
+        return []  # a mask of fewer keys than there are, which masks the others
     try:
-        masking = decide_masking([term], dtype=dtype_of(q), sizes=sizes, guarded=False)
+        masking = decide_masking([term], dtype=dtype_of(q), sizes=sizes, guarded=False, order=_SCORES[-2:])
     except NotFused:
         return []
     if masking.terms == (term,) and spans(masking.terms, sizes):
@@ -84,8 +89,9 @@ def _simplify_mask(node: ir.Node, facts: AttentionNode, builder: NodeBuilder, ma
         masking,
         builder,
         dtype=dtype_of(q),
-        layout=(_SCORES, _SCORES),
+        order=_SCORES,
         sizes=sizes,
+        letters={},
         rows=(q, k),
         graph=node.graph,
     )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from mha_deploy.graph.fuse.sizes import Size, quotient, sizes_of
 from mha_deploy.graph.fuse.values import (
     NoScores,
+    NotExpressible,
     NotFused,
     array_of,
     dims_of,
     holds,
+    ints_of,
     is_constant,
     is_op,
     perm_of,
@@ -24,36 +27,105 @@ from mha_deploy.graph.fuse.values import (
     scalar_of,
 )
 
+# -- Axes: letters as in an einsum, several for an axis that joins others -------------------------------
+
+Axes = tuple[str, ...]
+"""The axes of a tensor: each a letter, or several where a Reshape joined them."""
+
+
+class Alphabet:
+    """The letters of an attention's axes and their sizes. A Reshape that splits an axis splits its letter."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, Size] = {}
+        self._parts: dict[str, str] = {}
+
+    def new(self, size: Size) -> str:
+        """A letter that is not used yet."""
+        letter = string.ascii_letters[len(self.sizes) % len(string.ascii_letters)]
+        if letter in self.sizes:
+            raise NotFused("The tensors of the attention have too many axes.")
+        self.sizes[letter] = size
+        return letter
+
+    def resolved(self, axes: Axes) -> Axes:
+        """The same axes in letters that were not split."""
+        return tuple("".join(map(self._whole, axis)) for axis in axes)
+
+    def _whole(self, letter: str) -> str:
+        return "".join(map(self._whole, self._parts[letter])) if letter in self._parts else letter
+
+    def regrouped(self, axes: Axes, dims: Sequence[Size] | None) -> Axes | None:
+        """The axes of the same numbers in another shape; None where the sizes do not prove it."""
+        if dims is None:
+            return None
+        left, result = list("".join(self.resolved(axes))), list[str]()
+        for size in dims:
+            rest, taken = size, ""
+            if rest == 1 and left and self.sizes[left[0]] == 1:
+                taken = left.pop(0)
+            while rest != 1:
+                if rest is None or not left:
+                    return None
+                letter = left.pop(0)
+                smaller = quotient(rest, self.sizes[letter])
+                if smaller is None:  # the axis is larger than what is missing
+                    more = quotient(self.sizes[letter], rest)
+                    if more is None:
+                        return None
+                    first, second = self.new(rest), self.new(more)
+                    self._parts[letter] = first + second
+                    left.insert(0, second)
+                    letter, smaller = first, 1
+                taken, rest = taken + letter, smaller
+            result.append(taken or self.new(1))
+        while left and self.sizes[left[0]] == 1 and result:
+            result[-1] += left.pop(0)
+        return None if left else tuple(result)
+
+
 # -- The two matmuls of attention, in the letters of an einsum whichever way they are spelled -----
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """A matmul of two tensors, each axis named by a letter.
+    """A matmul of two tensors, each axis named.
 
     Args:
         node: The MatMul or Einsum.
         values: Its two operands.
-        letters: The letters of their axes.
-        out: The letters of the result.
+        axes: The axes of the operands.
+        out: The axes of the result.
     """
 
     node: ir.Node
     values: tuple[ir.Value, ir.Value]
-    letters: tuple[str, str]
-    out: str
+    axes: tuple[Axes, Axes]
+    out: Axes
 
-    @property
-    def summed(self) -> set[str]:
-        """The letters that are summed over."""
-        return (set(self.letters[0]) & set(self.letters[1])) - set(self.out)
+    def renamed(self, names: Mapping[str, str]) -> Matmul:
+        """The same matmul with other names of its axes."""
+        left, right, out = (tuple(names.get(axis, axis) for axis in axes) for axes in (*self.axes, self.out))
+        return replace(self, axes=(left, right), out=out)
 
-    def renamed(self, names: dict[str, str]) -> Matmul:
-        """The same matmul with other letters."""
-        left, right, out = (
-            "".join(names.get(letter, letter) for letter in text) for text in (*self.letters, self.out)
-        )
-        return Matmul(node=self.node, values=self.values, letters=(left, right), out=out)
+    def named(self, alphabet: Alphabet, known: Mapping[str, str]) -> Matmul:
+        """The same matmul in the letters of an alphabet.
+
+        Args:
+            alphabet: Gives new letters.
+            known: Axes that have a name already.
+        """
+        names = dict(known)
+        for value, axes in zip(self.values, self.axes, strict=True):
+            for axis, size in zip(axes, sizes_of(value) or (), strict=False):
+                if axis not in names:
+                    names[axis] = alphabet.new(size)
+        return self.renamed(names)
+
+    def resolved(self, alphabet: Alphabet) -> Matmul:
+        """The same matmul in letters that were not split."""
+        left, right, out = (alphabet.resolved(axes) for axes in (*self.axes, self.out))
+        return replace(self, axes=(left, right), out=out)
 
 
 def is_product(node: ir.Node | None) -> bool:
@@ -71,6 +143,9 @@ def _is_computed(node: ir.Node) -> bool:
     )
 
 
+_MAX_RANK = 8
+
+
 def read_product(node: ir.Node) -> Matmul:
     """Read a MatMul or an Einsum."""
     left, right = node.inputs
@@ -78,19 +153,20 @@ def read_product(node: ir.Node) -> Matmul:
         raise NotFused(f"The matmul {node.name} lacks an operand.")
     ranks = [len(dims_of(value) or ()) for value in (left, right)]
     if is_op(node, "MatMul"):
-        if ranks[0] != ranks[1] or ranks[0] not in (3, 4):
-            raise NotFused(
-                f"The matmul {node.name} is of tensors with {ranks[0]} and {ranks[1]} axes, not 4."
-            )
-        batch = "bh" if ranks[0] == 4 else "b"
-        return Matmul(node=node, values=(left, right), letters=(f"{batch}sd", f"{batch}dt"), out=f"{batch}st")
-    letters, out = _read_equation(node, ranks)
-    if any(len(set(text)) != len(text) for text in (*letters, out)):
+        if ranks[0] != ranks[1] or not 3 <= ranks[0] <= _MAX_RANK:
+            raise NotFused(f"The matmul {node.name} is of tensors with {ranks[0]} and {ranks[1]} axes.")
+        batch = string.ascii_uppercase[: ranks[0] - 2]
+        texts = (f"{batch}sd", f"{batch}dt", f"{batch}st")
+    else:
+        texts = _read_equation(node, ranks)
+    if any(len(set(text)) != len(text) for text in texts):
         raise NotFused(f"The einsum {node.name} takes a diagonal.")
-    return Matmul(node=node, values=(left, right), letters=letters, out=out)
+    return Matmul(
+        node=node, values=(left, right), axes=(tuple(texts[0]), tuple(texts[1])), out=tuple(texts[2])
+    )
 
 
-def _read_equation(node: ir.Node, ranks: list[int]) -> tuple[tuple[str, str], str]:
+def _read_equation(node: ir.Node, ranks: list[int]) -> tuple[str, str, str]:
     equation = (node.attributes.get_string("equation") or "").replace(" ", "")
     inputs, arrow, out = equation.partition("->")
     left, comma, right = inputs.partition(",")
@@ -103,7 +179,7 @@ def _read_equation(node: ir.Node, ranks: list[int]) -> tuple[tuple[str, str], st
     for text, rank in ((left, ranks[0]), (right, ranks[1]), (out, None)):
         here = hidden if rank is None else rank - len(text.replace("...", ""))
         texts.append(text.replace("...", dots[len(dots) - here :] if here else ""))
-    return (texts[0], texts[1]), texts[2]
+    return texts[0], texts[1], texts[2]
 
 
 # -- Q, K and V as they were before scaling, turning and repeating for the matmul -----------------
@@ -115,47 +191,54 @@ class Operand:
 
     Args:
         value: The tensor.
-        letters: The letters of its axes.
+        axes: Its axes.
+        sizes: The sizes of the letters, for axes that are joined.
         factor: The constant that it was multiplied by.
         group: How often each of its heads was repeated.
     """
 
     value: ir.Value
-    letters: str
+    axes: Axes
+    sizes: Mapping[str, Size] = field(default_factory=dict)
     factor: float = 1.0
     group: int = 1
 
     def dim(self, letter: str) -> int | ir.SymbolicDim:
         """The size of an axis; 1 for an axis that the tensor does not have."""
         dims = dims_of(self.value) or ()
-        at = self.letters.find(letter)
-        return dims[at] if 0 <= at < len(dims) else 1
+        if letter in self.axes and self.axes.index(letter) < len(dims):
+            return dims[self.axes.index(letter)]
+        size = self.sizes.get(letter) if any(letter in axis for axis in self.axes) else 1
+        return size if isinstance(size, int) else ir.SymbolicDim(size)
 
 
-def unwrap(operand: Operand, *, wanted: str, head: str | None, scaled: bool = True) -> Operand:
-    """Walk back over layout, constant factors and repeated heads.
+def unwrap(
+    operand: Operand, *, wanted: Axes, head: str | None, scaled: bool = True, dtype: ir.DataType | None = None
+) -> Operand:
+    """Walk back over layout, constant factors, upcasts and repeated heads.
 
     Args:
         operand: The side of a matmul.
         wanted: The order of axes in which Attention takes it. A tensor that has it already is taken there.
         head: The letter of the heads, if there is one.
         scaled: Whether a constant factor may be taken off.
+        dtype: The type that a cast may be undone to.
     """
-    ready = operand if operand.letters == wanted else None
+    ready = operand if operand.axes == wanted else None
     while True:
-        turned = _before_transpose(operand)
-        if turned is not None:
-            operand = turned
-            if ready is None and operand.letters == wanted:
+        moved = _before_transpose(operand) or _before_join(operand)
+        if moved is not None:
+            operand = moved
+            if ready is None and operand.axes == wanted:
                 ready = operand
             continue
-        inner = _before_factor(operand) if scaled else None
+        inner = (_before_factor(operand) if scaled else None) or _before_cast(operand, dtype)
         if head:
             inner = inner or _before_interleave(operand, head) or _before_expand(operand, head)
         if inner is None:
             return ready or operand
         operand = inner
-        ready = operand if operand.letters == wanted else None
+        ready = operand if operand.axes == wanted else None
 
 
 def _before_transpose(operand: Operand) -> Operand | None:
@@ -163,19 +246,49 @@ def _before_transpose(operand: Operand) -> Operand | None:
     if is_op(node, "Identity") and node is not None and node.inputs[0] is not None:
         return replace(operand, value=node.inputs[0])
     if is_op(node, "Transpose") and node is not None and node.inputs[0] is not None:
-        letters = [""] * len(operand.letters)
-        for at, axis in enumerate(perm_of(node)):
-            letters[axis] = operand.letters[at]
-        return replace(operand, value=node.inputs[0], letters="".join(letters))
-    source = _before_flat_turn(operand.value)
+        return replace(operand, value=node.inputs[0], axes=before_transpose(node, operand.axes))
+    source = _before_flat_transpose(operand.value)
     if source is None:
         return None
-    order = operand.letters
-    return replace(operand, value=source, letters=order[:-2] + order[-1] + order[-2])
+    order = operand.axes
+    return replace(operand, value=source, axes=(*order[:-2], order[-1], order[-2]))
 
 
-def _before_flat_turn(value: ir.Value) -> ir.Value | None:
-    """What `Reshape(Transpose(Reshape(x)))` turned, where it only swaps the last two axes of x.
+def before_transpose(node: ir.Node, axes: Axes) -> Axes:
+    """The axes of what a Transpose takes, from those that it gives."""
+    before = [""] * len(axes)
+    for at, axis in enumerate(perm_of(node)):
+        before[axis] = axes[at]
+    return tuple(before)
+
+
+def _before_join(operand: Operand) -> Operand | None:
+    """A tensor before a Reshape joined axes that the attention has apart."""
+    node = operand.value.producer()
+    if node is None or not is_op(node, "Reshape") or node.inputs[0] is None:
+        return None
+    apart = tuple("".join(operand.axes))
+    dims = sizes_of(node.inputs[0])
+    known = [operand.sizes.get(letter) for letter in apart]
+    for at, axis in enumerate(apart):
+        if axis in operand.axes:
+            known[at] = (sizes_of(operand.value) or [])[operand.axes.index(axis)]
+    if len(apart) == len(operand.axes) or dims is None or None in dims or dims != known:
+        return None
+    return replace(operand, value=node.inputs[0], axes=apart)
+
+
+def _before_cast(operand: Operand, dtype: ir.DataType | None) -> Operand | None:
+    """A tensor before it was cast to a type that has all its values."""
+    node = operand.value.producer()
+    source = node.inputs[0] if node is not None and is_op(node, "Cast") else None
+    if dtype is None or source is None or operand.value.dtype == dtype or source.dtype != dtype:
+        return None
+    return replace(operand, value=source) if holds(operand.value.dtype, source.dtype) else None
+
+
+def _before_flat_transpose(value: ir.Value) -> ir.Value | None:
+    """What `Reshape(Transpose(Reshape(x)))` swaps, where it only swaps the last two axes of x.
 
     The exporter writes scaled_dot_product_attention so. The shapes prove it: the first reshape keeps the last
     two axes and joins the others, the second takes them apart again.
@@ -186,8 +299,8 @@ def _before_flat_turn(value: ir.Value) -> ir.Value | None:
         if node is None or not is_op(node, op_type) or node.inputs[0] is None:
             return None
         chain.append(node.inputs[0])
-    turn = chain[1].producer()
-    if turn is None or perm_of(turn) != [0, 2, 1]:
+    swap = chain[1].producer()
+    if swap is None or perm_of(swap) != [0, 2, 1]:
         return None
     result, _, flat, source = (dims_of(each) for each in chain)
     if result is None or flat is None or source is None or len(source) != len(result) or len(flat) != 3:
@@ -206,7 +319,7 @@ def _before_factor(operand: Operand) -> Operand | None:
         first, second, factor = second, first, scalar_of(first)
     if factor is None or not _keeps_shape(first, second, operand.value):
         return None
-    if first is None or not factor or len(dims_of(first) or ()) != len(operand.letters):
+    if first is None or not factor or len(dims_of(first) or ()) != len(operand.axes):
         return None
     factor = 1.0 / factor if node.op_type == "Div" else factor
     return replace(operand, value=first, factor=operand.factor * factor)
@@ -231,8 +344,8 @@ def _before_interleave(operand: Operand, head: str) -> Operand | None:
     result, wide, thin, source = (dims_of(each) for each in chain)
     if result is None or wide is None or thin is None or source is None:
         return None
-    at = operand.letters.index(head) if head in operand.letters else -1
-    if at < 0 or len(source) != len(operand.letters) or len(wide) != len(source) + 1:
+    at = operand.axes.index(head) if head in operand.axes else -1
+    if at < 0 or len(source) != len(operand.axes) or len(wide) != len(source) + 1:
         return None
     heads, group = source[at], wide[at + 1]
     if not isinstance(heads, int) or not isinstance(group, int):
@@ -251,7 +364,7 @@ def _before_expand(operand: Operand, head: str) -> Operand | None:
     if node is None or not is_op(node, "Expand") or node.inputs[0] is None:
         return None
     result, source = dims_of(operand.value), dims_of(node.inputs[0])
-    at = operand.letters.find(head)
+    at = operand.axes.index(head) if head in operand.axes else -1
     if result is None or source is None or len(source) != len(result) or at < 0 or source[at] != 1:
         return None
     copies = result[at]
@@ -259,6 +372,79 @@ def _before_expand(operand: Operand, head: str) -> Operand | None:
     if not others or not isinstance(copies, int):
         return None
     return replace(operand, value=node.inputs[0], group=operand.group * copies)
+
+
+# -- The softmax: the operator, or an exponential over its sum -----------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalisation:
+    """A softmax.
+
+    Args:
+        node: Its last node.
+        source: What it normalises.
+        result: The weights.
+        axis: The axis of the keys.
+        nodes: Those of its nodes that use the source.
+    """
+
+    node: ir.Node
+    source: ir.Value
+    result: ir.Value
+    axis: int
+    nodes: tuple[ir.Node, ...]
+
+
+# What some models have in the place of the softmax; Attention has nothing like it.
+_OTHER_WEIGHTS = frozenset({"Sigmoid", "Relu", "Softplus", "HardSigmoid"})
+
+
+def other_weights(node: ir.Node) -> bool:
+    """Whether a node makes weights of scores as a softmax would, with a matmul before and one behind it."""
+    if node.domain != "" or node.op_type not in _OTHER_WEIGHTS or not _reaches_product(node.inputs[0]):
+        return False
+    source = node.inputs[0]
+    return source is not None and is_candidate(
+        Normalisation(node=node, source=source, result=node.outputs[0], axis=-1, nodes=(node,))
+    )
+
+
+def softmax_at(node: ir.Node) -> Normalisation | None:
+    """The softmax that ends in a node: a Softmax, or `exp(x - max(x)) / sum(exp(x - max(x)))`."""
+    source = node.inputs[0] if node.inputs else None
+    if source is None:
+        return None
+    if is_op(node, "Softmax"):
+        axis = node.attributes.get_int("axis", -1)
+        return Normalisation(node=node, source=source, result=node.outputs[0], axis=axis, nodes=(node,))
+    power, total = source.producer(), None
+    if is_op(node, "Div") and is_op(power, "Exp") and node.inputs[1] is not None:
+        total = node.inputs[1].producer()
+    if power is None or total is None or not is_op(total, "ReduceSum") or total.inputs[0] is not source:
+        return None
+    reduced = _reduced_axis(total)
+    inner = power.inputs[0]
+    users = [each for each, _ in source.uses()]
+    if reduced is None or inner is None or {*users} != {node, total} or source.is_graph_output():
+        return None
+    shift = inner.producer()
+    top = shift.inputs[1].producer() if shift is not None and shift.inputs[1:] and shift.inputs[1] else None
+    if shift is None or top is None or not is_op(shift, "Sub") or not is_op(top, "ReduceMax"):
+        return Normalisation(node=node, source=inner, result=node.outputs[0], axis=reduced, nodes=(power,))
+    before = shift.inputs[0]
+    if before is None or top.inputs[0] is not before or _reduced_axis(top) != reduced:
+        return None
+    return Normalisation(node=node, source=before, result=node.outputs[0], axis=reduced, nodes=(shift, top))
+
+
+def _reduced_axis(node: ir.Node) -> int | None:
+    """The one axis that a reduction runs over and keeps; counted from the end where the rank is known."""
+    axes = ints_of(node.inputs[1]) if len(node.inputs) > 1 else list(node.attributes.get_ints("axes") or ())
+    rank = None if node.inputs[0] is None or node.inputs[0].shape is None else len(node.inputs[0].shape)
+    if axes is None or len(axes) != 1 or rank is None or node.attributes.get_int("keepdims", 1) != 1:
+        return None
+    return axes[0] - rank if axes[0] >= 0 else axes[0]
 
 
 # -- What stands between the matmul of Q and K and the softmax: scale, masks, softcap, precisi ----
@@ -274,12 +460,14 @@ class Fill:
         condition: A boolean tensor.
         shown: The value of the condition where the score stays.
         fill: The number elsewhere.
+        axes: The axes of the scores there; the condition is aligned to the last of them.
         added: Whether it was added to the score, which it is far larger than, and not put in its place.
     """
 
     condition: ir.Value
     shown: bool
     fill: float
+    axes: Axes
     added: bool = False
 
     @property
@@ -295,10 +483,17 @@ class Fill:
 
 @dataclass(frozen=True, kw_only=True)
 class Bias:
-    """A tensor that is added to the scores, times a constant."""
+    """A tensor that is added to the scores, times a constant.
+
+    Args:
+        value: The tensor.
+        factor: The constant.
+        axes: The axes of the scores there; the tensor is aligned to the last of them.
+    """
 
     value: ir.Value
     factor: float
+    axes: Axes
 
     @property
     def tensor(self) -> ir.Value:
@@ -309,45 +504,79 @@ class Bias:
 Term = Fill | Bias
 
 
+@dataclass(frozen=True, kw_only=True)
+class Multiplier:
+    """A tensor that the scores are multiplied with, the same for all keys.
+
+    Args:
+        value: The tensor.
+        axes: The axes of the scores there; the tensor is aligned to the last of them.
+        divides: Whether the scores are divided by it.
+    """
+
+    value: ir.Value
+    axes: Axes
+    divides: bool
+
+
 @dataclass(kw_only=True)
 class Scores:
     """The way from the matmul to the softmax.
 
     Args:
+        alphabet: The letters of the axes.
+        axes: The axes where the walk is; at its end, those of the matmul.
         matmul: The matmul of queries and keys.
         factor: The constant the matmul is multiplied by.
         terms: The masks, the one nearest to the softmax first.
         softcap: Bound by a tanh; 0 for none.
         softmax_dtype: Type of the softmax where it is not that of the matmul.
+        multipliers: Tensors that the scores are multiplied with.
     """
 
+    alphabet: Alphabet
+    axes: Axes
     matmul: Matmul | None = None
     factor: float = 1.0
     terms: list[Term] = field(default_factory=list)
     softcap: float = 0.0
     softmax_dtype: ir.DataType | None = None
+    multipliers: list[Multiplier] = field(default_factory=list)
 
 
-def read_scores(softmax: ir.Node) -> Scores:
+def read_scores(softmax: Normalisation, alphabet: Alphabet) -> Scores:
     """Walk back from a softmax to the matmul of its scores.
 
     Raises:
         NotFused: Something stands there that Attention cannot say.
     """
-    scores, value = Scores(), softmax.inputs[0]
+    axes = tuple(alphabet.new(size) for size in sizes_of(softmax.source) or ())
+    scores = Scores(alphabet=alphabet, axes=axes)
+    value: ir.Value | None = softmax.source
+    own: tuple[ir.Node, ...] = softmax.nodes
     for _ in range(_MAX_STEPS):
         node = value.producer() if value is not None else None
         if value is None or node is None or not _reaches_product(value):
             raise NoScores(
-                "Its input is not a matmul of two computed tensors, so it is not dot-matmul attention."
+                "Its input is not a matmul of two computed tensors, so it is not dot-product attention."
             )
-        if value.is_graph_output() or len(value.uses()) != 1:
-            raise NotFused("The scores before the softmax are used elsewhere too.", got=_users(value))
+        if value.is_graph_output() or len(_uses(value, own)) > 1:
+            raise NotExpressible("The scores before the softmax are used elsewhere too.", got=_users(value))
+        if len(scores.axes) != len(dims_of(value) or ()) or not scores.axes:
+            raise NotFused("The file does not tell the shape of the scores.")
         if is_product(node):
-            scores.matmul = read_product(node)
+            matmul = read_product(node)
+            known = dict(zip(matmul.out, scores.axes, strict=True))
+            scores.matmul = matmul.named(alphabet, known)
             return scores
-        value = _step(node, scores)
+        value, own = _step(node, scores), ()
     raise NotFused("The way from the scores to the softmax is too long.")
+
+
+def _uses(value: ir.Value, own: tuple[ir.Node, ...]) -> list[ir.Node]:
+    """The nodes that use the numbers of a value; those of a softmax count once."""
+    users = [node for node, _ in value.uses() if not is_op(node, "Shape")]
+    return [node for node in users if node not in own] + [each for each in own if each in users][:1]
 
 
 def _step(node: ir.Node, scores: Scores) -> ir.Value | None:
@@ -361,11 +590,28 @@ def _identity(node: ir.Node, scores: Scores) -> ir.Value | None:
     return node.inputs[0]
 
 
+def _transpose(node: ir.Node, scores: Scores) -> ir.Value | None:
+    scores.axes = before_transpose(node, scores.axes)
+    return node.inputs[0]
+
+
+def _reshape(node: ir.Node, scores: Scores) -> ir.Value | None:
+    source = node.inputs[0]
+    axes = scores.alphabet.regrouped(scores.axes, sizes_of(source))
+    if axes is None:
+        got = f"{sizes_of(source)} to {sizes_of(node.outputs[0])}"
+        raise NotFused(
+            f"{node.op_type} stands between the scores and the softmax, of unknown sizes.", got=got
+        )
+    scores.axes = axes
+    return source
+
+
 def _cast(node: ir.Node, scores: Scores) -> ir.Value | None:
     source, to = node.inputs[0], node.outputs[0].dtype
     if source is None or not holds(to, source.dtype):
         got = f"{None if source is None else source.dtype} to {to}"
-        raise NotFused("The scores are rounded before the softmax.", got=got)
+        raise NotExpressible("The scores are rounded before the softmax.", got=got)
     if to != source.dtype:
         scores.softmax_dtype = scores.softmax_dtype or to
     return source
@@ -374,21 +620,40 @@ def _cast(node: ir.Node, scores: Scores) -> ir.Value | None:
 def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
     inner, other = _split(node)
     factor = scalar_of(other)
-    if factor is None or (node.op_type == "Div" and inner is not node.inputs[0]):
-        raise NotFused("The scores are scaled by something that is not one constant.", got=_name(other))
+    if node.op_type == "Div" and inner is not node.inputs[0]:
+        raise NotFused("Something is divided by the scores.", got=_name(other))
+    _check_spread(node, inner)
+    if factor is None:
+        dims = sizes_of(other)
+        if dims is None or (dims and dims[-1] != 1) or other.dtype != inner.dtype:
+            raise NotFused(
+                "The scores are scaled by something that is not the same for all keys.", got=_name(other)
+            )
+        scores.multipliers.append(Multiplier(value=other, axes=scores.axes, divides=node.op_type == "Div"))
+        return inner
     scores.factor *= 1.0 / factor if node.op_type == "Div" else factor
     if not scores.factor > 0:
-        raise NotFused("The scores are scaled by a number that is not positive.", got=factor)
+        raise NotExpressible("The scores are scaled by a number that is not positive.", got=factor)
     return inner
+
+
+def _check_spread(node: ir.Node, inner: ir.Value | None) -> None:
+    """Attention has the batch and the heads of Q, whatever the mask has."""
+    before, after = None if inner is None else dims_of(inner), dims_of(node.outputs[0])
+    if before is None or after is None or len(before) != len(after):
+        raise NotFused("The file does not tell the shape of the scores.")
+    if any(size == 1 and result != 1 for size, result in zip(before, after, strict=True)):
+        raise NotFused("A mask makes the scores larger than the matmul of Q and K.", got=list(after))
 
 
 def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
     inner, other = _split(node)
+    _check_spread(node, inner)
     if node.op_type == "Sub" and inner is not node.inputs[0]:
         raise NotFused("The scores are subtracted from something.")
     _refuse_before_cap(scores)
     sign = -1.0 if node.op_type == "Sub" else 1.0
-    scores.terms.append(Bias(value=other, factor=sign * scores.factor))
+    scores.terms.append(Bias(value=other, factor=sign * scores.factor, axes=scores.axes))
     return inner
 
 
@@ -401,14 +666,15 @@ def _where(node: ir.Node, scores: Scores) -> ir.Value | None:
     fill = scalar_of(other)
     if fill is None:
         raise NotFused("Masked scores are set to something that is not one constant.", got=_name(other))
+    _check_spread(node, inner)
     _refuse_before_cap(scores)
-    scores.terms.append(Fill(condition=condition, shown=shown, fill=fill * scores.factor))
+    scores.terms.append(Fill(condition=condition, shown=shown, fill=fill * scores.factor, axes=scores.axes))
     return inner
 
 
 def _tanh(node: ir.Node, scores: Scores) -> ir.Value | None:
-    if scores.softcap:
-        raise NotFused("The scores pass two tanh.")
+    if scores.softcap or scores.multipliers:
+        raise NotExpressible("The scores pass two tanh, or are scaled by a tensor after one.")
     # softcap · tanh(x / softcap): the factors so far are the softcap, those before it the scale over it.
     scores.softcap = scores.factor
     return node.inputs[0]
@@ -423,15 +689,19 @@ _STEPS = {
     "Sub": _add,
     "Where": _where,
     "Tanh": _tanh,
+    "Transpose": _transpose,
+    "Reshape": _reshape,
+    "Squeeze": _reshape,
+    "Unsqueeze": _reshape,
 }
-_PASSED = frozenset(
-    {*_STEPS, "Reshape", "Transpose", "Slice", "Concat", "Max", "Min", "Clip", "Unsqueeze", "Squeeze"}
-)
+_PASSED = frozenset({*_STEPS, "Slice", "Concat", "Max", "Min", "Clip"})
 
 
 def _refuse_before_cap(scores: Scores) -> None:
     if scores.softcap:
-        raise NotFused("A mask is applied before the softcap; Attention applies it after.")
+        raise NotExpressible("A mask is applied before the softcap; Attention applies it after.")
+    if scores.multipliers:
+        raise NotExpressible("A mask is applied before the scores are scaled by a tensor.")
 
 
 def _split(node: ir.Node) -> tuple[ir.Value, ir.Value]:
@@ -473,7 +743,7 @@ def _name(value: ir.Value | None) -> str:
 
 # What a candidate's weights may pass on the way to the matmul: more than can be fused, so that it is named.
 _PASSED_WEIGHTS = frozenset(
-    {"Cast", "Identity", "Dropout", "Where", "Mul", "Div", "Transpose", "Reshape", "Slice", "Squeeze"}
+    {"Cast", "Identity", "Dropout", "Where", "Mul", "Div", "Pow", "Transpose", "Reshape", "Slice", "Squeeze"}
     | {"Unsqueeze", "Expand", "Gather"}
 )
 _MAX_STEPS_WEIGHTS = 8
@@ -487,18 +757,20 @@ class Weights:
         value: The weights as the matmul takes them.
         matmul: The node of the matmul.
         position: Which of its operands they are.
+        axes: Their axes there.
         guarded: Whether NaN is replaced by 0, as PyTorch's own attention does for rows without keys.
     """
 
     value: ir.Value
     matmul: ir.Node
     position: int
+    axes: Axes
     guarded: bool
 
 
-def is_candidate(softmax: ir.Node) -> bool:
+def is_candidate(softmax: Normalisation) -> bool:
     """Whether the result of a softmax comes to a matmul of two computed tensors."""
-    pending = [(softmax.outputs[0], 0)]
+    pending = [(softmax.result, 0)]
     while pending:
         value, steps = pending.pop()
         for node, _ in value.uses():
@@ -509,13 +781,18 @@ def is_candidate(softmax: ir.Node) -> bool:
     return False
 
 
-def read_weights(softmax: ir.Node) -> Weights:
+def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet) -> Weights:
     """Walk from a softmax to the matmul with V.
+
+    Args:
+        softmax: The softmax.
+        axes: The axes of its result.
+        alphabet: The letters.
 
     Raises:
         NotFused: The weights are used elsewhere too, or changed on the way.
     """
-    value, guarded = softmax.outputs[0], False
+    value, guarded = softmax.result, False
     passed = list[ir.Value]()
     for _ in range(_MAX_STEPS_WEIGHTS):
         after = _after_guard(value)
@@ -525,8 +802,17 @@ def read_weights(softmax: ir.Node) -> Weights:
         node, position = _only_use(value)
         if is_product(node):
             _check_casts(value, passed)
-            return Weights(value=value, matmul=node, position=position, guarded=guarded)
-        _check_passed(node)
+            return Weights(value=value, matmul=node, position=position, axes=axes, guarded=guarded)
+        if is_op(node, "Transpose"):
+            axes = tuple(axes[axis] for axis in perm_of(node))
+        elif is_op(node, "Reshape", "Squeeze", "Unsqueeze") and position == 0:
+            moved = alphabet.regrouped(axes, sizes_of(node.outputs[0]))
+            if moved is None:
+                what = f"{node.op_type} stands between the softmax and the matmul with V, of unknown sizes."
+                raise NotFused(what, got=node.name)
+            axes = moved
+        else:
+            _check_passed(node)
         passed.append(value)
         value = node.outputs[0]
     raise NotFused("The way from the softmax to the matmul with V is too long.")
@@ -534,12 +820,14 @@ def read_weights(softmax: ir.Node) -> Weights:
 
 def _only_use(value: ir.Value) -> tuple[ir.Node, int]:
     if value.is_graph_output():
-        raise NotFused("The attention weights are an output of the graph.", got=value.name)
-    uses = list(value.uses())
+        raise NotExpressible("The attention weights are an output of the graph.", got=value.name)
+    uses = [use for use in value.uses() if not is_op(use.node, "Shape")]
     if len(uses) != 1:
         others = [node for node, _ in uses if not is_product(node)]
         named = ", ".join(f"{node.op_type} at {place_of(node) or node.name}" for node in others)
-        raise NotFused("The attention weights are used elsewhere too.", got=named or f"{len(uses)} matmuls")
+        raise NotExpressible(
+            "The attention weights are used elsewhere too.", got=named or f"{len(uses)} matmuls"
+        )
     return uses[0].node, uses[0].idx
 
 
@@ -556,12 +844,14 @@ def _check_casts(value: ir.Value, passed: list[ir.Value]) -> None:
     """The weights may be rounded once, to the type that the matmul takes: so does Attention."""
     lossy = [each.dtype for each in passed if not holds(each.dtype, value.dtype)]
     if lossy:
-        raise NotFused("The attention weights are rounded on the way to V.", got=", ".join(map(str, lossy)))
+        raise NotExpressible(
+            "The attention weights are rounded on the way to V.", got=", ".join(map(str, lossy))
+        )
 
 
 def _after_guard(value: ir.Value) -> ir.Value | None:
     """The result of `Where(IsNaN(weights), 0, weights)`, if that is what becomes of the weights."""
-    uses = [node for node, _ in value.uses()]
+    uses = [node for node, _ in value.uses() if not is_op(node, "Shape")]
     if len(uses) != 2 or value.is_graph_output():
         return None
     check = next((node for node in uses if is_op(node, "IsNaN")), None)

@@ -225,9 +225,13 @@ class _Walk:
         if is_op(node, "Unsqueeze", "Squeeze"):
             axes = self.content(node.inputs[1]) if len(node.inputs) > 1 else None
             return None if axes is None else _with_axes(first, axes, more=node.op_type == "Unsqueeze")
+        if node.op_type.startswith("Reduce") and node.attributes.get_int("keepdims", 1) == 1:
+            axes = self.content(node.inputs[1]) if len(node.inputs) > 1 else None
+            at = {axis % len(first) for axis in axes or () if isinstance(axis, int)}
+            return [1 if axis in at else size for axis, size in enumerate(first)] if at else None
         if is_op(node, "Gather"):
-            at, axis = sizes_of(node.inputs[1]), node.attributes.get_int("axis", 0) % max(len(first), 1)
-            return None if at is None else [*first[:axis], *at, *first[axis + 1 :]]
+            picked, axis = sizes_of(node.inputs[1]), node.attributes.get_int("axis", 0) % max(len(first), 1)
+            return None if picked is None else [*first[:axis], *picked, *first[axis + 1 :]]
         return None
 
 

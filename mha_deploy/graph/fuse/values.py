@@ -182,6 +182,10 @@ class NotFused(DeployError):
     """Why a softmax and its two matmuls stay as they are."""
 
 
+class NotExpressible(NotFused):
+    """The attention is recognised, and ONNX's `Attention` cannot say it."""
+
+
 class NoScores(NotFused):
     """No matmul of two computed tensors stands before the softmax."""
 
@@ -219,17 +223,19 @@ class FusedAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class UnfusedSoftmax:
-    """A softmax before a matmul that was left as it is.
+    """A normalisation between two matmuls that was left as it is.
 
     Args:
         name: The module it came from, else the softmax node.
         place: Source file and line, where the file says.
         reason: Why it is not fused.
+        recognised: Whether it was recognised, and ONNX's `Attention` cannot say it.
     """
 
     name: str
     place: str | None
     reason: str
+    recognised: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.masks import Masks, Written, turned
+from mha_deploy.graph.fuse.masks import Masks, Place, Written, turned
 from mha_deploy.graph.fuse.pattern import Pattern
-from mha_deploy.graph.fuse.scores import Operand
-from mha_deploy.graph.fuse.values import dtype_of
+from mha_deploy.graph.fuse.scores import Axes, Operand
+from mha_deploy.graph.fuse.sizes import Size, product, sizes_of
+from mha_deploy.graph.fuse.values import NotFused, dtype_of
 from mha_deploy.graph.ir import NodeBuilder, replace_node
 
 _HEAD_AXIS = 1
@@ -29,16 +32,29 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> ir.
     k = laid_out(pattern.k, letters.order(letters.key, letters.size), builder)
     v = laid_out(pattern.v, letters.order(letters.key, letters.value_size), builder)
     mask, zero = _mask(pattern, builder, masks, q, k)
+    place = Place(
+        order=letters.order(letters.query, letters.key), sizes=pattern.sizes, rows=(q, k), builder=builder
+    )
     if letters.head is None:
         q, k, v = (builder.unsqueeze(each, _HEAD_AXIS) for each in (q, k, v))
+    for each in pattern.multipliers:
+        # The same for all keys, so it can as well be applied to Q.
+        factor = place.regrouped(each.value, each.axes)
+        if each.value.dtype != dtype_of(pattern.q.value):
+            factor = builder.op("Cast", factor, to=int(dtype_of(pattern.q.value)))
+        q = builder.op("Div" if each.divides else "Mul", q, factor, name="scaled_q")
     if zero is not None:
         q = builder.op("Where", zero, builder.constant(0.0, dtype_of(pattern.q.value)), q, name="open_q")
+    scale = pattern.scale
+    if dtype_of(pattern.q.value) == ir.DataType.DOUBLE:
+        # The attribute is a float32.
+        q, scale = builder.op("Mul", q, builder.constant(scale, ir.DataType.DOUBLE), name="scaled_q"), 1.0
     (result,) = builder.node(
         "Attention",
         [q, k, v] if mask is None else [q, k, v, mask],
         name=builder.prefix,
         attributes={
-            "scale": pattern.scale,
+            "scale": scale,
             "is_causal": int(pattern.masking.causal),
             "softcap": pattern.softcap or None,
             "softmax_precision": None if pattern.softmax_dtype is None else int(pattern.softmax_dtype),
@@ -49,7 +65,8 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> ir.
         attention.metadata_props.update(pattern.softmax.metadata_props)
     if letters.head is None:
         result = builder.op("Squeeze", result, builder.ints(_HEAD_AXIS))
-    result = turned(result, letters.order(letters.query, letters.value_size), pattern.out, builder)
+    order = letters.order(letters.query, letters.value_size)
+    result = rejoined(result, order, pattern.out, pattern.sizes, builder)
     operands = [value for value in pattern.last.inputs if value is not None]
     name = pattern.last.outputs[0].name
     replace_node(pattern.last, builder, {0: result})
@@ -57,22 +74,67 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> ir.
     return next(value for node in builder.nodes for value in node.outputs if value.name == name)
 
 
-def laid_out(operand: Operand, order: str, builder: NodeBuilder) -> ir.Value:
+def laid_out(operand: Operand, order: Axes, builder: NodeBuilder) -> ir.Value:
     """An operand with its axes in the order that Attention wants."""
-    return turned(operand.value, operand.letters, order, builder)
+    return rejoined(operand.value, operand.axes, order, operand.sizes, builder)
+
+
+def rejoined(
+    value: ir.Value, axes: Axes, order: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
+) -> ir.Value:
+    """A value with its axes joined in another way and in another order.
+
+    Args:
+        value: The value.
+        axes: Its axes.
+        order: The axes that it is to have, of the same letters.
+        sizes: The sizes of the letters.
+        builder: Holds the new nodes.
+    """
+    if set(axes) == set(order):
+        return turned(value, axes, order, builder)
+    dims = sizes_of(value) or [None] * len(axes)
+    own = {axis: size for axis, size in zip(axes, dims, strict=True) if len(axis) == 1}
+    known = {letter: own.get(letter, sizes.get(letter)) for letter in "".join(axes)}
+    apart = tuple("".join(axes))
+    value = _reshaped(value, axes, apart, known, builder)
+    value = turned(value, apart, tuple("".join(order)), builder)
+    return _reshaped(value, tuple("".join(order)), order, known, builder)
+
+
+def _reshaped(
+    value: ir.Value, axes: Axes, wanted: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
+) -> ir.Value:
+    if axes == wanted:
+        return value
+    dims = [product(sizes[letter] for letter in axis) for axis in wanted]
+    given = list[int | ir.Value]()
+    for axis, size in zip(wanted, dims, strict=True):
+        if isinstance(size, int):
+            given.append(size)
+        elif sum(not isinstance(each, int) for each in dims) == 1 or axis not in axes:
+            given.append(-1)
+        else:
+            given.append(builder.op("Shape", value, start=axes.index(axis), end=axes.index(axis) + 1))
+    if given.count(-1) > 1:
+        raise NotFused("Several sizes of Q, K or V are not known.", got=dims)
+    result = builder.reshape(value, *given)
+    result.shape = ir.Shape(dims)
+    if value.dtype is not None:
+        result.dtype = value.dtype
+    return result
 
 
 def _mask(pattern: Pattern, builder: NodeBuilder, masks: Masks, q: ir.Value, k: ir.Value) -> Written:
     """The mask as `[B or 1, Hq or 1, S, T]`, spelled out over queries and keys as ONNX Runtime needs it."""
     letters = pattern.letters
-    sizes = (pattern.q.dim(letters.query), pattern.k.dim(letters.key))
-    layout = (pattern.scores, letters.order(letters.query, letters.key))
     return masks.write(
         pattern.masking,
         builder,
-        dtype=dtype_of(q),
-        layout=layout,
-        sizes=sizes,
+        dtype=dtype_of(pattern.q.value),
+        order=letters.order(letters.query, letters.key),
+        sizes=(pattern.q.dim(letters.query), pattern.k.dim(letters.key)),
+        letters=pattern.sizes,
         rows=(q, k),
         graph=pattern.last.graph,
     )

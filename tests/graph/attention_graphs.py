@@ -1,0 +1,519 @@
+"""A generator of attention-like ONNX graphs: the same few formulas in many spellings."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+import onnx
+from hand_graphs import Hand
+from onnx import TensorProto, helper
+
+FLOAT, HALF, DOUBLE, BOOL, INT64 = (
+    TensorProto.FLOAT,
+    TensorProto.FLOAT16,
+    TensorProto.DOUBLE,
+    TensorProto.BOOL,
+    TensorProto.INT64,
+)
+NUMPY = {FLOAT: np.float32, HALF: np.float16, DOUBLE: np.float64}
+LOWEST = {each: float(np.finfo(NUMPY[each]).min) for each in NUMPY}
+
+# The choices of each part. What is listed more often is drawn more often.
+CHOICES = {
+    "dtype": (FLOAT, FLOAT, FLOAT, HALF),
+    "layout": ("heads first", "heads first", "length first", "flat", "windows", "packed"),
+    "sizes": ("fixed", "named", "named", "shape"),
+    "matmul": ("matmul", "matmul", "einsum"),
+    "scale": ("none", "after", "divided", "query", "key", "both", "per head", "root"),
+    "mask": (
+        "none",
+        "none",
+        "bool -inf",
+        "bool fill",
+        "bool lowest",
+        "bool half fill",
+        "added input",
+        "added where -inf",
+        "added where lowest",
+        "padding",
+        "padding added",
+        "causal constant",
+        "causal fill",
+        "causal trilu",
+        "causal range",
+        "causal added",
+        "causal and padding",
+        "two fills",
+        "bias",
+        "bias and fill",
+        "alibi",
+    ),
+    "softmax": ("softmax", "softmax", "softmax", "softmax", "exp"),
+    "casts": ("none", "none", "wide softmax", "wide scores", "wide operands"),
+    "between": ("none", "none", "none", "flat softmax", "flat weights", "transposed"),
+    "grouping": ("none", "none", "expand", "tile", "interleave", "one head", "one head expanded"),
+    "extra": ("none", "none", "none", "none", "softcap", "guard", "dropout", "values wider", "cross"),
+    "refused": ("none",) * 12
+    + ("over queries", "relu", "talking heads", "weights used", "int scores", "weak fill"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spelling:
+    """One way to write attention; each field is one of `CHOICES`."""
+
+    dtype: int = FLOAT
+    layout: str = "heads first"
+    sizes: str = "fixed"
+    matmul: str = "matmul"
+    scale: str = "after"
+    mask: str = "none"
+    softmax: str = "softmax"
+    casts: str = "none"
+    between: str = "none"
+    grouping: str = "none"
+    extra: str = "none"
+    refused: str = "none"
+
+    @property
+    def expressible(self) -> bool:
+        """Whether ONNX's Attention can say it."""
+        return self.refused == "none"
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items() if value != "none")
+
+
+def drawn(seed: int) -> Spelling:
+    """A spelling at random."""
+    random = np.random.default_rng(seed)
+    made = {
+        each.name: CHOICES[each.name][random.integers(len(CHOICES[each.name]))] for each in fields(Spelling)
+    }
+    if made["casts"] != "none" and made["casts"] != "wide softmax" and made["dtype"] == FLOAT:
+        made["casts"] = "none"
+    if made["mask"] == "bool half fill" and made["dtype"] == HALF:
+        made["mask"] = "bool fill"
+    if made["extra"] == "cross" and made["mask"].startswith(("causal", "alibi", "two")):
+        made["extra"] = "none"
+    if made["extra"] in ("softcap",) and made["mask"] == "bias and fill":
+        made["mask"] = "none"
+    return Spelling(**made)
+
+
+class Graph(Hand):
+    """The graph of one spelling."""
+
+    def __init__(
+        self, spelling: Spelling, *, H: int = 4, D: int = 8, B: int = 2, S: int = 6, windows: int = 3
+    ):
+        super().__init__()
+        self.spelling, self.dtype = spelling, spelling.dtype
+        self.H, self.D, self.B, self.S, self.W = H, D, B, S, windows
+        self.Hkv = {"expand": 2, "tile": 2, "interleave": 2, "one head": 1, "one head expanded": 1}.get(
+            spelling.grouping, H
+        )
+        if spelling.layout in ("flat", "windows", "packed"):
+            self.Hkv = H
+        self.Dv = D + 4 if spelling.extra == "values wider" and spelling.layout != "packed" else D
+        self.T = S + 3 if spelling.extra == "cross" and spelling.layout != "packed" else S
+        self.inputs = {}
+
+    # -- sizes --------------------------------------------------------------------------------------
+
+    def dims(self, *sizes):
+        """The shape of an input: fixed, or named where the size varies."""
+        if self.spelling.sizes == "fixed":
+            return [size if isinstance(size, int) else getattr(self, size) for size in sizes]
+        if self.spelling.sizes == "unknown":
+            return [size if isinstance(size, int) else None for size in sizes]
+        if self.T == self.S:
+            sizes = ["S" if size == "T" else size for size in sizes]
+        return list(sizes)
+
+    def number(self, value, dtype=None):
+        return self.const(value, NUMPY[dtype or self.dtype])
+
+    def size_of(self, value, axis):
+        return self.op("Gather", self.op("Shape", value), self.ints(axis))
+
+    def heads_shape(self, value, heads, depth):
+        """The sizes `[B, length, heads, depth]`, in one of the usual ways."""
+        if self.spelling.sizes in ("shape", "unknown"):
+            parts = [self.size_of(value, 0), self.size_of(value, 1), self.ints(heads), self.ints(depth)]
+            return self.op("Concat", *parts, axis=0)
+        return (
+            self.ints(0, -1, heads, depth)
+            if self.spelling.sizes == "named"
+            else self.ints(0, 0, heads, depth)
+        )
+
+    # -- Q, K and V -----------------------------------------------------------------------------------
+
+    def operands(self):
+        """Q, K and V as `[B, H, length, depth]`, `[B, length, H, depth]` or with other axes in front."""
+        layout = self.spelling.layout
+        if layout == "packed":
+            x = self.input("x", self.dims("B", "S", 3 * self.H * self.D), self.dtype)
+            shape = self.ints(0, 0, 3, self.H, self.D)
+            parts = self.op("Transpose", self.op("Reshape", x, shape), perm=[2, 0, 3, 1, 4])
+            return [self.op("Gather", parts, self.const(at, np.int64), axis=0) for at in range(3)]
+        if layout == "windows":
+            shapes = [("S", self.D), ("T", self.D), ("T", self.Dv)]
+            return [
+                self.input(name, self.dims("B", self.W, self.H, *shape), self.dtype)
+                for name, shape in zip("qkv", shapes, strict=True)
+            ]
+        given = (("q", "S", self.H, self.D), ("k", "T", self.Hkv, self.D), ("v", "T", self.Hkv, self.Dv))
+        result = []
+        for name, length, heads, depth in given:
+            x = self.input(name, self.dims("B", length, heads * depth), self.dtype)
+            y = self.op("Reshape", x, self.heads_shape(x, heads, depth))
+            if layout != "length first":
+                y = self.op("Transpose", y, perm=[0, 2, 1, 3])
+            if layout == "flat":
+                y = (
+                    self.op("Reshape", y, self.ints(-1, {"S": self.S, "T": self.T}[length], depth))
+                    if (self.spelling.sizes == "fixed")
+                    else self.op("Reshape", y, self.flat_shape(y, depth))
+                )
+            result.append(y)
+        return result
+
+    def flat_shape(self, y, depth):
+        return self.op("Concat", self.ints(-1), self.size_of(y, 2), self.ints(depth), axis=0)
+
+    def repeated(self, value):
+        """Heads of K or V, repeated for the heads of Q."""
+        way, group = self.spelling.grouping, self.H // self.Hkv
+        at = 2 if self.spelling.layout == "length first" else 1
+        if group == 1:
+            return value
+        if way == "one head" and self.spelling.matmul == "matmul" and at == 1:
+            return value
+        depth = self.Dv if value.startswith("v") else self.D
+        if way == "tile":  # each head in place: Unsqueeze, Tile, Reshape
+            wide = self.op("Unsqueeze", value, self.ints(at + 1))
+            wide = self.op("Tile", wide, self.ints(*(group if axis == at + 1 else 1 for axis in range(5))))
+        elif way in ("expand", "interleave"):
+            wide = self.op("Unsqueeze", value, self.ints(at + 1))
+            wide = self.op("Expand", wide, self.ints(*(group if axis == at + 1 else 1 for axis in range(5))))
+        else:
+            return self.op("Expand", value, self.ints(*(self.H if axis == at else 1 for axis in range(4))))
+        del depth
+        if at == 1:
+            return (
+                self.op(
+                    "Reshape",
+                    wide,
+                    self.op(
+                        "Concat",
+                        self.size_of(value, 0),
+                        self.ints(
+                            self.H,
+                        ),
+                        self.size_of(value, 2),
+                        self.size_of(value, 3),
+                        axis=0,
+                    ),
+                )
+                if (way == "interleave")
+                else self.op("Reshape", wide, self.ints(0, self.H, -1, self.depth_of(value)))
+            )
+        return self.op("Reshape", wide, self.ints(0, -1, self.H, self.depth_of(value)))
+
+    def depth_of(self, value):
+        return self._depths[value]
+
+    # -- the formula -----------------------------------------------------------------------------------
+
+    def build(self) -> onnx.ModelProto:
+        """The model."""
+        told = self.spelling
+        q, k, v = self.operands()
+        self._depths = {q: self.D, k: self.D, v: self.Dv}
+        k, v = self.repeated(k), self.repeated(v)
+        if told.casts == "wide operands":
+            q, k = (self.op("Cast", each, to=FLOAT) for each in (q, k))
+        self.wide = FLOAT if told.casts == "wide operands" else self.dtype
+        q, k = self.scaled_operands(q, k)
+        scores = self.scaled(self.product(q, k))
+        if told.extra == "softcap":
+            capped = self.op("Tanh", self.op("Div", scores, self.number(5.0, self.wide)))
+            scores = self.op("Mul", capped, self.number(5.0, self.wide))
+        if told.casts == "wide scores":
+            self.wide = FLOAT
+            scores = self.op("Cast", scores, to=FLOAT)
+        if told.refused == "int scores":
+            scores = self.cast(scores, TensorProto.INT32, self.wide)
+        elif told.refused == "relu":
+            scores = self.op("Relu", scores)
+        scores = self.masked(scores)
+        weights = self.normalised(scores)
+        if told.refused == "talking heads" and told.layout in ("heads first", "length first", "packed"):
+            mix = self.number(np.random.default_rng(1).standard_normal((self.H, self.H)))
+            last = self.op("MatMul", self.op("Transpose", weights, perm=[0, 2, 3, 1]), mix)
+            weights = self.op("Transpose", last, perm=[0, 3, 1, 2])
+        elif told.refused == "talking heads":
+            weights = self.op("Sigmoid", weights)
+        y = self.with_values(weights, v)
+        if told.refused == "weights used":
+            y = self.op("Add", y, self.op("ReduceMax", weights, keepdims=1))
+            y = self.op("Reshape", y, self.ints(*self.rank_one(y))) if told.layout == "none" else y
+        return self.finished(y)
+
+    def rank_one(self, y):
+        return (0, 0, 0, -1)
+
+    def scaled_operands(self, q, k):
+        scale, factor = self.spelling.scale, self.D**-0.5
+        if scale == "query":
+            q = self.op("Mul", q, self.number(factor, self.wide))
+        elif scale == "key":
+            k = self.op("Mul", self.number(factor, self.wide), k)
+        elif scale in ("both", "root"):
+            q = self.op("Mul", q, self.number(factor**0.5, self.wide))
+            k = self.op("Div", k, self.number(factor**-0.5, self.wide))
+        return q, k
+
+    def scaled(self, scores):
+        scale = self.spelling.scale
+        if scale == "after":
+            return self.op("Mul", scores, self.number(self.D**-0.5, self.wide))
+        if scale == "divided":
+            return self.op("Div", scores, self.number(self.D**0.5, self.wide))
+        if scale == "per head" and self.spelling.layout != "flat":
+            rank = 5 if self.spelling.layout == "windows" else 4
+            factors = np.linspace(0.2, 0.5, self.H).reshape((1,) * (rank - 3) + (self.H, 1, 1))
+            return self.op("Mul", scores, self.number(factors, self.wide))
+        return scores
+
+    def product(self, q, k):
+        layout, einsum = self.spelling.layout, self.spelling.matmul == "einsum"
+        if layout == "length first":
+            if einsum:
+                return self.op("Einsum", q, k, equation="bshd,bthd->bhst")
+            q = self.op("Transpose", q, perm=[0, 2, 1, 3])
+            return self.op("MatMul", q, self.op("Transpose", k, perm=[0, 2, 3, 1]))
+        if layout == "flat":
+            if einsum:
+                return self.op("Einsum", q, k, equation="bsd,btd->bst")
+            return self.op("MatMul", q, self.op("Transpose", k, perm=[0, 2, 1]))
+        if layout == "windows":
+            if einsum:
+                return self.op("Einsum", q, k, equation="bwhsd,bwhtd->bwhst")
+            return self.op("MatMul", q, self.op("Transpose", k, perm=[0, 1, 2, 4, 3]))
+        if einsum:
+            return self.op("Einsum", q, k, equation="bhsd,bhtd->bhst")
+        return self.op("MatMul", q, self.op("Transpose", k, perm=[0, 1, 3, 2]))
+
+    def with_values(self, weights, v):
+        layout, einsum = self.spelling.layout, self.spelling.matmul == "einsum"
+        if layout == "length first":
+            if einsum:
+                return self.op("Einsum", weights, v, equation="bhst,bthd->bshd")
+            y = self.op("MatMul", weights, self.op("Transpose", v, perm=[0, 2, 1, 3]))
+            return self.op("Transpose", y, perm=[0, 2, 1, 3])
+        if einsum:
+            letters = {"flat": "b", "windows": "bwh"}.get(layout, "bh")
+            return self.op("Einsum", weights, v, equation=f"{letters}st,{letters}td->{letters}sd")
+        return self.op("MatMul", weights, v)
+
+    # -- masks -------------------------------------------------------------------------------------------
+
+    def mask_input(self, name, *sizes, dtype=BOOL):
+        """A mask in front of whose axes there may be windows; flat scores broadcast over their batch."""
+        if self.spelling.layout == "flat":
+            sizes = sizes[-2:]
+        elif self.spelling.layout == "windows":
+            sizes = (sizes[0], 1, *sizes[1:])
+        return self.input(name, self.dims(*sizes), dtype)
+
+    def triangle(self):
+        """True where the key is not after the query, `[S, S]`."""
+        if self.spelling.sizes == "fixed":
+            return self.const(np.tri(self.S, dtype=bool), bool)
+        first = next(iter(self.inputs))
+        axis = 3 if self.spelling.layout == "windows" else 1
+        end = self.op("Squeeze", self.size_of(first, axis), self.ints(0))
+        row = self.op("Range", self.const(0, np.int64), end, self.const(1, np.int64))
+        return self.op("GreaterOrEqual", self.op("Unsqueeze", row, self.ints(1)), row)
+
+    def trilu(self):
+        if self.spelling.sizes == "fixed":
+            ones = self.const(np.ones((self.S, self.S)), np.float32)
+        else:
+            first = next(iter(self.inputs))
+            size = self.size_of(first, 3 if self.spelling.layout == "windows" else 1)
+            one = helper.make_tensor("value", FLOAT, [1], [1.0])
+            ones = self.op("ConstantOfShape", self.op("Concat", size, size, axis=0), value=one)
+        return self.op("Cast", self.op("Trilu", ones, upper=0), to=BOOL)
+
+    def masked(self, scores):
+        kind, wide = self.spelling.mask, self.wide
+        lowest, fill = LOWEST[wide], -1e4 if wide == HALF else -1e9
+        infinite = -np.inf
+
+        def add(mask):
+            return self.op("Add", scores, mask)
+
+        def number(value):
+            return self.number(value, wide)
+
+        def put(shown, inner, value):
+            return self.op("Where", shown, inner, number(value))
+
+        if self.spelling.refused == "weak fill":
+            return put(self.mask_input("m", "B", 1, "S", "T"), scores, -3.0)
+        if kind == "none":
+            return scores
+        if kind.startswith("bool"):
+            value = {
+                "bool -inf": infinite,
+                "bool fill": fill,
+                "bool lowest": lowest,
+                "bool half fill": -65504.0,
+            }
+            return put(self.mask_input("m", "B", 1, "S", "T"), scores, value[kind])
+        if kind == "added input":
+            return add(self.mask_input("bias", "B", 1, "S", "T", dtype=wide))
+        if kind.startswith("added where"):
+            value = infinite if kind.endswith("inf") else lowest
+            return add(put(self.mask_input("m", "B", 1, "S", "T"), number(0.0), value))
+        if kind == "padding":
+            return put(self.mask_input("m", "B", 1, 1, "T"), scores, fill)
+        if kind == "padding added":
+            keys = self.op("Cast", self.mask_input("m", "B", 1, 1, "T", dtype=INT64), to=wide)
+            return add(self.op("Mul", self.op("Sub", number(1.0), keys), number(lowest)))
+        if kind == "causal constant":
+            return add(put(self.triangle(), number(0.0), infinite))
+        if kind == "causal fill":
+            return put(self.triangle(), scores, fill)
+        if kind in ("causal trilu", "causal range"):
+            return put(self.trilu() if kind.endswith("trilu") else self.triangle(), scores, infinite)
+        if kind == "causal added":
+            return add(put(self.triangle(), number(0.0), lowest))
+        if kind == "causal and padding":
+            shown = self.op("And", self.triangle(), self.mask_input("m", "B", 1, 1, "T"))
+            return put(shown, scores, lowest)
+        if kind == "two fills":
+            inner = put(self.mask_input("m", "B", 1, 1, "T"), scores, lowest)
+            return put(self.triangle(), inner, fill)
+        if kind == "alibi":
+            return add(self.alibi())
+        bias = self.bias()
+        if kind == "bias":
+            return add(bias)
+        return put(self.mask_input("m", "B", 1, "S", "T"), add(bias), fill)
+
+    def bias(self):
+        """A learned bias of every head; over flat scores of every pair only."""
+        heads = () if self.spelling.layout == "flat" else (self.H,)
+        if self.spelling.sizes == "fixed":
+            numbers = np.random.default_rng(3).standard_normal((*heads, self.S, self.T))
+            return self.number(numbers, self.wide)
+        return self.input("bias", self.dims(*heads, "S", "T"), self.wide)
+
+    def alibi(self):
+        """The distance of query and key times a slope of the head."""
+        if self.spelling.sizes == "fixed":
+            far = self.const(np.arange(self.T)[None] - np.arange(self.S)[:, None], np.int64)
+        else:
+            first = next(iter(self.inputs))
+            end = self.op(
+                "Squeeze", self.size_of(first, 3 if self.spelling.layout == "windows" else 1), self.ints(0)
+            )
+            row = self.op("Range", self.const(0, np.int64), end, self.const(1, np.int64))
+            far = self.op("Sub", row, self.op("Unsqueeze", row, self.ints(1)))
+        slopes = 0.5 if self.spelling.layout == "flat" else (2.0 ** -np.arange(self.H))[:, None, None]
+        return self.op("Mul", self.op("Cast", far, to=self.wide), self.number(slopes, self.wide))
+
+    # -- from the scores to the weights -------------------------------------------------------------------
+
+    def normalised(self, scores):
+        told, rank = self.spelling, {"flat": 3, "windows": 5}.get(self.spelling.layout, 4)
+        shape, wide = scores, self.wide
+        if told.casts == "wide softmax":
+            wide = DOUBLE if wide == FLOAT else FLOAT
+            scores = self.op("Cast", scores, to=wide)
+        axis = -2 if told.refused == "over queries" else -1
+        if told.between == "flat softmax" and rank > 3:
+            size = self.op(
+                "Concat", self.ints(-1), self.size_of(shape, rank - 2), self.size_of(shape, rank - 1), axis=0
+            )
+            scores = self.op("Reshape", scores, size)
+        elif told.between == "transposed" and axis == -1:
+            scores, axis = self.op("Transpose", scores, perm=[*range(rank - 2), rank - 1, rank - 2]), -2
+        if told.softmax == "softmax":
+            weights = self.op("Softmax", scores, axis=axis)
+        else:
+            top = self.op("ReduceMax", scores, self.ints(axis), keepdims=1)
+            weights = self.op("Exp", self.op("Sub", scores, top))
+            weights = self.op("Div", weights, self.op("ReduceSum", weights, self.ints(axis), keepdims=1))
+        if told.extra == "guard":
+            weights = self.op("Where", self.op("IsNaN", weights), self.number(0.0, wide), weights)
+        if told.between == "flat softmax" and rank > 3:
+            weights = self.op("Reshape", weights, self.op("Shape", shape))
+        elif told.between == "transposed" and told.refused != "over queries":
+            weights = self.op("Transpose", weights, perm=[*range(rank - 2), rank - 1, rank - 2])
+        elif told.between == "flat weights" and rank == 4:
+            flat = self.op(
+                "Reshape",
+                weights,
+                self.op("Concat", self.ints(-1), self.size_of(shape, 2), self.size_of(shape, 3), axis=0),
+            )
+            weights = self.op("Reshape", flat, self.op("Shape", shape))
+        if wide != self.dtype:
+            weights = self.op("Cast", weights, to=self.dtype)
+        if told.extra == "dropout":
+            weights = self.op("Dropout", weights)
+        return weights
+
+    def finished(self, y) -> onnx.ModelProto:
+        named = self.op("Identity", y)
+        rank = {"flat": 3, "windows": 5}.get(self.spelling.layout, 4)
+        graph = helper.make_graph(
+            self.nodes,
+            "g",
+            [helper.make_tensor_value_info(name, *about) for name, about in self.inputs.items()],
+            [helper.make_tensor_value_info(named, self.dtype, [None] * rank)],
+            self.constants,
+        )
+        made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+        onnx.checker.check_model(made)
+        return made
+
+    # -- inputs --------------------------------------------------------------------------------------------
+
+    def feeds(self, seed: int):
+        """Numbers for every input: the sizes of the graph, or others where they vary; some queries masked."""
+        random = np.random.default_rng(seed)
+        sizes = {"B": self.B, "S": self.S, "T": self.T}
+        if self.spelling.sizes != "fixed" and seed % 2:
+            sizes = {"B": 3, "S": 7, "T": 7 if self.T == self.S else 5}
+        order = {"q": "BSd", "k": "BTd", "v": "BTd", "x": "BSd", "m": "B11T", "bias": "11ST"}
+        feeds = {}
+        for name, (dtype, shape) in self.inputs.items():
+            letters = list(order.get(name, ""))
+            known = [each if isinstance(each, int) else sizes[each] if each else None for each in shape]
+            if None in known:
+                tail = {"q": ("S", 0), "k": ("T", 0), "v": ("T", 0), "x": ("S", 0)}.get(name, ("S", "T"))
+                for at, letter in zip((-2, -1), tail, strict=True):
+                    if known[at] is None:
+                        known[at] = sizes[letter]
+                if known[0] is None:
+                    known[0] = sizes["B"]
+            del letters
+            if dtype == BOOL:
+                feeds[name] = random.random(known) < 0.7
+                if seed % 3 == 1:
+                    feeds[name][..., 0, :] = False
+                else:
+                    feeds[name][..., 0] = True
+            elif dtype == INT64:
+                feeds[name] = (random.random(known) < 0.7).astype(np.int64)
+                feeds[name][..., -1] = 1
+            else:
+                feeds[name] = random.standard_normal(known).astype(NUMPY[dtype])
+        return feeds
