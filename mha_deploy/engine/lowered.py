@@ -29,7 +29,7 @@ from mha_deploy.graph.rules import (
 from mha_deploy.runtime.tensorrt.kernels import (
     ATTENTION,
     FLOATING,
-    PRODUCT,
+    MATMUL,
     UNKNOWN,
     EngineTensor,
     Kernel,
@@ -205,7 +205,7 @@ def _refuse_without_attention(model: ir.Model, *, hint: str) -> None:
 
 # -- The plugin library in an engine: its layers, and its record in the manifest -------------------
 
-_CARRIES = {OP_TYPE: ATTENTION, LINEAR: PRODUCT}
+_CARRIES = {OP_TYPE: ATTENTION, LINEAR: MATMUL}
 
 
 def with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:

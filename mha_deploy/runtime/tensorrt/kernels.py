@@ -12,12 +12,12 @@ from typing import Any
 
 from mha_deploy.runtime.tensorrt.versions import EngineError
 
-# -- The kernels of an engine, in one form whichever TensorRT tells of them ------------------------
+# -- The kernels of an engine, in one form for all versions of TensorRT ----------------------------
 
 UNKNOWN = "?"
-ATTENTION, PRODUCT = "attention", "matmul"
+ATTENTION, MATMUL = "attention", "matmul"
 
-# Every spelling of a type: enum names, the inspector's prose, the plan's own words.
+# Every spelling of a type: enum names, the inspector's text, the plan's own names.
 _DTYPES = (
     ("bf16", r"bfloat16|bf16|\bb16\b"),
     ("fp16", r"\bhalf\b|fp16|float16"),
@@ -37,7 +37,7 @@ _DTYPE_PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pat
 FLOATING = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 
 # Kernel names are TensorRT's own, but layer names are made from the graph's: a node called `mha` must not
-# pass for a fused kernel. So the wide pattern reads only tactics, and the narrow one only what Myelin names.
+# pass for a fused kernel. So the wide pattern reads only tactics, and the narrow one only Myelin's names.
 _FUSED_TACTIC = re.compile(
     r"(?<![a-z])mha(?![a-z])|mha\d|fmha|flash_?(attn|attention|fwd)|sdpa", re.IGNORECASE
 )
@@ -46,7 +46,7 @@ _GENERATED = ("kgen", "")
 _GEMM = re.compile(r"gemm|gemv|matrix_?multiply|fully_?connected", re.IGNORECASE)
 _CONVOLUTION = re.compile(r"convolution|correlation|corrltn", re.IGNORECASE)
 _CONVOLUTION_TACTIC = re.compile(r"fprop|winograd", re.IGNORECASE)
-_GENERATED_PRODUCT = re.compile(r"^__(myl_\w*?)?(fc|corr)", re.IGNORECASE)
+_GENERATED_MATMUL = re.compile(r"^__(myl_\w*?)?(fc|corr)", re.IGNORECASE)
 _SOFTMAX = re.compile(r"[Ss]oft_?[Mm]ax|Maxr?\w*Sub\w*Exp|ExpSum")
 _PLUGIN = re.compile(r"plugin|custom_layer", re.IGNORECASE)
 _LAYER_PREFIX = re.compile(r"^shuffle_(?:output|input)_(?:\d+_)?")
@@ -60,8 +60,8 @@ class EngineTensor:
 
     Args:
         name: Its name in the engine.
-        dtype: Its type by the short name, `?` where it is not told.
-        format: Its layout in memory, in TensorRT's words.
+        dtype: Its type by the short name, `?` where it is not reported.
+        format: Its layout in memory, as TensorRT names it.
         shape: Its sizes; -1 for a dynamic one.
     """
 
@@ -77,15 +77,15 @@ class Kernel:
 
     Args:
         name: Name of the layer in the engine.
-        layer_type: What kind of layer it is, in TensorRT's words.
+        layer_type: The kind of layer, as TensorRT names it.
         tactic: Name of the kernel that was chosen.
         onnx_nodes: Names of the ONNX nodes it computes.
         inputs: Tensors it reads.
         outputs: Tensors it writes.
         constants: Weights it reads.
         profile: Optimisation profile it belongs to.
-        source: Who tells of it: `log`, `plan`, `inspector` or `profile`.
-        carries: What a plugin layer computes, where the graph says so: `attention` or `matmul`.
+        source: Where it is reported: `log`, `plan`, `inspector` or `profile`.
+        carries: What a layer of the plugin library computes: `attention` or `matmul`.
     """
 
     name: str
@@ -101,12 +101,12 @@ class Kernel:
 
     @property
     def is_plugin(self) -> bool:
-        """Whether it is somebody's own layer."""
+        """Whether it is a plugin layer."""
         return bool(_PLUGIN.search(self.layer_type))
 
     @cached_property
     def is_fused_attention(self) -> bool:
-        """Whether it computes a whole attention: scores, softmax and weighted sum."""
+        """Whether it computes a whole attention: both matmuls and the softmax."""
         if self.carries == ATTENTION or _FUSED_TACTIC.search(self.tactic):
             return True
         return self.layer_type in _GENERATED and bool(_FUSED_NAME.match(self.name))
@@ -115,7 +115,7 @@ class Kernel:
     def is_gemm(self) -> bool:
         """Whether it is a plain matmul."""
         return not self.is_fused_attention and bool(
-            self.carries == PRODUCT or _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
+            self.carries == MATMUL or _GEMM.search(self.layer_type) or _GEMM.search(self.tactic)
         )
 
     @cached_property
@@ -129,7 +129,7 @@ class Kernel:
     def is_heavy(self) -> bool:
         """Whether it does the work an engine is built for: matmuls, attention, or a hidden region."""
         generated = self.layer_type not in ("", "kgen") or self.name.startswith("__")
-        matmul = self.is_gemm or (generated and bool(_GENERATED_PRODUCT.search(self.name)))
+        matmul = self.is_gemm or (generated and bool(_GENERATED_MATMUL.search(self.name)))
         return matmul or self.is_convolution or self.is_fused_attention or self.is_opaque
 
     @cached_property
@@ -142,12 +142,12 @@ class Kernel:
 
     @cached_property
     def is_opaque(self) -> bool:
-        """Whether it stands for a whole region whose kernels are not told (8.6)."""
+        """Whether it is a whole region whose kernels are not reported (8.6)."""
         return self.layer_type == "Myelin" or self.name.startswith("{ForeignNode[")
 
     @property
     def label(self) -> str:
-        """What to call it: the kernel where one is named, else the layer."""
+        """Its name in messages: the kernel where it is fused attention, else the layer."""
         if self.carries:
             return f"{self.name} (plugin)"
         return self.tactic if self.is_fused_attention and self.tactic else self.name
@@ -159,7 +159,7 @@ class Kernel:
 
 
 def dtype_of(text: str) -> str:
-    """The short name of a type, found in whatever words TensorRT uses for it.
+    """The short name of a type, from any of TensorRT's spellings.
 
     Args:
         text: `Half`, `Row major linear FP16 format (kLINEAR)`, `float`, `N/A due to dynamic shapes`.
@@ -176,14 +176,11 @@ def dtype_of(text: str) -> str:
 def onnx_nodes_of(metadata: str) -> tuple[str, ...]:
     """The node names in a layer's metadata, `[ONNX Layer: a]` each; their separator differs by version."""
     names = re.findall(r"\[ONNX Layer: (.*?)\](?=\x1f|\x1e|\[ONNX Layer: |\s*$)", metadata)
-    return tuple(dict.fromkeys(names or _old_names(metadata)))
-
-
-def _old_names(metadata: str) -> list[str]:
-    """Version 8.6 joins the names of its own layers by `+`, each made from a node's name and what it does."""
-    parts = [part.strip() for part in metadata.split("+") if part.strip()]
-    bare = [_LAYER_SUFFIX.sub("", _LAYER_PREFIX.sub("", part)) for part in parts]
-    return [name for pair in zip(parts, bare, strict=True) for name in pair]
+    if not names:
+        # 8.6 joins the names of its own layers by `+`, each made from a node's name and what it does.
+        for part in filter(None, map(str.strip, metadata.split("+"))):
+            names += [part, _LAYER_SUFFIX.sub("", _LAYER_PREFIX.sub("", part))]
+    return tuple(dict.fromkeys(names))
 
 
 def profile_of(texts: Iterable[str]) -> int:
@@ -192,13 +189,8 @@ def profile_of(texts: Iterable[str]) -> int:
     return max(marks, default=0)
 
 
-def without_profile(name: str) -> str:
-    """A name as the graph has it, without the mark of its profile."""
-    return _PROFILE.sub("", name).strip()
-
-
 def kernels_from_profile(names: Iterable[str], *, profile: int = 0) -> list[Kernel]:
-    """Take the kernels that a profiler saw on the device in one run of the engine.
+    """The kernels that a profiler recorded on the device in one run of the engine.
 
     Args:
         names: Kernel names in launch order, once per launch.
@@ -207,7 +199,7 @@ def kernels_from_profile(names: Iterable[str], *, profile: int = 0) -> list[Kern
     return [Kernel(name=name, tactic=name, profile=profile, source="profile") for name in names]
 
 
-# -- Kernels from what TensorRT prints: the inspector's JSON, and the layer records of the buil ----
+# -- Kernels from the inspector's JSON and from the layer records of the builder's log -------------
 
 _REGION = re.compile(r"_myl(\d+)_\d+$")
 _RECORD = re.compile(r"Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), Inputs: \[(?P<rest>.*)$")
@@ -226,7 +218,7 @@ def kernels_from_inspector(text: str) -> list[Kernel]:
         text: The JSON.
 
     Returns:
-        One kernel per layer. A layer of which only the name is told has no more than its name.
+        One kernel per layer; it has only a name where no more is reported.
 
     Raises:
         EngineError: It is not such JSON.
@@ -236,9 +228,9 @@ def kernels_from_inspector(text: str) -> list[Kernel]:
         layers = json.loads(text, strict=False)["Layers"]
     except (ValueError, KeyError, TypeError) as cause:
         raise EngineError(
-            "This is not what TensorRT's engine inspector writes.",
+            "This is not the JSON of TensorRT's engine inspector.",
             got=text[:80],
-            hint="ask the inspector for LayerInformationFormat.JSON",
+            hint="use LayerInformationFormat.JSON",
         ) from cause
     return _with_profiles([_from_json(layer) for layer in layers])
 
@@ -293,10 +285,10 @@ def _json_tensors(layer: Mapping[str, Any], key: str) -> tuple[EngineTensor, ...
 
 
 def _nodes_in_name(name: str) -> tuple[str, ...]:
-    """Node names in a layer's name: `a + b`. A region's name tells only where it begins and ends."""
+    """Node names in a layer's name: `a + b`. A region's name has only its first and last node."""
     if name.startswith("{ForeignNode[") or _REGION.search(name):
         return ()
-    return tuple(without_profile(part) for part in name.split(" + "))
+    return tuple(_PROFILE.sub("", part).strip() for part in name.split(" + "))
 
 
 def _from_block(text: str) -> Iterator[Kernel]:
@@ -321,21 +313,20 @@ def _from_block(text: str) -> Iterator[Kernel]:
 
 
 def _line_tensors(text: str) -> tuple[EngineTensor, ...]:
-    return tuple(_line_tensor(body) for body in _BODY.findall(text))
-
-
-def _line_tensor(body: str) -> EngineTensor:
-    split = re.search(r"(?<!/)\bDatatype: (\w+)", body)
-    joined = re.search(r"Format/Datatype: (.*)$", body)
-    layout = re.search(r", Format: (.*)$", body) or joined
-    dims = re.search(r"Dimensions: \[([-\d,\s]*)\]", body)
-    told = split or joined
-    return EngineTensor(
-        name=re.split(r", (?:Location|Dimensions): ", body, maxsplit=1)[0],
-        dtype=dtype_of(told[1] if told else ""),
-        format=layout[1] if layout else "",
-        shape=_shape(dims[1] if dims else ""),
-    )
+    tensors = []
+    for body in _BODY.findall(text):
+        joined = re.search(r"Format/Datatype: (.*)$", body)
+        dtype = re.search(r"(?<!/)\bDatatype: (\w+)", body) or joined
+        layout = re.search(r", Format: (.*)$", body) or joined
+        dims = re.search(r"Dimensions: \[([-\d,\s]*)\]", body)
+        tensor = EngineTensor(
+            name=re.split(r", (?:Location|Dimensions): ", body, maxsplit=1)[0],
+            dtype=dtype_of(dtype[1] if dtype else ""),
+            format=layout[1] if layout else "",
+            shape=_shape(dims[1] if dims else ""),
+        )
+        tensors.append(tensor)
+    return tuple(tensors)
 
 
 def _from_old_lines(text: str) -> Iterator[Kernel]:
@@ -370,8 +361,8 @@ def _shape(text: str) -> tuple[int, ...]:
 def _with_profiles(kernels: list[Kernel]) -> list[Kernel]:
     """Give each kernel its profile.
 
-    A kernel of a Myelin region is named for the region, not for the profile, and an engine can have
-    several regions per profile. What the region reads carries the profile's mark, so the region decides.
+    A kernel of a Myelin region is named after the region, not the profile, and an engine can have several
+    regions per profile. The names of the region's inputs contain the profile, so the region decides.
     """
     regions: dict[str, list[str]] = defaultdict(list)
     for kernel in kernels:
@@ -385,7 +376,7 @@ def _region(kernel: Kernel) -> str:
     return match[1] if match else kernel.name
 
 
-# -- Kernels from the bytes of a plan: what an engine is, without a GPU and without its log --------
+# -- Kernels from the bytes of a plan, without a GPU and without a log -----------------------------
 
 _HEADER = b"header {\n"
 _MAIN = b"\nmain {\n"
@@ -402,7 +393,7 @@ _KERNEL = re.compile(r"\b(?:fqn|kernel)=(\S+)")
 _INPUTS = re.compile(r'\binput(?:_args)?=\{((?:\s*"[^"]*")*)\s*\}')
 _OUTPUTS = re.compile(r'\boutput(?:_args)?=\{((?:\s*"[^"]*")*)\s*\}')
 
-# The plan's word for a step, in the words of the layer records.
+# The plan's names of steps, as the layer records name them.
 _KINDS = {"function": "kgen", "fully_connected": "gemm"}
 
 
@@ -419,7 +410,7 @@ def kernels_from_plan(plan: bytes) -> list[Kernel]:
 
 
 def plan_targets(plan: bytes) -> tuple[str, ...]:
-    """The compute capabilities a plan was compiled for, as it says itself: `sm89`, `sm120`."""
+    """The compute capabilities that a plan was compiled for: `sm89`, `sm120`."""
     found = (re.search(r"accelerators=\{([^}]*)\}", program) for program in _programs(plan))
     return tuple(dict.fromkeys(name for match in found if match for name in match[1].split()))
 
@@ -439,53 +430,35 @@ def _programs(plan: bytes) -> Iterator[str]:
 
 def _kernels(program: str) -> Iterator[Kernel]:
     head, _, main = program.partition(_MAIN.decode())
-    declared = _declared(head)
     profile = profile_of([program])
+    declared: dict[str, EngineTensor] = {}
+    constants = set()
+    for match in _TENSOR.finditer(head):
+        # A dynamic size is the quoted name of its variable.
+        shape = tuple(int(size) if size.isdigit() else -1 for size in match["dims"].split())
+        name = match["name"]
+        declared[name] = EngineTensor(name=name, dtype=dtype_of(match["dtype"]), shape=shape)
+        if _CONSTANT in match[0]:
+            constants.add(name)
+
+    def tensors(pattern: re.Pattern[str], line: str) -> list[EngineTensor]:
+        found = pattern.search(line)
+        names = re.findall(r'"([^"]*)"', found[1]) if found else ()
+        # A name that is not declared is a size that is computed on the way, not data.
+        return [declared[name] for name in names if name in declared]
+
     for line in main.split("\n"):
-        match = _STEP.match(line)
-        if match is not None:
-            yield _kernel(line, match, declared, profile)
-
-
-def _declared(head: str) -> dict[str, tuple[EngineTensor, bool]]:
-    """The tensors of a program by name, and whether each is a constant."""
-    return {
-        match["name"]: (
-            EngineTensor(
-                name=match["name"], dtype=dtype_of(match["dtype"]), shape=_shape_of_plan(match["dims"])
-            ),
-            _CONSTANT in match[0],
-        )
-        for match in _TENSOR.finditer(head)
-    }
-
-
-def _shape_of_plan(dims: str) -> tuple[int, ...]:
-    # A dynamic size is the quoted name of the variable that holds it.
-    return tuple(int(size) if size.isdigit() else -1 for size in dims.split())
-
-
-def _kernel(
-    line: str, step: re.Match[str], declared: dict[str, tuple[EngineTensor, bool]], profile: int
-) -> Kernel:
-    layers = _LAYERS.search(line)
-    tactic = _KERNEL.search(line)
-    # A name that is not declared is a size that is computed on the way, not data.
-    read = [declared[name] for name in _names(_INPUTS, line) if name in declared]
-    written = [declared[name] for name in _names(_OUTPUTS, line) if name in declared]
-    return Kernel(
-        name=step["quoted"] or step["bare"] or "",
-        layer_type=_KINDS.get(step["kind"], step["kind"]),
-        tactic=tactic[1] if tactic else "",
-        onnx_nodes=onnx_nodes_of(layers[1] if layers else ""),
-        inputs=tuple(tensor for tensor, constant in read if not constant),
-        constants=tuple(tensor for tensor, constant in read if constant),
-        outputs=tuple(tensor for tensor, _ in written),
-        profile=profile,
-        source="plan",
-    )
-
-
-def _names(pattern: re.Pattern[str], line: str) -> list[str]:
-    match = pattern.search(line)
-    return re.findall(r'"([^"]*)"', match[1]) if match else []
+        step, layers, tactic = _STEP.match(line), _LAYERS.search(line), _KERNEL.search(line)
+        if step is not None:
+            read = tensors(_INPUTS, line)
+            yield Kernel(
+                name=step["quoted"] or step["bare"] or "",
+                layer_type=_KINDS.get(step["kind"], step["kind"]),
+                tactic=tactic[1] if tactic else "",
+                onnx_nodes=onnx_nodes_of(layers[1] if layers else ""),
+                inputs=tuple(tensor for tensor in read if tensor.name not in constants),
+                constants=tuple(tensor for tensor in read if tensor.name in constants),
+                outputs=tuple(tensors(_OUTPUTS, line)),
+                profile=profile,
+                source="plan",
+            )

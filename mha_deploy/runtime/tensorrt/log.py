@@ -1,4 +1,4 @@
-"""What TensorRT logs: collected, and linked to the nodes of the ONNX file."""
+"""The messages of TensorRT, linked to the nodes of the ONNX file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mha_deploy.runtime.child import is_child
 from mha_deploy.runtime.tensorrt.kernels import dtype_of
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
-# -- What TensorRT says while it works: one logger per process, its messages kept and linked to ----
+# -- One logger per process, whose messages are collected ------------------------------------------
 
 ERRORS = ("INTERNAL_ERROR", "ERROR")
 
-# What a machine without a driver adds to every error: true, and no part of the reason.
+# On a machine without a driver every error has these besides; they are not the reason.
 _NOISE = ("catchCudaError", "cudaError 35")
 
 _loggers: dict[str, Any] = {}
@@ -36,8 +36,8 @@ class Message:
 
     Args:
         severity: `INTERNAL_ERROR`, `ERROR`, `WARNING`, `INFO` or `VERBOSE`.
-        text: What was said.
-        nodes: Names of the ONNX nodes it speaks of.
+        text: The message.
+        nodes: Names of the ONNX nodes in it.
     """
 
     severity: str
@@ -47,16 +47,10 @@ class Message:
 
 @contextmanager
 def collect(rt: TensorRT) -> Iterator[list[Message]]:
-    """Keep the messages of one build.
+    """Collect the messages of one build in the list that it yields.
 
-    A second thread waits: all builds of a process speak through one logger, and their messages
-    could not be told apart.
-
-    Args:
-        rt: The TensorRT that will speak.
-
-    Yields:
-        The list the messages are added to, as they come.
+    A second thread waits: all builds of a process share one logger, and their messages could not be
+    distinguished.
     """
     with _one_build_at_a_time:
         logger_for(rt)
@@ -70,27 +64,12 @@ def collect(rt: TensorRT) -> Iterator[list[Message]]:
 
 
 def logger_for(rt: TensorRT) -> Any:
-    """The process's logger of this TensorRT, as its `Builder` and `Runtime` want it."""
-    key = rt.module.__name__
-    if key not in _loggers:
-        _loggers[key] = _make_logger(rt.module)
-    return _loggers[key]
+    """The process's logger of this TensorRT, for its `Builder` and `Runtime`."""
+    trt = rt.module
+    if trt.__name__ in _loggers:
+        return _loggers[trt.__name__]
 
-
-def errors(messages: Iterable[Message]) -> list[Message]:
-    """The errors, without what only says that there is no GPU; all of them if nothing else is left."""
-    found = [message for message in messages if message.severity in ERRORS]
-    told = [message for message in found if not any(noise in message.text for noise in _NOISE)]
-    return told or found
-
-
-def warnings(messages: Iterable[Message]) -> list[Message]:
-    """The warnings."""
-    return [message for message in messages if message.severity == "WARNING"]
-
-
-def _make_logger(trt: Any) -> Any:
-    class Collector(trt.ILogger):  # type: ignore[misc]
+    class Collector(trt.ILogger):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
@@ -99,27 +78,38 @@ def _make_logger(trt: Any) -> Any:
             message = Message(severity=getattr(severity, "name", str(severity)), text=str(text))
             for sink in tuple(_sinks):
                 sink.append(message)
-            if is_child():  # should it crash, its parent finds here where it was
+            if is_child():  # after a crash, its parent reads here where it was
                 os.write(2, f"{message.severity}: {message.text}\n".encode(errors="replace"))
 
-    return Collector()
+    return _loggers.setdefault(trt.__name__, Collector())
 
 
-# -- The names TensorRT uses for the nodes of an ONNX file, to link what it says to where it is ----
+def errors(messages: Iterable[Message]) -> list[Message]:
+    """The errors, without those that only report a missing GPU; all of them if no other is left."""
+    found = [message for message in messages if message.severity in ERRORS]
+    return [message for message in found if not any(noise in message.text for noise in _NOISE)] or found
+
+
+def warnings(messages: Iterable[Message]) -> list[Message]:
+    """The warnings."""
+    return [message for message in messages if message.severity == "WARNING"]
+
+
+# -- TensorRT's names for the nodes of an ONNX file ------------------------------------------------
 
 _SEPARATORS = re.compile(r"[\s\[\]{}()\"',;=]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeNames:
-    """The nodes of a graph by the names TensorRT gives them.
+    """The nodes of a graph by TensorRT's names for them.
 
     Args:
         names: Name of each node, in file order.
         operators: Operator of each node, in file order.
         readers: For each tensor, the nodes that read it.
-        axes: For each dimension that has a name, an input of the graph and its place there.
-        has_external_data: Whether weights lie in another file.
+        axes: For each named dimension, an input of the graph and its place there.
+        has_external_data: Whether weights are in another file.
     """
 
     names: tuple[str, ...]
@@ -139,7 +129,7 @@ class NodeNames:
         return tuple(name for name, operator in pairs if operator.endswith("Attention"))
 
     def mentioned(self, text: str) -> tuple[str, ...]:
-        """The nodes a message speaks of, by name or by a tensor they read."""
+        """The nodes in a message, by name or by a tensor they read."""
         words = [word.strip(".:") for word in _SEPARATORS.split(text)]
         known = set(self.names)
         found = [word for word in words if word in known]
@@ -148,7 +138,7 @@ class NodeNames:
         return tuple(dict.fromkeys(found))
 
     def link(self, messages: Iterable[Message]) -> list[Message]:
-        """The messages with the nodes they speak of."""
+        """The messages with their nodes."""
         return [replace(message, nodes=self.mentioned(message.text)) for message in messages]
 
 
@@ -166,7 +156,8 @@ def read_names(source: bytes | str | Path) -> NodeNames:
     if not nodes:
         # TensorRT's parser accepts zero bytes as a valid, empty model.
         raise EngineError("The ONNX model has no nodes.", got=_describe(source), hint="export it again")
-    names = [trt_name(node) for node in nodes]
+    # The parser names a node without a name for its first output.
+    names = [node.name or f"node_of_{node.output[0]}" for node in nodes]
     readers: dict[str, list[str]] = {}
     for name, node in zip(names, nodes, strict=True):
         for tensor in filter(None, node.input):
@@ -175,18 +166,16 @@ def read_names(source: bytes | str | Path) -> NodeNames:
         names=tuple(names),
         operators=tuple(node.op_type for node in nodes),
         readers={tensor: tuple(dict.fromkeys(users)) for tensor, users in readers.items()},
-        axes=_axes(model.graph),
-        has_external_data=_has_external_data(model),
+        axes={
+            dim.dim_param: (value.name, place)
+            for value in model.graph.input
+            for place, dim in enumerate(value.type.tensor_type.shape.dim)
+            if dim.dim_param
+        },
+        has_external_data=any(
+            weight.data_location == onnx.TensorProto.EXTERNAL for weight in model.graph.initializer
+        ),
     )
-
-
-def _axes(graph: onnx.GraphProto) -> dict[str, tuple[str, int]]:
-    return {
-        dim.dim_param: (value.name, place)
-        for value in graph.input
-        for place, dim in enumerate(value.type.tensor_type.shape.dim)
-        if dim.dim_param
-    }
 
 
 def tensor_types(source: bytes | str | Path) -> dict[str, str]:
@@ -200,11 +189,6 @@ def tensor_types(source: bytes | str | Path) -> dict[str, str]:
     }
 
 
-def trt_name(node: onnx.NodeProto) -> str:
-    """The name TensorRT's parser knows a node by: its own, or one made from its first output."""
-    return node.name or f"node_of_{node.output[0]}"
-
-
 def members(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Find the nodes that an attention node was lowered to, by their common prefix.
 
@@ -213,22 +197,17 @@ def members(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[s
         attention: Names of the attention nodes of the canonical graph.
 
     Returns:
-        For each attention node, itself if it is still there, and every node named `<attention>/...`; a node
-        that two names fit belongs to the longer one.
+        For each attention node, itself if it still exists, and every node named `<attention>/...`; a node
+        that matches two names belongs to the longer one.
     """
     found: dict[str, list[str]] = {node: [] for node in attention}
     for name in names:
-        owner = next((prefix for prefix in _prefixes(name) if prefix in found), None)
-        if owner is not None:
-            found[owner].append(name)
+        prefix = name
+        while prefix and prefix not in found:
+            prefix = prefix.rpartition("/")[0]
+        if prefix:
+            found[prefix].append(name)
     return {node: tuple(parts) for node, parts in found.items()}
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """A name, and what stands before each of its slashes, the longest first."""
-    while name:
-        yield name
-        name = name.rpartition("/")[0]
 
 
 def _load(source: bytes | str | Path) -> onnx.ModelProto:
@@ -246,8 +225,3 @@ def _load(source: bytes | str | Path) -> onnx.ModelProto:
 
 def _describe(source: bytes | str | Path) -> str:
     return f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
-
-
-def _has_external_data(model: onnx.ModelProto) -> bool:
-    external = onnx.TensorProto.EXTERNAL
-    return any(weight.data_location == external for weight in model.graph.initializer)
