@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-# -- Numbers as a reader wants them ----------------------------------------------------------------
+# -- Numbers ---------------------------------------------------------------------------------------
 
 NOTHING = "–"
 
@@ -35,7 +35,7 @@ def error(value: float | None) -> str:
 
 
 def tick(value: float) -> str:
-    """The number of a tick: as few digits as it has."""
+    """The label of an axis tick."""
     return f"{value:,.0f}" if value >= 1e3 else f"{value:.6g}" if value >= 1e-3 else short(value)
 
 
@@ -67,7 +67,7 @@ def size(count: int | None) -> str:
 
 
 def grouped(value: int | None) -> str:
-    """A whole number with its thousands set apart."""
+    """A whole number with separated thousands."""
     return NOTHING if value is None else f"{value:,}"
 
 
@@ -82,12 +82,12 @@ def sizes_product(sizes: Mapping[str, int]) -> str:
 
 
 def point_name(case: str, sizes: Mapping[str, int]) -> str:
-    """The name of a case; nothing where it only repeats the sizes."""
+    """The name of a case; empty where it only repeats the sizes."""
     return "" if re.findall(r"\d+", case) == [str(value) for value in sizes.values()] else case
 
 
 def yes_no(value: bool) -> str:
-    """A word for a flag."""
+    """`yes` or `no`."""
     return "yes" if value else "no"
 
 
@@ -96,7 +96,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-# -- Say once what holds for many: the layers of a model differ in their numbers, and little el ----
+# -- Groups of equal lines: the layers of a model differ in little but their numbers ---------------
 
 Item = TypeVar("Item")
 
@@ -106,17 +106,17 @@ _KERNEL_ENDING = re.compile(r"0x[0-9a-fA-F]{8,}|_myl\d+_\d+")
 
 
 def without_numbers(text: str) -> str:
-    """A name or a sentence as it would be said of another layer."""
+    """A name or a sentence with every number replaced, to compare layers."""
     return _NUMBER.sub("#", text)
 
 
 def without_hash(kernel: str) -> str:
-    """The name of a kernel without what tells two of the same kind apart."""
+    """The name of a kernel without its hash or its place in a program."""
     return _KERNEL_ENDING.sub("…", kernel)
 
 
 def together(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
-    """Put items of one key together, in the order in which the keys are first met."""
+    """Group items by key, in the order of the first item of each key."""
     groups: dict[Hashable, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -124,5 +124,5 @@ def together(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[lis
 
 
 def named(names: Sequence[str], *, joint: str = " ") -> str:
-    """Names in a few words: the only one, or the first and how many more there are."""
+    """The only name, or the first and the number of others."""
     return names[0] if len(names) == 1 else f"{names[0]}{joint}and {len(names) - 1} more"

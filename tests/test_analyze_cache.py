@@ -41,19 +41,19 @@ def attention(spec, sizes, lengths=None):
 # -- by hand -----------------------------------------------------------------------------------
 
 
-def test_a_token_behind_a_growing_cache_by_hand():
+def test_a_token_behind_a_dynamic_cache_by_hand():
     """E=4, two query heads of 2 over one, five past tokens, B=1, two bytes an element."""
     projections, attending, output = layer_cost(make("growing"), {"B": 1, "S": 1, "P": 5}, 2).stages
-    # x (4) through 4x(4+2+2) with biases (40); q (4), and the new row of keys and values (4), go out
+    # x (4) through 4x(4+2+2) with biases (40); q (4), and the new entry of keys and values (4), go out
     assert (projections.parameters, projections.flops) == (40, 2 * 4 * 8)
     assert projections.bytes == 2 * (40 + 4 + 4 + 4)
-    # six keys, two heads, two matmuls of length 2; reads q (4) and six rows of k and v (24), writes 4
+    # six keys, two heads, two matmuls of length 2; reads q (4) and six entries of k and v (24), writes 4
     assert attending.flops == 6 * 2 * 2 * 2 * 2
     assert attending.bytes == 2 * (4 + 24 + 4)
     assert (output.flops, output.bytes) == (2 * 16, 2 * (20 + 4 + 4))
 
 
-def test_a_full_static_cache_costs_what_a_growing_one_of_its_length_does_and_its_lengths():
+def test_a_full_preallocated_cache_costs_a_dynamic_one_and_its_lengths():
     growing, static = make("growing"), make("static")
     for new in (1, 3, CAPACITY):
         one = attention(growing, {"B": 3, "S": new, "P": CAPACITY - new})
@@ -62,7 +62,7 @@ def test_a_full_static_cache_costs_what_a_growing_one_of_its_length_does_and_its
         assert other.bytes == one.bytes + 4 * 3
 
 
-def test_an_empty_growing_cache_costs_what_the_whole_sequence_does():
+def test_an_empty_dynamic_cache_costs_what_the_whole_sequence_does():
     for window in (None, 1, 3, 100):
         sizes = {"B": 2, "S": 9}
         whole, step = make(window=window), make("growing", window=window)
@@ -82,23 +82,23 @@ def test_only_new_tokens_are_projected_whatever_the_past():
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 40])
 @pytest.mark.parametrize("past", [0, 1, 4, 7, 30])
 @pytest.mark.parametrize("new", [1, 2, 6])
-def test_pairs_and_rows_are_what_the_queries_see(new, past, window):
-    seen = {
+def test_pairs_and_keys_are_those_that_the_queries_attend_to(new, past, window):
+    attended = {
         i: [k for k in range(past + i + 1) if window is None or k > past + i - window] for i in range(new)
     }
-    pairs, rows = sum(map(len, seen.values())), len({k for keys in seen.values() for k in keys})
+    pairs, keys_read = sum(map(len, attended.values())), len({k for keys in attended.values() for k in keys})
     stage = attention(make("growing", window=window), {"B": 3, "S": new, "P": past})
     assert stage.flops == 4 * 2 * 2 * 3 * pairs
-    assert stage.bytes == 2 * 3 * (2 * new * 4 + 2 * rows * 2)
+    assert stage.bytes == 2 * 3 * (2 * new * 4 + 2 * keys_read * 2)
 
 
-def test_ragged_lengths_add_up_row_by_row():
+def test_ragged_lengths_cost_the_sum_of_their_batch_elements():
     spec, sizes = make("static"), {"B": 3, "S": 2, "T": CAPACITY}
     lengths = (0, 5, 14)
-    rows = [attention(spec, {**sizes, "B": 1}, [length]) for length in lengths]
+    alone = [attention(spec, {**sizes, "B": 1}, [length]) for length in lengths]
     together = attention(spec, sizes, lengths)
-    assert together.flops == sum(row.flops for row in rows)
-    assert together.bytes == sum(row.bytes for row in rows)
+    assert together.flops == sum(each.flops for each in alone)
+    assert together.bytes == sum(each.bytes for each in alone)
     assert attention(spec, sizes, [14] * 3) == attention(spec, sizes), "full, unless the lengths are given"
 
 
@@ -114,7 +114,7 @@ def test_lengths_that_do_not_suit_the_cache_are_refused(cache, lengths):
 
 @pytest.mark.parametrize("cache", ["growing", "static"])
 def test_flops_are_what_the_layer_multiplies_for_one_token(cache):
-    """One query sees every key, so nothing that is multiplied is masked away."""
+    """One query attends to every key, so nothing is masked."""
     torch, counter = pytest.importorskip("torch"), pytest.importorskip("torch.utils.flop_counter")
     from mha_deploy.reference import build_module
 
@@ -132,7 +132,7 @@ def test_flops_are_what_the_layer_multiplies_for_one_token(cache):
     assert layer_cost(spec, sizes, 2).flops == counted.get_total_flops()
 
 
-def test_rope_and_softcap_cost_no_matrix_product():
+def test_rope_and_softcap_cost_no_matmul():
     data = {**make("growing").to_dict(), "rope": {}, "softcap": 5.0}
     spec, sizes = AttentionSpec.from_dict(data), {"B": 1, "S": 1, "P": 3}
     assert layer_cost(spec, sizes, 2) == layer_cost(make("growing"), sizes, 2)
@@ -161,7 +161,7 @@ def test_a_cache_alone_can_be_too_much_for_a_limit():
 
 
 @pytest.mark.parametrize("cache", ["growing", "static"])
-def test_shrinking_leaves_a_fixed_cache_and_empties_a_growing_one(cache):
+def test_shrinking_keeps_a_preallocated_cache_and_empties_a_dynamic_one(cache):
     spec = make(cache)
     sizes = {"B": 4, "S": 8, **({"P": 5} if cache == "growing" else {"T": CAPACITY})}
     found = shrunk(spec, sizes, spec.sizes("min"), SizeLimit(gflop=0.0))

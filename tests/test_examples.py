@@ -33,35 +33,35 @@ def test_there_are_five_of_one_screen_each():
 
 
 def test_a_catalog_layer(run, tmp_path):
-    told = run("01_catalog_layer")
-    assert "passed: " in told
-    assert "TensorRT 10.14: attention is fused" in told
-    assert (tmp_path / told.partition("report: ")[2].partition("\n")[0]).is_file()
+    printed = run("01_catalog_layer")
+    assert "passed: " in printed
+    assert "TensorRT 10.14: attention is fused" in printed
+    assert (tmp_path / printed.partition("report: ")[2].partition("\n")[0]).is_file()
 
 
 def test_an_own_module(run):
-    told = run("02_own_module")
-    assert told.count("attention: ") == 1
-    assert "passed: " in told
-    assert "1/1 attentions right" in told
+    printed = run("02_own_module")
+    assert printed.count("attention: ") == 1
+    assert "passed: " in printed
+    assert "1/1 attentions right" in printed
 
 
 def test_a_hugging_face_model(run):
     pytest.importorskip("transformers")
-    told = run("03_hugging_face")
-    assert "2 attentions fused" in told
-    assert "passed: " in told
+    printed = run("03_hugging_face")
+    assert "2 attentions fused" in printed
+    assert "passed: " in printed
 
 
-def test_a_foreign_onnx_file(run):
-    told = run("04_foreign_onnx")
-    assert told.count("fused: ") == 1
-    assert "causal: True" in told
-    assert float(told.rpartition(" ")[2]) < 1e-5
+def test_an_onnx_file_from_elsewhere(run):
+    printed = run("04_foreign_onnx")
+    assert printed.count("fused: ") == 1
+    assert "causal: True" in printed
+    assert float(printed.rpartition(" ")[2]) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["tiny-growing", "tiny-static"])
 def test_decode(run, name):
-    told = run("05_decode", name)
-    assert told.count(": passed\n") == 2
-    assert "passed: " in told
+    printed = run("05_decode", name)
+    assert printed.count(": passed\n") == 2
+    assert "passed: " in printed

@@ -1,4 +1,4 @@
-"""`bench` times on a GPU, and says at once where there is none."""
+"""`bench` times on a GPU, and reports at once if there is none."""
 
 import pytest
 

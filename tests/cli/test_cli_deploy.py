@@ -46,7 +46,7 @@ def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
         ("tiny-static", "none", "tiny-static-uncached-fp16"),
     ],
 )
-def test_a_layer_with_another_cache_gets_a_folder_of_its_own(
+def test_a_layer_with_another_cache_has_another_default_folder(
     run_cli, tmp_path, monkeypatch, model, cache, folder
 ):
     monkeypatch.chdir(tmp_path)
@@ -56,7 +56,7 @@ def test_a_layer_with_another_cache_gets_a_folder_of_its_own(
     assert open_bundle(tmp_path / "bundles" / folder).manifest.spec.cache == cache
 
 
-def test_deploy_for_machines_gives_one_document(run_cli, tmp_path):
+def test_deploy_prints_one_json_document(run_cli, tmp_path):
     target = tmp_path / "b"
     options = ("--precision", "fp32", "--axis", "S=1:4:9", "--no-engine", "--json")
     done = run_cli("deploy", "tiny-padding", "-o", target, *options)
@@ -70,7 +70,7 @@ def test_deploy_for_machines_gives_one_document(run_cli, tmp_path):
 
 
 @needs_rtx
-def test_deploy_goes_as_far_as_a_fused_engine(run_cli, tmp_path):
+def test_deploy_builds_a_fused_engine(run_cli, tmp_path):
     target = tmp_path / "b"
     done = run_cli("deploy", "tiny-gqa", "-o", target, "--backend", "tensorrt-rtx", "--json")
     assert done.code == 0, done.err
@@ -86,7 +86,7 @@ def test_deploy_goes_as_far_as_a_fused_engine(run_cli, tmp_path):
 
 @needs_rtx
 def test_deploy_reports_the_graph_where_no_engine_can_be_built(run_cli, tmp_path):
-    """There is no fused kernel for float32, and nobody allowed to do without."""
+    """There is no fused kernel for float32, and --allow-decomposed is missing."""
     done = run_cli("deploy", "tiny-gqa", "-o", tmp_path / "b", "--precision", "fp32")
     assert done.code == 1
     assert "PASSED  4/4 outputs within budget" in done.out
@@ -124,7 +124,7 @@ def test_check_reports_before_a_build_whether_attention_can_be_fused(run_cli, bu
     assert "can be fused" in done.out
 
 
-def test_check_for_machines_has_an_answer_for_every_node(run_cli, bundles):
+def test_check_prints_json_for_every_node(run_cli, bundles):
     path = bundles("tiny-gqa", "fp32").path
     done = run_cli("check", path, "--target", "tensorrt-rtx", "--json")
     (answer,) = json.loads(done.out)
@@ -151,8 +151,8 @@ def test_an_engine_is_built_and_can_be_inspected(run_cli, folder):
     assert done.code == 0, done.err
     assert "1/1 fused" in done.out
     engine = folder / "engines" / "tensorrt-rtx.engine"
-    seen = json.loads(run_cli("inspect", engine, "--json").out)
-    assert (seen["model"], seen["precision"]) == ("tiny-gqa", "fp16")
+    found = json.loads(run_cli("inspect", engine, "--json").out)
+    assert (found["model"], found["precision"]) == ("tiny-gqa", "fp16")
     with engine.open("ab") as file:
         file.write(b"\0")
     changed = run_cli("inspect", engine)
@@ -161,7 +161,7 @@ def test_an_engine_is_built_and_can_be_inspected(run_cli, folder):
 
 
 @needs_rtx
-def test_progress_of_a_build_ends_at_its_end(run_cli, folder):
+def test_progress_of_a_build_does_not_exceed_its_count(run_cli, folder):
     done = run_cli("build-engine", folder, "--backend", "tensorrt-rtx")
     steps = [tuple(map(int, pair)) for pair in re.findall(r": (\d+)/(\d+) ", done.err)]
     assert steps

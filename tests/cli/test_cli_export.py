@@ -10,7 +10,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle, sha256
 
 
-def test_every_choice_reaches_the_bundle(run_cli, tmp_path):
+def test_every_option_reaches_the_bundle(run_cli, tmp_path):
     target = tmp_path / "deep" / "bundle"
     done = run_cli(
         *("export", "tiny-gqa", "-o", target, "--precision", "fp32", "--projections", "packed"),
@@ -59,7 +59,7 @@ def test_a_bundle_is_replaced_only_on_request(run_cli, refused, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_overwriting_keeps_what_somebody_else_put_into_a_bundle(run_cli, refused, tmp_path):
+def test_overwriting_keeps_other_files_in_a_bundle(run_cli, refused, tmp_path):
     target = small_bundle(tmp_path / "bundle", "tiny-mqa").path
     (target / "notes.txt").write_text("mine")
     command = ("export", "tiny-mha", "-o", target, "--golden", "min", "--overwrite")
@@ -109,7 +109,7 @@ def test_weights_come_from_a_file(run_cli, tmp_path):
     assert (by_file / "model.onnx").read_bytes() == (by_seed / "model.onnx").read_bytes()
 
 
-def test_a_spec_is_given_by_path(run_cli, tmp_path):
+def test_a_spec_is_read_from_a_path(run_cli, tmp_path):
     (tmp_path / "mine.toml").write_text("Hq = 2\nE = 32\naxes = { B = 1, S = 8 }\n")
     done = run_cli("export", tmp_path / "mine.toml", "-o", tmp_path / "b", "--golden", "opt", "--json")
     assert done.code == 0, done.err
@@ -171,7 +171,7 @@ def test_a_device_that_is_not_here_is_refused(refused, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_refused(refused, tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused(refused, tmp_path):
     (tmp_path / "file").write_text("a file")
     refused("export", "tiny-mha", "-o", tmp_path / "file" / "b", what="cannot be written", got="file")
 
@@ -200,7 +200,7 @@ def test_a_full_disk_leaves_nothing(run_cli, tmp_path):
         ("static", "T=96", {"B": "1:2:4", "S": "1:16:64", "T": "96:96:96"}, 24),
     ],
 )
-def test_a_cache_can_be_given_to_a_layer(run_cli, tmp_path, cache, axis, axes, opset):
+def test_a_cache_can_be_added_to_a_layer(run_cli, tmp_path, cache, axis, axes, opset):
     target = tmp_path / "bundle"
     arguments = ("--cache", cache, "--axis", axis, "--golden", "min", "--golden", "decode")
     done = run_cli("export", "tiny-rope", "-o", target, *arguments)
@@ -213,7 +213,7 @@ def test_a_cache_can_be_given_to_a_layer(run_cli, tmp_path, cache, axis, axes, o
     assert f"opset {opset}" in done.out
 
 
-def test_a_cache_can_be_left_out(run_cli, tmp_path):
+def test_a_cache_can_be_removed_from_a_layer(run_cli, tmp_path):
     target = tmp_path / "bundle"
     done = run_cli("export", "tiny-growing", "-o", target, "--cache", "none", "--golden", "min")
     assert done.code == 0, done.err
@@ -236,6 +236,6 @@ def test_a_cache_can_be_left_out(run_cli, tmp_path):
         (["tiny-gqa", "--golden", "prefill"], "No such golden case", "prefill", "min"),
     ],
 )
-def test_a_cache_that_cannot_be_is_refused(refused, tmp_path, arguments, what, got, hint):
+def test_a_cache_that_the_layer_cannot_have_is_refused(refused, tmp_path, arguments, what, got, hint):
     refused("export", *arguments, "-o", tmp_path / "bundle", what=what, got=got, hint=hint)
     assert not (tmp_path / "bundle").exists()

@@ -34,12 +34,14 @@ HEAVY = {
     *("torch", "onnx", "onnx_ir", "onnxscript", "numpy", "ml_dtypes", "sympy", "safetensors", "matplotlib"),
     *("onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "pynvml", "transformers", "polygraphy"),
 }
-# Those of its own parts that exist for them.
-ROOMS = {f"mha_deploy.{name}" for name in ("runtime", "bundle", "graph", "golden", "reference", "plugins")}
+# Its own packages that import them.
+OWN_PACKAGES = {
+    f"mha_deploy.{name}" for name in ("runtime", "bundle", "graph", "golden", "reference", "plugins")
+}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([verb, "--help"] for verb in VERBS)])
-def test_help_is_a_result(run_cli, arguments):
+def test_help_goes_to_stdout(run_cli, arguments):
     done = run_cli(*arguments)
     assert done.code == 0
     assert "Usage: " in done.out
@@ -47,7 +49,7 @@ def test_help_is_a_result(run_cli, arguments):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_names_defaults_alike(run_cli, verb):
+def test_help_writes_defaults_as_default_x(run_cli, verb):
     assert "unless given" not in " ".join(run_cli(verb, "--help").out.split())
 
 
@@ -85,16 +87,16 @@ def test_help_lists_every_verb_in_the_order_of_use(run_cli):
 
 
 def test_help_loads_nothing_heavy():
-    """So the help is there at once, whatever is installed."""
+    """So that the help is printed at once, whatever is installed."""
     done = run_all(*(("mha-deploy", *verb, "--help") for verb in ([], *([verb] for verb in VERBS))))
     assert [step.code for step in done.steps] == [0] * (1 + len(VERBS)), done.steps
     assert {"mha_deploy.cli", "typer"} <= set(done.modules)
     assert HEAVY.isdisjoint(name.partition(".")[0] for name in done.modules)
-    assert ROOMS.isdisjoint(done.modules)
+    assert OWN_PACKAGES.isdisjoint(done.modules)
 
 
-def test_what_is_only_listed_or_shown_loads_nothing_heavy(bundles):
-    """A table of models and a bundle are text: nobody waits for a library to see them."""
+def test_models_and_inspect_load_nothing_heavy(bundles):
+    """Both print text files, which needs no library."""
     verbs = (["models"], ["inspect", bundles("tiny-gqa").path])
     done = run_all(*(("mha-deploy", *verb, *json) for verb in verbs for json in ([], ["--json"])))
     assert [step.code for step in done.steps] == [0] * 4, done.steps
@@ -110,7 +112,7 @@ def test_the_doctor_does_not_load_what_takes_seconds():
     assert slow.isdisjoint(name.partition(".")[0] for name in done.modules)
 
 
-def test_a_refusal_that_needs_no_library_loads_none(tmp_path):
+def test_refusals_before_the_work_load_nothing_heavy(tmp_path):
     """A folder that is there, a precision or a model that is not: refused at once."""
     wrong = (["tiny-mha", "-o", tmp_path], ["tiny-mha", "--precision", "fp8"], ["tiny-nothing"])
     steps = [[verb, "-o", tmp_path / "new", *given] for verb in ("export", "deploy") for given in wrong]
@@ -120,12 +122,12 @@ def test_a_refusal_that_needs_no_library_loads_none(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_version_is_the_package_s(run_cli):
+def test_version(run_cli):
     done = run_cli("--version")
     assert (done.code, done.out) == (0, f"mha-deploy {__version__}\n")
 
 
-def test_no_verb_shows_the_help(run_cli):
+def test_a_call_without_a_verb_prints_the_help(run_cli):
     done = run_cli()
     assert "Usage: " in done.out + done.err
     assert done.code in (0, 2)
@@ -134,7 +136,7 @@ def test_no_verb_shows_the_help(run_cli):
 @pytest.mark.parametrize(
     "arguments", [["depoly"], ["export", "tiny-mha"], ["models", "--nonsense"], ["validate"]]
 )
-def test_a_wrong_call_is_bad_input(run_cli, arguments):
+def test_a_wrong_command_line_is_bad_input(run_cli, arguments):
     done = run_cli(*arguments)
     assert done.code == 2
     assert done.out == ""
@@ -212,7 +214,7 @@ def test_a_full_disk_for_results_is_an_error():
     ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_an_interrupted_export_leaves_nothing(run_cli, tmp_path, monkeypatch, number, code, word):
-    """The signal comes in the middle of the work, whatever the machine is busy with."""
+    """The signal comes in the middle of the export."""
     out = tmp_path / "out"
 
     def export(*args, **options):
@@ -230,13 +232,13 @@ def test_an_interrupted_export_leaves_nothing(run_cli, tmp_path, monkeypatch, nu
     assert list(out.iterdir()) == []
 
 
-def test_a_signal_is_handled_by_others_again_afterwards(run_cli):
+def test_signal_handlers_are_restored(run_cli):
     before = signal.getsignal(signal.SIGTERM)
     assert run_cli("models").code == 0
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_bug_of_this_tool_does_not_look_like_a_verdict(run_cli, monkeypatch):
+def test_a_bug_has_its_own_exit_code(run_cli, monkeypatch):
     def broken(*args):
         raise RuntimeError("surprise")
 

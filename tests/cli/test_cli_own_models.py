@@ -161,7 +161,7 @@ def test_inspect_names_the_lines_of_the_source(deployed, run_cli, monkeypatch):
     assert "what each of 3 attentions gives in opt" in done.out
 
 
-def test_check_says_once_what_holds_for_all_layers(deployed):
+def test_check_groups_findings_of_equal_layers(deployed):
     bundle, _ = deployed
     answers = check_graph(load_graph(bundle.model_path), target_from("tensorrt", "8.6"))
     text = " ".join(printed(eligibility_renderable(answers)).split())
@@ -169,7 +169,7 @@ def test_check_says_once_what_holds_for_all_layers(deployed):
     assert text.count("no Attention operator before") == 1
 
 
-def test_check_says_whom_a_finding_is_about(deployed):
+def test_check_names_the_nodes_of_a_finding(deployed):
     bundle, _ = deployed
     first, second, third = check_graph(load_graph(bundle.model_path), target_from("tensorrt", "8.6"))
     odd = replace(second.findings[0], message="It is odd.", rule="odd")
@@ -193,8 +193,8 @@ def ranges(*nodes, precision="fp16"):
         exponent=None, sums=(), sentinel=None, closed_rows=0, not_finite=(),
     )  # fmt: skip
     made = tuple(
-        NodeRange(node=f"blocks.{i}.attention", figures=figures, max_keys=8, headroom=room, findings=told)
-        for i, (room, told) in enumerate(nodes)
+        NodeRange(node=f"blocks.{i}.attention", figures=figures, max_keys=8, headroom=room, findings=reported)
+        for i, (room, reported) in enumerate(nodes)
     )
     return RangeReport(model="m", precision=precision, backend="ort-cpu", cases=("opt",), nodes=made)
 
@@ -207,20 +207,20 @@ def near(what, advice="take bf16"):
     return Finding(status="near", what=what, advice=(advice,))
 
 
-def test_the_same_of_many_attentions_is_one_sentence():
+def test_equal_findings_of_many_attentions_are_one_line():
     same = near("the mask's -65,504 leaves no room")
-    told = sentences(ranges(*((room, (same,)) for room in (9.0, 3.0, 5.0))))
-    assert told == ["blocks.0.attention and 2 more: the mask's -65,504 leaves no room; take bf16"]
+    reported = sentences(ranges(*((room, (same,)) for room in (9.0, 3.0, 5.0))))
+    assert reported == ["blocks.0.attention and 2 more: the mask's -65,504 leaves no room; take bf16"]
 
 
-def test_where_only_numbers_differ_the_worst_is_told():
+def test_of_findings_that_differ_in_numbers_the_worst_is_reported():
     sizes = {4.0: "16,376", 1.5: "43,669", 2.0: "32,752"}
-    told = sentences(ranges(*((room, (near(f"the largest score is {n}"),)) for room, n in sizes.items())))
-    assert told == ["blocks.1.attention and 2 more: the largest score is 43,669; take bf16"]
+    reported = sentences(ranges(*((room, (near(f"the largest score is {n}"),)) for room, n in sizes.items())))
+    assert reported == ["blocks.1.attention and 2 more: the largest score is 43,669; take bf16"]
 
 
-def test_other_findings_stay_sentences_of_their_own():
+def test_different_findings_are_separate_lines():
     one, other = near("the largest score is 9"), near("the largest |K| is 9")
     worse = Finding(status="overflows", what="the largest score is 9", advice=("take bf16",))
-    told = sentences(ranges((1.0, (one,)), (1.0, (other,)), (1.0, (worse,)), (1.0, ())))
-    assert [text.partition(":")[0] for text in told] == [f"blocks.{i}.attention" for i in range(3)]
+    reported = sentences(ranges((1.0, (one,)), (1.0, (other,)), (1.0, (worse,)), (1.0, ())))
+    assert [text.partition(":")[0] for text in reported] == [f"blocks.{i}.attention" for i in range(3)]

@@ -21,7 +21,7 @@ def tensorrt_8(monkeypatch):
     monkeypatch.setattr("mha_deploy.runtime.tensorrt.versions.load", lambda backend: fake_tensorrt("8.6.1"))
 
 
-def test_a_library_is_listed_with_what_it_brings(run_cli, folder):
+def test_a_library_is_listed_with_its_plugins(run_cli, folder):
     path = write_library(folder)
     done = run_cli("plugins", "list")
     assert done.code == 0
@@ -30,7 +30,7 @@ def test_a_library_is_listed_with_what_it_brings(run_cli, folder):
     assert "for TensorRT 8.6.0 (IPluginV2DynamicExt)" in done.out
 
 
-def test_whether_it_fits_the_tensorrt_here_is_told(run_cli, folder, monkeypatch):
+def test_the_list_reports_whether_a_library_fits_tensorrt(run_cli, folder, monkeypatch):
     write_library(folder)
     monkeypatch.setattr("mha_deploy.environment.installed_version", lambda package: "10.16.1")
     assert "does not fit TensorRT 10.16.1 here" in run_cli("plugins", "list").out
@@ -48,7 +48,7 @@ def test_a_broken_library_is_listed_with_its_problem(run_cli, folder):
     assert "cannot be used: The plugin library cannot be loaded here." in done.out
 
 
-def test_where_none_is_the_list_says_how_to_build_one(run_cli, folder):
+def test_an_empty_list_says_how_to_build_a_library(run_cli, folder):
     done = run_cli("plugins", "list")
     assert done.code == 0
     assert done.out.startswith(f"no plugin library in {folder}, ")
@@ -61,14 +61,14 @@ def test_where_prints_the_path_that_would_be_loaded(run_cli, folder, tensorrt_8)
     assert (done.code, done.out) == (0, f"{path}\n")
 
 
-def test_where_there_is_none_the_exit_code_is_1(run_cli, folder, tensorrt_8):
+def test_where_exits_with_1_without_a_library(run_cli, folder, tensorrt_8):
     done = run_cli("plugins", "where")
     assert (done.code, done.out) == (1, "")
     assert "error: There is no plugin library for TensorRT 8 here." in done.err
     assert "try: build it with `mha-deploy plugins build`" in done.err
 
 
-def test_rtx_gets_none(run_cli, folder):
+def test_tensorrt_rtx_takes_no_plugin(run_cli, folder):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     done = run_cli("plugins", "where", "--backend", "tensorrt-rtx")
     assert done.code == 1
@@ -76,7 +76,7 @@ def test_rtx_gets_none(run_cli, folder):
     assert load("tensorrt-rtx").can.plugins is False
 
 
-def test_headers_that_are_missing_are_told(run_cli, folder, tmp_path):
+def test_missing_headers_are_reported(run_cli, folder, tmp_path):
     done = run_cli("plugins", "build", "--tensorrt-include", tmp_path)
     assert done.code == 3
     assert "error: The folder has no headers of TensorRT." in done.err

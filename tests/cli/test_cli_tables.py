@@ -15,7 +15,7 @@ FULL_SIZE = [name for name in catalog_names() if not name.startswith("tiny-")]
 # -- models --------------------------------------------------------------------------------------
 
 
-def test_models_for_machines_are_all_specs_with_their_figures(run_cli):
+def test_models_json_has_the_figures_of_every_spec(run_cli):
     done = run_cli("models", "--all", "--json")
     rows = json.loads(done.out)
     assert (done.code, done.err) == (0, "")
@@ -28,7 +28,7 @@ def test_models_for_machines_are_all_specs_with_their_figures(run_cli):
         assert row["axes"] == {name: str(axis) for name, axis in spec.axes.items()}
 
 
-def test_models_leave_the_test_sizes_out_unless_asked(run_cli):
+def test_models_leaves_out_the_small_layers_of_the_tests(run_cli):
     assert [row["name"] for row in json.loads(run_cli("models", "--json").out)] == FULL_SIZE
 
 
@@ -65,7 +65,7 @@ def test_inspect_shows_what_a_bundle_holds(run_cli, bundles):
         assert entry.sha256[:16] in done.out
 
 
-def test_inspect_shows_what_is_stepped_through(run_cli, bundles):
+def test_inspect_shows_decode_traces(run_cli, bundles):
     growing, static, plain = (
         run_cli("inspect", bundles(name).path).out for name in ("tiny-growing", "tiny-static", "tiny-gqa")
     )
@@ -74,13 +74,13 @@ def test_inspect_shows_what_is_stepped_through(run_cli, bundles):
     assert "trace " not in plain
 
 
-def test_inspect_for_machines_is_the_manifest(run_cli, bundles):
+def test_inspect_json_is_the_manifest(run_cli, bundles):
     bundle = bundles("tiny-gqa")
     data = json.loads(run_cli("inspect", bundle.path, "--json").out)
     assert data == {"bundle": str(bundle.path), "hashes": "match", **bundle.manifest.to_dict()}
 
 
-def test_inspect_reads_a_bare_graph(run_cli, bundles):
+def test_inspect_reads_an_onnx_file(run_cli, bundles):
     path = bundles("tiny-gqa").model_path
     (node,) = json.loads(run_cli("inspect", path, "--json").out)["attention"]
     assert (node["kind"], node["Hq"], node["Hkv"], node["D"], node["is_causal"]) == ("GQA", 4, 2, 16, True)
@@ -89,7 +89,7 @@ def test_inspect_reads_a_bare_graph(run_cli, bundles):
     assert all(word in text for word in ("attention", "GQA", "fp16", "0.25", "yes"))
 
 
-def test_inspect_finds_a_changed_file(refused, bundles, tmp_path):
+def test_inspect_detects_a_changed_file(refused, bundles, tmp_path):
     folder = copy_of(bundles("tiny-gqa"), tmp_path / "b")
     (folder / "golden" / "opt.safetensors").write_bytes(b"")
     refused("inspect", folder, what="changed after export", got="opt.safetensors", hint="export again")
@@ -121,14 +121,14 @@ def test_names_in_a_bundle_are_shown_as_they_are(run_cli, bundles, tmp_path):
 # -- analyze -------------------------------------------------------------------------------------
 
 
-def test_analyze_counts_at_the_usual_sizes(run_cli):
+def test_analyze_counts_at_the_optimal_sizes(run_cli):
     done = run_cli("analyze", "bert-base")
     assert (done.code, done.err) == (0, "")
     for text in ("bert-base", "B=8 S=128, fp16, H200", "projections", "attention", "output", "KV cache"):
         assert text in done.out
 
 
-def test_analyze_for_machines_has_the_figures(run_cli):
+def test_analyze_json_has_the_figures(run_cli):
     done = run_cli(
         "analyze", "llama-3-8b", "--gpu", "a100", "--precision", "bf16", "--at", "B=2,S=16", "--json"
     )
@@ -142,7 +142,7 @@ def test_analyze_for_machines_has_the_figures(run_cli):
     assert "heads" not in data
 
 
-def test_analyze_takes_sizes_beyond_the_spec_when_the_axis_is_widened(run_cli, refused):
+def test_analyze_takes_sizes_beyond_the_spec_with_another_axis_range(run_cli, refused):
     refused("analyze", "tiny-mha", "--at", "B=1,S=4096", what="does not allow", got="S=4096", hint="--axis")
     done = run_cli("analyze", "tiny-mha", "--at", "B=1,S=4096", "--axis", "S=1:16:4096", "--json")
     assert json.loads(done.out)["sizes"]["S"] == 4096
@@ -165,7 +165,7 @@ def test_analyze_refuses_with_what_to_try(refused, tmp_path, monkeypatch, argume
     assert list(tmp_path.iterdir()) == []
 
 
-def test_analyze_draws_the_heads(run_cli, tmp_path):
+def test_analyze_writes_a_heatmap(run_cli, tmp_path):
     picture = tmp_path / "[b] heads.png"  # not markup, a name
     done = run_cli("analyze", "tiny-mha", "--heads", picture)
     assert done.code == 0, done.err
@@ -173,13 +173,13 @@ def test_analyze_draws_the_heads(run_cli, tmp_path):
     assert "Head redundancy" in done.out
 
 
-def test_analyze_names_the_picture_it_drew(run_cli, tmp_path):
+def test_analyze_prints_the_path_of_the_heatmap(run_cli, tmp_path):
     picture = tmp_path / "[b].png"
     done = run_cli("analyze", "tiny-mha", "--heads", picture)
     assert "[b].png" in done.out
 
 
-def test_analyze_compares_the_heads_for_machines(run_cli, tmp_path):
+def test_analyze_json_has_the_similarity_of_heads(run_cli, tmp_path):
     done = run_cli("analyze", "tiny-mha", "--heads", tmp_path / "h.png", "--at", "B=1,S=5", "--json")
     heads = json.loads(done.out)["heads"]
     assert heads["tokens"] == 5
@@ -187,7 +187,7 @@ def test_analyze_compares_the_heads_for_machines(run_cli, tmp_path):
     assert len(heads["matrix"]) == 4
 
 
-def test_inputs_that_nothing_would_read_are_refused(run_cli, tmp_path):
+def test_inputs_without_heads_are_refused(run_cli, tmp_path):
     done = run_cli("analyze", "tiny-mha", "--inputs", tmp_path / "absent.npz")
     assert done.code == 2
 
@@ -195,7 +195,7 @@ def test_inputs_that_nothing_would_read_are_refused(run_cli, tmp_path):
 # -- doctor --------------------------------------------------------------------------------------
 
 
-def test_doctor_for_machines(run_cli):
+def test_doctor_json(run_cli):
     done = run_cli("doctor", "--json")
     facts = json.loads(done.out)
     assert done.code == 0
@@ -205,14 +205,14 @@ def test_doctor_for_machines(run_cli):
     assert all(row["works"] for row in facts["runtimes"] if row["name"] in ("PyTorch", "ONNX Runtime"))
 
 
-def test_doctor_for_people(run_cli):
+def test_doctor_text(run_cli):
     done = run_cli("doctor")
     assert done.code == 0
     for text in ("mha-deploy", "PyTorch", "ONNX Runtime", "works", "GPU: ", "export: yes", "validate: yes"):
         assert text in done.out
 
 
-def test_doctor_tells_how_to_install_what_is_missing(run_cli, monkeypatch):
+def test_doctor_reports_how_to_install_what_is_missing(run_cli, monkeypatch):
     from mha_deploy import environment as doctor
 
     absent = doctor.Runtime(

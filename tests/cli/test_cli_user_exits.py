@@ -66,7 +66,7 @@ def test_a_model_that_exits_is_refused_with_the_line(run_cli, tmp_path, where):
     assert not out.parent.exists() or list(out.parent.iterdir()) == []
 
 
-def test_a_model_that_exits_later_is_no_success_either(run_cli, tmp_path, monkeypatch):
+def test_a_model_that_exits_later_is_an_error_as_well(run_cli, tmp_path, monkeypatch):
     path, out = written(tmp_path), tmp_path / "bundle"
     assert run_cli("export", f"{path}:build", "-o", out, "--golden", "opt").code == 0
     monkeypatch.setenv("EXIT_WHERE", "forward")
@@ -75,7 +75,7 @@ def test_a_model_that_exits_later_is_no_success_either(run_cli, tmp_path, monkey
     assert f"{path}:" in done.err
 
 
-def test_whatever_ends_a_verb_is_not_taken_for_its_success(run_cli, monkeypatch):
+def test_an_exit_inside_a_verb_is_an_error(run_cli, monkeypatch):
     def leave():
         raise SystemExit
 
@@ -83,7 +83,7 @@ def test_whatever_ends_a_verb_is_not_taken_for_its_success(run_cli, monkeypatch)
     assert run_cli("models").code == 2
 
 
-def test_what_no_handler_knows_is_not_taken_for_a_verdict(run_cli, monkeypatch):
+def test_an_unknown_exception_is_a_bug_and_no_verdict(run_cli, monkeypatch):
     class Odd(BaseException):
         pass
 

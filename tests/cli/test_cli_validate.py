@@ -71,7 +71,7 @@ def test_the_report_is_written_beside_the_bundle_or_elsewhere_or_not_at_all(run_
     open_bundle(folder)  # a report beside it does not change a bundle
 
 
-def test_the_report_for_machines_has_every_figure(run_cli, bundles):
+def test_the_json_report_has_every_figure(run_cli, bundles):
     bundle = bundles("tiny-gqa")
     done = run_cli("validate", bundle.path, "--json")
     report = json.loads(done.out)
@@ -105,7 +105,7 @@ def test_a_wrong_model_fails_though_every_hash_matches(run_cli, folder):
     assert 'data-verdict="failed"' in (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_wrong_model_fails_in_the_report_for_machines(run_cli, folder):
+def test_a_wrong_model_fails_in_the_json_report(run_cli, folder):
     replace_model(folder, wrong_scale)
     done = run_cli("validate", folder, "--json")
     report = json.loads(done.out)
@@ -120,7 +120,7 @@ def test_a_wrong_model_fails_in_the_report_for_machines(run_cli, folder):
         assert all(row["deviation"][name] > row["budget"][name] for name in over)
 
 
-def test_an_output_of_another_name_fails(run_cli, folder):
+def test_a_renamed_output_fails(run_cli, folder):
     replace_model(folder, rename_output)
     report = json.loads(run_cli("validate", folder, "--json").out)
     problems = {row["output"]: row["problem"] for row in report["parity"][0]["verdicts"]}
@@ -141,7 +141,7 @@ def test_a_changed_file_is_bad_input_not_a_verdict(refused, folder):
     refused("validate", folder, what="changed after export", got="model.onnx", hint="export again")
 
 
-def test_a_graph_that_is_none_is_bad_input(refused, folder):
+def test_a_file_that_is_no_graph_is_bad_input(refused, folder):
     (folder / "model.onnx").write_bytes(b"garbage")
     rehash(folder)
     refused("validate", folder, what="not an ONNX model", got="model.onnx")
@@ -168,7 +168,7 @@ def test_what_is_no_bundle_is_refused(refused, tmp_path):
     refused("validate", tmp_path, what="no bundle here", got=str(tmp_path), hint="mha-deploy export MODEL")
 
 
-def test_the_self_test_catches_every_mistake(run_cli, bundles):
+def test_the_self_test_detects_every_mutation(run_cli, bundles):
     done = run_cli("validate", bundles("tiny-gqa").path, "--self-test", "--json")
     result = json.loads(done.out)
     assert (done.code, result["passed"], result["right"]["passed"]) == (0, True, True)
@@ -186,7 +186,7 @@ def test_the_self_test_catches_every_mistake(run_cli, bundles):
         (["--self-test", "--batch", "2"], "The self-test has no decode steps", "at a time"),
     ],
 )
-def test_options_about_tokens_that_nobody_steps_through_are_refused(refused, bundles, options, what, hint):
+def test_options_of_decode_steps_without_steps_are_refused(refused, bundles, options, what, hint):
     given = " ".join(part for part in options if part not in ("--steps", "0") or "--self-test" in options)
     refused("validate", bundles("tiny-growing").path, *options, what=what, got=given, hint=hint)
 
