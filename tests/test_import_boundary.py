@@ -231,6 +231,7 @@ def test_only_its_owner_imports_a_runtime():
     owners = {
         "onnxruntime": {"mha_deploy.runtime.ort"},
         "safetensors": {"mha_deploy.bundle.cases", "mha_deploy.reference.weights"},
+        "jinja2": {"mha_deploy.report.page"},
         "matplotlib": {"mha_deploy.analyze.similarity"},
         "polygraphy": set(),
     }

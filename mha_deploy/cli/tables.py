@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -17,17 +18,18 @@ from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import AttentionSpec
-from mha_deploy.text import budget_share, named, together, without_hash, without_numbers
+from mha_deploy.text import budget_share, named, sizes_text, together, without_hash, without_numbers
 
 if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
     from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.manifest import Engine, EngineManifest
     from mha_deploy.graph.rules import Eligibility, Finding
-    from mha_deploy.metrics import OutputVerdict, ParityReport
+    from mha_deploy.metrics import ParityReport
+    from mha_deploy.report.table import Table as ReportTable
     from mha_deploy.validate.conformance import ConformanceTable
     from mha_deploy.validate.decode import DecodeReport
     from mha_deploy.validate.evaluate import Evaluation
-    from mha_deploy.validate.latency import LatencyPoint, LatencyRow
+    from mha_deploy.validate.latency import LatencyPoint
     from mha_deploy.validate.self_test import SelfTest
     from mha_deploy.validate.verdict import Report
 
@@ -38,42 +40,6 @@ def table(title: str | None = None, *, expand: bool = False) -> Table:
     """An empty table in the style of this tool."""
     layout = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "title_justify": "left"}
     return Table(title=title, expand=expand, **layout)  # type: ignore[arg-type]
-
-
-def sizes_text(sizes: Mapping[str, int]) -> str:
-    """Sizes as people write them."""
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
-
-
-def share_text(share: float) -> str:
-    """In per cent while that is easy to read, then as a multiple."""
-    return f"{share:.0%}" if share < 10 else f"{share:,.0f}×"
-
-
-def verdict_text(verdict: OutputVerdict) -> Text:
-    """Whether an output is right."""
-    from mha_deploy.metrics import NOT_VERIFIED
-
-    if not verdict.passed and not verdict.is_wrong:
-        return Text(NOT_VERIFIED, style="yellow")
-    return Text("passed", style="green") if verdict.passed else Text("FAILED", style="red")
-
-
-def failed_status(report: ParityReport) -> str:
-    """What is true of the outputs that did not pass."""
-    from mha_deploy.metrics import NOT_VERIFIED
-
-    return "wrong" if any(verdict.is_wrong for verdict in report.verdicts) else NOT_VERIFIED
-
-
-def problem_text(verdict: OutputVerdict) -> Text:
-    """Why an output failed, and where it is worst."""
-    text = f"{verdict.case}/{verdict.output}: {verdict.problem}"
-    worst = verdict.deviation
-    if worst is not None and verdict.is_wrong:
-        place = list(worst.worst_index)
-        text += f"; worst at {place}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}"
-    return Text(text, style="red")
 
 
 def extras(node: Mapping[str, Any]) -> str:
@@ -87,62 +53,6 @@ def extras(node: Mapping[str, Any]) -> str:
         "window": node["left_window"] >= 0 or node["right_window"] >= 0,
     }
     return ", ".join(name for name, present in found.items() if present) or "-"
-
-
-# -- What the verbs print of a user's own model: many attentions that are much alike ---------------
-
-MOST_ROWS = 8
-"""The most attentions that pass and are still listed one by one."""
-
-
-def layers_renderable(report: ParityReport) -> RenderableType:
-    """The verdict on every attention; of many that pass, the first, the worst and the last."""
-    rows = table()
-    rows.add_column("attention", overflow="fold")
-    rows.add_column("verdict", no_wrap=True)
-    for column in ("rel. L2", "used"):
-        rows.add_column(column, justify="right", no_wrap=True)
-    listed = _listed(report.verdicts)
-    for verdict in listed:
-        rows.add_row(escape(verdict.output), verdict_text(verdict), *_figures([verdict]))
-    others = [verdict for verdict in report.verdicts if verdict not in listed]
-    if others:
-        rows.add_row(f"{len(others)} more", verdict_text(others[0]), *_figures(others, "≤ "))
-    problems = [problem_text(verdict) for verdict in report.verdicts if not verdict.passed]
-    return Group(rows, *problems, _head(report), _where(report))
-
-
-def _listed(verdicts: Sequence[OutputVerdict]) -> list[OutputVerdict]:
-    passed = [verdict for verdict in verdicts if verdict.passed]
-    if len(passed) <= MOST_ROWS:
-        return list(verdicts)
-    kept = (passed[0], max(passed, key=lambda verdict: verdict.share or 0.0), passed[-1])
-    return [verdict for verdict in verdicts if not verdict.passed or verdict in kept]
-
-
-def _figures(verdicts: Sequence[OutputVerdict], sign: str = "") -> tuple[str, str]:
-    """The largest error, and the largest share of a budget."""
-    errors = [verdict.deviation.relative_l2 for verdict in verdicts if verdict.deviation]
-    shares = [verdict.share for verdict in verdicts if verdict.share is not None]
-    return (
-        f"{sign}{max(errors):.1e}" if errors else "-",
-        f"{sign}{share_text(max(shares))}" if shares else "-",
-    )
-
-
-def _head(report: ParityReport) -> Text:
-    wrong, count = sum(not verdict.passed for verdict in report.verdicts), len(report.verdicts)
-    if report.passed:
-        return Text(f"PASSED  {count}/{count} attentions right", style="bold green")
-    return Text(f"FAILED  {wrong} of {count} attentions are {failed_status(report)}", style="bold red")
-
-
-def _where(report: ParityReport) -> Text:
-    sizes = sizes_text(report.verdicts[0].sizes) if report.verdicts else ""
-    at = f" at {sizes}" if sizes else ""
-    return Text(
-        f"{report.model} {report.precision} on {report.backend}{at}, each attention against its FP64 oracle"
-    )
 
 
 def module_attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -185,6 +95,159 @@ def _place(place: str | None) -> str:
 
 def _known(value: object) -> str:
     return "?" if value is None else escape(str(value))
+
+
+# -- The tables of a report ------------------------------------------------------------------------
+
+_STYLES = {
+    "good": "green",
+    "bad": "red",
+    "doubt": "yellow",
+    "none": "dim",
+    "over": "red",
+    "best": "bold",
+    "problem": "red",
+    "aside": "yellow",
+}
+
+
+def rendered(built: ReportTable, *, titled: bool = False) -> RenderableType:
+    """A table of a report: the columns that a terminal has room for, then the sentences about its rows."""
+    parts: list[RenderableType] = []
+    for group in built.groups:
+        rows, below = table(group.title if titled else None), list[Text]()
+        for column in built.columns:
+            if not column.wide:
+                align: Literal["left", "right"] = "right" if column.numeric else "left"
+                fold = not column.numeric and column.name != "verdict"
+                rows.add_column(
+                    column.short or column.name,
+                    justify=align,
+                    no_wrap=not fold,
+                    overflow="fold",
+                )
+        for row in group.rows:
+            if row[-1].span > 1:
+                name = f"{row[0].text}: " if len(row) > 1 else ""
+                below.append(Text(f"{name}{row[-1].text}", style=_STYLES[row[-1].status]))
+                continue
+            shown = (cell for cell, column in zip(row, built.columns, strict=True) if not column.wide)
+            rows.add_row(
+                *(Text(cell.text + cell.suffix, style=_STYLES.get(cell.status, "")) for cell in shown)
+            )
+        parts += [rows] if rows.row_count else []
+        parts += below
+    return Group(*parts)
+
+
+# The most attentions that pass and are still listed one by one; failed decode steps; kernels of a backend.
+_MOST_LAYERS, _SHOWN_FAILURES, _SHOWN_KERNELS = 8, 4, 6
+
+
+def parity_renderable(report: ParityReport) -> RenderableType:
+    """A row for every output of every case, or for every attention of a module, and the verdict."""
+    from mha_deploy.report.schema import as_plain
+    from mha_deploy.report.table import LAYERS, layers_table, parity_table
+
+    run = as_plain(report.to_dict())
+    if run["cases"] == LAYERS:
+        built, noun, right = _layers_table(run, layers_table), "attentions", "right"
+        sizes = f" at {sizes_text(run['verdicts'][0]['sizes'])}" if run["verdicts"] else ""
+        where = f"{report.backend}{sizes}, each attention against its FP64 oracle"
+    else:
+        built, noun, right = parity_table([run]), "outputs", "within budget"
+        where = f"{report.backend}, errors against the FP64 oracle"
+    count, failed = len(report.verdicts), sum(not verdict.passed for verdict in report.verdicts)
+    status = "wrong" if any(verdict.is_wrong for verdict in report.verdicts) else "not verified"
+    head = f"FAILED  {failed} of {count} {noun} are {status}"
+    if report.passed:
+        head = f"PASSED  {count}/{count} {noun} {right}"
+    style = "bold green" if report.passed else "bold red"
+    return Group(
+        rendered(built), Text(head, style=style), Text(f"{report.model} {report.precision} on {where}")
+    )
+
+
+def _layers_table(run: dict[str, Any], layers_table: Callable[[list[Any]], ReportTable]) -> ReportTable:
+    """All attentions; of many that pass, the first, the worst and the last, and how good the others are."""
+    good = [verdict for verdict in run["verdicts"] if verdict["passed"]]
+    if len(good) <= _MOST_LAYERS:
+        return layers_table([run])
+    kept = (good[0], max(good, key=lambda verdict: verdict["share"] or 0.0), good[-1])
+    others = [verdict for verdict in good if verdict not in kept]
+    listed = [verdict for verdict in run["verdicts"] if verdict not in others]
+    errors = [verdict["deviation"]["relative_l2"] for verdict in others if verdict["deviation"]]
+    worst = {
+        **others[0],
+        "output": f"{len(others)} more",
+        "share": max((verdict["share"] or 0.0 for verdict in others), default=None),
+        "deviation": {"relative_l2": max(errors, default=None)},
+    }
+    built = layers_table([{**run, "verdicts": [*listed, worst]}])
+    (group,) = built.groups
+    *rows, last = group.rows
+    last = [replace(cell, text=f"≤ {cell.text}") if cell.order is not None else cell for cell in last]
+    return replace(built, groups=[replace(group, rows=[*rows, last])])
+
+
+def decode_renderable(report: DecodeReport) -> RenderableType:
+    """Errors at steps 1, 2, 4, … beside those of the module itself, then what is wrong, then the verdict."""
+    from mha_deploy.report.schema import as_plain
+    from mha_deploy.report.table import decode_problems, prompts_text, steps_table
+
+    data = as_plain(report.to_dict())
+    parts: list[RenderableType] = []
+    if (built := steps_table([data])) is not None:
+        parts += [Text(f"trace {report.trace}, relative L2 by step"), rendered(built)]
+    parts += [Text(line, style="red") for line in decode_problems(data, _SHOWN_FAILURES)]
+    where, steps = f"{report.backend}, {prompts_text(report.prompt)}", f"{report.steps:,}"
+    head = f"FAILED  at step {report.first_failed} of {steps} on {where}"
+    if report.passed:
+        head = f"PASSED  {steps} decode steps on {where}"
+    elif not report.first_failed:
+        side = "in the cache after" if report.first_failed is None else "at the prefill before"
+        head = f"FAILED  {side} {steps} steps on {where}"
+    share = "no error was measured"
+    if report.share is not None:
+        used = budget_share(report.share) if isfinite(report.share) else "an infinite share"
+        share = f"{used} of the budget at most"
+    own, eager = (
+        "unknown" if each is None else f"{each:,.2f}" for each in (report.growth, report.eager_growth)
+    )
+    growth = Text(f"{share}; growth of the error {own}, of eager's own {eager}")
+    return Group(*parts, Text(head, style="bold green" if report.passed else "bold red"), growth)
+
+
+def point_renderable(point: LatencyPoint) -> RenderableType:
+    """The latency of every backend at one set of sizes, and the longest kernels."""
+    from mha_deploy.report.schema import as_plain
+    from mha_deploy.report.table import kernels_table, latency_table, without_graph
+
+    data = as_plain(point.to_dict())
+    built = latency_table([data])
+    (group,) = built.groups
+    parts = [Text(f"latency at {group.title} · {group.about}"), rendered(built)]
+    if note := without_graph([data]):
+        parts.append(Text(note, style="dim"))
+    for row in data["rows"]:
+        row["kernels"] = row["kernels"][:_SHOWN_KERNELS]
+    if any(row["kernels"] for row in data["rows"]):
+        parts.append(rendered(kernels_table(data)))
+    return Group(*parts)
+
+
+def conformance_renderable(result: ConformanceTable) -> RenderableType:
+    """How each runtime treats masks."""
+    from mha_deploy.report.schema import as_plain
+    from mha_deploy.report.table import conformance_reasons, conformance_table
+
+    data = as_plain(result.to_dict())
+    wrong = [f"{name}{words}" for name, words in conformance_reasons(data) if name.endswith(", wrong")]
+    return Group(
+        Text(f"masks, {result.precision}"),
+        rendered(conformance_table(data)),
+        *(Text(line, style="red") for line in wrong),
+    )
 
 
 # -- What the verbs print for people ---------------------------------------------------------------
@@ -265,7 +328,7 @@ def _what(spec: AttentionSpec | ModuleSpec) -> str:
 def _tokens_text(bundle: Bundle, file: str) -> str:
     """The tokens of a decode trace: its prompts, and the steps behind them."""
     from mha_deploy.bundle.traces import read_trace
-    from mha_deploy.report.sections import prompts_text
+    from mha_deploy.report.table import prompts_text
 
     trace = read_trace(bundle.file(file), bundle.manifest.spec, bundle.manifest.precision)
     return f"{prompts_text(trace.prompt.tolist())}, then {trace.steps} single tokens"
@@ -303,36 +366,6 @@ def _details(bundle: Bundle) -> RenderableType:
     return Group(files, Text(checks, style="dim"), Text(made, style="dim"))
 
 
-def parity_renderable(report: ParityReport) -> RenderableType:
-    """A row for every output of every case, or for every attention of a module, and the verdict."""
-    from mha_deploy.validate.layers import LAYERS
-
-    return layers_renderable(report) if report.cases == LAYERS else _outputs_renderable(report)
-
-
-def _outputs_renderable(report: ParityReport) -> RenderableType:
-    several = len({verdict.output for verdict in report.verdicts}) > 1
-    rows = table()
-    # The verdict first, and only what is needed: a terminal of 80 columns must not cut a number.
-    for column in ("case", "verdict", "sizes", *(["output"] if several else [])):
-        rows.add_column(column, no_wrap=column == "verdict", overflow="fold")
-    for column in ("rel. L2", "row", "max", "gain", "used"):
-        rows.add_column(column, justify="right", no_wrap=True)
-    for verdict in report.verdicts:
-        place = [sizes_text(verdict.sizes), *([escape(verdict.output)] if several else [])]
-        rows.add_row(escape(verdict.case), verdict_text(verdict), *place, *_figures_of_tables(verdict))
-    failed = sum(not verdict.passed for verdict in report.verdicts)
-    count = len(report.verdicts)
-    head = (
-        Text(f"PASSED  {count}/{count} outputs within budget", style="bold green")
-        if report.passed
-        else Text(f"FAILED  {failed} of {count} outputs are {failed_status(report)}", style="bold red")
-    )
-    where = Text(f"{report.model} {report.precision} on {report.backend}, errors against the FP64 oracle")
-    problems = [problem_text(verdict) for verdict in report.verdicts if not verdict.passed]
-    return Group(rows, *problems, head, where)
-
-
 def self_test_renderable(result: SelfTest) -> RenderableType:
     """Every deliberate mistake, and by how much it was caught."""
     from mha_deploy.validate.self_test import largest_share
@@ -357,95 +390,14 @@ def _share(share: float) -> str:
     return "not a number" if share == float("inf") else f"{share:,.2f}"
 
 
-def _figures_of_tables(verdict: OutputVerdict) -> tuple[str, ...]:
-    deviation, budget = verdict.deviation, verdict.budget
-    if deviation is None or budget is None:
-        return ("-",) * 5
-    return (
-        f"{deviation.relative_l2:.1e}",
-        f"{deviation.worst_row:.1e}",
-        f"{deviation.max_abs:.1e}",
-        f"{deviation.gain:.1e}",
-        share_text(budget.share_used(deviation)),
-    )
-
-
 def _text(value: object) -> str:
     return "?" if value is None else escape(str(value))
-
-
-# -- What the verbs print of decoding, step after step ---------------------------------------------
-
-_SHOWN_FAILURES = 4
-
-
-def stepping_renderable(report: DecodeReport) -> RenderableType:
-    """Errors at steps 1, 2, 4, … beside those of the module itself, then what is wrong, then the verdict."""
-    rows = table()
-    for column in ("step", "error", "eager", "× eager"):
-        rows.add_column(column, justify="right", no_wrap=True)
-    for step, error in report.table:
-        own = report.eager_errors[step - 1]
-        ratio = f"{error / own:,.2f}" if error is not None and own else "-"
-        rows.add_row(f"{step:,}", _error(error), _error(own), ratio)
-    title = Text(f"trace {report.trace}, relative L2 by step")
-    return Group(
-        *((title, rows) if report.table else ()),
-        *_problems(report),
-        _head_of_decode_tables(report),
-        _growth(report),
-    )
-
-
-def _error(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
-
-
-def _problems(report: DecodeReport) -> Iterator[Text]:
-    failures = report.failures
-    for verdict in failures[:_SHOWN_FAILURES]:
-        yield Text(_problem(verdict), style="red")
-    if len(failures) > _SHOWN_FAILURES:
-        yield Text(f"and {len(failures) - _SHOWN_FAILURES:,} more", style="red")
-
-
-def _problem(verdict: OutputVerdict) -> str:
-    """Why a step failed; the sentence has the place already."""
-    words, worst = f"{verdict.case}/{verdict.output}: {verdict.problem}", verdict.deviation
-    if worst is None or not verdict.is_wrong:
-        return words
-    return f"{words}: got {worst.worst_got:.6g}, oracle {worst.worst_want:.6g}"
-
-
-def _head_of_decode_tables(report: DecodeReport) -> Text:
-    from mha_deploy.report.sections import prompts_text
-
-    who = f"{report.backend}, {prompts_text(report.prompt)}"
-    if report.passed:
-        return Text(f"PASSED  {report.steps:,} decode steps on {who}", style="bold green")
-    place = f"at step {report.first_failed} of {report.steps:,}"
-    if not report.first_failed:
-        side = "in the cache after" if report.first_failed is None else "at the prefill before"
-        place = f"{side} {report.steps:,} steps"
-    return Text(f"FAILED  {place} on {who}", style="bold red")
-
-
-def _growth(report: DecodeReport) -> Text:
-    """How near the budget it came, and whether the error grows from step to step more than it must."""
-    share = "no error was measured"
-    if report.share is not None:
-        used = budget_share(report.share) if isfinite(report.share) else "an infinite share"
-        share = f"{used} of the budget at most"
-    grown = [
-        "unknown" if growth is None else f"{growth:,.2f}" for growth in (report.growth, report.eager_growth)
-    ]
-    return Text(f"{share}; growth of the error {grown[0]}, of eager's own {grown[1]}")
 
 
 # -- What the engine verbs print for people --------------------------------------------------------
 
 _NAME_WIDTH = 40
-_STYLES = {"fused": "green", "decomposed": "red", "unknown": "yellow"}
+_FUSION = {"fused": "green", "decomposed": "red", "unknown": "yellow"}
 
 
 def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
@@ -533,7 +485,7 @@ def _nodes(manifest: EngineManifest) -> Table:
         rows.add_row(
             escape(named([each["node"] for each in group], joint="\n")),
             escape(manifest.profile_name(node["profile"])),
-            Text(node["status"], style=_STYLES[node["status"]]),
+            Text(node["status"], style=_FUSION[node["status"]]),
             escape(f"{_evidence(group)} [{node['source']}]"),
         )
     return rows
@@ -604,14 +556,7 @@ def _kernels(manifest: EngineManifest) -> Table:
 
 # -- What `validate`, `bench` and `deploy` print of a validation for people ------------------------
 
-# What fits a terminal of 80 columns; the report has the rest.
-_FIGURES = ("p50 µs", "p90", "p99", "× eager", "× best", "TFLOP/s", "roofline")
-_DECODE_FIGURES = ("p50 µs", "p99", "× eager", "× best", "ktok/s", "GB/s", "roofline")
-_SHOWN_KERNELS = 6
-_NAME_WIDTH_REPORT_TABLES = 100
 _LEVELS = {"failure": "red", "warning": "yellow", "note": "dim"}
-_MARKS = {"conforms": "ok", "wrong": "WRONG", "refused": "refused", "absent": "-"}
-_CELLS = {"conforms": "green", "wrong": "red", "refused": "yellow", "absent": "dim"}
 
 
 def report_renderable(report: Report) -> RenderableType:
@@ -623,7 +568,7 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
     for evaluation in report.evaluations:
         for parity in evaluation.parity:
             yield parity_renderable(parity)
-        yield from map(stepping_renderable, evaluation.stepping)
+        yield from map(decode_renderable, evaluation.stepping)
         if evaluation.invariance:
             yield _invariance(evaluation)
     if report.conformance is not None:
@@ -647,89 +592,3 @@ def _invariance(evaluation: Evaluation) -> Text:
     judged = [check for check in evaluation.invariance if check.case]
     same = ", bitwise the same" if judged and all(check.bitwise for check in judged) else ""
     return Text(f"{evaluation.backend}, batch elements in other places: {', '.join(parts)}{same}")
-
-
-def point_renderable(point: LatencyPoint) -> RenderableType:
-    """The latency of every backend at one set of sizes."""
-    filled = "" if point.past is None else f", {point.past:,} KV-cache entries"
-    floor = f", roofline bound {point.roofline.bound_us:.1f} µs" if point.roofline else ""
-    rows = table(f"latency at {sizes_text(point.sizes)}{filled}{floor}")
-    rows.add_column("backend", no_wrap=True)
-    for column in _columns(point):
-        rows.add_column(column, justify="right", no_wrap=True)
-    for row in point.rows:
-        _add_row(rows, point, row)
-    refused = [Text(f"{row.name}: {row.refused}", style="yellow") for row in point.rows if row.refused]
-    return Group(
-        rows,
-        *refused,
-        *_without_graph(point),
-        *(_kernels_of_report_tables(row) for row in point.rows if row.kernels),
-    )
-
-
-def _without_graph(point: LatencyPoint) -> Iterator[Text]:
-    names = [row.name for row in point.rows if row.timing and not row.timing.graph]
-    if names:
-        yield Text(f"launched from Python, without a CUDA graph: {', '.join(names)}", style="dim")
-
-
-def _kernels_of_report_tables(row: LatencyRow) -> Text:
-    lines = [
-        f"  {kernel.microseconds:8.1f} µs  {kernel.calls:4.0f} ×  {kernel.name[:_NAME_WIDTH_REPORT_TABLES]}"
-        for kernel in row.kernels[:_SHOWN_KERNELS]
-    ]
-    return Text("\n".join([f"kernels of {row.name}", *lines]), style="dim")
-
-
-def _columns(point: LatencyPoint) -> tuple[str, ...]:
-    """Arithmetic is what a prefill is about; memory and tokens are what a decode step is."""
-    return _FIGURES if point.decoded is None else _DECODE_FIGURES
-
-
-def _add_row(rows: Table, point: LatencyPoint, row: LatencyRow) -> None:
-    timing = row.timing
-    if timing is None:
-        rows.add_row(escape(row.name), *("-",) * len(_columns(point)))
-        return
-    figures = point.figures(row)
-    rate = figures["tokens_per_s"]
-    cells = {
-        "p50 µs": f"{timing.p50:,.1f}",
-        "p90": f"{timing.percentile(0.9):,.1f}",
-        "p99": f"{timing.percentile(0.99):,.1f}",
-        "× eager": _number(figures["speedup_over_eager"], ".2f"),
-        "× best": _number(figures["speedup_over_best_pytorch"], ".2f"),
-        "TFLOP/s": _number(figures["tflops"], ",.1f"),
-        "ktok/s": _number(None if rate is None else rate / 1e3, ",.1f"),  # thousands of tokens a second
-        "GB/s": _number(figures["gb_per_s"], ",.0f"),
-        "roofline": _number(figures["roofline_share"], ".0%"),
-    }
-    rows.add_row(escape(row.name), *(cells[column] for column in _columns(point)))
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def conformance_renderable(result: ConformanceTable) -> RenderableType:
-    """How each runtime treats masks."""
-    rows = table(f"masks, {result.precision}")
-    rows.add_column("case", no_wrap=True)
-    for name in result.columns:
-        rows.add_column(name, overflow="fold")
-    for case in result.rows:
-        cells = [result.cells[case.name][name] for name in result.columns]
-        rows.add_row(
-            escape(case.name), *(Text(_MARKS[cell.status], style=_CELLS[cell.status]) for cell in cells)
-        )
-    return Group(rows, *_wrong_cells(result))
-
-
-def _wrong_cells(result: ConformanceTable) -> Sequence[Text]:
-    return [
-        Text(f"{case.name} on {name}: {result.cells[case.name][name].detail}", style="red")
-        for case in result.rows
-        for name in result.columns
-        if result.cells[case.name][name].status == "wrong"
-    ]

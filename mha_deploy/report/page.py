@@ -5,36 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.report.schema import plain_bench, plain_report
-from mha_deploy.report.sections import (
-    attribute_fault,
-    bench_overview,
-    best_rows,
-    closing,
-    conformance,
-    decode,
-    engine_line,
-    environment,
-    fp16_range,
-    fusion,
-    heatmaps,
-    invariance,
-    latency,
-    latency_parts,
-    notes,
-    parity,
-    section,
-    sentence,
-    verdict_block,
-)
-from mha_deploy.report.svg import Html, join, palette_css, series_of, tag
+from mha_deploy.report.sections import bench_sections, key_facts, ordered_findings, report_sections
+from mha_deploy.report.svg import Html, mark, palette_css, readable, series_of
 
-# -- One HTML file that needs nothing else: no request, and no script to be read -------------------
+# -- One HTML file that needs nothing else: no request, and no script but its own ------------------
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -47,32 +27,18 @@ def report_page(data: Mapping[str, Any]) -> str:
     """
     plain = plain_report(data)
     look = series_of([plain["latency"]])
-    wanted = {
-        "fault": ("What is at fault", attribute_fault(plain)),
-        "parity": ("Parity", parity(plain)),
-        "maps": ("Error maps", heatmaps(plain)),
-        "decode": ("Decode", decode(plain, look)),
-        "invariance": ("Invariance", invariance(plain)),
-        "conformance": ("Mask conformance", conformance(plain)),
-        "range": ("FP16 range", fp16_range(plain)),
-        "fusion": ("Fusion", fusion(plain["engines"], plain["verdict"]["findings"])),
-        "latency": ("Latency", latency(plain, look)),
-        "notes": ("Notes", notes(plain["notes"])),
-        "environment": ("Environment", environment(plain, model=plain["model"])),
-    }
-    present = {name: title for name, (title, part) in wanted.items() if part is not None}
-    unmissed = {"fault", "notes"} | (set() if "cache" in plain["model"]["spec"] else {"decode"})
-    absent = [title for name, (title, part) in wanted.items() if part is None and name not in unmissed]
-    head = join([verdict_block(plain, present), contents(list(present.items()))])
-    body = tag(
-        "main",
-        head,
-        *(part for _, part in wanted.values()),
-        closing(plain, absent),
-        data_verdict="passed" if plain["verdict"]["passed"] else "failed",
+    sections, absent = report_sections(plain, look)
+    word, model = "PASSED" if plain["verdict"]["passed"] else "FAILED", plain["model"]
+    return _rendered(
+        plain,
+        title=f"{word}: {model['name']} {model['precision']}",
+        report=plain,
+        findings=ordered_findings(plain, [section.name for section in sections]),
+        facts=key_facts(plain),
+        sections=sections,
+        absent=absent,
+        look=look,
     )
-    word = "PASSED" if plain["verdict"]["passed"] else "FAILED"
-    return document(f"{word}: {plain['model']['name']} {plain['model']['precision']}", body)
 
 
 def bench_page(data: Mapping[str, Any]) -> str:
@@ -83,65 +49,44 @@ def bench_page(data: Mapping[str, Any]) -> str:
     """
     plain = plain_bench(data)
     look = series_of([entry["latency"] for entry in plain["models"]])
-    names = [f"{entry['model']['name']} {entry['model']['precision']}" for entry in plain["models"]]
     gpu = plain["environment"]["gpu"]
-    places = [("overview", "Overview"), *((f"model-{i}", name) for i, name in enumerate(names))]
-    head = tag(
-        "header", tag("h1", "Attention benchmark"), tag("p", gpu["name"] if gpu else "no GPU", class_="muted")
-    )
-    parts = [_model_section(f"model-{i}", names[i], entry, look) for i, entry in enumerate(plain["models"])]
-    body = tag(
-        "main",
-        head,
-        contents([*places, ("environment", "Environment")]),
-        section("overview", "Overview", bench_overview(plain, look), best_rows(plain)),
-        *parts,
-        notes(plain["notes"]),
-        environment(plain, model=None),
-        closing(plain, []),
-    )
-    return document("Attention benchmark", body)
-
-
-def _model_section(name: str, title: str, entry: Mapping[str, Any], look: Any) -> Html:
-    found = entry["latency"]
-    timed = latency_parts(found, look) if found and found["points"] else [sentence("Nothing was timed.")]
-    return section(
-        name, title, sentence(entry["model"]["summary"]), sentence(engine_line(entry["engines"])), *timed
+    return _rendered(
+        plain,
+        title="Attention benchmark",
+        subtitle=gpu["name"] if gpu else "no GPU",
+        sections=bench_sections(plain, look),
+        look=look,
     )
 
 
-def contents(places: Sequence[tuple[str, str]]) -> Html:
-    """Links to the sections."""
-    links = [tag("li", tag("a", title, href=f"#{name}")) for name, title in places]
-    return tag("nav", tag("ul", *links), aria_label="Sections")
+def _rendered(plain: Mapping[str, Any], **context: Any) -> str:
+    from jinja2 import Environment, FileSystemLoader  # here: only a page needs it
 
-
-def document(title: str, body: Html) -> str:
-    """The whole file around its body."""
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: readable(value) if type(value) is str else value,
+    )
     script = (_FOLDER / "sort.js").read_text(encoding="utf-8").strip()
     style = palette_css() + "\n" + (_FOLDER / "style.css").read_text(encoding="utf-8").strip()
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy(script)),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", title),
-        tag("style", Html(style)),
-    )
-    whole = tag("html", head, tag("body", body, tag("script", Html(script))), lang="en")
-    return f"<!doctype html>\n{whole}\n"
-
-
-def _policy(script: str) -> str:
-    """Nothing may be loaded, and no script may run but ours, even if an escape were forgotten."""
+    # Nothing may be loaded, and no script may run but ours, even if an escape were forgotten.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
+    policy = (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
         f"script-src 'sha256-{digest}'"
     )
+    page = environment.get_template("page.html.j2").render(
+        script=Html(script),
+        style=Html(style),
+        policy=policy,
+        mark=mark,
+        tool=plain["tool"],
+        created=plain["created"],
+        **context,
+    )
+    return page.strip() + "\n"
 
 
 # -- Reports and benchmarks on disk: the data, and beside it the page ------------------------------

@@ -38,8 +38,12 @@ def as_plain(value: Any) -> Any:
 
 # -- The kinds of fields that the records of a report are made of ----------------------------------
 
-TEXT, FLAG, WHOLE, NUMBER = str, bool, int, float
-TEXTS, SIZES = list[str], dict[str, int]
+TEXT = str
+FLAG = bool
+WHOLE = int
+NUMBER = float
+TEXTS = list[str]
+SIZES = dict[str, int]
 _UNION = (Union, types.UnionType)
 
 
@@ -274,7 +278,7 @@ CONFORMANCE = record(
                 "case": field(TEXT, "short name of the mask"),
                 "about": field(TEXT, "the mask in a few words"),
                 "diagnostic": field(FLAG, "whether the row only shows what a runtime does by itself"),
-                "cells": field(dict[str, CELL], "one for every column, by its name"),
+                "cells": field(types.GenericAlias(dict, (str, CELL)), "one for every column, by its name"),
             },
             "the masks",
         ),

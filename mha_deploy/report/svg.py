@@ -23,6 +23,15 @@ _VOID = frozenset({"meta", "link", "br", "hr", "col"})
 class Html(str):
     """Text that is markup already."""
 
+    def __html__(self) -> str:
+        """Itself, for templates."""
+        return self
+
+
+def readable(words: str) -> str:
+    """Text without control characters."""
+    return _UNREADABLE.sub("\ufffd", words)
+
 
 def escaped(value: object) -> Html:
     """The value as markup: itself if it is markup, else its text, harmless in elements and attributes."""
@@ -30,7 +39,7 @@ def escaped(value: object) -> Html:
         return value
     if isinstance(value, float):
         value = f"{value:.2f}".rstrip("0").rstrip(".")
-    return Html(_escape(_UNREADABLE.sub("\ufffd", str(value)), quote=True))
+    return Html(_escape(readable(str(value)), quote=True))
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:

@@ -71,16 +71,16 @@ def test_few_attentions_are_all_listed():
     text = printed(parity_renderable(layers(8)))
     assert [row[0] for row in rows_of(text)] == [f"blocks.{i}.attention" for i in range(8)]
     assert "PASSED  8/8 attentions right" in text
-    assert "m fp16 on ort-cpu 1 at B=2,S=8" in text
+    assert "m fp16 on ort-cpu 1 at B=2, S=8" in text
 
 
 def test_of_many_that_pass_the_first_the_worst_and_the_last_are_listed():
     text = printed(parity_renderable(layers(12, worst=5)))
     assert rows_of(text) == [
-        ["blocks.0.attention", "passed", "1.0e-03", "10%"],
-        ["blocks.5.attention", "passed", "8.0e-03", "80%"],
-        ["blocks.11.attention", "passed", "1.0e-03", "10%"],
-        ["9", "more", "passed", "≤", "1.0e-03", "≤", "10%"],
+        ["blocks.0.attention", "passed", "1.0e−3", "10%"],
+        ["blocks.5.attention", "passed", "8.0e−3", "80%"],
+        ["blocks.11.attention", "passed", "1.0e−3", "10%"],
+        ["9", "more", "passed", "≤", "1.0e−3", "≤", "10%"],
     ]
 
 

@@ -42,7 +42,9 @@ def test_tokens_a_second_have_a_column_where_there_are_some():
 def test_every_row_has_a_cell_for_every_column(decodes):
     data = stepping(step(512), step(1024), step(2048)) if decodes else fresh("passing")
     data["latency"]["points"][1]["rows"][0]["tokens_per_s"] = None
-    table = report_page(data).split("Latency of every row at every size</caption>")[1].split("</table>")[0]
+    table = (
+        report_page(data).split("Latency of every backend at every size</caption>")[1].split("</table>")[0]
+    )
     columns = table.count('scope="col"')
     assert "colspan" in table, "a row that was refused"
     for line in table.split("<tr>")[2:]:
@@ -52,8 +54,8 @@ def test_every_row_has_a_cell_for_every_column(decodes):
 
 def test_how_much_of_a_static_cache_was_filled_is_told():
     data = stepping({"B": 8, "S": 1, "T": 4096}, past=4095)
-    assert "B=8, S=1, T=4096, 4,095 rows cached" in report_page(data)
-    assert "rows cached" not in report_page(stepping(step(512)))
+    assert "B=8, S=1, T=4096, 4,095 KV-cache entries" in report_page(data)
+    assert "KV-cache entries" not in report_page(stepping(step(512)))
 
 
 def test_an_empty_past_is_on_no_logarithmic_axis():

@@ -12,7 +12,7 @@ from mha_deploy.engine.manifest import Engine, EngineManifest
 from mha_deploy.report.charts import EAGER
 from mha_deploy.report.page import report_page
 from mha_deploy.report.schema import as_plain, check_report, schema_markdown
-from mha_deploy.report.sections import place_text, prompts_text
+from mha_deploy.report.table import place_text, prompts_text
 from mha_deploy.validate.verdict import engines_to_dict
 
 

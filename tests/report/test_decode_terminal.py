@@ -9,12 +9,13 @@ import pytest
 from replayed import MEDDLERS, STEPS, stepped, stops_at, wrong_from
 from rich.console import Console
 
-from mha_deploy.cli.tables import stepping_renderable
+from mha_deploy.cli.tables import decode_renderable
+from mha_deploy.text import error
 
 
 def printed(report, width=80):
     out = io.StringIO()
-    Console(file=out, width=width).print(stepping_renderable(report))
+    Console(file=out, width=width).print(decode_renderable(report))
     return out.getvalue()
 
 
@@ -26,7 +27,7 @@ def test_the_terminal_tells_verdict_share_growth_and_errors():
     assert growth.strip() == f"{report.share:.0%} of the budget at most; {own}"
     rows = [line.split() for line in printed(report).splitlines() if re.match(r"\s+\d", line)]
     assert [row[0] for row in rows] == ["1", "2", "4", "8", "16", "20"]
-    assert rows[0][1:] == [f"{report.errors[0]:.1e}", f"{report.eager_errors[0]:.1e}", "1.00"]
+    assert rows[0][1:] == [error(report.eager_errors[0]), error(report.errors[0])]
 
 
 def test_the_terminal_lists_the_first_failures_with_their_place():

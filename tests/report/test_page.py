@@ -169,10 +169,10 @@ def test_a_check_that_could_not_be_made_does_not_pass():
 
 
 def test_every_row_of_the_latency_table_is_there():
-    page = PAGES["passing"].split("Latency of every row at every size</caption>")[1].split("</table>")[0]
+    page = PAGES["passing"].split("Latency of every backend at every size</caption>")[1].split("</table>")[0]
     assert page.count("<tr>") == 1 + 48
     assert page.count("not timed") == 2
-    assert "held back: power cap" in page
+    assert "throttled: power cap" in page
 
 
 def test_one_point_has_no_curves():
@@ -201,7 +201,7 @@ def test_a_latency_of_refusals_has_no_chart():
             example_report.refuse(row, "no kernel")
     data["latency"]["gpu"] = None
     page = report_page(data)
-    assert "No row was timed at this size." in page
+    assert "Nothing was timed at this size." in page
     assert 'class="chart bars"' not in page
     assert 'class="chart sweep"' not in page
 

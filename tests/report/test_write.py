@@ -68,7 +68,7 @@ def test_a_benchmark_as_markdown():
     head, rule, first, *_, last, _, note = bench_markdown(bench()).splitlines()
     assert head == (
         "| model | B×S | eager | sdpa-math | sdpa-efficient | sdpa-flash | sdpa-cudnn | compile "
-        "| onnxruntime-cuda | tensorrt | floor |"
+        "| onnxruntime-cuda | tensorrt | roofline bound |"
     )
     assert rule == "|---|---|" + "---:|" * 9
     assert first.startswith("| bert-base fp16 | 1×128 | 67.0\\* |")

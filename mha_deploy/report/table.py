@@ -1,0 +1,635 @@
+"""The tables of a report: built once from its data, rendered by rich, by templates and as Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mha_deploy.report.charts import decode_curves
+from mha_deploy.text import (
+    NOTHING,
+    budget_share,
+    error,
+    grouped,
+    percent,
+    plural,
+    point_name,
+    short,
+    size,
+    sizes_product,
+    sizes_text,
+    times,
+    yes_no,
+)
+
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """The content of a cell.
+
+    Args:
+        text: What it says.
+        status: How it is marked: `good`, `bad`, `doubt` or `none` for a verdict; `problem` or `aside` for a
+            sentence; `code` for names, one a line; `best` for the fastest; empty for plain text.
+        order: What the column is sorted by, where that is not the text.
+        share: A share of the budget, drawn as a bar.
+        note: Further text, less prominent, which a terminal has no room for.
+        hint: Text under the pointer.
+        series: The name of a backend whose mark stands before the text.
+        suffix: A sign behind the text.
+        span: How many columns it takes.
+    """
+
+    text: str
+    status: str = ""
+    order: float | None = None
+    share: float | None = None
+    note: str = ""
+    hint: str = ""
+    series: str = ""
+    suffix: str = ""
+    span: int = 1
+
+
+Row = Sequence[Cell]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column.
+
+    Args:
+        name: Its heading.
+        numeric: Whether it holds numbers, aligned to the right.
+        short: The heading in a terminal; default: the name.
+        wide: Whether only the page has room for it.
+    """
+
+    name: str
+    numeric: bool = False
+    short: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Rows that belong together.
+
+    Args:
+        rows: The rows; a cell that spans all columns explains the row above it.
+        title: Their heading; empty for none.
+        about: Details behind the heading.
+    """
+
+    rows: Sequence[Row]
+    title: str = ""
+    about: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table.
+
+    Args:
+        title: What it shows.
+        columns: The columns.
+        groups: The rows in groups.
+        css: A class of the style sheet: `compact` or `matrix`.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    groups: Sequence[Group] = field(default_factory=list)
+    css: str = ""
+
+
+def columns(*names: str) -> list[Column]:
+    """Columns from headings: `#` is before numbers, `+` before what only the page has room for.
+
+    `budget used|used` has a shorter heading in a terminal.
+    """
+    found = []
+    for name in names:
+        signs, rest = re.match(r"([#+]*)(.*)", name).groups()  # type: ignore[union-attr]
+        long, _, brief = rest.partition("|")
+        found.append(Column(name=long, numeric="#" in signs, short=brief, wide="+" in signs))
+    return found
+
+
+def text(words: str | None) -> Cell:
+    """Plain text; a dash for nothing."""
+    return Cell(text=words or NOTHING)
+
+
+def number(value: float | None, words: str) -> Cell:
+    """A number as it is shown, sorted by what it is."""
+    return Cell(text=words, order=value)
+
+
+def passed(value: bool, problem: str | None = None) -> Cell:
+    """The verdict of one row."""
+    if not value and (problem or "").startswith("not verified"):
+        return Cell(text="not verified", status="doubt")
+    return Cell(text="passed", status="good") if value else Cell(text="FAILED", status="bad")
+
+
+def share_cell(share: float | None, *, failed: bool = False) -> Cell:
+    """A share of the budget; one that failed without a number is sorted behind all others."""
+    if share is None:
+        return Cell(text="no number" if failed else NOTHING, order=1e300 if failed else None)
+    return Cell(text=budget_share(share), order=share, share=share)
+
+
+def spanning(words: str, columns: Sequence[Column], status: str = "problem") -> Row:
+    """A row of one sentence that explains the row above it."""
+    return [Cell(text=words, status=status, span=len(columns))]
+
+
+# -- Parity ----------------------------------------------------------------------------------------
+
+LAYERS = "layers"
+"""The set of cases that holds the results of single attentions, beside those of a whole model."""
+
+_ERRORS = ("#rel. L2", "#worst vector|vector", "#max", "#gain", "+#1 − cos", "#budget used|used")
+
+
+def parity_table(runs: Sequence[Data]) -> Table:
+    """A row for every output of every case, in a group for every run."""
+    several = len({verdict["output"] for run in runs for verdict in run["verdicts"]}) > 1
+    shown = columns("case", "verdict", "sizes", f"{'' if several else '+'}output", *_ERRORS)
+    groups = []
+    for run in runs:
+        rows: list[Row] = []
+        for verdict in run["verdicts"]:
+            place = [text(verdict["case"]), passed(verdict["passed"], verdict["problem"])]
+            place += [text(sizes_text(verdict["sizes"])), text(verdict["output"])]
+            rows += _judged(verdict, place, shown)
+        groups.append(Group(title=f"{run['backend']}, {run['cases']} cases", rows=rows))
+    return Table(title="Error of every output, and its share of the budget", columns=shown, groups=groups)
+
+
+def layers_table(runs: Sequence[Data]) -> Table:
+    """A row for every attention of a user's module."""
+    shown = columns("attention", "verdict", _ERRORS[0], *(f"+{name}" for name in _ERRORS[1:-1]), _ERRORS[-1])
+    groups = []
+    for run in runs:
+        rows: list[Row] = []
+        for verdict in run["verdicts"]:
+            name = Cell(text=verdict["output"], status="code")
+            rows += _judged(verdict, [name, passed(verdict["passed"], verdict["problem"])], shown)
+        sizes = f" at {sizes_text(run['verdicts'][0]['sizes'])}" if run["verdicts"] else ""
+        groups.append(Group(title=f"{run['backend']}{sizes}", rows=rows))
+    return Table(title="Every attention by itself, against its own oracle", columns=shown, groups=groups)
+
+
+def _judged(verdict: Data, place: Sequence[Cell], shown: Sequence[Column]) -> list[Row]:
+    """The row of a verdict and, where it did not pass, the reason below it."""
+    deviation, budget = verdict["deviation"] or {}, verdict["budget"] or {}
+    cells = []
+    for key in ("relative_l2", "worst_row", "max_abs", "gain"):
+        value, limit = deviation.get(key), budget.get(key)
+        over = value is not None and limit is not None and value > limit
+        hint = "" if limit is None else f"budget {error(limit)}"
+        cells.append(Cell(text=error(value), order=value, status="over" if over else "", hint=hint))
+    cosine = deviation.get("cosine")
+    rest = None if cosine is None else 1.0 - cosine
+    share = share_cell(verdict["share"], failed=not verdict["passed"])
+    row = [*place, *cells, number(rest, error(rest)), share]
+    return [row] if verdict["passed"] else [row, spanning(problem_text(verdict), shown)]
+
+
+def problem_text(verdict: Data) -> str:
+    """Why an output failed, and where it is worst."""
+    words, worst = verdict["problem"] or "failed", verdict["deviation"]
+    if worst is not None and not words.startswith("not verified"):
+        place = ", ".join(map(str, worst["worst_index"]))
+        got, want = (_exact(worst[key]) for key in ("worst_got", "worst_want"))
+        words += f"; worst at [{place}]: got {got}, oracle {want}"
+    return f"{verdict['case']}/{verdict['output']}: {words}"
+
+
+def _exact(value: float | None) -> str:
+    return "no finite number" if value is None else f"{value:.6g}"
+
+
+# -- Decode ----------------------------------------------------------------------------------------
+
+_LISTED_PROMPTS = 4
+
+
+def decode_table(reports: Sequence[Data]) -> Table:
+    """The verdict on every runtime and trace."""
+    shown = columns(
+        "backend", "verdict", "trace", "prompts", "#steps", "first wrong", "#budget used",
+        "#growth", "#growth of eager",
+    )  # fmt: skip
+    rows: list[Row] = []
+    for report in reports:
+        steps, run = grouped(report["steps"]), len(report["errors"])
+        rows.append(
+            [
+                text(report["backend"]),
+                passed(report["passed"]),
+                text(report["trace"]),
+                text(prompts_text(report["prompt"])),
+                number(report["steps"], f"{run:,} of {steps}" if run < report["steps"] else steps),
+                text(place_text(report["first_failed"], report["failed"])),
+                share_cell(report["share"], failed=not report["passed"]),
+                *(number(report[key], times(report[key])) for key in ("growth", "eager_growth")),
+            ]
+        )
+        rows += [spanning(line, shown) for line in decode_problems(report)]
+    return Table(title="Decoding, by runtime and trace", columns=shown, groups=[Group(rows=rows)])
+
+
+def decode_problems(report: Data, most: int | None = None) -> list[str]:
+    """The first checks that failed, and how many more there are."""
+    lines = []
+    for failure in report["failures"][:most]:
+        words, worst = f"{failure['case']}/{failure['output']}: {failure['problem']}", failure["deviation"]
+        if worst is not None and worst["worst_got"] is not None and worst["worst_want"] is not None:
+            words += f": got {worst['worst_got']:.6g}, oracle {worst['worst_want']:.6g}"
+        lines.append(words)
+    more = report["failed"] - len(lines)
+    return [*lines, f"and {more:,} more of {plural(report['judged'], 'check')}"] if more > 0 else lines
+
+
+def steps_table(reports: Sequence[Data]) -> Table | None:
+    """The errors of all runtimes at steps 1, 2, 4, … of one trace; None where no step was run."""
+    curves = decode_curves(reports)
+    last = max(len(errors) for errors in curves.values())
+    if not last:
+        return None
+    rows = []
+    for step in sorted({*(2**k for k in range(last.bit_length())), last}):
+        at = [errors[step - 1] if step <= len(errors) else None for errors in curves.values()]
+        rows.append([number(step, grouped(step)), *(number(value, error(value)) for value in at)])
+    name = reports[0]["trace"]
+    return Table(
+        title=f"Relative L2 at some steps of trace {name}",
+        columns=columns("#step", *(f"#{curve}" for curve in curves)),
+        groups=[Group(rows=rows)],
+        css="compact",
+    )
+
+
+def prompts_text(prompt: Sequence[int]) -> str:
+    """The lengths of the prompts in a few words."""
+    if len(prompt) == 1:
+        return f"a prompt of {prompt[0]}"
+    if len(set(prompt)) == 1:
+        return f"{len(prompt)} prompts of {prompt[0]}"
+    if 0 < len(prompt) <= _LISTED_PROMPTS:
+        return f"prompts of {', '.join(map(str, prompt[:-1]))} and {prompt[-1]}"
+    return f"{len(prompt)} prompts of {min(prompt)} to {max(prompt)}" if prompt else "no prompt"
+
+
+def place_text(first_failed: int | None, failed: int) -> str:
+    """Where decoding went wrong first."""
+    if first_failed is None:
+        return "cache" if failed else NOTHING
+    return f"step {first_failed}" if first_failed else "prefill"
+
+
+# -- Invariance, masks, FP16 range, fault ----------------------------------------------------------
+
+
+def invariance_table(checks: Sequence[Data]) -> Table:
+    """What must not matter, and whether it does."""
+    shown = columns(
+        "what must not matter", "verdict", "compared", "backend", "case", "bitwise", "#budget used"
+    )
+    rows: list[Row] = []
+    for check in checks:
+        place = [text(check["detail"]), text(check["backend"]), text(check["case"])]
+        if check["passed"] and not check["case"]:  # there was nothing to compare, and the detail says why
+            unchecked = Cell(text="not checked", status="none")
+            rows.append([text(check["check"]), unchecked, *place, text(None), text(None)])
+            continue
+        share = share_cell(check["share"], failed=not check["passed"])
+        verdict = passed(check["passed"])
+        rows.append([text(check["check"]), verdict, *place, text(yes_no(check["bitwise"])), share])
+        if check["problem"]:
+            rows.append(spanning(check["problem"], shown))
+    return Table(
+        title="Results that must not depend on other batch elements, batch sizes or profiles",
+        columns=shown,
+        groups=[Group(rows=rows)],
+    )
+
+
+CONFORMANCE = {"conforms": "good", "wrong": "bad", "refused": "doubt", "absent": "none"}
+
+
+def conformance_table(found: Data) -> Table:
+    """Masks by runtimes."""
+    rows: dict[bool, list[Row]] = {False: [], True: []}
+    for row in found["rows"]:
+        cells = [row["cells"][name] for name in found["columns"]]
+        figures = ["" if cell["error"] is None else error(cell["error"]) for cell in cells]
+        rows[row["diagnostic"]].append(
+            [
+                Cell(text=row["case"], status="code", note=row["about"]),
+                *(
+                    Cell(text=cell["status"], status=CONFORMANCE[cell["status"]], note=figure)
+                    for cell, figure in zip(cells, figures, strict=True)
+                ),
+            ]
+        )
+    diagnostic = Group(rows=rows[True], title="What runtimes do by default; not part of the verdict")
+    return Table(
+        title=f"Masks as ONNX defines them, {found['precision']}, seed {found['seed']}; "
+        "the numbers are relative L2",
+        columns=columns("mask", *found["columns"]),
+        groups=[Group(rows=rows[False]), *([diagnostic] if rows[True] else [])],
+        css="matrix",
+    )
+
+
+def conformance_reasons(found: Data) -> list[tuple[str, str]]:
+    """Every reason with the runtime and the masks that it is about, wrong results first."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in found["rows"]:
+        for name in found["columns"]:
+            cell = row["cells"][name]
+            if cell["detail"]:
+                reasons.setdefault((name, cell["status"], cell["detail"]), []).append(row["case"])
+    order = ("wrong", "refused", "conforms", "absent")
+    return [
+        (
+            f"{name}, {status}",
+            f" ({'every mask' if len(masks) == len(found['rows']) else ', '.join(masks)}): {detail}",
+        )
+        for (name, status, detail), masks in sorted(reasons.items(), key=lambda item: order.index(item[0][1]))
+    ]
+
+
+_RANGES = {"ok": "good", "near": "doubt", "overflows": "bad"}
+
+
+def range_table(nodes: Sequence[Data]) -> Table:
+    """The largest numbers of every attention."""
+    keys = ("largest_score_raw", "largest_score", "largest_softmax_sum", "max_keys")
+    rows = [
+        [
+            Cell(text=node["node"], status="code"),
+            Cell(text=node["status"], status=_RANGES[node["status"]]),
+            *(number(node[key], short(node[key])) for key in keys),
+            number(node["headroom"], times(node["headroom"])),
+        ]
+        for node in nodes
+    ]
+    return Table(
+        title="Largest numbers of every attention on golden data; FP16 ends at 65,504",
+        columns=columns(
+            "node", "status", "#largest |q·k|", "#scaled", "#softmax sum", "#keys at most", "#headroom"
+        ),
+        groups=[Group(rows=rows)],
+    )
+
+
+def trials_table(trials: Sequence[Data]) -> Table:
+    """What was run to attribute a fault."""
+    rows = [
+        [text(each["name"]), passed(each["passed"]), share_cell(each["share"], failed=not each["passed"])]
+        for each in trials
+    ]
+    shown = columns("what was run instead", "verdict", "#budget used")
+    return Table(title="Trials", columns=shown, groups=[Group(rows=rows)], css="compact")
+
+
+# -- Engines ---------------------------------------------------------------------------------------
+
+FUSION = {"fused": "good", "decomposed": "bad", "unknown": "doubt"}
+
+
+def fusion_of(engine: Data) -> str:
+    """How many attentions of an engine are fused, in words."""
+    from mha_deploy.engine.manifest import fusion_summary  # a terminal that shows no engine need not load it
+
+    fused, count = [*engine["fused"], 0, 0][:2]
+    return fusion_summary(fused, count, engine["nodes"])
+
+
+def fusion_table(engines: Sequence[Data]) -> Table:
+    """A row for every attention node and profile of every engine."""
+    groups = []
+    for engine in engines:
+        names = engine["profile_names"]
+
+        def profile_name(index: int | None, names: Sequence[str] = names) -> str:
+            if index is None:
+                return NOTHING
+            return names[index] if 0 <= index < len(names) else str(index)
+
+        seconds = "" if engine["seconds"] is None else f" in {short(engine['seconds'])} s"
+        about = [
+            fusion_of(engine),
+            f"{engine['precision_status']} (requested {engine['precision']})",
+            f"attention: {engine['attention']}",
+            *(f"needs {library}" for library in engine["plugins"]),
+            f"built {engine['built']}{seconds}",
+            size(engine["engine_bytes"]) if engine["engine_bytes"] is not None else "",
+            *(
+                f"profile {profile_name(index)}: " + " ".join(f"{axis} {span}" for axis, span in each.items())
+                for index, each in enumerate(engine["profiles"])
+            ),
+        ]
+        name = engine["name"] if engine["name"] != engine["backend"] else ""
+        rows = [
+            [
+                Cell(text=node["node"], status="code"),
+                Cell(text=profile_name(node["profile"]), order=node["profile"]),
+                Cell(text=node["status"], status=FUSION[node["status"]]),
+                Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else text(None),
+                text(node["source"]),
+                text(node["reason"]),
+            ]
+            for node in engine["nodes"]
+        ]
+        groups.append(
+            Group(
+                title=f"{name} {engine['backend']} {engine['version']}".strip(),
+                about=" · ".join(filter(None, about)),
+                rows=rows,
+            )
+        )
+    return Table(
+        title="Every attention in the engines, with the evidence",
+        columns=columns("node", "profile", "status", "kernels", "evidence", "reason"),
+        groups=groups,
+    )
+
+
+# -- Latency ---------------------------------------------------------------------------------------
+
+
+def point_sizes(point: Data) -> str:
+    """The sizes, and how many entries of a preallocated KV cache were valid, which no size tells."""
+    filled = "" if point["past"] is None else f", {point['past']:,} KV-cache entries"
+    return f"{sizes_text(point['sizes'])}{filled}"
+
+
+def latency_table(points: Sequence[Data]) -> Table:
+    """Everything that was timed or refused, in a group for every size."""
+    decodes = any(row["tokens_per_s"] is not None for point in points for row in point["rows"])
+    # GEMMs bound a prefill; memory and tokens are what counts in a decode step.
+    prefill, decode = ("+", "") if decodes else ("", "+")
+    shown = columns(
+        "backend", "#p50 µs", f"{prefill}#p90 µs|p90", "#p99 µs|p99", "#× eager", "#× best PyTorch|× best",
+        f"{prefill}#TFLOP/s", f"{decode}#GB/s", *(["#tokens/s"] if decodes else []), "#of roofline|roofline",
+        "+#memory", "+#host µs", "+graph", "+stable", "+#SM MHz", "+#°C",
+    )  # fmt: skip
+    groups = []
+    for point in points:
+        name, roof = point_name(point["case"], point["sizes"]), point["roofline"]
+        bound = f" · roofline bound {short(roof['bound_us'])} µs, {roof['bound']}-bound" if roof else ""
+        work = f"{short(point['flops'] / 1e9)} GFLOP · {size(int(point['bytes']))}{bound}"
+        groups.append(
+            Group(
+                title=f"{name} {point_sizes(point)}".strip(),
+                about=work,
+                rows=[_timed(row, shown, decodes=decodes) for row in point["rows"]],
+            )
+        )
+    return Table(title="Latency of every backend at every size", columns=shown, groups=groups)
+
+
+def _timed(row: Data, shown: Sequence[Column], *, decodes: bool) -> Row:
+    timing, name = row["timing"], Cell(text=row["name"], series=row["name"], hint=row["backend"])
+    if timing is None:
+        reason = f"not timed: {row['refused'] or 'no reason was given'}"
+        return [name, Cell(text=reason, status="aside", span=len(shown) - 1)]
+    conditions = timing["conditions"]
+    clock, most = conditions["sm_mhz"], conditions["sm_mhz_max"]
+    lower = clock is not None and most is not None and clock < most
+    throttled = ", ".join(conditions["held_back"])
+    return [
+        name,
+        *(number(timing[key], short(timing[key])) for key in ("p50_us", "p90_us", "p99_us")),
+        *(number(row[key], times(row[key])) for key in ("speedup_over_eager", "speedup_over_best_pytorch")),
+        *(number(row[key], short(row[key])) for key in ("tflops", "gb_per_s")),
+        *([number(row["tokens_per_s"], short(row["tokens_per_s"]))] if decodes else []),
+        number(row["roofline_share"], percent(row["roofline_share"])),
+        number(timing["memory_bytes"], size(timing["memory_bytes"])),
+        number(timing["host_us"], short(timing["host_us"])),
+        text(yes_no(timing["graph"])),
+        text("yes") if timing["stable"] else Cell(text="no", status="doubt"),
+        Cell(
+            text=f"{_whole(clock)} of {_whole(most)}" if lower else _whole(clock),
+            order=clock,
+            note=f"throttled: {throttled}" if throttled else "",
+        ),
+        number(conditions["temperature_c"], _whole(conditions["temperature_c"])),
+    ]
+
+
+def _whole(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"
+
+
+def kernels_table(point: Data) -> Table:
+    """The longest kernels of every backend at one size."""
+    rows: list[Row] = []
+    for row in point["rows"]:
+        for kernel in row["kernels"]:
+            share = kernel["microseconds"] / row["timing"]["p50_us"] if row["timing"] else None
+            rows.append(
+                [
+                    Cell(text=row["name"], series=row["name"]),
+                    Cell(text=kernel["name"], status="code"),
+                    number(kernel["calls"], f"{kernel['calls']:g}"),
+                    number(kernel["microseconds"], short(kernel["microseconds"])),
+                    number(share, percent(share)),
+                ]
+            )
+    shown = columns("backend", "kernel", "#calls", "#µs", "#of p50")
+    return Table(title=f"Kernels at {point_sizes(point)}", columns=shown, groups=[Group(rows=rows)])
+
+
+# -- A benchmark at a glance -----------------------------------------------------------------------
+
+
+def overview_table(bench: Data) -> Table | None:
+    """A row for every model and size, a column for every backend; None where nothing was timed."""
+    points = bench_points(bench)
+    if not points:
+        return None
+    names = list(dict.fromkeys(row["name"] for _, point in points for row in point["rows"]))
+    axes = {"×".join(point["sizes"]) for _, point in points}
+    heading = axes.pop() if len(axes) == 1 else "sizes"
+    rows: list[Row] = []
+    for model, point in points:
+        by_name = {row["name"]: row for row in point["rows"]}
+        cells = []
+        for name in names:
+            row = by_name.get(name)
+            timing = row["timing"] if row else None
+            if timing is None:
+                cells.append(text("refused" if row else None))
+                continue
+            best, sign = name == fastest(point), "" if timing["graph"] else "*"
+            p50 = number(timing["p50_us"], short(timing["p50_us"]))
+            cells.append(replace(p50, status="best" if best else "", suffix=sign))
+        bound = point["roofline"]["bound_us"] if point["roofline"] else None
+        sizes = (sizes_text if heading == "sizes" else sizes_product)(point["sizes"])
+        rows.append(
+            [text(f"{model['name']} {model['precision']}"), text(sizes), *cells, number(bound, short(bound))]
+        )
+    shown = columns("model", heading, *(f"#{name}" for name in names), "#roofline bound")
+    return Table(
+        title="p50 in µs; the fastest of each line is bold", columns=shown, groups=[Group(rows=rows)]
+    )
+
+
+def bench_points(bench: Data) -> list[tuple[Data, Data]]:
+    """Every point that was timed, with its model."""
+    return [
+        (entry["model"], point)
+        for entry in bench["models"]
+        if entry["latency"]
+        for point in entry["latency"]["points"]
+    ]
+
+
+def fastest(point: Data) -> str | None:
+    """The fastest backend at one size."""
+    timed = [row for row in point["rows"] if row["timing"]]
+    return min(timed, key=lambda row: row["timing"]["p50_us"])["name"] if timed else None
+
+
+def without_graph(points: Sequence[Data]) -> str | None:
+    """What was timed without a CUDA graph, and why where there should have been one; None for nothing."""
+    reasons: dict[str, list[str]] = {}
+    for row in (row for point in points for row in point["rows"]):
+        if row["timing"] and not row["timing"]["graph"]:
+            known, why = reasons.setdefault(row["name"], []), row["timing"]["why_no_graph"]
+            known.extend([why] if why and why not in known else [])
+    names = [f"{name} ({'; '.join(known)})" if known else name for name, known in reasons.items()]
+    return f"timed without a CUDA graph: {', '.join(names)}" if names else None
+
+
+def markdown(table: Table) -> str:
+    """A table as Markdown; what is best is bold, and nothing in a cell can become markup."""
+    lines = [
+        f"| {' | '.join(markdown_text(column.name) for column in table.columns)} |",
+        f"|{'|'.join('---:' if column.numeric else '---' for column in table.columns)}|",
+    ]
+    for row in (row for group in table.groups for row in group.rows):
+        bold = ["**" if cell.status == "best" else "" for cell in row]
+        cells = [
+            f"{mark}{markdown_text(cell.text)}{mark}{markdown_text(cell.suffix)}"
+            for mark, cell in zip(bold, row, strict=True)
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def markdown_text(words: str) -> str:
+    """Text that cannot break a table or become markup."""
+    single = re.sub(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]+", " ", words)
+    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", single).replace("&", "&amp;").replace("<", "&lt;")
