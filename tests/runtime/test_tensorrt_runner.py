@@ -179,7 +179,7 @@ def test_a_call_that_tensorrt_cannot_hold_is_refused_before_it_sees_the_sizes(de
     rows = LargeTensor(tensor="scores", dims="B,536870912,S", axes={"B": ("x", 0), "S": ("x", 1)})
     with TensorRTRunner(fake(version), b"plan", cuda_graph=graph, large_tensors=[rows]) as runner:
         for _ in range(2):
-            with pytest.raises(EngineError, match="cannot hold a tensor") as caught:
+            with pytest.raises(EngineError, match="does not support a tensor") as caught:
                 runner.run(feeds(1, 4))
             assert caught.value.got.startswith("scores with 2,147,483,648 elements")
             given = feeds(1, 3)
@@ -471,7 +471,7 @@ def test_the_manifest_tells_the_runner_what_tensorrt_cannot_hold(machine_with, d
     told = [{"tensor": "scores", "dims": "1073741824,S", "axes": {"S": ["x", 1]}}]
     with open_engine_runner(on_disk(path, large_tensors=told)) as runner:
         runner.run(feeds(1, 1))
-        with pytest.raises(EngineError, match="cannot hold a tensor"):
+        with pytest.raises(EngineError, match="does not support a tensor"):
             runner.run(feeds(1, 2))
 
 

@@ -1,4 +1,4 @@
-"""Tensors that TensorRT said it cannot hold: read from its words, refused only where they are too large."""
+"""Tensors that TensorRT does not support: read from its warnings, refused only where they are too large."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_the_limit_is_where_tensorrt_has_it(S, refused):
     if not refused:
         refuse_large(found, shapes)
         return
-    with pytest.raises(EngineError, match="cannot hold a tensor") as caught:
+    with pytest.raises(EngineError, match="does not support a tensor") as caught:
         refuse_large(found, shapes)
     assert caught.value.got.startswith(f"attention/scores with {32 * S * S:,} elements")
 

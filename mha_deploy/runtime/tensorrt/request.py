@@ -1,4 +1,4 @@
-"""What a build is asked for, and what comes of it."""
+"""The request for a build, and its result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel
 from mha_deploy.runtime.tensorrt.log import Message
 from mha_deploy.runtime.tensorrt.versions import EngineError
 
-# -- Tensors that TensorRT said, while it built an engine, it cannot hold at the largest sizes -----
+# -- Tensors that TensorRT does not support at the largest sizes, from the warnings of a build -----
 
 MOST_ELEMENTS = 2**31 - 1
 
-_TOLD = re.compile(
+_WARNING = re.compile(
     r"(?P<tensor>[^\s:]+): tensor volume exceeds \(2\^31\)-1, dimensions are \[(?P<dims>[^]]*)\]"
 )
 _TOKEN = re.compile(r"[()]|[^\s(),]+")
@@ -31,8 +31,8 @@ class LargeTensor:
 
     Args:
         tensor: Its name.
-        dims: Its dimensions, in TensorRT's words: `1,8,(* 4 S),S`.
-        axes: For each axis, an input and the dimension of it that is the axis' size.
+        dims: Its dimensions, as TensorRT writes them: `1,8,(* 4 S),S`.
+        axes: For each axis, an input and the dimension of it that has the axis' size.
     """
 
     tensor: str
@@ -40,19 +40,31 @@ class LargeTensor:
     axes: Mapping[str, tuple[str, int]]
 
     def elements(self, shapes: Mapping[str, Sequence[int]]) -> int | None:
-        """How many elements it has where the inputs have these shapes; None where that cannot be told."""
+        """How many elements it has for inputs of these shapes; None where that is unknown."""
         tokens = _TOKEN.findall(self.dims)[::-1]
+
+        def value(sizes: Mapping[str, int]) -> int:
+            token = tokens.pop()
+            if token != "(":
+                return int(token) if token.isdecimal() else sizes[token]
+            combine = _OPERATORS[tokens.pop()]
+            terms = []
+            while tokens[-1] != ")":
+                terms.append(value(sizes))
+            tokens.pop()
+            return combine(terms)
+
         found = []
         try:
             sizes = {axis: shapes[name][place] for axis, (name, place) in self.axes.items()}
             while tokens:
-                found.append(_value(tokens, sizes))
+                found.append(value(sizes))
         except (KeyError, IndexError):
             return None
         return math.prod(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """As the manifest of an engine has it."""
+        """As the manifest of an engine records it."""
         axes = {axis: list(place) for axis, place in self.axes.items()}
         return {"tensor": self.tensor, "dims": self.dims, "axes": axes}
 
@@ -67,52 +79,35 @@ class LargeTensor:
         """What to do about it."""
         return (
             f"{self.tensor} [{self.dims}] is too large for TensorRT at the largest sizes, and such a call is "
-            "refused: build with smaller ones (--profile), or where there is the plugin library with "
-            "--attention plugin, which keeps no scores"
+            "refused: build with smaller ones (--profile), or with --attention plugin, which stores no scores"
         )
 
 
 def large_tensors(texts: Iterable[str], axes: Mapping[str, tuple[str, int]]) -> tuple[LargeTensor, ...]:
-    """The tensors that a build complained of, each once.
+    """The tensors in the warnings of a build, each once.
 
     Args:
-        texts: What TensorRT said.
+        texts: The warnings.
         axes: For each axis of the graph, an input and the dimension that has its name.
     """
-    found = (match for text in texts if (match := _TOLD.search(text)))
-    told = dict.fromkeys((match["tensor"], match["dims"]) for match in found)
-    return tuple(LargeTensor(tensor=tensor, dims=dims, axes=axes) for tensor, dims in told)
+    matches = (match for text in texts if (match := _WARNING.search(text)))
+    found = dict.fromkeys((match["tensor"], match["dims"]) for match in matches)
+    return tuple(LargeTensor(tensor=tensor, dims=dims, axes=axes) for tensor, dims in found)
 
 
 def refuse_large(tensors: Sequence[LargeTensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Refuse a call for which TensorRT would have to hold one of these tensors whole.
-
-    Raises:
-        EngineError: It would.
-    """
+    """Refuse a call for which one of these tensors is too large."""
     for tensor in tensors:
         elements = tensor.elements(shapes)
         if elements is not None and elements > MOST_ELEMENTS:
             raise EngineError(
-                "TensorRT cannot hold a tensor of this size.",
+                "TensorRT does not support a tensor of this size.",
                 got=f"{tensor.tensor} with {elements:,} elements, at most {MOST_ELEMENTS:,} are possible",
                 hint="smaller sizes, or an engine that was built with --attention plugin",
             )
 
 
-def _value(tokens: list[str], sizes: Mapping[str, int]) -> int:
-    token = tokens.pop()
-    if token != "(":
-        return int(token) if token.isdecimal() else sizes[token]
-    combine = _OPERATORS[tokens.pop()]
-    terms = []
-    while tokens[-1] != ")":
-        terms.append(_value(tokens, sizes))
-    tokens.pop()
-    return combine(terms)
-
-
-# -- What is asked of the builder, and what comes back ---------------------------------------------
+# -- The request for a build, and its result -------------------------------------------------------
 
 Shape = tuple[int, ...]
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]
@@ -129,11 +124,11 @@ class BuildRequest:
     Args:
         onnx: Path of the model, or the model itself. A model with external data needs its path.
         backend: `tensorrt` or `tensorrt-rtx`.
-        precision: The precision the graph is written in: `fp16`, `bf16` or `fp32`.
+        precision: The precision of the graph: `fp16`, `bf16` or `fp32`.
         profiles: Ranges of the input shapes, one mapping per optimisation profile.
         targets: Compute capabilities to compile for (RTX only): `"8.9"`, `"89,120"`, `("8.9", "12.0")`.
-        optimization_level: How hard the builder tries, 0 to 5; None for its default.
-        workspace: Most bytes of scratch memory a kernel may use; None for all there is.
+        optimization_level: TensorRT's builder optimization level, 0 to 5; None for its default.
+        workspace: Most bytes of scratch memory of a kernel; None for no limit.
         timing_cache: Timings of earlier builds on this GPU.
         version_compatible: Build an engine that later versions can load.
         hardware_compatible: `ampere-plus` or `same-compute-capability`: other GPUs it shall run on.
@@ -141,8 +136,8 @@ class BuildRequest:
         refit: `all` or `identical`: weights that can be replaced later.
         allow_decomposed: Let attention without a fused kernel be built from several. A graph in which
             attention is written in primitive operators is always free to decompose.
-        precision_constraints: Hold every layer to the graph's types where TensorRT chooses types by itself
-            (8.6; later networks are strongly typed).
+        precision_constraints: Constrain every layer to the graph's types where TensorRT chooses types by
+            itself (8.6; later networks are strongly typed).
     """
 
     onnx: bytes | str | Path
@@ -200,7 +195,7 @@ class BuildRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltEngine:
-    """An engine, and what is known about it.
+    """An engine, and what the build reported.
 
     Args:
         plan: The serialised engine.
@@ -210,10 +205,10 @@ class BuiltEngine:
         strongly_typed: Whether its types are those of the graph.
         inputs: Inputs of the network; a dynamic size is -1.
         outputs: Outputs of the network.
-        kernels: The engine's kernels as each source tells them: `log`, `plan`, `inspector`.
-        warnings: What TensorRT warned of, linked to nodes.
-        notes: What the caller should know: a stale timing cache, a source that was silent.
-        large_tensors: What TensorRT cannot hold at the largest sizes.
+        kernels: The engine's kernels as each source reports them: `log`, `plan`, `inspector`.
+        warnings: TensorRT's warnings, linked to nodes.
+        notes: For the user: a stale timing cache, a source without kernels.
+        large_tensors: Tensors that TensorRT does not support at the largest sizes.
         timing_cache: Timings to keep for the next build; None where they have no effect.
     """
 
@@ -240,23 +235,22 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
     Returns:
         Names like `SM89`, each once, in the order given.
     """
-    parts = re.split(r"[,;\s]+", targets) if isinstance(targets, str) else list(targets)
-    return tuple(dict.fromkeys(_target(part) for part in parts if part))
+    names = []
+    for text in re.split(r"[,;\s]+", targets) if isinstance(targets, str) else targets:
+        match = re.fullmatch(r"(?:sm_?)?(?:(\d{1,2})\.(\d)|(\d{2,3}))", text.strip(), re.IGNORECASE)
+        if match is not None:
+            names.append(f"SM{match[3]}" if match[3] else f"SM{match[1]}{match[2]}")
+        elif text.upper() == "CURRENT":
+            names.append("CURRENT")
+        elif text:
+            raise EngineError("This is not a compute capability.", got=text, hint="write it as 8.9 or 89")
+    return tuple(dict.fromkeys(names))
 
 
 def capabilities_of(targets: str | Sequence[str]) -> list[str]:
     """The targets that name a GPU, as compute capabilities: `8.9`, `12.0`."""
     names = [name for name in parse_targets(targets) if name != "CURRENT"]
     return [f"{name[2:-1]}.{name[-1]}" for name in names]
-
-
-def _target(text: str) -> str:
-    if text.upper() == "CURRENT":
-        return "CURRENT"
-    match = re.fullmatch(r"(?:sm_?)?(?:(\d{1,2})\.(\d)|(\d{2,3}))", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise EngineError("This is not a compute capability.", got=text, hint="write it as 8.9 or 89")
-    return f"SM{match[3]}" if match[3] else f"SM{match[1]}{match[2]}"
 
 
 def _one_of(what: str, value: str, known: Sequence[str] | Mapping[str, str]) -> None:

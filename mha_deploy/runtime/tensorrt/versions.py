@@ -1,4 +1,4 @@
-"""Which TensorRT is here, what it has, and which of its names are used."""
+"""Which TensorRT is installed, and its capabilities, probed by attribute name."""
 
 from __future__ import annotations
 
@@ -10,18 +10,9 @@ from typing import Any
 
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable, DeployError, nearest
 
-# -- The error of this backend: an engine that cannot be built, read or inspected ------------------
-
 
 class EngineError(DeployError):
-    """TensorRT refused the graph, the options or the plan.
-
-    Args:
-        what: What happened, in one sentence.
-        got: What TensorRT said, or the option that was asked for.
-        hint: What to do about it.
-        nodes: Names of the ONNX nodes it speaks of, where they are known.
-    """
+    """TensorRT refused the graph, the options or the plan; `nodes` are the ONNX nodes in question."""
 
     def __init__(
         self, what: str, *, got: object = None, hint: str | None = None, nodes: Sequence[str] = ()
@@ -31,20 +22,18 @@ class EngineError(DeployError):
 
 
 class NotFusedError(EngineError):
-    """No fused kernel, and nothing else allowed: a verdict, since the graph is as it should be."""
+    """No fused kernel, and no other is allowed: a verdict, since the graph is valid."""
 
     exit_code = EXIT_VERDICT_FAILED
 
 
-# -- Which TensorRT is here, and what it has: the one file that imports it -------------------------
-
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 INSTALL = {"tensorrt": "pip install tensorrt", "tensorrt-rtx": "pip install tensorrt-rtx-cu13"}
 
-# Libraries of their own that a machine may have only as stubs.
+# Libraries that a machine may have only as stubs.
 EXTERNAL_TACTIC_SOURCES = ("CUBLAS", "CUBLAS_LT", "CUDNN")
 
-# A capability is there when every one of its names is.
+# A version has a capability where it has all of its names.
 PROBES: dict[str, tuple[str, ...]] = {
     "explicit_batch_flag": ("NetworkDefinitionCreationFlag.EXPLICIT_BATCH",),
     "strongly_typed_flag": ("NetworkDefinitionCreationFlag.STRONGLY_TYPED",),
@@ -86,24 +75,24 @@ PROBES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# TensorRT-RTX keeps these names, but the setter only logs, the build fails, or nothing happens.
+# TensorRT-RTX has these names, but the setter only logs, the build fails, or nothing happens.
 _HOLLOW_ON_RTX = ("timing_cache", "version_compatible")
 
-# A network with plugins has a layer for them: that of V2 up to 11, that of V3 from 10 on, none in RTX, whose
-# parser ends the process at a plugin's node where its library goes by its full name only.
+# Plugins are layers of a network: V2 up to 11, V3 from 10 on, none in RTX, whose parser ends the process at a
+# plugin's node where its library has its full name only.
 _PLUGIN_LAYERS = ("INetworkDefinition.add_plugin_v2", "INetworkDefinition.add_plugin_v3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What one TensorRT has, by name.
+    """The capabilities of one TensorRT.
 
     Args:
-        explicit_batch_flag: Networks must be asked to have an explicit batch (8.6).
+        explicit_batch_flag: An explicit batch has to be requested (8.6).
         strongly_typed_flag: A network can take its types from the graph.
         fp16_flag: FP16 can be allowed for a weakly typed network.
-        bf16_type: BF16 tensors exist at all.
-        precision_constraints: Layers can be held to a type in a weakly typed network.
+        bf16_type: There are BF16 tensors.
+        precision_constraints: Layers can be constrained to a type in a weakly typed network.
         tf32_flag: TF32 can be switched off.
         progress_monitor: The builder reports its progress.
         attention: Attention is a layer of its own, with a `decomposable` switch.
@@ -112,17 +101,17 @@ class Capabilities:
         weight_streaming: Weights can stay on the host.
         refit: All weights can be made replaceable.
         refit_identical: Weights can be stripped and put back, if they are the same.
-        parser_node_names: The parser says which node it failed on, by name.
-        inspector: A deserialised engine can be asked for its layers.
+        parser_node_names: The parser reports the name of the node it failed on.
+        inspector: The layers of a deserialised engine can be inspected.
         shared_profiles: Several execution contexts can use one optimisation profile at the same time.
-        aliased_outputs: An engine tells which outputs it writes in place of an input.
-        device_memory_v1: An engine tells its scratch memory in 8.6's words.
-        device_memory_v2: An engine tells its scratch memory in 10's words.
-        kernel_specialization: Kernels are compiled for the shapes at hand, when the caller says (RTX).
+        aliased_outputs: An engine reports which outputs it writes in place of an input.
+        device_memory_v1: An engine reports its scratch memory by 8.6's name.
+        device_memory_v2: An engine reports its scratch memory by 10's name.
+        kernel_specialization: Kernels are compiled for the current shapes, at a chosen time (RTX).
         plugins: Networks take plugins, which libraries add to a registry.
         compute_capabilities: Targets that can be named; empty where the local GPU is the target.
-        hardware_compatibility: Levels of compatibility with other GPUs that can be asked for.
-        external_tactic_sources: Outside libraries the builder may take kernels from.
+        hardware_compatibility: Levels of compatibility with other GPUs.
+        external_tactic_sources: Other libraries with kernels for the builder.
     """
 
     explicit_batch_flag: bool
@@ -157,7 +146,7 @@ class Capabilities:
 
     @property
     def int64(self) -> bool:
-        """Whether tensors can be INT64; it came with BF16. Before, the parser makes INT32 of it."""
+        """Whether tensors can be INT64; it came with BF16. Before, the parser converts it to INT32."""
         return self.bf16_type
 
     @property
@@ -165,22 +154,15 @@ class Capabilities:
         """Whether prompts and single tokens behind one cache can have a profile each.
 
         TensorRT 8.6 builds such an engine, and then has no execution context for the second profile
-        ("Myelin", after "missing offset in id2offset"); engines without a cache have two there. No name
-        tells of it. The next version, 10.0, has shared profiles.
+        ("Myelin", after "missing offset in id2offset"); engines without a cache have two there. No attribute
+        shows it. The next version, 10.0, has shared profiles.
         """
         return self.shared_profiles
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRT:
-    """One imported TensorRT.
-
-    Args:
-        module: The Python module.
-        backend: `tensorrt` or `tensorrt-rtx`.
-        version: What the module calls its version.
-        can: What it has.
-    """
+    """One imported TensorRT: its module, backend (`tensorrt` or `tensorrt-rtx`), version and capabilities."""
 
     module: Any
     backend: str
@@ -195,15 +177,12 @@ class TensorRT:
 
     @property
     def in_every_process(self) -> bool:
-        """Whether another process that imports the package gets the same: not so for a test's stand-in."""
+        """Whether another process that imports the package gets the same: not so for a fake in a test."""
         return sys.modules.get(self.module.__name__) is self.module
 
 
 def load(backend: str) -> TensorRT:
-    """Import a TensorRT and say what it has.
-
-    Args:
-        backend: `tensorrt` or `tensorrt-rtx`.
+    """Import a TensorRT, and probe its capabilities.
 
     Raises:
         DeployError: No such backend.
@@ -222,13 +201,13 @@ def load(backend: str) -> TensorRT:
 
 
 def wrap(module: Any, backend: str) -> TensorRT:
-    """Put an imported module and its capabilities together."""
+    """An imported module with its capabilities."""
     version = str(getattr(module, "__version__", "of unknown version"))
     return TensorRT(module=module, backend=backend, version=version, can=probe(module))
 
 
 def probe(module: Any) -> Capabilities:
-    """Ask a TensorRT module, or anything shaped like one, what it has."""
+    """The capabilities of a TensorRT module."""
     found = {field: all(has(module, name) for name in names) for field, names in PROBES.items()}
     targets = _members(module, "ComputeCapability", without=("NONE",))
     levels = _members(module, "HardwareCompatibilityLevel", without=("NONE",))
