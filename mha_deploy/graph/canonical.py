@@ -1,4 +1,4 @@
-"""What the canonical graph must be: checked after every export, never assumed."""
+"""Check that an exported file is the canonical graph of its spec."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ from mha_deploy.graph.attention_node import (
     short_dtype,
 )
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.ir import dims, input_at, made_by, output_at
+from mha_deploy.graph.ir import dims, input_at, is_op, made_by, output_at
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, AttentionSpec, TensorSpec
 
-# What may stand between a projection and its attention: layout, and the rotary embedding.
+# What may be between a projection and its attention: layout, and the rotary embedding.
 _LAYOUT_OPS = frozenset(
     {"RotaryEmbedding", "Reshape", "Transpose", "Split", "Slice", "Squeeze", "Unsqueeze", "Identity"}
 )
 _STRAY_OPS = frozenset({"Cast", "Expand", "Tile", "Gather"})
-_PRODUCTS = frozenset({"MatMul", "Gemm", "Attention", "Gelu"})
+_IN_PRECISION = ("MatMul", "Gemm", "Attention", "Gelu")
 _CACHE_CHECKS = {
-    "growing": "past keys and values come in through Attention, and the present goes out",
-    "static": "TensorScatter writes the new rows into the given buffers, Attention knows how many are valid",
+    "growing": "past and present keys and values are inputs and outputs of Attention and of the graph",
+    "static": "TensorScatter updates the preallocated KV cache, and Attention takes the valid lengths",
 }
-_SHORT_KINDS = {"float32": "fp32", "float64": "fp64"}
 _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 
 
@@ -49,8 +48,7 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
     Raises:
         ExportError: The file is not the canonical graph of the spec.
     """
-    _check_onnx(path)
-    model = load_graph(path)
+    model = _checked_onnx(path)
     _check_count(model, spec)
     _check_heads(model, spec)
     _check_strays(model)
@@ -76,23 +74,23 @@ def check_module(path: Path, spec: ModuleSpec, precision: Precision) -> list[str
     Raises:
         ExportError: The file is not valid, or not the module that the spec describes.
     """
-    _check_onnx(path)
-    model = load_graph(path)
+    model = _checked_onnx(path)
     _check_interface(model.graph.inputs, spec.inputs, precision)
     _check_interface(model.graph.outputs, spec.outputs, precision)
     fused = len(attention_nodes(model))
     return [
         "onnx.checker with strict shape inference",
         f"{fused} of {spec.attention_count} attention(s) are one Attention node",
-        "inputs and outputs have the names, types and dynamic dimensions that the factory gave",
+        "inputs and outputs have the names, types and dynamic dimensions of the factory",
     ]
 
 
-def _check_onnx(path: Path) -> None:
+def _checked_onnx(path: Path) -> ir.Model:
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ExportError("The exported file is not valid ONNX.", got=str(error).strip()) from error
+    return load_graph(path)
 
 
 def _check_count(model: ir.Model, spec: AttentionSpec) -> None:
@@ -102,14 +100,14 @@ def _check_count(model: ir.Model, spec: AttentionSpec) -> None:
             f"{spec.name} must have {spec.attention_count} fused attention node(s).",
             got=f"{len(found)}: {', '.join(node.name for node in found) or 'none'}",
         )
-    unfused = [node.name for node in model.graph if node.op_type == "MatMul" and _is_product(node)]
+    # Only attention has a MatMul of two computed tensors.
+    unfused = [
+        node.name
+        for node in model.graph
+        if is_op(node, "MatMul") and not any(v is None or v.is_initializer() for v in node.inputs)
+    ]
     if unfused:
         raise ExportError("An attention was left unfused.", got=", ".join(map(str, unfused)))
-
-
-def _is_product(node: ir.Node) -> bool:
-    """Whether a MatMul multiplies two computed tensors, as only attention does."""
-    return all(value is not None and not value.is_initializer() for value in node.inputs)
 
 
 def _check_heads(model: ir.Model, spec: AttentionSpec) -> None:
@@ -132,7 +130,7 @@ def _check_strays(model: ir.Model) -> None:
         if is_attention(node):
             for stray in (*_producers(node), *_consumers(node)):
                 if stray.op_type in _STRAY_OPS:
-                    raise ExportError(f"A stray {stray.op_type} stands beside attention.", got=stray.name)
+                    raise ExportError(f"There is a stray {stray.op_type} beside attention.", got=stray.name)
 
 
 def _check_rotary(model: ir.Model, spec: AttentionSpec) -> None:
@@ -143,7 +141,7 @@ def _check_rotary(model: ir.Model, spec: AttentionSpec) -> None:
 
 
 def _check_cache(model: ir.Model, spec: AttentionSpec) -> None:
-    """The cache of the spec's kind, between the graph's own inputs and outputs."""
+    """The cache is of the spec's kind, and between the graph's own inputs and outputs."""
     attention = next(node for node in model.graph if is_attention(node))
     past = [input_at(attention, at) for at in (PAST_KEY, PAST_VALUE)]
     present = [output_at(attention, at) for at in (PRESENT_KEY, PRESENT_VALUE)]
@@ -160,13 +158,13 @@ def _check_cache(model: ir.Model, spec: AttentionSpec) -> None:
 
 
 def _is_updated_cache(value: ir.Value | None) -> bool:
-    """Whether this is a graph input with new rows in it, given out again."""
+    """Whether this is a graph output: the update of a cache that is a graph input."""
     cache = input_at(made_by(value, "TensorScatter"), 0)
     return value is not None and value.is_graph_output() and cache is not None and cache.is_graph_input()
 
 
 def _producers(attention: ir.Node) -> Iterator[ir.Node]:
-    """The nodes that Q, K and V pass on their way from the projections."""
+    """The nodes between the projections and Q, K and V."""
     pending = [input_at(attention, position) for position in (Q, K, V)]
     while pending:
         value = pending.pop()
@@ -178,7 +176,7 @@ def _producers(attention: ir.Node) -> Iterator[ir.Node]:
 
 
 def _consumers(attention: ir.Node) -> Iterator[ir.Node]:
-    """The nodes that the heads pass on their way to the output stage."""
+    """The nodes between the attention and the output projection."""
     pending = [attention]
     while pending:
         for node, _ in pending.pop().outputs[0].uses():
@@ -190,7 +188,8 @@ def _consumers(attention: ir.Node) -> Iterator[ir.Node]:
 def _check_interface(
     values: Sequence[ir.Value], tensors: tuple[TensorSpec, ...], precision: Precision
 ) -> None:
-    wanted = [(t.name, _short_kind(t.kind, precision), t.dims) for t in tensors]
+    kinds = {FLOAT: precision.name, "float32": "fp32", "float64": "fp64"}
+    wanted = [(t.name, kinds.get(t.kind, t.kind), t.dims) for t in tensors]
     got = [(v.name, short_dtype(v.dtype), dims(v)) for v in values]
     if got != wanted:
         raise ExportError(
@@ -198,17 +197,13 @@ def _check_interface(
         )
 
 
-def _short_kind(kind: str, precision: Precision) -> str:
-    return precision.name if kind == FLOAT else _SHORT_KINDS.get(kind, kind)
-
-
 def _check_types(model: ir.Model, spec: AttentionSpec, precision: Precision) -> None:
     gate_types = {precision.name, "fp32"} if spec.variant == "sparse-heads" else {precision.name}
     for node in model.graph:
-        allowed = {precision.name} if node.op_type in _PRODUCTS else gate_types
+        allowed = {precision.name} if node.op_type in _IN_PRECISION else gate_types
         for value in (*node.inputs, *node.outputs):
             if value is not None and value.dtype in _FLOATS and short_dtype(value.dtype) not in allowed:
                 raise ExportError(
-                    f"The graph was asked for in {precision.name}.",
+                    f"The graph was requested in {precision.name}.",
                     got=f"{value.name} of {node.op_type} {node.name} is {value.dtype}",
                 )

@@ -1,9 +1,8 @@
-"""Deliberate mistakes in a graph, which a validation must catch."""
+"""Mutations of a graph: deliberate mistakes that a validation must catch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -24,13 +23,15 @@ from mha_deploy.graph.attention_node import (
 from mha_deploy.graph.ir import NodeBuilder, graph_of_node, input_at, made_by
 from mha_deploy.model.spec import AttentionSpec
 
-# -- Where a mistake is put into a graph: before an attention, behind it, or on the way to it ------
+# -- Insert nodes before or after an attention -----------------------------------------------------
 
-_NEW_ROWS = 1  # where TensorScatter takes them
+# The inputs of TensorScatter and RotaryEmbedding by position.
+_UPDATE, _WRITE_INDICES = 1, 2
+_POSITIONS = 3
 
 
 def feed(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> None:
-    """Put new nodes before a node and one of its inputs behind them."""
+    """Insert new nodes before a node, and let one of its inputs be their result."""
     old = input_at(node, position)
     value.type = old.type if old is not None else ir.TensorType(ir.DataType.BOOL)
     value.shape = old.shape if old is not None else None
@@ -41,12 +42,12 @@ def feed(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> N
 
 
 def feed_one_less(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> None:
-    """Let a node take whole numbers that are one too small, but not below 0."""
+    """Let a node read integers that are one too small, but not below 0."""
     feed(node, position, build, build.op("Max", build.op("Sub", value, build.ints(1)), build.ints(0)))
 
 
 def follow(node: ir.Node, build: NodeBuilder, wrong: ir.Value) -> None:
-    """Put new nodes behind an attention, the last one in the place of its output."""
+    """Insert new nodes after an attention, and let the result replace its output."""
     output = node.outputs[Y]
     takers = [(new, at) for new in build.nodes for at, value in enumerate(new.inputs) if value is output]
     wrong.type, wrong.shape = output.type, output.shape
@@ -56,29 +57,27 @@ def follow(node: ir.Node, build: NodeBuilder, wrong: ir.Value) -> None:
     graph_of_node(node).insert_after(node, build.nodes)
 
 
-def new_rows(node: ir.Node, position: int) -> ir.Value | None:
-    """What the projections bring to K or V: the input itself, or what is written into a static cache."""
+def new_entries(node: ir.Node, position: int) -> ir.Value | None:
+    """The new keys or values: the input itself, or the update of a preallocated cache."""
     scatter = scatter_of(node, position)
     if scatter is None:
         return input_at(node, position)
-    value = scatter.inputs[_NEW_ROWS]
+    value = scatter.inputs[_UPDATE]
     while (layout := made_by(value, "Transpose", "Reshape")) is not None:
         value = layout.inputs[0]
     return value
 
 
 def scatter_of(node: ir.Node, position: int) -> ir.Node | None:
-    """The node that writes new rows into the static cache that an attention reads, if there is one."""
+    """The node that updates the preallocated cache that an attention reads, if there is one."""
     return made_by(input_at(node, position), "TensorScatter")
 
 
-# -- Mistakes about which keys a query sees, without a cache and behind one ------------------------
-
-_WRITE_INDICES = 2  # where TensorScatter takes them
+# -- Masks, causality and caches -------------------------------------------------------------------
 
 
 def mask_dropped(node: ir.Node, attention: AttentionNode) -> bool:
-    """Every query sees every key that the mask hides."""
+    """Every query attends to the masked keys."""
     if attention.mask == "none":
         return False
     node.replace_input_with(MASK, None)
@@ -86,21 +85,12 @@ def mask_dropped(node: ir.Node, attention: AttentionNode) -> bool:
 
 
 def mask_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
-    """The mask is shifted by a key: every query sees the first one that it should not."""
-    mask = input_at(node, MASK)
-    if mask is None or attention.mask != "bool":
-        return False
-    build = NodeBuilder(f"{node.name}/sabotage")
-    first, rest = build.ints(0), build.ints(1)
-    axis = build.ints(3)
-    head = build.op("Slice", mask, first, rest, axis)
-    tail = build.op("Slice", mask, first, build.ints(-1), axis)
-    feed(node, MASK, build, build.op("Concat", head, tail, axis=3))
-    return True
+    """The mask is shifted by a key: every query attends to the first one that it should not."""
+    return attention.mask == "bool" and _shift(node, MASK, axis=3)
 
 
 def causal_dropped(node: ir.Node, attention: AttentionNode) -> bool:
-    """Every query sees the future."""
+    """Every query attends to later keys."""
     if not attention.is_causal:
         return False
     node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
@@ -108,171 +98,130 @@ def causal_dropped(node: ir.Node, attention: AttentionNode) -> bool:
 
 
 def causal_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
-    """Every query sees one key of the future."""
-    return _other_diagonal(node, attention, ahead=1, behind_cache=True)
+    """Every query attends to one later key."""
+    return _other_diagonal(node, attention, ahead=1, after_past=True)
 
 
 def past_forgotten(node: ir.Node, attention: AttentionNode) -> bool:
     """The diagonal of a layer with a cache starts at its first key, as if the cache were empty."""
     cached = attention.has_past or attention.has_nonpad_kv_seqlen
-    return cached and _other_diagonal(node, attention, ahead=0, behind_cache=False)
+    return cached and _other_diagonal(node, attention, ahead=0, after_past=False)
 
 
 def cache_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
-    """The past comes in one row late, or the new rows are written one row early."""
+    """The past is shifted by one entry, or the new entries are written one position early."""
     if attention.has_past:
-        return all(_shift_past(node, at) for at in (PAST_KEY, PAST_VALUE))
+        return all(_shift(node, at, axis=2) for at in (PAST_KEY, PAST_VALUE))
     for scatter in (scatter_of(node, at) for at in (K, V)):
         starts = input_at(scatter, _WRITE_INDICES)
         if scatter is None or starts is None:
             return False
-        feed_one_less(scatter, _WRITE_INDICES, NodeBuilder(f"{scatter.name}/sabotage"), starts)
+        feed_one_less(scatter, _WRITE_INDICES, NodeBuilder(f"{scatter.name}/mutation"), starts)
     return True
 
 
-def _shift_past(node: ir.Node, position: int) -> bool:
-    past = input_at(node, position)
-    if past is None:
+def _shift(node: ir.Node, position: int, *, axis: int) -> bool:
+    """Shift an input by one along an axis, with its first element twice."""
+    value = input_at(node, position)
+    if value is None:
         return False
-    build = NodeBuilder(f"{node.name}/sabotage_{position}")
-    axis, first = build.ints(2), build.ints(0)
-    head = build.op("Slice", past, first, build.ints(1), axis)
-    tail = build.op("Slice", past, first, build.ints(-1), axis)
-    feed(node, position, build, build.op("Concat", head, tail, axis=2))
+    build = NodeBuilder(f"{node.name}/mutation_{position}")
+    axes, first = build.ints(axis), build.ints(0)
+    head = build.op("Slice", value, first, build.ints(1), axes)
+    tail = build.op("Slice", value, first, build.ints(-1), axes)
+    feed(node, position, build, build.op("Concat", head, tail, axis=axis))
     return True
 
 
-def _other_diagonal(node: ir.Node, attention: AttentionNode, *, ahead: int, behind_cache: bool) -> bool:
-    """Write causality as a mask whose diagonal stands elsewhere.
-
-    Args:
-        node: The attention.
-        attention: What it says.
-        ahead: How many keys of the future a query sees.
-        behind_cache: Whether the first query stands behind what the cache holds.
-    """
+def _other_diagonal(node: ir.Node, attention: AttentionNode, *, ahead: int, after_past: bool) -> bool:
+    """Write causality as a mask with another diagonal: `ahead` keys later, and after the past or not."""
     q, k, mask = input_at(node, Q), input_at(node, K), input_at(node, MASK)
     if not causal_dropped(node, attention) or q is None or k is None or q.dtype is None:
         return False
-    build = NodeBuilder(f"{node.name}/sabotage")
+    build = NodeBuilder(f"{node.name}/mutation")
     axis = 1 if attention.rank == 3 else 2
     S, T = (build.op("Shape", value, start=axis, end=axis + 1) for value in (q, k))
-    start, T = _start(build, node, S, T)
-    rows = build.unsqueeze(build.count_up(S), 1)
-    rows = build.op("Add", rows, build.ints(ahead))
-    if behind_cache and start is not None:
-        rows = build.op("Add", build.reshape(start, -1, 1, 1, 1), rows)
+    past, ends = input_at(node, PAST_KEY), input_at(node, NONPAD_KV_SEQLEN)
+    start = None  # the position of the first query of every batch element
+    if past is not None:
+        start = build.op("Shape", past, start=2, end=3)
+        T = build.op("Add", start, T)
+    elif ends is not None:
+        start = build.op("Sub", ends, S)
+    queries = build.unsqueeze(build.count_up(S), 1)
+    queries = build.op("Add", queries, build.ints(ahead))
+    if after_past and start is not None:
+        queries = build.op("Add", build.reshape(start, -1, 1, 1, 1), queries)
     else:
-        rows = build.unsqueeze(rows, 0, 1)
-    seen = build.op("LessOrEqual", build.count_up(T), rows)
+        queries = build.unsqueeze(queries, 0, 1)
+    visible = build.op("LessOrEqual", build.count_up(T), queries)
     if mask is not None and attention.mask == "bool":
-        seen = build.op("And", seen, mask)
+        visible = build.op("And", visible, mask)
     elif mask is not None:
-        seen = build.op("Where", seen, mask, build.constant(float("-inf"), q.dtype))
-    feed(node, MASK, build, seen)
+        visible = build.op("Where", visible, mask, build.constant(float("-inf"), q.dtype))
+    feed(node, MASK, build, visible)
     return True
 
 
-def _start(build: NodeBuilder, node: ir.Node, S: ir.Value, T: ir.Value) -> tuple[ir.Value | None, ir.Value]:
-    """Where the first query of every row stands, None without a cache, and how many keys there are."""
-    past, ends = input_at(node, PAST_KEY), input_at(node, NONPAD_KV_SEQLEN)
-    if past is not None:
-        P = build.op("Shape", past, start=2, end=3)
-        return P, build.op("Add", P, T)
-    return (None if ends is None else build.op("Sub", ends, S)), T
-
-
-# -- Mistakes that change nothing within the axes of a layer: what no validator can catch, or n ----
+# -- Mutations without effect at every size that the axes of a layer allow -------------------------
 
 
 def without_effect(spec: AttentionSpec) -> frozenset[str]:
-    """The names of the mistakes that leave a layer right at every size that its axes allow."""
-    reach = _reach(spec)
-    needs = {
-        # The softmax of one score is 1, whatever the score.
-        "scale off by 0.5 %": reach.seen > 1,
-        "scale missing": reach.seen > 1,
-        "softcap dropped": reach.seen > 1,
-        "groups interleaved": reach.seen > 1,
-        "mask dropped": _mask_hides(spec, reach),
-        "mask off by one": reach.keys > 1 and _mask_hides(spec, reach),
-        # The last token of a call has no future.
-        "causal dropped": reach.new > 1,
-        "causal off by one": reach.new > 1,
-        "past forgotten": reach.past > 0,
-        "cache off by one": reach.past > (1 if spec.cache == "growing" else 0),
-        # Keys are seen in the cache as well as in the scores. At position 0 nothing is turned.
-        "rotary dropped": reach.keys > 1 and (reach.seen > 1 or spec.cache != "none"),
-        "rotary off by one": reach.keys > 1 and (reach.seen > 1 or spec.cache != "none"),
-    }
-    return frozenset(mistake for mistake, shows in needs.items() if not shows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Reach:
-    """How far the calls of a layer reach.
-
-    Args:
-        new: The most tokens of one call.
-        past: The most tokens before them.
-        keys: The most keys that there are.
-        seen: The most keys that one query sees.
-    """
-
-    new: int
-    past: int
-    keys: int
-    seen: int
-
-
-def _reach(spec: AttentionSpec) -> _Reach:
+    """The names of the mutations that leave a layer correct at every size that its axes allow."""
     most, least = spec.sizes("max"), spec.sizes("min")
-    past, keys = 0, most["T"] if spec.is_cross else most["S"]
+    # The most new tokens of one call, tokens before them, keys, and keys that one query attends to.
+    new, past, keys = most["S"], 0, most["T"] if spec.is_cross else most["S"]
     if spec.cache == "growing":
-        past, keys = most["P"], most["P"] + most["S"]
+        past, keys = most["P"], most["P"] + new
     if spec.cache == "static":
         past, keys = most["T"] - least["S"], most["T"]
-    return _Reach(new=most["S"], past=past, keys=keys, seen=min(spec.window or keys, keys))
+    visible = min(spec.window or keys, keys)
+    # A padding mask may mask a query fully; the mask of a window is causal, too.
+    mask_hides = new > 1 or visible < keys
+    if spec.mask in ("padding", "additive"):
+        mask_hides = spec.mask == "padding" or visible > 1
+    needs = {
+        # The softmax of one score is 1, whatever the score.
+        "scale off by 0.5 %": visible > 1,
+        "scale missing": visible > 1,
+        "softcap dropped": visible > 1,
+        "groups interleaved": visible > 1,
+        "mask dropped": mask_hides,
+        "mask off by one": keys > 1 and mask_hides,
+        # The last token of a call has no later key.
+        "causal dropped": new > 1,
+        "causal off by one": new > 1,
+        "past forgotten": past > 0,
+        "cache off by one": past > (1 if spec.cache == "growing" else 0),
+        # Keys are in the cache as well as in the scores. At position 0 nothing is rotated.
+        "rotary dropped": keys > 1 and (visible > 1 or spec.cache != "none"),
+        "rotary off by one": keys > 1 and (visible > 1 or spec.cache != "none"),
+    }
+    return frozenset(mutation for mutation, shows in needs.items() if not shows)
 
 
-def _mask_hides(spec: AttentionSpec, reach: _Reach) -> bool:
-    """Whether a mask hides a key of some query; one of a window hides the future, too."""
-    if spec.mask == "padding":
-        return True  # a row may have no key at all
-    if spec.mask == "additive":
-        return reach.seen > 1
-    return reach.new > 1 or reach.seen < reach.keys
+# -- The mutations by name -------------------------------------------------------------------------
 
-
-# -- Deliberately wrong models: what a validator must never pass -----------------------------------
-
-Sabotage = Callable[[ir.Node, AttentionNode], bool]
-_POSITIONS = 3  # where RotaryEmbedding takes them
+Mutation = Callable[[ir.Node, AttentionNode], bool]
 
 
 def mutations() -> list[str]:
-    """The names of all mistakes."""
+    """The names of all mutations."""
     return list(_MUTATIONS)
 
 
-def mutated(model: ir.Model, mistake: str, spec: AttentionSpec | None = None) -> ir.Model | None:
-    """A copy of the model with one mistake made, or None where it cannot be made.
+def mutated(model: ir.Model, mutation: str, spec: AttentionSpec | None = None) -> ir.Model | None:
+    """A copy of the model with one of `mutations()`; None where it does not apply.
 
-    Args:
-        model: The model.
-        mistake: One of `mutations()`.
-        spec: The layer; where it is given, None also for a mistake that would change nothing within its axes.
+    With a spec, None also for a mutation that has no effect within the axes of that layer.
     """
-    if spec is not None and mistake in without_effect(spec):
+    if spec is not None and mutation in without_effect(spec):
         return None
     copy = model.clone()
     node = next((node for node in copy.graph if is_attention(node)), None)
     if node is None:
         return None
-    return copy if _MUTATIONS[mistake](node, read_attention(node)) else None
-
-
-# -- scores ----------------------------------------------------------------------------------------
+    return copy if _MUTATIONS[mutation](node, read_attention(node)) else None
 
 
 def _scale_off(node: ir.Node, attention: AttentionNode) -> bool:
@@ -296,11 +245,8 @@ def _set_scale(node: ir.Node, attention: AttentionNode, factor: float) -> bool:
     return True
 
 
-# -- heads -----------------------------------------------------------------------------------------
-
-
 def _kv_heads_swapped(node: ir.Node, attention: AttentionNode) -> bool:
-    """The first two key/value heads change places."""
+    """The first two key/value heads are swapped."""
     if not isinstance(attention.Hkv, int) or attention.Hkv < 2:
         return False
     order = [1, 0, *range(2, attention.Hkv)]
@@ -308,7 +254,7 @@ def _kv_heads_swapped(node: ir.Node, attention: AttentionNode) -> bool:
 
 
 def _groups_interleaved(node: ir.Node, attention: AttentionNode) -> bool:
-    """Query heads take key/value heads in turn, instead of neighbours sharing one: repeat, not interleave."""
+    """Query heads share key/value heads in an interleaved order, instead of adjacent ones sharing one."""
     if not isinstance(attention.Hkv, int) or attention.Hkv < 2 or not attention.group or attention.group < 2:
         return False
     order = np.arange(attention.Hkv * attention.group).reshape(attention.Hkv, attention.group).T.reshape(-1)
@@ -319,10 +265,12 @@ def _heads_transposed(node: ir.Node, attention: AttentionNode) -> bool:
     """The output is laid out D by Hq, not Hq by D."""
     if not isinstance(attention.Hq, int) or not isinstance(attention.Dv, int) or attention.Hq < 2:
         return False
-    build = NodeBuilder(f"{node.name}/sabotage")
+    build = NodeBuilder(f"{node.name}/mutation")
     if attention.rank == 4:
-        turned = build.reshape(build.transpose(node.outputs[Y], 0, 2, 3, 1), 0, 0, attention.Hq, attention.Dv)
-        follow(node, build, build.transpose(turned, 0, 2, 1, 3))
+        transposed = build.reshape(
+            build.transpose(node.outputs[Y], 0, 2, 3, 1), 0, 0, attention.Hq, attention.Dv
+        )
+        follow(node, build, build.transpose(transposed, 0, 2, 1, 3))
         return True
     order = np.arange(attention.Hq * attention.Dv).reshape(attention.Hq, attention.Dv).T.reshape(-1)
     follow(node, build, build.op("Gather", node.outputs[Y], build.ints(*order.tolist()), axis=2))
@@ -334,7 +282,7 @@ def _reorder_heads(node: ir.Node, position: int, order: list[int], attention: At
     size = attention.Dv if position == V else attention.D
     if value is None or not isinstance(size, int):
         return False
-    build = NodeBuilder(f"{node.name}/sabotage_{position}")
+    build = NodeBuilder(f"{node.name}/mutation_{position}")
     if attention.rank == 4:
         feed(node, position, build, build.op("Gather", value, build.ints(*order), axis=1))
         return True
@@ -343,11 +291,8 @@ def _reorder_heads(node: ir.Node, position: int, order: list[int], attention: At
     return True
 
 
-# -- projections -----------------------------------------------------------------------------------
-
-
 def _rotary_dropped(node: ir.Node, attention: AttentionNode) -> bool:
-    """The keys are not turned."""
+    """The keys are not rotated."""
     rotary = _rotary_of(node, K)
     if rotary is None or rotary.inputs[0] is None:
         return False
@@ -356,25 +301,25 @@ def _rotary_dropped(node: ir.Node, attention: AttentionNode) -> bool:
 
 
 def _rotary_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
-    """The keys are turned as if they stood one place before; turning queries alike would change nothing."""
+    """The keys are rotated by the position before; rotating the queries alike would change nothing."""
     rotary = _rotary_of(node, K)
     positions = input_at(rotary, _POSITIONS)
     if rotary is None or positions is None:
         return False
-    feed_one_less(rotary, _POSITIONS, NodeBuilder(f"{node.name}/sabotage"), positions)
+    feed_one_less(rotary, _POSITIONS, NodeBuilder(f"{node.name}/mutation"), positions)
     return True
 
 
 def _rotary_of(node: ir.Node, position: int) -> ir.Node | None:
-    return made_by(new_rows(node, position), "RotaryEmbedding")
+    return made_by(new_entries(node, position), "RotaryEmbedding")
 
 
 def _bias_dropped(node: ir.Node, attention: AttentionNode) -> bool:
     """The values lose their bias, and packed projections all of it.
 
-    A key bias alone would not be missed: softmax takes it out again.
+    Without a key bias alone nothing changes: softmax cancels it.
     """
-    value = new_rows(node, V)
+    value = new_entries(node, V)
     split = made_by(value, "Split")
     value = value if split is None else split.inputs[0]
     add = made_by(value, "Add")
@@ -392,13 +337,13 @@ def _not_a_number(node: ir.Node, attention: AttentionNode) -> bool:
     width = (
         attention.Dv * attention.Hq if attention.rank == 3 and isinstance(attention.Hq, int) else attention.Dv
     )
-    build = NodeBuilder(f"{node.name}/sabotage")
+    build = NodeBuilder(f"{node.name}/mutation")
     broken = build.constant([1, *[0] * (width - 1)], ir.DataType.BOOL)
     follow(node, build, build.op("Where", broken, build.constant(float("nan"), output.dtype), output))
     return True
 
 
-_MUTATIONS: dict[str, Sabotage] = {
+_MUTATIONS: dict[str, Mutation] = {
     "scale off by 0.5 %": _scale_off,
     "scale missing": _scale_missing,
     "softcap dropped": _softcap_dropped,

@@ -1,4 +1,4 @@
-"""Look at what goes into every attention: a copy of the model that computes that and nothing else."""
+"""A copy of a model whose outputs are the inputs of every attention."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _POSITIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedAttention:
-    """Where a probe shows the inputs of one attention.
+    """Which outputs of a probe are the inputs of one attention.
 
     Args:
         node: Its attributes and shapes.
         outputs: The probe's output for each of `Q`, `K`, `V` and, where there are, `mask`, `past` (keys),
             `past_values` and `lengths` (of the valid keys).
         tensors: The names that the same tensors have in the model.
-        lowest_mask_constant: The lowest finite number among the constants that the mask is made from. A
-            Cast on the way may have turned it into another one by the time the mask is computed.
+        lowest_mask_constant: The lowest finite number among the constants that the mask is computed from. A
+            Cast may change it before it reaches the mask.
     """
 
     node: AttentionNode
@@ -66,15 +66,22 @@ class Probe:
 def attention_probe(model: ir.Model) -> Probe:
     """A copy of the model with the inputs of every attention as its only outputs.
 
-    What does not lead to one of them is gone. The graph inputs stay, so the copy takes the same arrays, and
-    the weights are shared. The given model is not changed.
+    Unused nodes are removed. The graph inputs stay, so the copy takes the same arrays; weights are shared.
 
     Raises:
-        DeployError: There is no attention, or one stands in a function or a branch.
+        DeployError: There is no attention, or one is in a function or a branch.
     """
     copy = model.clone()
     nodes = [node for node in copy.graph if is_attention(node)]
-    _refuse_out_of_reach(model, len(nodes))
+    everywhere = attention_nodes(model)
+    if not everywhere:
+        raise DeployError("The graph has no Attention node.", got=model.graph.name)
+    if len(nodes) != len(everywhere):
+        raise DeployError(
+            "An attention is inside a function or a branch, where its inputs cannot be outputs.",
+            got=", ".join(f"{node.name} in {node.graph}" for node in everywhere),
+            hint="inline the functions of the graph",
+        )
     outputs: list[ir.Value] = []
     attentions = [_probe_one(node, index, outputs) for index, node in enumerate(nodes)]
     copy.graph.outputs[:] = outputs
@@ -82,33 +89,21 @@ def attention_probe(model: ir.Model) -> Probe:
     return Probe(model=copy, attentions=tuple(attentions))
 
 
-def _refuse_out_of_reach(model: ir.Model, found: int) -> None:
-    everywhere = attention_nodes(model)
-    if not everywhere:
-        raise DeployError("The graph has no Attention node.", got=model.graph.name)
-    if found != len(everywhere):
-        raise DeployError(
-            "An attention stands inside a function or a branch, where it cannot be looked at.",
-            got=", ".join(f"{node.name} in {node.graph}" for node in everywhere),
-            hint="inline the functions of the graph",
-        )
-
-
 def _probe_one(node: ir.Node, index: int, outputs: list[ir.Value]) -> ProbedAttention:
     inputs = {role: input_at(node, position) for role, position in _POSITIONS.items()}
-    given = {role: value for role, value in inputs.items() if value is not None}
-    shown = {role: _show(node, value, f"probe_{index}/{role}") for role, value in given.items()}
+    present = {role: value for role, value in inputs.items() if value is not None}
+    shown = {role: _show(node, value, f"probe_{index}/{role}") for role, value in present.items()}
     outputs.extend(shown.values())
     return ProbedAttention(
         node=read_attention(node),
         outputs={role: str(value.name) for role, value in shown.items()},
-        tensors={role: str(value.name) for role, value in given.items()},
-        lowest_mask_constant=_lowest_constant(given.get("mask")),
+        tensors={role: str(value.name) for role, value in present.items()},
+        lowest_mask_constant=_lowest_constant(present.get("mask")),
     )
 
 
 def _show(attention: ir.Node, value: ir.Value, name: str) -> ir.Value:
-    """The value behind a node of its own: it may be a graph input, a weight, or shown twice."""
+    """The value after an Identity: it may be a graph input, a weight, or an input twice."""
     identity = ir.node("Identity", inputs=[value], name=name)
     shown = identity.outputs[0]
     shown.name, shown.type, shown.shape = name, value.type, value.shape

@@ -107,25 +107,25 @@ def test_nodes_that_change_no_number_are_let_through(tampered):
 @pytest.mark.parametrize("position", [Q, K, V])
 def test_a_cast_before_the_attention_is_refused(refusal, position):
     message = refusal(lambda graph: before_input(graph, position, cast(FP16)))
-    assert "A stray Cast stands beside attention." in message
+    assert "There is a stray Cast beside attention." in message
     assert "got: stray_" in message
 
 
 def test_a_detour_through_float32_is_refused(refusal):
-    assert "A stray Cast" in refusal(lambda graph: before_input(graph, Q, cast(FP32), cast(FP16)))
+    assert "a stray Cast" in refusal(lambda graph: before_input(graph, Q, cast(FP32), cast(FP16)))
 
 
 def test_a_cast_behind_a_change_of_layout_is_refused(refusal):
-    assert "A stray Cast" in refusal(lambda graph: before_input(graph, Q, cast(FP16), identity(), identity()))
+    assert "a stray Cast" in refusal(lambda graph: before_input(graph, Q, cast(FP16), identity(), identity()))
 
 
 def test_a_cast_after_the_attention_is_refused(refusal):
-    assert "A stray Cast" in refusal(lambda graph: after_attention(graph, identity(), cast(FP16)))
+    assert "a stray Cast" in refusal(lambda graph: after_attention(graph, identity(), cast(FP16)))
 
 
 def test_a_cast_before_the_second_attention_is_refused(refusal):
     message = refusal(lambda graph: before_input(graph, V, cast(FP16), number=1), "tiny-head-mix")
-    assert "A stray Cast" in message
+    assert "a stray Cast" in message
 
 
 def repeat_keys(graph, position):
@@ -152,7 +152,7 @@ def test_an_expanded_input_is_refused_even_if_its_heads_are_right(refusal, op_ty
         ones = constant(graph, "ones", [1, 1, 1])
         before_input(graph, K, (op_type, [ones], FP16, {}), identity())
 
-    assert f"A stray {op_type} stands beside attention." in refusal(expand)
+    assert f"There is a stray {op_type} beside attention." in refusal(expand)
 
 
 # -- the attention itself ----------------------------------------------------------------------
@@ -273,7 +273,7 @@ def test_a_float32_weight_that_is_cast_on_the_way_is_refused(refusal, name):
 
     message = refusal(widen)
     if name == "o.bias":  # a weight behind a Cast is first of all a matmul of two computed tensors
-        assert "The graph was asked for in fp16." in message
+        assert "The graph was requested in fp16." in message
         assert "got: o.bias/wide of Cast stray_" in message
 
 
@@ -297,16 +297,16 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "reported"),
     [
-        ("tiny-growing", "the present goes out"),
-        ("tiny-window", "the present goes out"),
-        ("tiny-static", "TensorScatter writes the new rows into the given buffers"),
+        ("tiny-growing", "past and present keys and values are inputs and outputs"),
+        ("tiny-window", "past and present keys and values are inputs and outputs"),
+        ("tiny-static", "TensorScatter updates the preallocated KV cache"),
     ],
 )
-def test_a_cache_is_said_to_be_there(tampered, name, said):
+def test_the_check_of_a_cache_is_reported(tampered, name, reported):
     lines = tampered(lambda graph: None, name)
-    assert any(said in line for line in lines)
+    assert any(reported in line for line in lines)
     assert any("RotaryEmbedding" in line for line in lines) == (name != "tiny-window")
 
 

@@ -71,7 +71,7 @@ def test_default_of_a_newer_attribute_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("node", "reason"),
     [
-        (helper.make_node("BitwiseNot", ["x"], ["y"], name="late_7"), "it came later"),
+        (helper.make_node("BitwiseNot", ["x"], ["y"], name="late_7"), "it is newer"),
         (
             helper.make_node("Split", ["x"], ["a", "b", "c"], name="late_7", axis=2, num_outputs=3),
             "num_outputs",

@@ -1,4 +1,4 @@
-"""Operators of a newer operator set in the words of an older one."""
+"""Rewrite a model for an older opset."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, node_name, replace_node
+from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, node_name, replace_node
 from mha_deploy.graph.lower.call import LoweringError
 
-# -- Operators that came after opset 17, written in those that were there --------------------------
-
-
-def builder_for(node: ir.Node) -> NodeBuilder:
-    """A builder whose nodes are named for the node that they stand for."""
-    return NodeBuilder(node_name(node))
+# -- Operators that are newer than opset 17 --------------------------------------------------------
 
 
 def gelu_to_primitives(node: ir.Node) -> None:
@@ -26,21 +21,16 @@ def gelu_to_primitives(node: ir.Node) -> None:
     x = node.inputs[0]
     if x is None or x.dtype is None:
         return
-    b = builder_for(node)
+    b = NodeBuilder(node_name(node))
     half, one = (b.constant(number, x.dtype) for number in (0.5, 1.0))
     if node.attributes.get_string("approximate", "none") == "tanh":
-        bend = _tanh_of_gelu(b, x)
+        # tanh(√(2/π) · (x + 0.044715 x³))
+        cube = b.op("Mul", b.op("Mul", b.op("Mul", x, x), x), b.constant(0.044715, x.dtype))
+        bend = b.op("Tanh", b.op("Mul", b.op("Add", x, cube), b.constant(math.sqrt(2 / math.pi), x.dtype)))
     else:
         bend = b.op("Erf", b.op("Mul", x, b.constant(math.sqrt(0.5), x.dtype)))
     y = b.op("Mul", b.op("Mul", x, half), b.op("Add", bend, one), name="gelu")
     replace_node(node, b, {0: y})
-
-
-def _tanh_of_gelu(b: NodeBuilder, x: ir.Value) -> ir.Value:
-    """tanh(√(2/π) · (x + 0.044715 x³))."""
-    dtype = x.dtype or ir.DataType.FLOAT
-    cube = b.op("Mul", b.op("Mul", b.op("Mul", x, x), x), b.constant(0.044715, dtype))
-    return b.op("Tanh", b.op("Mul", b.op("Add", x, cube), b.constant(math.sqrt(2 / math.pi), dtype)))
 
 
 def swish_to_primitives(node: ir.Node) -> None:
@@ -48,48 +38,40 @@ def swish_to_primitives(node: ir.Node) -> None:
     x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.0)
     if x is None or x.dtype is None:
         return
-    b = builder_for(node)
+    b = NodeBuilder(node_name(node))
     inner = x if alpha == 1.0 else b.op("Mul", x, b.constant(alpha, x.dtype))
     replace_node(node, b, {0: b.op("Mul", x, b.op("Sigmoid", inner), name="swish")})
 
 
 def mish_to_primitives(node: ir.Node) -> None:
     """Mish (18): x · tanh(softplus(x))."""
-    b, x = builder_for(node), node.inputs[0]
+    b, x = NodeBuilder(node_name(node)), node.inputs[0]
     replace_node(node, b, {0: b.op("Mul", x, b.op("Tanh", b.op("Softplus", x)), name="mish")})
 
 
-# -- Nodes whose form changed after opset 17, written as they were before --------------------------
-
-
-def rewrite_for(node: ir.Node, version: int) -> None:
-    """Write a node in an older form, where one is known and the target version needs it."""
-    for since, names, rewrite in _REWRITES:
-        if version < since and node.op_type in names:
-            rewrite(node)
+# -- Operators whose form changed after opset 17 ---------------------------------------------------
 
 
 def _axes_to_attribute(node: ir.Node) -> None:
-    """Axes became an input in opset 18; without any, all are reduced, unless the node says otherwise."""
-    given = input_at(node, 1) is not None
+    """Axes became an input in opset 18; without any, all are reduced unless `noop_with_empty_axes`."""
     axes = constant_ints(node, 1)
-    if given and axes is None:
+    if axes is None and input_at(node, 1) is not None:
         return
     keeps = node.attributes.get_int("noop_with_empty_axes", 0)
     if not axes and keeps:
         return
     if axes:
         node.attributes.add(ir.AttrInt64s("axes", axes))
-    node.attributes.pop("noop_with_empty_axes", None)  # it speaks of nodes without axes only
+    node.attributes.pop("noop_with_empty_axes", None)  # it applies to nodes without axes only
     node.resize_inputs(1)
 
 
 def _reduce_numbers(node: ir.Node) -> None:
-    """The largest of booleans came with opset 20: before, it is taken over numbers."""
+    """ReduceMax and ReduceMin of booleans came with opset 20: before, they are taken over float32."""
     x = node.inputs[0]
     if x is None or x.dtype != ir.DataType.BOOL:
         return
-    b = builder_for(node)
+    b = NodeBuilder(node_name(node))
     numbers = b.op("Cast", x, to=int(ir.DataType.FLOAT))
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     reduced = b.op(node.op_type, numbers, *node.inputs[1:], **attributes)
@@ -97,18 +79,18 @@ def _reduce_numbers(node: ir.Node) -> None:
 
 
 def _infinity_of_float32(node: ir.Node) -> None:
-    """Infinities of half-precision numbers could be asked for from opset 20 on."""
+    """IsInf takes half precision from opset 20 on."""
     x = node.inputs[0]
     if x is None or x.dtype not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
         return
-    b = builder_for(node)
+    b = NodeBuilder(node_name(node))
     wide = b.op("Cast", x, to=int(ir.DataType.FLOAT))
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     replace_node(node, b, {0: b.op(node.op_type, wide, **attributes)})
 
 
 def _pad_every_axis(node: ir.Node) -> None:
-    """Padding could name its axes from opset 18 on; before, it speaks of all."""
+    """Pad has the input `axes` from opset 18 on; before, it pads all axes."""
     x = node.inputs[0]
     pads, axes = constant_ints(node, 1), constant_ints(node, 3)
     if axes is None or pads is None or x is None or x.shape is None:
@@ -117,44 +99,39 @@ def _pad_every_axis(node: ir.Node) -> None:
     spelled = [0] * (2 * rank)
     for at, axis in enumerate(axes):
         spelled[axis % rank], spelled[rank + axis % rank] = pads[at], pads[at + len(axes)]
-    b = builder_for(node)
+    b = NodeBuilder(node_name(node))
     mode = node.attributes.get_string("mode", "constant")
     y = b.op("Pad", x, b.ints(*spelled), node.inputs[2], mode=mode, name="padded")
     replace_node(node, b, {0: y})
 
 
 def _drop_split_count(node: ir.Node) -> None:
-    """The number of parts became an attribute in opset 18, where the last part may be smaller."""
-    if _splits_evenly(node):
+    """`num_outputs` came with opset 18, where the last part may be smaller."""
+    data, axis = node.inputs[0], node.attributes.get_int("axis", 0)
+    size = data.shape[axis] if data is not None and data.shape is not None else None
+    evenly = isinstance(size, int) and size % len(node.outputs) == 0
+    if input_at(node, 1) is not None or evenly:
         node.attributes.pop("num_outputs", None)
 
 
-def _splits_evenly(node: ir.Node) -> bool:
-    if input_at(node, 1) is not None:
-        return True
-    data, axis = node.inputs[0], node.attributes.get_int("axis", 0)
-    size = data.shape[axis] if data is not None and data.shape is not None else None
-    return isinstance(size, int) and size % len(node.outputs) == 0
-
-
 def _shape_in_full(node: ir.Node) -> None:
-    """Shape could take a range from opset 15 on; TensorRT 8.6 crashed on graphs with it."""
+    """Shape without `start` and `end`: TensorRT 8.6 crashed on graphs with them."""
     x = node.inputs[0]
     rank = None if x is None or x.shape is None else len(x.shape)
     if x is None or rank is None or not {"start", "end"} & set(node.attributes):
         return
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
     wanted = range(rank)[start:end]
-    b = builder_for(node)
+    b = NodeBuilder(node_name(node))
     replace_node(node, b, {0: b.op("Gather", b.op("Shape", x), b.ints(*wanted), axis=0, name="range")})
 
 
 def _squeeze_by_name(node: ir.Node) -> None:
-    """Say which axis goes; TensorRT 8.6 crashed on graphs that left it to be found out."""
+    """Squeeze with explicit axes: TensorRT 8.6 crashed on graphs without them."""
     x = node.inputs[0]
     if len(node.inputs) > 1 or x is None or x.shape is None or len(x.shape) != 1:
         return
-    b = builder_for(node)
+    b = NodeBuilder(node_name(node))
     replace_node(node, b, {0: b.op("Squeeze", x, b.ints(0))})
 
 
@@ -162,7 +139,7 @@ _REDUCTIONS = frozenset(
     f"Reduce{kind}" for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 )
 
-# The opset that brought the newer form, the operators, and how to write them before it.
+# The opset with the newer form, the operators, and how to write them before it.
 _REWRITES: tuple[tuple[int, frozenset[str], Callable[[ir.Node], None]], ...] = (
     (18, _REDUCTIONS, _axes_to_attribute),
     (18, frozenset({"Split"}), _drop_split_count),
@@ -177,9 +154,9 @@ _REWRITES: tuple[tuple[int, frozenset[str], Callable[[ir.Node], None]], ...] = (
 )
 
 
-# -- Take a model down to an older opset, where its nodes allow it ---------------------------------
+# -- The whole model -------------------------------------------------------------------------------
 
-# The same node means something else in the older version, though both schemas accept it.
+# The same node computes something else in the older version, though both schemas accept it.
 _CHANGED_MEANING = frozenset({"GridSample", "GroupNormalization", "DFT"})
 
 # Values of attributes that came after opset 17; the schemas do not list values.
@@ -208,14 +185,25 @@ def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> i
         return result
     if result.functions:
         InlinePass()(result)
-    _name_apart(result)
+    seen: set[str | None] = set()
+    for node in result.graph.all_nodes():  # the new nodes are named after the old ones
+        if node.name in seen and node.outputs:
+            node.name = node.outputs[0].name
+        seen.add(node.name)
     for node in list(result.graph.all_nodes()):
-        if node.domain == "":
-            rewrite_for(node, version)
+        for since, names, rewrite in _REWRITES:
+            if version < since and is_op(node, *names):
+                rewrite(node)
     for node in result.graph.all_nodes():
         problem = _problem(node, current, version) if node.domain == "" else None
         if problem is not None:
-            raise _refusal(node, version, problem, dialect)
+            raise LoweringError(
+                f"{node.op_type} in opset {version}",
+                node=node_name(node),
+                dialect=dialect,
+                got=problem,
+                hint=f"opset=None keeps the model's own opset, for a target newer than opset {version}",
+            )
         node.version = None
     result.graph.opset_imports[""] = version
     imports = [onnx.helper.make_opsetid(*item) for item in result.opset_imports.items()]
@@ -223,27 +211,18 @@ def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> i
     return result
 
 
-def _name_apart(model: ir.Model) -> None:
-    """Let no two nodes have one name: what they are rewritten to is named for them."""
-    seen: set[str | None] = set()
-    for node in model.graph.all_nodes():
-        if node.name in seen and node.outputs:
-            node.name = node.outputs[0].name
-        seen.add(node.name)
-
-
 def _problem(node: ir.Node, current: int, version: int) -> str | None:
-    """Why the node is not valid in the older version; None where it is."""
+    """Why the node is not valid in the older version; None where it is valid."""
     try:
         old = onnx.defs.get_schema(node.op_type, version, "")
     except onnx.defs.SchemaError:
-        return "it came later"
+        return "it is newer"
     new = onnx.defs.get_schema(node.op_type, current, "")
     if old.since_version == new.since_version:
         return None
     if node.op_type in _CHANGED_MEANING:
-        return "it has changed its meaning"
-    return _attribute_problem(node, old, new) or _input_problem(node, old) or _output_problem(node, old)
+        return "it computes something else there"
+    return _attribute_problem(node, old, new) or _type_problem(node, old)
 
 
 def _attribute_problem(node: ir.Node, old: Any, new: Any) -> str | None:
@@ -255,46 +234,26 @@ def _attribute_problem(node: ir.Node, old: Any, new: Any) -> str | None:
         default = new.attributes[name].default_value if name in new.attributes else None
         if default is None or _value(node.attributes[name]) != onnx.helper.get_attribute_value(default):
             return f"it uses the attribute {name}"
-        node.attributes.pop(name)  # the default says nothing
+        node.attributes.pop(name)  # the default
     return None
 
 
-def _input_problem(node: ir.Node, old: Any) -> str | None:
+def _type_problem(node: ir.Node, old: Any) -> str | None:
     last = old.inputs[-1] if old.inputs else None
     variadic = last is not None and last.option == onnx.defs.OpSchema.FormalParameterOption.Variadic
     if len(node.inputs) > len(old.inputs) and not variadic:
         return f"it has {len(node.inputs)} inputs"
-    for index, value in enumerate(node.inputs):
-        formal = old.inputs[min(index, len(old.inputs) - 1)]
-        if value is None or value.dtype is None:
-            continue
-        if _type_string(value.dtype) not in formal.types:
-            return f"input {formal.name} is {value.dtype.name}"
+    sides = (("input", node.inputs, old.inputs), ("output", node.outputs, old.outputs))
+    for side, values, formals in sides:
+        for index, value in enumerate(values):
+            formal = formals[min(index, len(formals) - 1)]
+            if value is None or value.dtype is None:
+                continue
+            name = {"FLOAT": "float", "DOUBLE": "double"}.get(value.dtype.name, value.dtype.name.lower())
+            if f"tensor({name})" not in formal.types:
+                return f"{side} {formal.name} is {value.dtype.name}"
     return None
-
-
-def _output_problem(node: ir.Node, old: Any) -> str | None:
-    for index, value in enumerate(node.outputs):
-        formal = old.outputs[min(index, len(old.outputs) - 1)]
-        if value.dtype is not None and _type_string(value.dtype) not in formal.types:
-            return f"output {formal.name} is {value.dtype.name}"
-    return None
-
-
-def _type_string(dtype: ir.DataType) -> str:
-    names = {"FLOAT": "float", "DOUBLE": "double"}
-    return f"tensor({names.get(dtype.name, dtype.name.lower())})"
 
 
 def _value(attribute: ir.Attr) -> Any:
     return attribute.value.encode() if attribute.type == ir.AttributeType.STRING else attribute.value
-
-
-def _refusal(node: ir.Node, version: int, problem: str, dialect: str) -> LoweringError:
-    return LoweringError(
-        f"{node.op_type} in opset {version}",
-        node=node_name(node),
-        dialect=dialect,
-        got=problem,
-        hint=f"opset=None keeps the model's own opset, for a target newer than opset {version}",
-    )
