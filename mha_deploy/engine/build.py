@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import onnx_ir as ir
@@ -30,7 +29,6 @@ from mha_deploy.engine.manifest import (
     FOLDER,
     Engine,
     EngineManifest,
-    KernelRecord,
     LargeTensorRecord,
     VerdictRecord,
     default_backend,
@@ -49,7 +47,6 @@ from mha_deploy.graph.rules import Eligibility
 from mha_deploy.runtime.child import call_isolated, isolation, send_to_parent
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt.build import OnProgress, build_with
-from mha_deploy.runtime.tensorrt.kernels import Kernel
 from mha_deploy.runtime.tensorrt.log import members
 from mha_deploy.runtime.tensorrt.request import BuildRequest, BuiltEngine
 from mha_deploy.runtime.tensorrt.verdict import EngineVerdict, engine_verdict, written_types
@@ -57,18 +54,15 @@ from mha_deploy.runtime.tensorrt.versions import TensorRT, load
 
 # -- From a bundle to an engine: check, lower, build, judge, write ---------------------------------
 
-# Where the best account of an engine's kernels is, best first.
-_SOURCES = ("inspector", "plan", "log")
-
 
 def engine_from_bundle(
     bundle: Bundle, options: EngineOptions | None = None, on_progress: OnProgress | None = None
 ) -> Engine:
-    """Build an engine and judge it; it is written only when it is whole.
+    """Build an engine and judge it; it is written only when it is complete.
 
     Raises:
-        BackendUnavailable: The TensorRT asked for is not here.
-        EngineError: The graph cannot be built as asked.
+        BackendUnavailable: The requested TensorRT is not installed.
+        EngineError: The graph cannot be built as requested.
     """
     options = options or EngineOptions()
     rt = load(options.backend or default_backend())
@@ -77,7 +71,7 @@ def engine_from_bundle(
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
     candidates = open_candidates(rt, options, bundle.manifest.precision.name)
     if any(candidate.attention == PLUGIN for candidate in candidates):
-        find_plugins(rt)  # a missing library is better told before a long build than after it
+        find_plugins(rt)  # report a missing library before a long build
     build = partial(_engine_at, bundle=bundle, rt=rt, asked=options.attention, on_progress=on_progress)
     if len(candidates) > 1:
         return fastest_engine(bundle, options, path, candidates, build)
@@ -93,7 +87,7 @@ def _engine_at(
     asked: str,
     on_progress: OnProgress | None,
 ) -> Engine:
-    """Build one engine, as the options ask for it and nothing else."""
+    """Build the one engine that the options request."""
     model = load_graph(bundle.model_path)
     library = find_plugins(rt) if options.attention == PLUGIN else None
     lowered, answers = lowered_for(rt, model, options)
@@ -101,7 +95,10 @@ def _engine_at(
         bundle.manifest.spec, one=not rt.can.prepare_second_profile
     )
     cache = bundle.path / FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
-    with _on_disk(lowered, bundle.path) as onnx_path:
+    # As a file: weights that do not fit in memory twice are read from disk.
+    with tempfile.TemporaryDirectory(prefix=".lowered-", dir=bundle.path) as folder:
+        onnx_path = Path(folder) / "model.onnx"
+        save_graph(lowered, onnx_path)
         request = _request(bundle, rt, options, onnx_path, ranges, cache)
         built = with_carried(_built(rt, request, library, on_progress), lowered)
     verdict = judge_engine(built, lowered, model, bundle.manifest.precision.name, len(ranges))
@@ -109,14 +106,14 @@ def _engine_at(
     manifest = _manifest(bundle, rt, built, verdict, answers, dialect_for(rt, options), ranges, request)
     if library is not None:
         manifest = with_library(manifest, library, lowered, asked=asked, accumulate=options.accumulate)
-    tried = unprepared_profiles(
+    unprepared = unprepared_profiles(
         rt,
         built.plan,
         manifest.profile_names,
         host_code=options.version_compatible,
         large_tensors=built.large_tensors,
     )
-    manifest = msgspec.structs.replace(manifest, notes=[*tried, *manifest.notes])
+    manifest = msgspec.structs.replace(manifest, notes=[*unprepared, *manifest.notes])
     engine = write_engine(path, built.plan, manifest)
     if built.timing_cache:
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
@@ -127,7 +124,7 @@ def _engine_at(
 def _built(
     rt: TensorRT, request: BuildRequest, library: PluginLibrary | None, on_progress: OnProgress | None
 ) -> BuiltEngine:
-    """Build in a child process: parsers and builders were seen ending theirs."""
+    """Build in a child process, since parsers and builders can crash."""
     if not (isolation.enabled and rt.in_every_process):
         if library is not None:
             load_plugins(rt)
@@ -139,7 +136,7 @@ def _built(
         library is not None,
         title=rt.title,
         step="building the engine",
-        on_message=None if on_progress is None else lambda told: on_progress(*told),
+        on_message=None if on_progress is None else lambda progress: on_progress(*progress),
     )
 
 
@@ -147,27 +144,18 @@ def _built_in_child(request: BuildRequest, with_plugins: bool) -> BuiltEngine:
     rt = load(request.backend)
     if with_plugins:
         load_plugins(rt)
-    return build_with(rt, request, lambda *told: send_to_parent(told))
+    return build_with(rt, request, lambda *progress: send_to_parent(progress))
 
 
 def judge_engine(
     built: BuiltEngine, lowered: ir.Model, canonical: ir.Model, precision: str, profiles: int
 ) -> EngineVerdict:
-    """Was every attention fused, and is the engine in the precision asked for?"""
+    """Was every attention fused, and is the engine in the requested precision?"""
     built = with_carried(built, lowered)
     names = [node.name or "" for node in lowered.graph.all_nodes()]
     attention = members(names, [node.name for node in attention_nodes(canonical)])
     written = written_types(lowered)
     return engine_verdict(built.kernels, attention, precision, profiles=profiles, written=written)
-
-
-@contextmanager
-def _on_disk(model: ir.Model, bundle: Path) -> Iterator[Path]:
-    """The lowered graph as a file: weights beyond what fits in memory twice are read from disk."""
-    with tempfile.TemporaryDirectory(prefix=".lowered-", dir=bundle) as folder:
-        path = Path(folder) / "model.onnx"
-        save_graph(model, path)
-        yield path
 
 
 def _request(
@@ -179,7 +167,7 @@ def _request(
     cache: Path,
 ) -> BuildRequest:
     spec = bundle.manifest.spec
-    request = BuildRequest(
+    return BuildRequest(
         onnx=onnx_path,
         backend=rt.backend,
         precision=bundle.manifest.precision.name,
@@ -193,11 +181,9 @@ def _request(
         weight_streaming=options.weight_streaming,
         refit=options.refit,  # type: ignore[arg-type]
         allow_decomposed=options.allow_decomposed and rt.can.attention,
+        # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
+        precision_constraints=spec.mixed and not rt.can.strongly_typed_flag,
     )
-    if spec.mixed and not rt.can.strongly_typed_flag:
-        # A TensorRT that chooses types by itself would take back what the export kept wide.
-        return replace(request, precision_constraints=True)
-    return request
 
 
 def _manifest(
@@ -211,7 +197,9 @@ def _manifest(
     request: BuildRequest,
 ) -> EngineManifest:
     warned = [message.text for message in built.warnings]
-    source = next(name for name in (*_SOURCES, "log") if built.kernels.get(name) or name == "log")
+    # The source with the best information comes first.
+    kernels = next(filter(None, map(built.kernels.get, ("inspector", "plan", "log"))), ())
+    findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
     return EngineManifest(
         backend=rt.backend,
         version=rt.version,
@@ -228,33 +216,26 @@ def _manifest(
         seconds=round(built.seconds, 3),
         strongly_typed=built.strongly_typed,
         verdict=cast("VerdictRecord", verdict.as_dict()),
-        kernels=[_kernel_row(kernel) for kernel in built.kernels.get(source, ())],
+        kernels=[
+            {
+                "name": kernel.name,
+                "type": kernel.layer_type,
+                "tactic": kernel.tactic,
+                "nodes": list(kernel.onnx_nodes),
+                "dtypes": sorted({tensor.dtype for tensor in kernel.tensors}),
+                "profile": kernel.profile,
+                "fused_attention": kernel.is_fused_attention,
+            }
+            for kernel in kernels
+        ],
         options=request.options(),
-        findings=_findings(answers),
+        findings=[asdict(finding) for finding in findings],
         notes=[*built.notes, *(each.advice for each in built.large_tensors), *warned],
         large_tensors=[cast("LargeTensorRecord", each.as_dict()) for each in built.large_tensors],
     )
 
 
-def _findings(answers: list[Eligibility]) -> list[dict[str, Any]]:
-    """What was found, each thing once however many GPUs it was found for."""
-    found = dict.fromkeys(finding for answer in answers for finding in answer.findings)
-    return [asdict(finding) for finding in found]
-
-
-def _kernel_row(kernel: Kernel) -> KernelRecord:
-    return {
-        "name": kernel.name,
-        "type": kernel.layer_type,
-        "tactic": kernel.tactic,
-        "nodes": list(kernel.onnx_nodes),
-        "dtypes": sorted({tensor.dtype for tensor in kernel.tensors}),
-        "profile": kernel.profile,
-        "fused_attention": kernel.is_fused_attention,
-    }
-
-
-# -- A twin of an engine that gives out values from inside: built like it, run once and forgott ----
+# -- Variations of an engine that return inner values, built like it ------------------------------
 
 
 def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
