@@ -9,6 +9,7 @@ import typer
 import mha_deploy as md
 from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json, steps
 from mha_deploy.errors import EXIT_VERDICT_FAILED
+from mha_deploy.text import plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,9 +48,7 @@ def _renderable(found: Bisection) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    where = (
-        f"{found.model} on {found.backend}, case {found.case}, {found.runs} runs, against {found.reference}"
-    )
+    where = f"{found.model} on {found.backend}, case {found.case}, {plural(found.runs, 'run')}, against {found.reference}"
     if found.wrong is None:
         head = f"PASSED  the outputs of case {found.case} are right: nothing to bisect"
         return Group(Text(head, style="bold green"), Text(where))
