@@ -48,7 +48,8 @@ def _renderable(found: Bisection) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    where = f"{found.model} on {found.backend}, case {found.case}, {plural(found.runs, 'run')}, against {found.reference}"
+    runs = plural(found.runs, "run")
+    where = f"{found.model} on {found.backend}, case {found.case}, {runs}, against {found.reference}"
     if found.wrong is None:
         head = f"PASSED  the outputs of case {found.case} are right: nothing to bisect"
         return Group(Text(head, style="bold green"), Text(where))

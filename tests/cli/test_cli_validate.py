@@ -196,3 +196,26 @@ def test_the_self_test_of_a_wrong_model_fails(run_cli, folder):
     done = run_cli("validate", folder, "--self-test")
     assert done.code == 1
     assert "FAILED" in done.out
+
+
+# -- bisect --------------------------------------------------------------------------------------
+
+
+def test_bisect_of_a_right_bundle_passes(run_cli, bundles):
+    done = run_cli("bisect", bundles("tiny-gqa").path)
+    assert done.code == 0, done.err
+    assert done.out.startswith("PASSED")
+
+
+def test_bisect_of_a_wrong_bundle_fails_and_names_its_reference(run_cli, folder):
+    replace_model(folder, wrong_scale)
+    done = run_cli("bisect", folder, "--backend", "ort-cpu")
+    assert done.code == 1, done.err
+    assert "FAILED" in done.out
+    found = json.loads(run_cli("bisect", folder, "--backend", "ort-cpu", "--json").out)
+    assert found["wrong"]
+    assert found["reference"] == "the graph in onnx-reference"
+
+
+def test_bisect_refuses_a_baseline(refused, bundles):
+    refused("bisect", bundles("tiny-gqa").path, "--backend", "eager", what="can be bisected", got="eager")
