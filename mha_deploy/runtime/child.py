@@ -1,10 +1,10 @@
 """Native code in a child process: a runtime that crashes or hangs ends its child, and not this tool.
 
-ONNX Runtime, TensorRT and PyTorch on a GPU are native code, and each of them was seen ending the process. A
-`Child` is a Python process that runs functions of this package; `open_isolated` opens a runner in one and
-returns a `Runner` that forwards to it. Calls are pickled, and their arrays cross in anonymous shared memory
-(one copy). A child that dies or exceeds the time limit becomes a `RuntimeCrash` with the signal, the step
-and the last lines of its output. Timing happens inside the child, so no latency contains the forwarding.
+ONNX Runtime, TensorRT and PyTorch on a GPU are native code, and each of them can crash. A `Child` is a Python
+process that runs functions of this package; `open_isolated` opens a runner in one and returns a `Runner` that
+forwards to it. Calls are pickled, and their arrays cross in anonymous shared memory (one copy). A child that
+dies or exceeds the time limit becomes a `RuntimeCrash` with the signal, the step and the last lines of its
+output. Timing happens inside the child, so no latency contains the forwarding.
 
 A child whose runner was closed is kept and serves the next runner of its family: importing a runtime takes
 longer than most calls.
@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -45,9 +45,9 @@ T = TypeVar("T")
 
 ONNX_RUNTIME, TENSORRT, PYTORCH = "onnxruntime", "tensorrt", "torch"
 
-# What a child of a family imports before it is asked for anything.
+# What a child of a family imports before its first call.
 _PRELOADED = {ONNX_RUNTIME: ("mha_deploy.runtime.ort", "onnxruntime")}
-_IDLE_PER_FAMILY = 1  # an idle child of PyTorch on a GPU holds gigabytes
+_IDLE_PER_FAMILY = 1  # an idle child of PyTorch on a GPU occupies gigabytes
 _SHARED_FROM = 1 << 16  # smaller messages are cheaper on the socket
 _GRACE_S = 30.0  # how much later than its parent a child enforces the time limit by itself
 _LOG_LINES, _LOG_BYTES = 8, 1 << 15
@@ -86,11 +86,7 @@ class RuntimeCrash(DeployError):
 
 
 class Child:
-    """A process that runs functions of this package, one at a time.
-
-    Args:
-        family: Which runtime it is for; decides what is imported at once.
-    """
+    """A process that runs functions of this package, one at a time; its family decides what it preloads."""
 
     def __init__(self, family: str) -> None:
         self.family = family
@@ -125,8 +121,8 @@ class Child:
         """Run a function in the child and return what it returns.
 
         Args:
-            function: A function of a module; it is found there by its name.
-            *arguments: What to call it with.
+            function: A function of a module, since it is pickled by its name.
+            *arguments: Its arguments.
             title: The runtime, for errors.
             step: What it does, for errors: `running case opt`.
             on_message: Receives what the function sends with `send_to_parent` meanwhile.
@@ -142,7 +138,12 @@ class Child:
         try:
             _send(self._socket, (function, arguments, os.getcwd(), limit + _GRACE_S))
             while True:
-                self._await_answer(deadline)
+                while not select.select([self._socket], [], [], 1.0)[0]:
+                    # A process that the child started may keep the connection open after the child's end.
+                    if not self.is_alive:
+                        raise EOFError
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
                 kind, content = _receive(self._socket)
                 if kind != "message":
                     break
@@ -159,7 +160,7 @@ class Child:
         except (EOFError, ConnectionError) as error:
             self._crash = self._ended(title, step, since=begin)
             raise self._crash from error
-        except BaseException:  # interrupted: what is under way in the child has no owner any more
+        except BaseException:  # interrupted: the result of the call in the child would have no reader
             self.kill()
             raise
         if kind == "result":
@@ -167,29 +168,21 @@ class Child:
         raised, trace = content
         raise raised from _ChildTraceback(trace)
 
-    def _await_answer(self, deadline: float) -> None:
-        """Wait until something can be read, the child ends, or the time is up."""
-        while not select.select([self._socket], [], [], 1.0)[0]:
-            # A process that the child started may hold the connection open when the child is gone.
-            if not self.is_alive:
-                raise EOFError
-            if time.monotonic() > deadline:
-                raise TimeoutError
-
     def _ended(self, title: str, step: str, *, since: int) -> RuntimeCrash:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self.kill()
         output = self._output(since)
-        node = _last_node(output)
+        nodes = re.findall(r"Parsing node: (\S+) \[", output)  # by TensorRT's parser
+        node = f", at node {nodes[-1]}" if nodes else ""
         return RuntimeCrash(
-            f"{title} {_ending(self._process.returncode)} while {step}{f', at node {node}' if node else ''}.",
+            f"{title} {_ending(self._process.returncode)} while {step}{node}.",
             got=_tail(output) or None,
             hint="--in-process with a debugger shows where; another version of the runtime may not",
         )
 
     def _output(self, since: int) -> str:
-        """What the child has written since a place in its log, the end of it where it is long."""
+        """The child's output since a place in its log; only the end of it where it is long."""
         end = self._log.seek(0, io.SEEK_END)
         self._log.seek(max(since, end - _LOG_BYTES))
         return self._log.read().decode(errors="replace").strip()
@@ -217,19 +210,9 @@ def end_children() -> None:
 
 
 def prepare_child(family: str) -> None:
-    """Start a child that will be needed soon, so that it imports its runtime while this process works."""
+    """Start a child in advance, so that it imports its runtime while this process works."""
     if isolation.enabled and not _idle.get(family):
         _idle.setdefault(family, []).append(Child(family))
-
-
-@contextlib.contextmanager
-def borrowed_child(family: str) -> Iterator[Child]:
-    """A child of a family for one call or a few."""
-    child = _take_child(family)
-    try:
-        yield child
-    finally:
-        _give_back(child)
 
 
 def _take_child(family: str) -> Child:
@@ -259,8 +242,11 @@ def call_isolated(
     on_message: Callable[[Any], None] | None = None,
 ) -> T:
     """Run one function in a child of a family; see `Child.call`."""
-    with borrowed_child(family) as child:
+    child = _take_child(family)
+    try:
         return child.call(function, *arguments, title=title, step=step, on_message=on_message)
+    finally:
+        _give_back(child)
 
 
 def open_isolated(family: str, title: str, open_runner: Callable[..., Runner], *arguments: Any) -> Runner:
@@ -270,11 +256,11 @@ def open_isolated(family: str, title: str, open_runner: Callable[..., Runner], *
         family: Which children to use.
         title: The runtime, for errors.
         open_runner: A function of a module that returns the runner.
-        *arguments: What to call it with.
+        *arguments: Its arguments.
 
     Raises:
-        RuntimeCrash: Opening it ended the child.
-        DeployError: What the function raised.
+        RuntimeCrash: The child crashed.
+        DeployError: The function raised it.
     """
     if not isolation.enabled:
         return open_runner(*arguments)
@@ -291,7 +277,7 @@ def open_isolated(family: str, title: str, open_runner: Callable[..., Runner], *
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """A runner in a child: where it is kept there, and what does not change while it is open."""
+    """A runner in a child: its number there, and what does not change while it is open."""
 
     number: int
     name: str
@@ -321,17 +307,17 @@ class ChildRunner(Runner):
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Check the inputs against the model, then run it."""
-        return self.apply(_run, dict(feeds), step=f"running {_sizes(feeds)}")
+        return self.apply(_method, "run", dict(feeds), step=f"running {_sizes(feeds)}")
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         return self.run(feeds)
 
     def time(self, feeds: Arrays, plan: Any = None) -> Any:
         """How long one call takes with inputs that are on the device already; measured in the child."""
-        return self.apply(_time, dict(feeds), plan, step=f"timing {_sizes(feeds)}")
+        return self.apply(_method, "time", dict(feeds), plan, step=f"timing {_sizes(feeds)}")
 
     def decode_loop(self, *, B: int, T: int | None = None) -> ChildDecodeLoop:
-        """Run the decode loop with a cache on the device; close the decode loop before the runner."""
+        """A decode loop with a cache on the device; close it before the runner."""
         number, name, most = self.apply(_open_decode_loop, B, T, step="preparing the decode loop")
         return ChildDecodeLoop(self, number, name, most, B)
 
@@ -357,11 +343,12 @@ class ProfiledChildRunner(ChildRunner):
 
     def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
         """Run under one of them."""
-        return self.apply(_run_in_profile, dict(feeds), profile, step=f"running {_sizes(feeds)}")
+        step = f"running {_sizes(feeds)}"
+        return self.apply(_method, "run_in_profile", dict(feeds), profile, step=step)
 
 
 class ChildDecodeLoop:
-    """A decode loop that lives in a child process; see `backends.stepper`."""
+    """A decode loop in a child process; see `runtime.decode.DecodeLoop`."""
 
     def __init__(self, runner: ChildRunner, number: int, name: str, most: int | None, B: int) -> None:
         self._runner, self._number = runner, number
@@ -376,21 +363,15 @@ class ChildDecodeLoop:
 
     def cache(self) -> tuple[np.ndarray, np.ndarray]:
         """Copies of keys and values."""
-        return self._runner.apply(_decode_loop_method, self._number, "cache", step="reading the cache")
+        return self._runner.apply(_loop_method, self._number, "cache", step="reading the cache")
 
     def time_step(self, length: int, plan: Any = None) -> Any:
         """How long one new token of every batch element takes."""
-        return self._runner.apply(
-            _decode_loop_method,
-            self._number,
-            "time_step",
-            length,
-            plan,
-            step=f"timing a step behind {length}",
-        )
+        step = f"timing a decode step behind {length} tokens"
+        return self._runner.apply(_loop_method, self._number, "time_step", length, plan, step=step)
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""
         self._runner.apply(_close_decode_loop, self._number, step="closing the decode loop")
 
     def __enter__(self) -> ChildDecodeLoop:
@@ -412,12 +393,6 @@ def _ending(code: int) -> str:
             return f"crashed with {signal.Signals(-code).name}"
         return f"was ended by signal {-code}"
     return f"ended its process with exit code {code}"
-
-
-def _last_node(log: str) -> str | None:
-    """The ONNX node that TensorRT's parser was at, where the log says so."""
-    nodes: list[str] = re.findall(r"Parsing node: (\S+) \[", log)
-    return nodes[-1] if nodes else None
 
 
 def _tail(output: str) -> str:
@@ -448,7 +423,9 @@ def _send(connection: socket.socket, message: object) -> None:
         connection.sendall(body)
         return
     sizes = struct.pack(f"!{len(views)}Q", *(view.nbytes for view in views))
-    with _shared_memory() as memory:
+    # Memory with a file descriptor and no name: nothing is left behind, however a process ends.
+    shared = os.memfd_create("mha-deploy") if hasattr(os, "memfd_create") else None
+    with tempfile.TemporaryFile() if shared is None else os.fdopen(shared, "rb+", buffering=0) as memory:
         memory.truncate(max(sum(_padded(view.nbytes) for view in views), 1))
         with mmap.mmap(memory.fileno(), 0) as room:
             at = 0
@@ -488,13 +465,6 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
             raise EOFError
         at += got
     return bytes(content)
-
-
-def _shared_memory() -> Any:
-    """Memory with a file descriptor and no name: nothing is left behind, however a process ends."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("mha-deploy"), "rb+", buffering=0)
-    return tempfile.TemporaryFile()
 
 
 def _padded(size: int) -> int:
@@ -542,10 +512,10 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
     while True:
         try:
             function, arguments, folder, limit = _receive(_parent)
-            os.chdir(folder)  # paths mean what they mean to the parent
+            os.chdir(folder)  # relative paths are the parent's
         except (EOFError, ConnectionError):
             break
-        except Exception as error:  # noqa: BLE001 (a call that cannot be unpickled: the parent must hear of it)
+        except Exception as error:  # noqa: BLE001 (a call that cannot be unpickled: the parent raises it)
             _send(_parent, ("error", (_sendable(error), traceback.format_exc())))
             continue
         faulthandler.dump_traceback_later(limit, exit=True)  # also where the parent is gone
@@ -554,14 +524,15 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
         except MemoryError:
             answer = ("error", (DeployError("The runtime ran out of memory."), traceback.format_exc()))
         except SystemExit as stop:
-            answer = ("error", (_exited(stop), traceback.format_exc()))
+            exited = DeployError("The code that was run ended its process.", got=f"sys.exit({stop.code!r})")
+            answer = ("error", (exited, traceback.format_exc()))
         except Exception as error:  # noqa: BLE001 (raised again by the parent)
             answer = ("error", (_sendable(error), traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
         del function, arguments
         _answer(answer)
         del answer
-    os._exit(0)  # native libraries were seen crashing while they unload
+    os._exit(0)  # native libraries can crash while they unload
 
 
 def _answer(answer: tuple[str, Any]) -> None:
@@ -571,21 +542,17 @@ def _answer(answer: tuple[str, Any]) -> None:
         _send(_parent, answer)
     except ConnectionError:
         os._exit(0)
-    except Exception as error:  # noqa: BLE001 (a result that cannot be pickled is a bug: say so)
+    except Exception as error:  # noqa: BLE001 (a result that cannot be pickled is a bug: report it)
         _send(_parent, ("error", (_sendable(error), traceback.format_exc())))
 
 
 def _sendable(error: Exception) -> Exception:
-    """An exception that the parent can raise as it is, or one that says what it was."""
+    """An exception that the parent can raise as it is, or one with its type and message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 (exceptions of native modules may not pickle)
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _exited(stop: SystemExit) -> DeployError:
-    return DeployError("The code that was run ended its process.", got=f"sys.exit({stop.code!r})")
 
 
 def _end_with_parent(parent: int) -> None:
@@ -622,21 +589,13 @@ def _close_in_child(number: int) -> None:
     _objects.pop(number).close()
 
 
-def _run(runner: Runner, feeds: Arrays) -> dict[str, np.ndarray]:
-    return runner.run(feeds)
-
-
-def _time(runner: Runner, feeds: Arrays, plan: Any) -> Any:
-    return runner.time(feeds, plan)
+def _method(runner: Runner, name: str, *arguments: Any) -> Any:
+    return getattr(runner, name)(*arguments)
 
 
 def _profiles_for(runner: ProfiledRunner, kinds: Mapping[str, tuple[tuple[int, ...], Any]]) -> list[int]:
     feeds = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (shape, dtype) in kinds.items()}
     return runner.profiles_for(feeds)
-
-
-def _run_in_profile(runner: ProfiledRunner, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
-    return runner.run_in_profile(feeds, profile)
 
 
 def _open_decode_loop(runner: Any, B: int, T: int | None) -> tuple[int, str, int | None]:
@@ -651,8 +610,8 @@ def _feed(
     return loop.feed(x, counts), loop.lengths
 
 
-def _decode_loop_method(runner: Runner, number: int, method: str, *arguments: Any) -> Any:
-    return getattr(_objects[number], method)(*arguments)
+def _loop_method(runner: Runner, number: int, name: str, *arguments: Any) -> Any:
+    return getattr(_objects[number], name)(*arguments)
 
 
 def _close_decode_loop(runner: Runner, number: int) -> None:

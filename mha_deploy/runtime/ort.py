@@ -16,10 +16,10 @@ from mha_deploy.graph.file import graph_of, weights_folder
 from mha_deploy.graph.upcast import with_float32_matmuls
 from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
 
-# -- What the ONNX Runtime backends share: how a graph becomes a session, and arrays go through ----
+# -- Sessions of ONNX Runtime, and arrays through them ---------------------------------------------
 
 _EXTERNAL_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
-_SILENT = 4  # errors come back as exceptions: nobody needs them twice
+_SILENT = 4  # errors are raised as exceptions as well
 _TYPES = {
     "tensor(float16)": np.dtype(np.float16),
     "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
@@ -31,7 +31,7 @@ _TYPES = {
 
 
 def import_onnxruntime(extra: str) -> Any:
-    """The package `onnxruntime`, or which extra of this one installs it."""
+    """The package `onnxruntime`; where it is missing, the error names the extra that installs it."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -44,13 +44,7 @@ def import_onnxruntime(extra: str) -> Any:
 
 
 def session_options(ort: Any, graph: ir.Model, *, level: str) -> Any:
-    """Options of a session that knows where the graph keeps its weights and writes no log.
-
-    Args:
-        ort: The package.
-        graph: The graph.
-        level: What ONNX Runtime may rewrite: `BASIC` or `ALL`.
-    """
+    """Options of a session that finds the graph's weights and writes no log; `level` is `BASIC` or `ALL`."""
     options = ort.SessionOptions()
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
     options.log_severity_level = _SILENT
@@ -61,26 +55,22 @@ def session_options(ort: Any, graph: ir.Model, *, level: str) -> Any:
 
 
 def inputs_and_outputs(session: Any) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
-    """What goes into a session and what comes out."""
-    return _tensor_infos(session.get_inputs()), _tensor_infos(session.get_outputs())
-
-
-def _tensor_infos(tensors: Any) -> dict[str, TensorInfo]:
-    return {tensor.name: _tensor_info(tensor) for tensor in tensors}
-
-
-def _tensor_info(tensor: Any) -> TensorInfo:
-    kind = _TYPES.get(tensor.type)
-    if kind is None:
-        raise DeployError("A tensor of the graph has a type that is not supported here.", got=tensor)
-    return TensorInfo(dtype=kind, dims=tuple(tensor.shape))
+    """The inputs and outputs of a session."""
+    inputs: dict[str, TensorInfo] = {}
+    outputs: dict[str, TensorInfo] = {}
+    for tensors, infos in ((session.get_inputs(), inputs), (session.get_outputs(), outputs)):
+        for tensor in tensors:
+            if tensor.type not in _TYPES:
+                raise DeployError("A tensor of the graph has a type that is not supported here.", got=tensor)
+            infos[tensor.name] = TensorInfo(dtype=_TYPES[tensor.type], dims=tuple(tensor.shape))
+    return inputs, outputs
 
 
 def run_bound(ort: Any, session: Any, feeds: Arrays, outputs: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """Run arrays of any type and get arrays: `session.run` itself has no bfloat16."""
     binding = session.io_binding()
-    held = {name: np.ascontiguousarray(array) for name, array in feeds.items()}  # the values do not own them
-    for name, array in held.items():
+    arrays = {name: np.ascontiguousarray(array) for name, array in feeds.items()}  # values do not own them
+    for name, array in arrays.items():
         value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, onnx_type(array.dtype))
         binding.bind_ortvalue_input(name, value)
     for name in outputs:
@@ -88,26 +78,23 @@ def run_bound(ort: Any, session: Any, feeds: Arrays, outputs: Mapping[str, Tenso
     binding.synchronize_inputs()
     session.run_with_iobinding(binding)
     binding.synchronize_outputs()
-    values = zip(outputs.items(), binding.get_outputs(), strict=True)
-    return {name: _array_of(value, info.dtype) for (name, info), value in values}
+    results = {}
+    for (name, info), value in zip(outputs.items(), binding.get_outputs(), strict=True):
+        # By its bytes: ONNX Runtime converts no bfloat16 to NumPy.
+        content = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
+        results[name] = np.frombuffer(content, info.dtype).reshape(value.shape())
+    return results
 
 
 def onnx_type(dtype: np.dtype) -> int:
-    """The number that ONNX gives a type."""
+    """The number of a type in ONNX."""
     return int(ir.DataType.from_numpy(dtype))
 
 
-def _array_of(value: Any, dtype: np.dtype) -> np.ndarray:
-    """A copy of a value on the host, by its bytes: ONNX Runtime makes no NumPy array of bfloat16."""
-    content = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
-    return np.frombuffer(content, dtype).reshape(value.shape())
-
-
 def first_line(error: BaseException) -> str:
-    """The line of an error that says what happened, without the signature of the C++ that noticed."""
+    """The first line of an error, without the C++ signature in front of its message."""
     line = str(error).strip().partition("\n")[0]
-    _, separator, told = line.rpartition(" was false. ")
-    return told if separator and told else line
+    return line.rpartition(" was false. ")[2] or line
 
 
 # -- ONNX Runtime, on the CPU ----------------------------------------------------------------------
@@ -119,14 +106,16 @@ class OrtCpuRunner(Runner):
     def __init__(self, model: Path | ir.Model) -> None:
         ort = import_onnxruntime(extra="ort")
         graph = graph_of(model)
-        widened = ir.to_proto(with_float32_matmuls(graph)).SerializeToString()
+        upcast = ir.to_proto(with_float32_matmuls(graph)).SerializeToString()
         options = session_options(ort, graph, level="BASIC")
-        # It checks and is not timed: threads that spin between calls take the cores from everything else.
+        # It is not timed: threads that spin between calls take the cores from everything else.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            self._session = ort.InferenceSession(widened, options, providers=["CPUExecutionProvider"])
+            self._session = ort.InferenceSession(upcast, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
-            raise _explain(error) from error
+            if "NOT_IMPLEMENTED" in str(error):
+                raise _no_bfloat16(first_line(error)) from error
+            raise DeployError("ONNX Runtime cannot load the graph.", got=first_line(error)) from error
         self.name = f"ort-cpu {ort.__version__}"
         self.inputs, self.outputs = inputs_and_outputs(self._session)
         if any(info.dtype.name == "bfloat16" for info in (*self.inputs.values(), *self.outputs.values())):
@@ -142,12 +131,6 @@ class OrtCpuRunner(Runner):
     def close(self) -> None:
         """Drop the session, and the weights with it."""
         del self._session
-
-
-def _explain(error: Exception) -> DeployError:
-    if "NOT_IMPLEMENTED" in str(error):
-        return _no_bfloat16(first_line(error))
-    return DeployError("ONNX Runtime cannot load the graph.", got=first_line(error))
 
 
 def _no_bfloat16(got: str) -> BackendUnavailable:

@@ -27,9 +27,6 @@ class PolygraphyRunner(Runner):
 
     It is activated here unless it is active already, and only what was activated here is deactivated.
 
-    Args:
-        runner: The Polygraphy runner.
-
     Raises:
         DeployError: It cannot be activated, or an input has a type without a NumPy equivalent.
     """

@@ -1,9 +1,9 @@
-"""How long one call takes on the device, measured so that it can be believed.
+"""How long one call takes on the device.
 
 The calls are queued back to back, so that the device never waits for the host where the host can keep up, and
-the clock is the device's own. The inputs rotate through copies that together outgrow the second-level
-cache: a model in service reads its inputs from memory. Short calls are timed several to a sample, since an
-event between two of them costs about a microsecond itself. Warming up ends when three rounds agree.
+the clock is the device's own. The inputs rotate through copies that are together larger than the L2 cache: a
+model in service reads its inputs from memory. Short calls are timed several to a sample, since an event
+between two of them costs about a microsecond itself. Warm-up ends when three rounds agree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TimingPlan:
         samples: How many samples to take; never fewer than 100.
         sample_us: A sample holds as many calls as fit this time, and at least one.
         agree: Warm-up is over when three rounds' medians differ by no more than this share.
-        rounds: Most rounds of warm-up; after them the timing is taken, and called unstable.
+        rounds: Most rounds of warm-up; after them the timing is taken, and reported as unstable.
     """
 
     samples: int = 200
@@ -50,14 +50,13 @@ class Timing:
         calls_per_sample: Calls between two events.
         slots: Copies of the inputs that the calls rotated through.
         graph: Whether the calls were launches of a CUDA graph.
-        stable: Whether warming up ended with rounds that agreed.
+        stable: Whether warm-up ended with rounds that agreed.
         host_us: Host time of one launch.
         gpu: The GPU.
         conditions: Clocks, temperature and power while it ran.
-        memory_bytes: Device memory that the runner held for it, where that is known.
-        why_no_graph: Why the calls were no CUDA graph although they should have been; None where they were
-            one, or were not meant to be.
-        results: What the first and the last slot computed, for whoever wants to judge the timed calls.
+        memory_bytes: Device memory of the runner, where that is known.
+        why_no_graph: Why the calls were no CUDA graph although one was requested; None otherwise.
+        results: The outputs of the first and the last slot, to judge the timed calls.
     """
 
     samples_us: tuple[float, ...]
@@ -90,10 +89,10 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTime:
-    """What one kernel costs.
+    """The time of one kernel.
 
     Args:
-        name: As the library calls it.
+        name: Its name in the library.
         calls: How often it runs in one call of the layer.
         microseconds: Device time of those runs together, in one call of the layer.
     """
@@ -104,7 +103,7 @@ class KernelTime:
 
 
 def slots_past_cache(call_bytes: int, l2_bytes: int) -> int:
-    """How many copies of the inputs and outputs of one call outgrow the cache twice."""
+    """How many copies of the inputs and outputs of one call are twice as large as the L2 cache."""
     return min(_SLOTS_MAX, max(2, math.ceil(2 * l2_bytes / max(call_bytes, 1))))
 
 
@@ -119,7 +118,7 @@ def measure_latency(
         stream: Where the calls go.
         gpu: The GPU they run on.
         plan: How to measure.
-        graph: Whether a launch is that of a CUDA graph; told on.
+        graph: Whether a launch is that of a CUDA graph, for the record.
     """
     clock = _Clock(launch, slots, stream)
     try:
@@ -144,17 +143,17 @@ def measure_latency(
 
 def settles(measure: Callable[[], float], agree: float, rounds: int) -> bool:
     """Repeat a measurement until three in a row agree; False if they never did."""
-    seen: list[float] = []
+    medians: list[float] = []
     for _ in range(max(rounds, 3)):
-        seen.append(measure())
-        last = seen[-3:]
+        medians.append(measure())
+        last = medians[-3:]
         if len(last) == 3 and max(last) - min(last) <= agree * min(last):
             return True
     return False
 
 
 class _Clock:
-    """Times calls between events; the slots go round from one run to the next."""
+    """Times calls between events; the slots rotate from one run to the next."""
 
     def __init__(self, launch: Callable[[int], None], slots: int, stream: Stream) -> None:
         self._launch, self._slots, self._stream = launch, slots, stream
@@ -166,13 +165,14 @@ class _Clock:
         self, samples: int, calls: int, while_busy: Callable[[], Conditions] | None = None
     ) -> Sequence[float]:
         """Queue all samples back to back; then wait, and read the events between them."""
-        events = self._at_least(samples + 1)
+        events = self._events
+        events += [Event() for _ in range(samples + 1 - len(events))]
         events[0].record(self._stream)
         for sample in range(samples):
             for _ in range(calls):
                 self._call()
             events[sample + 1].record(self._stream)
-        if while_busy is not None:  # all is queued, and the device is still at it
+        if while_busy is not None:  # all is queued, and the device is still busy
             self.conditions = while_busy()
         self._stream.synchronize()
         return [events[i + 1].microseconds_since(events[i]) / calls for i in range(samples)]
@@ -193,11 +193,6 @@ class _Clock:
     def _call(self) -> None:
         self._launch(self._next)
         self._next = (self._next + 1) % self._slots
-
-    def _at_least(self, count: int) -> list[Event]:
-        while len(self._events) < count:
-            self._events.append(Event())
-        return self._events
 
     def close(self) -> None:
         for event in self._events:

@@ -147,13 +147,13 @@ def test_code_that_exits_is_an_error():
 
 
 def test_an_interrupted_call_leaves_no_process():
-    with child.borrowed_child(FAMILY) as borrowed:
-        with pytest.raises(KeyboardInterrupt):
-            borrowed.call(tell_and_hang, title="Runtime", step="testing", on_message=interrupt)
-        assert not borrowed.is_alive
+    taken = child._take_child(FAMILY)
+    with pytest.raises(KeyboardInterrupt):
+        taken.call(report_and_hang, title="Runtime", step="testing", on_message=interrupt)
+    assert not taken.is_alive
 
 
-def tell_and_hang():
+def report_and_hang():
     child.send_to_parent("under way")
     failing.hang()
 
