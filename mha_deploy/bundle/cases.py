@@ -19,7 +19,7 @@ from mha_deploy.errors import BundleError, DeployError, ExportError
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, FLOAT, LENGTHS, ModelSpec, TensorSpec
 
-# -- Read NumPy archives that may come from anywhere: nothing is unpickled, nothing fails with  ----
+# -- NumPy archives of users: nothing is unpickled, every failure is a DeployError -----------------
 
 
 def read_npz(
@@ -94,7 +94,7 @@ def read_arrays(
         ) from error
 
 
-# -- What a golden case keeps of a cache: the rows that the call wrote -----------------------------
+# -- What a golden case keeps of a KV cache: the entries that the call wrote -----------------------
 
 CACHE_INPUTS = {
     out: given
@@ -120,30 +120,30 @@ def stored_outputs(spec: ModelSpec) -> tuple[TensorSpec, ...]:
 
 
 def stored_bytes(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
-    """At most so many bytes of a file are the arrays of one case: those of a 16-bit precision are fewer."""
+    """The most bytes that the arrays of one case take; in a 16-bit precision they take fewer."""
     inputs = sum(
         prod(tensor.shape(sizes)) * (4 if tensor.kind == FLOAT else np.dtype(tensor.kind).itemsize)
         for tensor in spec.inputs
     )
     results = sum(prod(tensor.shape(sizes)) for tensor in stored_outputs(spec))
-    return inputs + results * (8 + 4)  # the oracle, and what the module gave
+    return inputs + results * (8 + 4)  # the oracle, and the results of the module
 
 
 def written_from(inputs: Mapping[str, np.ndarray], given: str) -> np.ndarray:
-    """The first new row of every row of the batch, in the cache that came in under this name. [B]."""
+    """The position of the first new entry of every batch element, in the cache of this name. [B]."""
     cache = inputs[given]
     return inputs[LENGTHS] if LENGTHS in inputs else np.full(len(cache), cache.shape[2])
 
 
 def rows_from(cache: np.ndarray, starts: np.ndarray, S: int) -> np.ndarray:
-    """S rows of every row of the batch. [B, Hkv, T, D] -> [B, Hkv, S, D]."""
+    """S entries of every batch element. [B, Hkv, T, D] -> [B, Hkv, S, D]."""
     return np.stack([rows[:, start : start + S] for rows, start in zip(cache, starts, strict=True)])
 
 
 def only_new_rows(
     results: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The results of a call, with the new rows in place of whole caches."""
+    """The results of a call, with the new entries in place of whole caches."""
     return {
         name: rows_from(array, written_from(inputs, CACHE_INPUTS[name]), inputs["x"].shape[1])
         if CACHE_INPUTS.get(name) in inputs
@@ -155,7 +155,7 @@ def only_new_rows(
 def with_old_rows(
     results: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """The results of a call, with whole caches in place of the new rows."""
+    """The results of a call, with whole caches in place of the new entries."""
     return {
         name: with_rows(inputs[CACHE_INPUTS[name]], array, written_from(inputs, CACHE_INPUTS[name]))
         if CACHE_INPUTS.get(name) in inputs
@@ -165,7 +165,7 @@ def with_old_rows(
 
 
 def with_rows(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """A copy of a cache with new rows in their places: in their type, and as long as they need it."""
+    """A copy of a cache with the new entries in their places: in their type, and as long as they need it."""
     B, Hkv, T, D = before.shape
     S = new.shape[2]
     whole = np.empty((B, Hkv, max(T, int(starts.max()) + S), D), new.dtype)
@@ -175,14 +175,14 @@ def with_rows(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.nda
     return whole
 
 
-# -- Golden cases on disk: inputs, the FP64 oracle, and what the module gave in its own precisi ----
+# -- Golden cases ----------------------------------------------------------------------------------
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenCase:
-    """One case: what goes in, what is true (FP64), and what the module itself gave.
+    """One case: inputs, FP64 oracle, and the results of the module itself.
 
     `flops` is the work of one call of a user's module, else 0. `cached` names, for each
     KV cache that goes out of a catalog layer, the one that came in.
@@ -205,7 +205,7 @@ def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
 
 
 def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
-    """Read one case, checking that it holds what the spec says."""
+    """Read one case, checking it against the spec."""
     spec, precision = bundle.manifest.spec, bundle.manifest.precision
     arrays = read_arrays(bundle.file(entry.file), partial(_refuse_strangers, spec))
     inputs = take_arrays(arrays, "inputs", spec.inputs, entry.sizes, precision)
@@ -231,7 +231,7 @@ def _refuse_bad_lengths(entry: GoldenEntry, inputs: Arrays) -> None:
     lengths, room = inputs["lengths"], inputs["key_cache"].shape[2] - inputs["x"].shape[1]
     if (lengths < 0).any() or (lengths > room).any():
         raise BundleError(
-            "The new rows of a golden case do not fit its cache.",
+            "The new entries of a golden case do not fit its cache.",
             got=f"{entry.file}: lengths {lengths.tolist()}",
             hint=f"0 to {room}: export again",
         )
@@ -332,10 +332,10 @@ def _polygraphy_iteration(outputs: Arrays) -> dict[str, object]:
 
 
 def refuse_polygraphy(cache: str, precision: Precision) -> None:
-    """Refuse golden cases that Polygraphy cannot be given."""
+    """Refuse golden cases that have no Polygraphy form."""
     reason = None
     if cache != "none":
-        reason = f"cache = {cache}: Polygraphy would compare whole caches, of which only the new rows count"
+        reason = f"cache = {cache}: Polygraphy would compare whole caches, not only the new entries"
     elif precision.name == "bf16":
         reason = "bf16: Polygraphy's JSON holds NumPy arrays, which have no bfloat16"
     if reason is not None:

@@ -1,7 +1,7 @@
 """The commit step of a finished folder or file: it takes its place whole, or what is there stays.
 
 Only what this tool wrote is ever replaced. A folder that holds anything else is refused, and so is one that
-appeared while the new one was made, unless the user asked to overwrite.
+appeared while the new one was made, unless the user requested to overwrite.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ENGINE_KEYS = {"backend", "bundle_sha256", "engine_sha256", "verdict"}
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What stands in a folder that is to be overwritten.
+    """The content of a folder that is to be overwritten.
 
     Args:
         extras: What the tool put beside the files of the bundle: engines and reports.

@@ -3,7 +3,7 @@
     manifest.json             what this is, the hash of every file, and the versions that made it
     model.onnx (+ .data)      the canonical graph
     golden/<case>.safetensors inputs, FP64 oracle and eager result of one case
-    golden/polygraphy/*.json  the same for `polygraphy run`, where it was asked for
+    golden/polygraphy/*.json  the same for `polygraphy run`, with --polygraphy
     traces/<name>.safetensors of a model with a KV cache: tokens to decode, and the expected results
 
 A bundle is built in a temporary folder beside its place and renamed when it is whole; the manifest is
@@ -89,7 +89,7 @@ class Bundle:
 
 
 def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
-    """Read a bundle, and check the hash of every file unless told not to."""
+    """Read a bundle, and by default check the hash of every file."""
     manifest_path = path / MANIFEST
     try:
         data = msgspec.json.decode(manifest_path.read_bytes())

@@ -18,12 +18,21 @@ from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import AttentionSpec
-from mha_deploy.text import budget_share, named, sizes_text, together, without_hash, without_numbers
+from mha_deploy.text import (
+    budget_share,
+    named,
+    plural,
+    sizes_text,
+    together,
+    without_hash,
+    without_numbers,
+    yes_no,
+)
 
 if TYPE_CHECKING:  # a verb that has no such result to show does not load what makes it
     from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.manifest import Engine, EngineManifest
-    from mha_deploy.graph.rules import Eligibility, Finding
+    from mha_deploy.graph.rules import Eligibility
     from mha_deploy.metrics import ParityReport
     from mha_deploy.report.table import Table as ReportTable
     from mha_deploy.validate.conformance import ConformanceTable
@@ -36,10 +45,16 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
 # -- What the tables of several verbs share --------------------------------------------------------
 
 
-def table(title: str | None = None, *, expand: bool = False) -> Table:
-    """An empty table in the style of this tool."""
+def table(title: str | None = None, *columns: str, expand: bool = False) -> Table:
+    """A table in the style of this tool; `#` is before columns of numbers, `!` before those not to wrap."""
     layout = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "title_justify": "left"}
-    return Table(title=title, expand=expand, **layout)  # type: ignore[arg-type]
+    made = Table(title=title, expand=expand, **layout)  # type: ignore[arg-type]
+    for name in columns:
+        align: Literal["left", "right"] = "right" if name.startswith("#") else "left"
+        made.add_column(
+            name.lstrip("#!"), justify=align, no_wrap=name.startswith(("#", "!")), overflow="fold"
+        )
+    return made
 
 
 def extras(node: Mapping[str, Any]) -> str:
@@ -57,40 +72,49 @@ def extras(node: Mapping[str, Any]) -> str:
 
 def module_attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The attentions of a user's module and the lines that they come from; equal ones as one row."""
-    rows = table(f"{len(nodes)} attention node{'' if len(nodes) == 1 else 's'}")
-    rows.add_column("attention", overflow="fold")
-    for column in ("Hq/Hkv×D", "type", "scale", "mask", "also"):
-        rows.add_column(column)
-    rows.add_column("source", overflow="fold")
-    for group in together(nodes, _kind_of_node):
-        first = group[0]
-        scale = first["softmax_scale"]
+    rows = table(
+        plural(len(nodes), "attention node"),
+        "attention",
+        "Hq/Hkv×D",
+        "type",
+        "scale",
+        "mask",
+        "also",
+        "source",
+    )
+
+    def cells(node: Mapping[str, Any]) -> tuple[str, ...]:
+        parts = ["causal"] * bool(node["is_causal"]) + [str(node["mask"])] * (node["mask"] != "none")
+        place = Path(node.get("place") or "-").parts[-2:]  # paths of libraries are long
+        heads = f"{_known(node['Hq'])}/{_known(node['Hkv'])}×{_known(node['D'])}"
+        mask = escape(" + ".join(parts)) or "none"
+        return (heads, _known(node["dtype"]), _scale(node), mask, extras(node), escape("/".join(place)))
+
+    for group in together(nodes, lambda node: (without_numbers(node["name"]), cells(node))):
+        rows.add_row(escape(named([node["name"] for node in group], joint="\n")), *cells(group[0]))
+    return rows
+
+
+def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The attention nodes of a graph with what sets them apart."""
+    heads = ("kind", "Hq", "Hkv", "D")
+    names = ("node", *heads, "type", "scale", "mask", "causal", "rank", "also")
+    rows = table(plural(len(nodes), "attention node"), *names)
+    for node in nodes:
         rows.add_row(
-            escape(named([node["name"] for node in group], joint="\n")),
-            "/".join(_known(first[key]) for key in ("Hq", "Hkv")) + f"×{_known(first['D'])}",
-            _known(first["dtype"]),
-            "?" if scale is None else f"{scale:.4g}",
-            _mask(first),
-            extras(first),
-            escape(_place(first.get("place"))),
+            escape(node["name"]),
+            *(_known(node[key]) for key in (*heads, "dtype")),
+            _scale(node),
+            _known(node["mask"]),
+            yes_no(node["is_causal"]),
+            _known(node["rank"]),
+            extras(node),
         )
     return rows
 
 
-def _kind_of_node(node: Mapping[str, Any]) -> Hashable:
-    """All that is shown of a node; of its name, what has no number."""
-    shown = ("Hq", "Hkv", "D", "dtype", "softmax_scale", "place")
-    return (without_numbers(node["name"]), _mask(node), extras(node), *(node.get(key) for key in shown))
-
-
-def _mask(node: Mapping[str, Any]) -> str:
-    parts = ["causal"] * bool(node["is_causal"]) + [str(node["mask"])] * (node["mask"] != "none")
-    return escape(" + ".join(parts)) or "none"
-
-
-def _place(place: str | None) -> str:
-    """The file with its folder, and the line: paths of libraries are long."""
-    return "/".join(Path(place).parts[-2:]) if place else "-"
+def _scale(node: Mapping[str, Any]) -> str:
+    return "?" if node["softmax_scale"] is None else f"{node['softmax_scale']:.4g}"
 
 
 def _known(value: object) -> str:
@@ -111,29 +135,22 @@ _STYLES = {
 }
 
 
-def rendered(built: ReportTable, *, titled: bool = False) -> RenderableType:
+def rendered(built: ReportTable) -> RenderableType:
     """A table of a report: the columns that a terminal has room for, then the sentences about its rows."""
     parts: list[RenderableType] = []
     for group in built.groups:
-        rows, below = table(group.title if titled else None), list[Text]()
-        for column in built.columns:
-            if not column.wide:
-                align: Literal["left", "right"] = "right" if column.numeric else "left"
-                fold = not column.numeric and column.name != "verdict"
-                rows.add_column(
-                    column.short or column.name,
-                    justify=align,
-                    no_wrap=not fold,
-                    overflow="fold",
-                )
+        shown = [column for column in built.columns if not column.wide]
+        signs = ["#" if column.numeric else "!" if column.name == "verdict" else "" for column in shown]
+        names = [f"{sign}{column.short or column.name}" for sign, column in zip(signs, shown, strict=True)]
+        rows, below = table(None, *names), list[Text]()
         for row in group.rows:
             if row[-1].span > 1:
                 name = f"{row[0].text}: " if len(row) > 1 else ""
                 below.append(Text(f"{name}{row[-1].text}", style=_STYLES[row[-1].status]))
                 continue
-            shown = (cell for cell, column in zip(row, built.columns, strict=True) if not column.wide)
+            cells = [cell for cell, column in zip(row, built.columns, strict=True) if not column.wide]
             rows.add_row(
-                *(Text(cell.text + cell.suffix, style=_STYLES.get(cell.status, "")) for cell in shown)
+                *(Text(cell.text + cell.suffix, style=_STYLES.get(cell.status, "")) for cell in cells)
             )
         parts += [rows] if rows.row_count else []
         parts += below
@@ -159,13 +176,9 @@ def parity_renderable(report: ParityReport) -> RenderableType:
         where = f"{report.backend}, errors against the FP64 oracle"
     count, failed = len(report.verdicts), sum(not verdict.passed for verdict in report.verdicts)
     status = "wrong" if any(verdict.is_wrong for verdict in report.verdicts) else "not verified"
-    head = f"FAILED  {failed} of {count} {noun} are {status}"
-    if report.passed:
-        head = f"PASSED  {count}/{count} {noun} {right}"
-    style = "bold green" if report.passed else "bold red"
-    return Group(
-        rendered(built), Text(head, style=style), Text(f"{report.model} {report.precision} on {where}")
-    )
+    words = f"{count}/{count} {noun} {right}" if report.passed else f"{failed} of {count} {noun} are {status}"
+    head = _head(report.passed, words)
+    return Group(rendered(built), head, Text(f"{report.model} {report.precision} on {where}"))
 
 
 def _layers_table(run: dict[str, Any], layers_table: Callable[[list[Any]], ReportTable]) -> ReportTable:
@@ -201,12 +214,12 @@ def decode_renderable(report: DecodeReport) -> RenderableType:
         parts += [Text(f"trace {report.trace}, relative L2 by step"), rendered(built)]
     parts += [Text(line, style="red") for line in decode_problems(data, _SHOWN_FAILURES)]
     where, steps = f"{report.backend}, {prompts_text(report.prompt)}", f"{report.steps:,}"
-    head = f"FAILED  at step {report.first_failed} of {steps} on {where}"
+    head = f"at step {report.first_failed} of {steps} on {where}"
     if report.passed:
-        head = f"PASSED  {steps} decode steps on {where}"
+        head = f"{steps} decode steps on {where}"
     elif not report.first_failed:
         side = "in the cache after" if report.first_failed is None else "at the prefill before"
-        head = f"FAILED  {side} {steps} steps on {where}"
+        head = f"{side} {steps} steps on {where}"
     share = "no error was measured"
     if report.share is not None:
         used = budget_share(report.share) if isfinite(report.share) else "an infinite share"
@@ -215,7 +228,7 @@ def decode_renderable(report: DecodeReport) -> RenderableType:
         "unknown" if each is None else f"{each:,.2f}" for each in (report.growth, report.eager_growth)
     )
     growth = Text(f"{share}; growth of the error {own}, of eager's own {eager}")
-    return Group(*parts, Text(head, style="bold green" if report.passed else "bold red"), growth)
+    return Group(*parts, _head(report.passed, head), growth)
 
 
 def point_renderable(point: LatencyPoint) -> RenderableType:
@@ -255,11 +268,7 @@ def conformance_renderable(result: ConformanceTable) -> RenderableType:
 
 def models_renderable(specs: Iterable[AttentionSpec]) -> RenderableType:
     """The table of known models."""
-    rows = table(expand=True)
-    rows.add_column("model", no_wrap=True)
-    rows.add_column("kind", no_wrap=True)
-    for column in ("Hq/Hkv×D", "E", "parameters", "KV B/token"):
-        rows.add_column(column, justify="right", no_wrap=True)
+    rows = table(None, "!model", "!kind", "#Hq/Hkv×D", "#E", "#parameters", "#KV B/token", expand=True)
     rows.add_column("description", no_wrap=True, overflow="ellipsis", ratio=1)
     for spec in specs:
         row = model_row(spec)
@@ -270,7 +279,7 @@ def models_renderable(specs: Iterable[AttentionSpec]) -> RenderableType:
 
 
 def model_row(spec: AttentionSpec) -> dict[str, Any]:
-    """The facts of one model, for the table and for JSON."""
+    """The attributes of one model, for the table and for JSON."""
     return {
         "name": spec.name,
         "kind": spec.kind,
@@ -290,108 +299,78 @@ def model_row(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableType:
-    """A bundle in a few lines; with `details`, everything that the manifest tells."""
+    """A bundle in a few lines; with `details`, everything in its manifest."""
     manifest, spec = bundle.manifest, bundle.manifest.spec
-    facts = Table.grid(padding=(0, 2))
+    what = f"{spec.name}: "
+    if isinstance(spec, ModuleSpec):
+        what += f"{spec.factory or 'an object in memory'}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
+    else:
+        what += f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
     size = sum(entry.bytes for entry in manifest.files.values())
-    facts.add_row("bundle", escape(str(bundle.path)))
-    facts.add_row("model", escape(f"{spec.name}: {_what(spec)}"))
-    facts.add_row("graph", escape(f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"))
-    facts.add_row(
-        "fused", f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"
-    )
-    cases = "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden)
-    facts.add_row("golden", escape(cases))
+    lines = [
+        ("bundle", str(bundle.path)),
+        ("model", what),
+        ("graph", f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"),
+        ("fused", f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"),
+        ("golden", "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden)),
+    ]
+    if manifest.traces:
+        from mha_deploy.bundle.traces import read_trace
+        from mha_deploy.report.table import prompts_text
     for entry in manifest.traces:
-        facts.add_row("trace", escape(f"{entry.name}: {_tokens_text(bundle, entry.file)}"))
+        trace = read_trace(bundle.file(entry.file), spec, manifest.precision)
+        words = f"{prompts_text(trace.prompt.tolist())}, then {trace.steps} single tokens"
+        lines.append(("trace", f"{entry.name}: {words}"))
     if manifest.layers is not None:
-        inside = f"what each of {len(manifest.layers.values)} attentions gives in {manifest.layers.case}"
-        facts.add_row("layers", escape(inside))
-    facts.add_row("weights", escape(manifest.weights))
-    facts.add_row("size", f"{size / 1e6:,.1f} MB in {len(manifest.files)} files")
-    for note in manifest.notes:
-        facts.add_row("note", escape(note))
-    if not details:
-        return facts
-    is_module = isinstance(spec, ModuleSpec)
-    attention = (module_attention_renderable if is_module else attention_renderable)(manifest.attention)
-    return Group(facts, attention, _details(bundle))
-
-
-def _what(spec: AttentionSpec | ModuleSpec) -> str:
-    if isinstance(spec, ModuleSpec):
-        return f"{spec.factory or 'an object in memory'}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
-    return f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
-
-
-def _tokens_text(bundle: Bundle, file: str) -> str:
-    """The tokens of a decode trace: its prompts, and the steps behind them."""
-    from mha_deploy.bundle.traces import read_trace
-    from mha_deploy.report.table import prompts_text
-
-    trace = read_trace(bundle.file(file), bundle.manifest.spec, bundle.manifest.precision)
-    return f"{prompts_text(trace.prompt.tolist())}, then {trace.steps} single tokens"
-
-
-def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The attention nodes of a graph with what sets them apart."""
-    rows = table(f"{len(nodes)} attention node{'' if len(nodes) == 1 else 's'}")
-    for column in ("node", "kind", "Hq", "Hkv", "D", "type", "scale", "mask", "causal", "rank", "also"):
-        rows.add_column(column)
-    for node in nodes:
-        scale = node["softmax_scale"]
-        rows.add_row(
-            escape(node["name"]),
-            *(_text(node[key]) for key in ("kind", "Hq", "Hkv", "D", "dtype")),
-            "?" if scale is None else f"{scale:.4g}",
-            _text(node["mask"]),
-            "yes" if node["is_causal"] else "no",
-            _text(node["rank"]),
-            extras(node),
+        inside = (
+            f"the results of {plural(len(manifest.layers.values), 'attention')} in {manifest.layers.case}"
         )
-    return rows
-
-
-def _details(bundle: Bundle) -> RenderableType:
-    manifest = bundle.manifest
-    files = table("files, hashes checked")
-    files.add_column("file")
-    files.add_column("bytes", justify="right")
-    files.add_column("sha256")
-    for name, entry in manifest.files.items():
-        files.add_row(escape(name), f"{entry.bytes:,}", f"{entry.sha256[:16]}…")
-    made = "made with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+        lines.append(("layers", inside))
+    lines.append(("weights", manifest.weights))
+    lines.append(("size", f"{size / 1e6:,.1f} MB in {len(manifest.files)} files"))
+    lines += [("note", note) for note in manifest.notes]
+    if not details:
+        return _pairs(lines)
+    attention = module_attention_renderable if isinstance(spec, ModuleSpec) else attention_renderable
+    files = table("files, hashes checked", "file", "#bytes", "sha256")
+    for name, file in manifest.files.items():
+        files.add_row(escape(name), f"{file.bytes:,}", f"{file.sha256[:16]}…")
     checks = "\n".join(f"checked: {check}" for check in manifest.checks.get("graph", []))
-    return Group(files, Text(checks, style="dim"), Text(made, style="dim"))
+    made = "made with " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    below = (Text(checks, style="dim"), Text(made, style="dim"))
+    return Group(_pairs(lines), attention(manifest.attention), files, *below)
+
+
+def _pairs(lines: Iterable[tuple[str, str]]) -> Table:
+    """Names and values side by side."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in lines:
+        grid.add_row(name, escape(value))
+    return grid
 
 
 def self_test_renderable(result: SelfTest) -> RenderableType:
-    """Every deliberate mistake, and by how much it was caught."""
+    """Every mutation, and by how much it exceeds the budget."""
     from mha_deploy.validate.self_test import largest_share
 
-    rows = table()
-    rows.add_column("model", no_wrap=True)
-    rows.add_column("× budget", justify="right", no_wrap=True)
-    rows.add_column("verdict")
+    def share_text(share: float) -> str:
+        return "not a number" if share == float("inf") else f"{share:,.2f}"
+
+    rows = table(None, "!model", "#× budget", "verdict")
     right = Text("passed", style="green") if result.right.passed else Text("FAILED", style="red")
-    rows.add_row("as exported", _share(largest_share(result.right)), right)
+    rows.add_row("as exported", share_text(largest_share(result.right)), right)
     for catch in result.catches:
-        verdict = Text("caught", style="green") if catch.caught else Text("MISSED", style="red")
-        rows.add_row(catch.mistake, _share(catch.share), verdict)
-    caught = sum(catch.caught for catch in result.catches)
-    style = "bold green" if result.passed else "bold red"
-    head = f"{'PASSED' if result.passed else 'FAILED'}  {caught}/{len(result.catches)} mistakes caught"
-    head += "" if result.right.passed else ", but the graph as exported is wrong itself"
-    return Group(rows, Text(head, style=style))
+        verdict = Text("detected", style="green") if catch.caught else Text("MISSED", style="red")
+        rows.add_row(catch.mistake, share_text(catch.share), verdict)
+    found = f"{sum(catch.caught for catch in result.catches)}/{len(result.catches)} mutations detected"
+    found += "" if result.right.passed else ", but the graph as exported is wrong itself"
+    return Group(rows, _head(result.passed, found))
 
 
-def _share(share: float) -> str:
-    return "not a number" if share == float("inf") else f"{share:,.2f}"
-
-
-def _text(value: object) -> str:
-    return "?" if value is None else escape(str(value))
+def _head(passed: bool, words: str) -> Text:
+    """A verdict."""
+    return Text(f"{'PASSED' if passed else 'FAILED'}  {words}", style=f"bold {'green' if passed else 'red'}")
 
 
 # -- What the engine verbs print for people --------------------------------------------------------
@@ -408,21 +387,17 @@ def eligibility_renderable(answers: Sequence[Eligibility]) -> RenderableType:
     for alike in together(answers, lambda answer: (answer.target, _answer(answer))):
         nodes = [answer.node.name for answer in alike]
         verdict = f"{alike[0].target}: {named(nodes)} {_answer(alike[0], several=len(nodes) > 1)}"
-        blocks.append(Text(verdict, style=_answer_style(alike[0])))
+        taken = "yellow" if alike[0].taken_when_lowered else "red"
+        blocks.append(Text(verdict, style="green" if alike[0].fused_when_lowered else taken))
         for group in group_findings(finding for answer in alike for finding in answer.findings):
             about = "" if len(group.nodes) == len(nodes) else f"{group.label}: "
-            blocks += _finding(group.finding, about)
+            finding = group.finding
+            # What a lowering cures is no obstacle.
+            label = f"done by the {finding.cured_by}" if finding.cured_by else finding.severity
+            blocks.append(Text(f"  {label}: {about}{finding.message}"))
+            if not finding.cured_by:
+                blocks.append(Text(f"    try: {finding.remedy}", style="dim"))
     return Group(*blocks)
-
-
-def _finding(finding: Finding, about: str) -> list[RenderableType]:
-    """A finding, and whom of a block it is about where that is not everyone."""
-    # What a lowering cures is no obstacle, only something that is done on the way.
-    label = f"done by the {finding.cured_by}" if finding.cured_by else finding.severity
-    lines: list[RenderableType] = [Text(f"  {label}: {about}{finding.message}")]
-    if not finding.cured_by:
-        lines.append(Text(f"    try: {finding.remedy}", style="dim"))
-    return lines
 
 
 def _answer(answer: Eligibility, *, several: bool = False) -> str:
@@ -434,35 +409,39 @@ def _answer(answer: Eligibility, *, several: bool = False) -> str:
     return f"{verb} taken, but not fused" if answer.taken_when_lowered else f"{verb} not taken"
 
 
-def _answer_style(answer: Eligibility) -> str:
-    return "green" if answer.fused_when_lowered else "yellow" if answer.taken_when_lowered else "red"
-
-
 def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableType:
     """An engine in a few lines with its verdict; with `details`, its kernels too."""
     from mha_deploy.engine.manifest import attention_summary, libraries_summary, where_built
 
     manifest = engine.manifest
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("engine", escape(str(engine.path)))
-    facts.add_row(
-        "built by",
-        escape(f"{manifest.backend} {manifest.version} in {manifest.seconds:.1f} s, {where_built(manifest)}"),
-    )
-    facts.add_row("size", f"{manifest.engine_bytes / 1e6:,.1f} MB")
+    built = f"{manifest.backend} {manifest.version} in {manifest.seconds:.1f} s, {where_built(manifest)}"
+    lines = [("engine", str(engine.path)), ("built by", built)]
+    lines.append(("size", f"{manifest.engine_bytes / 1e6:,.1f} MB"))
     for index, profile in enumerate(manifest.profiles):
         ranges = "  ".join(f"{name} {sizes}" for name, sizes in profile.items())
-        facts.add_row(f"profile {manifest.profile_name(index)}", escape(ranges))
+        lines.append((f"profile {manifest.profile_name(index)}", ranges))
     if manifest.attention["asked"] != "native":
-        facts.add_row("computed by", escape(attention_summary(manifest)))
-    for library in libraries_summary(manifest):
-        facts.add_row("needs", escape(library))
-    for note in manifest.notes:
-        facts.add_row("note", escape(note))
-    blocks: list[RenderableType] = [facts, _nodes(manifest)]
+        lines.append(("computed by", attention_summary(manifest)))
+    lines += [("needs", library) for library in libraries_summary(manifest)]
+    lines += [("note", note) for note in manifest.notes]
+    blocks: list[RenderableType] = [_pairs(lines), _nodes(manifest)]
     if details:
-        blocks.append(_kernels(manifest))
-    return Group(*blocks, *_precision(manifest), _verdict(manifest))
+        kernels = table(
+            plural(len(manifest.kernels), "kernel"), "#profile", "kernel", "!type", "!types", "nodes"
+        )
+        for kernel in manifest.kernels:
+            kernels.add_row(
+                escape(manifest.profile_name(kernel["profile"])),
+                Text(kernel["name"], style="green" if kernel["fused_attention"] else ""),
+                escape(kernel["type"]),
+                escape(",".join(kernel["dtypes"])),
+                escape(", ".join(kernel["nodes"][:6])),
+            )
+        blocks.append(kernels)
+    reason = manifest.verdict["precision"]["reason"]
+    text = f"{manifest.fusion_summary}, {manifest.precision_summary}" + (f": {reason}" if reason else "")
+    good = manifest.all_fused and manifest.is_in_precision
+    return Group(*blocks, *_precision(manifest), Text(text, style="bold green" if good else "bold yellow"))
 
 
 def fit_renderable(misfits: Sequence[str]) -> Text:
@@ -474,36 +453,26 @@ def fit_renderable(misfits: Sequence[str]) -> Text:
 
 def _nodes(manifest: EngineManifest) -> Table:
     """A row for all attentions of one kernel: those of a model differ in their numbers only."""
-    rows = table()
-    groups = together(manifest.verdict["nodes"], _kind_of_row)
-    rows.add_column("attention", no_wrap=all(len(group[0]["node"]) <= _NAME_WIDTH for group in groups))
-    rows.add_column("profile", justify="right")
-    rows.add_column("verdict", no_wrap=True)
-    rows.add_column("evidence", overflow="fold")
+
+    def kind(node: Mapping[str, Any]) -> Hashable:
+        kernels = tuple(without_hash(kernel) for kernel in node["kernels"])
+        words = (without_numbers(node["node"]), without_numbers(node["reason"] or ""))
+        return (*words, node["profile"], node["status"], kernels, node["source"])
+
+    groups = together(manifest.verdict["nodes"], kind)
+    short = all(len(group[0]["node"]) <= _NAME_WIDTH for group in groups)
+    rows = table(None, f"{'!' if short else ''}attention", "#profile", "!verdict", "evidence")
     for group in groups:
-        node = group[0]
+        node, kernels = group[0], [", ".join(each["kernels"]) for each in group]
+        # A hash is shown where it is the same for all attentions of the row.
+        evidence = kernels[0] or node["reason"] if len(set(kernels)) == 1 else without_hash(kernels[0])
         rows.add_row(
             escape(named([each["node"] for each in group], joint="\n")),
             escape(manifest.profile_name(node["profile"])),
             Text(node["status"], style=_FUSION[node["status"]]),
-            escape(f"{_evidence(group)} [{node['source']}]"),
+            escape(f"{evidence} [{node['source']}]"),
         )
     return rows
-
-
-def _kind_of_row(node: Mapping[str, Any]) -> Hashable:
-    """All that is shown of an attention, without the number of its node and the hash of its kernel."""
-    kernels = tuple(without_hash(kernel) for kernel in node["kernels"])
-    told = without_numbers(node["reason"] or "")
-    return (without_numbers(node["node"]), node["profile"], node["status"], kernels, told, node["source"])
-
-
-def _evidence(group: Sequence[Mapping[str, Any]]) -> str:
-    """The kernels of a row, with their hashes where these are the same for all its attentions."""
-    kernels = [", ".join(node["kernels"]) for node in group]
-    if len(set(kernels)) > 1:
-        return without_hash(kernels[0])
-    return kernels[0] or str(group[0]["reason"])
 
 
 def _precision(manifest: EngineManifest) -> list[RenderableType]:
@@ -523,35 +492,8 @@ def _precision(manifest: EngineManifest) -> list[RenderableType]:
     if manifest.all_fused:
         return lines
     causes = [finding for finding in manifest.findings if finding["severity"] == "not-fused"]
-    said = dict.fromkeys(f"likely because: {cause['message']} Try: {cause['remedy']}" for cause in causes)
-    return lines + [Text(line) for line in said]
-
-
-def _verdict(manifest: EngineManifest) -> Text:
-    reason = manifest.verdict["precision"]["reason"]
-    text = f"{manifest.fusion_summary}, {manifest.precision_summary}" + (f": {reason}" if reason else "")
-    good = manifest.all_fused and manifest.is_in_precision
-    return Text(text, style="bold green" if good else "bold yellow")
-
-
-def _kernels(manifest: EngineManifest) -> Table:
-    rows = table(f"{len(manifest.kernels)} kernels")
-    rows.add_column("profile", justify="right")
-    rows.add_column("kernel", overflow="fold")
-    rows.add_column("type", no_wrap=True)
-    rows.add_column("types", no_wrap=True)
-    rows.add_column("nodes", overflow="fold")
-    for kernel in manifest.kernels:
-        name = Text(kernel["name"], style="green" if kernel["fused_attention"] else "")
-        types = ",".join(kernel["dtypes"])
-        rows.add_row(
-            escape(manifest.profile_name(kernel["profile"])),
-            name,
-            escape(kernel["type"]),
-            escape(types),
-            escape(", ".join(kernel["nodes"][:6])),
-        )
-    return rows
+    likely = dict.fromkeys(f"likely because: {cause['message']} Try: {cause['remedy']}" for cause in causes)
+    return lines + [Text(line) for line in likely]
 
 
 # -- What `validate`, `bench` and `deploy` print of a validation for people ------------------------
@@ -560,7 +502,7 @@ _LEVELS = {"failure": "red", "warning": "yellow", "note": "dim"}
 
 
 def report_renderable(report: Report) -> RenderableType:
-    """The evidence first, then what it means: the last line on the screen is the verdict."""
+    """The evidence first, then the findings: the last line on the screen is the verdict."""
     return Group(*_blocks(report))
 
 
@@ -576,12 +518,11 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
     yield from (point_renderable(point) for point in report.points)
     for finding in report.findings:
         yield Text(f"{finding.level}: {finding.text}", style=_LEVELS[finding.level])
-    style = "bold green" if report.passed else "bold red"
-    yield Text(f"{'PASSED' if report.passed else 'FAILED'}  {report.headline}", style=style)
+    yield _head(report.passed, report.headline)
 
 
 def _invariance(evaluation: Evaluation) -> Text:
-    """In one line: what was varied, how often, and whether every answer was even the same to the bit."""
+    """In one line: what was varied, how often, and whether every result was bitwise the same."""
     from mha_deploy.validate.invariance import CHECKS
 
     parts = []

@@ -42,10 +42,10 @@ from mha_deploy.runtime.tensorrt.verdict import (
 )
 from mha_deploy.runtime.tensorrt.versions import MODULES
 
-# -- Whether a plan shows what the manifest beside it claims: its kernels, their types, the bun ----
+# -- Whether a plan confirms what the manifest beside it claims ------------------------------------
 
 RTX = "tensorrt-rtx"
-_NOT_SHOWN = "the plan does not show what the engine's manifest says: "
+_NOT_SHOWN = "the plan does not confirm the engine's manifest: "
 # The plans of every version begin so: `ptrt` up to 8.5, `ftrt` from 8.6 on, `vtrt` in TensorRT-RTX.
 _MAGIC = b"trt"
 # Fewer numbers, or numbers that are alike, are found in any file.
@@ -71,16 +71,16 @@ def shown_verdict(
 
     Args:
         plan: The serialised engine.
-        verdict: What the manifest says.
+        verdict: The verdict in the manifest.
         backend: The TensorRT that built it.
-        precision: The precision asked for.
+        precision: The requested precision.
         profiles: How many optimisation profiles it has.
-        bundle: The bundle that it lies in, if it does.
+        bundle: The bundle that contains it, if any.
     """
     nodes = verdict["nodes"]
     if backend != RTX and not any("plan" in node["source"].split("+") for node in nodes):
         return verdict
-    # The library's layers do not say what they compute; that a plugin is there is all that can be seen.
+    # A plan does not tell what the layers of a library compute; only that a plugin is there can be detected.
     kernels = [
         replace(each, carries=ATTENTION) if each.is_plugin else each for each in kernels_from_plan(plan)
     ]
@@ -124,7 +124,7 @@ def _is_in_precision(
 
 
 def _holds_weights(plan: bytes, graph: ir.Model) -> bool:
-    """Whether any weight of the graph stands in the plan; some are packed together, but never all of them."""
+    """Whether any weight of the graph is in the plan; some are packed together, but never all of them."""
     compared = False
     for needle in _weights(graph):
         compared = True
@@ -224,7 +224,7 @@ def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: i
     return replace(verdict, nodes=(*verdict.nodes, *left))
 
 
-# -- An engine on disk: the plan, and beside it a manifest that says what it is and what it fit ----
+# -- An engine on disk: the plan, and its manifest beside it ---------------------------------------
 
 FORMAT = 1
 FOLDER = "engines"
@@ -318,7 +318,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         gpu: The GPU it was built on, or None where it was compiled for named targets.
         targets: Compute capabilities it was compiled for, as SM89; none for all from 8.0 on (RTX).
         model: Name of the model.
-        precision: The precision asked for.
+        precision: The requested precision.
         dialect: How attention was written for the parser.
         profiles: Axis ranges of each optimisation profile, as min:opt:max.
         profile_names: What each profile is called: its number, or `prefill` and `decode`.
@@ -328,17 +328,17 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         seconds: How long the build took.
         strongly_typed: Whether its types are those of the graph.
         verdict: Fusion and precision, with their evidence.
-        kernels: The kernels, as the best source tells them.
-        options: What the builder was asked for.
+        kernels: The kernels, as the best source reports them.
+        options: The options of the builder.
         findings: What the check before the build found.
         notes: What a reader should know.
-        attention: Who computes attention: `chosen` (`native` or `plugin`), how the projections sum up
-            (`accumulate`), and where it was `asked` to be measured, what each candidate cost.
+        attention: What computes attention: `chosen` (`native` or `plugin`), the type in which projections
+            `accumulate`, what was `asked` for, and where candidates were measured, their times.
         plugins: The plugin libraries it needs: file name, version, hash, TensorRT and plugins of each.
-        in_place: From each output that may lie in the memory of an input to that input: there the plugin
-            writes only the new rows of a cache, elsewhere it copies the whole of it.
-        large_tensors: Tensors that TensorRT said it cannot hold at the largest sizes; a call that needs one
-            is refused.
+        in_place: From each output that may share the memory of an input to that input: there the plugin
+            writes only the new entries of a KV cache, elsewhere it copies the whole of it.
+        large_tensors: Tensors that TensorRT reported as too large at the largest sizes; a call that needs
+            one is refused.
     """
 
     backend: Annotated[str, Meta(pattern=f"^({'|'.join(BACKENDS)})$")]
@@ -388,7 +388,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def fusion_summary(self) -> str:
-        """How many attentions are fused, in words; what no source could tell is not called unfused."""
+        """How many attentions are fused, in words; what no source reports is unknown, not unfused."""
         fused, count = self.fused_count
         return fusion_summary(fused, count, self.verdict["nodes"])
 
@@ -405,7 +405,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def is_in_precision(self) -> bool:
-        """Whether the engine was shown to be in the precision asked for."""
+        """Whether the engine was verified to be in the requested precision."""
         return self.verdict["precision"]["status"] == f"really-{self.precision}"
 
 
@@ -436,7 +436,7 @@ class Engine:
 
 
 def _misfit(engine: EngineManifest, bundle: Manifest) -> str | None:
-    """What an engine's manifest says otherwise than the bundle that it was built from."""
+    """Where an engine's manifest differs from the bundle that it was built from."""
     if (engine.model, engine.precision) != (bundle.spec.name, bundle.precision.name):
         return f"{engine.model} {engine.precision}, not {bundle.spec.name} {bundle.precision.name}"
     names = {*(str(node.get("name")) for node in bundle.attention), *unrecognised(bundle)}
@@ -476,7 +476,7 @@ def precision_summary(status: str, requested: str) -> str:
 
 
 def engine_path(bundle: Path, name: str) -> Path:
-    """Where the engine of that name lies in a bundle."""
+    """The path of the engine of that name in a bundle."""
     if not name or Path(name).name != name or name.startswith("."):
         raise BundleError(
             "This cannot be the name of an engine.", got=name, hint="letters, digits and dashes"
@@ -485,14 +485,14 @@ def engine_path(bundle: Path, name: str) -> Path:
 
 
 def manifest_path(engine: Path) -> Path:
-    """Where the manifest of an engine lies: beside it."""
+    """The path of the manifest of an engine, beside it."""
     return engine.with_suffix(".json")
 
 
 def open_engine(path: Path) -> Engine:
     """Read an engine's manifest, and check that the plan is the one it speaks of.
 
-    What the plan does not show of its verdict is unknown in the manifest that is given back.
+    What the plan does not confirm is unknown in the verdict that is returned.
     """
     beside = manifest_path(path)
     try:
@@ -539,7 +539,7 @@ def open_engine(path: Path) -> Engine:
 
 
 def _bundle_of(engine: Path) -> Path | None:
-    """The bundle that an engine lies in; None where it lies elsewhere."""
+    """The bundle that contains an engine; None where it is elsewhere."""
     folder = engine.resolve().parent
     return folder.parent if folder.name == FOLDER and (folder.parent / MANIFEST).is_file() else None
 
@@ -582,7 +582,7 @@ def default_backend() -> str:
 def first_gpu() -> dict[str, str] | None:
     """The GPU that an engine is built on and for: the first that CUDA shows, as all runners take it.
 
-    Where CUDA cannot be asked, the first that the driver lists.
+    Without CUDA, the first that the driver lists.
     """
     gpu = find_gpu()
     if gpu is not None:
@@ -656,24 +656,24 @@ def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
     return manifest.gpu["name"] == gpu["name"]
 
 
-# -- Who computes attention in an engine, in words: for tables and reports -------------------------
+# -- What computes attention in an engine, in words ------------------------------------------------
 
-_SUMS = {"fp32": "projections that sum up in FP32", "fp16": "TensorRT's own projections"}
+_PROJECTIONS = {"fp32": "projections that accumulate in FP32", "fp16": "TensorRT's own projections"}
 
 
 def attention_summary(manifest: EngineManifest) -> str:
-    """Who computes attention and projections; where that was measured, what each candidate takes."""
+    """What computes attention and projections; where it was measured, the time of each candidate."""
     attention = manifest.attention
-    parts = [f"{attention['chosen']}, {_SUMS.get(attention['accumulate'], attention['accumulate'])}"]
+    parts = [f"{attention['chosen']}, {_PROJECTIONS.get(attention['accumulate'], attention['accumulate'])}"]
     ratio = attention.get("ratio")
     if ratio is not None:
         native, plugin = (f"{attention[key]:,.1f}" for key in ("native_us", "plugin_us"))
         parts.append(f"plugin {plugin} \N{MICRO SIGN}s, native {native} \N{MICRO SIGN}s: {_compared(ratio)}")
     for trial in attention.get("tried", ()):
         if trial["refused"]:
-            parts.append(f"{_way(trial)} was not taken: {trial['refused']}")
+            parts.append(f"{_candidate(trial)} was not taken: {trial['refused']}")
         elif ratio is None:
-            parts.append(f"{_way(trial)} {trial['us']:,.1f} \N{MICRO SIGN}s")
+            parts.append(f"{_candidate(trial)} {trial['us']:,.1f} \N{MICRO SIGN}s")
     return "; ".join(parts)
 
 
@@ -683,8 +683,8 @@ def _compared(ratio: float) -> str:
     return f"native is {1 / ratio:.2f} times as fast"
 
 
-def _way(trial: Mapping[str, Any]) -> str:
-    return f"{trial['attention']} with {_SUMS.get(trial['accumulate'], trial['accumulate'])}"
+def _candidate(trial: Mapping[str, Any]) -> str:
+    return f"{trial['attention']} with {_PROJECTIONS.get(trial['accumulate'], trial['accumulate'])}"
 
 
 def libraries_summary(manifest: EngineManifest) -> list[str]:

@@ -56,19 +56,19 @@ def needs_log(points: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def latency_bars(point: Mapping[str, Any], look: Look, *, log: bool) -> Html | None:
-    """The p50 of every timed row, whiskers to p90 and p99, and the floor; None where nothing was timed."""
+    """Bars of p50, whiskers to p90 and p99, and the roofline bound; None where nothing was timed."""
     rows = [row for row in point["rows"] if row["timing"]]
     if not rows:
         return None
-    floor = point["roofline"]["bound_us"] if point["roofline"] else None
+    bound = point["roofline"]["bound_us"] if point["roofline"] else None
     start, end, top = _NAME_WIDTH, _BARS_WIDTH - _VALUE_WIDTH, 18.0
     bottom = top + _BAR_STEP * len(rows)
-    scale = _bars_scale(rows, floor, start, end, log=log)
+    scale = _bars_scale(rows, bound, start, end, log=log)
     parts = [bottom_axis(scale, top, bottom)]
     parts += [_bar(row, scale, top + _BAR_STEP * (i + 0.5), look) for i, row in enumerate(rows)]
-    if floor is not None:
-        x = scale.place(floor)
-        parts += [line(x, top - 4, x, bottom, "floor"), _floor_label(x, top - 11, floor, start)]
+    if bound is not None:
+        x = scale.place(bound)
+        parts += [line(x, top - 4, x, bottom, "bound"), _bound_label(x, top - 11, bound, start)]
     unit = "µs, log scale" if scale.log else "µs"
     parts.append(text(end, bottom + 28, unit, anchor="end", css="muted"))
     label = f"Latency at {sizes_text(point['sizes'])}: " + ", ".join(
@@ -78,16 +78,16 @@ def latency_bars(point: Mapping[str, Any], look: Look, *, log: bool) -> Html | N
 
 
 def _bars_scale(
-    rows: Sequence[Mapping[str, Any]], floor: float | None, start: float, end: float, *, log: bool
+    rows: Sequence[Mapping[str, Any]], bound: float | None, start: float, end: float, *, log: bool
 ) -> Scale:
     shown = [row["timing"][key] for row in rows for key in ("p50_us", "p99_us")]
-    if floor is not None and floor > 0:
-        shown.append(floor)
+    if bound is not None and bound > 0:
+        shown.append(bound)
     return log_scale(shown, start, end) if log else linear_scale(shown, start, end)
 
 
-def _floor_label(x: float, y: float, floor: float, start: float) -> Html:
-    words = f"floor {short(floor)}"
+def _bound_label(x: float, y: float, bound: float, start: float) -> Html:
+    words = f"bound {short(bound)}"
     anchor = "start" if x - start < len(words) * LETTER / 2 else "middle"
     return text(x, y, words, anchor=anchor, css="muted")
 
@@ -131,8 +131,8 @@ class Panel:
 def sweep_panels(points: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
     """Every line of points along one axis: first those along a length, then those along the batch.
 
-    Points of a static cache are on one line where it was filled alike. A past of nothing is on no line: the
-    axes are logarithmic.
+    Points of a preallocated KV cache are on one line where it was filled alike. An empty past is on no line:
+    the axes are logarithmic.
     """
     axes = {axis: None for point in points for axis in point["sizes"]}
     for axis in sorted(axes, key=lambda name: name == "B"):
@@ -147,8 +147,8 @@ def sweep_panels(points: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
 
 
 def _fixed(point: Mapping[str, Any]) -> dict[str, int]:
-    """What must be alike along a line, by the name that a reader is told."""
-    past = {} if point["past"] is None else {"rows cached": point["past"]}
+    """What must be alike along a line, by its name on the page."""
+    past = {} if point["past"] is None else {"KV-cache entries": point["past"]}
     return {**point["sizes"], **past}
 
 
@@ -207,8 +207,6 @@ def end_labels(
 # -- The chart of the decode section: the error of every step, beside that of the module itself ----
 
 EAGER = "eager PyTorch"
-
-# Over this ratio the lower curves of a linear scale lie on its floor.
 
 _WIDTH, _HEIGHT, _LABEL_WIDTH_DECODE_CHART = 620.0, 264.0, 140.0
 # The error of one token is a small sample, and hundreds of them hide each other: from so many steps on, the
@@ -338,7 +336,7 @@ def _up(values: Sequence[float], bottom: float, top: float) -> Scale:
 
 def _failed_line(step: int, across: Scale, top: float, bottom: float) -> Html:
     x = across.place(step)
-    return tag("g", tag("title", f"first wrong step: {step}"), line(x, top, x, bottom, "floor"))
+    return tag("g", tag("title", f"first wrong step: {step}"), line(x, top, x, bottom, "bound"))
 
 
 def _lines(runs: Iterable[Sequence[_Point]], across: Scale, up: Scale, css: str) -> Html:
@@ -365,7 +363,7 @@ def _curve_of_decode_chart(
     return join([_lines(runs, across, up, series.css), *marks])
 
 
-# -- Where the errors lie: a map of heads and positions --------------------------------------------
+# -- Where the errors are: a map of heads and positions --------------------------------------------
 
 _STEPS = len(HEAT_LIGHT)
 _MOST_COLUMNS, _MOST_ROWS = 128, 128
@@ -555,12 +553,12 @@ def _roof(across: Scale, up: Scale, tflops: float, gb_per_s: float, ridge: float
 
 
 def _column(point: Point, across: Scale, up: Scale, top: float, look: Look) -> Html:
-    """The rows of one point above each other, and a bar where the sum of the stages' floors lies."""
+    """The rows of one point above each other, and a bar at the sum of the stages' roofline bounds."""
     roof = point["roofline"]
     x, limit = across.place(point["flops"] / point["bytes"]), point["flops"] / roof["bound_us"] / 1e6
     y = up.place(limit)
     bar = tag(
-        "g", tag("title", f"floor of the stages: {short(limit)} TFLOP/s"), line(x - 8, y, x + 8, y, "limit")
+        "g", tag("title", f"bound of the stages: {short(limit)} TFLOP/s"), line(x - 8, y, x + 8, y, "limit")
     )
     return join(
         [line(x, top, x, up.start, "leader"), bar, *(_dot(row, x, up, look) for row in point["rows"])]
@@ -604,4 +602,4 @@ def roofline_summary(points: Sequence[Point]) -> str:
     if best is None:
         return ""
     share, name, point = best
-    return f"Nearest to its floor: {name} at {sizes_text(point['sizes'])}, {share:.0%}."
+    return f"Nearest to its roofline bound: {name} at {sizes_text(point['sizes'])}, {share:.0%}."

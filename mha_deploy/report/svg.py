@@ -13,8 +13,7 @@ from mha_deploy.text import tick
 
 # -- HTML and SVG as text in which everything is escaped unless it was made here -------------------
 
-# Control characters are nothing to read, and those that turn the direction of text could make one name look
-# like another.
+# Control characters cannot be read, and those that reverse the direction of text could disguise a name.
 _UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
 _VOID = frozenset({"meta", "link", "br", "hr", "col"})

@@ -158,7 +158,7 @@ def test_inspect_names_the_lines_of_the_source(deployed, run_cli, monkeypatch):
     assert "blocks.0.attention" in done.out
     assert "and 2 more" in done.out
     assert "4/4×16" in done.out
-    assert "what each of 3 attentions gives in opt" in done.out
+    assert "the results of 3 attentions in opt" in done.out
 
 
 def test_check_groups_findings_of_equal_layers(deployed):

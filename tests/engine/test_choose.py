@@ -121,7 +121,7 @@ def test_the_record_of_a_choice_between_sums_has_no_ratio():
     told = record(trials, trials[1], EngineOptions(attention="plugin"))
     assert (told["native_us"], told["plugin_us"], told["ratio"]) == (None, 30.0, None)
     words = attention_summary(SimpleNamespace(attention=told))
-    assert words.startswith("plugin, TensorRT's own projections; plugin with projections that sum up in FP32")
+    assert words.startswith("plugin, TensorRT's own projections; plugin with projections that accumulate in")
 
 
 def test_native_that_is_faster_is_said_so():

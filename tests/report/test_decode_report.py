@@ -77,8 +77,8 @@ def test_a_prefill_and_a_step_of_a_static_cache_are_on_no_common_line():
 def test_batches_of_a_full_cache_are_on_one_line_that_says_so():
     data = stepping({"B": 1, "S": 1, "T": 64}, {"B": 8, "S": 1, "T": 64}, past=63)
     (panel,) = sweep_panels(data["latency"]["points"])
-    assert panel.fixed == {"S": 1, "T": 64, "rows cached": 63}
-    assert "rows cached=63" in report_page(data)
+    assert panel.fixed == {"S": 1, "T": 64, "KV-cache entries": 63}
+    assert "KV-cache entries=63" in report_page(data)
 
 
 @pytest.mark.parametrize("show", [bench_markdown, bench_page])

@@ -191,7 +191,7 @@ def test_a_gpu_without_figures_has_no_roofline():
             row["roofline_share"] = None
     page = report_page(data)
     assert 'class="chart roofline"' not in page
-    assert 'class="floor"' not in page
+    assert 'class="bound"' not in page
 
 
 def test_a_latency_of_refusals_has_no_chart():
