@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -43,9 +42,16 @@ class PolygraphyRunner(Runner):
         try:
             if self._is_own:
                 runner.activate()
+            try:
+                inputs = runner.get_input_metadata(use_numpy_dtypes=False)
+            except TypeError:  # older versions have NumPy types only
+                inputs = runner.get_input_metadata()
             self.inputs = {
-                name: TensorInfo(dtype=_dtype(name, entry.dtype), dims=_dims(entry.shape))
-                for name, entry in _input_metadata(runner).items()
+                name: TensorInfo(
+                    dtype=_dtype(name, entry.dtype),
+                    dims=tuple(None if isinstance(dim, int) and dim < 0 else dim for dim in entry.shape),
+                )
+                for name, entry in inputs.items()
             }
         except Exception as error:  # Polygraphy and the runtime below it share no base of their errors
             if getattr(runner, "is_active", False):
@@ -80,14 +86,6 @@ class PolygraphyRunner(Runner):
             self._runner.deactivate()
 
 
-def _input_metadata(runner: Any) -> Mapping[str, Any]:
-    try:
-        found = runner.get_input_metadata(use_numpy_dtypes=False)
-    except TypeError:  # older versions have NumPy types only
-        found = runner.get_input_metadata()
-    return found  # type: ignore[no-any-return]
-
-
 def _dtype(name: str, dtype: Any) -> np.dtype:
     if str(dtype).lower().endswith("bfloat16"):
         return np.dtype(ml_dtypes.bfloat16)
@@ -95,10 +93,6 @@ def _dtype(name: str, dtype: Any) -> np.dtype:
         return np.dtype(dtype.numpy() if callable(getattr(dtype, "numpy", None)) else dtype)
     except Exception as error:
         raise DeployError(f"Input {name} has a type without a NumPy equivalent.", got=dtype) from error
-
-
-def _dims(shape: Any) -> tuple[int | str | None, ...]:
-    return tuple(None if isinstance(dim, int) and dim < 0 else dim for dim in shape)
 
 
 def _on_host(value: Any) -> Any:

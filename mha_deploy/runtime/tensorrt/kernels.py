@@ -389,7 +389,7 @@ _CONSTANT = " const_payload_size="
 _STEP = re.compile(r"^\s*(?P<kind>\w+)=\{ name=(?:\"(?P<quoted>[^\"]*)\"|(?P<bare>\S+))")
 _LAYERS = re.compile(r'layers="([^"]*)"')
 _KERNEL = re.compile(r"\b(?:fqn|kernel)=(\S+)")
-# Names hold braces, so a list ends at the first brace outside quotes.
+# Names contain braces, so a list ends at the first brace outside quotes.
 _INPUTS = re.compile(r'\binput(?:_args)?=\{((?:\s*"[^"]*")*)\s*\}')
 _OUTPUTS = re.compile(r'\boutput(?:_args)?=\{((?:\s*"[^"]*")*)\s*\}')
 
@@ -407,12 +407,6 @@ def kernels_from_plan(plan: bytes) -> list[Kernel]:
         One kernel per step; none if the plan has no readable program.
     """
     return [kernel for program in _programs(plan) for kernel in _kernels(program)]
-
-
-def plan_targets(plan: bytes) -> tuple[str, ...]:
-    """The compute capabilities that a plan was compiled for: `sm89`, `sm120`."""
-    found = (re.search(r"accelerators=\{([^}]*)\}", program) for program in _programs(plan))
-    return tuple(dict.fromkeys(name for match in found if match for name in match[1].split()))
 
 
 def _programs(plan: bytes) -> Iterator[str]:

@@ -261,7 +261,7 @@ class BoundContext:
         large_tensors: Tensors that TensorRT does not support at the largest sizes.
 
     Attributes:
-        graphs: Recorded calls by the addresses of their tensors, for whoever records them.
+        graphs: Recorded calls by the addresses of their tensors.
     """
 
     def __init__(
@@ -392,17 +392,20 @@ class Slot:
 
     Args:
         bound: The context that computes.
+        owns_context: Whether the context is closed with the slot.
 
     Attributes:
         nbytes: Device memory of the buffers.
     """
 
-    def __init__(self, bound: BoundContext) -> None:
-        self._bound = bound
+    def __init__(self, bound: BoundContext, *, owns_context: bool = False) -> None:
+        self.bound = bound
         self._graph: Graph | None = None
         self._copies: Sequence[tuple[str, str, Copy2D]] = ()
         self._buffers: dict[str, Buffer] = {}
         with ExitStack() as owned:
+            if owns_context:
+                owned.callback(bound.close)
             for name, info in {**bound.inputs, **bound.outputs}.items():
                 if name not in bound.aliases:
                     self._buffers[name] = Buffer(math.prod(bound.shapes[name]) * info.dtype.itemsize)
@@ -414,16 +417,16 @@ class Slot:
 
     def upload(self, feeds: Arrays) -> None:
         """Copy the inputs to the device, and wait for it."""
-        stream = self._bound.stream
-        arrays = {name: np.ascontiguousarray(feeds[name]) for name in self._bound.inputs}
+        stream = self.bound.stream
+        arrays = {name: np.ascontiguousarray(feeds[name]) for name in self.bound.inputs}
         for name, array in arrays.items():
             self._buffers[name].upload(array, stream)
         stream.synchronize()
 
     def copy_inputs(self, other: Slot) -> None:
         """Take the inputs of another slot."""
-        for name in self._bound.inputs:
-            self._buffers[name].copy_from(other._buffers[name], self._bound.stream)
+        for name in self.bound.inputs:
+            self._buffers[name].copy_from(other._buffers[name], self.bound.stream)
 
     def settle(self, *, record: bool, copies: Sequence[tuple[str, str, Copy2D]] = ()) -> None:
         """Run once on the inputs that are here, so that TensorRT does its one-time work; then record.
@@ -434,41 +437,48 @@ class Slot:
         """
         self.clear_outputs()
         self._copies = copies
-        self._bound.enqueue(self._addresses)
-        self._bound.stream.synchronize()
+        self.bound.enqueue(self._addresses)
+        self.bound.stream.synchronize()
         if record:
-            self._graph = self._bound.record(self._addresses, self._copy_entries)
+            self._graph = self.bound.record(self._addresses, self._copy_entries)
             self._owned.callback(self._graph.close)
         self.clear_outputs()
 
     def _copy_entries(self) -> None:
         for cache, entries, place in self._copies:
-            self._buffers[cache].copy_2d(self._buffers[entries], place, self._bound.stream)
+            self._buffers[cache].copy_2d(self._buffers[entries], place, self.bound.stream)
 
     def clear_outputs(self) -> None:
         """Overwrite the outputs with what no result can be."""
-        for name in self._bound.outputs:
-            if name not in self._bound.aliases:
-                self._buffers[name].fill(UNWRITTEN, self._bound.stream)
+        for name in self.bound.outputs:
+            if name not in self.bound.aliases:
+                self._buffers[name].fill(UNWRITTEN, self.bound.stream)
 
     def launch(self) -> None:
         """Queue one call, and do not wait."""
         if self._graph is None:
-            self._bound.enqueue(self._addresses)
+            self.bound.enqueue(self._addresses)
             self._copy_entries()
         else:
-            self._graph.launch(self._bound.stream)
+            self._graph.launch(self.bound.stream)
+
+    def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Upload, launch, download."""
+        self.upload(feeds)
+        self.clear_outputs()
+        self.launch()
+        return self.download()
 
     def download(self) -> dict[str, np.ndarray]:
         """Wait, and copy the outputs to the host."""
-        return self._downloaded(self._bound.outputs)
+        return self._downloaded(self.bound.outputs)
 
     def download_caches(self) -> dict[str, np.ndarray]:
         """Wait, and copy the caches into which launches copy new entries to the host."""
-        return self._downloaded({cache: self._bound.inputs[cache] for cache, _, _ in self._copies})
+        return self._downloaded({cache: self.bound.inputs[cache] for cache, _, _ in self._copies})
 
     def _downloaded(self, tensors: Mapping[str, TensorInfo]) -> dict[str, np.ndarray]:
-        bound = self._bound
+        bound = self.bound
         bound.stream.synchronize()
         return {
             name: self._buffers[name].download(bound.shapes[name], info.dtype, bound.stream)
@@ -476,32 +486,7 @@ class Slot:
         }
 
     def close(self) -> None:
-        """Destroy the graph and free the buffers."""
-        self._owned.close()
-
-
-class BoundCall:
-    """A context and one slot, for calls that come one by one."""
-
-    def __init__(self, bound: BoundContext, feeds: Arrays, *, record: bool) -> None:
-        with ExitStack() as owned:
-            owned.callback(bound.close)
-            self.bound, self._slot = bound, Slot(bound)
-            self.nbytes = self._slot.nbytes
-            owned.callback(self._slot.close)
-            self._slot.upload(feeds)
-            self._slot.settle(record=record)
-            self._owned = owned.pop_all()
-
-    def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        """Upload, launch, download."""
-        self._slot.upload(feeds)
-        self._slot.clear_outputs()
-        self._slot.launch()
-        return self._slot.download()
-
-    def close(self) -> None:
-        """Free everything."""
+        """Destroy the graph, and free the buffers."""
         self._owned.close()
 
 
@@ -560,7 +545,7 @@ class TensorRTRunner(GpuRunner):
             shared = {name: engine.get_aliased_input_tensor(name) for name in self.engine_outputs}
             self.aliases |= {name: source for name, source in shared.items() if source}
         self.profiles = _profile_ranges(engine, self.inputs)
-        self._calls: Recent[_Key, BoundCall] = Recent(keep)
+        self._calls: Recent[_Key, Slot] = Recent(keep)
         self.stream = Stream()
 
     def profiles_for(self, feeds: Arrays) -> list[int]:
@@ -605,25 +590,36 @@ class TensorRTRunner(GpuRunner):
     def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
         return self._usual_call(feeds).nbytes
 
-    def _usual_call(self, feeds: Arrays) -> BoundCall:
+    def _usual_call(self, feeds: Arrays) -> Slot:
         """The call in the first profile that fits; with a cache in the tightest, as decode loops do."""
         cached = cache_form(self.inputs, self.engine_outputs) is not None
         choose = tightest_admitting if cached else first_admitting
         return self._call(feeds, choose(self.profiles, _shapes(feeds)))
 
-    def _call(self, feeds: Arrays, profile: int) -> BoundCall:
+    def _call(self, feeds: Arrays, profile: int) -> Slot:
         check_room(feeds)
         shapes = _shapes(feeds)
         key = (profile, tuple(sorted(shapes.items())))
         if not self._rt.can.shared_profiles:
             # Here a profile belongs to one context at a time, so that of other shapes is closed first.
             self._calls.drop(lambda kept: kept[0] == profile and kept != key)
-        return self._calls.get(key, lambda: BoundCall(self.bind(shapes, profile), feeds, record=self.graph))
+
+        def new_call() -> Slot:
+            slot = Slot(self.bind(shapes, profile), owns_context=True)
+            try:
+                slot.upload(feeds)
+                slot.settle(record=self.graph)
+            except BaseException:
+                slot.close()
+                raise
+            return slot
+
+        return self._calls.get(key, new_call)
 
     def bind(self, shapes: Mapping[str, Shape], profile: int) -> BoundContext:
         """A context of the caller's own, who closes it.
 
-        Where a profile belongs to one context at a time, `release` those of this runner first.
+        Where a profile belongs to one context at a time, this runner's own must be closed first.
         """
         return BoundContext(
             self._rt,
@@ -638,12 +634,8 @@ class TensorRTRunner(GpuRunner):
         )
 
     def _launcher(self) -> TensorRTLauncher:
-        self.release()  # where a profile belongs to one context at a time, the decode loop needs it
+        self._calls.close()  # where a profile belongs to one context at a time, the decode loop needs it
         return TensorRTLauncher(self, self._rt)
-
-    def release(self) -> None:
-        """Free the contexts and buffers that are kept for the next calls."""
-        self._calls.close()
 
     @contextmanager
     def _prepare(self, feeds: Arrays, slots: int) -> Iterator[Prepared]:
