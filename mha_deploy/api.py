@@ -66,6 +66,7 @@ __all__ = [
     "find_plugin",
     "find_plugin_parts",
     "fuse",
+    "import_onnx",
     "inspect",
     "load_model",
     "models",
@@ -109,8 +110,8 @@ def load_model(
 
     Args:
         model: A catalog name (`mha-deploy models` lists them), the path of a `.toml` spec, a factory as
-            `path/to/file.py:factory` or `package.module:factory`, a `Deployable`, or an `nn.Module`. A
-            factory is called by the export, under the export's seed.
+            `path/to/file.py:factory` or `package.module:factory`, the path of an `.onnx` file, a
+            `Deployable`, or an `nn.Module`. A factory is called by the export, under the export's seed.
         example_inputs: Of an `nn.Module`: an `Example` of every input, by the name of the parameter of
             `forward`, or a tensor, whose dimensions are then fixed.
         axes: Axis ranges, as `{"S": "1:128:512"}`: of an `nn.Module` those that its examples name, of
@@ -139,6 +140,10 @@ def load_model(
     source = model.source if isinstance(model, Model) else model
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
+    if isinstance(source, str) and source.lower().endswith(".onnx"):
+        if cache is not None or projections is not None:
+            raise DeployError("Only a catalog layer has these options.", got=_options(cache, projections))
+        return Model(name=Path(source).stem, source=source, axes=ranges)
     if isinstance(source, str) and not is_factory(source):
         source = find_spec(source)
     if isinstance(source, AttentionSpec):
@@ -167,6 +172,7 @@ def export(
     precision: str = "fp16",
     example_inputs: Mapping[str, Tensor | Example] | None = None,
     axes: Mapping[str, Sizes] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     opset: int | None = None,
     seed: int = 0,
     weights: StrPath | None = None,
@@ -186,9 +192,10 @@ def export(
         model: What `load_model` gives or takes.
         out: The folder to write.
         precision: Types in the graph: `fp16`, `bf16` or `fp32`; of the user's own model also `auto`, FP16
-            except where it overflows.
+            except where it overflows. An ONNX file keeps its own precision, or becomes FP16 from float32.
         example_inputs: See `load_model`.
-        axes: See `load_model`.
+        axes: See `load_model`; of an ONNX file the ranges of its symbolic dimensions.
+        inputs: Of an ONNX file: arrays, or paths of `.npy` files, for inputs that are not to be drawn.
         opset: ONNX operator set: 23 or 24; default: the first that suffices.
         seed: Seed of random weights, of the factory, and of the golden inputs.
         weights: A safetensors file, or for the user's own model a state dict, in place of random weights.
@@ -230,6 +237,13 @@ def export(
         polygraphy=polygraphy,
     )
     report = on_step or _silent
+    if isinstance(found.source, str) and found.source.lower().endswith(".onnx"):
+        from mha_deploy.export.onnx_import import bundle_from_onnx
+
+        source, examples = Path(found.source), _arrays(inputs)
+        return bundle_from_onnx(source, Path(out), options, axes=found.axes, inputs=examples, on_step=report)
+    if inputs:
+        raise DeployError("Only an ONNX file takes inputs.", got=", ".join(inputs))
     try:
         from mha_deploy.export.exporter import bundle_from_factory, bundle_from_spec
     except ImportError as error:
@@ -241,6 +255,67 @@ def export(
     if isinstance(found.source, AttentionSpec):
         return bundle_from_spec(found.source, Path(out), options, report)
     return bundle_from_factory(found.source, Path(out), options, axes=found.axes, on_step=report)
+
+
+def import_onnx(
+    path: StrPath,
+    out: StrPath,
+    *,
+    axes: Mapping[str, Sizes] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    precision: str = "auto",
+    golden: Sequence[str] = (),
+    seed: int = 0,
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+) -> Bundle:
+    """Make a bundle of an ONNX file, without PyTorch: attention fused, golden cases, FP64 reference.
+
+    The reference is the file itself with every type upcast to FP64, run by ONNX's evaluator. ONNX Runtime on
+    the CPU stands for the eager model.
+
+    Args:
+        path: The file, of opset 13 or newer.
+        out: The folder to write.
+        axes: Ranges of its symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64.
+        inputs: Arrays, or paths of `.npy` files, for inputs that are not to be drawn.
+        precision: `auto` (a float32 file becomes FP16 except where it overflows), or that of the file.
+        golden: Golden cases: `opt`, `min`, `odd`, or sizes; default: these three.
+        seed: Seed of the drawn inputs.
+        overwrite: Whether to replace a bundle that is there already.
+        on_step: Called as each step begins.
+
+    Raises:
+        DeployError: The file cannot be read, run or converted; the message says why.
+
+    Example:
+        >>> bundle = md.import_onnx("out/tiny/model.onnx", "out/imported", precision="fp32")
+        >>> len(bundle.manifest.attention), bundle.manifest.spec.summary
+        (1, 'imported from model.onnx')
+    """
+    return export(
+        os.fspath(path),
+        out,
+        precision=precision,
+        axes=axes,
+        inputs=inputs,
+        golden=golden,
+        seed=seed,
+        overwrite=overwrite,
+        on_step=on_step,
+    )
+
+
+def _arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    import numpy as np
+
+    found = {}
+    for name, given in (inputs or {}).items():
+        try:
+            found[name] = np.load(given) if isinstance(given, str | os.PathLike) else np.asarray(given)
+        except (OSError, ValueError) as error:
+            raise DeployError(f"The file of input {name} cannot be read.", got=f"{given}: {error}") from error
+    return found
 
 
 def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from mha_deploy.analyze.cost import oracle_bytes, past_keys, sizes_name
 from mha_deploy.bundle.cases import GoldenCase, read_case
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import DecodeTrace, check_steps
+from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.eager import run_module
@@ -25,7 +25,6 @@ from mha_deploy.export.exporter import exported_program
 from mha_deploy.export.golden import (
     GoldenCapture,
     ModuleCapture,
-    PlannedTrace,
     TraceCapture,
     fp64_twin,
     refuse_overflow,

@@ -127,6 +127,53 @@ def prefill_calls(prompt: np.ndarray, most: int | None) -> Iterator[tuple[slice,
         yield slice(start, stop), None if (counts == stop - start).all() else counts
 
 
+# -- Which tokens a bundle is decoded with: a prompt and as many steps as fit ----------------------
+
+STEPS = 64
+_PROMPT = 24
+_BATCH = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTrace:
+    """One trace to capture.
+
+    Args:
+        name: Its name.
+        prompt: Length of the prompt of every batch element.
+        steps: How many single tokens follow.
+    """
+
+    name: str
+    prompt: tuple[int, ...]
+    steps: int
+
+
+def plan_trace(spec: ModelSpec, steps: int = STEPS) -> PlannedTrace | str:
+    """The trace of a model with a KV cache, or why it has none.
+
+    With a preallocated cache the prompts have different lengths. The steps stop where the cache is full.
+    """
+    cache = spec.kv_cache
+    if cache is None:
+        return "no trace: the model has no KV cache"
+    if not cache.outputs:
+        return f"no trace: no output has the axis {cache.new} of the tokens"
+    if spec.axes[cache.new].min > 1:
+        return "no trace: the model does not take single tokens"
+    if cache.past is not None and spec.axes[cache.past].min > 0:
+        return f"no trace: the cache cannot be empty, {cache.past} begins at {spec.axes[cache.past].min}"
+    if cache.room < 2:
+        return "no trace: the cache has no room for a second token"
+    batch = spec.axes.get("B")
+    B = 1 if batch is None else min(max(_BATCH, batch.min), batch.max)
+    longest = min(_PROMPT, spec.axes[cache.new].max, cache.room // 2)
+    prompts = [longest] * B
+    if cache.is_preallocated:
+        prompts = [max(1, longest // 2**b) for b in range(B)]
+    return PlannedTrace(name="steps", prompt=tuple(prompts), steps=min(steps, cache.room - longest))
+
+
 # -- Does it fit? ----------------------------------------------------------------------------------
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,10 @@ import onnx_ir as ir
 import torch
 
 from mha_deploy.analyze.cost import odd_sizes, sizes_name
-from mha_deploy.bundle.cases import GoldenCase, refuse_polygraphy, write_arrays, write_case, write_polygraphy
-from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter, sha256
-from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
-from mha_deploy.bundle.traces import DecodeTrace, write_trace
-from mha_deploy.environment import versions
+from mha_deploy.bundle.cases import GoldenCase, write_arrays
+from mha_deploy.bundle.folder import Bundle, sha256
+from mha_deploy.bundle.manifest import LayersEntry
+from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
 from mha_deploy.errors import ExportError, SpecError, exit_as_error, nearest
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.canonical import (
@@ -25,14 +22,13 @@ from mha_deploy.export.canonical import (
     choose_opset_of,
     drop_exporter_metadata,
 )
+from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
 from mha_deploy.export.golden import (
     GoldenCapture,
     MixedCapture,
     ModuleCapture,
-    PlannedTrace,
     TraceCapture,
     mixed_graph,
-    plan_trace,
     refuse_overflow,
 )
 from mha_deploy.export.options import (
@@ -46,22 +42,19 @@ from mha_deploy.export.options import (
 )
 from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module
 from mha_deploy.export.program import attention_values, export_program
-from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
+from mha_deploy.graph.attention_node import is_attention, short_dtype
 from mha_deploy.graph.canonical import check_canonical, check_module
-from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.graph.fuse.repair import share_tied_weights
 from mha_deploy.graph.fuse.values import place_of
 from mha_deploy.model.deployable import Deployable, ModuleSpec
-from mha_deploy.model.precision import Precision, find_precision
+from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import FLOAT, AttentionSpec, Axis, TensorSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.inputs import fed_to, random_inputs, to_numpy
 from mha_deploy.reference.weights import read_weights
 from mha_deploy.runtime import available_cpu_backend, open_runner
-
-OnStep = Callable[[str, int, int], None]
 
 
 def bundle_from_spec(
@@ -80,7 +73,7 @@ def bundle_from_spec(
         options: How to export.
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
     """
-    return _export(_LayerSource(spec, options or ExportOptions()), target, on_step)
+    return export_bundle(_LayerSource(spec, options or ExportOptions()), target, on_step)
 
 
 @exit_as_error()
@@ -104,140 +97,13 @@ def bundle_from_factory(
         axes: Axis ranges in place of the factory's.
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
     """
-    return _export(_ModuleSource(reference, options or ExportOptions(), axes), target, on_step)
-
-
-# -- The flow of every export ----------------------------------------------------------------------
-
-
-class _Source(ABC):
-    """A model on its way into a bundle: what differs from one kind of model to another.
-
-    Attributes:
-        options: How to export.
-        precision: The types in the graph.
-        opset: Version of the default ONNX operator set.
-        spec: The model; complete once the golden cases are captured.
-        notes: What a reader should know.
-        checks: What the export checked of its own work.
-        steps: How many steps it has.
-    """
-
-    options: ExportOptions
-    precision: Precision
-    opset: int
-    spec: AttentionSpec | ModuleSpec
-    cache: str = "none"
-    notes: list[str]
-    checks: dict[str, Any]
-    steps: int
-
-    @abstractmethod
-    def graph(self, folder: Path, step: Steps) -> ir.Model:
-        """The canonical graph; `folder` is where large files may lie meanwhile."""
-
-    @abstractmethod
-    def check(self, path: Path, step: Steps) -> None:
-        """Check the graph that was written."""
-
-    @abstractmethod
-    def cases(self, step: Steps) -> Iterator[GoldenCase]:
-        """The golden cases, captured one by one."""
-
-    @abstractmethod
-    def trace(self, planned: PlannedTrace) -> DecodeTrace:
-        """The decode trace of a model with a KV cache."""
-
-    @abstractmethod
-    def origin(self) -> str:
-        """Where the weights came from."""
-
-    def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
-        """The expected result of every attention in one golden case, where that is known."""
-        return None
-
-    def place(self, node: str) -> dict[str, Any]:
-        """Where in the source code an attention is, where that is known."""
-        return {}
-
-
-class Steps:
-    """Counts the steps of an export."""
-
-    def __init__(self, on_step: OnStep, count: int) -> None:
-        self.on_step, self.count, self.number = on_step, count, 0
-
-    def __call__(self, name: str) -> None:
-        """Begin the next one."""
-        self.on_step(name, self.number, self.count)
-        self.number += 1
-
-
-def _export(source: _Source, target: Path, on_step: OnStep) -> Bundle:
-    options = source.options
-    if options.polygraphy:
-        refuse_polygraphy(source.cache, source.precision)
-    step = Steps(on_step, source.steps)
-    with BundleWriter(target, overwrite=options.overwrite) as writer:
-        folder = writer.path
-        save_graph(source.graph(folder, step), folder / MODEL)
-        gc.collect()  # the exporter's program holds weights in reference cycles
-        source.check(folder / MODEL, step)
-        (folder / "golden").mkdir()
-        cases = []
-        for case in source.cases(step):
-            write_case(folder / "golden" / f"{case.name}.safetensors", case)
-            cases.append(case)
-        if not cases:
-            raise ExportError("No golden case is left.", got="; ".join(source.notes), hint="--golden opt")
-        if options.polygraphy:
-            write_polygraphy(folder / "golden" / "polygraphy", cases)
-        layers = source.layers(cases, folder, step)
-        traces = _write_trace(source, folder, step)
-        step("hashes")
-        nodes = attention_nodes(load_graph(folder / MODEL))
-        return writer.finish(
-            Manifest(
-                spec=source.spec,
-                precision=source.precision,
-                opset=source.opset,
-                weights=source.origin(),
-                attention=[{**node.describe(), **source.place(node.name)} for node in nodes],
-                golden=[
-                    GoldenEntry(
-                        name=c.name, file=f"golden/{c.name}.safetensors", sizes=dict(c.sizes), flops=c.flops
-                    )
-                    for c in cases
-                ],
-                checks=source.checks,
-                versions=versions(),
-                notes=source.notes,
-                traces=traces,
-                layers=layers,
-            )
-        )
-
-
-def _write_trace(source: _Source, folder: Path, step: Steps) -> list[TraceEntry]:
-    """Of a model with a KV cache: what decoding token by token must give."""
-    if source.spec.kv_cache is None:
-        return []
-    step("decode trace")
-    planned = plan_trace(source.spec)
-    if isinstance(planned, str):
-        source.notes.append(planned)
-        return []
-    trace = source.trace(planned)
-    file = f"traces/{trace.name}.safetensors"
-    (folder / "traces").mkdir()
-    write_trace(folder / file, trace)
-    return [TraceEntry(name=trace.name, file=file)]
+    return export_bundle(_ModuleSource(reference, options or ExportOptions(), axes), target, on_step)
 
 
 # -- A catalog layer -------------------------------------------------------------------------------
 
 
-class _LayerSource(_Source):
+class _LayerSource(Source):
     """A catalog layer: its graph is canonical as the reference layer emits it."""
 
     spec: AttentionSpec
@@ -314,7 +180,7 @@ _PLAN_LINES = 12
 _KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
-class _ModuleSource(_Source):
+class _ModuleSource(Source):
     """A user's module: its program is exported, and its attentions are recognised in the graph."""
 
     spec: ModuleSpec

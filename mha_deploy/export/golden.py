@@ -16,7 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mha_deploy.analyze.cost import odd_sizes
 from mha_deploy.bundle.cases import GoldenCase, cached_outputs
-from mha_deploy.bundle.traces import DecodeTrace, check_steps, prefill_calls, prefill_positions
+from mha_deploy.bundle.traces import (
+    DecodeTrace,
+    PlannedTrace,
+    check_steps,
+    prefill_calls,
+    prefill_positions,
+)
 from mha_deploy.errors import DeployError, ExportError, place_of_error
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.eager import Float32Accumulation, run_module, tensors_in
@@ -28,7 +34,7 @@ from mha_deploy.graph.file import load_graph, save_graph, with_outputs
 from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision, smallest_normal
-from mha_deploy.model.spec import ModelSpec, Sizes
+from mha_deploy.model.spec import Sizes
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, Decoder, split_heads
 from mha_deploy.reference.inputs import (
@@ -136,55 +142,9 @@ def _widen(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-# -- Which tokens a bundle is decoded with: a prompt and as many steps as fit ----------------------
-
-STEPS = 64
-_RESULTS = ("output", "key", "value")
-_PROMPT = 24
-_BATCH = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedTrace:
-    """One trace to capture.
-
-    Args:
-        name: Its name.
-        prompt: Length of the prompt of every batch element.
-        steps: How many single tokens follow.
-    """
-
-    name: str
-    prompt: tuple[int, ...]
-    steps: int
-
-
-def plan_trace(spec: ModelSpec, steps: int = STEPS) -> PlannedTrace | str:
-    """The trace of a model with a KV cache, or why it has none.
-
-    With a preallocated cache the prompts have different lengths. The steps stop where the cache is full.
-    """
-    cache = spec.kv_cache
-    if cache is None:
-        return "no trace: the model has no KV cache"
-    if not cache.outputs:
-        return f"no trace: no output has the axis {cache.new} of the tokens"
-    if spec.axes[cache.new].min > 1:
-        return "no trace: the model does not take single tokens"
-    if cache.past is not None and spec.axes[cache.past].min > 0:
-        return f"no trace: the cache cannot be empty, {cache.past} begins at {spec.axes[cache.past].min}"
-    if cache.room < 2:
-        return "no trace: the cache has no room for a second token"
-    batch = spec.axes.get("B")
-    B = 1 if batch is None else min(max(_BATCH, batch.min), batch.max)
-    longest = min(_PROMPT, spec.axes[cache.new].max, cache.room // 2)
-    prompts = [longest] * B
-    if cache.is_preallocated:
-        prompts = [max(1, longest // 2**b) for b in range(B)]
-    return PlannedTrace(name="steps", prompt=tuple(prompts), steps=min(steps, cache.room - longest))
-
-
 # -- Capture the trace of a catalog layer ----------------------------------------------------------
+
+_RESULTS = ("output", "key", "value")
 
 
 class TraceCapture:

@@ -6,6 +6,7 @@ a copy whose attention is in float32 cannot overflow or round in half precision.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
@@ -111,3 +112,40 @@ def float32_twin(model: ir.Model) -> ir.Model:
     and the output of the attention nothing is.
     """
     return unfused_twin(with_float32_matmuls(model))
+
+
+# -- In FP64 ---------------------------------------------------------------------------------------
+
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def in_float64(model: ir.Model) -> ir.Model:
+    """A copy in which every floating-point tensor is float64, explicit casts included: an FP64 reference."""
+    copy = model.clone()
+    for graph in (copy.graph, *copy.graph.subgraphs()):
+        for value in graph.initializers.values():
+            if value.dtype in _FLOATS and value.const_value is not None:
+                value.const_value = _double(value.const_value, value.name)
+                value.type = ir.TensorType(ir.DataType.DOUBLE)
+        for value in graph.inputs:
+            if value.dtype in _FLOATS:
+                value.type = ir.TensorType(ir.DataType.DOUBLE)
+    for node in copy.graph.all_nodes():
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.INT and name in ("to", "dtype", _SOFTMAX_PRECISION):
+                if ir.DataType(attribute.as_int()) in _FLOATS:
+                    node.attributes[name] = ir.AttrInt64(name, ir.DataType.DOUBLE.value)
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in _FLOATS:
+                node.attributes[name] = ir.AttrTensor(name, _double(attribute.as_tensor(), None))
+            elif is_op(node, "Constant") and name in ("value_float", "value_floats"):
+                number = attribute.as_float() if name == "value_float" else attribute.as_floats()
+                node.attributes.pop(name)
+                node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.array(number, np.float64)))
+        for value in node.outputs:
+            if value.dtype in _FLOATS:
+                value.type = ir.TensorType(ir.DataType.DOUBLE)
+    return copy
+
+
+def _double(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
+    return ir.tensor(tensor.numpy().astype(np.float64), name=name)

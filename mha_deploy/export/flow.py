@@ -1,0 +1,154 @@
+"""The flow of every export, whatever the model comes from: graph, checks, golden cases, trace, manifest.
+
+PyTorch is not imported here: an ONNX file becomes a bundle without it.
+"""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from mha_deploy.bundle.cases import GoldenCase, refuse_polygraphy, write_case, write_polygraphy
+from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
+from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
+from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, plan_trace, write_trace
+from mha_deploy.environment import versions
+from mha_deploy.errors import ExportError
+from mha_deploy.export.options import ExportOptions
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.model.precision import Precision
+from mha_deploy.model.spec import AttentionSpec
+
+OnStep = Callable[[str, int, int], None]
+
+
+class Source(ABC):
+    """A model on its way into a bundle: what differs from one kind of model to another.
+
+    Attributes:
+        options: How to export.
+        precision: The types in the graph.
+        opset: Version of the default ONNX operator set.
+        spec: The model; complete once the golden cases are captured.
+        notes: What a reader should know.
+        checks: What the export checked of its own work.
+        steps: How many steps it has.
+    """
+
+    options: ExportOptions
+    precision: Precision
+    opset: int
+    spec: AttentionSpec | ModuleSpec
+    cache: str = "none"
+    notes: list[str]
+    checks: dict[str, Any]
+    steps: int
+
+    @abstractmethod
+    def graph(self, folder: Path, step: Steps) -> ir.Model:
+        """The canonical graph; `folder` is where large files may lie meanwhile."""
+
+    @abstractmethod
+    def check(self, path: Path, step: Steps) -> None:
+        """Check the graph that was written."""
+
+    @abstractmethod
+    def cases(self, step: Steps) -> Iterator[GoldenCase]:
+        """The golden cases, captured one by one."""
+
+    @abstractmethod
+    def trace(self, planned: PlannedTrace) -> DecodeTrace:
+        """The decode trace of a model with a KV cache."""
+
+    @abstractmethod
+    def origin(self) -> str:
+        """Where the weights came from."""
+
+    def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
+        """The expected result of every attention in one golden case, where that is known."""
+        return None
+
+    def place(self, node: str) -> dict[str, Any]:
+        """Where in the source code an attention is, where that is known."""
+        return {}
+
+
+class Steps:
+    """Counts the steps of an export."""
+
+    def __init__(self, on_step: OnStep, count: int) -> None:
+        self.on_step, self.count, self.number = on_step, count, 0
+
+    def __call__(self, name: str) -> None:
+        """Begin the next one."""
+        self.on_step(name, self.number, self.count)
+        self.number += 1
+
+
+def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
+    """Write the bundle of a model; nothing is left at `target` if anything fails."""
+    options = source.options
+    if options.polygraphy:
+        refuse_polygraphy(source.cache, source.precision)
+    step = Steps(on_step, source.steps)
+    with BundleWriter(target, overwrite=options.overwrite) as writer:
+        folder = writer.path
+        save_graph(source.graph(folder, step), folder / MODEL)
+        gc.collect()  # the exporter's program holds weights in reference cycles
+        source.check(folder / MODEL, step)
+        (folder / "golden").mkdir()
+        cases = []
+        for case in source.cases(step):
+            write_case(folder / "golden" / f"{case.name}.safetensors", case)
+            cases.append(case)
+        if not cases:
+            raise ExportError("No golden case is left.", got="; ".join(source.notes), hint="--golden opt")
+        if options.polygraphy:
+            write_polygraphy(folder / "golden" / "polygraphy", cases)
+        layers = source.layers(cases, folder, step)
+        traces = _write_trace(source, folder, step)
+        step("hashes")
+        nodes = attention_nodes(load_graph(folder / MODEL))
+        return writer.finish(
+            Manifest(
+                spec=source.spec,
+                precision=source.precision,
+                opset=source.opset,
+                weights=source.origin(),
+                attention=[{**node.describe(), **source.place(node.name)} for node in nodes],
+                golden=[
+                    GoldenEntry(
+                        name=c.name, file=f"golden/{c.name}.safetensors", sizes=dict(c.sizes), flops=c.flops
+                    )
+                    for c in cases
+                ],
+                checks=source.checks,
+                versions=versions(),
+                notes=source.notes,
+                traces=traces,
+                layers=layers,
+            )
+        )
+
+
+def _write_trace(source: Source, folder: Path, step: Steps) -> list[TraceEntry]:
+    """Of a model with a KV cache: what decoding token by token must give."""
+    if source.spec.kv_cache is None:
+        return []
+    step("decode trace")
+    planned = plan_trace(source.spec)
+    if isinstance(planned, str):
+        source.notes.append(planned)
+        return []
+    trace = source.trace(planned)
+    file = f"traces/{trace.name}.safetensors"
+    (folder / "traces").mkdir()
+    write_trace(folder / file, trace)
+    return [TraceEntry(name=trace.name, file=file)]

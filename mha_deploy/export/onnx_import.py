@@ -1,0 +1,426 @@
+"""An ONNX file of any origin to a bundle: fused, with drawn inputs and an FP64 reference, without PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx.version_converter
+import onnx_ir as ir
+
+from mha_deploy.analyze.cost import odd_sizes, sizes_name
+from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
+from mha_deploy.errors import DeployError, ExportError, SpecError, nearest
+from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
+from mha_deploy.export.options import AUTO, ExportOptions
+from mha_deploy.graph.attention_node import is_attention, short_dtype
+from mha_deploy.graph.canonical import check_module
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.fuse import fuse_attention
+from mha_deploy.graph.fuse.values import place_of
+from mha_deploy.graph.precision import apply_plan, plan_precision
+from mha_deploy.graph.upcast import in_float64
+from mha_deploy.model.deployable import ModuleSpec
+from mha_deploy.model.precision import PRECISIONS, find_precision
+from mha_deploy.model.spec import FLOAT, Axis, Dim, TensorSpec
+from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.ranges import measure_ranges
+from mha_deploy.runtime.runner import Runner
+
+OLDEST = 13  # opset of a file; older than 18 comes in through ONNX's version converter
+_CONVERTED_TO = 18
+_NEWEST_IR = 10  # newer files only declare it: no runtime here needs what came with it
+_CASES = ("opt", "min", "odd")
+_BATCH, _LENGTH = Axis(min=1, opt=2, max=8), Axis(min=1, opt=16, max=64)
+_KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+# The file itself in its own precision is not far from its FP64 reference.
+_LARGEST_ERROR = 0.25
+
+
+def bundle_from_onnx(
+    path: Path,
+    target: Path,
+    options: ExportOptions,
+    *,
+    axes: Mapping[str, Axis] | None = None,
+    inputs: Mapping[str, np.ndarray] | None = None,
+    on_step: OnStep = lambda name, number, count: None,
+) -> Bundle:
+    """Make a bundle of an ONNX file.
+
+    Args:
+        path: The file, of opset 13 or newer.
+        target: The folder to write.
+        options: How to export. The precision is that of the file; a float32 file can also become `fp16` or
+            `auto`, which is FP16 but for what FP16 cannot hold.
+        axes: Ranges of the file's symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64.
+        inputs: Examples of inputs; other sizes are cut from them or repeat them. The other inputs are drawn.
+        on_step: Called as each step begins, with its name, its number from 0, and how many there are.
+
+    Raises:
+        ExportError: The file cannot be run, or an output has a size that is no sum of axes and numbers.
+    """
+    return export_bundle(_OnnxSource(path, options, axes or {}, inputs or {}), target, on_step)
+
+
+class _OnnxSource(Source):
+    """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle."""
+
+    spec: ModuleSpec
+
+    def __init__(
+        self, path: Path, options: ExportOptions, axes: Mapping[str, Axis], inputs: Mapping[str, np.ndarray]
+    ) -> None:
+        self.path, self.options, self.examples = path, options, inputs
+        self.notes, self.checks = [], {}
+        self.original = _loaded(path)
+        own = _precision_of(self.original)
+        # A float32 file in FP16 is converted node by node: what FP16 cannot hold stays wider.
+        self.auto = options.precision == AUTO or (options.precision == "fp16" and own == "fp32")
+        if self.auto and own != "fp32":
+            raise ExportError("Only a float32 file can be converted.", got=own, hint=f"--precision {own}")
+        if not self.auto and options.precision != own:
+            hint = f"--precision {own}" + (", or auto for FP16 where it holds the values" * (own == "fp32"))
+            raise ExportError(
+                "The file has another precision.", got=f"{own}, not {options.precision}", hint=hint
+            )
+        self.precision = find_precision("fp16" if self.auto else own)
+        unknown = [name for name in inputs if name not in self._inputs]
+        if unknown:
+            raise ExportError(
+                "The file has no such input.", got=unknown[0], hint=nearest(unknown[0], self._inputs)
+            )
+        self.dims, self.axes = _named_axes(self._inputs, axes)
+        self.steps = 4 + self.auto + len(options.golden or _CASES)
+
+    @cached_property
+    def _inputs(self) -> dict[str, ir.Value]:
+        return {str(value.name): value for value in self.original.graph.inputs}
+
+    def graph(self, folder: Path, step: Steps) -> ir.Model:
+        step("attention")
+        model, fused = fuse_attention(self.original)
+        self.notes += [f"{each.name} is not fused: {each.reason}" for each in fused.unfused]
+        self.attentions = len(fused.fused) + len(fused.already) + len(fused.unfused)
+        step("output shapes")
+        self.outputs = self._output_dims()
+        if self.auto:
+            step("ranges")
+            cases = {name: self.draw(name, sizes) for name, sizes in self._usual().items()}
+            plan = plan_precision(model, measure_ranges(model, cases))
+            model = apply_plan(model, plan)
+            self.checks["mixed precision"] = plan.describe()
+            self.notes.append(f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16")
+        for value in model.graph.inputs:
+            value.shape = ir.Shape(self.dims[str(value.name)])
+        for value in model.graph.outputs:
+            value.shape = ir.Shape(self.outputs[str(value.name)])
+        self.model, self.opset = model, int(model.graph.opset_imports[""])
+        self.places = {str(n.name): place_of(n) for n in model.graph.all_nodes() if is_attention(n)}
+        self.spec = ModuleSpec(
+            name=self.path.stem,
+            factory="",
+            axes=self.axes,
+            tensors_in=tuple(self._tensor(value, self.dims) for value in model.graph.inputs),
+            tensors_out=tuple(self._tensor(value, self.outputs) for value in model.graph.outputs),
+            attentions=self.attentions,
+            flops=0,
+            weight_bytes=sum(
+                v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value
+            ),
+            state_sha256=self._sha256,
+            seed=self.options.seed,
+            mixed=self.auto,
+            summary=f"imported from {self.path.name}",
+        )
+        return model
+
+    def check(self, path: Path, step: Steps) -> None:
+        self.checks["graph"] = check_module(path, self.spec, self.precision)
+
+    def cases(self, step: Steps) -> Iterator[GoldenCase]:
+        usual, seen = self._usual(), list[dict[str, int]]()
+        for name in self.options.golden or _CASES:
+            step(f"golden case {name}")
+            if name not in usual and "=" not in name:
+                raise SpecError("No such golden case.", got=name, hint=f"{', '.join(_CASES)}, or sizes")
+            sizes = self.spec.parse_sizes(name) if "=" in name else usual[name]
+            if sizes in seen:
+                self.notes.append(f"no {name} case: its sizes are those of another")
+                continue
+            seen.append(sizes)
+            yield self._captured(name if "=" not in name else sizes_name(sizes), sizes)
+
+    def _captured(self, name: str, sizes: dict[str, int]) -> GoldenCase:
+        drawn = self.draw(name, sizes)
+        given = {k: array.astype(self._numpy_of(k)) for k, array in drawn.items()}
+        try:
+            oracle = self._reference(given)
+            eager = self._eager.run(given if self.auto else drawn)
+        except DeployError:
+            raise
+        except Exception as error:  # ONNX's evaluator raises types that share no base
+            raise ExportError(
+                f"The file cannot be evaluated at the sizes of golden case {name}.",
+                got=f"{type(error).__name__}: {error}",
+                hint="other --axis ranges, or --input NAME=FILE.npy for inputs that cannot be drawn",
+            ) from error
+        for key, expected in oracle.items():
+            size = float(np.linalg.norm(np.nan_to_num(expected.astype(np.float64)))) or 1e-30
+            off = float(np.linalg.norm(eager[key].astype(np.float64) - expected)) / size
+            if not off <= _LARGEST_ERROR:
+                raise ExportError(
+                    "ONNX Runtime does not compute what the file says in FP64.",
+                    got=f"output {key} of golden case {name}: off by {off:.2g} of its size",
+                    hint="--input NAME=FILE.npy with real inputs, or --precision of the file",
+                )
+        return GoldenCase(name=name, sizes=sizes, inputs=given, oracle=oracle, eager=dict(eager))
+
+    def trace(self, planned: PlannedTrace) -> DecodeTrace:
+        raise DeployError("An ONNX file has no declared KV cache.", got=planned.name)
+
+    def place(self, node: str) -> dict[str, str | None]:
+        return {"place": self.places.get(node)}
+
+    def origin(self) -> str:
+        return f"{self.path.name}, SHA-256 {self._sha256}"
+
+    # -- inputs ------------------------------------------------------------------------------------
+
+    def draw(self, name: str, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """The inputs of a case, in the types of the file."""
+        seed = crc32(f"{self.options.seed} {name}".encode())
+        drawn = {}
+        for key, value in self._inputs.items():
+            shape = TensorSpec(name=key, kind=FLOAT, dims=self.dims[key]).shape(sizes)
+            random = np.random.default_rng([seed, crc32(key.encode())])
+            if key in self.examples:
+                drawn[key] = _fitted(self.examples[key], shape, key)
+            else:
+                drawn[key] = _drawn(value, shape, random)
+        return {key: array.astype(self._inputs[key].dtype.numpy()) for key, array in drawn.items()}  # type: ignore[union-attr]
+
+    def _usual(self) -> dict[str, dict[str, int]]:
+        bounds = {bound: {n: getattr(a, bound) for n, a in self.axes.items()} for bound in ("opt", "min")}
+        return {**bounds, "odd": odd_sizes(self.axes)}
+
+    def _numpy_of(self, name: str) -> np.dtype:
+        graph = self.model.graph if self.auto else self.original.graph
+        dtype = next(value.dtype for value in graph.inputs if value.name == name)
+        return np.dtype(dtype.numpy())  # type: ignore[union-attr]
+
+    # -- results -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _eager(self) -> Runner:
+        return open_runner("ort-cpu", self.model if self.auto else self.original)
+
+    @cached_property
+    def _double(self) -> onnx.reference.ReferenceEvaluator:
+        from onnx.reference import ReferenceEvaluator
+        from onnx.reference.op_run import OpRun
+
+        class GatherElements(OpRun):  # that of onnx 1.20 fails where the indices have another shape
+            def _run(
+                self, data: np.ndarray, indices: np.ndarray, axis: int | None = None
+            ) -> tuple[np.ndarray]:
+                axis = axis or 0
+                cut = data[tuple(slice(n) if i != axis else slice(None) for i, n in enumerate(indices.shape))]
+                return (np.take_along_axis(cut, indices, axis),)
+
+        return ReferenceEvaluator(ir.to_proto(in_float64(self.original)), new_ops=[GatherElements])
+
+    def _reference(self, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The original in FP64."""
+        wide = {k: a.astype(np.float64) if _is_float(a) else a for k, a in given.items()}
+        names = [str(value.name) for value in self.original.graph.outputs]
+        return dict(zip(names, map(np.asarray, self._double.run(None, wide)), strict=True))
+
+    def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
+        """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
+        with open_runner("ort-cpu", self.original) as runner:
+            seen = []
+            for name, sizes in _distinct(self.axes):
+                try:
+                    seen.append((sizes, runner.run(self.draw(name, sizes))))
+                except DeployError as error:
+                    raise ExportError(
+                        "The file does not run at these sizes.",
+                        got=f"{sizes_name(sizes)}: {error.in_one_line}",
+                        hint="--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy",
+                    ) from error
+        dims = {}
+        for value in self.original.graph.outputs:
+            name = str(value.name)
+            shapes = [(sizes, got[name].shape) for sizes, got in seen]
+            dims[name] = tuple(
+                _dim(name, [(sizes, shape[axis]) for sizes, shape in shapes], self.axes)
+                for axis in range(len(shapes[0][1]))
+            )
+        return dims
+
+    def _tensor(self, value: ir.Value, dims: Mapping[str, tuple[Dim, ...]]) -> TensorSpec:
+        kind = short_dtype(value.dtype) or "unknown"
+        kind = FLOAT if kind == self.precision.name else _KINDS.get(kind, kind)
+        return TensorSpec(name=str(value.name), kind=kind, dims=dims[str(value.name)])
+
+    @cached_property
+    def _sha256(self) -> str:
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
+
+
+# -- The file --------------------------------------------------------------------------------------
+
+
+def _loaded(path: Path) -> ir.Model:
+    model = load_graph(path)
+    opset = model.graph.opset_imports.get("", 0)
+    if opset < OLDEST:
+        raise ExportError(
+            f"The file is older than opset {OLDEST}.", got=f"opset {opset}", hint="export it again"
+        )
+    if opset < _CONVERTED_TO or model.functions:
+        proto = ir.to_proto(model)
+        try:
+            if model.functions:
+                proto = onnx.inliner.inline_local_functions(proto)
+            if opset < _CONVERTED_TO:
+                proto = onnx.version_converter.convert_version(proto, _CONVERTED_TO)
+        except Exception as error:  # the converter raises RuntimeError and protobuf's own types
+            raise ExportError(
+                f"The file cannot be converted to opset {_CONVERTED_TO}.",
+                got=f"opset {opset}: {error}",
+                hint="export it again with a newer opset",
+            ) from error
+        model = ir.from_proto(proto)
+    model.ir_version = min(model.ir_version, _NEWEST_IR)
+    return model
+
+
+def _precision_of(model: ir.Model) -> str:
+    """The precision of most weights, or of the inputs where there are none."""
+    counts: dict[str, int] = {}
+    for value in (*model.graph.initializers.values(), *model.graph.inputs):
+        kind = short_dtype(value.dtype)
+        if kind in PRECISIONS:
+            counts[kind] = counts.get(kind, 0) + (value.const_value.size if value.const_value else 1)
+    if not counts:
+        raise ExportError(
+            "The file has no floating-point tensors in fp16, bf16 or fp32.", got=model.graph.name
+        )
+    return max(counts, key=lambda kind: counts[kind])
+
+
+def _named_axes(
+    inputs: Mapping[str, ir.Value], given: Mapping[str, Axis]
+) -> tuple[dict[str, tuple[Dim, ...]], dict[str, Axis]]:
+    """The dimensions of the inputs, and the axes they name."""
+    dims: dict[str, tuple[Dim, ...]] = {}
+    axes: dict[str, Axis] = {}
+    for name, value in inputs.items():
+        if value.shape is None or value.dtype is None:
+            raise ExportError(f"Input {name} has no shape or type.", got=name, hint="onnx.shape_inference")
+        parts: list[Dim] = []
+        for position, size in enumerate(value.shape):
+            if isinstance(size, int):
+                parts.append(size)
+                continue
+            symbol = str(size.value or "").replace(" ", "")
+            names = [part for part in symbol.split("+") if not part.isdigit()]
+            if not names or not all(part.isidentifier() for part in names):
+                symbol = f"{name}_{position}".replace(".", "_").replace("/", "_")
+                names = [symbol]
+            for axis in names:
+                axes.setdefault(axis, given.get(axis, _BATCH if position == 0 else _LENGTH))
+            parts.append(symbol)
+        dims[name] = tuple(parts)
+    unknown = [axis for axis in given if axis not in axes]
+    if unknown:
+        raise SpecError("The file has no such axis.", got=unknown[0], hint=nearest(unknown[0], axes))
+    return dims, axes
+
+
+def _distinct(axes: Mapping[str, Axis]) -> Iterator[tuple[str, dict[str, int]]]:
+    """Two sets of sizes in which every axis and every sum of two axes has a size of its own, if possible."""
+    for start in (0, 1):
+        sizes: dict[str, int] = {}
+        for i, (name, axis) in enumerate(axes.items()):
+            wanted = axis.min + 1 + start + 3 * i
+            sizes[name] = min(max(wanted, axis.min), axis.max)
+        yield f"shape {start}", sizes
+
+
+def _dim(name: str, seen: list[tuple[dict[str, int], int]], axes: Mapping[str, Axis]) -> Dim:
+    found = {size for _, size in seen}
+    for axis in axes:
+        if all(sizes[axis] == size for sizes, size in seen) and axes[axis].is_dynamic:
+            return axis
+    if len(found) == 1:
+        return found.pop()
+    for first in axes:
+        for second in axes:
+            if first != second and all(sizes[first] + sizes[second] == size for sizes, size in seen):
+                return f"{first}+{second}"
+        more = {size - sizes[first] for sizes, size in seen}
+        if len(more) == 1 and min(more) > 0:
+            return f"{first}+{more.pop()}"
+    raise ExportError(
+        f"A size of output {name} is not a sum of axes and numbers.",
+        got="; ".join(f"{size} at {sizes_name(sizes)}" for sizes, size in seen),
+        hint="--axis NAME=N fixes an axis",
+    )
+
+
+# -- Inputs ----------------------------------------------------------------------------------------
+
+
+def _is_float(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+
+
+def _fitted(example: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """An example at another shape: cut, or repeated."""
+    if example.ndim != len(shape):
+        raise ExportError(
+            f"The example of input {name} has another rank.", got=example.shape, hint=str(shape)
+        )
+    for axis, size in enumerate(shape):
+        example = np.take(example, np.arange(size) % max(example.shape[axis], 1), axis)
+    return example
+
+
+def _drawn(value: ir.Value, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """An input from its type and name: normal floats, tokens of the vocabulary, masks with a padded tail."""
+    name, kind = str(value.name).lower(), np.dtype(value.dtype.numpy())  # type: ignore[union-attr]
+    if kind.kind not in "iub":
+        return random.standard_normal(shape)
+    if ("mask" in name and len(shape) == 2) or kind.kind == "b":
+        # Every batch element keeps its first entry; the tails of all but the first are masked.
+        ends = random.integers(1, shape[-1] + 1, size=(*shape[:-1], 1)) if shape else np.array(1)
+        if len(shape) > 1:
+            ends[0] = shape[-1]
+        return np.arange(shape[-1]) < ends if shape else np.array(True)
+    if "position" in name and shape:
+        return np.broadcast_to(np.arange(shape[-1]), shape)
+    return random.integers(0, _largest_index(value) + 1, size=shape)
+
+
+def _largest_index(value: ir.Value) -> int:
+    """The largest index that every table behind this input has; 1 where it indexes none."""
+    pending, sizes = [value], []
+    while pending:
+        for node in pending.pop().consumers():
+            table = node.inputs[0] if node.op_type == "Gather" else None
+            if node.op_type in ("Cast", "Identity", "Unsqueeze", "Squeeze", "Reshape"):
+                pending.append(node.outputs[0])
+            elif table is not None and table.const_value is not None and node.inputs[1] is not table:
+                sizes.append(table.const_value.numpy().shape[int(node.attributes.get_int("axis", 0))])
+    return max(0, min(sizes) - 1) if sizes else 1

@@ -1,0 +1,187 @@
+"""An ONNX file of another origin becomes a bundle without PyTorch, and is validated like any other."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from fresh_python import python
+from onnx import TensorProto, helper
+from torch import nn
+
+import mha_deploy as md
+
+E, H, VOCABULARY = 64, 4, 61
+
+
+class Encoder(nn.Module):
+    """Token embedding and one attention, written by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.qkv, self.out = nn.Embedding(VOCABULARY, E), nn.Linear(E, 3 * E), nn.Linear(E, E)
+
+    def forward(self, input_ids, attention_mask):
+        x = self.words(input_ids)
+        B, S, _ = x.shape
+        q, k, v = (t.reshape(B, S, H, E // H).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-1, -2) * (E // H) ** -0.5
+        scores = scores + (1.0 - attention_mask[:, None, None, :].to(x.dtype)) * -10000.0
+        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, E)
+        return x + self.out(attended)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """The encoder as TorchScript's exporter writes it, in opset 17."""
+    path = tmp_path_factory.mktemp("foreign") / "encoder.onnx"
+    torch.manual_seed(0)
+    ids, mask = torch.randint(0, VOCABULARY, (2, 7)), torch.ones(2, 7, dtype=torch.int64)
+    axes = {0: "batch", 1: "sequence"}
+    torch.onnx.export(
+        Encoder().eval(),
+        (ids, mask),
+        path,
+        input_names=["input_ids", "attention_mask"],
+        output_names=["hidden"],
+        dynamic_axes={name: axes for name in ("input_ids", "attention_mask", "hidden")},
+        opset_version=17,
+        dynamo=False,
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def imported(file, tmp_path_factory):
+    return md.import_onnx(file, tmp_path_factory.mktemp("imported") / "bundle", axes={"sequence": "1:16:40"})
+
+
+def test_attention_is_fused_and_the_graph_is_right_in_fp16(imported):
+    manifest = imported.manifest
+    assert (len(manifest.attention), manifest.spec.attention_count) == (1, 1)
+    assert manifest.precision.name == "fp16"
+    assert [tensor.dims for tensor in manifest.spec.outputs] == [("batch", "sequence", E)]
+    report = md.validate(imported)
+    assert report.passed, report.headline
+    assert "3/3 outputs within budget" in report.headline
+
+
+def test_an_engine_is_built_of_it(imported):
+    pytest.importorskip("tensorrt_rtx")
+    engine = md.build_engine(imported, backend="tensorrt-rtx", targets="89")
+    assert engine.manifest.fused_count == (1, 1)
+
+
+def test_the_inputs_are_tokens_of_the_vocabulary_and_masks(imported):
+    from mha_deploy.bundle.cases import golden_cases
+
+    for case in golden_cases(imported):
+        ids, mask = case.inputs["input_ids"], case.inputs["attention_mask"]
+        assert 0 <= ids.min() <= ids.max() < VOCABULARY
+        assert set(np.unique(mask)) <= {0, 1}
+        assert mask[:, 0].all()
+    assert {tuple(case.sizes.values()) for case in golden_cases(imported)} >= {(1, 1), (2, 16)}
+
+
+def test_the_reference_is_the_file_in_fp64(file, tmp_path):
+    from mha_deploy.bundle.cases import golden_cases
+
+    bundle = md.import_onnx(file, tmp_path / "bundle", precision="fp32", golden=["opt"])
+    (case,) = golden_cases(bundle)
+    torch.manual_seed(0)
+    torch.randint(0, VOCABULARY, (2, 7))
+    weights = {
+        tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(file).graph.initializer
+    }
+    module = Encoder().double()
+    matrices = [array for array in weights.values() if array.shape == (E, 3 * E)]
+    state = {
+        "words.weight": weights["words.weight"],
+        "qkv.bias": weights["qkv.bias"],
+        "out.bias": weights["out.bias"],
+        "qkv.weight": matrices[0].T,
+        "out.weight": next(array for array in weights.values() if array.shape == (E, E)).T,
+    }
+    module.load_state_dict(
+        {name: torch.from_numpy(np.array(array)).double() for name, array in state.items()}
+    )
+    with torch.no_grad():
+        want = module(*(torch.from_numpy(case.inputs[name]) for name in ("input_ids", "attention_mask")))
+    np.testing.assert_allclose(case.oracle["hidden"], want.numpy(), rtol=0, atol=1e-6)
+
+
+def test_no_pytorch_is_needed(file, tmp_path):
+    code = (
+        "import sys, json, mha_deploy as md\n"
+        "bundle = md.import_onnx(sys.argv[1], sys.argv[2], golden=['min'])\n"
+        "print(json.dumps([len(bundle.manifest.attention), 'torch' in sys.modules]))"
+    )
+    done = python(code, str(file), str(tmp_path / "bundle"), blocked=("torch",))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [1, False]
+
+
+def test_a_given_input_is_used(file, tmp_path):
+    from mha_deploy.bundle.cases import golden_cases
+
+    np.save(tmp_path / "ids.npy", np.array([[5, 6, 7]]))
+    bundle = md.import_onnx(
+        file, tmp_path / "bundle", inputs={"input_ids": tmp_path / "ids.npy"}, golden=["opt"]
+    )
+    (case,) = golden_cases(bundle)
+    assert set(np.unique(case.inputs["input_ids"])) == {5, 6, 7}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "bf16"}, "another precision"),
+        ({"axes": {"length": "1:2:3"}}, "no such axis"),
+        ({"inputs": {"ids": np.zeros((1, 1))}}, "no such input"),
+        ({"inputs": {"input_ids": "nowhere.npy"}}, "cannot be read"),
+        ({"golden": ["largest"]}, "No such golden case"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused(file, tmp_path, options, message):
+    with pytest.raises(md.DeployError, match=message):
+        md.import_onnx(file, tmp_path / "bundle", **options)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_size_that_is_a_product_of_axes_is_refused(tmp_path):
+    flat = helper.make_graph(
+        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
+        "flat",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["A", "C"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [helper.make_tensor("shape", TensorProto.INT64, [1], [-1])],
+    )
+    onnx.save(helper.make_model(flat, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "flat.onnx")
+    with pytest.raises(md.DeployError, match="not a sum of axes"):
+        md.import_onnx(tmp_path / "flat.onnx", tmp_path / "bundle")
+
+
+def test_a_file_that_was_made_for_one_size_says_so(tmp_path):
+    fixed = helper.make_graph(
+        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
+        "fixed",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["A", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [helper.make_tensor("shape", TensorProto.INT64, [2], [2, 6])],
+    )
+    onnx.save(helper.make_model(fixed, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "fixed.onnx")
+    with pytest.raises(md.DeployError, match="does not run at these sizes") as caught:
+        md.import_onnx(tmp_path / "fixed.onnx", tmp_path / "bundle")
+    assert "--axis" in caught.value.hint
+    bundle = md.import_onnx(tmp_path / "fixed.onnx", tmp_path / "bundle", axes={"A": "3"})
+    assert [tensor.dims for tensor in bundle.manifest.spec.outputs] == [(2, 6)]
+
+
+@pytest.mark.parametrize("opset", [12, 9])
+def test_an_old_opset_is_refused(file, tmp_path, opset):
+    model = onnx.load(file)
+    model.opset_import[0].version = opset
+    onnx.save(model, tmp_path / "old.onnx")
+    with pytest.raises(md.DeployError, match="older than opset 13"):
+        md.import_onnx(tmp_path / "old.onnx", tmp_path / "bundle")
