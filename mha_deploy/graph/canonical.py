@@ -51,8 +51,16 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
     model = _checked_onnx(path)
     _check_count(model, spec)
     _check_heads(model, spec)
-    _check_strays(model)
-    _check_rotary(model, spec)
+    for node in filter(is_attention, model.graph):
+        for stray in (*_producers(node), *_consumers(node)):
+            if stray.op_type in _STRAY_OPS:
+                raise ExportError(f"There is a stray {stray.op_type} beside attention.", got=stray.name)
+    count, wanted = (
+        sum(is_op(node, "RotaryEmbedding") for node in model.graph),
+        2 if spec.rope is not None else 0,
+    )
+    if count != wanted:
+        raise ExportError(f"{spec.name} must have {wanted} RotaryEmbedding nodes.", got=count)
     _check_cache(model, spec)
     _check_interface(model.graph.inputs, spec.inputs, precision)
     _check_interface(model.graph.outputs, spec.outputs, precision)
@@ -123,21 +131,6 @@ def _check_heads(model: ir.Model, spec: AttentionSpec) -> None:
             got=first.softcap,
             hint=f"wanted {spec.softcap}",
         )
-
-
-def _check_strays(model: ir.Model) -> None:
-    for node in model.graph:
-        if is_attention(node):
-            for stray in (*_producers(node), *_consumers(node)):
-                if stray.op_type in _STRAY_OPS:
-                    raise ExportError(f"There is a stray {stray.op_type} beside attention.", got=stray.name)
-
-
-def _check_rotary(model: ir.Model, spec: AttentionSpec) -> None:
-    count = sum(node.op_type == "RotaryEmbedding" for node in model.graph)
-    wanted = 2 if spec.rope is not None else 0
-    if count != wanted:
-        raise ExportError(f"{spec.name} must have {wanted} RotaryEmbedding nodes.", got=count)
 
 
 def _check_cache(model: ir.Model, spec: AttentionSpec) -> None:

@@ -1,11 +1,10 @@
-"""Small graphs that ask a runtime one question each: how does it treat this mask?
+"""Small graphs that test one property of a runtime each: how does it apply this mask?
 
 Every case is one `Attention` node whose queries, keys, values and mask are graph inputs. All names begin with
-the name of the case, so several cases, lowered or not, can stand side by side in one model: a builder that
-needs seconds for any engine is then asked once.
+the name of the case, so that several cases, lowered or not, can be one model: an engine build takes seconds.
 
-ONNX draws `is_causal` from the upper left corner: query 0 sees key 0 only. Without a past there is no
-attribute for the lower right corner, in which the last query sees the last key. It is written as a mask.
+ONNX aligns `is_causal` to the upper left corner: query 0 attends to key 0 only. Without a past there is no
+attribute for the lower right corner (the last query attends to the last key). It is written as a mask.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.model.precision import Precision
 
 SENTINEL = -1e4
-"""The finite number that many models write for "hidden"."""
+"""The finite bias that many models give to masked keys."""
 
 _OPSET, _IR_VERSION = 23, 11
 _SHORT, _LONG = 40, 72  # on either side of 64, at which most fused kernels cut the keys
@@ -32,9 +31,9 @@ class MaskInput:
     """The mask of a case.
 
     Args:
-        pattern: Which keys it hides: `scattered`, `closed-rows`, `lower-right`, `padding`, `left-padding`.
-        kind: `bool`; or additive, where the number for "hidden" is `-inf` or `sentinel`, and 0 is for "seen";
-            or `bias`, where random numbers stand for "seen" and -inf for "hidden".
+        pattern: Which keys are masked: `scattered`, `closed-rows`, `lower-right`, `padding`, `left-padding`.
+        kind: `bool`; `-inf` or `sentinel`, an additive mask with that number and 0; or `bias`, an additive
+            mask with -inf and random numbers.
         axes: Its axes by name, 1 for one that broadcasts.
     """
 
@@ -44,17 +43,17 @@ class MaskInput:
 
     @property
     def is_bool(self) -> bool:
-        """Whether True means "seen"; numbers are added to the scores."""
+        """Whether the mask is boolean; others are added to the scores."""
         return self.kind == "bool"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One question to a runtime.
+    """One case of the conformance table.
 
     Args:
         name: Short name; every name in its graph begins with it.
-        about: The question, for people.
+        about: What it tests, as text.
         S: Query length.
         T: Key length.
         is_causal: The attribute of the node.
@@ -63,7 +62,7 @@ class Case:
         Hkv: Key/value heads.
         B: Batch.
         D: Head size.
-        diagnostic: Whether it asks what a runtime does by itself, which a lowering may well avoid.
+        diagnostic: Whether it tests a feature of the runtime that a lowering may avoid.
     """
 
     name: str
@@ -91,7 +90,7 @@ class Case:
 
     def tensor(self, role: str) -> str:
         """The name in the graph of `q`, `k`, `v`, `mask` or `y`."""
-        # Not a slash: that is what a lowering puts between an attention and its parts.
+        # Not a slash: a lowering separates an attention and its parts by that.
         return f"{self.name}.{role}"
 
 
@@ -103,7 +102,7 @@ CASES: tuple[Case, ...] = (
     Case(name="causal-tall", about="is_causal, more queries than keys: upper left", T=_SHORT, is_causal=True),
     Case(
         name="lower-right",
-        about="the last query sees the last key, as in decoding: written as a mask",
+        about="the last query attends to the last key, as in decoding: written as a mask",
         S=_SHORT,
         mask=MaskInput(pattern="lower-right", axes="1 1 S T"),
     ),
@@ -121,7 +120,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="sentinel-mask",
-        about="-1e4 for hidden keys",
+        about="-1e4 for masked keys",
         S=_SHORT,
         mask=MaskInput(pattern="scattered", kind="sentinel"),
     ),
@@ -139,31 +138,31 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="closed-rows-bool",
-        about="queries that see no key by a boolean mask: zeros",
+        about="queries fully masked by a boolean mask: zeros",
         S=_SHORT,
         mask=MaskInput(pattern="closed-rows"),
     ),
     Case(
         name="closed-rows-inf",
-        about="queries that see no key by -inf: zeros",
+        about="queries fully masked by -inf: zeros",
         S=_SHORT,
         mask=MaskInput(pattern="closed-rows", kind="-inf"),
     ),
     Case(
         name="closed-rows-sentinel",
-        about="-1e4 for every key of a query: a shift, which softmax takes out again",
+        about="-1e4 for every key of a query: a shift, which softmax cancels",
         S=_SHORT,
         mask=MaskInput(pattern="closed-rows", kind="sentinel"),
     ),
     Case(
         name="padding",
-        about="every batch row has its own number of keys",
+        about="every batch element has its own number of keys",
         S=_SHORT,
         mask=MaskInput(pattern="padding", axes="B 1 S T"),
     ),
     Case(
         name="causal-left-padding",
-        about="is_causal and padding in front: the first queries see no key, zeros",
+        about="is_causal and left padding: the first queries are fully masked, zeros",
         is_causal=True,
         mask=MaskInput(pattern="left-padding", axes="B 1 S T"),
     ),
@@ -175,7 +174,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="broadcast-queries",
-        about="padding mask of one row for all queries",
+        about="padding mask that broadcasts over the queries",
         S=_SHORT,
         mask=MaskInput(pattern="padding", axes="B 1 1 T"),
     ),
@@ -187,13 +186,13 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="causal-broadcast",
-        about="is_causal and a padding mask of one row for all queries",
+        about="is_causal and a padding mask that broadcasts over the queries",
         is_causal=True,
         mask=MaskInput(pattern="padding", axes="B 1 1 T"),
     ),
     Case(
         name="own-causal",
-        about="where the runtime's own is_causal starts when lengths differ; ONNX: upper left",
+        about="the corner of the runtime's own is_causal when lengths differ; ONNX: upper left",
         S=_SHORT,
         is_causal=True,
         diagnostic=True,
@@ -229,10 +228,10 @@ def case_model(case: Case, precision: Precision) -> ir.Model:
 
 
 def combined(models: Sequence[ir.Model]) -> ir.Model:
-    """Several models of cases, as they are or lowered, side by side in one; the given ones are not changed.
+    """Several models of cases, as they are or lowered, as one; the models are not changed.
 
     Raises:
-        DeployError: They share a name, or are written in different operator sets.
+        DeployError: They share a name, or have different operator sets.
     """
     inputs: list[ir.Value] = []
     outputs: list[ir.Value] = []
@@ -240,14 +239,22 @@ def combined(models: Sequence[ir.Model]) -> ir.Model:
     opsets: dict[str, int] = {}
     for model in models:
         graph = model.clone().graph
-        _merge_opsets(opsets, graph.opset_imports)
+        for domain, version in graph.opset_imports.items():
+            if opsets.setdefault(domain, version) != version:
+                raise DeployError(
+                    "Models with different operator sets cannot be combined.",
+                    got=f"{domain or 'onnx'} {opsets[domain]} and {version}",
+                )
         nodes += list(graph)
         inputs += list(graph.inputs)
         outputs += list(graph.outputs)
         graph.inputs.clear()
         graph.outputs.clear()
         graph.remove(list(graph))
-    _refuse_shared_names([*inputs, *(value for node in nodes for value in node.outputs)])
+    values = [*inputs, *(value for node in nodes for value in node.outputs)]
+    shared = [str(name) for name, count in Counter(value.name for value in values).items() if count > 1]
+    if shared:
+        raise DeployError("Models that share names cannot be combined.", got=", ".join(shared))
     return _model("conformance", inputs, outputs, nodes, opsets, min(model.ir_version for model in models))
 
 
@@ -265,20 +272,3 @@ def _model(
 ) -> ir.Model:
     graph = ir.Graph(inputs, outputs, nodes=nodes, opset_imports=opsets, name=name)
     return ir.Model(graph, ir_version=ir_version)
-
-
-def _merge_opsets(opsets: dict[str, int], more: dict[str, int]) -> None:
-    for domain, version in more.items():
-        if opsets.setdefault(domain, version) != version:
-            raise DeployError(
-                "Models in different operator sets cannot stand side by side.",
-                got=f"{domain or 'onnx'} {opsets[domain]} and {version}",
-            )
-
-
-def _refuse_shared_names(values: Sequence[ir.Value]) -> None:
-    shared = [name for name, count in Counter(value.name for value in values).items() if count > 1]
-    if shared:
-        raise DeployError(
-            "Models that share names cannot stand side by side.", got=", ".join(map(str, shared))
-        )

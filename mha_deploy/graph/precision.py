@@ -658,7 +658,7 @@ def _readers(value: ir.Value) -> list[ir.Node]:
     return [use.node for use in value.uses() if not is_op(use.node, *TYPE_BLIND)]
 
 
-# -- Judge one tensor or node by its measured range ------------------------------------------------
+# -- Plan: which nodes stay in float32 -------------------------------------------------------------
 
 # Beyond π, rounding the angle costs more than rounding its sine.
 _ANGLE = math.pi
@@ -677,188 +677,6 @@ class Reason:
     figure: float | None
     text: str
 
-
-class Judge:
-    """Judges a prepared graph.
-
-    Args:
-        graph: The graph.
-        ranges: What was measured on it.
-        margin: How far below FP16's largest number measured ones must stay.
-    """
-
-    def __init__(self, graph: ir.Graph, ranges: Ranges, margin: float) -> None:
-        self._graph, self._ranges, self._margin = graph, ranges, margin
-        self._limit = FP16_MAX / margin
-        self._data = data_values(graph)
-        self._masks = mask_values(graph, self._data)
-
-    # -- tensors -------------------------------------------------------------------------------
-
-    def value(self, value: ir.Value) -> Reason | None:
-        """Why an input or a computed tensor cannot be FP16."""
-        if value.dtype != FLOAT or value.is_initializer():
-            return None
-        seen = self._range(value)
-        size = seen.highest if value in self._masks else seen.largest
-        if size > self._limit:
-            text = f"{value.name} reaches {size:,.6g}, and FP16 ends at {FP16_MAX:,.0f}{self._with_margin()}"
-            return Reason(kind="overflow", figure=size, text=text)
-        if 0 < seen.largest < FLUSHED_BELOW * self._margin and seen.sentinel is None:
-            text = f"{value.name} is {seen.largest:.3g} at most, which FP16 flushes to 0"
-            return Reason(kind="flushed", figure=seen.largest, text=text)
-        return None
-
-    def sentinel(self, value: ir.Value) -> Reason | None:
-        """Why a mask input stays in float32: cast to FP16 by the caller, it would be infinite."""
-        found = self._sentinel_of(value) if value.dtype == FLOAT else None
-        if found is None:
-            return None
-        text = f"it masks with {found:,.6g}, which is clamped to FP16 inside"
-        return Reason(kind="mask", figure=found, text=text)
-
-    def _with_margin(self) -> str:
-        return "" if self._margin == 1 else f" (kept from {self._limit:,.0f} on)"
-
-    def _range(self, value: ir.Value) -> ValueRange:
-        if name_of(value) not in self._ranges.values:
-            raise DeployError(
-                "The ranges were not measured on this graph.",
-                got=value.name,
-                hint="measure_ranges(model, cases)",
-            )
-        return self._ranges.values[name_of(value)]
-
-    def _largest(self, value: ir.Value) -> float:
-        array = constant_of(value)
-        return self._range(value).largest if array is None else range_of(array).largest
-
-    def _sentinel_of(self, value: ir.Value) -> float | None:
-        """The number beyond FP16 that may be clamped, since it is a mask value or a bound."""
-        seen = self._range(value)
-        if seen.sentinel is not None:
-            return seen.sentinel
-        lowest = -seen.largest
-        return lowest if value in self._masks and lowest < -FP16_MAX else None
-
-    # -- nodes ---------------------------------------------------------------------------------
-
-    def node(self, node: ir.Node) -> Reason | None:
-        """Why a node cannot be written in FP16, by the numbers around and inside it."""
-        for _, value in (*float_outputs(node), *float_inputs(node)):
-            reason = self.value(value)
-            if reason is not None:
-                return reason
-        return self._inside(node) or self._divisor(node) or self._constants(node)
-
-    def _inside(self, node: ir.Node) -> Reason | None:
-        figure = self._ranges.inner.get(str(node.name), 0.0)
-        if not figure > self._limit or node.op_type not in WORDS:
-            return None
-        text = f"{WORDS[node.op_type]} {figure:,.6g}, and FP16 ends at {FP16_MAX:,.0f}{self._with_margin()}"
-        return Reason(kind="overflow", figure=figure, text=text)
-
-    def _divisor(self, node: ir.Node) -> Reason | None:
-        position = _DIVIDERS.get(node.op_type)
-        value = None if position is None or node.domain else input_at(node, position)
-        if value is None or value.dtype != FLOAT or value.is_initializer():
-            return None
-        smallest = self._range(value).smallest
-        if smallest is None or smallest >= FLUSHED_BELOW * self._margin:
-            return None
-        text = f"its divisor {value.name} is {smallest:.3g} at least, which FP16 flushes to 0"
-        return Reason(kind="flushed", figure=smallest, text=text)
-
-    def _constants(self, node: ir.Node) -> Reason | None:
-        for position, value in float_inputs(node):
-            array = constant_of(value)
-            if array is None:
-                continue
-            is_bound = value in self._masks or position in _BOUNDS.get(node.op_type, ())
-            beyond, lost = None if is_bound else overflow_of(array), flushed_of(array)
-            if beyond is not None:
-                text = f"its constant {value.name} holds {beyond:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
-                return Reason(kind="overflow", figure=beyond, text=text)
-            if lost is not None:
-                text = f"its constant {value.name} holds {lost:.3g}, which FP16 flushes to 0"
-                return Reason(kind="flushed", figure=lost, text=text)
-        return None
-
-    # -- what follows from nodes ---------------------------------------------------------------
-
-    def exact(self, kept: Iterable[ir.Node]) -> Iterator[tuple[ir.Node, Reason]]:
-        """Positions that become angles or indices, from the integers on."""
-        free = {value for node in self._graph for _, value in float_outputs(node) if value not in self._data}
-        for node in self._graph:
-            value = input_at(node, 0)
-            if value is None or value.dtype != FLOAT:
-                continue
-            to = node.outputs[0].dtype
-            to_integer = is_op(node, "Cast") and to is not None and to.is_integer()
-            if is_op(node, "Sin", "Cos") and self._largest(value) > _ANGLE:
-                what = "an angle"
-            elif value in free and (to_integer or is_op(node, "Floor", "Ceil", "Round", "Mod")):
-                what = "an index"
-            else:
-                continue
-            figure = self._largest(value)
-            text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
-            reason = Reason(kind="exact", figure=figure, text=text)
-            yield node, reason
-            makers = producers_within(value, free) if value in free else filter(None, [value.producer()])
-            yield from ((maker, reason) for maker in makers)
-
-    def guarded(self, kept: dict[ir.Node, Reason]) -> Iterator[tuple[ir.Node, Reason]]:
-        """The nodes between an epsilon that FP16 would flush to 0 and the division that it guards."""
-        for node, reason in list(kept.items()):
-            if reason.kind == "flushed" and is_op(node, "Add", "Max", "Clip"):
-                yield from ((each, reason) for each in _guarded_by(node))
-
-    def masks_of(self, kept: dict[ir.Node, Reason]) -> Iterator[tuple[ir.Node, Reason]]:
-        """The masks of attentions in float32: scores beyond FP16 are not masked by a number within it."""
-        for node in [node for node in kept if is_attention(node)]:
-            mask = input_at(node, MASK)
-            if mask is None or mask.dtype != FLOAT or mask.is_initializer():
-                continue
-            sentinel = self._sentinel_of(mask)
-            if sentinel is not None:
-                text = f"it computes the mask of {node.name}, whose scores need {sentinel:,.6g}"
-                reason = Reason(kind="mask", figure=sentinel, text=text)
-                yield from ((maker, reason) for maker in producers_within(mask, self._masks))
-
-    # -- sentinels -----------------------------------------------------------------------------
-
-    def clamped_constant(self, value: ir.Value) -> Iterator[Clamped]:
-        """The clamped numbers of a constant that a node in FP16 reads."""
-        array = constant_of(value)
-        found = None if array is None else clamped_of(array)
-        if found is not None:
-            yield self._clamp(value, found)
-
-    def clamped_value(self, value: ir.Value) -> Iterator[Clamped]:
-        """The clamped sentinels of a float32 value that nodes in FP16 read."""
-        found = self._sentinel_of(value)
-        if found is not None:
-            yield self._clamp(value, found)
-
-    def _clamp(self, value: ir.Value, found: float) -> Clamped:
-        reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
-        written = float(np.copysign(FP16_MAX, found))
-        return Clamped(name=name_of(value), found=found, written=written, reason=reason)
-
-
-def _guarded_by(node: ir.Node) -> Iterator[ir.Node]:
-    pending = [node]
-    while pending:
-        for use in pending.pop().outputs[0].uses():
-            if is_op(use.node, *_TO_DIVISION):
-                pending.append(use.node)
-                yield use.node
-            elif is_op(use.node, *_DIVIDERS, "Pow"):
-                yield use.node
-
-
-# -- Plan: which nodes stay in float32 -------------------------------------------------------------
 
 MARGIN = 4.0
 """How far below FP16's largest number measured ones must stay: other inputs may have larger ones."""
@@ -884,57 +702,139 @@ def plan_precision(
         raise DeployError("Attention is kept in fp32 or bf16.", got=wide, hint=nearest(wide, WIDE))
     if not 1.0 <= margin <= FP16_MAX:
         raise DeployError("The margin is a factor of 1 or more.", got=margin)
-    work = prepared(model)
-    return _Planner(work, ranges, margin, wide).plan()
+    return _Planner(prepared(model), ranges, margin).plan(wide)
 
 
 class _Planner:
-    """The steps to one plan."""
+    """Judges the tensors and nodes of a prepared graph by their measured ranges."""
 
-    def __init__(self, work: ir.Model, ranges: Ranges, margin: float, wide: str) -> None:
-        self._graph, self._margin, self._wide = work.graph, margin, wide
+    def __init__(self, work: ir.Model, ranges: Ranges, margin: float) -> None:
+        self._graph, self._ranges, self._margin = work.graph, ranges, margin
         self._slots = Slots(work.opset_imports)
-        self._judge = Judge(work.graph, ranges, margin)
+        self._limit = FP16_MAX / margin
+        self._end = f"and FP16 ends at {FP16_MAX:,.0f}"
+        if margin != 1:
+            self._end += f" (kept from {self._limit:,.0f} on)"
+        self._data = data_values(work.graph)
+        self._masks = mask_values(work.graph, self._data)
         self._kept: dict[ir.Node, Reason] = {}
 
-    def plan(self) -> PrecisionPlan:
+    def plan(self, wide: str) -> PrecisionPlan:
         """Find the nodes, then what follows for inputs, outputs and constants."""
         nodes = [node for node in self._graph if _computes(node)]
         for node in nodes:
-            reason = self._judge.node(node) or self._without_fp16(node)
+            reason = self._node(node)
             if reason is not None:
                 self._kept[node] = reason
-        for finds in (self._judge.exact, self._judge.guarded, self._judge.masks_of):
-            for node, reason in finds(self._kept):
+        for finds in (self._exact, self._guarded, self._masks_of_attentions):
+            for node, reason in finds():
                 self._kept.setdefault(node, reason)
-        inputs = tuple(self._inputs())
+        inputs = tuple(self._tensors(self._graph.inputs))
         float32_inputs = {each.name for each in inputs}
         for node in enclosed_nodes(self._graph, set(self._kept), float32_inputs):
-            self._kept[node] = Reason(
-                kind="between", figure=None, text="it is between nodes in float32, and would only add Casts"
+            text = "it is between nodes in float32, and would only add Casts"
+            self._kept[node] = Reason(kind="between", figure=None, text=text)
+        kept = [
+            KeptNode(
+                name=str(node.name),
+                op_type=node.op_type,
+                precision=wide if is_attention(node) else "fp32",
+                kind=self._kept[node].kind,
+                figure=self._kept[node].figure,
+                reason=self._kept[node].text,
             )
+            for node in nodes
+            if node in self._kept
+        ]
+        results = [value for value in dict.fromkeys(self._graph.outputs) if value.producer() is not None]
         return PrecisionPlan(
-            kept=tuple(self._record(node) for node in nodes if node in self._kept),
+            kept=tuple(kept),
             inputs=inputs,
-            outputs=tuple(self._outputs()),
+            outputs=tuple(self._tensors(results)),
             clamped=tuple(self._clamped(float32_inputs)),
             nodes=len(nodes),
             attentions=sum(is_attention(node) for node in nodes),
             margin=self._margin,
         )
 
-    def _record(self, node: ir.Node) -> KeptNode:
-        reason = self._kept[node]
-        return KeptNode(
-            name=str(node.name),
-            op_type=node.op_type,
-            precision=self._wide if is_attention(node) else "fp32",
-            kind=reason.kind,
-            figure=reason.figure,
-            reason=reason.text,
-        )
+    # -- tensors -------------------------------------------------------------------------------
 
-    def _without_fp16(self, node: ir.Node) -> Reason | None:
+    def _tensors(self, values: Iterable[ir.Value]) -> Iterator[KeptTensor]:
+        """The graph inputs or outputs that stay in float32."""
+        for value in values:
+            reason = self._value(value)
+            sentinel = self._sentinel(value) if value.is_graph_input() and value.dtype == FLOAT else None
+            if reason is None and sentinel is not None:
+                # Cast to FP16 by the caller, it would be infinite.
+                text = f"it masks with {sentinel:,.6g}, which is clamped to FP16 inside"
+                reason = Reason(kind="mask", figure=sentinel, text=text)
+            if reason is not None and reason.figure is not None:
+                yield KeptTensor(name=name_of(value), figure=reason.figure, reason=reason.text)
+
+    def _value(self, value: ir.Value) -> Reason | None:
+        """Why an input or a computed tensor cannot be FP16."""
+        if value.dtype != FLOAT or value.is_initializer():
+            return None
+        measured = self._range(value)
+        size = measured.highest if value in self._masks else measured.largest
+        if size > self._limit:
+            return Reason(kind="overflow", figure=size, text=f"{value.name} reaches {size:,.6g}, {self._end}")
+        if 0 < measured.largest < FLUSHED_BELOW * self._margin and measured.sentinel is None:
+            text = f"{value.name} is {measured.largest:.3g} at most, which FP16 flushes to 0"
+            return Reason(kind="flushed", figure=measured.largest, text=text)
+        return None
+
+    def _range(self, value: ir.Value) -> ValueRange:
+        if name_of(value) not in self._ranges.values:
+            raise DeployError(
+                "The ranges were not measured on this graph.",
+                got=value.name,
+                hint="measure_ranges(model, cases)",
+            )
+        return self._ranges.values[name_of(value)]
+
+    def _sentinel(self, value: ir.Value) -> float | None:
+        """The number beyond FP16 that may be clamped, since it is a mask value or a bound."""
+        measured = self._range(value)
+        if measured.sentinel is not None:
+            return measured.sentinel
+        lowest = -measured.largest
+        return lowest if value in self._masks and lowest < -FP16_MAX else None
+
+    def _clamped(self, float32_inputs: set[str]) -> Iterator[Clamped]:
+        """Constants that nodes in FP16 read, and float32 values with sentinels that they read."""
+        found: dict[ir.Value, float | None] = {}
+        for value in self._graph.initializers.values():
+            if value.dtype == FLOAT and any(use.node not in self._kept for use in value.uses()):
+                array = constant_of(value)
+                found[value] = None if array is None else clamped_of(array)
+        for node in self._graph:
+            if node in self._kept or node.op_type == "ConstantOfShape":
+                found |= {value: self._sentinel(value) for _, value in float_outputs(node)}
+        found |= {
+            value: self._sentinel(value) for value in self._graph.inputs if value.name in float32_inputs
+        }
+        for value, number in found.items():
+            if number is not None:
+                reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
+                written = float(np.copysign(FP16_MAX, number))
+                yield Clamped(name=name_of(value), found=number, written=written, reason=reason)
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    def _node(self, node: ir.Node) -> Reason | None:
+        """Why a node cannot be written in FP16, by the numbers around and inside it."""
+        for _, value in (*float_outputs(node), *float_inputs(node)):
+            reason = self._value(value)
+            if reason is not None:
+                return reason
+        figure = self._ranges.inner.get(str(node.name), 0.0)
+        if figure > self._limit and node.op_type in WORDS:
+            text = f"{WORDS[node.op_type]} {figure:,.6g}, {self._end}"
+            return Reason(kind="overflow", figure=figure, text=text)
+        reason = self._divisor(node) or self._constants(node)
+        if reason is not None:
+            return reason
         half = ir.DataType.FLOAT16
         types = [self._slots.type_of(node, "inputs", at, half) for at, _ in float_inputs(node)]
         types += [self._slots.type_of(node, "outputs", at, half) for at, _ in float_outputs(node)]
@@ -942,32 +842,79 @@ class _Planner:
             return None
         return Reason(kind="operator", figure=None, text=f"{node.op_type} is not known to take FP16")
 
-    def _inputs(self) -> Iterator[KeptTensor]:
-        for value in self._graph.inputs:
-            reason = self._judge.value(value) or self._judge.sentinel(value)
-            if value.dtype == FLOAT and reason is not None and reason.figure is not None:
-                yield KeptTensor(name=name_of(value), figure=reason.figure, reason=reason.text)
+    def _divisor(self, node: ir.Node) -> Reason | None:
+        position = _DIVIDERS.get(node.op_type)
+        value = None if position is None or node.domain else input_at(node, position)
+        if value is None or value.dtype != FLOAT or value.is_initializer():
+            return None
+        smallest = self._range(value).smallest
+        if smallest is None or smallest >= FLUSHED_BELOW * self._margin:
+            return None
+        text = f"its divisor {value.name} is as small as {smallest:.3g}, which FP16 flushes to 0"
+        return Reason(kind="flushed", figure=smallest, text=text)
 
-    def _outputs(self) -> Iterator[KeptTensor]:
-        for value in dict.fromkeys(self._graph.outputs):
-            if value.dtype != FLOAT or value.producer() is None:
+    def _constants(self, node: ir.Node) -> Reason | None:
+        for position, value in float_inputs(node):
+            array = constant_of(value)
+            if array is None:
                 continue
-            reason = self._judge.value(value)
-            if reason is not None and reason.figure is not None:
-                yield KeptTensor(name=name_of(value), figure=reason.figure, reason=reason.text)
+            is_bound = value in self._masks or position in _BOUNDS.get(node.op_type, ())
+            beyond, lost = None if is_bound else overflow_of(array), flushed_of(array)
+            if beyond is not None:
+                text = f"its constant {value.name} holds {beyond:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
+                return Reason(kind="overflow", figure=beyond, text=text)
+            if lost is not None:
+                text = f"its constant {value.name} holds {lost:.3g}, which FP16 flushes to 0"
+                return Reason(kind="flushed", figure=lost, text=text)
+        return None
 
-    def _clamped(self, float32_inputs: set[str]) -> Iterator[Clamped]:
-        """Constants that nodes in FP16 read, and float32 values with sentinels that they read."""
-        for value in self._graph.initializers.values():
-            if value.dtype == FLOAT and any(use.node not in self._kept for use in value.uses()):
-                yield from self._judge.clamped_constant(value)
+    # -- nodes that follow from others ---------------------------------------------------------
+
+    def _exact(self) -> Iterator[tuple[ir.Node, Reason]]:
+        """Positions that become angles or indices, from the integers on."""
+        free = {value for node in self._graph for _, value in float_outputs(node) if value not in self._data}
         for node in self._graph:
-            for _, value in float_outputs(node):
-                if node in self._kept or node.op_type == "ConstantOfShape":
-                    yield from self._judge.clamped_value(value)
-        for value in self._graph.inputs:
-            if value.name in float32_inputs:
-                yield from self._judge.clamped_value(value)
+            value = input_at(node, 0)
+            if value is None or value.dtype != FLOAT:
+                continue
+            to = node.outputs[0].dtype
+            to_integer = is_op(node, "Cast") and to is not None and to.is_integer()
+            to_index = value in free and (to_integer or is_op(node, "Floor", "Ceil", "Round", "Mod"))
+            if not to_index and not is_op(node, "Sin", "Cos"):
+                continue
+            array = constant_of(value)
+            figure = (self._range(value) if array is None else range_of(array)).largest
+            if not to_index and figure <= _ANGLE:
+                continue
+            what = "an index" if to_index else "an angle"
+            text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
+            reason = Reason(kind="exact", figure=figure, text=text)
+            yield node, reason
+            makers = producers_within(value, free) if value in free else filter(None, [value.producer()])
+            yield from ((maker, reason) for maker in makers)
+
+    def _guarded(self) -> Iterator[tuple[ir.Node, Reason]]:
+        """The nodes between an epsilon that FP16 would flush to 0 and the division that it guards."""
+        for node, reason in list(self._kept.items()):
+            pending = [node] if reason.kind == "flushed" and is_op(node, "Add", "Max", "Clip") else []
+            while pending:
+                for use in pending.pop().outputs[0].uses():
+                    if is_op(use.node, *_TO_DIVISION):
+                        pending.append(use.node)
+                    if is_op(use.node, *_TO_DIVISION, *_DIVIDERS, "Pow"):
+                        yield use.node, reason
+
+    def _masks_of_attentions(self) -> Iterator[tuple[ir.Node, Reason]]:
+        """The masks of attentions in float32: scores beyond FP16 are not masked by a number within it."""
+        for node in [node for node in self._kept if is_attention(node)]:
+            mask = input_at(node, MASK)
+            if mask is None or mask.dtype != FLOAT or mask.is_initializer():
+                continue
+            sentinel = self._sentinel(mask)
+            if sentinel is not None:
+                text = f"it computes the mask of {node.name}, whose scores need {sentinel:,.6g}"
+                reason = Reason(kind="mask", figure=sentinel, text=text)
+                yield from ((maker, reason) for maker in producers_within(mask, self._masks))
 
 
 def _computes(node: ir.Node) -> bool:
@@ -975,7 +922,7 @@ def _computes(node: ir.Node) -> bool:
     return any(True for _ in float_inputs(node)) or any(True for _ in float_outputs(node))
 
 
-# -- Write the graph ----------------------------------------------------------------------------------
+# -- Write the graph -------------------------------------------------------------------------------
 
 HALF = ir.DataType.FLOAT16
 _TYPES = {"fp32": FLOAT, "bf16": ir.DataType.BFLOAT16}
@@ -1028,7 +975,10 @@ class _Writer:
             if value.dtype == FLOAT:
                 _set_type(value, FLOAT if value.name in self._float32_inputs else HALF)
         for node in nodes:
-            self._type_results(node)
+            for position, value in list(float_outputs(node)):
+                dtype = self._slots.type_of(node, "outputs", position, self._type_of(node))
+                _set_type(value, dtype)
+                _fix_attributes(node, dtype)
         for node, position, value in reads:
             wanted = self._slots.type_of(node, "inputs", position, self._type_of(node))
             node.replace_input_with(position, self._as(value, wanted))
@@ -1040,12 +990,6 @@ class _Writer:
 
     def _type_of(self, node: ir.Node) -> ir.DataType:
         return self._kept.get(str(node.name), HALF)
-
-    def _type_results(self, node: ir.Node) -> None:
-        for position, value in list(float_outputs(node)):
-            dtype = self._slots.type_of(node, "outputs", position, self._type_of(node))
-            _set_type(value, dtype)
-            _fix_attributes(node, dtype)
 
     # -- values in another type ----------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,12 +112,8 @@ def _show(attention: ir.Node, value: ir.Value, name: str) -> ir.Value:
 
 
 def _lowest_constant(value: ir.Value | None) -> float | None:
-    finite = [array[np.isfinite(array)] for array in _float_constants_behind(value)]
-    return min((float(array.min()) for array in finite if array.size), default=None)
-
-
-def _float_constants_behind(value: ir.Value | None) -> Iterator[np.ndarray]:
-    """Every floating-point constant that a value is computed from, in float64."""
+    """The lowest finite number of the floating-point constants that a value is computed from."""
+    found: list[float] = []
     pending, seen = [value], set[int]()
     while pending:
         value = pending.pop()
@@ -126,6 +122,8 @@ def _float_constants_behind(value: ir.Value | None) -> Iterator[np.ndarray]:
         seen.add(id(value))
         tensor, node = constant(value), value.producer()
         if tensor is not None and tensor.dtype.is_floating_point():
-            yield tensor.numpy().astype(np.float64)
+            array = tensor.numpy().astype(np.float64)
+            found += [float(array.min(initial=np.inf, where=np.isfinite(array)))]
         if node is not None:
             pending.extend(node.inputs)
+    return min((number for number in found if number < np.inf), default=None)

@@ -26,27 +26,21 @@ def rms_norm_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     attributes = call.node.attributes
     wide = ir.DataType(attributes.get_int("stash_type", int(ir.DataType.FLOAT)))
     data = b.cast(x, wide)
-    mean = b.op(
-        "ReduceMean", b.op("Mul", data, data), b.ints(*_axes(call, x)), keepdims=1, name="mean_square"
-    )
+    # From `axis` to the last one, counted from the end; a negative axis needs no rank.
+    axis = attributes.get_int("axis", -1)
+    if axis >= 0:
+        if x.shape is None:
+            got, hint = f"axis {axis}", "state the shape of x"
+            raise call.refuse("normalisation of unknown rank", got=got, hint=hint)
+        axis -= len(x.shape)
+    axes = b.ints(*range(axis, 0))
+    mean = b.op("ReduceMean", b.op("Mul", data, data), axes, keepdims=1, name="mean_square")
     epsilon = b.constant(attributes.get_float("epsilon", 1e-5), wide)
     normal = b.op("Div", data, b.op("Sqrt", b.op("Add", mean, epsilon)), name="normalised")
     normal.dtype = wide
     rounded = b.cast(normal, x.dtype)
     rounded.dtype = x.dtype
     return b.op("Mul", b.cast(rounded, scale.dtype), scale, name="rms_norm")
-
-
-def _axes(call: OperatorCall, x: ir.Value) -> range:
-    """From `axis` to the last one, counted from the end; a negative axis needs no rank."""
-    axis = call.node.attributes.get_int("axis", -1)
-    if axis >= 0:
-        if x.shape is None:
-            raise call.refuse(
-                "normalisation of unknown rank", got=f"axis {axis}", hint="state the shape of x"
-            )
-        axis -= len(x.shape)
-    return range(axis, 0)
 
 
 # -- RotaryEmbedding in primitive operators, and as ONNX Runtime's own -----------------------------
@@ -84,17 +78,34 @@ class Rotary:
 def rotary_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     """Write a RotaryEmbedding with elementwise multiplications and additions."""
     rotary = _read(call)
-    x = rotary.x if rotary.rank == 4 else b.reshape(rotary.x, 0, 0, rotary.heads, rotary.size)
-    cos, sin = (_table(b, rotary, table) for table in (rotary.cos, rotary.sin))
-    one, other, rest = _pairs(b, rotary, x)
-    rotated = (
+    R, D = rotary.rotated, rotary.size
+    x = rotary.x if rotary.rank == 4 else b.reshape(rotary.x, 0, 0, rotary.heads, D)
+    tables = []
+    for table in (rotary.cos, rotary.sin):
+        if rotary.positions is not None:
+            table = b.op("Gather", table, rotary.positions, axis=0, name="angles")
+        tables.append(b.unsqueeze(table, 1 if rotary.rank == 4 else 2))  # an axis of size 1 for the heads
+    cos, sin = tables
+    rest: list[ir.Value] = []  # the elements that are not rotated
+    if rotary.interleaved:
+        slices = [(0, R, 2), (1, R, 2), *([(R, D, 1)] if D > R else [])]
+        one, other, *rest = (
+            b.op("Slice", x, b.ints(start), b.ints(end), b.ints(3), b.ints(step))
+            for start, end, step in slices
+        )
+    else:
+        sizes = (R // 2, R // 2, D - R) if D > R else (R // 2, R // 2)
+        one, other, *rest = b.node("Split", [x, b.ints(*sizes)], outputs=len(sizes), attributes={"axis": 3})
+    rotated = [
         b.op("Sub", b.op("Mul", one, cos), b.op("Mul", other, sin)),
         b.op("Add", b.op("Mul", one, sin), b.op("Mul", other, cos)),
-    )
-    parts = [_interleave(b, rotary, *rotated)] if rotary.interleaved else [*rotated]
-    parts += [] if rest is None else [rest]
+    ]
+    if rotary.interleaved:
+        pairs = b.op("Concat", *(b.unsqueeze(each, 4) for each in rotated), axis=4)
+        rotated = [b.reshape(pairs, 0, 0, 0, R, name="interleaved")]
+    parts = [*rotated, *rest]
     y = parts[0] if len(parts) == 1 else b.op("Concat", *parts, axis=3, name="turned")
-    return y if rotary.rank == 4 else b.reshape(y, 0, 0, rotary.heads * rotary.size, name="merged")
+    return y if rotary.rank == 4 else b.reshape(y, 0, 0, rotary.heads * D, name="merged")
 
 
 def rotary_to_contrib(call: OperatorCall, b: NodeBuilder) -> ir.Value:
@@ -102,8 +113,14 @@ def rotary_to_contrib(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     rotary = _read(call)
     cos, sin, positions = rotary.cos, rotary.sin, rotary.positions
     if positions is None:
+        # The tables are [B, S, ·]: their rows in order.
         cos, sin = (b.reshape(table, -1, rotary.rotated // 2) for table in (cos, sin))
-        positions = _rows_in_order(b, rotary)
+        B, S = b.size(rotary.x, 0), b.size(rotary.x, 2 if rotary.rank == 4 else 1)
+        if isinstance(B, int) and isinstance(S, int):
+            positions = b.reshape(b.ints(*range(B * S)), B, S)
+        else:
+            tokens = b.op("Mul", b.as_tensor(B), b.as_tensor(S), name="tokens")
+            positions = b.reshape(b.count_up(tokens), B, S, name="rows")
     attributes = {
         "interleaved": int(rotary.interleaved),
         "num_heads": rotary.heads,
@@ -138,42 +155,6 @@ def _read(call: OperatorCall) -> Rotary:
         rotated=rotated,
         interleaved=call.node.attributes.get_int("interleaved", 0) == 1,
     )
-
-
-def _table(b: NodeBuilder, rotary: Rotary, table: ir.Value) -> ir.Value:
-    """The cosines or sines of each token, with an axis of one where x has its heads."""
-    if rotary.positions is not None:
-        table = b.op("Gather", table, rotary.positions, axis=0, name="angles")
-    return b.unsqueeze(table, 1 if rotary.rank == 4 else 2)
-
-
-def _pairs(b: NodeBuilder, rotary: Rotary, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-    """First and second element of each pair, and the elements that are not rotated."""
-    half, rest = rotary.rotated // 2, rotary.size - rotary.rotated
-    if not rotary.interleaved:
-        sizes = (half, half, rest) if rest else (half, half)
-        parts = b.node("Split", [x, b.ints(*sizes)], outputs=len(sizes), attributes={"axis": 3})
-        return parts[0], parts[1], parts[2] if rest else None
-    one, other = (_every(b, x, start, rotary.rotated, 2) for start in (0, 1))
-    return one, other, _every(b, x, rotary.rotated, rotary.size, 1) if rest else None
-
-
-def _every(b: NodeBuilder, x: ir.Value, start: int, end: int, step: int) -> ir.Value:
-    return b.op("Slice", x, b.ints(start), b.ints(end), b.ints(3), b.ints(step))
-
-
-def _interleave(b: NodeBuilder, rotary: Rotary, one: ir.Value, other: ir.Value) -> ir.Value:
-    pairs = b.op("Concat", b.unsqueeze(one, 4), b.unsqueeze(other, 4), axis=4)
-    return b.reshape(pairs, 0, 0, 0, rotary.rotated, name="interleaved")
-
-
-def _rows_in_order(b: NodeBuilder, rotary: Rotary) -> ir.Value:
-    """`[B, S]`, counting all tokens: the row indices of a table that was `[B, S, ·]`."""
-    B, S = b.size(rotary.x, 0), b.size(rotary.x, 2 if rotary.rank == 4 else 1)
-    if isinstance(B, int) and isinstance(S, int):
-        return b.reshape(b.ints(*range(B * S)), B, S)
-    tokens = b.op("Mul", b.as_tensor(B), b.as_tensor(S), name="tokens")
-    return b.reshape(b.count_up(tokens), B, S, name="rows")
 
 
 # -- TensorScatter, the update of a preallocated KV cache ------------------------------------------
@@ -226,7 +207,10 @@ def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     if starts is not None:
         slots = b.op("Add", slots, b.reshape(starts, -1, *[1] * (axis + 1)), name="slot")
     if _is_circular(call.node):
-        slots = _wrap(b, slots, b.as_tensor(b.size(cache, axis)))
+        # The remainder, by an integer division: Mod is not in every parser.
+        length = b.as_tensor(b.size(cache, axis))
+        whole = b.op("Mul", b.op("Div", slots, length), length)
+        slots = b.op("Sub", slots, whole, name="wrapped")
     # One index for each axis up to the sequence; whole head vectors follow, so there are few indices.
     lead = b.shape_of(*(b.size(update, at) for at in range(axis + 1)), 1)
     planes = [*(_along(b, update, at, axis) for at in range(axis)), slots]
@@ -237,11 +221,6 @@ def scatter_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
 def _along(b: NodeBuilder, update: ir.Value, at: int, axis: int) -> ir.Value:
     """0, 1, 2 … along one axis of the indices, which have one axis more than the leading ones."""
     return b.reshape(b.count_up(b.size(update, at)), *(-1 if i == at else 1 for i in range(axis + 2)))
-
-
-def _wrap(b: NodeBuilder, index: ir.Value, length: ir.Value) -> ir.Value:
-    """The remainder, by an integer division: Mod is not in every parser."""
-    return b.op("Sub", index, b.op("Mul", b.op("Div", index, length), length), name="wrapped")
 
 
 def _is_circular(node: ir.Node) -> bool:

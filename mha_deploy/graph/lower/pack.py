@@ -91,7 +91,7 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
             seen.add(matmul)
             if projection is not None:
                 groups.setdefault((projection.x, matmul.graph), []).append(projection)
-    return [group for group in groups.values() if len(group) > 1 and _same_type(group)]
+    return [group for group in groups.values() if len(group) > 1 and len(_types(group)) == 1]
 
 
 def matmuls_behind(value: ir.Value) -> Iterator[ir.Node]:
@@ -108,9 +108,8 @@ def matmuls_behind(value: ir.Value) -> Iterator[ir.Node]:
             pending += [x for x in node.inputs if x is not None]
 
 
-def _same_type(group: list[Projection]) -> bool:
-    constants = [value for projection in group for value in (projection.weight, projection.bias)]
-    return len({value.dtype for value in constants if value is not None}) == 1
+def _types(group: list[Projection]) -> set[ir.DataType | None]:
+    return {each.dtype for p in group for each in (p.weight, p.bias) if each is not None}
 
 
 def _pack(group: list[Projection], attention: ir.Node) -> None:

@@ -26,7 +26,7 @@ from mha_deploy.graph.lower.call import (
     query_length,
     split_inputs,
 )
-from mha_deploy.graph.lower.masks import Mask, attending_queries, bias_of, read_mask, zero_masked_queries
+from mha_deploy.graph.lower.masks import attending_queries, bias_of, read_mask, zero_masked_queries
 from mha_deploy.graph.lower.operators import keep_scatter
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES, PrimitivesOptions, lower_to_primitives
 
@@ -99,13 +99,27 @@ def _needs_change(call: AttentionCall, options: TrtOptions) -> bool:
 
 
 def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> dict[int, ir.Value]:
-    heads = split_inputs(b, call)
-    causal = _stays_causal(call, options)
+    """The Attention node with 4-D inputs, one output and at most one mask.
+
+    The mask is additive, which the fused kernel takes; a boolean one costs small kernels before it. The
+    precision of the softmax is left to TensorRT, which computes it in FP32.
+    """
+    attention, heads = call.attention, split_inputs(b, call)
+    # `is_causal` alone means the same in TensorRT where the diagonal starts at the first key.
+    cached = attention.has_past or attention.has_nonpad_kv_seqlen
+    alone = attention.mask == "none" and not cached and not attention.has_window
+    causal = attention.is_causal and alone and (call.is_square or not options.explicit_causal)
     mask = None if causal else read_mask(b, call, query_length(b, call), key_length(b, call))
     rows = attending_queries(b, call, mask)
-    y = zero_masked_queries(b, call, rows, _attention(b, call, heads, mask, causal))
+    tensors = [*_same_head_size(b, call, heads)]
+    if mask is not None:
+        tensors.append(bias_of(b, call, mask))
+    y = b.op("Attention", *tensors, name=b.prefix, scale=call.scale, is_causal=1 if causal else None)
+    if call.Dv < call.D:
+        y = b.op("Slice", y, b.ints(0), b.ints(call.Dv), b.ints(3), name="unpadded")
+    y = zero_masked_queries(b, call, rows, y)
     outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
-    return outputs if not call.attention.has_qk_output else outputs | _scores_beside(call, b)
+    return outputs if not attention.has_qk_output else outputs | _scores_beside(call, b)
 
 
 def _scores_beside(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
@@ -118,33 +132,6 @@ def _scores_beside(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     written = lower_to_primitives(call, side, PrimitivesOptions(opset=None))
     b.nodes += side.live_nodes([written[QK_OUTPUT]])
     return {QK_OUTPUT: written[QK_OUTPUT]}
-
-
-def _stays_causal(call: AttentionCall, options: TrtOptions) -> bool:
-    """Whether `is_causal` alone means the same in TensorRT: the diagonal starts at the first key."""
-    attention = call.attention
-    alone = attention.mask == "none" and not (
-        attention.has_past or attention.has_nonpad_kv_seqlen or attention.has_window
-    )
-    return attention.is_causal and alone and (call.is_square or not options.explicit_causal)
-
-
-def _attention(
-    b: NodeBuilder, call: AttentionCall, heads: Heads, mask: Mask | None, causal: bool
-) -> ir.Value:
-    """The Attention node itself: 4-D, one output, at most one mask.
-
-    The mask is additive, which the fused kernel takes; a boolean one costs small kernels before it. The
-    precision of the softmax is left to TensorRT, which computes it in FP32.
-    """
-    tensors = [*_same_head_size(b, call, heads)]
-    if mask is not None:
-        tensors.append(bias_of(b, call, mask))
-    attributes = {"scale": call.scale, "is_causal": 1 if causal else None}
-    y = b.op("Attention", *tensors, name=b.prefix, **attributes)
-    if call.Dv < call.D:
-        y = b.op("Slice", y, b.ints(0), b.ints(call.Dv), b.ints(3), name="unpadded")
-    return y
 
 
 def _same_head_size(b: NodeBuilder, call: AttentionCall, heads: Heads) -> Heads:
