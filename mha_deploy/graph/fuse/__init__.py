@@ -9,6 +9,7 @@ Attention that is no candidate is counted as well (`leftover`): a report is abou
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -42,7 +43,7 @@ from mha_deploy.graph.fuse.values import (
 )
 from mha_deploy.graph.fuse.verify import Boundary, compare, cut_out, mask_stops
 from mha_deploy.graph.fuse.write import write_attention
-from mha_deploy.graph.ir import NodeBuilder, free_prefix, infer_shapes, names_in
+from mha_deploy.graph.ir import NodeBuilder, infer_shapes, names_in
 
 __all__ = [
     "FuseReport",
@@ -139,7 +140,8 @@ class _Fusion:
 
     def __init__(self, model: ir.Model, failed: Mapping[int, str], checks: dict[str, _Check] | None) -> None:
         self._model, self._failed, self._checks = model, failed, checks
-        self._taken = names_in(model)
+        # Every beginning of a name before a slash: new names must not begin like others.
+        self._taken = {name[: at.start()] for name in names_in(model) for at in re.finditer("/", name)}
         self._masks = Masks()
         self._fused: list[FusedAttention] = []
         self._unfused: dict[ir.Node, UnfusedSoftmax] = {}
@@ -206,11 +208,11 @@ class _Fusion:
             if failed is not None:
                 self._note(name, [f"left as it was. {failed}"])
             else:
-                self._note(name, repair_rotary(node, NodeBuilder(free_prefix(name, self._taken))))
+                self._note(name, repair_rotary(node, NodeBuilder(self._free(name))))
 
     def _fuse(self, softmax: Normalisation) -> None:
         pattern = _read(softmax)
-        builder = NodeBuilder(free_prefix(module_of(softmax.node), self._taken))
+        builder = NodeBuilder(self._free(module_of(softmax.node)))
         record = _record(pattern, builder.prefix)
         if self._checks is None:
             write_attention(pattern, builder, self._masks)
@@ -230,7 +232,7 @@ class _Fusion:
             _Differs: It was written, and differs.
         """
         border = _boundary(pattern)
-        old = cut_out(pattern.last.outputs[0], border)
+        old = cut_out(pattern.last.outputs[0], border, checks)
         known = checks.get(old.key)
         if known is not None and known.reason is not None:
             raise NotFused(known.reason)
@@ -257,10 +259,19 @@ class _Fusion:
         if failed is not None:
             self._note(node.name, [f"left as it was. {failed}"])
         else:
-            builder = NodeBuilder(free_prefix(name, self._taken))
+            builder = NodeBuilder(self._free(name))
             self._note(node.name, repair_attention(node, builder, self._masks))
         self._already.append(node.name)
         self._layers.append(node.name)
+
+    def _free(self, name: str) -> str:
+        """A prefix that no other name has."""
+        prefix, count = name, 1
+        while prefix in self._taken:
+            count += 1
+            prefix = f"{name}_{count}"
+        self._taken.add(prefix)
+        return prefix
 
     def _note(self, name: str, changes: list[str]) -> None:
         if changes:

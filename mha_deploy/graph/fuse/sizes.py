@@ -6,6 +6,7 @@ size is a number or a product of names, and the contents of small integer tensor
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -105,7 +106,19 @@ def sizes_of(value: ir.Value | None) -> list[Size] | None:
     """The sizes of a value; None where its number of axes is not known."""
     if value is None or value.shape is None:
         return None
-    return [each if isinstance(each, int) else each.value for each in value.shape]
+    return [each if isinstance(each, int) else _plain(each.value) for each in value.shape]
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain(size: str | None) -> int | str | None:
+    """A size as a product of names, where it is one: exporters write `(S**2)//S`."""
+    if size is None or _FACTORS.fullmatch(size):
+        return size
+    try:
+        simple = ir.SymbolicDim(size).simplify().value
+    except (ArithmeticError, AttributeError, SyntaxError, TypeError, ValueError):
+        return size
+    return size if simple is None else int(simple) if simple.isdigit() else simple
 
 
 def name_sizes(model: ir.Model) -> None:
@@ -137,6 +150,8 @@ class _Walk:
                 self._contents[output] = content
         known = sizes_of(output)
         if known is not None and all(self._is_known(each) for each in known):
+            if known != [each if isinstance(each, int) else each.value for each in output.shape or ()]:
+                output.shape = ir.Shape(known)
             return
         found = self._sizes_after(node)
         if found is None or (known is not None and len(known) != len(found)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -85,8 +85,13 @@ class Boundary:
     guarded: bool = False
 
 
-def cut_out(result: ir.Value, boundary: Boundary) -> Region:
+def cut_out(result: ir.Value, boundary: Boundary, compared: Collection[str] = ()) -> Region:
     """The region that ends in a value.
+
+    Args:
+        result: The value.
+        boundary: Where it begins.
+        compared: Keys of regions that need not be run any more, so that their nodes are left out.
 
     Raises:
         NotVerified: It is too large, or holds a graph.
@@ -118,13 +123,15 @@ def cut_out(result: ir.Value, boundary: Boundary) -> Region:
             pending.extend((each, False) for each in reversed(node.inputs) if each is not None)
     if any(each.type == ir.AttributeType.GRAPH for node in nodes for each in node.attributes.values()):
         raise NotVerified("Not verified: a control-flow operator lies between Q and the result.")
+    key = _key(nodes, sizes, boundary)
+    new = key not in compared
     return Region(
-        nodes=tuple(ir.to_proto(node) for node in nodes),
-        constants=tuple(_tensor(name, value) for name, value in constants.items()),
+        nodes=tuple(ir.to_proto(node) for node in nodes if new),
+        constants=tuple(_tensor(name, value) for name, value in constants.items() if new),
         inputs=inputs,
         sizes=sizes,
         result=str(result.name),
-        key=_key(nodes, inputs, sizes, boundary),
+        key=key,
     )
 
 
@@ -189,9 +196,7 @@ def _tensor(name: str, value: ir.Value) -> onnx.TensorProto:
     return proto
 
 
-def _key(
-    nodes: Sequence[ir.Node], inputs: Mapping[str, ir.Value], sizes: Mapping[str, Dims], boundary: Boundary
-) -> str:
+def _key(nodes: Sequence[ir.Node], sizes: Mapping[str, Dims], boundary: Boundary) -> str:
     digest = hashlib.sha256()
     numbers, symbols = dict[ir.Value, int](), dict[str, str]()
 
