@@ -88,7 +88,7 @@ class Model:
 
     Args:
         name: Its name.
-        source: The spec of a catalog layer, a `Deployable`, or the reference of a factory.
+        source: The spec of a catalog layer, a `Deployable`, the reference of a factory, or an ONNX file.
         axes: Axis ranges in place of those of the `Deployable` or the factory.
     """
 
@@ -955,6 +955,7 @@ def deploy(
     precision: str = "fp16",
     seed: int = 0,
     weights: StrPath | None = None,
+    inputs: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     engine: bool = True,
     backend: str | None = None,
@@ -974,6 +975,7 @@ def deploy(
         precision: See `export`.
         seed: See `export`.
         weights: See `export`.
+        inputs: See `export`.
         overwrite: Whether to replace a bundle that is there already.
         engine: Whether to build an engine. It must then be fused and in the graph's precision.
         backend: See `build_engine`.
@@ -1019,7 +1021,14 @@ def deploy(
 
     prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
     bundle = export(
-        found, out, precision=precision, seed=seed, weights=weights, overwrite=overwrite, on_step=report
+        found,
+        out,
+        precision=precision,
+        seed=seed,
+        weights=weights,
+        inputs=inputs,
+        overwrite=overwrite,
+        on_step=report,
     )
     reached(bundle)
     built: list[Engine] = []

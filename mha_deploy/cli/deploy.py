@@ -22,6 +22,7 @@ from mha_deploy.cli.options import (
     Axes,
     Cache,
     InProcess,
+    Inputs,
     Json,
     ModelOrFactory,
     Overwrite,
@@ -30,6 +31,7 @@ from mha_deploy.cli.options import (
     Seed,
     TimeLimit,
     axes_from_options,
+    inputs_from_options,
     steps,
 )
 from mha_deploy.cli.validate import Latency, finish
@@ -55,6 +57,7 @@ def deploy(
     seed: Seed = 0,
     weights: Weights = None,
     cache: Cache = None,
+    inputs: Inputs = None,
     backend: Backend = None,
     sm: Targets = "",
     allow_decomposed: AllowDecomposed = False,
@@ -81,6 +84,7 @@ def deploy(
                 precision=precision,
                 seed=seed,
                 weights=weights,
+                inputs=inputs_from_options(inputs),
                 overwrite=overwrite,
                 engine=engine,
                 backend=backend,

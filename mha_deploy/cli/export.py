@@ -1,4 +1,4 @@
-"""`mha-deploy export`: a bundle from a catalog layer or your own model."""
+"""`mha-deploy export`: a bundle from a catalog layer, your own model or an ONNX file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mha_deploy.cli.options import (
     Axes,
     Cache,
     InProcess,
+    Inputs,
     Json,
     ModelOrFactory,
     Overwrite,
@@ -20,6 +21,7 @@ from mha_deploy.cli.options import (
     Seed,
     TimeLimit,
     axes_from_options,
+    inputs_from_options,
     print_json,
     steps,
 )
@@ -55,6 +57,7 @@ def export(
     seed: Seed = 0,
     weights: Weights = None,
     golden: Golden = None,
+    inputs: Inputs = None,
     golden_gflop: Annotated[
         float, typer.Option(help="GFLOP limit of the large golden case.")
     ] = GoldenBudget.gflop,
@@ -78,7 +81,7 @@ def export(
     time_limit: TimeLimit = None,
     json: Json = False,
 ) -> None:
-    """Export a PyTorch attention layer, or your own model, to an ONNX bundle with fused attention."""
+    """Export an attention layer, your own model or an ONNX file to an ONNX bundle with fused attention."""
     source = md.load_model(model, axes=axes_from_options(axis), projections=projections, cache=cache)
     with steps(f"export {source.name}") as on_step:
         bundle = md.export(
@@ -89,6 +92,7 @@ def export(
             seed=seed,
             weights=weights,
             golden=golden or (),
+            inputs=inputs_from_options(inputs),
             budget=GoldenBudget(gflop=golden_gflop, gib=golden_gib, mb=golden_mb),
             device=device,
             overwrite=overwrite,

@@ -24,8 +24,16 @@ ModelOrFactory = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A name from `mha-deploy models`, the path of a .toml spec, or your own model as "
-        "file.py:factory or package.module:factory.",
+        help="A name from `mha-deploy models`, the path of a .toml spec or of an .onnx file, or your own "
+        "model as file.py:factory or package.module:factory.",
+    ),
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="NAME=FILE.npy",
+        help="An input of an ONNX file. Can be repeated. default: drawn by its name and type",
     ),
 ]
 BundleFolder = Annotated[
@@ -34,8 +42,8 @@ BundleFolder = Annotated[
 Precision = Annotated[
     str,
     typer.Option(
-        help="Types in the graph: fp16, bf16 or fp32. auto, for your own model: fp16, with FP32 where it "
-        "overflows."
+        help="Types in the graph: fp16, bf16 or fp32. auto, for your own model or an .onnx file: fp16, with "
+        "FP32 where it overflows."
     ),
 ]
 Axes = Annotated[
@@ -82,12 +90,21 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 
 def axes_from_options(axes: Sequence[str] | None) -> dict[str, str]:
     """The ranges of `--axis` by the name of the axis."""
+    return _by_name(axes, "--axis", "S=min:opt:max")
+
+
+def inputs_from_options(inputs: Sequence[str] | None) -> dict[str, str]:
+    """The files of `--input` by the name of the input."""
+    return _by_name(inputs, "--input", "input_ids=ids.npy")
+
+
+def _by_name(texts: Sequence[str] | None, option: str, example: str) -> dict[str, str]:
     found = {}
-    for text in axes or ():
-        name, separator, sizes = text.partition("=")
-        if not separator:
-            raise SpecError("--axis has no range.", got=text, hint="--axis S=min:opt:max")
-        found[name] = sizes
+    for text in texts or ():
+        name, separator, value = text.partition("=")
+        if not (name and separator and value):
+            raise SpecError(f"{option} needs a name and a value.", got=text, hint=f"{option} {example}")
+        found[name] = value
     return found
 
 

@@ -185,3 +185,16 @@ def test_an_old_opset_is_refused(file, tmp_path, opset):
     onnx.save(model, tmp_path / "old.onnx")
     with pytest.raises(md.DeployError, match="older than opset 13"):
         md.import_onnx(tmp_path / "old.onnx", tmp_path / "bundle")
+
+
+def test_the_command_line_deploys_a_file(file, tmp_path, run_cli):
+    np.save(tmp_path / "ids.npy", np.arange(12).reshape(2, 6))
+    out = tmp_path / "bundle"
+    options = ("--axis", "sequence=1:6:12", "--input", f"input_ids={tmp_path / 'ids.npy'}", "--no-engine")
+    done = run_cli("deploy", file, "-o", out, *options)
+    assert done.code == 0, done.err
+    assert "3/3 outputs within budget" in " ".join(done.out.split())
+    assert (out / "report.html").is_file()
+    refused = run_cli("export", file, "-o", tmp_path / "other", "--input", "input_ids")
+    assert refused.code == 2
+    assert "NAME=FILE.npy" in refused.err
