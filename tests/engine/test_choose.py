@@ -94,7 +94,7 @@ def test_who_answers_wrongly_is_out_however_fast():
     assert kept.candidate == NATIVE
 
 
-def test_where_nobody_is_right_all_reasons_are_told():
+def test_where_no_candidate_is_right_all_reasons_are_reported():
     trials = [trial(NATIVE, refused="not fused"), trial(NARROW, refused="wrong answer")]
     with pytest.raises(DeployError, match="No candidate") as caught:
         chosen(trials)
@@ -103,34 +103,34 @@ def test_where_nobody_is_right_all_reasons_are_told():
 
 def test_the_record_says_who_and_by_how_much():
     trials = [trial(NATIVE, 100.0), trial(WIDE, 40.0), trial(NARROW, 39.0)]
-    told = record(trials, trials[1], AUTO)
-    assert {key: told[key] for key in ("asked", "chosen", "accumulate")} == {
+    reported = record(trials, trials[1], AUTO)
+    assert {key: reported[key] for key in ("asked", "chosen", "accumulate")} == {
         "asked": "auto",
         "chosen": "plugin",
         "accumulate": "fp32",
     }
-    assert (told["native_us"], told["plugin_us"], told["ratio"]) == (100.0, 40.0, 2.5)
-    assert [each["us"] for each in told["tried"]] == [100.0, 40.0, 39.0]
-    assert json.loads(json.dumps(told)) == told
-    manifest = SimpleNamespace(attention=told)
+    assert (reported["native_us"], reported["plugin_us"], reported["ratio"]) == (100.0, 40.0, 2.5)
+    assert [each["us"] for each in reported["tried"]] == [100.0, 40.0, 39.0]
+    assert json.loads(json.dumps(reported)) == reported
+    manifest = SimpleNamespace(attention=reported)
     assert "the plugin is 2.50 times as fast" in attention_summary(manifest)
 
 
-def test_the_record_of_a_choice_between_sums_has_no_ratio():
+def test_the_record_of_a_choice_between_accumulations_has_no_ratio():
     trials = [trial(WIDE, 40.0), trial(NARROW, 30.0)]
-    told = record(trials, trials[1], EngineOptions(attention="plugin"))
-    assert (told["native_us"], told["plugin_us"], told["ratio"]) == (None, 30.0, None)
-    words = attention_summary(SimpleNamespace(attention=told))
+    reported = record(trials, trials[1], EngineOptions(attention="plugin"))
+    assert (reported["native_us"], reported["plugin_us"], reported["ratio"]) == (None, 30.0, None)
+    words = attention_summary(SimpleNamespace(attention=reported))
     assert words.startswith("plugin, TensorRT's own projections; plugin with projections that accumulate in")
 
 
-def test_native_that_is_faster_is_said_so():
+def test_native_that_is_faster_is_reported():
     trials = [trial(NATIVE, 30.0), trial(NARROW, 60.0)]
     words = attention_summary(SimpleNamespace(attention=record(trials, trials[0], AUTO)))
     assert "native is 2.00 times as fast" in words
 
 
-def test_why_a_way_was_not_taken_is_said():
+def test_why_a_candidate_was_not_taken_is_reported():
     trials = [trial(NATIVE, 30.0), trial(NARROW, refused="No such head size.")]
     words = attention_summary(SimpleNamespace(attention=record(trials, trials[0], AUTO)))
     assert "plugin with TensorRT's own projections was not taken: No such head size." in words
@@ -195,9 +195,9 @@ def test_the_faster_engine_is_kept_under_the_name_and_nothing_else_is_left(workb
     assert isinstance(engine, Engine)
     assert engine.path.read_bytes() == b"plugin"
     assert sorted(path.name for path in engine.path.parent.iterdir()) == ["mine.engine", "mine.json"]
-    told = json.loads(engine.path.with_suffix(".json").read_text())["attention"]
-    assert (told["chosen"], told["native_us"], told["plugin_us"]) == ("plugin", 88, 48)
-    assert [list(each["cases"]) for each in told["tried"]] == [["opt"], ["opt"]]
+    reported = json.loads(engine.path.with_suffix(".json").read_text())["attention"]
+    assert (reported["chosen"], reported["native_us"], reported["plugin_us"]) == ("plugin", 88, 48)
+    assert [list(each["cases"]) for each in reported["tried"]] == [["opt"], ["opt"]]
     assert all(runner.closed for runner in runners.values())
 
 
@@ -210,7 +210,7 @@ def test_a_wrong_engine_is_not_kept(workbench):
     assert refused.startswith("wrong output in opt, output: ")
 
 
-def test_what_cannot_be_built_is_told_and_the_other_kept(workbench):
+def test_what_cannot_be_built_is_reported_and_the_other_kept(workbench):
     def build(path, options):
         if options.attention == "plugin":
             raise DeployError("The plugin has no such head size.", got=512)
@@ -221,7 +221,7 @@ def test_what_cannot_be_built_is_told_and_the_other_kept(workbench):
     assert engine.manifest.attention["tried"][1]["refused"] == "The plugin has no such head size. 512"
 
 
-def test_what_cannot_be_loaded_is_told_and_the_other_kept(workbench, monkeypatch):
+def test_what_cannot_be_loaded_is_reported_and_the_other_kept(workbench, monkeypatch):
     opened = choose.open_engine_runner
 
     def open_one(engine):

@@ -1,7 +1,7 @@
 """Published models that generate: prompts and single tokens are two profiles of one engine, fused in both.
 
 Built for a GPU that need not be there, with random weights and without golden cases: whether the numbers are
-right is told by the graph on a CPU, and by an engine on a GPU.
+right is reported by the graph on a CPU, and by an engine on a GPU.
 """
 
 from dataclasses import dataclass
@@ -138,7 +138,7 @@ def before_attention(lowered):
     return found
 
 
-def test_the_cache_is_as_long_as_asked_in_both_profiles(decoder):
+def test_the_cache_is_as_long_as_requested_in_both_profiles(decoder):
     spec = decoder.spec
     prefill, decode = (profile_shapes(spec, each) for each in default_profiles(spec))
     assert prefill["x"][2] == (2, 256, spec.E)

@@ -62,15 +62,15 @@ def test_nothing_but_the_engine_and_its_manifest_is_left(built):
 
 
 def test_what_tensorrt_cannot_hold_is_in_the_manifest_and_explained(bundle, monkeypatch, in_process):
-    told = "Profile kMAX. scores: tensor volume exceeds (2^31)-1, dimensions are [B,(* 4 S),S] Volume exceeds"
-    said = [Message(severity="WARNING", text=told)]
-    monkeypatch.setattr("mha_deploy.runtime.tensorrt.build.warnings", lambda messages: said)
+    text = "Profile kMAX. scores: tensor volume exceeds (2^31)-1, dimensions are [B,(* 4 S),S] Volume exceeds"
+    warned = [Message(severity="WARNING", text=text)]
+    monkeypatch.setattr("mha_deploy.runtime.tensorrt.build.warnings", lambda messages: warned)
     engine = engine_from_bundle(bundle("tiny-gqa"), options())
     manifest = open_engine(engine.path).manifest
     (tensor,) = manifest.large_tensors
     assert LargeTensor.from_dict(tensor).elements({"x": (2, 3, 64)}) == 2 * 12 * 3
     assert any("--profile" in note for note in manifest.notes)
-    assert told in manifest.notes
+    assert text in manifest.notes
 
 
 def test_two_profiles_are_judged_each(bundle):
@@ -139,7 +139,7 @@ def test_a_target_without_the_type_is_refused_before_the_build(bundles):
         engine_from_bundle(bundles("tiny-gqa", "bf16"), options(name="other", targets="7.5"))
 
 
-def test_an_engine_is_not_overwritten_unless_asked(bundle):
+def test_an_engine_is_not_overwritten_unless_requested(bundle):
     opened = bundle("tiny-mha")
     first = engine_from_bundle(opened, RTX)
     with pytest.raises(BundleError, match="engine of that name"):

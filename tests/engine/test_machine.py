@@ -76,7 +76,7 @@ def test_a_machine_without_gpu_or_runtime_says_so():
     assert "no NVIDIA GPU" in reasons[1]
 
 
-def test_this_machine_is_asked_for_its_version_and_gpu(monkeypatch):
+def test_this_machine_is_requested_its_version_and_gpu(monkeypatch):
     monkeypatch.setattr(machine, "installed_version", lambda name: "8.6.0" if name == "tensorrt" else None)
     monkeypatch.setattr(machine, "gpus", lambda: [H200])
     assert machine.misfits_here(engine()) == []

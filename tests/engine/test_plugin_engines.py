@@ -97,7 +97,7 @@ def test_the_library_is_loaded_before_the_plugins_node_is_parsed(place, built, p
     assert manifest.in_place == {}
 
 
-def test_fp32_sums_are_products_of_the_library(place, built, parsed):
+def test_fp32_accumulation_is_by_matmuls_of_the_library(place, built, parsed):
     write_library(place)
     _, engine = built(accumulate="fp32")
     ((operators, _),) = parsed
@@ -160,7 +160,7 @@ def test_an_engine_refuses_a_library_that_lacks_its_plugin(place, built):
     assert caught.value.got == "MhaDeployLinear version 1"
 
 
-def test_a_missing_library_is_told_before_anything_is_built(place, built, parsed):
+def test_a_missing_library_is_reported_before_anything_is_built(place, built, parsed):
     with pytest.raises(PluginError, match="no plugin library for TensorRT 8"):
         built()
     assert parsed == []
@@ -251,7 +251,7 @@ def test_a_manifest_with_broken_plugins_is_refused(place, built):
     assert open_engine(engine.path).manifest.plugins == []
 
 
-def test_a_static_cache_is_written_in_place(place, built):
+def test_a_preallocated_cache_is_written_in_place(place, built):
     write_library(place)
     _, engine = built("tiny-static")
     manifest = open_engine(engine.path).manifest

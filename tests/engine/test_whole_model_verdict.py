@@ -66,7 +66,7 @@ def written(dtype, writes=None, *, is_matmul=True):
 # -- precision: what the graph says, and what fell back --------------------------------------------
 
 
-def test_a_product_that_the_graph_keeps_in_fp32_is_no_fallback() -> None:
+def test_a_matmul_that_the_graph_keeps_in_fp32_is_no_fallback() -> None:
     kernels = [product("mm"), product("angles", "fp32")]
     types = {"mm": written("fp16"), "angles": written("fp32")}
     assert precision_verdict(kernels, "fp16").status == "mixed"
@@ -76,7 +76,7 @@ def test_a_product_that_the_graph_keeps_in_fp32_is_no_fallback() -> None:
     assert "1 matmuls have fp32 from the graph, the first is angles" in verdict.notes
 
 
-def test_a_product_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() -> None:
+def test_a_matmul_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() -> None:
     types = {"mm": written("fp16"), "other": written("fp16"), "norm": written("fp32", is_matmul=False)}
     verdict = precision_verdict([product("mm"), product("other", "fp32")], "fp16", types)
     assert verdict.status == "mixed"
@@ -84,7 +84,7 @@ def test_a_product_that_is_fp16_in_the_graph_and_fp32_in_the_engine_fell_back() 
     assert verdict.written == ()
 
 
-def test_arithmetic_is_judged_by_the_products_alone() -> None:
+def test_arithmetic_is_judged_by_the_matmuls_alone() -> None:
     """A cast beside a matmul explains a wide tensor, and never a wide multiplication."""
     wide = product("mm", "fp32", nodes=("mm", "cast"), reads="fp16")
     types = {"mm": written("fp16"), "cast": written("fp16", "fp32", is_matmul=False)}
@@ -93,12 +93,12 @@ def test_arithmetic_is_judged_by_the_products_alone() -> None:
     assert precision_verdict([product("other"), slow], "fp16", types).status == "mixed"
 
 
-def test_a_graph_in_fp32_throughout_is_not_what_was_asked_for() -> None:
+def test_a_graph_in_fp32_throughout_is_not_what_was_requested() -> None:
     assert precision_verdict([product("mm", "fp32")], "fp16", {"mm": written("fp32")}).status == "mixed"
 
 
 @pytest.mark.parametrize("layer_type", ["correlation", "corrltn", "CaskConvolution"])
-def test_a_convolution_is_a_product(layer_type) -> None:
+def test_a_convolution_is_a_matmul(layer_type) -> None:
     assert precision_verdict([product("patches", layer_type=layer_type)], "fp16").ok
     verdict = precision_verdict([product("patches", "fp32", layer_type=layer_type)], "fp16")
     assert verdict.status == "mixed"
@@ -112,7 +112,7 @@ def test_types_are_read_from_the_graph_that_is_built(mixed_graph) -> None:
     assert types["up"] == written("fp16", "fp32", is_matmul=False)
 
 
-def test_an_engine_with_a_layer_kept_in_fp32_is_as_asked(mixed_graph) -> None:
+def test_an_engine_with_a_layer_kept_in_fp32_is_as_requested(mixed_graph) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     lowered = lower(mixed_graph, "trt")
     profile = {"x": ((1, 2, 64), (2, 16, 64), (4, 32, 64))}
@@ -126,7 +126,7 @@ def test_an_engine_with_a_layer_kept_in_fp32_is_as_asked(mixed_graph) -> None:
     assert engine_verdict(built.kernels, ["att"], "fp16").precision.status == "mixed"
 
 
-def test_a_product_between_casts_is_narrowed_and_said(sandwich) -> None:
+def test_a_matmul_between_casts_is_narrowed_and_reported(sandwich) -> None:
     """If this fails, TensorRT has learnt to keep such matmuls, and weights beyond FP16 are safe there."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     built = build_engine(BuildRequest(onnx=ir.to_proto(sandwich).SerializeToString(), targets="89"))
@@ -135,7 +135,7 @@ def test_a_product_between_casts_is_narrowed_and_said(sandwich) -> None:
     assert any("matmuls of FP32 in the graph multiply fp16" in note for note in verdict.notes)
 
 
-def test_a_product_that_stays_wide_is_not_narrowed() -> None:
+def test_a_matmul_that_stays_wide_is_not_narrowed() -> None:
     kernels, types = (
         [product("mm"), product("wide", "fp32")],
         {"mm": written("fp16"), "wide": written("fp32")},

@@ -44,9 +44,9 @@ def run(*command, **options):
 
 
 def test_creators_fields_sizes_types_and_bytes(compiled):
-    said = run(str(compiled / "plugin_test"))
-    assert said.rstrip().endswith("all passed")
-    assert "FAILED" not in said
+    reported = run(str(compiled / "plugin_test"))
+    assert reported.rstrip().endswith("all passed")
+    assert "FAILED" not in reported
 
 
 def test_nothing_is_linked_that_a_machine_without_a_gpu_lacks(compiled):

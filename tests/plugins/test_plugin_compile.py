@@ -19,7 +19,7 @@ PROJECT = """
 cmake_minimum_required(VERSION 3.20)
 project(small LANGUAGES C)
 if(NOT TENSORRT_INCLUDE OR NOT CUDA_ARCHITECTURES STREQUAL "80;90")
-    message(FATAL_ERROR "not told: ${TENSORRT_INCLUDE} ${CUDA_ARCHITECTURES}")
+    message(FATAL_ERROR "not reported: ${TENSORRT_INCLUDE} ${CUDA_ARCHITECTURES}")
 endif()
 add_library(plugins SHARED small.c)
 set_target_properties(plugins PROPERTIES OUTPUT_NAME mha_deploy_plugins_trt8)
@@ -45,44 +45,44 @@ def parts(tmp_path):
 
 
 @needs_cmake
-def test_a_library_is_built_and_asked(project, tmp_path):
-    told = []
+def test_a_library_is_built_and_read(project, tmp_path):
+    reported = []
     out = tmp_path / "new" / "out"
-    made = compile_library(parts(tmp_path), out, "80;90", lambda *step: told.append(step))
+    made = compile_library(parts(tmp_path), out, "80;90", lambda *step: reported.append(step))
     assert made.path == out / file_name()
     assert made.library.version == INFO["version"]
     assert [path.name for path in out.iterdir()] == [file_name()]
-    assert told[0] == ("configure", 0, 0)
-    assert {step[0] for step in told} == {"configure", "compile"}
-    assert any(count for _, _, count in told)
+    assert reported[0] == ("configure", 0, 0)
+    assert {step[0] for step in reported} == {"configure", "compile"}
+    assert any(count for _, _, count in reported)
 
 
 @needs_cmake
 @pytest.mark.parametrize(
-    ("code", "what", "told"),
+    ("code", "what", "reported"),
     [
         ("int broken(void) { return nothing; }\n", "compile ended with", "nothing"),
         ("#error no such GPU\n", "compile ended with", "no such GPU"),
         ("int no_info = 1;\n", "cannot be loaded here", "mha_deploy_plugins_info"),
     ],
 )
-def test_a_failed_build_leaves_the_old_library(project, tmp_path, code, what, told):
+def test_a_failed_build_leaves_the_old_library(project, tmp_path, code, what, reported):
     old = tmp_path / "out" / file_name()
     old.parent.mkdir()
     old.write_text("the old one")
     (project / "small.c").write_text(code)
     with pytest.raises(PluginError, match=what) as caught:
         compile_library(parts(tmp_path), old.parent, "80;90")
-    assert told in caught.value.got
+    assert reported in caught.value.got
     assert [path.name for path in old.parent.iterdir()] == [file_name()]
     assert old.read_text() == "the old one"
 
 
 @needs_cmake
-def test_a_configuration_that_fails_is_told(project, tmp_path):
+def test_a_configuration_that_fails_is_reported(project, tmp_path):
     with pytest.raises(PluginError, match="configure ended with 1") as caught:
         compile_library(parts(tmp_path), tmp_path / "out", "75")
-    assert "not told" in caught.value.got
+    assert "not reported" in caught.value.got
     assert "75" in caught.value.got
 
 
@@ -95,7 +95,7 @@ def test_a_library_for_another_processor_is_kept_and_not_tried(project, tmp_path
     assert made.path.is_file()
 
 
-def test_libraries_of_other_processors_are_told_apart(tmp_path):
+def test_libraries_of_other_processors_are_reported_apart(tmp_path):
     header = bytearray(Path(os.path.realpath("/proc/self/exe")).read_bytes()[:20])
     (tmp_path / "ours").write_bytes(header)
     header[18] ^= 0xFF

@@ -85,7 +85,7 @@ def test_cuda_may_lie_in_several_folders(bare):
     assert found()["cuda_include"].paths == (runtime, blas)
 
 
-def test_everything_that_is_missing_is_told_at_once(bare):
+def test_everything_that_is_missing_is_reported_at_once(bare):
     for name in (*files_of("tensorrt_include"), *files_of("cudnn_frontend_include")):
         (bare / "system" / name).unlink()
     with pytest.raises(PluginError, match="Headers that the plugin library needs are missing") as caught:

@@ -49,8 +49,16 @@ def test_a_library_that_was_replaced_is_read_again(named):
     ("code", "what", "got"),
     [
         ("int nothing(void) { return 0; }", "cannot be loaded here", "undefined symbol"),
-        ('char const* mha_deploy_plugins_info(void) { return "{"; }', "no valid description", "JSONDecodeError"),
-        ('char const* mha_deploy_plugins_info(void) { return "{}"; }', "no valid description", "KeyError 'version'"),
+        (
+            'char const* mha_deploy_plugins_info(void) { return "{"; }',
+            "no valid description",
+            "JSONDecodeError",
+        ),
+        (
+            'char const* mha_deploy_plugins_info(void) { return "{}"; }',
+            "no valid description",
+            "KeyError 'version'",
+        ),
         (
             "char const* mha_deploy_plugins_info(void) { return (char const*)1; }",
             "cannot be loaded here",
@@ -68,7 +76,7 @@ def test_a_broken_library_is_reported_and_does_no_harm(named, code, what, got):
     assert what in candidate.problem
 
 
-def test_a_file_that_is_no_library_is_told(named):
+def test_a_file_that_is_no_library_is_reported(named):
     named.mkdir()
     (named / file_name()).write_text("not a library, but long enough to be looked at" * 9)
     with pytest.raises(PluginError, match="cannot be loaded here") as caught:

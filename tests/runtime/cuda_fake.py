@@ -1,4 +1,4 @@
-"""A device in the host's memory, with the methods of `backends.cuda`: for order and cleanup, not for numbers.
+"""A device in the host's memory, with the methods of `runtime.cuda`: for order and cleanup, not for numbers.
 
 What is queued runs at once, or is kept while the stream records. The fake of TensorRT reads and writes the
 same memory, and so can ONNX Runtime on the CPU: the addresses are real.
@@ -46,8 +46,7 @@ DEVICE = Device()
 
 def install(monkeypatch) -> Device:
     """Put the fake in the place of the GPU, fresh."""
-    from mha_deploy.runtime import decode as step_memory
-    from mha_deploy.runtime import gpu, ort_cuda, timing
+    from mha_deploy.runtime import decode, gpu, ort_cuda, timing
     from mha_deploy.runtime.tensorrt import run
     from mha_deploy.runtime.tensorrt import run as bound
 
@@ -56,7 +55,7 @@ def install(monkeypatch) -> Device:
     monkeypatch.setattr(gpu, "open_gpu", lambda: fake)
     for module in (run, ort_cuda):
         monkeypatch.setattr(module, "Stream", Stream)
-    for module in (bound, step_memory, ort_cuda):
+    for module in (bound, decode, ort_cuda):
         monkeypatch.setattr(module, "Buffer", Buffer)
     monkeypatch.setattr(timing, "Event", Event)
     monkeypatch.setattr(bound, "capture", capture)

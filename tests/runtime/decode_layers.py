@@ -1,7 +1,7 @@
 """Fake engines with a cache, in every form; whole numbers, so that FP16 is exact.
 
-The keys of a token are the token, its values twice that. The output is the sum of the keys that it sees: over
-a whole sequence the running sum of the tokens, in whatever steps they come.
+The keys of a token are the token, its values twice that. The output is the sum of the keys it attends to,
+over a whole sequence the running sum of the tokens, in whatever steps they come.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _shape(name: str, shapes: dict) -> tuple[int, ...]:
 
 
 def _profile(dims: dict[str, tuple[int, ...]], S: int) -> dict[str, tuple]:
-    """One profile: up to 4 rows of a batch, up to S tokens, any past."""
+    """One profile: up to 4 batch elements, up to S tokens, any past."""
     low = {"x": (1, 1, E), "past_key": (1, HKV, 0, D), "past_value": (1, HKV, 0, D)}
     high = {"x": (4, S, E), "past_key": (4, HKV, T, D), "past_value": (4, HKV, T, D)}
 

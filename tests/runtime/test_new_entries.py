@@ -1,4 +1,4 @@
-"""Where new rows go, and the one call to CUDA that takes them there."""
+"""Where new KV-cache entries go, and the one call to CUDA that copies them there."""
 
 import ctypes
 from types import SimpleNamespace
@@ -87,7 +87,7 @@ def numbers(*shape):
     ("lengths", "calls"), [([0, 0, 0], 1), ([5, 5, 5], 1), ([6, 0, 3], 3), ([6, 6, 0], 3), ([4], 1)]
 )
 @pytest.mark.parametrize("S", [1, 4])
-def test_rows_get_to_their_places_on_the_device_as_on_the_host(runtime, lengths, calls, S):
+def test_entries_get_to_their_places_on_the_device_as_on_the_host(runtime, lengths, calls, S):
     B, lengths = len(lengths), np.array(lengths, np.int32)
     shape = CacheShape(B=B, Hkv=2, T=10, D=8, dtype=HALF)
     cache, rows = numbers(*shape.first(10)), numbers(B, 2, S, 8)
@@ -125,8 +125,8 @@ def test_an_empty_buffer_has_an_address_and_takes_empty_arrays(runtime):
 
 def test_the_real_bindings_take_the_arguments_in_this_order():
     runtime = pytest.importorskip("cuda.bindings.runtime")
-    told = runtime.cudaMemcpy2DAsync.__doc__.partition("\n")[0].partition("(")[2]
-    names = [argument.partition(":")[0].split()[-1] for argument in told.rstrip(")").split(",")]
+    reported = runtime.cudaMemcpy2DAsync.__doc__.partition("\n")[0].partition("(")[2]
+    names = [argument.partition(":")[0].split()[-1] for argument in reported.rstrip(")").split(",")]
     assert names == ["dst", "dpitch", "src", "spitch", "width", "height", "kind", "stream"]
 
 
@@ -157,11 +157,11 @@ GROWING = infos("x", "past_key", "past_value")
         (infos("x"), ("output", "present_key", "present_value"), None),
     ],
 )
-def test_the_form_is_told_by_what_comes_in_and_goes_out(inputs, outputs, form):
+def test_the_form_is_defined_by_what_comes_in_and_goes_out(inputs, outputs, form):
     assert cache_form(inputs, infos(*outputs)) is form
 
 
-def test_rows_are_presented_as_caches():
+def test_entries_are_presented_as_caches():
     outputs = infos("output", "key_rows", "value_rows")
     presented = presented_outputs(STATIC, outputs)
     assert list(presented) == ["output", "key_cache_out", "value_cache_out"]
@@ -187,7 +187,7 @@ def test_only_a_prompt_into_an_empty_cache_has_a_total_length_of_its_own(lengths
     assert (got.shape, got.dtype, int(got)) == ((), np.int32, total)
 
 
-def test_room_is_checked_where_there_is_a_static_cache():
+def test_room_is_checked_where_there_is_a_preallocated_cache():
     feeds = {
         "x": np.zeros((1, 3, 4)),
         "key_cache": np.zeros((1, 1, 8, 4)),

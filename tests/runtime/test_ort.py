@@ -73,7 +73,7 @@ def test_bfloat16_is_refused_with_the_backend_that_has_it(bundles):
     assert caught.value.exit_code == 3
 
 
-def test_a_machine_without_onnx_runtime_is_told_how_to_install_it(bundles):
+def test_a_machine_without_onnx_runtime_is_advised_how_to_install_it(bundles):
     done = python(OPEN, bundles("tiny-gqa").model_path, blocked=("onnxruntime",))
     assert done.returncode == 3, done.stderr
     assert "ONNX Runtime is not installed" in done.stdout

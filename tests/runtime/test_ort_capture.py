@@ -173,7 +173,7 @@ def test_a_step_that_fails_leaves_the_cache_as_it_was(device, bundles, monkeypat
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         REFUSED,
         "This session cannot use the CUDA Graph feature as requested by the user",
@@ -183,11 +183,11 @@ def test_a_step_that_fails_leaves_the_cache_as_it_was(device, bundles, monkeypat
         "CUDA failure 901: operation failed due to a previous error during capture ; expr=EndCapture()",
     ],
 )
-def test_what_a_refusal_to_capture_is(told):
-    got = cannot_run(RuntimeError(told), capture=True)
+def test_what_a_refusal_to_capture_is(reported):
+    got = cannot_run(RuntimeError(reported), capture=True)
     assert isinstance(got, NotCapturable)
-    assert got.got == told
-    assert not isinstance(cannot_run(RuntimeError(told), capture=False), NotCapturable)
+    assert got.got == reported
+    assert not isinstance(cannot_run(RuntimeError(reported), capture=False), NotCapturable)
 
 
 @pytest.mark.parametrize("error", OTHER, ids=lambda error: type(error).__name__)

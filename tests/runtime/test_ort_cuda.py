@@ -57,7 +57,7 @@ def test_the_package_for_cpus_is_refused_with_the_one_for_gpus(bundles, backend)
     assert caught.value.exit_code == 3
 
 
-def test_a_machine_without_onnx_runtime_is_told_how_to_install_it(bundles):
+def test_a_machine_without_onnx_runtime_is_advised_how_to_install_it(bundles):
     done = python(OPEN, bundles("tiny-gqa").model_path, blocked=("onnxruntime",))
     assert done.returncode == 3, done.stderr
     assert 'try: pip install "mha-deploy[ort-gpu]"' in done.stdout
@@ -100,7 +100,7 @@ def test_the_packages_own_note_is_not_loaded_past(tmp_path, monkeypatch):
     assert "ORT_CUDA_UNAVAILABLE" in placement.why_libraries_do_not_load(tmp_path)
 
 
-def test_products_and_attention_on_the_cpu_are_refused_by_name(bundles):
+def test_matmuls_and_attention_on_the_cpu_are_refused_by_name(bundles):
     session, graph = cpu_session(bundles("tiny-padding"))
     nodes = nodes_on_cpu(session)
     assert {"Shape", "MatMul", "Attention"} <= {node.op_type for node in nodes}

@@ -1,4 +1,4 @@
-"""ONNX Runtime steps through tokens in place: its CPU kernels on the fake device's memory, and on a GPU."""
+"""The decode loop of ONNX Runtime: its CPU kernels on the memory of the fake device, and a GPU."""
 
 from functools import partial
 
@@ -65,7 +65,7 @@ def test_steps_add_up_to_the_whole_sequence(device, bundles, whole, layer):
 
 
 @pytest.mark.parametrize("layer", STATIC, ids="-".join)
-def test_rows_advance_by_their_counts(device, bundles, whole, layer):
+def test_batch_elements_advance_by_their_counts(device, bundles, whole, layer):
     x = drawn(6)
     with opened(bundles, layer) as runner, runner.decode_loop(B=B) as loop:
         loop.feed(x[:, :4], np.array([4, 2], np.int32))
@@ -148,8 +148,8 @@ def test_timed_calls_are_captured_if_they_may(device, bundles, monkeypatch, cuda
     assert ids == [-1, 1 if cuda_graph else -1]
 
 
-def test_what_onnx_runtime_refuses_is_told_and_the_stepper_goes_on(device, bundles):
-    """GroupQueryAttention takes several tokens behind a past in one row of a batch only."""
+def test_what_onnx_runtime_refuses_is_reported_and_the_decode_loop_goes_on(device, bundles):
+    """GroupQueryAttention takes several tokens behind a past only for a single batch element."""
     with opened(bundles, ("tiny-static", "contrib")) as runner, runner.decode_loop(B=B) as loop:
         loop.feed(drawn(3))
         with pytest.raises(DeployError, match="ONNX Runtime failed on these tokens") as caught:
@@ -163,7 +163,7 @@ def test_what_onnx_runtime_refuses_is_told_and_the_stepper_goes_on(device, bundl
 
 
 def is_refused(layer, inputs):
-    """Whether GroupQueryAttention does not take these: several tokens behind a past, in several rows."""
+    """Whether GroupQueryAttention refuses these: several tokens behind a past, several batch elements."""
     batch, S = inputs["x"].shape[:2]
     behind = inputs["lengths"].any() if "lengths" in inputs else inputs["past_key"].shape[2] > 0
     return layer[1] == "contrib" and behind and S > 1 and batch > 1
@@ -188,7 +188,7 @@ def test_the_golden_cases_pass(device, bundles, layer):
 
 @pytest.mark.parametrize("layer", STATIC, ids="-".join)
 @pytest.mark.parametrize(("lengths", "S"), [([0, 0], 4), ([7, 3], 1), ([0, 0], 1)])
-def test_a_run_gives_the_caches_with_the_new_rows_in_them(device, bundles, layer, lengths, S):
+def test_a_run_gives_the_caches_with_the_new_entries_in_them(device, bundles, layer, lengths, S):
     given = static_feeds(drawn(S), lengths)
     kept = {name: array.copy() for name, array in given.items()}
     with opened(bundles, layer) as runner:

@@ -58,7 +58,7 @@ FUSED = {
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("target", ["8.9", "12.0"])
 @pytest.mark.parametrize("case", FUSED)
-def test_attention_is_fused_and_in_the_precision_asked_for(case, target):
+def test_attention_is_fused_and_in_the_precision_requested(case, target):
     model, options = FUSED[case]
     verdict = judge(model, targets=target, **options)
     assert verdict.fused_count == (1, 1)
@@ -140,7 +140,7 @@ def test_allowed_to_decompose_it_still_fuses_where_it_can():
     assert judge(attention(), allow_decomposed=True).all_fused
 
 
-def test_an_fp32_engine_is_not_really_fp16():
+def test_an_fp32_engine_is_not_verified_fp16():
     verdict = judge(attention("fp32"), precision="fp16", allow_decomposed=True)
     assert verdict.precision.status == "mixed"
     assert {offender.dtype for offender in verdict.precision.offenders} == {"fp32"}
@@ -293,11 +293,11 @@ def test_log_and_plan_tell_the_same_kernels():
     built = build(layer(count=2), profiles=[profile(S=(1, 1, 1)), profile()], targets="8.9")
     for source in ("log", "plan"):
         assert built.kernels[source], source
-    told = {
+    reported = {
         source: sorted((k.profile, k.tactic, k.onnx_nodes) for k in built.kernels[source] if k.tactic)
         for source in ("log", "plan")
     }
-    assert told["log"] == told["plan"]
+    assert reported["log"] == reported["plan"]
     for source in ("log", "plan"):
         fused = [kernel for kernel in built.kernels[source] if kernel.is_fused_attention]
         matmuls = [kernel for kernel in built.kernels[source] if kernel.is_gemm]
@@ -355,27 +355,27 @@ def test_the_options_are_plain_data():
 # -- progress and cancelling ----------------------------------------------------------------------------
 
 
-def test_progress_is_told_by_phase():
-    told = []
-    build_engine(BuildRequest(onnx=attention()), lambda *event: told.append(event))
-    assert told[0][1] == 0
-    assert all(0 <= done <= steps for _, done, steps in told)
-    assert len({phase for phase, _, _ in told}) > 2
-    assert told[-1][1] == told[-1][2]
+def test_progress_is_defined_by_phase():
+    reported = []
+    build_engine(BuildRequest(onnx=attention()), lambda *event: reported.append(event))
+    assert reported[0][1] == 0
+    assert all(0 <= done <= steps for _, done, steps in reported)
+    assert len({phase for phase, _, _ in reported}) > 2
+    assert reported[-1][1] == reported[-1][2]
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
 def test_an_exception_in_the_callback_cancels_the_build(failure):
-    told = []
+    reported = []
 
     def stop(*event):
-        told.append(event)
-        if len(told) == 3:
+        reported.append(event)
+        if len(reported) == 3:
             raise failure("enough")
 
     with pytest.raises(failure):
         build_engine(BuildRequest(onnx=attention()), stop)
-    assert len(told) == 3
+    assert len(reported) == 3
     assert judge(attention()).all_fused
 
 

@@ -297,7 +297,7 @@ def test_8_6_names_the_refused_node_by_its_place_in_the_file():
     assert caught.value.nodes == ("att0",)
 
 
-def test_a_stale_timing_cache_is_dropped_and_said():
+def test_a_stale_timing_cache_is_dropped_and_reported():
     rt = fake(KEPT["8.6.1"])
     request = BuildRequest(onnx=MODEL, backend="tensorrt", profiles=[profile()], timing_cache=b"stale")
     built = build_with(rt, request)
@@ -306,12 +306,12 @@ def test_a_stale_timing_cache_is_dropped_and_said():
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_progress_is_told_where_the_version_has_it(version):
-    rt, told = fake(KEPT[version]), []
+def test_progress_is_reported_where_the_version_has_it(version):
+    rt, reported = fake(KEPT[version]), []
     request = BuildRequest(onnx=MODEL, backend=rt.backend, profiles=[profile()])
-    build_with(rt, request, lambda *event: told.append(event))
+    build_with(rt, request, lambda *event: reported.append(event))
     expected = [("Building", 0, 2), ("Building", 1, 2), ("Building", 2, 2)]
-    assert told == ([] if version == "8.6.1" else expected)
+    assert reported == ([] if version == "8.6.1" else expected)
 
 
 def test_a_callback_that_fails_cancels_the_build_itself():
@@ -333,7 +333,7 @@ def test_the_hint_fits_the_version():
 
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.16.1", "11.4.0"])
-def test_the_inspector_is_asked_where_the_builder_has_a_gpu(version):
+def test_the_inspector_is_used_where_the_builder_has_a_gpu(version):
     rt = fake(KEPT[version])
     built = build_with(rt, BuildRequest(onnx=MODEL, backend="tensorrt", profiles=[profile()]))
     assert [kernel.name for kernel in built.kernels["inspector"]] == ["fake"]

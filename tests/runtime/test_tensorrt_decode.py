@@ -1,4 +1,4 @@
-"""TensorRT steps through tokens: what the cache holds, what is moved, recorded and refused."""
+"""The decode loop of TensorRT: what the cache holds, what is moved, recorded and refused."""
 
 from dataclasses import replace
 from functools import partial
@@ -94,7 +94,7 @@ def test_a_plugin_writes_a_cache_in_place_where_tensorrt_does_not_know_of_it(dev
 
 
 @pytest.mark.parametrize("plan", STATIC_FORMS)
-def test_rows_advance_by_their_counts_and_padding_is_overwritten(device, plan):
+def test_batch_elements_advance_by_their_counts_and_padding_is_overwritten(device, plan):
     x, counts = tokens(4), np.array([4, 1, 2], np.int32)
     with opened(plan) as runner, loop_of(runner, plan) as loop:
         first = loop.feed(x[:, :3], np.minimum(counts, 3))
@@ -109,7 +109,7 @@ def test_rows_advance_by_their_counts_and_padding_is_overwritten(device, plan):
         np.testing.assert_array_equal(keys[b, :, : real + 1], heads(own)[0])
 
 
-def test_the_rows_of_a_growing_cache_advance_together(device):
+def test_the_batch_elements_of_a_dynamic_cache_advance_together(device):
     with opened(b"growing") as runner, loop_of(runner, b"growing") as loop:
         loop.feed(tokens(2), np.array([2, 2, 2], np.int32))
         with pytest.raises(DeployError, match="one length"):
@@ -122,7 +122,7 @@ def test_the_rows_of_a_growing_cache_advance_together(device):
 ROW = D * ITEM
 
 
-def test_rows_of_equal_lengths_are_one_copy_for_each_tensor(device):
+def test_entries_behind_equal_lengths_are_one_copy_for_each_tensor(device):
     with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
         loop.feed(tokens(2))
         device.copies_2d.clear()
@@ -141,7 +141,7 @@ def test_rows_of_equal_lengths_are_one_copy_for_each_tensor(device):
         assert [keys, values] == [tensor.buffer.address for tensor in loop._held]
 
 
-def test_rows_of_ragged_lengths_are_one_copy_for_each_row_of_the_batch(device):
+def test_entries_behind_ragged_lengths_are_one_copy_for_each_batch_element(device):
     with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
         loop.feed(tokens(4), np.array([4, 1, 2], np.int32))
         device.copies_2d.clear()
@@ -174,7 +174,7 @@ def test_a_step_uploads_its_token_and_the_lengths_and_no_more(device, plan):
         assert device.done.count("rows") == (2 if plan == b"rows" else 0)
 
 
-def test_a_growing_cache_goes_to_and_fro_between_two_buffers(device):
+def test_a_dynamic_cache_goes_to_and_fro_between_two_buffers(device):
     seen = []
     with opened(b"growing") as runner, loop_of(runner, b"growing") as loop:
         execution = runner._rt.module.IExecutionContext.execute_async_v3
@@ -239,7 +239,7 @@ def test_a_single_token_goes_to_the_profile_for_it(device):
             loop_of(runner, b"rows", batch=5).feed(tokens(1, batch=5))
 
 
-def test_a_runner_runs_before_and_after_a_stepper(device):
+def test_a_runner_runs_before_and_after_a_decode_loop(device):
     feeds = static_feeds([0, 0, 0], 2)
     for version in ("8.6.1", "11.4.0"):
         with opened(b"rows", version) as runner:
@@ -278,7 +278,7 @@ GROWING_AXES = {"x": ("B", "S", E), "past_key": ("B", HKV, "P", D), "past_value"
 
 
 @pytest.mark.parametrize(("batch", "most"), [(1, 512), (32, 1), (16, None)])
-def test_the_longest_call_is_that_of_the_profiles_for_so_many_rows(device, batch, most):
+def test_the_longest_call_is_that_of_the_profiles_for_so_many_batch_elements(device, batch, most):
     with opened(b"rows") as runner:
         runner.profiles = (
             _ranges(STATIC_AXES, B=(1, 1), S=(1, 512)),
@@ -288,7 +288,7 @@ def test_the_longest_call_is_that_of_the_profiles_for_so_many_rows(device, batch
             assert loop.most_tokens == most
 
 
-def test_the_longest_call_of_a_growing_cache_begins_without_a_past(device):
+def test_the_longest_call_of_a_dynamic_cache_begins_without_a_past(device):
     with opened(b"growing") as runner:
         runner.profiles = (
             _ranges(GROWING_AXES, B=(1, 4), S=(1, 64), P=(0, 0)),
@@ -349,7 +349,7 @@ def test_counts_that_are_not_those_of_the_tokens_are_refused(device, counts):
         loop.feed(tokens(2), np.array(counts, np.int32))
 
 
-def test_what_cannot_be_stepped_is_refused_and_frees_everything(device):
+def test_what_cannot_be_decoded_is_refused_and_frees_everything(device):
     with opened(b"plan") as runner, pytest.raises(DeployError, match="no cache"):
         runner.decode_loop(B=2)
     with opened(b"growing") as runner, pytest.raises(DeployError, match="maximum length"):
@@ -405,7 +405,7 @@ def test_a_timed_step_is_the_whole_step_and_leaves_everything_as_it_was(device, 
     assert device.is_empty()
 
 
-def test_the_copies_of_rows_are_in_the_timed_graph(device):
+def test_the_copies_of_entries_are_in_the_timed_graph(device):
     with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
         loop.feed(tokens(1))
         device.done.clear()
@@ -420,7 +420,7 @@ def test_the_copies_of_rows_are_in_the_timed_graph(device):
 
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
-def test_why_a_step_is_no_graph_is_told_where_it_should_be_one(device, plan, graph):
+def test_why_a_step_is_no_graph_is_reported_where_it_should_be_one(device, plan, graph):
     with opened(plan, cuda_graph=graph) as runner, loop_of(runner, plan) as loop:
         why = loop.time_step(3, QUICK).why_no_graph
     if graph and plan == b"growing":
@@ -481,7 +481,7 @@ def scattered(cache, rows, lengths):
 
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [5, 0, 3], [6]])
 @pytest.mark.parametrize("plan", STATIC_FORMS)
-def test_a_run_gives_the_caches_with_the_new_rows_in_them(device, plan, lengths):
+def test_a_run_gives_the_caches_with_the_new_entries_in_them(device, plan, lengths):
     given = static_feeds(lengths, 2)
     kept = {name: array.copy() for name, array in given.items()}
     with opened(plan) as runner:
@@ -541,7 +541,7 @@ def test_the_caches_of_a_timed_call_are_those_of_the_device(device, monkeypatch,
 
 @pytest.mark.parametrize(("lengths", "copies"), [([2, 2, 2], 2), ([5, 0, 3], 6)])
 @pytest.mark.parametrize("graph", [True, False])
-def test_every_timed_call_copies_its_rows_once(device, graph, lengths, copies):
+def test_every_timed_call_copies_its_entries_once(device, graph, lengths, copies):
     with opened(b"rows", cuda_graph=graph) as runner:
         given = static_feeds(lengths, 2)
         runner.run(given)
@@ -560,7 +560,7 @@ def test_every_timed_call_copies_its_rows_once(device, graph, lengths, copies):
 
 
 @pytest.mark.parametrize("plan", [b"copied", b"in place", b"growing"])
-def test_calls_whose_engine_writes_the_cache_copy_no_rows(device, plan):
+def test_calls_whose_engine_writes_the_cache_copy_no_entries(device, plan):
     given = static_feeds([2, 2, 2], 2)
     if plan == b"growing":
         past = heads(tokens(3)).copy()
@@ -625,7 +625,7 @@ def compute_with(layer):
     return compute
 
 
-def test_the_lowering_to_primitives_can_be_stepped_through(device, bundles, whole, monkeypatch):
+def test_the_lowering_to_primitives_can_be_decoded(device, bundles, whole, monkeypatch):
     layer = OrtCpuRunner(lower(load_graph(bundles("tiny-static").model_path), "primitives"))
     dims = {
         name: tuple(dim if isinstance(dim, int) else -1 for dim in info.dims)
@@ -710,7 +710,7 @@ def test_steps_add_up_to_the_whole_sequence_on_a_gpu(gpu_engine, whole, graph):
 
 
 @pytest.mark.gpu
-def test_ragged_rows_are_stepped_through_on_a_gpu(gpu_engine, whole):
+def test_ragged_batches_are_decoded_on_a_gpu(gpu_engine, whole):
     if gpu_engine[0].manifest.spec.cache == "growing":
         return  # whose rows have one length
     x = drawn(2, 12)

@@ -61,7 +61,7 @@ def test_a_layer_with_a_cache_has_two_profiles_where_both_can_be_prepared(built,
         assert asked[1:] == [((1, 1, 64), (2, 1, 64), (4, 1, 64))]
 
 
-def test_profiles_that_were_asked_for_stay_as_they_are(built):
+def test_profiles_that_were_requested_stay_as_they_are(built):
     manifest, asked = built("tiny-static", OLD, ["S=2:16:64", "S=1"])
     assert manifest.profile_names == ["prefill", "decode"]
     assert [shapes[2] for shapes in asked] == [(4, 64, 64), (4, 1, 64)]
@@ -110,8 +110,8 @@ def test_an_engine_that_can_be_prepared_has_no_note(device, version):
 def test_a_profile_without_a_context_is_named(device, most):
     rt = fake(OLD)
     rt.module.most_contexts = most
-    told = unprepared_profiles(rt, b"rows", ["prefill", "decode"])
-    assert told == [
+    reported = unprepared_profiles(rt, b"rows", ["prefill", "decode"])
+    assert reported == [
         f"engine built, but profile {name} cannot be prepared: "
         "no execution context: missing offset in id2offset"
         for name in ["prefill", "decode"][most:]
@@ -121,8 +121,8 @@ def test_a_profile_without_a_context_is_named(device, most):
 
 def test_a_usual_size_that_tensorrt_cannot_hold_is_not_tried(device):
     scores = LargeTensor(tensor="scores", dims="2147483647,S", axes={"S": ("x", 1)})
-    told = unprepared_profiles(fake(NEW), b"rows", ["prefill", "decode"], large_tensors=[scores])
-    (line,) = told  # single tokens are one token
+    reported = unprepared_profiles(fake(NEW), b"rows", ["prefill", "decode"], large_tensors=[scores])
+    (line,) = reported  # single tokens are one token
     assert line.startswith("engine built, but profile prefill cannot be prepared: scores with ")
     assert device.is_empty()
 
@@ -134,11 +134,13 @@ def test_what_cannot_be_prepared_is_in_the_manifest_and_the_engine_is_there(buil
     assert not [note for note in manifest.notes if "prepared" in note]
 
 
-def test_an_engine_that_cannot_be_loaded_is_told_of(device, monkeypatch):
+def test_an_engine_that_cannot_be_loaded_is_reported(device, monkeypatch):
     rt = fake(OLD)
     monkeypatch.setattr(rt.module.Runtime, "deserialize_cuda_engine", lambda self, plan: None)
-    (told,) = unprepared_profiles(rt, b"rows", ["0"])
-    assert told.startswith("engine built, but it cannot be loaded: TensorRT 8.6.1 cannot load this engine")
+    (reported,) = unprepared_profiles(rt, b"rows", ["0"])
+    assert reported.startswith(
+        "engine built, but it cannot be loaded: TensorRT 8.6.1 cannot load this engine"
+    )
 
 
 def test_without_a_gpu_nothing_is_tried(monkeypatch):

@@ -140,7 +140,7 @@ def test_one_logger_serves_all_builds_of_a_process():
 
 
 @needs_rtx
-def test_messages_belong_to_the_build_they_were_said_in():
+def test_messages_belong_to_the_build_they_were_logged_in():
     rt = load("tensorrt-rtx")
     severity = rt.module.ILogger.Severity
     logger = logger_for(rt)

@@ -78,7 +78,7 @@ def test_shapes_that_nobody_takes_are_refused_with_what_would_be_taken():
     assert caught.value.hint == "profile 0: x 1..4×1..16×64, n 1..4; profile 1: x 1..4×9..64×64, n 1..4"
 
 
-def test_a_profile_asked_for_must_exist_and_fit():
+def test_a_profile_requested_must_exist_and_fit():
     refuse_outside([SHORT, LONG], 1, shapes(2, 12))
     with pytest.raises(DeployError, match="profile 1 does not take") as caught:
         refuse_outside([SHORT, LONG], 1, shapes(2, 8))
@@ -434,7 +434,7 @@ def machine_with(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "gpu", "told"),
+    ("version", "gpu", "reported"),
     [
         (None, ADA, "tensorrt is not installed here"),
         ("10.14.1", ADA, "built by tensorrt 8.6.1, here is 10.14.1"),
@@ -442,11 +442,11 @@ def machine_with(monkeypatch):
         ("8.6.1", {"name": "NVIDIA H200", "compute_cap": "9.0"}, "here is NVIDIA H200"),
     ],
 )
-def test_an_engine_that_does_not_fit_is_not_even_loaded(machine_with, version, gpu, told):
+def test_an_engine_that_does_not_fit_is_not_even_loaded(machine_with, version, gpu, reported):
     machine_with(version and fake(version), gpu)
     with pytest.raises(BackendUnavailable, match=r"tiny\.engine cannot run here") as caught:
         open_engine_runner(on_disk())
-    assert told in caught.value.got
+    assert reported in caught.value.got
     assert caught.value.exit_code == 3
 
 
@@ -468,8 +468,8 @@ def test_the_manifest_tells_the_runner_what_tensorrt_cannot_hold(machine_with, d
     machine_with(fake("8.6.1"), ADA)
     path = tmp_path / "tiny.engine"
     path.write_bytes(b"plan")
-    told = [{"tensor": "scores", "dims": "1073741824,S", "axes": {"S": ["x", 1]}}]
-    with open_engine_runner(on_disk(path, large_tensors=told)) as runner:
+    reported = [{"tensor": "scores", "dims": "1073741824,S", "axes": {"S": ["x", 1]}}]
+    with open_engine_runner(on_disk(path, large_tensors=reported)) as runner:
         runner.run(feeds(1, 1))
         with pytest.raises(EngineError, match="does not support a tensor"):
             runner.run(feeds(1, 2))

@@ -1,4 +1,4 @@
-"""The verdict: said only where a kernel proves it, and unknown with a reason everywhere else."""
+"""The verdict: reported only where a kernel proves it, and unknown with a reason everywhere else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_fused_kernel_that_names_the_node_proves_it():
     assert (verdict.status, verdict.kernels) == ("fused", ("_gemm_mha_v2_0xbf16",))
 
 
-def test_a_product_and_a_softmax_of_its_own_prove_the_contrary():
+def test_a_matmul_and_a_softmax_of_its_own_prove_the_contrary():
     (verdict,) = fusion_verdict([SCORES, SOFTMAX, MOVE], ["att0"])
     assert verdict.status == "decomposed"
     assert len(verdict.kernels) == 3
@@ -81,7 +81,7 @@ def test_a_node_named_like_a_kernel_is_no_proof(layer_type):
     assert statuses([named], ("mha",)) != ["fused"]
 
 
-def test_a_product_named_like_a_fused_kernel_is_a_product():
+def test_a_matmul_named_like_a_fused_kernel_is_a_matmul():
     named = Kernel(
         name="_gemm_mha_v2_myl0_2", layer_type="gemm", onnx_nodes=("x",), tactic="__myelin_CASK_STUB"
     )
@@ -210,7 +210,7 @@ def test_no_attention_at_all_is_not_all_fused():
 # -- precision ------------------------------------------------------------------------------------------
 
 
-def test_tf32_products_for_an_fp16_graph_are_found():
+def test_tf32_matmuls_for_an_fp16_graph_are_found():
     verdict = precision_verdict(kernels_from_profile(LLAMA), "fp16")
     assert verdict.status == "mixed"
     assert verdict.counts == {"tf32": 3, "fp16": 1}
@@ -218,7 +218,7 @@ def test_tf32_products_for_an_fp16_graph_are_found():
     assert not verdict.ok
 
 
-def test_fp16_products_are_really_fp16_and_their_sums_are_noted():
+def test_fp16_matmuls_are_verified_fp16_and_their_accumulation_is_noted():
     verdict = precision_verdict(kernels_from_profile(BERT), "fp16")
     assert verdict.status == "really-fp16"
     assert verdict.notes == (f"2 matmuls accumulate in FP16, the first is {GEMM}",)
@@ -229,14 +229,14 @@ def test_a_hash_is_not_a_type():
     assert precision_verdict([FUSED], "fp16").status == "really-fp16"
 
 
-def test_a_float_tensor_of_a_product_makes_the_engine_mixed():
+def test_a_float_tensor_of_a_matmul_makes_the_engine_mixed():
     wide = Kernel(name="k", layer_type="gemm", outputs=(EngineTensor(name="t", dtype="fp32"),))
     verdict = precision_verdict([FUSED, wide], "fp16")
     assert verdict.status == "mixed"
     assert [(offender.kernel, offender.what) for offender in verdict.offenders] == [("k", "t")]
 
 
-def test_a_float_product_that_myelin_generates_is_found():
+def test_a_float_matmul_that_myelin_generates_is_found():
     wide = Kernel(
         name="__myl_FcAdd_myl0_1",
         layer_type="runtime_fusion",
@@ -254,7 +254,7 @@ def test_a_float_tensor_of_a_small_kernel_is_an_island():
     assert verdict.notes == ("1 small kernels work in fp32, the first is k",)
 
 
-def test_factors_of_a_product_are_not_data_but_weights_are():
+def test_factors_of_a_matmul_are_not_data_but_weights_are():
     half = EngineTensor(name="x", dtype="fp16", shape=(4, 4))
     factor = EngineTensor(name="c", dtype="fp32", shape=(1,))
     weight = EngineTensor(name="w", dtype="fp32", shape=(4, 4))
@@ -272,7 +272,7 @@ def test_whole_numbers_are_no_offence():
     assert precision_verdict([shape], "fp16").status == "unknown"
 
 
-def test_what_is_hidden_or_not_told_is_unknown_unless_something_is_wrong_already():
+def test_what_is_hidden_or_not_reported_is_unknown_unless_something_is_wrong_already():
     hidden = Kernel(name="{ForeignNode[a...b]}", layer_type="Myelin")
     untold = Kernel(name="k", inputs=(EngineTensor(name="t"),))
     wrong = Kernel(name="w", layer_type="gemm", inputs=(EngineTensor(name="t", dtype="fp32"),))

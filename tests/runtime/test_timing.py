@@ -83,7 +83,7 @@ def test_gpus_that_are_hidden_from_cuda_are_not_opened(monkeypatch, visible):
 
 
 @pytest.mark.skipif(not no_gpu(), reason="there is a GPU")
-def test_without_a_gpu_the_reason_is_told():
+def test_without_a_gpu_the_reason_is_reported():
     with pytest.raises(BackendUnavailable, match="no CUDA GPU") as caught:
         cuda.open_gpu()
     assert caught.value.exit_code == 3

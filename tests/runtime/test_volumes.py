@@ -7,7 +7,7 @@ import pytest
 from mha_deploy.runtime.tensorrt.request import LargeTensor, large_tensors, refuse_large
 from mha_deploy.runtime.tensorrt.versions import EngineError
 
-# As TensorRT 8.6.0 said it of 32 heads over 8, one batch row, up to 8192 tokens.
+# As TensorRT 8.6.0 reported it of 32 heads over 8, one batch element, up to 8192 tokens.
 TOLD = (
     "Profile kMAX values are not self-consistent. attention/scores: tensor volume exceeds (2^31)-1, "
     "dimensions are [1,8,(* 4 S),S] Volume exceeds 2^31-1. Instruction: CHECK_VOLUME 67108863{8192 8192}."
@@ -64,6 +64,6 @@ def test_a_manifest_brings_it_back():
     assert LargeTensor.from_dict(json.loads(json.dumps(found.as_dict()))) == found
 
 
-def test_the_way_out_is_told():
+def test_the_remedy_is_reported():
     (found,) = large_tensors([TOLD], AXES)
     assert all(part in found.advice for part in ("attention/scores", "--profile", "--attention plugin"))
