@@ -308,12 +308,15 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
         what += f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
     size = sum(entry.bytes for entry in manifest.files.values())
+    cases = "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden).replace(
+        ", ", ","
+    )
     lines = [
         ("bundle", str(bundle.path)),
         ("model", what),
         ("graph", f"{manifest.precision.name}, opset {manifest.opset}, axes {axes}"),
         ("fused", f"{len(manifest.attention)}/{spec.attention_count} attention as one ONNX Attention node"),
-        ("golden", "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden)),
+        ("golden", cases),
     ]
     if manifest.traces:
         from mha_deploy.bundle.traces import read_trace
