@@ -37,13 +37,13 @@ def fuse(
     json: Json = False,
 ) -> None:
     """Recognise attention in an ONNX file and write it as single Attention nodes; what stays is named."""
+    from mha_deploy.api import fuse
     from mha_deploy.graph.file import load_graph
-    from mha_deploy.graph.fuse import fuse_attention
 
     _check_output(source, output, overwrite)
     original = load_graph(source)
     _check_weights(original, output, overwrite)
-    model, report = fuse_attention(original, verify=verify)
+    model, report = fuse(original, verify=verify)
     _save(model, output)
     if json:
         print_json({"file": str(output), **report.to_dict()})

@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx
+import onnx.reference
 import pytest
 from hand_graphs import H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
@@ -69,7 +70,7 @@ def test_equal_structures_are_compared_once(monkeypatch):
 
 def test_what_cannot_be_compared_stays(monkeypatch):
     def lacks(*given, **named):
-        raise NotVerified("Not verified: ONNX's evaluator lacks an operator.")
+        raise NotVerified("ONNX's evaluator lacks an operator.")
 
     monkeypatch.setattr("mha_deploy.graph.fuse.compare", lacks)
     _, report = fused(plain())
@@ -141,6 +142,35 @@ def test_a_bias_over_a_fill():
     shown[0, 0, 2], shown[1, 0, :, 0] = False, False
     report = compare(g, g.attend(biased), m=shown)
     assert len(report.fused) == 1
+
+
+@pytest.mark.parametrize("where", ["scores", "query"])
+def test_the_scale_of_float64_is_exact(where):
+    """The attribute is a float32, which 1/3 is not."""
+    g = Hand()
+    g.inputs = {name: (TensorProto.DOUBLE, (2, H, S, 8)) for name in "qkv"}
+    third = g.const(1 / 3, np.float64)
+    q = g.op("Mul", "q", third) if where == "query" else "q"
+    scores = g.op("MatMul", q, g.op("Transpose", "k", perm=[0, 1, 3, 2]))
+    y = g.attend(g.op("Mul", scores, third) if where == "scores" else scores)
+    model = g.model(g.cast(g.op("Sub", y, g.op("Identity", y)), TensorProto.FLOAT))
+    model.graph.output.append(onnx.helper.make_tensor_value_info(y, TensorProto.DOUBLE, None))
+    new, report = fused(model)
+    assert [each.scale for each in report.fused] == [pytest.approx(1 / 3, abs=1e-15)]
+    random = np.random.default_rng(0)
+    feeds = {name: random.standard_normal((2, H, S, 8)) for name in "qkv"}
+    want, got = (onnx.reference.ReferenceEvaluator(each).run(None, feeds)[1] for each in (model, new))
+    np.testing.assert_allclose(got, want, atol=1e-14)
+
+
+def test_an_attention_node_with_a_mask_of_fewer_keys_stays():
+    """ONNX masks the keys that the mask lacks."""
+    g = Hand()
+    mask = g.input("m", [S, S - 2], TensorProto.BOOL)
+    model = g.model(g.op("Attention", "q", "k", "v", mask))
+    new, report = fused(model)
+    assert (len(report.already), report.repairs) == (1, ())
+    assert [node.op_type for node in new.graph.node] == [node.op_type for node in model.graph.node]
 
 
 def test_an_einsum_that_sums_over_an_axis_of_one_operand_stays():

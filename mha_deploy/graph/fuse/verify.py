@@ -44,7 +44,15 @@ class _Failed(Exception):
 
 
 class NotVerified(NotFused):
-    """The check could not be done."""
+    """The comparison could not be done.
+
+    Args:
+        why: What prevented it.
+        got: What was found instead.
+    """
+
+    def __init__(self, why: str, *, got: object = None) -> None:
+        super().__init__(f"Not verified: {why}", got=got, hint="--no-verify fuses it unverified")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +124,11 @@ def cut_out(result: ir.Value, boundary: Boundary, compared: Collection[str] = ()
                 nodes.append(node)
         elif node not in done:
             if len(nodes) + len(pending) > _MAX_NODES:
-                raise NotVerified(
-                    "Not verified: more nodes than can be checked lie between Q and the result."
-                )
+                raise NotVerified("more nodes than can be checked lie between Q and the result.")
             pending.append((value, True))
             pending.extend((each, False) for each in reversed(node.inputs) if each is not None)
     if any(each.type == ir.AttributeType.GRAPH for node in nodes for each in node.attributes.values()):
-        raise NotVerified("Not verified: a control-flow operator lies between Q and the result.")
+        raise NotVerified("a control-flow operator lies between Q and the result.")
     key = _key(nodes, sizes, boundary)
     new = key not in compared
     return Region(
@@ -190,7 +196,7 @@ def _input_dims(value: ir.Value, boundary: Boundary) -> Dims | None:
 def _tensor(name: str, value: ir.Value) -> onnx.TensorProto:
     tensor = tensor_of(value)
     if tensor is None:
-        raise NotVerified("Not verified: a constant has no numbers.", got=name)
+        raise NotVerified("a constant has no numbers.", got=name)
     proto = onnx.numpy_helper.from_array(np.asarray(tensor.numpy()), name)
     proto.data_type = int(tensor.dtype)
     return proto
@@ -260,8 +266,8 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
             (math.prod(shape[:-1]) * shape[-2] for shape in shapes.values() if len(shape) > 1), default=0
         )
         if count > _MAX_SCORES:
-            raise NotVerified("Not verified: the fixed sizes are too large.", got=count)
-        for draw in range(3 if count < _MANY_SCORES else 1):
+            raise NotVerified("the fixed sizes are too large.", got=count)
+        for draw in (0, 1, 2) if count < _MANY_SCORES else (1,):
             random = np.random.default_rng(draw)
             feeds = {
                 name: _drawn(random, draw, inputs[name], shape, boundary.spread.get(name))
@@ -285,9 +291,7 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
         if ran == _ENOUGH or (ran and not sizes.dynamic):
             break
     if not ran:
-        raise NotVerified(
-            "Not verified: the original nodes could not be run on drawn inputs.", got=failure[:200]
-        )
+        raise NotVerified("the original nodes could not be run on drawn inputs.", got=failure[:200])
     return filled
 
 
@@ -345,7 +349,7 @@ class _Evaluator:
             self._evaluator = ReferenceEvaluator(model)
         except Exception as error:  # an operator that it does not have
             what = " ".join(str(error).split())[:200]
-            raise NotVerified("Not verified: ONNX's evaluator lacks an operator.", got=what) from error
+            raise NotVerified("ONNX's evaluator lacks an operator.", got=what) from error
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
         """The result.
