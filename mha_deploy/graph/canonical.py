@@ -68,7 +68,7 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
     return [
         "onnx.checker with strict shape inference",
         f"{spec.attention_count} fused Attention node(s), K and V not repeated",
-        "no Cast, Expand, Tile or Gather on the way into or out of attention",
+        "no Cast, Expand, Tile or Gather before or after attention",
         "inputs and outputs have the spec's names, types and dynamic dimensions",
         f"every matmul and weight of the graph is {precision.name}",
         *(["queries and keys each pass one RotaryEmbedding node"] if spec.rope is not None else []),

@@ -14,7 +14,7 @@ from mha_deploy.errors import DeployError
 
 # -- Read and write ONNX files ---------------------------------------------------------------------
 
-# Protobuf cannot hold 2 GiB, and holding much less in it doubles the memory of every reader.
+# Protobuf is limited to 2 GiB, and much less in it already doubles the memory of every reader.
 EXTERNAL_DATA_FROM = 256 << 20
 
 
@@ -40,12 +40,12 @@ def _refuse_foreign_data(model: ir.Model, folder: Path) -> None:
 
 
 def graph_of(model: Path | ir.Model) -> ir.Model:
-    """A graph that may be given as a file or as it is."""
+    """The graph of a file, or the graph itself."""
     return load_graph(model) if isinstance(model, Path) else model
 
 
 def weights_folder(model: ir.Model) -> Path | None:
-    """The folder of the files that hold a graph's weights, or None where it holds them itself."""
+    """The folder of the external weights of a graph; None where it has none."""
     for value in model.graph.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
             return Path(value.const_value.base_dir)
@@ -54,7 +54,7 @@ def weights_folder(model: ir.Model) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedModel:
-    """A graph as another process can take it: its bytes, and the folder of its external weights."""
+    """A graph for another process: its bytes, and the folder of its external weights."""
 
     content: bytes = field(repr=False)
     folder: Path | None
@@ -77,7 +77,7 @@ class PackedModel:
 
 
 def weight_files(model: ir.Model) -> set[Path]:
-    """The files that hold weights of a graph and of the graphs in it, or constants."""
+    """The files of the external weights and constants of a graph and its subgraphs."""
     weights = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
     constants = [attribute.as_tensor() for _, attribute in _constants(model)]
     outside = [tensor for tensor in (*weights, *constants) if isinstance(tensor, ir.ExternalTensor)]
@@ -94,7 +94,7 @@ def _constants(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Attr]]:
 def save_graph(model: ir.Model, path: Path) -> None:
     """Write an ONNX file, its weights beside it in `<name>.data` where they are large.
 
-    Weights that lie in other files are taken along: the new file does not refer to those.
+    External weights are copied: the new file does not refer to the old ones.
     """
     weights = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
     size = sum(tensor.nbytes for tensor in weights if tensor is not None)
@@ -105,7 +105,7 @@ def save_graph(model: ir.Model, path: Path) -> None:
 
 @contextmanager
 def _read_into_memory(model: ir.Model, *, weights: bool) -> Iterator[None]:
-    """Hold what lies in other files in memory: constants, and if wanted weights."""
+    """Read external constants, and if wanted weights, into memory."""
     values, constants = list[tuple[ir.Value, ir.TensorProtocol]](), list[tuple[ir.Node, ir.Attr]]()
     try:
         for value in (each for graph in model.graphs() for each in graph.initializers.values()):
@@ -132,11 +132,11 @@ def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
         raise DeployError(what, got=f"{tensor.name} in {tensor.path}: {error}") from error
 
 
-# -- Give out values from inside a graph -----------------------------------------------------------
+# -- Inner values as outputs -----------------------------------------------------------------------
 
 
 def with_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
-    """A copy of the model that gives out these values of its main graph as well; weights are shared.
+    """A copy of the model with these values of its main graph as outputs, too; weights are shared.
 
     Raises:
         DeployError: The main graph computes no such value, or its type is not known.

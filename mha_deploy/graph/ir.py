@@ -116,7 +116,7 @@ def infer_shapes(model: ir.Model) -> ir.Model:
 def new_initializer(
     graph: ir.Graph, name: str, array: np.ndarray, dtype: ir.DataType | None = None
 ) -> ir.Value:
-    """Add an initializer to a graph; its type is that of the array unless another is given."""
+    """Add an initializer to a graph; default: of the array's own type."""
     tensor = ir.Tensor(array, dtype=dtype, name=name) if dtype is not None else ir.tensor(array, name=name)
     value = ir.Value(
         name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor

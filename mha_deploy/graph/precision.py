@@ -384,9 +384,9 @@ def _axes(node: ir.Node, rank: int) -> tuple[int, ...]:
     if node.op_type in (*_SOFTMAX, "LpNormalization"):
         axis = node.attributes.get("axis")
         return (-1 if axis is None else axis.as_int(),)
-    given = node.attributes.get("axes")
-    if given is not None:
-        return tuple(given.as_ints())
+    attribute = node.attributes.get("axes")
+    if attribute is not None:
+        return tuple(attribute.as_ints())
     axes = constant_ints(node, 1)
     return tuple(range(rank)) if axes is None else axes
 
@@ -492,9 +492,9 @@ class RangeMeter:
                 self._inner[name] = max(self._inner.get(name, 0.0), inner_figure(node, read))
 
     def _measure_value(self, name: str, array: np.ndarray) -> None:
-        seen = range_of(array)
+        measured = range_of(array)
         before = self._values.get(name)
-        self._values[name] = seen if before is None else _joined(before, seen)
+        self._values[name] = measured if before is None else _joined(before, measured)
 
 
 def range_of(array: np.ndarray) -> ValueRange:
@@ -1073,8 +1073,8 @@ def _fix_attributes(node: ir.Node, dtype: ir.DataType) -> None:
         if attribute is not None and attribute.type == ir.AttributeType.INT and attribute.as_int() == FLOAT:
             node.attributes.add(ir.AttrInt64(name, int(dtype)))
     if is_op(node, "ConstantOfShape", "Constant"):
-        given = node.attributes.get("value")
-        array = np.zeros(1, np.float32) if given is None else given.as_tensor().numpy()
+        value = node.attributes.get("value")
+        array = np.zeros(1, np.float32) if value is None else value.as_tensor().numpy()
         tensor = ir.Tensor(clamp(array, dtype.numpy(), _limit(dtype)), dtype=dtype)
         node.attributes.add(ir.AttrTensor("value", tensor))
 

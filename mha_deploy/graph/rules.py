@@ -284,12 +284,14 @@ def _in_place(node: ir.Node) -> str | None:
 
 
 def _as_rows(node: ir.Node) -> str | None:
-    """Whether the primitives lowering gives out the new rows of this cache alone."""
+    """The message where the primitives lowering outputs only the new entries of this cache."""
     readers = [use.node for use in node.outputs[0].uses() if is_attention(use.node)]
     if not any(isinstance(read_cache(reader), CachedAttention) for reader in readers):
         return None
     name = str(node.outputs[0].name)
-    return f"The cache is read in place and not given out: {rows_name(name)} stands for {name}."
+    return (
+        f"The cache is read in place, and its new entries are the output: {rows_name(name)} replaces {name}."
+    )
 
 
 OPERATOR_RULES: tuple[OperatorRule, ...] = (
@@ -338,7 +340,7 @@ OPERATOR_RULES: tuple[OperatorRule, ...] = (
         operators=_SCATTER,
         holds=_WITH_OPERATORS,
         applies=_not_in_place,
-        remedy="give the cache as a graph input [B, H, T, D] of fixed T and return it, or write it out",
+        remedy="make the cache a graph input [B, H, T, D] of fixed T and an output, or use ScatterND",
         cured_by="trt lowering",
         needs=("decode_primitives",),
         source=f"{MEASURED_RTX}: messages of its parser and builder",
@@ -367,7 +369,7 @@ OPERATOR_RULES: tuple[OperatorRule, ...] = (
 
 # -- What the parsers and builders refuse, or accept and compute wrongly ---------------------------
 
-_MEASURED_PARSER = f"{MEASURED_RTX}; onnx-tensorrt docs/operators.md for 10.15 says the same"
+_MEASURED_PARSER = f"{MEASURED_RTX}; onnx-tensorrt docs/operators.md for 10.15 agrees"
 
 _TRT = "trt lowering"
 
@@ -453,7 +455,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         holds=WITH_ATTENTION,
         applies=lambda node, target: node.softmax_precision is not None,
         message="The parser refuses softmax_precision ({softmax_precision}).",
-        remedy="leave it out: the fused kernel has one softmax for all, whatever it is asked for",
+        remedy="omit it: the fused kernel computes its softmax in one precision, whatever is requested",
         cured_by=_TRT,
         source=_MEASURED_PARSER,
     ),
@@ -542,7 +544,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         severity=NOTE,
         holds=WITH_ATTENTION,
         applies=lambda node, target: node.mask != "none",
-        message="A query that sees no key has output zero in ONNX; TensorRT promises nothing.",
+        message="A fully masked query has output zero in ONNX; in TensorRT it is undefined.",
         remedy="zero such rows after the operator",
         cured_by=_TRT,
         source="ONNX Attention specification; TensorRT documents no value",
@@ -552,8 +554,8 @@ PARSER_RULES: tuple[Rule, ...] = (
         severity=NOTE,
         holds=WITH_ATTENTION,
         applies=_causal_is_not_square,
-        message="is_causal with S = {S} and T = {T}: query 0 sees key 0 only, in ONNX and in TensorRT alike.",
-        remedy="for decoding with a cache give past_key or nonpad_kv_seqlen, or an explicit mask",
+        message="is_causal with S = {S} and T = {T}: query 0 attends to key 0 only, in ONNX and in TensorRT.",
+        remedy="for decoding with a cache use past_key or nonpad_kv_seqlen, or an explicit mask",
         source=f"{MEASURED_RTX}: CausalMaskKind.UPPER_LEFT",
     ),
     Rule(
@@ -625,7 +627,7 @@ def _head_size_unaligned(node: AttentionNode, target: Target) -> bool:
 
 
 def _mask_is_computed(node: AttentionNode, target: Target) -> bool:
-    # A single new token sees every key behind it: the lowering writes no mask.
+    # A single new token attends to every earlier key: the lowering writes no mask.
     one_token = node.S == node.T == 1 and not node.has_nonpad_kv_seqlen
     causal = node.is_causal and not one_token
     return causal or node.mask == "bool" or node.has_nonpad_kv_seqlen or node.has_window

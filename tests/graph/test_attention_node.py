@@ -42,7 +42,7 @@ def test_reads_optional_inputs_and_outputs() -> None:
     assert not node.has_nonpad_kv_seqlen
 
 
-def test_reads_empty_inputs_between_given_ones() -> None:
+def test_reads_omitted_inputs_between_others() -> None:
     node = read(attention((2, 4, 3, 8), (2, 4, 6, 8), lengths=True))
     assert node.has_nonpad_kv_seqlen
     assert (node.has_past, node.mask, node.has_present, node.qk_output_mode) == (False, "none", False, None)
@@ -65,7 +65,7 @@ def test_reads_window_and_softmax_precision() -> None:
     assert node.softmax_precision == "fp32"
 
 
-def test_what_the_file_does_not_say_is_none() -> None:
+def test_what_the_file_does_not_state_is_none() -> None:
     model = attention((2, 4, 3, 8), (2, 4, 3, 8))
     for value in model.graph.inputs:
         value.shape, value.type = None, None

@@ -91,7 +91,7 @@ def identity():
 @pytest.mark.parametrize(
     "name", ["tiny-gqa", "tiny-head-mix", "tiny-sparse-heads", "tiny-packed", "tiny-weights"]
 )
-def test_an_exported_graph_passes_and_says_what_was_checked(tampered, name):
+def test_an_exported_graph_passes_and_the_checks_are_reported(tampered, name):
     checked = tampered(lambda graph: None, name)
     assert len(checked) == 5
     assert f"{find_spec(name).attention_count} fused Attention node(s), K and V not repeated" in checked
@@ -178,7 +178,7 @@ def test_a_decomposed_attention_is_refused(refusal):
     assert "got: 0: none" in message
 
 
-def test_an_unfused_product_beside_a_fused_attention_is_refused(refusal):
+def test_an_unfused_matmul_beside_a_fused_attention_is_refused(refusal):
     def beside(graph):
         node, heads = primitives(graph)
         node.replace_input_with(V, heads)
@@ -264,7 +264,7 @@ def test_a_float32_weight_in_a_half_precision_graph_is_refused(refusal):
 
 
 @pytest.mark.parametrize("name", ["o.bias", "o.weight.T"])
-def test_a_float32_weight_that_is_cast_on_the_way_is_refused(refusal, name):
+def test_a_float32_weight_behind_a_cast_is_refused(refusal, name):
     def widen(graph):
         old, new = float32_weight(graph, name)
         (usage,) = old.uses()

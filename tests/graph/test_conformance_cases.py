@@ -30,7 +30,7 @@ def names(values: list[ir.Value]) -> list[str]:
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=list(PRECISIONS))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_graph_says_what_the_case_says(case: Case, precision) -> None:
+def test_the_graph_has_the_attributes_of_the_case(case: Case, precision) -> None:
     model = case_model(case, precision)
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     (facts,) = attention_nodes(model)
@@ -111,7 +111,7 @@ def test_a_case_gives_the_same_numbers_in_company() -> None:
                 np.testing.assert_allclose(together[name], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_given_models_are_not_changed() -> None:
+def test_the_models_are_not_changed() -> None:
     models = [case_model(case, FP16) for case in CASES]
     before = [ir.to_proto(model).SerializeToString() for model in models]
     combined(models)

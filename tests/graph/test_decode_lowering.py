@@ -51,7 +51,7 @@ LAYERS = {
     "masked": Layer(attention={}, mask=True),
 }
 KINDS = {"growing": growing, "fixed": fixed}
-WAYS: list[tuple[str, dict[str, Any]]] = [
+LOWERINGS: list[tuple[str, dict[str, Any]]] = [
     ("onnx", {}),
     ("trt", {"decompose": True}),
     ("trt", {"decompose": True, "decode_primitives": True}),
@@ -102,7 +102,7 @@ def ort_has_no_kernel(model: ir.Model, inputs: dict[str, np.ndarray]) -> bool:
 
 
 @pytest.mark.sweep(24)
-@pytest.mark.parametrize(("dialect", "options"), WAYS)
+@pytest.mark.parametrize(("dialect", "options"), LOWERINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_computes_the_same(name: str, kind: str, dialect: str, options: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ def test_layer_computes_the_same(name: str, kind: str, dialect: str, options: di
                 np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize(("dialect", "options"), WAYS[1:])
+@pytest.mark.parametrize(("dialect", "options"), LOWERINGS[1:])
 @pytest.mark.parametrize("kind", KINDS)
 def test_token_by_token_is_the_same_as_all_at_once(kind: str, dialect: str, options: dict[str, Any]) -> None:
     layer = Layer()
@@ -281,7 +281,7 @@ def test_versions_with_and_without_the_operators(version: str, rule: str) -> Non
         (growing(Layer(dtype="fp16", attention={})), False),
     ],
 )
-def test_8_6_is_told_whether_a_mask_is_computed(model: ir.Model, computed: bool) -> None:
+def test_8_6_reports_whether_a_mask_is_computed(model: ir.Model, computed: bool) -> None:
     (answer,) = judge(attention_nodes(model), target_from("tensorrt", "8.6.1"))
     assert ("computed-mask" in {finding.rule for finding in answer.findings}) == computed
     assert any(node.name == "att/mask_bias" for node in lower(model, "primitives").graph) == computed

@@ -69,7 +69,7 @@ def test_rule_speaks_of_its_node_only(rule: str, severity: str, found: Attention
     assert rule not in rules(node(), RTX)
 
 
-def test_weights_as_output_unfuse_only_where_products_are_all_there_is() -> None:
+def test_weights_as_output_prevent_fusion_only_of_matmuls() -> None:
     assert rules(node(weights=True), TRT_8)["qk-output-unfused"] == "not-fused"
     assert "qk-output-unfused" not in rules(node(weights=True), RTX)
 
@@ -134,7 +134,7 @@ CURABLE = {
 
 @pytest.mark.parametrize("name", CURABLE)
 @pytest.mark.parametrize("target", [RTX, TRT_11, TRT_10])
-def test_what_is_said_to_be_cured_is_cured(name: str, target: Target) -> None:
+def test_what_a_lowering_is_reported_to_cure_is_cured(name: str, target: Target) -> None:
     canonical = model(**CURABLE[name])
     (before,) = judge(attention_nodes(canonical), target)
     assert before.taken_when_lowered
@@ -157,7 +157,7 @@ def test_old_tensorrt_is_cured_by_primitives() -> None:
     assert answer.findings[0].cured_by == "primitives lowering"
 
 
-def test_findings_come_worst_first_and_say_what_to_do() -> None:
+def test_findings_are_sorted_by_severity_and_have_a_remedy() -> None:
     found = check([node(dtype="fp32", lengths=True, past=None, softcap=2.0, mask=("bool", ("S", "S")))], RTX)
     order = [SEVERITIES.index(finding.severity) for finding in found]
     assert order == sorted(order)
@@ -165,7 +165,7 @@ def test_findings_come_worst_first_and_say_what_to_do() -> None:
     assert "{" not in "".join(finding.message for finding in found)
 
 
-def test_unknown_facts_are_said_to_be_unknown() -> None:
+def test_unknown_types_and_shapes_are_reported_as_unknown() -> None:
     bare = model()
     for value in bare.graph.inputs:
         value.shape, value.type = None, None

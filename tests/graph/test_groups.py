@@ -20,9 +20,7 @@ from mha_deploy.graph.lower import lower
         (1, "broadcast", "att/q_grouped"),
     ],
 )
-def test_a_single_shared_head_is_repeated_unless_somebody_says_otherwise(
-    Hkv: int, gqa: str | None, written: str | None
-) -> None:
+def test_a_single_shared_head_is_repeated_by_default(Hkv: int, gqa: str | None, written: str | None) -> None:
     model = attention(("B", 4, "S", 8), ("B", Hkv, "T", 8))
     lowered = lower(model, "primitives", **({} if gqa is None else {"gqa": gqa}))
     forms = ("q_folded", "repeated", "q_grouped")

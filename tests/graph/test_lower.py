@@ -141,7 +141,7 @@ def empty_row_feeds(model: ir.Model, *, kind: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("kind", ["bool", "fp32"])
 @pytest.mark.parametrize("mask_dims", [("S", "T"), ("B", 4, "S", "T")])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_query_that_sees_no_key_gives_zero(dialect: str, kind: str, mask_dims: tuple[Any, ...]) -> None:
+def test_a_fully_masked_query_has_output_zero(dialect: str, kind: str, mask_dims: tuple[Any, ...]) -> None:
     model = attention(Q4, K4, mask=(kind, mask_dims))
     feeds = empty_row_feeds(model, kind=kind)
     lowered = lower_for_reference(model, dialect)
@@ -152,7 +152,7 @@ def test_a_query_that_sees_no_key_gives_zero(dialect: str, kind: str, mask_dims:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_batch_row_without_keys_gives_zero(dialect: str) -> None:
+def test_a_batch_element_without_keys_has_output_zero(dialect: str) -> None:
     model = attention(Q4, K4, lengths=True)
     feeds = random_feeds(model, SIZES[0])
     feeds["lengths"] = np.array([0, 4])
@@ -173,7 +173,7 @@ def test_lowest_number_in_a_mask_does_not_open_hidden_keys(dialect: str) -> None
     np.testing.assert_allclose(y, attend(model, feeds)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_wider_mask_saturates_and_keeps_infinity() -> None:
+def test_a_float32_mask_saturates_in_fp16_and_keeps_infinity() -> None:
     model = attention((1, 1, 2, 8), (1, 1, 3, 8), dtype="fp16", mask=("fp32", (2, 3)))
     feeds = random_feeds(model, {})
     low = np.finfo(np.float32).min

@@ -47,7 +47,7 @@ def test_scores_with_the_keys_of_the_cache_count(form):
     assert {v.dtype for v in mixed.graph.outputs} == {ir.DataType.FLOAT16}
 
 
-def test_rows_behind_the_valid_ones_do_not_count():
+def test_cache_entries_beyond_the_valid_ones_do_not_count():
     layer = Layer()
     model = fixed(layer)
     arrays = feeds(model, layer, starts=[5, 5], S=3)

@@ -44,7 +44,7 @@ def test_a_healthy_model_is_written_in_fp16_altogether(sentinel):
     assert distance(run(mixed, OTHER), run(model, OTHER)) < 3e-3
 
 
-def test_an_activation_that_overflows_stays_wide_and_nothing_else_does():
+def test_only_an_activation_that_overflows_stays_float32():
     model = encoder({"0.up": 300.0, "0.down": 2000.0})
     plan = planned(model)
     exact = run(model, OTHER)
@@ -61,14 +61,14 @@ def test_an_activation_that_overflows_stays_wide_and_nothing_else_does():
     assert wide_weights == {"0.down.weight", "1.norm1.weight", "1.norm2.weight", "last.norm.weight"}
 
 
-def test_the_plan_says_which_number_of_what_and_why():
+def test_the_plan_names_the_tensor_the_number_and_the_limit():
     down = next(each for each in planned(encoder({"0.up": 300.0, "0.down": 2000.0})).kept)
     assert (down.name, down.op_type, down.precision, down.kind) == ("0.down", "MatMul", "fp32", "overflow")
     assert down.figure > 65504
     assert down.reason == f"0.down reaches {down.figure:,.6g}, and FP16 ends at 65,504 (kept from 16,376 on)"
 
 
-def test_scores_that_overflow_keep_one_attention_wide_and_nothing_else():
+def test_scores_that_overflow_keep_only_their_attention_float32():
     model = encoder({"1.q": 150.0, "1.k": 150.0})
     ranges = measure_ranges(model, CASES)
     assert max(ranges.values[name].largest for name in ("1.q", "1.k")) < 1000
@@ -110,7 +110,7 @@ def test_the_mask_of_a_float32_attention_masks_all_scores():
         assert distance(next(iter(runner.run(OTHER).values())), run(model, OTHER)) < 5e-2
 
 
-def test_a_sentinel_is_clamped_and_the_plan_says_so():
+def test_a_sentinel_is_clamped_and_the_plan_reports_it():
     model = encoder(sentinel=LOWEST)
     (clamped,) = planned(model).clamped
     assert (clamped.name, clamped.found, clamped.written) == ("never", LOWEST, -65504.0)
@@ -126,14 +126,14 @@ def test_the_margin_decides_what_is_near():
     assert "0.down" in {each.name for each in planned(model, margin=1.1 * room).kept}
 
 
-def test_a_norm_whose_squares_overflow_stays_wide_alone():
+def test_only_a_norm_whose_squares_overflow_stays_float32():
     model = encoder({"0.up": 20.0, "0.down": 20.0})
     plan = planned(model, margin=1.0)
     assert {each.op_type for each in plan.kept} == {"LayerNormalization"}
     assert "squares" in plan.kept[0].reason
 
 
-def test_the_model_that_was_given_is_not_changed():
+def test_the_model_is_not_changed():
     model = encoder({"0.up": 300.0, "0.down": 2000.0}, sentinel=LOWEST)
     before = ir.to_proto(model).SerializeToString(deterministic=True)
     apply_plan(model, planned(model))

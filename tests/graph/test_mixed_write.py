@@ -68,7 +68,7 @@ def test_an_output_stays_float32_where_its_numbers_demand_it():
     assert near(model, mixed, numbers())
 
 
-def test_an_output_of_a_wide_node_that_fits_is_cast_once_for_all():
+def test_an_output_of_a_float32_node_is_cast_once_for_all():
     g = Graph()
     large = g.linear("x", "large", E, E, factor=1e6)
     g.op("Mul", large, g.weight("small", 1e-5), name="y")
@@ -132,7 +132,7 @@ def test_a_constant_of_two_types_is_held_once_in_each_and_a_shared_one_once():
     assert near(model, mixed, numbers())
 
 
-def test_a_weight_beyond_fp16_stays_wide():
+def test_a_weight_beyond_fp16_stays_float32():
     g = Graph()
     g.op("Mul", "x", g.weight("w", np.full(E, 1e5)), name="y")
     plan, _ = mixed_of(g.model(X, {"y": ["B", E]}), numbers(1e-4))
@@ -140,7 +140,7 @@ def test_a_weight_beyond_fp16_stays_wide():
     assert "w holds 100,000" in plan.kept[0].reason
 
 
-def test_a_small_number_that_guards_a_division_stays_wide_up_to_the_division():
+def test_an_epsilon_stays_float32_up_to_the_division():
     g = Graph()
     square = g.op("Mul", "x", "x", name="square")
     mean = g.op("ReduceMean", square, g.ints("axes", -1), name="mean")
@@ -176,7 +176,7 @@ def test_bounds_without_end_are_clamped():
 
 
 @pytest.mark.parametrize("op_type", ["ReduceSum", "ReduceMean"])
-def test_a_sum_counts_even_where_its_result_is_small(op_type):
+def test_accumulation_counts_even_where_the_result_is_small(op_type):
     g = Graph()
     total = g.op(op_type, "x", g.ints("axes", -1), name="total")
     g.op("Add", "x", total, name="y")
@@ -201,7 +201,7 @@ def test_positions_that_become_angles_stay_exact():
     assert near(model, mixed, case)
 
 
-def test_what_stands_between_wide_nodes_does_not_bounce():
+def test_cheap_nodes_between_float32_nodes_stay_float32():
     g = Graph()
     large = g.op("Mul", "x", g.weight("factor", 6e4), name="large")
     fits = g.op("Mul", large, g.weight("back", 1e-5), name="fits")
@@ -218,7 +218,7 @@ def test_what_stands_between_wide_nodes_does_not_bounce():
 # -- attributes, types, refusals ---------------------------------------------------------------------------
 
 
-def test_attributes_with_types_and_operators_without_fp16_are_seen_to():
+def test_type_attributes_and_operators_without_fp16_are_handled():
     g = Graph()
     shape = g.op("Shape", "x", name="shape")
     value = helper.make_tensor("half", F32, [1], [0.5])

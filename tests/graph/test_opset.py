@@ -88,7 +88,7 @@ def test_a_node_that_cannot_go_down_is_named(node: onnx.NodeProto, reason: str) 
     assert "opset=None" in str(caught.value)
 
 
-def test_given_model_is_not_changed() -> None:
+def test_the_model_is_not_changed() -> None:
     model = one_node(helper.make_node("ReduceMax", ["x", "axes"], ["y"]), 23, axes=[1])
     before = ir.to_proto(model).SerializeToString(deterministic=True)
     to_opset(model, 17)

@@ -174,14 +174,14 @@ def test_images_are_resized_alike(mode, corner) -> None:
         ),
     ],
 )
-def test_what_opset_17_cannot_say_is_refused_by_name(node, constants, reason) -> None:
+def test_what_opset_17_cannot_express_is_refused_by_name(node, constants, reason) -> None:
     with pytest.raises(LoweringError, match=reason) as caught:
         to_opset(graph_of(node, **constants), 17)
     assert caught.value.node == "n"
     assert node.op_type in caught.value.feature
 
 
-def test_sums_of_integers_are_noted_for_8_6_only() -> None:
+def test_integer_cumsum_is_noted_for_8_6_only() -> None:
     def findings(kind, matmul="tensorrt", version="8.6.1"):
         model = graph_of(helper.make_node("CumSum", ["x", "axis"], ["y"]), kind=kind, axis=np.array(-1))
         return [finding.rule for finding in check_operators(model, target_from(matmul, version))]

@@ -118,7 +118,7 @@ def test_pack_and_lower_together(dialect: str) -> None:
     np.testing.assert_allclose(got, run_in_ort(ir.to_proto(model), feeds)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_unrelated_product_on_the_same_input_is_left() -> None:
+def test_an_unrelated_matmul_of_the_same_input_is_kept() -> None:
     model = ir.to_proto(layer())
     model.graph.node.append(helper.make_node("MatMul", ["x", "wg"], ["gate"], name="gate_proj"))
     model.graph.initializer.append(numpy_helper.from_array(np.ones((24, 4), np.float32), "wg"))

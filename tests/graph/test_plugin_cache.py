@@ -66,15 +66,15 @@ LAYERS: dict[str, Layer] = {
 }
 
 
-WAYS: list[tuple[str, dict[str, Any]]] = [
+CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in LAYERS),
     ("grouped", {"linear": True}),
 ]
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize(("name", "options"), WAYS)
-def test_static_cache_step_by_step(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_preallocated_cache_step_by_step(name: str, options: dict[str, Any]) -> None:
     sizes = LAYERS[name]
     model = fixed(sizes)
     lowered = lower(model, "plugin", **options)
@@ -85,7 +85,7 @@ def test_static_cache_step_by_step(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["grouped", "one token", "bidirectional", "window", "mask"])
-def test_growing_cache_step_by_step(name: str) -> None:
+def test_dynamic_cache_step_by_step(name: str) -> None:
     sizes = LAYERS[name]
     model = growing(sizes)
     lowered = lower(model, "plugin")
@@ -121,7 +121,7 @@ def test_a_cache_with_another_reader_is_copied_and_counted_by_lengths() -> None:
     assert_same(model, lowered, feeds(model, layer(), starts=[2, 5], S=3), atol=8e-3)
 
 
-def test_rows_of_several_calls_add_up() -> None:
+def test_entries_of_several_calls_accumulate_in_the_cache() -> None:
     """Three calls, each with the caches that the one before gave out."""
     model, sizes = fixed(layer()), layer()
     lowered = ir.to_proto(lower(model, "plugin"))

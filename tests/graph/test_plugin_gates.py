@@ -99,7 +99,7 @@ def test_gates_go_into_the_node(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_other_factors_stay_products(name: str) -> None:
+def test_other_factors_stay_mul_nodes(name: str) -> None:
     model = LEFT[name]
     lowered = lower(model, "plugin")
     assert attributes_of(lowered, "has_gates") == {"has_gates": 0}
@@ -107,7 +107,7 @@ def test_other_factors_stay_products(name: str) -> None:
     assert_same(model, lowered, random_inputs(model, SIZES))
 
 
-def test_gates_that_hang_on_the_attention_stay_products() -> None:
+def test_gates_that_depend_on_the_attention_stay_mul_nodes() -> None:
     constants = {"apart": np.array([0, 0, HEADS, 32]), "axis": np.array([-1]), "again": np.array([0, 0, 128])}
     heads = {"q_num_heads": HEADS, "kv_num_heads": HEADS}
     nodes = [

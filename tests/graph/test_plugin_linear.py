@@ -34,11 +34,11 @@ def linears(model: ir.Model) -> list[ir.Node]:
     return [each for each in model.graph if each.op_type == "MhaDeployLinear"]
 
 
-def test_projections_stay_products_unless_asked_for() -> None:
+def test_projections_stay_matmuls_by_default() -> None:
     assert not linears(lower(layer(), "plugin"))
 
 
-def test_only_the_products_around_an_attention() -> None:
+def test_only_the_matmuls_around_an_attention() -> None:
     model = layer()
     lowered = lower(model, "plugin", linear=True)
     assert len(linears(lowered)) == 2
@@ -60,7 +60,7 @@ def test_attributes_and_bias() -> None:
     assert [str(each.outputs[0].shape) for each in (packed, projection)] == ["[B,S,96]", "[B,S,32]"]
 
 
-def test_a_bias_of_one_number_stays_a_sum() -> None:
+def test_a_bias_of_one_number_stays_an_add() -> None:
     model = layer(bias=np.array([0.5], np.float16))
     lowered = lower(model, "plugin", linear=True)
     assert [each.attributes["has_bias"].value for each in linears(lowered)] == [0, 0]
@@ -68,7 +68,7 @@ def test_a_bias_of_one_number_stays_a_sum() -> None:
     assert_same(model, lowered, random_inputs(model, SIZES), atol=8e-3)
 
 
-def test_sums_are_not_rounded_on_the_way() -> None:
+def test_projections_accumulate_without_rounding() -> None:
     """2048 + 1 is 2048 in FP16: what is summed there loses every further one."""
     width = 4096
     model = model_of(
@@ -85,7 +85,7 @@ def test_sums_are_not_rounded_on_the_way() -> None:
     assert np.all(y == width)
 
 
-def test_products_of_other_types_stay() -> None:
+def test_matmuls_of_other_types_stay() -> None:
     constants = {"w": np.ones((8, 8), np.float32)}
     nodes = [
         node("Attention", "q q q", "h", q_num_heads=1, kv_num_heads=1),

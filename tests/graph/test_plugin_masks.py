@@ -86,7 +86,7 @@ def test_a_bias_has_a_row_for_each_query() -> None:
     assert plugin_node_of(every).inputs[3].name == "mask"
 
 
-def test_rows_without_keys_are_guarded_under_a_bias_only() -> None:
+def test_fully_masked_queries_are_zeroed_under_a_bias_only() -> None:
     for name, (model, words) in SIGHTS.items():
         guarded = "Where" in operators(lower(model, "plugin"))
         assert guarded == bool(words[3]), name
@@ -244,7 +244,7 @@ def test_lengths_in_int32_need_no_cast() -> None:
     assert plugin_node_of(lowered).inputs[3].name == "lengths"
 
 
-def test_a_prefix_of_heads_is_none_of_batch_rows() -> None:
+def test_a_prefix_of_heads_is_not_one_of_batch_elements() -> None:
     """With three axes the first one is that of the heads."""
     nodes = [*COUNT, node("Unsqueeze", "per_head 12", "column"), node("Less", "t column", "mask")]
     # As many batch rows as heads, so that their number does not tell.
@@ -296,7 +296,7 @@ layer (float16[4,4,32] q, float16[4,6,16] k, float16[4,6,16] v, int64[4] seen) =
 """
 
 
-def test_a_mask_of_queries_is_no_prefix_where_there_are_as_many_batch_rows() -> None:
+def test_a_mask_of_queries_is_no_prefix_of_as_many_batch_elements() -> None:
     """Expand aligns axes at the end: the four rows of this mask are queries, and not the batch."""
     lowered = lower(ir.from_proto(onnx.parser.parse_model(PER_QUERY)), "plugin")
     written = plugin_node_of(lowered).attributes

@@ -147,7 +147,7 @@ def test_keys_and_values_of_another_input_share_an_operand() -> None:
 
 
 @pytest.mark.parametrize("mask", [["B", 1, "S", "S"], ["B", 4, "S", "S"]])
-def test_turns_cancel_behind_the_guard_of_empty_rows(mask: list[Any]) -> None:
+def test_transposes_cancel_after_fully_masked_queries_are_zeroed(mask: list[Any]) -> None:
     model = turned(mask=mask)
     lowered = lower(model, "plugin")
     # Where heads differ, the small tensor of open rows is turned, and nothing else.
@@ -193,7 +193,7 @@ def test_kernels_read_sixteen_bytes_at_a_time(columns: int, read: bool) -> None:
     assert_same(model, lowered, random_inputs(model, SIZES))
 
 
-def test_a_reshape_that_mixes_batch_and_tokens_is_no_turn() -> None:
+def test_a_reshape_that_mixes_batch_and_tokens_is_not_cancelled() -> None:
     constants = {"to": np.array([1, -1, 2, 16]), **WO}
     nodes = [
         node("Reshape", "x to", "r"),

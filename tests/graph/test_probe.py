@@ -132,7 +132,7 @@ def test_the_graph_takes_the_same_inputs_and_is_valid(bundles, name):
 
 
 @pytest.mark.parametrize("name", ["tiny-head-mix", "tiny-additive"])
-def test_the_given_model_is_left_alone_and_its_weights_are_shared(bundles, name):
+def test_the_model_is_not_changed_and_its_weights_are_shared(bundles, name):
     model = load_graph(bundles(name).model_path)
     before = ir.to_proto(model).SerializeToString(deterministic=True)
     probe = attention_probe(model)
@@ -192,7 +192,7 @@ def lowest(model):
     return attention_probe(model).attentions[0].lowest_mask_constant
 
 
-def test_a_constant_is_seen_through_the_cast_that_loses_it():
+def test_a_constant_is_found_through_the_cast_that_loses_it():
     model = masked(where("hidden"), [scalar("zero", 0.0), scalar("hidden", -1e9)])
     probe = attention_probe(model)
     assert lowest(model) == -1e9

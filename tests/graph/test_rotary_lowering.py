@@ -29,7 +29,7 @@ CASES = {
     for case in _NodeTestCases
     if case.name.startswith("test_rotary_embedding") and not case.name.endswith("_expanded")
 }
-WAYS: list[tuple[str, dict[str, Any]]] = [
+LOWERINGS: list[tuple[str, dict[str, Any]]] = [
     ("onnx", {}),
     ("trt", {}),
     ("trt", {"decode_primitives": True}),
@@ -77,7 +77,7 @@ def test_all_published_cases_are_here() -> None:
     assert len(CASES) >= 8
 
 
-@pytest.mark.parametrize(("dialect", "options"), WAYS)
+@pytest.mark.parametrize(("dialect", "options"), LOWERINGS)
 @pytest.mark.parametrize("name", CASES)
 def test_published_case(name: str, dialect: str, options: dict[str, Any]) -> None:
     case = CASES[name]
@@ -88,7 +88,7 @@ def test_published_case(name: str, dialect: str, options: dict[str, Any]) -> Non
         Runner.assert_similar_outputs(outputs, got, case.rtol, case.atol)
 
 
-@pytest.mark.parametrize(("dialect", "options"), WAYS)
+@pytest.mark.parametrize(("dialect", "options"), LOWERINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_computes_the_same_at_dynamic_shapes(name: str, dialect: str, options: dict[str, Any]) -> None:
     model = MODELS[name]
@@ -174,7 +174,7 @@ def test_targets_with_the_operator(matmul: str, version: str) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(("dialect", "options"), WAYS[1:4])
+@pytest.mark.parametrize(("dialect", "options"), LOWERINGS[1:4])
 def test_rtx_takes_every_published_case(dialect: str, options: dict[str, Any]) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     from rtx_probe import build

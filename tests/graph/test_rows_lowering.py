@@ -44,7 +44,7 @@ def readers(model: ir.Model, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_stand_where_the_caches_stood(kind: str) -> None:
+def test_new_entries_replace_the_caches_as_outputs(kind: str) -> None:
     lowered = lower(KINDS[kind](Layer()), "primitives", cache="rows")
     assert [value.name for value in lowered.graph.outputs] == ["y", "key_rows", "value_rows"]
     assert [str(value.shape) for value in lowered.graph.outputs[1:]] == ["[B,2,S,8]"] * 2
@@ -62,7 +62,7 @@ def test_a_static_cache_is_read_in_place_unless_asked_otherwise() -> None:
 
 @pytest.mark.parametrize("layer", [Layer(), Layer(Hkv=4), Layer(S=1)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_touches_a_cache_but_one_product(kind: str, layer: Layer) -> None:
+def test_only_one_matmul_reads_a_cache(kind: str, layer: Layer) -> None:
     lowered = lower(KINDS[kind](layer), "primitives", cache="rows")
     for name in CACHES[kind]:
         assert set(readers(lowered, name)) - {"Shape"} == {"MatMul"}
@@ -86,7 +86,7 @@ def test_one_token_hides_nothing_among_the_new() -> None:
     assert not [node for node in alone.graph if node.op_type == "Where"]
 
 
-def test_another_value_of_that_name_gives_way() -> None:
+def test_another_value_of_that_name_is_renamed() -> None:
     model = fixed(Layer())
     next(node for node in model.graph if node.name == "k_split").outputs[0].name = "key_rows"
     lowered = lower(model, "primitives")
@@ -123,7 +123,7 @@ def test_every_form_in_the_reference(name: str, kind: str, options: dict[str, An
             np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
 
 
-def test_what_stands_behind_the_valid_rows_does_not_matter() -> None:
+def test_cache_entries_beyond_the_valid_ones_do_not_matter() -> None:
     model, layer, starts = fixed(Layer()), Layer(), [0, 5, 8]
     inputs = feeds(model, layer, starts=starts, S=2)
     lowered = lower(model, "primitives")
@@ -138,7 +138,7 @@ def test_what_stands_behind_the_valid_rows_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("name", ["grouped", "one-token", "window", "softcap"])
-def test_ragged_rows_step_by_step(name: str) -> None:
+def test_ragged_batch_elements_step_by_step(name: str) -> None:
     layer, starts = LAYERS[name], np.array([0, 3, 6])
     model = fixed(layer)
     lowered = lower(model, "primitives")
@@ -156,7 +156,7 @@ def test_ragged_rows_step_by_step(name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gqa", ["fold", "broadcast", "repeat"])
-def test_one_row_of_a_mask_serves_all_queries(kind: str, gqa: str) -> None:
+def test_a_mask_broadcasts_over_the_queries(kind: str, gqa: str) -> None:
     layer = Layer(attention={}, mask=True, mask_rows=1)
     model = KINDS[kind](layer)
     lowered = lower(model, "primitives", cache="rows", gqa=gqa)
@@ -220,10 +220,10 @@ def other_axis(model: ir.Model) -> None:
 
 
 BREAKS: dict[str, tuple[Callable[[ir.Model], None], str]] = {
-    "other rows for values": (other_starts, "cache whose valid rows do not end with the new ones"),
-    "other valid rows": (other_ends, "cache whose valid rows do not end with the new ones"),
-    "batch instead of length": (other_axis, "cache whose valid rows do not end with the new ones"),
-    "another reader": (keys_read_twice, "cache that others read, too"),
+    "other rows for values": (other_starts, "cache whose valid entries do not end with the new ones"),
+    "other valid rows": (other_ends, "cache whose valid entries do not end with the new ones"),
+    "batch instead of length": (other_axis, "cache whose valid entries do not end with the new ones"),
+    "another reader": (keys_read_twice, "cache with other readers"),
     "circular": (circular, "circular TensorScatter"),
 }
 
@@ -271,11 +271,11 @@ def test_the_pattern_as_other_exporters_write_it(way: str) -> None:
 # -- engines -------------------------------------------------------------------------------------
 
 
-def test_8_6_is_told_of_the_rows() -> None:
+def test_8_6_reports_that_new_entries_are_the_output() -> None:
     findings = check_operators(fixed(Layer()), target_from("tensorrt", "8.6.1"))
     notes = [(finding.node, finding.message) for finding in findings if finding.rule == "cache-rows"]
     assert [node for node, _ in notes] == ["key_update", "value_update"]
-    assert "key_rows stands for key_cache_out" in notes[0][1]
+    assert "key_rows replaces key_cache_out" in notes[0][1]
     later = check_operators(fixed(Layer()), target_from("tensorrt", "10.15"))
     assert "cache-rows" not in {finding.rule for finding in later}
 
@@ -296,7 +296,7 @@ def test_one_engine_serves_prompt_and_token(kind: str) -> None:
 
 
 @needs_rtx
-def test_a_token_needs_no_turned_copy_of_the_cache() -> None:
+def test_a_token_needs_no_transposed_copy_of_the_cache() -> None:
     from rtx_probe import build
 
     lowered = lower(fixed(ENGINE), "primitives")

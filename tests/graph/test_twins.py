@@ -71,7 +71,7 @@ def test_a_twin_gives_the_right_answers(bundles, name, precision, twin_of):
             assert [verdict.problem for verdict in verdicts if not verdict.passed] == []
 
 
-def test_what_is_given_out_is_what_its_name_says(bundles):
+def test_scores_and_weights_are_the_named_outputs(bundles):
     bundle = bundles("tiny-weights")
     case = next(case for case in golden_cases(bundle) if case.name == "odd")
     with open_runner("ort-cpu", unfused_twin(load_graph(bundle.model_path))) as runner:
@@ -85,7 +85,7 @@ def test_what_is_given_out_is_what_its_name_says(bundles):
     assert max(spread) < 1e-2, "log of the weights is the scores but for a number per row"
 
 
-def test_products_in_float32_keep_the_weights_as_they_were_rounded(bundles):
+def test_float32_matmuls_keep_the_rounded_weights(bundles):
     model = load_graph(bundles("tiny-gqa").model_path)
     twin = float32_twin(model)
     for name, value in model.graph.initializers.items():
@@ -96,7 +96,7 @@ def test_products_in_float32_keep_the_weights_as_they_were_rounded(bundles):
 
 
 @pytest.mark.parametrize(("mode", "missing"), [(0, "att/weights"), (3, "att/scores")])
-def test_what_is_an_output_already_is_not_given_out_twice(mode, missing):
+def test_an_existing_output_is_not_repeated(mode, missing):
     dims = ("B", 8, "S", 64)
     model = attention(dims, dims, dtype="fp16", weights=True, qk_matmul_output_mode=mode)
     assert [value.name for value in unfused_twin(model).graph.outputs] == ["y", "weights", missing]

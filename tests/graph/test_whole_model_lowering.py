@@ -173,7 +173,7 @@ def test_findings_for_two_targets_are_counted_once() -> None:
     assert all(len(group.nodes) <= len(nodes) for group in group_findings(findings))
 
 
-def test_an_operator_that_8_6_has_not_is_said_beforehand() -> None:
+def test_an_operator_that_8_6_lacks_is_reported_before_the_build() -> None:
     graph = helper.make_graph(
         [helper.make_node("Hardmax", ["x"], ["y"], name="choice")],
         "g",

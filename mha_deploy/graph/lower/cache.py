@@ -179,16 +179,16 @@ def _read_static(node: ir.Node) -> CachedAttention | Obstacle:
     if obstacle is not None:
         return obstacle
     if not all(_is_only_output(update.outputs[0], 1) for update in updates):
-        return Obstacle("cache that others read, too", [update.outputs[0].name for update in updates])
+        return Obstacle("cache with other readers", [update.outputs[0].name for update in updates])
     (past_key, new_key), (past_value, new_value) = (update.inputs[:2] for update in updates)
     starts = [input_at(update, 2) for update in updates]
     if past_key is None or past_value is None or new_key is None or new_value is None or starts[0] is None:
-        return Obstacle("cache without the places of its new rows", key_update.name)
+        return Obstacle("cache without the positions of its new entries", key_update.name)
     S = dim(new_key, 2)
     if _origin(starts[0]) is not _origin(starts[1]) or not _ends_behind(node, starts[0], S):
-        return Obstacle("cache whose valid rows do not end with the new ones", key_update.name)
+        return Obstacle("cache whose valid entries do not end with the new ones", key_update.name)
     if not all(same_size(S, dim(value, 2)) for value in (new_value, input_at(node, an.Q))):
-        return Obstacle("cache with other new rows than queries", f"{S} new keys")
+        return Obstacle("cache with more or fewer new entries than queries", f"{S} new keys")
     return CachedAttention(
         kind=STATIC,
         node=node,

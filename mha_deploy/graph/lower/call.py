@@ -105,7 +105,7 @@ class AttentionCall:
         attention = self.attention
         if attention.mask != "none" or attention.has_nonpad_kv_seqlen:
             return True
-        # A window can lie entirely beyond the last key, unless every query has a key of its own.
+        # A window can be entirely beyond the last key, unless every query has a key of its own.
         return attention.has_window and not self.is_square
 
     def refuse(self, feature: str, *, got: object = None, hint: str | None = None) -> LoweringError:

@@ -42,31 +42,31 @@ class Mask:
 
 def read_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Mask | None:
     """The whole mask over T keys, past included; None where every query attends to every key."""
-    return with_geometry(b, call, given_mask(b, call, T), S, T)
+    return with_geometry(b, call, input_mask(b, call, T), S, T)
 
 
-def given_mask(b: NodeBuilder, call: AttentionCall, T: Size) -> Mask | None:
+def input_mask(b: NodeBuilder, call: AttentionCall, T: Size) -> Mask | None:
     """The mask input alone, without causal, window and key lengths; None where there is none."""
     if call.mask is None:
         return None
-    given = _to_key_length(b, call, _to_4d(b, call), T)
+    mask = _to_key_length(b, call, _to_4d(b, call), T)
     mask_heads, rows = _mask_dims_4d(call)[1:3]
     is_bool = call.attention.mask == "bool"
     return Mask(
-        visible=given if is_bool else None,
-        additive=None if is_bool else given,
+        visible=mask if is_bool else None,
+        additive=None if is_bool else mask,
         heads=1 if mask_heads == 1 else call.Hq,
         one_row=rows == 1,
     )
 
 
-def with_geometry(b: NodeBuilder, call: AttentionCall, given: Mask | None, S: Size, T: Size) -> Mask | None:
+def with_geometry(b: NodeBuilder, call: AttentionCall, mask: Mask | None, S: Size, T: Size) -> Mask | None:
     """The mask input combined with causality, window and key lengths."""
     geometry = _geometry(b, call, S, T)
     alike = not _depends_on_query(call) or call.attention.S == 1
-    if given is None:
+    if mask is None:
         return None if geometry is None else Mask(visible=geometry, additive=None, heads=1, one_row=alike)
-    return replace(given, visible=_both(b, given.visible, geometry), one_row=given.one_row and alike)
+    return replace(mask, visible=_both(b, mask.visible, geometry), one_row=mask.one_row and alike)
 
 
 def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, hidden: float | None = None) -> ir.Value:
@@ -89,14 +89,14 @@ def attending_queries(b: NodeBuilder, call: AttentionCall, mask: Mask | None) ->
     """`[·, ·, ·, 1]`, False for fully masked queries; None where there are certainly none."""
     if mask is None or not call.may_mask_queries_fully:
         return None
-    seen = mask.visible
+    visible = mask.visible
     if mask.additive is not None:
         dtype = _dtype(mask.additive)
         # Less than the lowest finite number is -inf: this comparison exists in every opset and runtime.
-        closed = b.op("Less", mask.additive, b.constant(_lowest(dtype), dtype))
-        seen = _both(b, b.op("Not", closed), seen)
+        masked = b.op("Less", mask.additive, b.constant(_lowest(dtype), dtype))
+        visible = _both(b, b.op("Not", masked), visible)
     # Maximum over booleans came with opset 20 only, so it is taken over numbers.
-    count = b.op("ReduceMax", b.op("Cast", seen, to=int(ir.DataType.FLOAT)), b.ints(-1), keepdims=1)
+    count = b.op("ReduceMax", b.op("Cast", visible, to=int(ir.DataType.FLOAT)), b.ints(-1), keepdims=1)
     return b.op("Cast", count, to=int(ir.DataType.BOOL), name="row_is_open")
 
 
@@ -192,7 +192,7 @@ def _to_4d(b: NodeBuilder, call: AttentionCall) -> ir.Value:
     if not isinstance(dims[1], int):
         mask = b.expand(mask, 1, call.Hq, 1, 1)
     if call.attention.mask == "int":
-        dtype, mask = call.dtype, b.op("Cast", mask, to=int(call.dtype))  # whole numbers hold no -inf
+        dtype, mask = call.dtype, b.op("Cast", mask, to=int(call.dtype))  # integers have no -inf
     mask.dtype = dtype
     return mask
 
@@ -235,8 +235,8 @@ def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Va
         return b.cast(mask, call.dtype, name="mask_cast")
     low, high = (b.constant(sign * _lowest(call.dtype), dtype) for sign in (1, -1))
     finite = b.cast(b.op("Clip", mask, low, high), call.dtype, name="mask_cast")
-    closed = b.op("Less", mask, b.constant(_lowest(dtype), dtype))
-    return b.op("Where", closed, b.constant(NEG_INF, call.dtype), finite, name="mask_cast")
+    masked = b.op("Less", mask, b.constant(_lowest(dtype), dtype))
+    return b.op("Where", masked, b.constant(NEG_INF, call.dtype), finite, name="mask_cast")
 
 
 def hidden_number(b: NodeBuilder, call: AttentionCall, number: float | None = None) -> ir.Value:

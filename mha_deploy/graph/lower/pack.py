@@ -95,7 +95,7 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
 
 
 def matmuls_behind(value: ir.Value) -> Iterator[ir.Node]:
-    """Every MatMul on the way to a value, the nearest on each path."""
+    """The MatMuls that a value depends on, the nearest on each path."""
     pending, seen = [value], set()
     while pending:
         node = pending.pop(0).producer()

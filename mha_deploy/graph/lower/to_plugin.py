@@ -45,7 +45,7 @@ from mha_deploy.graph.lower.call import AttentionCall, key_length, read_call, sp
 from mha_deploy.graph.lower.masks import (
     attending_queries,
     bias_of,
-    given_mask,
+    input_mask,
     may_be_short,
     with_geometry,
     zero_masked_queries,
@@ -367,11 +367,11 @@ def read_plugin_mask(
     # cuDNN has no kernel with a bias and a diagonal that ends at the last valid key.
     no_kernel = call.lengths is not None and call.mask is not None
     if diagonal is None or (diagonal.causal == BOTTOM_RIGHT and no_kernel):
-        mask = whole = with_geometry(b, call, given_mask(b, call, T), S, T)
+        mask = whole = with_geometry(b, call, input_mask(b, call, T), S, T)
         diagonal, key_lengths = Diagonal(), None
     else:
         lengths = _prefix(call, diagonal, T)
-        mask = given_mask(b, call, T) if lengths is None else None
+        mask = input_mask(b, call, T) if lengths is None else None
         if lengths is None and not in_cache:
             lengths = call.lengths
         key_lengths = None if lengths is None else as_int32(b, lengths, name="key_lengths")

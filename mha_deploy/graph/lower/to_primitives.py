@@ -64,23 +64,22 @@ OPERATOR_RULES = {
 class GroupForm:
     """The layout of queries, keys and bias for the matmuls; here every query head has its own key head."""
 
-    def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+    def __init__(self, b: NodeBuilder, call: AttentionCall) -> None:
+        self.b, self.call = b, call
+
+    def query(self, q: ir.Value) -> ir.Value:
         """`[B, Hq, S, D]` to the form's layout."""
         return q
 
-    def keys(
-        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
-    ) -> ir.Value:
+    def keys(self, x: ir.Value, rows: int | None, columns: int | None) -> ir.Value:
         """`[B, Hkv, rows, columns]`, transposed keys or values, to the form's layout; None is the size T."""
         return x
 
-    def bias(
-        self, b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, T: Size
-    ) -> ir.Value:
+    def bias(self, mask: Mask, bias: ir.Value, S: Size, T: Size) -> ir.Value:
         """`[1|B, 1|Hq, 1|S, T]` to the form's layout."""
         return bias
 
-    def restore(self, b: NodeBuilder, call: AttentionCall, x: ir.Value, last: Size) -> ir.Value:
+    def restore(self, x: ir.Value, last: Size) -> ir.Value:
         """A result, whose last axis has size `last`, back to `[B, Hq, S, last]`."""
         return x
 
@@ -88,76 +87,69 @@ class GroupForm:
 class Repeat(GroupForm):
     """Keys and values copied for each query head of a group."""
 
-    def keys(
-        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
-    ) -> ir.Value:
+    def keys(self, x: ir.Value, rows: int | None, columns: int | None) -> ir.Value:
         """`[B, Hkv, ·, ·]` to `[B, Hq, ·, ·]`."""
-        copies = b.expand(b.unsqueeze(x, 2), 1, 1, call.group, 1, 1)
-        return b.reshape(copies, 0, call.Hq, rows or -1, columns or -1, name="repeated")
+        copies = self.b.expand(self.b.unsqueeze(x, 2), 1, 1, self.call.group, 1, 1)
+        return self.b.reshape(copies, 0, self.call.Hq, rows or -1, columns or -1, name="repeated")
 
 
 class Fold(GroupForm):
     """The query heads of a group as more queries of one head."""
 
-    def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+    def query(self, q: ir.Value) -> ir.Value:
         """`[B, Hq, S, D]` to `[B, Hkv, G·S, D]`: heads of a group are adjacent, so no data moves."""
-        return b.reshape(q, 0, call.Hkv, -1, call.D, name="q_folded")
+        return self.b.reshape(q, 0, self.call.Hkv, -1, self.call.D, name="q_folded")
 
-    def bias(
-        self, b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, T: Size
-    ) -> ir.Value:
+    def bias(self, mask: Mask, bias: ir.Value, S: Size, T: Size) -> ir.Value:
         """Repeated for each head of a group, unless it is the same for all queries."""
+        b, call = self.b, self.call
         if mask.heads == 1 and mask.one_row:
             return bias
         copies, heads = (call.group, 1) if mask.heads == 1 else (call.Hq, call.Hkv)
         return b.reshape(b.expand(bias, 1, copies, S, 1), 0, heads, -1, T, name="bias_folded")
 
-    def restore(self, b: NodeBuilder, call: AttentionCall, x: ir.Value, last: Size) -> ir.Value:
+    def restore(self, x: ir.Value, last: Size) -> ir.Value:
         """`[B, Hkv, G·S, ·]` to `[B, Hq, S, ·]`."""
-        return b.reshape(x, 0, call.Hq, -1, last, name="unfolded")
+        return self.b.reshape(x, 0, self.call.Hq, -1, last, name="unfolded")
 
 
 class Broadcast(GroupForm):
     """The group as an axis of its own, over which keys and values are broadcast."""
 
-    def query(self, b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
+    def query(self, q: ir.Value) -> ir.Value:
         """`[B, Hq, S, D]` to `[B, Hkv, G, S, D]`."""
-        return b.reshape(q, 0, call.Hkv, call.group, -1, call.D, name="q_grouped")
+        return self.b.reshape(q, 0, self.call.Hkv, self.call.group, -1, self.call.D, name="q_grouped")
 
-    def keys(
-        self, b: NodeBuilder, call: AttentionCall, x: ir.Value, rows: int | None, columns: int | None
-    ) -> ir.Value:
+    def keys(self, x: ir.Value, rows: int | None, columns: int | None) -> ir.Value:
         """`[B, Hkv, ·, ·]` to `[B, Hkv, 1, ·, ·]`."""
-        return b.unsqueeze(x, 2)
+        return self.b.unsqueeze(x, 2)
 
-    def bias(
-        self, b: NodeBuilder, call: AttentionCall, mask: Mask, bias: ir.Value, S: Size, T: Size
-    ) -> ir.Value:
+    def bias(self, mask: Mask, bias: ir.Value, S: Size, T: Size) -> ir.Value:
         """`[·, 1|Hq, ·, T]` to `[·, 1|Hkv, 1|G, ·, T]`."""
         if mask.heads == 1:
-            return b.unsqueeze(bias, 1)
-        return b.reshape(bias, 0, call.Hkv, call.group, -1, T, name="bias_grouped")
+            return self.b.unsqueeze(bias, 1)
+        return self.b.reshape(bias, 0, self.call.Hkv, self.call.group, -1, T, name="bias_grouped")
 
-    def restore(self, b: NodeBuilder, call: AttentionCall, x: ir.Value, last: Size) -> ir.Value:
+    def restore(self, x: ir.Value, last: Size) -> ir.Value:
         """`[B, Hkv, G, S, ·]` to `[B, Hq, S, ·]`."""
-        return b.reshape(x, 0, call.Hq, -1, last, name="ungrouped")
+        return self.b.reshape(x, 0, self.call.Hq, -1, last, name="ungrouped")
 
 
-GROUP_FORMS: dict[str, GroupForm] = {"fold": Fold(), "broadcast": Broadcast(), "repeat": Repeat()}
+GROUP_FORMS: dict[str, type[GroupForm]] = {"fold": Fold, "broadcast": Broadcast, "repeat": Repeat}
 """The forms by the name of the option."""
 
 
-def group_form(call: AttentionCall, name: str) -> GroupForm:
+def group_form(b: NodeBuilder, call: AttentionCall, name: str) -> GroupForm:
     """The form for this attention; `auto` folds.
 
     A single key/value head is repeated instead: TensorRT 8.6 builds the folded form of it, and the engine
     fails at some sizes and is wrong at others.
     """
     if call.group == 1:
-        return GroupForm()
+        return GroupForm(b, call)
     if name == AUTO:
         name = "repeat" if call.Hkv == 1 else "fold"
-    return GROUP_FORMS[name]
+    return GROUP_FORMS[name](b, call)
 
 
 # -- The steps of attention ------------------------------------------------------------------------
@@ -171,7 +163,7 @@ def scale_query(b: NodeBuilder, call: AttentionCall, q: ir.Value) -> ir.Value:
 def scores_of(b: NodeBuilder, call: AttentionCall, form: GroupForm, q: ir.Value, k: ir.Value) -> ir.Value:
     """Q·Kᵀ, from scaled queries in the layout of the form and keys `[B, Hkv, ·, D]`."""
     keys = b.transpose(k, 0, 1, 3, 2, name="k_transposed")
-    return b.op("MatMul", q, form.keys(b, call, keys, call.D, None), name="scores")
+    return b.op("MatMul", q, form.keys(keys, call.D, None), name="scores")
 
 
 def transposed_scores_of(
@@ -183,7 +175,7 @@ def transposed_scores_of(
     """
     perm = (0, 1, 2, 4, 3) if isinstance(form, Broadcast) else (0, 1, 3, 2)
     query = b.transpose(q, *perm, name="q_transposed")
-    matmul = b.op("MatMul", form.keys(b, call, k, None, call.D), query, name="scores")
+    matmul = b.op("MatMul", form.keys(k, None, call.D), query, name="scores")
     return b.transpose(matmul, *perm, name="scores_turned")
 
 
@@ -196,7 +188,7 @@ def softcap(b: NodeBuilder, call: AttentionCall, scores: ir.Value) -> ir.Value:
 
 
 def softmax(b: NodeBuilder, call: AttentionCall, scores: ir.Value) -> ir.Value:
-    """Softmax over the keys, in the precision the node asks for."""
+    """Softmax over the keys, in the `softmax_precision` of the node."""
     precision = call.node.attributes.get_int("softmax_precision", None)
     if precision is None or precision == call.dtype:
         return b.op("Softmax", scores, axis=-1, name="weights")
@@ -208,7 +200,7 @@ def weighted_values(
     b: NodeBuilder, call: AttentionCall, form: GroupForm, weights: ir.Value, v: ir.Value
 ) -> ir.Value:
     """The weights times values `[B, Hkv, ·, Dv]`."""
-    return b.op("MatMul", weights, form.keys(b, call, v, None, call.Dv), name="weighted_values")
+    return b.op("MatMul", weights, form.keys(v, None, call.Dv), name="weighted_values")
 
 
 # -- The dialect -----------------------------------------------------------------------------------
@@ -241,26 +233,26 @@ def lower_to_primitives(
 ) -> dict[int, ir.Value]:
     """Write one attention as matmuls around a softmax; the outputs by position."""
     heads = split_inputs(b, call)
-    form = group_form(call, options.gqa)
+    form = group_form(b, call, options.gqa)
     S, T = query_length(b, call), key_length(b, call)
     mask = read_mask(b, call, S, T)
     rows = attending_queries(b, call, mask)
     mode = call.attention.qk_output_mode
 
-    query = form.query(b, call, scale_query(b, call, heads.q))
+    query = form.query(scale_query(b, call, heads.q))
     raw = scores_of(b, call, form, query, heads.k)
     capped = biased = softcap(b, call, raw)
     if mask is not None:
         # Masked scores as an output have -inf for hidden keys.
         bias = bias_of(b, call, mask, hidden=NEG_INF if mode == 2 else None)
-        biased = b.op("Add", capped, form.bias(b, call, mask, bias, S, T), name="scores_biased")
+        biased = b.op("Add", capped, form.bias(mask, bias, S, T), name="scores_biased")
     weights = softmax(b, call, biased)
     matmul = weighted_values(b, call, form, weights, heads.v)
 
-    y = zero_masked_queries(b, call, rows, form.restore(b, call, matmul, call.Dv))
+    y = zero_masked_queries(b, call, rows, form.restore(matmul, call.Dv))
     outputs = {Y: as_input_rank(b, call, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
     if mode is not None:
-        stage = form.restore(b, call, (raw, capped, biased, weights)[mode], T)
+        stage = form.restore((raw, capped, biased, weights)[mode], T)
         outputs[QK_OUTPUT] = zero_masked_queries(b, call, rows, stage) if mode == 3 else stage
     return outputs
 
@@ -279,7 +271,7 @@ class Part(NamedTuple):
 
 
 def give_rows_out(model: ir.Model, options: PrimitivesOptions, *, dialect: str) -> ir.Model:
-    """Write every attention with a cache in this form, where the option `cache` asks for it.
+    """Write every attention with a cache in this form, if the option `cache` allows it.
 
     Raises:
         LoweringError: `cache` is `rows`, and a cache cannot be read in place.
@@ -342,7 +334,7 @@ def _attention(
     new_value: ir.Value,
     options: PrimitivesOptions,
 ) -> ir.Value:
-    form = group_form(call, options.gqa)
+    form = group_form(b, call, options.gqa)
     S, T = query_length(b, call), b.size(cache.past_key, 2)
     hides_more = call.mask is not None or call.attention.has_window
     mask = read_mask(b, call, S, key_length(b, call)) if hides_more else None
@@ -352,7 +344,7 @@ def _attention(
     new = Part(new_key, new_value, biases[1])
 
     q = call.q if call.attention.rank == 4 else split_heads(b, call.q, call.Hq, call.D, name="q_heads")
-    query = form.query(b, call, scale_query(b, call, q))
+    query = form.query(scale_query(b, call, q))
     scores = []
     for part in (past, new):
         capped = softcap(b, call, transposed_scores_of(b, call, form, query, part.k))
@@ -361,7 +353,7 @@ def _attention(
     weights = softmax(b, call, b.op("Concat", *scores, axis=-1, name="all_scores"))
     halves = zip(_cut_columns(b, weights, T), (past, new), strict=True)
     sums = [weighted_values(b, call, form, half, part.v) for half, part in halves]
-    y = form.restore(b, call, b.op("Add", *sums, name="summed_values"), call.Dv)
+    y = form.restore(b.op("Add", *sums, name="summed_values"), call.Dv)
     # Without a mask no query is fully masked: it attends at least to itself.
     y = zero_masked_queries(b, call, attending_queries(b, call, mask), y)
     return as_input_rank(b, call, y)
@@ -391,8 +383,8 @@ class Geometry(NamedTuple):
             past = self._bias(self._valid(self.cache.starts), self.T, one_row=True)
         if self.call.attention.is_causal and self.call.attention.S != 1:
             key, query = (positions_along(b, self.S, axis=axis) for axis in (3, 2))
-            seen = b.op("Less", key, b.op("Add", query, b.ints(1)))
-            new = self._bias(seen, self.S, one_row=False)
+            visible = b.op("Less", key, b.op("Add", query, b.ints(1)))
+            new = self._bias(visible, self.S, one_row=False)
         return past, new
 
     def cut(self, mask: Mask) -> tuple[ir.Value, ir.Value]:
@@ -401,7 +393,7 @@ class Geometry(NamedTuple):
         bias = bias_of(b, call, mask)
         if starts is None:
             # Laid out before the split: with an empty past, a reshape could not infer its size.
-            laid_out = self.form.bias(b, call, mask, bias, self.S, key_length(b, call))
+            laid_out = self.form.bias(mask, bias, self.S, key_length(b, call))
             return _cut_columns(b, laid_out, self.T)
         hidden = hidden_number(b, call, None if mask.additive is None else NEG_INF)
         past = b.op("Where", self._valid(starts), bias, hidden, name="bias_past")
@@ -412,14 +404,14 @@ class Geometry(NamedTuple):
         new = b.op("GatherElements", spread, columns, axis=3, name="bias_new")
         every_row = replace(mask, one_row=False)
         return (
-            self.form.bias(b, call, mask, past, self.S, self.T),
-            self.form.bias(b, call, every_row, new, self.S, self.S),
+            self.form.bias(mask, past, self.S, self.T),
+            self.form.bias(every_row, new, self.S, self.S),
         )
 
     def _bias(self, visible: ir.Value, columns: Size, *, one_row: bool) -> ir.Value:
         mask = Mask(visible=visible, additive=None, heads=1, one_row=one_row)
         numbers = bias_of(self.b, self.call, mask)
-        return self.form.bias(self.b, self.call, mask, numbers, self.S, columns)
+        return self.form.bias(mask, numbers, self.S, columns)
 
     def _valid(self, starts: ir.Value) -> ir.Value:
         """`[B, 1, 1, T]`, True for the entries that were valid before the call."""

@@ -36,7 +36,7 @@ def test_names_types_and_shapes_stay_what_they_were(bundles, name, precision):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_product_is_float32_and_nothing_else_changes_type(bundles, name):
+def test_every_matmul_is_float32_and_nothing_else_changes_type(bundles, name):
     model = ir.load(bundles(name).model_path)
     before = {node.name: node for node in model.graph}
     for node in with_float32_matmuls(model).graph:
@@ -50,7 +50,7 @@ def test_every_product_is_float32_and_nothing_else_changes_type(bundles, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_given_model_is_left_alone(bundles, name):
+def test_the_model_is_not_changed(bundles, name):
     model = ir.load(bundles(name).model_path)
     before = ir.to_proto(model).SerializeToString(deterministic=True)
     with_float32_matmuls(model)
@@ -106,14 +106,14 @@ def widened(model):
     return ir.to_proto(with_float32_matmuls(ir.from_proto(model)))
 
 
-def test_a_widened_product_is_exact_but_for_its_rounding(matmul):
+def test_an_upcast_matmul_is_exact_except_for_its_rounding(matmul):
     model, x, exact = matmul
     got = run(widened(model), x)
     assert got.dtype == np.float16
     assert relative_error(got, exact) < 2.0**-11
 
 
-def test_widening_is_worth_its_casts_where_sums_are_in_half_precision(matmul):
+def test_upcasting_pays_off_where_half_precision_accumulates(matmul):
     model, x, exact = matmul
     plain, wide = (relative_error(run(m, x), exact) for m in (model, widened(model)))
     if plain < 2.0**-10:
