@@ -143,7 +143,8 @@ def load_model(
     if isinstance(source, str) and source.lower().endswith(".onnx"):
         if cache is not None or projections is not None:
             raise DeployError("Only a catalog layer has these options.", got=_options(cache, projections))
-        return Model(name=Path(source).stem, source=source, axes=ranges)
+        own = model.axes if isinstance(model, Model) else {}
+        return Model(name=Path(source).stem, source=source, axes={**own, **ranges})
     if isinstance(source, str) and not is_factory(source):
         source = find_spec(source)
     if isinstance(source, AttentionSpec):

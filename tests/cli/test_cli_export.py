@@ -3,6 +3,7 @@
 import json
 import resource
 
+import numpy as np
 import pytest
 from bundle_edit import small_bundle
 
@@ -74,16 +75,16 @@ def test_overwriting_keeps_other_files_in_a_bundle(run_cli, refused, tmp_path):
 
 
 def test_a_folder_that_appears_during_an_export_is_kept(refused, tmp_path, monkeypatch):
-    from mha_deploy.export import exporter
+    from mha_deploy.export import flow
 
-    target, versions = tmp_path / "bundle", exporter.versions
+    target, versions = tmp_path / "bundle", flow.versions
 
     def late():
         target.mkdir()
         (target / "thesis.tex").write_text("years of work")
         return versions()
 
-    monkeypatch.setattr(exporter, "versions", late)
+    monkeypatch.setattr(flow, "versions", late)
     refused(
         "export", "tiny-mha", "-o", target, "--golden", "min", what="", got=str(target), hint="another -o"
     )
@@ -121,7 +122,7 @@ def test_a_spec_is_read_from_a_path(run_cli, tmp_path):
 REFUSALS = {
     "unknown model": (["bert-bse"], "No model of that name", "bert-bse", "did you mean 'bert-base'?"),
     "unknown axis": (["tiny-mha", "--axis", "T=1:2:3"], "has no axis 'T'", "T", "B, S"),
-    "axis without range": (["tiny-mha", "--axis", "S"], "no range", "S", "--axis S=min:opt:max"),
+    "axis without range": (["tiny-mha", "--axis", "S"], "--axis", "S", "--axis S=min:opt:max"),
     "axis of letters": (["tiny-mha", "--axis", "S=a:b:c"], "not made of numbers", "a:b:c", "min:opt:max"),
     "axis of two": (["tiny-mha", "--axis", "S=1:2"], "wrong number of parts", "1:2", "min:opt:max"),
     "axis upside down": (["tiny-mha", "--axis", "S=9:2:1"], "min <= opt <= max", "9:2:1", "1:2:9"),
@@ -238,4 +239,28 @@ def test_a_cache_can_be_removed_from_a_layer(run_cli, tmp_path):
 )
 def test_a_cache_that_the_layer_cannot_have_is_refused(refused, tmp_path, arguments, what, got, hint):
     refused("export", *arguments, "-o", tmp_path / "bundle", what=what, got=got, hint=hint)
+    assert not (tmp_path / "bundle").exists()
+
+
+# -- ONNX files ----------------------------------------------------------------------------------
+
+
+def test_an_onnx_file_is_exported_with_values_of_an_input(run_cli, bundles, tmp_path):
+    np.save(tmp_path / "x.npy", np.ones((2, 8, 64), np.float32))
+    source = bundles("tiny-mha", "fp32").model_path
+    options = ("--precision", "fp32", "--input", f"x={tmp_path / 'x.npy'}", "--axis", "S=1:4:8", "--json")
+    done = run_cli("export", source, "-o", tmp_path / "bundle", *options)
+    assert done.code == 0, done.err
+    bundle = open_bundle(tmp_path / "bundle")
+    assert (len(bundle.manifest.attention), str(bundle.manifest.spec.axes["S"])) == (1, "1:4:8")
+    cases = {case.name: case for case in golden_cases(bundle)}
+    assert (cases["opt"].inputs["x"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "what", "hint"),
+    [("x=x.npy", "Only an ONNX file takes inputs", ""), ("x", "--input", "--input input_ids=ids.npy")],
+)
+def test_values_of_inputs_are_refused(refused, tmp_path, value, what, hint):
+    refused("export", "tiny-mha", "-o", tmp_path / "bundle", "--input", value, what=what, hint=hint)
     assert not (tmp_path / "bundle").exists()
