@@ -43,7 +43,7 @@ REFUSED = {
     "linear attention": (
         spelling(modules.linear_attention),
         "x",
-        ["Its input is not a matmul of two computed tensors, so it is not dot-matmul attention."] * 2,
+        ["Its input is not a matmul of two computed tensors"] * 2,
         ATTEND,
     ),
     "fewer values than keys": (

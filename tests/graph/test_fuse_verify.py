@@ -133,6 +133,15 @@ def test_several_finite_fills(fills):
     assert len(report.fused) == 1
 
 
+@pytest.mark.parametrize(("fill", "count"), [(-1e4, 1), (-1e9, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_fill_that_large_scores_could_reach_is_noted(causal, fill, count):
+    g = Hand()
+    shown = g.const(LOWER, bool) if causal else g.input("m", [2, 1, 1, S], TensorProto.BOOL)
+    _, report = fused(g.model(g.attend(g.op("Where", shown, g.scores(), g.const(fill)))))
+    assert len([note for note in report.fused[0].notes if "-10000" in note]) == count
+
+
 def test_a_bias_over_a_fill():
     """In a fully masked query the bias decides."""
     g = Hand()

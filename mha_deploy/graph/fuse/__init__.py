@@ -126,7 +126,7 @@ def _failure(error: Exception) -> str:
 
 
 class _Differs(Exception):
-    """A node that was written does not compute what the nodes before it computed."""
+    """A node was written, in part or as a whole, and must not be kept."""
 
 
 class _Fusion:
@@ -215,7 +215,7 @@ class _Fusion:
         builder = NodeBuilder(self._free(module_of(softmax.node)))
         record = _record(pattern, builder.prefix)
         if self._checks is None:
-            write_attention(pattern, builder, self._masks)
+            self._write(pattern, builder)
         else:
             notes = self._write_verified(pattern, builder, self._checks)
             record = replace(record, notes=tuple(dict.fromkeys((*record.notes, *notes))), verified=True)
@@ -236,17 +236,26 @@ class _Fusion:
         known = checks.get(old.key)
         if known is not None and known.reason is not None:
             raise NotFused(known.reason)
-        result = write_attention(pattern, builder, self._masks)
         if known is None:
             try:
+                result = write_attention(pattern, builder, self._masks)
                 emptied = compare(old, cut_out(result, border), border, self._model.opset_imports.get("", 1))
                 known = _Check(reason=None, notes=(ROWS_WITHOUT_KEYS,) if emptied else ())
             except NotFused as refusal:
                 known = _Check(reason=refusal.in_one_line)
             checks[old.key] = known
+        else:
+            self._write(pattern, builder)
         if known.reason is not None:
             raise _Differs(known.reason)
         return known.notes
+
+    def _write(self, pattern: Pattern, builder: NodeBuilder) -> None:
+        """Write an attention; where that is refused half-way, the model is lost."""
+        try:
+            write_attention(pattern, builder, self._masks)
+        except NotFused as refusal:
+            raise _Differs(refusal.in_one_line) from refusal
 
     def _keep(self, node: ir.Node, failed: str | None) -> None:
         """Name a node by its module, and write it as plainly as it can be."""

@@ -393,6 +393,8 @@ ABSORBING = -1e30
 ABSORBING_HALF = -65472.0
 # Weaker fills could meet real scores. A file holds it as its type rounds it.
 _WEAKEST_FILL = -1e4
+# Below this, no score of a model comes near.
+_STRONG_FILL = -1e5
 _LARGEST_BIAS = 1e4
 _BOUNDED = (
     "Identity",
@@ -452,18 +454,18 @@ def decide_masking(
     weakest = float(dtype.numpy().type(_WEAKEST_FILL))
     at = _causal_at(plain, (lowest, weakest), sizes[0], order) if same_dim(*sizes) else None
     rest = [term for index, term in enumerate(plain) if index != at]
+    fills = [term.fill for term in plain if isinstance(term, Fill) and _is_put(term)]
+    highest = max(fills, default=-math.inf)
+    assumed = (f"assumed: scores stay above {highest:g}, to which masked ones are set",)
+    notes = assumed if highest > _STRONG_FILL else ()
     if not rest:
-        return Masking(causal=at is not None, terms=(), kind="none", notes=())
-    put = [term for term in plain if _is_put(term)]
-    for term in put:
-        if isinstance(term, Fill) and not term.fill <= weakest:
-            raise NotExpressible(
-                "Masked scores are set to a number that real scores could have.", got=term.fill
-            )
+        return Masking(causal=at is not None, terms=(), kind="none", notes=notes)
+    if not highest <= weakest:
+        raise NotExpressible("Masked scores are set to a number that real scores could have.", got=highest)
     if _needs_exact(plain, dtype):
-        return Masking(causal=False, terms=tuple(given), kind="float", notes=(), exact=True)
+        return Masking(causal=False, terms=tuple(given), kind="float", notes=notes, exact=True)
     # No float16 absorbs any score. A query may be fully masked only because of the triangle.
-    even = bool(put) and dtype == ir.DataType.FLOAT16 and any(_is_put(term) for term in rest)
+    even = dtype == ir.DataType.FLOAT16 and any(_is_put(term) for term in rest)
     if even:
         at, rest = None, plain
     hides = all(isinstance(term, Fill) and term.hides for term in rest)
@@ -472,7 +474,7 @@ def decide_masking(
         causal=at is not None,
         terms=tuple(rest),
         kind="bool" if hides or even else "float",
-        notes=_notes(terms, rest, hides=hides, guarded=guarded),
+        notes=(*_notes(terms, rest, hides=hides, guarded=guarded), *notes),
         even=even,
     )
 
@@ -845,19 +847,18 @@ class Place:
             apart |= dict.fromkeys(axis, 1) if size == 1 else {each: self.sizes[each] for each in axis}
             if len(axis) == 1:
                 apart[axis] = size
-        if len(apart) != len(dims) or len(dims) != len(given):
-            at = len(dims) - len(given)
-            spread = [
-                builder.size(value, axes.index(each) - at)
-                if each in axes and axes.index(each) >= at
-                else size
-                for each, size in apart.items()
-            ]
-            if sum(size is None or isinstance(size, str) for size in spread) > 1:
-                raise NotFused("A mask has several sizes that are not known.", got=spread)
-            value = builder.reshape(
-                value, *(-1 if size is None or isinstance(size, str) else size for size in spread)
-            )
+        if len(apart) != len(given):
+            missing = len(dims) - len(given)
+            wanted = list[int | ir.Value]()
+            for letter, size in apart.items():
+                at = axes.index(letter) - missing if letter in axes else -1
+                if at >= 0:
+                    wanted.append(builder.size(value, at))
+                else:
+                    wanted.append(size if isinstance(size, int) else -1)
+            if wanted.count(-1) > 1:
+                raise NotFused("A mask has several sizes that are not known.", got=list(apart.values()))
+            value = builder.reshape(value, *wanted)
         letters = "".join(self.order)
         value = turned(value, tuple(apart), tuple(letters), builder)
         if any(len(axis) > 1 for axis in self.order):
