@@ -71,13 +71,7 @@ isolation = Isolation()
 
 
 class RuntimeCrash(DeployError):
-    """A runtime ended its process, or did not answer within the time limit.
-
-    Args:
-        what: Which runtime, how it ended, and in which step.
-        got: The last lines of its output.
-        hint: What to try.
-    """
+    """A runtime ended its process, or did not answer within the time limit; `got` are its last lines."""
 
     exit_code = EXIT_VERDICT_FAILED
 

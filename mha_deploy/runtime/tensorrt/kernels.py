@@ -212,13 +212,9 @@ _OLD_TENSOR = re.compile(
 
 
 def kernels_from_inspector(text: str) -> list[Kernel]:
-    """Read the JSON of `EngineInspector.get_engine_information`, of any version.
+    """The kernels in the JSON of `EngineInspector.get_engine_information`, of any version.
 
-    Args:
-        text: The JSON.
-
-    Returns:
-        One kernel per layer; it has only a name where no more is reported.
+    One kernel per layer; it has only a name where no more is reported.
 
     Raises:
         EngineError: It is not such JSON.
@@ -236,14 +232,7 @@ def kernels_from_inspector(text: str) -> list[Kernel]:
 
 
 def kernels_from_log(texts: Iterable[str]) -> list[Kernel]:
-    """Read the layer records of a verbose build log; the last ones, should there be several.
-
-    Args:
-        texts: The messages of one build.
-
-    Returns:
-        One kernel per record; none where the log has no such block.
-    """
+    """The kernels in the layer records of a verbose build log, the last ones if there are several."""
     kernels: list[Kernel] = []
     old: list[Kernel] = []
     for text in texts:
@@ -398,14 +387,7 @@ _KINDS = {"function": "kgen", "fully_connected": "gemm"}
 
 
 def kernels_from_plan(plan: bytes) -> list[Kernel]:
-    """Read the steps of every program in a plan.
-
-    Args:
-        plan: The serialised engine.
-
-    Returns:
-        One kernel per step; none if the plan has no readable program.
-    """
+    """The steps of every readable program in a plan."""
     return [kernel for program in _programs(plan) for kernel in _kernels(program)]
 
 

@@ -175,21 +175,14 @@ class BuildRequest:
 
     def options(self) -> dict[str, Any]:
         """The options as plain data, for a manifest: everything but the model and the cache."""
+        others = ("onnx", "backend", "timing_cache")
         return {
-            "precision": self.precision,
+            **{name: value for name, value in vars(self).items() if name not in others},
             "profiles": [
                 {name: [list(shape) for shape in shapes] for name, shapes in profile.items()}
                 for profile in self.profiles
             ],
             "targets": list(self.target_names),
-            "optimization_level": self.optimization_level,
-            "workspace": self.workspace,
-            "version_compatible": self.version_compatible,
-            "hardware_compatible": self.hardware_compatible,
-            "weight_streaming": self.weight_streaming,
-            "refit": self.refit,
-            "allow_decomposed": self.allow_decomposed,
-            "precision_constraints": self.precision_constraints,
         }
 
 

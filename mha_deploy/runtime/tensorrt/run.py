@@ -52,11 +52,7 @@ def admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> list[
 
 
 def first_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
-    """The first profile that takes these shapes.
-
-    Raises:
-        DeployError: None does; the error lists what each takes.
-    """
+    """The first profile that takes these shapes; without one, the error lists what each takes."""
     found = admitting(profiles, shapes)
     if not found:
         raise DeployError(
@@ -68,11 +64,7 @@ def first_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) ->
 
 
 def tightest_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
-    """The profile with the smallest ranges among those that take these shapes, as one for single tokens.
-
-    Raises:
-        DeployError: None does.
-    """
+    """The profile with the smallest ranges among those that take these shapes, as one for single tokens."""
     first_admitting(profiles, shapes)
     return min(
         admitting(profiles, shapes),
@@ -81,11 +73,7 @@ def tightest_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape])
 
 
 def refuse_outside(profiles: Sequence[Profile], index: int, shapes: Mapping[str, Shape]) -> None:
-    """Check that one profile exists and takes these shapes.
-
-    Raises:
-        DeployError: It does not.
-    """
+    """Refuse a profile that does not exist, or does not take these shapes."""
     if not 0 <= index < len(profiles):
         raise DeployError(
             "The engine has no such optimisation profile.", got=index, hint=f"0 to {len(profiles) - 1}"
@@ -249,19 +237,8 @@ def _profile_ranges(engine: Any, inputs: Mapping[str, TensorInfo]) -> tuple[Prof
 class BoundContext:
     """An execution context whose profile and input shapes are set.
 
-    Args:
-        rt: The TensorRT that built the engine.
-        engine: The engine.
-        stream: Where its calls go.
-        profile: The optimisation profile, for life.
-        shapes: The shape of every input.
-        inputs: The inputs.
-        outputs: The outputs.
-        aliases: For each output that is written in place, the input whose memory it shares.
-        large_tensors: Tensors that TensorRT does not support at the largest sizes.
-
-    Attributes:
-        graphs: Recorded calls by the addresses of their tensors.
+    The profile is fixed, the shapes are not. `aliases` has the input of each output that is written in place;
+    `graphs` are recorded calls by the addresses of their tensors.
     """
 
     def __init__(
@@ -304,11 +281,7 @@ class BoundContext:
             raise
 
     def reshape(self, shapes: Mapping[str, Shape]) -> None:
-        """Set the shape of every input. What was recorded before must not be launched again.
-
-        Raises:
-            EngineError: TensorRT refuses.
-        """
+        """Set the shape of every input. What was recorded before must not be launched again."""
         refuse_large(self._large_tensors, shapes)
         with self._listening("cannot take these shapes"):
             for name, shape in shapes.items():
@@ -321,11 +294,7 @@ class BoundContext:
             self.shapes = {**shapes, **results}
 
     def enqueue(self, addresses: Mapping[str, int]) -> None:
-        """Queue one call on the stream.
-
-        Raises:
-            EngineError: TensorRT refuses.
-        """
+        """Queue one call on the stream."""
         context = self._context
         with self._listening("cannot run this engine"):
             for name, address in addresses.items():
@@ -333,11 +302,7 @@ class BoundContext:
             _check(context.execute_async_v3(self.stream.handle), "the call")
 
     def record(self, addresses: Mapping[str, int], then: Callable[[], None] = lambda: None) -> Graph:
-        """Record one call, and what `then` queues behind it.
-
-        Raises:
-            EngineError: A CUDA graph cannot contain it.
-        """
+        """Record one call, and what `then` queues behind it."""
 
         def work() -> None:
             self.enqueue(addresses)
@@ -575,11 +540,7 @@ class TensorRTRunner(GpuRunner):
         return narrowed
 
     def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
-        """Run in a chosen profile.
-
-        Raises:
-            DeployError: The profile does not take these inputs.
-        """
+        """Run in a chosen profile."""
         feeds = self.checked(feeds)
         refuse_outside(self.profiles, profile, _shapes(feeds))
         return presented_results(feeds, self._call(feeds, profile).run(feeds))

@@ -226,14 +226,7 @@ def precision_verdict(
 
 
 def math_type(tactic: str) -> str:
-    """The type a kernel multiplies in, where its name contains it.
-
-    Args:
-        tactic: `sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_...`, `cutlass_80_tensorop_s1688gemm_...`.
-
-    Returns:
-        `fp16`, `bf16`, `tf32`, `fp32`, ... or `?`.
-    """
+    """The type a kernel multiplies in, or `?`: `sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_...` is `fp16`."""
     # `bf16` and `f32f32` are also hexadecimal digits.
     lowered = re.sub(r"0x[0-9a-f]+", "", tactic.lower())
     for name, pattern in _MATH:
