@@ -31,8 +31,8 @@ from mha_deploy.report.table import (
     conformance_reasons,
     conformance_table,
     decode_table,
+    engine_summary,
     fastest,
-    fusion_of,
     fusion_table,
     invariance_table,
     kernels_table,
@@ -113,8 +113,7 @@ def bench_sections(data: Data, look: Look) -> list[Section]:
         name, found = f"{entry['model']['name']} {entry['model']['precision']}", entry["latency"]
         timed = latency_parts(found, look) if found and found["points"] else [("text", "Nothing was timed.")]
         engines = [
-            f"{engine['name']} {engine['version']}: {fusion_of(engine)}, {engine['precision_status']}"
-            for engine in entry["engines"]
+            f"{engine['name']} {engine['version']}: {engine_summary(engine)}" for engine in entry["engines"]
         ]
         parts = [("text", entry["model"]["summary"]), ("text", "; ".join(engines) or "0 engines"), *timed]
         sections.append(Section(name=f"model-{index}", title=name, link=name, parts=parts))
@@ -388,7 +387,7 @@ def key_facts(data: Data) -> list[tuple[str, str | list[str]]]:
     largest = f"{budget_share(max(shares))} of its budget" if shares else NOTHING
     if any(verdict["share"] is None and not verdict["passed"] for verdict in every):
         largest = "not finite"
-    fused = [f"{each['name']}: {fusion_of(each)}, {each['precision_status']}" for each in data["engines"]]
+    fused = [f"{each['name']}: {engine_summary(each)}" for each in data["engines"]]
     return [
         ("attention", _attention(data["model"], data["parity"])),
         ("checked", f"{right} of {plural(len(judged), 'output')} right" if judged else "nothing was run"),

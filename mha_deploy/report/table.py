@@ -407,12 +407,14 @@ def trials_table(trials: Sequence[Data]) -> Table:
 FUSION = {"fused": "good", "decomposed": "bad", "unknown": "doubt"}
 
 
-def fusion_of(engine: Data) -> str:
-    """How many attentions of an engine are fused, in words."""
-    from mha_deploy.engine.manifest import fusion_summary  # a terminal that shows no engine need not load it
+def engine_summary(engine: Data) -> str:
+    """Fusion and precision of an engine: `1/1 fused, precision: fp16 (verified)`."""
+    # Here, since a terminal that shows no engine need not load it.
+    from mha_deploy.engine.manifest import fusion_summary, precision_summary
 
     fused, count = [*engine["fused"], 0, 0][:2]
-    return fusion_summary(fused, count, engine["nodes"])
+    precision = precision_summary(engine["precision_status"], engine["precision"])
+    return f"{fusion_summary(fused, count, engine['nodes'])}, {precision}"
 
 
 def fusion_table(engines: Sequence[Data]) -> Table:
@@ -428,8 +430,7 @@ def fusion_table(engines: Sequence[Data]) -> Table:
 
         seconds = "" if engine["seconds"] is None else f" in {short(engine['seconds'])} s"
         about = [
-            fusion_of(engine),
-            f"{engine['precision_status']} (requested {engine['precision']})",
+            engine_summary(engine),
             f"attention: {engine['attention']}",
             *(f"needs {library}" for library in engine["plugins"]),
             f"built {engine['built']}{seconds}",
