@@ -18,6 +18,17 @@ from mha_deploy.graph.ir import Dim, dim, dims, input_at, is_op, node_name, outp
 Q, K, V, MASK, PAST_KEY, PAST_VALUE, NONPAD_KV_SEQLEN = range(7)
 Y, PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT = range(4)
 
+INPUT_ROLES = {
+    "Q": Q,
+    "K": K,
+    "V": V,
+    "mask": MASK,
+    "past": PAST_KEY,
+    "past_values": PAST_VALUE,
+    "lengths": NONPAD_KV_SEQLEN,
+}
+"""The names under which the functions on arrays take the inputs."""
+
 UNBOUNDED = -1
 """The window size without a limit."""
 
@@ -170,6 +181,12 @@ def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") 
         left_window=_int(node, "left_window_size", UNBOUNDED),
         right_window=_int(node, "right_window_size", UNBOUNDED),
     )
+
+
+def inputs_by_role(node: ir.Node) -> dict[str, ir.Value]:
+    """The inputs of an `Attention` node by their names in `INPUT_ROLES`, without those that are omitted."""
+    values = {role: input_at(node, position) for role, position in INPUT_ROLES.items()}
+    return {role: value for role, value in values.items() if value is not None}
 
 
 def short_dtype(dtype: ir.DataType | None) -> str | None:

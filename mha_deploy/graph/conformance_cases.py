@@ -54,14 +54,8 @@ class Case:
     Args:
         name: Short name; every name in its graph begins with it.
         about: What it tests, as text.
-        S: Query length.
-        T: Key length.
         is_causal: The attribute of the node.
         mask: The mask, if it has one.
-        Hq: Query heads.
-        Hkv: Key/value heads.
-        B: Batch.
-        D: Head size.
         diagnostic: Whether it tests a feature of the runtime that a lowering may avoid.
     """
 

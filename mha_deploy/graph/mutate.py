@@ -224,22 +224,8 @@ def mutated(model: ir.Model, mutation: str, spec: AttentionSpec | None = None) -
     return copy if _MUTATIONS[mutation](node, read_attention(node)) else None
 
 
-def _scale_off(node: ir.Node, attention: AttentionNode) -> bool:
-    return _set_scale(node, attention, 1.005)
-
-
-def _scale_missing(node: ir.Node, attention: AttentionNode) -> bool:
-    return attention.softmax_scale not in (None, 1.0) and _set_scale(
-        node, attention, 1.0 / (attention.softmax_scale or 1.0)
-    )
-
-
-def _softcap_dropped(node: ir.Node, attention: AttentionNode) -> bool:
-    return attention.softcap > 0 and node.attributes.pop("softcap", None) is not None
-
-
 def _set_scale(node: ir.Node, attention: AttentionNode, factor: float) -> bool:
-    if attention.softmax_scale is None:
+    if attention.softmax_scale is None or factor == 1.0:
         return False
     node.attributes["scale"] = ir.AttrFloat32("scale", attention.softmax_scale * factor)
     return True
@@ -344,9 +330,13 @@ def _not_a_number(node: ir.Node, attention: AttentionNode) -> bool:
 
 
 _MUTATIONS: dict[str, Mutation] = {
-    "scale off by 0.5 %": _scale_off,
-    "scale missing": _scale_missing,
-    "softcap dropped": _softcap_dropped,
+    "scale off by 0.5 %": lambda node, attention: _set_scale(node, attention, 1.005),
+    "scale missing": lambda node, attention: _set_scale(
+        node, attention, 1.0 / (attention.softmax_scale or 1.0)
+    ),
+    "softcap dropped": lambda node, attention: (
+        attention.softcap > 0 and bool(node.attributes.pop("softcap", None))
+    ),
     "mask dropped": mask_dropped,
     "mask off by one": mask_off_by_one,
     "causal dropped": causal_dropped,

@@ -23,13 +23,9 @@ from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import (
     MASK,
-    NONPAD_KV_SEQLEN,
-    PAST_KEY,
-    K,
-    Q,
-    V,
     all_keys,
     by_head,
+    inputs_by_role,
     is_attention,
     read_attention,
     valid_only,
@@ -331,6 +327,7 @@ def _lift_constants(graph: ir.Graph) -> None:
 
 # -- The largest intermediate number of an operator that accumulates -------------------------------
 
+_SCORE_ROLES = ("Q", "K", "V", "past", "lengths")
 _SUMS = ("ReduceSum", "ReduceMean", "ReduceL1", "GlobalAveragePool")
 _SUMS_OF_SQUARES = ("ReduceSumSquare", "ReduceL2", "LpNormalization")
 _SUMS_OF_POWERS = ("ReduceLogSumExp",)
@@ -351,8 +348,7 @@ Read = Callable[[ir.Value], np.ndarray]
 def inner_inputs(node: ir.Node) -> list[ir.Value]:
     """The inputs that determine the largest intermediate number of a node; empty for other operators."""
     if is_attention(node):
-        at = (Q, K, V, PAST_KEY, NONPAD_KV_SEQLEN)
-        return [value for value in (input_at(node, position) for position in at) if value is not None]
+        return [value for role, value in inputs_by_role(node).items() if role in _SCORE_ROLES]
     first = input_at(node, 0)
     return [first] if first is not None and is_float(first) and is_op(node, *WORDS) else []
 
@@ -394,9 +390,9 @@ def _axes(node: ir.Node, rank: int) -> tuple[int, ...]:
 def _largest_score(node: ir.Node, read: Read) -> float:
     """The largest |Q·Kᵀ·scale|, masked pairs included: a kernel multiplies them all, and masks afterwards."""
     attention = read_attention(node)
-    roles = {"Q": Q, "K": K, "V": V, "past": PAST_KEY, "lengths": NONPAD_KV_SEQLEN}
-    values = {role: input_at(node, position) for role, position in roles.items()}
-    inputs = valid_only(attention, {role: read(value) for role, value in values.items() if value is not None})
+    values = inputs_by_role(node)
+    inputs = {role: read(value) for role, value in values.items() if role in _SCORE_ROLES}
+    inputs = valid_only(attention, inputs)
     q, k = (by_head(inputs[role], heads) for role, heads in (("Q", attention.Hq), ("K", attention.Hkv)))
     q, k = q.astype(np.float32), all_keys(attention, inputs, k.astype(np.float32))
     if not q.size or not k.size:
@@ -420,13 +416,7 @@ SLICE_BYTES = 512 << 20
 
 
 class RangeMeter:
-    """Measures the ranges of one graph.
-
-    Args:
-        model: The graph, in float32; it is not changed.
-        cases: Inputs by name, for each named case.
-        slice_bytes: About how many bytes of tensors may be outputs of one run.
-    """
+    """Measures the ranges of one float32 graph on named cases; a run outputs about `slice_bytes`."""
 
     def __init__(self, model: ir.Model, cases: Cases, *, slice_bytes: int = SLICE_BYTES) -> None:
         if not cases:

@@ -11,29 +11,13 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import (
-    MASK,
-    NONPAD_KV_SEQLEN,
-    PAST_KEY,
-    PAST_VALUE,
     AttentionNode,
-    K,
-    Q,
-    V,
     attention_nodes,
+    inputs_by_role,
     is_attention,
     read_attention,
 )
-from mha_deploy.graph.ir import constant, graph_of_node, input_at
-
-_POSITIONS = {
-    "Q": Q,
-    "K": K,
-    "V": V,
-    "mask": MASK,
-    "past": PAST_KEY,
-    "past_values": PAST_VALUE,
-    "lengths": NONPAD_KV_SEQLEN,
-}
+from mha_deploy.graph.ir import constant, graph_of_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +74,7 @@ def attention_probe(model: ir.Model) -> Probe:
 
 
 def _probe_one(node: ir.Node, index: int, outputs: list[ir.Value]) -> ProbedAttention:
-    inputs = {role: input_at(node, position) for role, position in _POSITIONS.items()}
-    present = {role: value for role, value in inputs.items() if value is not None}
+    present = inputs_by_role(node)
     shown = {role: _show(node, value, f"probe_{index}/{role}") for role, value in present.items()}
     outputs.extend(shown.values())
     return ProbedAttention(

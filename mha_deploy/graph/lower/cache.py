@@ -105,11 +105,8 @@ class CachedAttention:
         kind: `static` (preallocated) or `growing` (dynamic).
         node: The attention.
         past_key: Keys of earlier calls, a graph input: `[B, Hkv, T, D]`, or `[B, Hkv, P, D]` if dynamic.
-        past_value: Values of earlier calls.
         new_key: Keys of the S new tokens, in the rank of the node's inputs.
-        new_value: Values of the S new tokens.
         key_out: The graph output with the new keys in it.
-        value_out: The graph output with the new values in it.
         starts: Valid entries of each batch element before the call; None if dynamic.
         updates: The nodes that write the new entries; none if dynamic.
     """

@@ -50,22 +50,8 @@ class LoweringError(DeployError):
 class AttentionCall:
     """An `Attention` node whose types and head sizes are known.
 
-    Args:
-        attention: Its attributes and shapes.
-        node: The node itself.
-        dialect: The dialect it is lowered to, for messages.
-        q: Queries.
-        k: New keys.
-        v: New values.
-        mask: Boolean or additive mask.
-        past_key: Keys of earlier decode steps.
-        past_value: Values of earlier decode steps.
-        lengths: Number of valid keys of each batch element (`nonpad_kv_seqlen`).
-        dtype: Type of q, k and v.
-        Hq: Query heads.
-        Hkv: Key/value heads.
-        D: Head size of queries and keys.
-        Dv: Head size of values.
+    `attention` has its attributes and shapes, `lengths` the number of valid keys of each batch element
+    (`nonpad_kv_seqlen`), and `dtype` is the type of q, k and v. The dialect is used in messages.
     """
 
     attention: AttentionNode
@@ -275,14 +261,9 @@ def rewrite(
     broadcasts: bool = False,
     operators: OperatorRules | None = None,
 ) -> ir.Model:
-    """Apply a rule to every attention of a copy of the model.
+    """Apply a rule to every attention of a copy of the model, and rules to the operators around them.
 
-    Args:
-        model: The model; it is not changed.
-        rule: How to write an attention.
-        dialect: Name used in messages.
-        broadcasts: Whether masks may broadcast over the queries.
-        operators: Rules for the operators around attention; those not named stay.
+    `broadcasts` means that masks may broadcast over the queries.
     """
     lowered = copy_of(model)
     opset = lowered.opset_imports.get("")

@@ -135,22 +135,22 @@ def _squeeze_by_name(node: ir.Node) -> None:
     replace_node(node, b, {0: b.op("Squeeze", x, b.ints(0))})
 
 
-_REDUCTIONS = frozenset(
+_REDUCTIONS = tuple(
     f"Reduce{kind}" for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 )
 
 # The opset with the newer form, the operators, and how to write them before it.
-_REWRITES: tuple[tuple[int, frozenset[str], Callable[[ir.Node], None]], ...] = (
+_REWRITES: tuple[tuple[int, tuple[str, ...], Callable[[ir.Node], None]], ...] = (
     (18, _REDUCTIONS, _axes_to_attribute),
-    (18, frozenset({"Split"}), _drop_split_count),
-    (18, frozenset({"Shape"}), _shape_in_full),
-    (18, frozenset({"Squeeze"}), _squeeze_by_name),
-    (18, frozenset({"Pad"}), _pad_every_axis),
-    (18, frozenset({"Mish"}), mish_to_primitives),
-    (20, frozenset({"ReduceMax", "ReduceMin"}), _reduce_numbers),
-    (20, frozenset({"IsInf"}), _infinity_of_float32),
-    (20, frozenset({"Gelu"}), gelu_to_primitives),
-    (24, frozenset({"Swish"}), swish_to_primitives),
+    (18, ("Split",), _drop_split_count),
+    (18, ("Shape",), _shape_in_full),
+    (18, ("Squeeze",), _squeeze_by_name),
+    (18, ("Pad",), _pad_every_axis),
+    (18, ("Mish",), mish_to_primitives),
+    (20, ("ReduceMax", "ReduceMin"), _reduce_numbers),
+    (20, ("IsInf",), _infinity_of_float32),
+    (20, ("Gelu",), gelu_to_primitives),
+    (24, ("Swish",), swish_to_primitives),
 )
 
 

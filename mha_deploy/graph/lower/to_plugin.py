@@ -501,13 +501,8 @@ def _write_attention(
 ) -> list[ir.Value]:
     """Write the node; its outputs, the first one in the rank that the attention was written in.
 
-    Args:
-        b: Builder of the new nodes.
-        call: The attention.
-        places: Queries, keys and values in memory; every tensor is an input once.
-        mask: Its mask.
-        cache: A preallocated cache that it updates, `[B, Hkv, T, D]` twice, and the int32 `[B]` entries that
-            are valid before the call.
+    `cache` is a preallocated cache that the node updates, `[B, Hkv, T, D]` twice, and the int32 `[B]` entries
+    that are valid before the call.
     """
     tensors = list(dict.fromkeys(place.tensor for place in places))
     inputs = [*tensors, mask.bias, mask.key_lengths, *cache]
