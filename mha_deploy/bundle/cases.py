@@ -37,7 +37,11 @@ def read_npz(
             raise ValueError("a single array, not an .npz archive")
         with loaded as archive:
             check_names(archive.files)
-            return {name: _member(archive, name) for name in archive.files}
+            arrays = {name: archive[name] for name in archive.files}
+            for name, array in arrays.items():
+                if not isinstance(array, np.ndarray):  # NumPy returns members of another format as they are
+                    raise ValueError(f"{name} is not an array")
+            return arrays
     except FileNotFoundError as error:
         raise DeployError("There is no such .npz file.", got=path) from error
     except DeployError:
@@ -48,13 +52,6 @@ def read_npz(
             got=f"{path}: {error}",
             hint="numpy.savez(path, name=array, ...), without objects",
         ) from error
-
-
-def _member(archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
-    array = archive[name]
-    if not isinstance(array, np.ndarray):  # NumPy hands out members of another format as they are
-        raise ValueError(f"{name} is not an array")
-    return array
 
 
 # -- Arrays of a bundle ----------------------------------------------------------------------------
@@ -311,7 +308,12 @@ def write_polygraphy(folder: Path, cases: Iterable[GoldenCase]) -> None:
     inputs, results = [], []
     for case in cases:
         inputs.append({name: _polygraphy_array(array) for name, array in case.inputs.items()})
-        results.append(_polygraphy_iteration(case.oracle))
+        lazy = {
+            name: {"values": _polygraphy_array(array.astype(np.float32)), "polygraphy_class": "LazyArray"}
+            for name, array in case.oracle.items()
+        }
+        head = {"runtime": None, "runner_name": "oracle", "polygraphy_class": "IterationResult"}
+        results.append({"outputs": lazy, **head})
     run = {"lst": [["oracle", results]], "polygraphy_class": "RunResults"}
     (folder / "inputs.json").write_text(json.dumps(inputs), encoding="ascii")
     (folder / "outputs.json").write_text(json.dumps(run), encoding="ascii")
@@ -321,14 +323,6 @@ def _polygraphy_array(array: np.ndarray) -> dict[str, str]:
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return {"array": base64.b64encode(buffer.getvalue()).decode("ascii"), "polygraphy_class": "ndarray"}
-
-
-def _polygraphy_iteration(outputs: Arrays) -> dict[str, object]:
-    lazy = {
-        name: {"values": _polygraphy_array(array.astype(np.float32)), "polygraphy_class": "LazyArray"}
-        for name, array in outputs.items()
-    }
-    return {"outputs": lazy, "runtime": None, "runner_name": "oracle", "polygraphy_class": "IterationResult"}
 
 
 def refuse_polygraphy(cache: str, precision: Precision) -> None:

@@ -86,7 +86,9 @@ def shown_verdict(
     ]
     graph = None if bundle is None or backend != RTX else load_graph(bundle / MODEL)
     if graph is not None and not (_holds_weights(plan, graph) and _has_their_sizes(kernels, graph)):
-        return _all_unknown(verdict, "its weights are not those of the bundle")
+        why = "its weights are not those of the bundle"
+        unknown = [_unknown(node, why) for node in nodes]
+        return {**verdict, "nodes": unknown, "precision": _unknown(verdict["precision"], why)}
     shown = {**verdict, "nodes": _shown_nodes(kernels, nodes, profiles, needed=backend == RTX)}
     if backend == RTX and not _is_in_precision(kernels, verdict["precision"], precision, graph):
         shown["precision"] = _unknown(verdict["precision"], "its kernels are not in that precision")
@@ -125,12 +127,11 @@ def _is_in_precision(
 
 def _holds_weights(plan: bytes, graph: ir.Model) -> bool:
     """Whether any weight of the graph is in the plan; some are packed together, but never all of them."""
-    compared = False
+    found = None
     for needle in _weights(graph):
-        compared = True
-        if needle in plan:
-            return True
-    return not compared
+        if found := needle in plan:
+            break
+    return found is not False
 
 
 def _has_their_sizes(kernels: Sequence[Kernel], graph: ir.Model) -> bool:
@@ -171,11 +172,6 @@ def _weights(graph: ir.Model) -> Iterator[bytes]:
         yield data
         if len(tensor.shape) == 2:
             yield np.ascontiguousarray(tensor.numpy().T).tobytes()
-
-
-def _all_unknown(verdict: Mapping[str, Any], why: str) -> Mapping[str, Any]:
-    nodes = [_unknown(node, why) for node in verdict["nodes"]]
-    return {**verdict, "nodes": nodes, "precision": _unknown(verdict["precision"], why)}
 
 
 def _unknown(part: Mapping[str, Any], why: str) -> dict[str, Any]:
@@ -668,19 +664,14 @@ def attention_summary(manifest: EngineManifest) -> str:
     ratio = attention.get("ratio")
     if ratio is not None:
         native, plugin = (f"{attention[key]:,.1f}" for key in ("native_us", "plugin_us"))
-        parts.append(f"plugin {plugin} \N{MICRO SIGN}s, native {native} \N{MICRO SIGN}s: {_compared(ratio)}")
+        faster = f"the plugin is {ratio:.2f}" if ratio >= 1 else f"native is {1 / ratio:.2f}"
+        parts.append(f"plugin {plugin} µs, native {native} µs: {faster} times as fast")
     for trial in attention.get("tried", ()):
         if trial["refused"]:
             parts.append(f"{_candidate(trial)} was not taken: {trial['refused']}")
         elif ratio is None:
-            parts.append(f"{_candidate(trial)} {trial['us']:,.1f} \N{MICRO SIGN}s")
+            parts.append(f"{_candidate(trial)} {trial['us']:,.1f} µs")
     return "; ".join(parts)
-
-
-def _compared(ratio: float) -> str:
-    if ratio >= 1:
-        return f"the plugin is {ratio:.2f} times as fast"
-    return f"native is {1 / ratio:.2f} times as fast"
 
 
 def _candidate(trial: Mapping[str, Any]) -> str:
@@ -689,11 +680,9 @@ def _candidate(trial: Mapping[str, Any]) -> str:
 
 def libraries_summary(manifest: EngineManifest) -> list[str]:
     """The libraries that an engine needs, and what to know of those of this machine."""
-    needed = [library_told(library) for library in manifest.plugins]
+    needed = [
+        f"{library['library']} {library['version']} (sha256 {library['sha256'][:12]}): "
+        + ", ".join(each["name"] for each in library["plugins"])
+        for library in manifest.plugins
+    ]
     return [*needed, *other_builds(manifest.plugins, manifest.version)]
-
-
-def library_told(library: Mapping[str, Any]) -> str:
-    """A library that an engine needs, in one line."""
-    names = ", ".join(each["name"] for each in library["plugins"])
-    return f"{library['library']} {library['version']} (sha256 {library['sha256'][:12]}): {names}"
