@@ -65,7 +65,7 @@ def module_from_bundle(
 
 
 def attention_spec(bundle: Bundle) -> AttentionSpec:
-    """The spec of a bundle of one of our own layers; a user's module has its own way, `user_models`."""
+    """The spec of a bundle of one of our own layers; not for a user's module."""
     layer = bundle.manifest.spec.layer
     if layer is None:
         raise BundleError("The bundle is not one of a reference layer.", got=bundle.manifest.spec.name)
@@ -222,7 +222,7 @@ class FreshModuleCases:
     ) -> GoldenCase:
         """Draw inputs and compute what is true of them; see `FreshCases.case`.
 
-        Which rows are short, or how full a cache is, a module is told by inputs of its own.
+        Lengths and the fill of a cache are inputs of the module itself.
         """
         del ragged, past
         self._spec.check_sizes(sizes)
@@ -280,7 +280,7 @@ def _refuse_another_module(case: GoldenCase, outputs: Mapping[str, np.ndarray]) 
             )
 
 
-# -- Golden cases that nobody has seen: new inputs at any sizes, with the oracle that belongs t ----
+# -- Fresh cases: new inputs at any sizes, with their FP64 oracle ----------------------------------
 
 _GIB = 1 << 30
 # For the scores and activations of the oracle; what the device has besides is for weights and results.
@@ -332,7 +332,7 @@ class FreshCases:
             sizes: A size for every axis of the spec.
             seed: Seed of the inputs; the same seed at the same sizes draws the same.
             ragged: Whether lengths go down to 1 and 0, where the layer has lengths.
-            past: How many rows of a static cache are valid in every row of the batch; drawn unless given.
+            past: Valid entries of a preallocated cache in every batch element; default: drawn.
 
         Raises:
             SpecError: The sizes, or that many rows, are not for this layer.

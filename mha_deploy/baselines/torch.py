@@ -47,7 +47,7 @@ from mha_deploy.runtime.timing import KernelTime
 _NO_KERNEL = ("No available kernel", "No viable backend")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 _PLACE_IN_SOURCE = " (Triggered internally"
-# Of the kernels that were not asked for, and headings without a reason.
+# Of kernels that were not requested, and headings without a reason.
 _NO_REASON = ("runtime disabled", "not used because")
 
 
@@ -286,7 +286,7 @@ class TorchModels:
         Raises:
             DeployError: The new tokens do not fit into a static cache.
         """
-        if self.spec.cache == "static":  # on the device, nobody looks at the lengths any more
+        if self.spec.cache == "static":  # the device does not check the lengths
             refuse_overflow(feeds["lengths"], feeds["x"].shape[1], feeds["key_cache"].shape[2])
         tensors = {name: tensor_from_numpy(array).to(self.device) for name, array in feeds.items()}
         laid_out = {name: side_by_side(tensors[name]) for name in (*PAST, *CACHES) if name in tensors}
@@ -324,7 +324,7 @@ class UserModels:
         """The module as it is run and timed.
 
         Raises:
-            DeployError: A kernel of PyTorch's fused attention is asked for, and the module does not call it.
+            DeployError: A kernel of PyTorch's fused attention is requested, and the module does not call it.
         """
         if baseline.packed:
             raise DeployError("The projections of your own module are as you wrote them.", got="packed")
@@ -486,13 +486,13 @@ class TorchRunner(GpuRunner):
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Turn what PyTorch raises, with the warnings in which it says why, into one error."""
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 with exit_as_error():
                     yield
             except Exception as error:
-                texts = [str(warning.message) for warning in told]
+                texts = [str(warning.message) for warning in caught]
                 raise explain_refusal(self.name, error, texts, compiled=self._baseline.compiled) from error
 
     def _arguments(self, feeds: Arrays) -> dict[str, Tensor]:
@@ -575,7 +575,7 @@ def kernel_times(
 
     Args:
         launch: Queues one call.
-        synchronize: Waits for everything that was queued; unless given, for the whole GPU.
+        synchronize: Waits for everything that was queued; default: for the whole GPU.
         calls: How many calls to take the mean of.
 
     Returns:

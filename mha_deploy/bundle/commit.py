@@ -159,7 +159,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def written(path: Path, data: bytes) -> Iterator[Path]:
-    """The data in a temporary file beside its place; removed unless somebody renames it."""
+    """The data in a temporary file beside its place; removed unless it is renamed."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
     temporary = Path(name)
     try:

@@ -154,7 +154,7 @@ def _settle_weight(model: ir.Model, value: ir.Value | None, name: str) -> None:
 
 
 def _drop_unused_outputs(model: ir.Model) -> None:
-    """Leave out the outputs of Attention that nobody reads: TensorRT takes a node with one output."""
+    """Leave out the unused outputs of Attention: TensorRT takes a node with one output."""
     for node in model.graph:
         if node.op_type != "Attention":
             continue

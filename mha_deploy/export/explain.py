@@ -74,7 +74,7 @@ def _without_multiple(cls: type, values: set[Any]) -> set[Any]:
 
 
 def was_interrupted(error: BaseException | None) -> bool:
-    """Whether somebody pressed Ctrl-C, which the exporter takes for a failure of its own."""
+    """Whether the user pressed Ctrl-C, which the exporter takes for a failure of its own."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -214,7 +214,7 @@ class _Listener(logging.Handler):
 
     Attributes:
         axes: The name of the size that a symbol of PyTorch stands for.
-        places: The line of the module that first asked for a certain size of an axis.
+        places: The line of the module that first required a certain size of an axis.
     """
 
     def __init__(self, name_of: SizeNames) -> None:
@@ -279,7 +279,7 @@ _SMALLER_NUMBER = "torch.finfo(x.dtype).min in place of the number"
 
 
 def constant_error(error: BaseException, module: nn.Module, run: Callable[[], object]) -> ExportError | None:
-    """What to tell of a number in a module's code that its precision cannot hold; None for another error.
+    """The message about a number in a module's code that its precision cannot hold; None for another error.
 
     Args:
         error: What the module raised.
@@ -318,7 +318,7 @@ def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
 def overflow_error(
     where: str, precision: str, *, module: nn.Module, run: Callable[[], object] | None = None, hint: str
 ) -> ExportError:
-    """What to tell of a result that is not finite.
+    """The message about a result that is not finite.
 
     Args:
         where: The result.

@@ -30,7 +30,7 @@ OnStep = Callable[[str, int, int], None]
 
 
 class Source(ABC):
-    """A model on its way into a bundle: what differs from one kind of model to another.
+    """A model that becomes a bundle: what differs from one kind of model to another.
 
     Attributes:
         options: How to export.

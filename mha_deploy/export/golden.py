@@ -211,7 +211,7 @@ class TraceCapture:
         (output,) = self._run_oracle(twin, {"query": x})
         with torch.inference_mode():
             q, k, v = twin.project(x, None, None)
-            _, k = twin.turn(q, k, torch.arange(x.shape[1], device=x.device))
+            _, k = twin.rotate(q, k, torch.arange(x.shape[1], device=x.device))
         return _by_name(output, split_heads(k, twin.spec.Hkv), split_heads(v, twin.spec.Hkv))
 
     def _stepped(self, x: Tensor, prompt: np.ndarray, steps: int) -> dict[str, np.ndarray]:
@@ -410,7 +410,7 @@ def _refuse_another_program(case: GoldenCase) -> None:
         raise ExportError(
             "The exported program does not compute what the module does.",
             got=f"output {name} of golden case {case.name}: {far}",
-            hint="a module whose way does not depend on sizes or values",
+            hint="a module whose control flow does not depend on sizes or values",
         )
 
 

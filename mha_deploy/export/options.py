@@ -1,4 +1,4 @@
-"""What an export is asked for, and which golden cases it gets; without PyTorch."""
+"""The options of an export, and which golden cases it gets; without PyTorch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PlannedCase:
         name: Its name.
         sizes: A size for every axis.
         ragged: Whether the rows of the batch have lengths of their own, the extreme ones included.
-        past: How many rows of a static cache are valid in every row of the batch; drawn unless given.
+        past: Valid entries of a preallocated cache in every batch element; default: drawn.
     """
 
     name: str
@@ -143,7 +143,7 @@ def _plan_one(spec: AttentionSpec, name: str, budget: GoldenBudget) -> PlannedCa
 
 
 def _step_case(spec: AttentionSpec, name: str) -> PlannedCase | str:
-    """A prompt into an empty cache, or the token that fills it: what is timed, unless somebody asks."""
+    """A prompt into an empty cache, or the token that fills it: what is timed by default."""
     point = next((point for point in usual_points(spec) if point.name == name), None)
     if point is None:
         single = "the layer takes single tokens only"
@@ -191,10 +191,10 @@ class ExportOptions:
     Args:
         precision: Types in the graph: `fp16`, `bf16` or `fp32`; of a user's module also `auto`, FP16 but for
             what it cannot hold.
-        opset: Version of the ONNX operator set, one of `OPSETS`; the first that suffices unless given.
+        opset: Version of the ONNX operator set, one of `OPSETS`; default: the first that suffices.
         seed: Seed of the weights, unless a file is given, and of the golden inputs.
         weights: A safetensors file of weights.
-        golden: Golden cases, by name or sizes; those that suit the layer unless given.
+        golden: Golden cases, by name or sizes; default: those that suit the layer.
         budget: What the large golden case may cost.
         device: Where the oracle and the eager module run, one of `DEVICES`.
         overwrite: Whether a bundle that is there already may be replaced.

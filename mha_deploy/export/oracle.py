@@ -99,7 +99,7 @@ def run_program(
         keep: Names of values of the graph to give out besides.
 
     Returns:
-        The outputs by name, and the kept values by the names they were asked by.
+        The outputs by name, and the kept values by the names they were requested by.
 
     Raises:
         ExportError: An input is missing, a kept value is no value of the program, or an operator computes
@@ -140,7 +140,7 @@ def _argument(exported: ExportedModule, spec: InputSpec, inputs: Mapping[str, Te
 
 
 class _Keeping(Interpreter):
-    """Runs a program and keeps some of its values; the others go as soon as nobody needs them."""
+    """Runs a program and keeps some of its values; the others are freed as soon as they are not needed."""
 
     def __init__(self, program: ExportedProgram, keep: Collection[str]) -> None:
         super().__init__(program.graph_module, garbage_collect_values=True)

@@ -479,8 +479,8 @@ def _load_weights(module: nn.Module, path: Path) -> None:
     shared = _shared_with_given(module, set(state))
     missing = [name for name in missing if name not in shared]
     if missing or unknown:
-        told = [f"no {name}" for name in missing[:3]] + [f"{name} is unknown" for name in unknown[:3]]
-        raise ExportError("The weights are not those of the module.", got=f"{path}: {', '.join(told)}")
+        wrong = [f"no {name}" for name in missing[:3]] + [f"{name} is unknown" for name in unknown[:3]]
+        raise ExportError("The weights are not those of the module.", got=f"{path}: {', '.join(wrong)}")
 
 
 def _shared_with_given(module: nn.Module, given: set[str]) -> set[str]:

@@ -127,7 +127,7 @@ def _members(part: Any) -> list[tuple[str | int, Any]]:
 
 
 def _joined(path: tuple[str | int, ...]) -> str:
-    """`output`, `output_1`, `hidden_states_2`: the keys on the way to a tensor."""
+    """`output`, `output_1`, `hidden_states_2`: the keys that lead to a tensor."""
     parts = [str(part) for part in path]
     if not path or isinstance(path[0], int):
         parts = [_NAME, *parts[1:]] if not path or path[0] == 0 else [_NAME, *parts]
@@ -296,8 +296,8 @@ def export_program(
         dims: Names of their dimensions.
         axes: The range of every axis that they name. An axis of one size is a number in the graph.
         opset: ONNX operator set.
-        output_names: Names of the outputs; from the keys of what `forward` returns unless given.
-        draw: Makes inputs of some sizes on which the module can run; they look like `inputs` unless given.
+        output_names: Names of the outputs; default: from the keys of what `forward` returns.
+        draw: Makes inputs of some sizes on which the module can run; default: they look like `inputs`.
 
     Raises:
         ExportError: PyTorch cannot export it, an axis cannot vary as wanted, an input is not used, the
@@ -509,9 +509,9 @@ def _settle_outputs(model: ir.Model, names: list[str]) -> dict[str, str]:
     return moved
 
 
-# -- Which value of the program tells what an `Attention` node of the graph must compute -----------
+# -- Which value of the program is the expected result of an `Attention` node of the graph ---------
 
-# Operators behind an attention that only lay its numbers out in another way.
+# Operators behind an attention that only change its layout.
 _LAYOUT = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})
 
 

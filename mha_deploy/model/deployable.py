@@ -39,8 +39,8 @@ class Example:
             precision of the export.
         axes: A name for each leading dimension, such as "B" or a sum as "P+S"; None for a fixed one. Those
             that are not named are fixed.
-        draw: Makes the input at another shape, where the example does not tell how: it gets the shape and a
-            seeded generator. Unless given, floats are drawn with the example's mean and deviation, and
+        draw: Makes the input at another shape, where the example does not show how: it gets the shape and a
+            seeded generator. By default, floats are drawn with the example's mean and deviation, and
             integers, booleans and masks of large or infinite floats are cut from the example or repeat it.
     """
 
@@ -81,10 +81,10 @@ class Deployable:
     summary: str = ""
 
 
-# -- The outside of a user's own module: what its factory and its export told ----------------------
+# -- The interface of a user's own module, as it was exported --------------------------------------
 
 LARGEST_ACTIVATION = 1e4
-"""Floats beyond it are meant to hide something: a mask, whose numbers are not drawn or turned round."""
+"""Floats beyond it are meant to hide something: a mask, whose numbers are neither drawn nor negated."""
 
 KINDS = (FLOAT, "float32", "float64", "int32", "int64", "bool")
 """What a tensor may hold; `float` is whatever precision the export asks for."""
@@ -263,5 +263,5 @@ def _tensor_from(data: Any) -> TensorSpec:
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> AttentionSpec | ModuleSpec:
-    """Read the spec of a bundle: of a reference layer, or of somebody's module."""
+    """Read the spec of a bundle: of a reference layer, or of a user's module."""
     return ModuleSpec.from_dict(data) if "factory" in data else AttentionSpec.from_dict(data)

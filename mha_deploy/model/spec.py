@@ -126,11 +126,11 @@ class GroupedMlp:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding: pairs of numbers are turned by an angle that grows with the position.
+    """Rotary position embedding: pairs of numbers are rotated by an angle that grows with the position.
 
     Args:
         base: Base of the geometric row of frequencies.
-        dims: How many numbers of a head are turned, its first ones; all D unless given.
+        dims: How many numbers of a head are rotated, its first ones; default: all D.
         interleaved: Whether the pairs are neighbours, (0, 1), (2, 3), …; otherwise they are (j, j + dims/2).
         scaling: How the frequencies are stretched for longer contexts: `none`, `linear`, `ntk` or `llama3`.
         factor: How much they are stretched.
@@ -242,7 +242,7 @@ class KVCache:
         return {**sizes, **({"T": spec.axes["T"].max} if self.past is None else {self.past: past})}
 
 
-# -- What every command needs to know of a model, whoever wrote it: its name, its axes and its  ----
+# -- What every command needs to know of a model: its name, its axes and its tensors ---------------
 
 _Spec = TypeVar("_Spec", bound="ModelSpec")
 
@@ -347,7 +347,7 @@ class AttentionSpec(ModelSpec):
         name: Name of the model, as in `models/<name>.toml`.
         Hq: Query heads.
         Hkv: Key/value heads: Hq for multi-head, fewer for grouped-query, 1 for multi-query.
-        D: Head size; E / Hq unless given.
+        D: Head size; default: E / Hq.
         E: Model width.
         axes: Sizes of B and S; of T for cross attention and a static cache; of P for a growing cache.
         summary: One line for people.
@@ -356,13 +356,13 @@ class AttentionSpec(ModelSpec):
         bias: Whether the projections have a bias.
         mask: `none`, `padding` (from per-row key lengths) or `additive` (a float bias on the scores).
         causal: Whether a query sees only keys at or before its own position.
-        scale: Factor on the scores; 1/sqrt(D) unless given.
+        scale: Factor on the scores; default: 1/sqrt(D).
         weights: Whether the attention weights are a second output.
         projections: `separate` q, k, v matrices or one `packed` matrix.
         sparse_heads: Options, for that variant only.
         grouped_mlp: Options, for that variant only.
         rope: Rotary position embedding of queries and keys, if any.
-        window: How many keys a query sees, itself included; all before it unless given.
+        window: How many keys a query sees, itself included; default: all before it.
         softcap: Bound of the scores: s becomes softcap · tanh(s / softcap), before any mask.
         cache: `none`, `growing` (past keys and values come in, longer ones go out) or `static` (buffers of
             T rows, of which the first `lengths[b]` are valid before the call).
@@ -462,7 +462,7 @@ class AttentionSpec(ModelSpec):
 
     @property
     def rope_dims(self) -> int:
-        """How many numbers of a head the rotary embedding turns: 0 without one."""
+        """How many numbers of a head the rotary embedding rotates: 0 without one."""
         if self.rope is None:
             return 0
         return self.D if self.rope.dims is None else self.rope.dims
@@ -729,7 +729,7 @@ def _check_rope(spec: AttentionSpec, rope: Rope) -> None:
     whole_number("dims", dims)
     if dims % 2 or dims > spec.D:
         raise SpecError(
-            "Rotary embedding turns pairs inside a head: dims must be even and at most D.",
+            "Rotary embedding rotates pairs inside a head: dims must be even and at most D.",
             got=f"dims={dims}, D={spec.D}",
             hint=f"an even number up to {spec.D}",
         )

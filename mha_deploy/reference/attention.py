@@ -73,7 +73,7 @@ class Heads:
         Hkv: Key/value heads.
         scale: Factor on the scores.
         causal: Whether query s, at position past + s, sees only keys at or before that position.
-        weights: Whether the attention weights are asked for.
+        weights: Whether the attention weights are requested.
         window: How many keys a causal query sees, itself included.
         softcap: Bound of the scores.
         past: How many of the keys come before the first query.
@@ -114,7 +114,7 @@ def attend(
         path: `sdpa`, `plain` or `onnx`.
 
     Returns:
-        The heads side by side [B, S, Hq·D], and the attention weights [B, Hq, S, T] if asked for.
+        The heads side by side [B, S, Hq·D], and the attention weights [B, Hq, S, T] if requested.
         A query that may see no key at all gives zeros, never NaN.
     """
     if path == "onnx":
@@ -389,7 +389,7 @@ class Attention(nn.Module):
         """Everything before the output stage: Concat(head_1 … head_Hq) [B, S, Hq·D], and the weights."""
         q, k, v = self.project(query, key, value)
         if self.spec.rope is not None:
-            q, k = self.turn(q, k, torch.arange(q.shape[1], device=q.device))
+            q, k = self.rotate(q, k, torch.arange(q.shape[1], device=q.device))
         mask = attention_bias if key_lengths is None else padding_mask(key_lengths, k.shape[1])
         return attend(q, k, v, mask, self._layout(causal=self.spec.causal), self.path)
 
@@ -418,7 +418,7 @@ class Attention(nn.Module):
         value = query if value is None else value
         return self.q(query), self.k(key), self.v(value)
 
-    def turn(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The rotary embedding of Q [B, S, Hq·D] and K [B, S, Hkv·D] at positions [S] or [B, S], if any."""
         spec = self.spec
         if spec.rope is None:
@@ -506,7 +506,7 @@ class Attention(nn.Module):
     def _turned(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of the new tokens side by side, Q and K at their positions."""
         q, k, v = self.project(query, None, None)
-        return *self.turn(q, k, positions), v
+        return *self.rotate(q, k, positions), v
 
     def _window_mask(self, positions: Tensor, T: int) -> Tensor | None:
         """What a window leaves to see, for an ONNX node: [1|B, 1, S, T]; None where there is no window."""
@@ -545,7 +545,7 @@ def valid_rows(cache: Tensor, ends: Tensor) -> Tensor:
 def check_room(lengths: Tensor, S: int, T: int) -> None:
     """Refuse to write behind the end of a static cache.
 
-    The lengths are data: a traced or compiled layer cannot look at them, and whoever runs it must.
+    The lengths are data: a traced or compiled layer cannot check them, and its caller must.
     """
     if torch.compiler.is_compiling() or lengths.is_meta:
         return
@@ -599,7 +599,7 @@ class Decoder:
 
         Args:
             x: [B, S, E].
-            counts: How many of the S tokens of each row are real, [B], padding behind them; all unless given.
+            counts: How many of the S tokens of each row are real, [B], padding behind them; default: all.
                 Static caches only.
 
         Returns:

@@ -37,7 +37,7 @@ def random_inputs(
         seed: Seed of the draw.
         label: Makes draws of one seed differ, such as the name of the case.
         ragged: Whether lengths go down to 1 and 0; otherwise they are at least half.
-        past: How many rows of a static cache are valid in every row of the batch; drawn unless given.
+        past: Valid entries of a preallocated cache in every batch element; default: drawn.
     """
     generator = seeded_generator(seed, label)
     return {tensor.name: _draw(spec, tensor, sizes, generator, ragged, past) for tensor in spec.inputs}
@@ -61,7 +61,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def tensor_from_numpy(array: np.ndarray) -> Tensor:
-    """The same numbers as a tensor of its own memory; the way back is `to_numpy`."""
+    """The same numbers as a tensor of its own memory; the inverse is `to_numpy`."""
     if array.dtype.name == "bfloat16":  # PyTorch does not know the type under NumPy's roof
         return torch.tensor(array.view(np.uint16)).view(torch.bfloat16)
     return torch.tensor(array)

@@ -3,7 +3,7 @@
     (a, b) at position p  ->  (a cos pθ_j − b sin pθ_j,  a sin pθ_j + b cos pθ_j)        j = 0 … dims/2 − 1
     θ_j = base^(−2j/dims)
 
-Queries and keys are turned alike, so that their matmul depends only on the distance of the two positions.
+Queries and keys are rotated alike, so that their matmul depends only on the distance of the two positions.
 The pair (a, b) is (x_j, x_{j+dims/2}), or (x_2j, x_{2j+1}) where the spec says interleaved. What is behind
 the first `dims` numbers of a head stays as it is.
 
@@ -44,7 +44,7 @@ def frequencies(rope: Rope, dims: int) -> Tensor:
 def _by_wavelength(theta: Tensor, rope: Rope) -> Tensor:
     """Short waves stay, long ones are stretched, and between them one passes into the other."""
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    periods = rope.original_length * theta / (2 * math.pi)  # L/λ: how often a pair turns in L positions
+    periods = rope.original_length * theta / (2 * math.pi)  # L/λ: how often a pair rotates in L positions
     kept = ((periods - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * theta / rope.factor + kept * theta
 
@@ -65,8 +65,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
         interleaved: Whether the pairs are neighbours.
     """
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same for every head
-    turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    rotated, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
     pair = (a * cos - b * sin, a * sin + b * cos)
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((turned, rest), dim=-1)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((rotated, rest), dim=-1)

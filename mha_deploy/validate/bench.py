@@ -1,4 +1,4 @@
-"""Time everyone over batches and lengths. No time without a right answer, at every single size."""
+"""Time every runtime over batches and lengths; a runtime that is wrong at a size gets no time there."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class BenchOptions:
 
     Args:
         at: Sizes such as `B=8,S=128`, or `opt`; with a cache also `prefill` or `decode`, and `opt` is both.
-            A sweep over batches and lengths unless given.
-        backends: Who takes part, by name; everyone that can run here unless given.
-        engine: Name of the one engine to run; all of the bundle's unless given.
+            default: a sweep over batches and lengths.
+        backends: The runtimes, by name; default: all that can run here.
+        engine: Name of the one engine to run; default: all of the bundle's.
         samples: Samples of each timing.
         kernels: Whether to say which kernels take the time.
         seed: Seed of the inputs.
@@ -61,7 +61,7 @@ class ModelBench:
     Args:
         bundle: What was timed.
         engines: Its engines.
-        evaluations: Everyone who could be opened.
+        evaluations: Every runtime that could be opened.
         absent: Who could not take part, and why.
         points: The times, one point for every set of sizes.
     """
@@ -100,10 +100,10 @@ def bench_to_dict(benches: Sequence[ModelBench]) -> dict[str, Any]:
 def bench_bundle(
     bundle: Bundle, options: BenchOptions | None = None, *, on_step: OnStep = lambda name: None
 ) -> ModelBench:
-    """Time everyone who can take part.
+    """Time every runtime that can run here.
 
     Raises:
-        BackendUnavailable: There is no GPU, or somebody who was asked for by name cannot run here.
+        BackendUnavailable: There is no GPU, or a runtime that was requested by name cannot run here.
     """
     options = options or BenchOptions()
     open_gpu()  # what follows takes a while: say now that there is nothing to time on
@@ -132,7 +132,7 @@ def bench_bundle(
 def points_from_rows(
     cases: Sequence[GoldenCase], rows: Sequence[Mapping[str, LatencyRow]], bundle: Bundle
 ) -> tuple[LatencyPoint, ...]:
-    """One point for every case: the rows that everyone has for it."""
+    """One point for every case: the rows of all runtimes."""
     manifest = bundle.manifest
     return tuple(
         latency_point(case, [each[case.name] for each in rows], manifest.spec, manifest.precision)
@@ -176,7 +176,7 @@ def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
 
 
 def _wanted(spec: ModelSpec, at: Sequence[str]) -> list[TimedPoint]:
-    """The points to time, each once, under the first name that it was asked for by."""
+    """The points to time, each once, under the first name that it was requested by."""
     points = [point for text in at for point in points_from_text(spec, text)] if at else bench_points(spec)
     found: dict[Key, TimedPoint] = {}
     for point in points:

@@ -242,20 +242,20 @@ def _suspect(node: ir.Node, problem: str | None) -> Suspect:
     )
 
 
-# -- What values inside a model must be, told by somebody who can be trusted -----------------------
+# -- Expected values inside a model, from a trusted source -----------------------------------------
 
 _OTHER = {"ort-cpu": "onnx-reference", "onnx-reference": "ort-cpu"}
 
 
 def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> tuple[Reference, str]:
-    """Whoever knows best what is true inside a model, and what to call it.
+    """The most trusted source of values inside a model, and its name.
 
     Of a user's module it is its program in FP64, where PyTorch and the factory are here. Otherwise it is the
     bundle's own graph on a CPU, in another runtime than the one that is doubted.
 
     Args:
         bundle: The bundle.
-        case: The golden case whose values are asked for.
+        case: The golden case whose values are wanted.
         backend: The runtime that is doubted.
     """
     spec = bundle.manifest.spec

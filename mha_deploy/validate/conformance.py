@@ -397,7 +397,7 @@ def absent_column(name: str, why: str) -> Column:
 
 
 def runner_column(name: str, open_model: Open, dialect: str, **options: Any) -> Column:
-    """A runtime that is asked one case after the other.
+    """A runtime that runs one case after the other.
 
     Args:
         name: The head of the column.
@@ -423,7 +423,7 @@ def engine_column(name: str, build_and_open: Open, *, target: Target, dialect: s
     Args:
         name: The head of the column.
         build_and_open: Builds an engine of a lowered graph and loads it.
-        target: What is asked beforehand whether it takes a case.
+        target: The target whose rules say beforehand whether it takes a case.
         dialect: The dialect its parser reads.
         **options: Options of the dialect.
     """
@@ -586,7 +586,7 @@ def conformance_table(
         precision: The precision of the graphs.
         seed: Seed of the inputs.
         cases: The rows.
-        on_column: Called with the name of each column before it is asked.
+        on_column: Called with the name of each column before it is run.
     """
     names = tuple(column.name for column in columns)
     if len(set(names)) != len(names):
@@ -614,7 +614,7 @@ def _cells_of(column: Column, trials: Sequence[Trial]) -> dict[str, Cell]:
 
 
 def mask_columns(precision: Precision) -> list[Column]:
-    """Everyone who could be asked, here or not."""
+    """Every runtime of the table, available here or not."""
     return [
         *_torch_columns(),
         runner_column("onnx-reference", partial(open_runner, "onnx-reference"), "onnx"),

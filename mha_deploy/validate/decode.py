@@ -557,7 +557,7 @@ def evaluate_trace(
 
 
 def _badly_closed(walked: DecodeReport, trace: DecodeTrace, error: DeployError) -> DecodeReport:
-    """What was seen, and that it did not end well: devices tell late of what went wrong on them."""
+    """What was judged, and that closing failed: devices report errors late."""
     failure = OutputVerdict(
         case=f"{trace.name} end",
         sizes=walked.verdicts[-1].sizes,
@@ -573,7 +573,7 @@ def admits(runner: Runner, feeds: Arrays) -> bool:
         return True
     try:
         return bool(runner.profiles_for(feeds))
-    except DeployError:  # other names or types than the layer's: running it will tell
+    except DeployError:  # other names or types than the layer's: running it reports them
         return True
 
 

@@ -181,7 +181,7 @@ def _binned(error: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def output_projection(model: ir.Model) -> Projection | None:
-    """The matmul with a weight that turns the heads of an attention into a graph output, if there is one."""
+    """The matmul with a weight between the heads of an attention and a graph output, if there is one."""
     for output in model.graph.outputs:
         found = _projection_behind(output)
         if found is not None:

@@ -31,7 +31,7 @@ from mha_deploy.validate.runtimes import TENSORRT, Runtime
 
 OnStep = Callable[[str], None]
 
-_STEPS_TOLD = 64  # how often progress is told
+_STEPS_REPORTED = 64  # progress is reported every so many steps
 _MAPPED = ("opt", "prefill")  # the usual cases, which are mapped also where they are right
 
 
@@ -47,7 +47,7 @@ class EvaluationPlan:
         invariance: Whether rows must not care about their place; on golden cases.
         samples: Samples of each timing.
         traces: Tokens to step through, for a layer with a cache.
-        kernels: Says which kernels take the time; None where nobody asked.
+        kernels: Reports which kernels take the time; None where not requested.
         projection: The output projection, which the map of errors is pulled back through.
     """
 
@@ -75,7 +75,7 @@ class Evaluation:
         invariance: Whether rows cared about their place.
         heatmaps: Where the errors lie.
         stepping: Whether it decodes rightly, one report for each trace.
-        not_decoded_because: Why nobody knows whether it does, for a layer with a cache; else None.
+        not_decoded_because: Why decoding is not verified, for a model with a KV cache; else None.
         rows: Its times, by the name of the case.
     """
 
@@ -212,7 +212,7 @@ class _EvaluationRun:
         plan = self.plan
 
         def report(step: int) -> None:
-            if step % _STEPS_TOLD == 0:
+            if step % _STEPS_REPORTED == 0:
                 self.on_step(f"{self.runtime.name}: {trace.name}, step {step} of {trace.steps}")
 
         found = evaluate_trace(self.runner, trace, plan.spec, plan.precision, report)
@@ -227,17 +227,17 @@ class _EvaluationRun:
         return "its profiles take no trace" if self.plan.traces else "the bundle has no trace"
 
     def _row(self, case: GoldenCase, stepping: Sequence[DecodeReport]) -> LatencyRow:
-        who, plan = self.runtime, self.plan
-        self.on_step(f"latency of {who.name}: {case.name}")
-        row = LatencyRow(name=who.name, backend=self.runner.name, family=who.family)
+        runtime, plan = self.runtime, self.plan
+        self.on_step(f"latency of {runtime.name}: {case.name}")
+        row = LatencyRow(name=runtime.name, backend=self.runner.name, family=runtime.family)
         wrong = [failure for report in stepping for failure in report.failures]
         cache = plan.spec.kv_cache
         if wrong and cache is not None and case.sizes[cache.new] == 1:
             first = wrong[0]
             return replace(row, refused=f"{WRONG_ANSWER}: {first.case}/{first.output}: {first.problem}")
         row = time_case(self.runner, case, plan.precision, row, samples=plan.samples, kernels=plan.kernels)
-        if row.timing is not None:  # told at once: whatever ends the run later does not take it away
-            self.on_step(f"latency of {who.name}: {case.name} takes {row.timing.p50:.1f} µs")
+        if row.timing is not None:  # reported at once: a later crash does not lose it
+            self.on_step(f"latency of {runtime.name}: {case.name} takes {row.timing.p50:.1f} µs")
         return row
 
 
@@ -248,6 +248,6 @@ def _is_out_of_budget(verdict: OutputVerdict) -> bool:
 
 
 def refused_rows(runtime: Runtime, reason: str, cases: Sequence[GoldenCase]) -> dict[str, LatencyRow]:
-    """Rows for somebody who could not be opened."""
+    """Rows for a runtime that could not be opened."""
     row = LatencyRow(name=runtime.name, backend=runtime.name, family=runtime.family, refused=reason)
     return {case.name: row for case in cases}

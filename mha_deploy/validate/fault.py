@@ -5,7 +5,7 @@
     its unfused float32 twin         right   the precision
                                      wrong   the lowering, or the runtime
 
-Each trial is run on the failing cases only, and the first that tells is the last.
+Each trial is run on the failing cases only, and the first conclusive one is the last.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultReport:
-    """What is at fault, how that is known, and the trials that tell."""
+    """What is at fault, how that is known, and the trials that show it."""
 
     at_fault: str
     explanation: str
@@ -104,7 +104,7 @@ def graph_at_fault(backend: str, share: float | None) -> FaultReport:
 
 
 class _Attribution:
-    """The trials of one engine, in the order in which they can tell."""
+    """The trials of one engine, in the order in which they are conclusive."""
 
     def __init__(
         self, model: ir.Model, precision: Precision, cases: Sequence[GoldenCase], open_twin: OpenTwin
@@ -163,7 +163,7 @@ class _Attribution:
 
     def _why_unknown(self) -> str:
         missing = [f"{trial.name} {trial.problem}" for trial in self.trials if trial.passed is None]
-        return f"A trial that would have told is missing: {'; '.join(missing)}."
+        return f"A trial that would have shown it is missing: {'; '.join(missing)}."
 
 
 def _share(verdicts: Sequence[OutputVerdict]) -> float | None:

@@ -412,7 +412,7 @@ def fp16_range(
 
     Args:
         bundle: The bundle.
-        cases: Names of the golden cases to run; all of them unless given.
+        cases: Names of the golden cases to run; default: all of them.
         on_case: Called with the name of each case before it runs.
     """
     manifest = bundle.manifest

@@ -34,7 +34,7 @@ class LatencyRow:
         family: Whose it is.
         timing: The time.
         refused: Why there is no time.
-        kernels: The kernels that take the time, longest first, where that was asked for.
+        kernels: The kernels that take the time, longest first, where requested.
     """
 
     name: str
@@ -224,7 +224,7 @@ def time_case(
         precision: Sets the error budget.
         row: The row to complete.
         samples: How many samples.
-        kernels: Says which kernels take the time; None where nobody asked.
+        kernels: Reports which kernels take the time; None where not requested.
     """
     try:
         problem = _problem(case, [runner.run(case.inputs)], precision)

@@ -1,7 +1,7 @@
 """Is every attention of a module right? Each is judged by itself, against the oracle of its own result.
 
-A model may be right as a whole while one of its attentions is off, and where it is wrong, the first attention
-that is tells where to look. What PyTorch computed there in FP64 is in the bundle, by the name of the value.
+A model may be right as a whole while one of its attentions is off. Where it is wrong, the first wrong attention
+shows where to look. What PyTorch computed there in FP64 is in the bundle, by the name of the value.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def judge_layers(
         case: What `layers_case` gave.
         got: Values of the graph by their names; others than those of attentions do not matter.
         bundle: The bundle.
-        only: The one attention to judge; all that are there unless given.
+        only: The one attention to judge; default: all that are there.
     """
     entry = bundle.manifest.layers
     values = entry.values if entry else {}

@@ -13,14 +13,14 @@ class ValidateOptions:
     """What to examine.
 
     Args:
-        backends: Who takes part, by name; everyone that can run here unless given.
-        engine: Name of the one engine to run; all of the bundle's unless given.
+        backends: The runtimes, by name; default: all that can run here.
+        engine: Name of the one engine to run; default: all of the bundle's.
         latency: Whether to time; None for "where there is a GPU".
         sweep: Whether to try every profile at its corners, with fresh inputs; None for "where an engine runs
-            and PyTorch can tell what is true".
+            and PyTorch can compute the expected results".
         fresh: How many fresh random cases to draw besides.
         steps: How many tokens to step through besides the bundle's own, for a layer with a cache.
-        prompt: Length of the prompt before them; the usual one unless given.
+        prompt: Length of the prompt before them; default: the usual one.
         batch: Their batch elements; default: the optimum of the axis B.
         layers: Whether an engine's attentions are judged one by one, too, in a twin that gives them out.
         conformance: Whether to put the table of masks together.

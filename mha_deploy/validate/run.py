@@ -48,7 +48,7 @@ OnStep = Callable[[str], None]
 
 ONNX_REFERENCE = "onnx-reference"
 
-# Where everyone is timed: the usual sizes, or the two kinds of call of a layer with a cache.
+# Where runtimes are timed: the optimal sizes, or prefill and decode step of a layer with a KV cache.
 _TIMED = ("opt", "prefill", "decode")
 
 # The oracle of a sweep is computed on the GPU where there is one, and larger corners can be afforded.
@@ -62,7 +62,7 @@ def validate_bundle(
     build: Callable[[Evaluation], None] | None = None,
     on_step: OnStep = lambda name: None,
 ) -> Report:
-    """Run everyone who can take part through the golden cases, judge them, and time them.
+    """Run every available runtime on the golden cases, judge the results, and time them.
 
     Args:
         bundle: The bundle, with or without engines.
@@ -71,7 +71,7 @@ def validate_bundle(
         on_step: Called with the name of each step as it begins.
 
     Raises:
-        BackendUnavailable: Somebody who was asked for by name cannot run here.
+        BackendUnavailable: A runtime that was requested by name cannot run here.
     """
     return _Validation(bundle, options or ValidateOptions(), on_step).report(build)
 
@@ -92,7 +92,7 @@ class _Validation:
         plan = self._exam()
         judged = self._named(plan) if self.options.backends else self._graph_and_engines(plan, build)
         judged_rows, self.rows = self.rows, []
-        everyone = [*self._baselines(plan), *judged]
+        evaluated = [*self._baselines(plan), *judged]
         self.rows += judged_rows  # what is compared against comes first in a table
         ranges = self._ranges()
         table = self._conformance() if self.options.conformance else None
@@ -101,11 +101,11 @@ class _Validation:
         engines, absent = tuple(self.finder.engines), (*self.finder.absent, *self.broken)
         found = (
             *unfused_findings(self.bundle.manifest, self.options),
-            *findings(everyone, absent, self.broken, engines, points, ranges, table, fault, self.options),
+            *findings(evaluated, absent, self.broken, engines, points, ranges, table, fault, self.options),
         )
         return Report(
             bundle=self.bundle,
-            evaluations=tuple(everyone),
+            evaluations=tuple(evaluated),
             absent=absent,
             engines=engines,
             points=points,
@@ -122,7 +122,7 @@ class _Validation:
     def _exam(self) -> EvaluationPlan:
         manifest, options = self.bundle.manifest, self.options
         if options.latency:
-            open_gpu()  # somebody asked for times: say that there can be none
+            open_gpu()  # times were requested: raises where there is no GPU
         timing = find_gpu() is not None if options.latency is None else options.latency
         usual = [case for case in self.golden if case.name in _TIMED] or self.golden[:1]
         return EvaluationPlan(
@@ -157,7 +157,7 @@ class _Validation:
 
     @cached_property
     def _random(self) -> list[GoldenCase]:
-        """As many cases of random sizes as were asked for."""
+        """As many cases of random sizes as were requested."""
         seeds = range(self.options.seed, self.options.seed + self.options.fresh)
         return [self._fresh.case(random_sizes(self.bundle.manifest.spec, seed), seed=seed) for seed in seeds]
 
@@ -169,23 +169,23 @@ class _Validation:
         return fresh_cases(self.bundle, device=torch_device())
 
     def _with_fresh(self, plan: EvaluationPlan, engines: Sequence[Runtime]) -> EvaluationPlan:
-        """Add fresh cases to a plan: those asked for, and by itself a sweep of the engines' profiles."""
+        """Add fresh cases to a plan: those requested, and by default a sweep of the engines' profiles."""
         cases = dict(plan.cases)
         if self.options.sweep:
             cases["sweep"] = self._sweep(_profiles_of(engines))
         elif self.options.sweep is None and engines and can_import("torch"):
             try:
                 cases["sweep"] = self._sweep(_profiles_of(engines))
-            except DeployError as error:  # nobody asked for it
+            except DeployError as error:  # it was not requested
                 self.finder.absent.append(Unavailable(name="the sweep", reason=error.in_one_line))
         if self.options.fresh:
             cases["fresh"] = self._random
         return replace(plan, cases=cases)
 
-    # -- who is evaluated -----------------------------------------------------------------------
+    # -- which runtimes are evaluated -----------------------------------------------------------
 
     def _named(self, plan: EvaluationPlan) -> list[Evaluation]:
-        """Those who were asked for; what cannot run is an error."""
+        """The runtimes that were requested; one that cannot run is an error."""
         named = [self.finder.named(name) for name in dict.fromkeys(self.options.backends)]
         plan = self._with_fresh(plan, [each for each in named if each.engine is not None])
         judged = [self._unless_it_crashes(runtime, plan) for runtime in named]
@@ -283,7 +283,7 @@ class _Validation:
                 self.rows.append(refused_rows(runtime, error.in_one_line, plan.timed))
         return found
 
-    # -- what else is asked --------------------------------------------------------------------
+    # -- further checks ------------------------------------------------------------------------
 
     def _ranges(self) -> RangeReport | None:
         """How near FP16's limit attention comes; None for a module without any attention node."""

@@ -30,12 +30,14 @@ def refuse_without_torch(what: str, hint: str = INSTALL) -> None:
     """Refuse what cannot be done without PyTorch, where it is not installed.
 
     Args:
-        what: What it was to tell, as in "Only PyTorch can tell what is true …".
+        what: What it was to compute, as in "Only PyTorch can compute the expected results …".
         hint: What to do.
     """
     if not can_import("torch"):
         raise BackendUnavailable(
-            f"Only PyTorch can tell what is true {what}.", got="PyTorch is not installed", hint=hint
+            f"Only PyTorch can compute the results expected {what}.",
+            got="PyTorch is not installed",
+            hint=hint,
         )
 
 
@@ -69,7 +71,7 @@ def _profiled(runner: Runner, feeds: Arrays) -> tuple[KernelTime, ...]:
 
 PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX = "pytorch", "onnxruntime", "tensorrt", "onnx"
 
-# Named here as well, so that a machine without PyTorch can tell a wrong name from a missing package.
+# Named here as well, so that a machine without PyTorch can distinguish a wrong name from a missing package.
 TORCH_BASELINES = (
     "eager",
     "eager+graph",
@@ -81,7 +83,7 @@ TORCH_BASELINES = (
     "sdpa-math",
     "compile",
 )
-# What is timed unless somebody asks: PyTorch's choice without a graph and its slowest kernel tell little.
+# Timed by default: PyTorch's choice without a graph and its slowest kernel are left out.
 DEFAULT_BASELINES = ("eager", "eager+graph", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "compile")
 
 
@@ -109,14 +111,14 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class Unavailable:
-    """Somebody who could not take part, and why."""
+    """A runtime that could not be opened, and why."""
 
     name: str
     reason: str
 
 
 class RuntimeFinder:
-    """Finds who can take part in the validation of a bundle on this machine."""
+    """Finds the runtimes that can validate a bundle on this machine."""
 
     def __init__(self, bundle: Bundle, *, engine: str | None = None) -> None:
         self.bundle, self._engine_name = bundle, engine
@@ -124,7 +126,7 @@ class RuntimeFinder:
 
     @cached_property
     def engines(self) -> list[Engine]:
-        """The engines of the bundle; their plans are hashed, so only where somebody asks."""
+        """The engines of the bundle; their plans are hashed, so only on request."""
         return _chosen(engines_of(self.bundle.path), self._engine_name, self.bundle)
 
     def look_for_engines(self) -> None:
@@ -168,7 +170,7 @@ class RuntimeFinder:
         for engine in self.engines:
             reasons = reasons_not_to_run(engine)
             if reasons and self._engine_name is not None:
-                self._engine(engine).open()  # asked for by name: its own error tells why not
+                self._engine(engine).open()  # requested by name: its own error says why not
             if reasons:
                 self.absent.append(Unavailable(name=engine.path.stem, reason="; ".join(reasons)))
             else:

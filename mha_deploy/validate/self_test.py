@@ -51,7 +51,7 @@ def graph_parity(
         bundle: The bundle.
         backend: One of `backends.RUNNERS`; None for the one that checks graphs of this precision on a CPU.
         model: The graph to run instead of the bundle's own.
-        cases: The cases; all of the bundle's unless given.
+        cases: The cases; default: all of the bundle's.
         on_case: Called with the name of each case before it runs.
     """
     manifest = bundle.manifest
@@ -65,7 +65,7 @@ def graph_parity(
         )
 
 
-# -- Can this bundle tell a wrong model from a right one? Make the mistakes, and see each one c ----
+# -- Mutations of the bundle's own graph: each of them must fail the validation --------------------
 
 
 @dataclass(frozen=True, kw_only=True)

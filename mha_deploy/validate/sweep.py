@@ -66,9 +66,9 @@ def sweep_points(
 
 
 def _merged(first: SweepPoint, same: SweepPoint) -> SweepPoint:
-    """One point for two corners of the same sizes; what was shrunk to get there stays told."""
-    told = f"{same.name}: {same.note}" if same.note else ""
-    return replace(first, note="; ".join(filter(None, (first.note, told))))
+    """One point for two corners of the same sizes; what was shrunk to get there stays noted."""
+    noted = f"{same.name}: {same.note}" if same.note else ""
+    return replace(first, note="; ".join(filter(None, (first.note, noted))))
 
 
 def _corners(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> dict[str, tuple[Sizes, Sizes]]:
@@ -119,11 +119,11 @@ def bench_points(
 
     A layer with a cache is timed at its decode step: over batches and past lengths of a growing cache, over
     batches alone of a static one, which is full. Points whose cache an FP64 oracle has no room for are left
-    out of a grid that nobody asked for.
+    out of the default grid.
 
     Args:
         spec: The layer.
-        batches: Batches to time; powers of two between the smallest and the largest unless given.
+        batches: Batches to time; default: powers of two between the smallest and the largest.
         lengths: Lengths to time, alike. Cross attention has S and T of the same length where both vary.
 
     Raises:

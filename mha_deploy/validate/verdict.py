@@ -50,12 +50,12 @@ class Report:
 
     Args:
         bundle: What was validated.
-        evaluations: Everyone who took part.
+        evaluations: Every runtime that took part.
         absent: Who could not, and why.
         engines: The engines of the bundle.
         points: Latencies.
         ranges: How near FP16's limit the attention comes.
-        conformance: The table of masks, where it was asked for.
+        conformance: The table of masks, where requested.
         fault: What is at fault, where an engine is wrong.
         findings: The verdict's sentences.
         headline: The verdict in one line.
@@ -161,7 +161,7 @@ def _engine_to_dict(engine: Engine, ran: bool, reasons: dict[str, str]) -> dict[
         "precision": manifest.precision,
         "built": where_built(manifest),
         "ran": ran,
-        "why_not": None if ran else reasons.get(name, "nobody asked for it"),
+        "why_not": None if ran else reasons.get(name, "not requested"),
         "fused": list(manifest.fused_count),
         "precision_status": manifest.verdict["precision"]["status"],
         "nodes": nodes,
@@ -217,7 +217,7 @@ def findings(
 
 
 def unfused_findings(manifest: Manifest, options: ValidateOptions) -> tuple[Finding, ...]:
-    """What of a user's module is no attention node in the graph, and so can be fused by nobody."""
+    """Attentions of a user's module that are no attention node in the graph, so no runtime can fuse them."""
     fused, of = len(manifest.attention), manifest.spec.attention_count
     if fused >= of:
         return ()

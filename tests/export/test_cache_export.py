@@ -133,7 +133,7 @@ def test_a_failed_export_says_what_began_it(monkeypatch):
     def turn(*given):
         raise NotImplementedError("turning is not to be had\nand this is why")
 
-    monkeypatch.setattr(module, "turn", turn)
+    monkeypatch.setattr(module, "rotate", turn)
     with pytest.raises(ExportError, match="could not export tiny-growing") as caught:
         canonical_from_module(module)
     assert "got: NotImplementedError: turning is not to be had\n" in f"{caught.value}\n"

@@ -50,7 +50,7 @@ def exact_inputs(bundle, case):
     Q, K, V = layer.project(query, feeds.get("key"), feeds.get("value"))
     first = {"Q": Q, "K": K, "V": V} if spec.cache == "none" else cached_inputs(layer, feeds, Q, K, V)
     if spec.rope is not None and spec.cache == "none":
-        first["Q"], first["K"] = layer.turn(Q, K, torch.arange(Q.shape[1]))
+        first["Q"], first["K"] = layer.rotate(Q, K, torch.arange(Q.shape[1]))
     if lengths is not None:
         first["mask"] = padding_mask(lengths, K.shape[1]).expand(-1, 1, Q.shape[1], K.shape[1])
     if "attention_bias" in feeds:
@@ -68,12 +68,12 @@ def cached_inputs(layer, feeds, Q, K, V):
     if spec.cache == "growing":
         past = feeds["past_key"], feeds["past_value"]
         positions = past[0].shape[2] + torch.arange(S)
-        Q, K = layer.turn(Q, K, positions)
+        Q, K = layer.rotate(Q, K, positions)
         first = {"Q": Q, "K": K, "V": V, "past": past[0], "past_values": past[1]}
         if spec.window is not None:
             first["mask"] = seen_from(positions, past[0].shape[2] + S, spec.window)[None, None]
         return first
-    Q, K = layer.turn(Q, K, feeds["lengths"][:, None] + torch.arange(S))
+    Q, K = layer.rotate(Q, K, feeds["lengths"][:, None] + torch.arange(S))
     buffers = {"K": feeds["key_cache"].clone(), "V": feeds["value_cache"].clone()}
     for row, start in enumerate(feeds["lengths"].tolist()):
         for role, new in (("K", K), ("V", V)):

@@ -75,7 +75,7 @@ def pair(spec, path="sdpa"):
 def keys_of(whole, x):
     """What the cache must hold after x: the turned keys, and the values. [B, Hkv, L, D]."""
     q, k, v = whole.project(x, None, None)
-    _, k = whole.turn(q, k, torch.arange(x.shape[1]))
+    _, k = whole.rotate(q, k, torch.arange(x.shape[1]))
     return split_heads(k, whole.spec.Hkv), split_heads(v, whole.spec.Hkv)
 
 

@@ -111,13 +111,13 @@ def upper_left(module):
 
 def shifted(module, shift):
     """Rotary positions as `shift` gives them: it takes them, and gives those of queries and those of keys."""
-    turn = module.turn
+    turn = module.rotate
 
     def wrong(q, k, positions):
         of_queries, of_keys = shift(positions)
         return turn(q, k, of_queries)[0], turn(q, k, of_keys)[1]
 
-    return Patched(module, (module, "turn", wrong))
+    return Patched(module, (module, "rotate", wrong))
 
 
 def shifted_alike(module):

@@ -58,7 +58,7 @@ def attentions(bundle, case):
     query = x["query"] if spec.is_cross else x["x"]
     q, k, v = layer.project(query, x.get("key"), x.get("value"))
     starts = starts_of(spec, case)
-    q, k = layer.turn(q, k, torch.from_numpy(starts[:, None] + np.arange(q.shape[1])))
+    q, k = layer.rotate(q, k, torch.from_numpy(starts[:, None] + np.arange(q.shape[1])))
     q, k, v = (heads(a, H) for a, H in ((q, spec.Hq), (k, spec.Hkv), (v, spec.Hkv)))
     k, v = (behind_cache(spec, case, starts, name, new) for name, new in (("key", k), ("value", v)))
     found = [(q, k, v, spec.softmax_scale)]
