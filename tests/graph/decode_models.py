@@ -2,7 +2,7 @@
 
 `growing`: past_key and past_value come in, present_key and present_value go out, longer by S.
 `fixed`: TensorScatter writes the new keys into a cache of M slots, behind the `lengths[b]` valid ones of each
-batch row.
+batch element.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Layer:
     mask_rows: int | None = None
 
     @property
-    def turned(self) -> int:
+    def rotated(self) -> int:
         return self.rotary.get("rotary_embedding_dim", self.D)
 
 
@@ -50,11 +50,11 @@ def growing(layer: Layer) -> ir.Model:
     """3-D throughout, as the projections leave it."""
     nodes = [
         *_projections(),
-        _rotary(layer, "q", "q_turned", num_heads=layer.Hq),
-        _rotary(layer, "k", "k_turned", num_heads=layer.Hkv),
+        _rotary(layer, "q", "q_rotated", num_heads=layer.Hq),
+        _rotary(layer, "k", "k_rotated", num_heads=layer.Hkv),
         _attention(
             layer,
-            ["q_turned", "k_turned", "v", _mask(layer), "past_key", "past_value"],
+            ["q_rotated", "k_rotated", "v", _mask(layer), "past_key", "past_value"],
             ["heads", "present_key", "present_value"],
             q_num_heads=layer.Hq,
             kv_num_heads=layer.Hkv,
@@ -75,22 +75,22 @@ def fixed(layer: Layer) -> ir.Model:
         nodes += [
             helper.make_node("Reshape", [name, f"{name}_shape"], [f"{name}_rows"], name=f"{name}_split"),
             helper.make_node(
-                "Transpose", [f"{name}_rows"], [f"{name}4"], name=f"{name}_turn", perm=[0, 2, 1, 3]
+                "Transpose", [f"{name}_rows"], [f"{name}4"], name=f"{name}_transpose", perm=[0, 2, 1, 3]
             ),
         ]
     nodes += [
-        _rotary(layer, "q4", "q_turned"),
-        _rotary(layer, "k4", "k_turned"),
+        _rotary(layer, "q4", "q_rotated"),
+        _rotary(layer, "k4", "k_rotated"),
         helper.make_node(
-            "TensorScatter", ["key_cache", "k_turned", "write"], ["key_cache_out"], name="key_update"
+            "TensorScatter", ["key_cache", "k_rotated", "write"], ["key_cache_out"], name="key_update"
         ),
         helper.make_node(
             "TensorScatter", ["value_cache", "v4", "write"], ["value_cache_out"], name="value_update"
         ),
         _attention(
-            layer, ["q_turned", "key_cache_out", "value_cache_out", _mask(layer), "", "", "ends"], ["heads"]
+            layer, ["q_rotated", "key_cache_out", "value_cache_out", _mask(layer), "", "", "ends"], ["heads"]
         ),
-        helper.make_node("Transpose", ["heads"], ["rows"], name="merge_turn", perm=[0, 2, 1, 3]),
+        helper.make_node("Transpose", ["heads"], ["rows"], name="merge_transpose", perm=[0, 2, 1, 3]),
         helper.make_node("Reshape", ["rows", "y_shape"], ["merged"], name="merge"),
         helper.make_node("MatMul", ["merged", "wo"], ["y"], name="out"),
     ]
@@ -101,7 +101,7 @@ def fixed(layer: Layer) -> ir.Model:
 
 
 def feeds(model: ir.Model, layer: Layer, *, starts: list[int], S: int, P: int = 0) -> dict[str, np.ndarray]:
-    """Random inputs for S new tokens behind `starts` tokens in each batch row; P is the length of a past."""
+    """Random inputs for S new tokens after `starts` tokens in each batch element and a past of length P."""
     rng, B = np.random.default_rng(len(starts) + 10 * S + 100 * P), len(starts)
     sizes = {"B": B, "S": S, "P": P, "P_plus_S": P + S, "M": layer.M}
     begin = np.array(starts, np.int64)
@@ -184,7 +184,7 @@ def _constants(layer: Layer) -> list[onnx.TensorProto]:
     widths = {"q": layer.Hq * layer.D, "k": layer.Hkv * layer.D, "v": layer.Hkv * layer.D}
     arrays = {f"w{name}": rng.standard_normal((E, width)) / E**0.5 for name, width in widths.items()}
     arrays["wo"] = rng.standard_normal((layer.Hq * layer.D, E)) / E**0.5
-    half = layer.turned // 2
+    half = layer.rotated // 2
     angles = np.arange(layer.M)[:, None] * 10000.0 ** (-np.arange(half) / half)
     arrays |= {"cos": np.cos(angles), "sin": np.sin(angles)}
     constants = {name: array.astype(_DTYPES[layer.dtype][1]) for name, array in arrays.items()}

@@ -52,7 +52,7 @@ def _per_query_head(facts: AttentionNode, x: np.ndarray) -> np.ndarray:
 
 
 def _bias(facts: AttentionNode, given: dict[str, np.ndarray], q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """One number for each batch row, head, query and key, found one at a time."""
+    """One number for each batch element, head, query and key, found one at a time."""
     (B, H, S, _), T = q.shape, k.shape[2]
     mask = _full_mask(given.get("mask"), (B, H, S, T))
     lengths = given.get("lengths", np.full(B, T))

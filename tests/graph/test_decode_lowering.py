@@ -59,7 +59,7 @@ LOWERINGS: list[tuple[str, dict[str, Any]]] = [
     ("primitives", {"cache": "copy"}),
     ("primitives", {"cache": "rows", "gqa": "broadcast"}),
 ]
-# New tokens, and how many each batch row has before them: empty, one past for all, ragged.
+# New tokens, and how many each batch element has before them: empty, one past for all, ragged.
 CALLS: dict[str, list[tuple[int, list[int]]]] = {
     "growing": [(1, [0]), (3, [0, 0]), (1, [4, 4]), (3, [4]), (3, [5, 5])],
     "fixed": [(1, [0]), (3, [0, 0]), (1, [4, 4]), (3, [4]), (1, [2, 7]), (4, [0, 5, 8])],
@@ -95,7 +95,7 @@ def expected(name: str, kind: str) -> tuple[ir.Model, list[tuple[dict[str, np.nd
 
 
 def ort_has_no_kernel(model: ir.Model, inputs: dict[str, np.ndarray]) -> bool:
-    """GroupQueryAttention takes several new tokens behind a past for one batch row only."""
+    """GroupQueryAttention takes several new tokens behind a past for one batch element only."""
     B, S, _ = inputs["x"].shape
     grouped = any(node.op_type == "GroupQueryAttention" for node in model.graph)
     return grouped and min(B, S) > 1 and inputs["past_key"].shape[2] > 0

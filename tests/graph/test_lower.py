@@ -104,7 +104,7 @@ def test_computes_the_same_at_two_shapes(name: str, dialect: str, options: dict[
         pytest.skip(f"{dialect} refuses {error.feature}")
     for sizes in SIZES:
         if dialect == "contrib" and name in ("past-causal", "window-past") and sizes["B"] > 1:
-            continue  # ONNX Runtime's CPU kernel takes one batch row there
+            continue  # ONNX Runtime's CPU kernel takes one batch element there
         feeds = random_feeds(model, sizes)
         for got, wanted in zip(evaluate(lowered, feeds), attend(model, feeds), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)

@@ -63,8 +63,8 @@ def test_the_score_is_that_of_the_specification():
     model = growing(layer)
     arrays = feeds(model, layer, starts=[5, 5], S=3, P=5)
     weights = {name: v.const_value.numpy() for name, v in model.graph.initializers.items()}
-    unturned = {**arrays, "positions": np.zeros_like(arrays["positions"])}  # position 0 turns nothing
-    inner = measure_ranges(model, {"case": unturned}).inner["att"]
+    unrotated = {**arrays, "positions": np.zeros_like(arrays["positions"])}  # position 0 rotates nothing
+    inner = measure_ranges(model, {"case": unrotated}).inner["att"]
     q = (arrays["x"] @ weights["wq"]).reshape(2, 3, 4, 8).transpose(0, 2, 1, 3)
     k = (arrays["x"] @ weights["wk"]).reshape(2, 3, 2, 8).transpose(0, 2, 1, 3)
     k = np.repeat(np.concatenate([arrays["past_key"], k], axis=2), 2, axis=1)

@@ -49,7 +49,7 @@ def test_whole_caches_go_out() -> None:
 
 def test_new_values_are_read_where_the_projection_left_them() -> None:
     lowered = lower(fixed(layer()), "plugin")
-    # Queries and keys are turned by their position in between; the values are columns 48 … 63 of a row.
+    # Queries and keys are rotated in between; the values are columns 48 … 63 of the projection.
     assert attributes_of(lowered, "sources", "offsets") == {"sources": (0, 1, 2), "offsets": (0, 0, 48)}
     assert [len(value.shape) for value in plugin_node_of(lowered).inputs[:3]] == [4, 4, 3]
 

@@ -33,7 +33,7 @@ def gated(
     dims: tuple[Any, ...] = ("B", "S", HEADS),
     mask: bool = False,
     second_reader: bool = False,
-    turned: bool = False,
+    heads_first: bool = False,
     **attributes: Any,
 ) -> ir.Model:
     """An attention, its heads apart, a factor for each, and the heads together again."""
@@ -47,7 +47,7 @@ def gated(
     constants["w"] = weights(width, 16)
     operands, heads = "q k v", {"q_num_heads": HEADS, "kv_num_heads": HEADS}
     nodes, outputs = [], {"y": (FP16, ["B", "S", 16])}
-    if turned:
+    if heads_first:
         for name in "qkv":
             nodes += [node("Reshape", f"{name} apart", f"{name}r")]
             nodes += [node("Transpose", f"{name}r", f"{name}4", perm=[0, 2, 1, 3])]
@@ -55,8 +55,10 @@ def gated(
     if mask:
         inputs["mask"] = (FP16, ["S", "S"])
         operands += " mask"
-    nodes.append(node("Attention", operands, "h0" if turned else "h", **heads, **attributes))
-    apart = node("Transpose", "h0", "r", perm=[0, 2, 1, 3]) if turned else node("Reshape", "h apart", "r")
+    nodes.append(node("Attention", operands, "h0" if heads_first else "h", **heads, **attributes))
+    apart = (
+        node("Transpose", "h0", "r", perm=[0, 2, 1, 3]) if heads_first else node("Reshape", "h apart", "r")
+    )
     # The factor is made behind the attention, as models do.
     nodes += [apart, node("Unsqueeze", factor, "f"), node("Mul", "r f", "g"), node("Reshape", "g again", "s")]
     nodes.append(node("MatMul", "s w", "y"))
@@ -77,7 +79,7 @@ TAKEN: dict[str, ir.Model] = {
     "plain": gated(),
     "causal": gated(is_causal=1),
     "wide": gated(D=128),
-    "heads first": gated(turned=True),
+    "heads first": gated(heads_first=True),
 }
 LEFT: dict[str, ir.Model] = {
     "head size without a kernel": gated(D=48),

@@ -247,7 +247,7 @@ def test_lengths_in_int32_need_no_cast() -> None:
 def test_a_prefix_of_heads_is_not_one_of_batch_elements() -> None:
     """With three axes the first one is that of the heads."""
     nodes = [*COUNT, node("Unsqueeze", "per_head 12", "column"), node("Less", "t column", "mask")]
-    # As many batch rows as heads, so that their number does not tell.
+    # As many batch elements as heads, so that their number does not tell.
     inputs = {name: (kind, [4, *dims[1:]]) for name, (kind, dims) in INPUTS.items()}
     inputs["per_head"] = (INT64, [4])
     constants = {"0": np.array(0), "1": np.array(1), "12": np.array([1, 2])}

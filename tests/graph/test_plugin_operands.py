@@ -61,8 +61,8 @@ def packed(op: str, **attributes: Any) -> ir.Model:
     return model_of(nodes, X, Y, constants)
 
 
-def turned(*, extra_reader: bool = False, back: bool = True, mask: list[Any] | None = None) -> ir.Model:
-    """Heads first, as most models write attention, and turned back behind it."""
+def heads_first(*, extra_reader: bool = False, back: bool = True, mask: list[Any] | None = None) -> ir.Model:
+    """Heads first, as most models write attention, and transposed back after it."""
     inputs = X if mask is None else {**X, "mask": (FP16, mask)}
     constants = {**WO, "w": weights(64, 128), "sizes": np.array([64, 32, 32])}
     constants |= {
@@ -89,7 +89,7 @@ def turned(*, extra_reader: bool = False, back: bool = True, mask: list[Any] | N
 
 
 def unbound(how: str) -> ir.Model:
-    """[B, S, 3, H, D], turned to [3, B, H, S, D] and taken apart, as vision transformers do."""
+    """[B, S, 3, H, D], transposed to [3, B, H, S, D] and unbound, as vision transformers do."""
     constants = {**WO, "w": weights(64, 192), "to": np.array([0, 0, 3, 4, 16]), "to_y": np.array([0, 0, 64])}
     constants |= {str(at): np.array(at) for at in range(3)} | {"first": np.array([0])}
     nodes = [
@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[ir.Model, dict[str, Any], list[str]]] = {
     "split": (packed("Split"), PACKED_HERE, NOTHING_MOVED),
     "split along 2": (packed("Split", axis=2), PACKED_HERE, NOTHING_MOVED),
     "slice": (packed("Slice"), PACKED_HERE, NOTHING_MOVED),
-    "turned": (turned(), PACKED_HERE, NOTHING_MOVED),
+    "heads first": (heads_first(), PACKED_HERE, NOTHING_MOVED),
     "gather": (unbound("gather"), {"sources": (0, 0, 0), "offsets": (0, 64, 128)}, NOTHING_MOVED),
     "slices": (unbound("slice"), {"sources": (0, 0, 0), "offsets": (0, 64, 128)}, NOTHING_MOVED),
     "unbind": (unbound("split"), {"sources": (0, 0, 0), "offsets": (0, 64, 128)}, NOTHING_MOVED),
@@ -148,9 +148,9 @@ def test_keys_and_values_of_another_input_share_an_operand() -> None:
 
 @pytest.mark.parametrize("mask", [["B", 1, "S", "S"], ["B", 4, "S", "S"]])
 def test_transposes_cancel_after_fully_masked_queries_are_zeroed(mask: list[Any]) -> None:
-    model = turned(mask=mask)
+    model = heads_first(mask=mask)
     lowered = lower(model, "plugin")
-    # Where heads differ, the small tensor of open rows is turned, and nothing else.
+    # Where heads differ, the small tensor of attending queries is transposed, and nothing else.
     assert operators(lowered).count("Transpose") == (0 if mask[1] == 1 else 1)
     feeds = random_inputs(model, SIZES)
     feeds["mask"][0, 0, 2] = -np.inf
@@ -158,13 +158,13 @@ def test_transposes_cancel_after_fully_masked_queries_are_zeroed(mask: list[Any]
 
 
 def test_heads_first_stay_for_those_who_read_them() -> None:
-    both = turned(extra_reader=True)
+    both = heads_first(extra_reader=True)
     lowered = lower(both, "plugin")
     assert operators(lowered).count("Transpose") == 1  # of the output; the matmul reads the rows
     (matmul,) = [each for each in lowered.graph if each.op_type == "MatMul" and each.inputs[1].name == "wo"]
     assert matmul.inputs[0] is plugin_node_of(lowered).outputs[0]
     assert_same(both, lowered, random_inputs(both, SIZES))
-    alone = turned(back=False)
+    alone = heads_first(back=False)
     assert_same(alone, lower(alone, "plugin"), random_inputs(alone, SIZES))
 
 

@@ -238,7 +238,7 @@ def test_a_mask_without_constants_has_none():
     assert lowest(attention((2, 3, 5, 8), (2, 3, 5, 8))) is None
 
 
-# -- what cannot be looked at ------------------------------------------------------------------
+# -- attentions out of reach ------------------------------------------------------------------
 
 
 def test_a_graph_without_attention_is_refused():
