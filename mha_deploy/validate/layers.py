@@ -1,7 +1,7 @@
 """Is every attention of a module right? Each is judged by itself, against the oracle of its own result.
 
-A model may be right as a whole while one of its attentions is off. Where it is wrong, the first wrong attention
-shows where to look. What PyTorch computed there in FP64 is in the bundle, by the name of the value.
+A model may be right as a whole while one of its attentions is off. Where it is wrong, the first wrong
+attention shows where to look. What PyTorch computed there in FP64 is in the bundle, by the name of the value.
 """
 
 from __future__ import annotations
