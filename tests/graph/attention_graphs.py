@@ -126,8 +126,6 @@ class Graph(Hand):
         """The shape of an input: fixed, or named where the size varies."""
         if self.spelling.sizes == "fixed":
             return [size if isinstance(size, int) else getattr(self, size) for size in sizes]
-        if self.spelling.sizes == "unknown":
-            return [size if isinstance(size, int) else None for size in sizes]
         if self.T == self.S:
             sizes = ["S" if size == "T" else size for size in sizes]
         return list(sizes)
@@ -140,7 +138,7 @@ class Graph(Hand):
 
     def heads_shape(self, value, heads, depth):
         """The sizes `[B, length, heads, depth]`, in one of the usual ways."""
-        if self.spelling.sizes in ("shape", "unknown"):
+        if self.spelling.sizes == "shape":
             parts = [self.size_of(value, 0), self.size_of(value, 1), self.ints(heads), self.ints(depth)]
             return self.op("Concat", *parts, axis=0)
         return (
@@ -173,15 +171,14 @@ class Graph(Hand):
             if layout != "length first":
                 y = self.op("Transpose", y, perm=[0, 2, 1, 3])
             if layout == "flat":
-                y = (
-                    self.op("Reshape", y, self.ints(-1, {"S": self.S, "T": self.T}[length], depth))
-                    if (self.spelling.sizes == "fixed")
-                    else self.op("Reshape", y, self.flat_shape(y, depth))
-                )
+                y = self.op("Reshape", y, self.flat_shape(y, length, depth))
             result.append(y)
         return result
 
-    def flat_shape(self, y, depth):
+    def flat_shape(self, y, length, depth):
+        """The sizes `[B·H, length, depth]`."""
+        if self.spelling.sizes == "fixed":
+            return self.ints(-1, {"S": self.S, "T": self.T}[length], depth)
         return self.op("Concat", self.ints(-1), self.size_of(y, 2), self.ints(depth), axis=0)
 
     def repeated(self, value):
@@ -192,7 +189,6 @@ class Graph(Hand):
             return value
         if way == "one head" and self.spelling.matmul == "matmul" and at == 1:
             return value
-        depth = self.Dv if value.startswith("v") else self.D
         if way == "tile":  # each head in place: Unsqueeze, Tile, Reshape
             wide = self.op("Unsqueeze", value, self.ints(at + 1))
             wide = self.op("Tile", wide, self.ints(*(group if axis == at + 1 else 1 for axis in range(5))))
@@ -201,30 +197,17 @@ class Graph(Hand):
             wide = self.op("Expand", wide, self.ints(*(group if axis == at + 1 else 1 for axis in range(5))))
         else:
             return self.op("Expand", value, self.ints(*(self.H if axis == at else 1 for axis in range(4))))
-        del depth
-        if at == 1:
-            return (
-                self.op(
-                    "Reshape",
-                    wide,
-                    self.op(
-                        "Concat",
-                        self.size_of(value, 0),
-                        self.ints(
-                            self.H,
-                        ),
-                        self.size_of(value, 2),
-                        self.size_of(value, 3),
-                        axis=0,
-                    ),
-                )
-                if (way == "interleave")
-                else self.op("Reshape", wide, self.ints(0, self.H, -1, self.depth_of(value)))
-            )
-        return self.op("Reshape", wide, self.ints(0, -1, self.H, self.depth_of(value)))
-
-    def depth_of(self, value):
-        return self._depths[value]
+        if at == 2:
+            return self.op("Reshape", wide, self.ints(0, -1, self.H, self._depths[value]))
+        if way == "interleave":
+            parts = [
+                self.size_of(value, 0),
+                self.ints(self.H),
+                self.size_of(value, 2),
+                self.size_of(value, 3),
+            ]
+            return self.op("Reshape", wide, self.op("Concat", *parts, axis=0))
+        return self.op("Reshape", wide, self.ints(0, self.H, -1, self._depths[value]))
 
     # -- the formula -----------------------------------------------------------------------------------
 
@@ -260,11 +243,7 @@ class Graph(Hand):
         y = self.with_values(weights, v)
         if told.refused == "weights used":
             y = self.op("Add", y, self.op("ReduceMax", weights, keepdims=1))
-            y = self.op("Reshape", y, self.ints(*self.rank_one(y))) if told.layout == "none" else y
         return self.finished(y)
-
-    def rank_one(self, y):
-        return (0, 0, 0, -1)
 
     def scaled_operands(self, q, k):
         scale, factor = self.spelling.scale, self.D**-0.5
@@ -492,19 +471,9 @@ class Graph(Hand):
         sizes = {"B": self.B, "S": self.S, "T": self.T}
         if self.spelling.sizes != "fixed" and seed % 2:
             sizes = {"B": 3, "S": 7, "T": 7 if self.T == self.S else 5}
-        order = {"q": "BSd", "k": "BTd", "v": "BTd", "x": "BSd", "m": "B11T", "bias": "11ST"}
         feeds = {}
         for name, (dtype, shape) in self.inputs.items():
-            letters = list(order.get(name, ""))
-            known = [each if isinstance(each, int) else sizes[each] if each else None for each in shape]
-            if None in known:
-                tail = {"q": ("S", 0), "k": ("T", 0), "v": ("T", 0), "x": ("S", 0)}.get(name, ("S", "T"))
-                for at, letter in zip((-2, -1), tail, strict=True):
-                    if known[at] is None:
-                        known[at] = sizes[letter]
-                if known[0] is None:
-                    known[0] = sizes["B"]
-            del letters
+            known = [each if isinstance(each, int) else sizes[each] for each in shape]
             if dtype == BOOL:
                 feeds[name] = random.random(known) < 0.7
                 if seed % 3 == 1:
