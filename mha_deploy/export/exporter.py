@@ -237,6 +237,9 @@ class _ModuleSource(Source):
         self.places = {
             str(node.name): place_of(node) for node in model.graph.all_nodes() if is_attention(node)
         }
+        for value in model.graph.outputs:  # shape inference may have written a sum in another order
+            if (dims := exported.outputs.get(str(value.name))) is not None:
+                value.shape = ir.Shape(dims)
         self.model = model
         self.attentions = len(fused.fused) + len(fused.already) + len(fused.unfused)
         self.spec = self._spec(flops=0)

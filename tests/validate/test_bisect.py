@@ -155,13 +155,13 @@ def test_the_command(run_cli, broken, own_bundles, program, monkeypatch):
     monkeypatch.setattr("mha_deploy.validate.bisect._program", lambda *given: program)
     right = run_cli("bisect", own_bundles().path)
     assert right.code == 0
-    assert "RIGHT" in right.out
+    assert "PASSED" in right.out
     wrong = run_cli("bisect", broken(scale_off(ATTENTIONS[1])).path, "--backend", "ort-cpu")
     assert wrong.code == 1
-    assert f"WRONG  first at {ATTENTIONS[1]}" in wrong.out
+    assert f"FAILED  first at {ATTENTIONS[1]}" in wrong.out
     told = run_cli("bisect", broken(scale_off(ATTENTIONS[2]), "other").path, "--json")
     assert json.loads(told.out)["first_wrong"] == ATTENTIONS[2]
 
 
 def test_what_cannot_be_looked_into_is_refused(refused, own_bundles):
-    refused("bisect", own_bundles().path, "--backend", "eager", what="Only engines and graphs")
+    refused("bisect", own_bundles().path, "--backend", "eager", what="can be bisected")

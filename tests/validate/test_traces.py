@@ -45,7 +45,7 @@ def test_the_room_is_that_of_single_tokens_to_the_end(spec, room):
     [
         (with_axes("tiny-growing", P="0"), "no room for a second token"),
         (with_axes("tiny-static", T="1", S="1"), "no room for a second token"),
-        (with_axes("tiny-growing", P="1:24:63"), "does not begin with an empty cache"),
+        (with_axes("tiny-growing", P="1:24:63"), "the cache cannot be empty, P begins at 1"),
         (with_axes("tiny-static", S="2:4:8"), "does not take single tokens"),
     ],
     ids=["P=0", "T=1", "P from 1", "S from 2"],
@@ -105,7 +105,7 @@ def test_more_steps_than_there_is_room_for_are_refused(bundles, name, steps):
     [
         ({"steps": 50, "prompt": 16}, "a prompt of 16 tokens and 50 steps", "48 steps at most"),
         ({"steps": 1, "prompt": 64}, "a prompt of 64 tokens and 1 steps", "64 tokens in all at most"),
-        ({"steps": 1, "rows": 5}, "B=5", "a size from 1 to 4, or export it for others"),
+        ({"steps": 1, "batch": 5}, "B=5", "a size from 1 to 4, or export it for others"),
         ({"steps": 1, "prompt": 65}, "S=65", "a size from 1 to 64, or export it for others"),
     ],
     ids=str,
@@ -118,5 +118,5 @@ def test_what_was_asked_for_and_does_not_fit_is_refused(bundles, name, options, 
 
 
 def test_steps_of_a_layer_without_a_cache_are_refused(bundles):
-    with pytest.raises(DeployError, match="no cache"):
+    with pytest.raises(DeployError, match="no KV cache"):
         fresh(bundles("tiny-gqa"), steps=3)
