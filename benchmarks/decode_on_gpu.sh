@@ -12,7 +12,7 @@ model=${2:-llama-3-8b}
 python=${PYTHON:-python3}
 bundle=$folder/$model
 deploy() { "$python" -m mha_deploy "$@"; }
-[ -d "$bundle" ] || deploy export "$model" -o "$bundle" --device cuda --cache static --axis B=1:1:32 --axis S=1:256:3840 \
+[ -d "$bundle" ] || deploy export "$model" -o "$bundle" --device cuda --cache preallocated --axis B=1:1:32 --axis S=1:256:3840 \
   --axis T=4096 --golden min --golden decode
 # One profile: TensorRT 8.6 cannot prepare a second one. Its optimal batch is not 1: with 1, batches of 2 and more were wrong.
 [ -f "$bundle/engines/tensorrt.engine" ] || deploy build-engine "$bundle" --backend tensorrt --profile B=1:8:32,S=1:16:256

@@ -27,7 +27,7 @@ mkdir -p "$folder"
 (exported bert-base bert-base --golden min --golden opt && three bert-base) &
 (exported bert-large bert-large --golden min --golden opt && three bert-large) &
 (exported llama llama-3-8b --axis B=1 --axis S=1:2048:8192 --golden min --golden opt && three llama) &
-(exported decode llama-3-8b --cache static --axis B=1:1:32 --axis S=1:256:3840 --axis T=4096 --golden min --golden decode \
+(exported decode llama-3-8b --cache preallocated --axis B=1:1:32 --axis S=1:256:3840 --axis T=4096 --golden min --golden decode \
   && three decode --profile B=1:8:32,S=1:16:256) &
 # Without --refit, 8.6 prepares gigabytes of weights for every tactic; beside the plugin the build of its own GEMMs had
 # not ended after 420 s even with it.

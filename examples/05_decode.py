@@ -4,7 +4,7 @@ The bundle holds a decode trace: prompts, tokens behind them, and the expected r
 
     python examples/05_decode.py [MODEL]
 
-`tiny-growing` has a dynamic cache (past in, present out), `tiny-static` a preallocated one.
+`tiny-dynamic` has a dynamic cache (past in, present out), `tiny-preallocated` a preallocated one.
 """
 
 import sys
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mha_deploy as md
 
-name = sys.argv[1] if len(sys.argv) > 1 else "tiny-growing"
+name = sys.argv[1] if len(sys.argv) > 1 else "tiny-dynamic"
 model = md.load_model(name)
 print(
     f"{model.name}: cache {model.source.cache}, axes",

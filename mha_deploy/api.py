@@ -117,7 +117,7 @@ def load_model(
         axes: Axis ranges, as `{"S": "1:128:512"}`: of an `nn.Module` those that its examples name, of
             everything else ranges in place of its own.
         name: Name of an `nn.Module`; default: that of its class.
-        cache: KV cache of a catalog layer: `none`, `growing` or `static`; default: the spec's own.
+        cache: KV cache of a catalog layer: `none`, `dynamic` or `preallocated`; default: the spec's own.
         projections: Projections of a catalog layer: `separate` or `packed`; default: the spec's own.
 
     Raises:

@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
 
 def _draw(item):
     case = item.nodeid.partition("[")[2]
-    core = ("tiny-gqa", "tiny-padding", "tiny-static", "tiny-growing", "tiny-sparse-heads-fp16")
+    core = ("tiny-gqa", "tiny-padding", "tiny-preallocated", "tiny-dynamic", "tiny-sparse-heads-fp16")
     return not case.startswith(core), zlib.crc32(case.encode())
 
 

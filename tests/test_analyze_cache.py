@@ -24,8 +24,12 @@ B, S, P, T = (Axis(min=low, opt=8, max=100_000) for low in (1, 1, 0, 1))
 CAPACITY = 16
 AXES = {
     "none": {"B": B, "S": S},
-    "growing": {"B": B, "S": S, "P": P},
-    "static": {"B": B, "S": Axis(min=1, opt=8, max=CAPACITY), "T": Axis(min=CAPACITY, opt=16, max=CAPACITY)},
+    "dynamic": {"B": B, "S": S, "P": P},
+    "preallocated": {
+        "B": B,
+        "S": Axis(min=1, opt=8, max=CAPACITY),
+        "T": Axis(min=CAPACITY, opt=16, max=CAPACITY),
+    },
 }
 
 
@@ -43,7 +47,7 @@ def attention(spec, sizes, lengths=None):
 
 def test_a_token_behind_a_dynamic_cache_by_hand():
     """E=4, two query heads of 2 over one, five past tokens, B=1, two bytes an element."""
-    projections, attending, output = layer_cost(make("growing"), {"B": 1, "S": 1, "P": 5}, 2).stages
+    projections, attending, output = layer_cost(make("dynamic"), {"B": 1, "S": 1, "P": 5}, 2).stages
     # x (4) through 4x(4+2+2) with biases (40); q (4), and the new entry of keys and values (4), go out
     assert (projections.parameters, projections.flops) == (40, 2 * 4 * 8)
     assert projections.bytes == 2 * (40 + 4 + 4 + 4)
@@ -54,9 +58,9 @@ def test_a_token_behind_a_dynamic_cache_by_hand():
 
 
 def test_a_full_preallocated_cache_costs_a_dynamic_one_and_its_lengths():
-    growing, static = make("growing"), make("static")
+    dynamic, static = make("dynamic"), make("preallocated")
     for new in (1, 3, CAPACITY):
-        one = attention(growing, {"B": 3, "S": new, "P": CAPACITY - new})
+        one = attention(dynamic, {"B": 3, "S": new, "P": CAPACITY - new})
         other = attention(static, {"B": 3, "S": new, "T": CAPACITY})
         assert other.flops == one.flops
         assert other.bytes == one.bytes + 4 * 3
@@ -65,13 +69,13 @@ def test_a_full_preallocated_cache_costs_a_dynamic_one_and_its_lengths():
 def test_an_empty_dynamic_cache_costs_what_the_whole_sequence_does():
     for window in (None, 1, 3, 100):
         sizes = {"B": 2, "S": 9}
-        whole, step = make(window=window), make("growing", window=window)
+        whole, step = make(window=window), make("dynamic", window=window)
         assert layer_cost(step, {**sizes, "P": 0}, 2).flops == layer_cost(whole, sizes, 2).flops
         assert layer_cost(step, {**sizes, "P": 0}, 2).bytes == layer_cost(whole, sizes, 2).bytes
 
 
 def test_only_new_tokens_are_projected_whatever_the_past():
-    near, far = (layer_cost(make("growing"), {"B": 2, "S": 3, "P": past}, 2) for past in (0, 5000))
+    near, far = (layer_cost(make("dynamic"), {"B": 2, "S": 3, "P": past}, 2) for past in (0, 5000))
     assert [near.stages[i] for i in (0, 2)] == [far.stages[i] for i in (0, 2)]
     assert far.stages[1].flops > 1000 * near.stages[1].flops
 
@@ -87,13 +91,13 @@ def test_pairs_and_keys_are_those_that_the_queries_attend_to(new, past, window):
         i: [k for k in range(past + i + 1) if window is None or k > past + i - window] for i in range(new)
     }
     pairs, keys_read = sum(map(len, attended.values())), len({k for keys in attended.values() for k in keys})
-    stage = attention(make("growing", window=window), {"B": 3, "S": new, "P": past})
+    stage = attention(make("dynamic", window=window), {"B": 3, "S": new, "P": past})
     assert stage.flops == 4 * 2 * 2 * 3 * pairs
     assert stage.bytes == 2 * 3 * (2 * new * 4 + 2 * keys_read * 2)
 
 
 def test_ragged_lengths_cost_the_sum_of_their_batch_elements():
-    spec, sizes = make("static"), {"B": 3, "S": 2, "T": CAPACITY}
+    spec, sizes = make("preallocated"), {"B": 3, "S": 2, "T": CAPACITY}
     lengths = (0, 5, 14)
     alone = [attention(spec, {**sizes, "B": 1}, [length]) for length in lengths]
     together = attention(spec, sizes, lengths)
@@ -104,22 +108,28 @@ def test_ragged_lengths_cost_the_sum_of_their_batch_elements():
 
 @pytest.mark.parametrize(
     ("cache", "lengths"),
-    [("growing", [1, 1]), ("none", [1, 1]), ("static", [1]), ("static", [0, 15]), ("static", [-1, 0])],
+    [
+        ("dynamic", [1, 1]),
+        ("none", [1, 1]),
+        ("preallocated", [1]),
+        ("preallocated", [0, 15]),
+        ("preallocated", [-1, 0]),
+    ],
 )
 def test_lengths_that_do_not_suit_the_cache_are_refused(cache, lengths):
-    sizes = {"B": 2, "S": 2, **{"growing": {"P": 4}, "static": {"T": CAPACITY}, "none": {}}[cache]}
+    sizes = {"B": 2, "S": 2, **{"dynamic": {"P": 4}, "preallocated": {"T": CAPACITY}, "none": {}}[cache]}
     with pytest.raises(SpecError):
         layer_cost(make(cache), sizes, 2, lengths=lengths)
 
 
-@pytest.mark.parametrize("cache", ["growing", "static"])
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 def test_flops_are_what_the_layer_multiplies_for_one_token(cache):
     """One query attends to every key, so nothing is masked."""
     torch, counter = pytest.importorskip("torch"), pytest.importorskip("torch.utils.flop_counter")
     from mha_deploy.reference import build_module
 
     spec = make(cache)
-    sizes = {"B": 2, "S": 1, **({"P": 5} if cache == "growing" else {"T": CAPACITY})}
+    sizes = {"B": 2, "S": 1, **({"P": 5} if cache == "dynamic" else {"T": CAPACITY})}
     kinds = {"int32": torch.int32, "float": torch.float32}
     inputs = {
         "query" if tensor.name == "x" else tensor.name: torch.empty(
@@ -133,9 +143,9 @@ def test_flops_are_what_the_layer_multiplies_for_one_token(cache):
 
 
 def test_rope_and_softcap_cost_no_matmul():
-    data = {**make("growing").to_dict(), "rope": {}, "softcap": 5.0}
+    data = {**make("dynamic").to_dict(), "rope": {}, "softcap": 5.0}
     spec, sizes = AttentionSpec.from_dict(data), {"B": 1, "S": 1, "P": 3}
-    assert layer_cost(spec, sizes, 2) == layer_cost(make("growing"), sizes, 2)
+    assert layer_cost(spec, sizes, 2) == layer_cost(make("dynamic"), sizes, 2)
     assert parameter_count(spec) == parameter_count(make())
 
 
@@ -144,28 +154,30 @@ def test_rope_and_softcap_cost_no_matmul():
 
 def test_the_oracle_holds_the_cache_twice_in_fp64():
     sizes = {"B": 3, "S": 2, "P": 7}
-    spec = make("growing")
+    spec = make("dynamic")
     assert oracle_cache_bytes(spec, sizes) == 2 * (2 * 3 * 1 * 9 * 2) * 8
-    assert oracle_cache_bytes(make("static"), {"B": 3, "S": 2, "T": CAPACITY}) == 2 * (2 * 3 * 16 * 2) * 8
+    assert (
+        oracle_cache_bytes(make("preallocated"), {"B": 3, "S": 2, "T": CAPACITY}) == 2 * (2 * 3 * 16 * 2) * 8
+    )
     assert oracle_cache_bytes(make(), {"B": 3, "S": 2}) == 0
     scores, activations = 2 * 3 * 2 * 2 * 9, 4 * 3 * 9 * 4
     assert oracle_bytes(spec, sizes) == 8 * (scores + activations) + oracle_cache_bytes(spec, sizes)
 
 
 def test_a_cache_alone_can_be_too_much_for_a_limit():
-    spec = make("growing", Hkv=2, D=64)
+    spec = make("dynamic", Hkv=2, D=64)
     sizes = {"B": 1, "S": 1, "P": 4000}
     room = oracle_bytes(spec, sizes) / 2**30
     assert SizeLimit(gib=room).allows(spec, sizes)
     assert not SizeLimit(gib=room - oracle_cache_bytes(spec, sizes) / 2**30 / 2).allows(spec, sizes)
 
 
-@pytest.mark.parametrize("cache", ["growing", "static"])
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 def test_shrinking_keeps_a_preallocated_cache_and_empties_a_dynamic_one(cache):
     spec = make(cache)
-    sizes = {"B": 4, "S": 8, **({"P": 5} if cache == "growing" else {"T": CAPACITY})}
+    sizes = {"B": 4, "S": 8, **({"P": 5} if cache == "dynamic" else {"T": CAPACITY})}
     found = shrunk(spec, sizes, spec.sizes("min"), SizeLimit(gflop=0.0))
-    assert found == {"B": 1, "S": 1, **({"P": 0} if cache == "growing" else {"T": CAPACITY})}
+    assert found == {"B": 1, "S": 1, **({"P": 0} if cache == "dynamic" else {"T": CAPACITY})}
     spec.check_sizes(found)
 
 
@@ -173,22 +185,22 @@ def test_shrinking_keeps_a_preallocated_cache_and_empties_a_dynamic_one(cache):
 
 
 def test_a_cached_layer_is_timed_at_its_prefill_and_at_its_decode_step():
-    prefill, decode = usual_points(make("growing"))
+    prefill, decode = usual_points(make("dynamic"))
     assert (prefill.name, prefill.sizes, prefill.past) == ("prefill", {"B": 8, "S": 8, "P": 0}, None)
     assert (decode.name, decode.sizes, decode.past) == ("decode", {"B": 8, "S": 1, "P": 8}, None)
-    prefill, decode = usual_points(make("static"))
+    prefill, decode = usual_points(make("preallocated"))
     assert (prefill.sizes, prefill.past) == ({"B": 8, "S": 8, "T": 16}, 0)
     assert (decode.sizes, decode.past) == ({"B": 8, "S": 1, "T": 16}, 15), "full: the worst case"
     assert [point.name for point in usual_points(make())] == ["opt"]
 
 
 def test_a_layer_of_single_tokens_has_no_prefill():
-    spec = make("growing", axes={**AXES["growing"], "S": Axis(min=1, opt=1, max=1)})
+    spec = make("dynamic", axes={**AXES["dynamic"], "S": Axis(min=1, opt=1, max=1)})
     assert [point.name for point in usual_points(spec)] == ["decode"]
 
 
 def test_points_are_read_by_name_and_by_sizes():
-    spec = make("static")
+    spec = make("preallocated")
     assert points_from_text(spec, "opt") == usual_points(spec)
     assert [point.name for point in points_from_text(spec, "decode")] == ["decode"]
     (point,) = points_from_text(spec, "B=2,S=4,T=16")
@@ -203,7 +215,7 @@ def test_points_are_read_by_name_and_by_sizes():
 
 
 def test_the_analysis_of_a_step_knows_the_cache():
-    spec = make("growing", Hq=32, Hkv=8, D=128, E=4096)
+    spec = make("dynamic", Hq=32, Hkv=8, D=128, E=4096)
     sizes = {"B": 4, "S": 1, "P": 8191}
     found = analyze_layer(spec, sizes, "fp16", "h200")
     assert found.kv_bytes == kv_cache_bytes(spec, B=4, length=8192, bytes_per_element=2)
@@ -215,13 +227,13 @@ def test_the_analysis_of_a_step_knows_the_cache():
 
 
 def test_lengths_reach_the_analysis():
-    spec, sizes = make("static"), {"B": 2, "S": 1, "T": CAPACITY}
+    spec, sizes = make("preallocated"), {"B": 2, "S": 1, "T": CAPACITY}
     empty, full = (analyze_layer(spec, sizes, "fp16", "h200", lengths=given) for given in ([0, 0], None))
     assert empty.cost.flops < full.cost.flops
     assert replace(empty, cost=full.cost, bound=full.bound) == full
 
 
-@pytest.mark.parametrize("cache", ["growing", "static"])
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 def test_the_command_counts_a_cache(run_cli, tmp_path, cache):
     model = f"tiny-{cache}"
     done = run_cli("analyze", model)
@@ -233,4 +245,4 @@ def test_the_command_counts_a_cache(run_cli, tmp_path, cache):
 
 
 def test_the_command_counts_an_empty_cache(run_cli):
-    assert run_cli("analyze", "tiny-growing", "--at", "B=1,S=1,P=0").code == 0
+    assert run_cli("analyze", "tiny-dynamic", "--at", "B=1,S=1,P=0").code == 0

@@ -107,8 +107,12 @@ def test_one_call_has_the_defaults_of_the_steps():
 
 
 def test_a_catalog_layer_is_loaded_by_name_and_by_path(tmp_path):
-    model = md.load_model("tiny-growing", axes={"S": "1:4:8"}, projections="packed", cache="static")
-    assert (model.name, model.source.cache, model.source.projections) == ("tiny-growing", "static", "packed")
+    model = md.load_model("tiny-dynamic", axes={"S": "1:4:8"}, projections="packed", cache="preallocated")
+    assert (model.name, model.source.cache, model.source.projections) == (
+        "tiny-dynamic",
+        "preallocated",
+        "packed",
+    )
     own = tmp_path / "own.toml"
     own.write_text(
         "Hq = 2\nE = 32\n[axes]\nB = {min = 1, opt = 2, max = 4}\nS = {min = 1, opt = 8, max = 16}\n"
@@ -131,7 +135,7 @@ def test_own_models_are_loaded_as_factory_deployable_and_module():
         ("bert-bas", {}, "did you mean 'bert-base'"),
         (Small(), {}, "needs example inputs"),
         (7, {}, "This is not a model"),
-        ("a.py:b", {"cache": "static"}, "Only a catalog layer"),
+        ("a.py:b", {"cache": "preallocated"}, "Only a catalog layer"),
         ("tiny-mha", {"example_inputs": EXAMPLES}, "Only an nn.Module"),
     ],
 )

@@ -53,8 +53,8 @@ TINY_DIFFERENCES = {
     "tiny-rope": {"Hkv", "causal", "rope"},
     "tiny-scale": {"scale"},
     "tiny-wide-heads": {"D", "E"},
-    "tiny-growing": {"Hkv", "causal", "rope", "cache", "axes"},
-    "tiny-static": {"Hkv", "causal", "rope", "cache", "axes"},
+    "tiny-dynamic": {"Hkv", "causal", "rope", "cache", "axes"},
+    "tiny-preallocated": {"Hkv", "causal", "rope", "cache", "axes"},
     "tiny-window": {"Hkv", "causal", "window", "cache", "axes"},
     "tiny-softcap": {"causal", "softcap"},
 }

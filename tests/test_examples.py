@@ -60,7 +60,7 @@ def test_an_onnx_file_from_elsewhere(run):
     assert float(printed.rpartition(" ")[2]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["tiny-growing", "tiny-static"])
+@pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
 def test_decode(run, name):
     printed = run("05_decode", name)
     assert printed.count(": passed\n") == 2

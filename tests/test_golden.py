@@ -181,7 +181,7 @@ def test_polygraphy_is_given_no_bfloat16():
     for name in ("fp16", "fp32"):
         refuse_polygraphy("none", PRECISIONS[name])
         with pytest.raises(ExportError, match="caches"):
-            refuse_polygraphy("static", PRECISIONS[name])
+            refuse_polygraphy("preallocated", PRECISIONS[name])
 
 
 def test_a_bundle_has_nothing_for_polygraphy_unless_asked(bundles, own_bundles):

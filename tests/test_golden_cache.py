@@ -20,7 +20,7 @@ from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module
 
-CACHED = ("tiny-growing", "tiny-static")
+CACHED = ("tiny-dynamic", "tiny-preallocated")
 
 
 def moved(bundle, folder):
@@ -78,7 +78,7 @@ def test_rows_go_out_and_back_ragged():
 
 
 def test_lengths_that_do_not_fit_are_refused(bundles, tmp_path):
-    bundle = bundles("tiny-static")
+    bundle = bundles("tiny-preallocated")
     entry = bundle.manifest.golden[0]
     arrays = read_arrays(bundle.file(entry.file))
     arrays["inputs/lengths"] = np.array([64], np.int32)
@@ -95,7 +95,7 @@ def test_large_caches_get_few_rows():
             "Hq": 8,
             "E": 1024,
             "causal": True,
-            "cache": "static",
+            "cache": "preallocated",
             "axes": {"B": {"min": 1, "opt": 2, "max": 8}, "S": {"min": 1, "opt": 16, "max": 64}, "T": 32768},
         }
     )

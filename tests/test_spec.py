@@ -17,8 +17,8 @@ CROSS = {"B": B, "S": S, "T": T}
 PLAIN = {"name": "plain", "Hq": 4, "E": 64, "axes": SELF}
 SPARSE = {"variant": "sparse-heads", "sparse_heads": {"top_k": 2}}
 P = {"min": 0, "opt": 8, "max": 128}
-GROWING = {"cache": "growing", "causal": True, "axes": {**SELF, "P": P}}
-STATIC = {"cache": "static", "causal": True, "axes": {**SELF, "T": 128}}
+DYNAMIC = {"cache": "dynamic", "causal": True, "axes": {**SELF, "P": P}}
+PREALLOCATED = {"cache": "preallocated", "causal": True, "axes": {**SELF, "T": 128}}
 GROUPED = {"variant": "grouped-mlp", "grouped_mlp": {"groups": 2, "hidden": 32}}
 
 
@@ -180,8 +180,8 @@ def test_a_sum_of_axes_has_the_size_of_its_parts():
     assert tensor.shape({"B": 3, "S": 7, "P": 0}) == (3, 7, 1)
 
 
-def test_a_growing_cache_brings_the_past_and_gives_past_and_present():
-    spec = make(Hkv=2, **GROWING)
+def test_a_dynamic_cache_brings_the_past_and_gives_past_and_present():
+    spec = make(Hkv=2, **DYNAMIC)
     assert dims(spec.inputs) == {
         "x": ("B", "S", 64),
         "past_key": ("B", 2, "P", 16),
@@ -199,13 +199,13 @@ def test_a_growing_cache_brings_the_past_and_gives_past_and_present():
     ("axes", "length"), [({"S": 1}, "P+1"), ({"S": 1, "P": 7}, 8), ({"P": 0}, "S"), ({"P": 3}, "S+3")]
 )
 def test_fixed_axes_of_a_sum_become_numbers(axes, length):
-    spec = make(**{**GROWING, "axes": {**GROWING["axes"], **axes}})
+    spec = make(**{**DYNAMIC, "axes": {**DYNAMIC["axes"], **axes}})
     assert spec.outputs[1].dims == ("B", 4, length, 16)
     assert spec.outputs[1].shape(spec.sizes("max"))[2] == spec.axes["P"].max + spec.axes["S"].max
 
 
-def test_a_static_cache_brings_buffers_and_lengths_and_gives_buffers():
-    spec = make(Hkv=2, **STATIC)
+def test_a_preallocated_cache_brings_buffers_and_lengths_and_gives_buffers():
+    spec = make(Hkv=2, **PREALLOCATED)
     assert dims(spec.inputs) == {
         "x": ("B", "S", 64),
         "key_cache": ("B", 2, 128, 16),
@@ -217,7 +217,9 @@ def test_a_static_cache_brings_buffers_and_lengths_and_gives_buffers():
     assert spec.outputs[1].dims == ("B", 2, 128, 16)
 
 
-@pytest.mark.parametrize(("cached", "longest"), [(GROWING, 192), (STATIC, 128)], ids=["growing", "static"])
+@pytest.mark.parametrize(
+    ("cached", "longest"), [(DYNAMIC, 192), (PREALLOCATED, 128)], ids=["dynamic", "preallocated"]
+)
 def test_the_layer_without_its_cache_takes_whole_sequences(cached, longest):
     spec = make(**cached, window=4, rope={})
     whole = spec.without_cache()
@@ -233,18 +235,18 @@ def ranges(spec):
 
 
 def test_another_cache_is_for_sequences_as_long_as_its_own():
-    growing, static = make(**GROWING), make(**STATIC)
-    assert ranges(growing.with_cache("static")) == {"S": "1:16:64", "T": "129:129:129"}
-    assert ranges(static.with_cache("growing")) == {"S": "1:16:64", "P": "0:16:127"}
-    assert ranges(growing.with_cache("none")) == {"S": "1:16:129"}
+    dynamic, static = make(**DYNAMIC), make(**PREALLOCATED)
+    assert ranges(dynamic.with_cache("preallocated")) == {"S": "1:16:64", "T": "129:129:129"}
+    assert ranges(static.with_cache("dynamic")) == {"S": "1:16:64", "P": "0:16:127"}
+    assert ranges(dynamic.with_cache("none")) == {"S": "1:16:129"}
     assert ranges(static.with_cache("none")) == {"S": "1:16:128"}
-    assert ranges(make(causal=True).with_cache("growing")) == {"S": "1:16:64", "P": "0:16:63"}
+    assert ranges(make(causal=True).with_cache("dynamic")) == {"S": "1:16:64", "P": "0:16:63"}
     short = {"B": B, "S": S, "P": {"min": 0, "opt": 0, "max": 7}}
-    assert ranges(make(**{**GROWING, "axes": short}).with_cache("static"))["T"] == "64:64:64"
+    assert ranges(make(**{**DYNAMIC, "axes": short}).with_cache("preallocated"))["T"] == "64:64:64"
 
 
-@pytest.mark.parametrize("cached", [GROWING, STATIC], ids=["growing", "static"])
-@pytest.mark.parametrize("between", ["none", "growing", "static"])
+@pytest.mark.parametrize("cached", [DYNAMIC, PREALLOCATED], ids=["dynamic", "preallocated"])
+@pytest.mark.parametrize("between", ["none", "dynamic", "preallocated"])
 def test_there_and_back_a_sequence_is_as_long_as_before(cached, between):
     spec = make(**cached)
     back = spec.with_cache(between).with_cache(spec.cache)
@@ -255,21 +257,21 @@ def test_there_and_back_a_sequence_is_as_long_as_before(cached, between):
 
 
 def test_rotary_tables_reach_every_position_of_a_call_behind_the_longest_past():
-    spec = make(**GROWING)
+    spec = make(**DYNAMIC)
     assert spec.longest == spec.without_cache().longest == 128 + 64
 
 
 def test_what_counts_the_keys_follows_from_the_cache():
-    assert [make(**cached).key_axis for cached in ({}, GROWING, STATIC)] == ["S", "P+S", "T"]
+    assert [make(**cached).key_axis for cached in ({}, DYNAMIC, PREALLOCATED)] == ["S", "P+S", "T"]
 
 
 def test_only_the_past_may_be_empty():
-    assert make(**GROWING).axes["P"].min == 0
+    assert make(**DYNAMIC).axes["P"].min == 0
     assert Axis.parse("0:8:32", name="P") == Axis(min=0, opt=8, max=32)
     with pytest.raises(SpecError, match="at least 1"):
         Axis.parse("0:8:32", name="S")
     with pytest.raises(SpecError, match="at least 1"):
-        make(**GROWING).with_axes({"S": Axis(min=0, opt=1, max=1)})
+        make(**DYNAMIC).with_axes({"S": Axis(min=0, opt=1, max=1)})
 
 
 def test_rope_turns_the_whole_head_unless_told():
@@ -296,11 +298,11 @@ def test_a_spec_without_the_newer_options_is_written_as_before_them():
     [
         {},
         SPARSE,
-        GROWING,
-        STATIC,
+        DYNAMIC,
+        PREALLOCATED,
         {"rope": {}},
         {"rope": {"base": 500000, "dims": 8, "interleaved": True, "scaling": "llama3", "factor": 8.0}},
-        {**GROWING, "rope": {}, "window": 4, "softcap": 30.0},
+        {**DYNAMIC, "rope": {}, "window": 4, "softcap": 30.0},
     ],
     ids=str,
 )
@@ -420,22 +422,28 @@ def test_sizes_must_name_exactly_the_axes(sizes):
         ({"rope": {"original_length": 0}}, "original_length must be a whole number"),
         ({"rope": {"interleaved": 1}}, "interleaved = true"),
         ({"rope": {}, "attends": "cross", "axes": CROSS}, 'attends = "self", or drop [rope]'),
-        ({"cache": "grown"}, "did you mean 'growing'?"),
-        ({"cache": "growing", "causal": True}, "[axes] lacks P"),
-        ({"cache": "static", "causal": True}, "[axes] lacks T"),
-        ({"axes": {**SELF, "P": P}}, 'leave P out, or set cache = "growing"'),
-        ({**GROWING, "causal": False}, "causal = true"),
-        ({**GROWING, "variant": "head-mix"}, 'variant = "attention"'),
-        ({**GROWING, "mask": "padding"}, 'mask = "none" (the lengths of a static cache are the padding)'),
-        ({**STATIC, "mask": "additive"}, 'got: cache = "static", mask = "additive"'),
-        ({**STATIC, "weights": True}, "weights = false"),
-        ({**STATIC, "attends": "cross", "causal": False, "axes": {**CROSS, "T": 64}}, 'attends = "self"'),
-        ({**STATIC, "axes": {**SELF, "T": T}}, "T = 32"),
-        ({**STATIC, "axes": {**SELF, "T": 63}}, "S up to 63, or a larger T"),
-        ({**GROWING, "axes": {"B": {**B, "min": 0}, "S": S, "P": P}}, "B = 0:2:4"),
-        ({**GROWING, "axes": {**SELF, "P": {**P, "min": -1}}}, "at least 1; only P, the past, may be 0"),
-        ({**GROWING, "attends": "cross", "causal": False, "axes": {**CROSS, "P": P}}, 'attends = "self"'),
-        ({"cache": "growing", "causal": False}, "causal = true"),
+        ({"cache": "grown"}, "did you mean 'dynamic'?"),
+        ({"cache": "dynamic", "causal": True}, "[axes] lacks P"),
+        ({"cache": "preallocated", "causal": True}, "[axes] lacks T"),
+        ({"axes": {**SELF, "P": P}}, 'leave P out, or set cache = "dynamic"'),
+        ({**DYNAMIC, "causal": False}, "causal = true"),
+        ({**DYNAMIC, "variant": "head-mix"}, 'variant = "attention"'),
+        (
+            {**DYNAMIC, "mask": "padding"},
+            'mask = "none" (the lengths of a preallocated cache are the padding)',
+        ),
+        ({**PREALLOCATED, "mask": "additive"}, 'got: cache = "preallocated", mask = "additive"'),
+        ({**PREALLOCATED, "weights": True}, "weights = false"),
+        (
+            {**PREALLOCATED, "attends": "cross", "causal": False, "axes": {**CROSS, "T": 64}},
+            'attends = "self"',
+        ),
+        ({**PREALLOCATED, "axes": {**SELF, "T": T}}, "T = 32"),
+        ({**PREALLOCATED, "axes": {**SELF, "T": 63}}, "S up to 63, or a larger T"),
+        ({**DYNAMIC, "axes": {"B": {**B, "min": 0}, "S": S, "P": P}}, "B = 0:2:4"),
+        ({**DYNAMIC, "axes": {**SELF, "P": {**P, "min": -1}}}, "at least 1; only P, the past, may be 0"),
+        ({**DYNAMIC, "attends": "cross", "causal": False, "axes": {**CROSS, "P": P}}, 'attends = "self"'),
+        ({"cache": "dynamic", "causal": False}, "causal = true"),
         ({"heads": 4}, "Unknown key in the spec"),
         ({"casual": True}, "did you mean 'causal'?"),
     ],

@@ -24,9 +24,12 @@ L = max(PROMPT) + STEPS
 FP16 = PRECISIONS["fp16"]
 
 
-def layer(cache="static", **axes):
+def layer(cache="preallocated", **axes):
     spec = find_spec("tiny-rope")
-    added = {"static": {"T": Axis(min=64, opt=64, max=64)}, "growing": {"P": Axis(min=0, opt=8, max=63)}}
+    added = {
+        "preallocated": {"T": Axis(min=64, opt=64, max=64)},
+        "dynamic": {"P": Axis(min=0, opt=8, max=63)},
+    }
     return replace(spec, cache=cache, axes={**spec.axes, **added[cache], **axes})
 
 
@@ -195,27 +198,27 @@ def steps_refused(spec, prompt, steps, match):
     return str(caught.value)
 
 
-def test_a_static_cache_is_filled_to_its_last_row_and_no_further():
+def test_a_preallocated_cache_is_filled_to_its_last_row_and_no_further():
     check_steps(layer(), np.array([60, 3], np.int32), 4)
     assert "4 steps at most" in steps_refused(layer(), [60, 3], 5, "do not fit into the cache")
 
 
-def test_a_growing_cache_takes_what_its_past_allows():
-    check_steps(layer("growing"), np.array([60, 60], np.int32), 4)
-    assert "4 steps at most" in steps_refused(layer("growing"), [60, 60], 5, "do not fit into the cache")
+def test_a_dynamic_cache_takes_what_its_past_allows():
+    check_steps(layer("dynamic"), np.array([60, 60], np.int32), 4)
+    assert "4 steps at most" in steps_refused(layer("dynamic"), [60, 60], 5, "do not fit into the cache")
 
 
-@pytest.mark.parametrize("cache", ["static", "growing"])
+@pytest.mark.parametrize("cache", ["preallocated", "dynamic"])
 def test_a_prompt_that_leaves_no_room_is_told_how_much_there_is(cache):
     assert "64 tokens in all at most" in steps_refused(layer(cache), [64, 64], 1, "do not fit into the cache")
 
 
-def test_a_growing_cache_needs_prompts_of_one_length():
-    assert "[3, 4]" in steps_refused(layer("growing"), [3, 4], 1, "one length")
+def test_a_dynamic_cache_needs_prompts_of_one_length():
+    assert "[3, 4]" in steps_refused(layer("dynamic"), [3, 4], 1, "one length")
 
 
 def test_a_layer_that_cannot_begin_with_an_empty_cache_is_refused():
-    steps_refused(layer("growing", P=Axis(min=1, opt=8, max=63)), [3, 3], 1, "Axis P")
+    steps_refused(layer("dynamic", P=Axis(min=1, opt=8, max=63)), [3, 3], 1, "Axis P")
 
 
 def test_a_layer_that_takes_no_single_token_is_refused():
@@ -229,7 +232,7 @@ def test_other_sizes_than_the_axes_are_refused():
 
 
 @pytest.mark.parametrize(("prompt", "steps"), [([3] * 5, 1), ([65], 1), ([60], 9), ([64], 1)])
-@pytest.mark.parametrize("cache", ["static", "growing"])
+@pytest.mark.parametrize("cache", ["preallocated", "dynamic"])
 def test_hints_name_no_option_that_only_an_export_has(cache, prompt, steps):
     assert "--" not in steps_refused(layer(cache), prompt, steps, "does not allow|do not fit")
 

@@ -10,8 +10,8 @@ EVERY_PRECISION = (
     "tiny-gqa",
     "tiny-packed",
     "tiny-padding",
-    "tiny-static",
-    "tiny-growing",
+    "tiny-preallocated",
+    "tiny-dynamic",
     "tiny-sparse-heads",
 )
 

@@ -125,7 +125,7 @@ def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int] | None =
         past = key_length(spec, sizes) - sizes["S"] if spec.cache != "none" else 0
         return [past] * sizes["B"]
     found = [int(length) for length in lengths]
-    if spec.cache != "static" or len(found) != sizes["B"]:
+    if spec.cache != "preallocated" or len(found) != sizes["B"]:
         raise SpecError(
             "Only a preallocated KV cache has lengths, one for every batch element.",
             got=f"{len(found)} lengths, cache = {spec.cache}, B = {sizes['B']}",
@@ -238,7 +238,7 @@ def _attention(work: Work) -> StageCost:
         elements += spec.Hq * work.pairs(0)
     if spec.weights:
         elements += work.B * spec.Hq * work.S * work.T
-    has_lengths = spec.mask == "padding" or spec.cache == "static"
+    has_lengths = spec.mask == "padding" or spec.cache == "preallocated"
     growth = "S²·E" if spec.key_axis == "S" else "S·T·E"
     return work.stage(
         "attention",
@@ -452,15 +452,17 @@ def usual_points(spec: ModelSpec) -> tuple[TimedPoint, ...]:
     usual, least = spec.sizes("opt"), spec.sizes("min")
     if spec.cache == "none":
         return (TimedPoint(name=USUAL, sizes=usual),)
-    empty = {"P": least["P"]} if spec.cache == "growing" else {}
-    prefill = TimedPoint(name=PREFILL, sizes={**usual, **empty}, past=0 if spec.cache == "static" else None)
+    empty = {"P": least["P"]} if spec.cache == "dynamic" else {}
+    prefill = TimedPoint(
+        name=PREFILL, sizes={**usual, **empty}, past=0 if spec.cache == "preallocated" else None
+    )
     decode = with_full_cache(spec, DECODE, {**usual, "S": least["S"]})
     return (prefill, decode) if usual["S"] > least["S"] else (decode,)
 
 
 def with_full_cache(spec: ModelSpec, name: str, sizes: Mapping[str, int]) -> TimedPoint:
     """A point whose preallocated KV cache, if it has one, is full once the new tokens are in it."""
-    past = sizes["T"] - sizes["S"] if spec.cache == "static" else None
+    past = sizes["T"] - sizes["S"] if spec.cache == "preallocated" else None
     return TimedPoint(name=name, sizes=dict(sizes), past=past)
 
 

@@ -132,9 +132,9 @@ def run_in_blocks(module: Attention, arguments: dict[str, Tensor], limit_bytes: 
 def _bytes_per_row(module: Attention, arguments: dict[str, Tensor]) -> int:
     spec = module.spec
     sizes = {"B": 1, "S": arguments["query"].shape[1]}
-    if spec.cache == "growing":
+    if spec.cache == "dynamic":
         sizes["P"] = arguments["past_key"].shape[2]
-    elif spec.cache == "static":
+    elif spec.cache == "preallocated":
         sizes["T"] = arguments["key_cache"].shape[2]
     elif spec.is_cross:
         sizes["T"] = arguments["key"].shape[1]

@@ -102,7 +102,9 @@ class DecodeLayer(nn.Module):
         super().__init__()
         if layer.spec.cache == "none":
             raise DeployError(
-                f"{layer.spec.name} has no cache to decode with.", got="cache = none", hint='cache = "static"'
+                f"{layer.spec.name} has no cache to decode with.",
+                got="cache = none",
+                hint='cache = "preallocated"',
             )
         self.layer = layer
 
@@ -115,15 +117,15 @@ class DecodeLayer(nn.Module):
         value_cache: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the layer, as `Attention.forward` describes it; but static caches are written to.
+        """Compute the layer, as `Attention.forward` describes it; but preallocated caches are written to.
 
-        Whether the new tokens fit into a static cache is not looked at: the lengths are on the device.
+        Whether the new tokens fit into a preallocated cache is not looked at: the lengths are on the device.
 
         Returns:
             The output [B, S, E], and the keys and values to bring to the next call.
         """
         name = self.layer.spec.name
-        if self.layer.spec.cache == "growing":
+        if self.layer.spec.cache == "dynamic":
             return self._grow(query, *given(name, past_key=past_key, past_value=past_value))
         tensors = given(name, key_cache=key_cache, value_cache=value_cache, lengths=lengths)
         return self._write(query, *tensors)
@@ -284,9 +286,9 @@ class TorchModels:
         """Inputs on the device, by the names that `in_service` calls them; each call has copies of its own.
 
         Raises:
-            DeployError: The new tokens do not fit into a static cache.
+            DeployError: The new tokens do not fit into a preallocated cache.
         """
-        if self.spec.cache == "static":  # the device does not check the lengths
+        if self.spec.cache == "preallocated":  # the device does not check the lengths
             refuse_overflow(feeds["lengths"], feeds["x"].shape[1], feeds["key_cache"].shape[2])
         tensors = {name: tensor_from_numpy(array).to(self.device) for name, array in feeds.items()}
         laid_out = {name: side_by_side(tensors[name]) for name in (*PAST, *CACHES) if name in tensors}
@@ -499,8 +501,8 @@ class TorchRunner(GpuRunner):
         return self._models.arguments(feeds)
 
     def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
-        """A static cache is written in place: what comes out of it takes no memory of its own."""
-        shared = results if self._models.spec.cache == "static" else {}
+        """A preallocated cache is written in place: what comes out of it takes no memory of its own."""
+        shared = results if self._models.spec.cache == "preallocated" else {}
         once = sum(array.nbytes for name, array in shared.items() if name != "output")
         return super()._call_bytes(feeds, results) - once
 

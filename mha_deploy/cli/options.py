@@ -61,7 +61,7 @@ Projections = Annotated[
 Cache = Annotated[
     str | None,
     typer.Option(
-        help="KV cache: none, growing (dynamic: past in, present out) or static (preallocated). "
+        help="KV cache: none, dynamic (past in, present out) or preallocated. "
         "default: the spec's own"
     ),
 ]

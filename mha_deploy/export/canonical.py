@@ -22,11 +22,13 @@ _LEAST_TRACED = 2  # what PyTorch takes for a size that can vary
 
 def choose_opset(spec: AttentionSpec, wanted: int | None) -> int:
     """The operator set to export with: the first that has what the layer needs, or the wanted one."""
-    needed = OPSETS[-1] if spec.cache == "static" else OPSETS[0]
+    needed = OPSETS[-1] if spec.cache == "preallocated" else OPSETS[0]
     choose_opset_of(wanted)
     if wanted is not None and wanted < needed:
         raise ExportError(
-            "A static cache needs an operator set with TensorScatter.", got=wanted, hint=f"--opset {needed}"
+            "A preallocated cache needs an operator set with TensorScatter.",
+            got=wanted,
+            hint=f"--opset {needed}",
         )
     return wanted or needed
 

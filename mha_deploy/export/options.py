@@ -122,8 +122,8 @@ def plan_golden(
 
 def _plan_one(spec: AttentionSpec, name: str, budget: GoldenBudget) -> PlannedCase | str:
     if name in ("min", "opt"):
-        # The least that a growing cache holds is nothing, too.
-        past = 0 if name == "min" and spec.cache == "static" else None
+        # The least that a dynamic cache holds is nothing, too.
+        past = 0 if name == "min" and spec.cache == "preallocated" else None
         return PlannedCase(name=name, sizes=spec.sizes(name), past=past)
     if name in ("prefill", "decode") and spec.cache != "none":
         return _step_case(spec, name)
@@ -152,11 +152,11 @@ def _step_case(spec: AttentionSpec, name: str) -> PlannedCase | str:
 
 
 def _ragged_case(spec: AttentionSpec) -> PlannedCase | str:
-    if spec.mask != "padding" and spec.cache != "static":
+    if spec.mask != "padding" and spec.cache != "preallocated":
         return "no ragged case: the layer takes no lengths"
     sizes = {name: first_allowed(axis, (_RAGGED_LENGTH,)) for name, axis in spec.axes.items()}
     sizes["B"] = max(spec.axes["B"].min, min(_RAGGED_ROWS, spec.axes["B"].max))
-    if spec.cache == "static":  # lengths differ by what the new tokens leave free
+    if spec.cache == "preallocated":  # lengths differ by what the new tokens leave free
         sizes["S"] = max(spec.axes["S"].min, min(sizes["S"], sizes["T"] // 2))
         if sizes["S"] == sizes["T"]:
             return "no ragged case: new tokens leave no room for lengths in the cache"

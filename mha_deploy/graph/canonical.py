@@ -36,8 +36,8 @@ _LAYOUT_OPS = frozenset(
 _STRAY_OPS = frozenset({"Cast", "Expand", "Tile", "Gather"})
 _IN_PRECISION = ("MatMul", "Gemm", "Attention", "Gelu")
 _CACHE_CHECKS = {
-    "growing": "past and present keys and values are inputs and outputs of Attention and of the graph",
-    "static": "TensorScatter updates the preallocated KV cache, and Attention takes the valid lengths",
+    "dynamic": "past and present keys and values are inputs and outputs of Attention and of the graph",
+    "preallocated": "TensorScatter updates the preallocated KV cache, and Attention takes the valid lengths",
 }
 _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 
@@ -143,9 +143,9 @@ def _check_cache(model: ir.Model, spec: AttentionSpec) -> None:
     if all(v is not None and v.is_graph_input() for v in past) and all(
         v is not None and v.is_graph_output() for v in present
     ):
-        found = "growing"
+        found = "dynamic"
     elif lengths is not None and all(_is_updated_cache(input_at(attention, at)) for at in (K, V)):
-        found = "static"
+        found = "preallocated"
     if found != spec.cache:
         raise ExportError(f"{spec.name} must have a cache of the kind {spec.cache}.", got=found)
 

@@ -171,9 +171,9 @@ def without_effect(spec: AttentionSpec) -> frozenset[str]:
     most, least = spec.sizes("max"), spec.sizes("min")
     # The most new tokens of one call, tokens before them, keys, and keys that one query attends to.
     new, past, keys = most["S"], 0, most["T"] if spec.is_cross else most["S"]
-    if spec.cache == "growing":
+    if spec.cache == "dynamic":
         past, keys = most["P"], most["P"] + new
-    if spec.cache == "static":
+    if spec.cache == "preallocated":
         past, keys = most["T"] - least["S"], most["T"]
     visible = min(spec.window or keys, keys)
     # A padding mask may mask a query fully; the mask of a window is causal, too.
@@ -192,7 +192,7 @@ def without_effect(spec: AttentionSpec) -> frozenset[str]:
         "causal dropped": new > 1,
         "causal off by one": new > 1,
         "past forgotten": past > 0,
-        "cache off by one": past > (1 if spec.cache == "growing" else 0),
+        "cache off by one": past > (1 if spec.cache == "dynamic" else 0),
         # Keys are in the cache as well as in the scores. At position 0 nothing is rotated.
         "rotary dropped": keys > 1 and (visible > 1 or spec.cache != "none"),
         "rotary off by one": keys > 1 and (visible > 1 or spec.cache != "none"),

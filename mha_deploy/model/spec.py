@@ -18,8 +18,8 @@ INT32 = "int32"
 # Keys and values of a cache, as they come in and as they go out.
 PAST, PRESENT = ("past_key", "past_value"), ("present_key", "present_value")
 CACHES, CACHES_OUT = ("key_cache", "value_cache"), ("key_cache_out", "value_cache_out")
-CACHE_TENSORS = {"growing": (PAST, PRESENT), "static": (CACHES, CACHES_OUT)}
-LENGTHS = "lengths"  # of a static cache: its valid rows
+CACHE_TENSORS = {"dynamic": (PAST, PRESENT), "preallocated": (CACHES, CACHES_OUT)}
+LENGTHS = "lengths"  # of a preallocated cache: its valid rows
 
 Dim = str | int  # an axis, a sum of axes and numbers such as "P+S", or a number
 Sizes = Mapping[str, int]
@@ -171,8 +171,8 @@ def axes_with_cache(axes: Mapping[str, Axis], cache: str, room: int) -> dict[str
     length = max(S.max, room)
     added = {
         "none": {"S": replace(S, max=length)},
-        "growing": {"P": Axis(min=0, opt=min(S.opt, length - 1), max=length - 1)},
-        "static": {"T": Axis(min=length, opt=length, max=length)},
+        "dynamic": {"P": Axis(min=0, opt=min(S.opt, length - 1), max=length - 1)},
+        "preallocated": {"T": Axis(min=length, opt=length, max=length)},
     }
     return {"B": axes["B"], "S": S, **added[cache]}
 
@@ -349,7 +349,7 @@ class AttentionSpec(ModelSpec):
         Hkv: Key/value heads: Hq for multi-head, fewer for grouped-query, 1 for multi-query.
         D: Head size; default: E / Hq.
         E: Model width.
-        axes: Sizes of B and S; of T for cross attention and a static cache; of P for a growing cache.
+        axes: Sizes of B and S; of T for cross attention and a preallocated cache; of P for a dynamic cache.
         summary: One line for people.
         variant: What happens to the heads after attention; one of `VARIANTS`.
         attends: `self` or `cross`.
@@ -364,8 +364,8 @@ class AttentionSpec(ModelSpec):
         rope: Rotary position embedding of queries and keys, if any.
         window: How many keys a query sees, itself included; default: all before it.
         softcap: Bound of the scores: s becomes softcap · tanh(s / softcap), before any mask.
-        cache: `none`, `growing` (past keys and values come in, longer ones go out) or `static` (buffers of
-            T rows, of which the first `lengths[b]` are valid before the call).
+        cache: `none`, `dynamic` (past keys and values come in, longer ones go out) or `preallocated` (buffers
+            of T entries, of which the first `lengths[b]` are valid before the call).
     """
 
     name: str
@@ -422,16 +422,16 @@ class AttentionSpec(ModelSpec):
 
     @property
     def key_axis(self) -> str:
-        """What counts the keys: T, S where the layer attends to itself, or P+S behind a growing cache."""
-        if self.cache == "growing":
+        """What counts the keys: T, S where the layer attends to itself, or P+S behind a dynamic cache."""
+        if self.cache == "dynamic":
             return "P+S"
-        return "T" if self.is_cross or self.cache == "static" else "S"
+        return "T" if self.is_cross or self.cache == "preallocated" else "S"
 
     @property
     def longest(self) -> int:
         """How many positions a sequence may have, all calls together."""
         most = self.sizes("max")
-        if self.cache == "static":
+        if self.cache == "preallocated":
             return most["T"]
         return most["S"] + most.get("P", 0)
 
@@ -439,7 +439,9 @@ class AttentionSpec(ModelSpec):
     def room(self) -> int:
         """How many tokens all calls together may bring, the last of them alone."""
         most = self.sizes("max")
-        return most["P"] + 1 if self.cache == "growing" else most["T" if self.cache == "static" else "S"]
+        return (
+            most["P"] + 1 if self.cache == "dynamic" else most["T" if self.cache == "preallocated" else "S"]
+        )
 
     @property
     def kv_cache(self) -> KVCache | None:
@@ -453,7 +455,7 @@ class AttentionSpec(ModelSpec):
                 for name, taken, given in zip(("key", "value"), takes, gives, strict=True)
             ),
             new="S",
-            past="P" if self.cache == "growing" else None,
+            past="P" if self.cache == "dynamic" else None,
             room=self.room,
             by_token={"x": 1},
             by_context={},
@@ -485,9 +487,9 @@ class AttentionSpec(ModelSpec):
         if self.mask == "additive":
             dims = self._dims(1, self.Hq, "S", self.key_axis)
             tensors.append(TensorSpec(name="attention_bias", kind=FLOAT, dims=dims))
-        if self.cache == "growing":
+        if self.cache == "dynamic":
             tensors += self._cache_tensors(PAST, length="P")
-        if self.cache == "static":
+        if self.cache == "preallocated":
             tensors += self._cache_tensors(CACHES, length="T")
             tensors.append(TensorSpec(name=LENGTHS, kind=INT32, dims=self._dims("B")))
         return tuple(tensors)
@@ -499,9 +501,9 @@ class AttentionSpec(ModelSpec):
         if self.weights:
             dims = self._dims("B", self.Hq, "S", self.key_axis)
             tensors.append(TensorSpec(name="weights", kind=FLOAT, dims=dims))
-        if self.cache == "growing":
+        if self.cache == "dynamic":
             tensors += self._cache_tensors(PRESENT, length="P+S")
-        if self.cache == "static":
+        if self.cache == "preallocated":
             tensors += self._cache_tensors(CACHES_OUT, length="T")
         return tuple(tensors)
 
@@ -527,7 +529,7 @@ class AttentionSpec(ModelSpec):
         """The same layer with another cache, for sequences as long as its own.
 
         Args:
-            cache: `none`, `growing`, which takes any past that one more token fits behind, or `static`.
+            cache: `none`, `dynamic`, which takes any past that one more token fits behind, or `preallocated`.
         """
         check_cache_kind(cache)
         if cache == self.cache:
@@ -573,13 +575,13 @@ ATTENDS = ("self", "cross")
 MASKS = ("none", "padding", "additive")
 PROJECTIONS = ("separate", "packed")
 VARIANTS = ("attention", "sparse-heads", "grouped-mlp", "head-mix")
-CACHE_KINDS = ("none", "growing", "static")
+CACHE_KINDS = ("none", "dynamic", "preallocated")
 SCALINGS = ("none", "linear", "ntk", "llama3")
-_CACHE_AXES: dict[str, tuple[str, ...]] = {"none": (), "growing": ("P",), "static": ("T",)}
+_CACHE_AXES: dict[str, tuple[str, ...]] = {"none": (), "dynamic": ("P",), "preallocated": ("T",)}
 _MAY_BE_EMPTY = ("P",)
 _AXIS_HINTS = {
     "T": 'self attention has T = S: leave T out, or set attends = "cross"',
-    "P": 'only a growing cache has a past: leave P out, or set cache = "growing"',
+    "P": 'only a dynamic cache has a past: leave P out, or set cache = "dynamic"',
 }
 
 
@@ -596,7 +598,7 @@ def check_spec(spec: AttentionSpec) -> None:
     _check_scores(spec)
     if spec.rope is not None:
         _check_rope(spec, spec.rope)
-    if spec.cache == "static":
+    if spec.cache == "preallocated":
         _check_capacity(spec.axes["S"], spec.axes["T"])
 
 
@@ -762,7 +764,7 @@ def _check_scaling(rope: Rope, dims: int) -> None:
 def _check_cache(spec: AttentionSpec) -> None:
     cached = f'cache = "{spec.cache}"'
     wanted: dict[str, object] = {"attends": "self", "causal": True, "variant": "attention", "mask": "none"}
-    why = {"mask": " (the lengths of a static cache are the padding)"}
+    why = {"mask": " (the lengths of a preallocated cache are the padding)"}
     for name, value in {**wanted, "weights": False}.items():
         if getattr(spec, name) != value:
             raise SpecError(
@@ -775,7 +777,7 @@ def _check_cache(spec: AttentionSpec) -> None:
 def _check_capacity(S: Axis, T: Axis) -> None:
     if T.is_dynamic:
         raise SpecError(
-            "The capacity of a static cache must be one number.", got=f"T = {T}", hint=f"T = {T.max}"
+            "The capacity of a preallocated cache must be one number.", got=f"T = {T}", hint=f"T = {T.max}"
         )
     if S.max > T.max:
         raise SpecError(

@@ -227,7 +227,7 @@ def _refuse_stand_in(softcap: float) -> None:
 _OPSET = 24  # the first with TensorScatter and nonpad_kv_seqlen
 
 
-def attend_growing(
+def attend_dynamic(
     q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor], mask: Tensor | None, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One Attention node that joins the past and the new rows.
@@ -360,19 +360,19 @@ class Attention(nn.Module):
             value: [B, T, E], for cross attention.
             key_lengths: int32 [B], where the spec's mask is `padding`.
             attention_bias: [1, Hq, S, T], where the spec's mask is `additive`.
-            past_key: [B, Hkv, P, D], where the spec's cache is `growing`.
+            past_key: [B, Hkv, P, D], where the spec's cache is `dynamic`.
             past_value: The same shape.
-            key_cache: [B, Hkv, T, D], where the spec's cache is `static`; it is not written to.
+            key_cache: [B, Hkv, T, D], where the spec's cache is `preallocated`; it is not written to.
             value_cache: The same shape.
-            lengths: int32 [B], how many rows of a static cache are valid before this call.
+            lengths: int32 [B], how many rows of a preallocated cache are valid before this call.
 
         Returns:
             The output [B, S, E], with the attention weights [B, Hq, S, T] if the spec asks for them, or with
             the keys and values to bring to the next call.
         """
-        if self.spec.cache == "growing":
+        if self.spec.cache == "dynamic":
             return self._grow(query, past_key, past_value)
-        if self.spec.cache == "static":
+        if self.spec.cache == "preallocated":
             return self._step(query, key_cache, value_cache, lengths)
         heads, weights = self.heads(query, key, value, key_lengths, attention_bias)
         output = self.combine(heads, query)
@@ -465,7 +465,7 @@ class Attention(nn.Module):
         if self.path == "onnx":
             mask = self._window_mask(positions, past + query.shape[1])
             tensors = self._turned(query, positions)
-            heads, keys, values = attend_growing(*tensors, (past_key, past_value), mask, layout)
+            heads, keys, values = attend_dynamic(*tensors, (past_key, past_value), mask, layout)
             return self.combine(heads, query), keys, values
         q, k, v = self._new_rows(query, positions)
         keys, values = append_rows(past_key, k), append_rows(past_value, v)
@@ -543,7 +543,7 @@ def valid_rows(cache: Tensor, ends: Tensor) -> Tensor:
 
 
 def check_room(lengths: Tensor, S: int, T: int) -> None:
-    """Refuse to write behind the end of a static cache.
+    """Refuse to write behind the end of a preallocated cache.
 
     The lengths are data: a traced or compiled layer cannot check them, and its caller must.
     """
@@ -586,10 +586,10 @@ class Decoder:
         spec, parameter = module.spec, next(module.parameters())
         if spec.cache == "none":
             raise DeployError(
-                f"{spec.name} has no cache to decode with.", got="cache = none", hint='cache = "growing"'
+                f"{spec.name} has no cache to decode with.", got="cache = none", hint='cache = "dynamic"'
             )
         self.module = module
-        rows = spec.axes["T"].max if spec.cache == "static" else 0
+        rows = spec.axes["T"].max if spec.cache == "preallocated" else 0
         self.keys = parameter.new_zeros(B, spec.Hkv, rows, spec.D)
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(B, dtype=torch.int32, device=parameter.device)
@@ -605,13 +605,13 @@ class Decoder:
         Returns:
             The output [B, S, E]; what stands at padded tokens means nothing.
         """
-        if self.module.spec.cache == "static":
+        if self.module.spec.cache == "preallocated":
             held = {"key_cache": self.keys, "value_cache": self.values, "lengths": self.lengths}
         elif counts is None:
             held = {"past_key": self.keys, "past_value": self.values}
         else:
             raise DeployError(
-                "The rows of a growing cache have one length.", got="counts", hint='cache = "static"'
+                "The rows of a dynamic cache have one length.", got="counts", hint='cache = "preallocated"'
             )
         output, self.keys, self.values = self.module(x, **held)
         self.lengths = self.lengths + (x.shape[1] if counts is None else counts.to(self.lengths))

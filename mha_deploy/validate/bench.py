@@ -29,7 +29,7 @@ from mha_deploy.validate.sweep import bench_points
 from mha_deploy.validate.verdict import engines_to_dict, frame, latency_to_dict, model_to_dict
 
 OnStep = Callable[[str], None]
-Key = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # sizes, and the lengths of a static cache
+Key = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # sizes, and the lengths of a preallocated cache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -620,7 +620,7 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
             raise DeployError(
                 f"{spec.name} has no KV cache.",
                 got=f"--steps {options.steps}",
-                hint="--cache growing or static for a catalog layer, kv_cache= for a model of your own",
+                hint="--cache dynamic or preallocated for a catalog layer, kv_cache= for a model of your own",
             )
         return []
     found = [_read(bundle, entry, spec) for entry in bundle.manifest.traces]

@@ -75,7 +75,7 @@ class LatencyPoint:
         bytes: Least traffic of one call.
         roofline: The floor; None for a GPU without figures.
         rows: One for every runtime.
-        past: The most rows of a static cache that are valid before the call; None for other layers.
+        past: The most rows of a preallocated cache that are valid before the call; None for other layers.
         decoded: Tokens that one decode step brings, one for every row of the batch; None for other calls.
     """
 
@@ -153,9 +153,9 @@ def latency_point(
 ) -> LatencyPoint:
     """Put the rows of one case together with what the work needs at least.
 
-    The work behind a static cache is that of the case's own lengths.
+    The work behind a preallocated cache is that of the case's own lengths.
     """
-    lengths = case.inputs["lengths"].tolist() if spec.cache == "static" else None
+    lengths = case.inputs["lengths"].tolist() if spec.cache == "preallocated" else None
     cost = _cost(case, spec, precision, lengths)
     gpus = {row.timing.gpu for row in rows if row.timing}
     peaks = _peaks(gpus.pop()) if len(gpus) == 1 else None

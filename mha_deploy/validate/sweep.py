@@ -117,8 +117,8 @@ def bench_points(
 ) -> tuple[TimedPoint, ...]:
     """A grid of batches and lengths to time, with the usual points always in it.
 
-    A layer with a cache is timed at its decode step: over batches and past lengths of a growing cache, over
-    batches alone of a static one, which is full. Points whose cache an FP64 oracle has no room for are left
+    A layer with a cache is timed at its decode step: over batches and past lengths of a dynamic cache, over
+    batches alone of a preallocated one, which is full. Points whose cache an FP64 oracle has no room for are left
     out of the default grid.
 
     Args:
@@ -152,7 +152,7 @@ def _order(spec: ModelSpec, sizes: Sizes) -> tuple[list[int], int]:
 def _length_axes(spec: ModelSpec) -> list[str]:
     """The axes that a length is for: those that vary, or all where none does; for a step, the cache's own."""
     if spec.cache != "none":
-        return ["P"] if spec.cache == "growing" else ["T"]
+        return ["P"] if spec.cache == "dynamic" else ["T"]
     lengths = [name for name in spec.axes if name != "B"]
     return [name for name in lengths if spec.axes[name].is_dynamic] or lengths
 

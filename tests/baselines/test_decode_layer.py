@@ -12,7 +12,7 @@ from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import merge_heads
 from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs, to_numpy
 
-CACHED = ("tiny-growing", "tiny-static", "tiny-window")
+CACHED = ("tiny-dynamic", "tiny-preallocated", "tiny-window")
 
 
 def changed(model, **changes):
@@ -21,16 +21,16 @@ def changed(model, **changes):
 
 SPECS = [
     *(find_spec(name) for name in CACHED),
-    changed("tiny-static", window=5, name="static with a window"),
-    changed("tiny-growing", softcap=2.0, rope={"dims": 6, "interleaved": True}, name="softcap, partial rope"),
-    changed("tiny-static", projections="packed", Hkv=1, name="packed, multi-query"),
+    changed("tiny-preallocated", window=5, name="static with a window"),
+    changed("tiny-dynamic", softcap=2.0, rope={"dims": 6, "interleaved": True}, name="softcap, partial rope"),
+    changed("tiny-preallocated", projections="packed", Hkv=1, name="packed, multi-query"),
 ]
 
 
 def call(spec, S, *, path="sdpa", past=20, dtype=torch.float64, ragged=True):
     """A layer, and the arguments of one call."""
     module = build_module(spec, dtype=dtype, path=path)
-    sizes = {"B": 4, "S": S, **({"P": past} if spec.cache == "growing" else {"T": 64})}
+    sizes = {"B": 4, "S": S, **({"P": past} if spec.cache == "dynamic" else {"T": 64})}
     feeds = fed_to(module, random_inputs(spec, sizes, 0, ragged=ragged))
     return module, call_arguments(spec, feeds)
 
@@ -50,13 +50,13 @@ def test_a_step_is_that_of_the_reference_layer(spec, S, path):
 
 
 def test_an_empty_past_is_a_prefill():
-    module, arguments = call(find_spec("tiny-growing"), 7, past=0)
+    module, arguments = call(find_spec("tiny-dynamic"), 7, past=0)
     for one, other in zip(DecodeLayer(module)(**copies(arguments)), module(**arguments), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
 
 
-def test_a_static_cache_is_written_where_it_is_and_a_second_call_gives_the_same():
-    module, arguments = call(find_spec("tiny-static"), 3)
+def test_a_preallocated_cache_is_written_where_it_is_and_a_second_call_gives_the_same():
+    module, arguments = call(find_spec("tiny-preallocated"), 3)
     own, step = copies(arguments), DecodeLayer(module)
     output, keys, values = step(**own)
     first = [tensor.clone() for tensor in (output, keys, values)]
@@ -105,7 +105,7 @@ def test_no_call_reads_a_number_from_the_device(name):
     assert output.shape == (4, 1, 64)
 
 
-def test_one_token_behind_a_growing_cache_has_no_mask(monkeypatch):
+def test_one_token_behind_a_dynamic_cache_has_no_mask(monkeypatch):
     """So that every fused kernel of PyTorch takes it."""
     seen = []
     real = torch.nn.functional.scaled_dot_product_attention
@@ -115,7 +115,7 @@ def test_one_token_behind_a_growing_cache_has_no_mask(monkeypatch):
         return real(q, k, v, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    for name, S in (("tiny-growing", 1), ("tiny-growing", 2), ("tiny-static", 1)):
+    for name, S in (("tiny-dynamic", 1), ("tiny-dynamic", 2), ("tiny-preallocated", 1)):
         module, arguments = call(find_spec(name), S)
         DecodeLayer(module)(**copies(arguments))
     assert seen[0] == (None, False)
@@ -125,7 +125,7 @@ def test_one_token_behind_a_growing_cache_has_no_mask(monkeypatch):
 def test_a_layer_without_a_cache_and_a_call_without_one_are_refused():
     with pytest.raises(DeployError, match="no cache to decode with"):
         DecodeLayer(build_module(find_spec("tiny-gqa")))
-    module, arguments = call(find_spec("tiny-static"), 1)
+    module, arguments = call(find_spec("tiny-preallocated"), 1)
     with pytest.raises(DeployError, match="brings none") as caught:
         DecodeLayer(module)(arguments["query"], key_cache=arguments["key_cache"])
     assert caught.value.got == "no value_cache, lengths"
@@ -158,7 +158,7 @@ def test_a_layer_without_a_cache_is_run_as_it_is(bundles):
 
 
 def test_tokens_that_do_not_fit_are_refused_before_they_are_on_the_device(bundles):
-    models = TorchModels(bundles("tiny-static"), device="cpu")
+    models = TorchModels(bundles("tiny-preallocated"), device="cpu")
     _, arguments = call(models.spec, 4, dtype=torch.float16)
     feeds = {"x" if key == "query" else key: to_numpy(tensor) for key, tensor in arguments.items()}
     models.arguments(feeds)

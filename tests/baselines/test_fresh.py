@@ -36,8 +36,8 @@ def sizes_of(spec):
         "tiny-cross-padding",
         "tiny-sparse-heads",
         "tiny-weights",
-        "tiny-growing",
-        "tiny-static",
+        "tiny-dynamic",
+        "tiny-preallocated",
         "tiny-window",
     ],
 )
@@ -79,8 +79,8 @@ def test_a_seed_draws_one_case_and_another_seed_another(bundles):
     assert ragged.inputs["key_lengths"].min() == 0
 
 
-def test_a_static_cache_can_be_filled_to_one_length(bundles):
-    fresh, sizes = FreshCases(bundles("tiny-static"), "cpu"), {"B": 3, "S": 1, "T": 64}
+def test_a_preallocated_cache_can_be_filled_to_one_length(bundles):
+    fresh, sizes = FreshCases(bundles("tiny-preallocated"), "cpu"), {"B": 3, "S": 1, "T": 64}
     empty, full, drawn = (fresh.case(sizes, seed=3, past=past) for past in (0, 63, None))
     assert empty.inputs["lengths"].tolist() == [0] * 3
     assert full.inputs["lengths"].tolist() == [63] * 3
@@ -92,8 +92,8 @@ def test_a_static_cache_can_be_filled_to_one_length(bundles):
         assert set(np.nonzero(differ)[2].tolist()) == {row}, "the only row that was written"
 
 
-def test_a_growing_cache_may_be_empty_and_takes_no_lengths(bundles):
-    fresh = FreshCases(bundles("tiny-growing"), "cpu")
+def test_a_dynamic_cache_may_be_empty_and_takes_no_lengths(bundles):
+    fresh = FreshCases(bundles("tiny-dynamic"), "cpu")
     case = fresh.case({"B": 2, "S": 5, "P": 0}, seed=1)
     assert case.inputs["past_key"].shape == (2, 2, 0, 16)
     assert case.oracle["present_key"].shape == (2, 2, 5, 16)
@@ -103,7 +103,7 @@ def test_a_growing_cache_may_be_empty_and_takes_no_lengths(bundles):
 
 def test_a_cache_without_room_is_refused(bundles):
     with pytest.raises(SpecError, match="do not fit into"):
-        FreshCases(bundles("tiny-static"), "cpu").case({"B": 2, "S": 4, "T": 64}, seed=1, past=61)
+        FreshCases(bundles("tiny-preallocated"), "cpu").case({"B": 2, "S": 4, "T": 64}, seed=1, past=61)
 
 
 def test_sizes_outside_the_axes_are_refused(bundles):
@@ -144,7 +144,7 @@ def test_blocks_change_nothing(name, limit):
         torch.testing.assert_close(part, one, rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["tiny-gqa", "tiny-additive", "tiny-growing", "tiny-static"])
+@pytest.mark.parametrize("name", ["tiny-gqa", "tiny-additive", "tiny-dynamic", "tiny-preallocated"])
 def test_a_batch_of_fixed_size_is_split_too(name):
     """Its first dimension is a number in the spec, as that of a mask that all rows share."""
     spec = find_spec(name).with_axes({"B": Axis.parse("4")})

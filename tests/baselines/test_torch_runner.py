@@ -17,7 +17,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.metrics import judge_case
 from mha_deploy.runtime.timing import TimingPlan
 
-CACHED = ["tiny-growing", "tiny-static", "tiny-window"]
+CACHED = ["tiny-dynamic", "tiny-preallocated", "tiny-window"]
 LAYERS = ["tiny-gqa", "tiny-padding", "tiny-mha", "tiny-weights", "tiny-head-mix", "tiny-sparse-heads"]
 QUICK = TimingPlan(samples=100, rounds=4)
 # Kernels that PyTorch may refuse by what the layer asks for: masks, shared heads, head sizes.
@@ -110,7 +110,7 @@ def test_an_error_of_our_own_stays_as_it_is():
 
 def test_a_cache_that_is_written_in_place_is_counted_once(bundles):
     """Else the memory of all but one of the timed copies would be taken off twice."""
-    for name, shared in (("tiny-static", True), ("tiny-growing", False)):
+    for name, shared in (("tiny-preallocated", True), ("tiny-dynamic", False)):
         runner = object.__new__(TorchRunner)  # which needs a GPU to be made
         runner._models = TorchModels(bundles(name), device="cpu")
         case = case_of(bundles(name), "decode")
@@ -155,9 +155,9 @@ def test_other_precisions(bundles, baseline, precision):
     [
         ("tiny-mha", "opt"),
         ("tiny-rope", "opt"),
-        ("tiny-growing", "prefill"),
-        ("tiny-growing", "decode"),
-        ("tiny-static", "decode"),
+        ("tiny-dynamic", "prefill"),
+        ("tiny-dynamic", "decode"),
+        ("tiny-preallocated", "decode"),
     ],
 )
 def test_a_timed_call_gives_the_result_of_run(bundles, name, at, baseline):

@@ -40,10 +40,10 @@ def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "cache", "folder"),
     [
-        ("tiny-gqa", "growing", "tiny-gqa-growing-fp16"),
+        ("tiny-gqa", "dynamic", "tiny-gqa-dynamic-fp16"),
         ("tiny-gqa", "none", "tiny-gqa-fp16"),
-        ("tiny-static", "static", "tiny-static-fp16"),
-        ("tiny-static", "none", "tiny-static-uncached-fp16"),
+        ("tiny-preallocated", "preallocated", "tiny-preallocated-fp16"),
+        ("tiny-preallocated", "none", "tiny-preallocated-uncached-fp16"),
     ],
 )
 def test_a_layer_with_another_cache_has_another_default_folder(

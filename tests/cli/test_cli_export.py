@@ -197,8 +197,8 @@ def test_a_full_disk_leaves_nothing(run_cli, tmp_path):
 @pytest.mark.parametrize(
     ("cache", "axis", "axes", "opset"),
     [
-        ("growing", "P=0:4:20", {"B": "1:2:4", "S": "1:16:64", "P": "0:4:20"}, 23),
-        ("static", "T=96", {"B": "1:2:4", "S": "1:16:64", "T": "96:96:96"}, 24),
+        ("dynamic", "P=0:4:20", {"B": "1:2:4", "S": "1:16:64", "P": "0:4:20"}, 23),
+        ("preallocated", "T=96", {"B": "1:2:4", "S": "1:16:64", "T": "96:96:96"}, 24),
     ],
 )
 def test_a_cache_can_be_added_to_a_layer(run_cli, tmp_path, cache, axis, axes, opset):
@@ -216,7 +216,7 @@ def test_a_cache_can_be_added_to_a_layer(run_cli, tmp_path, cache, axis, axes, o
 
 def test_a_cache_can_be_removed_from_a_layer(run_cli, tmp_path):
     target = tmp_path / "bundle"
-    done = run_cli("export", "tiny-growing", "-o", target, "--cache", "none", "--golden", "min")
+    done = run_cli("export", "tiny-dynamic", "-o", target, "--cache", "none", "--golden", "min")
     assert done.code == 0, done.err
     spec = open_bundle(target).manifest.spec
     assert (spec.cache, spec.longest, [tensor.name for tensor in spec.inputs]) == ("none", 64, ["x"])
@@ -225,15 +225,25 @@ def test_a_cache_can_be_removed_from_a_layer(run_cli, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "what", "got", "hint"),
     [
-        (["tiny-gqa", "--cache", "grown"], "cache is not a known one", "grown", "growing"),
-        (["tiny-mha", "--cache", "growing"], "does not go with this causal", "causal = false", "true"),
-        (["tiny-causal-padding", "--cache", "static"], "does not go with this mask", "padding", "none"),
-        (["tiny-cross", "--cache", "growing"], "does not go with this attends", "cross", "self"),
-        (["tiny-growing", "--axis", "P=-1:0:3"], "only P, the past, may be 0", "-1:0:3", "1:128:512"),
+        (["tiny-gqa", "--cache", "grown"], "cache is not a known one", "grown", "dynamic"),
+        (["tiny-mha", "--cache", "dynamic"], "does not go with this causal", "causal = false", "true"),
+        (["tiny-causal-padding", "--cache", "preallocated"], "does not go with this mask", "padding", "none"),
+        (["tiny-cross", "--cache", "dynamic"], "does not go with this attends", "cross", "self"),
+        (["tiny-dynamic", "--axis", "P=-1:0:3"], "only P, the past, may be 0", "-1:0:3", "1:128:512"),
         (["tiny-gqa", "--axis", "P=0:1:2"], "has no axis 'P'", "P", "B, S"),
-        (["tiny-growing", "--axis", "S=0:1:2"], "whole numbers of at least 1", "S = 0:1:2", "1:128:512"),
-        (["tiny-static", "--opset", "23"], "needs an operator set with TensorScatter", "23", "--opset 24"),
-        (["tiny-static", "--axis", "T=32"], "more tokens than the cache has rows", "T = 32", "S up to 32"),
+        (["tiny-dynamic", "--axis", "S=0:1:2"], "whole numbers of at least 1", "S = 0:1:2", "1:128:512"),
+        (
+            ["tiny-preallocated", "--opset", "23"],
+            "needs an operator set with TensorScatter",
+            "23",
+            "--opset 24",
+        ),
+        (
+            ["tiny-preallocated", "--axis", "T=32"],
+            "more tokens than the cache has rows",
+            "T = 32",
+            "S up to 32",
+        ),
         (["tiny-gqa", "--golden", "prefill"], "No such golden case", "prefill", "min"),
     ],
 )

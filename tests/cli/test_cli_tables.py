@@ -66,10 +66,11 @@ def test_inspect_shows_what_a_bundle_holds(run_cli, bundles):
 
 
 def test_inspect_shows_decode_traces(run_cli, bundles):
-    growing, static, plain = (
-        run_cli("inspect", bundles(name).path).out for name in ("tiny-growing", "tiny-static", "tiny-gqa")
+    dynamic, static, plain = (
+        run_cli("inspect", bundles(name).path).out
+        for name in ("tiny-dynamic", "tiny-preallocated", "tiny-gqa")
     )
-    assert "trace    steps: 3 prompts of 24, then 40 single tokens" in growing
+    assert "trace    steps: 3 prompts of 24, then 40 single tokens" in dynamic
     assert "trace    steps: prompts of 24, 12 and 6, then 40 single tokens" in static
     assert "trace " not in plain
 

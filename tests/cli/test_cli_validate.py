@@ -188,7 +188,7 @@ def test_the_self_test_detects_every_mutation(run_cli, bundles):
 )
 def test_options_of_decode_steps_without_steps_are_refused(refused, bundles, options, what, hint):
     given = " ".join(part for part in options if part not in ("--steps", "0") or "--self-test" in options)
-    refused("validate", bundles("tiny-growing").path, *options, what=what, got=given, hint=hint)
+    refused("validate", bundles("tiny-dynamic").path, *options, what=what, got=given, hint=hint)
 
 
 def test_the_self_test_of_a_wrong_model_fails(run_cli, folder):

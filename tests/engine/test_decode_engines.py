@@ -31,8 +31,8 @@ MODELS = ["llama-3-8b", "falcon-7b", "llama-2-70b"]
 # Shorter than the model's own: the builder takes the same kernels, and less time.
 AXES = {"B": Axis(min=1, opt=1, max=2), "S": Axis(min=1, opt=128, max=256)}
 CACHE_AXES = {
-    "growing": {"P": Axis(min=0, opt=256, max=511)},
-    "static": {"T": Axis(min=512, opt=512, max=512)},
+    "dynamic": {"P": Axis(min=0, opt=256, max=511)},
+    "preallocated": {"T": Axis(min=512, opt=512, max=512)},
 }
 
 
@@ -47,7 +47,7 @@ class Decoder:
     profile_names: list[str]
 
 
-@pytest.fixture(scope="module", params=["growing", "static"])
+@pytest.fixture(scope="module", params=["dynamic", "preallocated"])
 def cache(request):
     return request.param
 
@@ -107,7 +107,7 @@ def test_prompts_and_tokens_are_two_profiles_fused_in_both(decoder):
 
 def test_a_token_reads_the_shared_heads_as_they_are(decoder):
     spec, kernel = decoder.spec, fused_kernel(decoder.built, 1)
-    T = 512 if spec.cache == "static" else -1
+    T = 512 if spec.cache == "preallocated" else -1
     keys_and_values = [shape for shape in shapes_of(kernel.inputs) if shape[-2:] == (T, spec.D)]
     assert keys_and_values == [(-1, spec.Hkv, T, spec.D)] * 2
     assert not {"Expand", "Tile"} & set(before_attention(decoder.lowered))
@@ -120,7 +120,7 @@ def test_a_prompt_has_its_keys_and_values_repeated_by_the_builder(decoder):
     Should a version stop doing that, this test says so.
     """
     spec, kernel = decoder.spec, fused_kernel(decoder.built, 0)
-    T = 512 if spec.cache == "static" else -1
+    T = 512 if spec.cache == "preallocated" else -1
     assert (-1, spec.D, T) in shapes_of(kernel.inputs)
     assert not [shape for shape in shapes_of(kernel.inputs) if shape == (-1, spec.Hkv, T, spec.D)]
 
@@ -143,6 +143,6 @@ def test_the_cache_is_as_long_as_requested_in_both_profiles(decoder):
     prefill, decode = (profile_shapes(spec, each) for each in default_profiles(spec))
     assert prefill["x"][2] == (2, 256, spec.E)
     assert decode["x"] == ((1, 1, spec.E), (1, 1, spec.E), (2, 1, spec.E))
-    name, rows = ("past_key", (0, 0, 511)) if spec.cache == "growing" else ("key_cache", (512, 512, 512))
+    name, rows = ("past_key", (0, 0, 511)) if spec.cache == "dynamic" else ("key_cache", (512, 512, 512))
     assert tuple(shape[2] for shape in prefill[name]) == rows
     assert decode[name][2][2] == rows[2]

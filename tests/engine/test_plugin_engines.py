@@ -253,7 +253,7 @@ def test_a_manifest_with_broken_plugins_is_refused(place, built):
 
 def test_a_preallocated_cache_is_written_in_place(place, built):
     write_library(place)
-    _, engine = built("tiny-static")
+    _, engine = built("tiny-preallocated")
     manifest = open_engine(engine.path).manifest
     assert manifest.in_place == {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
     assert "caches in place: bind key_cache_out to the memory of key_cache" in manifest.notes

@@ -20,8 +20,8 @@ from mha_deploy.errors import SpecError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 
-GROWING, STATIC = find_spec("tiny-growing"), find_spec("tiny-static")
-CACHED = pytest.mark.parametrize("name", ["tiny-growing", "tiny-static"])
+DYNAMIC, PREALLOCATED = find_spec("tiny-dynamic"), find_spec("tiny-preallocated")
+CACHED = pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
 
 
 def written(profiles):
@@ -38,24 +38,24 @@ def test_a_layer_without_a_cache_has_its_own_ranges(name):
 
 
 def test_a_layer_with_a_cache_has_a_profile_for_prompts_and_one_for_tokens():
-    assert written(default_profiles(GROWING)) == [
+    assert written(default_profiles(DYNAMIC)) == [
         {"B": "1:2:4", "S": "1:16:64", "P": "0:0:63"},
         {"B": "1:2:4", "S": "1:1:1", "P": "0:24:63"},
     ]
-    assert written(default_profiles(STATIC)) == [
+    assert written(default_profiles(PREALLOCATED)) == [
         {"B": "1:2:4", "S": "1:16:64", "T": "64:64:64"},
         {"B": "1:2:4", "S": "1:1:1", "T": "64:64:64"},
     ]
 
 
 @pytest.mark.parametrize("S", [Axis(min=1, opt=1, max=1), Axis(min=2, opt=4, max=8)], ids=str)
-@pytest.mark.parametrize("spec", [GROWING, STATIC], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [DYNAMIC, PREALLOCATED], ids=lambda spec: spec.name)
 def test_a_layer_that_takes_only_tokens_or_none_alone_has_one_profile(spec, S):
     spec = spec.with_axes({"S": S})
     assert default_profiles(spec) == [spec.axes]
 
 
-@pytest.mark.parametrize("spec", [GROWING, STATIC], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [DYNAMIC, PREALLOCATED], ids=lambda spec: spec.name)
 def test_every_size_that_the_spec_allows_fits_a_profile(spec):
     prefill, decode = default_profiles(spec)
     for name, axis in spec.axes.items():
@@ -64,23 +64,23 @@ def test_every_size_that_the_spec_allows_fits_a_profile(spec):
 
 
 def test_the_shapes_of_a_prompt_begin_with_an_empty_past():
-    prefill, decode = (profile_shapes(GROWING, ranges) for ranges in default_profiles(GROWING))
+    prefill, decode = (profile_shapes(DYNAMIC, ranges) for ranges in default_profiles(DYNAMIC))
     assert prefill["past_key"] == ((1, 2, 0, 16), (2, 2, 0, 16), (4, 2, 63, 16))
     assert decode["past_key"] == ((1, 2, 0, 16), (2, 2, 24, 16), (4, 2, 63, 16))
     assert decode["x"] == ((1, 1, 64), (2, 1, 64), (4, 1, 64))
-    static = profile_shapes(STATIC, default_profiles(STATIC)[1])
+    static = profile_shapes(PREALLOCATED, default_profiles(PREALLOCATED)[1])
     assert static["key_cache"] == ((1, 2, 64, 16), (2, 2, 64, 16), (4, 2, 64, 16))
     assert static["lengths"] == ((1,), (2,), (4,))
 
 
 def test_a_profile_may_begin_with_an_empty_past_and_no_other_axis_with_nothing():
-    assert str(parse_ranges("P=0,S=1:16:64", GROWING)["P"]) == "0:0:0"
-    assert str(parse_ranges("P=0:8:16", GROWING)["P"]) == "0:8:16"
+    assert str(parse_ranges("P=0,S=1:16:64", DYNAMIC)["P"]) == "0:0:0"
+    assert str(parse_ranges("P=0:8:16", DYNAMIC)["P"]) == "0:8:16"
     for text in ("S=0:16:64", "B=0"):
         with pytest.raises(SpecError, match="whole numbers of at least 1"):
-            parse_ranges(text, GROWING)
+            parse_ranges(text, DYNAMIC)
     with pytest.raises(SpecError, match="exported for P from 0 to 63"):
-        parse_ranges("P=0:8:64", GROWING)
+        parse_ranges("P=0:8:64", DYNAMIC)
 
 
 # -- the names ---------------------------------------------------------------------------------
@@ -89,25 +89,25 @@ def test_a_profile_may_begin_with_an_empty_past_and_no_other_axis_with_nothing()
 def test_profiles_are_numbered_or_named_by_what_they_are_for():
     plain = find_spec("tiny-gqa")
     assert profile_names(plain, [plain.axes] * 3) == ["0", "1", "2"]
-    for spec in (GROWING, STATIC):
+    for spec in (DYNAMIC, PREALLOCATED):
         assert profile_names(spec, default_profiles(spec)) == ["prefill", "decode"]
         assert profile_names(spec, default_profiles(spec)[::-1]) == ["decode", "prefill"]
 
 
 def test_a_profile_for_prompts_and_tokens_alike_has_a_number():
-    both, prompts = (parse_ranges(text, GROWING) for text in ("S=1:16:64", "S=4:8:16"))
-    token = parse_ranges("S=1", GROWING)
-    assert profile_names(GROWING, [both]) == ["0"]
-    assert profile_names(GROWING, [both, prompts]) == ["0", "1"]
-    assert profile_names(GROWING, [both, token]) == ["prefill", "decode"]
-    assert profile_names(GROWING, [token]) == ["decode"]
+    both, prompts = (parse_ranges(text, DYNAMIC) for text in ("S=1:16:64", "S=4:8:16"))
+    token = parse_ranges("S=1", DYNAMIC)
+    assert profile_names(DYNAMIC, [both]) == ["0"]
+    assert profile_names(DYNAMIC, [both, prompts]) == ["0", "1"]
+    assert profile_names(DYNAMIC, [both, token]) == ["prefill", "decode"]
+    assert profile_names(DYNAMIC, [token]) == ["decode"]
 
 
 def test_names_that_would_be_the_same_are_numbered():
     texts = ("S=1:8:16", "S=1", "S=16:32:64", "S=1,B=1")
-    profiles = [parse_ranges(text, GROWING) for text in texts]
-    assert profile_names(GROWING, profiles) == ["prefill-0", "decode-0", "prefill-1", "decode-1"]
-    assert profile_names(GROWING, profiles[:3]) == ["prefill-0", "decode", "prefill-1"]
+    profiles = [parse_ranges(text, DYNAMIC) for text in texts]
+    assert profile_names(DYNAMIC, profiles) == ["prefill-0", "decode-0", "prefill-1", "decode-1"]
+    assert profile_names(DYNAMIC, profiles[:3]) == ["prefill-0", "decode", "prefill-1"]
 
 
 # -- engines -----------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_an_engine_has_both_profiles_and_is_fused_in_both(engines, name):
 def test_inspect_names_the_profiles(engines, run_cli, name):
     done = run_cli("inspect", engines(name).path)
     assert done.code == 0, done.err
-    last = "P 0:0:63" if name == "tiny-growing" else "T 64:64:64"
+    last = "P 0:0:63" if name == "tiny-dynamic" else "T 64:64:64"
     assert f"profile prefill  B 1:2:4  S 1:16:64  {last}" in done.out
     assert "profile decode   B 1:2:4  S 1:1:1" in done.out
     rows = [line.split() for line in done.out.splitlines()]
@@ -161,7 +161,7 @@ def test_inspect_names_the_profiles(engines, run_cli, name):
 
 def test_build_engine_prints_the_profiles_it_was_given(bundles, run_cli, tmp_path):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
-    bundle = shutil.copytree(bundles("tiny-growing").path, tmp_path / "bundle")
+    bundle = shutil.copytree(bundles("tiny-dynamic").path, tmp_path / "bundle")
     done = run_cli(
         "build-engine", bundle, "--backend", "tensorrt-rtx", "--sm", "8.9", "--name", "given",
         "--profile", "S=1:16:64,P=0", "--profile", "S=1,P=1:24:63",
@@ -173,7 +173,7 @@ def test_build_engine_prints_the_profiles_it_was_given(bundles, run_cli, tmp_pat
 
 
 def test_an_engine_written_before_profiles_had_names_still_opens(engines, run_cli, tmp_path):
-    engine = engines("tiny-growing")
+    engine = engines("tiny-dynamic")
     path = tmp_path / "old.engine"
     shutil.copy(engine.path, path)
     data = json.loads(manifest_path(engine.path).read_text(encoding="utf-8"))
@@ -187,8 +187,8 @@ def test_an_engine_written_before_profiles_had_names_still_opens(engines, run_cl
 
 
 def test_where_one_profile_serves_all_its_usual_batch_is_above_1():
-    (alone,) = default_profiles(STATIC.with_axes({"B": Axis(min=1, opt=1, max=32)}), one=True)
+    (alone,) = default_profiles(PREALLOCATED.with_axes({"B": Axis(min=1, opt=1, max=32)}), one=True)
     assert written([alone]) == [{"B": "1:8:32", "S": "1:16:64", "T": "64:64:64"}]
-    assert default_profiles(STATIC, one=True) == [STATIC.axes]
-    (single,) = default_profiles(STATIC.with_axes({"B": Axis(min=1, opt=1, max=1)}), one=True)
+    assert default_profiles(PREALLOCATED, one=True) == [PREALLOCATED.axes]
+    (single,) = default_profiles(PREALLOCATED.with_axes({"B": Axis(min=1, opt=1, max=1)}), one=True)
     assert str(single["B"]) == "1:1:1"

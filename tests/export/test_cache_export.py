@@ -23,7 +23,7 @@ from mha_deploy.reference import build_module
 from mha_deploy.reference.inputs import random_inputs
 from mha_deploy.runtime import open_runner
 
-CACHED = ("tiny-growing", "tiny-static", "tiny-window")
+CACHED = ("tiny-dynamic", "tiny-preallocated", "tiny-window")
 
 
 def operators(model: ir.Model) -> list[str]:
@@ -35,8 +35,8 @@ def bundle(request, bundles):
     return bundles(request.param)
 
 
-def test_a_growing_cache_is_the_past_and_present_of_attention(bundles):
-    model = load_graph(bundles("tiny-growing").model_path)
+def test_a_dynamic_cache_is_the_past_and_present_of_attention(bundles):
+    model = load_graph(bundles("tiny-dynamic").model_path)
     (attention,) = attention_nodes(model)
     assert (attention.has_past, attention.has_present, attention.is_causal) == (True, True, True)
     assert (attention.Hq, attention.Hkv, attention.mask) == (4, 2, "none")
@@ -44,14 +44,14 @@ def test_a_growing_cache_is_the_past_and_present_of_attention(bundles):
     assert [str(value.shape) for value in model.graph.outputs[1:]] == ["[B,2,P+S,16]"] * 2
 
 
-def test_a_static_cache_is_written_by_scatter_and_counted_by_lengths(bundles):
-    model = load_graph(bundles("tiny-static").model_path)
+def test_a_preallocated_cache_is_written_by_scatter_and_counted_by_lengths(bundles):
+    model = load_graph(bundles("tiny-preallocated").model_path)
     (attention,) = attention_nodes(model)
     assert (attention.has_nonpad_kv_seqlen, attention.has_past, attention.is_causal) == (True, False, True)
     scatters = [node for node in model.graph if node.op_type == "TensorScatter"]
     assert [node.name for node in scatters] == ["key_cache.update", "value_cache.update"]
     assert [node.outputs[0].name for node in scatters] == ["key_cache_out", "value_cache_out"]
-    assert bundles("tiny-static").manifest.opset == 24
+    assert bundles("tiny-preallocated").manifest.opset == 24
 
 
 def test_a_window_is_a_mask_and_a_softcap_an_attribute(bundles):
@@ -69,7 +69,7 @@ def test_golden_cases_hold_a_prompt_and_a_token(bundle):
     for case in cases.values():
         for tensor in spec.outputs:
             assert case.oracle[tensor.name].shape == tensor.shape(case.sizes)
-    if spec.cache == "static":
+    if spec.cache == "preallocated":
         assert not cases["prefill"].inputs["lengths"].any()
         assert {0, spec.axes["T"].max - cases["ragged"].sizes["S"]} <= set(cases["ragged"].inputs["lengths"])
     else:
@@ -79,7 +79,7 @@ def test_golden_cases_hold_a_prompt_and_a_token(bundle):
 def test_old_rows_come_out_as_they_went_in(bundle):
     spec = bundle.manifest.spec
     case = next(case for case in golden_cases(bundle) if case.name == "decode")
-    if spec.cache == "growing":
+    if spec.cache == "dynamic":
         P = case.sizes["P"]
         np.testing.assert_array_equal(case.eager["present_key"][:, :, :P], case.inputs["past_key"])
         return
@@ -90,7 +90,7 @@ def test_old_rows_come_out_as_they_went_in(bundle):
 
 
 def test_lengths_leave_room_for_the_new_tokens():
-    spec = find_spec("tiny-static")
+    spec = find_spec("tiny-preallocated")
     for seed in range(20):
         lengths = random_inputs(spec, {"B": 4, "S": 40, "T": 64}, seed, ragged=seed % 2 == 0)["lengths"]
         assert lengths.min() >= 0
@@ -99,7 +99,9 @@ def test_lengths_leave_room_for_the_new_tokens():
 
 @pytest.mark.parametrize("ragged", [True, False])
 def test_a_full_call_begins_with_an_empty_cache(ragged):
-    lengths = random_inputs(find_spec("tiny-static"), {"B": 4, "S": 64, "T": 64}, 0, ragged=ragged)["lengths"]
+    lengths = random_inputs(find_spec("tiny-preallocated"), {"B": 4, "S": 64, "T": 64}, 0, ragged=ragged)[
+        "lengths"
+    ]
     assert lengths.tolist() == [0, 0, 0, 0]
 
 
@@ -107,13 +109,13 @@ def test_a_full_call_begins_with_an_empty_cache(ragged):
 @pytest.mark.parametrize(
     ("name", "ranges"),
     [
-        ("tiny-static", {"T": "24", "S": "1:16:24"}),
-        ("tiny-static", {"T": "1", "S": "1"}),
-        ("tiny-growing", {"P": "0:0:1", "S": "1"}),
+        ("tiny-preallocated", {"T": "24", "S": "1:16:24"}),
+        ("tiny-preallocated", {"T": "1", "S": "1"}),
+        ("tiny-dynamic", {"P": "0:0:1", "S": "1"}),
         # These three are exported for tests/validate/test_self_test.py too, and right there.
-        pytest.param("tiny-static", {"T": "64", "S": "64"}, marks=pytest.mark.slow),
-        pytest.param("tiny-growing", {"P": "0:1:1"}, marks=pytest.mark.slow),
-        pytest.param("tiny-growing", {"P": "0"}, marks=pytest.mark.slow),
+        pytest.param("tiny-preallocated", {"T": "64", "S": "64"}, marks=pytest.mark.slow),
+        pytest.param("tiny-dynamic", {"P": "0:1:1"}, marks=pytest.mark.slow),
+        pytest.param("tiny-dynamic", {"P": "0"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -128,13 +130,13 @@ def test_a_cache_of_the_narrowest_axes_can_be_exported(tmp_path, name, ranges):
 
 
 def test_a_failed_export_says_what_began_it(monkeypatch):
-    module = build_module(find_spec("tiny-growing"))
+    module = build_module(find_spec("tiny-dynamic"))
 
     def turn(*given):
         raise NotImplementedError("turning is not to be had\nand this is why")
 
     monkeypatch.setattr(module, "rotate", turn)
-    with pytest.raises(ExportError, match="could not export tiny-growing") as caught:
+    with pytest.raises(ExportError, match="could not export tiny-dynamic") as caught:
         canonical_from_module(module)
     assert "got: NotImplementedError: turning is not to be had\n" in f"{caught.value}\n"
 
@@ -149,33 +151,33 @@ def test_the_reference_evaluator_agrees(bundle):
 
 def test_the_operator_set_is_the_first_that_suffices():
     assert [choose_opset(find_spec(name), None) for name in CACHED] == [23, 24, 23]
-    assert choose_opset(find_spec("tiny-growing"), 24) == 24
+    assert choose_opset(find_spec("tiny-dynamic"), 24) == 24
     with pytest.raises(ExportError, match="TensorScatter") as caught:
-        choose_opset(find_spec("tiny-static"), 23)
+        choose_opset(find_spec("tiny-preallocated"), 23)
     assert caught.value.hint == "--opset 24"
 
 
 def test_the_check_of_the_graph_tells_one_cache_from_another(tmp_path):
-    growing = find_spec("tiny-growing")
-    save_graph(canonical_from_module(build_module(growing)), tmp_path / "model.onnx")
-    check_canonical(tmp_path / "model.onnx", growing, find_precision("fp32"))
+    dynamic = find_spec("tiny-dynamic")
+    save_graph(canonical_from_module(build_module(dynamic)), tmp_path / "model.onnx")
+    check_canonical(tmp_path / "model.onnx", dynamic, find_precision("fp32"))
     with pytest.raises(ExportError, match="cache of the kind static"):
-        check_canonical(tmp_path / "model.onnx", growing.with_cache("static"), find_precision("fp32"))
+        check_canonical(tmp_path / "model.onnx", dynamic.with_cache("preallocated"), find_precision("fp32"))
     with pytest.raises(ExportError, match="0 RotaryEmbedding"):
-        check_canonical(tmp_path / "model.onnx", replace(growing, rope=None), find_precision("fp32"))
+        check_canonical(tmp_path / "model.onnx", replace(dynamic, rope=None), find_precision("fp32"))
 
 
 def test_any_causal_layer_can_be_given_a_cache():
     llama = find_spec("llama-3-8b")
-    growing, static = llama.with_cache("growing"), llama.with_cache("static")
-    assert (str(growing.axes["P"]), str(static.axes["T"])) == ("0:2048:8191", "8192:8192:8192")
-    assert (llama.longest, growing.longest, static.longest) == (8192, 8191 + 8192, 8192)
-    assert growing.with_cache("growing") is growing
+    dynamic, static = llama.with_cache("dynamic"), llama.with_cache("preallocated")
+    assert (str(dynamic.axes["P"]), str(static.axes["T"])) == ("0:2048:8191", "8192:8192:8192")
+    assert (llama.longest, dynamic.longest, static.longest) == (8192, 8191 + 8192, 8192)
+    assert dynamic.with_cache("dynamic") is dynamic
     assert static.with_cache("none").cache == "none"
     with pytest.raises(SpecError, match="cache is not a known one"):
         llama.with_cache("grown")
     with pytest.raises(SpecError, match="A cache does not go with"):
-        find_spec("bert-base").with_cache("growing")
+        find_spec("bert-base").with_cache("dynamic")
 
 
 def test_prefill_and_decode_are_cases_of_a_cache_only():

@@ -22,9 +22,9 @@ from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module, random_weights
 
 # Every spec in every precision; opset 23 throughout, but for bf16 and fp32 of every other spec in turn, and
-# for static caches, whose TensorScatter came with 24.
+# for preallocated caches, whose TensorScatter came with 24.
 CASES = [
-    (name, precision, 24 if precision == turn or find_spec(name).cache == "static" else 23)
+    (name, precision, 24 if precision == turn or find_spec(name).cache == "preallocated" else 23)
     for name, turn in zip(TINY, itertools.cycle(("bf16", "fp32")), strict=False)
     for precision in PRECISIONS
 ]
@@ -71,7 +71,7 @@ def exported(bundles, tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("opset-24"), {}
 
     def path(name, precision, opset):
-        if opset == 23 or find_spec(name).cache == "static":
+        if opset == 23 or find_spec(name).cache == "preallocated":
             return bundles(name, precision).model_path
         if (name, precision) not in made:
             made[name, precision] = folder / f"{name}-{precision}.onnx"
@@ -104,7 +104,7 @@ def _assert_attention_nodes(graph, spec):
     assert attributes.pop("softcap", None) == spec.softcap
     assert attributes.pop("qk_matmul_output_mode", 0) == (3 if spec.weights else 0)
     # Static buffers have the heads on an axis of their own.
-    heads = {} if spec.cache == "static" else {"q_num_heads": spec.Hq, "kv_num_heads": spec.Hkv}
+    heads = {} if spec.cache == "preallocated" else {"q_num_heads": spec.Hq, "kv_num_heads": spec.Hkv}
     assert attributes == heads
     has_mask = spec.mask != "none" or has_window
     assert list(map(bool, nodes[0].input)) == ATTENTION_INPUTS[spec.cache](has_mask)
@@ -115,8 +115,8 @@ def _assert_attention_nodes(graph, spec):
 # Whether each input is there: Q, K, V, mask, past key and value, lengths; ONNX leaves out those at the end.
 ATTENTION_INPUTS = {
     "none": lambda has_mask: [True] * (4 if has_mask else 3),
-    "growing": lambda has_mask: [True, True, True, has_mask, True, True],
-    "static": lambda has_mask: [True, True, True, has_mask, False, False, True],
+    "dynamic": lambda has_mask: [True, True, True, has_mask, True, True],
+    "preallocated": lambda has_mask: [True, True, True, has_mask, False, False, True],
 }
 
 
@@ -124,16 +124,16 @@ def _attention_outputs(spec):
     """Whether each output is there: heads, present key and value, weights."""
     if spec.weights:
         return [True, False, False, True]
-    return [True] * (3 if spec.cache == "growing" else 1)
+    return [True] * (3 if spec.cache == "dynamic" else 1)
 
 
 def _assert_cache(graph, attention, spec):
     """The cache goes from the graph's inputs to its outputs, and the new rows by way of the scatter."""
-    if spec.cache == "growing":
+    if spec.cache == "dynamic":
         assert list(attention.input[4:6]) == ["past_key", "past_value"]
         assert list(attention.output[1:3]) == ["present_key", "present_value"]
     scatters = [node for node in graph.node if node.op_type == "TensorScatter"]
-    assert len(scatters) == (2 if spec.cache == "static" else 0)
+    assert len(scatters) == (2 if spec.cache == "preallocated" else 0)
     for node, name, at in zip(scatters, ("key_cache", "value_cache"), (1, 2), strict=False):
         assert (node.name, node.input[0], list(node.output)) == (f"{name}.update", name, [f"{name}_out"])
         assert attention.input[at] == node.output[0]
@@ -156,7 +156,7 @@ def _assert_no_stray_operators(graph, spec):
     allowed |= MASK_OPS if spec.mask == "padding" else set()
     allowed |= POSITION_OPS if spec.rope is not None else set()
     allowed |= WINDOW_OPS if spec.window is not None else set()
-    allowed |= BUFFER_OPS if spec.cache == "static" else set()
+    allowed |= BUFFER_OPS if spec.cache == "preallocated" else set()
     assert {node.op_type for node in graph.node} <= allowed
     by_output = {output: node for node in graph.node for output in node.output}
     for node in (node for node in graph.node if node.op_type == "Attention"):
@@ -170,7 +170,7 @@ def _assert_no_stray_operators(graph, spec):
 def _beside(attention, by_output, spec):
     """What Q, K and V come from; behind the cache and the split into heads where the buffers need that."""
     producers = [by_output[name] for name in attention.input[:3]]
-    if spec.cache == "static":
+    if spec.cache == "preallocated":
         producers[1:] = [by_output[node.input[1]] for node in producers[1:]]
         for wanted in ("Transpose", "Reshape"):
             assert [node.op_type for node in producers] == [wanted] * 3
@@ -187,7 +187,7 @@ def _assert_weights(graph, spec, float_type):
     # Beside the weights there are only shapes, ranges, and the zero that unchosen gates start from.
     rest = [tensor for tensor in graph.initializer if tensor.name not in wanted]
     if spec.rope is not None:  # and the two tables of angles, a row for every position
-        positions = {"growing": 127, "static": 64}.get(spec.cache, spec.axes["S"].max)
+        positions = {"dynamic": 127, "preallocated": 64}.get(spec.cache, spec.axes["S"].max)
         tables = [tensor for tensor in rest if list(tensor.dims) == [positions, spec.rope_dims // 2]]
         assert [tensor.data_type for tensor in tables] == [float_type] * 2
         rest = [tensor for tensor in rest if tensor not in tables]

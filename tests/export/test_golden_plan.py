@@ -13,8 +13,8 @@ from mha_deploy.model.spec import Axis
 
 MHA = find_spec("tiny-mha")
 PADDING = find_spec("tiny-padding")
-GROWING = find_spec("tiny-growing")
-STATIC = find_spec("tiny-static")
+DYNAMIC = find_spec("tiny-dynamic")
+PREALLOCATED = find_spec("tiny-preallocated")
 SPECS = pytest.mark.parametrize("name", catalog_names())
 
 
@@ -90,15 +90,15 @@ def test_an_axis_that_allows_no_odd_length_stays_at_its_usual_one():
 def test_only_layers_with_lengths_get_a_ragged_case():
     assert only(PADDING, "ragged").ragged
     assert only(PADDING, "ragged").sizes == {"B": 4, "S": 24}
-    assert only(STATIC, "ragged").ragged
-    assert only(STATIC, "ragged").sizes == {"B": 4, "S": 24, "T": 64}
-    for spec in (MHA, GROWING):
+    assert only(PREALLOCATED, "ragged").ragged
+    assert only(PREALLOCATED, "ragged").sizes == {"B": 4, "S": 24, "T": 64}
+    for spec in (MHA, DYNAMIC):
         assert "no ragged case: the layer takes no lengths" in plan_golden(spec).notes
-    for spec in (PADDING, STATIC):
+    for spec in (PADDING, PREALLOCATED):
         assert not any("ragged" in note for note in plan_golden(spec).notes)
 
 
-@pytest.mark.parametrize("spec", [PADDING, STATIC], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [PADDING, PREALLOCATED], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("batch", ["1", "2", "8", "1:2:3", "6:8:16"])
 def test_a_ragged_batch_is_one_that_the_axis_allows(spec, batch):
     spec = axes(spec, B=batch)
@@ -116,13 +116,13 @@ def test_a_ragged_case_of_the_usual_sizes_is_kept_beside_them():
     [("1:16:24", "24", 12), ("1:8:16", "64", 8), ("1:1:2", "2", 1), ("20:22:24", "24", 20), ("23", "24", 23)],
 )
 def test_new_tokens_leave_room_for_ragged_lengths(S, T, wanted):
-    spec = axes(STATIC, S=S, T=T)
+    spec = axes(PREALLOCATED, S=S, T=T)
     assert only(spec, "ragged").sizes == {"B": 4, "S": wanted, "T": int(T)}
 
 
 @pytest.mark.parametrize(("S", "T"), [("64", "64"), ("1", "1")])
 def test_a_cache_that_every_call_fills_has_no_ragged_case(S, T):
-    plan = plan_golden(axes(STATIC, S=S, T=T))
+    plan = plan_golden(axes(PREALLOCATED, S=S, T=T))
     assert "ragged" not in names(plan)
     assert "no ragged case: new tokens leave no room for lengths in the cache" in plan.notes
 
@@ -134,7 +134,7 @@ def test_a_cache_that_every_call_fills_has_no_ragged_case(S, T):
     ("S", "why"),
     [("1", "the layer takes single tokens only"), ("1:1:64", "its usual call is the shortest")],
 )
-@pytest.mark.parametrize("spec", [GROWING, STATIC], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [DYNAMIC, PREALLOCATED], ids=lambda spec: spec.name)
 def test_a_decode_step_is_not_called_prefill(spec, S, why):
     plan = plan_golden(axes(spec, S=S))
     assert "prefill" not in names(plan)
@@ -143,45 +143,45 @@ def test_a_decode_step_is_not_called_prefill(spec, S, why):
 
 
 def test_prefill_is_the_usual_prompt_into_an_empty_cache():
-    growing, static = only(GROWING, "prefill"), only(STATIC, "prefill")
-    assert (growing.sizes, growing.past) == ({"B": 2, "S": 16, "P": 0}, None)  # P says it already
+    dynamic, static = only(DYNAMIC, "prefill"), only(PREALLOCATED, "prefill")
+    assert (dynamic.sizes, dynamic.past) == ({"B": 2, "S": 16, "P": 0}, None)  # P says it already
     assert (static.sizes, static.past) == ({"B": 2, "S": 16, "T": 64}, 0)
 
 
 def test_decode_is_one_token_behind_the_usual_past_or_in_the_last_row():
-    growing, static = only(GROWING, "decode"), only(STATIC, "decode")
-    assert (growing.sizes, growing.past) == ({"B": 2, "S": 1, "P": 24}, None)
+    dynamic, static = only(DYNAMIC, "decode"), only(PREALLOCATED, "decode")
+    assert (dynamic.sizes, dynamic.past) == ({"B": 2, "S": 1, "P": 24}, None)
     assert (static.sizes, static.past) == ({"B": 2, "S": 1, "T": 64}, 63)
 
 
 def test_a_cache_that_is_never_empty_or_stepped_by_one_gets_the_least_that_is_allowed():
-    spec = axes(GROWING, P="8:16:32", S="4:8:16")
+    spec = axes(DYNAMIC, P="8:16:32", S="4:8:16")
     assert only(spec, "prefill").sizes == {"B": 2, "S": 8, "P": 8}
     assert only(spec, "decode").sizes == {"B": 2, "S": 4, "P": 16}
 
 
 def test_the_least_case_is_the_first_token_into_an_empty_cache():
-    growing, static = only(GROWING, "min"), only(STATIC, "min")
-    assert (growing.sizes, growing.past) == ({"B": 1, "S": 1, "P": 0}, None)
+    dynamic, static = only(DYNAMIC, "min"), only(PREALLOCATED, "min")
+    assert (dynamic.sizes, dynamic.past) == ({"B": 1, "S": 1, "P": 0}, None)
     assert (static.sizes, static.past) == ({"B": 1, "S": 1, "T": 64}, 0)
-    one_row = axes(STATIC, B="1:1:4")
+    one_row = axes(PREALLOCATED, B="1:1:4")
     assert names(plan_golden(one_row))[:3] == ["min", "prefill", "decode"], "no token is both"
 
 
 def test_the_same_sizes_with_an_empty_and_a_filled_cache_are_two_cases():
-    plan = plan_golden(STATIC, ("opt", "prefill"))
+    plan = plan_golden(PREALLOCATED, ("opt", "prefill"))
     assert names(plan) == ["opt", "prefill"]
     assert plan.cases[0].sizes == plan.cases[1].sizes
-    assert names(plan_golden(GROWING, ("decode", "B=2,S=1,P=24"))) == ["decode"]
+    assert names(plan_golden(DYNAMIC, ("decode", "B=2,S=1,P=24"))) == ["decode"]
 
 
-@pytest.mark.parametrize("cache", ["growing", "static"])
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-2-70b", "falcon-7b", "gpt3-175b"])
 def test_a_published_model_that_generates_gets_every_case(name, cache):
     spec = find_spec(name).with_cache(cache)
     plan, budget = plan_golden(spec), GoldenBudget()
     assert set(names(plan)) >= {"min", "prefill", "decode", "odd"}
-    assert [case.ragged for case in plan.cases if case.name == "ragged"] == [True] * (cache == "static")
+    assert [case.ragged for case in plan.cases if case.name == "ragged"] == [True] * (cache == "preallocated")
     for case in plan.cases:
         spec.check_sizes(case.sizes)
         if case.name == "large":
@@ -294,7 +294,7 @@ def test_a_name_that_is_no_case_gets_the_nearest_one():
     message = refusal(MHA, "larg")
     assert "No such golden case." in message
     assert "did you mean 'large'?" in message
-    assert "did you mean 'prefill'?" in refusal(GROWING, "prefil")
+    assert "did you mean 'prefill'?" in refusal(DYNAMIC, "prefil")
     assert "did you mean" not in refusal(MHA, "prefil"), "a layer without a cache has no such case"
 
 
@@ -314,10 +314,10 @@ def test_sizes_that_do_not_fit_the_axes_are_refused(wanted, match):
 
 def test_a_plan_without_any_case_is_refused():
     assert "No golden case is left for tiny-mha." in refusal(MHA, "ragged")
-    assert "min, prefill, decode, odd, ragged, large" in refusal(GROWING, "ragged")
+    assert "min, prefill, decode, odd, ragged, large" in refusal(DYNAMIC, "ragged")
 
 
-@pytest.mark.parametrize("spec", [MHA, PADDING, GROWING, STATIC], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [MHA, PADDING, DYNAMIC, PREALLOCATED], ids=lambda spec: spec.name)
 def test_nothing_asked_for_means_every_case_that_suits_the_layer(spec):
     assert plan_golden(spec) == plan_golden(spec, ()) == plan_golden(spec, cases_of(spec))
 
@@ -328,7 +328,7 @@ def test_nothing_asked_for_means_every_case_that_suits_the_layer(spec):
 @pytest.mark.parametrize("P", ["0:1:1", "0:4:20", "0:24:63", "0:24:200"])
 @pytest.mark.parametrize("S", ["1", "1:8:16", "1:16:64"])
 def test_a_trace_never_outgrows_its_cache(S, P):
-    spec = axes(GROWING, S=S, P=P)
+    spec = axes(DYNAMIC, S=S, P=P)
     trace = plan_trace(spec)
     prompt = max(trace.prompt)
     assert min(*trace.prompt, trace.steps) >= 1
@@ -337,8 +337,8 @@ def test_a_trace_never_outgrows_its_cache(S, P):
 
 
 @pytest.mark.parametrize("T", ["2", "20", "64", "300"])
-def test_a_trace_fits_a_static_cache_with_prompts_of_their_own(T):
-    trace = plan_trace(axes(STATIC, S="1:1:2", T=T))
+def test_a_trace_fits_a_preallocated_cache_with_prompts_of_their_own(T):
+    trace = plan_trace(axes(PREALLOCATED, S="1:1:2", T=T))
     assert min(*trace.prompt, trace.steps) >= 1
     assert max(trace.prompt) + trace.steps <= int(T)
 
@@ -347,10 +347,10 @@ def test_a_trace_fits_a_static_cache_with_prompts_of_their_own(T):
     "spec",
     [
         MHA,
-        axes(GROWING, P="1:24:63"),
-        axes(GROWING, P="0"),
-        axes(GROWING, S="2:4:8"),
-        axes(STATIC, S="2:4:8"),
+        axes(DYNAMIC, P="1:24:63"),
+        axes(DYNAMIC, P="0"),
+        axes(DYNAMIC, S="2:4:8"),
+        axes(PREALLOCATED, S="2:4:8"),
     ],
     ids=lambda spec: f"{spec.name} {' '.join(map(str, spec.axes.values()))}",
 )
@@ -359,7 +359,7 @@ def test_a_layer_that_cannot_be_stepped_from_nothing_has_no_trace(spec):
 
 
 @pytest.mark.parametrize(
-    "spec", [axes(GROWING, P="0"), axes(STATIC, S="1", T="1")], ids=["growing", "static"]
+    "spec", [axes(DYNAMIC, P="0"), axes(PREALLOCATED, S="1", T="1")], ids=["dynamic", "preallocated"]
 )
 def test_where_there_is_no_trace_the_reason_is_the_true_one(spec):
     assert plan_trace(spec) == "no trace: the cache has no room for a second token"

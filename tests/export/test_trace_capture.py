@@ -19,13 +19,16 @@ from mha_deploy.reference.attention import Decoder
 from mha_deploy.reference.inputs import to_numpy
 
 STEPS = 6
-PROMPTS = {"growing": 5, "static": [5, 2, 7]}
+PROMPTS = {"dynamic": 5, "preallocated": [5, 2, 7]}
 CACHES = tuple(PROMPTS)
 
 
 def layer(cache, **changes):
     spec = find_spec("tiny-rope")
-    added = {"static": {"T": Axis(min=32, opt=32, max=32)}, "growing": {"P": Axis(min=0, opt=8, max=32)}}
+    added = {
+        "preallocated": {"T": Axis(min=32, opt=32, max=32)},
+        "dynamic": {"P": Axis(min=0, opt=8, max=32)},
+    }
     axes = {**spec.axes, "S": Axis(min=1, opt=8, max=16), **added[cache]}
     return replace(spec, cache=cache, axes=axes, **changes)
 
@@ -78,7 +81,7 @@ def test_the_oracle_is_what_stepping_in_fp64_gives(cache, changes):
 def test_eager_is_the_module_fed_as_a_stepper_is(cache):
     trace, module = captured(cache, "fp32"), module_of(layer(cache), "fp32")
     decoder = Decoder(module, 3)
-    counts = torch.from_numpy(trace.prompt) if cache == "static" else None
+    counts = torch.from_numpy(trace.prompt) if cache == "preallocated" else None
     first = decoder.feed(torch.from_numpy(trace.prefill()["x"]), counts).numpy()
     for row, end in enumerate(trace.prompt):
         assert np.array_equal(first[row, :end], trace.eager["output"][row, :end])
@@ -89,7 +92,7 @@ def test_eager_is_the_module_fed_as_a_stepper_is(cache):
 
 
 def test_the_oracle_knows_of_no_cache():
-    module = module_of(layer("static"))
+    module = module_of(layer("preallocated"))
     twin = whole_twin(module)
     assert twin.spec.cache == "none"
     assert {p.dtype for p in twin.parameters()} == {torch.float64}
@@ -98,7 +101,7 @@ def test_the_oracle_knows_of_no_cache():
 
 
 def test_an_oracle_and_a_way_to_run_it_can_be_given():
-    module, calls = module_of(layer("static")), []
+    module, calls = module_of(layer("preallocated")), []
 
     def run(twin, arguments):
         calls.append(twin)
@@ -106,20 +109,20 @@ def test_an_oracle_and_a_way_to_run_it_can_be_given():
 
     twin = whole_twin(module)
     given = TraceCapture(module, PRECISIONS["fp16"], 0, twin, run_oracle=run)
-    trace = given.capture("decode", 3, PROMPTS["static"], STEPS)
+    trace = given.capture("decode", 3, PROMPTS["preallocated"], STEPS)
     assert calls == [twin]
-    assert np.array_equal(trace.oracle["output"], captured("static").oracle["output"])
+    assert np.array_equal(trace.oracle["output"], captured("preallocated").oracle["output"])
 
 
 def test_the_same_seed_draws_the_same_and_another_name_does_not():
-    again = captured("static")
-    assert np.array_equal(captured("static").inputs["x"], again.inputs["x"])
-    assert not np.array_equal(captured("static", seed=1).inputs["x"], again.inputs["x"])
-    assert not np.array_equal(captured("static", name="other").inputs["x"], again.inputs["x"])
+    again = captured("preallocated")
+    assert np.array_equal(captured("preallocated").inputs["x"], again.inputs["x"])
+    assert not np.array_equal(captured("preallocated", seed=1).inputs["x"], again.inputs["x"])
+    assert not np.array_equal(captured("preallocated", name="other").inputs["x"], again.inputs["x"])
 
 
 def test_one_length_serves_every_row():
-    capture = TraceCapture(module_of(layer("static")), PRECISIONS["fp16"], 0)
+    capture = TraceCapture(module_of(layer("preallocated")), PRECISIONS["fp16"], 0)
     one, each = (capture.capture("decode", 2, prompt, 3) for prompt in (4, [4, 4]))
     assert one.prompt.tolist() == [4, 4]
     assert np.array_equal(one.eager["output"], each.eager["output"])
@@ -137,13 +140,13 @@ def test_a_captured_trace_can_be_written_and_read(tmp_path, cache):
 @pytest.mark.parametrize(
     ("cache", "B", "prompt", "steps", "match"),
     [
-        ("growing", 3, [5, 2, 7], 2, "one length"),
-        ("static", 3, [5, 2], 2, "Every batch element needs a prompt"),
-        ("static", 3, 16, 17, "do not fit into the cache"),
-        ("growing", 3, 16, 18, "do not fit into the cache"),
-        ("static", 3, 17, 1, "Axis S"),
-        ("static", 9, 4, 1, "Axis B"),
-        ("static", 3, 0, 1, "needs a prompt"),
+        ("dynamic", 3, [5, 2, 7], 2, "one length"),
+        ("preallocated", 3, [5, 2], 2, "Every batch element needs a prompt"),
+        ("preallocated", 3, 16, 17, "do not fit into the cache"),
+        ("dynamic", 3, 16, 18, "do not fit into the cache"),
+        ("preallocated", 3, 17, 1, "Axis S"),
+        ("preallocated", 9, 4, 1, "Axis B"),
+        ("preallocated", 3, 0, 1, "needs a prompt"),
     ],
 )
 def test_what_the_layer_cannot_step_through_is_refused(cache, B, prompt, steps, match):
@@ -153,7 +156,7 @@ def test_what_the_layer_cannot_step_through_is_refused(cache, B, prompt, steps, 
 
 
 def test_a_module_that_overflows_is_refused():
-    module = module_of(layer("growing"))
+    module = module_of(layer("dynamic"))
     module.v.weight.mul_(60000)
     with pytest.raises(ExportError, match="overflows"):
         TraceCapture(module, PRECISIONS["fp16"], 0).capture("decode", 2, 4, 2)

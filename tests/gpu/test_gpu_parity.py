@@ -37,7 +37,7 @@ NEVER_REFUSES = ("eager", "eager+graph", "ort-cuda")
 SDPA = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient")
 REASONED = (
     *("tiny-gqa", "tiny-padding", "tiny-mha", "tiny-weights", "tiny-head-mix", "tiny-sparse-heads"),
-    *("tiny-rope", "tiny-growing", "tiny-static", "tiny-window"),
+    *("tiny-rope", "tiny-dynamic", "tiny-preallocated", "tiny-window"),
 )
 # ONNX Runtime 1.31's CUDA kernel does not give out weights after the softmax.
 REFUSALS = {("ort-cuda", "tiny-weights")}

@@ -1,6 +1,6 @@
 """A grouped attention layer that generates, as canonical graphs with the two kinds of cache.
 
-`growing`: past_key and past_value come in, present_key and present_value go out, longer by S.
+`dynamic`: past_key and past_value come in, present_key and present_value go out, longer by S.
 `fixed`: TensorScatter writes the new keys into a cache of M slots, behind the `lengths[b]` valid ones of each
 batch element.
 """
@@ -46,7 +46,7 @@ class Layer:
         return self.rotary.get("rotary_embedding_dim", self.D)
 
 
-def growing(layer: Layer) -> ir.Model:
+def dynamic(layer: Layer) -> ir.Model:
     """3-D throughout, as the projections leave it."""
     nodes = [
         *_projections(),

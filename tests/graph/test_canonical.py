@@ -299,9 +299,9 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "reported"),
     [
-        ("tiny-growing", "past and present keys and values are inputs and outputs"),
+        ("tiny-dynamic", "past and present keys and values are inputs and outputs"),
         ("tiny-window", "past and present keys and values are inputs and outputs"),
-        ("tiny-static", "TensorScatter updates the preallocated KV cache"),
+        ("tiny-preallocated", "TensorScatter updates the preallocated KV cache"),
     ],
 )
 def test_the_check_of_a_cache_is_reported(tampered, name, reported):
@@ -340,18 +340,18 @@ def buffer_copied(graph):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("tiny-growing", past_copied),
+        ("tiny-dynamic", past_copied),
         ("tiny-window", past_swapped_for_a_copy_of_the_values),
-        ("tiny-static", lengths_left_out),
-        ("tiny-static", scatter_passed_by),
-        ("tiny-static", buffer_copied),
+        ("tiny-preallocated", lengths_left_out),
+        ("tiny-preallocated", scatter_passed_by),
+        ("tiny-preallocated", buffer_copied),
     ],
 )
 def test_a_cache_that_is_not_the_specs_is_refused(refusal, name, change):
     assert f"must have a cache of the kind {find_spec(name).cache}" in refusal(change, name)
 
 
-@pytest.mark.parametrize("name", ["tiny-rope", "tiny-growing", "tiny-static"])
+@pytest.mark.parametrize("name", ["tiny-rope", "tiny-dynamic", "tiny-preallocated"])
 def test_a_rotary_embedding_that_is_missing_is_refused(refusal, name):
     def skip(graph):
         rotary = [node for node in graph if node.op_type == "RotaryEmbedding"][1]

@@ -1,4 +1,4 @@
-"""A static cache in ONNX Runtime's GroupQueryAttention, which writes the new rows itself."""
+"""A preallocated cache in ONNX Runtime's GroupQueryAttention, which writes the new rows itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from conformance import run_in_ort
-from decode_models import Layer, feeds, fixed, growing
+from decode_models import Layer, dynamic, feeds, fixed
 from test_decode_lowering import LAYERS, expected, reference
 
 from mha_deploy.graph.lower import lower
@@ -70,7 +70,7 @@ def test_interface() -> None:
     total = lowered.graph.inputs[-1]
     assert (total.name, total.dtype, total.shape) == ("total_length", ir.DataType.INT32, ir.Shape([]))
     assert not cache_form(lowered).rows
-    assert "total_length" not in [value.name for value in lower(growing(Layer()), "contrib").graph.inputs]
+    assert "total_length" not in [value.name for value in lower(dynamic(Layer()), "contrib").graph.inputs]
     (node,) = [node for node in lowered.graph if node.op_type == "GroupQueryAttention"]
     assert [value.name for value in node.inputs[3:5]] == list(CACHES)
 
@@ -155,7 +155,7 @@ def test_what_the_operator_does_not_take() -> None:
 def test_head_sizes_are_refused_by_name() -> None:
     with pytest.raises(LoweringError, match="dialect onnx") as caught:
         lower(fixed(Layer(D=4)), "contrib")
-    assert caught.value.feature == "static cache of a head size no multiple of 8"
+    assert caught.value.feature == "preallocated cache of a head size no multiple of 8"
 
 
 @pytest.mark.parametrize("name", ["not-causal", "masked"])

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from conformance import run_in_ort, run_in_reference
-from decode_models import Layer, feeds, fixed, growing, with_whole_states
+from decode_models import Layer, dynamic, feeds, fixed, with_whole_states
 from onnx import TensorProto, helper
 from onnx.backend.test.case.node import _NodeTestCases
 from onnx.backend.test.runner import Runner
@@ -50,7 +50,7 @@ LAYERS = {
     "not-causal": Layer(attention={}),
     "masked": Layer(attention={}, mask=True),
 }
-KINDS = {"growing": growing, "fixed": fixed}
+KINDS = {"dynamic": dynamic, "fixed": fixed}
 LOWERINGS: list[tuple[str, dict[str, Any]]] = [
     ("onnx", {}),
     ("trt", {"decompose": True}),
@@ -61,7 +61,7 @@ LOWERINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 # New tokens, and how many each batch element has before them: empty, one past for all, ragged.
 CALLS: dict[str, list[tuple[int, list[int]]]] = {
-    "growing": [(1, [0]), (3, [0, 0]), (1, [4, 4]), (3, [4]), (3, [5, 5])],
+    "dynamic": [(1, [0]), (3, [0, 0]), (1, [4, 4]), (3, [4]), (3, [5, 5])],
     "fixed": [(1, [0]), (3, [0, 0]), (1, [4, 4]), (3, [4]), (1, [2, 7]), (4, [0, 5, 8])],
 }
 
@@ -275,10 +275,10 @@ def test_versions_with_and_without_the_operators(version: str, rule: str) -> Non
 @pytest.mark.parametrize(
     ("model", "computed"),
     [
-        (growing(Layer(dtype="fp16")), True),
-        (growing(Layer(dtype="fp16", S=1)), False),
+        (dynamic(Layer(dtype="fp16")), True),
+        (dynamic(Layer(dtype="fp16", S=1)), False),
         (fixed(Layer(dtype="fp16", S=1)), True),
-        (growing(Layer(dtype="fp16", attention={})), False),
+        (dynamic(Layer(dtype="fp16", attention={})), False),
     ],
 )
 def test_8_6_reports_whether_a_mask_is_computed(model: ir.Model, computed: bool) -> None:

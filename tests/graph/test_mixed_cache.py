@@ -4,14 +4,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from decode_models import Layer, feeds, fixed, growing
+from decode_models import Layer, dynamic, feeds, fixed
 from mixed_models import distance, kept_in_float32
 
 from mha_deploy.graph.precision import apply_plan, plan_precision
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.ranges import measure_ranges
 
-FORMS = {"growing": (growing, "past_key", 5), "fixed": (fixed, "key_cache", 0)}
+FORMS = {"dynamic": (dynamic, "past_key", 5), "fixed": (fixed, "key_cache", 0)}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -60,7 +60,7 @@ def test_cache_entries_beyond_the_valid_ones_do_not_count():
 
 def test_the_score_is_that_of_the_specification():
     layer = Layer()
-    model = growing(layer)
+    model = dynamic(layer)
     arrays = feeds(model, layer, starts=[5, 5], S=3, P=5)
     weights = {name: v.const_value.numpy() for name, v in model.graph.initializers.items()}
     unrotated = {**arrays, "positions": np.zeros_like(arrays["positions"])}  # position 0 rotates nothing

@@ -1,4 +1,4 @@
-"""A static cache that the plugin's node writes, and a growing one that is joined in front of it."""
+"""A preallocated cache that the plugin's node writes, and a dynamic one that is joined in front of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from conformance import run_in_reference
-from decode_models import Layer, feeds, fixed, growing
+from decode_models import Layer, dynamic, feeds, fixed
 from plugin_layers import assert_same, attributes_of, operators, plugin_node_of
 
 from mha_deploy.graph.lower import lower
@@ -87,7 +87,7 @@ def test_preallocated_cache_step_by_step(name: str, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("name", ["grouped", "one token", "bidirectional", "window", "mask"])
 def test_dynamic_cache_step_by_step(name: str) -> None:
     sizes = LAYERS[name]
-    model = growing(sizes)
+    model = dynamic(sizes)
     lowered = lower(model, "plugin")
     causal = sizes.attention.get("is_causal", 0)
     assert attributes_of(lowered, "causal", "has_cache") == {"causal": 2 * causal, "has_cache": 0}

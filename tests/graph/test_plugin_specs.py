@@ -26,7 +26,7 @@ EXPECTED: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, set[str]]] = {
     "tiny-cross-padding": ((0, 1, 2), (0, 0, 0), 0, {"has_key_lengths"}),
     "tiny-gqa": ((0, 0, 0), (0, 64, 96), 1, set()),
     "tiny-grouped-mlp": ((0, 0, 0), (0, 64, 128), 0, set()),
-    "tiny-growing": ((0, 1, 2), (0, 0, 0), 2, set()),
+    "tiny-dynamic": ((0, 1, 2), (0, 0, 0), 2, set()),
     "tiny-head-mix": ((0, 0, 0), (0, 64, 128), 0, set()),
     "tiny-mha": ((0, 0, 0), (0, 64, 128), 0, set()),
     "tiny-mqa": ((0, 0, 0), (0, 64, 80), 1, set()),
@@ -36,7 +36,7 @@ EXPECTED: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, set[str]]] = {
     "tiny-scale": ((0, 0, 0), (0, 64, 128), 0, set()),
     "tiny-sparse-heads": ((0, 0, 0), (0, 64, 128), 0, set()),
     "tiny-sparse-heads-renormalised": ((0, 0, 0), (0, 64, 128), 0, set()),
-    "tiny-static": ((0, 1, 2), (0, 0, 96), 2, {"has_cache"}),
+    "tiny-preallocated": ((0, 1, 2), (0, 0, 96), 2, {"has_cache"}),
     "tiny-wide-heads": ((0, 0, 0), (0, 128, 256), 0, set()),
     "tiny-window": ((0, 1, 2), (0, 0, 0), 0, {"has_bias"}),
 }
@@ -71,7 +71,7 @@ def test_layer(name: str, bundles: Any) -> None:
     assert_within_budget(bundle, lowered)
 
 
-@pytest.mark.parametrize("name", ["tiny-padding", "tiny-static"])
+@pytest.mark.parametrize("name", ["tiny-padding", "tiny-preallocated"])
 def test_layer_with_every_node_of_the_plugin(name: str, bundles: Any) -> None:
     bundle = bundles(name)
     lowered = lower_for_reference(ir.load(bundle.model_path), "plugin", linear=True)

@@ -30,8 +30,8 @@ NAMES = [
     "tiny-weights",
     "tiny-head-mix",
     "tiny-rope",
-    "tiny-growing",
-    "tiny-static",
+    "tiny-dynamic",
+    "tiny-preallocated",
     "tiny-window",
 ]
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-5}
@@ -65,7 +65,7 @@ def exact_inputs(bundle, case):
 def cached_inputs(layer, feeds, Q, K, V):
     """The same behind a cache: new rows with their past, or buffers with the new rows in them."""
     spec, S = layer.spec, Q.shape[1]
-    if spec.cache == "growing":
+    if spec.cache == "dynamic":
         past = feeds["past_key"], feeds["past_value"]
         positions = past[0].shape[2] + torch.arange(S)
         Q, K = layer.rotate(Q, K, positions)
@@ -88,7 +88,7 @@ def cached_inputs(layer, feeds, Q, K, V):
         *((name, "fp16") for name in NAMES),
         ("tiny-padding", "bf16"),
         ("tiny-head-mix", "fp32"),
-        ("tiny-static", "fp32"),
+        ("tiny-preallocated", "fp32"),
     ],
 )
 def test_the_probe_shows_the_inputs_of_every_attention(bundles, name, precision):

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from decode_models import Layer, feeds, fixed, growing, with_whole_states
+from decode_models import Layer, dynamic, feeds, fixed, with_whole_states
 from onnx.reference import ReferenceEvaluator
 from test_decode_lowering import (
     DECODE,
@@ -32,7 +32,7 @@ from mha_deploy.graph.rules import check_operators, target_from
 from mha_deploy.runtime.tensorrt.build import build_engine
 from mha_deploy.runtime.tensorrt.request import BuildRequest
 
-CACHES = {"growing": ("past_key", "past_value"), "fixed": ("key_cache", "value_cache")}
+CACHES = {"dynamic": ("past_key", "past_value"), "fixed": ("key_cache", "value_cache")}
 
 
 def readers(model: ir.Model, name: str) -> list[str]:
@@ -52,9 +52,9 @@ def test_new_entries_replace_the_caches_as_outputs(kind: str) -> None:
     assert cache_form(saved).rows == dict(zip(("key_rows", "value_rows"), CACHES[kind], strict=True))
 
 
-def test_a_static_cache_is_read_in_place_unless_asked_otherwise() -> None:
+def test_a_preallocated_cache_is_read_in_place_unless_asked_otherwise() -> None:
     assert cache_form(lower(fixed(Layer()), "primitives")).rows
-    assert not cache_form(lower(growing(Layer()), "primitives")).rows
+    assert not cache_form(lower(dynamic(Layer()), "primitives")).rows
     copied = lower(fixed(Layer()), "primitives", cache="copy")
     assert not cache_form(copied).rows
     assert readers(copied, "key_cache") == ["ScatterND"]
@@ -82,7 +82,7 @@ def test_graph_is_one_that_8_6_parses(kind: str) -> None:
 def test_one_token_hides_nothing_among_the_new() -> None:
     masks = [node.name for node in lower(fixed(Layer(S=1)), "primitives").graph if node.op_type == "Where"]
     assert masks == ["att/mask_bias"]
-    alone = lower(growing(Layer(S=1)), "primitives", cache="rows")
+    alone = lower(dynamic(Layer(S=1)), "primitives", cache="rows")
     assert not [node for node in alone.graph if node.op_type == "Where"]
 
 

@@ -25,9 +25,9 @@ def full_float32():
 
 
 def sizes_of(spec):
-    """Odd sizes; half of a static cache, which has one size, is for the new tokens."""
+    """Odd sizes; half of a preallocated cache, which has one size, is for the new tokens."""
     sizes = {axis: min(SIZES[axis], found.max) for axis, found in spec.axes.items()}
-    if spec.cache == "static":
+    if spec.cache == "preallocated":
         sizes |= {"T": spec.axes["T"].max, "S": min(sizes["S"], spec.axes["T"].max // 2)}
     spec.check_sizes(sizes)
     return sizes

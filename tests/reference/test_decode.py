@@ -23,7 +23,7 @@ from mha_deploy.reference.attention import Attention, Decoder, split_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
-B, L, T = 3, 9, 12  # rows, tokens, rows of a static cache
+B, L, T = 3, 9, 12  # rows, tokens, rows of a preallocated cache
 ROPES = {
     "no rope": None,
     "half": {},
@@ -34,7 +34,7 @@ ROPES = {
     # All three ranges of wavelengths are among the eight pairs.
     "llama3": {"base": 500.0, "scaling": "llama3", "factor": 8.0, "original_length": 64},
 }
-CACHES = ("growing", "static")
+CACHES = ("dynamic", "preallocated")
 CHUNKS = ([1] * L, [L], [5, 1, 1, 1, 1], [2, 4, 3])
 ALLOWED = {
     torch.bfloat16: 8.0,
@@ -44,7 +44,7 @@ ALLOWED = {
 
 def make(cache="none", rope=None, **changes):
     axes = {"B": B, "S": {"min": 1, "opt": 4, "max": L}}
-    axes |= {"growing": {"P": {"min": 0, "opt": 4, "max": L}}, "static": {"T": T}, "none": {}}[cache]
+    axes |= {"dynamic": {"P": {"min": 0, "opt": 4, "max": L}}, "preallocated": {"T": T}, "none": {}}[cache]
     data = {
         "name": "layer",
         "Hq": 4,
@@ -243,7 +243,8 @@ PLANS = {
 @pytest.mark.parametrize("path", ["sdpa", "plain"])
 def test_ragged_rows_step_as_if_each_were_alone(path, rope, window, plan):
     module, whole = pair(
-        make("static", ROPES[rope], softcap=1.5 if path == "plain" else None, **options(window, None)), path
+        make("preallocated", ROPES[rope], softcap=1.5 if path == "plain" else None, **options(window, None)),
+        path,
     )
     x = tokens()
     outputs, decoder = feed_ragged(module, x, PLANS[plan])
@@ -256,7 +257,7 @@ def test_ragged_rows_step_as_if_each_were_alone(path, rope, window, plan):
 
 
 def test_what_memory_holds_behind_the_valid_rows_is_never_read():
-    module, whole = pair(make("static", {}))
+    module, whole = pair(make("preallocated", {}))
     x = tokens()
     for module.path in ("sdpa", "plain"):
         decoder = Decoder(module, B)
@@ -416,7 +417,7 @@ def test_positions_that_are_all_one_too_high_show_only_in_the_cache(monkeypatch,
 
 
 def test_lengths_of_the_wrong_row_show(monkeypatch):
-    module, whole = pair(make("static", {}))
+    module, whole = pair(make("preallocated", {}))
     feed = Attention._step
 
     def with_swapped_lengths(self, query, keys, values, lengths):
@@ -431,7 +432,7 @@ def test_lengths_of_the_wrong_row_show(monkeypatch):
 
 
 def static_call(S=2, lengths=(0, 3, 5)):
-    module = build_module(make("static", {}), dtype=torch.float64)
+    module = build_module(make("preallocated", {}), dtype=torch.float64)
     caches = torch.randn(2, B, 2, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return module, tokens()[:, :S], caches[0], caches[1], torch.tensor(lengths, dtype=torch.int32)
 
@@ -464,12 +465,12 @@ def test_rows_outside_the_buffer_are_refused_before_anything_is_written(lengths)
 
 
 def test_a_cache_can_be_filled_to_its_last_row():
-    module, whole = pair(make("static", {}))
+    module, whole = pair(make("preallocated", {}))
     x = torch.cat((tokens(), tokens(seed=1)), dim=1)[:, :T]
     assert max(errors(module, wanted_of(whole, x), x, [5, 4, 3])) < 1e-12
 
 
-@pytest.mark.parametrize(("cache", "missing"), [("growing", "past_key"), ("static", "key_cache")])
+@pytest.mark.parametrize(("cache", "missing"), [("dynamic", "past_key"), ("preallocated", "key_cache")])
 def test_a_call_without_its_cache_is_refused(cache, missing):
     with pytest.raises(DeployError, match="the call brings none") as caught:
         build_module(make(cache))(tokens(torch.float32))
@@ -479,18 +480,18 @@ def test_a_call_without_its_cache_is_refused(cache, missing):
 def test_what_has_no_such_cache_is_refused():
     with pytest.raises(DeployError, match="has no cache"):
         Decoder(build_module(make()), B)
-    growing = build_module(make("growing"))
+    dynamic = build_module(make("dynamic"))
     with pytest.raises(DeployError, match="one length"):
-        Decoder(growing, B).feed(tokens(torch.float32), torch.ones(B))
+        Decoder(dynamic, B).feed(tokens(torch.float32), torch.ones(B))
 
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_the_outputs_have_the_shapes_of_the_spec(cache):
     spec = make(cache, {})
-    sizes = {"B": B, "S": 2, **({"P": 5} if cache == "growing" else {"T": T})}
+    sizes = {"B": B, "S": 2, **({"P": 5} if cache == "dynamic" else {"T": T})}
     shapes = {tensor.name: tensor.shape(sizes) for tensor in spec.inputs}
     feeds = {name: torch.zeros(shape) for name, shape in shapes.items() if name not in ("x", "lengths")}
-    if cache == "static":
+    if cache == "preallocated":
         feeds["lengths"] = torch.tensor([0, 3, 5], dtype=torch.int32)
     outputs = build_module(spec)(torch.zeros(shapes["x"]), **feeds)
     assert [tuple(t.shape) for t in outputs] == [tensor.shape(sizes) for tensor in spec.outputs]
@@ -533,11 +534,11 @@ GRAPHS = [(evaluator, cache, window, cap) for cache in CACHES for window in (Non
 GRAPHS += [(onnx_runtime, cache, window, 1.5) for cache in CACHES for window in (None, 3)]
 # Each cache without both and with both, and those that ragged rows step through: an export takes a second.
 QUICK = [
-    (evaluator, "growing", None, None),
-    (evaluator, "growing", 3, 1.5),
-    (onnx_runtime, "growing", 3, 1.5),
+    (evaluator, "dynamic", None, None),
+    (evaluator, "dynamic", 3, 1.5),
+    (onnx_runtime, "dynamic", 3, 1.5),
 ]
-QUICK += [(runtime, "static", window, 1.5) for runtime in RUNTIMES for window in (None, 3)]
+QUICK += [(runtime, "preallocated", window, 1.5) for runtime in RUNTIMES for window in (None, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -573,7 +574,7 @@ def test_the_exported_graph_steps_as_the_whole_sequence(exported, graph):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: runtime.__name__)
 def test_the_exported_graph_steps_ragged_rows(exported, runtime, plan, window):
-    module, whole, x, allowed = exported(runtime, "static", window, 1.5)
+    module, whole, x, allowed = exported(runtime, "preallocated", window, 1.5)
     # Unlike the layer, the graph reads what stands behind the valid rows, with a weight of 0: no NaN here.
     outputs, decoder = feed_ragged(module, x, PLANS[plan], rubbish=1000.0)
     wanted, keys = whole(x.double()), keys_of(whole, x.double())

@@ -63,18 +63,18 @@ def turned(rows, rope, D, start=0):
 
 def first_position(spec, feeds, row):
     """Where the first token of a call stands: behind what the cache of its row holds."""
-    if spec.cache == "static":
+    if spec.cache == "preallocated":
         return int(feeds["lengths"][row])
-    return feeds["past_key"].shape[2] if spec.cache == "growing" else 0
+    return feeds["past_key"].shape[2] if spec.cache == "dynamic" else 0
 
 
 def with_cache(spec, feeds, row, name, new):
     """The rows of the keys or values that a query may look at, the new ones [S, Hkv·D] among them."""
     if spec.cache == "none":
         return new
-    old = feeds[f"past_{name}" if spec.cache == "growing" else f"{name}_cache"][row]  # [Hkv, rows, D]
+    old = feeds[f"past_{name}" if spec.cache == "dynamic" else f"{name}_cache"][row]  # [Hkv, rows, D]
     rows = [np.concatenate([old[h, t] for h in range(spec.Hkv)]) for t in range(old.shape[1])]
-    if spec.cache == "growing":
+    if spec.cache == "dynamic":
         return np.array([*rows, *new])
     start = first_position(spec, feeds, row)
     for s, line in enumerate(new):
@@ -206,7 +206,7 @@ def wide(**changes):
     """A layer whose sizes all differ, so that no two of them can be mixed up unseen."""
     names = ("B", "S", "T") if changes.get("attends") == "cross" else ("B", "S")
     axes = {name: {"min": 1, "opt": 4, "max": 9} for name in names}
-    axes |= {"growing": {"P": {"min": 0, "opt": 4, "max": 9}}, "static": {"T": 11}}.get(
+    axes |= {"dynamic": {"P": {"min": 0, "opt": 4, "max": 9}}, "preallocated": {"T": 11}}.get(
         changes.get("cache"), {}
     )
     data = {"name": "wide", "Hq": 6, "Hkv": 2, "D": 8, "E": 40, "axes": axes, **changes}
@@ -248,7 +248,7 @@ def test_masks_and_options_combine_as_the_formula_says(changes):
     ],
     ids=lambda changes: "-".join(changes) or "plain",
 )
-@pytest.mark.parametrize("cache", ["growing", "static"])
+@pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 def test_a_layer_behind_a_cache_equals_its_formula(cache, changes):
     assert_equals_textbook(wide(cache=cache, causal=True, **changes))
 

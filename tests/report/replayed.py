@@ -18,7 +18,7 @@ FP16 = PRECISIONS["fp16"]
 @functools.cache
 def spec():
     tiny = find_spec("tiny-rope")
-    return replace(tiny, cache="static", axes={**tiny.axes, "T": Axis(min=64, opt=64, max=64)})
+    return replace(tiny, cache="preallocated", axes={**tiny.axes, "T": Axis(min=64, opt=64, max=64)})
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def test_every_row_has_a_cell_for_every_column(decodes):
         assert cells == columns or f'colspan="{columns - 1}"' in line
 
 
-def test_how_much_of_a_static_cache_was_filled_is_told():
+def test_how_much_of_a_preallocated_cache_was_filled_is_told():
     data = stepping({"B": 8, "S": 1, "T": 4096}, past=4095)
     assert "B=8, S=1, T=4096, 4,095 KV-cache entries" in report_page(data)
     assert "KV-cache entries" not in report_page(stepping(step(512)))
@@ -66,7 +66,7 @@ def test_an_empty_past_is_on_no_logarithmic_axis():
     assert not list(sweep_panels(stepping(step(0), step(512))["latency"]["points"]))
 
 
-def test_a_prefill_and_a_step_of_a_static_cache_are_on_no_common_line():
+def test_a_prefill_and_a_step_of_a_preallocated_cache_are_on_no_common_line():
     data = stepping({"B": 8, "S": 1, "T": 64}, {"B": 8, "S": 16, "T": 64}, past=63)
     points = data["latency"]["points"]
     assert [panel.axis for panel in sweep_panels(points)] == ["S"]

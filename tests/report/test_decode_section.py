@@ -69,7 +69,7 @@ def test_a_layer_without_a_cache_has_no_section_and_does_not_miss_it():
 
 def test_a_layer_with_a_cache_misses_it():
     data = report_of()
-    data["model"]["spec"]["cache"] = "static"
+    data["model"]["spec"]["cache"] = "preallocated"
     assert re.search(r"Not part of this run: [^.]*\bDecode\b", words(report_page(data)))
 
 
@@ -179,7 +179,7 @@ def manifest(**changes):
         version="1.7.1",
         gpu=None,
         targets=[],
-        model="tiny-static",
+        model="tiny-preallocated",
         precision="fp16",
         dialect="trt",
         profiles=[ranges, ranges | {"S": "1:1:1"}],

@@ -68,7 +68,7 @@ def test_long_traces_have_a_short_table():
 
 
 def test_validate_steps_through_the_trace_of_a_bundle(run_cli, bundles, tmp_path):
-    bundle, arguments = bundles("tiny-static").path, ("--backend", "ort-cpu", "--out", tmp_path)
+    bundle, arguments = bundles("tiny-preallocated").path, ("--backend", "ort-cpu", "--out", tmp_path)
     done = run_cli("validate", bundle, *arguments)
     assert done.code == 0
     assert re.search(r"PASSED  \d+ decode steps on ort-cpu \S+, prompts of \d+, \d+ and \d+", done.out)

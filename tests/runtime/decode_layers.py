@@ -15,7 +15,12 @@ B, HKV, T, D = 3, 2, 8, 4
 E = HKV * D
 Tensor = Callable[[str], np.ndarray]
 
-STATIC = {"x": (-1, -1, E), "key_cache": (-1, HKV, T, D), "value_cache": (-1, HKV, T, D), "lengths": (-1,)}
+PREALLOCATED = {
+    "x": (-1, -1, E),
+    "key_cache": (-1, HKV, T, D),
+    "value_cache": (-1, HKV, T, D),
+    "lengths": (-1,),
+}
 PAST = {"x": (-1, -1, E), "past_key": (-1, HKV, -1, D), "past_value": (-1, HKV, -1, D)}
 
 
@@ -99,14 +104,14 @@ def _engine(inputs: dict, outputs: dict, compute: Callable[[Tensor], None], **mo
 
 _OUT = {"key_cache_out": (-1, HKV, T, D), "value_cache_out": (-1, HKV, T, D)}
 FORMS = {
-    b"rows": _engine(STATIC, dict.fromkeys(("key_rows", "value_rows"), (-1, HKV, -1, D)), _rows),
-    b"copied": _engine(STATIC, _OUT, _static),
+    b"rows": _engine(PREALLOCATED, dict.fromkeys(("key_rows", "value_rows"), (-1, HKV, -1, D)), _rows),
+    b"copied": _engine(PREALLOCATED, _OUT, _static),
     b"in place": _engine(
-        STATIC,
+        PREALLOCATED,
         _OUT,
         _static,
         aliases={"key_cache_out": "key_cache", "value_cache_out": "value_cache"},
     ),
-    b"growing": _engine(PAST, dict.fromkeys(("present_key", "present_value"), (-1, HKV, -1, D)), _growing),
+    b"dynamic": _engine(PAST, dict.fromkeys(("present_key", "present_value"), (-1, HKV, -1, D)), _growing),
 }
 ENGINES.update(FORMS)

@@ -44,7 +44,7 @@ def static_feeds(x, lengths, seed=1):
 def whole_sequence(bundles, x):
     """The layer in FP16 over a whole sequence, from an empty cache, on the CPU: output, keys and values."""
     empty = np.zeros((len(x), 2, 0, 16), np.float16)
-    with OrtCpuRunner(bundles("tiny-growing").model_path) as runner:
+    with OrtCpuRunner(bundles("tiny-dynamic").model_path) as runner:
         return list(runner.run({"x": x, "past_key": empty, "past_value": empty}).values())
 
 

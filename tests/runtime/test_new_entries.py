@@ -143,16 +143,16 @@ def infos(*names):
     return {name: TensorInfo(dtype=HALF, dims=(None, len(name))) for name in names}
 
 
-STATIC = infos("x", "key_cache", "value_cache", "lengths")
-GROWING = infos("x", "past_key", "past_value")
+PREALLOCATED = infos("x", "key_cache", "value_cache", "lengths")
+DYNAMIC = infos("x", "past_key", "past_value")
 
 
 @pytest.mark.parametrize(
     ("inputs", "outputs", "form"),
     [
-        (STATIC, ("output", "key_rows", "value_rows"), CacheForm.ENTRIES),
-        (STATIC, ("output", "key_cache_out", "value_cache_out"), CacheForm.PREALLOCATED),
-        (GROWING, ("output", "present_key", "present_value"), CacheForm.DYNAMIC),
+        (PREALLOCATED, ("output", "key_rows", "value_rows"), CacheForm.ENTRIES),
+        (PREALLOCATED, ("output", "key_cache_out", "value_cache_out"), CacheForm.PREALLOCATED),
+        (DYNAMIC, ("output", "present_key", "present_value"), CacheForm.DYNAMIC),
         (infos("x"), ("output",), None),
         (infos("x"), ("output", "present_key", "present_value"), None),
     ],
@@ -163,20 +163,20 @@ def test_the_form_is_defined_by_what_comes_in_and_goes_out(inputs, outputs, form
 
 def test_entries_are_presented_as_caches():
     outputs = infos("output", "key_rows", "value_rows")
-    presented = presented_outputs(STATIC, outputs)
+    presented = presented_outputs(PREALLOCATED, outputs)
     assert list(presented) == ["output", "key_cache_out", "value_cache_out"]
-    assert presented["key_cache_out"] == STATIC["key_cache"]
+    assert presented["key_cache_out"] == PREALLOCATED["key_cache"]
     assert presented["output"] == outputs["output"]
-    assert presented_outputs(GROWING, infos("output")) == infos("output")
+    assert presented_outputs(DYNAMIC, infos("output")) == infos("output")
     plain = {"output": np.ones(2)}
     assert presented_results({}, plain) == plain
 
 
 def test_what_is_written_in_place():
     wanted = {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
-    assert written_in_place(STATIC, infos("output", *wanted)) == wanted
-    assert written_in_place(STATIC, infos("output", "weights", *wanted)) == {}
-    assert written_in_place(GROWING, infos("output", "present_key", "present_value")) == {}
+    assert written_in_place(PREALLOCATED, infos("output", *wanted)) == wanted
+    assert written_in_place(PREALLOCATED, infos("output", "weights", *wanted)) == {}
+    assert written_in_place(DYNAMIC, infos("output", "present_key", "present_value")) == {}
 
 
 @pytest.mark.parametrize(

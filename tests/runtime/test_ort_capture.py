@@ -17,7 +17,7 @@ from mha_deploy.runtime.ort_cuda import NO_CAPTURE, NotCapturable, cannot_run
 from mha_deploy.runtime.timing import TimingPlan
 
 QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)
-LAYER = ("tiny-static", "onnx")
+LAYER = ("tiny-preallocated", "onnx")
 REFUSED = (
     "[ONNXRuntimeError] : 1 : FAIL : This session cannot use the graph capture feature as requested by the "
     "user  as all compute graph nodes have not been partitioned to the CUDAExecutionProvider"

@@ -18,8 +18,8 @@ from mha_deploy.runtime.ort_cuda import OrtCudaRunner
 from mha_deploy.runtime.timing import TimingPlan
 
 QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)
-LAYERS = [("tiny-static", "onnx"), ("tiny-static", "contrib"), ("tiny-growing", "onnx")]
-STATIC = [layer for layer in LAYERS if layer[0] == "tiny-static"]
+LAYERS = [("tiny-preallocated", "onnx"), ("tiny-preallocated", "contrib"), ("tiny-dynamic", "onnx")]
+PREALLOCATED = [layer for layer in LAYERS if layer[0] == "tiny-preallocated"]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def whole(bundles):
 
     def run(x):
         empty = np.zeros((len(x), 2, 0, 16), np.float32)
-        with OrtCpuRunner(bundles("tiny-growing", "fp32").model_path) as runner:
+        with OrtCpuRunner(bundles("tiny-dynamic", "fp32").model_path) as runner:
             return list(runner.run({"x": x, "past_key": empty, "past_value": empty}).values())
 
     return run
@@ -60,11 +60,11 @@ def test_steps_add_up_to_the_whole_sequence(device, bundles, whole, layer):
             for got, wanted in zip(held, (keys, values), strict=True):
                 close(got[:, :, :9], wanted)
                 assert not got[:, :, 9:].any()
-        assert held[0].shape[2] == (T if layer[0] == "tiny-static" else 9)
+        assert held[0].shape[2] == (T if layer[0] == "tiny-preallocated" else 9)
     assert device.is_empty()
 
 
-@pytest.mark.parametrize("layer", STATIC, ids="-".join)
+@pytest.mark.parametrize("layer", PREALLOCATED, ids="-".join)
 def test_batch_elements_advance_by_their_counts(device, bundles, whole, layer):
     x = drawn(6)
     with opened(bundles, layer) as runner, runner.decode_loop(B=B) as loop:
@@ -76,7 +76,7 @@ def test_batch_elements_advance_by_their_counts(device, bundles, whole, layer):
     close(np.concatenate([each[1:] for each in got], axis=1), whole(short)[0][:, 2:])
 
 
-@pytest.mark.parametrize("layer", STATIC, ids="-".join)
+@pytest.mark.parametrize("layer", PREALLOCATED, ids="-".join)
 def test_the_caches_that_go_out_are_those_that_came_in(device, bundles, layer, monkeypatch):
     bound = []
     real = ort_bound.BoundRun.bind_output
@@ -115,9 +115,9 @@ def test_a_timed_step_leaves_everything_as_it_was(device, bundles, whole, layer)
         fed(loop, x[:, :5], [4, 1])
         before, held = loop.cache(), len(device.memory)
         timing = loop.time_step(4, QUICK)
-        assert timing.graph is (layer[0] == "tiny-static")
+        assert timing.graph is (layer[0] == "tiny-preallocated")
         assert (timing.why_no_graph is None) is timing.graph
-        if layer[0] == "tiny-static":
+        if layer[0] == "tiny-preallocated":
             close(timing.results[0]["output"], whole(x[:, :5])[0][:, 4:])
         assert len(device.memory) == held
         np.testing.assert_array_equal(loop.cache(), before)
@@ -141,7 +141,7 @@ def test_timed_calls_are_captured_if_they_may(device, bundles, monkeypatch, cuda
 
     monkeypatch.setattr(ort_cuda.OrtCudaRunner, "open_session", open_session)
     monkeypatch.setattr(ort_bound.BoundRun, "__init__", init)
-    with opened(bundles, STATIC[0], cuda_graph=cuda_graph) as runner, runner.decode_loop(B=B) as loop:
+    with opened(bundles, PREALLOCATED[0], cuda_graph=cuda_graph) as runner, runner.decode_loop(B=B) as loop:
         loop.feed(drawn(1))
         assert loop.time_step(1, QUICK).graph is cuda_graph
     assert opens == sessions
@@ -150,7 +150,7 @@ def test_timed_calls_are_captured_if_they_may(device, bundles, monkeypatch, cuda
 
 def test_what_onnx_runtime_refuses_is_reported_and_the_decode_loop_goes_on(device, bundles):
     """GroupQueryAttention takes several tokens behind a past only for a single batch element."""
-    with opened(bundles, ("tiny-static", "contrib")) as runner, runner.decode_loop(B=B) as loop:
+    with opened(bundles, ("tiny-preallocated", "contrib")) as runner, runner.decode_loop(B=B) as loop:
         loop.feed(drawn(3))
         with pytest.raises(DeployError, match="ONNX Runtime failed on these tokens") as caught:
             loop.feed(drawn(2))
@@ -186,14 +186,14 @@ def test_the_golden_cases_pass(device, bundles, layer):
     assert device.is_empty()
 
 
-@pytest.mark.parametrize("layer", STATIC, ids="-".join)
+@pytest.mark.parametrize("layer", PREALLOCATED, ids="-".join)
 @pytest.mark.parametrize(("lengths", "S"), [([0, 0], 4), ([7, 3], 1), ([0, 0], 1)])
 def test_a_run_gives_the_caches_with_the_new_entries_in_them(device, bundles, layer, lengths, S):
     given = static_feeds(drawn(S), lengths)
     kept = {name: array.copy() for name, array in given.items()}
     with opened(bundles, layer) as runner:
         assert set(runner.inputs) == set(given)
-        with OrtCpuRunner(bundles("tiny-static", "fp32").model_path) as reference:
+        with OrtCpuRunner(bundles("tiny-preallocated", "fp32").model_path) as reference:
             wanted = reference.run(given)
         timing = runner.time(given, QUICK)
         for got in (runner.run(given), runner.run(given), *timing.results):
@@ -212,7 +212,7 @@ def test_a_run_with_a_past_and_with_none(device, bundles, whole, P):
     x = drawn(P + 2)
     output, keys, values = whole(x)
     given = {"x": x[:, P:], "past_key": keys[:, :, :P].copy(), "past_value": values[:, :, :P].copy()}
-    with opened(bundles, ("tiny-growing", "onnx")) as runner:
+    with opened(bundles, ("tiny-dynamic", "onnx")) as runner:
         timing = runner.time(given, QUICK)
         for got in (runner.run(given), *timing.results):
             close(got["output"], output[:, P:])
@@ -223,7 +223,7 @@ def test_a_run_with_a_past_and_with_none(device, bundles, whole, P):
 
 # -- on a GPU --------------------------------------------------------------------------------------------
 
-GPU = [*LAYERS, ("tiny-growing", "contrib")]
+GPU = [*LAYERS, ("tiny-dynamic", "contrib")]
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(bundles, half, layer,
         timing = loop.time_step(8, QUICK)
         assert timing.p50 > 0
         assert (timing.why_no_graph is None) is (timing.graph or not cuda_graph)
-        if layer[0] == "tiny-static":
+        if layer[0] == "tiny-preallocated":
             near(timing.results[0]["output"], half(x[:, :9])[0][:, 8:])
         np.testing.assert_array_equal(loop.cache(), before)
         near(loop.feed(x[:, 9:]), half(x)[0][:, 9:])

@@ -8,7 +8,7 @@ import cuda_fake
 import numpy as np
 import pytest
 from bundle_edit import copy_of
-from decode_layers import FORMS, HKV, STATIC, B, D, E, T, heads, running_sum, tokens
+from decode_layers import FORMS, HKV, PREALLOCATED, B, D, E, T, heads, running_sum, tokens
 from ort_on_cpu import near, whole_sequence
 from tensorrt_fake import ENGINES, FakeEngine
 from test_tensorrt_runner import VERSIONS, fake
@@ -32,7 +32,7 @@ from mha_deploy.runtime.tensorrt.versions import EngineError
 from mha_deploy.runtime.timing import TimingPlan
 
 ALIASING = ("10.16.1", "11.0.0", "11.4.0", "rtx-1.7.1")
-STATIC_FORMS = [b"rows", b"copied", b"in place"]
+PREALLOCATED_FORMS = [b"rows", b"copied", b"in place"]
 QUICK = TimingPlan(samples=100, sample_us=1.0, rounds=3)
 ITEM = np.dtype(np.float16).itemsize
 
@@ -47,7 +47,7 @@ def opened(plan, version="11.4.0", **more):
 
 
 def loop_of(runner, plan, batch=B):
-    return runner.decode_loop(B=batch, T=T if plan == b"growing" else None)
+    return runner.decode_loop(B=batch, T=T if plan == b"dynamic" else None)
 
 
 def fed(loop, x, sizes):
@@ -71,7 +71,7 @@ def test_steps_add_up_to_the_whole_sequence(device, version, plan, graph):
         assert loop.lengths.tolist() == [7] * B
         assert loop.lengths.dtype == np.int32
         keys, values = loop.cache()
-        assert keys.shape == (B, HKV, 7 if plan == b"growing" else T, D)
+        assert keys.shape == (B, HKV, 7 if plan == b"dynamic" else T, D)
         np.testing.assert_array_equal(keys[:, :, :7], heads(x))
         np.testing.assert_array_equal(values[:, :, :7], 2 * heads(x))
         assert not keys[:, :, 7:].any(), "what nobody wrote is zero"
@@ -93,7 +93,7 @@ def test_a_plugin_writes_a_cache_in_place_where_tensorrt_does_not_know_of_it(dev
             np.testing.assert_array_equal(fed(loop, x, [3, 1, 1, 2]), running_sum(x))
 
 
-@pytest.mark.parametrize("plan", STATIC_FORMS)
+@pytest.mark.parametrize("plan", PREALLOCATED_FORMS)
 def test_batch_elements_advance_by_their_counts_and_padding_is_overwritten(device, plan):
     x, counts = tokens(4), np.array([4, 1, 2], np.int32)
     with opened(plan) as runner, loop_of(runner, plan) as loop:
@@ -110,7 +110,7 @@ def test_batch_elements_advance_by_their_counts_and_padding_is_overwritten(devic
 
 
 def test_the_batch_elements_of_a_dynamic_cache_advance_together(device):
-    with opened(b"growing") as runner, loop_of(runner, b"growing") as loop:
+    with opened(b"dynamic") as runner, loop_of(runner, b"dynamic") as loop:
         loop.feed(tokens(2), np.array([2, 2, 2], np.int32))
         with pytest.raises(DeployError, match="one length"):
             loop.feed(tokens(2), np.array([2, 1, 2], np.int32))
@@ -160,14 +160,14 @@ def test_entries_behind_ragged_lengths_are_one_copy_for_each_batch_element(devic
         assert [each for _, _, each in device.copies_2d] == 2 * expected
 
 
-@pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
+@pytest.mark.parametrize("plan", [*PREALLOCATED_FORMS, b"dynamic"])
 def test_a_step_uploads_its_token_and_the_lengths_and_no_more(device, plan):
     with opened(plan) as runner, loop_of(runner, plan) as loop:
         loop.feed(tokens(1))
         device.uploaded = 0
         device.done.clear()
         loop.feed(tokens(1))
-        lengths = 0 if plan == b"growing" else B * 4
+        lengths = 0 if plan == b"dynamic" else B * 4
         assert device.uploaded == B * E * ITEM + lengths
         assert device.done.count("download") == 1
         assert "copy" not in device.done
@@ -176,7 +176,7 @@ def test_a_step_uploads_its_token_and_the_lengths_and_no_more(device, plan):
 
 def test_a_dynamic_cache_goes_to_and_fro_between_two_buffers(device):
     seen = []
-    with opened(b"growing") as runner, loop_of(runner, b"growing") as loop:
+    with opened(b"dynamic") as runner, loop_of(runner, b"dynamic") as loop:
         execution = runner._rt.module.IExecutionContext.execute_async_v3
 
         def spy(self, stream):
@@ -233,7 +233,10 @@ def test_a_single_token_goes_to_the_profile_for_it(device):
         assert rt.module.last_context()._profile == 0
         loop.feed(tokens(1))
         assert rt.module.last_context()._profile == 1
-        shapes = {"x": (1, 1, E), **{name: (1, *dims[1:]) for name, dims in STATIC.items() if name != "x"}}
+        shapes = {
+            "x": (1, 1, E),
+            **{name: (1, *dims[1:]) for name, dims in PREALLOCATED.items() if name != "x"},
+        }
         assert tightest_admitting(runner.profiles, shapes) == 1
         with pytest.raises(DeployError, match="No optimisation profile"):
             loop_of(runner, b"rows", batch=5).feed(tokens(1, batch=5))
@@ -268,32 +271,32 @@ def _ranges(dims, **sizes):
     }
 
 
-STATIC_AXES = {
+PREALLOCATED_AXES = {
     "x": ("B", "S", E),
     "key_cache": ("B", HKV, T, D),
     "value_cache": ("B", HKV, T, D),
     "lengths": ("B",),
 }
-GROWING_AXES = {"x": ("B", "S", E), "past_key": ("B", HKV, "P", D), "past_value": ("B", HKV, "P", D)}
+DYNAMIC_AXES = {"x": ("B", "S", E), "past_key": ("B", HKV, "P", D), "past_value": ("B", HKV, "P", D)}
 
 
 @pytest.mark.parametrize(("batch", "most"), [(1, 512), (32, 1), (16, None)])
 def test_the_longest_call_is_that_of_the_profiles_for_so_many_batch_elements(device, batch, most):
     with opened(b"rows") as runner:
         runner.profiles = (
-            _ranges(STATIC_AXES, B=(1, 1), S=(1, 512)),
-            _ranges(STATIC_AXES, B=(32, 32), S=(1, 1)),
+            _ranges(PREALLOCATED_AXES, B=(1, 1), S=(1, 512)),
+            _ranges(PREALLOCATED_AXES, B=(32, 32), S=(1, 1)),
         )
         with runner.decode_loop(B=batch) as loop:
             assert loop.most_tokens == most
 
 
 def test_the_longest_call_of_a_dynamic_cache_begins_without_a_past(device):
-    with opened(b"growing") as runner:
+    with opened(b"dynamic") as runner:
         runner.profiles = (
-            _ranges(GROWING_AXES, B=(1, 4), S=(1, 64), P=(0, 0)),
-            _ranges(GROWING_AXES, B=(1, 4), S=(1, 512), P=(1, T)),
-            _ranges(GROWING_AXES, B=(1, 8), S=(1, 1), P=(0, T)),
+            _ranges(DYNAMIC_AXES, B=(1, 4), S=(1, 64), P=(0, 0)),
+            _ranges(DYNAMIC_AXES, B=(1, 4), S=(1, 512), P=(1, T)),
+            _ranges(DYNAMIC_AXES, B=(1, 8), S=(1, 1), P=(0, T)),
         )
         for batch, most in ((4, 64), (8, 1)):
             with runner.decode_loop(B=batch, T=T) as loop:
@@ -303,7 +306,7 @@ def test_the_longest_call_of_a_dynamic_cache_begins_without_a_past(device):
 # -- refusals --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
+@pytest.mark.parametrize("plan", [*PREALLOCATED_FORMS, b"dynamic"])
 def test_a_full_cache_takes_no_more(device, plan):
     with opened(plan) as runner, loop_of(runner, plan) as loop:
         loop.feed(tokens(6))
@@ -352,7 +355,7 @@ def test_counts_that_are_not_those_of_the_tokens_are_refused(device, counts):
 def test_what_cannot_be_decoded_is_refused_and_frees_everything(device):
     with opened(b"plan") as runner, pytest.raises(DeployError, match="no cache"):
         runner.decode_loop(B=2)
-    with opened(b"growing") as runner, pytest.raises(DeployError, match="maximum length"):
+    with opened(b"dynamic") as runner, pytest.raises(DeployError, match="maximum length"):
         runner.decode_loop(B=2)
     with opened(b"rows") as runner, pytest.raises(DeployError, match="another size"):
         runner.decode_loop(B=2, T=9)
@@ -383,7 +386,7 @@ def test_no_memory_is_lost_when_there_is_too_little(device, allocations):
 
 
 @pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
+@pytest.mark.parametrize("plan", [*PREALLOCATED_FORMS, b"dynamic"])
 def test_a_timed_step_is_the_whole_step_and_leaves_everything_as_it_was(device, plan, graph):
     x = tokens(6)
     with opened(plan, cuda_graph=graph) as runner, loop_of(runner, plan) as loop:
@@ -391,11 +394,11 @@ def test_a_timed_step_is_the_whole_step_and_leaves_everything_as_it_was(device, 
         before, held = loop.cache(), (len(device.memory), device.graphs)
         device.done.clear()
         timing = loop.time_step(3, QUICK)
-        assert timing.graph is (graph and plan != b"growing")
+        assert timing.graph is (graph and plan != b"dynamic")
         assert (timing.slots, len(timing.samples_us)) == (1, 100)
         seen = timing.results[0]["output"][:, 0]
         assert np.isfinite(seen).all()
-        if plan != b"growing":  # whose rows lie elsewhere at another length
+        if plan != b"dynamic":  # whose rows lie elsewhere at another length
             # The token that was fed last, behind the first three.
             np.testing.assert_array_equal(seen, running_sum(x)[:, 2] + x[:, 4])
         assert (len(device.memory), device.graphs) == held
@@ -419,17 +422,17 @@ def test_the_copies_of_entries_are_in_the_timed_graph(device):
 
 
 @pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
+@pytest.mark.parametrize("plan", [*PREALLOCATED_FORMS, b"dynamic"])
 def test_why_a_step_is_no_graph_is_reported_where_it_should_be_one(device, plan, graph):
     with opened(plan, cuda_graph=graph) as runner, loop_of(runner, plan) as loop:
         why = loop.time_step(3, QUICK).why_no_graph
-    if graph and plan == b"growing":
+    if graph and plan == b"dynamic":
         assert "another shape at every step" in why
     else:
         assert why is None
 
 
-@pytest.mark.parametrize("plan", [*STATIC_FORMS, b"growing"])
+@pytest.mark.parametrize("plan", [*PREALLOCATED_FORMS, b"dynamic"])
 @pytest.mark.parametrize("failure", ["capture", "clock"])
 def test_a_timing_that_fails_leaves_everything_as_it_was(device, monkeypatch, plan, failure):
     def broken(*given, **more):
@@ -441,7 +444,7 @@ def test_a_timing_that_fails_leaves_everything_as_it_was(device, monkeypatch, pl
         before, held = loop.cache(), (len(device.memory), device.graphs)
         with monkeypatch.context() as patch:
             patch.setattr(device, "fail_on", failure)
-            if failure == "clock" or plan == b"growing":  # which is not captured
+            if failure == "clock" or plan == b"dynamic":  # which is not captured
                 patch.setattr(decode, "measure_latency", broken)
             with pytest.raises(DeployError):
                 loop.time_step(3, QUICK)
@@ -480,7 +483,7 @@ def scattered(cache, rows, lengths):
 
 
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [5, 0, 3], [6]])
-@pytest.mark.parametrize("plan", STATIC_FORMS)
+@pytest.mark.parametrize("plan", PREALLOCATED_FORMS)
 def test_a_run_gives_the_caches_with_the_new_entries_in_them(device, plan, lengths):
     given = static_feeds(lengths, 2)
     kept = {name: array.copy() for name, array in given.items()}
@@ -559,10 +562,10 @@ def test_every_timed_call_copies_its_entries_once(device, graph, lengths, copies
         assert len({(to, at) for to, at, _ in device.copies_2d}) == 2 * slots, "keys and values of every slot"
 
 
-@pytest.mark.parametrize("plan", [b"copied", b"in place", b"growing"])
+@pytest.mark.parametrize("plan", [b"copied", b"in place", b"dynamic"])
 def test_calls_whose_engine_writes_the_cache_copy_no_entries(device, plan):
     given = static_feeds([2, 2, 2], 2)
-    if plan == b"growing":
+    if plan == b"dynamic":
         past = heads(tokens(3)).copy()
         given = {"x": given["x"], "past_key": past, "past_value": past}
     with opened(plan) as runner:
@@ -579,7 +582,7 @@ def test_a_run_of_a_single_token_takes_the_profile_for_it(device):
         assert rt.module.last_context()._profile == 1
 
 
-@pytest.mark.parametrize("plan", STATIC_FORMS)
+@pytest.mark.parametrize("plan", PREALLOCATED_FORMS)
 def test_a_run_behind_the_end_of_the_cache_is_refused(device, plan):
     with opened(plan) as runner:
         runner.run(static_feeds([6], 2))
@@ -592,7 +595,7 @@ def test_a_run_behind_the_end_of_the_cache_is_refused(device, plan):
 def test_a_run_with_a_past_and_with_none(device, P):
     x, past = tokens(2), tokens(P, start=3)
     given = {"x": x, "past_key": heads(past).copy(), "past_value": 2 * heads(past)}
-    with opened(b"growing") as runner:
+    with opened(b"dynamic") as runner:
         got = runner.run(given)
         timing = runner.time(given, QUICK)
     everything = np.concatenate((past, x), axis=1)
@@ -626,7 +629,7 @@ def compute_with(layer):
 
 
 def test_the_lowering_to_primitives_can_be_decoded(device, bundles, whole, monkeypatch):
-    layer = OrtCpuRunner(lower(load_graph(bundles("tiny-static").model_path), "primitives"))
+    layer = OrtCpuRunner(lower(load_graph(bundles("tiny-preallocated").model_path), "primitives"))
     dims = {
         name: tuple(dim if isinstance(dim, int) else -1 for dim in info.dims)
         for name, info in {**layer.inputs, **layer.outputs}.items()
@@ -666,7 +669,7 @@ def test_the_lowering_to_primitives_can_be_decoded(device, bundles, whole, monke
 # -- on a GPU --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["tiny-static", "tiny-growing"])
+@pytest.fixture(scope="module", params=["tiny-preallocated", "tiny-dynamic"])
 def gpu_engine(request, bundles, workshop):
     """An engine of the layer, built with the TensorRT that is here."""
     if cuda.find_gpu() is None:
@@ -711,7 +714,7 @@ def test_steps_add_up_to_the_whole_sequence_on_a_gpu(gpu_engine, whole, graph):
 
 @pytest.mark.gpu
 def test_ragged_batches_are_decoded_on_a_gpu(gpu_engine, whole):
-    if gpu_engine[0].manifest.spec.cache == "growing":
+    if gpu_engine[0].manifest.spec.cache == "dynamic":
         return  # whose rows have one length
     x = drawn(2, 12)
     with open_engine_runner(gpu_engine[1]) as runner, runner.decode_loop(B=2) as loop:
@@ -725,7 +728,7 @@ def test_ragged_batches_are_decoded_on_a_gpu(gpu_engine, whole):
 @pytest.mark.parametrize("graph", [True, False])
 def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(gpu_engine, whole, graph):
     x = drawn(3, 10)
-    is_static = gpu_engine[0].manifest.spec.cache == "static"
+    is_static = gpu_engine[0].manifest.spec.cache == "preallocated"
     with open_engine_runner(gpu_engine[1], cuda_graph=graph) as runner, runner.decode_loop(B=3, T=64) as loop:
         fed(loop, x[:, :9], [8, 1])
         before = loop.cache()

@@ -20,7 +20,7 @@ from mha_deploy.runtime.tensorrt.run import TensorRTRunner, tightest_admitting
 
 # TensorRT-RTX really builds in other tests; its fake cannot.
 WITH_GPU = [version for version in VERSIONS if not version.startswith("rtx")]
-CACHED = ["tiny-growing", "tiny-static"]
+CACHED = ["tiny-dynamic", "tiny-preallocated"]
 OLD, NEW = "8.6.1", "10.0.1"
 
 
@@ -62,7 +62,7 @@ def test_a_layer_with_a_cache_has_two_profiles_where_both_can_be_prepared(built,
 
 
 def test_profiles_that_were_requested_stay_as_they_are(built):
-    manifest, asked = built("tiny-static", OLD, ["S=2:16:64", "S=1"])
+    manifest, asked = built("tiny-preallocated", OLD, ["S=2:16:64", "S=1"])
     assert manifest.profile_names == ["prefill", "decode"]
     assert [shapes[2] for shapes in asked] == [(4, 64, 64), (4, 1, 64)]
 
@@ -77,7 +77,7 @@ def test_a_layer_without_a_cache_has_its_own_ranges_everywhere(built):
 
 
 @pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("plan", [b"rows", b"growing"])
+@pytest.mark.parametrize("plan", [b"rows", b"dynamic"])
 def test_one_profile_serves_prompts_and_single_tokens(device, monkeypatch, plan, graph):
     """Contexts come in turn: where profiles are not shared, there is never a second one beside the first."""
     two = FORMS[plan]
@@ -90,7 +90,7 @@ def test_one_profile_serves_prompts_and_single_tokens(device, monkeypatch, plan,
         least = {name: shapes[0] for name, shapes in one.profiles[0].items()}
         for S in (1, 8):
             assert tightest_admitting(runner.profiles, {**least, "x": (1, S, x.shape[2])}) == 0
-        with runner.decode_loop(B=len(x), T=8 if plan == b"growing" else None) as loop:
+        with runner.decode_loop(B=len(x), T=8 if plan == b"dynamic" else None) as loop:
             parts = [loop.feed(part) for part in np.split(x, [3, 4, 5, 7], axis=1)]
             assert rt.module.last_context()._profile == 0
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), running_sum(x))
@@ -128,7 +128,7 @@ def test_a_usual_size_that_tensorrt_cannot_hold_is_not_tried(device):
 
 
 def test_what_cannot_be_prepared_is_in_the_manifest_and_the_engine_is_there(built):
-    manifest, _ = built("tiny-static", OLD, ["S=2:16:64", "S=1"], most_contexts=1)
+    manifest, _ = built("tiny-preallocated", OLD, ["S=2:16:64", "S=1"], most_contexts=1)
     assert manifest.notes[0].startswith("engine built, but profile decode cannot be prepared: ")
     manifest, _ = built("tiny-gqa", OLD)
     assert not [note for note in manifest.notes if "prepared" in note]

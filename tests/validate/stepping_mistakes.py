@@ -24,16 +24,16 @@ from mha_deploy.validate.decode import HostDecodeLoop
 
 AT = 3  # the call at which a mistake that is made once is made: step 3
 GIVEN_OUT = {
-    "growing": {"past_key": "present_key", "past_value": "present_value"},
-    "static": {"key_cache": "key_cache_out", "value_cache": "value_cache_out"},
+    "dynamic": {"past_key": "present_key", "past_value": "present_value"},
+    "preallocated": {"key_cache": "key_cache_out", "value_cache": "value_cache_out"},
 }
 
 
 def cached(cache, rows=64, **changes):
     """tiny-rope with a cache for this many tokens."""
     spec = find_spec("tiny-rope")
-    growing, static = Axis(min=0, opt=16, max=rows), Axis(min=rows, opt=rows, max=rows)
-    length = {"growing": {"P": growing}, "static": {"T": static}}
+    dynamic, static = Axis(min=0, opt=16, max=rows), Axis(min=rows, opt=rows, max=rows)
+    length = {"dynamic": {"P": dynamic}, "preallocated": {"T": static}}
     return replace(spec, cache=cache, axes={**spec.axes, **length[cache]}, **changes)
 
 

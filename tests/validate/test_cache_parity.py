@@ -8,7 +8,7 @@ import pytest
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.metrics import judge_case, new_rows
 
-OUT = {"tiny-growing": "present_key", "tiny-static": "key_cache_out"}
+OUT = {"tiny-dynamic": "present_key", "tiny-preallocated": "key_cache_out"}
 
 
 @pytest.fixture(params=OUT)
@@ -58,7 +58,7 @@ def test_a_new_row_that_was_not_written_is_out_of_budget(given):
 
 
 def test_what_stands_behind_the_new_rows_of_a_buffer_means_nothing(bundles):
-    bundle = bundles("tiny-static")
+    bundle = bundles("tiny-preallocated")
     case = next(case for case in golden_cases(bundle) if case.name == "ragged")
     got = {name: array.copy() for name, array in case.eager.items()}
     for row, start in enumerate(case.inputs["lengths"]):

@@ -86,7 +86,7 @@ def spoiled_at_single_tokens(feeds, results):
     return spoiled(feeds, results) if feeds["x"].shape[1] == 1 and feeds["x"].shape[0] == 3 else results
 
 
-@pytest.fixture(params=["tiny-static", "tiny-growing"])
+@pytest.fixture(params=["tiny-preallocated", "tiny-dynamic"])
 def bundle(bundles, request, tmp_path):
     return open_bundle(copy_of(bundles(request.param), tmp_path / "bundle"))
 
@@ -94,7 +94,9 @@ def bundle(bundles, request, tmp_path):
 @pytest.fixture(scope="module")
 def static(bundles, tmp_path_factory):
     # Without the engines that other tests built into the shared one.
-    return open_bundle(copy_of(bundles("tiny-static"), tmp_path_factory.mktemp("static") / "bundle"))
+    return open_bundle(
+        copy_of(bundles("tiny-preallocated"), tmp_path_factory.mktemp("preallocated") / "bundle")
+    )
 
 
 # -- a decode loop that cannot be opened or closed -----------------------------------------------------
@@ -211,7 +213,7 @@ def test_a_trace_outside_the_profiles_is_left_out_and_told(bundle, profiles):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("profiles", SHORT_PASTS.values(), ids=SHORT_PASTS)
 def test_every_past_of_a_trace_must_be_in_a_profile(bundles, profiles):
-    bundle = bundles("tiny-growing")
+    bundle = bundles("tiny-dynamic")
     (trace,) = traces_of(bundle, ValidateOptions())
     assert (trace.longest_prompt, trace.length) == (24, 64)
     outside(bundle, profiles)
@@ -350,7 +352,7 @@ def test_a_wrong_cache_is_mapped_by_its_new_rows(static, rest):
 
 
 def test_old_rows_that_were_changed_are_no_error_to_map(bundles):
-    bundle = bundles("tiny-growing")
+    bundle = bundles("tiny-dynamic")
 
     def after(feeds, results):
         if feeds["past_key"].shape[2]:

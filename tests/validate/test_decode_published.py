@@ -21,17 +21,17 @@ AXES = {"B": Axis(min=1, opt=1, max=2), "S": Axis(min=1, opt=24, max=64)}
 @pytest.mark.parametrize(
     ("name", "cache"),
     [
-        pytest.param("llama-3-8b", "static", marks=pytest.mark.slow),
-        pytest.param("llama-3-8b", "growing", marks=pytest.mark.slow),
-        pytest.param("falcon-7b", "growing", marks=pytest.mark.slow),
-        pytest.param("falcon-7b", "static", marks=pytest.mark.slow),
-        pytest.param("llama-2-70b", "static", marks=pytest.mark.slow),
+        pytest.param("llama-3-8b", "preallocated", marks=pytest.mark.slow),
+        pytest.param("llama-3-8b", "dynamic", marks=pytest.mark.slow),
+        pytest.param("falcon-7b", "dynamic", marks=pytest.mark.slow),
+        pytest.param("falcon-7b", "preallocated", marks=pytest.mark.slow),
+        pytest.param("llama-2-70b", "preallocated", marks=pytest.mark.slow),
     ],
 )
 def test_64_tokens_are_those_of_the_whole_sequence(name, cache):
     spec = find_spec(name).with_axes(AXES).with_cache(cache)
     spec = spec.with_axes(
-        {"P": Axis(min=0, opt=64, max=127)} if cache == "growing" else {"T": Axis(min=96, opt=96, max=96)}
+        {"P": Axis(min=0, opt=64, max=127)} if cache == "dynamic" else {"T": Axis(min=96, opt=96, max=96)}
     )
     precision = find_precision("fp16")
     module = build_module(spec, dtype=torch.float16, path="plain")

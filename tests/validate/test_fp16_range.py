@@ -36,8 +36,8 @@ NAMES = [
     "tiny-sparse-heads",
     "tiny-head-mix",
     "tiny-rope",
-    "tiny-growing",
-    "tiny-static",
+    "tiny-dynamic",
+    "tiny-preallocated",
     "tiny-window",
     "tiny-softcap",
 ]
@@ -71,7 +71,7 @@ def attentions(bundle, case):
 
 def starts_of(spec, case):
     """Where the first query of every row stands."""
-    if spec.cache == "static":
+    if spec.cache == "preallocated":
         return case.inputs["lengths"]
     return np.full(case.sizes["B"], case.sizes.get("P", 0))
 
@@ -80,7 +80,7 @@ def behind_cache(spec, case, starts, name, new):
     """The past and the new rows; for buffers, the valid rows, and zeros where nothing is to be looked at."""
     if spec.cache == "none":
         return new
-    if spec.cache == "growing":
+    if spec.cache == "dynamic":
         return np.concatenate((case.inputs[f"past_{name}"].astype(np.float64), new), axis=2)
     rows = np.zeros(case.inputs[f"{name}_cache"].shape)
     for b, start in enumerate(starts):
@@ -175,7 +175,7 @@ def compare(node, cases, near):
 # One of each kind of mask, cache and attention; an export in float32 each, so the others are for `-m slow`.
 QUICK = (
     *("tiny-gqa", "tiny-causal-padding", "tiny-additive-causal", "tiny-cross-padding", "tiny-head-mix"),
-    *("tiny-softcap", "tiny-static", "tiny-growing", "tiny-window"),
+    *("tiny-softcap", "tiny-preallocated", "tiny-dynamic", "tiny-window"),
 )
 
 
@@ -199,7 +199,7 @@ def test_every_figure_is_what_plain_numpy_gives(bundles, name):
         ("tiny-gqa", "fp16", 5e-3),
         ("tiny-head-mix", "fp16", 5e-3),
         ("tiny-causal-padding", "bf16", 5e-2),
-        ("tiny-static", "fp16", 5e-3),
+        ("tiny-preallocated", "fp16", 5e-3),
         ("tiny-window", "bf16", 5e-2),
     ],
 )
@@ -228,7 +228,8 @@ def test_large_values_leave_less_headroom(bundles, tmp_path):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("block", [7, 1000])
 @pytest.mark.parametrize(
-    "name", ["tiny-causal-padding", "tiny-additive-causal", "tiny-head-mix", "tiny-static", "tiny-window"]
+    "name",
+    ["tiny-causal-padding", "tiny-additive-causal", "tiny-head-mix", "tiny-preallocated", "tiny-window"],
 )
 def test_blocks_change_nothing(bundles, monkeypatch, name, block):
     bundle = bundles(name, "fp32")
@@ -266,7 +267,7 @@ def test_hidden_pairs_count_for_the_product_and_not_for_the_score(bundles, tmp_p
 
 @pytest.mark.parametrize("rubbish", [6e4, np.nan, np.inf])
 def test_what_stands_behind_the_valid_rows_is_not_measured(bundles, tmp_path, rubbish):
-    bundle = bundles("tiny-static")
+    bundle = bundles("tiny-preallocated")
     folder = copy_of(bundle, tmp_path / "b")
 
     def spoil(arrays):
@@ -279,7 +280,7 @@ def test_what_stands_behind_the_valid_rows_is_not_measured(bundles, tmp_path, ru
     assert fp16_range(open_bundle(folder)).nodes == fp16_range(bundle).nodes
 
 
-@pytest.mark.parametrize("name", ["tiny-growing", "tiny-static", "tiny-window"])
+@pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated", "tiny-window"])
 def test_an_old_key_counts_for_the_product_and_for_the_score_where_it_is_seen(bundles, tmp_path, name):
     bundle = bundles(name, "fp32")
     folder, window = copy_of(bundle, tmp_path / "b"), bundle.manifest.spec.window
@@ -305,12 +306,12 @@ def test_an_old_key_counts_for_the_product_and_for_the_score_where_it_is_seen(bu
 def test_the_most_keys_of_a_cache_are_its_past_and_the_new_ones(bundles):
     most = {
         name: fp16_range(bundles(name), cases=["min"]).nodes[0].max_keys
-        for name in ("tiny-gqa", "tiny-growing", "tiny-static", "tiny-window", "tiny-softcap")
+        for name in ("tiny-gqa", "tiny-dynamic", "tiny-preallocated", "tiny-window", "tiny-softcap")
     }
     assert most == {
         "tiny-gqa": 64,
-        "tiny-growing": 127,
-        "tiny-static": 64,
+        "tiny-dynamic": 127,
+        "tiny-preallocated": 64,
         "tiny-window": 12,
         "tiny-softcap": 64,
     }
@@ -497,7 +498,7 @@ def save(model, folder):
 
 
 def grown_to(bundle, folder, matmul):
-    """A copy of a bundle whose largest |Q·Kᵀ| is this, Q and K growing alike."""
+    """A copy of a bundle whose largest |Q·Kᵀ| is this, Q and K dynamic alike."""
     now = abs(fp16_range(bundle).nodes[0].figures.matmul.value)
     factor = (matmul / now) ** 0.5
     return with_weights(bundle, folder, q=factor, k=factor)

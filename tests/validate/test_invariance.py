@@ -24,8 +24,8 @@ NAMES = [
     "tiny-head-mix",
     "tiny-sparse-heads",
     "tiny-grouped-mlp",
-    "tiny-growing",
-    "tiny-static",
+    "tiny-dynamic",
+    "tiny-preallocated",
     "tiny-window",
 ]
 FP16 = PRECISIONS["fp16"]
@@ -375,12 +375,12 @@ def last_takes_the_first(*names):
 @pytest.mark.parametrize(
     ("name", "tensors"),
     [
-        ("tiny-growing", ["past_key"]),
-        ("tiny-growing", ["past_value"]),
+        ("tiny-dynamic", ["past_key"]),
+        ("tiny-dynamic", ["past_value"]),
         ("tiny-window", ["past_key", "past_value"]),
-        ("tiny-static", ["key_cache"]),
-        ("tiny-static", ["value_cache"]),
-        ("tiny-static", ["lengths"]),
+        ("tiny-preallocated", ["key_cache"]),
+        ("tiny-preallocated", ["value_cache"]),
+        ("tiny-preallocated", ["lengths"]),
     ],
 )
 def test_a_cache_of_another_slot_is_caught(opened, name, tensors):

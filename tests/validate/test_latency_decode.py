@@ -20,7 +20,7 @@ from mha_deploy.validate.bench import BenchOptions, ModelBench, bench_to_dict
 from mha_deploy.validate.latency import LatencyRow, latency_point
 
 FP16 = find_precision("fp16")
-GROWING, STATIC, WHOLE = (find_spec(f"tiny-{name}") for name in ("growing", "static", "gqa"))
+DYNAMIC, PREALLOCATED, WHOLE = (find_spec(f"tiny-{name}") for name in ("dynamic", "preallocated", "gqa"))
 
 
 def point(spec, sizes, *rows, lengths=None):
@@ -41,7 +41,7 @@ def printed(at):
 def test_a_decode_step_has_tokens_a_second():
     engine, eager = row("tensorrt", 20.0, family="tensorrt"), row("eager", 40.0)
     refused = LatencyRow(name="sdpa-flash", backend="torch", family="pytorch", refused="no kernel")
-    at = point(GROWING, {"B": 4, "S": 1, "P": 63}, eager, refused, engine)
+    at = point(DYNAMIC, {"B": 4, "S": 1, "P": 63}, eager, refused, engine)
     assert [at.figures(each)["tokens_per_s"] for each in at.rows] == pytest.approx([1e5, None, 2e5])
     assert at.roofline.bound == "memory"
     share = at.figures(engine)["gb_per_s"] / at.roofline.gb_per_s_peak
@@ -54,8 +54,8 @@ def test_a_decode_step_has_tokens_a_second():
 @pytest.mark.parametrize(
     ("spec", "sizes", "lengths"),
     [
-        (GROWING, {"B": 4, "S": 2, "P": 10}, None),
-        (STATIC, {"B": 1, "S": 16, "T": 64}, [0]),
+        (DYNAMIC, {"B": 4, "S": 2, "P": 10}, None),
+        (PREALLOCATED, {"B": 1, "S": 16, "T": 64}, [0]),
         (WHOLE, {"B": 4, "S": 1}, None),
     ],
     ids=["two tokens", "prefill", "no cache"],
@@ -71,10 +71,10 @@ def test_other_calls_have_none(spec, sizes, lengths):
 
 def test_the_work_is_that_of_the_lengths_of_the_case():
     sizes = {"B": 3, "S": 1, "T": 64}
-    full, half = (point(STATIC, sizes, lengths=lengths) for lengths in ([63] * 3, [63, 30, 0]))
+    full, half = (point(PREALLOCATED, sizes, lengths=lengths) for lengths in ([63] * 3, [63, 30, 0]))
     assert (full.flops, full.bytes) == (
-        layer_cost(STATIC, sizes, 2).flops,
-        layer_cost(STATIC, sizes, 2).bytes,
+        layer_cost(PREALLOCATED, sizes, 2).flops,
+        layer_cost(PREALLOCATED, sizes, 2).bytes,
     )
     assert half.flops < full.flops
     assert half.bytes < full.bytes
@@ -83,7 +83,7 @@ def test_the_work_is_that_of_the_lengths_of_the_case():
 
 def test_the_table_of_a_decode_step_fits_a_terminal():
     rows = [row("sdpa-efficient", 1234.5), row("tensorrt-rtx-fp16", 2.0, family="tensorrt"), row("eager")]
-    text = printed(point(STATIC, {"B": 4, "S": 1, "T": 64}, *rows, lengths=[63] * 4))
+    text = printed(point(PREALLOCATED, {"B": 4, "S": 1, "T": 64}, *rows, lengths=[63] * 4))
     assert "B=4,S=1,T=64" in text.replace(" ", "")
     for words in ("63 KV-cache entries", "tokens/s", "2,000,000", "GB/s", "roofline"):
         assert words in text
@@ -91,8 +91,8 @@ def test_the_table_of_a_decode_step_fits_a_terminal():
 
 
 def test_the_figures_keep_the_format_of_a_benchmark(bundles):
-    bundle = bundles("tiny-static")
-    at = point(STATIC, {"B": 2, "S": 1, "T": 64}, row("eager", 9.0), lengths=[63, 63])
+    bundle = bundles("tiny-preallocated")
+    at = point(PREALLOCATED, {"B": 2, "S": 1, "T": 64}, row("eager", 9.0), lengths=[63, 63])
     found = ModelBench(bundle=bundle, engines=(), evaluations=(), absent=(), points=(at,))
     assert check_bench(json.loads(json.dumps(bench_to_dict([found])))) == []
 
@@ -111,10 +111,10 @@ def cases(monkeypatch):
 
 
 def test_a_cached_layer_is_timed_at_prefill_and_decode(bundles, cases):
-    prefill, decode = cases(bundles("tiny-growing"), "opt")
+    prefill, decode = cases(bundles("tiny-dynamic"), "opt")
     assert (prefill.name, prefill.sizes) == ("prefill", {"B": 2, "S": 16, "P": 0})
     assert (decode.name, decode.sizes) == ("decode", {"B": 2, "S": 1, "P": 24})
-    prefill, decode = cases(bundles("tiny-static"), "opt")
+    prefill, decode = cases(bundles("tiny-preallocated"), "opt")
     assert prefill.inputs["lengths"].tolist() == [0, 0]
     assert decode.inputs["lengths"].tolist() == [63, 63], "whatever lengths the golden case of that name has"
 
@@ -123,7 +123,7 @@ def test_a_golden_case_is_taken_only_where_its_lengths_are_wanted(bundles, cases
     def nobody(bundle, seed):
         raise BackendUnavailable("Only PyTorch can tell.")
 
-    bundle = bundles("tiny-static")
+    bundle = bundles("tiny-preallocated")
     monkeypatch.setattr(bench, "_fresh", nobody)
     assert [case.name for case in cases(bundle, "prefill")] == ["prefill"]
     with pytest.raises(BackendUnavailable):
@@ -131,7 +131,7 @@ def test_a_golden_case_is_taken_only_where_its_lengths_are_wanted(bundles, cases
 
 
 def test_a_sweep_has_every_point_once_under_a_name_of_its_own(bundles, cases):
-    for name in ("tiny-growing", "tiny-static", "tiny-gqa"):
+    for name in ("tiny-dynamic", "tiny-preallocated", "tiny-gqa"):
         found = cases(bundles(name))
         assert len({case.name for case in found}) == len(found)
         full = [case for case in found if "lengths" in case.inputs and case.name != "prefill"]
@@ -139,5 +139,5 @@ def test_a_sweep_has_every_point_once_under_a_name_of_its_own(bundles, cases):
 
 
 def test_a_point_that_is_asked_for_twice_is_timed_once(bundles, cases):
-    found = cases(bundles("tiny-growing"), "decode", "opt", "B=2,S=1,P=24")
+    found = cases(bundles("tiny-dynamic"), "decode", "opt", "B=2,S=1,P=24")
     assert [case.name for case in found] == ["decode", "prefill"]

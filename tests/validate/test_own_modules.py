@@ -218,7 +218,7 @@ def test_deploy_of_an_own_model(run_cli, tmp_path):
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        (("--cache", "static"), "cache"),
+        (("--cache", "preallocated"), "cache"),
         (("--projections", "packed"), "projections"),
         (("--device", "cuda"), "on the CPU"),
     ],

@@ -41,15 +41,15 @@ LAYERS = {
     "tiny-grouped-mlp": {"KV heads swapped"},
     "tiny-rope": {"rotary dropped", "rotary off by one"},
     "tiny-softcap": {"softcap dropped", "causal off by one"},
-    "tiny-growing": {*CACHED, "rotary dropped", "rotary off by one"},
-    "tiny-static": {*CACHED, "rotary dropped", "rotary off by one"},
+    "tiny-dynamic": {*CACHED, "rotary dropped", "rotary off by one"},
+    "tiny-preallocated": {*CACHED, "rotary dropped", "rotary off by one"},
     "tiny-window": {"mask dropped", "mask off by one", "cache off by one", "heads transposed"},
 }
 ALWAYS = {"scale off by 0.5 %", "scale missing", "NaN"}
 
 
 @pytest.mark.sweep(6)
-@in_precisions("fp16", "bf16", "fp32", names=LAYERS, every=("tiny-gqa", "tiny-static"))
+@in_precisions("fp16", "bf16", "fp32", names=LAYERS, every=("tiny-gqa", "tiny-preallocated"))
 def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, precision):
     result = self_test(bundles(name, precision))
     assert result.right.passed
@@ -64,13 +64,13 @@ def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, pre
 # key that is seen alone.
 ALONE = {"scale off by 0.5 %", "scale missing", "groups interleaved"}
 NARROW = {
-    "token by token": ("tiny-growing", {"S": "1"}, {}, {"causal dropped", "causal off by one"}),
-    "static token by token": ("tiny-static", {"S": "1"}, {}, {"causal dropped", "causal off by one"}),
-    "no past": ("tiny-growing", {"P": "0"}, {}, {"past forgotten", "cache off by one"}),
-    "a past of one": ("tiny-growing", {"P": "0:1:1"}, {}, {"cache off by one"}),
-    "filled by every call": ("tiny-static", {"S": "64"}, {}, {"past forgotten", "cache off by one"}),
-    "window of one": ("tiny-growing", {}, {"window": 1}, ALONE),
-    "idle window": ("tiny-static", {"S": "1"}, {"window": 99}, {"mask dropped", "mask off by one"}),
+    "token by token": ("tiny-dynamic", {"S": "1"}, {}, {"causal dropped", "causal off by one"}),
+    "static token by token": ("tiny-preallocated", {"S": "1"}, {}, {"causal dropped", "causal off by one"}),
+    "no past": ("tiny-dynamic", {"P": "0"}, {}, {"past forgotten", "cache off by one"}),
+    "a past of one": ("tiny-dynamic", {"P": "0:1:1"}, {}, {"cache off by one"}),
+    "filled by every call": ("tiny-preallocated", {"S": "64"}, {}, {"past forgotten", "cache off by one"}),
+    "window of one": ("tiny-dynamic", {}, {"window": 1}, ALONE),
+    "idle window": ("tiny-preallocated", {"S": "1"}, {"window": 99}, {"mask dropped", "mask off by one"}),
     "one additive key": ("tiny-additive", {"S": "1"}, {}, {*ALONE, "mask dropped"}),
 }  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_a_mistake_is_made_in_a_copy(bundles):
         ("tiny-window", "past forgotten"),
         ("tiny-window", "causal off by one"),
         ("tiny-window", "rotary dropped"),
-        ("tiny-static", "softcap dropped"),
+        ("tiny-preallocated", "softcap dropped"),
     ],
 )
 def test_a_mistake_that_cannot_be_made_is_left_out(bundles, name, mistake):

@@ -29,7 +29,7 @@ from mha_deploy.validate.decode import (
 )
 
 B, STEPS = 3, 8
-PROMPTS = {"growing": 5, "static": [5, 2, 7]}
+PROMPTS = {"dynamic": 5, "preallocated": [5, 2, 7]}
 CACHES = tuple(PROMPTS)
 
 
@@ -77,7 +77,7 @@ def test_the_layer_passes(cache, precision, path):
 @pytest.mark.parametrize(
     ("cache", "precision"),
     [
-        pytest.param(cache, each, marks=() if each == "fp16" or cache == "static" else pytest.mark.slow)
+        pytest.param(cache, each, marks=() if each == "fp16" or cache == "preallocated" else pytest.mark.slow)
         for cache in CACHES
         for each in PRECISIONS
     ],
@@ -127,8 +127,8 @@ def test_what_padding_gives_and_what_is_behind_the_valid_rows_is_not_judged():
                 entries[1, :, 2 + STEPS :] = np.nan
             return held
 
-    runner = Meddled(ModuleRunner(captured("static")[0]), after=after)
-    assert judged(runner, "static", loop=SpoilsTheRest).passed
+    runner = Meddled(ModuleRunner(captured("preallocated")[0]), after=after)
+    assert judged(runner, "preallocated", loop=SpoilsTheRest).passed
 
 
 # -- what is wrong is caught, and placed -----------------------------------------------------------
@@ -170,7 +170,7 @@ def test_a_row_that_the_last_step_did_not_write_shows_in_the_cache(cache, only):
 
 
 def test_a_row_that_keeps_what_padding_wrote_is_caught():
-    report = judged(wrong.not_written(captured("static")[0], at=1), "static")
+    report = judged(wrong.not_written(captured("preallocated")[0], at=1), "preallocated")
     assert report.first_failed == 2
     assert wrong_in_cache(report) == ["key", "value"]
 
@@ -187,8 +187,8 @@ def test_swapped_rows_of_the_batch_are_caught(cache, precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_length_that_is_not_advanced_is_caught_at_its_step(precision):
-    runner = ModuleRunner(captured("static", precision)[0])
-    report = judged(runner, "static", precision, loop=LosesCount)
+    runner = ModuleRunner(captured("preallocated", precision)[0])
+    report = judged(runner, "preallocated", precision, loop=LosesCount)
     lost, step = report.failures[:2]
     assert (lost.case, lost.output, lost.problem) == (
         "decode step 3",
@@ -201,19 +201,21 @@ def test_a_length_that_is_not_advanced_is_caught_at_its_step(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_length_that_only_the_runtime_has_wrong_is_caught_too(precision):
-    report = judged(wrong.lengths_held_back(captured("static", precision)[0]), "static", precision)
+    report = judged(
+        wrong.lengths_held_back(captured("preallocated", precision)[0]), "preallocated", precision
+    )
     assert report.first_failed == wrong.AT
     assert report.failures[0].output == "output"
     assert "worst at batch element 1" in report.failures[0].problem
 
 
 def test_an_exported_graph_that_looks_ahead_is_caught_in_the_prefill():
-    module, _ = captured("growing")
+    module, _ = captured("dynamic")
     model = canonical_from_module(module)
     (node,) = [node for node in model.graph if node.op_type == "Attention"]
     node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
     with open_runner("ort-cpu", model) as runner:
-        report = judged(runner, "growing")
+        report = judged(runner, "dynamic")
     assert [verdict.case for verdict in report.failures] == ["decode prefill"]  # one new token sees all
 
 
@@ -223,7 +225,7 @@ def test_a_value_that_is_not_finite_is_placed():
             results["output"][1, 0, 5] = np.inf
         return results
 
-    report = judged(Meddled(ModuleRunner(captured("static")[0]), after=after), "static")
+    report = judged(Meddled(ModuleRunner(captured("preallocated")[0]), after=after), "preallocated")
     assert [(v.case, v.problem) for v in report.failures] == [
         ("decode step 2", "1 values are NaN or infinite, the first at (1, 0, 5)")
     ]
@@ -242,10 +244,10 @@ def test_a_value_that_is_not_finite_is_placed():
 )
 def test_outputs_of_another_type_or_shape_fail(change, problem):
     runner = Meddled(
-        ModuleRunner(captured("static")[0]),
+        ModuleRunner(captured("preallocated")[0]),
         after=lambda call, feeds, results: {**results, "output": change(results["output"])},
     )
-    report = judged(runner, "static")
+    report = judged(runner, "preallocated")
     assert problem in report.failures[0].problem
     assert report.first_failed == 0
 
@@ -261,7 +263,7 @@ def test_a_runtime_that_raises_has_failed_with_its_reason(at, error):
             raise error
         return feeds
 
-    report = judged(Meddled(ModuleRunner(captured("growing")[0]), before=before), "growing")
+    report = judged(Meddled(ModuleRunner(captured("dynamic")[0]), before=before), "dynamic")
     (failure,) = report.failures
     assert failure.problem.startswith("could not be run: ")
     assert "No memory. 8 GB" in failure.problem
@@ -295,7 +297,7 @@ def test_a_cache_that_cannot_be_compared_has_failed(cache, problem):
             keys, values = cache(tuple(super().cache().values()))
             return {"key": keys, "value": values}
 
-    report = judged(ModuleRunner(captured("growing")[0]), "growing", loop=Odd)
+    report = judged(ModuleRunner(captured("dynamic")[0]), "dynamic", loop=Odd)
     assert wrong_in_cache(report) == ["key", "value"]
     assert report.failures[0].problem.startswith(problem)
     assert report.first_failed is None
@@ -314,10 +316,10 @@ def test_a_cache_that_cannot_be_compared_has_failed(cache, problem):
 )
 def test_a_cache_that_cannot_go_into_the_next_call_is_a_failure(change, reason):
     runner = Meddled(
-        ModuleRunner(captured("growing")[0]),
+        ModuleRunner(captured("dynamic")[0]),
         after=lambda call, feeds, results: change(results) if call == 2 else results,
     )
-    report = judged(runner, "growing")
+    report = judged(runner, "dynamic")
     assert reason in report.failures[0].problem
     assert report.first_failed == 2
 
@@ -331,19 +333,19 @@ def refused(match, loop, trace, spec, precision="fp16"):
 
 
 def test_a_trace_that_does_not_fit_is_refused():
-    module, trace = captured("static")
+    module, trace = captured("preallocated")
     loop = HostDecodeLoop(ModuleRunner(module), module.spec, B)
     small = module.spec.with_axes({"S": Axis.parse("1:8:14"), "T": Axis.parse("14")})
     refused("does not fit", loop, trace, replace(module.spec, Hkv=4))
     refused("does not fit", loop, trace, module.spec, "bf16")
     refused("do not fit into the cache", loop, trace, small)
-    refused("one length", loop, trace, cached("growing"))
+    refused("one length", loop, trace, cached("dynamic"))
     refused("no KV cache", loop, trace, find_spec("tiny-rope"))
     assert not loop.lengths.any()  # nothing was fed
 
 
 def test_a_stepper_must_be_empty_and_have_the_rows_of_the_trace():
-    module, trace = captured("static")
+    module, trace = captured("preallocated")
     loop = HostDecodeLoop(ModuleRunner(module), module.spec, B)
     loop.feed(trace.prefill(), trace.prompt)
     refused("empty cache", loop, trace, module.spec)
@@ -351,9 +353,9 @@ def test_a_stepper_must_be_empty_and_have_the_rows_of_the_trace():
 
 
 def test_a_runner_of_another_layer_is_refused():
-    for spec in (cached("static"), find_spec("tiny-rope")):
+    for spec in (cached("preallocated"), find_spec("tiny-rope")):
         with pytest.raises(DeployError, match="with a KV cache"):
-            HostDecodeLoop(ModuleRunner(captured("growing")[0]), spec, B)
+            HostDecodeLoop(ModuleRunner(captured("dynamic")[0]), spec, B)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -364,8 +366,8 @@ def test_a_runner_without_a_cache_of_its_own_is_stepped_from_the_host(cache):
         assert run_decode_loop(loop, trace, module.spec, PRECISIONS["fp16"]).passed
 
 
-def test_a_growing_cache_takes_no_counts():
-    module, trace = captured("growing")
+def test_a_dynamic_cache_takes_no_counts():
+    module, trace = captured("dynamic")
     with pytest.raises(DeployError, match="one length"):
         HostDecodeLoop(ModuleRunner(module), module.spec, B).feed(trace.prefill(), trace.prompt)
 
@@ -374,7 +376,7 @@ def test_a_growing_cache_takes_no_counts():
 
 
 def test_the_report_is_plain_data_and_shows_only_the_first_failures():
-    report = judged(wrong.upper_left(captured("static")[0]), "static")
+    report = judged(wrong.upper_left(captured("preallocated")[0]), "preallocated")
     data = json.loads(json.dumps(report.to_dict()))
     assert (data["passed"], data["first_failed"], data["steps"]) == (False, 1, STEPS)
     assert (data["model"], data["trace"], data["prompt"]) == ("tiny-rope", "decode", [5, 2, 7])
@@ -385,7 +387,7 @@ def test_the_report_is_plain_data_and_shows_only_the_first_failures():
 
 def test_every_step_is_told_before_it_is_run():
     told = []
-    judged(ModuleRunner(captured("growing")[0]), "growing", on_step=told.append)
+    judged(ModuleRunner(captured("dynamic")[0]), "dynamic", on_step=told.append)
     assert told == list(range(STEPS + 1))
 
 
@@ -420,7 +422,7 @@ def test_a_step_may_use_the_budgets_around_it_and_no_others():
 
 
 def test_the_prefill_has_its_own_budget_and_the_steps_share_theirs():
-    report, (_, trace) = judged(ModuleRunner(captured("growing")[0]), "growing"), captured("growing")
+    report, (_, trace) = judged(ModuleRunner(captured("dynamic")[0]), "dynamic"), captured("dynamic")
     eager, oracle = (results["output"][:, :5] for results in (trace.eager, trace.oracle))
     assert report.verdicts[0].budget == budget_from_eager(eager, oracle, PRECISIONS["fp16"])
     steps = [verdict.budget for verdict in report.verdicts if " step " in verdict.case]
@@ -434,7 +436,7 @@ def _at(trace, step):
 
 
 def test_a_report_that_lacks_steps_has_not_passed():
-    report = judged(ModuleRunner(captured("growing")[0]), "growing")
+    report = judged(ModuleRunner(captured("dynamic")[0]), "dynamic")
     assert report.passed
     assert not replace(report, errors=report.errors[:-1]).passed
     assert not replace(report, verdicts=(), errors=()).passed
@@ -449,7 +451,7 @@ def test_a_report_that_lacks_steps_has_not_passed():
     [(100, [64, 100], 70), pytest.param(1000, [512, 1000], 700, marks=pytest.mark.slow)],
 )
 def test_many_steps_of_the_exported_graph(steps, shown, spoiled_at):
-    spec, precision = cached("growing", rows=steps + 24), PRECISIONS["fp16"]
+    spec, precision = cached("dynamic", rows=steps + 24), PRECISIONS["fp16"]
     module = module_of(spec, "fp16")
     trace = TraceCapture(module, precision, 0).capture("long", 2, 16, steps)
     with open_runner("ort-cpu", canonical_from_module(module)) as runner:
@@ -459,7 +461,7 @@ def test_many_steps_of_the_exported_graph(steps, shown, spoiled_at):
         assert report.growth < 2 * report.eager_growth
         assert [step for step, _ in report.table][-2:] == shown
         # One value among many keys: no output need show it, the cache does.
-        spoiled = wrong.not_written_by(runner, "growing", at=spoiled_at, only="value")
+        spoiled = wrong.not_written_by(runner, "dynamic", at=spoiled_at, only="value")
         report = run_decode_loop(HostDecodeLoop(spoiled, spec, 2), trace, spec, precision)
     assert [verdict.output for verdict in report.failures if verdict.case == "long cache"] == ["value"]
     assert report.failures[-1].problem.endswith(f"position {spoiled_at + 15}")

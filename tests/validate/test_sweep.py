@@ -9,7 +9,7 @@ from mha_deploy.model.spec import Axis
 from mha_deploy.validate.sweep import bench_points, sweep_points
 
 MHA, CROSS, LLAMA = find_spec("tiny-mha"), find_spec("tiny-cross"), find_spec("llama-3-8b")
-GROWING, STATIC = find_spec("tiny-growing"), find_spec("tiny-static")
+DYNAMIC, PREALLOCATED = find_spec("tiny-dynamic"), find_spec("tiny-preallocated")
 SPECS = pytest.mark.parametrize("name", catalog_names())
 
 
@@ -183,8 +183,8 @@ def test_a_length_for_a_layer_of_fixed_length_is_refused():
         bench_points(MHA.with_axes(ranges(S="64")), lengths=[32])
 
 
-def test_a_growing_cache_is_timed_over_batches_and_pasts_one_token_at_a_time():
-    points = bench_points(GROWING)
+def test_a_dynamic_cache_is_timed_over_batches_and_pasts_one_token_at_a_time():
+    points = bench_points(DYNAMIC)
     steps = [point for point in points if point.name != "prefill"]
     assert {point.sizes["S"] for point in steps} == {1}
     assert {point.sizes["B"] for point in steps} == {1, 2, 4}
@@ -192,11 +192,11 @@ def test_a_growing_cache_is_timed_over_batches_and_pasts_one_token_at_a_time():
     assert by_name(points)["prefill"] == {"B": 2, "S": 16, "P": 0}
     assert by_name(points)["decode"] == {"B": 2, "S": 1, "P": 24}
     assert {point.past for point in points} == {None}
-    GROWING.check_sizes(points[0].sizes)
+    DYNAMIC.check_sizes(points[0].sizes)
 
 
-def test_a_static_cache_is_timed_over_batches_and_full():
-    points = bench_points(STATIC)
+def test_a_preallocated_cache_is_timed_over_batches_and_full():
+    points = bench_points(PREALLOCATED)
     assert [(p.name, p.sizes["B"], p.sizes["S"], p.past) for p in points] == [
         ("B1-S1-T64", 1, 1, 63),
         ("decode", 2, 1, 63),
@@ -207,7 +207,7 @@ def test_a_static_cache_is_timed_over_batches_and_full():
 
 def test_a_cache_that_an_oracle_has_no_room_for_is_left_out_unless_asked_for():
     huge = {"B": "1:1:4096", "P": "0:1024:131072"}
-    spec = GROWING.with_axes({name: Axis.parse(text, name=name) for name, text in huge.items()})
+    spec = DYNAMIC.with_axes({name: Axis.parse(text, name=name) for name, text in huge.items()})
     found = [(p.sizes["B"], p.sizes["P"]) for p in bench_points(spec)]
     assert max(found) == (4096, max(P for B, P in found if B == 4096))
     assert max(B * P for B, P in found) * 2 * 2 * 2 * 16 * 8 <= 16 << 30
@@ -217,7 +217,7 @@ def test_a_cache_that_an_oracle_has_no_room_for_is_left_out_unless_asked_for():
     ]
 
 
-@pytest.mark.parametrize("name", ["tiny-growing", "tiny-static", "tiny-window"])
+@pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated", "tiny-window"])
 def test_the_corners_of_a_cached_layer_are_inside_its_axes(name):
     spec = find_spec(name)
     for point in sweep_points(spec):

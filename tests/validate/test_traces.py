@@ -14,7 +14,7 @@ from mha_deploy.model.spec import Axis
 from mha_deploy.validate.decode import traces_of
 from mha_deploy.validate.options import ValidateOptions
 
-CACHES = ("tiny-static", "tiny-growing")  # both have room for 64 tokens
+CACHES = ("tiny-preallocated", "tiny-dynamic")  # both have room for 64 tokens
 
 
 def with_axes(name, **axes):
@@ -27,12 +27,12 @@ def with_axes(name, **axes):
 @pytest.mark.parametrize(
     ("spec", "room"),
     [
-        (find_spec("tiny-static"), 64),
-        (find_spec("tiny-growing"), 64),
+        (find_spec("tiny-preallocated"), 64),
+        (find_spec("tiny-dynamic"), 64),
         (find_spec("tiny-gqa"), find_spec("tiny-gqa").axes["S"].max),
         (find_spec("tiny-cross"), find_spec("tiny-cross").axes["S"].max),
-        (with_axes("tiny-growing", P="0"), 1),
-        (with_axes("tiny-growing", P="0:5:99"), 100),
+        (with_axes("tiny-dynamic", P="0"), 1),
+        (with_axes("tiny-dynamic", P="0:5:99"), 100),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -43,10 +43,10 @@ def test_the_room_is_that_of_single_tokens_to_the_end(spec, room):
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (with_axes("tiny-growing", P="0"), "no room for a second token"),
-        (with_axes("tiny-static", T="1", S="1"), "no room for a second token"),
-        (with_axes("tiny-growing", P="1:24:63"), "the cache cannot be empty, P begins at 1"),
-        (with_axes("tiny-static", S="2:4:8"), "does not take single tokens"),
+        (with_axes("tiny-dynamic", P="0"), "no room for a second token"),
+        (with_axes("tiny-preallocated", T="1", S="1"), "no room for a second token"),
+        (with_axes("tiny-dynamic", P="1:24:63"), "the cache cannot be empty, P begins at 1"),
+        (with_axes("tiny-preallocated", S="2:4:8"), "does not take single tokens"),
     ],
     ids=["P=0", "T=1", "P from 1", "S from 2"],
 )
@@ -63,7 +63,7 @@ def test_the_traces_of_a_bundle_are_read_under_their_names(bundles):
 
 
 def test_a_trace_under_another_name_than_its_files_is_refused(bundles, tmp_path):
-    folder = copy_of(bundles("tiny-static"), tmp_path / "bundle")
+    folder = copy_of(bundles("tiny-preallocated"), tmp_path / "bundle")
     edit_manifest(folder, lambda data: data["traces"][0].update(name="other"))
     with pytest.raises(BundleError, match="another name") as caught:
         traces_of(open_bundle(folder), ValidateOptions())
@@ -71,8 +71,8 @@ def test_a_trace_under_another_name_than_its_files_is_refused(bundles, tmp_path)
 
 
 def test_a_trace_of_another_layer_is_refused(bundles, tmp_path):
-    folder = copy_of(bundles("tiny-growing"), tmp_path / "bundle")
-    shutil.copy(bundles("tiny-static").path / "traces" / "steps.safetensors", folder / "traces")
+    folder = copy_of(bundles("tiny-dynamic"), tmp_path / "bundle")
+    shutil.copy(bundles("tiny-preallocated").path / "traces" / "steps.safetensors", folder / "traces")
     rehash(folder)
     with pytest.raises(DeployError, match="one length"):
         traces_of(open_bundle(folder), ValidateOptions())

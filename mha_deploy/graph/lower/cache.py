@@ -91,7 +91,7 @@ def rows_name(output: str) -> str:
 
 # -- Recognise an attention with its cache ---------------------------------------------------------
 
-STATIC, GROWING = "static", "growing"
+PREALLOCATED, DYNAMIC = "preallocated", "dynamic"
 
 # Operators that pass on the numbers of their first input.
 _SAME_NUMBERS = ("Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape")
@@ -102,7 +102,7 @@ class CachedAttention:
     """One attention and its cache.
 
     Args:
-        kind: `static` (preallocated) or `growing` (dynamic).
+        kind: `preallocated` or `dynamic`.
         node: The attention.
         past_key: Keys of earlier calls, a graph input: `[B, Hkv, T, D]`, or `[B, Hkv, P, D]` if dynamic.
         new_key: Keys of the S new tokens, in the rank of the node's inputs.
@@ -129,7 +129,7 @@ def read_cache(node: ir.Node) -> CachedAttention | Obstacle | None:
         has_cache = input_at(node, an.PAST_KEY) is not None or any(_updates(node))
         return Obstacle("cache beside scores as an output", "qk_matmul_output") if has_cache else None
     if input_at(node, an.PAST_KEY) is not None:
-        return _read_growing(node)
+        return _read_dynamic(node)
     return _read_static(node) if any(_updates(node)) else None
 
 
@@ -138,7 +138,7 @@ def _updates(node: ir.Node) -> list[ir.Node | None]:
     return [made_by(input_at(node, at), scatter.SCATTER) for at in (an.K, an.V)]
 
 
-def _read_growing(node: ir.Node) -> CachedAttention | Obstacle:
+def _read_dynamic(node: ir.Node) -> CachedAttention | Obstacle:
     k, v, past_key, past_value = (input_at(node, at) for at in (an.K, an.V, an.PAST_KEY, an.PAST_VALUE))
     outs = [output_at(node, at) for at in (an.PRESENT_KEY, an.PRESENT_VALUE)]
     if k is None or v is None or past_key is None or past_value is None:
@@ -149,7 +149,7 @@ def _read_growing(node: ir.Node) -> CachedAttention | Obstacle:
     if key_out is None or value_out is None or not all(_is_only_output(out, 0) for out in outs):
         return Obstacle("present that is not just a graph output", [out and out.name for out in outs])
     return CachedAttention(
-        kind=GROWING,
+        kind=DYNAMIC,
         node=node,
         past_key=past_key,
         past_value=past_value,
@@ -187,7 +187,7 @@ def _read_static(node: ir.Node) -> CachedAttention | Obstacle:
     if not all(same_size(S, dim(value, 2)) for value in (new_value, input_at(node, an.Q))):
         return Obstacle("cache with more or fewer new entries than queries", f"{S} new keys")
     return CachedAttention(
-        kind=STATIC,
+        kind=PREALLOCATED,
         node=node,
         past_key=past_key,
         past_value=past_value,

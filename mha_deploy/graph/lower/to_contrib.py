@@ -9,7 +9,7 @@ import onnx_ir as ir
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
 from mha_deploy.graph.ir import NodeBuilder
 from mha_deploy.graph.lower.cache import (
-    STATIC,
+    PREALLOCATED,
     TOTAL_LENGTH,
     CachedAttention,
     read_cache,
@@ -184,7 +184,7 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> ir.Mo
 
     def wanted(node: ir.Node) -> CachedAttention | None:
         cache = read_cache(node)
-        if not isinstance(cache, CachedAttention) or cache.kind != STATIC:
+        if not isinstance(cache, CachedAttention) or cache.kind != PREALLOCATED:
             return None
         return cache if _has_place(read_call(node, opset=None, dialect=dialect)) else None
 
@@ -209,17 +209,19 @@ def _has_place(call: AttentionCall) -> bool:
     ):
         return False
     if call.D % 8:
-        raise call.refuse("static cache of a head size no multiple of 8", got=call.D, hint="dialect onnx")
+        raise call.refuse(
+            "preallocated cache of a head size no multiple of 8", got=call.D, hint="dialect onnx"
+        )
     if call.Dv != call.D:
         got = f"K {call.D}, V {call.Dv}"
-        raise call.refuse("static cache of V head size other than K's", got=got, hint="dialect onnx")
+        raise call.refuse("preallocated cache of V head size other than K's", got=got, hint="dialect onnx")
     return True
 
 
 def _last_entries(b: NodeBuilder, call: AttentionCall, cache: CachedAttention) -> ir.Value:
     """Index of the last valid entry of each batch element after the call: lengths + S − 1, int32 [B]."""
     if cache.starts is None:
-        raise call.refuse("static cache without lengths", hint="dialect onnx")
+        raise call.refuse("preallocated cache without lengths", hint="dialect onnx")
     S = query_length(b, call)
     first = b.op("Cast", cache.starts, to=int(ir.DataType.INT32), name="first_new_row")
     if S == 1:

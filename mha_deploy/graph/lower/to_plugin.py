@@ -34,7 +34,7 @@ from mha_deploy.graph.ir import (
     same_size,
 )
 from mha_deploy.graph.lower.cache import (
-    STATIC,
+    PREALLOCATED,
     CachedAttention,
     note_in_place,
     read_cache,
@@ -467,14 +467,14 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> ir.Mode
 
     def wanted(node: ir.Node) -> CachedAttention | None:
         cache = read_cache(node)
-        if not isinstance(cache, CachedAttention) or cache.kind != STATIC:
+        if not isinstance(cache, CachedAttention) or cache.kind != PREALLOCATED:
             return None
         return None if diagonal_of(read_call(node, opset=None, dialect=dialect)) is None else cache
 
     def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
         refuse_what_is_missing(call)
         if cache.starts is None:
-            raise call.refuse("static cache without lengths", hint="dialect primitives")
+            raise call.refuse("preallocated cache without lengths", hint="dialect primitives")
         places = (
             place_of(call.q, call.Hq, call.D),
             place_of(cache.new_key, call.Hkv, call.D),

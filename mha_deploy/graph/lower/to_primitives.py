@@ -14,7 +14,7 @@ import onnx_ir as ir
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, Y
 from mha_deploy.graph.ir import NodeBuilder, Size, replace_node
 from mha_deploy.graph.lower.cache import (
-    GROWING,
+    DYNAMIC,
     CachedAttention,
     note_rows,
     read_cache,
@@ -292,7 +292,7 @@ def _wanted(node: ir.Node, options: PrimitivesOptions, dialect: str) -> CachedAt
             raise call.refuse(cache.feature, got=cache.got, hint="cache=copy writes whole caches")
         return None
     # The outputs of a dynamic cache are the whole present, so it is only changed on request.
-    return None if cache is None or (cache.kind == GROWING and options.cache != ROWS) else cache
+    return None if cache is None or (cache.kind == DYNAMIC and options.cache != ROWS) else cache
 
 
 def _rewrite(
