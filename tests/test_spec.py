@@ -422,7 +422,7 @@ def test_sizes_must_name_exactly_the_axes(sizes):
         ({"rope": {"original_length": 0}}, "original_length must be a whole number"),
         ({"rope": {"interleaved": 1}}, "interleaved = true"),
         ({"rope": {}, "attends": "cross", "axes": CROSS}, 'attends = "self", or drop [rope]'),
-        ({"cache": "grown"}, "did you mean 'dynamic'?"),
+        ({"cache": "dynamik"}, "did you mean 'dynamic'?"),
         ({"cache": "dynamic", "causal": True}, "[axes] lacks P"),
         ({"cache": "preallocated", "causal": True}, "[axes] lacks T"),
         ({"axes": {**SELF, "P": P}}, 'leave P out, or set cache = "dynamic"'),

@@ -61,8 +61,7 @@ Projections = Annotated[
 Cache = Annotated[
     str | None,
     typer.Option(
-        help="KV cache: none, dynamic (past in, present out) or preallocated. "
-        "default: the spec's own"
+        help="KV cache: none, dynamic (past in, present out) or preallocated. default: the spec's own"
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of random weights and inputs.")]

@@ -118,8 +118,8 @@ def bench_points(
     """A grid of batches and lengths to time, with the usual points always in it.
 
     A layer with a cache is timed at its decode step: over batches and past lengths of a dynamic cache, over
-    batches alone of a preallocated one, which is full. Points whose cache an FP64 oracle has no room for are left
-    out of the default grid.
+    batches alone of a preallocated one, which is full. Points whose cache an FP64 oracle has no room for are
+    left out of the default grid.
 
     Args:
         spec: The layer.

@@ -161,7 +161,7 @@ def test_the_check_of_the_graph_tells_one_cache_from_another(tmp_path):
     dynamic = find_spec("tiny-dynamic")
     save_graph(canonical_from_module(build_module(dynamic)), tmp_path / "model.onnx")
     check_canonical(tmp_path / "model.onnx", dynamic, find_precision("fp32"))
-    with pytest.raises(ExportError, match="cache of the kind static"):
+    with pytest.raises(ExportError, match="cache of the kind preallocated"):
         check_canonical(tmp_path / "model.onnx", dynamic.with_cache("preallocated"), find_precision("fp32"))
     with pytest.raises(ExportError, match="0 RotaryEmbedding"):
         check_canonical(tmp_path / "model.onnx", replace(dynamic, rope=None), find_precision("fp32"))

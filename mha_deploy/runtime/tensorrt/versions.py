@@ -64,7 +64,7 @@ PROBES: dict[str, tuple[str, ...]] = {
         "LayerInformationFormat.JSON",
     ),
     # The choice of an allocation strategy and the sharing of profiles came with the same version.
-    "shared_profiles": ("ExecutionContextAllocationStrategy.PREALLOCATED",),
+    "shared_profiles": ("ExecutionContextAllocationStrategy.STATIC",),
     "aliased_outputs": ("ICudaEngine.get_aliased_input_tensor",),
     "device_memory_v1": ("ICudaEngine.device_memory_size",),
     "device_memory_v2": ("ICudaEngine.device_memory_size_v2",),
