@@ -229,8 +229,8 @@ class Decoder(nn.Module):
 
     def forward(self, ids, past_key, past_value, past_key_1, past_value_1):
         P, S = past_key.shape[2], ids.shape[1]
-        at = torch.arange(S) + P
-        mask = torch.arange(P + S)[None, :] <= at[:, None]
+        at = torch.arange(S, device=ids.device) + P
+        mask = torch.arange(P + S, device=ids.device)[None, :] <= at[:, None]
         x = self.tokens(ids) + self.positions(at if self.offset else at - P)
         x, key, value = self.blocks[0](x, past_key, past_value, mask)
         x, key_1, value_1 = self.blocks[1](x, past_key_1, past_value_1, mask)

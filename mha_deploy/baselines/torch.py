@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from mha_deploy.baselines.fresh import attention_spec, check_device, module_from_bundle
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.errors import BackendUnavailable, DeployError, exit_as_error, nearest
+from mha_deploy.errors import BackendUnavailable, DeployError, exit_as_error, nearest, place_of_error
 from mha_deploy.export.eager import tensors_in
 from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.model.deployable import ModuleSpec
@@ -326,11 +326,13 @@ class UserModels:
         """The module as it is run and timed.
 
         Raises:
-            DeployError: A kernel of PyTorch's fused attention is requested, and the module does not call it.
+            DeployError: The module does not run on the device, or a kernel of PyTorch's fused attention is
+                requested, and the module does not call it.
         """
         if baseline.packed:
             raise DeployError("The projections of your own module are as you wrote them.", got="packed")
-        if baseline.path == "sdpa" and not baseline.compiled and not self._has_sdpa():
+        calls_sdpa = self._has_sdpa()
+        if baseline.path == "sdpa" and not baseline.compiled and not calls_sdpa:
             raise DeployError(
                 "The module writes its attention out: there is no fused kernel to choose.",
                 got="no call of scaled_dot_product_attention",
@@ -350,8 +352,15 @@ class UserModels:
     def _has_sdpa(self) -> bool:
         if self._calls_sdpa is None:
             inputs = {name: example.tensor for name, example in self._user.loaded.inputs.items()}
-            with torch.inference_mode(), _Listener() as listener:
-                self._module(**self._user.rounded(inputs))
+            try:
+                with torch.inference_mode(), _Listener() as listener:
+                    self._module(**self._user.rounded(inputs))
+            except Exception as error:  # whatever the user's code raises
+                raise DeployError(
+                    f"The module does not run on {self.device}.",
+                    got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
+                    hint="create tensors on the device of the inputs, as in torch.arange(n, device=x.device)",
+                ) from error
             self._calls_sdpa = listener.heard
         return self._calls_sdpa
 

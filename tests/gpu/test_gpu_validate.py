@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
 from bundle_edit import copy_of
 
+import mha_deploy as md
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import engine_path, manifest_path
@@ -99,3 +101,38 @@ def test_an_engine_of_another_graph_is_caught_has_no_latency_and_the_graph_is_no
     assert row.refused.startswith("wrong answer")
     assert report.fault.at_fault == "fusion", report.fault
     assert [trial.passed for trial in report.fault.trials] == [True, True]
+
+
+def test_a_decoder_of_a_user_decodes_in_an_engine(tmp_path):
+    """Its KV cache goes in and out of every call, and each step is judged."""
+    pytest.importorskip("tensorrt")
+    bundle = md.export(f"{Path(__file__).parents[1] / 'own_models.py'}:decoder", tmp_path / "bundle")
+    md.build_engine(bundle)
+    report = md.validate(bundle, latency=False)
+    assert report.passed, report.headline
+    decoded = [each for each in report.to_dict()["decode"] if "tensorrt" in each["backend"]]
+    assert decoded
+    assert all(each["passed"] for each in decoded)
+
+
+def test_a_module_that_does_not_run_on_the_gpu_is_no_crash(tmp_path):
+    """Its PyTorch rows are refused with the user's line; the graph is still judged."""
+    source = tmp_path / "on_cpu.py"
+    source.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from mha_deploy import Deployable, Example\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.at, self.mix = nn.Embedding(64, 32), nn.Linear(32, 32)\n"
+        "    def forward(self, x):\n"
+        "        x = x + self.at(torch.arange(x.shape[1]))\n"
+        "        return self.mix(nn.functional.scaled_dot_product_attention(x, x, x))\n"
+        "def model():\n"
+        "    return Deployable(module=Model(), inputs={'x': Example(torch.randn(2, 8, 32), 'B', 'S')},\n"
+        "                      axes={'B': '1:2:4', 'S': '1:8:32'})\n"
+    )
+    report = md.validate(md.export(f"{source}:model", tmp_path / "bundle"), latency=True)
+    assert report.passed, report.headline
+    assert "on_cpu.py" in report.to_json()
