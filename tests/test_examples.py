@@ -57,7 +57,7 @@ def test_an_onnx_file_from_elsewhere(run):
     printed = run("04_foreign_onnx")
     assert printed.count("fused: ") == 1
     assert "causal: True" in printed
-    assert float(printed.rpartition(" ")[2]) < 1e-5
+    assert "1/1 outputs within budget" in printed
 
 
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])

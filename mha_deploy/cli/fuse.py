@@ -36,7 +36,7 @@ def fuse(
     ] = True,
     json: Json = False,
 ) -> None:
-    """Recognise attention in an ONNX file and write it as single Attention nodes; what stays is named."""
+    """Write the attention of an ONNX file as single Attention nodes; list what is not fused, and why."""
     from mha_deploy.api import fuse
     from mha_deploy.graph.file import load_graph
 

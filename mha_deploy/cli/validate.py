@@ -25,33 +25,34 @@ Backends = Annotated[
     ),
 ]
 EngineName = Annotated[
-    str | None, typer.Option("--engine", help="The one engine to run. default: all engines of the bundle")
+    str | None, typer.Option("--engine", help="Run only this engine. default: all engines of the bundle")
 ]
 Latency = Annotated[
     bool | None,
-    typer.Option("--latency/--no-latency", help="Whether to measure latency. default: if there is a GPU"),
+    typer.Option("--latency/--no-latency", help="Measure latency. default: if there is a GPU"),
 ]
 Sweep = Annotated[
     bool | None,
     typer.Option(
         "--sweep/--no-sweep",
-        help="Whether to run every optimization profile at its corners. default: if an engine and PyTorch "
-        "can run here",
+        help="Run every optimization profile at its corners. default: if an engine and PyTorch can run here",
     ),
 ]
-Fresh = Annotated[int, typer.Option(min=0, help="Number of random cases to add. Needs PyTorch.")]
+Fresh = Annotated[
+    int, typer.Option(min=0, help="Number of random cases besides those of the bundle. Needs PyTorch.")
+]
 Steps = Annotated[
     int,
     typer.Option(
-        min=0, help="Decode steps to add to those of the bundle, for a layer with a KV cache. Needs PyTorch."
+        min=0, help="Decode steps besides those of the bundle, for a model with a KV cache. Needs PyTorch."
     ),
 ]
 Prompt = Annotated[
     int | None,
-    typer.Option(min=1, help="Length of the prompt before --steps. default: the optimum of the axis S"),
+    typer.Option(min=1, help="Length of the prompt before --steps. default: the opt value of axis S"),
 ]
 Batch = Annotated[
-    int | None, typer.Option(min=1, help="Batch elements of --steps. default: the optimum of the axis B")
+    int | None, typer.Option(min=1, help="Batch size of --steps. default: the opt value of axis B")
 ]
 Layers = Annotated[
     bool,
@@ -62,7 +63,7 @@ Layers = Annotated[
     ),
 ]
 Conformance = Annotated[
-    bool, typer.Option("--conformance", help="Test how every runtime treats masks as well.")
+    bool, typer.Option("--conformance", help="Also test the mask semantics of every runtime.")
 ]
 Samples = Annotated[int, typer.Option(min=100, help="Samples of each timing.")]
 Kernels = Annotated[
@@ -72,13 +73,16 @@ RequireFused = Annotated[
     bool, typer.Option("--require-fused", help="Fail unless every attention of the engines is fused.")
 ]
 RequirePrecision = Annotated[
-    bool, typer.Option("--require-precision", help="Fail unless the engines are in the graph's precision.")
+    bool,
+    typer.Option(
+        "--require-precision", help="Fail unless the engines compute in the precision of the graph."
+    ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option("-o", "--out", help="Folder of report.json and report.html. default: the bundle"),
 ]
-Write = Annotated[bool, typer.Option("--report/--no-report", help="Whether to write the report.")]
+Write = Annotated[bool, typer.Option("--report/--no-report", help="Write the report.")]
 SelfTest = Annotated[
     bool,
     typer.Option("--self-test", help="Only mutate the graph, and check that each mutation is detected."),
