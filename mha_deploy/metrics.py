@@ -409,3 +409,13 @@ def _problem_before_error(case: GoldenCase, name: str, got: np.ndarray | None) -
         first = tuple(int(i) for i in np.argwhere(~finite)[0])
         return f"{int((~finite).sum())} values are NaN or infinite, the first at {first}"
     return None
+
+
+def relative_error(got: np.ndarray, oracle: np.ndarray) -> float:
+    """The size of the error over that of the oracle, which counts at least as the smallest normal numbers.
+
+    Numbers below those lose their digits, whatever program computes them.
+    """
+    smallest = 1e-30 if got.dtype.kind in "iub" else smallest_normal(got.dtype)
+    error = float(np.linalg.norm(got.astype(np.float64) - oracle))
+    return error / max(float(np.linalg.norm(oracle)), smallest * math.sqrt(max(got.size, 1)))

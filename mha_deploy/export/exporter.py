@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import torch
 
-from mha_deploy.analyze.cost import odd_sizes, sizes_name
 from mha_deploy.bundle.cases import GoldenCase, write_arrays
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
-from mha_deploy.errors import ExportError, SpecError, exit_as_error, nearest
+from mha_deploy.errors import ExportError, exit_as_error, nearest
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.canonical import (
     canonical_from_module,
@@ -22,7 +20,7 @@ from mha_deploy.export.canonical import (
     choose_opset_of,
     drop_exporter_metadata,
 )
-from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
+from mha_deploy.export.flow import GraphSource, OnStep, Source, Steps, export_bundle
 from mha_deploy.export.golden import (
     GoldenCapture,
     MixedCapture,
@@ -42,14 +40,11 @@ from mha_deploy.export.options import (
 )
 from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module
 from mha_deploy.export.program import attention_values, export_program
-from mha_deploy.graph.attention_node import is_attention, short_dtype
-from mha_deploy.graph.canonical import check_canonical, check_module
-from mha_deploy.graph.fuse import fuse_attention
+from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.fuse.repair import share_tied_weights
-from mha_deploy.graph.fuse.values import place_of
 from mha_deploy.model.deployable import Deployable, ModuleSpec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import FLOAT, AttentionSpec, Axis, TensorSpec
+from mha_deploy.model.spec import AttentionSpec, Axis, TensorSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.inputs import fed_to, random_inputs, to_numpy
@@ -174,16 +169,13 @@ class _LayerSource(Source):
 
 # -- A user's module -------------------------------------------------------------------------------
 
-_CASES = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
 _LAYERS_BYTES = 1 << 30
-_PLAN_LINES = 12
-_KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
-class _ModuleSource(Source):
+class _ModuleSource(GraphSource):
     """A user's module: its program is exported, and its attentions are recognised in the graph."""
 
-    spec: ModuleSpec
+    golden = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
     user: UserModule
     exported: ExportedModule
     model: ir.Model
@@ -198,7 +190,7 @@ class _ModuleSource(Source):
         self.auto, self.opset = options.precision == AUTO, choose_opset_of(options.opset)
         self.precision = find_precision("fp16" if self.auto else options.precision)
         self.notes, self.checks = [], {}
-        self.steps = 5 + self.auto + len(options.golden or _CASES)
+        self.steps = 5 + self.auto + len(options.golden or self.golden)
 
     def graph(self, folder: Path, step: Steps) -> ir.Model:
         options = self.options
@@ -214,74 +206,39 @@ class _ModuleSource(Source):
         step("ONNX graph")
         exported = self.exported = exported_program(user, opset=self.opset)
         step("attention")
-        model, fused = fuse_attention(exported.model)
+        model = self.fused(exported.model)
         share_tied_weights(model)
-        self.notes += [
-            f"{each.name} is not fused: {each.reason}" + (f" ({each.place})" if each.place else "")
-            for each in fused.unfused
-        ]
         self.capture = ModuleCapture(user, exported, options.seed)
         if self.auto:
             step("ranges")
             model, plan = mixed_graph(model, self.capture, folder)
             self.capture = MixedCapture(user, exported, options.seed, model)
-            self.checks["mixed precision"] = plan.describe()
-            lines = plan.lines()
-            self.notes += [
-                f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16",
-                *lines[:_PLAN_LINES],
-            ]
-            if len(lines) > _PLAN_LINES:
-                self.notes.append(f"and {len(lines) - _PLAN_LINES} more: see the manifest")
+            self.note_precision(plan)
         self.values = attention_values(model, exported)
-        self.places = {
-            str(node.name): place_of(node) for node in model.graph.all_nodes() if is_attention(node)
-        }
+        self.note_places(model)
         for value in model.graph.outputs:  # shape inference may have written a sum in another order
             if (dims := exported.outputs.get(str(value.name))) is not None:
                 value.shape = ir.Shape(dims)
         self.model = model
-        self.attentions = len(fused.fused) + len(fused.already) + len(fused.unfused)
         self.spec = self._spec(flops=0)
         drop_exporter_metadata(model)
         return model
 
-    def check(self, path: Path, step: Steps) -> None:
-        self.checks["graph"] = check_module(path, self.spec, self.precision)
+    def captured(self, name: str, sizes: dict[str, int]) -> GoldenCase:
+        """One golden case; the spec is complete once the work of the case opt is known."""
+        case = self.capture.capture(name, sizes)
+        if name == "large":
+            self.notes += reduction_note(self.spec, sizes, self.options.budget)
+        if name == "opt":
+            self.spec = self._spec(flops=case.flops)
+        return case
 
-    def cases(self, step: Steps) -> Iterator[GoldenCase]:
-        """The golden cases; the spec is complete once the work of the first is known."""
-        seen: list[dict[str, int]] = []
-        for name in self.options.golden or _CASES:
-            step(f"golden case {name}")
-            sizes = self._sizes(name)
-            if isinstance(sizes, str):
-                self.notes.append(sizes)
-                continue
-            if sizes in seen:
-                self.notes.append(f"no {name} case: its sizes are those of another")
-                continue
-            seen.append(sizes)
-            case = self.capture.capture(name if "=" not in name else sizes_name(sizes), sizes)
-            if name == "large":
-                self.notes += reduction_note(self.spec, sizes, self.options.budget)
-            if name == "opt":
-                self.spec = self._spec(flops=case.flops)
-            yield case
-
-    def _sizes(self, name: str) -> dict[str, int] | str:
-        spec = self.spec
-        if name in ("min", "opt"):
-            return spec.sizes(name)
-        if name == "odd":
-            return odd_sizes(spec.axes)
-        if "=" in name:
-            return spec.parse_sizes(name)
+    def sizes(self, name: str) -> dict[str, int] | str:
         if name != "large":
-            raise SpecError("No such golden case.", got=name, hint=f"{', '.join(_CASES)}, or sizes")
-        if not spec.flops:
+            return super().sizes(name)
+        if not self.spec.flops:
             return "no large case: its cost is not known without the case opt before it"
-        sizes = large_sizes(spec, self.options.budget)
+        sizes = large_sizes(self.spec, self.options.budget)
         return sizes or f"no large case: nothing larger than opt fits {self.options.budget}"
 
     def _spec(self, flops: int) -> ModuleSpec:
@@ -304,7 +261,7 @@ class _ModuleSource(Source):
         )
 
     def _tensor(self, value: ir.Value) -> TensorSpec:
-        name, kind = str(value.name), short_dtype(value.dtype)
+        name = str(value.name)
         dims = self.exported.outputs.get(name)
         if dims is None and value.shape is not None:
             dims = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
@@ -314,8 +271,7 @@ class _ModuleSource(Source):
                 got=dims,
                 hint="return it in a shape that follows the axes",
             )
-        own = kind == self.precision.name
-        return TensorSpec(name=name, kind=FLOAT if own else _KINDS.get(kind, kind), dims=tuple(dims))  # type: ignore[arg-type]
+        return self.tensor(value, tuple(dims))  # type: ignore[arg-type]
 
     def trace(self, planned: PlannedTrace) -> DecodeTrace:
         return self.capture.trace(self.spec, planned)
@@ -337,9 +293,6 @@ class _ModuleSource(Source):
                 write_arrays(folder / file, arrays)
                 return LayersEntry(case=case.name, file=file, values=dict(self.values))
         return None
-
-    def place(self, node: str) -> dict[str, Any]:
-        return {"place": self.places.get(node)}
 
     def origin(self) -> str:
         user = self.user

@@ -13,18 +13,23 @@ from typing import Any
 
 import onnx_ir as ir
 
+from mha_deploy.analyze.cost import odd_sizes, sizes_name
 from mha_deploy.bundle.cases import GoldenCase, refuse_polygraphy, write_case, write_polygraphy
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
 from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, plan_trace, write_trace
 from mha_deploy.environment import versions
-from mha_deploy.errors import ExportError
+from mha_deploy.errors import ExportError, SpecError
 from mha_deploy.export.options import ExportOptions
-from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
+from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
+from mha_deploy.graph.fuse import fuse_attention
+from mha_deploy.graph.fuse.values import place_of
+from mha_deploy.graph.precision import PrecisionPlan
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.spec import FLOAT, AttentionSpec, Dim, TensorSpec
 
 OnStep = Callable[[str, int, int], None]
 
@@ -78,6 +83,90 @@ class Source(ABC):
     def place(self, node: str) -> dict[str, Any]:
         """Where in the source code an attention is, where that is known."""
         return {}
+
+
+_PLAN_LINES = 12
+_KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+
+
+class GraphSource(Source):
+    """A model whose attentions are recognised in its graph: a user's module, or an ONNX file.
+
+    Attributes:
+        golden: The golden cases by default.
+        auto: Whether its precision is chosen node by node.
+        attentions: How many attentions it computes, fused or not.
+    """
+
+    spec: ModuleSpec
+    golden: tuple[str, ...]
+    auto: bool
+    attentions: int
+
+    def fused(self, original: ir.Model) -> ir.Model:
+        """The graph with its attentions fused; what is not is noted."""
+        model, found = fuse_attention(original)
+        self.attentions = len(found.fused) + len(found.already) + len(found.unfused)
+        self.notes += [
+            f"{each.name} is not fused: {each.reason}" + (f" ({each.place})" if each.place else "")
+            for each in found.unfused
+        ]
+        return model
+
+    def note_precision(self, plan: PrecisionPlan) -> None:
+        """Note what a mixed graph keeps wider than FP16."""
+        self.checks["mixed precision"] = plan.describe()
+        lines = plan.lines()
+        head = f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16"
+        more = len(lines) - _PLAN_LINES
+        self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
+
+    def note_places(self, model: ir.Model) -> None:
+        """Keep where in the source code the attentions are, before that is dropped from the graph."""
+        self._places = {str(n.name): place_of(n) for n in model.graph.all_nodes() if is_attention(n)}
+
+    def place(self, node: str) -> dict[str, Any]:
+        """Where in the source code an attention is."""
+        return {"place": self._places.get(node)}
+
+    def tensor(self, value: ir.Value, dims: tuple[Dim, ...]) -> TensorSpec:
+        """An input or output of the graph."""
+        kind = short_dtype(value.dtype) or "unknown"
+        kind = FLOAT if kind == self.precision.name else _KINDS.get(kind, kind)
+        return TensorSpec(name=str(value.name), kind=kind, dims=dims)
+
+    def check(self, path: Path, step: Steps) -> None:
+        """Check the graph that was written."""
+        self.checks["graph"] = check_module(path, self.spec, self.precision)
+
+    def cases(self, step: Steps) -> Iterator[GoldenCase]:
+        """The golden cases, captured one by one; what is left out is noted."""
+        seen: list[dict[str, int]] = []
+        for name in self.options.golden or self.golden:
+            step(f"golden case {name}")
+            sizes = self.sizes(name)
+            if isinstance(sizes, str):
+                self.notes.append(sizes)
+                continue
+            if sizes in seen:
+                self.notes.append(f"no {name} case: its sizes are those of another")
+                continue
+            seen.append(sizes)
+            yield self.captured(name if "=" not in name else sizes_name(sizes), sizes)
+
+    def sizes(self, name: str) -> dict[str, int] | str:
+        """The sizes of a golden case, or why there is none."""
+        if name in ("min", "opt"):
+            return self.spec.sizes(name)
+        if name == "odd":
+            return odd_sizes(self.spec.axes)
+        if "=" in name:
+            return self.spec.parse_sizes(name)
+        raise SpecError("No such golden case.", got=name, hint=f"{', '.join(self.golden)}, or sizes")
+
+    @abstractmethod
+    def captured(self, name: str, sizes: dict[str, int]) -> GoldenCase:
+        """One golden case."""
 
 
 class Steps:

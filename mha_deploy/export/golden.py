@@ -32,8 +32,9 @@ from mha_deploy.export.oracle import run_program
 from mha_deploy.export.own_model import UserModule, drawn_inputs
 from mha_deploy.graph.file import load_graph, save_graph, with_outputs
 from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
+from mha_deploy.metrics import relative_error
 from mha_deploy.model.deployable import ModuleSpec
-from mha_deploy.model.precision import Precision, smallest_normal
+from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import Sizes
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, Decoder, split_heads
@@ -384,16 +385,6 @@ class ModuleCapture:
 
 def _as_float64(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64) if array.dtype.kind == "f" else array
-
-
-def relative_error(got: np.ndarray, oracle: np.ndarray) -> float:
-    """The size of the error over that of the oracle, which counts at least as the smallest normal numbers.
-
-    Numbers below those lose their digits, whatever program computes them.
-    """
-    smallest = 1e-30 if got.dtype.kind in "iub" else smallest_normal(got.dtype)
-    error = float(np.linalg.norm(got.astype(np.float64) - oracle))
-    return error / max(float(np.linalg.norm(oracle)), smallest * math.sqrt(max(got.size, 1)))
 
 
 def _refuse_another_program(case: GoldenCase) -> None:

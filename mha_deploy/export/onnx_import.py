@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,31 +15,28 @@ import onnx_ir as ir
 
 from mha_deploy.analyze.cost import odd_sizes, sizes_name
 from mha_deploy.bundle.cases import GoldenCase
-from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
 from mha_deploy.errors import DeployError, ExportError, SpecError, nearest
-from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
+from mha_deploy.export.flow import GraphSource, OnStep, Steps, export_bundle
 from mha_deploy.export.options import AUTO, ExportOptions
-from mha_deploy.graph.attention_node import is_attention, short_dtype
-from mha_deploy.graph.canonical import check_module
+from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.fuse import fuse_attention
-from mha_deploy.graph.fuse.values import place_of
 from mha_deploy.graph.precision import apply_plan, plan_precision
 from mha_deploy.graph.upcast import in_float64
+from mha_deploy.metrics import relative_error
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axis, Dim, TensorSpec
 from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.ranges import measure_ranges
 from mha_deploy.runtime.runner import Runner
 
 OLDEST = 13  # opset of a file; older than 18 comes in through ONNX's version converter
 _CONVERTED_TO = 18
 _NEWEST_IR = 10  # newer files only declare it: no runtime here needs what came with it
-_CASES = ("opt", "min", "odd")
 _BATCH, _LENGTH = Axis(min=1, opt=2, max=8), Axis(min=1, opt=16, max=64)
-_KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 # The file itself in its own precision is not far from its FP64 reference.
 _LARGEST_ERROR = 0.25
 
@@ -71,10 +67,10 @@ def bundle_from_onnx(
     return export_bundle(_OnnxSource(path, options, axes or {}, inputs or {}), target, on_step)
 
 
-class _OnnxSource(Source):
+class _OnnxSource(GraphSource):
     """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle."""
 
-    spec: ModuleSpec
+    golden = ("opt", "min", "odd")
 
     def __init__(
         self, path: Path, options: ExportOptions, axes: Mapping[str, Axis], inputs: Mapping[str, np.ndarray]
@@ -99,7 +95,7 @@ class _OnnxSource(Source):
                 "The file has no such input.", got=unknown[0], hint=nearest(unknown[0], self._inputs)
             )
         self.dims, self.axes = _named_axes(self._inputs, axes)
-        self.steps = 4 + self.auto + len(options.golden or _CASES)
+        self.steps = 4 + self.auto + len(options.golden or self.golden)
 
     @cached_property
     def _inputs(self) -> dict[str, ir.Value]:
@@ -107,64 +103,46 @@ class _OnnxSource(Source):
 
     def graph(self, folder: Path, step: Steps) -> ir.Model:
         step("attention")
-        model, fused = fuse_attention(self.original)
-        self.notes += [f"{each.name} is not fused: {each.reason}" for each in fused.unfused]
-        self.attentions = len(fused.fused) + len(fused.already) + len(fused.unfused)
+        model = self.fused(self.original)
         step("output shapes")
         self.outputs = self._output_dims()
         if self.auto:
             step("ranges")
-            cases = {name: self.draw(name, sizes) for name, sizes in self._usual().items()}
+            looked_at = {"opt": self._at("opt"), "min": self._at("min"), "odd": odd_sizes(self.axes)}
+            cases = {name: self.draw(name, sizes) for name, sizes in looked_at.items()}
             plan = plan_precision(model, measure_ranges(model, cases))
             model = apply_plan(model, plan)
-            self.checks["mixed precision"] = plan.describe()
-            self.notes.append(f"mixed precision: {len(plan.kept)} of {plan.nodes} nodes are wider than fp16")
+            self.note_precision(plan)
         for value in model.graph.inputs:
             value.shape = ir.Shape(self.dims[str(value.name)])
         for value in model.graph.outputs:
             value.shape = ir.Shape(self.outputs[str(value.name)])
         self.model, self.opset = model, int(model.graph.opset_imports[""])
-        self.places = {str(n.name): place_of(n) for n in model.graph.all_nodes() if is_attention(n)}
+        self.note_places(model)
         self.spec = ModuleSpec(
             name=self.path.stem,
             factory="",
             axes=self.axes,
-            tensors_in=tuple(self._tensor(value, self.dims) for value in model.graph.inputs),
-            tensors_out=tuple(self._tensor(value, self.outputs) for value in model.graph.outputs),
+            tensors_in=tuple(self.tensor(v, self.dims[str(v.name)]) for v in model.graph.inputs),
+            tensors_out=tuple(self.tensor(v, self.outputs[str(v.name)]) for v in model.graph.outputs),
             attentions=self.attentions,
             flops=0,
             weight_bytes=sum(
                 v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value
             ),
-            state_sha256=self._sha256,
+            state_sha256=sha256(self.path),
             seed=self.options.seed,
             mixed=self.auto,
             summary=f"imported from {self.path.name}",
         )
         return model
 
-    def check(self, path: Path, step: Steps) -> None:
-        self.checks["graph"] = check_module(path, self.spec, self.precision)
-
-    def cases(self, step: Steps) -> Iterator[GoldenCase]:
-        usual, seen = self._usual(), list[dict[str, int]]()
-        for name in self.options.golden or _CASES:
-            step(f"golden case {name}")
-            if name not in usual and "=" not in name:
-                raise SpecError("No such golden case.", got=name, hint=f"{', '.join(_CASES)}, or sizes")
-            sizes = self.spec.parse_sizes(name) if "=" in name else usual[name]
-            if sizes in seen:
-                self.notes.append(f"no {name} case: its sizes are those of another")
-                continue
-            seen.append(sizes)
-            yield self._captured(name if "=" not in name else sizes_name(sizes), sizes)
-
-    def _captured(self, name: str, sizes: dict[str, int]) -> GoldenCase:
+    def captured(self, name: str, sizes: dict[str, int]) -> GoldenCase:
         drawn = self.draw(name, sizes)
         given = {k: array.astype(self._numpy_of(k)) for k, array in drawn.items()}
         try:
             oracle = self._reference(given)
-            eager = self._eager.run(given if self.auto else drawn)
+            eager = self._eager.run(given)
         except DeployError:
             raise
         except Exception as error:  # ONNX's evaluator raises types that share no base
@@ -174,8 +152,7 @@ class _OnnxSource(Source):
                 hint="other --axis ranges, or --input NAME=FILE.npy for inputs that cannot be drawn",
             ) from error
         for key, expected in oracle.items():
-            size = float(np.linalg.norm(np.nan_to_num(expected.astype(np.float64)))) or 1e-30
-            off = float(np.linalg.norm(eager[key].astype(np.float64) - expected)) / size
+            off = relative_error(eager[key], expected)
             if not off <= _LARGEST_ERROR:
                 raise ExportError(
                     "ONNX Runtime does not compute what the file says in FP64.",
@@ -187,11 +164,8 @@ class _OnnxSource(Source):
     def trace(self, planned: PlannedTrace) -> DecodeTrace:
         raise DeployError("An ONNX file has no declared KV cache.", got=planned.name)
 
-    def place(self, node: str) -> dict[str, str | None]:
-        return {"place": self.places.get(node)}
-
     def origin(self) -> str:
-        return f"{self.path.name}, SHA-256 {self._sha256}"
+        return f"{self.path.name}, SHA-256 {self.spec.state_sha256}"
 
     # -- inputs ------------------------------------------------------------------------------------
 
@@ -208,9 +182,8 @@ class _OnnxSource(Source):
                 drawn[key] = _drawn(value, shape, random)
         return {key: array.astype(self._inputs[key].dtype.numpy()) for key, array in drawn.items()}  # type: ignore[union-attr]
 
-    def _usual(self) -> dict[str, dict[str, int]]:
-        bounds = {bound: {n: getattr(a, bound) for n, a in self.axes.items()} for bound in ("opt", "min")}
-        return {**bounds, "odd": odd_sizes(self.axes)}
+    def _at(self, bound: str) -> dict[str, int]:
+        return {name: getattr(axis, bound) for name, axis in self.axes.items()}
 
     def _numpy_of(self, name: str) -> np.dtype:
         graph = self.model.graph if self.auto else self.original.graph
@@ -225,18 +198,7 @@ class _OnnxSource(Source):
 
     @cached_property
     def _double(self) -> onnx.reference.ReferenceEvaluator:
-        from onnx.reference import ReferenceEvaluator
-        from onnx.reference.op_run import OpRun
-
-        class GatherElements(OpRun):  # that of onnx 1.20 fails where the indices have another shape
-            def _run(
-                self, data: np.ndarray, indices: np.ndarray, axis: int | None = None
-            ) -> tuple[np.ndarray]:
-                axis = axis or 0
-                cut = data[tuple(slice(n) if i != axis else slice(None) for i, n in enumerate(indices.shape))]
-                return (np.take_along_axis(cut, indices, axis),)
-
-        return ReferenceEvaluator(ir.to_proto(in_float64(self.original)), new_ops=[GatherElements])
+        return evaluator_of(in_float64(self.original))
 
     def _reference(self, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The original in FP64."""
@@ -266,15 +228,6 @@ class _OnnxSource(Source):
                 for axis in range(len(shapes[0][1]))
             )
         return dims
-
-    def _tensor(self, value: ir.Value, dims: Mapping[str, tuple[Dim, ...]]) -> TensorSpec:
-        kind = short_dtype(value.dtype) or "unknown"
-        kind = FLOAT if kind == self.precision.name else _KINDS.get(kind, kind)
-        return TensorSpec(name=str(value.name), kind=kind, dims=dims[str(value.name)])
-
-    @cached_property
-    def _sha256(self) -> str:
-        return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
 
 # -- The file --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ bfloat16.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,9 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
 from mha_deploy.graph.upcast import with_float32_inside
 from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
+
+if TYPE_CHECKING:
+    from onnx.reference import ReferenceEvaluator
 
 _TYPES: dict[int, np.dtype] = {
     onnx.TensorProto.FLOAT16: np.dtype(np.float16),
@@ -33,15 +37,12 @@ class OnnxReferenceRunner(Runner):
     """A graph in ONNX's reference evaluator."""
 
     def __init__(self, model: Path | ir.Model) -> None:
-        from onnx.reference import ReferenceEvaluator
-
-        graph = graph_of(model)
-        proto = ir.to_proto(with_float32_inside(graph))
+        graph = with_float32_inside(graph_of(model))
         try:
-            onnx.load_external_data_for_model(proto, str(weights_folder(graph) or "."))
-            self._evaluator = ReferenceEvaluator(proto)
+            self._evaluator = evaluator_of(graph)
         except Exception as error:  # the evaluator raises types that share no base
             raise DeployError("The reference evaluator cannot load the graph.", got=error) from error
+        proto = self._evaluator.proto_
         self.name = f"onnx-reference {onnx.__version__}"
         self.inputs = {value.name: _tensor_info(value) for value in proto.graph.input}
         self.outputs = {value.name: _tensor_info(value) for value in proto.graph.output}
@@ -52,6 +53,22 @@ class OnnxReferenceRunner(Runner):
             return dict(zip(names, self._evaluator.run(names, dict(feeds)), strict=True))
         except Exception as error:  # the evaluator raises types that share no base
             raise DeployError("The reference evaluator failed on these inputs.", got=error) from error
+
+
+def evaluator_of(model: ir.Model) -> ReferenceEvaluator:
+    """ONNX's reference evaluator of a graph, with its external weights."""
+    from onnx.reference import ReferenceEvaluator
+    from onnx.reference.op_run import OpRun
+
+    class GatherElements(OpRun):  # that of onnx 1.20 fails where the indices have another shape
+        def _run(self, data: np.ndarray, indices: np.ndarray, axis: int | None = None) -> tuple[np.ndarray]:
+            axis = axis or 0
+            cut = data[tuple(slice(n) if i != axis else slice(None) for i, n in enumerate(indices.shape))]
+            return (np.take_along_axis(cut, indices, axis),)
+
+    proto = ir.to_proto(model)
+    onnx.load_external_data_for_model(proto, str(weights_folder(model) or "."))
+    return ReferenceEvaluator(proto, new_ops=[GatherElements])
 
 
 def _tensor_info(value: onnx.ValueInfoProto) -> TensorInfo:
