@@ -138,7 +138,7 @@ def budget_from_eager(eager: np.ndarray, oracle: np.ndarray, precision: Precisio
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewRows:
+class NewEntries:
     """What is left to judge of a case.
 
     Args:
@@ -152,7 +152,7 @@ class NewRows:
     spoiled: Mapping[str, str]
 
 
-def new_rows(case: GoldenCase, got: Mapping[str, np.ndarray]) -> NewRows:
+def new_entries(case: GoldenCase, got: Mapping[str, np.ndarray]) -> NewEntries:
     """Take the new rows out of the caches of a case and of its results.
 
     Results of another type or shape than the case's stay whole: the judge will say what is wrong with them.
@@ -170,7 +170,7 @@ def new_rows(case: GoldenCase, got: Mapping[str, np.ndarray]) -> NewRows:
         oracle[name], eager[name], results[name] = (
             rows_from(cache, starts, S) for cache in (oracle[name], eager[name], got[name])
         )
-    return NewRows(case=replace(case, oracle=oracle, eager=eager), got=results, spoiled=spoiled)
+    return NewEntries(case=replace(case, oracle=oracle, eager=eager), got=results, spoiled=spoiled)
 
 
 def _comparable(case: GoldenCase, got: np.ndarray | None, name: str) -> bool:
@@ -329,7 +329,7 @@ def judge_case(
         precision: The precision of both.
         budgets: What the error of an output may be, where that is not to come from the case alone.
     """
-    known, rows = budgets or {}, new_rows(case, got)
+    known, rows = budgets or {}, new_entries(case, got)
     verdicts = [
         _judge_output(rows.case, name, rows.got.get(name), precision, known.get(name))
         for name in sorted(set(case.oracle) | set(got))

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from mha_deploy.bundle.cases import (
-    only_new_rows,
+    only_new_entries,
     read_arrays,
     read_case,
-    with_old_rows,
+    with_old_entries,
     write_arrays,
     write_case,
 )
@@ -69,12 +69,12 @@ def test_rows_go_out_and_back_ragged():
         "lengths": np.array([0, 4, 2], np.int32),
     }
     new = rng.standard_normal((3, 2, 2, 4))
-    whole = with_old_rows({"key_cache_out": new, "output": inputs["x"]}, inputs)
+    whole = with_old_entries({"key_cache_out": new, "output": inputs["x"]}, inputs)
     for row, start in enumerate((0, 4, 2)):
         np.testing.assert_array_equal(whole["key_cache_out"][row, :, start : start + 2], new[row])
         kept = np.delete(whole["key_cache_out"][row], [start, start + 1], axis=1)
         np.testing.assert_array_equal(kept, np.delete(inputs["key_cache"][row], [start, start + 1], axis=1))
-    np.testing.assert_array_equal(only_new_rows(whole, inputs)["key_cache_out"], new)
+    np.testing.assert_array_equal(only_new_entries(whole, inputs)["key_cache_out"], new)
 
 
 def test_lengths_that_do_not_fit_are_refused(bundles, tmp_path):

@@ -123,7 +123,7 @@ def run_in_blocks(module: Attention, arguments: dict[str, Tensor], limit_bytes: 
     rows = max(1, limit_bytes // _bytes_per_row(module, arguments))
     blocks = []
     for start in range(0, batch, rows):
-        taken = _batch_rows(arguments, slice(start, start + rows))
+        taken = _batch_slice(arguments, slice(start, start + rows))
         with QueriesInBlocks(limit_bytes):
             blocks.append([output.cpu() for output in run_module(module, taken)])
     return tuple(torch.cat(parts) for parts in zip(*blocks, strict=True))
@@ -141,7 +141,7 @@ def _bytes_per_row(module: Attention, arguments: dict[str, Tensor]) -> int:
     return oracle_bytes(spec, sizes)
 
 
-def _batch_rows(arguments: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+def _batch_slice(arguments: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
     return {
         name: tensor if name == "attention_bias" else tensor[rows]  # which all rows share
         for name, tensor in arguments.items()

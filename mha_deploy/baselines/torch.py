@@ -132,7 +132,7 @@ class DecodeLayer(nn.Module):
 
     def _grow(self, query: Tensor, past_key: Tensor, past_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec, S, past = self.layer.spec, query.shape[1], past_key.shape[2]
-        q, k, v = self._new_rows(query, slice(past, past + S))
+        q, k, v = self._new_entries(query, slice(past, past + S))
         keys = torch.cat((merge_heads(past_key), k), dim=1)  # [B, P+S, Hkv·D]
         values = torch.cat((merge_heads(past_value), v), dim=1)
         output = self._output(query, q, keys, values, None, past=past)
@@ -143,7 +143,7 @@ class DecodeLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec, S, T = self.layer.spec, query.shape[1], key_cache.shape[2]
         positions = lengths.long()[:, None] + torch.arange(S, device=query.device)
-        q, k, v = self._new_rows(query, positions)
+        q, k, v = self._new_entries(query, positions)
         rows = torch.arange(query.shape[0], device=query.device)[:, None]
         for cache, new in ((key_cache, k), (value_cache, v)):
             # An index_put: torch.compile does this one in place, while it copies the buffer for a scatter.
@@ -152,7 +152,7 @@ class DecodeLayer(nn.Module):
         output = self._output(query, q, merge_heads(key_cache), merge_heads(value_cache), mask)
         return output, key_cache, value_cache
 
-    def _new_rows(self, query: Tensor, positions: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _new_entries(self, query: Tensor, positions: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of the new tokens side by side; the angles of their positions are looked up."""
         spec = self.layer.spec
         q, k, v = self.layer.project(query, None, None)

@@ -137,7 +137,7 @@ def rows_from(cache: np.ndarray, starts: np.ndarray, S: int) -> np.ndarray:
     return np.stack([rows[:, start : start + S] for rows, start in zip(cache, starts, strict=True)])
 
 
-def only_new_rows(
+def only_new_entries(
     results: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """The results of a call, with the new entries in place of whole caches."""
@@ -149,19 +149,19 @@ def only_new_rows(
     }
 
 
-def with_old_rows(
+def with_old_entries(
     results: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """The results of a call, with whole caches in place of the new entries."""
     return {
-        name: with_rows(inputs[CACHE_INPUTS[name]], array, written_from(inputs, CACHE_INPUTS[name]))
+        name: with_entries(inputs[CACHE_INPUTS[name]], array, written_from(inputs, CACHE_INPUTS[name]))
         if CACHE_INPUTS.get(name) in inputs
         else array
         for name, array in results.items()
     }
 
 
-def with_rows(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.ndarray:
+def with_entries(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """A copy of a cache with the new entries in their places: in their type, and as long as they need it."""
     B, Hkv, T, D = before.shape
     S = new.shape[2]
@@ -214,8 +214,8 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
         name=entry.name,
         sizes=entry.sizes,
         inputs=inputs,
-        oracle=with_old_rows(oracle, inputs) if spec.cache != "none" else oracle,
-        eager=with_old_rows(eager, inputs) if spec.cache != "none" else eager,
+        oracle=with_old_entries(oracle, inputs) if spec.cache != "none" else oracle,
+        eager=with_old_entries(eager, inputs) if spec.cache != "none" else eager,
         note=entry.note,
         flops=entry.flops,
         cached=cached_outputs(spec),
@@ -257,7 +257,7 @@ def write_case(path: Path, case: GoldenCase) -> None:
     """Write one case."""
     oracle, eager = case.oracle, case.eager
     if case.cached:
-        oracle, eager = (only_new_rows(results, case.inputs) for results in (oracle, eager))
+        oracle, eager = (only_new_entries(results, case.inputs) for results in (oracle, eager))
     groups = {"inputs": case.inputs, "oracle": oracle, "eager": eager}
     arrays = {f"{group}/{name}": a for group, members in groups.items() for name, a in members.items()}
     write_arrays(path, arrays)

@@ -423,7 +423,7 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
     for index, profile in enumerate(manifest.profiles):
         ranges = "  ".join(f"{name} {sizes}" for name, sizes in profile.items())
         lines.append((f"profile {manifest.profile_name(index)}", ranges))
-    if manifest.attention["asked"] != "native":
+    if manifest.attention["requested"] != "native":
         lines.append(("computed by", attention_summary(manifest)))
     lines += [("needs", library) for library in libraries_summary(manifest)]
     lines += [("note", note) for note in manifest.notes]
@@ -513,7 +513,7 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
     for evaluation in report.evaluations:
         for parity in evaluation.parity:
             yield parity_renderable(parity)
-        yield from map(decode_renderable, evaluation.stepping)
+        yield from map(decode_renderable, evaluation.decode_reports)
         if evaluation.invariance:
             yield _invariance(evaluation)
     if report.conformance is not None:

@@ -72,7 +72,7 @@ def engine_from_bundle(
     candidates = open_candidates(rt, options, bundle.manifest.precision.name)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         find_plugins(rt)  # report a missing library before a long build
-    build = partial(_engine_at, bundle=bundle, rt=rt, asked=options.attention, on_progress=on_progress)
+    build = partial(_engine_at, bundle=bundle, rt=rt, requested=options.attention, on_progress=on_progress)
     if len(candidates) > 1:
         return fastest_engine(bundle, options, path, candidates, build)
     return build(path, candidates[0].applied_to(options))
@@ -84,7 +84,7 @@ def _engine_at(
     *,
     bundle: Bundle,
     rt: TensorRT,
-    asked: str,
+    requested: str,
     on_progress: OnProgress | None,
 ) -> Engine:
     """Build the one engine that the options request."""
@@ -105,7 +105,9 @@ def _engine_at(
     verdict = with_unrecognised(verdict, bundle.manifest, profiles=len(ranges))
     manifest = _manifest(bundle, rt, built, verdict, answers, dialect_for(rt, options), ranges, request)
     if library is not None:
-        manifest = with_library(manifest, library, lowered, asked=asked, accumulate=options.accumulate)
+        manifest = with_library(
+            manifest, library, lowered, requested=requested, accumulate=options.accumulate
+        )
     unprepared = unprepared_profiles(
         rt,
         built.plan,

@@ -155,7 +155,7 @@ def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> dict
         times[PLUGIN] = best.microseconds
     native, plugin = times[NATIVE], times[PLUGIN]
     return {
-        "asked": options.attention,
+        "requested": options.attention,
         "chosen": best.candidate.attention,
         "accumulate": best.candidate.accumulate,
         "native_us": _rounded(native),

@@ -245,7 +245,7 @@ def with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
 
 
 def with_library(
-    manifest: EngineManifest, library: PluginLibrary, lowered: ir.Model, *, asked: str, accumulate: str
+    manifest: EngineManifest, library: PluginLibrary, lowered: ir.Model, *, requested: str, accumulate: str
 ) -> EngineManifest:
     """A manifest with the library that the engine needs, and the caches that it writes in place.
 
@@ -253,14 +253,14 @@ def with_library(
         manifest: The manifest without them.
         library: The library.
         lowered: The graph that the engine was built from.
-        asked: The requested `--attention`.
+        requested: The requested `--attention`.
         accumulate: The type in which the projections accumulate.
     """
     in_place = cache_form(lowered).in_place
     notes = [f"caches in place: bind {out} to the memory of {source}" for out, source in in_place.items()]
     return msgspec.structs.replace(
         manifest,
-        attention={"asked": asked, "chosen": "plugin", "accumulate": accumulate},
+        attention={"requested": requested, "chosen": "plugin", "accumulate": accumulate},
         plugins=[library.record()],
         in_place=in_place,
         notes=[*manifest.notes, *notes],

@@ -117,7 +117,7 @@ def _shown_nodes(
 def _is_in_precision(
     kernels: Sequence[Kernel], recorded: Mapping[str, Any], precision: str, graph: ir.Model | None
 ) -> bool:
-    if recorded["status"] != f"really-{precision}":
+    if recorded["status"] != "verified":
         return True  # nothing is claimed
     if precision_verdict(kernels, precision).ok:
         return True
@@ -240,14 +240,14 @@ class NodeRecord(TypedDict):
 class PrecisionRecord(TypedDict):
     """The verdict on the precision, with the fields of `PrecisionVerdict`."""
 
-    asked: str
+    requested: str
     status: str
     counts: dict[str, int]
     offenders: list[dict[str, Any]]
     islands: list[dict[str, Any]]
     reason: str
     notes: list[str]
-    has_untold: bool
+    has_untyped: bool
     written: list[dict[str, Any]]
     narrowed: list[dict[str, Any]]
 
@@ -283,7 +283,7 @@ class LibraryRecord(TypedDict):
 
 
 class _ChosenAttention(TypedDict):
-    asked: str
+    requested: str
     chosen: str
     accumulate: str
 
@@ -329,7 +329,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         findings: What the check before the build found.
         notes: What a reader should know.
         attention: What computes attention: `chosen` (`native` or `plugin`), the type in which projections
-            `accumulate`, what was `asked` for, and where candidates were measured, their times.
+            `accumulate`, what was `requested`, and where candidates were measured, their times.
         plugins: The plugin libraries it needs: file name, version, hash, TensorRT and plugins of each.
         in_place: From each output that may share the memory of an input to that input: there the plugin
             writes only the new entries of a KV cache, elsewhere it copies the whole of it.
@@ -357,7 +357,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     notes: list[str]
     profile_names: list[str] = field(default_factory=list)
     attention: AttentionRecord = field(
-        default_factory=lambda: AttentionRecord(asked="native", chosen="native", accumulate="fp16")
+        default_factory=lambda: AttentionRecord(requested="native", chosen="native", accumulate="fp16")
     )
     plugins: list[LibraryRecord] = field(default_factory=list)
     in_place: dict[str, str] = field(default_factory=dict)
@@ -402,7 +402,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def is_in_precision(self) -> bool:
         """Whether the engine was verified to be in the requested precision."""
-        return self.verdict["precision"]["status"] == f"really-{self.precision}"
+        return self.verdict["precision"]["status"] == "verified"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,7 +466,7 @@ def fusion_summary(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -
 
 def precision_summary(status: str, requested: str) -> str:
     """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)`."""
-    if status == f"really-{requested}":
+    if status == "verified":
         return f"precision: {requested} (verified)"
     return f"precision: {status} (requested: {requested})"
 

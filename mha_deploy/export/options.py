@@ -128,7 +128,7 @@ def _plan_one(spec: AttentionSpec, name: str, budget: GoldenBudget) -> PlannedCa
     if name in ("prefill", "decode") and spec.cache != "none":
         return _step_case(spec, name)
     if name == "odd":
-        return PlannedCase(name=name, sizes=_with_few_rows(spec, odd_sizes(spec.axes)))
+        return PlannedCase(name=name, sizes=_with_small_batch(spec, odd_sizes(spec.axes)))
     if name == "ragged":
         return _ragged_case(spec)
     if name == "large":
@@ -160,10 +160,10 @@ def _ragged_case(spec: AttentionSpec) -> PlannedCase | str:
         sizes["S"] = max(spec.axes["S"].min, min(sizes["S"], sizes["T"] // 2))
         if sizes["S"] == sizes["T"]:
             return "no ragged case: new tokens leave no room for lengths in the cache"
-    return PlannedCase(name="ragged", sizes=_with_few_rows(spec, sizes), ragged=True)
+    return PlannedCase(name="ragged", sizes=_with_small_batch(spec, sizes), ragged=True)
 
 
-def _with_few_rows(spec: AttentionSpec, sizes: dict[str, int]) -> dict[str, int]:
+def _with_small_batch(spec: AttentionSpec, sizes: dict[str, int]) -> dict[str, int]:
     """Fewer rows of a batch whose caches would make up most of a bundle."""
     while oracle_cache_bytes(spec, sizes) > _CACHE_BYTES and sizes["B"] > spec.axes["B"].min:
         sizes = {**sizes, "B": sizes["B"] - 1}

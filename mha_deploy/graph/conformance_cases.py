@@ -31,7 +31,7 @@ class MaskInput:
     """The mask of a case.
 
     Args:
-        pattern: Which keys are masked: `scattered`, `closed-rows`, `lower-right`, `padding`, `left-padding`.
+        pattern: Which keys are masked: `scattered`, `fully-masked`, `lower-right`, `padding`, `left-padding`.
         kind: `bool`; `-inf` or `sentinel`, an additive mask with that number and 0; or `bias`, an additive
             mask with -inf and random numbers.
         axes: Its axes by name, 1 for one that broadcasts.
@@ -131,22 +131,22 @@ CASES: tuple[Case, ...] = (
         mask=MaskInput(pattern="scattered", kind="bias"),
     ),
     Case(
-        name="closed-rows-bool",
+        name="fully-masked-bool",
         about="queries fully masked by a boolean mask: zeros",
         S=_SHORT,
-        mask=MaskInput(pattern="closed-rows"),
+        mask=MaskInput(pattern="fully-masked"),
     ),
     Case(
-        name="closed-rows-inf",
+        name="fully-masked-inf",
         about="queries fully masked by -inf: zeros",
         S=_SHORT,
-        mask=MaskInput(pattern="closed-rows", kind="-inf"),
+        mask=MaskInput(pattern="fully-masked", kind="-inf"),
     ),
     Case(
-        name="closed-rows-sentinel",
+        name="fully-masked-sentinel",
         about="-1e4 for every key of a query: a shift, which softmax cancels",
         S=_SHORT,
-        mask=MaskInput(pattern="closed-rows", kind="sentinel"),
+        mask=MaskInput(pattern="fully-masked", kind="sentinel"),
     ),
     Case(
         name="padding",

@@ -467,8 +467,8 @@ class Attention(nn.Module):
             tensors = self._turned(query, positions)
             heads, keys, values = attend_dynamic(*tensors, (past_key, past_value), mask, layout)
             return self.combine(heads, query), keys, values
-        q, k, v = self._new_rows(query, positions)
-        keys, values = append_rows(past_key, k), append_rows(past_value, v)
+        q, k, v = self._new_entries(query, positions)
+        keys, values = append_entries(past_key, k), append_entries(past_value, v)
         heads, _ = attend(q, merge_heads(keys), merge_heads(values), None, layout, self.path)
         return self.combine(heads, query), keys, values
 
@@ -485,20 +485,20 @@ class Attention(nn.Module):
         S, T = query.shape[1], key_cache.shape[2]
         check_room(lengths, S, T)
         positions = lengths[:, None] + torch.arange(S, device=query.device)
-        q, k, v = self._new_rows(query, positions)
+        q, k, v = self._new_entries(query, positions)
         if self.path == "onnx":
             window = self._window_mask(positions, T)
             layout = self._layout(causal=True)
             heads, keys, values = attend_static(q, (k, v), (key_cache, value_cache), lengths, window, layout)
             return self.combine(heads, query), keys, values
-        keys = write_rows(key_cache, k, positions)
-        values = write_rows(value_cache, v, positions)
-        valid = [merge_heads(valid_rows(rows, lengths + S)) for rows in (keys, values)]
+        keys = write_entries(key_cache, k, positions)
+        values = write_entries(value_cache, v, positions)
+        valid = [merge_heads(valid_entries(rows, lengths + S)) for rows in (keys, values)]
         mask = seen_from(positions, T, self.spec.window)[:, None]
         heads, _ = attend(q, valid[0], valid[1], mask, self._layout(causal=False), self.path)
         return self.combine(heads, query), keys, values
 
-    def _new_rows(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _new_entries(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q side by side [B, S, Hq·D]; K and V as a cache holds them [B, Hkv, S, D]."""
         q, k, v = self._turned(query, positions)
         return q, split_heads(k, self.spec.Hkv), split_heads(v, self.spec.Hkv)
@@ -519,12 +519,12 @@ class Attention(nn.Module):
 # -- Keys and values that are kept between calls, so that a new token costs one row instead of  ----
 
 
-def append_rows(past: Tensor, new: Tensor) -> Tensor:
+def append_entries(past: Tensor, new: Tensor) -> Tensor:
     """The past, then the new rows. [B, Hkv, P, D], [B, Hkv, S, D] -> [B, Hkv, P+S, D]."""
     return torch.cat((past, new), dim=2)
 
 
-def write_rows(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+def write_entries(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
     """A copy of the cache with new rows at their positions.
 
     Args:
@@ -536,7 +536,7 @@ def write_rows(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
     return cache.scatter(2, index, new)
 
 
-def valid_rows(cache: Tensor, ends: Tensor) -> Tensor:
+def valid_entries(cache: Tensor, ends: Tensor) -> Tensor:
     """The cache with zeros from `ends[b]` on: a weight of 0 times what memory held, say NaN, is not 0."""
     rows = torch.arange(cache.shape[2], device=cache.device)
     return cache.masked_fill((rows >= ends[:, None])[:, None, :, None], 0.0)

@@ -350,7 +350,7 @@ ENGINE = record(
         "ran": field(FLAG, "whether it was run here"),
         "why_not": maybe(TEXT, "why it was not run; null if it was"),
         "fused": field(list[WHOLE], "two numbers: attentions that are fused in every profile, of how many"),
-        "precision_status": field(TEXT, "`really-fp16` (or the requested precision), `mixed` or `unknown`"),
+        "precision_status": field(TEXT, "`verified`, `mixed` or `unknown`"),
         "nodes": list_of(
             {
                 "node": field(TEXT, "name of the attention node"),
@@ -382,7 +382,7 @@ CONDITIONS = record(
         "memory_mhz": maybe(NUMBER, "clock of the memory, MHz; null as above"),
         "temperature_c": maybe(NUMBER, "temperature of the GPU, °C; null as above"),
         "power_w": maybe(NUMBER, "power drawn, W; null as above"),
-        "held_back": field(TEXTS, "why the clocks were lower than they could be"),
+        "throttled_by": field(TEXTS, "why the clocks were lower than they could be"),
     }
 )
 

@@ -508,7 +508,7 @@ def _timed(row: Data, shown: Sequence[Column], *, decodes: bool) -> Row:
     conditions = timing["conditions"]
     clock, most = conditions["sm_mhz"], conditions["sm_mhz_max"]
     lower = clock is not None and most is not None and clock < most
-    throttled = ", ".join(conditions["held_back"])
+    throttled = ", ".join(conditions["throttled_by"])
     return [
         name,
         *(number(timing[key], short(timing[key])) for key in ("p50_us", "p90_us", "p99_us")),

@@ -294,7 +294,7 @@ class Conditions:
         memory_mhz: Clock of the memory.
         temperature_c: Temperature of the GPU.
         power_w: Power drawn.
-        held_back: Why the clocks were throttled; empty where they were not.
+        throttled_by: Why the clocks were throttled; empty where they were not.
     """
 
     sm_mhz: int | None = None
@@ -302,7 +302,7 @@ class Conditions:
     memory_mhz: int | None = None
     temperature_c: int | None = None
     power_w: float | None = None
-    held_back: tuple[str, ...] = ()
+    throttled_by: tuple[str, ...] = ()
 
 
 def read_conditions(gpu: Gpu) -> Conditions:
@@ -328,7 +328,7 @@ def read_conditions(gpu: Gpu) -> Conditions:
         memory_mhz=query("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
         temperature_c=query("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
         power_w=None if power is None else power / 1000.0,
-        held_back=tuple(
+        throttled_by=tuple(
             words for words, bit in _HELD_BACK.items() if (reasons or 0) & getattr(pynvml, bit, 0)
         ),
     )

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import numpy as np
 
-from mha_deploy.bundle.cases import with_rows
+from mha_deploy.bundle.cases import with_entries
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.lower.cache import TOTAL_LENGTH
 from mha_deploy.model.spec import CACHES, CACHES_OUT, LENGTHS, PAST, PRESENT
@@ -22,7 +22,7 @@ from mha_deploy.runtime.timing import Timing, TimingPlan, measure_latency
 
 # -- The forms of a KV cache, and where new entries go ---------------------------------------------
 
-ENTRIES = ("key_rows", "value_rows")
+ENTRIES = ("key_entries", "value_entries")
 
 
 class CacheForm(Enum):
@@ -165,7 +165,7 @@ def presented_results(feeds: Arrays, results: Arrays, written: Arrays | None = N
         if new in results:
             entries = presented.pop(new)
             whole = written.get(cache)
-            presented[out] = with_rows(feeds[cache], entries, feeds[LENGTHS]) if whole is None else whole
+            presented[out] = with_entries(feeds[cache], entries, feeds[LENGTHS]) if whole is None else whole
     return presented
 
 

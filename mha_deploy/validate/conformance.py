@@ -95,7 +95,7 @@ def _scattered(case: Case, shape: tuple[int, ...], rng: np.random.Generator) -> 
     return own | (rng.random(shape) < _SEEN_SHARE)
 
 
-def _closed_rows(case: Case, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+def _fully_masked(case: Case, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """The same, but some queries see no key at all."""
     closed = np.arange(case.S)[:, None] % _CLOSED_EVERY == _CLOSED_EVERY - 1
     return _scattered(case, shape, rng) & ~closed
@@ -117,7 +117,7 @@ def _left_padding(case: Case, shape: tuple[int, ...], rng: np.random.Generator) 
 
 _PATTERNS = {
     "scattered": _scattered,
-    "closed-rows": _closed_rows,
+    "fully-masked": _fully_masked,
     "lower-right": _lower_right,
     "padding": _padding,
     "left-padding": _left_padding,

@@ -15,7 +15,7 @@ from mha_deploy.metrics import (
     ParityReport,
     failed_to_run,
     judge_case,
-    new_rows,
+    new_entries,
     parity_from_verdicts,
 )
 from mha_deploy.model.precision import Precision
@@ -74,7 +74,7 @@ class Evaluation:
         parity: The verdicts, one report for each kind of cases.
         invariance: Whether rows cared about their place.
         heatmaps: Where the errors lie.
-        stepping: Whether it decodes rightly, one report for each trace.
+        decode_reports: Whether it decodes rightly, one report for each trace.
         not_decoded_because: Why decoding is not verified, for a model with a KV cache; else None.
         rows: Its times, by the name of the case.
     """
@@ -86,7 +86,7 @@ class Evaluation:
     parity: tuple[ParityReport, ...] = ()
     invariance: tuple[InvarianceCheck, ...] = ()
     heatmaps: tuple[Heatmap, ...] = ()
-    stepping: tuple[DecodeReport, ...] = ()
+    decode_reports: tuple[DecodeReport, ...] = ()
     not_decoded_because: str | None = None
     rows: dict[str, LatencyRow] = field(default_factory=dict)
 
@@ -100,13 +100,13 @@ class Evaluation:
     def share(self) -> float | None:
         """The largest share of a budget that was used, where there is a number."""
         shares = [verdict.share for report in self.parity for verdict in report.verdicts]
-        shares += [report.share for report in self.stepping]
+        shares += [report.share for report in self.decode_reports]
         return max((share for share in shares if share is not None), default=None)
 
     @property
     def is_right(self) -> bool:
         """Whether everything that it was judged on is right."""
-        return not self.failed_cases and all(report.passed for report in self.stepping)
+        return not self.failed_cases and all(report.passed for report in self.decode_reports)
 
     @property
     def failed_cases(self) -> list[str]:
@@ -149,7 +149,7 @@ class _EvaluationRun:
             self.on_step(f"{self.runtime.name}: rows in other places")
             golden = cases.get("golden", ())
             checks = invariance_from_runner(self.runner, golden, plan.spec, plan.precision)
-        stepping = [report for trace in plan.traces if (report := self._stepped(trace))]
+        decode_reports = [report for trace in plan.traces if (report := self._stepped(trace))]
         return Evaluation(
             runtime=self.runtime,
             backend=self.runner.name,
@@ -158,9 +158,9 @@ class _EvaluationRun:
             parity=tuple(parity),
             invariance=checks,
             heatmaps=tuple(self.heatmaps),
-            stepping=tuple(stepping),
-            not_decoded_because=None if stepping else self._why_unstepped(),
-            rows={case.name: self._row(case, stepping) for case in plan.timed},
+            decode_reports=tuple(decode_reports),
+            not_decoded_because=None if decode_reports else self._why_unstepped(),
+            rows={case.name: self._row(case, decode_reports) for case in plan.timed},
         )
 
     def _admitted(self, cases: Sequence[GoldenCase]) -> list[GoldenCase]:
@@ -201,7 +201,7 @@ class _EvaluationRun:
             names = [name for name in names if case.oracle[name].ndim in MAPPED_RANKS]
         if not names:
             return
-        rows = new_rows(case, got)
+        rows = new_entries(case, got)
         for name in names:
             found = heatmap(self.runner.name, rows.case, name, rows.got[name], self.plan.projection)
             note = "the rows of the cache that the call wrote" if name in case.cached else found.note
@@ -226,11 +226,11 @@ class _EvaluationRun:
             return None
         return "its profiles take no trace" if self.plan.traces else "the bundle has no trace"
 
-    def _row(self, case: GoldenCase, stepping: Sequence[DecodeReport]) -> LatencyRow:
+    def _row(self, case: GoldenCase, decode_reports: Sequence[DecodeReport]) -> LatencyRow:
         runtime, plan = self.runtime, self.plan
         self.on_step(f"latency of {runtime.name}: {case.name}")
         row = LatencyRow(name=runtime.name, backend=self.runner.name, family=runtime.family)
-        wrong = [failure for report in stepping for failure in report.failures]
+        wrong = [failure for report in decode_reports for failure in report.failures]
         cache = plan.spec.kv_cache
         if wrong and cache is not None and case.sizes[cache.new] == 1:
             first = wrong[0]

@@ -64,7 +64,7 @@ class Figures:
         exponent: The highest of those: what exp takes where the maximum is not subtracted first.
         sums: What the softmax sums, case by case.
         sentinel: The finite number with which the mask hides keys; None where it hides none, or by -inf.
-        closed_rows: How many queries, counted in each head, see no key at all.
+        fully_masked: How many queries, counted in each head, see no key at all.
         not_finite: Inputs that hold NaN or infinity; their cases are not in the other numbers.
     """
 
@@ -77,7 +77,7 @@ class Figures:
     exponent: float | None
     sums: tuple[SoftmaxSum, ...]
     sentinel: float | None
-    closed_rows: int
+    fully_masked: int
     not_finite: tuple[str, ...]
 
 
@@ -99,7 +99,7 @@ class Meter:
         self._products, self._scores, self._logits = _Extremes(), _Extremes(), _Extremes()
         self._mask_numbers: list[tuple[float, float]] = []
         self._sums: list[SoftmaxSum] = []
-        self._closed_rows = 0
+        self._fully_masked = 0
         self._not_finite: list[str] = []
 
     def see(self, case: str, arrays: Mapping[str, np.ndarray]) -> None:
@@ -151,7 +151,7 @@ class Meter:
         if added is not None:
             self._scores.see(block, scores, seen)
         if seen is not None:
-            self._closed_rows += int(np.count_nonzero(~seen.any(-1)))  # causality alone closes none
+            self._fully_masked += int(np.count_nonzero(~seen.any(-1)))  # causality alone closes none
         if given is not None:
             np.copyto(logits, -np.inf, where=~given)
         return _largest_sum(logits)
@@ -175,7 +175,7 @@ class Meter:
             exponent=logits.high.value if logits.high else None,
             sums=tuple(self._sums),
             sentinel=self._sentinel(),
-            closed_rows=self._closed_rows,
+            fully_masked=self._fully_masked,
             not_finite=tuple(self._not_finite),
         )
 
@@ -550,7 +550,7 @@ def _about_sentinel(figures: Figures) -> Iterator[Finding]:
     low, high = figures.all_scores or (0.0, 0.0)
     size, reach = -figures.sentinel, max(-low, high)
     name = f"the mask's {figures.sentinel:,.6g}"
-    row = f"a query that sees no key then gives NaN ({figures.closed_rows:,} such rows in the golden cases)"
+    row = f"a query that sees no key then gives NaN ({figures.fully_masked:,} such rows in the golden cases)"
     if size >= _ROUNDS_TO_INFINITY:
         yield Finding(status=OVERFLOWS, what=f"{name} is -inf in FP16: {row}", advice=(_SENTINEL,))
     elif size + reach >= _ROUNDS_TO_INFINITY:

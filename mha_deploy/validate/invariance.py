@@ -21,7 +21,7 @@ from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
 # -- Which inputs and outputs of a model are made of rows, one for every member of the batch -------
 
 
-def has_rows(spec: ModelSpec) -> bool:
+def has_batch(spec: ModelSpec) -> bool:
     """Whether the batch is made of rows that do not know of each other; of a module, its axis B says so."""
     return "B" in spec.axes and all(batch_axis(tensor, spec) == 0 for tensor in spec.outputs)
 
@@ -92,7 +92,7 @@ def invariance_from_runner(
         precision: The precision of the model.
         limit: What a batch larger than the case's own may cost.
     """
-    if not has_rows(spec):
+    if not has_batch(spec):
         return tuple(_not_applicable(runner, check, spec) for check in CHECKS)
     found: list[InvarianceCheck] = []
     for case in cases:
@@ -104,7 +104,7 @@ def invariance_from_runner(
 
 
 def _not_applicable(runner: Runner, check: str, spec: ModelSpec) -> InvarianceCheck:
-    if not has_rows(spec):
+    if not has_batch(spec):
         why = "no axis B comes first in every output"
     elif check == PROFILE:
         profiled = isinstance(runner, ProfiledRunner)

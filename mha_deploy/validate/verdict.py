@@ -92,7 +92,7 @@ class Report:
             "model": model_to_dict(self.bundle),
             "parity": [report.to_dict() for each in self.evaluations for report in each.parity],
             "heatmaps": [heat.to_dict() for each in self.evaluations for heat in each.heatmaps],
-            "decode": [report.to_dict() for each in self.evaluations for report in each.stepping],
+            "decode": [report.to_dict() for each in self.evaluations for report in each.decode_reports],
             "invariance": [check.to_dict() for each in self.evaluations for check in each.invariance],
             "conformance": None if self.conformance is None else self.conformance.to_dict(),
             "range": None if self.ranges is None else self.ranges.to_dict(),
@@ -264,7 +264,7 @@ def _outputs(evaluation: Evaluation) -> str:
         text += f", {_count(evaluation, layers=True)} attentions right"
     if evaluation.not_decoded_because is not None:
         return f"{text}, not stepped"
-    steps = sum(report.steps for report in evaluation.stepping)
+    steps = sum(report.steps for report in evaluation.decode_reports)
     return f"{text}, right at all {steps} decode steps" if steps else text
 
 
@@ -308,7 +308,7 @@ def _stepping(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
         if each.not_decoded_because is not None:
             text = f"{each.label} was not stepped through tokens: {each.not_decoded_because}"
             yield Finding(level=WARNING, section="decode", text=text)
-        for report in each.stepping:
+        for report in each.decode_reports:
             if not report.passed:
                 failures = report.failures
                 first = next((failure for failure in failures if failure.is_wrong), failures[0])

@@ -190,7 +190,7 @@ def ranges(*nodes, precision="fp16"):
     """A report in which each node has a headroom and findings."""
     figures = Figures(
         tensors={"Q": 1.0}, scale=1.0, matmul=None, all_scores=None, score=None, logit=None,
-        exponent=None, sums=(), sentinel=None, closed_rows=0, not_finite=(),
+        exponent=None, sums=(), sentinel=None, fully_masked=0, not_finite=(),
     )  # fmt: skip
     made = tuple(
         NodeRange(node=f"blocks.{i}.attention", figures=figures, max_keys=8, headroom=room, findings=reported)

@@ -104,8 +104,8 @@ def test_where_no_candidate_is_right_all_reasons_are_reported():
 def test_the_record_says_who_and_by_how_much():
     trials = [trial(NATIVE, 100.0), trial(WIDE, 40.0), trial(NARROW, 39.0)]
     reported = record(trials, trials[1], AUTO)
-    assert {key: reported[key] for key in ("asked", "chosen", "accumulate")} == {
-        "asked": "auto",
+    assert {key: reported[key] for key in ("requested", "chosen", "accumulate")} == {
+        "requested": "auto",
         "chosen": "plugin",
         "accumulate": "fp32",
     }
@@ -173,7 +173,7 @@ def workbench(bundles, tmp_path, monkeypatch):
 
     def build(path, options):
         manifest = EngineManifest(**known)
-        attention = {"asked": options.attention, "chosen": options.attention, "accumulate": "fp16"}
+        attention = {"requested": options.attention, "chosen": options.attention, "accumulate": "fp16"}
         plan = path.stem.encode()
         return write_engine(
             path, plan, msgspec.structs.replace(manifest, attention=attention, plugins=[], in_place={})

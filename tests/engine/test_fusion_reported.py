@@ -26,7 +26,7 @@ def test_unknown_is_counted_by_itself(fused, verdicts, summary):
 @pytest.mark.parametrize(
     ("status", "summary"),
     [
-        ("really-fp16", "precision: fp16 (verified)"),
+        ("verified", "precision: fp16 (verified)"),
         ("mixed", "precision: mixed (requested: fp16)"),
         ("unknown", "precision: unknown (requested: fp16)"),
     ],

@@ -91,7 +91,7 @@ def test_the_library_is_loaded_before_the_plugins_node_is_parsed(place, built, p
     assert libraries == [str(path)]
     manifest = open_engine(engine.path).manifest
     assert manifest.dialect == "plugin"
-    assert manifest.attention == {"asked": "plugin", "chosen": "plugin", "accumulate": "fp16"}
+    assert manifest.attention == {"requested": "plugin", "chosen": "plugin", "accumulate": "fp16"}
     record = {"library": file_name(), "version": "0.1.0", "tensorrt": "8.6.0", "plugins": PLUGINS}
     assert manifest.plugins == [{**record, "sha256": sha256(path)}]
     assert manifest.in_place == {}
@@ -211,7 +211,7 @@ def test_the_plugins_layers_are_known_by_the_nodes_they_were(place, built, monke
     assert fused == {"attention": True, "q_proj": False}
 
 
-@pytest.mark.parametrize(("linear", "status"), [("PluginV2", "really-fp16"), ("Mystery", "unknown")])
+@pytest.mark.parametrize(("linear", "status"), [("PluginV2", "verified"), ("Mystery", "unknown")])
 def test_types_that_tensorrt_does_not_tell_are_those_of_the_graph(place, built, monkeypatch, linear, status):
     """8.6 tells none of dynamic sizes: those of the library's layers are known, those of others are not."""
     write_library(place)

@@ -50,7 +50,7 @@ def valid(trace, name, row):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cache", CACHES)
-def test_stepping_rounds_and_nothing_else(cache, precision):
+def test_decode_loop_rounds_and_nothing_else(cache, precision):
     trace = captured(cache, precision)
     check_trace(layer(cache), trace, PRECISIONS[precision])
     for name in trace.oracle:

@@ -89,8 +89,8 @@ def assert_right(evaluation):
     (report,) = evaluation.parity
     assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
     assert not [check for check in evaluation.invariance if not check.passed]
-    for stepping in evaluation.stepping:
-        assert stepping.passed, stepping.failures[:3]
+    for decoded in evaluation.decode_reports:
+        assert decoded.passed, decoded.failures[:3]
 
 
 @pytest.mark.parametrize("backend", QUICK)

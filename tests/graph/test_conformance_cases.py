@@ -56,7 +56,7 @@ def test_every_question_is_asked() -> None:
     assert masks >= {
         (False, "lower-right", "bool"),
         *((causal, "scattered", kind) for causal in (False, True) for kind in ("bool", "bias")),
-        *((False, "closed-rows", kind) for kind in ("bool", "-inf", "sentinel")),
+        *((False, "fully-masked", kind) for kind in ("bool", "-inf", "sentinel")),
         (False, "scattered", "sentinel"),
         (False, "padding", "bool"),
         (True, "left-padding", "bool"),

@@ -183,7 +183,7 @@ def test_a_mask_and_a_window_must_both_hold(mask):
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("Hkv", [4, 2, 1])
 @pytest.mark.parametrize("cache", CACHES)
-def test_stepping_is_the_whole_sequence_whatever_the_steps(cache, Hkv, rope, window, softcap):
+def test_decode_loop_is_the_whole_sequence_whatever_the_steps(cache, Hkv, rope, window, softcap):
     module, whole = pair(make(cache, ROPES[rope], Hkv=Hkv, **options(window, softcap)))
     x = tokens()
     wanted = wanted_of(whole, x)
@@ -203,7 +203,7 @@ def test_either_path_takes_every_way_to_step(cache, path, window):
 
 @pytest.mark.parametrize("projections", ["packed", "separate"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_stepping_takes_either_form_of_the_projections(cache, projections):
+def test_decode_loop_takes_either_form_of_the_projections(cache, projections):
     module, whole = pair(make(cache, {}, projections=projections, bias=False, scale=0.4))
     assert max(errors(module, wanted_of(whole, tokens()), tokens(), [4, 1, 4])) < 1e-12
 
@@ -320,11 +320,11 @@ def widen_the_window(monkeypatch):
 
 def turn_later(monkeypatch):
     """Take the position of decoded tokens, not that of the prompt's, one too high."""
-    new_rows = Attention._new_rows
+    new_entries = Attention._new_entries
     monkeypatch.setattr(
         Attention,
-        "_new_rows",
-        lambda self, query, positions: new_rows(
+        "_new_entries",
+        lambda self, query, positions: new_entries(
             self, query, positions + int(positions.max() >= query.shape[1])
         ),
     )
@@ -332,50 +332,50 @@ def turn_later(monkeypatch):
 
 def turn_twice(monkeypatch):
     """Turn the keys of the cache again when they are used, as if it held them before the rotation."""
-    append, valid = attention.append_rows, attention.valid_rows
+    append, valid = attention.append_entries, attention.valid_entries
 
     def again(rows):
         tables = attention.rotary_tables(make(rope={}).rope, 16, torch.arange(rows.shape[2]), rows.dtype)
         return attention.rotate(rows.transpose(1, 2), *tables, interleaved=False).transpose(1, 2)
 
-    monkeypatch.setattr(attention, "append_rows", lambda past, new: append(again(past), new))
-    monkeypatch.setattr(attention, "valid_rows", lambda rows, ends: valid(again(rows), ends))
+    monkeypatch.setattr(attention, "append_entries", lambda past, new: append(again(past), new))
+    monkeypatch.setattr(attention, "valid_entries", lambda rows, ends: valid(again(rows), ends))
 
 
 def keep_a_stale_row(monkeypatch):
     """Leave the last new row of a call unwritten."""
-    append, write = attention.append_rows, attention.write_rows
+    append, write = attention.append_entries, attention.write_entries
 
     def without_last(past, new):
         stale = past[:, :, -1:] if past.shape[2] else torch.zeros_like(new[:, :, -1:])
         return append(past, torch.cat((new[:, :, :-1], stale), dim=2))
 
-    monkeypatch.setattr(attention, "append_rows", without_last)
+    monkeypatch.setattr(attention, "append_entries", without_last)
     monkeypatch.setattr(
         attention,
-        "write_rows",
+        "write_entries",
         lambda cache, new, positions: write(cache, new[:, :, :-1], positions[:, :-1]),
     )
 
 
 def swap_rows(monkeypatch):
     """Write the new rows of one sequence into the cache of another."""
-    append, write = attention.append_rows, attention.write_rows
-    monkeypatch.setattr(attention, "append_rows", lambda past, new: append(past, new.flip(0)))
+    append, write = attention.append_entries, attention.write_entries
+    monkeypatch.setattr(attention, "append_entries", lambda past, new: append(past, new.flip(0)))
     monkeypatch.setattr(
         attention,
-        "write_rows",
+        "write_entries",
         lambda cache, new, positions: write(cache, new.flip(0), positions),
     )
 
 
 def swap_past_and_new(monkeypatch):
     """Put the new rows before the past, or one row too early."""
-    append, write = attention.append_rows, attention.write_rows
-    monkeypatch.setattr(attention, "append_rows", lambda past, new: append(new, past))
+    append, write = attention.append_entries, attention.write_entries
+    monkeypatch.setattr(attention, "append_entries", lambda past, new: append(new, past))
     monkeypatch.setattr(
         attention,
-        "write_rows",
+        "write_entries",
         lambda cache, new, positions: write(cache, new, (positions - 1).clamp(0)),
     )
 
@@ -409,8 +409,8 @@ def test_positions_that_are_all_one_too_high_show_only_in_the_cache(monkeypatch,
     """The scores know only distances. Whoever else reads that cache would be off by one."""
     module, whole = pair(make(cache, {}))
     wanted = wanted_of(whole, tokens())
-    new_rows = Attention._new_rows
-    monkeypatch.setattr(Attention, "_new_rows", lambda self, query, at: new_rows(self, query, at + 1))
+    new_entries = Attention._new_entries
+    monkeypatch.setattr(Attention, "_new_entries", lambda self, query, at: new_entries(self, query, at + 1))
     output, held = errors(module, wanted, tokens(), [4, 2, 3])
     assert output < 1e-12
     assert held > 1e-3

@@ -47,8 +47,8 @@ def _attend(x: np.ndarray, keys: np.ndarray, lengths: np.ndarray, output: np.nda
 
 def _rows(tensor: Tensor) -> None:
     x = tensor("x")
-    tensor("key_rows")[:] = heads(x)
-    tensor("value_rows")[:] = 2 * heads(x)
+    tensor("key_entries")[:] = heads(x)
+    tensor("value_entries")[:] = 2 * heads(x)
     _attend(x, tensor("key_cache"), tensor("lengths"), tensor("output"))
 
 
@@ -72,7 +72,9 @@ def _growing(tensor: Tensor) -> None:
 def _shape(name: str, shapes: dict) -> tuple[int, ...]:
     batch, S = shapes["x"][:2]
     past = shapes["past_key"][2] if "past_key" in shapes else 0
-    length = {"key_rows": S, "value_rows": S, "present_key": past + S, "present_value": past + S}.get(name, T)
+    length = {"key_entries": S, "value_entries": S, "present_key": past + S, "present_value": past + S}.get(
+        name, T
+    )
     return shapes["x"] if name == "output" else (batch, HKV, length, D)
 
 
@@ -104,7 +106,7 @@ def _engine(inputs: dict, outputs: dict, compute: Callable[[Tensor], None], **mo
 
 _OUT = {"key_cache_out": (-1, HKV, T, D), "value_cache_out": (-1, HKV, T, D)}
 FORMS = {
-    b"rows": _engine(PREALLOCATED, dict.fromkeys(("key_rows", "value_rows"), (-1, HKV, -1, D)), _rows),
+    b"rows": _engine(PREALLOCATED, dict.fromkeys(("key_entries", "value_entries"), (-1, HKV, -1, D)), _rows),
     b"copied": _engine(PREALLOCATED, _OUT, _static),
     b"in place": _engine(
         PREALLOCATED,

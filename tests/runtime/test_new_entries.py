@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mha_deploy.bundle.cases import with_rows
+from mha_deploy.bundle.cases import with_entries
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime import cuda
 from mha_deploy.runtime.decode import (
@@ -95,7 +95,7 @@ def test_entries_get_to_their_places_on_the_device_as_on_the_host(runtime, lengt
     copies = entry_copies(shape, lengths, S)
     for copy in copies:
         target.copy_2d(source, copy, STREAM)
-    wanted = with_rows(cache, rows, lengths)
+    wanted = with_entries(cache, rows, lengths)
     assert (wanted != cache).any()
     np.testing.assert_array_equal(target.download(cache.shape, HALF, STREAM), wanted)
     assert runtime.calls == [(2 * B // calls, S * 8 * 2)] * calls
@@ -132,7 +132,7 @@ def test_the_real_bindings_take_the_arguments_in_this_order():
 
 def test_the_host_scatters_into_a_copy():
     cache, rows = np.zeros((2, 1, 4, 2), HALF), numbers(2, 1, 2, 2)
-    got = with_rows(cache, rows, np.array([0, 2], np.int32))
+    got = with_entries(cache, rows, np.array([0, 2], np.int32))
     np.testing.assert_array_equal(got[0, :, :2], rows[0])
     np.testing.assert_array_equal(got[1, :, 2:], rows[1])
     assert not cache.any()
@@ -150,7 +150,7 @@ DYNAMIC = infos("x", "past_key", "past_value")
 @pytest.mark.parametrize(
     ("inputs", "outputs", "form"),
     [
-        (PREALLOCATED, ("output", "key_rows", "value_rows"), CacheForm.ENTRIES),
+        (PREALLOCATED, ("output", "key_entries", "value_entries"), CacheForm.ENTRIES),
         (PREALLOCATED, ("output", "key_cache_out", "value_cache_out"), CacheForm.PREALLOCATED),
         (DYNAMIC, ("output", "present_key", "present_value"), CacheForm.DYNAMIC),
         (infos("x"), ("output",), None),
@@ -162,7 +162,7 @@ def test_the_form_is_defined_by_what_comes_in_and_goes_out(inputs, outputs, form
 
 
 def test_entries_are_presented_as_caches():
-    outputs = infos("output", "key_rows", "value_rows")
+    outputs = infos("output", "key_entries", "value_entries")
     presented = presented_outputs(PREALLOCATED, outputs)
     assert list(presented) == ["output", "key_cache_out", "value_cache_out"]
     assert presented["key_cache_out"] == PREALLOCATED["key_cache"]

@@ -136,8 +136,8 @@ def test_entries_behind_equal_lengths_are_one_copy_for_each_tensor(device):
             height=B * HKV,
         )
         assert [each for _, _, each in device.copies_2d] == [copy, copy]
-        (keys, key_rows, _), (values, value_rows, _) = device.copies_2d
-        assert len({keys, key_rows, values, value_rows}) == 4
+        (keys, key_entries, _), (values, value_entries, _) = device.copies_2d
+        assert len({keys, key_entries, values, value_entries}) == 4
         assert [keys, values] == [tensor.buffer.address for tensor in loop._held]
 
 
@@ -366,7 +366,7 @@ def test_what_cannot_be_decoded_is_refused_and_frees_everything(device):
         assert caught.value.got == "['positions']"
     with opened(b"rows") as runner:
         wide = TensorInfo(dtype=np.dtype(np.float32), dims=(None, HKV, None, D))
-        runner.engine_outputs = {**runner.engine_outputs, "key_rows": wide}
+        runner.engine_outputs = {**runner.engine_outputs, "key_entries": wide}
         with pytest.raises(DeployError, match="different types"):
             runner.decode_loop(B=2)
     assert device.is_empty()

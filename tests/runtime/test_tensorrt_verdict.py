@@ -220,13 +220,13 @@ def test_tf32_matmuls_for_an_fp16_graph_are_found():
 
 def test_fp16_matmuls_are_verified_fp16_and_their_accumulation_is_noted():
     verdict = precision_verdict(kernels_from_profile(BERT), "fp16")
-    assert verdict.status == "really-fp16"
+    assert verdict.status == "verified"
     assert verdict.notes == (f"2 matmuls accumulate in FP16, the first is {GEMM}",)
 
 
 def test_a_hash_is_not_a_type():
     assert FUSED.tactic.endswith("bf16")
-    assert precision_verdict([FUSED], "fp16").status == "really-fp16"
+    assert precision_verdict([FUSED], "fp16").status == "verified"
 
 
 def test_a_float_tensor_of_a_matmul_makes_the_engine_mixed():
@@ -248,7 +248,7 @@ def test_a_float_matmul_that_myelin_generates_is_found():
 def test_a_float_tensor_of_a_small_kernel_is_an_island():
     wide = Kernel(name="k", layer_type="kgen", outputs=(EngineTensor(name="t", dtype="fp32"),))
     verdict = precision_verdict([FUSED, wide], "fp16")
-    assert verdict.status == "really-fp16"
+    assert verdict.status == "verified"
     assert verdict.offenders == ()
     assert [(island.kernel, island.what) for island in verdict.islands] == [("k", "t")]
     assert verdict.notes == ("1 small kernels work in fp32, the first is k",)
@@ -280,11 +280,11 @@ def test_what_is_hidden_or_not_reported_is_unknown_unless_something_is_wrong_alr
     assert precision_verdict([FUSED, untold], "fp16").status == "unknown"
     assert precision_verdict([FUSED, hidden, wrong], "fp16").status == "mixed"
     carried = Kernel(name="weight", layer_type="Constant", outputs=(EngineTensor(name="t"),))
-    assert precision_verdict([FUSED, carried], "fp16").status == "really-fp16"
+    assert precision_verdict([FUSED, carried], "fp16").status == "verified"
     matmul = Kernel(name="p", tactic="sm90_xmma_gemm_f16f16_f16f16_f16_tn_n", inputs=untold.inputs)
-    assert precision_verdict([FUSED, matmul], "fp16").status == "really-fp16"
+    assert precision_verdict([FUSED, matmul], "fp16").status == "verified"
     for name in ("cutlass_80_tensorop_f16_s16816gemm_f16_64x64", "cutlass_tensorop_h16816gemm_64x64"):
-        assert precision_verdict([FUSED, replace(matmul, tactic=name)], "fp16").status == "really-fp16"
+        assert precision_verdict([FUSED, replace(matmul, tactic=name)], "fp16").status == "verified"
     for name in ("some_gemm", "cutlass_80_tensorop_s16816gemm_f16_64x64", "xmma_gemm_f16f16_f32f32_f32_tn_n"):
         assert precision_verdict([FUSED, replace(matmul, tactic=name)], "fp16").status == "unknown"
     wide = replace(matmul, tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n")
@@ -345,7 +345,7 @@ def test_a_plugin_layer_that_carries_an_attention_is_fused(kind):
 
 def test_a_plugin_is_judged_by_the_types_it_reads_and_writes():
     carrier = replace(PLUGIN, carries="attention")
-    assert precision_verdict([carrier], "fp16").status == "really-fp16"
+    assert precision_verdict([carrier], "fp16").status == "verified"
     wide = replace(carrier, outputs=(EngineTensor(name="y", dtype="fp32"),))
     assert precision_verdict([wide], "fp16").status == "mixed"
     matmul = replace(wide, carries="matmul")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.metrics import judge_case, new_rows
+from mha_deploy.metrics import judge_case, new_entries
 
 OUT = {"tiny-dynamic": "present_key", "tiny-preallocated": "key_cache_out"}
 
@@ -33,7 +33,7 @@ def verdict_on(case, got, name, precision):
 def test_the_right_rows_pass(given):
     case, name, got, precision = given
     assert all(verdict.passed for verdict in judge_case(case, got, precision))
-    rows = new_rows(case, got)
+    rows = new_entries(case, got)
     assert rows.case.oracle[name].shape[2] == rows.got[name].shape[2] == case.sizes["S"]
     assert rows.case.oracle["output"] is case.oracle["output"]
     assert not rows.spoiled

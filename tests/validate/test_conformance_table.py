@@ -80,14 +80,14 @@ FIRST_ROW = ("wrong", "every query sees what the first one sees")
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_pytorch_conforms(path, precision, sentinel):
     cells = column_of(torch_column(path), precision)
-    assert unusual(cells) == {"closed-rows-sentinel": sentinel, "own-causal": UPPER_LEFT}
+    assert unusual(cells) == {"fully-masked-sentinel": sentinel, "own-causal": UPPER_LEFT}
 
 
 @pytest.mark.parametrize("precision", [FP16, FP32], ids=lambda precision: precision.name)
 def test_onnx_runtime_conforms_or_refuses(precision):
     cells = column_of(runner_column("ort", in_ort, "onnx"), precision)
     refused = {name: cells.pop(name) for name in ("broadcast-queries", "causal-broadcast")}
-    assert unusual(cells) == {"closed-rows-sentinel": KEPT, "own-causal": UPPER_LEFT}
+    assert unusual(cells) == {"fully-masked-sentinel": KEPT, "own-causal": UPPER_LEFT}
     for cell in refused.values():
         assert cell.status == "refused"
         assert "inconsistent q_sequence_length (between attn_mask and Q)" in cell.detail
@@ -96,7 +96,7 @@ def test_onnx_runtime_conforms_or_refuses(precision):
 def test_onnx_runtimes_own_operators_conform():
     cells = column_of(runner_column("contrib", in_ort, "contrib"))
     assert unusual(cells) == {
-        "closed-rows-sentinel": KEPT,
+        "fully-masked-sentinel": KEPT,
         "own-causal": (
             "refused",
             "The contrib dialect writes causal as a mask: the runtime's own is not used.",
@@ -117,7 +117,7 @@ def test_a_lowering_that_refuses_a_case_is_heard():
 def test_onnx_reference_misplaces_causal_under_a_mask_of_one_row(precision):
     cells = column_of(runner_column("reference", in_reference, "onnx"), precision)
     assert unusual(cells) == {
-        "closed-rows-sentinel": KEPT,
+        "fully-masked-sentinel": KEPT,
         "own-causal": UPPER_LEFT,
         "causal-broadcast": FIRST_ROW,
     }
@@ -126,7 +126,7 @@ def test_onnx_reference_misplaces_causal_under_a_mask_of_one_row(precision):
 
 def test_onnx_runtime_has_no_bfloat16_and_is_here_all_the_same():
     cells = column_of(
-        runner_column("contrib", in_ort, "contrib"), BF16, cases=named("bool-mask", "closed-rows-bool")
+        runner_column("contrib", in_ort, "contrib"), BF16, cases=named("bool-mask", "fully-masked-bool")
     )
     assert {cell.status for cell in cells.values()} == {"refused"}
     assert all("no CPU kernel" in cell.detail for cell in cells.values())
@@ -140,7 +140,7 @@ def test_onnx_runtime_has_no_bfloat16_and_is_here_all_the_same():
 )
 def test_a_runtime_written_from_the_specification_conforms(precision, seed):
     cells = column_of(runner_column("numpy", NumpyRunner, "onnx"), precision, seed=seed)
-    assert unusual(cells) == {"closed-rows-sentinel": KEPT, "own-causal": UPPER_LEFT}
+    assert unusual(cells) == {"fully-masked-sentinel": KEPT, "own-causal": UPPER_LEFT}
     assert all(0 < cell.share < 0.6 for cell in cells.values())
     assert all(0 < cell.error < 2 * precision.roundoff or precision == FP32 for cell in cells.values())
 
@@ -187,15 +187,15 @@ def test_rows_without_a_key_are_known_and_zero():
     closed_in = {name: count for name, count in counts.items() if count}
     # Every eighth of 40 queries; and in the second row of the batch, whose first 24 keys are padding.
     assert closed_in == {
-        "closed-rows-bool": 2 * 2 * 5,
-        "closed-rows-inf": 2 * 2 * 5,
+        "fully-masked-bool": 2 * 2 * 5,
+        "fully-masked-inf": 2 * 2 * 5,
         "causal-left-padding": 2 * 24,
     }
 
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=list(PRECISIONS))
 def test_the_sentinel_swallows_every_score_or_none(precision):
-    trial = draw_trial(BY_NAME["closed-rows-sentinel"], precision, 0)
+    trial = draw_trial(BY_NAME["fully-masked-sentinel"], precision, 0)
     shifted = oracle.shifted_queries(trial)
     assert shifted.sum() == 2 * 2 * 5
     q, k = (oracle.split_heads(trial, trial.arrays[role].astype(np.float64)) for role in "qk")
@@ -234,7 +234,7 @@ CAUSAL = {case.name for case in CASES if case.is_causal}
 MASKED = {case.name for case in CASES if case.mask is not None}
 BOOLEAN = {name for name in MASKED if BY_NAME[name].mask.is_bool}
 ADDITIVE = MASKED - BOOLEAN
-CLOSED = {"closed-rows-bool", "closed-rows-inf", "causal-left-padding"}
+CLOSED = {"fully-masked-bool", "fully-masked-inf", "causal-left-padding"}
 UNEQUAL = {name for name in CAUSAL if BY_NAME[name].S != BY_NAME[name].T}
 NUMBERS = {"additive-mask", "causal-additive-mask"}
 
@@ -249,13 +249,13 @@ CAUGHT = {
     "additive mask as boolean": dict.fromkeys(ADDITIVE, "the additive mask is read as boolean"),
     "additive mask only where zero": {
         **dict.fromkeys(NUMBERS, "only whether the mask is 0 counts"),
-        "closed-rows-sentinel": "gives zeros under -1e4",
+        "fully-masked-sentinel": "gives zeros under -1e4",
     },
     "closed rows are NaN": dict.fromkeys(CLOSED, "gives NaN where no key is seen"),
     "closed rows are infinite": dict.fromkeys(CLOSED, "gives infinity where no key is seen"),
     "closed rows are averages": dict.fromkeys(CLOSED, "averages all keys where no key is seen"),
     "closed rows attend": dict.fromkeys(CLOSED, "not zeros where no key is seen"),
-    "sentinel hides": {"closed-rows-sentinel": "gives zeros under -1e4"},
+    "sentinel hides": {"fully-masked-sentinel": "gives zeros under -1e4"},
     "heads interleaved": {"gqa-mask": "query heads use the wrong key heads"},
     "one NaN": {case.name: f"gives NaN in 1 of {2 * case.Hq * case.S} rows" for case in CASES},
     "wrong type": dict.fromkeys(BY_NAME, "type float64, not bfloat16"),
@@ -283,7 +283,7 @@ def test_a_mistake_is_caught_where_it_is_made_and_named(mistake):
 
 
 def test_an_average_under_the_sentinel_is_wrong_where_the_precision_does_not_excuse_it():
-    case = BY_NAME["closed-rows-sentinel"]
+    case = BY_NAME["fully-masked-sentinel"]
 
     def averages(trials):
         (trial,) = trials
@@ -343,7 +343,7 @@ def test_all_cases_are_one_engine():
     cells = column_of(engine_column("engine", builds, target=TRT_86, dialect="primitives"))
     assert builds.sizes == [len(CASES) - 1]
     # ONNX Runtime computes FP16 in FP32 where the processor has no FP16: then -1e4 swallows nothing.
-    sentinel = cells.pop("closed-rows-sentinel")
+    sentinel = cells.pop("fully-masked-sentinel")
     assert (sentinel.status, sentinel.detail) in (SWALLOWED, KEPT)
     assert unusual(cells) == {
         "own-causal": (
@@ -357,8 +357,8 @@ def test_all_cases_are_one_engine():
 def test_scores_that_rounding_loses_under_the_sentinel_are_noticed(precision, found):
     """In ONNX's evaluator, which rounds every result to its type on every processor."""
     column = engine_column("engine", in_reference, target=RTX, dialect="primitives")
-    cells = column_of(column, precision, cases=named("closed-rows-sentinel"))
-    assert unusual(cells) == {"closed-rows-sentinel": found}
+    cells = column_of(column, precision, cases=named("fully-masked-sentinel"))
+    assert unusual(cells) == {"fully-masked-sentinel": found}
 
 
 def test_one_refusal_does_not_hide_the_rest():
@@ -379,7 +379,7 @@ def test_the_trt_dialect_conforms_in_one_model():
     builds = Builds(in_reference)
     cells = column_of(engine_column("engine", builds, target=RTX, dialect="trt"), BF16)
     assert builds.sizes == [len(CASES)]
-    assert unusual(cells) == {"closed-rows-sentinel": KEPT, "own-causal": UPPER_LEFT}
+    assert unusual(cells) == {"fully-masked-sentinel": KEPT, "own-causal": UPPER_LEFT}
 
 
 def test_what_no_lowering_cures_is_refused_before_anything_is_built():
@@ -526,7 +526,7 @@ def test_the_table_is_plain_data():
         absent_column("absent", "Not here."),
     ]
     seen = []
-    cases = named("causal", "closed-rows-bool", "own-causal")
+    cases = named("causal", "fully-masked-bool", "own-causal")
     table = conformance_table(columns, FP16, seed=5, cases=cases, on_column=seen.append)
     assert seen == ["right", "wrong", "absent"]
     data = json.loads(json.dumps(table.to_dict(), allow_nan=False))
@@ -564,8 +564,8 @@ def test_a_table_passes_unless_an_answer_is_wrong():
 
 def test_a_wrong_cell_tells_its_error():
     wrong = runner_column("wrong", lambda model: NumpyRunner(model, "closed rows attend"), "onnx")
-    cell = column_of(wrong, cases=named("closed-rows-inf"))["closed-rows-inf"]
-    trial = draw_trial(BY_NAME["closed-rows-inf"], FP16, 0)
+    cell = column_of(wrong, cases=named("fully-masked-inf"))["fully-masked-inf"]
+    trial = draw_trial(BY_NAME["fully-masked-inf"], FP16, 0)
     exact = oracle.exact_result(trial)
     # The mistake is in the closed rows alone, so its size is theirs.
     attending = oracle.exact_result(trial, oracle.Reading(mask=None, causal=oracle.NOWHERE))

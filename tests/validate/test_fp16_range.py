@@ -127,7 +127,7 @@ def plain_figures(q, k, v, scale, visible, bias, softcap=0.0):
         "logits": np.where(visible, score + bias, 0.0),
         "exponent": logit.max(),
         "sum": sums.max(),
-        "closed_rows": int((~visible.any(-1)).sum()),
+        "fully_masked": int((~visible.any(-1)).sum()),
     }
 
 
@@ -166,7 +166,7 @@ def compare(node, cases, near):
     for each in figures.sums:
         assert each.largest == near(cases[each.case]["sum"])
         assert each.keys == cases[each.case]["matmuls"].shape[3]
-    assert figures.closed_rows == sum(each["closed_rows"] for each in cases.values())
+    assert figures.fully_masked == sum(each["fully_masked"] for each in cases.values())
 
 
 # -- figures -----------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_blocks_change_nothing(bundles, monkeypatch, name, block):
             assert other.value == pytest.approx(one.value, rel=1e-5)
             place = (one.case, one.row, one.head, one.query, one.key)
             assert (other.case, other.row, other.head, other.query, other.key) == place
-        assert (cut.figures.closed_rows, cut.status) == (node.figures.closed_rows, node.status)
+        assert (cut.figures.fully_masked, cut.status) == (node.figures.fully_masked, node.status)
 
 
 def test_hidden_pairs_count_for_the_product_and_not_for_the_score(bundles, tmp_path):
@@ -410,7 +410,7 @@ def test_heads_of_their_own_axis_softcap_and_masks(attributes, mask):
         assert peak.value == pytest.approx(want[key][peak.row, peak.head, peak.query, peak.key], rel=1e-5)
     assert got.exponent == pytest.approx(want["exponent"], rel=1e-5)
     assert got.sums[0].largest == pytest.approx(want["sum"], rel=1e-5)
-    assert got.closed_rows == want["closed_rows"]
+    assert got.fully_masked == want["fully_masked"]
     assert got.scale == pytest.approx(scale)
     assert got.sentinel is None
 
@@ -460,7 +460,7 @@ def test_keys_behind_a_cache(cache, is_causal, mask, softcap):
         assert abs(peak.value) == pytest.approx(np.abs(want[key]).max(), rel=1e-5), key
     assert got.exponent == pytest.approx(want["exponent"], rel=1e-5)
     assert got.sums[0].largest == pytest.approx(want["sum"], rel=1e-5)
-    assert (got.sums[0].keys, got.closed_rows) == (T, want["closed_rows"])
+    assert (got.sums[0].keys, got.fully_masked) == (T, want["fully_masked"])
 
 
 @pytest.mark.parametrize("cache", ["past", "lengths"])
@@ -725,7 +725,7 @@ def test_pairs_hidden_by_a_number_are_not_seen(bundles, tmp_path):
     for peak, key in ((figures.score, "scores"), (figures.logit, "logits")):
         assert abs(peak.value) == pytest.approx(np.abs(want[key]).max(), rel=1e-5)
     assert figures.exponent == pytest.approx(want["exponent"], rel=1e-5)
-    assert figures.closed_rows == want["closed_rows"] == shape[0]
+    assert figures.fully_masked == want["fully_masked"] == shape[0]
     # A query whose keys all have the number has a softmax all the same, over its scores.
     bias = np.where(visible, 0.0, -1e4)
     given = plain_figures(q, k, v, scale, np.ones(shape, bool), bias)["sum"]
@@ -756,7 +756,7 @@ def test_minus_infinity_hides_keys_and_is_no_sentinel(bundles, tmp_path):
     node = with_sentinel(bundles("tiny-additive"), tmp_path / "b", -np.inf, closed_row=True)
     assert node.figures.sentinel is None
     assert node.status == "ok"
-    assert node.figures.closed_rows == 2  # one query of one head in each row of the batch
+    assert node.figures.fully_masked == 2  # one query of one head in each row of the batch
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
@@ -770,7 +770,7 @@ def test_a_mask_that_is_broken_is_named(bundles, tmp_path, bad):
 def test_a_boolean_mask_has_no_sentinel(bundles, name):
     (node,) = fp16_range(bundles(name)).nodes
     assert node.figures.sentinel is None
-    assert node.figures.closed_rows > 0  # the ragged case has a row without keys
+    assert node.figures.fully_masked > 0  # the ragged case has a row without keys
 
 
 def with_mask_of_numbers(bundle, folder, back_to_bool=False):
@@ -808,6 +808,6 @@ def test_a_constant_of_the_graph_is_found_behind_its_cast(bundles, tmp_path):
     (plain,) = fp16_range(bundle).nodes
     assert found.figures.sentinel == -1e9
     assert (plain.status, found.status) == ("ok", "overflows")
-    assert f"({plain.figures.closed_rows:,} such rows" in about_mask(found)[0].what
+    assert f"({plain.figures.fully_masked:,} such rows" in about_mask(found)[0].what
     assert found.figures.score == plain.figures.score
-    assert found.figures.closed_rows == plain.figures.closed_rows
+    assert found.figures.fully_masked == plain.figures.fully_masked

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from stepping_mistakes import Meddled
+from decode_mistakes import Meddled
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
@@ -33,7 +33,7 @@ def decoded(bundle, **meddling):
 def test_decoding_is_validated_with_the_model(bundle):
     report = validate_bundle(bundle)
     assert report.passed, report.headline
-    (decode,) = [each for evaluation in report.evaluations for each in evaluation.stepping]
+    (decode,) = [each for evaluation in report.evaluations for each in evaluation.decode_reports]
     assert decode.passed
     assert (decode.prompt, decode.steps) == ((16, 16, 16), 16)
     assert {verdict.output for verdict in decode.verdicts} == {
@@ -48,7 +48,7 @@ def test_decoding_is_validated_with_the_model(bundle):
 def test_more_steps_are_drawn_on_request(bundle):
     report = validate_bundle(bundle, ValidateOptions(steps=20, prompt=3, batch=2))
     assert report.passed, report.headline
-    traces = {each.trace for evaluation in report.evaluations for each in evaluation.stepping}
+    traces = {each.trace for evaluation in report.evaluations for each in evaluation.decode_reports}
     assert len(traces) == 2
 
 
@@ -57,7 +57,7 @@ def test_more_steps_are_drawn_on_request(bundle):
 def test_every_precision_decodes(own_bundles, precision):
     report = validate_bundle(own_bundles("decoder", precision))
     assert report.passed, report.headline
-    assert any(evaluation.stepping for evaluation in report.evaluations)
+    assert any(evaluation.decode_reports for evaluation in report.evaluations)
 
 
 def test_a_cache_that_loses_an_entry_is_caught(bundle):

@@ -37,7 +37,7 @@ from mha_deploy.graph.lower.operators import Obstacle
 
 # -- The form of the cache in a lowered model ------------------------------------------------------
 
-ROWS_NOTE = "mha_deploy.cache_rows"
+ENTRIES_NOTE = "mha_deploy.cache_entries"
 """Metadata key of a model that outputs only new entries: JSON, from each output to its cache."""
 
 IN_PLACE_NOTE = "mha_deploy.cache_in_place"
@@ -68,13 +68,15 @@ class CacheForm:
 
 def cache_form(model: ir.Model) -> CacheForm:
     """Read the form from a lowered model."""
-    rows, in_place = (json.loads(model.metadata_props.get(note, "{}")) for note in (ROWS_NOTE, IN_PLACE_NOTE))
+    rows, in_place = (
+        json.loads(model.metadata_props.get(note, "{}")) for note in (ENTRIES_NOTE, IN_PLACE_NOTE)
+    )
     return CacheForm(rows=rows, in_place=in_place)
 
 
-def note_rows(model: ir.Model, rows: dict[str, str]) -> None:
+def note_entries(model: ir.Model, rows: dict[str, str]) -> None:
     """Add outputs of new entries to the metadata of the model."""
-    model.metadata_props[ROWS_NOTE] = json.dumps({**cache_form(model).rows, **rows})
+    model.metadata_props[ENTRIES_NOTE] = json.dumps({**cache_form(model).rows, **rows})
 
 
 def note_in_place(model: ir.Model, caches: dict[str, str]) -> None:
@@ -85,8 +87,8 @@ def note_in_place(model: ir.Model, caches: dict[str, str]) -> None:
 def rows_name(output: str) -> str:
     """The name of an output of new entries, from that of the output of the whole cache."""
     if "_cache_out" in output:
-        return output.replace("_cache_out", "_rows")
-    return f"{output.removeprefix('present_')}_rows"
+        return output.replace("_cache_out", "_entries")
+    return f"{output.removeprefix('present_')}_entries"
 
 
 # -- Recognise an attention with its cache ---------------------------------------------------------

@@ -16,7 +16,7 @@ from mha_deploy.graph.ir import NodeBuilder, Size, replace_node
 from mha_deploy.graph.lower.cache import (
     DYNAMIC,
     CachedAttention,
-    note_rows,
+    note_entries,
     read_cache,
     rewrite_caches,
     rows_name,
@@ -311,7 +311,7 @@ def _rewrite(
     for update in cache.updates:
         model.graph.remove(update, safe=True)
     inputs = (cache.past_key, cache.past_value)
-    note_rows(model, {str(row.name): str(past.name) for row, past in zip(rows, inputs, strict=True)})
+    note_entries(model, {str(row.name): str(past.name) for row, past in zip(rows, inputs, strict=True)})
 
 
 def _give_out(model: ir.Model, old: ir.Value, rows: ir.Value) -> ir.Value:

@@ -149,33 +149,33 @@ class PrecisionVerdict:
     """Whether an engine is in the requested precision.
 
     Args:
-        asked: The requested one: `fp16`, `bf16` or `fp32`.
-        status: `really-<asked>`, `mixed` or `unknown`.
+        requested: The requested one: `fp16`, `bf16` or `fp32`.
+        status: `verified`, `mixed` or `unknown`.
         counts: How many tensors there are of each type, and kernels with a type in their names.
         offenders: Matmuls and attentions with another floating-point type that is not the graph's.
         islands: Other kernels with one.
         reason: Why the answer is unknown; empty otherwise.
         notes: What else was detected: FP16 accumulation, kernels that are chosen on the device.
-        has_untold: Whether a matmul or attention was reported without its types.
+        has_untyped: Whether a matmul or attention was reported without its types.
         written: Matmuls and attentions with another type that the graph requests.
         narrowed: Matmuls that the graph keeps in a wider type than the engine multiplies in.
     """
 
-    asked: str
+    requested: str
     status: str
     counts: dict[str, int]
     offenders: tuple[Offender, ...] = ()
     islands: tuple[Offender, ...] = ()
     reason: str = ""
     notes: tuple[str, ...] = ()
-    has_untold: bool = False
+    has_untyped: bool = False
     written: tuple[Offender, ...] = ()
     narrowed: tuple[Offender, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether the requested precision is verified."""
-        return self.status == f"really-{self.asked}"
+        return self.status == "verified"
 
 
 def precision_verdict(
@@ -190,7 +190,7 @@ def precision_verdict(
 
     Returns:
         `mixed` as soon as one matmul or attention is of another floating-point type than requested and
-        written; `really-...` only where every kernel could be judged; else `unknown`, with the reason.
+        written; `verified` only where every kernel could be judged; else `unknown`, with the reason.
     """
     heavy = [kernel for kernel in kernels if kernel.is_heavy]
     light = [kernel for kernel in kernels if not kernel.is_heavy]
@@ -210,16 +210,16 @@ def precision_verdict(
     if offenders:
         status, reason = "mixed", ""
     else:
-        status = "unknown" if reason else f"really-{precision}"
+        status = "unknown" if reason else "verified"
     return PrecisionVerdict(
-        asked=precision,
+        requested=precision,
         status=status,
         counts=_counts(kernels),
         offenders=offenders,
         islands=islands,
         reason=reason,
         notes=_notes(kernels, from_graph, narrowed, islands),
-        has_untold=any(_is_untyped(kernel) for kernel in heavy if not kernel.is_opaque),
+        has_untyped=any(_is_untyped(kernel) for kernel in heavy if not kernel.is_opaque),
         written=from_graph,
         narrowed=narrowed,
     )
@@ -596,8 +596,10 @@ def _merge_precision(
     """
     ranked = sorted(verdicts.items(), key=lambda item: (item[1].status == "unknown", item[1].ok))
     if not ranked:
-        return PrecisionVerdict(asked=precision, status="unknown", counts={}, reason=_NO_SOURCE), []
-    untyped = [verdict for verdict in verdicts.values() if verdict.status == "unknown" and verdict.has_untold]
+        return PrecisionVerdict(requested=precision, status="unknown", counts={}, reason=_NO_SOURCE), []
+    untyped = [
+        verdict for verdict in verdicts.values() if verdict.status == "unknown" and verdict.has_untyped
+    ]
     if untyped and ranked[0][1].ok:
         return replace(ranked[0][1], status="unknown", reason=untyped[0].reason), []
     known = [(name, verdict.status) for name, verdict in ranked if verdict.status != "unknown"]

@@ -1,0 +1,94 @@
+"""One runtime in a plan: what an engine is not built for is left out, what it fails on is a verdict."""
+
+import numpy as np
+import pytest
+
+from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.errors import DeployError
+from mha_deploy.runtime.runner import Runner
+from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
+from mha_deploy.validate.runtimes import ONNX_RUNTIME, TENSORRT, Runtime
+
+
+class EagerEngine(Runner):
+    """Answers with the eager result, as an engine with one profile would: up to some length."""
+
+    def __init__(self, cases, *, longest=1000, fails_at=None, spoils=None):
+        self.cases, self.longest, self.fails_at, self.spoils = cases, longest, fails_at, spoils
+        self.name, self.inputs, self.outputs = "engine 1.0", {}, {}
+        self.asked = []
+
+    def run(self, feeds):
+        case = next(case for case in self.cases if case.inputs["x"] is feeds["x"])
+        self.asked.append(case.name)
+        if case.name == self.fails_at:
+            raise DeployError("Myelin gave up.", got="cudaMemcpy2DAsync")
+        return {
+            name: (array * 2 if case.name == self.spoils else array).astype(array.dtype)
+            for name, array in case.eager.items()
+        }
+
+    _run = run
+
+    def profiles_for(self, feeds):
+        return [0] if feeds["x"].shape[1] <= self.longest else []
+
+    def run_in_profile(self, feeds, profile):
+        return self.run(feeds)
+
+
+@pytest.fixture(scope="module")
+def cases(bundles):
+    return list(golden_cases(bundles("tiny-gqa")))
+
+
+def sit(bundles, cases, runner, *, engine=True):
+    manifest = bundles("tiny-gqa").manifest
+    runtime = Runtime(
+        name="engine",
+        family=TENSORRT if engine else ONNX_RUNTIME,
+        open=lambda: runner,
+        engine=object() if engine else None,
+    )
+    plan = EvaluationPlan(spec=manifest.spec, precision=manifest.precision, cases={"golden": cases})
+    return evaluate(runtime, plan)
+
+
+def test_cases_outside_the_profiles_are_left_out_and_told(bundles, cases):
+    runner = EagerEngine(cases, longest=16)
+    result = sit(bundles, cases, runner)
+    longer = {case.name for case in cases if case.sizes["S"] > 16}
+    assert longer
+    assert set(result.outside) == longer
+    assert set(runner.asked).isdisjoint(longer)
+    assert result.parity[0].passed
+    assert {verdict.case for verdict in result.parity[0].verdicts} == {c.name for c in cases} - longer
+
+
+def test_an_engine_that_admits_nothing_is_judged_on_nothing(bundles, cases):
+    result = sit(bundles, cases, EagerEngine(cases, longest=0))
+    assert result.parity == ()
+    assert len(result.outside) == len(cases)
+
+
+def test_an_engine_that_gives_up_on_a_case_has_failed_it(bundles, cases):
+    result = sit(bundles, cases, EagerEngine(cases, fails_at="odd"))
+    (report,) = result.parity
+    assert not report.passed
+    assert result.failed_cases == ["odd"]
+    (failed,) = [verdict for verdict in report.verdicts if not verdict.passed]
+    assert failed.problem == "could not be run: Myelin gave up. cudaMemcpy2DAsync"
+    assert (failed.deviation, failed.share) == (None, None)
+
+
+def test_a_runtime_that_gives_up_is_an_error_and_no_verdict(bundles, cases):
+    with pytest.raises(DeployError, match="Myelin gave up"):
+        sit(bundles, cases, EagerEngine(cases, fails_at="odd"), engine=False)
+
+
+def test_there_is_a_map_of_the_usual_case_or_of_what_is_wrong(bundles, cases):
+    assert [heat.case for heat in sit(bundles, cases, EagerEngine(cases)).heatmaps] == ["opt"]
+    wrong = sit(bundles, cases, EagerEngine(cases, spoils="odd"))
+    assert {heat.case for heat in wrong.heatmaps} == {"odd", "opt"}
+    (odd,) = [heat for heat in wrong.heatmaps if heat.case == "odd"]
+    assert np.nanmax(odd.values) > 0.5
