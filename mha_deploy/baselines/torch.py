@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,9 @@ from mha_deploy.reference.attention import (
     Heads,
     attend,
     given,
+    merge_causal,
     merge_heads,
+    padding_mask,
     seen_from,
     split_heads,
 )
@@ -88,102 +90,137 @@ def _first_line(error: Exception) -> str:
     return text.partition("\n")[0]
 
 
-# -- A layer with a cache as a decoder in service runs it: what is timed beside the engines --------
+# -- A layer as it is served: caches in place, masks and tables computed once per model ------------
 
 
-class DecodeLayer(nn.Module):
-    """Steps a layer; its calls take and give what those of the layer do.
+class ServedLayer(nn.Module):
+    """A layer as a tuned PyTorch model runs it; its calls take and return what those of the layer do.
+
+    A preallocated cache is written in place. Whether the new tokens fit is not checked: the lengths are
+    on the device.
 
     Args:
-        layer: The layer, with a cache; its weights are shared.
+        layer: The layer; its weights are shared.
+        kernel: The one kernel that PyTorch's fused attention may use, compiled in; None: its choice.
     """
 
-    def __init__(self, layer: Attention) -> None:
+    def __init__(self, layer: Attention, kernel: SDPBackend | None = None) -> None:
         super().__init__()
-        if layer.spec.cache == "none":
-            raise DeployError(
-                f"{layer.spec.name} has no cache to decode with.",
-                got="cache = none",
-                hint='cache = "preallocated"',
-            )
-        self.layer = layer
+        self.layer, self.kernel = layer, kernel
+
+    def prepare(self, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a model computes once for all its layers: `mask`, `positions`, `cos`, `sin`, `attending`."""
+        prepared = self._prepare(**{name: arguments[name] for name in arguments if name != "value"})
+        mask = prepared.get("mask")
+        if mask is not None and mask.dtype == torch.bool:
+            B, S = arguments["query"].shape[:2]
+            prepared["mask"] = mask.expand(B, 1, S, mask.shape[-1]).contiguous()
+        if mask is not None and self.layer.spec.cache == "none":
+            mask = prepared["mask"]
+            attending = (mask if mask.dtype == torch.bool else ~mask.isneginf()).any(-1, keepdim=True)
+            if not attending.all():
+                prepared["attending"] = attending
+        return {**arguments, **prepared}
+
+    def _prepare(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        past_key: Tensor | None = None,
+        key_cache: Tensor | None = None,
+        lengths: Tensor | None = None,
+        **_: Tensor | None,
+    ) -> dict[str, Tensor]:
+        spec, S, past = self.layer.spec, query.shape[1], 0
+        if spec.cache == "preallocated":
+            key_cache, lengths = given(spec.name, key_cache=key_cache, lengths=lengths)
+            positions = lengths.long()[:, None] + torch.arange(S, device=query.device)
+            mask: Tensor | None = seen_from(positions, key_cache.shape[2], spec.window)[:, None]
+        else:
+            if spec.cache == "dynamic":
+                past = given(spec.name, past_key=past_key)[0].shape[2]
+            T = past + (query if key is None else key).shape[1]
+            positions = torch.arange(past, past + S, device=query.device)
+            mask = attention_bias if key_lengths is None else padding_mask(key_lengths, T)
+            heads = self._heads(mask, past)
+            if (mask is not None or not heads.is_triangle) and not heads.hides_nothing(S, T):
+                mask = merge_causal(mask, S, T, query.device, past, spec.window)
+        prepared = {"positions": positions} if mask is None else {"positions": positions, "mask": mask}
+        if spec.rope is not None:
+            if self.layer.rotary is None:
+                raise DeployError("The layer has no rotary tables.", hint="reference.build_module makes them")
+            prepared["cos"], prepared["sin"] = (table[positions] for table in self.layer.rotary)
+        return prepared
+
+    def _heads(self, mask: Tensor | None, past: int = 0, *, is_whole: bool = False) -> Heads:
+        """The layout; a whole mask holds causality and window already."""
+        spec = self.layer.spec
+        return Heads(
+            Hq=spec.Hq,
+            Hkv=spec.Hkv,
+            scale=spec.softmax_scale,
+            causal=not (is_whole and mask is not None) and (spec.causal or spec.cache != "none"),
+            weights=spec.weights,
+            window=None if is_whole and mask is not None else spec.window,
+            softcap=spec.softcap,
+            past=past,
+            sees_itself=spec.cache != "none",
+        )
 
     def forward(
         self,
         query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
         past_key: Tensor | None = None,
         past_value: Tensor | None = None,
         key_cache: Tensor | None = None,
         value_cache: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the layer, as `Attention.forward` describes it; but preallocated caches are written to.
-
-        Whether the new tokens fit into a preallocated cache is not looked at: the lengths are on the device.
-
-        Returns:
-            The output [B, S, E], and the keys and values to bring to the next call.
-        """
-        name = self.layer.spec.name
-        if self.layer.spec.cache == "dynamic":
-            return self._grow(query, *given(name, past_key=past_key, past_value=past_value))
-        tensors = given(name, key_cache=key_cache, value_cache=value_cache, lengths=lengths)
-        return self._write(query, *tensors)
-
-    def _grow(self, query: Tensor, past_key: Tensor, past_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        spec, S, past = self.layer.spec, query.shape[1], past_key.shape[2]
-        q, k, v = self._new_entries(query, slice(past, past + S))
-        keys = torch.cat((merge_heads(past_key), k), dim=1)  # [B, P+S, Hkv·D]
-        values = torch.cat((merge_heads(past_value), v), dim=1)
-        output = self._output(query, q, keys, values, None, past=past)
-        return output, split_heads(keys, spec.Hkv), split_heads(values, spec.Hkv)
-
-    def _write(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        spec, S, T = self.layer.spec, query.shape[1], key_cache.shape[2]
-        positions = lengths.long()[:, None] + torch.arange(S, device=query.device)
-        q, k, v = self._new_entries(query, positions)
-        rows = torch.arange(query.shape[0], device=query.device)[:, None]
-        for cache, new in ((key_cache, k), (value_cache, v)):
-            # An index_put: torch.compile does this one in place, while it copies the buffer for a scatter.
-            cache[rows, :, positions] = new.unflatten(-1, (spec.Hkv, spec.D))
-        mask = seen_from(positions, T, spec.window)[:, None]
-        output = self._output(query, q, merge_heads(key_cache), merge_heads(value_cache), mask)
-        return output, key_cache, value_cache
-
-    def _new_entries(self, query: Tensor, positions: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V of the new tokens side by side; the angles of their positions are looked up."""
-        spec = self.layer.spec
-        q, k, v = self.layer.project(query, None, None)
-        if spec.rope is None:
-            return q, k, v
-        if self.layer.rotary is None:
-            raise DeployError("The layer has no rotary tables.", hint="reference.build_module makes them")
-        cos, sin = (table[positions] for table in self.layer.rotary)
-        q, k = (
-            rotate(x.unflatten(-1, (-1, spec.D)), cos, sin, interleaved=spec.rope.interleaved).flatten(-2)
-            for x in (q, k)
-        )
-        return q, k, v
-
-    def _output(
-        self, query: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, past: int = 0
-    ) -> Tensor:
-        """Attention and the output stage; without a mask, queries see what `past` and the window leave."""
-        spec = self.layer.spec
-        layout = Heads(
-            Hq=spec.Hq,
-            Hkv=spec.Hkv,
-            scale=spec.softmax_scale,
-            causal=mask is None,
-            window=spec.window if mask is None else None,
-            softcap=spec.softcap,
-            past=past,
-            sees_itself=True,
-        )
-        heads, _ = attend(q, keys, values, mask, layout, self.layer.path)
-        return self.layer.combine(heads, query)
+        positions: Tensor | None = None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        mask: Tensor | None = None,
+        attending: Tensor | None = None,
+        **others: Tensor | None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Compute the layer, as `Attention.forward` describes it."""
+        spec, layer = self.layer.spec, self.layer
+        is_prepared = positions is not None
+        if positions is None:
+            new = self._prepare(query, key, past_key=past_key, key_cache=key_cache, **others)
+            positions, mask, cos, sin = (new.get(name) for name in ("positions", "mask", "cos", "sin"))
+        q, k, v = layer.project(query, key, value)
+        if spec.rope is not None and cos is not None and sin is not None:
+            q, k = (
+                rotate(x.unflatten(-1, (-1, spec.D)), cos, sin, interleaved=spec.rope.interleaved).flatten(-2)
+                for x in (q, k)
+            )
+        past = 0
+        if spec.cache == "preallocated":
+            caches = given(spec.name, key_cache=key_cache, value_cache=value_cache)
+            batch = torch.arange(query.shape[0], device=query.device)[:, None]
+            for cache, entries in zip(caches, (k, v), strict=True):
+                # An index_put: torch.compile does this in place; for a scatter it copies the buffer.
+                cache[batch, :, positions] = entries.unflatten(-1, (spec.Hkv, spec.D))
+            k, v = (merge_heads(cache) for cache in caches)
+        elif spec.cache == "dynamic":
+            pasts = given(spec.name, past_key=past_key, past_value=past_value)
+            past = pasts[0].shape[2]
+            k, v = (torch.cat((merge_heads(old), n), dim=1) for old, n in zip(pasts, (k, v), strict=True))
+            caches = [split_heads(k, spec.Hkv), split_heads(v, spec.Hkv)]
+        layout = self._heads(mask, past, is_whole=True)
+        if is_prepared:  # queries without a key are in `attending`
+            layout = replace(layout, sees_itself=True)
+        with nullcontext() if self.kernel is None else sdpa_kernel(self.kernel):
+            heads, weights = attend(q, k, v, mask, layout, layer.path)
+        if attending is not None:
+            heads = merge_heads(split_heads(heads, spec.Hq).masked_fill(~attending, 0.0))
+        output = layer.combine(heads, query)
+        if spec.cache != "none":
+            return (output, *caches)
+        return output if weights is None else (output, weights)
 
 
 def side_by_side(cache: Tensor) -> Tensor:
@@ -200,14 +237,17 @@ def side_by_side(cache: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """One baseline to run a layer.
+    """How PyTorch runs a model.
 
     Args:
-        path: How attention is computed; see `reference.core`.
+        path: How attention is computed; see `reference.attention`.
         graph: Whether a timed call is the launch of a CUDA graph.
         kernel: The one kernel that PyTorch's fused attention may use; None leaves it the choice.
         compiled: Whether the module goes through torch.compile.
         packed: Whether one matmul makes queries, keys and values, whatever the layer has.
+        tuned: Whether a layer is rewritten as in a tuned model: projections packed where they can be, mask
+            and rotary tables computed before the call. A user's module stays as it is written.
+        autotune: Whether torch.compile tries its own GEMM kernels (`max-autotune-no-cudagraphs`).
     """
 
     path: str
@@ -215,9 +255,12 @@ class Baseline:
     kernel: SDPBackend | None = None
     compiled: bool = False
     packed: bool = False
+    tuned: bool = False
+    autotune: bool = False
 
 
-_WAYS = {
+_TUNED = Baseline(path="sdpa", graph=True, compiled=True, tuned=True)
+_BY_NAME = {
     "eager": Baseline(path="plain", graph=False),
     "eager+graph": Baseline(path="plain", graph=True),
     "sdpa": Baseline(path="sdpa", graph=False),
@@ -227,15 +270,19 @@ _WAYS = {
     "sdpa-efficient": Baseline(path="sdpa", graph=True, kernel=SDPBackend.EFFICIENT_ATTENTION),
     "sdpa-math": Baseline(path="sdpa", graph=True, kernel=SDPBackend.MATH),
     "compile": Baseline(path="sdpa", graph=True, compiled=True),
+    "compile-tuned": _TUNED,
+    "compile-cudnn": replace(_TUNED, kernel=SDPBackend.CUDNN_ATTENTION),
+    "compile-flash": replace(_TUNED, kernel=SDPBackend.FLASH_ATTENTION),
+    "compile-autotune": replace(_TUNED, autotune=True),
 }
-BASELINES = tuple(_WAYS)
+BASELINES = tuple(_BY_NAME)
 
 
 def find_baseline(name: str) -> Baseline:
     """Look a baseline up by name."""
-    if name not in _WAYS:
+    if name not in _BY_NAME:
         raise DeployError("PyTorch is not run in such a baseline.", got=name, hint=nearest(name, BASELINES))
-    return _WAYS[name]
+    return _BY_NAME[name]
 
 
 class TorchModels:
@@ -278,9 +325,12 @@ class TorchModels:
         return replace(self.spec, projections="packed")
 
     def in_service(self, baseline: Baseline) -> nn.Module:
-        """The layer as it is run and timed: one with a cache steps without needless copies of it."""
-        layer = self.module(baseline.path, packed=baseline.packed)
-        return layer if self.spec.cache == "none" else DecodeLayer(layer)
+        """The layer as it is run and timed: one with a cache decodes without needless copies of it."""
+        can_pack = not self.spec.is_cross and self.spec.projections != "packed"
+        layer = self.module(baseline.path, packed=baseline.packed or (baseline.tuned and can_pack))
+        if self.spec.cache == "none" and not baseline.tuned:
+            return layer
+        return ServedLayer(layer, baseline.kernel if baseline.compiled else None)
 
     def arguments(self, feeds: Arrays) -> dict[str, Tensor]:
         """Inputs on the device, by the names that `in_service` calls them; each call has copies of its own.
@@ -319,7 +369,6 @@ class UserModels:
         check_device(device)
         self.spec, self.precision, self.device = spec, precision, device
         self._user = reopen_user_module(spec, precision, device=device)
-        self._module = _Flat(self._user.module)
         self._calls_sdpa: bool | None = None
 
     def in_service(self, baseline: Baseline) -> nn.Module:
@@ -331,13 +380,16 @@ class UserModels:
         """
         if baseline.packed:
             raise DeployError("The projections of your own module are as you wrote them.", got="packed")
+        if baseline == _TUNED:
+            raise DeployError("Your own module is compiled as you wrote it.", hint="the baseline `compile`")
         calls_sdpa = self._has_sdpa()
-        if baseline.path == "sdpa" and not baseline.compiled and not calls_sdpa:
+        needs_sdpa = baseline.kernel is not None or not baseline.compiled
+        if baseline.path == "sdpa" and needs_sdpa and not calls_sdpa:
             raise DeployError(
                 "The module writes its attention out: there is no fused kernel to choose.",
                 got="no call of scaled_dot_product_attention",
             )
-        return self._module
+        return _Flat(self._user.module, baseline.kernel if baseline.compiled else None)
 
     def arguments(self, feeds: Arrays) -> dict[str, Tensor]:
         """Inputs on the device; each call has copies of its own."""
@@ -354,7 +406,7 @@ class UserModels:
             inputs = {name: example.tensor for name, example in self._user.loaded.inputs.items()}
             try:
                 with torch.inference_mode(), _Listener() as listener:
-                    self._module(**self._user.rounded(inputs))
+                    self._user.module(**self._user.rounded(inputs))
             except Exception as error:  # whatever the user's code raises
                 raise DeployError(
                     f"The module does not run on {self.device}.",
@@ -368,12 +420,13 @@ class UserModels:
 class _Flat(nn.Module):
     """A module whose outputs are a flat tuple of tensors, whatever it nests them in."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, kernel: SDPBackend | None = None) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.kernel = module, kernel
 
     def forward(self, **inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensors_in(self.module(**inputs)))
+        with nullcontext() if self.kernel is None else sdpa_kernel(self.kernel):
+            return tuple(tensors_in(self.module(**inputs)))
 
 
 class _Listener(TorchFunctionMode):
@@ -438,9 +491,13 @@ class TorchRunner(GpuRunner):
         self.inputs = _tensor_infos(models.spec.inputs, models.precision)
         self.outputs = _tensor_infos(models.spec.outputs, models.precision)
         self._module: Callable[..., Any] = models.in_service(self._baseline)
+        self._served = (
+            self._module if self._baseline.tuned and isinstance(self._module, ServedLayer) else None
+        )
         if self._baseline.compiled:
-            # fullgraph: what cannot be compiled is an error, not a baseline back to eager.
-            self._module = torch.compile(self._module, dynamic=False, fullgraph=True)
+            # fullgraph: what cannot be compiled is an error, not a return to eager.
+            mode = "max-autotune-no-cudagraphs" if self._baseline.autotune else None
+            self._module = torch.compile(self._module, dynamic=False, fullgraph=True, mode=mode)
         torch.cuda.synchronize()  # the weights came over another stream
         self._torch_stream = torch.cuda.Stream()
         self.stream = Stream(self._torch_stream.cuda_stream)
@@ -488,7 +545,7 @@ class TorchRunner(GpuRunner):
     def _settings(self) -> Iterator[None]:
         """What must hold while PyTorch chooses kernels; a captured call has chosen."""
         with ExitStack() as stack:
-            if self._baseline.kernel is not None:
+            if self._baseline.kernel is not None and not self._baseline.compiled:
                 stack.enter_context(sdpa_kernel(self._baseline.kernel))
             if self._baseline.compiled:
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=_SHAPES_COMPILED))
@@ -507,7 +564,8 @@ class TorchRunner(GpuRunner):
                 raise explain_refusal(self.name, error, texts, compiled=self._baseline.compiled) from error
 
     def _arguments(self, feeds: Arrays) -> dict[str, Tensor]:
-        return self._models.arguments(feeds)
+        arguments = self._models.arguments(feeds)
+        return arguments if self._served is None else self._served.prepare(arguments)
 
     def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
         """A preallocated cache is written in place: what comes out of it takes no memory of its own."""
@@ -521,6 +579,7 @@ class TorchRunner(GpuRunner):
     def close(self) -> None:
         """Let go of the module; its weights stay with the models."""
         self.__dict__.pop("_module", None)
+        self._served = None
         torch.cuda.empty_cache()
 
 

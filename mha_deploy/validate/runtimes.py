@@ -82,9 +82,22 @@ TORCH_BASELINES = (
     "sdpa-efficient",
     "sdpa-math",
     "compile",
+    "compile-tuned",
+    "compile-cudnn",
+    "compile-flash",
+    "compile-autotune",
 )
-# Timed by default: PyTorch's choice without a graph and its slowest kernel are left out.
-DEFAULT_BASELINES = ("eager", "eager+graph", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "compile")
+# Timed by default: the strongest ones, and eager. A validation takes minutes with all of them.
+DEFAULT_BASELINES = (
+    "eager",
+    "eager+graph",
+    "sdpa-cudnn",
+    "sdpa-flash",
+    "sdpa-efficient",
+    "compile",
+    "compile-tuned",
+    "compile-cudnn",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,8 +100,8 @@ def test_every_way_names_a_path_and_only_the_ways_from_python_have_no_graph():
     }
     assert [baseline for baseline in BASELINES if not find_baseline(baseline).graph] == ["eager", "sdpa"]
     kernels = [
-        (find_baseline(baseline).kernel, find_baseline(baseline).packed)
+        (find_baseline(baseline).kernel, find_baseline(baseline).packed, find_baseline(baseline).compiled)
         for baseline in BASELINES
         if find_baseline(baseline).kernel is not None
     ]
-    assert len(set(kernels)) == len(kernels) == 5
+    assert len(set(kernels)) == len(kernels) == 7

@@ -1,9 +1,10 @@
-"""A layer as a decoder runs it: the reference to the last digits, in place, and with nothing to wait for."""
+"""A layer as it is served: the reference to the last digits, caches in place, masks given or computed."""
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
-from mha_deploy.baselines.torch import DecodeLayer, TorchModels, find_baseline, side_by_side
+from mha_deploy.baselines.torch import ServedLayer, TorchModels, find_baseline, side_by_side
 from mha_deploy.errors import DeployError
 from mha_deploy.export.eager import run_module
 from mha_deploy.model.catalog import find_spec
@@ -44,20 +45,43 @@ def copies(arguments):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_a_step_is_that_of_the_reference_layer(spec, S, path):
     module, arguments = call(spec, S, path=path)
-    wanted, got = module(**arguments), DecodeLayer(module)(**copies(arguments))
+    wanted, got = module(**arguments), ServedLayer(module)(**copies(arguments))
     for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
+
+
+WITHOUT_CACHE = [
+    *map(find_spec, ("tiny-mha", "tiny-rope", "tiny-cross-padding", "tiny-weights", "tiny-additive-causal")),
+    *map(find_spec, ("tiny-padding", "tiny-causal-padding", "tiny-head-mix", "tiny-sparse-heads")),
+]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("spec", [*SPECS, *WITHOUT_CACHE], ids=lambda spec: spec.name)
+def test_masks_and_tables_may_be_given(spec, prepared):
+    """Ragged lengths: one batch element has no key at all, and gives zeros."""
+    module = build_module(spec, dtype=torch.float64)
+    sizes = {"B": 4, "S": 5, "T": 7, "P": 4}
+    if spec.cache == "preallocated":
+        sizes["T"] = 64
+    sizes = {axis: sizes[axis] for axis in spec.axes}
+    arguments = call_arguments(spec, fed_to(module, random_inputs(spec, sizes, 0, ragged=True)))
+    served = ServedLayer(module)
+    own = copies(arguments)
+    got, wanted = served(**(served.prepare(own) if prepared else own)), module(**arguments)
+    for one, other in zip(*([x] if torch.is_tensor(x) else x for x in (got, wanted)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
 
 
 def test_an_empty_past_is_a_prefill():
     module, arguments = call(find_spec("tiny-dynamic"), 7, past=0)
-    for one, other in zip(DecodeLayer(module)(**copies(arguments)), module(**arguments), strict=True):
+    for one, other in zip(ServedLayer(module)(**copies(arguments)), module(**arguments), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
 
 
 def test_a_preallocated_cache_is_written_where_it_is_and_a_second_call_gives_the_same():
     module, arguments = call(find_spec("tiny-preallocated"), 3)
-    own, step = copies(arguments), DecodeLayer(module)
+    own, step = copies(arguments), ServedLayer(module)
     output, keys, values = step(**own)
     first = [tensor.clone() for tensor in (output, keys, values)]
     assert keys is own["key_cache"]
@@ -81,10 +105,10 @@ def test_heads_side_by_side_are_merged_without_a_copy():
 def test_torch_compile_takes_a_step_as_one_graph(name, S):
     """Traced with fake tensors, a step that looked at its lengths would break the graph."""
     module, arguments = call(find_spec(name), S)
-    own = copies(arguments)
-    compiled = torch.compile(DecodeLayer(module), dynamic=False, fullgraph=True, backend="aot_eager")
+    own, served = copies(arguments), ServedLayer(module, SDPBackend.MATH)
+    compiled = torch.compile(served, dynamic=False, fullgraph=True, backend="aot_eager")
     with torch.inference_mode():
-        got = compiled(**own)
+        got = compiled(**served.prepare(own))
     for one, other in zip(got, module(**arguments), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
     if "key_cache" in own:
@@ -99,7 +123,7 @@ def test_no_call_reads_a_number_from_the_device(name):
     module.rotary = (
         None if module.spec.rope is None else tuple(torch.empty(127, 8, device="meta") for _ in "cs")
     )
-    output, *_ = DecodeLayer(module)(
+    output, *_ = ServedLayer(module)(
         **{name: tensor.to("meta") for name, tensor in copies(arguments).items()}
     )
     assert output.shape == (4, 1, 64)
@@ -117,18 +141,16 @@ def test_one_token_behind_a_dynamic_cache_has_no_mask(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     for name, S in (("tiny-dynamic", 1), ("tiny-dynamic", 2), ("tiny-preallocated", 1)):
         module, arguments = call(find_spec(name), S)
-        DecodeLayer(module)(**copies(arguments))
+        ServedLayer(module)(**copies(arguments))
     assert seen[0] == (None, False)
     assert all(mask is not None for mask, _ in seen[1:])
 
 
-def test_a_layer_without_a_cache_and_a_call_without_one_are_refused():
-    with pytest.raises(DeployError, match="no cache to decode with"):
-        DecodeLayer(build_module(find_spec("tiny-gqa")))
+def test_a_call_without_its_cache_is_refused():
     module, arguments = call(find_spec("tiny-preallocated"), 1)
     with pytest.raises(DeployError, match="brings none") as caught:
-        DecodeLayer(module)(arguments["query"], key_cache=arguments["key_cache"])
-    assert caught.value.got == "no value_cache, lengths"
+        ServedLayer(module)(arguments["query"], key_cache=arguments["key_cache"])
+    assert caught.value.got == "no lengths"
 
 
 # -- among the baselines to run a bundle --------------------------------------------------------------
@@ -143,7 +165,7 @@ def test_the_models_of_a_bundle_bring_it(bundles, name, precision):
 
     bundle = bundles(name, precision)
     models = TorchModels(bundle, device="cpu")
-    assert isinstance(models.in_service(find_baseline("sdpa")), DecodeLayer)
+    assert isinstance(models.in_service(find_baseline("sdpa")), ServedLayer)
     names = [tensor.name for tensor in models.spec.outputs]
     for case in golden_cases(bundle):
         outputs = run_module(models.in_service(find_baseline("sdpa")), models.arguments(case.inputs))
