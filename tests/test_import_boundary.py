@@ -244,6 +244,7 @@ def test_only_its_owner_imports_a_runtime():
 ORDER = (
     "errors",
     "text",
+    "files",
     "environment",
     "model",
     "bundle",

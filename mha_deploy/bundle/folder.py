@@ -26,6 +26,7 @@ import msgspec
 from mha_deploy.bundle.commit import commit_folder, refuse_occupied
 from mha_deploy.bundle.manifest import FileEntry, GoldenEntry, LayersEntry, Manifest, TraceEntry
 from mha_deploy.errors import BundleError
+from mha_deploy.files import check_plain, open_regular, read_regular
 
 __all__ = [
     "MANIFEST",
@@ -92,7 +93,7 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
     """Read a bundle, and by default check the hash of every file."""
     manifest_path = path / MANIFEST
     try:
-        data = msgspec.json.decode(manifest_path.read_bytes())
+        data = msgspec.json.decode(read_regular(manifest_path))
     except (FileNotFoundError, NotADirectoryError) as error:
         made = "a folder made by mha-deploy export MODEL -o FOLDER"
         hint = made if path.exists() else f"mha-deploy export MODEL -o {path}"
@@ -100,6 +101,7 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
     except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
         raise BundleError("The manifest cannot be read.", got=f"{manifest_path}: {error}") from error
     try:
+        check_plain(data)
         manifest = Manifest.from_dict(data)
         if MODEL not in manifest.files:  # a graph without a hash would go unchecked
             raise msgspec.ValidationError(f"Object missing required field `{MODEL}` - at `$.files`")
@@ -158,7 +160,7 @@ class BundleWriter:
 def sha256(path: Path) -> str:
     """The hash of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()

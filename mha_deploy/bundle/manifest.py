@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -23,12 +23,52 @@ else:  # msgspec reads the types on disk; `from_dict` makes the objects
 
 FORMAT = 2
 
+Count = Annotated[int, Meta(ge=0)]
+Dim = int | str | None
+
 
 class FileEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Size and hash of a file of the bundle."""
 
-    bytes: int
-    sha256: str
+    bytes: Count
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class _Attention(TypedDict):
+    name: str
+    graph: str
+    opset: int | None
+    rank: int | None
+    dtype: str | None
+    B: Dim
+    S: Dim
+    T: Dim
+    Hq: Dim
+    Hkv: Dim
+    D: Dim
+    Dv: Dim
+    scale: float | None
+    is_causal: bool
+    mask: str
+    mask_dtype: str | None
+    mask_dims: list[Dim] | None
+    has_past: bool
+    past_length: Dim
+    has_present: bool
+    has_nonpad_kv_seqlen: bool
+    qk_output_mode: int | None
+    softcap: float
+    softmax_precision: str | None
+    left_window: int
+    right_window: int
+    kind: str | None
+    softmax_scale: float | None
+
+
+class AttentionRecord(_Attention, total=False):
+    """An `Attention` node as `graph.attention_node` reads it; of a module also its line of source."""
+
+    place: str | None
 
 
 class GoldenEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,9 +76,9 @@ class GoldenEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: str
     file: str
-    sizes: dict[str, int]
+    sizes: dict[str, Count]
     note: str = ""
-    flops: int = 0
+    flops: Count = 0
 
 
 class TraceEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +100,14 @@ class LayersEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     case: str
     file: str
     values: dict[str, str]
+
+
+Checks = TypedDict(
+    "Checks",
+    {"graph": list[str], "dynamic axes": dict[str, Any], "mixed precision": dict[str, Any]},
+    total=False,
+)
+"""What the export checked of its own work; `mixed precision` is the plan of `--precision auto`."""
 
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,13 +132,13 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int = FORMAT
     spec: Spec
     precision: Precision
-    opset: int
+    opset: Annotated[int, Meta(ge=1, le=1000)]
     weights: str
-    attention: list[dict[str, Any]]
+    attention: list[AttentionRecord]
     golden: Annotated[list[GoldenEntry], Meta(min_length=1)]
     traces: list[TraceEntry] = field(default_factory=list)
     layers: LayersEntry | None = None
-    checks: dict[str, Any]
+    checks: Checks
     versions: dict[str, str]
     files: dict[str, FileEntry] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -121,4 +169,8 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         spec = spec_from_dict(read.spec)  # type: ignore[arg-type]  # still as on disk
         for entry in read.golden:
             spec.check_sizes(entry.sizes)
+        for entries in (read.golden, read.traces):
+            names = [each.name for each in entries]
+            if len(set(names)) < len(names):
+                raise msgspec.ValidationError(f"Expected distinct names, got {names}")
         return msgspec.structs.replace(read, spec=spec, precision=find_precision(read.precision))  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""Read files that anybody may have written: regular files only, of bounded size, depth and content."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# A manifest of the largest models has a few megabytes.
+LARGEST_TEXT = 64 << 20
+_DEEPEST, _LONGEST, _LARGEST_NUMBER = 32, 1 << 20, 2**63
+# Everything that a terminal may act on: C0 and C1 controls but tab and newline, line and paragraph
+# separators, marks that reorder text, and what has no encoding.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: control characters are written as escapes, such as \\x1b."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; a pipe or a device is an OSError and does not block."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    try:
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        return os.fdopen(handle, "rb")
+    except OSError:
+        os.close(handle)
+        raise
+
+
+def read_regular(path: Path, limit: int = LARGEST_TEXT) -> bytes:
+    """The content of a regular file; a larger one than the limit is an OSError."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"Larger than {limit:,} bytes", str(path))
+        return file.read(limit)
+
+
+def check_plain(data: Any, at: str = "$", depth: int = 0) -> None:
+    """Refuse plain data that no writer of ours makes.
+
+    Raises:
+        ValueError: A text has control characters, a number has more than 64 bits or is not finite, or
+            something is too long or nested too deeply; the message begins like msgspec's.
+    """
+    if depth > _DEEPEST:
+        raise ValueError(f"Nested too deeply - at `{at}`")
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            check_plain(str(key), f"{at}.{printable(str(key))[:80]}", depth)
+            check_plain(value, f"{at}.{str(key)[:80]}", depth + 1)
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            check_plain(value, f"{at}[{index}]", depth + 1)
+    elif isinstance(data, str) and (len(data) > _LONGEST or _CONTROL.search(data)):
+        what = "a text of 1 MiB or more" if len(data) > _LONGEST else f"control characters in {data[:80]!r}"
+        raise ValueError(f"Expected plain text, got {what} - at `{at}`")
+    elif isinstance(data, int) and abs(data) >= _LARGEST_NUMBER:
+        raise ValueError(f"Expected a number of at most 64 bits - at `{at}`")
+    elif isinstance(data, float) and not math.isfinite(data):
+        raise ValueError(f"Expected a finite number, got {data} - at `{at}`")
