@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         open_engine,
         open_runner,
         plugins,
+        package,
         self_test,
         validate,
     )
@@ -79,6 +80,7 @@ __all__ = [
     "open_runner",
     "plugins",
     "self_test",
+    "package",
     "validate",
 ]
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mha_deploy.model.spec import AttentionSpec, Axis
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.validate import verdict
+    from mha_deploy.serving.triton import Package
     from mha_deploy.validate.bench import ModelBench
     from mha_deploy.validate.bisect import Bisection
     from mha_deploy.validate.self_test import SelfTest
@@ -75,6 +76,7 @@ __all__ = [
     "open_runner",
     "plugins",
     "self_test",
+    "package",
     "validate",
 ]
 
@@ -512,6 +514,58 @@ def open_engine(path: StrPath) -> Engine:
 
 # -- Running ---------------------------------------------------------------------------------------
 
+def package(
+    bundle: Bundle | StrPath,
+    repository: StrPath,
+    *,
+    variant: str = "python",
+    backends: Sequence[str] = (),
+    name: str | None = None,
+    max_batch: int | None = None,
+    instances: int = 1,
+    queue_delay_us: int = 100,
+    sequences: int = 8,
+    overwrite: bool = False,
+) -> Package:
+    """Write a bundle into a Triton model repository.
+
+    Args:
+        bundle: The bundle, or its folder.
+        repository: The folder of the repository; a model is added to one that is there.
+        variant: `python` for Triton's Python backend with a runtime of this tool, `tensorrt_plan` for its own
+            TensorRT backend.
+        backends: The engines to serve, by name, one for each kind of GPU; or for `python` one runtime, such
+            as `ort-cpu`. default: the engines that run here, else ONNX Runtime
+        name: Name of the model; default: the bundle's.
+        max_batch: Largest dynamic batch; default: the largest that every engine takes.
+        instances: Copies of the model on each device.
+        queue_delay_us: Microseconds that a request may wait for others to share its batch.
+        sequences: How many sequences of a model with a KV cache are decoded at a time.
+        overwrite: Whether to replace a packaged model of that name.
+
+    Raises:
+        BackendUnavailable: Triton's schema is not installed, or a plugin library is missing.
+        DeployError: The bundle cannot be served so; the message says why.
+
+    Example:
+        >>> md.package("out/tiny", "out/models", backends=["ort-cpu"]).max_batch
+        4
+    """
+    from mha_deploy.serving.triton import PackageOptions, package_bundle
+
+    options = PackageOptions(
+        variant=variant,
+        backends=tuple(backends),
+        name=name,
+        max_batch=max_batch,
+        instances=instances,
+        queue_delay_us=queue_delay_us,
+        sequences=sequences,
+        overwrite=overwrite,
+    )
+    return package_bundle(_opened(bundle), Path(repository), options)
+
+
 
 def open_runner(model: Any, backend: str | None = None) -> Runner:
     """Load a model into a runtime; use the runner as a context manager.
@@ -544,7 +598,10 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
 
     if isinstance(model, str | os.PathLike):
         model = Path(model)
+    from mha_deploy.runtime.server import ServerRunner, is_server_url
         model = open_engine(model) if model.suffix == ".engine" else model
+    if isinstance(model, str) and is_server_url(model):
+        model = ServerRunner(model)
     has_own = isinstance(model, Runner | Engine) or is_polygraphy_runner(model)
     if has_own and backend is not None:
         raise DeployError(

@@ -1,0 +1,262 @@
+"""A model behind an inference server of the KServe v2 protocol (Triton and others): gRPC or HTTP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from mha_deploy.environment import can_import
+from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable, DeployError
+from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo, check_kinds
+
+SCHEMES = ("grpc", "grpcs", "http", "https")
+INSTALL = 'pip install "mha-deploy[serving]"'
+_HINT = "grpc://HOST:PORT or http://HOST:PORT, with /MODEL and /VERSION behind it where needed"
+
+ERROR, TIMEOUT, UNREACHABLE = "error", "timeout", "unreachable"
+
+
+class ServerError(DeployError):
+    """A request that a server did not answer; `kind` is `error`, `timeout` or `unreachable`."""
+
+    exit_code = EXIT_VERDICT_FAILED
+    kind = ERROR
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerUrl:
+    """Where a model is served; model and version may be left open."""
+
+    scheme: str
+    address: str
+    model: str = ""
+    version: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> ServerUrl:
+        """Read `SCHEME://HOST:PORT[/MODEL[/VERSION]]`."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise DeployError("The URL of a server cannot be read.", got=url, hint=_HINT) from error
+        path = [part for part in parts.path.split("/") if part]
+        if parts.scheme not in SCHEMES or not parts.hostname or port is None or len(path) > 2:
+            raise DeployError("This is not the URL of a server.", got=url, hint=_HINT)
+        if parts.username or parts.query or parts.fragment:
+            raise DeployError("The URL of a server has no user, query or fragment.", got=url, hint=_HINT)
+        model, version = (*path, "", "")[:2]
+        address = parts.netloc
+        return cls(scheme=parts.scheme, address=address, model=model, version=version)
+
+
+def is_server_url(text: object) -> bool:
+    """Whether a text is meant as the URL of a server."""
+    return isinstance(text, str) and text.partition("://")[0] in SCHEMES and "://" in text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceStep:
+    """The place of a request in its sequence, for a model that keeps its state on the server."""
+
+    id: int
+    start: bool = False
+    end: bool = False
+
+
+class ServerRunner(Runner):
+    """A served model; any number of threads may call it, each over a connection of its own.
+
+    Args:
+        url: Where it is.
+        model: Its name, where the URL does not say.
+        timeout_s: Seconds after which a request counts as unanswered.
+
+    Raises:
+        BackendUnavailable: The server cannot be reached, the model is not ready, or no client is installed.
+    """
+
+    device = "server"
+
+    def __init__(self, url: str, *, model: str = "", timeout_s: float = 30.0) -> None:
+        self.url, self.timeout_s = ServerUrl.parse(url), timeout_s
+        if not can_import("tritonclient"):
+            raise BackendUnavailable("The client of inference servers is not installed.", hint=INSTALL)
+        self._local = threading.local()
+        self.model = self.url.model or model
+        if not self.model:
+            raise DeployError("The URL names no model.", got=url, hint=f"{url.rstrip('/')}/MODEL")
+        server = self._described("get_server_metadata", {})
+        found = self._described("get_model_metadata", {"model_name": self.model})
+        try:
+            config = self._described("get_model_config", {"model_name": self.model})
+        except BackendUnavailable:  # an extension of Triton; other servers have none
+            config = {}
+        config = config.get("config", config)
+        self.max_batch = int(config.get("max_batch_size", 0))
+        self.keeps_cache = bool(config.get("sequence_batching"))
+        self.name = f"{server.get('name', 'server')} {server.get('version', '')}".strip() + f" {self.model}"
+        # Triton has no tensor without dimensions: a number for each batch element is sent as [B, 1].
+        self._numbers = {
+            each["name"]
+            for each in (*config.get("input", ()), *config.get("output", ()))
+            if each.get("reshape") is not None and not each["reshape"].get("shape")
+        }
+        self.inputs = self._tensors(found.get("inputs", ()))
+        self.outputs = self._tensors(found.get("outputs", ()))
+        if not self.inputs or not self.outputs:
+            raise BackendUnavailable(
+                "The server does not describe the inputs and outputs of the model.",
+                got=self.model,
+                hint="a server of the KServe v2 protocol",
+            )
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """One request, or where the batch is larger than the server takes, several."""
+        sizes = {len(array) for array in feeds.values() if array.ndim}
+        if not self.max_batch or len(sizes) != 1 or max(sizes) <= self.max_batch:
+            return self.infer(feeds)
+        parts = [
+            self.infer({name: array[start : start + self.max_batch] for name, array in feeds.items()})
+            for start in range(0, max(sizes), self.max_batch)
+        ]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def checked(self, feeds: Arrays) -> Arrays:
+        """Names and types only: whether it takes the shapes is the server's to answer."""
+        check_kinds(self.inputs, feeds)
+        return feeds
+
+    def infer(self, feeds: Arrays, step: SequenceStep | None = None) -> dict[str, np.ndarray]:
+        """Send one request and wait.
+
+        Raises:
+            ServerError: It was refused or not answered.
+        """
+        from tritonclient.utils import np_to_triton_dtype
+
+        library, client = self._client()
+        inputs = []
+        for name, given in feeds.items():
+            array = given[..., None] if name in self._numbers else given
+            each = library.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+            each.set_data_from_numpy(np.ascontiguousarray(array))
+            inputs.append(each)
+        outputs = [
+            library.InferRequestedOutput(name, **({} if self._is_grpc else {"binary_data": True}))
+            for name in self.outputs
+        ]
+        options: dict[str, Any] = {"model_version": self.url.version, "outputs": outputs}
+        if step is not None:
+            options |= {"sequence_id": step.id, "sequence_start": step.start, "sequence_end": step.end}
+        if self._is_grpc:
+            options["client_timeout"] = self.timeout_s
+        try:
+            result = client.infer(self.model, inputs, **options)
+            # The memory belongs to the response.
+            return {name: np.array(self._output(result, name)) for name in self.outputs}
+        except DeployError:
+            raise
+        except Exception as error:  # of gRPC, of gevent and of sockets: no common base
+            raise _server_error(self.name, error, self.timeout_s) from error
+
+    def _output(self, result: Any, name: str) -> np.ndarray:
+        array = result.as_numpy(name)
+        if array is None:
+            raise ServerError(f"{self.name} gave no {name}.")
+        return array[..., 0] if name in self._numbers and array.shape[-1:] == (1,) else array
+
+    def close(self) -> None:
+        """Close the connection of this thread; those of others end with them."""
+        client = getattr(self._local, "client", None)
+        if client is not None:
+            del self._local.client
+            client.close()
+
+    # -- the connection --------------------------------------------------------------------------
+
+    @property
+    def _is_grpc(self) -> bool:
+        return self.url.scheme.startswith("grpc")
+
+    def _client(self) -> tuple[Any, Any]:
+        """The client library, and the connection of this thread."""
+        if self._is_grpc:
+            import tritonclient.grpc as library
+        else:
+            import tritonclient.http as library  # type: ignore[no-redef]
+        client = getattr(self._local, "client", None)
+        if client is None:
+            secure: dict[str, Any] = {"ssl": True} if self.url.scheme in ("grpcs", "https") else {}
+            if not self._is_grpc:
+                secure |= {"connection_timeout": self.timeout_s, "network_timeout": self.timeout_s}
+                if "ssl" in secure:
+                    import ssl
+
+                    secure["ssl_context_factory"] = ssl.create_default_context
+            client = self._local.client = library.InferenceServerClient(self.url.address, **secure)
+        return library, client
+
+    def _described(self, method: str, arguments: Mapping[str, str]) -> Mapping[str, Any]:
+        """What the server says of itself or of the model, as plain data."""
+        options: dict[str, Any] = dict(arguments)
+        if "model_name" in options:
+            options["model_version"] = self.url.version
+        if self._is_grpc:
+            options |= {"as_json": True, "client_timeout": self.timeout_s}
+        try:
+            found = getattr(self._client()[1], method)(**options)
+        except Exception as error:
+            what = "The server cannot be reached." if not arguments else "The server has no such model ready."
+            raise BackendUnavailable(
+                what,
+                got=f"{self.url.scheme}://{self.url.address} {self.model}: {_line(error)}",
+                hint="start the server, or name the model: SCHEME://HOST:PORT/MODEL",
+            ) from error
+        return found
+
+    def _tensors(self, found: Any) -> dict[str, TensorInfo]:
+        from tritonclient.utils import triton_to_np_dtype
+
+        described = {}
+        for each in found:
+            dtype = triton_to_np_dtype(each["datatype"])
+            if dtype is None:
+                raise BackendUnavailable(
+                    "A tensor of the served model has a type without a NumPy equivalent.",
+                    got=f"{each['name']}: {each['datatype']}",
+                )
+            dims = tuple(int(dim) for dim in each.get("shape", ()))
+            dims = dims[:-1] if each["name"] in self._numbers else dims
+            described[each["name"]] = TensorInfo(
+                dtype=np.dtype(dtype), dims=tuple(None if dim < 0 else dim for dim in dims)
+            )
+        return described
+
+
+def _server_error(name: str, error: Exception, limit: float) -> ServerError:
+    text, kind = _line(error), ERROR
+    status = str(getattr(error, "status", lambda: "")() or "")
+    if "DEADLINE_EXCEEDED" in status or isinstance(error, TimeoutError) or "timed out" in text:
+        kind = TIMEOUT
+    elif "UNAVAILABLE" in status or isinstance(error, OSError):
+        kind = UNREACHABLE
+    what = {
+        ERROR: f"{name} answered with an error.",
+        TIMEOUT: f"{name} did not answer within {limit:g} s.",
+        UNREACHABLE: f"{name} cannot be reached.",
+    }[kind]
+    found = ServerError(what, got=text)
+    found.kind = kind
+    return found
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:500]

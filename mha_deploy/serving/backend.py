@@ -1,0 +1,390 @@
+"""The model inside a server: a bundle in one of this tool's runtimes, and the KV caches of its sequences.
+
+A packaged `model.py` imports `TritonPythonModel` from here. Everything below it works without Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mha_deploy.bundle.folder import MODEL, Bundle, open_bundle, sha256
+from mha_deploy.engine.plugins import ENVIRONMENT
+from mha_deploy.engine.run import reasons_not_to_run
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.model.spec import KVCache, ModelSpec
+from mha_deploy.runtime import RUNNERS
+from mha_deploy.runtime.child import isolation
+from mha_deploy.runtime.runner import Arrays, Runner
+from mha_deploy.validate.decode import HostDecodeLoop
+from mha_deploy.validate.runtimes import RuntimeFinder
+
+BUNDLE, PLUGINS = "bundle", "plugins"
+_START, _END = 1, 2  # Triton's flags of a request in a sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRequest:
+    """One request: its inputs, and of a model with a KV cache its sequence."""
+
+    feeds: Arrays
+    sequence: Hashable = 0
+    start: bool = False
+    end: bool = False
+
+
+class ServedModel:
+    """A packaged bundle, loaded once; results come in the order of the requests.
+
+    Args:
+        folder: The version folder of a model repository, with the bundle inside.
+        backends: A runtime, or engines by name, of which the first that fits this machine is loaded.
+        batched: Whether the first dimension of every tensor is the batch.
+        sequences: How many sequences have a KV cache at a time.
+    """
+
+    def __init__(self, folder: Path, backends: Sequence[str], *, batched: bool, sequences: int = 0) -> None:
+        bundle = open_bundle(folder / BUNDLE, verify=False)  # golden cases stay behind
+        for name, entry in bundle.manifest.files.items():
+            path = bundle.file(name)
+            is_graph = name.startswith(MODEL)
+            if is_graph and path.is_file() and sha256(path) != entry.sha256:
+                raise BundleError("The packaged graph was changed.", got=path, hint="package it again")
+        if (folder / PLUGINS).is_dir():
+            os.environ[ENVIRONMENT] = str(folder / PLUGINS)
+        isolation.enabled = False  # the server gives every instance a process of its own
+        self.spec, self._batched = bundle.manifest.spec, batched
+        self.runner = _opened(bundle, backends)
+        self._caches = None
+        if self.spec.kv_cache is not None:
+            self._caches = Caches(self.runner, self.spec, sequences)
+
+    def infer(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
+        """Run the requests of one batch; one that cannot be run does not fail the others."""
+        if self._caches is not None:
+            return self._caches.infer(requests)
+        groups: dict[Any, list[int]] = {}
+        for index, request in enumerate(requests):
+            key = sorted((name, array.shape[1:]) for name, array in request.feeds.items())
+            groups.setdefault(repr(key) if self._batched else index, []).append(index)
+        results: list[Arrays | DeployError] = [DeployError("not run")] * len(requests)
+        for group in groups.values():
+            for index, result in zip(group, self._merged([requests[i].feeds for i in group]), strict=True):
+                results[index] = result
+        return results
+
+    def _merged(self, feeds: Sequence[Arrays]) -> list[Arrays | DeployError]:
+        """Several requests of the same shapes as one batch."""
+        if len(feeds) == 1:
+            return [_attempt(lambda: self.runner.run(feeds[0]))]
+        names, ends = list(feeds[0]), np.cumsum([len(next(iter(each.values()))) for each in feeds])[:-1]
+        whole = _attempt(
+            lambda: self.runner.run({name: np.concatenate([each[name] for each in feeds]) for name in names})
+        )
+        if isinstance(whole, DeployError):  # which of them it is shows when they run one by one
+            return [_attempt(lambda each=each: self.runner.run(each)) for each in feeds]  # type: ignore[misc]
+        parts = {name: np.split(array, ends) for name, array in whole.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(len(feeds))]
+
+    def close(self) -> None:
+        """Free the runtime."""
+        if self._caches is not None:
+            self._caches.close()
+        self.runner.close()
+
+
+def _opened(bundle: Bundle, backends: Sequence[str]) -> Runner:
+    finder = RuntimeFinder(bundle)
+    if len(backends) == 1 and backends[0] in RUNNERS:
+        return finder.named(backends[0]).open()
+    reasons = []
+    for engine in finder.engines:
+        if engine.path.stem in backends:
+            found = reasons_not_to_run(engine)
+            if not found:
+                return finder.named(engine.path.stem).open()
+            reasons.append(f"{engine.path.stem}: {'; '.join(found)}")
+    raise BackendUnavailable(
+        "No packaged engine can run here.",
+        got=" | ".join(reasons) or f"no engine named {', '.join(backends)}",
+        hint="build one on such a GPU and package it too, or package --backend ort-cuda",
+    )
+
+
+def _attempt(call: Callable[[], Arrays]) -> Arrays | DeployError:
+    """What a runtime raises is the answer to its request: the server goes on."""
+    try:
+        return call()
+    except DeployError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 (runtimes raise types that share no base)
+        return DeployError(f"{type(error).__name__}:", got=error)
+
+
+# -- The KV caches of sequences, by correlation ID -------------------------------------------------
+
+
+@dataclass
+class _Sequence:
+    slot: int
+    loop: Any
+    used: float = 0.0
+
+
+class Caches:
+    """The KV caches of the sequences that are being decoded.
+
+    A runtime that keeps a preallocated cache on its device gets one, with a batch element for every sequence:
+    sequences at different lengths decode in one call. Otherwise every sequence has a cache on the host.
+
+    Args:
+        runner: The model.
+        spec: What it is; it has a KV cache.
+        slots: How many sequences may be there.
+        shared: Whether all sequences share one cache; default: where the runtime keeps one on its device.
+    """
+
+    def __init__(self, runner: Runner, spec: ModelSpec, slots: int, *, shared: bool | None = None) -> None:
+        cache = spec.kv_cache
+        if cache is None:
+            raise DeployError(f"{spec.name} has no KV cache.")
+        self._runner, self._spec, self._cache, self.slots = runner, spec, cache, slots
+        self._most = spec.axes[cache.new].max
+        self._sequences: dict[Hashable, _Sequence] = {}
+        on_device = runner.can_decode and cache.is_preallocated and spec.cache != "none"
+        self._shared: Any = None
+        if on_device:
+            keeper: Any = runner
+            self._shared = _DeviceLoop(keeper.decode_loop(B=slots))
+        elif shared:
+            self._shared = HostDecodeLoop(runner, spec, slots)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def infer(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
+        """Prompts and decode steps of different sequences."""
+        results: list[Arrays | DeployError] = [DeployError("not run")] * len(requests)
+        steps: dict[Hashable, list[int]] = {}
+        for index, request in enumerate(requests):
+            if request.start:
+                self._begin(request.sequence)
+            problem = self._problem(request)
+            if problem is not None:
+                results[index] = problem
+                continue
+            S = _tokens(request.feeds, self._cache)
+            steps.setdefault(S if self._shared is not None else (index, S), []).append(index)
+        for group in steps.values():
+            found = self._fed([requests[index] for index in group])
+            for index, result in zip(group, found, strict=True):
+                results[index] = result
+        for request, result in zip(requests, results, strict=True):
+            # What failed halfway is not what the client believes to be in the cache.
+            if request.end or (isinstance(result, DeployError) and request.start):
+                self._sequences.pop(request.sequence, None)
+        return results
+
+    def _begin(self, sequence: Hashable) -> None:
+        self._sequences.pop(sequence, None)
+        if len(self._sequences) >= self.slots:  # the server has given up the one that rests longest
+            oldest = min(self._sequences, key=lambda key: self._sequences[key].used)
+            del self._sequences[oldest]
+        taken = {each.slot for each in self._sequences.values()}
+        slot = next(slot for slot in range(self.slots) if slot not in taken)
+        loop = self._shared
+        if loop is None:
+            loop = HostDecodeLoop(self._runner, self._spec, 1)
+        else:
+            loop.lengths[slot] = 0
+        self._sequences[sequence] = _Sequence(slot=slot, loop=loop)
+
+    def _length(self, sequence: _Sequence) -> int:
+        return int(sequence.loop.lengths[sequence.slot if self._shared is not None else 0])
+
+    def _problem(self, request: ServedRequest) -> DeployError | None:
+        found = self._sequences.get(request.sequence)
+        if found is None:
+            return DeployError(
+                "The sequence is not known: it ended, or its cache was given to another one.",
+                got=f"correlation ID {request.sequence}",
+                hint="begin it again, with its prompt and the start flag",
+            )
+        found.used = time.monotonic()
+        batch = {len(array) for array in request.feeds.values() if array.ndim}
+        if batch != {1}:
+            return DeployError("A sequence is one batch element.", got=f"batch sizes {sorted(batch)}")
+        S, length = _tokens(request.feeds, self._cache), self._length(found)
+        if S < 1 or length + S > self._cache.room:
+            return DeployError(
+                "The new tokens do not fit into the cache.",
+                got=f"{S} tokens behind {length}",
+                hint=f"1 to {self._cache.room - length} tokens, or end the sequence",
+            )
+        return None
+
+    def _fed(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
+        """Requests with the same number of tokens, in calls that the model and every cache take."""
+        cache, parts, start = self._cache, list[Arrays](), 0
+        members = [self._sequences[request.sequence] for request in requests]
+        S = _tokens(requests[0].feeds, cache)
+        before = [self._length(member) for member in members]
+        while start < S:
+            size = min(S - start, self._most, *self._room_beside(members))
+            calls = [
+                _part(request.feeds, cache, slice(start, start + size), length)
+                for request, length in zip(requests, before, strict=True)
+            ]
+            got = _attempt(lambda calls=calls: self._call(members, calls))  # type: ignore[misc]
+            if isinstance(got, DeployError):
+                return [got] * len(requests)
+            parts.append(got)
+            start += size
+        whole = {name: np.concatenate([p[name] for p in parts], axis) for name, axis in cache.outputs.items()}
+        return [{name: array[i : i + 1] for name, array in whole.items()} for i in range(len(requests))]
+
+    def _room_beside(self, members: Sequence[_Sequence]) -> list[int]:
+        """How many tokens the other caches of a shared one have room for: idle ones are padded."""
+        if self._shared is None:
+            return []
+        busy = {member.slot for member in members}
+        most = getattr(self._shared, "most_tokens", None)
+        rooms = [] if most is None else [most]
+        for key, each in list(self._sequences.items()):
+            if each.slot not in busy:
+                room = self._cache.room - self._length(each)
+                if room:
+                    rooms.append(room)
+                else:  # full: it could take no token anyway
+                    del self._sequences[key]
+        taken = {each.slot for each in self._sequences.values()}
+        for slot in range(self.slots):
+            if slot not in taken:
+                self._shared.lengths[slot] = 0
+        return rooms
+
+    def _call(self, members: Sequence[_Sequence], calls: Sequence[Arrays]) -> Arrays:
+        if self._shared is None:
+            return members[0].loop.feed(calls[0], None)
+        slots = [member.slot for member in members]
+        counts = np.zeros(self.slots, np.int32)
+        counts[slots] = _tokens(calls[0], self._cache)
+        tokens = {}
+        for name, array in calls[0].items():
+            tokens[name] = np.zeros((self.slots, *array.shape[1:]), array.dtype)
+            tokens[name][slots] = np.concatenate([call[name] for call in calls])
+        results = self._shared.feed(tokens, counts)
+        return {name: array[slots] for name, array in results.items()}
+
+    def close(self) -> None:
+        """Free the cache on the device."""
+        self._sequences.clear()
+        if isinstance(self._shared, _DeviceLoop):
+            self._shared.loop.close()
+
+
+class _DeviceLoop:
+    """A decode loop on the device, called as one on the host."""
+
+    def __init__(self, loop: Any) -> None:
+        self.loop, self.most_tokens = loop, loop.most_tokens
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.loop.lengths
+
+    def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
+        return {"output": np.asarray(self.loop.feed(tokens["x"], counts))}
+
+
+def _tokens(feeds: Arrays, cache: KVCache) -> int:
+    name, axis = next(iter(cache.by_token.items()))
+    return int(feeds[name].shape[axis])
+
+
+def _part(feeds: Arrays, cache: KVCache, part: slice, before: int) -> dict[str, np.ndarray]:
+    """The inputs of some of the new tokens of a request."""
+    found = dict(feeds)
+    for name, axis in cache.by_token.items():
+        found[name] = np.take(found[name], np.arange(part.start, part.stop), axis)
+    for name, axis in cache.by_context.items():
+        found[name] = np.take(found[name], np.arange(before + part.stop), axis)
+    return found
+
+
+# -- Triton's Python backend -----------------------------------------------------------------------
+
+
+class TritonPythonModel:
+    """What Triton's Python backend loads; see `ServedModel`."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the bundle that lies beside `model.py`."""
+        import triton_python_backend_utils as triton  # exists in the server only
+
+        self._triton = triton
+        _refuse_broken_tensors(triton)
+        if args.get("model_instance_kind") == "GPU":
+            _take_gpu(args["model_instance_device_id"])
+        config = json.loads(args["model_config"])
+        given = {name: each["string_value"] for name, each in config["parameters"].items()}
+        self._inputs = [each["name"] for each in config["input"]]
+        self._outputs = [each["name"] for each in config["output"]]
+        self._model = ServedModel(
+            Path(args["model_repository"]) / args["model_version"],
+            given["backends"].split(","),
+            batched=int(config.get("max_batch_size", 0)) > 0,
+            sequences=int(given.get("sequences", "0")),
+        )
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Answer the requests of one batch."""
+        triton = self._triton
+        taken = [
+            ServedRequest(
+                feeds={
+                    name: triton.get_input_tensor_by_name(request, name).as_numpy() for name in self._inputs
+                },
+                sequence=request.correlation_id(),
+                start=bool(request.flags() & _START),
+                end=bool(request.flags() & _END),
+            )
+            for request in requests
+        ]
+        return [self._response(result) for result in self._model.infer(taken)]
+
+    def _response(self, result: Arrays | DeployError) -> Any:
+        triton = self._triton
+        if isinstance(result, DeployError):
+            return triton.InferenceResponse(error=triton.TritonError(result.in_one_line))
+        tensors = [triton.Tensor(name, np.ascontiguousarray(result[name])) for name in self._outputs]
+        return triton.InferenceResponse(output_tensors=tensors)
+
+    def finalize(self) -> None:
+        """Free the runtime."""
+        self._model.close()
+
+
+def _refuse_broken_tensors(triton: Any) -> None:
+    """Refuse a NumPy that this server's Python backend does not read: it would answer with empty tensors."""
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    back = triton.Tensor("check", array).as_numpy()
+    if back.shape != array.shape or not np.array_equal(back, array):
+        raise BackendUnavailable(
+            "This server's Python backend does not read the arrays of the installed NumPy.",
+            got=f"NumPy {np.__version__}",
+            hint='pip install "numpy<2" in the environment of the server',
+        )
+
+
+def _take_gpu(device: str) -> None:
+    """Let this process see only the GPU of its instance; runners take the first that is visible."""
+    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(device)] if int(device) < len(visible) else device

@@ -1,0 +1,520 @@
+"""Write a bundle as a model of a Triton repository, with a `config.pbtxt` of Triton's own schema."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.commit import exchange
+from mha_deploy.bundle.folder import MANIFEST, MODEL, Bundle, sha256
+from mha_deploy.engine.manifest import FOLDER, RTX, Engine, engines_of, manifest_path, where_built
+from mha_deploy.engine.plugins import library_needed
+from mha_deploy.engine.run import reasons_not_to_run
+from mha_deploy.environment import can_import
+from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.model.spec import LENGTHS, ModelSpec, TensorSpec
+from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend
+from mha_deploy.runtime.cuda import find_gpu
+from mha_deploy.runtime.server import INSTALL
+from mha_deploy.serving.backend import BUNDLE, PLUGINS
+
+PYTHON, PLAN = "python", "tensorrt_plan"
+VARIANTS = (PYTHON, PLAN)
+_TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64", "bool": "BOOL"}
+_OWNER = "mha_deploy_bundle_sha256"  # the parameter by which a model of this tool is known
+_IDLE_US = 60_000_000
+_MODEL_PY = '''"""A bundle of mha-deploy, for the Python backend of Triton."""
+
+from mha_deploy.serving.backend import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageOptions:
+    """How a bundle is served.
+
+    Args:
+        variant: `python` for the Python backend with a runtime of this tool, `tensorrt_plan` for Triton's own
+            TensorRT backend.
+        backends: The engines to serve, by name, one for each kind of GPU; or for `python` one runtime, such
+            as `ort-cpu`. default: the engines that run here, else ONNX Runtime
+        name: Name of the model; default: that of the bundle's.
+        max_batch: Largest dynamic batch; default: the largest that every profile allows.
+        instances: Copies of the model on each device.
+        queue_delay_us: How long a request may wait for others to share its batch.
+        sequences: How many sequences of a model with a KV cache are decoded at a time.
+        overwrite: Whether to replace a packaged model of that name.
+    """
+
+    variant: str = PYTHON
+    backends: tuple[str, ...] = ()
+    name: str | None = None
+    max_batch: int | None = None
+    instances: int = 1
+    queue_delay_us: int = 100
+    sequences: int = 8
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A model in a repository.
+
+    Args:
+        path: Its folder.
+        variant: `python` or `tensorrt_plan`.
+        backends: What runs it.
+        max_batch: The largest dynamic batch; 0 without batching.
+        command: The command line of the server.
+        files: Every file of it, by its path in the folder.
+    """
+
+    path: Path
+    variant: str
+    backends: tuple[str, ...]
+    max_batch: int
+    command: str
+    files: tuple[str, ...] = field(default=())
+
+
+def package_bundle(bundle: Bundle, repository: Path, options: PackageOptions | None = None) -> Package:
+    """Write a model repository, or add a model to one.
+
+    Raises:
+        BackendUnavailable: Triton's schema is not installed.
+        DeployError: The bundle cannot be served so; the message says why.
+    """
+    return _Packaging(bundle, repository, options or PackageOptions()).written()
+
+
+class _Packaging:
+    def __init__(self, bundle: Bundle, repository: Path, options: PackageOptions) -> None:
+        if not can_import("tritonclient"):
+            raise BackendUnavailable("Triton's protobuf schema is not installed.", hint=INSTALL)
+        if options.variant not in VARIANTS:
+            hint = nearest(options.variant, VARIANTS)
+            raise DeployError("There is no such variant.", got=options.variant, hint=hint)
+        for what, number, least in (
+            ("instances", options.instances, 1),
+            ("sequences", options.sequences, 1),
+            ("queue_delay_us", options.queue_delay_us, 0),
+            ("max_batch", 1 if options.max_batch is None else options.max_batch, 1),
+        ):
+            if number < least:
+                raise DeployError(f"{what} is too small.", got=number, hint=f"{least} or more")
+        self.bundle, self.repository, self.options = bundle, repository, options
+        self.spec: ModelSpec = bundle.manifest.spec
+        self.name = options.name or re.sub(r"[^A-Za-z0-9_.-]+", "-", self.spec.name).strip("-.") or "model"
+        if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", self.name) is None:
+            raise DeployError(
+                "This cannot be the name of a model.", got=self.name, hint="letters, digits and dashes"
+            )
+        self.engines, self.runtime = self._chosen()
+        self._refuse_types()
+        if options.variant == PLAN:
+            self._refuse_plan()
+        self.cached = self.spec.kv_cache is not None
+        self.max_batch = self._max_batch()
+
+    # -- what runs it ----------------------------------------------------------------------------
+
+    def _chosen(self) -> tuple[list[Engine], str | None]:
+        """The engines, or the runtime of the graph."""
+        found, wanted = engines_of(self.bundle.path), self.options.backends
+        for engine in found:
+            engine.check_bundle(self.bundle.path)
+        by_name = {engine.path.stem: engine for engine in found}
+        if wanted and all(name in by_name for name in wanted):
+            return [by_name[name] for name in dict.fromkeys(wanted)], None
+        if wanted:
+            unknown = [name for name in wanted if name not in by_name]
+            if len(wanted) == 1 and wanted[0] in RUNNERS:
+                if self.options.variant == PLAN:
+                    raise DeployError(
+                        "A plan is an engine, not a graph in a runtime.", got=wanted[0], hint="leave it out"
+                    )
+                return [], wanted[0]
+            raise DeployError(
+                "The bundle has no engine of that name.",
+                got=unknown[0],
+                hint=nearest(unknown[0], [*by_name, *RUNNERS])
+                + ("; one runtime, or engines" if len(wanted) > 1 else ""),
+            )
+        if self.options.variant == PLAN:
+            plans = [engine for engine in found if engine.manifest.backend != RTX]
+            if not plans:
+                raise DeployError(
+                    "The bundle has no TensorRT engine to serve as a plan.",
+                    got=", ".join(f"{name} ({e.manifest.backend})" for name, e in by_name.items()) or "none",
+                    hint="mha-deploy build-engine BUNDLE --backend tensorrt, or --variant python",
+                )
+            return plans, None
+        running = [engine for engine in found if not reasons_not_to_run(engine)]
+        if running:
+            return running, None
+        if find_gpu() is not None and can_import("onnxruntime"):
+            return [], "ort-cuda"
+        return [], available_cpu_backend(self.bundle.manifest.precision)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return (self.runtime,) if self.runtime else tuple(engine.path.stem for engine in self.engines)
+
+    # -- what cannot be served -------------------------------------------------------------------
+
+    def _refuse_types(self) -> None:
+        if self.options.variant == PYTHON and self.bundle.manifest.precision.name == "bf16":
+            raise DeployError(
+                "Triton's Python backend has no bfloat16 tensors.",
+                got=f"{self.spec.name} bf16",
+                hint="--variant tensorrt_plan, or export in fp16 or fp32",
+            )
+        for engine in self.engines:  # raises where a library is missing, or is another version
+            for record in engine.manifest.plugins:
+                library_needed(record, engine.manifest.version)
+
+    def _refuse_plan(self) -> None:
+        """What Triton's TensorRT backend cannot serve."""
+        spec, python = self.spec, "--variant python"
+        if spec.kv_cache is not None:
+            raise DeployError(
+                "Triton's TensorRT backend cannot keep this KV cache.",
+                got=f"{spec.name}: new entries have to be written at the length of each sequence",
+                hint=f"{python}, which keeps it on the server by correlation ID",
+            )
+        capabilities: dict[str, str] = {}
+        for engine in self.engines:
+            manifest, name = engine.manifest, engine.path.stem
+            if manifest.backend == RTX:
+                raise DeployError(
+                    "Triton's TensorRT backend loads no engine of TensorRT-RTX.", got=name, hint=python
+                )
+            wide = [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.kind == "int64"]
+            if wide and int(manifest.version.split(".")[0]) < 10:
+                raise DeployError(
+                    "Engines before TensorRT 10 have no INT64 tensors, so the plan takes other types.",
+                    got=f"{name}: {', '.join(wide)}",
+                    hint=f"{python}, which converts them",
+                )
+            capability = (manifest.gpu or {}).get("compute_cap", "")
+            if capability in capabilities:
+                raise DeployError(
+                    "Two engines are for the same compute capability.",
+                    got=f"{capabilities[capability]} and {name}: {capability}",
+                    hint="name one of them with --backend",
+                )
+            capabilities[capability] = name
+        versions = {engine.manifest.version for engine in self.engines}
+        if len(versions) > 1:
+            raise DeployError(
+                "One server has one TensorRT, and these engines need several.",
+                got=", ".join(sorted(versions)),
+            )
+
+    def _max_batch(self) -> int:
+        """The largest batch that the server may put together; 0 where it must not."""
+        if self.cached:
+            if self.options.max_batch is not None:
+                raise DeployError(
+                    "A model with a KV cache has a batch of sequences.",
+                    got=f"max_batch {self.options.max_batch}",
+                    hint="--sequences",
+                )
+            for tensor in (*self._served_inputs(), *self._served_outputs()):
+                if not tensor.dims or tensor.dims[0] not in ("B", 1):
+                    raise DeployError(
+                        "A sequence is one batch element, and this model has no batch.",
+                        got=f"{tensor.name}: {tensor.dims}",
+                        hint="export it with B as the first dimension of every input and output",
+                    )
+            most = self._largest_batch()
+            if most is not None and self.options.sequences > most and self.engines:
+                raise DeployError(
+                    "The model takes fewer batch elements than sequences.",
+                    got=f"{self.options.sequences} sequences, B up to {most}",
+                    hint=f"--sequences {most}, or export with --axis B=1:{most}:{self.options.sequences}",
+                )
+            return self.options.sequences
+        reason, most = self._why_unbatched(), self._largest_batch()
+        wanted = self.options.max_batch
+        if reason is not None or most is None:
+            if wanted is not None and wanted > 0:
+                raise DeployError(
+                    "The server cannot batch requests of this model.",
+                    got=reason,
+                    hint="leave --max-batch out, or export it with a dynamic axis B",
+                )
+            return 0
+        if wanted is not None and wanted > most:
+            raise DeployError(
+                "The model does not take such a batch.", got=f"max_batch {wanted}", hint=f"at most {most}"
+            )
+        return most if wanted is None else wanted
+
+    def _why_unbatched(self) -> str | None:
+        for tensor in (*self.spec.inputs, *self.spec.outputs):
+            if not tensor.dims or tensor.dims[0] != "B":
+                return f"the first dimension of {tensor.name} is not the batch B: {tensor.dims}"
+            if any(isinstance(dim, str) and re.search(r"\bB\b", dim) for dim in tensor.dims[1:]):
+                return f"the batch is not only the first dimension of {tensor.name}: {tensor.dims}"
+        for engine in self.engines:
+            for index, ranges in enumerate(engine.manifest.ranges):
+                if ranges["B"].min > 1:
+                    name = engine.manifest.profile_name(index)
+                    return f"profile {name} of engine {engine.path.stem} begins with a batch of {ranges['B']}"
+        return None
+
+    def _largest_batch(self) -> int | None:
+        if "B" not in self.spec.axes:
+            return None
+        largest = [self.spec.axes["B"].max]
+        # A request is served by the profile that fits it, so the widest one of an engine counts.
+        largest += [max(ranges["B"].max for ranges in e.manifest.ranges) for e in self.engines]
+        return min(largest)
+
+    # -- what is written -------------------------------------------------------------------------
+
+    def written(self) -> Package:
+        place = self.repository / self.name
+        self._refuse_occupied(place)
+        self.repository.mkdir(parents=True, exist_ok=True)
+        # Outside the repository: a server that polls it must not load half a model.
+        parent = self.repository.resolve().parent
+        with tempfile.TemporaryDirectory(prefix=f".{self.name}.partial-", dir=parent) as folder:
+            new = Path(folder) / self.name
+            new.mkdir()
+            os.chmod(new, 0o755)
+            config = self._config(new)
+            (new / "config.pbtxt").write_text(_text(config), encoding="utf-8")
+            command = self._command()
+            (new / "README.md").write_text(self._readme(command), encoding="utf-8")
+            if place.exists():
+                if not exchange(new, place):
+                    os.rename(place, Path(folder) / "old")
+                    os.rename(new, place)
+            else:
+                os.rename(new, place)
+        files = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
+        return Package(
+            path=place,
+            variant=self.options.variant,
+            backends=self.backends,
+            max_batch=self.max_batch,
+            command=command,
+            files=tuple(files),
+        )
+
+    def _refuse_occupied(self, place: Path) -> None:
+        if self.repository.exists() and not self.repository.is_dir():
+            raise DeployError("The model repository is no folder.", got=self.repository)
+        if not place.exists():
+            return
+        config = place / "config.pbtxt"
+        ours = config.is_file() and _OWNER in config.read_text(encoding="utf-8", errors="replace")
+        if not self.options.overwrite or not ours:
+            raise DeployError(
+                "The repository has a model of that name."
+                if ours
+                else "The repository has a folder of that name that mha-deploy did not write.",
+                got=place,
+                hint="--overwrite, or another --name" if ours else "another --name",
+            )
+
+    def _config(self, folder: Path) -> Any:
+        """Write the files of a version, and describe them to Triton."""
+        from tritonclient.grpc import model_config_pb2 as schema
+
+        options, version = self.options, folder / "1"
+        version.mkdir()
+        config = schema.ModelConfig(name=self.name, max_batch_size=self.max_batch)
+        config.input.extend(self._tensor(schema.ModelInput, each) for each in self._served_inputs())
+        config.output.extend(self._tensor(schema.ModelOutput, each) for each in self._served_outputs())
+        config.parameters[_OWNER].string_value = sha256(self.bundle.path / MANIFEST)
+        on_gpu = bool(self.engines) or self.runtime in GPU_RUNNERS
+        group = config.instance_group.add(count=options.instances)
+        group.kind = group.KIND_GPU if on_gpu else group.KIND_CPU
+        if options.variant == PLAN:
+            config.platform, config.backend = PLAN, "tensorrt"
+            self._add_plans(config, version, group)
+        else:
+            config.backend = PYTHON
+            config.parameters["backends"].string_value = ",".join(self.backends)
+            self._copy_bundle(version)
+        libraries = {self._library(engine) for engine in self.engines} - {None}
+        for library in libraries:
+            (version / PLUGINS).mkdir(exist_ok=True)
+            shutil.copyfile(library, version / PLUGINS / Path(library).name)  # type: ignore[arg-type]
+        if self.cached:
+            config.parameters["sequences"].string_value = str(options.sequences)
+            batching = config.sequence_batching
+            batching.max_sequence_idle_microseconds = _IDLE_US
+            batching.oldest.max_candidate_sequences = options.sequences
+            batching.oldest.max_queue_delay_microseconds = options.queue_delay_us
+        else:
+            if self.max_batch > 1:
+                config.dynamic_batching.max_queue_delay_microseconds = options.queue_delay_us
+            self._add_warmup(config, folder)
+        return config
+
+    def _served_inputs(self) -> list[TensorSpec]:
+        cache = self.spec.kv_cache
+        kept = {LENGTHS, *(each.input for each in cache.tensors)} if cache is not None else set()
+        if cache is not None and not cache.is_preallocated:
+            kept -= {LENGTHS}
+        return [tensor for tensor in self.spec.inputs if tensor.name not in kept]
+
+    def _served_outputs(self) -> list[TensorSpec]:
+        cache = self.spec.kv_cache
+        return [each for each in self.spec.outputs if cache is None or each.name in cache.outputs]
+
+    def _tensor(self, kind: Any, tensor: TensorSpec) -> Any:
+        dtype = self.bundle.manifest.precision.numpy_of(tensor.kind)
+        dims = tensor.dims[1:] if self.max_batch else tensor.dims
+        found = kind(name=tensor.name, data_type=f"TYPE_{_type_name(dtype)}")
+        found.dims.extend(dim if isinstance(dim, int) else -1 for dim in dims or (1,))
+        if not dims:  # Triton has no tensor without dimensions: clients send [B, 1], the model gets [B]
+            found.reshape.SetInParent()
+        return found
+
+    def _copy_bundle(self, version: Path) -> None:
+        source, target = self.bundle.path, version / BUNDLE
+        (version / "model.py").write_text(_MODEL_PY, encoding="utf-8")
+        target.mkdir()
+        shutil.copyfile(source / MANIFEST, target / MANIFEST)
+        # The verdict of a TensorRT-RTX engine is compared with the graph; any other engine needs none.
+        if not self.engines or any(engine.manifest.backend == RTX for engine in self.engines):
+            for name in self.bundle.manifest.files:
+                if name.startswith(MODEL):
+                    shutil.copyfile(self.bundle.file(name), target / name)
+        for engine in self.engines:
+            (target / FOLDER).mkdir(exist_ok=True)
+            for path in (engine.path, manifest_path(engine.path)):
+                shutil.copyfile(path, target / FOLDER / path.name)
+
+    def _add_plans(self, config: Any, version: Path, group: Any) -> None:
+        """One plan for every compute capability, and every profile of it."""
+        for index, engine in enumerate(self.engines):
+            name = "model.plan" if len(self.engines) == 1 else f"{engine.path.stem}.plan"
+            shutil.copyfile(engine.path, version / name)
+            if index == 0:
+                config.default_model_filename = name
+            if len(self.engines) > 1 and engine.manifest.gpu is not None:
+                config.cc_model_filenames[engine.manifest.gpu["compute_cap"]] = name
+        profiles = min(len(engine.manifest.profiles) for engine in self.engines)
+        if profiles > 1:
+            group.profile.extend(str(index) for index in range(profiles))
+
+    def _library(self, engine: Engine) -> str | None:
+        manifest = engine.manifest
+        found = [str(library_needed(record, manifest.version).path) for record in manifest.plugins]
+        return found[0] if found else None
+
+    def _add_warmup(self, config: Any, folder: Path) -> None:
+        """The smallest and the usual golden case, so that no client waits for the first call."""
+        for case in golden_cases(self.bundle):
+            if case.name not in ("min", "opt") or not self._admitted(case):
+                continue
+            (folder / "warmup").mkdir(exist_ok=True)
+            warmup = config.model_warmup.add(name=case.name, batch_size=1)
+            if self.max_batch:  # the server repeats one batch element
+                warmup.batch_size = min(case.sizes["B"], self.max_batch)
+            for tensor in self.spec.inputs:
+                array = np.ascontiguousarray(case.inputs[tensor.name][: 1 if self.max_batch else None])
+                file = f"{case.name}-{tensor.name}"
+                (folder / "warmup" / file).write_bytes(array.tobytes())
+                entry = warmup.inputs[tensor.name]
+                entry.data_type = (
+                    entry.DESCRIPTOR.fields_by_name["data_type"]
+                    .enum_type.values_by_name[f"TYPE_{_type_name(array.dtype)}"]
+                    .number
+                )
+                shape = array.shape[1:] if self.max_batch else array.shape
+                entry.dims.extend(shape or (1,))
+                entry.input_data_file = file
+
+    def _admitted(self, case: GoldenCase) -> bool:
+        """Whether an engine takes a case; profiles may be narrower than the axes."""
+        return all(
+            any(
+                all(axis.min <= case.sizes[name] <= axis.max for name, axis in ranges.items())
+                for ranges in engine.manifest.ranges
+            )
+            for engine in self.engines
+        )
+
+    # -- how it is started -----------------------------------------------------------------------
+
+    def _command(self) -> str:
+        flags = ["tritonserver", "--model-repository=/models"]
+        if self.options.variant == PLAN:
+            libraries = {self._library(engine) for engine in self.engines} - {None}
+            places = [
+                f"/models/{self.name}/1/{PLUGINS}/{Path(str(each)).name}"
+                for each in sorted(map(str, libraries))
+            ]
+            if places:
+                flags.append(f"--backend-config=tensorrt,plugins={';'.join(places)}")
+            if any(engine.manifest.options.get("version_compatible") for engine in self.engines):
+                flags.append("--backend-config=tensorrt,version-compatible=true")
+        return " ".join(f"'{flag}'" if ";" in flag else flag for flag in flags)
+
+    def _readme(self, command: str) -> str:
+        versions = sorted({f"TensorRT {engine.manifest.version}" for engine in self.engines})
+        needs = f"with {' and '.join(versions)} inside" if versions else "of your choice"
+        gpus = " --gpus all" if self.engines or self.runtime in GPU_RUNNERS else ""
+        extra = {"ort-cpu": "[ort]", "ort-cuda": "[ort-gpu]", "ort-cuda-contrib": "[ort-gpu]"}
+        install = f'pip install "mha-deploy{extra.get(self.runtime or "", "[cuda]" if self.engines else "")}"'
+        run = command if self.options.variant == PLAN else f"bash -c '{install} && {command}'"
+        image = "nvcr.io/nvidia/tritonserver:${TRITON}-py3"
+        lines = [
+            f"# {self.name}",
+            "",
+            f"{self.spec.name} {self.bundle.manifest.precision.name}, packaged by mha-deploy for Triton's "
+            f"{self.options.variant} backend; it is run by {', '.join(self.backends)}.",
+            "",
+            "```bash",
+            f"TRITON=YY.MM    # a release {needs}",
+            f"docker run --rm{gpus} --shm-size=1g -p 8000:8000 -p 8001:8001 -p 8002:8002 \\",
+            f'  -v "$PWD/{self.repository.name}:/models" {image} \\',
+            f"  {run}",
+            "```",
+            "",
+            "Then, with the bundle at hand:",
+            "",
+            "```bash",
+            f"mha-deploy validate BUNDLE --url grpc://localhost:8001/{self.name}",
+            "```",
+            "",
+            *(f"- `{each.path.stem}` was built {where_built(each.manifest)}." for each in self.engines),
+        ]
+        if self.cached:
+            lines += [
+                "A request is the prompt or the next tokens of one sequence: batch size 1, correlation ID,",
+                "start and end flags. The KV cache stays on the server, and is freed at the end flag, or",
+                f"after {_IDLE_US // 1_000_000} s without a request.",
+            ]
+        return "\n".join(lines).rstrip() + "\n"
+
+
+def _type_name(dtype: np.dtype) -> str:
+    return _TYPES.get(dtype.name, dtype.name.upper())
+
+
+def _text(config: Any) -> str:
+    """The text form, read back: what Triton's schema does not take is not written."""
+    from google.protobuf import text_format
+
+    text = text_format.MessageToString(config)
+    if text_format.Parse(text, type(config)()) != config:
+        raise DeployError("The configuration cannot be written as text.", got=text)
+    return text
