@@ -258,6 +258,7 @@ ORDER = (
     "export",
     "baselines",
     "validate",
+    "serving",
     "report",
     "api",
     "cli",

@@ -29,8 +29,8 @@ from mha_deploy.cli.export import export
 from mha_deploy.cli.fuse import fuse
 from mha_deploy.cli.inspect import inspect
 from mha_deploy.cli.models import models
-from mha_deploy.cli.plugins import plugins
 from mha_deploy.cli.package import package
+from mha_deploy.cli.plugins import plugins
 from mha_deploy.cli.validate import validate
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, exit_as_error
 
@@ -55,9 +55,8 @@ for verb in (
     validate,
     bisect,
     bench,
-    inspect,
-    compare,
     package,
+    inspect,
     models,
     analyze,
     doctor,
