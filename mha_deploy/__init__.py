@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         build_plugins,
         check,
         check_parity,
+        compare,
         compare_heads,
         configure,
         deploy,
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
         open_bundle,
         open_engine,
         open_runner,
-        plugins,
         package,
+        plugins,
         self_test,
         validate,
     )
@@ -63,6 +64,7 @@ __all__ = [
     "build_plugins",
     "check",
     "check_parity",
+    "compare",
     "compare_heads",
     "configure",
     "deploy",
@@ -78,9 +80,9 @@ __all__ = [
     "open_bundle",
     "open_engine",
     "open_runner",
+    "package",
     "plugins",
     "self_test",
-    "package",
     "validate",
 ]
 

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from mha_deploy.metrics import ParityReport
     from mha_deploy.model.deployable import Deployable, Example
     from mha_deploy.model.spec import AttentionSpec, Axis
+    from mha_deploy.regression.compare import Comparison
     from mha_deploy.runtime.runner import Runner
-    from mha_deploy.validate import verdict
     from mha_deploy.serving.triton import Package
+    from mha_deploy.validate import verdict
     from mha_deploy.validate.bench import ModelBench
     from mha_deploy.validate.bisect import Bisection
     from mha_deploy.validate.self_test import SelfTest
@@ -59,6 +60,7 @@ __all__ = [
     "build_plugins",
     "check",
     "check_parity",
+    "compare",
     "compare_heads",
     "configure",
     "deploy",
@@ -74,9 +76,9 @@ __all__ = [
     "open_bundle",
     "open_engine",
     "open_runner",
+    "package",
     "plugins",
     "self_test",
-    "package",
     "validate",
 ]
 
@@ -512,8 +514,6 @@ def open_engine(path: StrPath) -> Engine:
     return open_engine(Path(path))
 
 
-# -- Running ---------------------------------------------------------------------------------------
-
 def package(
     bundle: Bundle | StrPath,
     repository: StrPath,
@@ -566,6 +566,8 @@ def package(
     return package_bundle(_opened(bundle), Path(repository), options)
 
 
+# -- Running ---------------------------------------------------------------------------------------
+
 
 def open_runner(model: Any, backend: str | None = None) -> Runner:
     """Load a model into a runtime; use the runner as a context manager.
@@ -576,7 +578,8 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
 
     Args:
         model: An `Engine` or its `.engine` file, a `Bundle` or its folder, an ONNX file, an
-            `onnx.ModelProto` or `onnx_ir.Model`, or a Polygraphy runner, which is activated if it is not.
+            `onnx.ModelProto` or `onnx_ir.Model`, or a Polygraphy runner, which is activated if it is not. Or
+            the URL of a served model, as `grpc://HOST:PORT/MODEL` or `http://HOST:PORT/MODEL`.
         backend: Of a bundle or an ONNX model: `ort-cpu`, `ort-cuda`, `ort-cuda-contrib` or `onnx-reference`;
             of a bundle also the name of an engine, or of a PyTorch baseline such as `eager`. default: ONNX
             Runtime on the CPU, or where it cannot run the graph's precision, ONNX's reference evaluator.
@@ -595,13 +598,13 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
     from mha_deploy.engine.manifest import Engine
     from mha_deploy.runtime.polygraphy import PolygraphyRunner, is_polygraphy_runner
     from mha_deploy.runtime.runner import Runner
-
-    if isinstance(model, str | os.PathLike):
-        model = Path(model)
     from mha_deploy.runtime.server import ServerRunner, is_server_url
-        model = open_engine(model) if model.suffix == ".engine" else model
+
     if isinstance(model, str) and is_server_url(model):
         model = ServerRunner(model)
+    if isinstance(model, str | os.PathLike):
+        model = Path(model)
+        model = open_engine(model) if model.suffix == ".engine" else model
     has_own = isinstance(model, Runner | Engine) or is_polygraphy_runner(model)
     if has_own and backend is not None:
         raise DeployError(
@@ -1120,6 +1123,41 @@ def _refuse_builder(settings: Any, precision: str) -> None:
     candidates = open_candidates(rt, settings, "fp16" if precision == "auto" else precision)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         library_for(rt.version)
+
+
+# -- Upgrades --------------------------------------------------------------------------------------
+
+
+def compare(old: Any, new: Any, **limits: Any) -> Comparison:
+    """Compare two reports, benchmarks, bundles, engines or matrices of one model: did anything get worse?
+
+    Args:
+        old: The old result: the path of a `report.json`, `bench.json` or `matrix.json` (`matrix.json#NAME`
+            for one runtime of it), of a bundle or an `.engine` file; or a `Report`, a `Bundle`, an `Engine`.
+        new: The new result, of the same kind.
+        limits: Thresholds: `error` (share of the budget, default: 0.1), `latency` (0.05), `size` (0.1),
+            `build_time` (1.0), `build_seconds` (15), `coverage` (True) and `strict` (False).
+
+    Returns:
+        The changes: `passed`, `regressions`, `headline`, `changes`; `to_markdown()`, `to_junit()`,
+        `to_html()` and `to_json()`.
+
+    Raises:
+        DeployError: They cannot be read, or are of different kinds.
+
+    Example:
+        >>> md.compare("out/tiny", "out/tiny").passed
+        True
+    """
+    from mha_deploy.regression.compare import Limits, compare
+
+    unknown = set(limits) - set(vars(Limits()))
+    if unknown:
+        raise DeployError(
+            "No such threshold.", got=", ".join(sorted(unknown)), hint=f"one of: {', '.join(vars(Limits()))}"
+        )
+    opened = [each.record if isinstance(each, Report) else each for each in (old, new)]
+    return compare(*opened, Limits(**limits))
 
 
 # -- What is known without running anything --------------------------------------------------------

@@ -260,6 +260,7 @@ ORDER = (
     "validate",
     "serving",
     "report",
+    "regression",
     "api",
     "cli",
 )

@@ -23,6 +23,7 @@ from mha_deploy.cli.bench import bench
 from mha_deploy.cli.bisect import bisect
 from mha_deploy.cli.build_engine import build_engine
 from mha_deploy.cli.check import check
+from mha_deploy.cli.compare import compare
 from mha_deploy.cli.deploy import deploy
 from mha_deploy.cli.doctor import doctor
 from mha_deploy.cli.export import export
@@ -55,6 +56,7 @@ for verb in (
     validate,
     bisect,
     bench,
+    compare,
     package,
     inspect,
     models,

@@ -5,13 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.report.schema import plain_bench, plain_report
-from mha_deploy.report.sections import bench_sections, key_facts, ordered_findings, report_sections
+from mha_deploy.report.sections import (
+    Section,
+    bench_sections,
+    key_facts,
+    ordered_findings,
+    report_sections,
+)
 from mha_deploy.report.svg import Html, mark, palette_css, readable, series_of
 
 # -- One HTML file that needs nothing else: no request, and no script but its own ------------------
@@ -57,6 +63,26 @@ def bench_page(data: Mapping[str, Any]) -> str:
         sections=bench_sections(plain, look),
         look=look,
     )
+
+
+def sections_page(
+    data: Mapping[str, Any],
+    title: str,
+    subtitle: str,
+    sections: Sequence[Section],
+    *,
+    passed: bool | None = None,
+) -> str:
+    """A page of sections.
+
+    Args:
+        data: What wrote it and when: `tool` and `created`.
+        title: Its title.
+        subtitle: The result in one line.
+        sections: The sections.
+        passed: The verdict; None where there is none.
+    """
+    return _rendered(data, title=title, subtitle=subtitle, sections=sections, passed=passed, look={})
 
 
 def _rendered(plain: Mapping[str, Any], **context: Any) -> str:

@@ -1,0 +1,1 @@
+"""Whether an upgrade made something worse: comparison, rebuild variance, matrix, benchmark record."""

@@ -1,0 +1,969 @@
+"""Two results of one model, an old and a new one: what got worse, what got better, what only changed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+from msgspec import Struct
+
+from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
+from mha_deploy.engine.manifest import Engine, engines_of, open_engine
+from mha_deploy.errors import BundleError, DeployError, nearest
+from mha_deploy.model.spec import Axis
+from mha_deploy.report.page import sections_page
+from mha_deploy.report.schema import as_plain
+from mha_deploy.report.sections import Section
+from mha_deploy.report.table import Cell, Group, Row, Table, columns, markdown, markdown_text, text
+from mha_deploy.text import NOTHING, budget_share, plural, short, size, sizes_text
+from mha_deploy.validate.verdict import engines_to_dict, frame, model_to_dict
+
+# -- What is read of a report: a subset, so that reports of other versions of this tool can be read --
+
+
+class _Output(Struct, frozen=True):
+    case: str
+    output: str
+    passed: bool
+    problem: str | None = None
+    share: float | None = None
+
+
+class _Parity(Struct, frozen=True):
+    backend: str
+    cases: str
+    verdicts: list[_Output] = []
+
+
+class _Decode(Struct, frozen=True):
+    backend: str
+    trace: str
+    passed: bool
+    steps: int
+    share: float | None = None
+
+
+class _Invariance(Struct, frozen=True):
+    backend: str
+    case: str
+    check: str
+    passed: bool
+    detail: str = ""
+
+
+class _MaskCell(Struct, frozen=True):
+    status: str
+
+
+class _Mask(Struct, frozen=True):
+    case: str
+    cells: dict[str, _MaskCell]
+    diagnostic: bool = False
+
+
+class _Conformance(Struct, frozen=True):
+    rows: list[_Mask] = []
+
+
+class _RangeNode(Struct, frozen=True):
+    node: str
+    status: str
+
+
+class _Range(Struct, frozen=True):
+    nodes: list[_RangeNode] = []
+
+
+class _Node(Struct, frozen=True):
+    node: str
+    status: str
+    profile: int | None = None
+    kernels: list[str] = []
+
+
+class Rebuilds(Struct, frozen=True):
+    """How much an engine differs from build to build; see `engine/rebuild.py`."""
+
+    builds: int = 1
+    seconds: list[float] = []
+    engine_bytes: list[int] = []
+    errors: dict[str, list[float | None]] = {}
+    times_us: dict[str, list[float]] = {}
+
+
+class _Engine(Struct, frozen=True):
+    name: str
+    backend: str
+    version: str
+    precision: str
+    precision_status: str
+    nodes: list[_Node] = []
+    ran: bool = False
+    why_not: str | None = None
+    seconds: float | None = None
+    engine_bytes: int | None = None
+    profiles: list[dict[str, str]] = []
+    profile_names: list[str] = []
+    attention: str = ""
+    plugins: list[str] = []
+    rebuilds: Rebuilds | None = None
+
+
+class _Conditions(Struct, frozen=True):
+    throttled_by: list[str] = []
+
+
+class _Timing(Struct, frozen=True):
+    p50_us: float
+    p90_us: float
+    stable: bool = True
+    graph: bool = True
+    gpu: str = ""
+    conditions: _Conditions = _Conditions()
+    memory_bytes: int | None = None
+
+
+class _Row(Struct, frozen=True):
+    name: str
+    backend: str = ""
+    refused: str | None = None
+    timing: _Timing | None = None
+
+
+class _Point(Struct, frozen=True):
+    case: str
+    sizes: dict[str, int]
+    rows: list[_Row]
+    past: int | None = None
+
+
+class _Latency(Struct, frozen=True):
+    points: list[_Point] = []
+
+
+class _Verdict(Struct, frozen=True):
+    passed: bool
+    headline: str = ""
+
+
+class _Model(Struct, frozen=True):
+    name: str
+    precision: str
+    bundle_sha256: str = ""
+    weights: str = ""
+
+
+class _Gpu(Struct, frozen=True):
+    name: str
+
+
+class _Environment(Struct, frozen=True):
+    gpu: _Gpu | None = None
+    driver: str | None = None
+    platform: str = ""
+    python: str = ""
+    versions: dict[str, str] = {}
+
+
+class _Contents(Struct, frozen=True):
+    """What only a bundle tells: its golden cases and traces, its graph, the ranges of its axes."""
+
+    cases: list[str] = []
+    attention: int = 0
+    axes: dict[str, str] = {}
+    graph_bytes: int = 0
+
+
+class Result(Struct, frozen=True):
+    """What is known of one model, from a report, a benchmark, a bundle, an engine or a cell of a matrix."""
+
+    model: _Model
+    place: str = ""
+    cell: str = ""
+    verdict: _Verdict | None = None
+    environment: _Environment | None = None
+    parity: list[_Parity] = []
+    decode: list[_Decode] = []
+    invariance: list[_Invariance] = []
+    conformance: _Conformance | None = None
+    range: _Range | None = None
+    engines: list[_Engine] = []
+    latency: _Latency | None = None
+    contents: _Contents | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of a comparison.
+
+    Args:
+        name: Where it came from.
+        kind: `report`, `benchmark`, `bundle`, `engine` or `matrix`.
+        results: One for every model.
+        created: When it was written; empty where that is not recorded.
+    """
+
+    name: str
+    kind: str
+    results: tuple[Result, ...]
+    created: str = ""
+
+
+REPORT_FILE, BENCH_FILE, MATRIX_FILE = "report.json", "bench.json", "matrix.json"
+_ACCEPTED = "report.json, bench.json, matrix.json, a bundle's folder, or an .engine file"
+
+
+def read_side(source: Any) -> Side:
+    """Read one side.
+
+    Args:
+        source: A path (`matrix.json#NAME` for one runtime of a matrix), a `Bundle`, an `Engine`, the data of
+            a report, or an object with `to_dict`.
+
+    Raises:
+        DeployError: It is none of these, or cannot be read.
+    """
+    if isinstance(source, Bundle):
+        return _from_bundle(source)
+    if isinstance(source, Engine):
+        return _from_engine(source)
+    if hasattr(source, "to_dict"):
+        source = source.to_dict()
+    if isinstance(source, Mapping):
+        return _from_data(as_plain(source), "memory", "")
+    name, _, runtime = str(source).partition("#")
+    path = Path(name)
+    if path.is_dir():
+        found = [each for each in (MANIFEST, REPORT_FILE, BENCH_FILE, MATRIX_FILE) if (path / each).is_file()]
+        if found[:1] == [MANIFEST]:
+            return _from_bundle(open_bundle(path))
+        path = path / found[0] if found else path
+    if path.suffix == ".engine":
+        return _from_engine(open_engine(path))
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+    except FileNotFoundError as failure:
+        raise DeployError("There is no such file.", got=path, hint=_ACCEPTED) from failure
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as failure:
+        raise DeployError("This cannot be compared.", got=f"{path}: {failure}", hint=_ACCEPTED) from failure
+    return _from_data(data, str(source), runtime)
+
+
+def _from_data(data: Any, name: str, runtime: str) -> Side:
+    if isinstance(data, Mapping) and isinstance(data.get("validation"), Mapping):
+        data = data["validation"]  # what `deploy --json` prints
+    kinds = {"cells": "matrix", "models": "benchmark", "parity": "report"}
+    kind = next((kinds[key] for key in kinds if isinstance(data, Mapping) and key in data), None)
+    if kind is None:
+        raise DeployError("This is not a result of mha-deploy.", got=name, hint=_ACCEPTED)
+    shared = {"environment": data.get("environment")}
+    try:
+        if kind == "report":
+            found = [data]
+        elif kind == "benchmark":
+            found = [{**shared, **entry} for entry in data["models"]]
+        else:
+            found = _cells(data["cells"], runtime)
+        results = tuple(msgspec.convert(each, Result) for each in found)
+        created = msgspec.convert(data.get("created", ""), str)
+    except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
+        raise DeployError(
+            f"The {kind} does not keep its format.",
+            got=f"{name}: {failure}",
+            hint="docs/report.md, matrix.md",
+        ) from failure
+    if runtime and not results:
+        known = {cell.get("runtime", "") for cell in data["cells"]} if kind == "matrix" else set[str]()
+        raise DeployError("No cell has this runtime.", got=name, hint=nearest(runtime, known))
+    return Side(name=name, kind=kind, results=results, created=created)
+
+
+def _cells(cells: Sequence[Mapping[str, Any]], runtime: str) -> list[Mapping[str, Any]]:
+    """The cells of a matrix; without the name of the runtime where only one runtime is compared."""
+    found = []
+    for cell in cells:
+        if runtime and cell["runtime"] != runtime:
+            continue
+        places = [] if runtime else [cell["runtime"]]
+        places += [each for each in (cell["gpu"], cell["options"]) if each]
+        model = {"name": cell["model"], "precision": cell["precision"]}
+        known = {"place": ", ".join(places), "cell": cell["status"]}
+        found.append({"model": model, **(cell["report"] or {}), **known})
+    return found
+
+
+def _from_engine(engine: Engine) -> Side:
+    manifest = engine.manifest
+    data = {
+        "model": {"name": manifest.model, "precision": manifest.precision},
+        "engines": engines_to_dict([engine], (), ()),
+    }
+    return Side(name=str(engine.path), kind="engine", results=(msgspec.convert(data, Result),))
+
+
+def _from_bundle(bundle: Bundle) -> Side:
+    manifest, created = bundle.manifest, ""
+    data: dict[str, Any] = {
+        "model": model_to_dict(bundle),
+        "engines": engines_to_dict(engines_of(bundle.path), (), ()),
+    }
+    for name in (BENCH_FILE, REPORT_FILE):
+        if not (bundle.path / name).is_file():
+            continue
+        written = read_side(bundle.path / name)
+        for (
+            result
+        ) in written.results:  # a report of an earlier bundle in this folder says nothing on this one
+            if result.model.bundle_sha256 == data["model"]["bundle_sha256"]:
+                known = msgspec.to_builtins(result)
+                data |= {key: known[key] for key in known if known[key] and key != "model"}
+                created = written.created
+    data["contents"] = {
+        "cases": [
+            *(f"golden case {case.name}" for case in manifest.golden),
+            *(f"trace {trace.name}" for trace in manifest.traces),
+        ],
+        "attention": len(manifest.attention),
+        "axes": {name: str(axis) for name, axis in manifest.spec.axes.items()},
+        "graph_bytes": sum(entry.bytes for name, entry in manifest.files.items() if "model.onnx" in name),
+    }
+    return Side(
+        name=str(bundle.path), kind="bundle", results=(msgspec.convert(data, Result),), created=created
+    )
+
+
+# -- Measurements: everything that is compared, each under a key that both sides share -------------
+
+SECTIONS = (
+    "verdict", "coverage", "fusion", "precision", "error", "decode", "invariance", "conformance", "range",
+    "latency", "size", "build time", "environment",
+)  # fmt: skip
+REGRESSION, INCONCLUSIVE, IMPROVEMENT, CHANGED, SAME = (
+    "regression", "inconclusive", "improvement", "changed", "same",
+)  # fmt: skip
+
+# Statuses by rank: what falls is worse.
+_RANKS: Mapping[str, Mapping[str, int]] = {
+    "verdict": {"passed": 3, "built": 2, "failed": 1, "refused": 1, "crashed": 0, "unavailable": 0},
+    "fusion": {"fused": 2, "unknown": 1, "decomposed": 0},
+    "precision": {"verified": 2, "unknown": 1, "mixed": 0},
+    "invariance": {"passed": 1, "failed": 0},
+    "conformance": {"conforms": 2, "refused": 1, "absent": 1, "wrong": 0},
+    "range": {"ok": 2, "near": 1, "overflows": 0},
+    "coverage": {"ran": 1, "not run": 0},
+}
+# Sections in which a missing figure is no loss of coverage.
+_FIGURES = ("environment", "size", "build time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What counts as a regression.
+
+    Args:
+        error: Growth of an error, as a share of its budget.
+        latency: Growth of a median latency, as a share of it.
+        size: Growth of an engine, a graph or the memory of a runner, as a share of it.
+        build_time: Growth of a build time, as a share of it.
+        build_seconds: Least growth of a build time that counts, in seconds.
+        coverage: Whether something that is no longer measured is a regression.
+        strict: Whether inconclusive measurements are regressions.
+    """
+
+    error: float = 0.1
+    latency: float = 0.05
+    size: float = 0.1
+    build_time: float = 1.0
+    build_seconds: float = 15.0
+    coverage: bool = True
+    strict: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One thing that is compared.
+
+    Args:
+        kind: How: `status`, `share`, `time`, `growth`, `count`, `range` or `text`.
+        owner: The runtime or engine that it belongs to; one that is missing as a whole is reported once.
+        value: The value.
+        shown: The value as text.
+        noise: How much it varies between rebuilds or samples, in its own unit.
+        passed: Of a share: whether the result is right.
+        doubt: Why the value is not reliable; empty where it is.
+    """
+
+    kind: str
+    owner: str
+    value: Any
+    shown: str
+    noise: float = 0.0
+    passed: bool = True
+    doubt: str = ""
+
+
+Key = tuple[str, str]  # section, subject
+Measurements = dict[Key, Measurement]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One row of a comparison.
+
+    Args:
+        section: What it is about, of `SECTIONS`.
+        subject: What was compared.
+        level: `regression`, `inconclusive`, `improvement`, `changed` or `same`.
+        old: The old value.
+        new: The new value.
+        why: What the level follows from.
+        model: The model, where there are several.
+    """
+
+    section: str
+    subject: str
+    level: str
+    old: str
+    new: str
+    why: str = ""
+    model: str = ""
+
+
+def _status(section: str, owner: str, status: str) -> Measurement:
+    return Measurement(kind="status", owner=owner, value=_RANKS[section].get(status, 1), shown=status)
+
+
+def _without_version(backend: str) -> str:
+    """A runtime's name without its version, which is what an upgrade changes."""
+    return re.sub(r"\s*\bv?\d+(\.\d+)+\S*", "", backend).strip()
+
+
+def measurements(result: Result) -> Measurements:
+    """Everything of a result that can be compared."""
+    found: Measurements = {}
+
+    def add(section: str, subject: str, item: Measurement) -> None:
+        key, count = (section, subject), 1
+        while key in found:  # two engines of one TensorRT have the same name in a report
+            count += 1
+            key = (section, f"{subject} ({count})")
+        found[key] = item
+
+    if result.cell:
+        add("verdict", "cell", _status("verdict", "", result.cell))
+    if result.verdict:
+        passed = "passed" if result.verdict.passed else "failed"
+        add("verdict", "validation", _status("verdict", "", passed))
+    rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in result.engines if each.rebuilds}
+    for run in result.parity:
+        owner, noise = _without_version(run.backend), rebuilds.get(run.backend)
+        for each in run.verdicts:
+            add("error", f"{owner}, {run.cases}: {each.case}/{each.output}", _share(owner, each, noise))
+    for decoded in result.decode:
+        owner = _without_version(decoded.backend)
+        problem = None if decoded.passed else "wrong"
+        output = _Output("", "", passed=decoded.passed, problem=problem, share=decoded.share)
+        add("decode", f"{owner}: {decoded.trace}", _share(owner, output, None))
+        add("coverage", f"{owner}: {decoded.trace}, decode steps", _count(owner, decoded.steps))
+    for check in result.invariance:
+        owner, passed = _without_version(check.backend), "passed" if check.passed else "failed"
+        subject = f"{owner}: {check.check} {check.case}, {check.detail}".strip(" ,")
+        add("invariance", subject, _status("invariance", owner, passed))
+    for mask in result.conformance.rows if result.conformance else ():
+        for runtime, cell in mask.cells.items():
+            owner = _without_version(runtime)
+            if not mask.diagnostic:
+                add("conformance", f"{owner}: {mask.case}", _status("conformance", owner, cell.status))
+    for node in result.range.nodes if result.range else ():
+        add("range", node.node, _status("range", "FP16 range", node.status))
+    for engine in result.engines:
+        for key, item in _engine_measurements(engine):
+            add(*key, item)
+    for point in result.latency.points if result.latency else ():
+        place = sizes_text(point.sizes) + ("" if point.past is None else f", past {point.past}")
+        for row in point.rows:
+            subject, known = f"{row.name} at {place}", rebuilds.get(row.backend)
+            add("latency", subject, _time(row, point.case, known))
+            if row.timing is not None and row.timing.memory_bytes:
+                add("size", f"{subject}, memory", _bytes(row.name, row.timing.memory_bytes))
+    if result.contents:
+        for case in result.contents.cases:
+            add("coverage", case, Measurement(kind="text", owner="bundle", value=case, shown="there"))
+        add("coverage", "attention nodes in the graph", _count("bundle", result.contents.attention))
+        for axis, span in result.contents.axes.items():
+            add("coverage", f"axis {axis}", Measurement(kind="range", owner="bundle", value=span, shown=span))
+        add("size", "graph", _bytes("bundle", result.contents.graph_bytes))
+    for subject, value in _environment(result):
+        add("environment", subject, Measurement(kind="text", owner="", value=value, shown=value or NOTHING))
+    return found
+
+
+def _engine_measurements(engine: _Engine) -> Iterator[tuple[Key, Measurement]]:
+    owner, name = f"engine {engine.name}", engine.name
+    for node in engine.nodes:
+        profile = "" if node.profile is None else f", profile {node.profile}"
+        item = _status("fusion", owner, node.status)
+        yield ("fusion", f"{name}: {node.node}{profile}"), replace(item, doubt="\n".join(node.kernels))
+    yield ("precision", f"{name}: verified"), _status("precision", owner, engine.precision_status)
+    requested = Measurement(kind="text", owner=owner, value=engine.precision, shown=engine.precision)
+    yield ("precision", f"{name}: requested"), requested
+    yield ("coverage", f"{name}: run"), _status("coverage", owner, "ran" if engine.ran else "not run")
+    for index, profile_ranges in enumerate(engine.profiles):
+        for axis, span in profile_ranges.items():
+            item = Measurement(kind="range", owner=owner, value=span, shown=span)
+            yield ("coverage", f"{name}: profile {index}, axis {axis}"), item
+    rebuilds = engine.rebuilds or Rebuilds()
+    if engine.engine_bytes is not None:
+        noise = _span(rebuilds.engine_bytes)
+        yield ("size", f"{name}: engine"), replace(_bytes(owner, engine.engine_bytes), noise=noise)
+    if engine.seconds is not None:
+        item = Measurement(
+            kind="growth", owner=owner, value=engine.seconds, shown=f"{short(engine.seconds)} s"
+        )
+        yield ("build time", name), replace(item, noise=_span(rebuilds.seconds))
+
+
+def _environment(result: Result) -> Iterator[tuple[str, str]]:
+    yield "weights", result.model.weights
+    yield "bundle", result.model.bundle_sha256[:12]
+    for engine in result.engines:
+        yield f"{engine.name}: built by", f"{engine.backend} {engine.version}"
+        yield f"{engine.name}: attention", engine.attention
+        yield f"{engine.name}: plugins", ", ".join(engine.plugins)
+    here = result.environment
+    if here is not None:
+        yield "GPU", here.gpu.name if here.gpu else "none"
+        yield "driver", here.driver or "none"
+        yield "platform", here.platform
+        yield from here.versions.items()
+
+
+def _span(values: Iterable[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return max(known) - min(known) if known else 0.0
+
+
+def _share(owner: str, found: _Output, rebuilds: Rebuilds | None) -> Measurement:
+    noise = _span(rebuilds.errors.get(f"{found.case}/{found.output}", ())) if rebuilds else 0.0
+    unverified = not found.passed and (found.problem or "").startswith("not verified")
+    shown = "not verified" if unverified else budget_share(found.share) if found.share is not None else ""
+    if not found.passed and not unverified:
+        shown = f"wrong ({shown or 'no finite number'})"
+    return Measurement(
+        kind="share",
+        owner=owner,
+        value=found.share,
+        shown=shown or "passed",
+        noise=noise,
+        passed=found.passed,
+    )
+
+
+def _time(row: _Row, case: str, rebuilds: Rebuilds | None) -> Measurement:
+    timing = row.timing
+    if timing is None:
+        refused = f"not timed: {row.refused or 'no reason was given'}"
+        return Measurement(kind="time", owner=row.name, value=None, shown=refused)
+    throttled = ", ".join(timing.conditions.throttled_by)
+    doubts = [f"throttled by {throttled}"] if throttled else []
+    doubts += [] if timing.stable else ["the time did not settle"]
+    rebuilt = _span(rebuilds.times_us.get(case, ())) if rebuilds else 0.0
+    return Measurement(
+        kind="time",
+        owner=row.name,
+        value=timing.p50_us,
+        shown=f"{short(timing.p50_us)} µs{'' if timing.graph else ', no CUDA graph'}",
+        noise=max(timing.p90_us - timing.p50_us, rebuilt),
+        doubt="; ".join(doubts),
+    )
+
+
+def _bytes(owner: str, count: int) -> Measurement:
+    return Measurement(kind="growth", owner=owner, value=count, shown=size(count))
+
+
+def _count(owner: str, count: int) -> Measurement:
+    return Measurement(kind="count", owner=owner, value=count, shown=str(count))
+
+
+# -- The rules -------------------------------------------------------------------------------------
+
+
+def _judged(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+    """The level of a change, and why."""
+    if old.kind == "status":
+        level = _direction(old.value, new.value)
+        if level == SAME and old.doubt != new.doubt:
+            return CHANGED, "other kernels"
+        return level, {"fusion": "fusion lost"}.get(section, "") if level == REGRESSION else ""
+    if old.kind == "share":
+        return _judged_share(old, new, limits)
+    if old.kind == "time":
+        return _judged_time(old, new, limits)
+    if old.kind == "growth":
+        return _judged_growth(section, old, new, limits)
+    if old.kind == "count":
+        return _direction(old.value, new.value), ""
+    if old.kind == "range":
+        return _judged_range(old.value, new.value)
+    if old.value == new.value:
+        return SAME, ""
+    if section == "precision":
+        return REGRESSION, "another precision was requested"
+    return CHANGED, ""
+
+
+def _judged_alone(section: str, new: Measurement) -> tuple[str, str]:
+    """The level of something that only the new side has: good where it is right, else a regression."""
+    if section in _FIGURES or new.kind == "text" or (new.kind == "time" and new.value is None):
+        return CHANGED, "new"
+    if not new.passed or (new.kind == "status" and section != "coverage" and new.value == 0):
+        return REGRESSION, "new, and not right"
+    return IMPROVEMENT, "new"
+
+
+def _direction(old: float, new: float) -> str:
+    return SAME if new == old else IMPROVEMENT if new > old else REGRESSION
+
+
+def _judged_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+    if old.passed != new.passed:
+        what = "no longer verified" if new.shown == "not verified" else "out of budget"
+        return (IMPROVEMENT, "") if new.passed else (REGRESSION, what)
+    if old.value is None or new.value is None:
+        lost = new.value is None and old.value is not None
+        return (CHANGED, "no error was measured") if lost else (SAME, "")
+    growth, noise = new.value - old.value, max(old.noise, new.noise)
+    if abs(growth) <= max(limits.error, noise):
+        grown = growth > limits.error
+        return SAME, f"within the {budget_share(noise)} of rebuilds" if noise and grown else ""
+    if growth < 0:
+        return IMPROVEMENT, ""
+    return REGRESSION, f"grown by {budget_share(growth)} of the budget"
+
+
+def _judged_time(old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+    if old.value is None or new.value is None:
+        return _direction(old.value is not None, new.value is not None), ""
+    growth, noise = new.value - old.value, max(old.noise, new.noise)
+    ratio = new.value / old.value if old.value else float("inf")
+    why, least = f"{ratio:.2f} times the old latency", limits.latency * min(old.value, new.value)
+    if abs(growth) <= max(least, noise):
+        return SAME, f"within the measured spread of {short(noise)} µs" if growth > least else ""
+    if growth < 0:
+        return IMPROVEMENT, why
+    doubts = [f"{name}: {each.doubt}" for name, each in (("old", old), ("new", new)) if each.doubt]
+    return (INCONCLUSIVE, f"{why}; {'; '.join(doubts)}") if doubts else (REGRESSION, why)
+
+
+def _judged_growth(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+    growth, noise, smaller = new.value - old.value, max(old.noise, new.noise), min(old.value, new.value)
+    if section == "build time":
+        least = max(limits.build_time * smaller, limits.build_seconds)
+    else:
+        least = limits.size * smaller
+    if abs(growth) <= max(least, noise):
+        return SAME, ""
+    ratio = new.value / old.value if old.value else float("inf")
+    return (REGRESSION if growth > 0 else IMPROVEMENT), f"{ratio:.2f} times the old one"
+
+
+def _judged_range(old: str, new: str) -> tuple[str, str]:
+    if old == new:
+        return SAME, ""
+    try:
+        before, after = Axis.parse(old), Axis.parse(new)
+    except DeployError:
+        return CHANGED, ""
+    if after.min > before.min or after.max < before.max:
+        return REGRESSION, "a narrower range"
+    return (IMPROVEMENT if (after.min, after.max) != (before.min, before.max) else CHANGED), ""
+
+
+# -- The comparison --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What changed between two results.
+
+    Args:
+        old: The old side.
+        new: The new side.
+        changes: Everything that was compared, what is the same included.
+        limits: The thresholds.
+    """
+
+    old: Side
+    new: Side
+    changes: tuple[Change, ...]
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def regressions(self) -> tuple[Change, ...]:
+        """What got worse; with `strict` also what is inconclusive."""
+        worse = (REGRESSION, INCONCLUSIVE) if self.limits.strict else (REGRESSION,)
+        return tuple(change for change in self.changes if change.level in worse)
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared and nothing got worse."""
+        return bool(self.changes) and not self.regressions
+
+    @property
+    def headline(self) -> str:
+        """The result in one line."""
+        counts = {level: sum(change.level == level for change in self.changes) for level in _LEVELS}
+        words = [plural(counts[REGRESSION], "regression")] if counts[REGRESSION] else ["no regression"]
+        words += [f"{counts[level]} {level}" for level in (INCONCLUSIVE, CHANGED) if counts[level]]
+        words += [plural(counts[IMPROVEMENT], "improvement")] if counts[IMPROVEMENT] else []
+        return ", ".join([*words, f"{counts[SAME]} the same"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; see docs/compare.md."""
+        data = {
+            **{key: value for key, value in frame().items() if key != "environment"},
+            "passed": self.passed,
+            "headline": self.headline,
+            "old": {"name": self.old.name, "kind": self.old.kind, "created": self.old.created},
+            "new": {"name": self.new.name, "kind": self.new.kind, "created": self.new.created},
+            "limits": dict(vars(self.limits)),
+            "changes": [dict(vars(change)) for change in self.changes],
+        }
+        return dict(as_plain(data))
+
+    def to_json(self) -> str:
+        """The same as JSON text."""
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+
+    def table(self, *, everything: bool = False) -> Table:
+        """What changed, in a group for every section.
+
+        Args:
+            everything: Whether what is the same is listed as well.
+        """
+        several = len({change.model for change in self.changes}) > 1
+        shown = columns(*(["model"] if several else []), "what", "verdict", "old", "new", "why")
+        groups = []
+        for section in SECTIONS:
+            rows: list[Row] = [
+                [
+                    *([text(change.model)] if several else []),
+                    text(change.subject),
+                    Cell(text=change.level, status=_LEVELS[change.level]),
+                    text(change.old),
+                    text(change.new),
+                    text(change.why),
+                ]
+                for change in sorted(self.changes, key=lambda change: list(_LEVELS).index(change.level))
+                if change.section == section and (everything or change.level != SAME)
+            ]
+            if rows:
+                groups.append(Group(title=section, rows=rows))
+        return Table(title=f"{self.old.name} → {self.new.name}", columns=shown, groups=groups)
+
+    def to_markdown(self) -> str:
+        """A comment for a pull request: the headline, and a table for each section that changed."""
+        word = "passed" if self.passed else "FAILED"
+        names = f"{markdown_text(self.old.name)} → {markdown_text(self.new.name)}"
+        parts = [f"### mha-deploy compare: {word}", f"{self.headline} ({names})"]
+        table = self.table()
+        for group in table.groups:
+            parts += [f"**{group.title}**", markdown(replace(table, groups=[group]))]
+        return "\n\n".join(part.strip() for part in parts) + "\n"
+
+    def to_junit(self) -> str:
+        """JUnit XML: a test case for everything that was compared, a failure for every regression."""
+        worse = self.regressions
+        suite = ElementTree.Element(
+            "testsuite",
+            name="mha-deploy compare",
+            tests=str(len(self.changes)),
+            failures=str(len(worse)),
+            errors="0",
+            skipped=str(sum(change.level == INCONCLUSIVE and change not in worse for change in self.changes)),
+        )
+        for change in self.changes:
+            place = ".".join(filter(None, ("mha-deploy", change.model, change.section)))
+            case = ElementTree.SubElement(suite, "testcase", classname=_xml(place), name=_xml(change.subject))
+            words = f"{change.old} → {change.new}{': ' if change.why else ''}{change.why}"
+            if change in worse:
+                ElementTree.SubElement(case, "failure", message=_xml(words), type=change.section).text = _xml(
+                    words
+                )
+            elif change.level == INCONCLUSIVE:
+                ElementTree.SubElement(case, "skipped", message=_xml(words))
+        ElementTree.indent(suite)
+        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+    def to_html(self) -> str:
+        """A page with both sides beside each other."""
+        table, sections = self.table(everything=True), []
+        about = columns("", "old", "new")
+        sides = [("source", self.old.name, self.new.name), ("kind", self.old.kind, self.new.kind)]
+        sides += [("written", self.old.created, self.new.created)]
+        for index, result in enumerate(self.new.results[:1]):
+            before = self.old.results[index].verdict if self.old.results else None
+            after = result.verdict
+            if before or after:
+                lines = [each.headline if each else "" for each in (before, after)]
+                sides.append(("verdict", lines[0], lines[1]))
+        rows = [[text(cell) for cell in side] for side in sides]
+        summary = Table(title="The two sides", columns=about, groups=[Group(rows=rows)], css="compact")
+        sections.append(
+            Section(name="sides", title="The two sides", link="sides", parts=[("table", summary)])
+        )
+        for group in table.groups:
+            name = group.title.replace(" ", "-")
+            part = replace(table, title=f"{group.title}: old and new", groups=[replace(group, title="")])
+            title = group.title[0].upper() + group.title[1:]
+            sections.append(Section(name=name, title=title, link=group.title, parts=[("table", part)]))
+        title = f"Comparison: {Path(self.old.name).name} and {Path(self.new.name).name}"
+        return sections_page(self.to_dict(), title, self.headline, sections, passed=self.passed)
+
+
+_LEVELS = {REGRESSION: "bad", INCONCLUSIVE: "doubt", CHANGED: "doubt", IMPROVEMENT: "good", SAME: "none"}
+
+
+def _xml(words: str) -> str:
+    """Text without the characters that XML 1.0 cannot hold."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", words)
+
+
+def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
+    """Compare two sides of one kind.
+
+    Raises:
+        DeployError: They cannot be read, or are of different kinds.
+    """
+    limits = limits or Limits()
+    for each in fields(limits):
+        value = getattr(limits, each.name)
+        if not isinstance(value, bool) and not value >= 0:
+            raise DeployError("A threshold cannot be negative.", got=f"{each.name} {value}", hint="0 or more")
+    before, after = read_side(old), read_side(new)
+    if before.kind != after.kind:
+        raise DeployError(
+            "Two results of one kind can be compared.",
+            got=f"{before.name} is a {before.kind}, {after.name} is a {after.kind}",
+            hint="two reports, two benchmarks, two bundles, two engines or two matrices",
+        )
+    changes: list[Change] = []
+    for first, second in _pairs(before.results, after.results):
+        known = first or second
+        if known is None:
+            continue
+        model = ", ".join(filter(None, (f"{known.model.name} {known.model.precision}", known.place)))
+        if first is None or second is None:
+            level = IMPROVEMENT if first is None else REGRESSION if limits.coverage else CHANGED
+            old_text, new_text = (NOTHING, "there") if first is None else ("there", NOTHING)
+            found = [
+                Change(
+                    section="coverage",
+                    subject="model",
+                    level=level,
+                    old=old_text,
+                    new=new_text,
+                    why=_GONE[level],
+                )
+            ]
+        else:
+            found = _changes(first, second, limits)
+        changes += [replace(change, model=model) for change in found]
+    if not changes:
+        raise BundleError("Nothing can be compared.", got=f"{before.name}, {after.name}", hint=_ACCEPTED)
+    return Comparison(old=before, new=after, changes=tuple(changes), limits=limits)
+
+
+_GONE = {IMPROVEMENT: "new", REGRESSION: "no longer measured", CHANGED: "no longer measured"}
+
+
+def _pairs(old: Sequence[Result], new: Sequence[Result]) -> Iterator[tuple[Result | None, Result | None]]:
+    """Results of the same model, precision and place; then of the same model and place; then the only two."""
+    left, right = list(old), list(new)
+    if len(left) == len(right) == 1:
+        yield left[0], right[0]
+        return
+
+    def exact(each: Result) -> tuple[str, ...]:
+        return each.model.name, each.model.precision, each.place
+
+    for key in (exact, lambda each: (each.model.name, each.place)):
+        for first in list(left):
+            alike = [each for each in right if key(each) == key(first)]
+            if len(alike) == 1:
+                yield first, alike[0]
+                left.remove(first)
+                right.remove(alike[0])
+    yield from ((first, None) for first in left)
+    yield from ((None, second) for second in right)
+
+
+def _changes(old: Result, new: Result, limits: Limits) -> list[Change]:
+    if len(old.engines) == len(new.engines) == 1 and old.engines[0].name != new.engines[0].name:
+        new = _renamed(new, new.engines[0].name, old.engines[0].name)
+    before, after = measurements(old), measurements(new)
+    found = []
+    models = [f"{each.model.name} {each.model.precision}" for each in (old, new)]
+    if models[0] != models[1]:
+        is_other = old.model.precision != new.model.precision
+        section, level = ("precision", REGRESSION) if is_other else ("environment", CHANGED)
+        found.append(Change(section=section, subject="model", level=level, old=models[0], new=models[1]))
+    owners = {item.owner for item in after.values()}
+    reported: set[str] = set()
+    for key in [*before, *(key for key in after if key not in before)]:
+        section, subject = key
+        first, second = before.get(key), after.get(key)
+        if first is not None and second is not None:
+            level, why = _judged(section, first, second, limits)
+            found.append(
+                Change(
+                    section=section, subject=subject, level=level, old=first.shown, new=second.shown, why=why
+                )
+            )
+            continue
+        if second is not None:
+            level, why = _judged_alone(section, second)
+            found.append(
+                Change(section=section, subject=subject, level=level, old=NOTHING, new=second.shown, why=why)
+            )
+            continue
+        if first is None or section in _FIGURES:
+            shown = NOTHING if first is None else first.shown
+            found.append(Change(section=section, subject=subject, level=CHANGED, old=shown, new=NOTHING))
+            continue
+        if first.owner and first.owner not in owners:
+            if first.owner in reported:
+                continue
+            reported.add(first.owner)
+            subject, shown = first.owner, "there"
+        else:
+            subject, shown = f"{section}: {subject}", first.shown
+        level = REGRESSION if limits.coverage else CHANGED
+        found.append(
+            Change(section="coverage", subject=subject, level=level, old=shown, new=NOTHING, why=_GONE[level])
+        )
+    return found
+
+
+def _renamed(result: Result, name: str, wanted: str) -> Result:
+    """The result with its one engine under the name that the other side uses."""
+    engines = [msgspec.structs.replace(each, name=wanted) for each in result.engines]
+    result = msgspec.structs.replace(result, engines=engines)
+    if result.latency is None:
+        return result
+
+    def renamed(row: _Row) -> _Row:
+        return msgspec.structs.replace(row, name=wanted) if row.name == name else row
+
+    points = [
+        msgspec.structs.replace(point, rows=[renamed(row) for row in point.rows])
+        for point in result.latency.points
+    ]
+    return msgspec.structs.replace(result, latency=msgspec.structs.replace(result.latency, points=points))
