@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from mha_deploy.metrics import ParityReport
     from mha_deploy.model.deployable import Deployable, Example
     from mha_deploy.model.spec import AttentionSpec, Axis
-    from mha_deploy.regression.compare import Comparison
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.serving.triton import Package
     from mha_deploy.validate import verdict
@@ -60,7 +59,6 @@ __all__ = [
     "build_plugins",
     "check",
     "check_parity",
-    "compare",
     "compare_heads",
     "configure",
     "deploy",
@@ -1123,41 +1121,6 @@ def _refuse_builder(settings: Any, precision: str) -> None:
     candidates = open_candidates(rt, settings, "fp16" if precision == "auto" else precision)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         library_for(rt.version)
-
-
-# -- Upgrades --------------------------------------------------------------------------------------
-
-
-def compare(old: Any, new: Any, **limits: Any) -> Comparison:
-    """Compare two reports, benchmarks, bundles, engines or matrices of one model: did anything get worse?
-
-    Args:
-        old: The old result: the path of a `report.json`, `bench.json` or `matrix.json` (`matrix.json#NAME`
-            for one runtime of it), of a bundle or an `.engine` file; or a `Report`, a `Bundle`, an `Engine`.
-        new: The new result, of the same kind.
-        limits: Thresholds: `error` (share of the budget, default: 0.1), `latency` (0.05), `size` (0.1),
-            `build_time` (1.0), `build_seconds` (15), `coverage` (True) and `strict` (False).
-
-    Returns:
-        The changes: `passed`, `regressions`, `headline`, `changes`; `to_markdown()`, `to_junit()`,
-        `to_html()` and `to_json()`.
-
-    Raises:
-        DeployError: They cannot be read, or are of different kinds.
-
-    Example:
-        >>> md.compare("out/tiny", "out/tiny").passed
-        True
-    """
-    from mha_deploy.regression.compare import Limits, compare
-
-    unknown = set(limits) - set(vars(Limits()))
-    if unknown:
-        raise DeployError(
-            "No such threshold.", got=", ".join(sorted(unknown)), hint=f"one of: {', '.join(vars(Limits()))}"
-        )
-    opened = [each.record if isinstance(each, Report) else each for each in (old, new)]
-    return compare(*opened, Limits(**limits))
 
 
 # -- What is known without running anything --------------------------------------------------------
