@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -27,7 +27,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import dims, input_at, is_op, made_by, output_at
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import FLOAT, AttentionSpec, TensorSpec
+from mha_deploy.model.spec import FLOAT, AttentionSpec, ModelSpec
 
 # What may be between a projection and its attention: layout, and the rotary embedding.
 _LAYOUT_OPS = frozenset(
@@ -48,7 +48,20 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
     Raises:
         ExportError: The file is not the canonical graph of the spec.
     """
-    model = _checked_onnx(path)
+    check_layer(_checked_onnx(path), spec, precision)
+    return [
+        "onnx.checker with strict shape inference",
+        f"{spec.attention_count} fused Attention node(s), K and V not repeated",
+        "no Cast, Expand, Tile or Gather before or after attention",
+        "inputs and outputs have the spec's names, types and dynamic dimensions",
+        f"every matmul and weight of the graph is {precision.name}",
+        *(["queries and keys each pass one RotaryEmbedding node"] if spec.rope is not None else []),
+        *([_CACHE_CHECKS[spec.cache]] if spec.cache != "none" else []),
+    ]
+
+
+def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> None:
+    """Check that a graph is the canonical one of a catalog layer; see `check_canonical`."""
     _check_count(model, spec)
     _check_heads(model, spec)
     for node in filter(is_attention, model.graph):
@@ -62,18 +75,8 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
     if count != wanted:
         raise ExportError(f"{spec.name} must have {wanted} RotaryEmbedding nodes.", got=count)
     _check_cache(model, spec)
-    _check_interface(model.graph.inputs, spec.inputs, precision)
-    _check_interface(model.graph.outputs, spec.outputs, precision)
+    check_interface(model, spec, precision)
     _check_types(model, spec, precision)
-    return [
-        "onnx.checker with strict shape inference",
-        f"{spec.attention_count} fused Attention node(s), K and V not repeated",
-        "no Cast, Expand, Tile or Gather before or after attention",
-        "inputs and outputs have the spec's names, types and dynamic dimensions",
-        f"every matmul and weight of the graph is {precision.name}",
-        *(["queries and keys each pass one RotaryEmbedding node"] if spec.rope is not None else []),
-        *([_CACHE_CHECKS[spec.cache]] if spec.cache != "none" else []),
-    ]
 
 
 def check_module(path: Path, spec: ModuleSpec, precision: Precision) -> list[str]:
@@ -83,8 +86,7 @@ def check_module(path: Path, spec: ModuleSpec, precision: Precision) -> list[str
         ExportError: The file is not valid, or not the module that the spec describes.
     """
     model = _checked_onnx(path)
-    _check_interface(model.graph.inputs, spec.inputs, precision)
-    _check_interface(model.graph.outputs, spec.outputs, precision)
+    check_interface(model, spec, precision)
     fused = len(attention_nodes(model))
     return [
         "onnx.checker with strict shape inference",
@@ -125,6 +127,13 @@ def _check_heads(model: ir.Model, spec: AttentionSpec) -> None:
     got = (first.Hq, first.Hkv, first.D, first.is_causal)
     if got != wanted:
         raise ExportError("The attention node does not have the spec's heads (Hq, Hkv, D, causal).", got=got)
+    scale = 1 / math.sqrt(spec.D) if spec.scale is None else spec.scale
+    if not math.isclose(first.softmax_scale or 0.0, scale, rel_tol=1e-6):
+        raise ExportError(
+            "The attention node does not have the spec's scale.",
+            got=first.softmax_scale,
+            hint=f"wanted {scale}",
+        )
     if not math.isclose(first.softcap, spec.softcap or 0.0, rel_tol=1e-6):
         raise ExportError(
             "The attention node does not have the spec's softcap.",
@@ -178,16 +187,16 @@ def _consumers(attention: ir.Node) -> Iterator[ir.Node]:
                 pending.append(node)
 
 
-def _check_interface(
-    values: Sequence[ir.Value], tensors: tuple[TensorSpec, ...], precision: Precision
-) -> None:
+def check_interface(model: ir.Model, spec: ModelSpec, precision: Precision) -> None:
+    """Check that a graph has the inputs and outputs of a spec: names, types and dimensions."""
     kinds = {FLOAT: precision.name, "float32": "fp32", "float64": "fp64"}
-    wanted = [(t.name, kinds.get(t.kind, t.kind), t.dims) for t in tensors]
-    got = [(v.name, short_dtype(v.dtype), dims(v)) for v in values]
-    if got != wanted:
-        raise ExportError(
-            "The graph does not have the spec's inputs or outputs.", got=got, hint=f"wanted {wanted}"
-        )
+    for values, tensors in ((model.graph.inputs, spec.inputs), (model.graph.outputs, spec.outputs)):
+        wanted = [(t.name, kinds.get(t.kind, t.kind), t.dims) for t in tensors]
+        got = [(v.name, short_dtype(v.dtype), dims(v)) for v in values]
+        if got != wanted:
+            raise ExportError(
+                "The graph does not have the spec's inputs or outputs.", got=got, hint=f"wanted {wanted}"
+            )
 
 
 def _check_types(model: ir.Model, spec: AttentionSpec, precision: Precision) -> None:

@@ -11,6 +11,9 @@ import onnx
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
+from mha_deploy.files import read_regular
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.strict import LARGEST_FILE, MOST_HEADS, check_model
 
 # -- Read and write ONNX files ---------------------------------------------------------------------
 
@@ -18,25 +21,45 @@ from mha_deploy.errors import DeployError
 EXTERNAL_DATA_FROM = 256 << 20
 
 
-def load_graph(path: Path) -> ir.Model:
-    """Read an ONNX file; its weights stay on disk until they are used."""
+def load_graph(path: Path, *, files: Collection[str] | None = None) -> ir.Model:
+    """Read an ONNX file; its weights stay on disk until they are used.
+
+    Args:
+        path: The file, which may come from anywhere.
+        files: The files beside it that may hold weights; default: any.
+
+    Raises:
+        DeployError: There is no such file, or it is not a valid model; see `strict.py`.
+    """
     try:
-        model = ir.load(path)
+        proto = onnx.ModelProto.FromString(read_regular(path, LARGEST_FILE))
     except FileNotFoundError as error:
         raise DeployError("There is no such ONNX file.", got=path) from error
     except Exception as error:  # protobuf raises its own types, which differ between implementations
         raise DeployError("The file is not an ONNX model.", got=f"{path}: {error}") from error
-    if not len(model.graph) and not model.graph.outputs:
+    if not proto.graph.node and not proto.graph.output:
         raise DeployError("The file is not an ONNX model.", got=f"{path}: an empty graph")
-    _refuse_foreign_data(model, path.resolve().parent)
+    model = graph_from_proto(proto, folder=path.parent, files=files)
+    ir.external_data.set_base_dir(model.graph, path.parent)
     return model
 
 
-def _refuse_foreign_data(model: ir.Model, folder: Path) -> None:
-    for value in model.graph.initializers.values():
-        tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor) and folder not in Path(tensor.path).resolve().parents:
-            raise DeployError("The graph keeps weights outside its folder.", got=tensor.path)
+def graph_from_proto(
+    proto: onnx.ModelProto, *, folder: Path | None = None, files: Collection[str] | None = None
+) -> ir.Model:
+    """A graph that anybody may have made, checked before it is read; see `strict.check_model`."""
+    check_model(proto, folder, files)
+    try:
+        model = ir.from_proto(proto)
+        nodes = attention_nodes(model)
+    except Exception as error:  # what onnx_ir raises depends on what is wrong
+        raise DeployError("The ONNX model cannot be read.", got=f"{type(error).__name__}: {error}") from error
+    for node in nodes:
+        heads = [each for each in (node.Hq, node.Hkv) if isinstance(each, int)]
+        uneven = len(heads) == 2 and 0 not in heads and heads[0] % heads[1]
+        if uneven or not all(1 <= each <= MOST_HEADS for each in heads):
+            raise DeployError("An attention has no such heads.", got=f"{node.name}: {heads}")
+    return model
 
 
 def graph_of(model: Path | ir.Model) -> ir.Model:
