@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mha_deploy.metrics import ParityReport
     from mha_deploy.model.deployable import Deployable, Example
     from mha_deploy.model.spec import AttentionSpec, Axis
+    from mha_deploy.regression.compare import Comparison
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.serving.triton import Package
     from mha_deploy.validate import verdict
@@ -59,6 +60,7 @@ __all__ = [
     "build_plugins",
     "check",
     "check_parity",
+    "compare",
     "compare_heads",
     "configure",
     "deploy",
@@ -433,6 +435,8 @@ def build_engine(
     accumulate: str = "auto",
     gqa: str | None = None,
     overwrite: bool = False,
+    timing_cache: bool = True,
+    repeat: int = 1,
     on_step: OnStep | None = None,
 ) -> Engine:
     """Build a TensorRT engine from a bundle; its manifest says whether attention is fused.
@@ -456,6 +460,9 @@ def build_engine(
         accumulate: How the projections accumulate: `fp32`, `fp16` or `auto`.
         gqa: How grouped heads are written as matmuls: `auto`, `fold`, `broadcast` or `repeat`.
         overwrite: Whether to replace an engine of that name.
+        timing_cache: Whether to use the kernel timings of earlier builds in this bundle.
+        repeat: How many builds; from 2 on, each without the timings of the others, and
+            `engine.manifest.rebuilds` says how much they differ.
         on_step: Called as the builder reports progress.
 
     Raises:
@@ -489,7 +496,12 @@ def build_engine(
         accumulate=accumulate,
         gqa=gqa,
         overwrite=overwrite,
+        timing_cache=timing_cache,
     )
+    if repeat != 1:
+        from mha_deploy.engine.rebuild import rebuilt_engine
+
+        return rebuilt_engine(opened, options, repeat, on_step)
     return engine_from_bundle(opened, options, on_step)
 
 
@@ -1121,6 +1133,41 @@ def _refuse_builder(settings: Any, precision: str) -> None:
     candidates = open_candidates(rt, settings, "fp16" if precision == "auto" else precision)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         library_for(rt.version)
+
+
+# -- Upgrades --------------------------------------------------------------------------------------
+
+
+def compare(old: Any, new: Any, **limits: Any) -> Comparison:
+    """Compare two reports, benchmarks, bundles, engines or matrices of one model: did anything get worse?
+
+    Args:
+        old: The old result: the path of a `report.json`, `bench.json` or `matrix.json` (`matrix.json#NAME`
+            for one runtime of it), of a bundle or an `.engine` file; or a `Report`, a `Bundle`, an `Engine`.
+        new: The new result, of the same kind.
+        limits: Thresholds: `error` (share of the budget, default: 0.1), `latency` (0.05), `size` (0.1),
+            `build_time` (1.0), `build_seconds` (15), `coverage` (True) and `strict` (False).
+
+    Returns:
+        The changes: `passed`, `regressions`, `headline`, `changes`; `to_markdown()`, `to_junit()`,
+        `to_html()` and `to_json()`.
+
+    Raises:
+        DeployError: They cannot be read, or are of different kinds.
+
+    Example:
+        >>> md.compare("out/tiny", "out/tiny").passed
+        True
+    """
+    from mha_deploy.regression.compare import Limits, compare
+
+    unknown = set(limits) - set(vars(Limits()))
+    if unknown:
+        raise DeployError(
+            "No such threshold.", got=", ".join(sorted(unknown)), hint=f"one of: {', '.join(vars(Limits()))}"
+        )
+    opened = [each.record if isinstance(each, Report) else each for each in (old, new)]
+    return compare(*opened, Limits(**limits))
 
 
 # -- What is known without running anything --------------------------------------------------------

@@ -89,6 +89,18 @@ Gqa = Annotated[
         "default: auto"
     ),
 ]
+TimingCache = Annotated[
+    bool,
+    typer.Option("--timing-cache/--no-timing-cache", help="Use the kernel timings of earlier builds."),
+]
+Repeat = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Number of builds. From 2 on, each starts without kernel timings, and what differs between them is "
+        "reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.",
+    ),
+]
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an existing engine of that name.")]
 
 
@@ -111,6 +123,8 @@ def build_engine(
     accumulate: Accumulate = EngineOptions.accumulate,
     gqa: Gqa = None,
     overwrite: Replace = False,
+    timing_cache: TimingCache = True,
+    repeat: Repeat = 1,
     in_process: InProcess = False,
     time_limit: TimeLimit = None,
     json: Json = False,
@@ -136,6 +150,8 @@ def build_engine(
             accumulate=accumulate,
             gqa=gqa,
             overwrite=overwrite,
+            timing_cache=timing_cache,
+            repeat=repeat,
             on_step=on_step,
         )
     if json:
@@ -154,6 +170,10 @@ def print_engine(engine: Engine) -> None:
     from mha_deploy.cli.tables import engine_renderable
 
     Console().print(engine_renderable(engine))
+    if engine.manifest.rebuilds is not None:
+        from mha_deploy.engine.rebuild import rebuild_summary
+
+        Console().print("\n".join(rebuild_summary(engine.manifest.rebuilds)), highlight=False, markup=False)
 
 
 def engine_to_dict(engine: Engine) -> dict[str, Any]:

@@ -56,9 +56,19 @@ from mha_deploy.runtime.tensorrt.versions import TensorRT, load
 
 
 def engine_from_bundle(
-    bundle: Bundle, options: EngineOptions | None = None, on_progress: OnProgress | None = None
+    bundle: Bundle,
+    options: EngineOptions | None = None,
+    on_progress: OnProgress | None = None,
+    *,
+    path: Path | None = None,
 ) -> Engine:
     """Build an engine and judge it; it is written only when it is complete.
+
+    Args:
+        bundle: The bundle.
+        options: How to build.
+        on_progress: Called as the builder reports progress.
+        path: Where the engine goes; default: into the bundle, under its name.
 
     Raises:
         BackendUnavailable: The requested TensorRT is not installed.
@@ -66,7 +76,7 @@ def engine_from_bundle(
     """
     options = options or EngineOptions()
     rt = load(options.backend or default_backend())
-    path = engine_path(bundle.path, options.name or rt.backend)
+    path = path or engine_path(bundle.path, options.name or rt.backend)
     if path.exists() and not options.overwrite:
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
     candidates = open_candidates(rt, options, bundle.manifest.precision.name)
@@ -177,7 +187,9 @@ def _request(
         targets=options.targets,
         optimization_level=options.optimization_level,
         workspace=None if options.workspace_mib is None else options.workspace_mib << 20,
-        timing_cache=cache.read_bytes() if rt.can.timing_cache and cache.is_file() else None,
+        timing_cache=cache.read_bytes()
+        if rt.can.timing_cache and options.timing_cache and cache.is_file()
+        else None,
         version_compatible=options.version_compatible,
         hardware_compatible=options.hardware_compatible,
         weight_streaming=options.weight_streaming,

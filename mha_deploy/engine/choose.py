@@ -195,13 +195,13 @@ def _time(trials: Sequence[Trial], bundle: Bundle) -> None:
             running.append((trial, runner))
         if not running:
             return
-        for case in _cases(golden_cases(bundle), [runner for _, runner in running]):
+        for case in timed_cases(golden_cases(bundle), [runner for _, runner in running]):
             for trial, runner in running * _ROUNDS:
                 if not trial.refused:
                     _time_one(trial, runner, case, bundle.manifest.precision)
 
 
-def _cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[GoldenCase]:
+def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[GoldenCase]:
     """The usual cases that all engines admit, or else the first case that they do."""
     admitted = [case for case in cases if all(runner.profiles_for(case.inputs) for runner in runners)]
     if not admitted:

@@ -305,6 +305,23 @@ class LargeTensorRecord(TypedDict):
     axes: dict[str, tuple[str, int]]
 
 
+class RebuildRecord(TypedDict):
+    """How much an engine differs from build to build; see `engine/rebuild.py`.
+
+    `timing_cache`: whether a build from its own timings has the same kernels; None where it has no effect.
+    """
+
+    builds: int
+    identical: bool
+    differing: list[dict[str, Any]]
+    fused: list[list[int]]
+    seconds: list[float]
+    engine_bytes: list[int]
+    errors: dict[str, list[float | None]]
+    times_us: dict[str, list[float]]
+    timing_cache: bool | None
+
+
 class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an engine is.
 
@@ -335,6 +352,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             writes only the new entries of a KV cache, elsewhere it copies the whole of it.
         large_tensors: Tensors that TensorRT reported as too large at the largest sizes; a call that needs
             one is refused.
+        rebuilds: How much it differs from build to build; None where it was built once.
     """
 
     backend: Annotated[str, Meta(pattern=f"^({'|'.join(BACKENDS)})$")]
@@ -362,6 +380,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     plugins: list[LibraryRecord] = field(default_factory=list)
     in_place: dict[str, str] = field(default_factory=dict)
     large_tensors: list[LargeTensorRecord] = field(default_factory=list)
+    rebuilds: RebuildRecord | None = None
     format: int = FORMAT
 
     def profile_name(self, index: int) -> str:

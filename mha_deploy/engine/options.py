@@ -35,6 +35,7 @@ class EngineOptions:
         accumulate: The type in which the projections accumulate: `fp32`, `fp16` or `auto`.
         gqa: How grouped heads are written as matmuls: `auto`, `fold`, `broadcast` or `repeat`.
         overwrite: Whether an engine of that name may be replaced.
+        timing_cache: Whether to read the timings of earlier builds; a build writes its own in any case.
     """
 
     backend: str | None = None
@@ -52,6 +53,7 @@ class EngineOptions:
     accumulate: str = "auto"
     gqa: str | None = None
     overwrite: bool = False
+    timing_cache: bool = True
 
 
 def parse_ranges(text: str, spec: ModelSpec) -> Ranges:
