@@ -97,8 +97,8 @@ Repeat = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Number of builds. From 2 on, each starts without kernel timings, and what differs between them is "
-        "reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.",
+        help="Number of builds. From 2 on, each starts without kernel timings, and what differs between them "
+        "is reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.",
     ),
 ]
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace an existing engine of that name.")]
