@@ -43,24 +43,6 @@ REFUSED: dict[str, dict[str, frozenset[str]]] = {
         "softcap": SOFTCAP,
     },
     "contrib": {
-        "grouped heads with other key than query length": frozenset(
-            {
-                "3d_gqa",
-                "3d_gqa_attn_mask",
-                "3d_gqa_causal",
-                "3d_gqa_scaled",
-                "3d_gqa_with_past_and_present",
-                "3d_local_window",
-                "4d_gqa",
-                "4d_gqa_attn_mask",
-                "4d_gqa_causal",
-                "4d_gqa_causal_nonpad_decode",
-                "4d_gqa_causal_nonpad_decode_fp16",
-                "4d_gqa_scaled",
-                "4d_gqa_with_past_and_present",
-                "4d_gqa_with_past_and_present_fp16",
-            }
-        ),
         "softcap with other key than query length": frozenset(
             {
                 "3d_diff_heads_sizes_softcap",

@@ -131,6 +131,8 @@ def read_call(node: ir.Node, *, opset: int | None, dialect: str) -> AttentionCal
     )
     if call.Hq % call.Hkv:
         raise call.refuse("uneven head groups", got=f"Hq={call.Hq}, Hkv={call.Hkv}", hint="Hq = n · Hkv")
+    if call.scale < 0 or attention.softcap < 0:
+        raise call.refuse("negative scale or softcap", got=f"{call.scale:g}, {attention.softcap:g}")
     if v.dtype is not None and v.dtype != call.dtype:
         raise call.refuse("V of another type than Q", got=v.dtype, hint="cast V")
     if (call.past_key is None) != (call.past_value is None):
@@ -151,7 +153,7 @@ def _check_mask(call: AttentionCall, mask: ir.Value) -> None:
     heads = dims[-3] if len(dims) > 2 else 1
     if isinstance(heads, int) and heads not in (1, call.Hq):
         raise call.refuse("mask for another number of heads", got=dims, hint=f"1 or {call.Hq} heads")
-    if dims[-1] == 1 and call.attention.T != 1:
+    if dims[-1] == 1 and (call.attention.T != 1 or call.past_key is not None):
         # ONNX calls it broadcastable and also specifies that a short mask is padded: two different results.
         raise call.refuse("mask with a single key column", got=dims, hint="expand it to T columns")
 

@@ -17,10 +17,8 @@ from mha_deploy.graph.lower.call import AttentionCall
 
 NEG_INF = float("-inf")
 
-# A finite number keeps a softmax over masked keys free of NaN. It must be far below every score and,
-# in fp16, leave room to add a score without overflow to -inf.
-_FAR_BELOW = {ir.DataType.FLOAT16: -32768.0}
-_FAR_BELOW_DEFAULT = -1e30
+_SMALL_BIAS = 256.0
+"""A bias of at most this size is added to FP16 scores as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +67,49 @@ def with_geometry(b: NodeBuilder, call: AttentionCall, mask: Mask | None, S: Siz
     return replace(mask, visible=_both(b, mask.visible, geometry), one_row=mask.one_row and alike)
 
 
-def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, hidden: float | None = None) -> ir.Value:
-    """The bias on the scores, in their type.
+def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: bool = False) -> ir.Value:
+    """The bias on the scores, in their type; -inf for a masked key.
 
-    `hidden` is the bias of a masked key; default: -inf beside the numbers of an additive mask, else a finite
-    number.
+    Any finite number would let a masked key win over a visible one whose score is low enough. The softmax of
+    a fully masked query is then NaN; `zero_masked_queries` replaces it.
+
+    `in_score_type` means that the bias is added in the type of the scores. The largest bias of a query is
+    then subtracted where it is large, which a softmax cancels: else FP16 scores beside -65504 become -inf.
     """
+    masked = b.constant(NEG_INF, call.dtype)
     if mask.additive is None:
-        zero = b.constant(0.0, call.dtype)
-        return b.op("Where", mask.visible, zero, hidden_number(b, call, hidden), name="mask_bias")
-    additive = _to_score_type(b, call, mask.additive)
-    if mask.visible is None:
-        return additive
-    # An additive mask may have the lowest number of the type: only -inf is certainly lower.
-    return b.op("Where", mask.visible, additive, b.constant(NEG_INF, call.dtype), name="mask_bias")
+        return b.op("Where", mask.visible, b.constant(0.0, call.dtype), masked, name="mask_bias")
+    numbers = mask.additive
+    narrows = _lowest(_dtype(numbers)) < _lowest(call.dtype)
+    if narrows or (in_score_type and call.dtype == ir.DataType.FLOAT16):
+        numbers = _without_large_top(b, numbers if mask.visible is None else _masked(b, mask, numbers))
+    bias = _to_score_type(b, call, numbers)
+    return bias if mask.visible is None else b.op("Where", mask.visible, bias, masked, name="mask_bias")
+
+
+def _masked(b: NodeBuilder, mask: Mask, numbers: ir.Value) -> ir.Value:
+    dtype = _dtype(numbers)
+    found = b.op("Where", mask.visible, numbers, b.constant(NEG_INF, dtype))
+    found.dtype = dtype
+    return found
+
+
+def _without_large_top(b: NodeBuilder, numbers: ir.Value) -> ir.Value:
+    """The numbers of each query minus their largest, if that is finite and large.
+
+    A number that would swallow the scores in float32 does so in FP16 as well: the rest of it is -32768.
+    """
+    dtype = _dtype(numbers)
+    top = b.op("ReduceMax", numbers, b.ints(-1), keepdims=1)
+    top = b.op("Clip", top, b.constant(_lowest(dtype), dtype))
+    small = b.op("Less", b.op("Abs", top), b.constant(_SMALL_BIAS, dtype))
+    shifted = b.op("Sub", numbers, b.op("Where", small, b.constant(0.0, dtype), top), name="mask_shifted")
+    if dtype != ir.DataType.FLOAT16:
+        swallows = b.op("Less", top, b.constant(-1e30, dtype))
+        rest = b.op("Where", swallows, b.constant(-32768.0, dtype), b.constant(0.0, dtype))
+        shifted = b.op("Add", shifted, rest)
+    shifted.dtype = dtype
+    return shifted
 
 
 def attending_queries(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.Value | None:
@@ -192,7 +219,8 @@ def _to_4d(b: NodeBuilder, call: AttentionCall) -> ir.Value:
     if not isinstance(dims[1], int):
         mask = b.expand(mask, 1, call.Hq, 1, 1)
     if call.attention.mask == "int":
-        dtype, mask = call.dtype, b.op("Cast", mask, to=int(call.dtype))  # integers have no -inf
+        dtype = ir.DataType.FLOAT  # integers have no -inf, and FP16 has not all of them
+        mask = b.op("Cast", mask, to=int(dtype))
     mask.dtype = dtype
     return mask
 
@@ -222,8 +250,13 @@ def may_be_short(call: AttentionCall, columns: int | str | None, T: Size) -> boo
     attention = call.attention
     if isinstance(columns, int) and isinstance(T, int):
         return columns < T
-    # Only with a cache outside the operator may the mask be shorter than the keys.
-    return call.lengths is not None and not same_size(columns, attention.T)
+    # Opset 23 has no short masks, and a size that the graph does not state was computed to fit.
+    if (attention.opset or 24) < 24 or columns is None or str(columns).startswith("unk__"):
+        return False
+    if call.past_key is None:
+        return not same_size(columns, attention.T)
+    past, new = attention.past_length, attention.T
+    return columns not in (f"{past} + {new}", f"{new} + {past}")
 
 
 def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Value:
@@ -237,13 +270,6 @@ def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Va
     finite = b.cast(b.op("Clip", mask, low, high), call.dtype, name="mask_cast")
     masked = b.op("Less", mask, b.constant(_lowest(dtype), dtype))
     return b.op("Where", masked, b.constant(NEG_INF, call.dtype), finite, name="mask_cast")
-
-
-def hidden_number(b: NodeBuilder, call: AttentionCall, number: float | None = None) -> ir.Value:
-    """The bias of a masked key; default: a finite number far below every score."""
-    if number is None:
-        number = _FAR_BELOW.get(call.dtype, _FAR_BELOW_DEFAULT)
-    return b.constant(number, call.dtype)
 
 
 def _dtype(value: ir.Value) -> ir.DataType:

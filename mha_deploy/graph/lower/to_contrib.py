@@ -7,7 +7,7 @@ from typing import Any
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
-from mha_deploy.graph.ir import NodeBuilder
+from mha_deploy.graph.ir import NodeBuilder, same_size
 from mha_deploy.graph.lower.cache import (
     PREALLOCATED,
     TOTAL_LENGTH,
@@ -29,6 +29,7 @@ from mha_deploy.graph.lower.call import (
 )
 from mha_deploy.graph.lower.masks import Mask, attending_queries, bias_of, read_mask, zero_masked_queries
 from mha_deploy.graph.lower.operators import rotary_to_contrib, scatter_to_primitives
+from mha_deploy.graph.lower.to_primitives import group_form
 
 DOMAIN = "com.microsoft"
 MULTI_HEAD, GROUP_QUERY = "MultiHeadAttention", "GroupQueryAttention"
@@ -46,17 +47,17 @@ def lower_to_contrib(call: AttentionCall, b: NodeBuilder, options: object) -> di
     if attention.has_qk_output:
         mode = f"qk_matmul_output_mode={attention.qk_output_mode}"
         raise call.refuse("attention weights as output", got=mode, hint="dialect onnx or primitives")
-    if call.group == 1 and not attention.softcap:
-        return _multi_head(call, b)
+    if attention.scale == 0:
+        raise call.refuse("scale of 0", got=0, hint="dialect onnx: here 0 stands for the default scale")
     problem = _why_not_group_query(call)
+    if not attention.softcap and (call.group == 1 or problem is not None):
+        return _multi_head(call, b)
     if problem is None:
         return _group_query(call, b)
-    feature = "softcap" if attention.softcap else "grouped heads"
-    sizes = f"D={call.D}, Dv={call.Dv}, Hq={call.Hq}, Hkv={call.Hkv}"
     raise call.refuse(
-        f"{feature} with {problem}",
-        got=f"S={attention.S}, T={attention.T}, {sizes}",
-        hint="dialect onnx: ONNX Runtime's Attention has softcap and shares heads itself",
+        f"softcap with {problem}",
+        got=f"S={attention.S}, T={attention.T}, D={call.D}, Dv={call.Dv}, Hq={call.Hq}, Hkv={call.Hkv}",
+        hint="dialect onnx: ONNX Runtime's Attention has softcap",
     )
 
 
@@ -69,20 +70,23 @@ def _why_not_group_query(call: AttentionCall) -> str | None:
         return "V head size other than K's"
     if call.D % 8:
         return "head size no multiple of 8"
+    if call.past_key is not None and call.attention.S != 1 and call.attention.B != 1:
+        return "several tokens after a past in several batch elements"
     return None
 
 
 def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
-    attention = call.attention
+    """MultiHeadAttention; keys and values of grouped heads are repeated."""
+    attention, T = call.attention, key_length(b, call)
     # Otherwise the past is concatenated before it.
-    joins_past = call.past_key is not None and call.is_square and call.Dv == call.D
+    joins_past = call.past_key is not None and call.is_square and call.Dv == call.D and call.group == 1
     # The operator's own causal mask is right where it receives as many new keys as queries, and the past
     # apart from them. With unequal lengths it follows neither corner: the mask is made explicit. A past that
     # is concatenated before the operator makes them unequal.
     own_causal = call.is_square and (call.past_key is None or joins_past)
     hides = call.mask is not None or call.lengths is not None or attention.has_window
     explicit = hides or (attention.is_causal and not own_causal)
-    mask = read_mask(b, call, query_length(b, call), key_length(b, call)) if explicit else None
+    mask = read_mask(b, call, query_length(b, call), T) if explicit else None
     attributes = {
         "num_heads": call.Hq,
         "scale": call.scale,
@@ -93,11 +97,11 @@ def _multi_head(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
         y, key, value = _contrib(b, MULTI_HEAD, tensors, 3, attributes)
         return {Y: _finish(b, call, mask, y), PRESENT_KEY: key, PRESENT_VALUE: value}
     heads = split_inputs(b, call)
-    if call.past_key is None:
-        tensors = [*_merged(b, call)]
-    else:
-        q = call.q if attention.rank == 3 else merge_heads(b, call.q, call.Hq * call.D)
-        tensors = [q, merge_heads(b, heads.k, call.Hq * call.D), merge_heads(b, heads.v, call.Hq * call.Dv)]
+    tensors = [*_merged(b, call)]
+    if call.past_key is not None or call.group > 1:
+        form = group_form(b, call, "repeat")
+        sizes = (heads.k, call.D), (heads.v, call.Dv)
+        tensors[1:] = [merge_heads(b, form.keys(x, None, size), call.Hq * size) for x, size in sizes]
     y = _contrib(b, MULTI_HEAD, [*tensors, None, None, _bias(b, call, mask)], 1, attributes)[0]
     return {Y: _finish(b, call, mask, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
@@ -155,8 +159,10 @@ def _bias(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.Value | 
     """The bias of every query: these operators do not broadcast over queries."""
     if mask is None:
         return None
-    bias = bias_of(b, call, mask)
-    return b.expand(bias, 1, 1, query_length(b, call), 1) if mask.one_row else bias
+    bias, shape = bias_of(b, call, mask, in_score_type=True), call.attention.mask_dims or ()
+    queries = shape[-2] if len(shape) > 1 else 1
+    whole = not mask.one_row and (call.mask is None or same_size(call.attention.S, queries))
+    return bias if whole else b.expand(bias, 1, 1, query_length(b, call), 1)
 
 
 def _finish(b: NodeBuilder, call: AttentionCall, mask: Mask | None, y: ir.Value) -> ir.Value:

@@ -36,7 +36,6 @@ from mha_deploy.graph.lower.masks import (
     Mask,
     attending_queries,
     bias_of,
-    hidden_number,
     positions_along,
     read_mask,
     zero_masked_queries,
@@ -243,10 +242,11 @@ def lower_to_primitives(
     raw = scores_of(b, call, form, query, heads.k)
     capped = biased = softcap(b, call, raw)
     if mask is not None:
-        # Masked scores as an output have -inf for hidden keys.
-        bias = bias_of(b, call, mask, hidden=NEG_INF if mode == 2 else None)
+        bias = bias_of(b, call, mask, in_score_type=True)
         biased = b.op("Add", capped, form.bias(mask, bias, S, T), name="scores_biased")
     weights = softmax(b, call, biased)
+    if mode == 2 and mask is not None:
+        biased = b.op("Add", capped, form.bias(mask, bias_of(b, call, mask), S, T), name="scores_masked")
     matmul = weighted_values(b, call, form, weights, heads.v)
 
     y = zero_masked_queries(b, call, rows, form.restore(matmul, call.Dv))
@@ -390,12 +390,12 @@ class Geometry(NamedTuple):
     def cut(self, mask: Mask) -> tuple[ir.Value, ir.Value]:
         """Split a mask over all keys into those of the past and of the new tokens."""
         b, call, starts = self.b, self.call, self.cache.starts
-        bias = bias_of(b, call, mask)
+        bias = bias_of(b, call, mask, in_score_type=True)
         if starts is None:
             # Laid out before the split: with an empty past, a reshape could not infer its size.
             laid_out = self.form.bias(mask, bias, self.S, key_length(b, call))
             return _cut_columns(b, laid_out, self.T)
-        hidden = hidden_number(b, call, None if mask.additive is None else NEG_INF)
+        hidden = b.constant(NEG_INF, call.dtype)
         past = b.op("Where", self._valid(starts), bias, hidden, name="bias_past")
         # The new entries are at another position in each batch element: their columns are gathered.
         columns = b.op("Add", b.reshape(starts, -1, 1, 1, 1), positions_along(b, self.S, axis=3))
