@@ -328,7 +328,7 @@ def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
 
     Args:
         path: The folder that `export` wrote.
-        verify: Whether to compare every file with its hash in the manifest.
+        verify: Whether to compare every file with its hash in the manifest, and the manifest with the graph.
 
     Raises:
         BundleError: It is missing, incomplete, changed, or of another format.
@@ -340,7 +340,12 @@ def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
     """
     from mha_deploy.bundle.folder import open_bundle
 
-    return open_bundle(Path(path), verify=verify)
+    bundle = open_bundle(Path(path), verify=verify)
+    if verify:
+        from mha_deploy.graph.bundled import check_graph
+
+        check_graph(bundle)
+    return bundle
 
 
 # -- Graphs ----------------------------------------------------------------------------------------
@@ -368,10 +373,11 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     import onnx
     import onnx_ir as ir
 
+    from mha_deploy.graph.file import graph_from_proto
     from mha_deploy.graph.fuse import fuse_attention
 
     if isinstance(model, onnx.ModelProto):
-        fused, report = fuse_attention(ir.from_proto(model), verify=verify)
+        fused, report = fuse_attention(graph_from_proto(model), verify=verify)
         return ir.to_proto(fused), report
     if isinstance(model, ir.Model):
         return fuse_attention(model, verify=verify)
@@ -645,10 +651,10 @@ def _graph_runner(model: Any, backend: str | None) -> Runner:
     import onnx_ir as ir
 
     from mha_deploy.environment import can_import
-    from mha_deploy.graph.file import load_graph
+    from mha_deploy.graph.file import graph_from_proto, load_graph
     from mha_deploy.runtime import open_runner
 
-    graph = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model
+    graph = graph_from_proto(model) if isinstance(model, onnx.ModelProto) else model
     graph = load_graph(graph) if isinstance(graph, Path) else graph
     if not isinstance(graph, ir.Model):
         raise DeployError(
@@ -1341,13 +1347,17 @@ def doctor(*, load: bool = False) -> dict[str, Any]:
     return report(examine(load=load))
 
 
-def configure(*, in_process: bool | None = None, time_limit: float | None = None) -> None:
-    """Set how native code runs, for the whole process.
+def configure(
+    *, in_process: bool | None = None, time_limit: float | None = None, trust_code: bool | None = None
+) -> None:
+    """Set how native code and the code of bundles run, for the whole process.
 
     Args:
         in_process: Whether ONNX Runtime, TensorRT and PyTorch run in this process instead of a child; for a
             debugger. default: unchanged, at first False.
         time_limit: Seconds after which a call of a runtime counts as hung; default: unchanged, at first 3600.
+        trust_code: Whether the factory that a bundle names may run, for fresh cases and PyTorch baselines;
+            default: unchanged, at first only factories that this process exported.
 
     Example:
         >>> md.configure(time_limit=3600)
@@ -1358,6 +1368,8 @@ def configure(*, in_process: bool | None = None, time_limit: float | None = None
         isolation.enabled = not in_process
     if time_limit is not None:
         isolation.limit_s = time_limit
+    if trust_code is not None:
+        isolation.trust_code = trust_code
 
 
 def plugins() -> dict[str, Any]:

@@ -148,9 +148,12 @@ def own_bundles(workshop):
 
     All workers share it, so copy it before altering it.
     """
+    import mha_deploy
     from mha_deploy.bundle.folder import open_bundle
     from mha_deploy.export.exporter import bundle_from_factory
     from mha_deploy.export.options import ExportOptions
+
+    mha_deploy.configure(trust_code=True)  # another worker may have exported it
 
     @functools.cache
     def make(name, precision):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import mha_deploy as md
-from mha_deploy.cli.options import InProcess, Json, TimeLimit, print_json, steps
+from mha_deploy.cli.options import InProcess, Json, TimeLimit, TrustCode, print_json, steps
 from mha_deploy.cli.validate import Backends, EngineName, Kernels, Samples, refuse_unwritable
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.validate.options import ValidateOptions
@@ -41,6 +41,7 @@ def bench(
     kernels: Kernels = False,
     out: Out = None,
     markdown: Markdown = False,
+    trust_code: TrustCode = False,
     in_process: InProcess = False,
     time_limit: TimeLimit = None,
     json: Json = False,

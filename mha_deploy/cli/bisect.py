@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mha_deploy as md
-from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json, steps
+from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, TrustCode, print_json, steps
 from mha_deploy.errors import EXIT_VERDICT_FAILED
 from mha_deploy.text import plural
 
@@ -26,6 +26,7 @@ def bisect(
             "runtime"
         ),
     ] = None,
+    trust_code: TrustCode = False,
     in_process: InProcess = False,
     time_limit: TimeLimit = None,
     json: Json = False,

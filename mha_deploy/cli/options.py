@@ -84,6 +84,15 @@ TimeLimit = Annotated[
         help="Seconds after which a call of a runtime counts as hung. default: 3600",
     ),
 ]
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        callback=lambda value: value and md.configure(trust_code=value),
+        help="Run the factory that the bundle names, for fresh cases and PyTorch baselines: it is code of "
+        "whoever made the bundle.",
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")]
 
 

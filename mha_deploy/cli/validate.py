@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import mha_deploy as md
-from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json
+from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, TrustCode, print_json
 from mha_deploy.cli.options import steps as progress
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.validate.options import ValidateOptions
@@ -108,6 +108,7 @@ def validate(
     out: Out = None,
     report: Write = True,
     self_test: SelfTest = False,
+    trust_code: TrustCode = False,
     in_process: InProcess = False,
     time_limit: TimeLimit = None,
     json: Json = False,

@@ -24,6 +24,7 @@ from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import Axis, Dim
 from mha_deploy.reference.inputs import seeded_generator
 from mha_deploy.reference.weights import read_state
+from mha_deploy.runtime.child import isolation
 
 # -- Load a user's factory, call it, and check that what it gives meets the contract ---------------
 
@@ -416,6 +417,7 @@ def open_user_module(
     """
     found = load_factory(model, seed=seed) if isinstance(model, str) else load_deployable(model)
     loaded = found.with_axes(axes or {})
+    isolation.exported.add(loaded.factory)  # the user named it, or said that it may run
     if weights is not None:
         _load_weights(loaded.module, weights)
     _refuse_meta(loaded.module)
@@ -445,6 +447,7 @@ def reopen_user_module(spec: ModuleSpec, precision: Precision, *, device: str = 
             got="no factory in the manifest",
             hint="for fresh inputs and PyTorch baselines, export path/to/file.py:factory",
         )
+    isolation.refuse_untrusted(spec.factory)
     weights = None if spec.weights_file is None else Path(spec.weights_file)
     user = open_user_module(
         spec.factory, precision, seed=spec.seed, weights=weights, axes=spec.axes, device=device

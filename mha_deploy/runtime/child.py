@@ -22,6 +22,7 @@ import mmap
 import os
 import pickle
 import re
+import resource
 import select
 import signal
 import socket
@@ -33,12 +34,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
+from mha_deploy.errors import EXIT_VERDICT_FAILED, BundleError, DeployError
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner, TensorInfo
 
 T = TypeVar("T")
@@ -61,10 +63,27 @@ class Isolation:
     Args:
         enabled: Whether runtimes get child processes. Off, a debugger sees them, and a crash ends everything.
         limit_s: After how many seconds a call counts as hung.
+        trust_code: Whether the factory that a bundle names may run.
+        exported: Factories that this process exported: the user named them.
     """
 
     enabled: bool = True
     limit_s: float = 3600.0
+    trust_code: bool = False
+    exported: set[str] = field(default_factory=set)
+
+    def refuse_untrusted(self, factory: str) -> None:
+        """Refuse to run the code that a bundle names, unless the user said that it may run.
+
+        Raises:
+            BundleError: Nobody said so.
+        """
+        if not self.trust_code and factory not in self.exported:
+            raise BundleError(
+                "The bundle names code of its author, which is not run without permission.",
+                got=factory,
+                hint="--trust-code, or md.configure(trust_code=True), if you know who wrote it",
+            )
 
 
 isolation = Isolation()
@@ -130,7 +149,8 @@ class Child:
         limit = isolation.limit_s
         deadline = time.monotonic() + limit
         try:
-            _send(self._socket, (function, arguments, os.getcwd(), limit + _GRACE_S))
+            trust = (isolation.trust_code, isolation.exported)
+            _send(self._socket, (function, arguments, os.getcwd(), limit + _GRACE_S, trust))
             while True:
                 while not select.select([self._socket], [], [], 1.0)[0]:
                     # A process that the child started may keep the connection open after the child's end.
@@ -193,6 +213,8 @@ class Child:
 
 _children: list[Child] = []
 _idle: dict[str, list[Child]] = {}
+# Children belong to the process that started them, and not to its forks.
+os.register_at_fork(after_in_child=lambda: (_children.clear(), _idle.clear()))
 
 
 @atexit.register
@@ -499,13 +521,15 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
     isolation.enabled = False
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _limit_memory()
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     for name in preload:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     while True:
         try:
-            function, arguments, folder, limit = _receive(_parent)
+            function, arguments, folder, limit, trust = _receive(_parent)
+            isolation.trust_code, isolation.exported = trust
             os.chdir(folder)  # relative paths are the parent's
         except (EOFError, ConnectionError):
             break
@@ -527,6 +551,16 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
         _answer(answer)
         del answer
     os._exit(0)  # native libraries can crash while they unload
+
+
+def _limit_memory() -> None:
+    """Let an allocation fail that the machine cannot serve, instead of ending other programs."""
+    most = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError):  # of the container, where there is one
+        most.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)  # private memory: reserved addresses do not count
+    most += [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(most), hard))
 
 
 def _answer(answer: tuple[str, Any]) -> None:

@@ -13,7 +13,10 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from gpu_prepare import begin_build, begin_export, build, export, share_cores
 
+import mha_deploy
 from mha_deploy.bundle.folder import open_bundle
+
+mha_deploy.configure(trust_code=True)  # bundles are exported in other processes
 
 # A build needs some hundred MiB of the GPU, and more of them than this gain little.
 MOST_MAKERS = 12
