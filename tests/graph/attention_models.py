@@ -15,6 +15,7 @@ _TYPES = {
     "fp32": onnx.TensorProto.FLOAT,
     "bool": onnx.TensorProto.BOOL,
     "int64": onnx.TensorProto.INT64,
+    "int32": onnx.TensorProto.INT32,
 }
 
 Dims = tuple[int | str, ...]

@@ -50,7 +50,7 @@ class Dialect:
         rule: Writes one attention in it; None leaves every attention as it is.
         options: The record of its options.
         operators: From its options to the rules for the operators around attention.
-        caches: Writes attention and its cache as one, before the other rules; a model to a new one.
+        caches: Writes attention and its cache as one, before the other rules; changes the model.
         broadcasts: Whether masks may broadcast over the queries.
         finish: Runs when every attention is written; changes the model.
     """
@@ -58,7 +58,7 @@ class Dialect:
     rule: Callable[..., dict[int, ir.Value] | None] | None
     options: type = NoOptions
     operators: Callable[[Any], OperatorRules] = lambda options: {}
-    caches: Callable[..., ir.Model] | None = None
+    caches: Callable[..., None] | None = None
     broadcasts: bool = False
     finish: Callable[..., None] | None = None
 
@@ -125,8 +125,10 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
         return _checked_copy(model, dialect)
     rule = partial(chosen.rule, options=settings)
     operators = chosen.operators(settings)
-    prepared = model if chosen.caches is None else chosen.caches(model, settings, dialect=dialect)
-    lowered = rewrite(prepared, rule, dialect=dialect, broadcasts=chosen.broadcasts, operators=operators)
+    lowered = copy_of(model)
+    if chosen.caches is not None:
+        chosen.caches(lowered, settings, dialect=dialect)
+    rewrite(lowered, rule, dialect=dialect, broadcasts=chosen.broadcasts, operators=operators)
     if chosen.finish is not None:
         chosen.finish(lowered, settings)
     opset = getattr(settings, "opset", None)

@@ -255,17 +255,20 @@ Write = Callable[[AttentionCall, NodeBuilder, CachedAttention], None]
 """Replaces an attention and its cache by new nodes."""
 
 
-def rewrite_caches(model: ir.Model, wanted: Wanted, write: Write, *, dialect: str) -> ir.Model:
-    """Write the attentions that are wanted, each with its cache; the model is changed and returned."""
+def rewrite_caches(model: ir.Model, wanted: Wanted, write: Write, *, dialect: str) -> None:
+    """Write the attentions that are wanted, each with its cache; the model is changed."""
     taken = names_in(model)
+    written = False
     for node in [node for node in model.graph.all_nodes() if is_attention(node)]:
         cache = wanted(node)
         if cache is not None:
             take_mask_before_expand(node)
             call = read_call(node, opset=model.opset_imports.get(""), dialect=dialect)
             write(call, NodeBuilder(prefix_within(call.attention.name, taken)), cache)
-    RemoveUnusedNodesPass()(model)
-    return infer_shapes(model)
+            written = True
+    if written:
+        RemoveUnusedNodesPass()(model)
+        infer_shapes(model)
 
 
 def take_over(

@@ -24,6 +24,7 @@ from mha_deploy.graph.ir import (
     made_by,
     names_in,
     node_name,
+    output_at,
     prefix_within,
     rank,
     replace_node,
@@ -256,18 +257,12 @@ def copy_of(model: ir.Model) -> ir.Model:
 
 
 def rewrite(
-    model: ir.Model,
-    rule: Rule,
-    *,
-    dialect: str,
-    broadcasts: bool = False,
-    operators: OperatorRules | None = None,
-) -> ir.Model:
-    """Apply a rule to every attention of a copy of the model, and rules to the operators around them.
+    lowered: ir.Model, rule: Rule, *, dialect: str, broadcasts: bool, operators: OperatorRules
+) -> None:
+    """Apply a rule to every attention of the model, which is changed, and rules to the operators around them.
 
     `broadcasts` means that masks may broadcast over the queries.
     """
-    lowered = copy_of(model)
     opset = lowered.opset_imports.get("")
     taken = names_in(lowered)
     for node in list(lowered.graph.all_nodes()):
@@ -275,9 +270,13 @@ def rewrite(
             if broadcasts:
                 take_mask_before_expand(node)
             call = read_call(node, opset=opset, dialect=dialect)
+            scores = output_at(node, an.QK_OUTPUT)
+            if scores is not None and scores.shape is not None and call.past_key is not None:
+                # ONNX infers the length of the past alone where that of the new keys has a name.
+                scores.shape = ir.Shape([*scores.shape[:3], None])
             builder = NodeBuilder(prefix_within(call.attention.name, taken))
             outputs = rule(call, builder)
-        elif operators is not None and node.domain == "" and node.op_type in operators:
+        elif node.domain == "" and node.op_type in operators:
             other = OperatorCall(node=node, dialect=dialect)
             builder = NodeBuilder(prefix_within(other.name, taken))
             output = operators[node.op_type](other, builder)
@@ -289,7 +288,7 @@ def rewrite(
             import_domains(lowered, builder)
     if broadcasts:
         RemoveUnusedNodesPass()(lowered)  # the Expand of a mask, and the shape it was expanded to
-    return infer_shapes(lowered)
+    infer_shapes(lowered)
 
 
 def take_mask_before_expand(node: ir.Node) -> None:

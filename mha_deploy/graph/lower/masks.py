@@ -68,30 +68,34 @@ def with_geometry(b: NodeBuilder, call: AttentionCall, mask: Mask | None, S: Siz
 
 
 def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: bool = False) -> ir.Value:
-    """The bias on the scores, in their type; -inf for a masked key.
+    """The bias on the scores before a softmax, in their type.
+
+    The largest bias of a query is subtracted where it is large and would overflow, which a softmax cancels:
+    in a wider type than the scores, and in FP16 if the sum is FP16 as well (`in_score_type`).
+    """
+    numbers = mask.additive
+    overflows = in_score_type and call.dtype == ir.DataType.FLOAT16
+    if numbers is None or not (overflows or _lowest(_dtype(numbers)) < _lowest(call.dtype)):
+        return plain_bias(b, call, mask)
+    dtype = _dtype(numbers)
+    if mask.visible is not None:
+        numbers = b.op("Where", mask.visible, numbers, b.constant(NEG_INF, dtype))
+        numbers.dtype = dtype
+    return _to_score_type(b, call, _without_large_top(b, numbers))
+
+
+def plain_bias(b: NodeBuilder, call: AttentionCall, mask: Mask) -> ir.Value:
+    """The numbers of the mask in the type of the scores, and -inf for masked keys.
 
     Any finite number would let a masked key win over a visible one whose score is low enough. The softmax of
     a fully masked query is then NaN; `zero_masked_queries` replaces it.
-
-    `in_score_type` means that the bias is added in the type of the scores. The largest bias of a query is
-    then subtracted where it is large, which a softmax cancels: else FP16 scores beside -65504 become -inf.
     """
-    masked = b.constant(NEG_INF, call.dtype)
-    if mask.additive is None:
-        return b.op("Where", mask.visible, b.constant(0.0, call.dtype), masked, name="mask_bias")
-    numbers = mask.additive
-    narrows = _lowest(_dtype(numbers)) < _lowest(call.dtype)
-    if narrows or (in_score_type and call.dtype == ir.DataType.FLOAT16):
-        numbers = _without_large_top(b, numbers if mask.visible is None else _masked(b, mask, numbers))
-    bias = _to_score_type(b, call, numbers)
-    return bias if mask.visible is None else b.op("Where", mask.visible, bias, masked, name="mask_bias")
-
-
-def _masked(b: NodeBuilder, mask: Mask, numbers: ir.Value) -> ir.Value:
-    dtype = _dtype(numbers)
-    found = b.op("Where", mask.visible, numbers, b.constant(NEG_INF, dtype))
-    found.dtype = dtype
-    return found
+    numbers = b.constant(0.0, call.dtype)
+    if mask.additive is not None:
+        numbers = _to_score_type(b, call, mask.additive)
+    if mask.visible is None:
+        return numbers
+    return b.op("Where", mask.visible, numbers, b.constant(NEG_INF, call.dtype), name="mask_bias")
 
 
 def _without_large_top(b: NodeBuilder, numbers: ir.Value) -> ir.Value:

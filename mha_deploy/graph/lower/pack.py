@@ -58,13 +58,19 @@ def pack_projections(model: ir.Model) -> ir.Model:
         A new model that computes the same numbers.
     """
     packed = copy_of(model)
+    pack_in_place(packed)
+    return packed
+
+
+def pack_in_place(model: ir.Model) -> bool:
+    """Pack the projections of a model, which is changed; whether there were any."""
     done: set[ir.Node] = set()
-    for attention in [node for node in packed.graph.all_nodes() if is_attention(node)]:
+    for attention in [node for node in model.graph.all_nodes() if is_attention(node)]:
         for group in _groups(attention):
             if done.isdisjoint(projection.matmul for projection in group):
                 done.update(projection.matmul for projection in group)
                 _pack(group, attention)
-    return packed
+    return bool(done)
 
 
 def projection_at(matmul: ir.Node) -> Projection | None:

@@ -19,7 +19,6 @@ from mha_deploy.graph.lower.cache import (
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     as_input_rank,
-    copy_of,
     key_length,
     merge_heads,
     query_length,
@@ -178,15 +177,14 @@ def _finish(b: NodeBuilder, call: AttentionCall, mask: Mask | None, y: ir.Value)
 # -- A preallocated KV cache, which GroupQueryAttention updates in place ---------------------------
 
 
-def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> ir.Model:
-    """Write every attention with a preallocated cache as one operator that appends to it; a new model.
+def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
+    """Write every attention with a preallocated cache as one operator that appends to it; changes the model.
 
     What the operator does not have (a mask, a bidirectional layer) is left to the other rules.
 
     Raises:
         LoweringError: The operator does not have the head size of a preallocated cache.
     """
-    lowered = copy_of(model)
 
     def wanted(node: ir.Node) -> CachedAttention | None:
         cache = read_cache(node)
@@ -197,12 +195,12 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> ir.Mo
     def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
         new = (call.q, call.Hq), (cache.new_key, call.Hkv), (cache.new_value, call.Hkv)
         tensors = [merge_heads(b, x, heads * call.D) for x, heads in new]
-        tensors += [cache.past_key, cache.past_value, _last_entries(b, call, cache), _total_length(lowered)]
+        tensors += [cache.past_key, cache.past_value, _last_entries(b, call, cache), _total_length(model)]
         attributes = _group_query_attributes(call, call.attention.left_window)
         y, *states = _contrib(b, GROUP_QUERY, [*tensors], 3, attributes)
-        take_over(lowered, call, b, cache, split_heads(b, y, call.Hq, call.D), states)
+        take_over(model, call, b, cache, split_heads(b, y, call.Hq, call.D), states)
 
-    return rewrite_caches(lowered, wanted, write, dialect=dialect)
+    rewrite_caches(model, wanted, write, dialect=dialect)
 
 
 def _has_place(call: AttentionCall) -> bool:

@@ -50,7 +50,7 @@ from mha_deploy.graph.lower.masks import (
     with_geometry,
     zero_masked_queries,
 )
-from mha_deploy.graph.lower.pack import Projection, matmuls_behind, pack_projections, projection_at
+from mha_deploy.graph.lower.pack import Projection, matmuls_behind, pack_in_place, projection_at
 from mha_deploy.graph.plugin_node import (
     BOTTOM_RIGHT,
     DOMAIN,
@@ -458,12 +458,13 @@ def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions)
     return {Y: y, PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
 
-def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> ir.Model:
+def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> None:
     """Pack projections, and write every attention with a preallocated cache as one node that appends to it.
 
-    A cache of another pattern is updated with ScatterND before the attention. The model is not changed.
+    A cache of another pattern is updated with ScatterND before the attention. The model is changed.
     """
-    lowered = infer_shapes(pack_projections(model))
+    if pack_in_place(model):
+        infer_shapes(model)
 
     def wanted(node: ir.Node) -> CachedAttention | None:
         cache = read_cache(node)
@@ -484,11 +485,11 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> ir.Mode
         inputs = (cache.past_key, cache.past_value)
         starts = as_int32(b, cache.starts, name="starts")
         y, *states = _write_attention(b, call, places, mask, cache=(*inputs, starts))
-        take_over(lowered, call, b, cache, y, states)
+        take_over(model, call, b, cache, y, states)
         in_place = {str(new.name): str(past.name) for new, past in zip(states, inputs, strict=True)}
-        note_in_place(lowered, in_place)
+        note_in_place(model, in_place)
 
-    return rewrite_caches(lowered, wanted, write, dialect=dialect)
+    rewrite_caches(model, wanted, write, dialect=dialect)
 
 
 def _write_attention(

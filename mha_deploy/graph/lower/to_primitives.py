@@ -24,7 +24,6 @@ from mha_deploy.graph.lower.cache import (
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     as_input_rank,
-    copy_of,
     key_length,
     query_length,
     read_call,
@@ -36,6 +35,7 @@ from mha_deploy.graph.lower.masks import (
     Mask,
     attending_queries,
     bias_of,
+    plain_bias,
     positions_along,
     read_mask,
     zero_masked_queries,
@@ -246,7 +246,7 @@ def lower_to_primitives(
         biased = b.op("Add", capped, form.bias(mask, bias, S, T), name="scores_biased")
     weights = softmax(b, call, biased)
     if mode == 2 and mask is not None:
-        biased = b.op("Add", capped, form.bias(mask, bias_of(b, call, mask), S, T), name="scores_masked")
+        biased = b.op("Add", capped, form.bias(mask, plain_bias(b, call, mask), S, T), name="scores_masked")
     matmul = weighted_values(b, call, form, weights, heads.v)
 
     y = zero_masked_queries(b, call, rows, form.restore(matmul, call.Dv))
@@ -270,17 +270,15 @@ class Part(NamedTuple):
     bias: ir.Value | None
 
 
-def give_rows_out(model: ir.Model, options: PrimitivesOptions, *, dialect: str) -> ir.Model:
-    """Write every attention with a cache in this form, if the option `cache` allows it.
+def give_rows_out(model: ir.Model, options: PrimitivesOptions, *, dialect: str) -> None:
+    """Write every attention with a cache in this form, if the option `cache` allows it; changes the model.
 
     Raises:
         LoweringError: `cache` is `rows`, and a cache cannot be read in place.
     """
-    if options.cache == COPY:
-        return model
-    lowered = copy_of(model)
-    wanted = partial(_wanted, options=options, dialect=dialect)
-    return rewrite_caches(lowered, wanted, partial(_rewrite, lowered, options=options), dialect=dialect)
+    if options.cache != COPY:
+        wanted = partial(_wanted, options=options, dialect=dialect)
+        rewrite_caches(model, wanted, partial(_rewrite, model, options=options), dialect=dialect)
 
 
 def _wanted(node: ir.Node, options: PrimitivesOptions, dialect: str) -> CachedAttention | None:
