@@ -756,6 +756,10 @@ def validate(
     require_fused: bool = False,
     require_precision: bool = False,
     seed: int = 1,
+    url: str | None = None,
+    clients: Sequence[int] = (1, 8, 32),
+    requests: int = 256,
+    timeout_s: float = 30.0,
     on_step: OnStep | None = None,
 ) -> Report:
     """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch.
@@ -778,10 +782,15 @@ def validate(
         require_fused: Whether an engine with decomposed attention fails.
         require_precision: Whether an engine in another precision than the graph's fails.
         seed: Seed of fresh inputs.
+        url: A server that serves the bundle, as `grpc://HOST:PORT` or `http://HOST:PORT`, with `/MODEL` where
+            the model has another name; it is judged in place of the runtimes of this machine.
+        clients: Of a server: numbers of clients that send requests at the same time.
+        requests: Of a server: requests for each number of clients.
+        timeout_s: Of a server: seconds after which a request counts as unanswered.
         on_step: Called as each step begins.
 
     Raises:
-        BackendUnavailable: A runtime that was asked for by name cannot run here.
+        BackendUnavailable: A runtime that was asked for by name cannot run here, or there is no such server.
 
     Example:
         >>> report = md.validate("out/tiny", latency=False)
@@ -793,6 +802,25 @@ def validate(
     from mha_deploy.validate.options import ValidateOptions
     from mha_deploy.validate.run import validate_bundle
 
+    if url is not None:
+        from mha_deploy.validate.load import ServerOptions
+        from mha_deploy.validate.server import validate_server
+
+        if backends or engine:
+            raise DeployError(
+                "A server is judged in place of the runtimes of this machine.",
+                got=f"{url} and {engine or ', '.join(backends)}",
+                hint="one of them at a time",
+            )
+        load = ServerOptions(
+            url=url,
+            clients=tuple(clients),
+            requests=requests,
+            timeout_s=timeout_s,
+            steps=steps,
+            seed=seed,
+        )
+        return Report(validate_server(_opened(bundle), load, on_step or _silent))
     options = ValidateOptions(
         backends=tuple(backends),
         engine=engine,

@@ -519,6 +519,10 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
     if report.conformance is not None:
         yield conformance_renderable(report.conformance)
     yield from (point_renderable(point) for point in report.points)
+    if report.serving:
+        from mha_deploy.report.table import serving_table
+
+        yield rendered(serving_table([point.to_dict() for point in report.serving]))
     for finding in report.findings:
         yield Text(f"{finding.level}: {finding.text}", style=_LEVELS[finding.level])
     yield _head(report.passed, report.headline)

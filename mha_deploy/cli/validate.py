@@ -83,6 +83,21 @@ Out = Annotated[
     typer.Option("-o", "--out", help="Folder of report.json and report.html. default: the bundle"),
 ]
 Write = Annotated[bool, typer.Option("--report/--no-report", help="Write the report.")]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Validate through a server: grpc://HOST:PORT or http://HOST:PORT, with /MODEL behind it where "
+        "the model has another name than the bundle's.",
+    ),
+]
+Clients = Annotated[
+    str, typer.Option(metavar="N,N", help="Of --url: clients that send requests at the same time.")
+]
+Requests = Annotated[int, typer.Option(min=1, help="Of --url: requests for each number of clients.")]
+Timeout = Annotated[
+    float, typer.Option(min=0.001, help="Of --url: seconds after which a request counts as unanswered.")
+]
 SelfTest = Annotated[
     bool,
     typer.Option("--self-test", help="Only mutate the graph, and check that each mutation is detected."),
@@ -105,6 +120,10 @@ def validate(
     kernels: Kernels = False,
     require_fused: RequireFused = False,
     require_precision: RequirePrecision = False,
+    url: Url = None,
+    clients: Clients = "1,8,32",
+    requests: Requests = 256,
+    timeout: Timeout = 30.0,
     out: Out = None,
     report: Write = True,
     self_test: SelfTest = False,
@@ -148,6 +167,10 @@ def validate(
             kernels=kernels,
             require_fused=require_fused,
             require_precision=require_precision,
+            url=url,
+            clients=whole_numbers(clients, "--clients"),
+            requests=requests,
+            timeout_s=timeout,
             on_step=on_step,
         )
     finish(result, folder, result.to_dict() if json else None)
@@ -182,6 +205,14 @@ def finish(report: md.Report, folder: Path | None, data: dict[str, Any] | None) 
         typer.echo(f"report: {report.save(folder)}", err=data is not None)
     if not report.passed:
         raise typer.Exit(EXIT_VERDICT_FAILED)
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Read numbers such as `1,8,32`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise DeployError(f"{option} needs whole numbers.", got=text, hint=f"{option} 1,8,32")
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def refuse_unwritable(folder: Path) -> None:

@@ -92,6 +92,7 @@ def records(kind: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 SECTIONS = (
     "parity", "decode", "fusion", "precision", "latency", "range", "invariance", "conformance", "engine",
+    "serving",
 )  # fmt: skip
 
 VERDICT = record(
@@ -188,8 +189,8 @@ PARITY = record(
         "precision": field(TEXT, "precision of the graph"),
         "backend": field(TEXT, "the runtime with its version"),
         "cases": field(
-            Literal["golden", "fresh", "sweep", "layers"],
-            "which inputs; `layers`: attention by attention",
+            Literal["golden", "fresh", "sweep", "layers", "served"],
+            "which inputs; `layers`: attention by attention; `served`: golden cases or prompts under load",
         ),
         "passed": field(FLAG, "whether every output is within its budget"),
         "verdicts": list_of(PARITY_VERDICT, "one for every output of every case"),
@@ -465,6 +466,25 @@ LATENCY = record(
 )
 
 
+SERVING = record(
+    {
+        "clients": field(WHOLE, "clients that sent requests at the same time"),
+        "requests": field(WHOLE, "requests that were to be answered"),
+        "answered": field(WHOLE, "requests that were answered"),
+        "errors": field(
+            dict[str, int], "the others: `error`, `timeout`, `unreachable`, `not sent`; each only if there"
+        ),
+        "first_error": maybe(TEXT, "the first failed request; null where none failed"),
+        "per_second": maybe(NUMBER, "answers per second; null where no time passed"),
+        "p50_ms": maybe(NUMBER, "median time of an answer, as the client measures it, ms; null without any"),
+        "p90_ms": maybe(NUMBER, "90th percentile"),
+        "p99_ms": maybe(NUMBER, "99th percentile"),
+        "judged": field(WHOLE, "outputs that were judged"),
+        "wrong": field(WHOLE, "outputs that were wrong"),
+    }
+)
+
+
 # -- What `report.json` and `bench.json` hold ------------------------------------------------------
 
 
@@ -500,6 +520,7 @@ REPORT = record(
         "fault": maybe(FAULT, "what a failure comes from; null where nothing failed"),
         "engines": _ENGINES,
         "latency": _LATENCY,
+        "serving": list_of(SERVING, "how a server did, one for every number of clients; empty without one"),
         "notes": _NOTES,
     }
 )

@@ -44,6 +44,7 @@ from mha_deploy.report.table import (
     parity_table,
     point_sizes,
     range_table,
+    serving_table,
     steps_table,
     trials_table,
     without_graph,
@@ -93,6 +94,7 @@ def report_sections(data: Data, look: Look) -> tuple[list[Section], list[str]]:
         "range": ("FP16 range", "", _fp16_range(data["range"])),
         "fusion": ("Fusion", "Engines and fusion", _fusion(data)),
         "latency": ("Latency", "", _latency(data, look)),
+        "serving": ("Serving", "Through the server", _serving(data["serving"])),
         "notes": ("Notes", "", [("list", data["notes"])] if data["notes"] else []),
         "environment": ("Environment", "", environment(data["environment"], data["model"])),
     }
@@ -101,7 +103,7 @@ def report_sections(data: Data, look: Look) -> tuple[list[Section], list[str]]:
         for name, (link, title, parts) in wanted.items()
         if parts
     ]
-    optional = {"fault", "notes"} | (set() if "cache" in data["model"]["spec"] else {"decode"})
+    optional = {"fault", "notes", "serving"} | (set() if "cache" in data["model"]["spec"] else {"decode"})
     absent = [link for name, (link, _, parts) in wanted.items() if not parts and name not in optional]
     return sections, absent
 
@@ -181,6 +183,10 @@ def _decode(data: Data, look: Look) -> list[Part]:
         if (table := steps_table(same)) is not None:
             parts.append(("table", table))
     return parts
+
+
+def _serving(points: Sequence[Data]) -> list[Part]:
+    return [("table", serving_table(points))] if points else []
 
 
 def _conformance(found: Data | None) -> list[Part]:

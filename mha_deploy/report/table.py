@@ -322,6 +322,31 @@ def invariance_table(checks: Sequence[Data]) -> Table:
     )
 
 
+def serving_table(points: Sequence[Data]) -> Table:
+    """How a server did, by the number of clients."""
+    rows = []
+    for point in points:
+        failed = sum(point["errors"].values())
+        detail = ", ".join(f"{count} {kind}" for kind, count in point["errors"].items())
+        rows.append(
+            [
+                Cell(text=str(point["clients"]), order=point["clients"]),
+                Cell(text=f"{point['answered']}/{point['requests']}"),
+                Cell(text=detail or "0", status="problem" if failed else ""),
+                *(_ms(point[name]) for name in ("p50_ms", "p90_ms", "p99_ms")),
+                Cell(text=NOTHING if point["per_second"] is None else f"{point['per_second']:,.1f}"),
+                Cell(text=f"{point['wrong']}/{point['judged']}", status="problem" if point["wrong"] else ""),
+            ]
+        )
+    names = ("clients", "answered", "failed", "p50 ms", "p90 ms", "p99 ms", "requests/s", "wrong outputs")
+    shown = [Column(name=name, numeric=name != "failed") for name in names]
+    return Table(title="Through the server", columns=shown, groups=[Group(rows=rows)])
+
+
+def _ms(value: float | None) -> Cell:
+    return Cell(text=NOTHING) if value is None else Cell(text=f"{value:,.2f}", order=value)
+
+
 CONFORMANCE = {"conforms": "good", "wrong": "bad", "refused": "doubt", "absent": "none"}
 
 

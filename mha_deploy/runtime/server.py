@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,11 @@ class ServerUrl:
 def is_server_url(text: object) -> bool:
     """Whether a text is meant as the URL of a server."""
     return isinstance(text, str) and text.partition("://")[0] in SCHEMES and "://" in text
+
+
+def served_name(name: str) -> str:
+    """The name under which a model is packaged, where none was given."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "model"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.model.spec import LENGTHS, ModelSpec, TensorSpec
 from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.runtime.server import INSTALL
+from mha_deploy.runtime.server import INSTALL, served_name
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
 
 PYTHON, PLAN = "python", "tensorrt_plan"
@@ -114,7 +114,7 @@ class _Packaging:
                 raise DeployError(f"{what} is too small.", got=number, hint=f"{least} or more")
         self.bundle, self.repository, self.options = bundle, repository, options
         self.spec: ModelSpec = bundle.manifest.spec
-        self.name = options.name or re.sub(r"[^A-Za-z0-9_.-]+", "-", self.spec.name).strip("-.") or "model"
+        self.name = options.name or served_name(self.spec.name)
         if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", self.name) is None:
             raise DeployError(
                 "This cannot be the name of a model.", got=self.name, hint="letters, digits and dashes"

@@ -374,7 +374,8 @@ class _Walk:
             self._note(step, case, verdicts)
             if not has_run:
                 return
-        self.verdicts += self._cache(loop)
+        if not getattr(loop, "hides_cache", False):  # a server may keep it to itself
+            self.verdicts += self._cache(loop)
 
     def _call(self, loop: DecodeLoop, step: int, case: GoldenCase) -> tuple[list[OutputVerdict], bool]:
         """The verdicts on one call, and whether it could be run."""

@@ -23,6 +23,7 @@ from mha_deploy.validate.fp16_range import Finding as RangeFinding
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.latency import LatencyPoint
 from mha_deploy.validate.layers import LAYERS
+from mha_deploy.validate.load import LoadPoint
 from mha_deploy.validate.options import REPORT_FORMAT, ValidateOptions
 from mha_deploy.validate.runtimes import TENSORRT, Unavailable
 
@@ -60,6 +61,7 @@ class Report:
         findings: The verdict's sentences.
         headline: The verdict in one line.
         notes: What a reader should know besides.
+        serving: How a server did under load.
     """
 
     bundle: Bundle
@@ -73,6 +75,7 @@ class Report:
     findings: tuple[Finding, ...]
     headline: str
     notes: tuple[str, ...] = ()
+    serving: tuple[LoadPoint, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -99,6 +102,7 @@ class Report:
             "fault": None if self.fault is None else self.fault.to_dict(),
             "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
             "latency": latency_to_dict(self.points),
+            "serving": [point.to_dict() for point in self.serving],
             "notes": [
                 *(f"{absent.name} did not take part: {absent.reason}" for absent in self.absent),
                 *self.notes,

@@ -53,6 +53,7 @@ def passing():
         "fault": None,
         "engines": [engine()],
         "latency": latency(),
+        "serving": [],
         "notes": ["Weights are random; the shares of the budget do not hang on that."],
     }
 
