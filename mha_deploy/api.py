@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mha_deploy.model.deployable import Deployable, Example
     from mha_deploy.model.spec import AttentionSpec, Axis
     from mha_deploy.regression.compare import Comparison
+    from mha_deploy.regression.matrix import Matrix, MatrixCell
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.serving.triton import Package
     from mha_deploy.validate import verdict
@@ -72,6 +73,7 @@ __all__ = [
     "import_onnx",
     "inspect",
     "load_model",
+    "matrix",
     "models",
     "open_bundle",
     "open_engine",
@@ -1202,6 +1204,53 @@ def compare(old: Any, new: Any, **limits: Any) -> Comparison:
         )
     opened = [each.record if isinstance(each, Report) else each for each in (old, new)]
     return compare(*opened, Limits(**limits))
+
+
+def matrix(
+    plan: Any,
+    out: StrPath = "matrix",
+    *,
+    jobs: int | None = None,
+    address: str | None = None,
+    on_cell: Callable[[MatrixCell, int, int], None] | None = None,
+) -> Matrix:
+    """Build and judge every combination of a plan: models, precisions, runtimes, GPUs and options.
+
+    Args:
+        plan: A TOML file, or the same as a mapping; see docs/matrix.md.
+        out: Where bundles and results are kept; a second run does only what is missing there.
+        jobs: Local processes, this many at a time, instead of Ray; default: Ray if it is installed, else 1.
+        address: Address of a Ray cluster; default: Ray on this machine.
+        on_cell: Called with every cell as it is done, how many are done, and how many there are.
+
+    Returns:
+        The `cells`, each with its `status` and `report`; `passed`, `headline`, `save(folder)`.
+
+    Raises:
+        DeployError: The plan cannot be read.
+        BackendUnavailable: Ray was asked for and is not there.
+
+    Example:
+        >>> plan = {"models": ["tiny-mha"], "runtimes": [{"name": "rtx", "backend": "tensorrt-rtx"}]}
+        >>> found = md.matrix(plan, "out/matrix", jobs=1)                    # doctest: +SKIP
+        >>> [cell.summary for cell in found.cells]                           # doctest: +SKIP
+        ['1/1 fused, not run']
+    """
+    from contextlib import nullcontext
+
+    from mha_deploy.environment import can_import
+    from mha_deploy.regression.matrix import LocalWorkers, ModelEntry, RayWorkers, read_plan, run_matrix
+
+    read = read_plan(plan)
+
+    def exported(entry: ModelEntry, precision: str, target: Path) -> None:
+        model = load_model(entry.model, axes=entry.axes, cache=entry.cache)
+        export(model, target, precision=precision, seed=read.seed)
+
+    on_ray = address is not None or (jobs is None and can_import("ray"))
+    opened: Any = RayWorkers(address, jobs) if on_ray else nullcontext(LocalWorkers(jobs or 1, Path(out)))
+    with opened as workers:
+        return run_matrix(read, Path(out), workers, exported, on_cell)
 
 
 # -- What is known without running anything --------------------------------------------------------

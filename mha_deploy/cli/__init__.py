@@ -29,6 +29,7 @@ from mha_deploy.cli.doctor import doctor
 from mha_deploy.cli.export import export
 from mha_deploy.cli.fuse import fuse
 from mha_deploy.cli.inspect import inspect
+from mha_deploy.cli.matrix import matrix
 from mha_deploy.cli.models import models
 from mha_deploy.cli.package import package
 from mha_deploy.cli.plugins import plugins
@@ -57,6 +58,7 @@ for verb in (
     bisect,
     bench,
     compare,
+    matrix,
     package,
     inspect,
     models,
