@@ -1,5 +1,6 @@
 """Make small bundles by hand, and damage them in one place at a time."""
 
+import contextlib
 import json
 import shutil
 
@@ -8,6 +9,9 @@ import numpy as np
 from mha_deploy.bundle.cases import GoldenCase, read_arrays, write_arrays, write_case
 from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
 from mha_deploy.bundle.manifest import GoldenEntry, Manifest
+from mha_deploy.errors import DeployError
+from mha_deploy.graph.attention_node import attention_nodes
+from mha_deploy.graph.file import load_graph
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 
@@ -73,10 +77,15 @@ def edit_manifest(folder, change):
     (folder / MANIFEST).write_text(json.dumps(data), encoding="utf-8")
 
 
-def rehash(folder):
-    """Make the manifest agree with the files again, as someone would who hides a change."""
+def rehash(folder, *, derive=True):
+    """Make the manifest agree with files and graph again, as someone would who hides a change."""
 
     def update(data):
+        with contextlib.suppress(DeployError):  # some graphs are stand-ins
+            nodes = attention_nodes(load_graph(folder / MODEL)) if derive else ()
+            places = {each["name"]: each.get("place") for each in data["attention"]}
+            if derive:
+                data["attention"] = [{**node.describe(), "place": places.get(node.name)} for node in nodes]
         for name in data["files"]:
             path = folder / name
             data["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}

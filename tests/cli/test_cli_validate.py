@@ -31,12 +31,11 @@ def replace_model(folder, change):
 
 
 def wrong_scale(model):
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "scale":
-                attribute.f *= 1.02
-                return
-    raise AssertionError("the graph has no scale to change")
+    """Larger queries; a changed attribute would not fit the manifest."""
+    for tensor in model.graph.initializer:
+        if tensor.name.startswith("q."):
+            values = onnx.numpy_helper.to_array(tensor)
+            tensor.CopyFrom(onnx.numpy_helper.from_array((values * 1.02).astype(values.dtype), tensor.name))
 
 
 def rename_output(model):
@@ -100,7 +99,7 @@ def test_a_wrong_model_fails_though_every_hash_matches(run_cli, folder):
     assert "FAILED" in done.out
     assert "out of budget" in done.out
     assert "worst at [" in done.out
-    assert done.out.strip().splitlines()[-2].startswith("FAILED  ort-c")
+    assert any(line.startswith("FAILED  ort-c") for line in done.out.splitlines())
     assert "error" not in done.err, "a wrong result is a verdict"
     assert 'data-verdict="failed"' in (folder / "report.html").read_text(encoding="utf-8")
 
@@ -120,11 +119,9 @@ def test_a_wrong_model_fails_in_the_json_report(run_cli, folder):
         assert all(row["deviation"][name] > row["budget"][name] for name in over)
 
 
-def test_a_renamed_output_fails(run_cli, folder):
+def test_a_renamed_output_is_refused(refused, folder):
     replace_model(folder, rename_output)
-    report = json.loads(run_cli("validate", folder, "--json").out)
-    problems = {row["output"]: row["problem"] for row in report["parity"][0]["verdicts"]}
-    assert problems == {"output": "missing from the result", "result": "not an output of the model"}
+    refused("validate", folder, what="does not describe the graph", got="result")
 
 
 def test_a_bundle_without_golden_cases_is_refused(run_cli, folder):
