@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,8 @@ from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import (
     MASK,
+    AttentionNode,
+    Q,
     all_keys,
     by_head,
     inputs_by_role,
@@ -31,6 +33,7 @@ from mha_deploy.graph.attention_node import (
     valid_only,
 )
 from mha_deploy.graph.ir import (
+    NodeBuilder,
     constant,
     constant_ints,
     infer_shapes,
@@ -47,6 +50,9 @@ FLUSHED_BELOW = 2.0**-25
 
 SENTINEL_FROM = 1e30
 """No activation of a float32 model is this large: such a number is a mask value or the absence of a bound."""
+
+ABSORBING = -(2.0**29)
+"""From here on, float32 rounds a mask value plus a score to multiples of 64: the score does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +139,8 @@ class PrecisionPlan:
         inputs: Graph inputs that stay in float32.
         outputs: Graph outputs that stay in float32.
         clamped: Sentinels that are written as FP16's lowest or highest number.
+        fully_masked: Attentions in FP16 whose masks have a sentinel, with that number. Their fully masked
+            queries give what they give in float32.
         nodes: How many nodes of the graph compute with float32 numbers.
         attentions: How many of them are `Attention`.
         margin: How far below FP16's largest number everything else was.
@@ -145,6 +153,7 @@ class PrecisionPlan:
     nodes: int
     attentions: int
     margin: float
+    fully_masked: Mapping[str, float] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """The plan as text, one sentence a line."""
@@ -243,19 +252,12 @@ def prepared(model: ir.Model) -> ir.Model:
     The operation is idempotent, so a plan for one copy fits another. Weights are shared.
 
     Raises:
-        DeployError: The graph has branches or loops, defaults for its inputs, or a tensor of unknown type.
+        DeployError: The graph has defaults for its inputs, or a tensor of unknown type.
     """
     copy = model.clone()
     if copy.functions:
         InlinePass()(copy)
     graph = copy.graph
-    for node in graph:
-        if any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
-            raise DeployError(
-                "A graph with branches or loops is not written in mixed precision.",
-                got=f"{node.op_type} {node.name or ''}".strip(),
-                hint="export without control flow, or choose --precision fp32 or bf16",
-            )
     defaults = [str(value.name) for value in graph.inputs if value.is_initializer()]
     if defaults:
         raise DeployError(
@@ -264,6 +266,7 @@ def prepared(model: ir.Model) -> ir.Model:
             hint="remove the initializers of graph inputs, or choose --precision fp32 or bf16",
         )
     infer_shapes(copy)
+    write_bfloat16_as_float32(copy)
     _lift_constants(graph)
     taken: set[str] = set()
     for node in graph:
@@ -278,6 +281,44 @@ def prepared(model: ir.Model) -> ir.Model:
                     hint="write its type into the graph (value_info)",
                 )
     return copy
+
+
+def write_bfloat16_as_float32(model: ir.Model) -> bool:
+    """Give every BF16 tensor the type float32, in place; whether there were any.
+
+    The numbers of BF16 are numbers of float32, so this only leaves out roundings.
+    """
+    narrow, found = ir.DataType.BFLOAT16, False
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        found |= _retyped(value, narrow)
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            found |= _retyped(value, narrow)
+        _fix_attributes(node, FLOAT, narrow)
+        for graph in inner_graphs(node):
+            for value in (*graph.inputs, *graph.initializers.values()):
+                found |= _retyped(value, narrow)
+    return found
+
+
+def _retyped(value: ir.Value, narrow: ir.DataType) -> bool:
+    if value.dtype != narrow:
+        return False
+    _set_type(value, FLOAT)
+    if value.const_value is not None:
+        array = value.const_value.numpy().astype(np.float32)
+        value.const_value = ir.Tensor(array, name=value.name)
+    return True
+
+
+def inner_graphs(node: ir.Node) -> list[ir.Graph]:
+    """The branches of an `If`, or the body of a loop."""
+    found = [each for each in node.attributes.values() if each.type in _GRAPHS]
+    return [
+        graph
+        for each in found
+        for graph in (each.as_graphs() if each.type == ir.AttributeType.GRAPHS else [each.as_graph()])
+    ]
 
 
 def is_float(value: ir.Value | None) -> bool:
@@ -708,6 +749,7 @@ class _Planner:
         self._data = data_values(work.graph)
         self._masks = mask_values(work.graph, self._data)
         self._kept: dict[ir.Node, Reason] = {}
+        self._fully_masked: dict[str, float] = {}
 
     def plan(self, wide: str) -> PrecisionPlan:
         """Find the nodes, then what follows for inputs, outputs and constants."""
@@ -745,6 +787,7 @@ class _Planner:
             nodes=len(nodes),
             attentions=sum(is_attention(node) for node in nodes),
             margin=self._margin,
+            fully_masked=self._fully_masked,
         )
 
     # -- tensors -------------------------------------------------------------------------------
@@ -814,6 +857,10 @@ class _Planner:
 
     def _node(self, node: ir.Node) -> Reason | None:
         """Why a node cannot be written in FP16, by the numbers around and inside it."""
+        if inner_graphs(node):
+            return Reason(
+                kind="operator", figure=None, text="what is inside a branch or loop is not measured"
+            )
         for _, value in (*float_outputs(node), *float_inputs(node)):
             reason = self._value(value)
             if reason is not None:
@@ -895,21 +942,53 @@ class _Planner:
                         yield use.node, reason
 
     def _masks_of_attentions(self) -> Iterator[tuple[ir.Node, Reason]]:
-        """The masks of attentions in float32: scores beyond FP16 are not masked by a number within it."""
-        for node in [node for node in self._kept if is_attention(node)]:
+        """The masks that FP16 cannot hold.
+
+        Scores beyond FP16 are not masked by a number within it. And within FP16 a sentinel plus another
+        number overflows, and two sentinels are the same number.
+        """
+        for node in filter(is_attention, self._graph):
             mask = input_at(node, MASK)
-            if mask is None or mask.dtype != FLOAT or mask.is_initializer():
+            sentinel = None if mask is None else self._mask_sentinel(mask)
+            if mask is None or sentinel is None:
                 continue
-            sentinel = self._sentinel(mask)
-            if sentinel is not None:
+            if node not in self._kept:
+                self._fully_masked[str(node.name)] = sentinel
+            makers = list(producers_within(mask, self._masks))
+            if node in self._kept:
                 text = f"it computes the mask of {node.name}, whose scores need {sentinel:,.6g}"
-                reason = Reason(kind="mask", figure=sentinel, text=text)
-                yield from ((maker, reason) for maker in producers_within(mask, self._masks))
+            elif any(self._joins_sentinels(maker) for maker in makers):
+                text = f"it computes the mask of {node.name} from several terms, one of them {sentinel:,.6g}"
+            else:
+                continue
+            yield from ((maker, Reason(kind="mask", figure=sentinel, text=text)) for maker in makers)
+
+    def _mask_sentinel(self, mask: ir.Value) -> float | None:
+        if mask.dtype != FLOAT:
+            return None
+        array = constant_of(mask)
+        return self._sentinel(mask) if array is None else clamped_of(array)
+
+    def _joins_sentinels(self, node: ir.Node) -> bool:
+        """Whether a node adds a number to a sentinel, or chooses among two of them."""
+        given = [value for _, value in float_inputs(node)]
+        if not is_op(node, "Add", "Sub", "Where", "Min", "Max") or len(given) < 2:
+            return False
+        arrays = [constant_of(value) for value in given]
+        ranges = [
+            self._range(value) if array is None else range_of(array)
+            for value, array in zip(given, arrays, strict=True)
+        ]
+        sizes = [each.largest if each.sentinel is None else -each.sentinel for each in ranges]
+        if is_op(node, "Add", "Sub"):
+            return max(sizes) > FP16_MAX and min(sizes) > 0
+        beyond = {size for size in sizes if size > FP16_MAX}
+        return len(beyond) > 1
 
 
 def _computes(node: ir.Node) -> bool:
     """Whether a node reads or writes float32 numbers."""
-    return any(True for _ in float_inputs(node)) or any(True for _ in float_outputs(node))
+    return bool(inner_graphs(node) or next(float_inputs(node), None) or next(float_outputs(node), None))
 
 
 # -- Write the graph -------------------------------------------------------------------------------
@@ -948,8 +1027,10 @@ class _Writer:
         self._float32_inputs = {each.name for each in plan.inputs}
         self._float32_outputs = {each.name for each in plan.outputs}
         self._clamped = {each.name for each in plan.clamped}
+        self._fully_masked = plan.fully_masked
+        self._opened: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
         self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
-        self._taken = {name_of(value) for node in work.graph for value in node.outputs}
+        self._taken = {name_of(value) for node in work.graph.all_nodes() for value in node.outputs}
         self._taken |= {name_of(value) for value in work.graph.inputs} | set(work.graph.initializers)
         unknown = set(self._kept) - {str(node.name) for node in work.graph}
         if unknown:
@@ -959,6 +1040,7 @@ class _Writer:
         """Set the type of every value, then insert Casts where a node reads another type."""
         nodes = list(self._graph)
         reads = [(node, *read) for node in nodes for read in float_inputs(node)]
+        captured = list(self._captured(nodes))
         constants = [value for value in self._graph.initializers.values() if value.dtype == FLOAT]
         outputs = [value for value in dict.fromkeys(self._graph.outputs) if value.dtype == FLOAT]
         for value in self._graph.inputs:
@@ -970,8 +1052,12 @@ class _Writer:
                 _set_type(value, dtype)
                 _fix_attributes(node, dtype)
         for node, position, value in reads:
+            if position == MASK and str(node.name) in self._fully_masked and self._open_queries(node, value):
+                continue
             wanted = self._slots.type_of(node, "inputs", position, self._type_of(node))
             node.replace_input_with(position, self._as(value, wanted))
+        for node, position, value in captured:
+            node.replace_input_with(position, self._as(value, FLOAT))
         for value in outputs:
             self._give_out(value)
         for value in constants:
@@ -980,6 +1066,55 @@ class _Writer:
 
     def _type_of(self, node: ir.Node) -> ir.DataType:
         return self._kept.get(str(node.name), HALF)
+
+    def _captured(self, nodes: list[ir.Node]) -> Iterator[tuple[ir.Node, int, ir.Value]]:
+        """What nodes of branches and loops read of the main graph; there they stay in float32."""
+        own = {value for node in nodes for value in node.outputs} | set(self._graph.inputs)
+        pending = [graph for node in nodes for graph in inner_graphs(node)]
+        for graph in pending:
+            for position, output in enumerate(graph.outputs):
+                if output in own:  # so that a Cast can come before it
+                    graph.append(node := ir.node("Identity", [output]))
+                    node.outputs[0].name, node.outputs[0].type = (
+                        self._free(f"{output.name}/inner"),
+                        output.type,
+                    )
+                    graph.outputs[position] = node.outputs[0]
+            for node in graph:
+                pending += inner_graphs(node)
+                yield from ((node, at, value) for at, value in float_inputs(node) if value in own)
+
+    def _open_queries(self, node: ir.Node, mask: ir.Value) -> bool:
+        """Let a fully masked query give what it gives in float32.
+
+        Softmax does not change when a number is added to all scores of a query, so the mask of such a query
+        is moved up to 0. Where float32 absorbs the scores in the sentinel, the query becomes zero as well.
+        False where this cannot be, or no query is fully masked.
+        """
+        attention, q, array = read_attention(node), input_at(node, Q), constant_of(mask)
+        if q is None or attention.has_past or attention.has_nonpad_kv_seqlen:
+            return False
+        if array is not None and not attention.is_causal and (array.max(axis=-1) > -FP16_MAX / 2).all():
+            return False
+        builder, key = NodeBuilder(self._free(f"{node.name}/masks")), (mask, attention.is_causal)
+        if key not in self._opened:
+            self._opened[key] = _opened_mask(builder, mask, q, attention)
+        opened, masked = self._opened[key]
+        node.replace_input_with(MASK, opened)
+        if self._fully_masked[str(node.name)] <= ABSORBING:
+            zero = builder.constant(0.0, HALF)
+            if attention.rank == 3:
+                four = builder.op("Expand", masked, builder.ints(1, 1, 1, 1))  # a mask may have fewer axes
+                masked = builder.transpose(four, 0, 2, 1, 3)
+                by_head = builder.op("Reshape", q, builder.ints(0, 0, int(attention.Hq or 1), -1))
+                flat = builder.ints(0, 0, -1)
+                opened_q = builder.op("Reshape", builder.op("Where", masked, zero, by_head), flat)
+            else:
+                opened_q = builder.op("Where", masked, zero, q)
+            opened_q.shape, opened_q.type = q.shape, ir.TensorType(HALF)
+            node.replace_input_with(Q, opened_q)
+        self._graph.insert_before(node, builder.nodes)
+        return True
 
     # -- values in another type ----------------------------------------------------------------
 
@@ -1052,18 +1187,43 @@ class _Writer:
         return name
 
 
+def _opened_mask(
+    builder: NodeBuilder, mask: ir.Value, q: ir.Value, attention: AttentionNode
+) -> tuple[ir.Value, ir.Value]:
+    """The mask in FP16 with fully masked queries moved up to 0, and True for those queries. [.., S, 1]."""
+    total = mask if mask.dtype == FLOAT else builder.op("Cast", mask, to=int(FLOAT))
+    seen, infinite = total, builder.constant(-math.inf, FLOAT)
+    if attention.is_causal:
+        length = 2 if attention.rank == 4 else 1
+        queries = builder.reshape(builder.count_up(builder.size(q, length)), -1, 1)
+        keys = builder.count_up(builder.size(mask, -1))
+        seen = builder.op("Where", builder.op("LessOrEqual", keys, queries), total, infinite)
+    best = builder.op("ReduceMax", seen, builder.ints(-1), keepdims=1)
+    low = builder.op("LessOrEqual", best, builder.constant(-FP16_MAX / 2, FLOAT))
+    masked = builder.op("And", low, builder.op("Greater", best, infinite), name="fully_masked")
+    moved = builder.op("Where", masked, builder.op("Sub", total, best), total)
+    # A key that is masked by -inf stays so; all others stay finite.
+    finite = builder.op("Max", moved, builder.constant(-FP16_MAX, FLOAT))
+    kept = builder.op("Where", builder.op("Greater", total, infinite), finite, infinite)
+    opened = builder.op("Cast", kept, name="mask", to=int(HALF))
+    opened.type = ir.TensorType(HALF)
+    opened.shape = mask.shape if not attention.is_causal else None
+    return opened, masked
+
+
 def _set_type(value: ir.Value, dtype: ir.DataType) -> None:
     value.type = ir.TensorType(dtype)  # a new one: copies of a model share their types
 
 
-def _fix_attributes(node: ir.Node, dtype: ir.DataType) -> None:
+def _fix_attributes(node: ir.Node, dtype: ir.DataType, before: ir.DataType = FLOAT) -> None:
     """Set attributes that name the type of the result."""
     for name in _TYPE_ATTRIBUTES:
         attribute = node.attributes.get(name)
-        if attribute is not None and attribute.type == ir.AttributeType.INT and attribute.as_int() == FLOAT:
+        if attribute is not None and attribute.type == ir.AttributeType.INT and attribute.as_int() == before:
             node.attributes.add(ir.AttrInt64(name, int(dtype)))
-    if is_op(node, "ConstantOfShape", "Constant"):
-        value = node.attributes.get("value")
+    value = node.attributes.get("value")
+    is_before = before == FLOAT if value is None else value.as_tensor().dtype == before
+    if is_op(node, "ConstantOfShape", "Constant") and is_before:
         array = np.zeros(1, np.float32) if value is None else value.as_tensor().numpy()
         tensor = ir.Tensor(clamp(array, dtype.numpy(), _limit(dtype)), dtype=dtype)
         node.attributes.add(ir.AttrTensor("value", tensor))

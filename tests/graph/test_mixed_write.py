@@ -246,15 +246,35 @@ def test_constant_nodes_are_converted_too():
     assert near(model, mixed, numbers())
 
 
-def test_branches_are_refused():
+def test_what_is_inside_branches_stays_float32():
+    """A branch reads the FP16 part of the graph, one of its outputs is a value from outside."""
     result = helper.make_tensor_value_info("z", F32, ["B", E])
-    inner = helper.make_graph([helper.make_node("Identity", ["x"], ["z"])], "inner", [], [result])
+    body = [helper.make_node("Exp", ["doubled"], ["e"]), helper.make_node("Add", ["e", "x"], ["z"])]
+    then = helper.make_graph(body, "then", [], [result])
+    other = helper.make_graph([helper.make_node("Identity", ["doubled"], ["z"])], "else", [], [result])
     g = Graph()
-    g.op("If", "cond", name="y", then_branch=inner, else_branch=inner)
+    g.op("Add", "x", "x", name="doubled")
+    g.op("Neg", g.op("If", "cond", name="chosen", then_branch=then, else_branch=other), name="y")
     model = g.model({**X, "cond": (TensorProto.BOOL, [])}, {"y": ["B", E]})
-    with pytest.raises(DeployError, match="branches or loops") as caught:
-        measure_ranges(model, {"case": {**numbers(), "cond": np.array(True)}})
-    assert "If y" in caught.value.got
+    for chosen in (True, False):
+        given = {**numbers(), "cond": np.array(chosen)}
+        plan, mixed = mixed_of(model, given)
+        assert kept(plan) == {"chosen": "operator"}
+        assert near(model, mixed, given)
+
+
+def test_bfloat16_inside_becomes_float32_or_fp16():
+    g = Graph()
+    g.weight("slopes", [2.0**-i for i in range(E)])
+    narrow = [
+        g.op("Cast", name, name=f"{name}/bf16", to=int(TensorProto.BFLOAT16)) for name in ("x", "slopes")
+    ]
+    g.op("Cast", g.op("Mul", *narrow, name="product"), name="y", to=int(F32))
+    model = g.model(X, {"y": ["B", E]})
+    _, mixed = mixed_of(model, numbers())
+    assert all(value.dtype != ir.DataType.BFLOAT16 for node in mixed.graph for value in node.outputs)
+    exact = numbers()["x"] * g.weights["slopes"]
+    assert distance(run(mixed, {"x": numbers()["x"].astype(np.float16)}), exact) < 1e-3
 
 
 def test_a_plan_or_ranges_of_another_graph_are_refused():
