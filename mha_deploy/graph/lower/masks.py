@@ -17,6 +17,9 @@ from mha_deploy.graph.lower.call import AttentionCall
 
 NEG_INF = float("-inf")
 
+_FAR_BELOW = -1e30
+"""The bias of a masked key in FP32 and BF16, below every score; a finite one keeps a softmax free of NaN."""
+
 _SMALL_BIAS = 256.0
 """A bias of at most this size is added to FP16 scores as it is."""
 
@@ -73,9 +76,16 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: b
     The largest bias of a query is subtracted where it is large and would overflow, which a softmax cancels:
     in a wider type than the scores, and in FP16 if the sum is FP16 as well (`in_score_type`).
     """
-    numbers = mask.additive
-    overflows = in_score_type and call.dtype == ir.DataType.FLOAT16
-    if numbers is None or not (overflows or _lowest(_dtype(numbers)) < _lowest(call.dtype)):
+    numbers, is_fp16 = mask.additive, call.dtype == ir.DataType.FLOAT16
+    if numbers is None and is_fp16:
+        # Any number of FP16 would let a masked key win over a visible one whose score is low enough. The
+        # softmax of a fully masked query is then NaN, which `zero_masked_queries` replaces. TensorRT-RTX
+        # 1.7.1 turns a Where of 0 and -inf into a list of blocks, with eight more kernels.
+        return b.op("Log", b.op("Cast", mask.visible, to=int(call.dtype)), name="mask_bias")
+    if numbers is None:
+        return plain_bias(b, call, mask, masked=_FAR_BELOW)
+    overflows = in_score_type and is_fp16
+    if not (overflows or _lowest(_dtype(numbers)) < _lowest(call.dtype)):
         return plain_bias(b, call, mask)
     dtype = _dtype(numbers)
     if mask.visible is not None:
@@ -84,18 +94,14 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: b
     return _to_score_type(b, call, _without_large_top(b, numbers))
 
 
-def plain_bias(b: NodeBuilder, call: AttentionCall, mask: Mask) -> ir.Value:
-    """The numbers of the mask in the type of the scores, and -inf for masked keys.
-
-    Any finite number would let a masked key win over a visible one whose score is low enough. The softmax of
-    a fully masked query is then NaN; `zero_masked_queries` replaces it.
-    """
+def plain_bias(b: NodeBuilder, call: AttentionCall, mask: Mask, *, masked: float = NEG_INF) -> ir.Value:
+    """The numbers of the mask in the type of the scores, and `masked` for masked keys."""
     numbers = b.constant(0.0, call.dtype)
     if mask.additive is not None:
         numbers = _to_score_type(b, call, mask.additive)
     if mask.visible is None:
         return numbers
-    return b.op("Where", mask.visible, numbers, b.constant(NEG_INF, call.dtype), name="mask_bias")
+    return b.op("Where", mask.visible, numbers, b.constant(masked, call.dtype), name="mask_bias")
 
 
 def _without_large_top(b: NodeBuilder, numbers: ir.Value) -> ir.Value:
