@@ -1,0 +1,232 @@
+"""Every combination of a plan is a task: what is done is not done again, and a failure stays in its cell."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import mha_deploy as md
+from mha_deploy.regression.matrix import read_plan, run_matrix
+
+RTX = {"name": "rtx", "backend": "tensorrt-rtx"}
+
+
+def plan_of(*models, **settings):
+    return {"models": list(models), "runtimes": [RTX], **settings}
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("models = [", "cannot be read"),
+        ("models = []\nruntimes = [{name = 'a'}]", "empty"),
+        ("models = ['tiny-mha']\nruntimes = []", "empty"),
+        ("models = ['tiny-mha']\nruntimes = [{name = 'a'}, {name = 'a'}]", "same name"),
+        ("models = ['tiny-mha']\nruntimes = [{name = 'a', path = '/none'}]", "not there"),
+        ("models = ['tiny-mha']\nruntimes = [{name = 'a', path = '/', pip = ['b']}]", "one place"),
+        ("models = ['tiny-mha']\nruntimes = [{name = 'a', backend = 'onnx'}]", "cannot be read"),
+        ("models = ['tiny-mha']\nruntimes = [{name = 'a'}]\nspeed = 3", "cannot be read"),
+        ("models = ['tiny-mha']\nruntimes = [{name = 'a'}]\n[options.x]\nlevel = 3", "No such option"),
+        ("models = ['tiny-mha']\nruntimes = [{name = 'a'}]\nprecisions = ['fp8']", "cannot be read"),
+    ],
+)
+def test_a_plan_that_is_wrong_is_refused(tmp_path, refused, text, what):
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    refused("matrix", path, "-o", tmp_path / "out", "--jobs", "1", what=what)
+    assert not (tmp_path / "out").exists()
+
+
+# -- which cells are done --------------------------------------------------------------------------
+
+
+class Scripted:
+    """Workers whose results are given."""
+
+    def __init__(self, version="1.0", **statuses):
+        self.version, self.statuses, self.ran = version, statuses, []
+
+    def probe(self, runtime, gpu):
+        if self.version is None:
+            return {"problem": "not installed"}
+        return {"version": self.version, "gpu": "" if gpu == "none" else gpu}
+
+    def run(self, tasks):
+        for task in reversed(tasks):
+            self.ran.append((task.cell.model, task.cell.runtime, task.cell.options))
+            status = self.statuses.get(task.cell.options, "built")
+            engine = {
+                "name": "rtx", "backend": "tensorrt-rtx", "version": self.version, "precision": "fp16",
+                "fused": [int(status == "built"), 1], "precision_status": "verified", "engine_bytes": 1000,
+                "seconds": 2.0, "nodes": [{"node": "attention", "status": "fused"}],
+            }  # fmt: skip
+            report = {"model": {"name": task.cell.model, "precision": "fp16"}, "engines": [engine]}
+            why = "" if status == "built" else "the reason"
+            report = None if status in ("crashed", "refused") else report
+            yield task, {"status": status, "why": why, "seconds": 1.0, "report": report}
+
+
+def refuse_export(entry, precision, target):
+    raise md.DeployError("There is no such model.", got=entry.model)
+
+
+def run(plan, folder, workers, **callbacks):
+    return run_matrix(read_plan(plan), folder, workers, refuse_export, **callbacks)
+
+
+def test_a_second_run_does_only_what_is_missing(bundles, tmp_path):
+    plan = plan_of(str(bundles("tiny-gqa").path), options={"a": {}, "b": {"optimization_level": 5}})
+    first = Scripted(b="crashed")
+    done = run(plan, tmp_path, first)
+    assert [cell.status for cell in done.cells] == ["built", "crashed"]
+    assert not done.passed
+    again = Scripted()
+    done = run(plan, tmp_path, again)
+    assert [options for _, _, options in again.ran] == ["b"]  # what crashed is tried again
+    assert [(cell.status, cell.is_new) for cell in done.cells] == [("built", False), ("built", True)]
+    assert done.passed
+    idle = Scripted()
+    run(plan, tmp_path, idle)
+    assert idle.ran == []
+    for change in (Scripted(version="1.1"), Scripted()):
+        other = plan if change.version != "1.0" else {**plan, "options": {"a": {"optimization_level": 1}}}
+        run(other, tmp_path, change)
+        assert change.ran  # another version, or other options under the same name
+
+
+def test_a_result_that_was_cut_short_is_done_again(bundles, tmp_path):
+    plan = plan_of(str(bundles("tiny-gqa").path))
+    run(plan, tmp_path, Scripted())
+    (kept,) = (tmp_path / "cells").iterdir()
+    kept.write_text(kept.read_text()[:100])
+    workers = Scripted()
+    assert run(plan, tmp_path, workers).passed
+    assert len(workers.ran) == 1
+
+
+def test_what_cannot_be_done_is_unavailable_with_the_reason(bundles, tmp_path):
+    seen = []
+    plan = plan_of(str(bundles("tiny-gqa").path), "no-such-model")
+    done = run(plan, tmp_path, Scripted(), on_cell=lambda cell, count, total: seen.append((count, total)))
+    assert [cell.status for cell in done.cells] == ["built", "unavailable"]
+    assert "no such model" in done.cells[1].why
+    assert seen == [(1, 2), (2, 2)]
+    gone = run(plan, tmp_path, Scripted(version=None))
+    assert {cell.why for cell in gone.cells} == {"not installed", "There is no such model. no-such-model"}
+
+
+# -- the merged report -----------------------------------------------------------------------------
+
+
+def test_one_report_that_compare_reads(bundles, tmp_path):
+    plan = plan_of(str(bundles("tiny-gqa").path))
+    plan["runtimes"] = [{**RTX, "name": "old"}, {**RTX, "name": "new"}]
+    done = run(plan, tmp_path, Scripted())
+    page = done.save(tmp_path / "good").read_text()
+    assert "1/1 fused, not run" in page
+    path = tmp_path / "good" / "matrix.json"
+    assert json.loads(path.read_text())["passed"] is True
+    assert md.compare(path, path).passed
+    assert md.compare(f"{path}#old", f"{path}#new").passed
+    with pytest.raises(md.DeployError, match="No cell has this runtime") as caught:
+        md.compare(f"{path}#odd", path)
+    assert "old" in caught.value.hint
+    worse = run(plan, tmp_path / "other", Scripted(default="crashed"))
+    worse.save(tmp_path / "worse")
+    found = md.compare(path, tmp_path / "worse")
+    assert {change.section for change in found.regressions} >= {"verdict", "coverage"}
+    assert "the reason" in worse.to_html()
+
+
+# -- for real --------------------------------------------------------------------------------------
+
+
+def test_cells_are_built_by_local_processes(bundles, tmp_path, run_cli):
+    pytest.importorskip("tensorrt_rtx")
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        f"models = ['{bundles('tiny-gqa').path}']\n"
+        "runtimes = [{name = 'rtx'}, {name = 'none', backend = 'tensorrt', path = '/'}]\n"
+        "gpus = ['none']\n"
+    )
+    done = run_cli("matrix", plan, "-o", tmp_path / "out", "--jobs", "2", "--json")
+    assert done.code == (1 if "unavailable" in done.out else 0)
+    cells = json.loads(done.out)["cells"]
+    assert (cells[0]["status"], cells[0]["report"]["engines"][0]["fused"]) == ("built", [1, 1])
+    assert cells[0]["version"]
+
+
+FAKE = """
+import os
+__version__ = "0.0"
+class Logger:
+    def __init__(self, *args): os.abort()
+ILogger = Logger
+"""
+
+
+@pytest.mark.slow
+def test_a_build_that_crashes_fails_its_cell_alone(bundles, tmp_path):
+    pytest.importorskip("tensorrt_rtx")
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "tensorrt_rtx.py").write_text(FAKE)
+    plan = plan_of(str(bundles("tiny-gqa").path))
+    plan["runtimes"] = [{**RTX, "name": "broken", "path": str(tmp_path / "fake")}, RTX]
+    done = md.matrix(plan, tmp_path / "out", jobs=2)
+    assert [cell.status for cell in done.cells] == ["crashed", "built"]
+
+
+@pytest.fixture(scope="module")
+def rtx_versions(tmp_path_factory):
+    """Folders with the TensorRT-RTX versions that can be installed here, by version."""
+    given = os.environ.get("MHA_DEPLOY_RTX_VERSIONS")  # folders of `pip install --target`
+    if given:
+        return {path.rstrip("/").rpartition("/")[2]: path for path in given.split(os.pathsep)}
+    found = {}
+    for version in ("1.4.0.76", "1.5.0.114", "1.6.1.120", "1.7.1.116"):
+        target = tmp_path_factory.mktemp("rtx") / version
+        command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(target)]
+        done = subprocess.run([*command, f"tensorrt-rtx-cu13=={version}"], capture_output=True)
+        if done.returncode == 0:
+            found[version] = str(target)
+    return found
+
+
+@pytest.mark.slow
+def test_a_cluster_that_loses_a_node_finishes_the_matrix(bundles, tmp_path, rtx_versions):
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    assert len(rtx_versions) > 1, "no two versions of TensorRT-RTX can be installed here"
+    models = [str(bundles(name).path) for name in ("tiny-gqa", "tiny-padding", "tiny-mha")]
+    plan = plan_of(*models, gpus=["none", "L40S", "H200"], options={"default": {"allow_decomposed": True}})
+    plan["runtimes"] = [{**RTX, "name": name, "path": path} for name, path in rtx_versions.items()]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=1, num_gpus=1, resources={"accelerator_type:L40S": 1})
+        doomed, finished = cluster.add_node(num_cpus=1), []
+
+        def kill(cell, done, total):
+            finished.append(cell)
+            if sum(each.status == "built" for each in finished) == 1 and cell.status == "built":
+                cluster.remove_node(doomed, allow_graceful=False)
+
+        done = md.matrix(plan, tmp_path / "out", address=cluster.address, on_cell=kill)
+        assert len(done.cells) == len(finished) == 9 * len(rtx_versions)
+        by_gpu = {gpu: [cell for cell in done.cells if cell.gpu == gpu] for gpu in plan["gpus"]}
+        assert {cell.status for cell in by_gpu["H200"]} == {"unavailable"}
+        assert {cell.status for cell in by_gpu["L40S"]} == {"built"}
+        assert {cell.status for cell in by_gpu["none"]} <= {"built", "crashed"}
+        assert sum(cell.status == "crashed" for cell in by_gpu["none"]) <= 1
+        assert {cell.version for cell in by_gpu["none"]} == set(rtx_versions)
+        again = md.matrix(plan, tmp_path / "out", address=cluster.address)
+        assert {cell.status for cell in again.cells if cell.gpu != "H200"} == {"built"}
+        assert sum(cell.is_new for cell in again.cells if cell.gpu != "H200") <= 1
+    finally:
+        cluster.shutdown()
