@@ -5,23 +5,16 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mha_deploy.text import printable
+
 # A manifest of the largest models has a few megabytes.
 LARGEST_TEXT = 64 << 20
 _DEEPEST, _LONGEST, _LARGEST_NUMBER = 32, 1 << 20, 2**63
-# Everything that a terminal may act on: C0 and C1 controls but tab and newline, line and paragraph
-# separators, marks that reorder text, and what has no encoding.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    """Text for a terminal: control characters are written as escapes, such as \\x1b."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -63,7 +56,7 @@ def check_plain(data: Any, at: str = "$", depth: int = 0) -> None:
     elif isinstance(data, list | tuple):
         for index, value in enumerate(data):
             check_plain(value, f"{at}[{index}]", depth + 1)
-    elif isinstance(data, str) and (len(data) > _LONGEST or _CONTROL.search(data)):
+    elif isinstance(data, str) and (len(data) > _LONGEST or printable(data) != data):
         what = "a text of 1 MiB or more" if len(data) > _LONGEST else f"control characters in {data[:80]!r}"
         raise ValueError(f"Expected plain text, got {what} - at `{at}`")
     elif isinstance(data, int) and abs(data) >= _LARGEST_NUMBER:

@@ -96,6 +96,18 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+# -- Text that somebody else wrote -----------------------------------------------------------------
+
+# Everything that a terminal may act on: C0 and C1 controls but tab and newline, line and paragraph
+# separators, marks that reorder text, and what has no encoding.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: a control character is written as its escape, the four characters of x1b."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
 # -- Groups of equal lines: the layers of a model differ in little but their numbers ---------------
 
 Item = TypeVar("Item")

@@ -8,13 +8,16 @@ Everything heavier than the standard library is imported by the verb that needs 
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, TextIO
 
 import typer
 
@@ -35,6 +38,7 @@ from mha_deploy.cli.package import package
 from mha_deploy.cli.plugins import plugins
 from mha_deploy.cli.validate import validate
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, exit_as_error
+from mha_deploy.text import printable
 
 EXIT_INTERNAL_ERROR = 70
 EXIT_INTERRUPTED = 130
@@ -79,28 +83,116 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def main() -> None:
-    """Run the command line; an error that a user can act on is printed without a traceback."""
-    with _signals_as_interrupts() as ended_by:
+    """Run the command line; an error that a user can act on is printed without a traceback.
+
+    With `--json` stdout is JSON on every outcome: where there is no result, an object with the key `error`.
+    """
+    as_json = "--json" in sys.argv[1:]
+    with _signals_as_interrupts() as ended_by, _guarded_streams() as stdout:
+        code, error = EXIT_INTERNAL_ERROR, dict[str, str | None]()
         try:
             app(standalone_mode=True)
-        except DeployError as error:
-            typer.echo(f"error: {error}", err=True)
-            sys.exit(error.exit_code)
-        except OSError as error:
-            typer.echo(f"error: The operating system reported an error.\n  got: {error}", err=True)
-            sys.exit(EXIT_BAD_INPUT)
+            code = 0
+        except DeployError as raised:
+            code, error = raised.exit_code, {"what": raised.what, "got": raised.got, "hint": raised.hint}
+        except OSError as raised:
+            code, error = EXIT_BAD_INPUT, _error("The operating system reported an error.", str(raised))
         except KeyboardInterrupt:
-            _exit_interrupted(ended_by)
+            code = EXIT_INTERRUPTED
         except SystemExit as stop:
-            if stop.code == EXIT_INTERRUPTED:  # what Typer makes of Ctrl-C
-                _exit_interrupted(ended_by)
-            raise
-        except BaseException:  # noqa: BLE001 (a bug of this tool: its exit code must not read as a verdict)
+            code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+            if code == EXIT_BAD_INPUT and as_json:  # Typer printed what is wrong with the command line
+                usage = getattr(stop.__context__, "message", None)
+                error = _error("The command line is not valid.", usage, "--help")
+        except BaseException as raised:  # noqa: BLE001 (a bug of this tool: its exit code is not a verdict)
             traceback.print_exc()
-            typer.echo(
-                "error: This is a bug in mha-deploy.\n  try: report it with the traceback above", err=True
+            error = _error(
+                "This is a bug in mha-deploy.",
+                f"{type(raised).__name__}: {raised}",
+                "report it with the traceback",
             )
-            sys.exit(EXIT_INTERNAL_ERROR)
+        if code == EXIT_INTERRUPTED:  # Ctrl-C, also as Typer reports it, or another signal
+            typer.echo("terminated" if ended_by else "interrupted", err=True)
+            code = 128 + ended_by[0] if ended_by else code
+            error = _error("terminated" if ended_by else "interrupted")
+        elif error and error["what"] != "The command line is not valid.":
+            shown = DeployError(str(error["what"]), got=error["got"], hint=error["hint"])
+            typer.echo(f"error: {shown}", err=True)
+        if error and as_json and not stdout.has_text:
+            typer.echo(json.dumps({"error": {**error, "exit_code": code}}, indent=2))
+    sys.exit(code)
+
+
+def _error(what: str, got: str | None = None, hint: str | None = None) -> dict[str, str | None]:
+    return {"what": what, "got": got, "hint": hint}
+
+
+# What Rich writes to a terminal: styles and movements of the cursor.
+_STYLES = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r)")
+_PLAIN = str.maketrans(
+    {"–": "-", "−": "-", "×": "x", "µ": "u", "…": "...", "·": ".", "→": "->", "√": "sqrt "}
+)
+
+
+class _Guarded:
+    """A stream without control characters of names and messages, in any encoding, also when its reader left.
+
+    It has no `buffer`: nothing is written past it.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self.has_text = stream, False
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.errors = "replace"
+
+    def write(self, text: str) -> int:
+        if self.isatty():
+            text = "".join(
+                part if _STYLES.fullmatch(part) else printable(part) for part in _STYLES.split(text)
+            )
+        else:
+            text = printable(text)
+        try:
+            text.encode(self.encoding)
+        except UnicodeEncodeError:
+            text = text.translate(_PLAIN).encode(self.encoding, "replace").decode(self.encoding)
+        self.has_text = self.has_text or bool(text)
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def _drop(self) -> None:
+        """Write the rest to nowhere: a reader that has seen enough is no error."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+@contextmanager
+def _guarded_streams() -> Iterator[_Guarded]:
+    """Print through guarded streams meanwhile; yields stdout."""
+    before: tuple[Any, Any] = sys.stdout, sys.stderr
+    stdout = _Guarded(sys.stdout)
+    sys.stdout, sys.stderr = stdout, _Guarded(sys.stderr)  # type: ignore[assignment]
+    try:
+        yield stdout
+        stdout.flush()
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 @contextmanager
@@ -128,8 +220,3 @@ def _signals_as_interrupts() -> Iterator[list[int]]:
     finally:
         for each in own:
             signal.signal(each, signal.SIG_DFL)
-
-
-def _exit_interrupted(ended_by: Sequence[int]) -> NoReturn:
-    typer.echo("terminated" if ended_by else "interrupted", err=True)
-    sys.exit(128 + ended_by[0] if ended_by else EXIT_INTERRUPTED)

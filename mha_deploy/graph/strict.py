@@ -15,7 +15,7 @@ import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto
 
 from mha_deploy.errors import DeployError
-from mha_deploy.files import printable
+from mha_deploy.text import printable
 
 LARGEST_FILE = (1 << 31) - 1  # the limit of protobuf
 MOST_HEADS = 1 << 16
