@@ -24,6 +24,7 @@ SENTINEL = -1e4
 
 _OPSET, _IR_VERSION = 23, 11
 _SHORT, _LONG = 40, 72  # on either side of 64, at which most fused kernels cut the keys
+_BLOCKS = 400  # left padding of a third of it is more than 128 keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,20 @@ CASES: tuple[Case, ...] = (
         about="is_causal and left padding: the first queries are fully masked, zeros",
         is_causal=True,
         mask=MaskInput(pattern="left-padding", axes="B 1 S T"),
+    ),
+    Case(
+        name="masked-blocks",
+        about="every key of the first blocks of 64 or 128 is masked, as by left padding",
+        S=_SHORT,
+        T=_BLOCKS,
+        mask=MaskInput(pattern="left-padding", axes="B 1 S T"),
+    ),
+    Case(
+        name="masked-blocks-inf",
+        about="the same by -inf",
+        S=_SHORT,
+        T=_BLOCKS,
+        mask=MaskInput(pattern="left-padding", kind="-inf", axes="B 1 S T"),
     ),
     Case(
         name="gqa-mask",

@@ -105,12 +105,10 @@ def test_onnx_runtimes_own_operators_conform():
 
 
 def test_a_lowering_that_refuses_a_case_is_heard():
-    wide = Case(name="wide", about="", S=24, Hq=4, mask=MaskInput(pattern="padding"))
-    cells = column_of(runner_column("contrib", in_ort, "contrib"), cases=[wide])
+    wide = Case(name="wide", about="", S=24, D=264, mask=MaskInput(pattern="padding"))
+    cells = column_of(runner_column("plugin", in_ort, "plugin"), FP16, cases=[wide])
     assert cells["wide"].status == "refused"
-    assert cells["wide"].detail.startswith(
-        "The contrib dialect has no grouped heads with other key than query length (node 'wide')."
-    )
+    assert cells["wide"].detail.startswith("The plugin dialect has no head size above 256 (node 'wide').")
 
 
 @pytest.mark.parametrize("precision", [FP16, BF16], ids=lambda precision: precision.name)
@@ -353,7 +351,7 @@ def test_all_cases_are_one_engine():
     }
 
 
-@pytest.mark.parametrize(("precision", "found"), [(FP16, SWALLOWED), (FP32, KEPT)])
+@pytest.mark.parametrize(("precision", "found"), [(BF16, SWALLOWED), (FP16, KEPT), (FP32, KEPT)])
 def test_scores_that_rounding_loses_under_the_sentinel_are_noticed(precision, found):
     """In ONNX's evaluator, which rounds every result to its type on every processor."""
     column = engine_column("engine", in_reference, target=RTX, dialect="primitives")
