@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         open_runner,
         package,
         plugins,
+        replay,
         self_test,
         validate,
     )
@@ -84,6 +85,7 @@ __all__ = [
     "open_runner",
     "package",
     "plugins",
+    "replay",
     "self_test",
     "validate",
 ]

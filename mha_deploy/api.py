@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mha_deploy.model.spec import AttentionSpec, Axis
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
+    from mha_deploy.regression.record import Replay
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.serving.triton import Package
     from mha_deploy.validate import verdict
@@ -80,6 +81,7 @@ __all__ = [
     "open_runner",
     "package",
     "plugins",
+    "replay",
     "self_test",
     "validate",
 ]
@@ -176,7 +178,7 @@ def export(
     model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module,
     out: StrPath,
     *,
-    precision: str = "fp16",
+    precision: str = "auto",
     example_inputs: Mapping[str, Tensor | Example] | None = None,
     axes: Mapping[str, Sizes] | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -198,8 +200,8 @@ def export(
     Args:
         model: What `load_model` gives or takes.
         out: The folder to write.
-        precision: Types in the graph: `fp16`, `bf16` or `fp32`; of the user's own model also `auto`, FP16
-            except where it overflows. An ONNX file keeps its own precision, or becomes FP16 from float32.
+        precision: Types in the graph: `fp16`, `bf16`, `fp32` or `auto`. `auto` is FP16; in the user's own model
+            or a float32 ONNX file with FP32 where FP16 overflows. Other ONNX files keep their precision.
         example_inputs: See `load_model`.
         axes: See `load_model`; of an ONNX file the ranges of its symbolic dimensions.
         inputs: Of an ONNX file: arrays, or paths of `.npy` files, for inputs that are not to be drawn.
@@ -286,7 +288,7 @@ def import_onnx(
         out: The folder to write.
         axes: Ranges of its symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64.
         inputs: Arrays, or paths of `.npy` files, for inputs that are not to be drawn.
-        precision: `auto` (a float32 file becomes FP16 except where it overflows), or that of the file.
+        precision: See `export`.
         golden: Golden cases: `opt`, `min`, `odd`, or sizes; default: these three.
         seed: Seed of the drawn inputs.
         overwrite: Whether to replace a bundle that is there already.
@@ -957,6 +959,48 @@ class BenchReport:
 
         return write_bench(Path(folder), self.to_dict())[1]
 
+    def record(self, path: StrPath, command: Sequence[str] | None = None) -> None:
+        """Add every measurement as a line of JSON to a file, with its samples and what it was measured with.
+
+        Args:
+            path: The file.
+            command: The command that made it; default: that of this process.
+        """
+        from mha_deploy.regression.record import append_lines, bench_lines
+
+        append_lines(Path(path), bench_lines(self.records, command))
+
+
+def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: float = 0.05) -> Replay:
+    """Measure a line of the benchmark record again, and judge whether both agree.
+
+    Args:
+        line: The line, as `benchmarks/results/FILE.jsonl:12`.
+        bundle: Its bundle; default: the folder that was recorded.
+        tolerance: By how much the time may leave the range of the record, as a share.
+
+    Returns:
+        `status` (`agrees`, `differs` or `not comparable`), `why`, `recorded` and `measured`.
+
+    Raises:
+        DeployError: There is no such line, or the bundle is another one.
+        BackendUnavailable: There is no GPU, or the runtime cannot run here.
+
+    Example:
+        >>> md.replay("benchmarks/results/h200.jsonl:1", "out/bert").passed  # doctest: +SKIP
+    """
+    from mha_deploy.regression.record import Line, pick_line, replayed
+
+    recorded, _ = pick_line(line)
+    opened = _opened(recorded.bundle if bundle is None else bundle)
+
+    def measure(wanted: Line) -> ModelBench:
+        at = ",".join(f"{axis}={size}" for axis, size in wanted.sizes.items())
+        named = wanted.case if wanted.case in ("opt", "prefill", "decode") else at
+        return bench(opened, at=[named], backends=[wanted.runtime], samples=len(wanted.samples_us))
+
+    return replayed(line, opened, measure, tolerance)
+
 
 def bisect(
     bundle: Bundle | StrPath, backend: str | None = None, *, on_step: OnStep | None = None
@@ -1059,7 +1103,7 @@ def deploy(
     model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module,
     out: StrPath,
     *,
-    precision: str = "fp16",
+    precision: str = "auto",
     seed: int = 0,
     weights: StrPath | None = None,
     inputs: Mapping[str, Any] | None = None,

@@ -27,6 +27,10 @@ Jobs = Annotated[
     ),
 ]
 Address = Annotated[str | None, typer.Option(help="Address of a Ray cluster. default: Ray on this machine")]
+Record = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Add every engine that was built but not run to this file as a line."),
+]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the heat map as Markdown to stdout.")]
 
 
@@ -36,6 +40,7 @@ def matrix(
     jobs: Jobs = None,
     address: Address = None,
     markdown: Markdown = False,
+    record: Record = None,
     json: Json = False,
 ) -> None:
     """Build and judge every combination of models, precisions, runtimes, GPUs and options of a plan."""
@@ -46,6 +51,8 @@ def matrix(
     with _progress() as on_cell:
         found = md.matrix(plan, out, jobs=jobs, address=address, on_cell=on_cell)
     page = found.save(out)
+    if record is not None:
+        found.record(record)
     if json:
         from mha_deploy.cli.options import print_json
 

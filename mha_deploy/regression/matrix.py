@@ -28,6 +28,7 @@ from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.sections import Section
@@ -502,6 +503,11 @@ class Matrix:
         write_atomically(folder / "matrix.json", data.encode() + b"\n")
         write_atomically(folder / "matrix.html", page.encode())
         return folder / "matrix.html"
+
+    def record(self, path: Path) -> None:
+        """Add every engine that was built in this run, and not run, to a benchmark record."""
+        built = [cell for cell in self.cells if cell.status == "built" and cell.is_new]
+        append_lines(path, [build_line(vars(cell)) for cell in built])
 
 
 def _verdict_cell(cell: MatrixCell) -> TableCell:

@@ -1,0 +1,141 @@
+"""Lines of the benchmark record: tables are made of them, and a line can be judged against a new one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import mha_deploy as md
+from mha_deploy.regression.record import (
+    Line,
+    append_lines,
+    bench_lines,
+    evidence_table,
+    judge_replay,
+    latency_table,
+    read_lines,
+)
+from mha_deploy.report.table import markdown
+from mha_deploy.runtime.cuda import Conditions
+from mha_deploy.runtime.timing import Timing
+from mha_deploy.validate.bench import ModelBench
+from mha_deploy.validate.latency import LatencyPoint, LatencyRow
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+COOL = {"sm_mhz": 1980, "sm_mhz_max": 1980, "throttled_by": []}
+
+
+def line(p50, run="1", runtime="tensorrt", **changes):
+    known = {
+        "kind": "time", "run": run, "created": "2026-11-16T05:00:00Z", "commit": "abc", "command": ["bench"],
+        "versions": {}, "platform": "Linux", "gpu": "NVIDIA H200", "driver": "580", "model": "bert-base",
+        "precision": "fp16", "bundle": "out/bert", "bundle_sha256": "0" * 64, "runtime": runtime,
+        "backend": f"{runtime} 1.0", "sizes": {"B": 8, "S": 128}, "case": "opt", "parity": "passed",
+        "samples_us": [p50, p50, p50], "conditions": COOL,
+    }  # fmt: skip
+    return msgspec.convert({**known, **changes}, Line)
+
+
+def three(runtime, *times, **changes):
+    return [line(time, str(run), runtime, **changes) for run, time in enumerate(times)]
+
+
+def row_of(lines):
+    return markdown(latency_table(lines)).splitlines()[-1]
+
+
+def test_the_fastest_of_a_row_is_outside_the_spread_of_all_others():
+    apart = three("a", 10.0, 10.1, 10.2) + three("b", 11.0, 11.1, 11.2)
+    assert "**10.1 (10.0–10.2)**" in row_of(apart)
+    inside = three("a", 10.0, 10.1, 11.1) + three("b", 11.0, 11.1, 11.2)
+    assert "**" not in row_of(inside)
+
+
+@pytest.mark.parametrize(
+    ("lines", "mark"),
+    [
+        (three("a", 10.0, 10.1), "†"),
+        (three("a", 10.0, 10.1, 10.2, conditions={**COOL, "throttled_by": ["power cap"]}), "‡"),
+        (three("a", 10.0, 10.1, 10.2, conditions={**COOL, "sm_mhz": 1500}), "‡"),
+    ],
+)
+def test_few_processes_and_throttled_ones_are_marked_and_win_nothing(lines, mark):
+    row = row_of(lines + three("b", 20.0, 20.0, 20.0))
+    assert mark in row
+    assert "**" not in row
+
+
+def test_samples_of_one_process_are_one_process():
+    lines = [line(10.0), line(12.0), line(14.0)]
+    assert "†" in row_of(lines)
+    assert row_of(lines).split(" | ")[-1].startswith("1")
+
+
+def test_what_was_only_built_and_what_never_ran_is_listed():
+    engine = {"name": "e", "backend": "tensorrt-rtx", "version": "1.6.1", "sha256": "1"}
+    built = line(1.0, kind="build", samples_us=[], engine=engine)
+    timed = line(1.0, engine={**engine, "backend": "tensorrt", "version": "8.6.1"})
+    text = markdown(evidence_table([built, timed], ["tensorrt 8.6.1", "tensorrt 11.4.0"]))
+    assert "| tensorrt 11.4.0 | contract only |" in text
+    assert "| tensorrt-rtx 1.6.1 | built, not run |" in text
+    assert "| tensorrt 8.6.1 | measured |" in text
+
+
+def test_a_benchmark_becomes_lines_with_samples_and_hashes(bundles, tmp_path):
+    timing = Timing(
+        samples_us=(10.0, 11.0, 12.0), calls_per_sample=3, slots=4, graph=True, stable=True, host_us=1.0,
+        gpu="NVIDIA H200", conditions=Conditions(sm_mhz=1980, throttled_by=("power cap",)),
+    )  # fmt: skip
+    rows = (
+        LatencyRow(name="eager", backend="torch 2", family="pytorch", timing=timing),
+        LatencyRow(name="x", backend="x 1", family="tensorrt", refused="wrong answer: gain"),
+    )
+    point = LatencyPoint(case="opt", sizes={"B": 2}, flops=1, bytes=1, roofline=None, rows=rows)
+    bench = ModelBench(bundle=bundles("tiny-gqa"), engines=(), evaluations=(), absent=(), points=(point,))
+    path = tmp_path / "a" / "b.jsonl"
+    md.BenchReport([bench]).record(path, ["mha-deploy", "bench"])
+    append_lines(path, bench_lines([bench], ["again"]))
+    lines = read_lines(path)
+    assert [each.runtime for each in lines] == ["eager", "x"] * 2
+    assert lines[0].run == lines[1].run != lines[2].run
+    assert (lines[0].samples_us, lines[0].p50, lines[0].is_throttled) == ([10.0, 11.0, 12.0], 11.0, True)
+    assert (lines[0].parity, lines[1].parity) == ("passed", "wrong answer: gain")
+    assert len(lines[0].bundle_sha256) == 64
+    assert lines[0].command == ["mha-deploy", "bench"]
+    path.write_bytes(path.read_bytes() + b'{"kind": 1}\n')
+    with pytest.raises(md.DeployError, match="another format") as caught:
+        read_lines(path)
+    assert "b.jsonl:5" in caught.value.got
+
+
+@pytest.mark.parametrize(
+    ("p50", "changes", "status"),
+    [
+        (10.3, {}, "agrees"),
+        (9.0, {}, "differs"),
+        (12.0, {}, "differs"),
+        (12.0, {"conditions": {**COOL, "throttled_by": ["power cap"]}}, "not comparable"),
+        (10.3, {"gpu": "NVIDIA L40S"}, "not comparable"),
+    ],
+)
+def test_a_new_measurement_is_judged_against_the_range_of_the_record(p50, changes, status):
+    assert judge_replay(three("a", 10.0, 10.1, 10.2), line(p50, **changes), 0.05)[0] == status
+
+
+def test_a_line_that_cannot_be_measured_again_is_refused(bundles, tmp_path, refused):
+    path = tmp_path / "lines.jsonl"
+    append_lines(path, [line(1.0), line(1.0, samples_us=[], parity="wrong answer")])
+    refused("bench", "--replay", path, what="line of a record")
+    refused("bench", "--replay", f"{path}:3", what="no such line", hint="1 to 2")
+    refused("bench", "--replay", f"{path}:2", what="Nothing was timed", got="wrong answer")
+    refused("bench", "--replay", f"{path}:1", bundles("tiny-gqa").path, what="another bundle")
+    refused("bench", what="A bundle is needed")
+    refused("bench", bundles("tiny-gqa").path, "--processes", "3", what="need a file")
+
+
+def test_the_tables_of_the_record_match_its_lines():
+    command = [sys.executable, str(BENCHMARKS / "tables.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
