@@ -105,7 +105,7 @@ class Triton:
             time.sleep(0.1)
         text = self.text()
         self.__exit__()
-        raise RuntimeError(f"The server did not become ready:\n{text[-3000:]}")
+        raise RuntimeError(f"The server did not become ready:\n{text}")
 
     def __exit__(self, *error):
         if self.process.poll() is None:

@@ -1,0 +1,253 @@
+"""A bundle as a Triton model: every configuration is read back through Triton's own schema."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mha_deploy as md
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
+
+
+def config_of(package):
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2 as schema
+
+    return text_format.Parse((package.path / "config.pbtxt").read_text(), schema.ModelConfig())
+
+
+ADA = {"name": "NVIDIA L4", "compute_cap": "8.9"}
+
+
+# -- the Python backend ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(bundles, tmp_path):
+    def make(model, precision="fp16", /, **options):
+        return md.package(
+            bundles(model, precision), tmp_path / "models", **{"backends": ["ort-cpu"], **options}
+        )
+
+    return make
+
+
+def test_names_types_and_sizes_come_from_the_manifest(package):
+    found = config_of(package("tiny-padding"))
+    names = found.DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_number
+    tensors = (*found.input, *found.output)
+    kinds = {each.name: (names[each.data_type].name, list(each.dims)) for each in tensors}
+    assert kinds == {
+        "x": ("TYPE_FP16", [-1, 64]),
+        "key_lengths": ("TYPE_INT32", [1]),
+        "output": ("TYPE_FP16", [-1, 64]),
+    }
+    assert found.input[1].HasField("reshape")  # clients send [B, 1], the model gets [B]
+    assert found.max_batch_size == 4
+    assert found.HasField("dynamic_batching")
+    assert found.instance_group[0].kind == found.instance_group[0].KIND_CPU
+
+
+def test_warm_up_is_a_golden_case(package, bundles):
+    from mha_deploy.bundle.cases import golden_cases
+
+    made = package("tiny-gqa")
+    warmup = {each.name: each for each in config_of(made).model_warmup}
+    case = next(case for case in golden_cases(bundles("tiny-gqa")) if case.name == "opt")
+    entry = warmup["opt"].inputs["x"]
+    data = np.frombuffer((made.path / "warmup" / entry.input_data_file).read_bytes(), np.float16)
+    assert warmup["opt"].batch_size == case.sizes["B"]
+    assert np.array_equal(data.reshape(list(entry.dims)), case.inputs["x"][0])
+
+
+def test_an_input_without_a_batch_prevents_batching(package):
+    made = package("tiny-additive")
+    found = config_of(made)
+    assert made.max_batch == found.max_batch_size == 0
+    assert not found.HasField("dynamic_batching")
+    assert [len(each.dims) for each in found.input] == [3, 4]
+
+
+@pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
+def test_a_kv_cache_stays_on_the_server(package, name):
+    found = config_of(package(name, sequences=5))
+    assert [each.name for each in (*found.input, *found.output)] == ["x", "output"]
+    assert found.sequence_batching.oldest.max_candidate_sequences == found.max_batch_size == 5
+    assert found.parameters["sequences"].string_value == "5"
+    assert not found.model_warmup
+
+
+def test_a_served_model_is_known_by_its_bundle(package, bundles):
+    from mha_deploy.bundle.folder import sha256
+
+    found = config_of(package("tiny-gqa", name="other", instances=3, queue_delay_us=7))
+    assert found.name == "other"
+    assert found.instance_group[0].count == 3
+    assert found.dynamic_batching.max_queue_delay_microseconds == 7
+    own = sha256(bundles("tiny-gqa").path / "manifest.json")
+    assert found.parameters["mha_deploy_bundle_sha256"].string_value == own
+
+
+def test_a_model_of_that_name_is_replaced_only_on_request(package, tmp_path):
+    package("tiny-gqa")
+    with pytest.raises(md.DeployError, match="has a model of that name"):
+        package("tiny-gqa")
+    assert config_of(package("tiny-gqa", instances=2, overwrite=True)).instance_group[0].count == 2
+    foreign = tmp_path / "models" / "foreign"
+    foreign.mkdir()
+    (foreign / "config.pbtxt").write_text('name: "foreign"\n')
+    with pytest.raises(md.DeployError, match="did not write"):
+        package("tiny-gqa", name="foreign", overwrite=True)
+    assert sorted(each.name for each in (tmp_path / "models").iterdir()) == ["foreign", "tiny-gqa"]
+    assert [each.name for each in tmp_path.iterdir()] == ["models"]  # nothing half written is left
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 5}, "does not take such a batch"),
+        ({"variant": "onnx"}, "no such variant"),
+        ({"variant": "tensorrt_plan"}, "not a graph"),
+        ({"variant": "tensorrt_plan", "backends": ()}, "no TensorRT engine"),
+        ({"backends": ["ort-cpi"]}, "no engine of that name"),
+        ({"backends": ["ort-cpu", "ort-cuda"]}, "no engine of that name"),
+        ({"name": "../up"}, "cannot be the name"),
+        ({"instances": 0}, "instances is too small"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(package, options, message, tmp_path):
+    with pytest.raises(md.DeployError, match=message):
+        package("tiny-gqa", **options)
+    assert not (tmp_path / "models").exists()
+
+
+def test_a_batch_that_the_model_does_not_have_is_refused(package):
+    with pytest.raises(md.DeployError, match="cannot batch") as caught:
+        package("tiny-additive", max_batch=2)
+    assert "attention_bias" in caught.value.got
+    with pytest.raises(md.DeployError, match="batch of sequences"):
+        package("tiny-dynamic", max_batch=2)
+
+
+def test_bfloat16_has_no_arrays_in_the_python_backend(package):
+    with pytest.raises(md.DeployError, match="no bfloat16"):
+        package("tiny-padding", "bf16", backends=["onnx-reference"])
+
+
+def test_the_command_line_says_how_to_start_it(run_cli, bundles, tmp_path):
+    done = run_cli(
+        "package", bundles("tiny-gqa").path, "--triton", tmp_path / "m", "--backend", "ort-cpu", "--json"
+    )
+    assert done.code == 0, done.err
+    data = json.loads(done.out)
+    assert data["backends"] == ["ort-cpu"]
+    assert "tritonserver --model-repository=/models" in data["command"]
+    readme = (Path(data["path"]) / "README.md").read_text()
+    assert "docker run" in readme
+    assert "mha-deploy validate BUNDLE --url grpc://localhost:8001/tiny-gqa" in readme
+
+
+# -- TensorRT's own backend ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(with_engines, tmp_path):
+    def make(model, /, *engines, **options):
+        options = {"variant": "tensorrt_plan", **options}
+        return md.package(with_engines(model, *engines), tmp_path / "models", **options)
+
+    return make
+
+
+def test_a_plan_has_the_tensors_and_the_batch_of_its_profile(plan):
+    profile = {"B": "1:2:3", "S": "1:16:32"}
+    made = plan("tiny-gqa", {"profiles": [profile]})
+    found = config_of(made)
+    assert (found.platform, found.backend) == ("tensorrt_plan", "tensorrt")
+    assert found.max_batch_size == 3
+    assert found.instance_group[0].kind == found.instance_group[0].KIND_GPU
+    assert (made.path / "1" / found.default_model_filename).read_bytes().startswith(b"ftrt")
+    assert list(found.model_warmup[0].inputs["x"].dims) == [1, 64]
+
+
+def test_every_profile_is_offered(plan):
+    profiles = [{"B": "1:1:1", "S": "1:16:32"}, {"B": "1:4:4", "S": "1:16:32"}]
+    found = config_of(plan("tiny-gqa", {"profiles": profiles}))
+    assert list(found.instance_group[0].profile) == ["0", "1"]
+    assert found.max_batch_size == 4
+
+
+def test_one_model_serves_several_kinds_of_gpu(plan):
+    made = plan("tiny-gqa", {}, {"gpu": ADA})
+    files = dict(config_of(made).cc_model_filenames)
+    assert files == {"9.0": "engine-0.plan", "8.9": "engine-1.plan"}
+    plans = {(made.path / "1" / name).read_bytes() for name in files.values()}
+    assert len(plans) == 2
+
+
+def test_the_python_backend_takes_all_engines(with_engines, tmp_path):
+    folder = with_engines("tiny-gqa", {}, {"gpu": ADA})
+    made = md.package(folder, tmp_path / "models", backends=["engine-0", "engine-1"])
+    assert config_of(made).parameters["backends"].string_value == "engine-0,engine-1"
+    assert {"1/bundle/engines/engine-0.engine", "1/bundle/engines/engine-1.json"} <= set(made.files)
+    assert "1/bundle/model.onnx" not in made.files  # an engine needs no graph
+    from mha_deploy.serving.backend import ServedModel
+
+    with pytest.raises(md.DeployError, match="No packaged engine can run here") as caught:
+        ServedModel(made.path / "1", ["engine-0", "engine-1"], batched=True)
+    assert "engine-0" in caught.value.got
+    assert "engine-1" in caught.value.got
+
+
+PLUGIN = {
+    "library": "libmha_deploy_plugins_trt8.so",
+    "version": "0.1.0",
+    "sha256": "0" * 64,
+    "tensorrt": "8.6.0",
+    "plugins": [{"name": "MhaDeployAttention", "version": "1", "namespace": "mha_deploy"}],
+}
+
+
+def test_a_plugin_library_comes_along_with_the_flag_that_loads_it(plan, tmp_path, monkeypatch):
+    from plugin_libraries import write_library
+
+    library = write_library(tmp_path / "libraries")
+    monkeypatch.setenv("MHA_DEPLOY_PLUGINS", str(library))
+    made = plan("tiny-gqa", {"version": "8.6.0", "plugins": [PLUGIN]})
+    assert f"1/plugins/{library.name}" in made.files
+    assert f"--backend-config=tensorrt,plugins=/models/tiny-gqa/1/plugins/{library.name}" in made.command
+
+
+def test_a_missing_plugin_library_is_refused(plan, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("MHA_DEPLOY_PLUGINS", str(tmp_path / "empty"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    with pytest.raises(md.DeployError, match="plugin"):
+        plan("tiny-gqa", {"version": "8.6.0", "plugins": [PLUGIN]})
+
+
+@pytest.mark.parametrize(
+    ("name", "engines", "message"),
+    [
+        ("tiny-gqa", [{"backend": "tensorrt-rtx", "gpu": None}], "no TensorRT engine"),
+        ("tiny-gqa", [{}, {}], "same compute capability"),
+        ("tiny-gqa", [{}, {"gpu": ADA, "version": "10.9.0"}], "One server has one TensorRT"),
+        ("tiny-dynamic", [{}], "cannot keep this KV cache"),
+        ("tiny-preallocated", [{}], "cannot keep this KV cache"),
+    ],
+)
+def test_a_plan_that_triton_cannot_serve_is_refused(plan, name, engines, message):
+    with pytest.raises(md.DeployError, match=message):
+        plan(name, *engines)
+
+
+def test_a_profile_that_cannot_batch_is_refused(plan):
+    profile = {"B": "2:2:4", "S": "1:16:32"}
+    with pytest.raises(md.DeployError, match="cannot batch") as caught:
+        plan("tiny-gqa", {"profiles": [profile]}, max_batch=4)
+    assert "profile 0 of engine engine-0" in caught.value.got

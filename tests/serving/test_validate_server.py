@@ -1,0 +1,169 @@
+"""Validation through a server of the KServe v2 protocol that is not Triton."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+
+import mha_deploy as md
+
+pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
+
+
+def load_of(report):
+    return report.to_dict()["serving"]
+
+
+def test_golden_cases_pass_with_one_client_and_with_several(served, bundles):
+    server = served("tiny-padding")
+    report = md.validate(bundles("tiny-padding"), url=server.url, clients=(1, 4), requests=20)
+    assert report.passed, report.headline
+    one, four = load_of(report)
+    assert (one["clients"], four["clients"]) == (1, 4)
+    assert one["answered"] == one["requests"] >= 20
+    assert one["errors"] == four["errors"] == {}
+    assert one["judged"] > 0
+    assert four["wrong"] == 0
+    assert 0 < four["p50_ms"] <= four["p90_ms"] <= four["p99_ms"]
+    assert [each["cases"] for each in report.to_dict()["parity"]] == ["golden", "served", "served"]
+
+
+@pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
+def test_decode_traces_pass_as_interleaved_sequences(served, bundles, name):
+    server = served(name)
+    report = md.validate(bundles(name), url=server.url, clients=(3,), requests=1)
+    assert report.passed, report.headline
+    (found,) = report.to_dict()["decode"]
+    assert found["steps"] == 40
+    assert found["passed"]
+    assert load_of(report)[0]["requests"] == 3 * 41
+
+
+def test_a_served_model_is_a_runner(served, bundles):
+    server = served("tiny-padding")
+    with md.open_runner(f"{server.url}/tiny-padding/1") as runner:
+        assert md.check_parity(bundles("tiny-padding"), runner).passed
+
+
+def test_a_wrong_model_is_caught(served, bundles, run_cli, tmp_path):
+    """One output channel of one batch element is off by a percent."""
+
+    def spoil(outputs):
+        wrong = np.array(outputs["output"])
+        wrong[0, :, 5] *= np.float16(1.01)
+        return {"output": wrong}
+
+    server = served("tiny-gqa", after=spoil)
+    command = ("validate", bundles("tiny-gqa").path, "--url", server.url, "--clients", "2", "--requests", "4")
+    done = run_cli(*command, "-o", tmp_path, "--json")
+    assert done.code == 1
+    data = json.loads(done.out)
+    assert not data["verdict"]["passed"]
+    assert data["serving"][0]["wrong"] > 0
+
+
+def test_another_model_under_that_name_is_caught(served, bundles):
+    server = served("tiny-gqa")
+    server.config["name"] = "tiny-mha"  # the same tensors, other weights and heads
+    report = md.validate(bundles("tiny-mha"), url=server.url, clients=(1,), requests=1)
+    assert not report.passed
+
+
+def test_only_what_happens_under_load_is_wrong_is_caught(served, bundles):
+    """Right for one client at a time, and mixed up when requests overlap: the reason to test under load."""
+    busy = threading.Semaphore(1)
+    mixed = threading.Event()
+
+    def before(number):
+        if not busy.acquire(blocking=False):
+            mixed.set()
+        else:
+            threading.Event().wait(0.002)
+            busy.release()
+
+    def after(outputs):
+        if mixed.is_set():
+            mixed.clear()
+            return {name: np.roll(array, 1, axis=-1) for name, array in outputs.items()}
+        return outputs
+
+    server = served("tiny-gqa", before=before, after=after)
+    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(1, 8), requests=40)
+    one, eight = load_of(report)
+    assert one["wrong"] == 0
+    assert eight["wrong"] > 0
+    assert not report.passed
+
+
+def test_errors_are_counted_and_fail(served, bundles):
+    def before(number):
+        if number > 20 and number % 5 == 0:
+            raise RuntimeError("the connection is dropped")
+
+    server = served("tiny-gqa", before=before)
+    server.handle_error = lambda *arguments: None
+    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(2,), requests=30)
+    assert not report.passed
+    (point,) = load_of(report)
+    assert point["errors"]
+    assert point["answered"] < point["requests"]
+    assert point["first_error"]
+
+
+def test_a_server_that_does_not_answer_is_a_verdict(served, bundles):
+    stop = threading.Event()
+
+    def before(number):
+        if number > 12:
+            stop.wait(20)
+
+    server = served("tiny-gqa", before=before)
+    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(2,), requests=12, timeout_s=0.2)
+    stop.set()
+    assert not report.passed
+    (point,) = load_of(report)
+    assert point["errors"]["timeout"] > 0
+    assert "did not answer within 0.2 s" in point["first_error"]
+
+
+def test_a_server_that_goes_away_ends_the_load(served, bundles):
+    """What was answered is still judged, and the larger loads are not tried."""
+
+    def before(number):
+        if number == 20:
+            threading.Thread(target=lambda: (server.shutdown(), server.server_close())).start()
+        if number > 20:
+            raise ConnectionError("gone")
+
+    server = served("tiny-gqa", before=before)
+    server.handle_error = lambda *arguments: None
+    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(2, 8), requests=400, timeout_s=5)
+    assert not report.passed
+    (point,) = load_of(report)
+    assert point["errors"].get("not sent", 0) > 0
+    assert 0 < point["answered"] < 25
+    assert any(each.section == "serving" and each.level == "failure" for each in report.findings)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://host:1", "grpc://host", "http://host:x", "grpc://h:1/a/b/c", "host:1"]
+)
+def test_a_url_that_is_none_is_refused(refused, bundles, url):
+    refused("validate", bundles("tiny-gqa").path, "--url", url, what="URL", hint="grpc://HOST:PORT")
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_a_server_that_is_not_there_is_unavailable(refused, bundles, scheme):
+    url = f"{scheme}://127.0.0.1:9"
+    refused("validate", bundles("tiny-gqa").path, "--url", url, what="cannot be reached", code=3)
+
+
+def test_a_model_that_is_not_served_is_unavailable(served, refused, bundles):
+    server = served("tiny-gqa")
+    refused("validate", bundles("tiny-padding").path, "--url", server.url, what="no such model", code=3)
+
+
+def test_a_server_and_a_runtime_are_not_judged_together(refused, bundles):
+    command = ("validate", bundles("tiny-gqa").path, "--url", "grpc://h:1", "--backend", "ort-cpu")
+    refused(*command, what="in place of the runtimes")
