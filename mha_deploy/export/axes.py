@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import onnx_ir as ir
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.export import Dim as TorchDim
 from torch.export import ExportedProgram
 
-from mha_deploy.errors import ExportError
+from mha_deploy.errors import ExportError, SpecError
 from mha_deploy.model.deployable import LARGEST_ACTIVATION
-from mha_deploy.model.spec import Axis, Dim, TensorSpec
+from mha_deploy.model.spec import Axis, Dim, TensorSpec, size_of
 from mha_deploy.model.spec import Dim as NamedDim
 from mha_deploy.reference.inputs import seeded_generator
 
@@ -115,11 +115,13 @@ class ExportedModule:
         program: The program, decomposed to what the graph was made from.
         inputs: Names of the inputs, in the order of the graph.
         outputs: The dimensions of every output, in the order of the graph. None stands for a size that is
-            no sum of axes and numbers.
+            no expression of axes and numbers.
         nodes: FX node of every input and output by name, and of other values that could not keep the name of
             their node; the rest has it.
         traced_sizes: The size of every axis while it was traced.
         unproven: Axes whose smaller sizes PyTorch did not vouch for, so that they were tried instead.
+        fixed: Axes that could not vary, with the one size that they have.
+        notes: What a reader should know, such as why.
     """
 
     model: ir.Model
@@ -129,6 +131,8 @@ class ExportedModule:
     nodes: Mapping[str, str]
     traced_sizes: Mapping[str, int]
     unproven: tuple[str, ...] = ()
+    fixed: Mapping[str, Axis] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def node_of(self, value: str) -> str | None:
         """The FX node that computes a value of the graph; None where there is none."""
@@ -149,6 +153,7 @@ _LEAST = 2  # PyTorch takes sizes of 0 and 1 for constants
 _EASY = 5  # half of it, or one less, is not 1 either
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)  # seldom a number of heads, and never a multiple of one
 _SYMBOL = re.compile(r"\b[su]\d+\b")
+_SQUARE = re.compile(r"(\b\w+)\*\*2\b")
 
 
 def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[str, Axis]) -> dict[str, int]:
@@ -157,7 +162,7 @@ def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[st
     Equal sizes could be taken for one. The example's own sizes are known to work, so they come first. A
     narrow range may be left: tracing computes no numbers.
     """
-    shown = _shown_sizes(example, dims)
+    shown = shown_sizes(example, dims)
     sizes = {name: axis.min for name, axis in axes.items() if not axis.is_dynamic}
     taken = set(sizes.values()) | _fixed_sizes(example, dims)
     for name, axis in sorted(axes.items(), key=lambda item: item[1].max):
@@ -183,7 +188,8 @@ def _free_size(axis: Axis, shown: int | None, taken: set[int]) -> int:
     return size
 
 
-def _shown_sizes(example: Mapping[str, Tensor], dims: NamedDims) -> dict[str, int]:
+def shown_sizes(example: Mapping[str, Tensor], dims: NamedDims) -> dict[str, int]:
+    """The sizes of the axes in an example."""
     return {
         dim: size
         for name, tensor in example.items()
@@ -200,8 +206,12 @@ def _fixed_sizes(example: Mapping[str, Tensor], dims: NamedDims) -> set[int]:
     return fixed
 
 
+Kind = Literal["ranges", "from traced", "automatic"]
+"""What PyTorch is to prove: whole ranges, ranges from the traced sizes on, or what it finds by itself."""
+
+
 def dynamic_shapes(
-    dims: NamedDims, names: Sequence[str], axes: Mapping[str, Axis], sizes: Mapping[str, int], *, small: bool
+    dims: NamedDims, names: Sequence[str], axes: Mapping[str, Axis], sizes: Mapping[str, int], *, kind: Kind
 ) -> dict[str, dict[int, Any]]:
     """What may vary in every input, for `torch.export`. The relation of a sum to its axes follows by itself.
 
@@ -210,18 +220,17 @@ def dynamic_shapes(
         names: The inputs.
         axes: The axes.
         sizes: What they are traced at.
-        small: Whether PyTorch shall vouch for sizes smaller than those.
+        kind: What PyTorch is to prove of them.
     """
+    least = {name: axis.min if kind == "ranges" else sizes[name] for name, axis in axes.items()}
     torch_dims = {
-        name: TorchDim(
-            f"{TORCH_NAME}{name}", min=axis.min if small else sizes[name], max=max(axis.max, sizes[name])
-        )
+        name: TorchDim(f"{TORCH_NAME}{name}", min=least[name], max=max(axis.max, sizes[name]))
         for name, axis in axes.items()
         if axis.is_dynamic
     }
     return {
         name: {
-            index: _torch_dim(dim, torch_dims, sizes)
+            index: TorchDim.AUTO if kind == "automatic" else _torch_dim(dim, torch_dims, sizes)
             for index, dim in enumerate(dims.get(name, ()))
             if isinstance(dim, str) and any(part in torch_dims for part in dim.split("+"))
         }
@@ -263,14 +272,25 @@ class AxisNames:
                     self._names.setdefault(symbol, dim)
 
     def dims_of(self, shape: Sequence[int | torch.SymInt]) -> tuple[NamedDim | None, ...]:
-        """A shape in names and numbers; None where a size is no sum of them."""
-        return tuple(size if isinstance(size, int) else self._sum(str(size)) for size in shape)
+        """A shape in names and numbers; None where a size is no expression of them."""
+        return tuple(size if isinstance(size, int) else self._dim(str(size)) for size in shape)
 
     def rename(self, model: ir.Model) -> None:
         """Write the names on every shape of a graph."""
         for value in _values_in(model):
             if value.shape is not None:
                 value.shape = ir.Shape([self._onnx_dim(dim) for dim in value.shape])
+
+    def _dim(self, text: str) -> NamedDim | None:
+        found = self._sum(text)
+        if found is not None:
+            return found
+        found = _SQUARE.sub(r"\1*\1", self._replaced(text))
+        try:
+            size_of(found, dict.fromkeys(self._order, 64))
+        except (KeyError, SpecError):
+            return None
+        return found
 
     def _onnx_dim(self, dim: int | ir.SymbolicDim) -> int | str | None:
         if isinstance(dim, int):

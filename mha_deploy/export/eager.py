@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +56,66 @@ def _first_operand(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
 
 def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALVES else tensor
+
+
+@contextlib.contextmanager
+def dense_flex_attention() -> Iterator[None]:
+    """Let `flex_attention` compute its scores in plain operators, which can be exported.
+
+    Score and mask modifications are called once, on indices that broadcast to [B, H, S, T].
+    """
+    try:
+        from torch.nn.attention import flex_attention as flex
+    except ImportError:
+        yield
+        return
+
+    def block_mask(mask_mod: Any = None) -> Any:
+        one = torch.ones(1, 1, 1, dtype=torch.int32)  # one block that is larger than any length
+        large = flex._LARGE_SPARSE_BLOCK_SIZE
+        return flex.BlockMask.from_kv_blocks(
+            one, one[..., None] - 1, BLOCK_SIZE=large, mask_mod=mask_mod, compute_q_blocks=False
+        )
+
+    replaced = {
+        "flex_attention_hop": _dense_attention,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+        "create_mask": lambda *_, **__: None,
+        "_convert_mask_to_block_mask": lambda *_, **__: (None, None),
+        "_create_sparse_block_from_block_mask": lambda blocks, mask_mod, *_, **__: block_mask(mask_mod),
+        "_create_empty_block_mask": lambda *_: block_mask(),
+    }
+    before = {name: getattr(flex, name) for name in replaced if hasattr(flex, name)}
+    for name in before:
+        setattr(flex, name, replaced[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(flex, name, value)
+
+
+def _dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ key.transpose(-2, -1)).to(wide) * scale
+    sizes = (*query.shape[:3], key.shape[2])
+    b, h, i, j = (
+        torch.arange(size, device=query.device).view([-1 if at == axis else 1 for axis in range(4)])
+        for at, size in enumerate(sizes)
+    )
+    scores = score_mod(scores, b, h, i, j).expand(sizes)
+    mask = block_mask[-1](b, h, i, j)
+    if mask.dim():  # without a mask it is one True
+        scores = torch.where(mask, scores, -math.inf)
+    weights = scores.softmax(-1)
+    weights = torch.where(weights.isnan(), 0.0, weights)  # a fully masked query
+    largest, log_sum = scores.amax(-1), scores.logsumexp(-1)
+    return weights.to(value.dtype) @ value, log_sum / math.log(2), largest / math.log(2)
 
 
 def tensors_in(result: Any) -> list[Tensor]:

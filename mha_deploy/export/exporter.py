@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -42,6 +44,7 @@ from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_modu
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.fuse.repair import share_tied_weights
+from mha_deploy.graph.precision import write_bfloat16_as_float32
 from mha_deploy.model.deployable import Deployable, ModuleSpec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Axis, TensorSpec
@@ -92,7 +95,25 @@ def bundle_from_factory(
         axes: Axis ranges in place of the factory's.
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
     """
-    return export_bundle(_ModuleSource(reference, options or ExportOptions(), axes), target, on_step)
+    options = options or ExportOptions()
+    try:
+        return export_bundle(_ModuleSource(reference, options, axes), target, on_step)
+    except ExportError as error:
+        # Types and ranges are what `auto` is for: it exports the module in float32, as it is written.
+        text = f"{error.what} {error.got}"
+        if (
+            options.precision in ("fp16", "bf16")
+            and "auto" not in str(error.hint)
+            and _ABOUT_TYPES.search(text)
+        ):
+            hint = f"--precision auto{'' if error.hint is None else f', or {error.hint}'}"
+            raise ExportError(error.what, got=error.got, hint=hint) from error
+        raise
+
+
+_ABOUT_TYPES = re.compile(
+    r"not finite|infinit|NaN|overflow|dtype|scalar type|[Ff]loat(16|32)?\b|Half\b|in fp16"
+)
 
 
 # -- A catalog layer -------------------------------------------------------------------------------
@@ -106,7 +127,8 @@ class _LayerSource(Source):
 
     def __init__(self, spec: AttentionSpec, options: ExportOptions) -> None:
         self.spec, self.options, self.cache = spec, options, spec.cache
-        self.precision, self.opset = find_precision(options.precision), choose_opset(spec, options.opset)
+        self.precision = find_precision("fp16" if options.precision == AUTO else options.precision)
+        self.opset = choose_opset(spec, options.opset)
         self.plan = plan_golden(spec, options.golden, options.budget)
         self.notes, self.checks = list(self.plan.notes), {}
         self.steps = 5 + len(self.plan.cases) + (spec.kv_cache is not None)
@@ -205,7 +227,11 @@ class _ModuleSource(GraphSource):
         step.count += bool(user.loaded.kv_cache)
         step("ONNX graph")
         exported = self.exported = exported_program(user, opset=self.opset)
+        self.user = user = replace(user, loaded=user.loaded.with_axes(exported.fixed))
+        self.notes += exported.notes
         step("attention")
+        if self.precision.name != "bf16" and write_bfloat16_as_float32(exported.model):
+            self.notes.append("what the module computes in BF16 is FP32 in the graph")
         model = self.fused(exported.model)
         share_tied_weights(model)
         self.capture = ModuleCapture(user, exported, options.seed)
@@ -267,7 +293,7 @@ class _ModuleSource(GraphSource):
             dims = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
         if dims is None or any(dim is None for dim in dims):
             raise ExportError(
-                f"A size of output {name} is not a sum of axes and numbers.",
+                f"A size of output {name} is no expression of axes and numbers.",
                 got=dims,
                 hint="return it in a shape that follows the axes",
             )
@@ -275,6 +301,10 @@ class _ModuleSource(GraphSource):
 
     def trace(self, planned: PlannedTrace) -> DecodeTrace:
         return self.capture.trace(self.spec, planned)
+
+    def close(self) -> None:
+        if hasattr(self, "capture"):
+            self.capture.__exit__()
 
     def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
         """Look inside the first case whose attentions do not take too much memory."""

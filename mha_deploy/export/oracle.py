@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
-from torch.fx import Interpreter, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mha_deploy.errors import ExportError
@@ -79,6 +79,10 @@ _PRODUCTS = frozenset(
         _aten.scaled_dot_product_attention,
     }
 )
+# In float32 a mask of -1e9 absorbs the score that it is added to: a fully masked query gives the mean of the
+# values, and that is what the module means.
+_ABSORBING = -(2.0**26)
+_SUMS_OF_TWO = frozenset({_aten.add, _aten.add_, _aten.sub, _aten.sub_})
 _HALF_TO_FLOAT = frozenset({_aten._softmax, _aten._log_softmax})  # their third argument says: give float32
 
 
@@ -142,11 +146,12 @@ def _argument(exported: ExportedModule, spec: InputSpec, inputs: Mapping[str, Te
 class _Keeping(Interpreter):
     """Runs a program and keeps some of its values; the others are freed as soon as they are not needed."""
 
-    def __init__(self, program: ExportedProgram, keep: Collection[str]) -> None:
-        super().__init__(program.graph_module, garbage_collect_values=True)
+    def __init__(
+        self, program: ExportedProgram, keep: Collection[str], branch: GraphModule | None = None
+    ) -> None:
+        super().__init__(branch or program.graph_module, garbage_collect_values=True)
         self.kept: Values = {}
-        self._keep = frozenset(keep)
-        self._node = ""
+        self._program, self._keep, self._node = program, frozenset(keep), ""
 
     def run_node(self, n: Node) -> Any:
         self._node = n.name
@@ -156,9 +161,14 @@ class _Keeping(Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.higher_order.cond:
+            condition, *branches, operands = args
+            return type(self)(self._program, (), branches[0 if condition else 1]).run(*operands)
         if isinstance(target, torch._ops.HigherOrderOperator):
             raise ExportError(
-                "The module has control flow that hangs on its data.", got=target.name(), hint="torch.where"
+                "The module has control flow that its FP64 reference cannot follow.",
+                got=target.name(),
+                hint="torch.where, torch.cond, or a loop over a fixed number of steps",
             )
         return self.compute(target, args, kwargs)
 
@@ -174,8 +184,10 @@ class _Keeping(Interpreter):
 class _InFloat64(_Keeping):
     """Every floating-point number in FP64; weights are widened where they are used, one by one."""
 
-    def __init__(self, program: ExportedProgram, keep: Collection[str]) -> None:
-        super().__init__(program, keep)
+    def __init__(
+        self, program: ExportedProgram, keep: Collection[str], branch: GraphModule | None = None
+    ) -> None:
+        super().__init__(program, keep, branch)
         self._deciding = deciding_nodes(program)
 
     def compute(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,7 +202,11 @@ class _InFloat64(_Keeping):
         args, kwargs = tree_map_only(torch.dtype, lambda dtype: _WIDE.get(dtype, dtype), (args, kwargs))
         if _packet(target) in _HALF_TO_FLOAT:
             args = (*args[:2], False)
+        if _packet(target) is _aten.scaled_dot_product_attention:
+            args, kwargs = _fully_masked_alike(args, kwargs)
         result = super().compute(target, args, kwargs)
+        if _packet(target) in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
+            result = torch.where(result <= _ABSORBING, result.float().to(result.dtype), result)
         for each in tree_leaves(result):
             if isinstance(each, Tensor) and each.dtype in _WIDE:
                 raise ExportError(
@@ -218,6 +234,28 @@ class _InOwn(_Keeping):
         half = first.dtype
         args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype == half else x, (args, kwargs))
         return super().compute(target, args, kwargs).to(half)
+
+
+def _fully_masked_alike(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Attention with zeros for queries whose scores the mask absorbs: they attend to all such keys alike."""
+    given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
+    mask, rest = given.get("attn_mask"), args[4:]
+    if mask is None or not mask.is_floating_point() or not mask.numel():
+        return args, kwargs
+    best = mask.amax(-1, keepdim=True)
+    masked = (best <= _ABSORBING) & best.isfinite()
+    if not bool(masked.any()):
+        return args, kwargs
+    query = (
+        given["query"].clone().masked_fill_(masked, 0.0)
+    )  # a clone keeps the strides, which a view may need
+    mask = torch.where(masked, mask - best, mask)
+    kwargs = {
+        name: each for name, each in kwargs.items() if name not in ("query", "key", "value", "attn_mask")
+    }
+    return (query, given["key"], given["value"], mask, *rest), kwargs
 
 
 @contextlib.contextmanager

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from inspect import Parameter, Signature, signature
 from itertools import count
+from types import MethodType
 from typing import Any
 
 import onnx_ir as ir
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -21,13 +24,15 @@ from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import (
     AxisNames,
     ExportedModule,
+    Kind,
     NamedDims,
     draw_inputs,
     dynamic_shapes,
     inside,
+    shown_sizes,
     trace_sizes,
 )
-from mha_deploy.export.eager import Float32Accumulation, tensors_in
+from mha_deploy.export.eager import Float32Accumulation, dense_flex_attention, tensors_in
 from mha_deploy.export.explain import (
     comparing_multiples,
     constant_error,
@@ -41,7 +46,7 @@ from mha_deploy.export.explain import (
 )
 from mha_deploy.export.oracle import run_program
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.model.spec import Axis
+from mha_deploy.model.spec import Axis, TensorSpec
 
 # -- Names for what a module returns: a tensor, a tuple, a dictionary, or these in each other ------
 
@@ -194,17 +199,23 @@ def check_small_sizes(
     Raises:
         ExportError: The module does not run at such a size, or the program computes something else there.
     """
-    for sizes in _sizes_to_try(axes, exported):
+    _check_sizes(exported, module, draw, _sizes_to_try(axes, exported))
+
+
+def _check_sizes(
+    exported: ExportedModule, module: nn.Module, draw: DrawInputs, every: Iterable[Mapping[str, int]]
+) -> None:
+    for sizes in every:
         example = draw(sizes)
-        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        for name, want, got in _results(exported, module, example, said):
+        at = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        for name, want, got in _results(exported, module, example, at):
             if want.shape == got.shape and _close(want, got):
                 continue
             if want.isfinite().all() and not got.isfinite().all():
-                refuse_infinite_constants(exported.program, f"output {name} at {said}")
+                refuse_infinite_constants(exported.program, f"output {name} at {at}")
             raise ExportError(
                 "The module does something else at its smaller sizes, which its trace does not show.",
-                got=f"output {name} at {said}",
+                got=f"output {name} at {at}",
                 hint="axes that begin at a larger size",
             )
 
@@ -268,6 +279,39 @@ def _sizes_to_try(axes: Mapping[str, Axis], exported: ExportedModule) -> Iterato
             yield {**traced, name: size}
 
 
+def _outside_guards(
+    program: ExportedProgram, dims: NamedDims, axes: Mapping[str, Axis], traced: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
+    """Sizes of the axes, of those near their bounds and their optimum, that break a guard of the program."""
+    symbols, guards = {}, []
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is not InputKind.USER_INPUT:
+            continue
+        value = next(node.meta["val"] for node in program.graph.nodes if node.name == spec.arg.name)
+        for dim, size in zip(dims.get(spec.arg.name, ()), getattr(value, "shape", ()), strict=False):
+            if isinstance(size, torch.SymInt) and isinstance(dim, str) and not str(size).isdigit():
+                symbols[size.node.expr] = dim
+                guards = [guard.expr for guard in size.node.shape_env.guards]
+    for name, axis in axes.items():
+        near = {*range(axis.min, axis.min + _MOST_TRIED), *range(axis.max - _MOST_TRIED, axis.max + 1)}
+        for size in sorted(each for each in near | {axis.opt} if axis.min <= each <= axis.max):
+            sizes = {**traced, name: size}
+            given = {
+                symbol: TensorSpec(name="", kind="", dims=(dim,)).shape(sizes)[0]
+                for symbol, dim in symbols.items()
+            }
+            if not all(_holds(guard, given) for guard in guards):
+                yield sizes
+                break
+
+
+def _holds(guard: Any, sizes: Mapping[Any, int]) -> bool:
+    try:
+        return guard.xreplace(sizes) is not sympy.false
+    except (ZeroDivisionError, RuntimeError, TypeError):  # half of one size, divided by
+        return False
+
+
 # -- From anybody's module to an ONNX graph, together with the program it was made from ------------
 
 _FLOATS = {
@@ -303,14 +347,13 @@ def export_program(
         ExportError: PyTorch cannot export it, an axis cannot vary as wanted, an input is not used, the
             module changes its own buffers or inputs, or gives other results each time.
     """
-    sizes = trace_sizes(inputs, dims, axes)
-    example = draw_inputs(inputs, dims, sizes, seed=0)
     with _evaluating(module):
-        traced, small = _traced(module, example, dims, axes, sizes)
-        names = list(named_outputs(traced, output_names, list(inputs)))
-        model, program = _translated(traced, example, opset)
+        with _explicit_forward(module, list(inputs)):
+            traced = _traced(module, inputs, dims, axes)
+        axes, sizes = traced.axes, traced.sizes
+        names = list(named_outputs(traced.program, output_names, list(inputs)))
+        model, program = _translated(traced.program, draw_inputs(inputs, dims, sizes, seed=0), opset)
         _refuse_changes(program)
-        _refuse_control_flow(program)
         fed = _fed_nodes(program)
         returned = dict(zip(names, _returned_nodes(program), strict=True))
         _settle_inputs(model, fed, list(inputs))
@@ -326,30 +369,59 @@ def export_program(
             outputs={name: axis_names.dims_of(values[node].shape) for name, node in returned.items()},
             nodes={**moved, **fed, **returned},
             traced_sizes=sizes,
-            unproven=() if small else tuple(name for name, axis in axes.items() if axis.min < sizes[name]),
+            unproven=traced.unproven,
+            fixed={name: axis for name, axis in axes.items() if name in traced.fixed},
+            notes=traced.notes,
         )
         draw = draw or (lambda at: draw_inputs(inputs, dims, at, seed=1))
         check_repeats(module, draw(inside(axes, sizes)))
-        check_small_sizes(exported, module, axes, draw)
+        try:
+            check_small_sizes(exported, module, axes, draw)
+            _check_sizes(exported, module, draw, traced.outside)
+        except ExportError as error:
+            raise traced.refusal or error from error
     return exported
 
 
 # -- PyTorch's two steps ---------------------------------------------------------------------------
 
 
-def _traced(
-    module: nn.Module,
-    example: dict[str, Tensor],
-    dims: NamedDims,
-    axes: Mapping[str, Axis],
-    sizes: Mapping[str, int],
-) -> tuple[ExportedProgram, bool]:
-    """The program, and whether PyTorch vouches for it at sizes smaller than those it was traced at."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Traced:
+    """A module as PyTorch traced it.
 
-    def trace(small: bool = True) -> ExportedProgram:
-        shapes = dynamic_shapes(dims, list(example), axes, sizes, small=small)
+    Args:
+        program: The program.
+        axes: Its axes; those that could not vary have one size.
+        sizes: What it was traced at.
+        unproven: Axes whose smaller sizes PyTorch does not vouch for.
+        outside: Sizes that break a guard of the program: it must be compared with the module there.
+        refusal: What to raise where that comparison fails: why the first attempt did.
+        fixed: Axes that could not vary.
+        notes: What a reader should know.
+    """
+
+    program: ExportedProgram
+    axes: Mapping[str, Axis]
+    sizes: dict[str, int]
+    unproven: tuple[str, ...] = ()
+    outside: Sequence[Mapping[str, int]] = ()
+    refusal: ExportError | None = None
+    fixed: Collection[str] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _traced(
+    module: nn.Module, inputs: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[str, Axis]
+) -> _Traced:
+    """Trace a module: with the ranges of its axes, else with PyTorch's own, else with fewer dynamic axes."""
+    sizes = trace_sizes(inputs, dims, axes)
+    example = draw_inputs(inputs, dims, sizes, seed=0)
+
+    def trace(kind: Kind = "ranges", *, strict: bool = False) -> ExportedProgram:
+        shapes = dynamic_shapes(dims, list(example), axes, sizes, kind=kind)
         with comparing_multiples():
-            return torch.export.export(module, (), example, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(module, (), example, dynamic_shapes=shapes, strict=strict)
 
     def name_of(name: str, index: int) -> str:
         named = dims.get(name, ())
@@ -357,18 +429,68 @@ def _traced(
 
     first = _tried(trace)
     if isinstance(first, ExportedProgram):
-        return first, True
+        return _Traced(program=first, axes=axes, sizes=sizes)
     if may_be_small_sizes(first):
         # A size that follows from others, such as S-1, may be 1 at a small one, which PyTorch takes apart.
-        second = _tried(lambda: trace(small=False))
+        second = _tried(lambda: trace("from traced"))
         if isinstance(second, ExportedProgram):
-            return second, False
-    raise explain_failure(first, name_of, trace) from first
+            small = tuple(name for name, axis in axes.items() if axis.min < sizes[name])
+            return _Traced(program=second, axes=axes, sizes=sizes, unproven=small)
+    refusal = explain_failure(first, name_of, trace)
+    constant: set[str] = set()
+    for strict in (False, True):
+        found = _tried(lambda strict=strict: trace("automatic", strict=strict))
+        if isinstance(found, ExportedProgram):
+            if not (static := _static_axes(found, dims, axes)):
+                outside = list(_outside_guards(found, dims, axes, sizes))
+                return _Traced(program=found, axes=axes, sizes=sizes, outside=outside, refusal=refusal)
+            constant = constant or static
+    dynamic = [name for name, axis in axes.items() if axis.is_dynamic]
+    for fixed in dict.fromkeys((tuple(sorted(constant)), tuple(dynamic[1:]), tuple(dynamic))):
+        shown = inside(axes, {**sizes, **shown_sizes(inputs, dims)})
+        for at in ({name: axes[name].opt for name in fixed}, {name: shown[name] for name in fixed}):
+            narrow = {**axes, **{name: Axis(min=size, opt=size, max=size) for name, size in at.items()}}
+            found = _narrow(module, inputs, dims, narrow) if fixed else None
+            if found is not None:
+                said = ", ".join(f"{name}={size}" for name, size in at.items())
+                note = f"{said} only: {refusal.what} {refusal.got or ''}".strip()
+                return dataclasses.replace(found, fixed=fixed, notes=(note,))
+    raise refusal from first
+
+
+def _narrow(
+    module: nn.Module, inputs: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[str, Axis]
+) -> _Traced | None:
+    """The module with fewer dynamic axes; None where PyTorch cannot trace that either."""
+    sizes = trace_sizes(inputs, dims, axes)
+    example = draw_inputs(inputs, dims, sizes, seed=0)
+    shapes = dynamic_shapes(dims, list(example), axes, sizes, kind="automatic")
+    for strict in (False, True):
+        found = _tried(
+            lambda strict=strict: torch.export.export(
+                module, (), example, dynamic_shapes=shapes, strict=strict
+            )
+        )
+        if isinstance(found, ExportedProgram) and not _static_axes(found, dims, axes):
+            outside = list(_outside_guards(found, dims, axes, sizes))
+            return _Traced(program=found, axes=axes, sizes=sizes, outside=outside)
+    return None
+
+
+def _static_axes(program: ExportedProgram, dims: NamedDims, axes: Mapping[str, Axis]) -> set[str]:
+    """The axes that became numbers while PyTorch traced."""
+    fed, values = _fed_nodes(program), {node.name: node.meta.get("val") for node in program.graph.nodes}
+    return {
+        dim
+        for name, node in fed.items()
+        for dim, size in zip(dims.get(name, ()), values[node].shape, strict=False)
+        if dim in axes and axes[dim].is_dynamic and str(size).isdigit()  # a symbol may stand for a number
+    }
 
 
 def _tried(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
     try:
-        with quiet(), silenced():
+        with quiet(), silenced(), dense_flex_attention():
             return trace()
     except Exception as error:  # whatever the user's module raises, or PyTorch
         if was_interrupted(error):
@@ -379,6 +501,7 @@ def _tried(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
 def _translated(
     traced: ExportedProgram, example: dict[str, Tensor], opset: int
 ) -> tuple[ir.Model, ExportedProgram]:
+    _share_single_heads(traced)
     try:
         with quiet():
             result = torch.onnx.export(
@@ -391,6 +514,37 @@ def _translated(
     if result is None or result.exported_program is None:
         raise ExportError("PyTorch gave no ONNX program.")
     return result.model, result.exported_program
+
+
+def _share_single_heads(program: ExportedProgram) -> None:
+    """Write one key and value head that broadcasts over the queries' as grouped heads, which ONNX has."""
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+            query, key = (each.meta["val"].shape for each in node.args[:2])
+            if len(query) == len(key) == 4 and key[1] == 1 and query[1] != 1:
+                node.kwargs = {**node.kwargs, "enable_gqa": True}
+
+
+@contextlib.contextmanager
+def _explicit_forward(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """A `forward` with a parameter for every input, as `**kwargs` have no place in `dynamic_shapes`."""
+    if all(each.kind is not each.VAR_KEYWORD for each in signature(module.forward).parameters.values()):
+        yield
+        return
+    own, before = module.forward, module.__dict__.get("forward")
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(**dict(zip(names, args, strict=False)), **kwargs)
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
+    forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    module.forward = MethodType(forward, module)
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 @contextlib.contextmanager
@@ -426,17 +580,6 @@ def _refuse_changes(program: ExportedProgram) -> None:
             got=", ".join(changed),
             hint="copy it before changing it in place",
         )
-
-
-def _refuse_control_flow(program: ExportedProgram) -> None:
-    """Nobody here can say what is true of a branch that was not taken."""
-    for node in program.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise ExportError(
-                "The module has control flow that hangs on its data.",
-                got=node.target.name(),
-                hint="torch.where",
-            )
 
 
 def _cast_outputs(model: ir.Model, returned: Sequence[Tensor]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from operator import add, floordiv, mod, mul, sub
 from typing import Any, TypeVar
 
 from mha_deploy.errors import SpecError, nearest
@@ -21,7 +23,7 @@ CACHES, CACHES_OUT = ("key_cache", "value_cache"), ("key_cache_out", "value_cach
 CACHE_TENSORS = {"dynamic": (PAST, PRESENT), "preallocated": (CACHES, CACHES_OUT)}
 LENGTHS = "lengths"  # of a preallocated cache: its valid rows
 
-Dim = str | int  # an axis, a sum of axes and numbers such as "P+S", or a number
+Dim = str | int  # an axis, an expression of axes and numbers such as "P+S", or a number
 Sizes = Mapping[str, int]
 
 
@@ -82,13 +84,36 @@ class TensorSpec:
     dims: tuple[Dim, ...]
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Replace axis names by the given sizes, and add up sums."""
-        return tuple(_size_of(dim, sizes) for dim in self.dims)
+        """Replace axis names by the given sizes, and compute sums and other expressions."""
+        return tuple(dim if isinstance(dim, int) else size_of(dim, sizes) for dim in self.dims)
 
 
-def _size_of(dim: Dim, sizes: Sizes) -> int:
-    parts = dim.split("+") if isinstance(dim, str) else (dim,)
-    return sum(int(part) if str(part).isdigit() else sizes[str(part)] for part in parts)
+_OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv, ast.Mod: mod}
+
+
+def size_of(dim: str, sizes: Sizes) -> int:
+    """The value of a dimension such as `P+S` or `(L - 5)//8 + 1`.
+
+    Raises:
+        KeyError: An axis has no size.
+        SpecError: It is no expression of whole numbers, axes, and `+ - * // %`.
+    """
+
+    def value(node: ast.AST) -> int:
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return int(_OPERATORS[type(node.op)](value(node.left), value(node.right)))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.Name):
+            return sizes[node.id]
+        raise SpecError("A dimension is no expression of axes and whole numbers.", got=dim)
+
+    try:
+        return value(ast.parse(dim, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, ZeroDivisionError) as error:
+        raise SpecError("A dimension is no expression of axes and whole numbers.", got=dim) from error
 
 
 def simplified(dim: Dim, fixed: Sizes) -> Dim:

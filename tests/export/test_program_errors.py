@@ -27,6 +27,15 @@ class OneSize(nn.Module):
         return x * count
 
 
+class OneLength(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mix", torch.randn(6, 6))
+
+    def forward(self, x):
+        return x.transpose(1, 2) @ self.mix  # of one length
+
+
 class EvenSizes(nn.Module):
     def forward(self, x):
         B, S, E = x.shape
@@ -100,7 +109,6 @@ class FailsWhenShort(nn.Module):
 
 
 CASES = {
-    OneSize: ("one size of S only", "S is always 6", "count = int(x.shape[1])  # a number from here on"),
     EvenSizes: ("every size of S", "(S % (S // 2)) == 0", "return x.view(B, S // 2, 2, E)  # half of them"),
     Short: (
         "every size of S",
@@ -136,6 +144,21 @@ def test_a_module_that_cannot_be_exported_is_explained(make, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_size_that_python_takes_for_a_number_still_varies():
+    exported = export_program(OneSize(), X, {"x": ("B", "S")}, AXES)
+    assert exported.outputs == {"output": ("B", "S", 4)}
+    assert not exported.fixed
+
+
+def test_an_axis_that_cannot_vary_is_fixed_and_the_note_names_the_line():
+    exported = export_program(OneLength(), X, {"x": ("B", "S")}, AXES)
+    assert exported.fixed == {"S": Axis(min=6, opt=6, max=6)}
+    assert exported.outputs == {"output": ("B", 4, 6)}
+    (note,) = exported.notes
+    assert note.startswith("S=6 only")
+    assert line_of("return x.transpose(1, 2) @ self.mix  # of one length") in note
+
+
 def test_inputs_that_nothing_hangs_on_are_named():
     inputs = {
         name: torch.randn(2, 6) for name in inspect.signature(Ignores.forward).parameters if name != "self"
@@ -146,7 +169,7 @@ def test_inputs_that_nothing_hangs_on_are_named():
 
 
 def test_a_module_is_left_as_it_was_also_after_a_failure():
-    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), OneSize())
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), AsksData())
     module[1].eval()
     with pytest.raises(ExportError):
         export_program(module, {"input": X["x"]}, {"input": ("B", "S")}, AXES)

@@ -71,7 +71,7 @@ def test_names_and_axes_are_the_users(step):
     assert dict(exported.outputs) == {
         "y": ("B", "S", 8),
         "linear_0": ("B", "P+S", 8),
-        "linear_1": ("B", None, 8),
+        "linear_1": ("B", "S - 1", 8),
         "past_out": ("B", "P", 8),
         "last": ("B", 8),
     }
