@@ -35,9 +35,10 @@ def open_regular(path: Path) -> BinaryIO:
 def read_regular(path: Path, limit: int = LARGEST_TEXT) -> bytes:
     """The content of a regular file; a larger one than the limit is an OSError."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > limit:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
             raise OSError(errno.EFBIG, f"Larger than {limit:,} bytes", str(path))
-        return file.read(limit)
+        return file.read(size)  # with a large limit, read(limit) would allocate that much
 
 
 def check_plain(data: Any, at: str = "$", depth: int = 0) -> None:
