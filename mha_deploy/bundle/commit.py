@@ -1,16 +1,20 @@
 """The commit step of a finished folder or file: it takes its place whole, or what is there stays.
 
 Only what this tool wrote is ever replaced. A folder that holds anything else is refused, and so is one that
-appeared while the new one was made, unless the user requested to overwrite.
+appeared while the new one was made, unless the user requested to overwrite. A lock on the folder makes
+writers wait for each other, and what a killed process left is removed by the next one.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mha_deploy.errors import BundleError
+from mha_deploy.files import read_regular
 
 _MANIFEST = "manifest.json"
 _TOOL = "mha-deploy"
@@ -28,6 +33,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # What is left when the tool is killed while it writes into a bundle.
 _PARTIAL = re.compile(r"\.lowered-\w+|\.trying-\w+|\..+\.partial-\w+")
 _TIMING_CACHE = re.compile(r"engines/timing-.+\.cache")
+# A younger temporary folder may be one that its process has not locked yet.
+_STALE_AFTER_S = 60.0
+_PATIENCE_S = 600.0
 _ENGINE_KEYS = {"backend", "bundle_sha256", "engine_sha256", "verdict"}
 
 
@@ -109,10 +117,86 @@ def commit_folder(new: Path, place: Path, *, overwrite: bool) -> tuple[str, ...]
                 got=place,
                 hint="another -o, or --overwrite",
             ) from error
-    gone = refuse_occupied(place, overwrite=True)
-    if not exchange(new, place):
-        _replace_in_two_steps(new, place)
+    with locked(place):
+        gone = refuse_occupied(place, overwrite=True)
+        if not exchange(new, place):
+            _replace_in_two_steps(new, place)
+        # The old folder is at `new` now. What came into it since the check must not go with it.
+        manifest = _read_own_manifest(new)
+        late = None if manifest is None else _contents(new, manifest)
+        if late is None or late.foreign or set(late.extras) - set(gone):
+            if not exchange(new, place):
+                _replace_in_two_steps(new, place)
+            raise BundleError(
+                "Another program wrote into the output folder in the meantime; it was left as it is.",
+                got=place,
+                hint="try again, or another -o",
+            )
     return gone
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this tool writes to a folder, and keep them waiting meanwhile.
+
+    Raises:
+        BundleError: Another process has not finished for minutes.
+    """
+    handle, deadline = os.open(folder, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + _PATIENCE_S
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise BundleError("Another process is writing there.", got=folder) from error
+                time.sleep(0.02)
+                continue
+            except OSError:  # some network disks have no locks
+                pass
+            break
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def temporary_folder(place: Path) -> Iterator[Path]:
+    """A locked folder beside a place, removed in the end; those of processes that were killed go first."""
+    collect_stale(place)
+    folder = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.chmod(0o755)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def collect_stale(place: Path) -> None:
+    """Remove what killed processes left beside a place; a bundle that one of them moved aside comes back."""
+    for folder in place.parent.glob(f".{_glob_escape(place.name)}.*-*"):
+        kind = folder.name.removeprefix(f".{place.name}.").split("-")[0]
+        if kind not in ("partial", "old") or folder.is_symlink() or not folder.is_dir():
+            continue
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _STALE_AFTER_S:
+                continue
+            handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+                if kind == "old" and (folder / "bundle").is_dir() and not os.path.lexists(place):
+                    os.rename(folder / "bundle", place)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+def _glob_escape(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -165,10 +249,27 @@ def written(path: Path, data: bytes) -> Iterator[Path]:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(handle)
         temporary.chmod(0o644)
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def refuse_foreign(folder: Path, name: str) -> None:
+    """Refuse to replace a report, as JSON or as a page, that this tool did not write.
+
+    Raises:
+        BundleError: There is one.
+    """
+    for path in (folder / f"{name}.json", folder / f"{name}.html"):
+        if os.path.lexists(path) and not _is_extra(folder, path.name):
+            raise BundleError(
+                f"A file of that name is there, which {_TOOL} did not write.",
+                got=path,
+                hint="move it elsewhere, or another -o",
+            )
 
 
 # -- what is ours ------------------------------------------------------------------------------
@@ -223,10 +324,8 @@ def _is_extra(folder: Path, name: str) -> bool:
 
 def _read_json(path: Path) -> Mapping[str, Any] | None:
     """The object in a JSON file; None where there is none."""
-    if not path.is_file():
-        return None
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, Mapping) else None

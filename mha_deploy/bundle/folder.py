@@ -15,15 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 import msgspec
 
-from mha_deploy.bundle.commit import commit_folder, refuse_occupied
+from mha_deploy.bundle.commit import commit_folder, refuse_occupied, temporary_folder
 from mha_deploy.bundle.manifest import FileEntry, GoldenEntry, LayersEntry, Manifest, TraceEntry
 from mha_deploy.errors import BundleError
 from mha_deploy.files import check_plain, open_regular, read_regular
@@ -126,16 +125,16 @@ class BundleWriter:
     def __init__(self, target: Path, *, overwrite: bool = False) -> None:
         self.target, self.overwrite = target, overwrite
         self.place = Path(os.path.realpath(target))  # a link stays, and what it leads to is replaced
+        self._owned = ExitStack()
         refuse_occupied(self.place, overwrite=overwrite)
 
     def __enter__(self) -> BundleWriter:
         parent = self.place.parent
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            self.path = Path(tempfile.mkdtemp(prefix=f".{self.place.name}.partial-", dir=parent))
+            self.path = self._owned.enter_context(temporary_folder(self.place))
         except OSError as error:
             raise BundleError("The output folder cannot be written.", got=f"{parent}: {error}") from error
-        self.path.chmod(0o755)
         return self
 
     def finish(self, manifest: Manifest) -> Bundle:
@@ -154,7 +153,7 @@ class BundleWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._owned.close()
 
 
 def sha256(path: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -14,7 +13,7 @@ from typing import cast
 import msgspec
 import onnx_ir as ir
 
-from mha_deploy.bundle.commit import write_atomically
+from mha_deploy.bundle.commit import temporary_folder, write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.engine.choose import fastest_engine
 from mha_deploy.engine.lowered import (
@@ -50,7 +49,9 @@ from mha_deploy.runtime.tensorrt.build import OnProgress, build_with
 from mha_deploy.runtime.tensorrt.log import members
 from mha_deploy.runtime.tensorrt.request import BuildRequest, BuiltEngine
 from mha_deploy.runtime.tensorrt.verdict import EngineVerdict, engine_verdict, written_types
-from mha_deploy.runtime.tensorrt.versions import TensorRT, load
+from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT, load
+
+_LARGEST_WORKSPACE_MIB = 1 << 20  # 1 TiB
 
 # -- From a bundle to an engine: check, lower, build, judge, write ---------------------------------
 
@@ -76,6 +77,7 @@ def engine_from_bundle(
     """
     options = options or EngineOptions()
     rt = load(options.backend or default_backend())
+    _workspace(options.workspace_mib)  # refused before a long build
     path = path or engine_path(bundle.path, options.name or rt.backend)
     if path.exists() and not options.overwrite:
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
@@ -106,8 +108,8 @@ def _engine_at(
     )
     cache = bundle.path / FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
     # As a file: weights that do not fit in memory twice are read from disk.
-    with tempfile.TemporaryDirectory(prefix=".lowered-", dir=bundle.path) as folder:
-        onnx_path = Path(folder) / "model.onnx"
+    with temporary_folder(bundle.path.resolve() / "lowered") as folder:
+        onnx_path = folder / "model.onnx"
         save_graph(lowered, onnx_path)
         request = _request(bundle, rt, options, onnx_path, ranges, cache)
         built = with_carried(_built(rt, request, library, on_progress), lowered)
@@ -126,7 +128,7 @@ def _engine_at(
         large_tensors=built.large_tensors,
     )
     manifest = msgspec.structs.replace(manifest, notes=[*unprepared, *manifest.notes])
-    engine = write_engine(path, built.plan, manifest)
+    engine = write_engine(path, built.plan, manifest, overwrite=options.overwrite)
     if built.timing_cache:
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
             write_atomically(cache, built.timing_cache)
@@ -186,7 +188,7 @@ def _request(
         profiles=[profile_shapes(spec, each) for each in ranges],
         targets=options.targets,
         optimization_level=options.optimization_level,
-        workspace=None if options.workspace_mib is None else options.workspace_mib << 20,
+        workspace=_workspace(options.workspace_mib),
         timing_cache=cache.read_bytes()
         if rt.can.timing_cache and options.timing_cache and cache.is_file()
         else None,
@@ -198,6 +200,17 @@ def _request(
         # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
         precision_constraints=spec.mixed and not rt.can.strongly_typed_flag,
     )
+
+
+def _workspace(mib: int | None) -> int | None:
+    """The limit of the workspace in bytes."""
+    if mib is not None and not 0 < mib <= _LARGEST_WORKSPACE_MIB:
+        raise EngineError(
+            "No GPU has a workspace of that size.",
+            got=f"{mib} MiB",
+            hint=f"--workspace-mib from 1 to {_LARGEST_WORKSPACE_MIB}, or leave it out",
+        )
+    return None if mib is None else mib << 20
 
 
 def _manifest(

@@ -9,7 +9,6 @@ manifest records why.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.commit import temporary_folder
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Candidate
 from mha_deploy.engine.manifest import Engine, write_engine
@@ -104,9 +104,9 @@ def fastest_engine(
             hint="name one candidate: --attention plugin --accumulate fp32, or --attention native",
         ) from error
     path.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".trying-", dir=path.parent) as folder:
+    with temporary_folder(path.parent / "trying") as folder:
         trials = [
-            _built(candidate, Path(folder) / f"{candidate.name}.engine", options, build)
+            _built(candidate, folder / "engines" / f"{candidate.name}.engine", options, build)
             for candidate in candidates
         ]
         _time(trials, bundle)
@@ -114,7 +114,8 @@ def fastest_engine(
         if best.engine is None:
             raise EngineError("The chosen engine is missing.", hint="build it again")
         manifest = msgspec.structs.replace(best.engine.manifest, attention=record(trials, best, options))
-        return write_engine(path, best.engine.path.read_bytes(), manifest)
+        plan = best.engine.path.read_bytes()
+        return write_engine(path, plan, manifest, overwrite=options.overwrite)
 
 
 def chosen(trials: Sequence[Trial]) -> Trial:

@@ -17,13 +17,14 @@ import numpy as np
 import onnx_ir as ir
 from msgspec import Meta, Struct, field
 
-from mha_deploy.bundle.commit import written
+from mha_deploy.bundle.commit import locked, written
 from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.options import BACKENDS, profile_shapes
 from mha_deploy.engine.plugins import other_builds, why_missing
 from mha_deploy.environment import RUNTIMES, gpus, installed_version
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.files import check_plain, read_regular
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.rules import is_rtx_gpu
 from mha_deploy.model.spec import Axis
@@ -224,6 +225,7 @@ def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: i
 
 FORMAT = 1
 FOLDER = "engines"
+_LARGEST_PLAN = 1 << 40
 
 
 class NodeRecord(TypedDict):
@@ -510,28 +512,14 @@ def open_engine(path: Path) -> Engine:
     What the plan does not confirm is unknown in the verdict that is returned.
     """
     beside = manifest_path(path)
-    try:
-        data = msgspec.json.decode(beside.read_bytes())
-        if isinstance(data, dict) and data.get("format") != FORMAT:
-            raise BundleError(
-                "The engine has another format.", got=f"format {data.get('format')!r}", hint="rebuild it"
-            )
-        manifest = msgspec.convert(data, EngineManifest)
-    except FileNotFoundError as error:
+    if not beside.exists() and not (path.is_file() and _partial(beside)):
         raise BundleError(
             "There is no engine with a manifest here.", got=path, hint="mha-deploy build-engine BUNDLE"
-        ) from error
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
-        raise BundleError(
-            "The engine's manifest cannot be read.", got=f"{beside}: {error}", hint="rebuild it"
-        ) from error
+        )
     if not path.is_file():
         raise BundleError("The engine is missing beside its manifest.", got=path, hint="rebuild it")
-    plan = path.read_bytes()
-    if len(plan) != manifest.engine_bytes or hashlib.sha256(plan).hexdigest() != manifest.engine_sha256:
-        raise BundleError(
-            "The engine was changed or cut short after it was built.", got=path, hint="rebuild it"
-        )
+    plan = read_regular(path, _LARGEST_PLAN)
+    manifest = _manifest_for(plan, beside)
     if not is_plan(plan):
         raise BundleError(
             "The engine is not a plan of TensorRT.",
@@ -553,6 +541,40 @@ def open_engine(path: Path) -> Engine:
     )
 
 
+def _manifest_for(plan: bytes, beside: Path) -> EngineManifest:
+    """The manifest of a plan; under its temporary name where the process ended between two renames."""
+    digest = hashlib.sha256(plan).hexdigest()
+    failure: BundleError | None = None
+    for path in (beside, *_partial(beside)):
+        try:
+            manifest = _read_manifest(path)
+        except BundleError as error:
+            failure = failure or error
+            continue
+        if (manifest.engine_bytes, manifest.engine_sha256) == (len(plan), digest):
+            return manifest
+    raise failure or BundleError(
+        "The engine was changed or cut short after it was built.",
+        got=beside.with_suffix(".engine"),
+        hint="rebuild it",
+    )
+
+
+def _read_manifest(path: Path) -> EngineManifest:
+    try:
+        data = msgspec.json.decode(read_regular(path))
+        check_plain(data)
+        if isinstance(data, dict) and data.get("format") != FORMAT:
+            raise BundleError(
+                "The engine has another format.", got=f"format {data.get('format')!r}", hint="rebuild it"
+            )
+        return msgspec.convert(data, EngineManifest)
+    except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise BundleError(
+            "The engine's manifest cannot be read.", got=f"{path}: {error}", hint="rebuild it"
+        ) from error
+
+
 def _bundle_of(engine: Path) -> Path | None:
     """The bundle that contains an engine; None where it is elsewhere."""
     folder = engine.resolve().parent
@@ -564,17 +586,41 @@ def engines_of(bundle: Path) -> list[Engine]:
     return [open_engine(path) for path in sorted((bundle / FOLDER).glob("*.engine"))]
 
 
-def write_engine(path: Path, plan: bytes, manifest: EngineManifest) -> Engine:
-    """Write plan and manifest; the manifest comes last, so that half an engine is never taken for one."""
+def write_engine(path: Path, plan: bytes, manifest: EngineManifest, *, overwrite: bool = True) -> Engine:
+    """Write plan and manifest as one unit, also where the process is killed on the way.
+
+    Both are complete on the disk before the first of two renames. After it the new manifest is the one that
+    fits the plan, under its temporary name as well: see `_manifest_for`.
+
+    Raises:
+        BundleError: An engine of that name came meanwhile, or the bundle was replaced.
+    """
     path.parent.mkdir(exist_ok=True)
-    beside = manifest_path(path)
+    beside, bundle = manifest_path(path), _bundle_of(path)
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-    with written(path, plan) as new_plan, written(beside, text) as new_manifest:
-        # Both are on the disk. Between the two renames the old manifest must not vouch for the new plan.
-        beside.unlink(missing_ok=True)
-        os.replace(new_plan, path)
-        os.replace(new_manifest, beside)
+    with locked(path.parent):
+        if path.exists() and not overwrite:
+            raise BundleError(
+                "Another program built an engine of that name in the meantime.",
+                got=path,
+                hint="another --name, or --overwrite",
+            )
+        if bundle is not None and sha256(bundle / MANIFEST) != manifest.bundle_sha256:
+            raise BundleError("The bundle was replaced in the meantime.", got=bundle, hint="build again")
+        stale = [*_partial(path), *_partial(beside)]  # of processes that were killed: the others wait
+        with written(path, plan) as new_plan, written(beside, text) as new_manifest:
+            os.replace(new_plan, path)
+            os.replace(new_manifest, beside)
+        for each in stale:
+            each.unlink(missing_ok=True)
     return Engine(path=path, manifest=manifest)
+
+
+def _partial(path: Path) -> list[Path]:
+    """Files that were to become this one."""
+    return [
+        each for each in path.parent.glob(".*.partial-*") if each.name.startswith(f".{path.name}.partial-")
+    ]
 
 
 # -- What this machine can build with and run on ---------------------------------------------------

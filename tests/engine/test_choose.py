@@ -8,7 +8,7 @@ import pytest
 from bundle_edit import copy_of
 
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine import choose
 from mha_deploy.engine.choose import Trial, chosen, fastest_engine, record
 from mha_deploy.engine.lowered import Candidate, open_candidates
@@ -176,7 +176,15 @@ def workbench(bundles, tmp_path, monkeypatch):
         attention = {"requested": options.attention, "chosen": options.attention, "accumulate": "fp16"}
         plan = path.stem.encode()
         return write_engine(
-            path, plan, msgspec.structs.replace(manifest, attention=attention, plugins=[], in_place={})
+            path,
+            plan,
+            msgspec.structs.replace(
+                manifest,
+                attention=attention,
+                plugins=[],
+                in_place={},
+                bundle_sha256=sha256(bundle.path / MANIFEST),
+            ),
         )
 
     def choose_from(given, options=AUTO, build=build):
