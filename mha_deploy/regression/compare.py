@@ -302,28 +302,39 @@ def _from_engine(engine: Engine) -> Side:
     manifest = engine.manifest
     data = {
         "model": {"name": manifest.model, "precision": manifest.precision},
-        "engines": engines_to_dict([engine], (), ()),
+        "engines": _engines([engine]),
     }
     return Side(name=str(engine.path), kind="engine", results=(msgspec.convert(data, Result),))
+
+
+def _engines(engines: Sequence[Engine]) -> list[dict[str, Any]]:
+    found = zip(engines, engines_to_dict(engines, (), ()), strict=True)
+    return [{**data, "rebuilds": engine.manifest.rebuilds} for engine, data in found]
 
 
 def _from_bundle(bundle: Bundle) -> Side:
     manifest, created = bundle.manifest, ""
     data: dict[str, Any] = {
         "model": model_to_dict(bundle),
-        "engines": engines_to_dict(engines_of(bundle.path), (), ()),
+        "engines": _engines(engines_of(bundle.path)),
     }
+    ran: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name in (BENCH_FILE, REPORT_FILE):
         if not (bundle.path / name).is_file():
             continue
         written = read_side(bundle.path / name)
-        for (
-            result
-        ) in written.results:  # a report of an earlier bundle in this folder says nothing on this one
+        for result in written.results:
+            # A report of an earlier bundle in this folder says nothing on this one.
             if result.model.bundle_sha256 == data["model"]["bundle_sha256"]:
                 known = msgspec.to_builtins(result)
-                data |= {key: known[key] for key in known if known[key] and key != "model"}
+                data |= {key: known[key] for key in known if known[key] and key not in ("model", "engines")}
+                ran |= {
+                    (each["name"], each["engine_bytes"], each["seconds"]): each for each in known["engines"]
+                }
                 created = written.created
+    for engine in data["engines"]:  # one that was built again after the report did not run
+        judged = ran.get((engine["name"], engine["engine_bytes"], engine["seconds"]))
+        engine |= {key: judged[key] for key in ("ran", "why_not")} if judged else {}
     data["contents"] = {
         "cases": [
             *(f"golden case {case.name}" for case in manifest.golden),
