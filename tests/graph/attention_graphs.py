@@ -32,7 +32,6 @@ CHOICES = {
         "bool -inf",
         "bool fill",
         "bool lowest",
-        "bool half fill",
         "added input",
         "added where -inf",
         "added where lowest",
@@ -53,9 +52,19 @@ CHOICES = {
     "casts": ("none", "none", "wide softmax", "wide scores", "wide operands"),
     "between": ("none", "none", "none", "flat softmax", "flat weights", "transposed"),
     "grouping": ("none", "none", "expand", "tile", "interleave", "one head", "one head expanded"),
-    "extra": ("none", "none", "none", "none", "softcap", "guard", "dropout", "values wider", "cross"),
-    "refused": ("none",) * 12
-    + ("over queries", "relu", "talking heads", "weights used", "int scores", "weak fill"),
+    "extra": (
+        "none",
+        "none",
+        "none",
+        "none",
+        "softcap",
+        "guard",
+        "dropout",
+        "values wider",
+        "cross",
+        "weights used",
+    ),
+    "refused": ("none",) * 12 + ("over queries", "relu", "talking heads", "int scores", "weak fill"),
 }
 
 
@@ -79,7 +88,8 @@ class Spelling:
     @property
     def expressible(self) -> bool:
         """Whether ONNX's Attention can say it."""
-        return self.refused == "none"
+        bounded = self.refused == "weak fill" and self.extra == "softcap"
+        return self.refused == "none" or bounded
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in asdict(self).items() if value != "none")
@@ -93,8 +103,6 @@ def drawn(seed: int) -> Spelling:
     }
     if made["casts"] != "none" and made["casts"] != "wide softmax" and made["dtype"] == FLOAT:
         made["casts"] = "none"
-    if made["mask"] == "bool half fill" and made["dtype"] == HALF:
-        made["mask"] = "bool fill"
     if made["extra"] == "cross" and made["mask"].startswith(("causal", "alibi", "two")):
         made["extra"] = "none"
     if made["extra"] in ("softcap",) and made["mask"] == "bias and fill":
@@ -241,7 +249,7 @@ class Graph(Hand):
         elif told.refused == "talking heads":
             weights = self.op("Sigmoid", weights)
         y = self.with_values(weights, v)
-        if told.refused == "weights used":
+        if told.extra == "weights used":
             y = self.op("Add", y, self.op("ReduceMax", weights, keepdims=1))
         return self.finished(y)
 
@@ -331,7 +339,7 @@ class Graph(Hand):
 
     def masked(self, scores):
         kind, wide = self.spelling.mask, self.wide
-        lowest, fill = LOWEST[wide], -1e4 if wide == HALF else -1e9
+        lowest, fill = LOWEST[wide], -65000.0 if wide == HALF else -1e9
         infinite = -np.inf
 
         def add(mask):
@@ -344,7 +352,7 @@ class Graph(Hand):
             return self.op("Where", shown, inner, number(value))
 
         if self.spelling.refused == "weak fill":
-            return put(self.mask_input("m", "B", 1, "S", "T"), scores, -3.0)
+            return put(self.mask_input("m", "B", 1, "S", "T"), scores, -1e4)
         if kind == "none":
             return scores
         if kind.startswith("bool"):
@@ -352,7 +360,6 @@ class Graph(Hand):
                 "bool -inf": infinite,
                 "bool fill": fill,
                 "bool lowest": lowest,
-                "bool half fill": -65504.0,
             }
             return put(self.mask_input("m", "B", 1, "S", "T"), scores, value[kind])
         if kind == "added input":

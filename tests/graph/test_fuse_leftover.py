@@ -109,6 +109,66 @@ def test_weights_without_a_softmax_are_counted(attend):
     assert "in the place of the softmax" in report.unfused[0].reason
 
 
+def positive(g, value):
+    return g.op("Add", g.op("Elu", value), g.const(1.0))
+
+
+def softmaxes(g, value):
+    return g.op("Softmax", value)
+
+
+@pytest.mark.parametrize("features", [positive, softmaxes, lambda g, value: g.op("Relu", value)])
+@pytest.mark.parametrize("keys_first", [True, False])
+def test_linear_attention_is_counted_once(features, keys_first):
+    """With its normaliser over the keys, whichever matmul comes first."""
+    g = Hand()
+    q, k = features(g, "q"), features(g, "k")
+    kt = g.op("Transpose", k, perm=[0, 1, 3, 2])
+    if keys_first:
+        y = g.op("MatMul", q, g.op("MatMul", kt, "v"))
+    else:
+        y = g.op("MatMul", g.op("MatMul", q, kt), "v")
+    total = g.op("MatMul", q, g.op("ReduceSum", kt, g.ints(-1), keepdims=1))
+    report = check_same(g.model(g.op("Div", y, total), g.attend(g.scores())))
+    assert (len(report.fused), len(report.unfused)) == (1, 1)
+    assert report.unfused[0].recognised
+    assert "linear attention" in report.unfused[0].reason
+
+
+@pytest.mark.parametrize("op", ["own.LinearAttention", "com.microsoft.MultiHeadAttention"])
+def test_other_operators_of_attention_are_counted(op):
+    text = PARTS.replace('"own" : 1', '"own" : 1, "com.microsoft" : 1').replace("BODY", f"y = {op} (q, k, v)")
+    _, report = fuse_attention(ir.from_proto(onnx.parser.parse_model(text)))
+    assert [(left.recognised, op.split(".")[-1] in left.reason) for left in report.unfused] == [(True, True)]
+
+
+def test_experts_chosen_for_each_token_are_no_attention():
+    """Two GEMMs of computed tensors with an activation between, but one of each is a table of weights."""
+    g = Hand()
+    random = np.random.default_rng(0)
+    x, best = "q", g.input("best", [2, H], TensorProto.INT64)
+    for width in (8, 16):
+        table = g.const(random.standard_normal((EXPERTS, width, 24 - width)))
+        x = g.op("Relu", g.op("MatMul", x, g.op("Gather", table, best)))
+    _, report = fused(g.model(x))
+    assert report.unfused == ()
+
+
+def test_keys_that_a_matmul_computes_are_no_second_attention():
+    g = Hand()
+    k = g.op("MatMul", "k", g.op("MatMul", g.op("Transpose", "k", perm=[0, 1, 3, 2]), "v"))
+    report = check_same(
+        g.model(
+            g.op(
+                "MatMul",
+                g.op("Softmax", mixed_heads(g, g.op("MatMul", "q", g.op("Transpose", k, perm=[0, 1, 3, 2])))),
+                "v",
+            )
+        )
+    )
+    assert [left.name.split("_")[0] for left in report.unfused] == ["MatMul", "Softmax"]
+
+
 def test_a_softmax_by_hand_is_fused():
     g = Hand()
     scores = g.op("Mul", g.scores(), g.const(0.3))

@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.fuse.masks import ROWS_WITHOUT_KEYS, SAFE_SOFTMAX, Masks
+from mha_deploy.graph.fuse.masks import ROWS_WITHOUT_KEYS, Masks
 from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
-from mha_deploy.graph.fuse.repair import is_rotary, repair_attention, repair_rotary, share_tied_weights
-from mha_deploy.graph.fuse.scores import (
-    Multiplier,
-    Normalisation,
-    Term,
-    is_candidate,
-    other_weights,
-    softmax_at,
-)
-from mha_deploy.graph.fuse.sizes import name_sizes, product, sizes_of
+from mha_deploy.graph.fuse.repair import repair_rotary, repaired_attention, share_tied_weights
+from mha_deploy.graph.fuse.scores import Multiplier, Normalisation, Term, is_candidate, softmax_at
+from mha_deploy.graph.fuse.sizes import infer_sizes, product, sizes_of
 from mha_deploy.graph.fuse.values import (
     FusedAttention,
     FuseReport,
@@ -37,13 +31,15 @@ from mha_deploy.graph.fuse.values import (
     NotFused,
     Repair,
     UnfusedSoftmax,
+    from_old_opset,
+    is_op,
     module_of,
     place_of,
     raise_opset,
 )
 from mha_deploy.graph.fuse.verify import Boundary, compare, cut_out, mask_stops
-from mha_deploy.graph.fuse.write import write_attention
-from mha_deploy.graph.ir import NodeBuilder, infer_shapes, names_in
+from mha_deploy.graph.fuse.write import insert_attention, remove_unused, write_attention
+from mha_deploy.graph.ir import NodeBuilder, names_in, replace_node
 
 __all__ = [
     "FuseReport",
@@ -56,77 +52,45 @@ __all__ = [
 ]
 
 
-def fuse_attention(model: ir.Model, *, verify: bool = True) -> tuple[ir.Model, FuseReport]:
+_T = TypeVar("_T")
+
+
+def fuse_attention(model: ir.Model, *, verify: bool = True, copy: bool = True) -> tuple[ir.Model, FuseReport]:
     """Write every attention of a model as one `Attention` node, named by the module that it came from.
 
     Nodes that the exporter fused are brought into the same form: keys and values before they were repeated,
     the causal triangle as the attribute, masks that hide nothing left out.
 
     Args:
-        model: The model, of opset 18 or newer; it is not changed.
+        model: The model, of opset 13 or newer.
         verify: Whether every new node is compared with the nodes that it stands for, on drawn inputs. Where
             they differ, or cannot be compared, the attention stays as it was.
+        copy: Whether the model stays as it is, and a copy is changed.
 
     Returns:
         The new model, of opset 23 or newer, and what became of every candidate. Where nothing was fused, the
-        new model is a copy.
+        opset is that of the model.
 
     Raises:
         DeployError: The model cannot be written in opset 23.
     """
-    failed: dict[int, str] = {}
-    checks: dict[str, _Check] | None = {} if verify else None
-    while True:
-        work = model.clone()
-        if work.functions:
-            InlinePass()(work)
-        infer_shapes(work)
-        name_sizes(work)
-        fusion = _Fusion(work, failed, checks)
-        try:
-            fusion.run()
-        except _HalfWritten as half:
-            failed[half.index] = half.reason  # the copy is lost: once more, without that node
-            continue
-        if not fusion.changed:
-            return model.clone(), fusion.report()
-        return infer_shapes(raise_opset(work)), fusion.report()
+    work = model.clone() if copy else model
+    if work.functions:
+        InlinePass()(work)
+    work = from_old_opset(work)
+    infer_sizes(work)
+    fusion = _Fusion(work, verify)
+    fusion.run()
+    if not fusion.changed:
+        return model.clone() if copy else model, fusion.report()
+    infer_sizes(raise_opset(work), only_missing=True)
+    return work, fusion.report()
 
 
-class _HalfWritten(Exception):
-    """A node could not be written, and the model may be neither the old nor the new one.
-
-    Args:
-        index: Number of the node in the order of the graph.
-        error: What failed.
-    """
-
-    def __init__(self, index: int, error: Exception) -> None:
-        super().__init__(index)
-        self.index, self.reason = index, _failure(error)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Check:
-    """What the comparison of a structure found.
-
-    Args:
-        reason: Why it is left as it was; None where both are equal.
-        notes: What differs on purpose.
-    """
-
-    reason: str | None
-    notes: tuple[str, ...] = ()
-
-
-def _failure(error: Exception) -> str:
-    if isinstance(error, _Differs):
-        return str(error)
-    return f"The recogniser failed on it: {type(error).__name__}: {' '.join(str(error).split())}"
-
-
-class _Differs(Exception):
-    """A node was written, in part or as a whole, and must not be kept."""
+def _failure(error: Exception) -> NotFused:
+    if isinstance(error, NotFused):
+        return error
+    return NotFused(f"The recogniser failed on it: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 class _Fusion:
@@ -134,15 +98,16 @@ class _Fusion:
 
     Args:
         model: The model; it is changed.
-        failed: Nodes that are left as they are, by their number in the order of the graph, with the reason.
-        checks: The comparisons so far, by structure; None where nothing is compared.
+        verify: Whether new nodes are compared with those that they replace.
     """
 
-    def __init__(self, model: ir.Model, failed: Mapping[int, str], checks: dict[str, _Check] | None) -> None:
-        self._model, self._failed, self._checks = model, failed, checks
+    def __init__(self, model: ir.Model, verify: bool) -> None:
+        self._model, self._verify = model, verify
         # Every beginning of a name before a slash: new names must not begin like others.
         self._taken = {name[: at.start()] for name in names_in(model) for at in re.finditer("/", name)}
         self._masks = Masks()
+        # Why a structure is left as it was, or what differs on purpose.
+        self._compared: dict[str, NotFused | tuple[str, ...]] = {}
         self._fused: list[FusedAttention] = []
         self._unfused: dict[ir.Node, UnfusedSoftmax] = {}
         self._already: list[str] = []
@@ -167,97 +132,88 @@ class _Fusion:
 
     def run(self) -> None:
         """Visit every node, and count what is left."""
-        for index, node in enumerate(list(self._model.graph.all_nodes())):
-            if node.graph is None:
-                continue  # it was part of an attention
-            try:
-                self._visit(node, self._failed.get(index))
-            except Exception as error:
-                raise _HalfWritten(index, error) from error
-        for softmax in leftover_attentions(self._model.graph):
-            if softmax not in self._unfused:
-                self._unfused[softmax] = _left(softmax, _reason(softmax))
-        for node in self._model.graph.all_nodes():
-            if other_weights(node):
-                what = (
-                    f"{node.op_type} stands in the place of the softmax; Attention has none but the softmax."
-                )
-                self._unfused[node] = _left(node, NotExpressible(what))
+        for node in list(self._model.graph.all_nodes()):
+            if node.graph is not None:  # else it was part of an attention
+                self._visit(node)
+        if any(each.weights for each in self._fused):
+            self._model.graph.sort()  # what used the weights may stand before the matmul with V
+        left, features = leftover_attentions(self._model.graph)
+        self._unfused = {node: each for node, each in self._unfused.items() if node not in features}
+        for node, refusal in left.items():
+            if node not in self._unfused:
+                self._unfused[node] = _left(node, refusal or _reason(node))
         order = {node: index for index, node in enumerate(self._model.graph.all_nodes())}
         self._unfused = dict(sorted(self._unfused.items(), key=lambda item: order[item[0]]))
 
-    def _visit(self, node: ir.Node, failed: str | None) -> None:
-        """Fuse around a softmax, or repair a node that the exporter fused.
-
-        Args:
-            node: The node.
-            failed: Why it is left as it is; None where it was not tried.
-        """
-        softmax = softmax_at(node)
-        if softmax is not None and is_candidate(softmax):
+    def _visit(self, node: ir.Node) -> None:
+        """Fuse around a softmax, or repair a node that the exporter fused."""
+        if is_attention(node):
+            self._keep(node)
+        elif is_op(node, "RotaryEmbedding"):
+            name = node.name or module_of(node)
+            self._note(name, repair_rotary(node, NodeBuilder(self._free(name))))
+        elif (softmax := softmax_at(node)) is not None and is_candidate(softmax):
             try:
-                if failed is not None:
-                    raise NotFused(failed)
                 self._fuse(softmax)
             except NotFused as refusal:
                 self._unfused[node] = _left(node, refusal)
-        elif is_attention(node):
-            self._keep(node, failed)
-        elif is_rotary(node):
-            name = node.name or module_of(node)
-            if failed is not None:
-                self._note(name, [f"left as it was. {failed}"])
-            else:
-                self._note(name, repair_rotary(node, NodeBuilder(self._free(name))))
 
     def _fuse(self, softmax: Normalisation) -> None:
-        pattern = _read(softmax)
+        pattern = _tried(lambda: read_pattern(softmax))
         builder = NodeBuilder(self._free(module_of(softmax.node)))
         record = _record(pattern, builder.prefix)
-        if self._checks is None:
-            self._write(pattern, builder)
-        else:
-            notes = self._write_verified(pattern, builder, self._checks)
-            record = replace(record, notes=tuple(dict.fromkeys((*record.notes, *notes))), verified=True)
-        self._fused.append(record)
+        old = [pattern.last.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
+        new, notes = self._verified(
+            old, _boundary(pattern), builder, lambda: write_attention(pattern, builder, self._masks)
+        )
+        insert_attention(pattern, builder, new)
+        notes = tuple(dict.fromkeys((*record.notes, *notes)))
+        self._fused.append(replace(record, notes=notes, verified=self._verify))
         self._layers.append(record.name)
 
-    def _write_verified(
-        self, pattern: Pattern, builder: NodeBuilder, checks: dict[str, _Check]
-    ) -> tuple[str, ...]:
-        """Write an attention, compare it with its original, and return what differs on purpose.
+    def _verified(
+        self,
+        old: Sequence[ir.Value],
+        border: Boundary,
+        builder: NodeBuilder,
+        write: Callable[[], list[ir.Value]],
+    ) -> tuple[list[ir.Value], tuple[str, ...]]:
+        """Build nodes beside the graph and compare them with the old ones.
+
+        Args:
+            old: The results of the old nodes.
+            border: What is drawn for the comparison.
+            builder: Holds the new nodes.
+            write: Builds them, and returns the values that stand for the results.
+
+        Returns:
+            The new values, and what differs on purpose.
 
         Raises:
-            NotFused: Its structure is known to differ, and nothing was written.
-            _Differs: It was written, and differs.
+            NotFused: They differ, or the nodes cannot be built; there is no trace of them.
         """
-        border = _boundary(pattern)
-        old = cut_out(pattern.last.outputs[0], border, checks)
-        known = checks.get(old.key)
-        if known is not None and known.reason is not None:
-            raise NotFused(known.reason)
-        if known is None:
-            try:
-                result = write_attention(pattern, builder, self._masks)
-                emptied = compare(old, cut_out(result, border), border, self._model.opset_imports.get("", 1))
-                known = _Check(reason=None, notes=(ROWS_WITHOUT_KEYS,) if emptied else ())
-            except NotFused as refusal:
-                known = _Check(reason=refusal.in_one_line)
-            checks[old.key] = known
-        else:
-            self._write(pattern, builder)
-        if known.reason is not None:
-            raise _Differs(known.reason)
-        return known.notes
-
-    def _write(self, pattern: Pattern, builder: NodeBuilder) -> None:
-        """Write an attention; where that is refused half-way, the model is lost."""
         try:
-            write_attention(pattern, builder, self._masks)
-        except NotFused as refusal:
-            raise _Differs(refusal.in_one_line) from refusal
+            region = cut_out(old, border, self._compared) if self._verify else None
+            known = () if region is None else self._compared.get(region.key)
+            if isinstance(known, NotFused):
+                raise known
+            new = write()
+            if known is None and region is not None:
+                try:
+                    opset = self._model.opset_imports.get("", 1)
+                    emptied = compare(region, cut_out(new, border), border, opset)
+                    known = (ROWS_WITHOUT_KEYS,) if emptied else ()
+                except NotFused as refusal:
+                    self._compared[region.key] = refusal
+                    raise
+                self._compared[region.key] = known
+            return new, known or ()
+        except Exception as error:
+            self._masks.forget(builder)
+            builder.live_nodes(())
+            raise _failure(error) from error
 
-    def _keep(self, node: ir.Node, failed: str | None) -> None:
+    def _keep(self, node: ir.Node) -> None:
         """Name a node by its module, and write it as plainly as it can be."""
         name, count = module_of(node), 1
         while name in self._layers:
@@ -265,13 +221,21 @@ class _Fusion:
             name = f"{module_of(node)}_{count}"
         self._renamed = self._renamed or node.name not in (name, None, "")
         node.name = name
-        if failed is not None:
-            self._note(node.name, [f"left as it was. {failed}"])
-        else:
-            builder = NodeBuilder(self._free(name))
-            self._note(node.name, repair_attention(node, builder, self._masks))
-        self._already.append(node.name)
-        self._layers.append(node.name)
+        self._already.append(name)
+        self._layers.append(name)
+        builder = NodeBuilder(self._free(name))
+        try:
+            repaired = _tried(lambda: repaired_attention(node, builder, self._masks))
+            if repaired is None:
+                return
+            old, new = [node.outputs[0]], [repaired.result]
+            self._verified(old, repaired.boundary, builder, lambda: new)
+        except NotFused as refusal:
+            self._note(name, [f"left as it was. {refusal.in_one_line}"])
+            return
+        replace_node(node, builder, {0: repaired.result})
+        remove_unused([value for value in repaired.before if value is not None])
+        self._note(name, repaired.changes)
 
     def _free(self, name: str) -> str:
         """A prefix that no other name has."""
@@ -287,14 +251,12 @@ class _Fusion:
             self._repairs.append(Repair(name=name, changes=tuple(changes)))
 
 
-def _read(softmax: Normalisation) -> Pattern:
-    """The attention around a softmax; whatever fails, it is not fused."""
+def _tried(call: Callable[[], _T]) -> _T:
+    """The result of a call; whatever fails in it, the attention is not fused."""
     try:
-        return read_pattern(softmax)
-    except NotFused:
-        raise
+        return call()
     except Exception as error:
-        raise NotFused(_failure(error)) from error
+        raise _failure(error) from error
 
 
 def _reason(softmax: ir.Node) -> NotFused:
@@ -302,7 +264,7 @@ def _reason(softmax: ir.Node) -> NotFused:
     found = softmax_at(softmax)
     try:
         if found is not None:
-            _read(found)
+            _tried(lambda: read_pattern(found))
     except NoScores:
         return NotFused("What stands between the matmul of Q and K and the softmax is not recognised.")
     except NotFused as refusal:
@@ -334,7 +296,6 @@ def _boundary(pattern: Pattern) -> Boundary:
         spread={
             str(each.value.name): amount for each, amount in zip(operands, (spread, spread, 1.0), strict=True)
         },
-        guarded=SAFE_SOFTMAX in pattern.masking.notes,
     )
 
 
@@ -354,6 +315,7 @@ def _record(pattern: Pattern, name: str) -> FusedAttention:
         mask=pattern.masking.kind,
         causal=pattern.masking.causal,
         softcap=pattern.softcap,
+        weights=pattern.weights is not None,
         notes=pattern.masking.notes,
     )
 

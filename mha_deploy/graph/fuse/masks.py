@@ -388,13 +388,9 @@ Dim = int | ir.SymbolicDim
 # Added to a score of any size, it leaves only itself, as the fill would: all masked keys weigh the same. It
 # is far from the smallest float, so that a kernel may multiply it by log2(e) without reaching -inf.
 ABSORBING = -1e30
-# The same in float16, added to scores below 16. One step above the lowest number, which ONNX Runtime takes
-# for -inf: rows without keys would be 0.
-ABSORBING_HALF = -65472.0
-# Weaker fills could meet real scores. A file holds it as its type rounds it.
-_WEAKEST_FILL = -1e4
-# Below this, no score of a model comes near.
-_STRONG_FILL = -1e5
+# A weaker fill could be above the score of a key that is not masked.
+_WEAKEST_FILL = -1e5
+_FAR_BELOW = 100.0  # the weight of a score that far below another is 0
 _LARGEST_BIAS = 1e4
 _BOUNDED = (
     "Identity",
@@ -411,7 +407,7 @@ _BOUNDED = (
 
 ROWS_WITHOUT_KEYS = "rows without keys: NaN in PyTorch, 0 in ONNX's Attention"
 HALF_ROWS = "rows without keys: the mean of V where scores stay below 16, as in PyTorch"
-SAFE_SOFTMAX = "rows without keys: 0, as in PyTorch; the unfused file gives the mean of V"
+GUARDED = "NaN in Q or K gives NaN; the file replaces NaN weights by 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,7 +432,13 @@ class Masking:
 
 
 def decide_masking(
-    terms: list[Term], *, dtype: ir.DataType, sizes: tuple[Dim, Dim], guarded: bool, order: Axes
+    terms: list[Term],
+    *,
+    dtype: ir.DataType,
+    sizes: tuple[Dim, Dim],
+    guarded: bool,
+    order: Axes,
+    softcap: float = 0.0,
 ) -> Masking:
     """Choose the strongest form that is certainly the same.
 
@@ -447,25 +449,26 @@ def decide_masking(
         guarded: Whether NaN weights become 0.
         order: The axes of queries and keys. Where they are not the last two of the scores, a triangle in the
             last two axes of a mask is not the causal one, and stays a mask.
+        softcap: Bound of the scores; 0 for none.
     """
     lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
-    given = [_as_fill(term, lowest, guarded) for term in terms]
+    given = [_as_fill(term) for term in terms]
     plain = plain_terms(given, dtype)
-    weakest = float(dtype.numpy().type(_WEAKEST_FILL))
+    weakest = -softcap - _FAR_BELOW if softcap else max(_WEAKEST_FILL, 0.99 * lowest)
     at = _causal_at(plain, (lowest, weakest), sizes[0], order) if same_dim(*sizes) else None
     rest = [term for index, term in enumerate(plain) if index != at]
     fills = [term.fill for term in plain if isinstance(term, Fill) and _is_put(term)]
     highest = max(fills, default=-math.inf)
-    assumed = (f"assumed: scores stay above {highest:g}, to which masked ones are set",)
-    notes = assumed if highest > _STRONG_FILL else ()
+    notes = (GUARDED,) if guarded else ()
+    if not highest <= weakest:
+        what = "Masked scores are set to a number that other scores could be below."
+        raise NotExpressible(what, got=f"{highest:g}", hint=f"fill with the lowest number, {lowest:g}")
     if not rest:
         return Masking(causal=at is not None, terms=(), kind="none", notes=notes)
-    if not highest <= weakest:
-        raise NotExpressible("Masked scores are set to a number that real scores could have.", got=highest)
     if _needs_exact(plain, dtype):
         return Masking(causal=False, terms=tuple(given), kind="float", notes=notes, exact=True)
     # No float16 absorbs any score. A query may be fully masked only because of the triangle.
-    even = dtype == ir.DataType.FLOAT16 and any(_is_put(term) for term in rest)
+    even = dtype == ir.DataType.FLOAT16 and any(isinstance(term, Fill) and not term.hides for term in rest)
     if even:
         at, rest = None, plain
     hides = all(isinstance(term, Fill) and term.hides for term in rest)
@@ -474,7 +477,7 @@ def decide_masking(
         causal=at is not None,
         terms=tuple(rest),
         kind="bool" if hides or even else "float",
-        notes=(*_notes(terms, rest, hides=hides, guarded=guarded), *notes),
+        notes=(*_notes(rest, hides=hides and not guarded), *notes),
         even=even,
     )
 
@@ -486,7 +489,7 @@ def _needs_exact(terms: list[Term], dtype: ir.DataType) -> bool:
     biases = [term for term in terms if isinstance(term, Bias)]
     if len({term.fill for term in finite}) > 1 or (added and len(finite) > 1):
         return True
-    if any(_is_put(term) for term in finite):
+    if any(_is_put(term) or dtype == ir.DataType.FLOAT16 for term in finite):
         return bool(biases)
     # A number that is lowest in a wider type would be -inf in that of Q.
     if any(term.value.dtype != dtype and not _is_bounded(term.value, 0) for term in biases):
@@ -511,12 +514,10 @@ def _is_put(term: Term) -> bool:
     return isinstance(term, Fill) and not term.hides and not term.added
 
 
-def _notes(before: list[Term], after: list[Term], *, hides: bool, guarded: bool) -> tuple[str, ...]:
-    if hides and guarded:
-        return (SAFE_SOFTMAX,) if _finite_bias(before) else ()
+def _notes(terms: list[Term], *, hides: bool) -> tuple[str, ...]:
     if hides:
         return (ROWS_WITHOUT_KEYS,)
-    added = any(isinstance(term, Fill) and term.added and term.fill > ABSORBING for term in after)
+    added = any(isinstance(term, Fill) and term.added and term.fill > ABSORBING for term in terms)
     return (HALF_ROWS,) if added else ()
 
 
@@ -558,32 +559,15 @@ def _hidden_by_triangle(term: Term) -> float | None:
     return hidden if found.seen == 0 and hidden < 0 else None
 
 
-def _as_fill(term: Term, lowest: float, guarded: bool) -> Term:
+def _as_fill(term: Term) -> Term:
     """An added `Where(mask, 0, -inf)` as the boolean mask that it is."""
     node = term.value.producer() if isinstance(term, Bias) else None
     if node is None or not is_op(node, "Where") or node.inputs[0] is None or not isinstance(term, Bias):
         return term
     numbers = [scalar_of(node.inputs[1]), scalar_of(node.inputs[2])]
-    if 0.0 not in numbers or None in numbers:
+    if sorted(each for each in numbers if each is not None) != [-math.inf, 0.0] or not term.factor > 0:
         return term
-    shown = numbers[0] == 0.0
-    fill = (numbers[1] if shown else numbers[0]) or 0.0
-    # PyTorch's exporter writes the boolean mask of scaled_dot_product_attention with the lowest float, and
-    # the zero rows with a guard against NaN that never comes. What PyTorch computes is the boolean mask.
-    if term.factor > 0 and (fill == -math.inf or (guarded and fill <= lowest)):
-        return Fill(condition=node.inputs[0], shown=shown, fill=-math.inf, axes=term.axes)
-    return term
-
-
-def _finite_bias(terms: list[Term]) -> bool:
-    """Whether an added mask holds a finite number in the place of -inf."""
-    for term in terms:
-        node = term.value.producer() if isinstance(term, Bias) else None
-        if node is None or not is_op(node, "Where"):
-            continue
-        if -math.inf not in (scalar_of(node.inputs[1]), scalar_of(node.inputs[2])):
-            return True
-    return False
+    return Fill(condition=node.inputs[0], shown=numbers[0] == 0.0, fill=-math.inf, axes=term.axes)
 
 
 def _check_types(terms: list[Term], dtype: ir.DataType) -> None:
@@ -598,16 +582,15 @@ def build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir
     if masking.kind == "bool":
         return visible_keys(masking.terms, builder)
     zero = builder.constant(0.0, dtype)
-    absorbing = ABSORBING_HALF if dtype == ir.DataType.FLOAT16 else ABSORBING
     total: ir.Value | None = None
     for term in reversed(masking.terms):
         if isinstance(term, Fill):
-            number = builder.constant(-math.inf if term.hides else absorbing, dtype)
+            number = builder.constant(-math.inf if term.hides else ABSORBING, dtype)
             kept = zero if total is None else total
             pair = (kept, number) if term.shown else (number, kept)
             total = builder.op("Where", term.condition, *pair, name="mask")
         else:
-            bias = scaled_bias(term, builder, dtype)
+            bias = _above_lowest(scaled_bias(term, builder, dtype), term, builder, dtype)
             total = bias if total is None else builder.op("Add", total, bias, name="mask")
     if total is None:
         raise ValueError("A mask needs a term.")
@@ -640,6 +623,27 @@ def scaled_bias(term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Valu
     if term.factor != 1.0:
         value = builder.op("Mul", value, builder.constant(term.factor, value.dtype or dtype), name="bias")
     return value if term.value.dtype == dtype else builder.op("Cast", value, to=int(dtype), name="bias")
+
+
+def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
+    """A mask that holds the number next to the lowest in its place.
+
+    ONNX Runtime takes the lowest number for -inf: a query with nothing else would be 0. Beside a score the
+    two are the same, but for float16, whose numbers are coarse there and small elsewhere.
+    """
+    if dtype == ir.DataType.FLOAT16 or _is_bounded(term.value, 0):
+        return bias
+    kind = dtype.numpy()
+    lowest = ml_dtypes.finfo(kind).min
+    above = float(np.nextafter(lowest, kind.type(0)))
+    node = bias.producer()
+    if node is not None and bias is term.value and is_op(node, "Mul"):
+        for at, value in enumerate(node.inputs):
+            other = node.inputs[1 - at]
+            if value is not None and scalar_of(value) == float(lowest) and len(dims_of(value) or ()) == 0:
+                return builder.op("Mul", other, builder.constant(above, dtype), name="bias")
+    is_lowest = builder.op("Equal", bias, builder.constant(float(lowest), dtype))
+    return builder.op("Where", is_lowest, builder.constant(above, dtype), bias, name="bias")
 
 
 def spans(terms: tuple[Term, ...], sizes: tuple[Dim, Dim]) -> bool:
@@ -777,6 +781,12 @@ class Masks:
     def __init__(self) -> None:
         # The key holds the values themselves, so that no id is used again for another.
         self._written: dict[tuple[object, ...], Written] = {}
+        self._builders: dict[tuple[object, ...], NodeBuilder] = {}
+
+    def forget(self, builder: NodeBuilder) -> None:
+        """Drop the masks of a builder whose nodes do not come into the graph."""
+        for key in [key for key, each in self._builders.items() if each is builder]:
+            del self._builders[key], self._written[key]
 
     def write(
         self,
@@ -811,7 +821,7 @@ class Masks:
             # An axis that is joined from others has the batch of one attention.
             if not all(_is_known(size) for size in sizes) or len(order[0]) > 1:
                 return written
-            self._written[key] = written
+            self._written[key], self._builders[key] = written, builder
         return self._written[key]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.masks import Masking, decide_masking
 from mha_deploy.graph.fuse.scores import (
     Alphabet,
@@ -17,15 +18,26 @@ from mha_deploy.graph.fuse.scores import (
     Normalisation,
     Operand,
     Scores,
+    UsedWeights,
     Weights,
+    Wider,
     read_product,
     read_scores,
     read_weights,
     softmax_at,
     unwrap,
 )
-from mha_deploy.graph.fuse.sizes import Size
-from mha_deploy.graph.fuse.values import NotExpressible, NotFused, dims_of, is_op, same_dim, softmax_type_of
+from mha_deploy.graph.fuse.sizes import Size, graphs_in
+from mha_deploy.graph.fuse.values import (
+    NotExpressible,
+    NotFused,
+    dims_of,
+    is_op,
+    module_of,
+    same_dim,
+    softmax_type_of,
+)
+from mha_deploy.graph.ir import node_name, rank
 
 # -- Recognise one attention around a softmax: all facts that its `Attention` node needs -----------
 
@@ -75,6 +87,9 @@ class Pattern:
         masking: What the masks become.
         Hq: Query heads.
         Hkv: Key/value heads.
+        weights: The weights, where they are used elsewhere too.
+        batches: Whether Q, K and V may have different batches, of which some are 1.
+        wider: Axes of masks that may be larger than those of Q and K.
     """
 
     softmax: ir.Node
@@ -92,6 +107,9 @@ class Pattern:
     masking: Masking
     Hq: int
     Hkv: int
+    weights: UsedWeights | None
+    batches: bool
+    wider: tuple[Wider, ...]
 
 
 def read_pattern(softmax: Normalisation) -> Pattern:
@@ -110,6 +128,12 @@ def read_pattern(softmax: Normalisation) -> Pattern:
     first = scores.matmul.resolved(alphabet)
     letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, weights.position)
     q, k, v = _operands(first, second, letters, weights.position, alphabet.sizes)
+    if letters.head is not None and not all(isinstance(each.dim(letters.head), int) for each in (q, k, v)):
+        # Heads of an unknown number are part of the batch.
+        letters = replace(letters, batch=letters.batch + letters.head, head=None)
+        q, k, v = _operands(first, second, letters, weights.position, alphabet.sizes)
+    wider = tuple(each._replace(axis=alphabet.resolved((each.axis,))[0]) for each in scores.wider)
+    batches = _check_sizes(q, k, v, letters, wider, is_op(second.node, "MatMul"))
     _check_types(q, k, v, weights.value)
     dtype = q.value.dtype or ir.DataType.FLOAT
     masking = decide_masking(
@@ -118,6 +142,7 @@ def read_pattern(softmax: Normalisation) -> Pattern:
         sizes=(q.dim(letters.query), k.dim(letters.key)),
         guarded=weights.guarded,
         order=(letters.query, letters.key),
+        softcap=scores.softcap,
     )
     Hq, Hkv = _heads(q, k, v, letters.head)
     scale = scores.factor * q.factor * k.factor
@@ -139,7 +164,21 @@ def read_pattern(softmax: Normalisation) -> Pattern:
         masking=masking,
         Hq=Hq,
         Hkv=Hkv,
+        weights=_used_weights(weights, alphabet, dtype),
+        batches=batches,
+        wider=tuple(each for each in wider if each.axis in (*letters.batch, letters.query)),
     )
+
+
+def _used_weights(weights: Weights, alphabet: Alphabet, dtype: ir.DataType) -> UsedWeights | None:
+    """The weights as an output of Attention, which has the type of Q."""
+    used = weights.used
+    if used is None:
+        return None
+    if used.value.dtype != dtype:
+        what = "The attention weights are used elsewhere too, in another type than Q."
+        raise NotExpressible(what, got=f"{used.value.dtype}, Q is {dtype}")
+    return replace(used, axes=alphabet.resolved(used.axes))
 
 
 def _softmax_dtype(softmax: ir.Node, scores: Scores, dtype: ir.DataType) -> ir.DataType | None:
@@ -208,7 +247,8 @@ def _operands(
     raw_q = Operand(value=first.values[at], axes=first.axes[at], sizes=sizes)
     raw_k = Operand(value=first.values[1 - at], axes=first.axes[1 - at], sizes=sizes)
     raw_v = Operand(value=second.values[1 - position], axes=second.axes[1 - position], sizes=sizes)
-    _check_sizes(raw_q, raw_k, raw_v, letters)
+    if any(dims_of(each.value) is None for each in (raw_q, raw_k, raw_v)):
+        raise NotFused("The file does not tell the shapes of Q, K and V.")
     key_order = letters.order(letters.key, letters.size)
     value_order = letters.order(letters.key, letters.value_size)
     # Q and K may have been upcast for the scores alone.
@@ -223,16 +263,33 @@ def _operands(
     return q, k, v
 
 
-def _check_sizes(q: Operand, k: Operand, v: Operand, letters: Letters) -> None:
-    if any(dims_of(each.value) is None for each in (q, k, v)):
-        raise NotFused("The file does not tell the shapes of Q, K and V.")
-    if not same_dim(k.dim(letters.key), v.dim(letters.key)):
-        got = f"{k.dim(letters.key)} and {v.dim(letters.key)}"
+def _check_sizes(
+    q: Operand, k: Operand, v: Operand, letters: Letters, wider: tuple[Wider, ...], contracted: bool
+) -> bool:
+    """Whether Q, K and V may have different batches; else they certainly have the same.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        letters: The names of the axes.
+        wider: Axes of masks that may be larger than those of the scores.
+        contracted: Whether the matmul with V fails at run time where K and V differ in length.
+    """
+    lengths = [each.dim(letters.key) for each in (k, v)]
+    apart = all(isinstance(each, int) for each in lengths) or 1 in lengths or not contracted
+    if not same_dim(*lengths) and (apart or any(each.axis == letters.key for each in wider)):
+        got = f"{lengths[0]} and {lengths[1]}"
         raise NotFused("K and V have different lengths, or lengths that are not known to be equal.", got=got)
-    for letter in letters.batch:
-        batches = [each.dim(letter) for each in (q, k, v)]
-        if not all(same_dim(batches[0], each) for each in batches[1:]):
-            raise NotFused("Q, K and V have different batches.", got=", ".join(map(str, batches)))
+    sizes = {letter: [each.dim(letter) for each in (q, k, v)] for letter in letters.batch}
+    apart = not all(same_dim(each[0], other) for each in sizes.values() for other in each[1:])
+    # One axis of the batch can be broadcast: that is what the matmuls do.
+    if (apart or any(each.axis in letters.batch for each in wider)) and len(letters.batch) > 1:
+        got = "; ".join(", ".join(map(str, each)) for each in sizes.values())
+        raise NotFused("Q, K, V and the mask have different batches.", got=got)
+    if any(each.axis not in (*letters.batch, letters.query, letters.key) for each in wider):
+        raise NotFused("A mask may have more heads than Q.", got=[str(each.value.name) for each in wider])
+    return apart
 
 
 def _check_types(q: Operand, k: Operand, v: Operand, weights: ir.Value) -> None:
@@ -252,9 +309,18 @@ def _heads(q: Operand, k: Operand, v: Operand, head: str | None) -> tuple[int, i
     return Hq, Hk
 
 
-# -- Find attention that no node stands for: a GEMM of two computed tensors, then a softmax, th ----
+# -- Find attention that no node stands for: whatever lies between its two matmuls ---------------------
 
 _LOOPS = frozenset({"Loop", "Scan"})
+# Activations that some models have in the place of the softmax.
+_ACTIVATIONS = frozenset({"Sigmoid", "Relu", "Softplus", "HardSigmoid", "Exp", "Elu", "Gelu", "Tanh", "Pow"})
+# What may stand between the two matmuls of an attention without softmax; a norm or a projection may not.
+_BETWEEN = _ACTIVATIONS | frozenset(
+    {"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Clip", "Where", "Sqrt", "Reciprocal", "Trilu"}
+    | {"Cast", "Identity", "Dropout", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "CumSum"}
+    | {"Slice", "Split", "Concat", "Pad", "Log", "Softsign", "LeakyRelu", "Celu", "Selu"}
+)
+_NO_SOFTMAX = "Attention always has one."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,45 +332,70 @@ class _Carried:
         scores: Whether a GEMM of two computed tensors stands behind it, and no softmax between.
         sizes: The fixed sizes of those GEMMs' axes.
         softmaxes: The softmaxes of such scores that stand behind it, and no matmul with V between.
+        matmuls: The GEMMs of two computed tensors behind it, with only small steps between.
+        activations: The activations among those steps.
+        features: Softmaxes of something else than scores behind it, and behind those GEMMs.
     """
 
     computed: bool = False
     scores: bool = False
     sizes: frozenset[int] = frozenset()
     softmaxes: frozenset[ir.Node] = frozenset()
+    matmuls: frozenset[ir.Node] = frozenset()
+    activations: frozenset[ir.Node] = frozenset()
+    features: frozenset[ir.Node] = frozenset()
 
 
 _NOTHING = _Carried()
 _COMPUTED = _Carried(computed=True)
 
 
-def leftover_attentions(graph: ir.Graph) -> list[ir.Node]:
-    """The softmaxes of a graph, and of the graphs in it, that are part of an attention.
+def leftover_attentions(graph: ir.Graph) -> tuple[dict[ir.Node, NotFused | None], set[ir.Node]]:
+    """The nodes of a graph, and of the graphs in it, that are part of an attention.
 
     Args:
         graph: The graph after fusion: behind an `Attention` node nothing is followed.
+
+    Returns:
+        Softmaxes, and what stands in their place, in the order of the graph, with why Attention cannot say
+        it; None where that is not known. Then softmaxes that only make features of Q and K.
     """
     walk = _Walk()
     for value in graph.inputs:
         if not value.is_initializer():
             walk.carried[value] = _COMPUTED
     walk.follow(graph)
-    return [node for node in graph.all_nodes() if node in walk.found]
+    return walk.result(), walk.features
 
 
 class _Walk:
-    """The values so far, and the softmaxes that were found."""
+    """The values so far, and what was found."""
 
     def __init__(self) -> None:
         self.carried: dict[ir.Value, _Carried] = {}
-        self.found: set[ir.Node] = set()
+        self._softmaxes: dict[ir.Node, NotFused | None] = {}
+        # The second matmul of an attention without softmax, and what stands between the two.
+        self._linear: dict[ir.Node, ir.Node | None] = {}
+        self.features: set[ir.Node] = set()
+
+    def result(self) -> dict[ir.Node, NotFused | None]:
+        """What was found; an attention without softmax once for each module."""
+        found, modules = dict(self._softmaxes), set[str]()
+        for matmul, activation in self._linear.items():
+            node = activation or matmul
+            if module_of(node) in modules:
+                continue
+            modules.add(module_of(node))
+            what = f"{node.op_type} stands in the place of the softmax; {_NO_SOFTMAX}"
+            if activation is None:
+                what = f"No softmax stands between its matmuls (linear attention); {_NO_SOFTMAX}"
+            found[node] = NotExpressible(what)
+        return found
 
     def follow(self, graph: ir.Graph) -> None:
         """Take in the nodes of a graph, in their order."""
         for node in graph:
-            inner = [
-                each.as_graph() for each in node.attributes.values() if each.type == ir.AttributeType.GRAPH
-            ]
+            inner = graphs_in(node)
             if inner:
                 self._branches(node, inner)
                 continue
@@ -320,23 +411,41 @@ class _Walk:
         joined = _joined(given)
         if not joined.computed:
             return _NOTHING
-        if "Attention" in node.op_type or is_op(node, "Shape", "Size"):
+        if "Attention" in node.op_type:
+            if not is_attention(node):
+                what = f"{node.domain or 'ONNX'}'s {node.op_type} is not ONNX's Attention."
+                self._softmaxes[node] = NotExpressible(what)
             return _COMPUTED
+        if is_op(node, "Shape", "Size"):
+            return _COMPUTED
+        if is_op(node, "Gather") and not given[0].computed and (rank(node.inputs[0]) or 0) > 2:
+            return _NOTHING  # the weights of chosen experts
         softmax = softmax_at(node)
         if softmax is not None:
             begins = joined.scores and _runs_over_keys(softmax, joined)
-            return replace(_COMPUTED, softmaxes=frozenset({node} if begins else ()))
+            for matmul in joined.matmuls if begins else ():
+                self._linear.pop(matmul, None)  # it computes the scores of this softmax
+            here = frozenset({node})
+            return replace(_COMPUTED, softmaxes=here) if begins else replace(_COMPUTED, features=here)
         if not is_op(node, "MatMul", "Gemm", "Einsum"):
-            return joined
-        self.found |= joined.softmaxes
+            if node.domain != "" or node.op_type not in _BETWEEN:
+                return _behind_projection(joined)
+            acts = joined.matmuls and node.op_type in _ACTIVATIONS
+            return replace(joined, activations=joined.activations | {node}) if acts else joined
+        for each in joined.softmaxes:
+            self._softmaxes.setdefault(each)
         operands = [each for each in (given if is_op(node, "Einsum") else given[:2]) if each.computed]
         if len(operands) < 2:
-            return joined  # a projection
+            return _behind_projection(joined)
         weights = [bool(each.softmaxes) for each in operands]
         if any(weights) and not all(weights):
             return _COMPUTED  # the matmul with V
+        if joined.matmuls - self._linear.keys() and not any(weights):
+            self._linear[node] = next(iter(sorted(joined.activations, key=node_name)), None)
+            self.features |= joined.features
         sizes = frozenset(size for size in dims_of(node.outputs[0]) or () if isinstance(size, int))
-        return replace(_COMPUTED, scores=True, sizes=sizes)
+        here = frozenset({node})
+        return replace(_COMPUTED, scores=True, sizes=sizes, matmuls=here, features=joined.features)
 
     def _branches(self, node: ir.Node, graphs: list[ir.Graph]) -> None:
         """Follow If, Loop and Scan; the values of a loop are followed a second time around it."""
@@ -355,15 +464,24 @@ class _Walk:
             self.carried[value] = _joined([*ends, _COMPUTED])
 
 
+def _behind_projection(carried: _Carried) -> _Carried:
+    return replace(carried, matmuls=frozenset(), activations=frozenset(), features=frozenset())
+
+
 def _joined(given: list[_Carried]) -> _Carried:
     kept = [each for each in given if each is not _NOTHING]
     if len(kept) < 2:
         return kept[0] if kept else _NOTHING
+    if all(each is _COMPUTED for each in kept):
+        return _COMPUTED
     return _Carried(
         computed=any(each.computed for each in kept),
         scores=any(each.scores for each in kept),
         sizes=frozenset().union(*(each.sizes for each in kept)),
         softmaxes=frozenset().union(*(each.softmaxes for each in kept)),
+        matmuls=frozenset().union(*(each.matmuls for each in kept)),
+        activations=frozenset().union(*(each.activations for each in kept)),
+        features=frozenset().union(*(each.features for each in kept)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +12,8 @@ from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, At
 from mha_deploy.graph.fuse.masks import Masking, Masks, decide_masking, spans
 from mha_deploy.graph.fuse.scores import Bias, Fill, Operand, Term, unwrap
 from mha_deploy.graph.fuse.values import NotFused, dims_of, dtype_of, is_op
-from mha_deploy.graph.fuse.write import laid_out, remove_unused
+from mha_deploy.graph.fuse.verify import Boundary, mask_stops
+from mha_deploy.graph.fuse.write import laid_out
 from mha_deploy.graph.ir import NodeBuilder, input_at
 
 # -- Bring an `Attention` node that the exporter wrote into the canonical form ---------------------
@@ -20,26 +22,76 @@ _SCORES = ("b", "h", "s", "t")
 _KEYS, _VALUES = ("b", "h", "t", "d"), ("b", "h", "t", "e")
 
 
-def repair_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> list[str]:
-    """Simplify an `Attention` node in its place.
+@dataclass(frozen=True, kw_only=True)
+class Repaired:
+    """A plainer node, built beside the graph.
+
+    Args:
+        result: What stands for the result.
+        before: The inputs of the old node.
+        boundary: What is drawn to compare the two.
+        changes: What is different, in words.
+    """
+
+    result: ir.Value
+    before: tuple[ir.Value | None, ...]
+    boundary: Boundary
+    changes: list[str]
+
+
+def repaired_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> Repaired | None:
+    """A simpler `Attention` node that computes the same; None where there is nothing to simplify.
 
     Args:
         node: The node. One that is not 4-D, or has a past, key lengths or other outputs, stays as it is.
-        builder: Holds the new nodes; they are inserted before the node.
+        builder: Holds the new nodes.
         masks: The masks that were written for earlier ones.
-
-    Returns:
-        What was changed, in words.
     """
     facts = read_attention(node)
-    held = [value for value in node.inputs if value is not None]
     if facts.rank != 4 or _has_more(node):
-        return []
-    done = [*_share_heads(node, facts, builder), *_simplify_mask(node, facts, builder, masks)]
-    if done and node.graph is not None:
-        node.graph.insert_before(node, builder.live_nodes(each for each in node.inputs if each is not None))
-        remove_unused(held)
-    return done
+        return None
+    inputs, attributes = list(node.inputs), dict(node.attributes)
+    stops = [value for value in inputs[:MASK] if value is not None]
+    changes = list[str]()
+    shared = _shared_heads(node, facts)
+    if shared is not None:
+        inputs[1] = laid_out(shared[0], _KEYS, builder)
+        inputs[2] = laid_out(shared[1], _VALUES, builder)
+        stops[1:] = [each.value for each in shared]
+        changes.append(f"K and V are not repeated: {shared[0].dim('h')} heads for {facts.Hq}")
+    masking = _simpler_masking(node, facts)
+    if masking is not None and (q := inputs[0]) is not None and (k := inputs[1]) is not None:
+        inputs[MASK] = masks.write(
+            masking,
+            builder,
+            dtype=dtype_of(q),
+            order=_SCORES,
+            sizes=_lengths(node),
+            letters={},
+            rows=(q, k),
+            graph=node.graph,
+        ).mask
+        if masking.causal:
+            attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
+        changes += _mask_words(masking, facts)
+    if not changes:
+        return None
+    while inputs and inputs[-1] is None:
+        inputs.pop()
+    (result,) = builder.node("Attention", inputs, name=builder.prefix)
+    new = result.producer()
+    if new is not None:
+        new.name, new.version = node.name, node.version
+        new.attributes.update(attributes)
+        new.metadata_props.update(node.metadata_props)
+    mask = input_at(node, MASK)
+    masked = [mask] if masking is None else [term.tensor for term in masking.terms]
+    boundary = Boundary(
+        stops=frozenset((*stops, *mask_stops(each for each in masked if each is not None))),
+        dims={},
+        spread=dict(zip((str(value.name) for value in stops), (1.0, 1.0, 1.0), strict=False)),
+    )
+    return Repaired(result=result, before=tuple(node.inputs), boundary=boundary, changes=changes)
 
 
 def _has_more(node: ir.Node) -> bool:
@@ -48,57 +100,42 @@ def _has_more(node: ir.Node) -> bool:
     return given or bool(used)
 
 
-def _share_heads(node: ir.Node, facts: AttentionNode, builder: NodeBuilder) -> list[str]:
-    """Take K and V before their heads were repeated."""
+def _shared_heads(node: ir.Node, facts: AttentionNode) -> tuple[Operand, Operand] | None:
+    """K and V before their heads were repeated."""
     k, v = input_at(node, 1), input_at(node, 2)
     if k is None or v is None or dims_of(k) is None or dims_of(v) is None:
-        return []
+        return None
     one = unwrap(Operand(value=k, axes=_KEYS), wanted=_KEYS, head="h", scaled=False)
     other = unwrap(Operand(value=v, axes=_VALUES), wanted=_VALUES, head="h", scaled=False)
     Hkv = one.dim("h")
     same = one.group == other.group > 1 and isinstance(Hkv, int) and Hkv == other.dim("h")
-    if not same or facts.Hq != facts.Hkv or facts.Hq != Hkv * one.group:
-        return []
-    node.replace_input_with(1, laid_out(one, _KEYS, builder))
-    node.replace_input_with(2, laid_out(other, _VALUES, builder))
-    return [f"K and V are not repeated: {Hkv} heads for {facts.Hq}"]
+    return (one, other) if same and facts.Hq == facts.Hkv == Hkv * one.group else None
 
 
-def _simplify_mask(node: ir.Node, facts: AttentionNode, builder: NodeBuilder, masks: Masks) -> list[str]:
-    q, k, mask = (input_at(node, at) for at in (0, 1, MASK))
-    if q is None or k is None or mask is None or facts.mask not in ("bool", "float"):
-        return []
-    if q.shape is None or k.shape is None or mask.shape is None:
-        return []
+def _lengths(node: ir.Node) -> tuple[int | ir.SymbolicDim, int | ir.SymbolicDim]:
+    q, k = (dims_of(value) if value is not None else None for value in node.inputs[:2])
+    return (q or (ir.SymbolicDim(None),) * 4)[2], (k or (ir.SymbolicDim(None),) * 4)[2]
+
+
+def _simpler_masking(node: ir.Node, facts: AttentionNode) -> Masking | None:
+    """What the mask becomes; None where it stays."""
+    q, mask = input_at(node, 0), input_at(node, MASK)
+    if q is None or mask is None or mask.shape is None or facts.mask not in ("bool", "float"):
+        return None
     term: Term = Bias(value=mask, factor=1.0, axes=_SCORES)
     if facts.mask == "bool":
         term = Fill(condition=mask, shown=True, fill=-float("inf"), axes=_SCORES)
-    sizes = (q.shape[2], k.shape[2])
+    sizes = _lengths(node)
     fixed = [
         (each, size) for each, size in zip(mask.shape[-2:], sizes, strict=False) if isinstance(each, int)
     ]
     if any(each != 1 and isinstance(size, int) and each != size for each, size in fixed):
-        return []  # a mask of fewer keys than there are, which masks the others
+        return None  # a mask of fewer keys than there are, which masks the others
     try:
         masking = decide_masking([term], dtype=dtype_of(q), sizes=sizes, guarded=False, order=_SCORES[-2:])
     except NotFused:
-        return []
-    if masking.terms == (term,) and spans(masking.terms, sizes):
-        return []
-    new = masks.write(
-        masking,
-        builder,
-        dtype=dtype_of(q),
-        order=_SCORES,
-        sizes=sizes,
-        letters={},
-        rows=(q, k),
-        graph=node.graph,
-    )
-    node.replace_input_with(MASK, new.mask)
-    if masking.causal:
-        node.attributes.add(ir.AttrInt64("is_causal", 1))
-    return _mask_words(masking, facts)
+        return None
+    return None if masking.terms == (term,) and spans(masking.terms, sizes) else masking
 
 
 def _mask_words(masking: Masking, facts: AttentionNode) -> list[str]:
@@ -135,11 +172,6 @@ def repair_rotary(node: ir.Node, builder: NodeBuilder) -> list[str]:
     if node.graph is not None:
         node.graph.insert_before(node, builder.live_nodes(each for each in node.inputs if each is not None))
     return ["the tables are copied over the batch"]
-
-
-def is_rotary(node: ir.Node) -> bool:
-    """Whether this is ONNX's own RotaryEmbedding."""
-    return is_op(node, "RotaryEmbedding")
 
 
 def _is_single(table: ir.Value) -> bool:

@@ -6,6 +6,7 @@ import math
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -21,7 +22,6 @@ from mha_deploy.graph.fuse.values import (
     is_constant,
     is_op,
     perm_of,
-    place_of,
     same_dim,
     same_dims,
     scalar_of,
@@ -396,20 +396,6 @@ class Normalisation:
     nodes: tuple[ir.Node, ...]
 
 
-# What some models have in the place of the softmax; Attention has nothing like it.
-_OTHER_WEIGHTS = frozenset({"Sigmoid", "Relu", "Softplus", "HardSigmoid"})
-
-
-def other_weights(node: ir.Node) -> bool:
-    """Whether a node makes weights of scores as a softmax would, with a matmul before and one behind it."""
-    if node.domain != "" or node.op_type not in _OTHER_WEIGHTS or not _reaches_product(node.inputs[0]):
-        return False
-    source = node.inputs[0]
-    return source is not None and is_candidate(
-        Normalisation(node=node, source=source, result=node.outputs[0], axis=-1, nodes=(node,))
-    )
-
-
 def softmax_at(node: ir.Node) -> Normalisation | None:
     """The softmax that ends in a node: a Softmax, or `exp(x - max(x)) / sum(exp(x - max(x)))`."""
     source = node.inputs[0] if node.inputs else None
@@ -519,6 +505,20 @@ class Multiplier:
     divides: bool
 
 
+class Wider(NamedTuple):
+    """An axis of a mask that may be larger than that of the scores, which are then broadcast.
+
+    Args:
+        axis: The axis of the scores.
+        value: The mask.
+        at: Its axis.
+    """
+
+    axis: str
+    value: ir.Value
+    at: int
+
+
 @dataclass(kw_only=True)
 class Scores:
     """The way from the matmul to the softmax.
@@ -532,6 +532,7 @@ class Scores:
         softcap: Bound by a tanh; 0 for none.
         softmax_dtype: Type of the softmax where it is not that of the matmul.
         multipliers: Tensors that the scores are multiplied with.
+        wider: Axes of masks and multipliers that may be larger than those of the scores.
     """
 
     alphabet: Alphabet
@@ -542,6 +543,7 @@ class Scores:
     softcap: float = 0.0
     softmax_dtype: ir.DataType | None = None
     multipliers: list[Multiplier] = field(default_factory=list)
+    wider: list[Wider] = field(default_factory=list)
 
 
 def read_scores(softmax: Normalisation, alphabet: Alphabet) -> Scores:
@@ -622,7 +624,7 @@ def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
     factor = scalar_of(other)
     if node.op_type == "Div" and inner is not node.inputs[0]:
         raise NotFused("Something is divided by the scores.", got=_name(other))
-    _check_spread(node, inner)
+    _check_spread(node, inner, other, scores)
     if factor is None:
         dims = sizes_of(other)
         if dims is None or (dims and dims[-1] != 1) or other.dtype != inner.dtype:
@@ -637,18 +639,22 @@ def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
     return inner
 
 
-def _check_spread(node: ir.Node, inner: ir.Value | None) -> None:
+def _check_spread(node: ir.Node, inner: ir.Value | None, other: ir.Value, scores: Scores) -> None:
     """Attention has the batch and the heads of Q, whatever the mask has."""
-    before, after = None if inner is None else dims_of(inner), dims_of(node.outputs[0])
+    before, after = sizes_of(inner), sizes_of(node.outputs[0])
     if before is None or after is None or len(before) != len(after):
         raise NotFused("The file does not tell the shape of the scores.")
     if any(size == 1 and result != 1 for size, result in zip(before, after, strict=True)):
         raise NotFused("A mask makes the scores larger than the matmul of Q and K.", got=list(after))
+    dims = sizes_of(other) or []
+    for at, size in enumerate(dims, len(before) - len(dims)):
+        if size not in (1, before[at]) and not isinstance(before[at], int):
+            scores.wider.append(Wider(scores.axes[at], other, at - len(before) + len(dims)))
 
 
 def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
     inner, other = _split(node)
-    _check_spread(node, inner)
+    _check_spread(node, inner, other, scores)
     if node.op_type == "Sub" and inner is not node.inputs[0]:
         raise NotFused("The scores are subtracted from something.")
     _refuse_before_cap(scores)
@@ -666,7 +672,7 @@ def _where(node: ir.Node, scores: Scores) -> ir.Value | None:
     fill = scalar_of(other)
     if fill is None:
         raise NotFused("Masked scores are set to something that is not one constant.", got=_name(other))
-    _check_spread(node, inner)
+    _check_spread(node, inner, condition, scores)
     _refuse_before_cap(scores)
     scores.terms.append(Fill(condition=condition, shown=shown, fill=fill * scores.factor, axes=scores.axes))
     return inner
@@ -750,6 +756,19 @@ _MAX_STEPS_WEIGHTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
+class UsedWeights:
+    """Weights that something else than the matmul with V uses.
+
+    Args:
+        value: The weights there.
+        axes: Their axes.
+    """
+
+    value: ir.Value
+    axes: Axes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Weights:
     """The way from the softmax to the matmul with V.
 
@@ -759,6 +778,7 @@ class Weights:
         position: Which of its operands they are.
         axes: Their axes there.
         guarded: Whether NaN is replaced by 0, as PyTorch's own attention does for rows without keys.
+        used: The weights, where they are used elsewhere too.
     """
 
     value: ir.Value
@@ -766,11 +786,16 @@ class Weights:
     position: int
     axes: Axes
     guarded: bool
+    used: UsedWeights | None
 
 
 def is_candidate(softmax: Normalisation) -> bool:
     """Whether the result of a softmax comes to a matmul of two computed tensors."""
-    pending = [(softmax.result, 0)]
+    return _comes_to_product(softmax.result)
+
+
+def _comes_to_product(result: ir.Value) -> bool:
+    pending = [(result, 0)]
     while pending:
         value, steps = pending.pop()
         for node, _ in value.uses():
@@ -790,19 +815,23 @@ def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet) -> Weig
         alphabet: The letters.
 
     Raises:
-        NotFused: The weights are used elsewhere too, or changed on the way.
+        NotFused: The weights are changed on the way.
     """
     value, guarded = softmax.result, False
+    used: UsedWeights | None = None
     passed = list[ir.Value]()
     for _ in range(_MAX_STEPS_WEIGHTS):
         after = _after_guard(value)
         if after is not None:
             value, guarded = after, True
             continue
-        node, position = _only_use(value)
+        node, position, alone = _use(value)
+        if not alone and used is not None:
+            raise NotExpressible("The attention weights are used elsewhere too, in two ways.", got=value.name)
+        used = used if alone else UsedWeights(value=value, axes=axes)
         if is_product(node):
             _check_casts(value, passed)
-            return Weights(value=value, matmul=node, position=position, axes=axes, guarded=guarded)
+            return Weights(value=value, matmul=node, position=position, axes=axes, guarded=guarded, used=used)
         if is_op(node, "Transpose"):
             axes = tuple(axes[axis] for axis in perm_of(node))
         elif is_op(node, "Reshape", "Squeeze", "Unsqueeze") and position == 0:
@@ -818,17 +847,18 @@ def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet) -> Weig
     raise NotFused("The way from the softmax to the matmul with V is too long.")
 
 
-def _only_use(value: ir.Value) -> tuple[ir.Node, int]:
-    if value.is_graph_output():
-        raise NotExpressible("The attention weights are an output of the graph.", got=value.name)
+def _use(value: ir.Value) -> tuple[ir.Node, int, bool]:
+    """The node on the way to the matmul with V, the position of the weights in it, whether it is alone."""
     uses = [use for use in value.uses() if not is_op(use.node, "Shape")]
-    if len(uses) != 1:
-        others = [node for node, _ in uses if not is_product(node)]
-        named = ", ".join(f"{node.op_type} at {place_of(node) or node.name}" for node in others)
-        raise NotExpressible(
-            "The attention weights are used elsewhere too.", got=named or f"{len(uses)} matmuls"
-        )
-    return uses[0].node, uses[0].idx
+    found = [use for use in uses if is_product(use.node) or _leads_to_product(use.node)]
+    if not found:
+        raise NotFused("The weights come to no matmul.", got=value.name)
+    return found[0].node, found[0].idx, len(uses) == 1 and not value.is_graph_output()
+
+
+def _leads_to_product(node: ir.Node) -> bool:
+    passed = node.domain == "" and node.op_type in _PASSED_WEIGHTS
+    return passed and _comes_to_product(node.outputs[0])
 
 
 def _check_passed(node: ir.Node) -> None:

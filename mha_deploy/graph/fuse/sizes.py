@@ -11,9 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.values import array_of, is_op, perm_of
+from mha_deploy.graph.fuse.values import array_of, is_op, perm_of, tensor_of
 
 Size = int | str | None
 """A number, a product of names such as `4*B*S`, or None where it is not known."""
@@ -121,12 +122,111 @@ def _plain(size: str | None) -> int | str | None:
     return size if simple is None else int(simple) if simple.isdigit() else simple
 
 
-def name_sizes(model: ir.Model) -> None:
-    """Give every value of a model the sizes that follow from those of the inputs, in the model itself."""
+def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
+    """Give every value of a model its type and the sizes that follow from those of the inputs.
+
+    Args:
+        model: The model; it is changed.
+        only_missing: Whether only nodes without types or ranks are looked at, such as new ones.
+    """
+    nodes = [node for graph in model.graphs() for node in graph]
+    missing = [node for node in nodes if any(_is_missing(value) for value in node.outputs)]
+    if missing and only_missing:
+        for graph in model.graphs():
+            _infer([node for node in missing if node.graph is graph], model)
+    elif missing or any(None in (sizes_of(value) or ()) for node in nodes for value in node.outputs):
+        _infer(list(model.graph), model)
     own = {str(each) for value in model.graph.inputs for each in sizes_of(value) or ()}
     walk = _Walk(own)
-    for node in model.graph.all_nodes():
+    for node in missing if only_missing else model.graph.all_nodes():
         walk.visit(node)
+
+
+def _is_missing(value: ir.Value) -> bool:
+    return bool(value.name) and (value.dtype is None or value.shape is None)
+
+
+_LARGE = 64  # elements of a constant that no shape is computed from
+
+
+def _infer(nodes: list[ir.Node], model: ir.Model) -> None:
+    """Run ONNX's shape inference over nodes of one graph, without the numbers of large constants."""
+    outputs = {value for node in nodes for value in node.outputs}
+    infos, constants = dict[str, onnx.ValueInfoProto](), dict[str, onnx.TensorProto]()
+    inside = [each for node in nodes for inner in graphs_in(node) for each in inner.all_nodes()]
+    own = outputs | {value for node in inside for value in node.outputs}
+    for node in (*nodes, *inside):
+        for value in node.inputs:
+            if value is None or value in own or not value.name or value.name in constants:
+                continue
+            tensor = tensor_of(value)
+            if tensor is not None and tensor.size <= _LARGE and tensor.dtype != ir.DataType.STRING:
+                constants[value.name] = ir.serde.serialize_tensor(
+                    ir.Tensor(tensor.numpy(), tensor.dtype, name=value.name)
+                )
+            elif value.dtype is not None:
+                infos[value.name] = ir.serde.serialize_value(value)
+    known = [value for value in outputs if value.name and value.dtype is not None]
+    graph = onnx.GraphProto(
+        name="sizes",
+        node=[ir.serde.serialize_node(node) for node in nodes],
+        input=infos.values(),
+        initializer=constants.values(),
+        value_info=[ir.serde.serialize_value(value) for value in known],
+    )
+    opsets = [onnx.helper.make_opsetid(*each) for each in model.opset_imports.items()]
+    whole = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(whole, data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+        return  # a node that ONNX rejects: what is known stays
+    _take_over(nodes, inferred.graph)
+
+
+def _take_over(nodes: Iterable[ir.Node], found: onnx.GraphProto) -> None:
+    """Merge what was inferred into the values of nodes, and of the graphs in them."""
+    infos = {info.name: info.type for info in (*found.value_info, *found.output)}
+    for node, proto in zip(nodes, found.node, strict=True):
+        for value in node.outputs:
+            if value.name in infos:
+                _merge(value, infos[value.name])
+        inner = [each for attribute in proto.attribute for each in (attribute.g, *attribute.graphs)]
+        for graph, body in zip(graphs_in(node), (each for each in inner if each.node), strict=False):
+            _take_over(graph, body)
+
+
+def graphs_in(node: ir.Node) -> list[ir.Graph]:
+    """The bodies and branches of a node."""
+    found = list[ir.Graph]()
+    for each in node.attributes.values():
+        if each.type == ir.AttributeType.GRAPH:
+            found.append(each.as_graph())
+        elif each.type == ir.AttributeType.GRAPHS:
+            found.extend(each.as_graphs())
+    return found
+
+
+def _merge(value: ir.Value, found: onnx.TypeProto) -> None:
+    """Take over what was not known of a value."""
+    if not found.HasField("tensor_type"):
+        return
+    tensor = found.tensor_type
+    if value.dtype is None and tensor.elem_type:
+        value.dtype = ir.DataType(tensor.elem_type)
+    if not tensor.HasField("shape"):
+        return
+    dims = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim]
+    # Names that were made up for unknown sizes are those of one run only.
+    dims = [None if isinstance(each, str) and _GENERATED in each else each for each in dims]
+    known = sizes_of(value) if value.shape is not None else None
+    if known is None:
+        value.shape = ir.Shape(dims)
+    elif len(known) == len(dims):
+        best = [
+            new if isinstance(new, int) or old is None else old for old, new in zip(known, dims, strict=True)
+        ]
+        if best != known:
+            value.shape = ir.Shape(best)
 
 
 class _Walk:
@@ -237,6 +337,8 @@ class _Walk:
             return [first[axis] for axis in perm_of(node)]
         if is_op(node, "MatMul"):
             return _matmul(first, sizes_of(node.inputs[1]))
+        if is_op(node, "Einsum"):
+            return _einsum(node)
         if is_op(node, "Unsqueeze", "Squeeze"):
             axes = self.content(node.inputs[1]) if len(node.inputs) > 1 else None
             return None if axes is None else _with_axes(first, axes, more=node.op_type == "Unsqueeze")
@@ -306,6 +408,19 @@ def _reshaped(source: list[Size], wanted: list[Size] | None, allow_zero: bool) -
         at = result.index(None)
         result[at] = quotient(product(source), product(each for each in result if each is not None))
     return result
+
+
+def _einsum(node: ir.Node) -> list[Size] | None:
+    inputs, arrow, out = (node.attributes.get_string("equation") or "").replace(" ", "").partition("->")
+    found = dict[str, Size]()
+    for text, value in zip(inputs.split(","), node.inputs, strict=False):
+        dims = sizes_of(value)
+        if dims is None or len(dims) != len(text):
+            return None
+        for letter, size in zip(text, dims, strict=True):
+            if found.get(letter, 1) in (1, None):
+                found[letter] = size
+    return [found.get(letter) for letter in out] if arrow and "." not in inputs else None
 
 
 def _matmul(left: list[Size], right: list[Size] | None) -> list[Size] | None:

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx.version_converter
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
@@ -204,6 +205,7 @@ class FusedAttention:
         mask: `none`, `bool` or `float`.
         causal: Whether the triangle became the attribute `is_causal`.
         softcap: Bound of the scores; 0 for none.
+        weights: Whether the weights are an output as well, since the file uses them elsewhere.
         notes: What differs from the file, and where.
         verified: Whether it was compared with the original nodes on drawn inputs.
     """
@@ -217,6 +219,7 @@ class FusedAttention:
     mask: str
     causal: bool
     softcap: float = 0.0
+    weights: bool = False
     notes: tuple[str, ...] = ()
     verified: bool = False
 
@@ -328,28 +331,79 @@ def _scopes(node: ir.Node) -> list[str]:
 # -- Take a model up to the opset that has `Attention` ---------------------------------------------
 
 ATTENTION_OPSET = 23
-_OLDEST = 18
+_OLDEST, _CONVERTED_TO = 13, 18
 # The same node means something else since this version.
-_CHANGED_SINCE = {"GridSample": 20, "DFT": 20, "GroupNormalization": 21}
+_CHANGED_SINCE = {"DFT": 20, "GroupNormalization": 21}
+# Other names of the same modes since opset 20.
+_GRID_MODES = {"bilinear": "linear", "bicubic": "cubic"}
+
+
+def from_old_opset(model: ir.Model) -> ir.Model:
+    """A model of opset 13 to 17 in opset 18, through ONNX's version converter; newer ones as they are.
+
+    Raises:
+        DeployError: The opset is older, or the converter fails.
+    """
+    current = model.opset_imports.get("", 1)
+    if current >= _CONVERTED_TO:
+        return model
+    if current < _OLDEST:
+        raise DeployError(
+            f"The graph is older than opset {_OLDEST}.", got=f"opset {current}", hint="export it again"
+        )
+    # The converter takes no more than 2 GiB, and copies constants: large ones stay outside.
+    kept = {
+        name: value
+        for name, value in model.graph.initializers.items()
+        if value.const_value is not None and value.const_value.nbytes > _SMALL
+    }
+    inputs = list(model.graph.inputs)
+    try:
+        for name, value in kept.items():
+            del model.graph.initializers[name]
+            if value not in inputs:
+                model.graph.inputs.append(value)
+        proto = onnx.version_converter.convert_version(ir.to_proto(model), _CONVERTED_TO)
+    except Exception as error:  # the converter raises RuntimeError and protobuf's own types
+        raise DeployError(
+            f"The graph cannot be converted to opset {_CONVERTED_TO}.",
+            got=f"opset {current}: {error}",
+            hint="export it again with a newer opset",
+        ) from error
+    new = ir.from_proto(proto)
+    for value in list(new.graph.inputs):
+        old = kept.get(str(value.name))
+        if old is not None:
+            value.const_value = old.const_value
+            if old not in inputs:
+                new.graph.inputs.remove(value)
+            new.graph.register_initializer(value)
+    new.metadata_props.update(model.metadata_props)
+    return new
+
+
+_SMALL = 1024  # bytes
 
 
 def raise_opset(model: ir.Model) -> ir.Model:
-    """Declare opset 23 for a model of an older one, where its nodes mean the same there.
+    """Declare opset 23 for a model of opset 18 to 22, where its nodes mean the same there.
 
     Raises:
-        DeployError: The opset is too old, or a node has another meaning in the newer one.
+        DeployError: A node has another meaning in the newer one.
     """
     current = model.opset_imports.get("", 1)
     if current >= ATTENTION_OPSET:
         return model
-    hint = "export the module at opset 23"
-    if current < _OLDEST:
-        raise DeployError("The graph is older than opset 18.", got=f"opset {current}", hint=hint)
     for node in model.graph.all_nodes():
         if node.domain == "" and current < _CHANGED_SINCE.get(node.op_type, 0):
             raise DeployError(
-                f"{node.op_type} means something else in opset {ATTENTION_OPSET}.", got=node.name, hint=hint
+                f"{node.op_type} means something else in opset {ATTENTION_OPSET}.",
+                got=node.name,
+                hint=f"export the module at opset {ATTENTION_OPSET}",
             )
+        if is_op(node, "GridSample") and current < 20:
+            mode = node.attributes.get_string("mode", "bilinear") or "bilinear"
+            node.attributes.add(ir.AttrString("mode", _GRID_MODES.get(mode, mode)))
         node.version = None
     model.graph.opset_imports[""] = ATTENTION_OPSET
     needed = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", ATTENTION_OPSET)], True)

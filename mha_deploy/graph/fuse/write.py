@@ -6,18 +6,19 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.masks import Masks, Place, Written, turned
+from mha_deploy.graph.fuse.masks import Masks, Place, turned
 from mha_deploy.graph.fuse.pattern import Pattern
 from mha_deploy.graph.fuse.scores import Axes, Operand
 from mha_deploy.graph.fuse.sizes import Size, product, sizes_of
 from mha_deploy.graph.fuse.values import NotFused, dtype_of
-from mha_deploy.graph.ir import NodeBuilder, replace_node
+from mha_deploy.graph.ir import NodeBuilder, replace_node, replace_value
 
 _HEAD_AXIS = 1
+_WEIGHTS = 3  # qk_matmul_output_mode: the result of the softmax
 
 
-def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> ir.Value:
-    """Replace the nodes of an attention by one `Attention` node of the builder's prefix.
+def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> list[ir.Value]:
+    """Build the `Attention` node of the builder's prefix beside the graph.
 
     Args:
         pattern: The attention.
@@ -25,53 +26,94 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> ir.
         masks: The masks that were written for earlier ones.
 
     Returns:
-        What stands for the result now.
+        What stands for the result, and for the weights where they are used.
     """
-    letters = pattern.letters
+    letters, weights = pattern.letters, pattern.weights
+    dtype = dtype_of(pattern.q.value)
+    scores = letters.order(letters.query, letters.key)
     q = laid_out(pattern.q, letters.order(letters.query, letters.size), builder)
     k = laid_out(pattern.k, letters.order(letters.key, letters.size), builder)
     v = laid_out(pattern.v, letters.order(letters.key, letters.value_size), builder)
-    mask, zero = _mask(pattern, builder, masks, q, k)
-    place = Place(
-        order=letters.order(letters.query, letters.key), sizes=pattern.sizes, rows=(q, k), builder=builder
+    q, k, v = _broadcast(pattern, (q, k, v), builder)
+    mask, zero = masks.write(
+        pattern.masking,
+        builder,
+        dtype=dtype,
+        order=scores,
+        sizes=(pattern.q.dim(letters.query), pattern.k.dim(letters.key)),
+        letters=pattern.sizes,
+        rows=(q, k),
+        graph=pattern.last.graph,
     )
+    place = Place(order=scores, sizes=pattern.sizes, rows=(q, k), builder=builder)
     if letters.head is None:
         q, k, v = (builder.unsqueeze(each, _HEAD_AXIS) for each in (q, k, v))
     for each in pattern.multipliers:
         # The same for all keys, so it can as well be applied to Q.
         factor = place.regrouped(each.value, each.axes)
-        if each.value.dtype != dtype_of(pattern.q.value):
-            factor = builder.op("Cast", factor, to=int(dtype_of(pattern.q.value)))
+        if each.value.dtype != dtype:
+            factor = builder.op("Cast", factor, to=int(dtype))
         q = builder.op("Div" if each.divides else "Mul", q, factor, name="scaled_q")
     if zero is not None:
-        q = builder.op("Where", zero, builder.constant(0.0, dtype_of(pattern.q.value)), q, name="open_q")
+        q = builder.op("Where", zero, builder.constant(0.0, dtype), q, name="open_q")
     scale = pattern.scale
-    if dtype_of(pattern.q.value) == ir.DataType.DOUBLE:
+    if dtype == ir.DataType.DOUBLE:
         # The attribute is a float32.
         q, scale = builder.op("Mul", q, builder.constant(scale, ir.DataType.DOUBLE), name="scaled_q"), 1.0
-    (result,) = builder.node(
+    outputs = builder.node(
         "Attention",
         [q, k, v] if mask is None else [q, k, v, mask],
+        outputs=1 if weights is None else 4,
         name=builder.prefix,
         attributes={
             "scale": scale,
             "is_causal": int(pattern.masking.causal),
             "softcap": pattern.softcap or None,
             "softmax_precision": None if pattern.softmax_dtype is None else int(pattern.softmax_dtype),
+            "qk_matmul_output_mode": None if weights is None else _WEIGHTS,
         },
     )
-    attention = result.producer()
+    attention = outputs[0].producer()
     if attention is not None:
         attention.metadata_props.update(pattern.softmax.metadata_props)
-    if letters.head is None:
-        result = builder.op("Squeeze", result, builder.ints(_HEAD_AXIS))
-    order = letters.order(letters.query, letters.value_size)
-    result = rejoined(result, order, pattern.out, pattern.sizes, builder)
+    results = [(outputs[0], letters.order(letters.query, letters.value_size), pattern.out)]
+    if weights is not None:
+        outputs[1].name = outputs[2].name = ""  # present keys and values are not used
+        results.append((outputs[3], scores, weights.axes))
+    found = list[ir.Value]()
+    for value, order, wanted in results:
+        if letters.head is None:
+            value = builder.op("Squeeze", value, builder.ints(_HEAD_AXIS))
+        found.append(rejoined(value, order, wanted, pattern.sizes, builder))
+    return found
+
+
+def _broadcast(
+    pattern: Pattern, operands: tuple[ir.Value, ir.Value, ir.Value], builder: NodeBuilder
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Q, K and V with the batch, and Q with the queries, that they and the masks have together."""
+    q, k, v = operands
+    more = [1] * (2 if pattern.letters.head is None else 3)
+    batches = [(value, 0) for value in operands if pattern.batches]
+    batches += [(each.value, each.at) for each in pattern.wider if each.axis in pattern.letters.batch]
+    for value, at in batches:
+        size = builder.size(value, at)
+        q, k, v = (each if each is value else builder.expand(each, size, *more) for each in (q, k, v))
+    for each in pattern.wider:
+        if each.axis == pattern.letters.query:
+            q = builder.expand(q, *more[1:], builder.size(each.value, each.at), 1)
+    return q, k, v
+
+
+def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Value]) -> None:
+    """Put the built nodes into the graph, and remove what only the old ones needed."""
     operands = [value for value in pattern.last.inputs if value is not None]
-    name = pattern.last.outputs[0].name
-    replace_node(pattern.last, builder, {0: result})
+    replace_node(pattern.last, builder, {0: results[0]}, keep=results[1:])
     remove_unused(operands)
-    return next(value for node in builder.nodes for value in node.outputs if value.name == name)
+    if pattern.weights is not None:
+        old = pattern.weights.value
+        replace_value(old, results[1])
+        remove_unused([old])
 
 
 def laid_out(operand: Operand, order: Axes, builder: NodeBuilder) -> ir.Value:
@@ -123,21 +165,6 @@ def _reshaped(
     if value.dtype is not None:
         result.dtype = value.dtype
     return result
-
-
-def _mask(pattern: Pattern, builder: NodeBuilder, masks: Masks, q: ir.Value, k: ir.Value) -> Written:
-    """The mask as `[B or 1, Hq or 1, S, T]`, spelled out over queries and keys as ONNX Runtime needs it."""
-    letters = pattern.letters
-    return masks.write(
-        pattern.masking,
-        builder,
-        dtype=dtype_of(pattern.q.value),
-        order=letters.order(letters.query, letters.key),
-        sizes=(pattern.q.dim(letters.query), pattern.k.dim(letters.key)),
-        letters=pattern.sizes,
-        rows=(q, k),
-        graph=pattern.last.graph,
-    )
 
 
 def remove_unused(values: list[ir.Value]) -> None:
