@@ -23,6 +23,9 @@ NAMESPACE_ATTRIBUTE: Final = "plugin_namespace"
 NONE, TOP_LEFT, BOTTOM_RIGHT = range(3)
 """Values of the attribute `causal`: no diagonal, or the corner that the causal diagonal is aligned to."""
 
+FROM_ZERO, FROM_STARTS, PER_TOKEN, GIVEN = range(4)
+"""Values of `rotary_positions`, the table row of query s: s, starts[b] + s, b · S + s, or an input."""
+
 NO_WINDOW: Final = -1
 """The value of `left_window` and `right_window` without a limit."""
 
@@ -49,6 +52,8 @@ class MhaDeployAttention(OpRun):
         node = NodeInputs(inputs, attributes)
         q, k, v = (node.heads(which) for which in range(3))
         S, T = q.shape[2], k.shape[2]
+        if attributes["rotary"]:
+            q, k = (node.rotated(heads) for heads in (q, k))
         if not node.past:
             lengths = np.full(len(q), T) if node.key_lengths is None else np.clip(node.key_lengths, 0, T)
             return (_attend(node, q, k, v, lengths),)
@@ -94,9 +99,12 @@ class NodeInputs:
         self.gates = next(rest) if attributes["has_gates"] else None
         self.past = [next(rest), next(rest)] if attributes["has_cache"] else []
         self.starts = next(rest) if attributes["has_cache"] else np.zeros(0, np.int32)
+        self.tables = [next(rest), next(rest)] if attributes["rotary"] else []
+        given = attributes["rotary"] and attributes["rotary_positions"] == GIVEN
+        self.positions = next(rest) if given else None
         if next(rest, None) is not None:
             raise ValueError("The node has more inputs than its attributes state.")
-        for counts in (self.key_lengths, self.starts):
+        for counts in (self.key_lengths, self.starts, self.positions):
             if counts is not None and counts.dtype != np.int32:
                 raise ValueError(f"Lengths and starts are int32, not {counts.dtype}.")
 
@@ -114,6 +122,26 @@ class NodeInputs:
             raise ValueError(f"Operand {operand.shape} has no {count} heads of {size} from {offset} on.")
         part = operand[:, :, offset : offset + count * size]
         return part.reshape(*part.shape[:2], count, size).transpose(0, 2, 1, 3)
+
+    def rotated(self, x: np.ndarray) -> np.ndarray:
+        """Queries or keys `[B, H, S, D]` after the rotary embedding, rounded to the type of the operands."""
+        (B, _, S, _), own, R = x.shape, self.attributes, self.attributes["rotary_size"]
+        rows = np.broadcast_to(np.arange(S), (B, S))
+        if own["rotary_positions"] == FROM_STARTS:
+            rows = rows + self.starts[:, None]
+        elif own["rotary_positions"] == PER_TOKEN:
+            rows = np.arange(B * S).reshape(B, S)
+        elif self.positions is not None:
+            rows = self.positions
+        cos, sin = (table.astype(np.float64).reshape(-1, R // 2)[rows][:, None] for table in self.tables)
+        pairs = (x[..., :R:2], x[..., 1:R:2]) if own["rotary"] == 2 else np.split(x[..., :R], 2, axis=-1)
+        a, b = pairs[0] * cos - pairs[1] * sin, pairs[0] * sin + pairs[1] * cos
+        if own["rotary"] == 2:
+            first = np.stack((a, b), -1).reshape(*a.shape[:-1], R)
+        else:
+            first = np.concatenate((a, b), -1)
+        y = np.concatenate((first, x[..., R:]), -1)
+        return y.astype(self.operands[0].dtype).astype(np.float64)
 
 
 def _attend(node: NodeInputs, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray) -> np.ndarray:

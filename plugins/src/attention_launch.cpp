@@ -33,18 +33,26 @@ char* begin_of(Call const& call, Part part) {
     return moved(call.pointers.inputs[source], call.parameters.offsets[index]);
 }
 
-NewRows new_rows(Call const& call, Part part, void* cache) {
+// The memory of a view, in pieces of 16 bytes.
+Entries entries_of(Call const& call, Part part, View const& target, void* address) {
     View const view = view_of(call.parameters, call.shapes, part);
-    NewRows rows{};
-    rows.source = reinterpret_cast<uint4 const*>(begin_of(call, part));
-    rows.cache = static_cast<uint4*>(cache);
-    rows.batch_stride = view.strides[0] / kElementsOfLoad;
-    rows.head_stride = view.strides[1] / kElementsOfLoad;
-    rows.row_stride = view.strides[2] / kElementsOfLoad;
-    rows.heads = static_cast<int>(view.sizes[1]);
-    rows.cache_rows = static_cast<int>(call.shapes.cache_rows);
-    rows.pieces = static_cast<int>(view.sizes[3] / kElementsOfLoad);
-    return rows;
+    bool const rotates = call.parameters.rotates() && part != Part::kValue;
+    Entries entries{};
+    entries.source = reinterpret_cast<uint4 const*>(begin_of(call, part));
+    entries.target = static_cast<uint4*>(address);
+    entries.batch_stride = view.strides[0] / kElementsOfLoad;
+    entries.head_stride = view.strides[1] / kElementsOfLoad;
+    entries.row_stride = view.strides[2] / kElementsOfLoad;
+    entries.target_batch_stride = target.strides[0] / kElementsOfLoad;
+    entries.target_head_stride = target.strides[1] / kElementsOfLoad;
+    entries.target_row_stride = target.strides[2] / kElementsOfLoad;
+    entries.heads = static_cast<int>(view.sizes[1]);
+    entries.units = static_cast<int>(view.sizes[3] / kElementsOfLoad);
+    entries.rotates = rotates ? 1 : 0;
+    if (rotates && call.parameters.rotary == RotaryPairs::kHalves) {  // a thread moves both halves of pairs
+        entries.units -= static_cast<int>(call.parameters.rotary_size / kElementsOfLoad / 2);
+    }
+    return entries;
 }
 
 // Past and present are normally the same memory. Where they are not, the past is brought along.
@@ -65,26 +73,6 @@ Status copy_past(Call const& call, std::size_t past) {
     return Status();
 }
 
-Status write_cache(Call const& call, int32_t* key_counts) {
-    std::size_t const past = InputPlaces(call.parameters).past;
-    Status copied = copy_past(call, past);
-    if (!copied.ok() || call.prepared.cache_rows == nullptr) {  // null: there are no new rows
-        return copied;
-    }
-    CacheRows rows{};
-    rows.key = new_rows(call, Part::kKey, call.pointers.outputs[1]);
-    rows.value = new_rows(call, Part::kValue, call.pointers.outputs[2]);
-    rows.starts = static_cast<int const*>(call.pointers.inputs[past + 2]);
-    rows.key_counts = key_counts;
-    rows.rows = static_cast<int>(call.shapes.queries(call.parameters));
-    auto const pieces = static_cast<unsigned>(rows.key.heads * (rows.key.pieces + rows.value.pieces));
-    void* arguments[] = {&rows};
-    auto const batch = static_cast<unsigned>(call.shapes.batch());
-    CUresult const result = call.driver.launch(call.prepared.cache_rows, static_cast<unsigned>(rows.rows),
-        (pieces + kThreads - 1) / kThreads, batch, kThreads, 1, 1, 0, call.stream, arguments, nullptr);
-    return status_of(result, "write the new rows of the caches");
-}
-
 // Key and query counts of every batch row, where cuDNN expects them.
 struct Counts {
     int32_t* keys = nullptr;
@@ -103,6 +91,72 @@ Counts counts_in(Call const& call, void* workspace) {
     counts.keys = reinterpret_cast<int32_t*>(behind);
     counts.queries = reinterpret_cast<int32_t*>(behind + rounded_scratch(bytes));
     return counts;
+}
+
+// Where rotated queries and keys lie in the scratch memory, behind the counts.
+struct Rotated {
+    char* query = nullptr;
+    char* key = nullptr;
+};
+
+Rotated rotated_in(Call const& call, void* workspace) {
+    Rotated rotated;
+    if (call.prepared.plan == nullptr || !call.parameters.rotates()) {
+        return rotated;
+    }
+    std::size_t const counts = call.parameters.has_key_lengths ? 2 : call.parameters.has_cache ? 1 : 0;
+    auto const bytes = static_cast<std::size_t>(call.shapes.batch()) * sizeof(int32_t);
+    rotated.query = static_cast<char*>(workspace) + rounded_scratch(call.prepared.plan->workspace_bytes())
+                    + counts * rounded_scratch(bytes);
+    rotated.key = rotated.query + rotated_bytes(call.parameters, call.shapes, Part::kQuery);
+    return rotated;
+}
+
+Status move_entries(Call const& call, Counts const& counts, Rotated const& rotated) {
+    InputPlaces const places(call.parameters);
+    bool const cache = call.parameters.has_cache;
+    if (cache) {
+        if (Status status = copy_past(call, places.past); !status.ok()) {
+            return status;
+        }
+    }
+    if (call.prepared.entries == nullptr) {  // there are no new tokens
+        return Status();
+    }
+    auto const to = [&](Part part, void* address) {
+        return entries_of(call, part, attended_view(call.parameters, call.shapes, part), address);
+    };
+    EntriesCall entries{};
+    entries.rows = static_cast<int>(call.shapes.queries(call.parameters));
+    if (call.parameters.rotates()) {
+        entries.query = to(Part::kQuery, rotated.query);
+        entries.key = to(Part::kKey, rotated.key);
+        entries.rotary.cos = call.pointers.inputs[places.tables];
+        entries.rotary.sin = call.pointers.inputs[places.tables + 1];
+        entries.rotary.positions = static_cast<int>(call.parameters.rotary_positions);
+        if (call.parameters.rotary_positions == RotaryPositions::kGiven) {
+            entries.rotary.given = static_cast<int const*>(call.pointers.inputs[places.tables + 2]);
+        }
+        entries.rotary.table_rows = call.shapes.table_rows;
+        entries.rotary.pieces = static_cast<int>(call.parameters.rotary_size / kElementsOfLoad);
+        entries.rotary.interleaved = call.parameters.rotary == RotaryPairs::kNeighbours ? 1 : 0;
+    }
+    if (cache) {
+        entries.key = to(Part::kKey, call.pointers.outputs[1]);
+        entries.value = to(Part::kValue, call.pointers.outputs[2]);
+        entries.starts = static_cast<int const*>(call.pointers.inputs[places.past + 2]);
+        entries.key_counts = counts.keys;
+        entries.cache_rows = static_cast<int>(call.shapes.cache_rows);
+    }
+    unsigned units = 0;
+    for (Entries const& part : {entries.query, entries.key, entries.value}) {
+        units += static_cast<unsigned>(part.heads * part.units);
+    }
+    void* arguments[] = {&entries};
+    CUresult const result = call.driver.launch(call.prepared.entries, static_cast<unsigned>(entries.rows),
+        (units + kThreads - 1) / kThreads, static_cast<unsigned>(call.shapes.batch()), kThreads, 1, 1, 0,
+        call.stream, arguments, nullptr);
+    return status_of(result, "rotate and write the new keys and values");
 }
 
 // Pieces of 16 bytes in a row of the output.
@@ -159,12 +213,13 @@ Status clear_output(Call const& call) {
     return status_of(call.driver.set_async(output, 0, elements * 2, call.stream), "clear the output");
 }
 
-CudnnAddresses addresses_of(Call const& call, Counts const& counts) {
+CudnnAddresses addresses_of(Call const& call, Counts const& counts, Rotated const& rotated) {
     InputPlaces const places(call.parameters);
     bool const cache = call.parameters.has_cache;
     CudnnAddresses addresses;
-    addresses.query = begin_of(call, Part::kQuery);
-    addresses.key = cache ? call.pointers.outputs[1] : begin_of(call, Part::kKey);
+    bool const rotates = call.parameters.rotates();
+    addresses.query = rotates ? rotated.query : begin_of(call, Part::kQuery);
+    addresses.key = cache ? call.pointers.outputs[1] : rotates ? rotated.key : begin_of(call, Part::kKey);
     addresses.value = cache ? call.pointers.outputs[2] : begin_of(call, Part::kValue);
     addresses.output = call.pointers.outputs[0];
     if (call.parameters.has_bias) {
@@ -180,12 +235,22 @@ CudnnAddresses addresses_of(Call const& call, Counts const& counts) {
 
 }  // namespace
 
+std::size_t rotated_bytes(AttentionParameters const& parameters, AttentionShapes const& shapes, Part part) {
+    if (!parameters.rotates() || (part == Part::kKey && parameters.has_cache)) {
+        return 0;
+    }
+    auto const& sizes = attended_view(parameters, shapes, part).sizes;
+    return rounded_scratch(static_cast<std::size_t>(sizes[0] * sizes[1] * sizes[2] * sizes[3]) * 2);
+}
+
 Status launch_attention(Driver const& driver, CudnnHandle const& handle,
     AttentionParameters const& parameters, AttentionShapes const& shapes, Prepared const& prepared,
     AttentionPointers const& pointers, void* workspace, CUstream stream) {
     Call const call{driver, parameters, shapes, prepared, pointers, stream};
     Counts const counts = counts_in(call, workspace);
-    Status status = parameters.has_cache ? write_cache(call, counts.keys) : Status();
+    Rotated const rotated = rotated_in(call, workspace);
+    Status status =
+        parameters.has_cache || parameters.rotates() ? move_entries(call, counts, rotated) : Status();
     if (status.ok() && prepared.key_counts_kernel != nullptr) {
         status = count_keys(call, counts);
     }
@@ -195,7 +260,7 @@ Status launch_attention(Driver const& driver, CudnnHandle const& handle,
     if (prepared.plan == nullptr) {
         return clear_output(call);
     }
-    status = prepared.plan->launch(handle, addresses_of(call, counts), workspace, stream);
+    status = prepared.plan->launch(handle, addresses_of(call, counts, rotated), workspace, stream);
     return status.ok() && prepared.empty_rows != nullptr ? clear_empty_rows(call) : status;
 }
 

@@ -18,7 +18,7 @@ struct Prepared {
     Mask mask;
     DeviceMemory query_counts;  // S for every batch row
     DeviceMemory key_counts;    // T for every batch row, where cuDNN counts keys that nobody counted
-    CUfunction cache_rows = nullptr;
+    CUfunction entries = nullptr;  // rotates, and writes into the caches
     CUfunction key_counts_kernel = nullptr;
     CUfunction empty_rows = nullptr;
     std::size_t scratch_bytes = 0;
@@ -27,10 +27,13 @@ struct Prepared {
 };
 
 // Pieces of scratch memory begin at multiples of this many bytes: cuDNN's part, then the key counts of a
-// cache, or key and query counts made from given lengths.
+// cache, or key and query counts made from given lengths, then rotated queries and keys.
 inline std::size_t rounded_scratch(std::size_t bytes) noexcept {
     return (bytes + 255) / 256 * 256;
 }
+
+// Bytes of the rotated queries, and of the rotated keys where they do not go into a cache.
+std::size_t rotated_bytes(AttentionParameters const& parameters, AttentionShapes const& shapes, Part part);
 
 // The pointers must have been checked, and `workspace` must hold `prepared.scratch_bytes`.
 Status launch_attention(Driver const& driver, CudnnHandle const& handle,

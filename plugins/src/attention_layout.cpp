@@ -143,6 +143,22 @@ Status check_bias(AttentionParameters const& parameters, AttentionShapes const& 
     return Status();
 }
 
+Status check_tables(AttentionParameters const& parameters, AttentionShapes const& shapes) {
+    if (!parameters.rotates()) {
+        return Status();
+    }
+    int64_t const queries = shapes.queries(parameters);
+    int64_t const keys = rows_of(dims_of(parameters, shapes, Part::kKey));
+    if (keys != queries) {
+        return refused("rotated keys must be as many as queries",
+            std::to_string(keys) + " and " + std::to_string(queries), "rotate before this node");
+    }
+    if (shapes.table_rows < 1 && queries > 0 && shapes.batch() > 0) {
+        return refused("the rotary tables must have rows", "none", "give a row for each position");
+    }
+    return Status();
+}
+
 void drop_what_hides_nothing(Mask& mask, int64_t queries, int64_t keys) {
     if (mask.right.has_value()) {
         bool const all = mask.bottom_right ? queries == 1 : *mask.right >= keys - 1;
@@ -178,11 +194,12 @@ int64_t AttentionShapes::keys(AttentionParameters const& parameters) const noexc
 }
 
 bool AttentionShapes::operator==(AttentionShapes const& other) const noexcept {
-    return operands == other.operands && bias == other.bias && cache_rows == other.cache_rows;
+    return operands == other.operands && bias == other.bias && cache_rows == other.cache_rows
+           && table_rows == other.table_rows;
 }
 
 Status AttentionWork::check(AttentionParameters const& parameters, AttentionShapes const& shapes) {
-    for (auto const check_some : {check_operands, check_lengths, check_bias}) {
+    for (auto const check_some : {check_operands, check_lengths, check_bias, check_tables}) {
         if (Status status = check_some(parameters, shapes); !status.ok()) {
             return status;
         }
@@ -201,6 +218,19 @@ View view_of(AttentionParameters const& parameters, AttentionShapes const& shape
     view.sizes = {dims[0], heads, dims[1], size};
     view.strides = {dims[1] * dims[2], size, dims[2], 1};
     view.offset = parameters.offsets[static_cast<std::size_t>(part)];
+    return view;
+}
+
+View attended_view(AttentionParameters const& parameters, AttentionShapes const& shapes, Part part) {
+    if (parameters.has_cache && part != Part::kQuery) {
+        return dense_view(shapes.batch(), parameters.key_heads, shapes.cache_rows, size_of(parameters, part));
+    }
+    View view = view_of(parameters, shapes, part);
+    if (parameters.rotates() && part != Part::kValue) {
+        auto const [batch, heads, rows, size] = view.sizes;
+        view.strides = {rows * heads * size, size, heads * size, 1};
+        view.offset = 0;
+    }
     return view;
 }
 

@@ -22,6 +22,9 @@ struct View {
 // As the operands hold it: with a cache these are the new rows of K and V.
 View view_of(AttentionParameters const& parameters, AttentionShapes const& shapes, Part part);
 
+// As cuDNN reads it: rotated queries and keys lie in scratch memory, [B, L, H, D] without gaps.
+View attended_view(AttentionParameters const& parameters, AttentionShapes const& shapes, Part part);
+
 // A whole tensor [B, H, L, D] without gaps, such as a cache.
 View dense_view(int64_t batch, int64_t heads, int64_t rows, int64_t size);
 

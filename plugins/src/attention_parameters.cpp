@@ -10,7 +10,7 @@ namespace mha_deploy {
 namespace {
 
 constexpr uint32_t kMagic = 0x4141484dU;  // "MHAA"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 
 // 16 bytes: what one load of the attention kernels takes.
 constexpr int32_t kElementsOfLoad = 8;
@@ -94,6 +94,32 @@ Status check_extras(AttentionParameters const& parameters) {
     return Status();
 }
 
+Status check_rotary(AttentionParameters const& parameters) {
+    auto const pairs = static_cast<int32_t>(parameters.rotary);
+    auto const positions = static_cast<int32_t>(parameters.rotary_positions);
+    if (pairs < 0 || pairs > 2 || positions < 0 || positions > 3) {
+        return refused("rotary must be 0 to 2 and rotary_positions 0 to 3",
+            std::to_string(pairs) + " and " + std::to_string(positions), "see the list of attributes");
+    }
+    if (!parameters.rotates()) {
+        return Status();
+    }
+    bool const halves = parameters.rotary == RotaryPairs::kHalves;
+    int32_t const divisor = halves ? 2 * kElementsOfLoad : kElementsOfLoad;
+    int32_t const size = parameters.rotary_size;
+    if (size < divisor || size % divisor != 0 || size > parameters.head_size) {
+        return refused("rotary_size must be a multiple of " + std::to_string(divisor) + " up to head_size",
+            std::to_string(size), "the kernel loads 16 bytes at once; rotate before this node");
+    }
+    if (parameters.has_gates) {
+        return refused("a rotary embedding must come without gates", "both", "rotate before this node");
+    }
+    if (parameters.rotary_positions == RotaryPositions::kFromStarts && !parameters.has_cache) {
+        return refused("positions that begin at starts need a cache", "has_cache 0", "give positions");
+    }
+    return Status();
+}
+
 // What cuDNN's fused attention takes in no version.
 Status check_cudnn(AttentionParameters const& parameters) {
     for (int32_t const size : {parameters.head_size, parameters.value_size}) {
@@ -119,7 +145,8 @@ int32_t AttentionParameters::operands() const noexcept {
 
 int32_t AttentionParameters::inputs() const noexcept {
     return operands() + static_cast<int32_t>(has_bias) + static_cast<int32_t>(has_key_lengths)
-           + static_cast<int32_t>(has_gates) + (has_cache ? 3 : 0);
+           + static_cast<int32_t>(has_gates) + (has_cache ? 3 : 0)
+           + (rotates() ? (rotary_positions == RotaryPositions::kGiven ? 3 : 2) : 0);
 }
 
 int32_t AttentionParameters::outputs() const noexcept {
@@ -127,7 +154,7 @@ int32_t AttentionParameters::outputs() const noexcept {
 }
 
 Status AttentionParameters::check() const {
-    for (auto const check_some : {check_heads, check_masks, check_places, check_extras}) {
+    for (auto const check_some : {check_heads, check_masks, check_places, check_extras, check_rotary}) {
         if (Status status = check_some(*this); !status.ok()) {
             return status;
         }
@@ -155,6 +182,9 @@ std::vector<std::byte> serialize(AttentionParameters const& parameters) {
     writer.add(parameters.has_key_lengths);
     writer.add(parameters.has_gates);
     writer.add(parameters.has_cache);
+    writer.add(static_cast<int32_t>(parameters.rotary));
+    writer.add(parameters.rotary_size);
+    writer.add(static_cast<int32_t>(parameters.rotary_positions));
     return writer.finish();
 }
 
@@ -165,6 +195,8 @@ Status deserialize(void const* bytes, std::size_t size, AttentionParameters& par
     }
     AttentionParameters read;
     int32_t causal = 0;
+    int32_t rotary = 0;
+    int32_t rotary_positions = 0;
     reader.take(read.query_heads);
     reader.take(read.key_heads);
     reader.take(read.head_size);
@@ -183,7 +215,12 @@ Status deserialize(void const* bytes, std::size_t size, AttentionParameters& par
     reader.take(read.has_key_lengths);
     reader.take(read.has_gates);
     reader.take(read.has_cache);
+    reader.take(rotary);
+    reader.take(read.rotary_size);
+    reader.take(rotary_positions);
     read.causal = static_cast<Causal>(causal);
+    read.rotary = static_cast<RotaryPairs>(rotary);
+    read.rotary_positions = static_cast<RotaryPositions>(rotary_positions);
     if (Status status = reader.finish(); !status.ok()) {
         return status;
     }

@@ -18,6 +18,12 @@ enum class Type : int32_t { kHalf = 0, kBFloat16 = 1 };
 // scores.
 enum class Causal : int32_t { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
 
+// How the elements of a head are paired for the rotary embedding: x_j with x_{j+R/2}, or neighbours.
+enum class RotaryPairs : int32_t { kNone = 0, kHalves = 1, kNeighbours = 2 };
+
+// The row of the tables for query s of batch element b: s, starts[b] + s, b * S + s, or positions[b, s].
+enum class RotaryPositions : int32_t { kFromZero = 0, kFromStarts = 1, kPerToken = 2, kGiven = 3 };
+
 inline constexpr int32_t kNoWindow = -1;
 
 struct AttentionParameters {
@@ -39,9 +45,14 @@ struct AttentionParameters {
     bool has_gates = false;
     // K and V are new rows of caches [B, Hkv, T, D], written at `starts`, int32 [B]
     bool has_cache = false;
+    // Queries and new keys are rotated first: cos and sin [rows, R/2], with kGiven int32 positions [B, S]
+    RotaryPairs rotary = RotaryPairs::kNone;
+    int32_t rotary_size = 0;  // R: the first elements of a head
+    RotaryPositions rotary_positions = RotaryPositions::kFromZero;
 
+    bool rotates() const noexcept { return rotary != RotaryPairs::kNone; }
     int32_t operands() const noexcept;  // how many inputs hold Q, K and V: 1 to 3
-    // operands, bias, key_lengths, gates, past_key, past_value, starts: those there are
+    // operands, bias, key_lengths, gates, past_key, past_value, starts, cos, sin, positions: those there are
     int32_t inputs() const noexcept;
     int32_t outputs() const noexcept;   // y; with a cache also present_key and present_value
 

@@ -46,13 +46,17 @@ bool is_empty_input(AttentionParameters const& parameters, AttentionShapes const
     if (parameters.has_gates && index == places.gates) {
         return shapes.batch() == 0 || shapes.queries(parameters) == 0;
     }
+    if (parameters.rotates() && index >= places.tables) {
+        return shapes.batch() == 0 || shapes.queries(parameters) == 0;
+    }
     bool const is_cache = parameters.has_cache && (index == places.past || index == places.past + 1);
     return shapes.batch() == 0 || (is_cache && shapes.cache_rows == 0);
 }
 
 bool is_counts(AttentionParameters const& parameters, InputPlaces const& places, std::size_t index) {
     return (parameters.has_key_lengths && index == places.key_lengths)
-           || (parameters.has_cache && index == places.past + 2);
+           || (parameters.has_cache && index == places.past + 2)
+           || (parameters.rotates() && index == places.tables + 2);
 }
 
 }  // namespace

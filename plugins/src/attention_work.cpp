@@ -26,10 +26,11 @@ PlanCache<CudnnAttention>& shared_plans() {
 PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type type, Context const& context) {
     uint32_t scale = 0;
     std::memcpy(&scale, &p.scale, sizeof(scale));
+    // Where the rotary tables are looked up is the same plan.
     PlanKey key = {p.query_heads, p.key_heads, p.head_size, p.value_size, scale,
         static_cast<int64_t>(p.causal), p.left_window, p.right_window, p.has_bias, p.has_key_lengths,
         p.has_gates, p.has_cache,
-        static_cast<int64_t>(type), static_cast<int64_t>(context.number), shapes.cache_rows};
+        static_cast<int64_t>(type), static_cast<int64_t>(context.number), shapes.cache_rows, p.rotates()};
     key.insert(key.end(), p.sources.begin(), p.sources.end());
     key.insert(key.end(), p.offsets.begin(), p.offsets.end());
     auto const add = [&key](Dims const& dims) {
@@ -172,7 +173,12 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
     }
     if (status.ok() && parameters.has_cache) {
         made.scratch_bytes += rounded_scratch(static_cast<std::size_t>(shapes.batch()) * sizeof(int32_t));
-        status = load_kernel("mha_deploy_cache_rows", made.cache_rows);
+    }
+    if (status.ok() && (parameters.has_cache || parameters.rotates())) {
+        made.scratch_bytes += rotated_bytes(parameters, shapes, Part::kQuery)
+                              + rotated_bytes(parameters, shapes, Part::kKey);
+        bool const half = type == Type::kHalf;
+        status = load_kernel(half ? "mha_deploy_entries_fp16" : "mha_deploy_entries_bf16", made.entries);
     }
     if (status.ok() && parameters.has_key_lengths) {
         made.scratch_bytes += 2 * rounded_scratch(static_cast<std::size_t>(shapes.batch()) * sizeof(int32_t));

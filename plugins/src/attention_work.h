@@ -21,6 +21,7 @@ struct AttentionShapes {
     std::vector<Dims> operands;  // one for each distinct input of Q, K and V
     Dims bias;                   // empty where there is none
     int64_t cache_rows = 0;      // T of the caches
+    int64_t table_rows = 0;      // of the rotary tables; B * S where they are per token
 
     int64_t batch() const noexcept;
     int64_t queries(AttentionParameters const& parameters) const noexcept;

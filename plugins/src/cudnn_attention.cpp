@@ -106,12 +106,8 @@ void describe_attention(fe::graph::Graph& graph, AttentionParameters const& para
         .set_intermediate_data_type(fe::DataType_t::FLOAT)
         .set_compute_data_type(fe::DataType_t::FLOAT);
     int64_t const batch = shapes.batch();
-    View key = view_of(parameters, shapes, Part::kKey);
-    View value = view_of(parameters, shapes, Part::kValue);
-    if (parameters.has_cache) {
-        key = dense_view(batch, parameters.key_heads, shapes.cache_rows, parameters.head_size);
-        value = dense_view(batch, parameters.key_heads, shapes.cache_rows, parameters.value_size);
-    }
+    View const key = attended_view(parameters, shapes, Part::kKey);
+    View const value = attended_view(parameters, shapes, Part::kValue);
     Mask const mask = mask_of(parameters, shapes);
     fe::graph::SDPA_attributes attributes;
     attributes.set_name("attention").set_generate_stats(false).set_attn_scale(parameters.scale);
@@ -127,7 +123,7 @@ void describe_attention(fe::graph::Graph& graph, AttentionParameters const& para
             .set_seq_len_q(graph.tensor(describe(counts, kQueryCounts, fe::DataType_t::INT32)))
             .set_seq_len_kv(graph.tensor(describe(counts, kKeyCounts, fe::DataType_t::INT32)));
     }
-    Tensor const query = graph.tensor(describe(view_of(parameters, shapes, Part::kQuery), kQuery, data));
+    Tensor const query = graph.tensor(describe(attended_view(parameters, shapes, Part::kQuery), kQuery, data));
     auto const outputs = graph.sdpa(query, graph.tensor(describe(key, kKey, data)),
         graph.tensor(describe(value, kValue, data)), attributes);
     View const view = output_view(parameters, shapes);

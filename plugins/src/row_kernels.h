@@ -1,28 +1,45 @@
-// What the kernels of kernels/{cache_rows,empty_rows,key_counts}.cu are given: read by both compilers.
+// What the kernels of kernels/{entries,empty_rows,key_counts}.cu are given: read by both compilers.
 #pragma once
 
 #include <vector_types.h>
 
 namespace mha_deploy {
 
-// New rows of K or of V. Everything is counted in pieces of 16 bytes.
-struct NewRows {
+// Q, K or V of the new tokens, and where they go. Strides are counted in pieces of 16 bytes.
+struct Entries {
     uint4 const* source;
-    uint4* cache;  // [B, H, T, pieces]
+    uint4* target;
     long long batch_stride;
     long long head_stride;
     long long row_stride;
-    int heads;
-    int cache_rows;  // T
-    int pieces;      // of one row of one head
+    long long target_batch_stride;
+    long long target_head_stride;
+    long long target_row_stride;
+    int heads;  // 0: nothing moves
+    int units;  // threads for one head of one token
+    int rotates;
 };
 
-struct CacheRows {
-    NewRows key;
-    NewRows value;
+struct Rotary {
+    enum Positions { kFromZero = 0, kFromStarts = 1, kPerToken = 2, kGiven = 3 };
+    void const* cos;  // [table_rows, R/2]
+    void const* sin;
+    int const* given;  // [B, S], for kGiven
+    long long table_rows;
+    int positions;
+    int pieces;  // R/8
+    int interleaved;
+};
+
+struct EntriesCall {
+    Entries query;
+    Entries key;
+    Entries value;
+    Rotary rotary;
     int const* starts;
-    int* key_counts;
-    int rows;  // new ones
+    int* key_counts;  // null: there is no cache
+    int rows;         // new tokens
+    int cache_rows;   // T
 };
 
 // Given lengths, as cuDNN gets them; the output of batch rows without keys becomes zero.

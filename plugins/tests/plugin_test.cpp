@@ -70,6 +70,9 @@ void test_refused_values() {
              {"sources", {0, 2, 2}, "sources"},
              {"offsets", {0, -8, 0}, "offsets"},
              {"offsets", {0, 4, 0}, "offsets"},
+             {"rotary", {3}, "rotary"},
+             {"rotary", {1}, "rotary_size"},
+             {"rotary_positions", {4}, "rotary_positions"},
          }) {
         FieldList fields = changed(one.name, one.values);
         expect_refused(
@@ -78,6 +81,14 @@ void test_refused_values() {
     FieldList both = changed("has_cache", {1});
     both.set("has_key_lengths", {1});
     expect_refused(create(attention(), both) == nullptr, "key_lengths", "a cache with lengths");
+    FieldList rotary = changed("rotary", {1});
+    rotary.set("rotary_size", {64});
+    expect(create(attention(), rotary) != nullptr, "a rotary embedding of whole heads");
+    rotary.set("rotary_size", {24});
+    expect_refused(create(attention(), rotary) == nullptr, "rotary_size", "halves of no whole loads");
+    rotary.set("rotary_size", {32});
+    rotary.set("rotary_positions", {1});
+    expect_refused(create(attention(), rotary) == nullptr, "cache", "positions from starts without a cache");
 #if NV_TENSORRT_MAJOR >= 10
     int64_t const wide = 8;
     int64_t const too_wide = int64_t{1} << 40;

@@ -10,12 +10,14 @@ import pytest
 from conformance import lower_for_reference, run_in_reference
 from plugin_layers import operators
 
+import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.metrics import judge_case
-from mha_deploy.model.catalog import catalog_names
+from mha_deploy.model.catalog import catalog_names, find_spec
+from mha_deploy.model.spec import AttentionSpec
 
 # By layer: sources, offsets, causal, and what else the first attention has.
 EXPECTED: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, set[str]]] = {
@@ -32,16 +34,16 @@ EXPECTED: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, set[str]]] = {
     "tiny-mqa": ((0, 0, 0), (0, 64, 80), 1, set()),
     "tiny-packed": ((0, 0, 0), (0, 64, 96), 0, set()),
     "tiny-padding": ((0, 0, 0), (0, 64, 128), 0, {"has_key_lengths"}),
-    "tiny-rope": ((0, 1, 2), (0, 0, 96), 1, set()),
+    "tiny-rope": ((0, 1, 2), (0, 0, 96), 1, set()),  # 12 elements are no whole loads
     "tiny-scale": ((0, 0, 0), (0, 64, 128), 0, set()),
     "tiny-sparse-heads": ((0, 0, 0), (0, 64, 128), 0, set()),
     "tiny-sparse-heads-renormalised": ((0, 0, 0), (0, 64, 128), 0, set()),
-    "tiny-preallocated": ((0, 1, 2), (0, 0, 96), 2, {"has_cache"}),
+    "tiny-preallocated": ((0, 0, 0), (0, 64, 96), 2, {"has_cache", "rotary"}),
     "tiny-wide-heads": ((0, 0, 0), (0, 128, 256), 0, set()),
     "tiny-window": ((0, 1, 2), (0, 0, 0), 0, {"has_bias"}),
 }
 REFUSED = {"tiny-softcap": "softcap", "tiny-weights": "attention weights as output"}
-FLAGS = ("has_bias", "has_key_lengths", "has_gates", "has_cache")
+FLAGS = ("has_bias", "has_key_lengths", "has_gates", "has_cache", "rotary")
 
 
 def test_every_small_layer_is_here() -> None:
@@ -68,6 +70,18 @@ def test_layer(name: str, bundles: Any) -> None:
     assert (own["sources"], own["offsets"], own["causal"], flags) == EXPECTED[name]
     assert lowered.opset_imports[""] == 17
     assert lowered.opset_imports["mha_deploy"] == 1
+    assert_within_budget(bundle, lowered)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"dims": 16}, {"dims": 8, "interleaved": True}], ids=["halves", "neighbours"]
+)
+@pytest.mark.parametrize("name", ["tiny-rope", "tiny-preallocated"])
+def test_rotary_embedding_inside_the_node(name: str, rope: dict[str, Any], tmp_path: Any) -> None:
+    spec = AttentionSpec.from_dict({**find_spec(name).to_dict(), "rope": rope})
+    bundle = md.export(spec, tmp_path / "bundle")
+    lowered = lower(ir.load(bundle.model_path), "plugin")
+    assert operators(lowered) == ["MatMul", "Add", "MhaDeployAttention", "MatMul", "Add"]
     assert_within_budget(bundle, lowered)
 
 

@@ -12,7 +12,8 @@ import tensorrt_rtx as trt
 from onnx import TensorProto, helper, numpy_helper
 
 LOOKUP = {"domain": "mha_deploy", "plugin_version": "1", "plugin_namespace": "mha_deploy"}
-FLAGS = dict.fromkeys(("has_bias", "has_key_lengths", "has_gates", "has_cache"), 0)
+ROTARY = ("rotary", "rotary_size", "rotary_positions")
+FLAGS = dict.fromkeys(("has_bias", "has_key_lengths", "has_gates", "has_cache", *ROTARY), 0)
 
 
 def model(query_heads):

@@ -86,7 +86,7 @@ DIALECTS = {
     "plugin": Dialect(
         rule=to_plugin.lower_to_plugin,
         options=to_plugin.PluginOptions,
-        operators=lambda options: to_primitives.OPERATOR_RULES,
+        operators=lambda options: to_plugin.OPERATOR_RULES,
         caches=to_plugin.prepare,
         broadcasts=True,
         finish=to_plugin.finish,

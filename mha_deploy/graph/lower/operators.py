@@ -77,7 +77,7 @@ class Rotary:
 
 def rotary_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     """Write a RotaryEmbedding with elementwise multiplications and additions."""
-    rotary = _read(call)
+    rotary = read_rotary(call)
     R, D = rotary.rotated, rotary.size
     x = rotary.x if rotary.rank == 4 else b.reshape(rotary.x, 0, 0, rotary.heads, D)
     tables = []
@@ -104,13 +104,13 @@ def rotary_to_primitives(call: OperatorCall, b: NodeBuilder) -> ir.Value:
         pairs = b.op("Concat", *(b.unsqueeze(each, 4) for each in rotated), axis=4)
         rotated = [b.reshape(pairs, 0, 0, 0, R, name="interleaved")]
     parts = [*rotated, *rest]
-    y = parts[0] if len(parts) == 1 else b.op("Concat", *parts, axis=3, name="turned")
+    y = parts[0] if len(parts) == 1 else b.op("Concat", *parts, axis=3, name="rotated")
     return y if rotary.rank == 4 else b.reshape(y, 0, 0, rotary.heads * D, name="merged")
 
 
 def rotary_to_contrib(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     """Write a RotaryEmbedding as the com.microsoft operator, which always looks positions up in a table."""
-    rotary = _read(call)
+    rotary = read_rotary(call)
     cos, sin, positions = rotary.cos, rotary.sin, rotary.positions
     if positions is None:
         # The tables are [B, S, ·]: their rows in order.
@@ -130,7 +130,8 @@ def rotary_to_contrib(call: OperatorCall, b: NodeBuilder) -> ir.Value:
     return b.node(ROTARY, inputs, domain="com.microsoft", name=b.prefix, attributes=attributes)[0]
 
 
-def _read(call: OperatorCall) -> Rotary:
+def read_rotary(call: OperatorCall) -> Rotary:
+    """The inputs and attributes of a node; refused where its sizes are not known."""
     x, cos, sin = (input_at(call.node, at) for at in range(3))
     shape = dims(x)
     if x is None or cos is None or sin is None or len(shape) not in (3, 4):

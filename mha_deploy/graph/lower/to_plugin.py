@@ -41,7 +41,14 @@ from mha_deploy.graph.lower.cache import (
     rewrite_caches,
     take_over,
 )
-from mha_deploy.graph.lower.call import AttentionCall, key_length, read_call, split_heads, split_inputs
+from mha_deploy.graph.lower.call import (
+    AttentionCall,
+    OperatorCall,
+    key_length,
+    read_call,
+    split_heads,
+    split_inputs,
+)
 from mha_deploy.graph.lower.masks import (
     attending_queries,
     bias_of,
@@ -50,14 +57,20 @@ from mha_deploy.graph.lower.masks import (
     with_geometry,
     zero_masked_queries,
 )
+from mha_deploy.graph.lower.operators import ROTARY, Rotary, read_rotary, rotary_to_primitives
 from mha_deploy.graph.lower.pack import Projection, matmuls_behind, pack_in_place, projection_at
+from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RULES
 from mha_deploy.graph.plugin_node import (
     BOTTOM_RIGHT,
     DOMAIN,
+    FROM_STARTS,
+    FROM_ZERO,
+    GIVEN,
     LINEAR,
     NO_WINDOW,
     NONE,
     OP_TYPE,
+    PER_TOKEN,
     TOP_LEFT,
     is_plugin_attention,
     lookup_attributes,
@@ -424,6 +437,75 @@ def as_int32(b: NodeBuilder, value: ir.Value, *, name: str) -> ir.Value:
     return narrow
 
 
+# -- Rotary embeddings before the attention, which the node computes itself ------------------------
+
+OPERATOR_RULES = {name: rule for name, rule in PRIMITIVE_RULES.items() if name != ROTARY}
+"""Rotary embeddings are read by the attentions behind them first; `finish` writes those that are left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginRotary:
+    """A rotary embedding of queries and new keys: tables, their rows, and how elements are paired."""
+
+    rotary: Rotary
+    mode: int
+    positions: ir.Value | None = None
+
+    @property
+    def inputs(self) -> list[ir.Value | None]:
+        """Inputs of the node."""
+        return [self.rotary.cos, self.rotary.sin, self.positions]
+
+
+def take_rotary(
+    b: NodeBuilder, call: AttentionCall, query: Place, key: Place, starts: ir.Value | None = None
+) -> tuple[PluginRotary, Place, Place] | None:
+    """The rotary embedding that both queries and keys come from, and where they lie before it."""
+    nodes = [made_by(place.tensor, ROTARY) for place in (query, key) if not place.offset]
+    found = [OperatorCall(node=node, dialect=call.dialect) for node in nodes if node is not None]
+    if len(found) < 2:
+        return None
+    one, other = map(read_rotary, found)
+    mode, other_mode = (_positions(rotary, starts) for rotary in (one, other))
+    same = one.cos is other.cos and one.sin is other.sin and mode == other_mode
+    same = same and (mode != GIVEN or one.positions is other.positions)
+    alike = (one.rotated, one.interleaved) == (other.rotated, other.interleaved)
+    heads = (one.heads, one.size, other.heads, other.size) == (call.Hq, call.D, call.Hkv, call.D)
+    whole = one.rotated % (_ALIGNED if one.interleaved else 2 * _ALIGNED) == 0
+    ranks = (rank(one.cos), rank(one.sin)) == ((3, 3) if mode == PER_TOKEN else (2, 2))
+    typed = one.cos.dtype == one.sin.dtype == call.dtype
+    if not (same and alike and heads and whole and ranks and typed):
+        return None
+    positions = None
+    if mode == GIVEN and one.positions is not None:
+        positions = as_int32(b, one.positions, name="positions")
+    places = (place_of(one.x, one.heads, one.size), place_of(other.x, other.heads, other.size))
+    return PluginRotary(rotary=one, mode=mode, positions=positions), *places
+
+
+def _positions(rotary: Rotary, starts: ir.Value | None) -> int:
+    """How the rows of the tables are found: `FROM_ZERO`, `FROM_STARTS`, `PER_TOKEN` or `GIVEN`."""
+    value = rotary.positions
+    if value is None:
+        return PER_TOKEN
+    source = input_at(made_by(value, "Expand"), 0) or value
+    if _counts_up(source):
+        return FROM_ZERO
+    add = made_by(source, "Add")
+    if add is not None and starts is not None:
+        for counted, begin in (add.inputs, reversed(add.inputs)):
+            first = None if begin is None else _one_axis(begin)
+            counts = counted is not None and _counts_up(counted)
+            if counts and first is not None and _before_cast(first) is _before_cast(starts):
+                return FROM_STARTS
+    return GIVEN
+
+
+def _before_cast(value: ir.Value) -> ir.Value:
+    source = input_at(made_by(value, "Cast"), 0)
+    return value if source is None or source.dtype not in _INTEGERS else _before_cast(source)
+
+
 # -- The dialect -----------------------------------------------------------------------------------
 
 
@@ -446,15 +528,18 @@ def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions)
     """Write one attention as a node of the plugin; the outputs by position."""
     refuse_what_is_missing(call)
     # With a past these are the operands; without one they are used for `present` only.
-    heads = split_inputs(b, call)
+    heads, rotary = split_inputs(b, call), None
     query = place_of(call.q, call.Hq, call.D)
     if call.past_key is None:
         key, value = place_of(call.k, call.Hkv, call.D), place_of(call.v, call.Hkv, call.Dv)
+        rotary = take_rotary(b, call, query, key) if call.is_square else None
+        if rotary is not None:
+            _, query, key = rotary
         T = key.length(b)
     else:
         key, value, T = Place(heads.k, 0), Place(heads.v, 0), key_length(b, call)
     mask = read_plugin_mask(b, call, query.length(b), T)
-    y = _write_attention(b, call, (query, key, value), mask)[0]
+    y = _write_attention(b, call, (query, key, value), mask, rotary=rotary[0] if rotary else None)[0]
     return {Y: y, PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
 
@@ -476,15 +561,17 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> None:
         refuse_what_is_missing(call)
         if cache.starts is None:
             raise call.refuse("preallocated cache without lengths", hint="dialect primitives")
-        places = (
-            place_of(call.q, call.Hq, call.D),
-            place_of(cache.new_key, call.Hkv, call.D),
-            place_of(cache.new_value, call.Hkv, call.Dv),
-        )
+        query, key = place_of(call.q, call.Hq, call.D), place_of(cache.new_key, call.Hkv, call.D)
+        rotary = take_rotary(b, call, query, key, cache.starts)
+        if rotary is not None:
+            _, query, key = rotary
+        places = (query, key, place_of(cache.new_value, call.Hkv, call.Dv))
         mask = read_plugin_mask(b, call, places[0].length(b), b.size(cache.past_key, 2), in_cache=True)
         inputs = (cache.past_key, cache.past_value)
         starts = as_int32(b, cache.starts, name="starts")
-        y, *states = _write_attention(b, call, places, mask, cache=(*inputs, starts))
+        y, *states = _write_attention(
+            b, call, places, mask, cache=(*inputs, starts), rotary=rotary[0] if rotary else None
+        )
         take_over(model, call, b, cache, y, states)
         in_place = {str(new.name): str(past.name) for new, past in zip(states, inputs, strict=True)}
         note_in_place(model, in_place)
@@ -499,6 +586,7 @@ def _write_attention(
     mask: PluginMask,
     *,
     cache: tuple[ir.Value, ...] = (),
+    rotary: PluginRotary | None = None,
 ) -> list[ir.Value]:
     """Write the node; its outputs, the first one in the rank that the attention was written in.
 
@@ -506,7 +594,7 @@ def _write_attention(
     that are valid before the call.
     """
     tensors = list(dict.fromkeys(place.tensor for place in places))
-    inputs = [*tensors, mask.bias, mask.key_lengths, *cache]
+    inputs = [*tensors, mask.bias, mask.key_lengths, *cache, *([] if rotary is None else rotary.inputs)]
     y, *states = b.node(
         OP_TYPE,
         [value for value in inputs if value is not None],
@@ -528,6 +616,9 @@ def _write_attention(
             "has_key_lengths": int(mask.key_lengths is not None),
             "has_gates": 0,
             "has_cache": int(bool(cache)),
+            "rotary": 0 if rotary is None else 2 if rotary.rotary.interleaved else 1,
+            "rotary_size": 0 if rotary is None else rotary.rotary.rotated,
+            "rotary_positions": FROM_ZERO if rotary is None else rotary.mode,
             **lookup_attributes(),
         },
     )
@@ -549,7 +640,12 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
     attentions = [node for node in model.graph.all_nodes() if is_plugin_attention(node)]
     for node in attentions:
         cancel_transposes(node)
-    RemoveUnusedNodesPass()(model)  # gates are taken only where they are the only consumer of the heads
+    RemoveUnusedNodesPass()(model)
+    taken = names_in(model)
+    for node in [each for each in model.graph.all_nodes() if is_op(each, ROTARY)]:
+        b = NodeBuilder(prefix_within(node.name or ROTARY, taken))
+        replace_node(node, b, {0: rotary_to_primitives(OperatorCall(node=node, dialect="plugin"), b)})
+    # Gates are taken only where they are the only consumer of the heads
     for node in attentions:
         if take_gates(node):
             cancel_transposes(node)

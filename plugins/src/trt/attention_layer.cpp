@@ -21,6 +21,9 @@ struct InputPlaces {
     int32_t past_key = -1;
     int32_t past_value = -1;
     int32_t starts = -1;
+    int32_t cos = -1;
+    int32_t sin = -1;
+    int32_t positions = -1;
 
     explicit InputPlaces(AttentionParameters const& parameters) {
         int32_t next = parameters.operands();
@@ -30,6 +33,10 @@ struct InputPlaces {
         past_key = parameters.has_cache ? next++ : -1;
         past_value = parameters.has_cache ? next++ : -1;
         starts = parameters.has_cache ? next++ : -1;
+        cos = parameters.rotates() ? next++ : -1;
+        sin = parameters.rotates() ? next++ : -1;
+        bool const given = parameters.rotary_positions == RotaryPositions::kGiven;
+        positions = parameters.rotates() && given ? next++ : -1;
     }
 };
 
@@ -45,7 +52,8 @@ public:
     int32_t outputs() const noexcept override { return parameters_.outputs(); }
 
     bool is_integer(int32_t input) const noexcept override {
-        return input >= 0 && (input == places_.key_lengths || input == places_.starts);
+        return input >= 0 && (input == places_.key_lengths || input == places_.starts
+                                 || input == places_.positions);
     }
 
     Status output_dims(int32_t output, DimsExprs const* inputs, nvinfer1::IExprBuilder& builder,
@@ -99,12 +107,19 @@ Status AttentionLayer::check_others(std::vector<Dims> const& inputs, AttentionSh
         return place < 0 ? Status() : expect_dims(what, inputs[static_cast<std::size_t>(place)], expected);
     };
     AttentionParameters const& p = parameters_;
+    Dims table{shapes.table_rows, p.rotary_size / 2};
+    if (p.rotary_positions == RotaryPositions::kPerToken) {
+        table = {batch, shapes.queries(p), p.rotary_size / 2};
+    }
     for (Status const& status : {
              expect(places_.key_lengths, "key_lengths", {batch}),
              expect(places_.gates, "gates", {batch, shapes.queries(p), p.query_heads}),
              expect(places_.past_key, "past_key", {batch, p.key_heads, shapes.cache_rows, p.head_size}),
              expect(places_.past_value, "past_value", {batch, p.key_heads, shapes.cache_rows, p.value_size}),
              expect(places_.starts, "starts", {batch}),
+             expect(places_.cos, "cos", table),
+             expect(places_.sin, "sin", table),
+             expect(places_.positions, "positions", {batch, shapes.queries(p)}),
          }) {
         if (!status.ok()) {
             return status;
@@ -126,6 +141,11 @@ Status AttentionLayer::resize(std::vector<Dims> const& inputs) {
                                   + "; give it [batch, key heads, rows, head size]");
         }
         shapes.cache_rows = past[2];
+    }
+    if (parameters_.rotates()) {
+        Dims const& table = inputs[static_cast<std::size_t>(places_.cos)];
+        bool const per_token = parameters_.rotary_positions == RotaryPositions::kPerToken;
+        shapes.table_rows = table.empty() ? 0 : per_token && table.size() > 1 ? table[0] * table[1] : table[0];
     }
     if (Status const status = AttentionWork::check(parameters_, shapes); !status.ok()) {
         return status;
@@ -154,6 +174,8 @@ Status made(AttentionParameters const& parameters, std::unique_ptr<Layer>& layer
 Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {
     AttentionParameters p;
     int32_t causal = 0;
+    int32_t rotary = 0;
+    int32_t rotary_positions = 0;
     fields.take("query_heads", p.query_heads);
     fields.take("key_heads", p.key_heads);
     fields.take("head_size", p.head_size);
@@ -168,6 +190,11 @@ Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {
     fields.take("has_key_lengths", p.has_key_lengths);
     fields.take("has_gates", p.has_gates);
     fields.take("has_cache", p.has_cache);
+    fields.take_between("rotary", 0, 2, rotary);
+    fields.take("rotary_size", p.rotary_size);
+    fields.take_between("rotary_positions", 0, 3, rotary_positions);
+    p.rotary = static_cast<RotaryPairs>(rotary);
+    p.rotary_positions = static_cast<RotaryPositions>(rotary_positions);
     p.causal = static_cast<Causal>(causal);
     return fields.status().ok() ? made(p, layer) : fields.status();
 }
@@ -181,7 +208,8 @@ Status from_bytes(void const* bytes, std::size_t size, std::unique_ptr<Layer>& l
 std::vector<PluginField> field_names() {
     std::vector<PluginField> fields;
     for (char const* const name : {"query_heads", "key_heads", "head_size", "value_size", "causal",
-             "left_window", "right_window", "has_bias", "has_key_lengths", "has_gates", "has_cache"}) {
+             "left_window", "right_window", "has_bias", "has_key_lengths", "has_gates", "has_cache", "rotary",
+             "rotary_size", "rotary_positions"}) {
         fields.emplace_back(name, nullptr, PluginFieldType::kINT32, 1);
     }
     fields.emplace_back("sources", nullptr, PluginFieldType::kINT32, 3);

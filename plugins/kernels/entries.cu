@@ -1,0 +1,146 @@
+// What stands between the projections and attention, in one launch: queries and keys are rotated, new keys
+// and values go into their caches, and the number of keys of each batch element is noted.
+#include "../src/row_kernels.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace {
+
+using mha_deploy::Entries;
+using mha_deploy::EntriesCall;
+using mha_deploy::Rotary;
+
+template <typename T>
+struct Eight {
+    T of[8];
+};
+
+__device__ float to_float(__half x) {
+    return __half2float(x);
+}
+__device__ float to_float(__nv_bfloat16 x) {
+    return __bfloat162float(x);
+}
+__device__ void from_float(float x, __half& y) {
+    y = __float2half_rn(x);
+}
+__device__ void from_float(float x, __nv_bfloat16& y) {
+    y = __float2bfloat16_rn(x);
+}
+
+template <typename T>
+__device__ Eight<T> load(uint4 const* address) {
+    uint4 const bytes = *address;
+    return *reinterpret_cast<Eight<T> const*>(&bytes);
+}
+
+template <typename T>
+__device__ void store(uint4* address, Eight<T> const& eight) {
+    *address = *reinterpret_cast<uint4 const*>(&eight);
+}
+
+// The row of the tables that belongs to a token; one outside of them is taken from their end.
+__device__ long long table_row(EntriesCall const& call, int batch, int row) {
+    Rotary const& rotary = call.rotary;
+    long long const token = static_cast<long long>(batch) * call.rows + row;
+    long long place = row;
+    if (rotary.positions == Rotary::kFromStarts) {
+        place = static_cast<long long>(call.starts[batch]) + row;
+    } else if (rotary.positions == Rotary::kPerToken) {
+        place = token;
+    } else if (rotary.positions == Rotary::kGiven) {
+        place = rotary.given[token];
+    }
+    return place < 0 ? 0 : place >= rotary.table_rows ? rotary.table_rows - 1 : place;
+}
+
+// One thread: two pieces of 16 bytes that hold eight pairs, or one that holds four, or one that is copied.
+template <typename T>
+__device__ void move(EntriesCall const& call, Entries const& entries, int batch, int row, long long target,
+    int unit_of_all) {
+    Rotary const& rotary = call.rotary;
+    int const head = unit_of_all / entries.units;
+    int const unit = unit_of_all % entries.units;
+    uint4 const* const from = entries.source + batch * entries.batch_stride + head * entries.head_stride
+                              + row * entries.row_stride;
+    uint4* const to = entries.target + batch * entries.target_batch_stride
+                      + head * entries.target_head_stride + target * entries.target_row_stride;
+    int const rotating = entries.rotates ? (rotary.interleaved ? rotary.pieces : rotary.pieces / 2) : 0;
+    if (unit >= rotating) {
+        int const piece = unit - rotating + (entries.rotates ? rotary.pieces : 0);
+        to[piece] = from[piece];
+        return;
+    }
+    long long const pairs = table_row(call, batch, row) * rotary.pieces * 4;  // R/2 numbers in a row
+    T const* const cos = static_cast<T const*>(rotary.cos) + pairs;
+    T const* const sin = static_cast<T const*>(rotary.sin) + pairs;
+    if (rotary.interleaved) {
+        Eight<T> x = load<T>(from + unit);
+        for (int i = 0; i < 4; ++i) {
+            float const c = to_float(cos[unit * 4 + i]);
+            float const s = to_float(sin[unit * 4 + i]);
+            float const a = to_float(x.of[2 * i]);
+            float const b = to_float(x.of[2 * i + 1]);
+            from_float(a * c - b * s, x.of[2 * i]);
+            from_float(a * s + b * c, x.of[2 * i + 1]);
+        }
+        store(to + unit, x);
+        return;
+    }
+    int const half = rotary.pieces / 2;
+    Eight<T> one = load<T>(from + unit);
+    Eight<T> other = load<T>(from + unit + half);
+    Eight<T> const c = load<T>(reinterpret_cast<uint4 const*>(cos) + unit);
+    Eight<T> const s = load<T>(reinterpret_cast<uint4 const*>(sin) + unit);
+    for (int i = 0; i < 8; ++i) {
+        float const a = to_float(one.of[i]);
+        float const b = to_float(other.of[i]);
+        from_float(a * to_float(c.of[i]) - b * to_float(s.of[i]), one.of[i]);
+        from_float(a * to_float(s.of[i]) + b * to_float(c.of[i]), other.of[i]);
+    }
+    store(to + unit, one);
+    store(to + unit + half, other);
+}
+
+// A grid of (new tokens, units of all heads, batch).
+template <typename T>
+__device__ void move_entries(EntriesCall const& call) {
+    int const row = blockIdx.x;
+    int const batch = blockIdx.z;
+    int unit = blockIdx.y * blockDim.x + threadIdx.x;
+    long long target = row;
+    bool fits = true;
+    if (call.key_counts != nullptr) {  // with a cache
+        int const start = call.starts[batch];
+        if (row == 0 && unit == 0) {
+            long long const keys = static_cast<long long>(start) + call.rows;
+            call.key_counts[batch] =
+                static_cast<int>(keys < 0 ? 0 : keys > call.cache_rows ? call.cache_rows : keys);
+        }
+        target = static_cast<long long>(start) + row;
+        fits = start >= 0 && target < call.cache_rows;  // else it would lie outside of the cache
+    }
+    int const query_units = call.query.heads * call.query.units;
+    int const key_units = call.key.heads * call.key.units;
+    int const value_units = call.value.heads * call.value.units;
+    if (unit < query_units) {
+        move<T>(call, call.query, batch, row, row, unit);
+    } else if ((unit -= query_units) < key_units) {
+        if (fits) {
+            move<T>(call, call.key, batch, row, target, unit);
+        }
+    } else if ((unit -= key_units) < value_units && fits) {
+        move<T>(call, call.value, batch, row, target, unit);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void mha_deploy_entries_fp16(EntriesCall call) {
+    move_entries<__half>(call);
+}
+
+extern "C" __global__ void mha_deploy_entries_bf16(EntriesCall call) {
+    move_entries<__nv_bfloat16>(call);
+}
