@@ -200,8 +200,8 @@ def export(
     Args:
         model: What `load_model` gives or takes.
         out: The folder to write.
-        precision: Types in the graph: `fp16`, `bf16`, `fp32` or `auto`. `auto` is FP16; in the user's own model
-            or a float32 ONNX file with FP32 where FP16 overflows. Other ONNX files keep their precision.
+        precision: Types in the graph: `fp16`, `bf16`, `fp32` or `auto`. `auto` is FP16; in the user's own
+            model or a float32 ONNX file with FP32 where FP16 overflows. Other ONNX files keep theirs.
         example_inputs: See `load_model`.
         axes: See `load_model`; of an ONNX file the ranges of its symbolic dimensions.
         inputs: Of an ONNX file: arrays, or paths of `.npy` files, for inputs that are not to be drawn.

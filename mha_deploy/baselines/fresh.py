@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from mha_deploy.export.eager import run_module
 from mha_deploy.export.exporter import exported_program
 from mha_deploy.export.golden import (
     GoldenCapture,
+    MixedCapture,
     ModuleCapture,
     TraceCapture,
     fp64_twin,
@@ -199,22 +201,21 @@ class FreshModuleCases:
     Args:
         spec: The module.
         precision: Its precision.
+        model: Its graph.
         known: Reads a golden case of the bundle, in which the module must still be what it was.
 
     Raises:
         DeployError: The factory is not here, or gives another module than that in the bundle.
     """
 
-    def __init__(self, spec: ModuleSpec, precision: Precision, *, known: Callable[[], GoldenCase]) -> None:
-        if spec.mixed:
-            raise DeployError(
-                "What is true of fresh inputs is not known for a mixed precision.",
-                got="--precision auto",
-                hint="the golden cases, or --golden at export for other sizes",
-            )
+    def __init__(
+        self, spec: ModuleSpec, precision: Precision, *, model: Path, known: Callable[[], GoldenCase]
+    ) -> None:
         self._spec = spec
-        self._user = reopen_user_module(spec, precision)
+        # A mixed graph was made from the module in float32, and stands for it where budgets come from.
+        self._user = reopen_user_module(spec, find_precision("fp32") if spec.mixed else precision)
         self._exported = exported_program(self._user)
+        self._graph = load_graph(model) if spec.mixed else None
         _true_inside(self._exported, known(), ())
 
     def case(
@@ -227,11 +228,18 @@ class FreshModuleCases:
         del ragged, past
         self._spec.check_sizes(sizes)
         name = f"fresh-{sizes_name(sizes)}-seed{seed}"
-        return ModuleCapture(self._user, self._exported, seed).capture(name, sizes)
+        with self._capture(seed) as capture:
+            return capture.capture(name, sizes)
 
     def trace(self, planned: PlannedTrace, *, seed: int) -> DecodeTrace:
         """Draw tokens and compute what decoding must give."""
-        return ModuleCapture(self._user, self._exported, seed).trace(self._spec, planned)
+        with self._capture(seed) as capture:
+            return capture.trace(self._spec, planned)
+
+    def _capture(self, seed: int) -> ModuleCapture:
+        if self._graph is None:
+            return ModuleCapture(self._user, self._exported, seed)
+        return MixedCapture(self._user, self._exported, seed, self._graph)
 
 
 class ProgramValues:
@@ -304,7 +312,8 @@ def fresh_cases(bundle: Bundle, device: str) -> CaseMaker:
     spec = bundle.manifest.spec
     if isinstance(spec, ModuleSpec):
         smallest = min(bundle.manifest.golden, key=lambda entry: math.prod(entry.sizes.values()))
-        return FreshModuleCases(spec, bundle.manifest.precision, known=partial(read_case, bundle, smallest))
+        known = partial(read_case, bundle, smallest)
+        return FreshModuleCases(spec, bundle.manifest.precision, model=bundle.model_path, known=known)
     return FreshCases(bundle, device)
 
 

@@ -37,7 +37,7 @@ from mha_deploy.cli.options import (
 from mha_deploy.cli.validate import Latency, finish
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import DeployError
-from mha_deploy.export.options import ExportOptions
+from mha_deploy.export.options import AUTO, ExportOptions
 
 
 def deploy(
@@ -76,11 +76,13 @@ def deploy(
     changed = "" if cache is None else getattr(source.source, "cache", "")
     if changed and changed != getattr(md.load_model(model).source, "cache", ""):
         name += f"-{changed.replace('none', 'uncached')}"
+    # A catalog layer has no weights of its own that could overflow: `auto` is FP16 there.
+    written = "fp16" if precision == AUTO and hasattr(source.source, "Hq") else precision
     try:
         with steps(f"deploy {source.name}") as on_step:
             done = md.deploy(
                 source,
-                out or Path("bundles") / f"{name}-{precision}",
+                out or Path("bundles") / f"{name}-{written}",
                 precision=precision,
                 seed=seed,
                 weights=weights,

@@ -42,8 +42,8 @@ BundleFolder = Annotated[
 Precision = Annotated[
     str,
     typer.Option(
-        help="Types in the graph: fp16, bf16 or fp32. auto, for your own model or an .onnx file: fp16, with "
-        "FP32 where it overflows."
+        help="Types in the graph: fp16, bf16, fp32 or auto. auto is fp16; in your own model or a float32 "
+        ".onnx file with FP32 where fp16 overflows. Other .onnx files keep theirs."
     ),
 ]
 Axes = Annotated[

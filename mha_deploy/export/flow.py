@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ class Source(ABC):
     def place(self, node: str) -> dict[str, Any]:
         """Where in the source code an attention is, where that is known."""
         return {}
+
+    def close(self) -> None:  # noqa: B027 (only some open any)
+        """Close the sessions that were opened for golden cases."""
 
 
 _PLAN_LINES = 12
@@ -187,7 +191,7 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
     if options.polygraphy:
         refuse_polygraphy(source.cache, source.precision)
     step = Steps(on_step, source.steps)
-    with BundleWriter(target, overwrite=options.overwrite) as writer:
+    with closing(source), BundleWriter(target, overwrite=options.overwrite) as writer:
         folder = writer.path
         save_graph(source.graph(folder, step), folder / MODEL)
         gc.collect()  # the exporter's program holds weights in reference cycles

@@ -278,6 +278,12 @@ class ModuleCapture:
     def __init__(self, user: UserModule, exported: ExportedModule, seed: int) -> None:
         self.user, self.exported, self.seed = user, exported, seed
 
+    def __enter__(self) -> ModuleCapture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close what runs the model, where that is not the module itself."""
+
     def capture(self, name: str, sizes: Mapping[str, int]) -> GoldenCase:
         """Run one case.
 
@@ -513,6 +519,11 @@ class MixedCapture(ModuleCapture):
     def _runner(self) -> Runner:
         """The mixed graph, loaded once for all cases."""
         return open_runner("ort-cpu", self._graph)
+
+    def __exit__(self, *_: object) -> None:
+        """Close the session of the graph."""
+        if "_runner" in vars(self):
+            self._runner.close()
 
 
 def _refuse_far(case: GoldenCase) -> None:

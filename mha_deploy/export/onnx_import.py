@@ -55,8 +55,8 @@ def bundle_from_onnx(
     Args:
         path: The file, of opset 13 or newer.
         target: The folder to write.
-        options: How to export. The precision is that of the file; a float32 file can also become `fp16` or
-            `auto`, which is FP16 but for what FP16 cannot hold.
+        options: How to export. With `auto` a float32 file becomes FP16, with FP32 where FP16 overflows, and
+            other files keep their precision.
         axes: Ranges of the file's symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64.
         inputs: Examples of inputs; other sizes are cut from them or repeat them. The other inputs are drawn.
         on_step: Called as each step begins, with its name, its number from 0, and how many there are.
@@ -80,10 +80,8 @@ class _OnnxSource(GraphSource):
         self.original = _loaded(path)
         own = _precision_of(self.original)
         # A float32 file in FP16 is converted node by node: what FP16 cannot hold stays wider.
-        self.auto = options.precision == AUTO or (options.precision == "fp16" and own == "fp32")
-        if self.auto and own != "fp32":
-            raise ExportError("Only a float32 file can be converted.", got=own, hint=f"--precision {own}")
-        if not self.auto and options.precision != own:
+        self.auto = own == "fp32" and options.precision in (AUTO, "fp16")
+        if not self.auto and options.precision not in (AUTO, own):
             hint = f"--precision {own}" + (", or auto for FP16 where it holds the values" * (own == "fp32"))
             raise ExportError(
                 "The file has another precision.", got=f"{own}, not {options.precision}", hint=hint
@@ -166,6 +164,10 @@ class _OnnxSource(GraphSource):
 
     def origin(self) -> str:
         return f"{self.path.name}, SHA-256 {self.spec.state_sha256}"
+
+    def close(self) -> None:
+        if "_eager" in vars(self):
+            self._eager.close()
 
     # -- inputs ------------------------------------------------------------------------------------
 

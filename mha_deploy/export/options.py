@@ -189,8 +189,8 @@ class ExportOptions:
     """How to export.
 
     Args:
-        precision: Types in the graph: `fp16`, `bf16` or `fp32`; of a user's module also `auto`, FP16 but for
-            what it cannot hold.
+        precision: Types in the graph: `fp16`, `bf16`, `fp32`, or `auto`: FP16, in a user's module or a
+            float32 ONNX file with FP32 where FP16 overflows; other ONNX files keep theirs.
         opset: Version of the ONNX operator set, one of `OPSETS`; default: the first that suffices.
         seed: Seed of the weights, unless a file is given, and of the golden inputs.
         weights: A safetensors file of weights.
@@ -201,7 +201,7 @@ class ExportOptions:
         polygraphy: Whether to write the golden cases for Polygraphy too.
     """
 
-    precision: str = "fp16"
+    precision: str = AUTO
     opset: int | None = None
     seed: int = 0
     weights: Path | None = None

@@ -1202,8 +1202,8 @@ def _opened_mask(
     low = builder.op("LessOrEqual", best, builder.constant(-FP16_MAX / 2, FLOAT))
     masked = builder.op("And", low, builder.op("Greater", best, infinite), name="fully_masked")
     moved = builder.op("Where", masked, builder.op("Sub", total, best), total)
-    # A key that is masked by -inf stays so; all others stay finite.
-    finite = builder.op("Max", moved, builder.constant(-FP16_MAX, FLOAT))
+    # A key that is masked by -inf stays so; others stay finite, also with a score added to them in FP16.
+    finite = builder.op("Max", moved, builder.constant(-FP16_MAX / 2, FLOAT))
     kept = builder.op("Where", builder.op("Greater", total, infinite), finite, infinite)
     opened = builder.op("Cast", kept, name="mask", to=int(HALF))
     opened.type = ir.TensorType(HALF)

@@ -72,7 +72,7 @@ def test_what_cannot_be_exported(tmp_path, factory, said):
 )
 def test_a_number_that_fp16_does_not_have_is_named(tmp_path, factory):
     with pytest.raises(ExportError) as caught:
-        bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle")
+        bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", ExportOptions(precision="fp16"))
     assert "-1e+09" in caught.value.got
     assert "edge_models.py:" in caught.value.got
     assert "--precision auto" in caught.value.hint
@@ -80,20 +80,20 @@ def test_a_number_that_fp16_does_not_have_is_named(tmp_path, factory):
 
 def test_a_branch_for_fp16_is_told_apart(tmp_path):
     with pytest.raises(ExportError, match="--precision auto"):
-        bundle_from_factory(f"{FILE}:guarded", tmp_path / "bundle")
+        bundle_from_factory(f"{FILE}:guarded", tmp_path / "bundle", ExportOptions(precision="fp16"))
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("factory", ["filled", pytest.param("added", marks=pytest.mark.slow), "guarded"])
-def test_the_advice_for_fp16_helps(tmp_path, factory):
-    options = ExportOptions(precision="auto", golden=("opt",))
+def test_the_default_takes_them(tmp_path, factory):
+    options = ExportOptions(golden=("opt",))
     bundle = bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", options)
     assert all(np.isfinite(case.eager["output"]).all() for case in golden_cases(bundle))
 
 
 def test_the_call_that_overflows_is_named(tmp_path):
     with pytest.raises(ExportError, match="overflows") as caught:
-        bundle_from_factory(f"{FILE}:large_scores", tmp_path / "bundle")
+        bundle_from_factory(f"{FILE}:large_scores", tmp_path / "bundle", ExportOptions(precision="fp16"))
     assert "edge_models.py:" in caught.value.got
     assert "linear" in caught.value.got
     assert "--precision auto" in caught.value.hint

@@ -27,7 +27,7 @@ FP16 = find_precision("fp16")
 def edge_bundles(tmp_path_factory):
     """The bundles of some factories; several tests look at them."""
     folder = tmp_path_factory.mktemp("edges")
-    options = ExportOptions(golden=("opt", "min"))
+    options = ExportOptions(precision="fp16", golden=("opt", "min"))
     for name in ("many_outputs", "picks", "by_keyword"):
         bundle_from_factory(f"{FILE}:{name}", folder / name, options)
     return lambda name: open_bundle(folder / name)
@@ -60,9 +60,8 @@ def test_operands_by_keyword(edge_bundles):
     [("zero_head", False, True), ("shrinking", False, True), ("zero_attention", True, False)],
 )
 def test_zeros_verify_nothing(tmp_path, factory, outputs, attentions):
-    bundle = bundle_from_factory(
-        f"{FILE}:{factory}", tmp_path / "bundle", ExportOptions(golden=("opt", "min"))
-    )
+    options = ExportOptions(precision="fp16", golden=("opt", "min"))
+    bundle = bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", options)
     report = validate_bundle(bundle)
     assert not report.passed
     assert "not verified" in report.headline
@@ -80,7 +79,7 @@ def test_draws_of_the_user_and_an_empty_past(edge_bundles):
 
 
 def test_a_mixed_graph_is_fed_what_was_drawn_first(tmp_path):
-    options = ExportOptions(precision="auto", golden=("opt",))
+    options = ExportOptions(golden=("opt",))
     assert validate_bundle(bundle_from_factory(f"{FILE}:picks", tmp_path / "bundle", options)).passed
 
 
