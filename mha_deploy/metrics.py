@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from mha_deploy.model.precision import Precision, smallest_normal
 
 # -- How far a result is from the oracle -----------------------------------------------------------
 
-# A row whose true values are almost zero is judged against the size of the whole tensor instead.
+# A vector whose true values are almost zero is judged against the size of the whole tensor instead.
 _SMALLEST_ROW = 0.1
 
 
@@ -28,6 +29,10 @@ class Deviation:
         max_abs: Largest absolute error, in units of the root mean square of the oracle.
         gain: |⟨y, o⟩ / ⟨o, o⟩ − 1|: how much larger or smaller the result is as a whole. Rounding goes both
             ways and cancels here, a wrong scale does not.
+        local: The largest error of any slice, over the error expected there; see `Noise`. A slice is one
+            index of one axis (batch element, query, channel, head), one vector, one element, or everything.
+        local_gain: The largest gain of any slice, over what rounding leaves there.
+        local_at: Where these are, the worse one of both: `batch element 7`.
         cosine: Cosine between result and oracle.
         worst_index: Where the largest absolute error is.
         worst_got: The value there.
@@ -38,6 +43,9 @@ class Deviation:
     worst_row: float
     max_abs: float
     gain: float
+    local: float = 0.0
+    local_gain: float = 0.0
+    local_at: str = ""
     cosine: float
     worst_index: tuple[int, ...]
     worst_got: float
@@ -56,8 +64,8 @@ _NOTHING = Deviation(
 )
 
 
-def measure(got: np.ndarray, oracle: np.ndarray) -> Deviation:
-    """Compare a finite result with the oracle, in float64."""
+def measure(got: np.ndarray, oracle: np.ndarray, noise: Noise | None = None) -> Deviation:
+    """Compare a finite result with the oracle, in float64; slice by slice where their noise is known."""
     result, oracle = np.atleast_1d(got.astype(np.float64)), np.atleast_1d(oracle)  # a loss is one number
     if not oracle.size:
         return _NOTHING
@@ -65,11 +73,15 @@ def measure(got: np.ndarray, oracle: np.ndarray) -> Deviation:
     size = _rms(oracle) or 1.0  # an oracle of zeros: errors are then absolute
     row_sizes = np.maximum(_rms(oracle, axis=-1), _SMALLEST_ROW * size)
     worst = np.unravel_index(int(np.argmax(np.abs(error))), error.shape)
+    local, local_gain, local_at = (0.0, 0.0, "") if noise is None else noise.worst_slice(error)
     return Deviation(
         relative_l2=float(_rms(error) / size),
         worst_row=float(np.max(_rms(error, axis=-1) / row_sizes)),
         max_abs=float(np.abs(error[worst]) / size),
         gain=abs(float(np.vdot(error, oracle))) / (oracle.size * float(size) ** 2),
+        local=local,
+        local_gain=local_gain,
+        local_at=local_at,
         cosine=_cosine(result, oracle),
         worst_index=tuple(int(i) for i in worst),
         worst_got=float(result[worst]),
@@ -86,11 +98,120 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.vdot(a, b)) / norms if norms else float(np.array_equal(a, b))
 
 
-# -- How far a result may be from the oracle: as far as the module itself is, times a calibrate ----
+# -- The error that is expected of every element ---------------------------------------------------
 
-# FP16 engines may sum their matmuls in FP16 (TensorRT 8.6 does), which costs several times eager's error; no
-# tensor core sums in BF16. In float32 the order of a sum costs more than storing its result.
-FACTORS = {"fp16": 16.0, "bf16": 4.0, "fp32": 16.0}
+AXES = {
+    1: ("channel",),
+    2: ("batch element", "channel"),
+    3: ("batch element", "query", "channel"),
+    4: ("batch element", "head", "query", "channel"),
+}
+"""What the axes of an output are, by its rank."""
+EVERYWHERE = "everywhere"
+
+# Rounding a result costs this many roundoffs of it on average, and what it was computed from at least so many
+# roundoffs of the usual numbers of its vector and its channel.
+_RESULT_ROUNDING, _LEAST_NOISE = 0.4, 0.3
+# A slice of n elements may exceed the expected error by chance: by this much, and more where n is small.
+_OF_MANY, _OF_FEW = 0.57, 4.0
+# The elements of a vector do not err by themselves: a rounded weight moves its whole head, and a narrow one
+# has few heads. So n counts less, and gains cancel less, by these widths over that of the vector.
+_NARROW, _NARROW_GAIN = 1024, 192
+_FEW_VECTORS = 8  # fewer do not show the mean of a channel
+# So many elements are needed to believe one channel, or one vector, more than all of them.
+_CHANNEL_PRIOR, _VECTOR_PRIOR = 32, 128
+
+
+class Noise:
+    """The error that rounding is expected to leave in every element of a tensor.
+
+    A large channel (a bias of 10,000) or a large token must not hide the others. So the expected error of an
+    element is the rounding of its own value, and eager's error in its vector times that in its channel.
+
+    Args:
+        eager: What eager computed.
+        oracle: The oracle.
+        precision: The precision of eager.
+    """
+
+    def __init__(self, eager: np.ndarray, oracle: np.ndarray, precision: Precision) -> None:
+        shape = np.atleast_1d(oracle).shape
+        o = oracle.reshape(-1, shape[-1]).astype(np.float64)
+        error, rounding = eager.reshape(o.shape).astype(np.float64) - o, precision.roundoff
+        n_vectors, n_channels = o.shape
+        # Medians: one massive element makes neither its vector nor its channel large.
+        centred = o - np.median(o, axis=0) if n_vectors >= _FEW_VECTORS else o
+        spread = np.square(1.5 * np.median(np.abs(centred), axis=0))
+        spread = np.where(spread > 0, spread, np.square(centred).mean(0))
+        usual = float(np.median(spread)) or float(spread.mean()) or 1.0
+        channels = np.sqrt((n_vectors * spread + 4 * usual) / (n_vectors + 4) if n_vectors > 1 else usual)
+        channels = np.broadcast_to(np.maximum(channels, 1e-12 * math.sqrt(usual)), n_channels)
+        vectors = 1.5 * np.median(np.abs(centred) / channels, axis=1)
+        vectors = np.maximum(vectors, 1e-3 * (float(np.median(vectors)) or 1.0))
+        scale = np.outer(vectors, channels)
+        own = np.square(_RESULT_ROUNDING * rounding * o)
+        tiny = smallest_normal(eager.dtype) * rounding if eager.dtype.kind not in "iub" else 0.0
+        level = max(_LEAST_NOISE * rounding, 1.5 * float(np.median(np.abs(error) / scale)))
+        typical = np.square(level * scale)
+        # Of an element whose own rounding is all its error, nothing is learned about its neighbours.
+        ratio = np.square(error) / (typical + own) * (typical / np.square(scale))
+        level = max(_LEAST_NOISE * rounding, math.sqrt(float(ratio.mean())))
+        ratio /= level**2
+        by_vector = (n_channels * ratio.mean(1) + _VECTOR_PRIOR) / (n_channels + _VECTOR_PRIOR)
+        ratio /= by_vector[:, None]
+        by_channel = (n_vectors * ratio.mean(0) + _CHANNEL_PRIOR) / (n_vectors + _CHANNEL_PRIOR)
+        learned = np.square(level * scale) * np.outer(by_vector, by_channel)
+        least = np.square(_LEAST_NOISE * rounding * scale)
+        self._expected = np.sqrt(np.maximum(learned, least) + own + tiny**2).reshape(shape)
+        self._signal = (centred.reshape(shape) / self._expected).astype(np.float32)
+        self._roundoff = rounding
+
+    def cut(self, part: Callable[[np.ndarray], np.ndarray]) -> Noise:
+        """The same of a part of the tensor."""
+        found = object.__new__(Noise)
+        found._expected, found._signal = part(self._expected), part(self._signal)
+        found._roundoff = self._roundoff
+        return found
+
+    def worst_slice(self, error: np.ndarray) -> tuple[float, float, str]:
+        """The largest error and gain of a slice, in units of what is expected, and where the worse is."""
+        z = error / self._expected
+        squares, along, power = np.square(z), z * self._signal, np.square(self._signal)
+        found: list[tuple[float, float, str]] = []
+        names = AXES.get(z.ndim, tuple(f"axis {axis}" for axis in range(z.ndim)))
+        everything = tuple(range(z.ndim))
+        slices = [(), *((axis,) for axis in everything)]
+        slices += [everything[:-1], everything] if z.ndim > 1 else []
+        for kept in slices:
+            away = tuple(axis for axis in everything if axis not in kept)
+            count = math.prod(z.shape[axis] for axis in away)
+            sizes = np.sqrt(squares.mean(away)) if away else np.abs(z)
+            whole_vectors = z.ndim - 1 in away
+            alike = 1 + _NARROW / z.shape[-1] if whole_vectors else 1 + 24 / count if away else 1
+            allowed = _OF_MANY + _OF_FEW * math.sqrt(alike / count)
+            gains = np.zeros(())
+            if away:
+                strength = np.maximum(power.sum(away), 1e-30)
+                noise = np.maximum(_GAIN_NOISE / np.sqrt(strength), _FLOOR_GAIN * self._roundoff)
+                noise *= math.sqrt(1 + _NARROW_GAIN / (z.shape[-1] if whole_vectors else count))
+                gains = np.abs(along.sum(away)) / strength / np.maximum(noise, _FAST_EXPONENTIAL)
+            for values, is_gain in ((np.asarray(sizes) / allowed, False), (np.asarray(gains), True)):
+                at = np.unravel_index(int(np.argmax(values)), values.shape)
+                place = ", ".join(f"{names[axis]} {int(i)}" for axis, i in zip(kept, at, strict=False))
+                worst = float(values[at])
+                found.append((0.0 if is_gain else worst, worst if is_gain else 0.0, place or EVERYWHERE))
+        local, gain = max(each[0] for each in found), max(each[1] for each in found)
+        return local, gain, max(found, key=lambda each: max(each[:2]))[2]
+
+
+# -- How far a result may be from the oracle: as far as the module itself is, times a factor -------
+
+FACTORS = {("fp16", "fp16"): 16.0, ("fp16", "fp32"): 4.0, ("bf16", "fp32"): 4.0, ("fp32", "fp32"): 16.0}
+"""By the precision and the type that GEMMs accumulate in.
+
+Accumulation in FP16 (TensorRT 8.6) costs several times eager's error; no tensor core accumulates in BF16. In
+float32 the order of accumulation costs more than storing its result.
+"""
 
 # What rounding alone costs, in units of the precision's roundoff. Where the module happens to be exact (one
 # key: the weights are 1) the budget must still allow for a runtime that rounds.
@@ -111,27 +232,51 @@ class Budget:
     worst_row: float
     max_abs: float
     gain: float
+    local: float = math.inf
+    local_gain: float = math.inf
+    noise: Noise | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits by the name of the measure."""
+        return {name: limit for name, limit in vars(self).items() if name != "noise"}
 
     def exceeded_by(self, deviation: Deviation) -> list[str]:
         """The measures that are over the budget."""
-        return [name for name, limit in vars(self).items() if not getattr(deviation, name) <= limit]
+        return [name for name, limit in self.limits.items() if not getattr(deviation, name) <= limit]
 
     def share_used(self, deviation: Deviation) -> float:
         """The largest share of the budget that a deviation uses; over 1 is out of budget."""
-        return max(getattr(deviation, name) / limit for name, limit in vars(self).items())
+        return max(getattr(deviation, name) / limit for name, limit in self.limits.items())
+
+
+# A case is judged many times, in other batches and while it is timed: its last budgets are kept.
+_RECENT: deque[tuple[np.ndarray, np.ndarray, Precision, Budget]] = deque(maxlen=4)
 
 
 def budget_from_eager(eager: np.ndarray, oracle: np.ndarray, precision: Precision) -> Budget:
     """Derive the budget of one tensor from the module's own error."""
-    own, roundoff, factor = measure(eager, oracle), precision.roundoff, FACTORS[precision.name]
+    for known in _RECENT:
+        if known[0] is eager and known[1] is oracle and known[2] == precision:
+            return known[3]
+    noise = Noise(eager, oracle, precision) if oracle.size and eager.dtype.kind not in "iub" else None
+    own, roundoff = measure(eager, oracle, noise), precision.roundoff
+    factor = FACTORS[precision.name, precision.accumulate]
     l2 = max(own.relative_l2, _FLOOR_L2 * roundoff)
-    noise = _GAIN_NOISE * l2 / math.sqrt(max(oracle.size, 1))
-    return Budget(
-        relative_l2=factor * l2,
-        worst_row=factor * max(own.worst_row, _FLOOR_ROW * roundoff),
+    cancelled = _GAIN_NOISE * l2 / math.sqrt(max(oracle.size, 1))
+    width = oracle.shape[-1] if oracle.ndim else 1
+    few, few_channels = (1 + _OF_FEW / math.sqrt(max(count, 1)) for count in (oracle.size, width))
+    budget = Budget(
+        relative_l2=factor * l2 * few,
+        worst_row=factor * max(own.worst_row, _FLOOR_ROW * roundoff) * few_channels,
         max_abs=factor * max(own.max_abs, _FLOOR_MAX * roundoff),
-        gain=factor * max(own.gain, _FLOOR_GAIN * roundoff, noise, _FAST_EXPONENTIAL),
+        gain=factor * max(own.gain, _FLOOR_GAIN * roundoff, cancelled, _FAST_EXPONENTIAL),
+        local=factor * max(_OF_MANY * own.local, 1.0),
+        local_gain=factor * max(_OF_MANY * own.local_gain, 1.0),
+        noise=noise,
     )
+    _RECENT.append((eager, oracle, precision, budget))
+    return budget
 
 
 # -- A cache is judged by its new rows; the rows that were valid before must come out as they w ----
@@ -241,7 +386,12 @@ class OutputVerdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"passed": self.passed, **asdict(self), "share": self.share}
+        return {
+            **{name: getattr(self, name) for name in ("passed", "case", "sizes", "output", "problem")},
+            "deviation": self.deviation and asdict(self.deviation),
+            "budget": self.budget and self.budget.limits,
+            "share": self.share,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,17 +500,23 @@ def _judge_output(
         problem = _miscounted(case, name, got, precision)
     else:
         problem = _why_not_verified(case.oracle[name], case.eager[name])
-    deviation = measure(got, case.oracle[name])
     budget = budget or budget_from_eager(case.eager[name], case.oracle[name], precision)
+    deviation = measure(got, case.oracle[name], budget.noise)
     exceeded = budget.exceeded_by(deviation) if got.dtype.kind not in "iub" else []
     return OutputVerdict(
         case=case.name,
         sizes=case.sizes,
         output=name,
-        problem=f"out of budget: {', '.join(exceeded)}" if exceeded else problem,
+        problem=_over(exceeded, deviation) if exceeded else problem,
         deviation=deviation,
         budget=budget,
     )
+
+
+def _over(exceeded: list[str], deviation: Deviation) -> str:
+    """What is over the budget, and the slice that is worst."""
+    place = f"; largest in: {deviation.local_at}" if deviation.local_at not in ("", EVERYWHERE) else ""
+    return f"out of budget: {', '.join(exceeded)}{place}"
 
 
 def _miscounted(case: GoldenCase, name: str, got: np.ndarray, precision: Precision) -> str | None:
@@ -370,7 +526,7 @@ def _miscounted(case: GoldenCase, name: str, got: np.ndarray, precision: Precisi
     """
     oracle = case.oracle[name]
     wrong, own = int((got != oracle).sum()), int((case.eager[name] != oracle).sum())
-    if wrong <= FACTORS[precision.name] * own:
+    if wrong <= FACTORS[precision.name, precision.accumulate] * own:
         return None
     return f"{wrong} of {got.size} differ, and {own} do in the module itself"
 

@@ -20,12 +20,14 @@ class Precision:
         torch_name: Its name in PyTorch, for `getattr(torch, ...)`, and in NumPy with ml_dtypes.
         bytes: Size of one number.
         significand_bits: Bits of the significand, the hidden one included.
+        accumulate: The type that GEMMs accumulate in.
     """
 
     name: str
     torch_name: str
     bytes: int
     significand_bits: int
+    accumulate: str = "fp32"
 
     @property
     def roundoff(self) -> float:

@@ -153,6 +153,9 @@ DEVIATION = record(
         "worst_row": maybe(NUMBER, f"error of the worst vector along the last axis, {_MEASURE}"),
         "max_abs": maybe(NUMBER, f"largest absolute error over the oracle's root mean square, {_MEASURE}"),
         "gain": maybe(NUMBER, f"how much larger or smaller the result is as a whole, {_MEASURE}"),
+        "local": maybe(NUMBER, f"largest error of a slice over the error expected there, {_MEASURE}"),
+        "local_gain": maybe(NUMBER, f"largest gain of a slice over what rounding leaves there, {_MEASURE}"),
+        "local_at": field(TEXT, "the slice with the larger of both: a batch element, query, channel, …"),
         "cosine": maybe(NUMBER, "cosine between result and oracle; null where it is not finite"),
         "worst_index": field(list[WHOLE], "where the largest absolute error is"),
         "worst_got": maybe(NUMBER, "the value there; null where it is not finite"),
@@ -163,7 +166,7 @@ DEVIATION = record(
 BUDGET = record(
     {
         name: maybe(NUMBER, f"the largest `{name}` that passes; null where it is not finite")
-        for name in ("relative_l2", "worst_row", "max_abs", "gain")
+        for name in ("relative_l2", "worst_row", "max_abs", "gain", "local", "local_gain")
     }
 )
 

@@ -154,7 +154,7 @@ def spanning(words: str, columns: Sequence[Column], status: str = "problem") -> 
 LAYERS = "layers"
 """The set of cases that holds the results of single attentions, beside those of a whole model."""
 
-_ERRORS = ("#rel. L2", "#worst vector|vector", "#max", "#gain", "+#1 − cos", "#budget used|used")
+_ERRORS = ("#rel. L2", "#worst vector|vector", "#slice", "#gain", "+#1 − cos", "#budget used|used")
 
 
 def parity_table(runs: Sequence[Data]) -> Table:
@@ -190,7 +190,7 @@ def _judged(verdict: Data, place: Sequence[Cell], shown: Sequence[Column]) -> li
     """The row of a verdict and, where it did not pass, the reason below it."""
     deviation, budget = verdict["deviation"] or {}, verdict["budget"] or {}
     cells = []
-    for key in ("relative_l2", "worst_row", "max_abs", "gain"):
+    for key in ("relative_l2", "worst_row", "local", "gain"):
         value, limit = deviation.get(key), budget.get(key)
         over = value is not None and limit is not None and value > limit
         hint = "" if limit is None else f"budget {error(limit)}"

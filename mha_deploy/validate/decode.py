@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
@@ -36,31 +36,43 @@ class StepBudgets:
     """What the error of each step may be.
 
     A step has one token of each batch element. The module's own error there is one draw from few numbers, by
-    chance a small one at some of a thousand steps. So a step may use the budgets of the steps around it.
+    chance a small one at some of a thousand steps. So a step may use the budgets of the steps around it, and
+    the error that is expected of its slices is that of all steps.
 
     Args:
         cases: One for each step, in order.
         precision: Their precision.
+        together: All steps as one case, and the axis of the steps by output; None without.
     """
 
-    def __init__(self, cases: Iterable[GoldenCase], precision: Precision) -> None:
-        self._each = [
-            {
+    def __init__(
+        self,
+        cases: Iterable[GoldenCase],
+        precision: Precision,
+        together: tuple[GoldenCase, Mapping[str, int]] | None = None,
+    ) -> None:
+        def budgets(case: GoldenCase) -> dict[str, Budget]:
+            return {
                 name: budget_from_eager(case.eager[name], oracle, precision)
                 for name, oracle in case.oracle.items()
             }
-            for case in cases
-        ]
+
+        self._each = [budgets(case) for case in cases]
+        self.together = budgets(together[0]) if together else {}
+        self._axes = together[1] if together else {}
 
     def around(self, step: int) -> dict[str, Budget]:
         """The largest budgets of every output near a step, counted from 1, measure by measure."""
         near = self._each[max(0, step - 1 - _NEIGHBOURS) : step + _NEIGHBOURS]
-        return {
-            name: Budget(
-                **{key: max(getattr(each[name], key) for each in near) for key in vars(near[0][name])}
-            )
-            for name in near[0]
-        }
+        found = {}
+        for name, own in self._each[step - 1].items():
+            limits = {key: max(each[name].limits[key] for each in near) for key in own.limits}
+            whole, noise = self.together.get(name), own.noise
+            if whole is not None and whole.noise is not None:
+                limits |= {"local": whole.local, "local_gain": whole.local_gain}
+                noise = whole.noise.cut(partial(np.take, indices=[step - 1], axis=self._axes[name]))
+            found[name] = Budget(**limits, noise=noise)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,14 +363,31 @@ class _Walk:
     def __init__(self, backend: str, trace: DecodeTrace, spec: ModelSpec, precision: Precision) -> None:
         self.backend, self.trace, self.spec, self.precision = backend, trace, spec, precision
         self.verdicts: list[OutputVerdict] = []
+        self.outputs: list[Arrays] = []
         self.errors: list[float | None] = []
         self.eager_errors: list[float | None] = []
         self.first_failed: int | None = None
 
     @cached_property
     def _budgets(self) -> StepBudgets:
-        steps = (self._case(step) for step in range(1, self.trace.steps + 1))
-        return StepBudgets(steps, self.precision)
+        steps = [self._case(step) for step in range(1, self.trace.steps + 1)]
+        return StepBudgets(steps, self.precision, (self._all_steps, self.trace.cache.outputs))
+
+    @cached_property
+    def _all_steps(self) -> GoldenCase:
+        """All steps as one case: what a single step hardly shows adds up."""
+        steps = [self._case(step) for step in range(1, self.trace.steps + 1)]
+        return GoldenCase(
+            name=f"{self.trace.name} all steps",
+            sizes=self._sizes(1, self.trace.longest_prompt + self.trace.steps - 1),
+            inputs={},
+            oracle=self._joined([case.oracle for case in steps]),
+            eager=self._joined([case.eager for case in steps]),
+        )
+
+    def _joined(self, parts: Sequence[Arrays]) -> dict[str, np.ndarray]:
+        axes = self.trace.cache.outputs
+        return {name: np.concatenate([part[name] for part in parts], axis) for name, axis in axes.items()}
 
     def give_up(self, reason: str) -> None:
         """Note that not even the prefill could be run."""
@@ -374,6 +403,9 @@ class _Walk:
             self._note(step, case, verdicts)
             if not has_run:
                 return
+        if all(verdict.deviation is not None for verdict in self.verdicts):  # else there is nothing to add up
+            got, budgets = self._joined(self.outputs), self._budgets.together
+            self.verdicts += [_placed(v) for v in judge_case(self._all_steps, got, self.precision, budgets)]
         if not getattr(loop, "hides_cache", False):  # a server may keep it to itself
             self.verdicts += self._cache(loop)
 
@@ -388,6 +420,8 @@ class _Walk:
         if step == 0:
             axes = trace.cache.outputs
             outputs = {n: _without_padding(array, trace.prompt, axes[n]) for n, array in outputs.items()}
+        else:
+            self.outputs.append(outputs)
         budgets = self._budgets.around(step) if step else None
         verdicts = [_placed(v) for v in judge_case(case, outputs, self.precision, budgets)]
         return verdicts + _lengths_verdict(case, lengths, trace.prompt + step), True

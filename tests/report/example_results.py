@@ -71,10 +71,12 @@ def parity(backend, share):
 
 def verdict(case, batch, length, share):
     budget = {"relative_l2": 6.4e-3, "worst_row": 1.1e-2, "max_abs": 6.2e-2, "gain": 3.9e-4}
+    budget |= {"local": 4.0, "local_gain": 4.0}
     deviation = {name: share * limit * 0.8 for name, limit in budget.items()} | {
         "relative_l2": share * 6.4e-3
     }
     deviation |= {
+        "local_at": f"query {length // 2}",
         "cosine": 1 - (share * 6.4e-3) ** 2 / 2,
         "worst_index": [0, length // 2, 511],
         "worst_got": 1.2344,

@@ -64,6 +64,7 @@ def test_the_layer_passes(cache, precision, path):
     assert [verdict.case for verdict in report.verdicts] == [
         "decode prefill",
         *(f"decode step {step}" for step in range(1, STEPS + 1)),
+        "decode all steps",
         "decode cache",
         "decode cache",
     ]
@@ -380,7 +381,7 @@ def test_the_report_is_plain_data_and_shows_only_the_first_failures():
     data = json.loads(json.dumps(report.to_dict()))
     assert (data["passed"], data["first_failed"], data["steps"]) == (False, 1, STEPS)
     assert (data["model"], data["trace"], data["prompt"]) == ("tiny-rope", "decode", [5, 2, 7])
-    assert (data["judged"], data["failed"], len(data["failures"])) == (STEPS + 3, STEPS, STEPS)
+    assert (data["judged"], data["failed"], len(data["failures"])) == (STEPS + 4, STEPS + 1, STEPS)
     assert data["table"] == [[step, data["errors"][step - 1]] for step in (1, 2, 4, 8)]
     assert data["share"] > 1
 

@@ -98,7 +98,7 @@ def test_the_layers_above_make_every_mistake():
 
 def test_right_and_wrong_are_far_apart_in_fp16(bundles):
     result = self_test(bundles("tiny-gqa"))
-    assert budget_share(result.right) < 0.25
+    assert budget_share(result.right) < 0.5
     assert min(catch.share for catch in result.catches) > 2
 
 
