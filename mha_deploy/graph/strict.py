@@ -282,10 +282,12 @@ def _names_read(node: NodeProto) -> Iterator[str]:
     yield from node.input
     for attribute in node.attribute:
         for graph in _graphs(attribute):
+            # A subgraph may give its own values the names of outer ones.
+            own = {name for inner in graph.node for name in inner.output}
+            own |= {each.name for each in (*graph.input, *graph.initializer)}
             for inner in graph.node:
-                yield from _names_read(inner)
-            for output in graph.output:
-                yield output.name
+                yield from (name for name in _names_read(inner) if name not in own)
+            yield from (output.name for output in graph.output if output.name not in own)
 
 
 def _refuse_cycles(nodes: Iterable[NodeProto], reads: list[set[str]]) -> None:
