@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -210,6 +211,7 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     oracle = take_arrays(arrays, "oracle", stored_outputs(spec), entry.sizes, None)
     eager = take_arrays(arrays, "eager", stored_outputs(spec), entry.sizes, precision)
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
+    refuse_implausible(entry.file, oracle, eager, precision)
     return GoldenCase(
         name=entry.name,
         sizes=entry.sizes,
@@ -239,6 +241,46 @@ def refuse_infinite(file: str, results: Iterable[tuple[str, np.ndarray]]) -> Non
     for name, array in results:
         if not np.isfinite(array.astype(np.float64)).all():
             raise BundleError("A golden result is not finite.", got=f"{file}: {name}", hint="export again")
+
+
+# How far eager may be from the oracle, in units of the roundoff: what depth, cancellation and a few other
+# choices of a router cost, and no more. Errors of rounding cancel in the gain, so it may be less.
+_MOST_ROUNDOFFS = {"fp16": 512, "bf16": 64, "fp32": 1 << 14}
+_GAIN_SHARE = 1 / 8
+_FEW_ROUNDOFFS = 16  # of numbers around 1, for a result that cancels to almost nothing
+_MOST_DIFFERENT = 0.25  # of integers, such as the choices of an argmax
+
+
+def refuse_implausible(file: str, oracle: Arrays, eager: Arrays, precision: Precision) -> None:
+    """Refuse an oracle that the module itself misses by more than rounding explains.
+
+    The budget of every runtime follows from the module's own error. With a ceiling on that error no budget
+    can be so wide that a wrong result passes.
+
+    Raises:
+        BundleError: The oracle is not the one of this module and precision.
+    """
+    for name, true in oracle.items():
+        got = eager[name]
+        if got.shape != true.shape or not true.size:
+            continue
+        if not np.issubdtype(true.dtype, np.floating):
+            share, most, what = float(np.mean(got != true)), _MOST_DIFFERENT, "of its numbers differ"
+        else:
+            most = _MOST_ROUNDOFFS[precision.name] * precision.roundoff
+            error, o = got.astype(np.float64) - true, true.astype(np.float64)
+            size = float(np.linalg.norm(o))
+            least = _FEW_ROUNDOFFS / _MOST_ROUNDOFFS[precision.name] * math.sqrt(true.size)
+            share, what = float(np.linalg.norm(error)) / max(size, least), "relative error"
+            gain = abs(float(np.vdot(error, o))) / max(size, least) ** 2
+            if share <= most and gain > most * _GAIN_SHARE:
+                share, most, what = gain, most * _GAIN_SHARE, "larger or smaller as a whole"
+        if share > most:
+            raise BundleError(
+                "The module's own result is further from the oracle than rounding explains.",
+                got=f"{file}: {name}, {share:.2g} {what}, at most {most:.2g} in {precision.name}",
+                hint="export again, in a wider precision (--precision auto or fp32) where the model needs it",
+            )
 
 
 def _refuse_strangers(spec: ModelSpec, names: list[str]) -> None:

@@ -17,7 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mha_deploy.bundle.cases import Arrays, GoldenCase, read_arrays, refuse_infinite, take_arrays, write_case
+from mha_deploy.bundle.cases import (
+    Arrays,
+    GoldenCase,
+    read_arrays,
+    refuse_implausible,
+    refuse_infinite,
+    take_arrays,
+    write_case,
+)
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import INT32, KVCache, ModelSpec, TensorSpec
@@ -87,6 +95,16 @@ class DecodeTrace:
     def at_step(self, name: str, by_position: np.ndarray, step: int) -> np.ndarray:
         """An output by token, where each batch element is at one step."""
         return take_tokens(by_position, self.cache.outputs[name], self._positions(step))
+
+    def defined(self, results: Arrays) -> dict[str, np.ndarray]:
+        """Outputs or cached tensors by token, with zeros behind the last token of each batch element."""
+        axes = {**self.cache.outputs, **{each.name: each.axis for each in self.cache.tensors}}
+        real = np.arange(self.length) < (self.prompt + self.steps)[:, None]
+        found = {}
+        for name, array in results.items():
+            others = [axis for axis in range(1, array.ndim) if axis != axes[name]]
+            found[name] = np.where(np.expand_dims(real, others), array, array.dtype.type(0))
+        return found
 
     def _positions(self, step: int) -> np.ndarray:
         return (self.prompt + step - 1)[:, None]
@@ -323,5 +341,6 @@ def read_trace(path: Path, spec: ModelSpec, precision: Precision) -> DecodeTrace
         eager=take_arrays(arrays, "eager", results, sizes, precision),
     )
     refuse_infinite(path.name, [*trace.inputs.items(), *trace.oracle.items(), *trace.eager.items()])
+    refuse_implausible(path.name, trace.defined(trace.oracle), trace.defined(trace.eager), precision)
     check_trace(spec, trace, precision)
     return trace
