@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mha_deploy.analyze.similarity import HeadSimilarity
     from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.manifest import Engine
+    from mha_deploy.engine.options import EngineOptions
     from mha_deploy.engine.plugins import Compiled, Found, PluginLibrary
     from mha_deploy.export.options import GoldenBudget
     from mha_deploy.graph.fuse import FuseReport
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from mha_deploy.metrics import ParityReport
     from mha_deploy.model.deployable import Deployable, Example
     from mha_deploy.model.spec import AttentionSpec, Axis
+    from mha_deploy.regression.candidates import Trial
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
     from mha_deploy.regression.record import Replay
@@ -415,10 +418,10 @@ def check(
     """
     from mha_deploy.engine.lowered import check_graph
     from mha_deploy.graph.file import load_graph
-    from mha_deploy.graph.rules import target_from
+    from mha_deploy.graph.rules import requested_target
     from mha_deploy.runtime.tensorrt.request import capabilities_of
 
-    targets = [target_from(target, version, each) for each in capabilities_of(sm) or (None,)]
+    targets = [requested_target(target, version, each) for each in capabilities_of(sm) or (None,)]
     is_file = not _is_bundle(bundle) and Path(bundle).suffix == ".onnx"  # type: ignore[arg-type]
     graph = load_graph(Path(bundle) if is_file else _opened(bundle).model_path)  # type: ignore[arg-type]
     return [found for each in targets for found in check_graph(graph, each)]
@@ -1092,11 +1095,17 @@ class Deployment:
         bundle: The bundle.
         engine: The engine in it; None where none was asked for.
         report: The validation of both.
+        candidates: The precisions that were tried, where they were compared; `chosen` is one of them.
+        chosen: The one that was kept.
+        why: Why it was chosen.
     """
 
     bundle: Bundle
     engine: Engine | None
     report: Report
+    candidates: tuple[Trial, ...] = ()
+    chosen: Trial | None = None
+    why: str = ""
 
 
 def deploy(
@@ -1115,6 +1124,7 @@ def deploy(
     attention: str = "native",
     accumulate: str = "auto",
     latency: bool | None = None,
+    candidates: bool = False,
     on_step: OnStep | None = None,
     on_result: Callable[[Any], None] | None = None,
 ) -> Deployment:
@@ -1135,6 +1145,8 @@ def deploy(
         attention: See `build_engine`.
         accumulate: See `build_engine`.
         latency: Whether to time; default: where there is a GPU.
+        candidates: Whether to export and build FP16, BF16, FP16 with FP32 where it overflows, and with the
+            plugin's accumulations, and to keep the best; the precision must be `auto`.
         on_step: Called as each step begins.
         on_result: Called with the bundle, with the evaluation of its graph, and with the engine, as soon as
             each is there: what was reached before a later step fails.
@@ -1166,6 +1178,24 @@ def deploy(
     )
     if engine:
         _refuse_builder(settings, precision)
+    tried: tuple[Any, ...] = ()
+    if candidates and (precision != "auto" or not engine):
+        raise DeployError(
+            "Candidates are engines in several precisions.",
+            got=f"precision {precision}{'' if engine else ', no engine'}",
+            hint="precision auto, with an engine",
+        )
+    if candidates:
+        (precision, settings), tried = _best_candidate(
+            found,
+            Path(out),
+            settings,
+            latency=latency,
+            report=report,
+            seed=seed,
+            weights=weights,
+            inputs=inputs,
+        )
     from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
     from mha_deploy.validate.options import ValidateOptions
     from mha_deploy.validate.run import validate_bundle
@@ -1196,7 +1226,79 @@ def deploy(
     record = validate_bundle(
         bundle, options, build=build if engine else None, on_step=lambda name: report(name, 0, 0)
     )
-    return Deployment(bundle=bundle, engine=built[0] if built else None, report=Report(record))
+    trials, chosen, why = tried or ((), None, "")
+    return Deployment(
+        bundle=bundle,
+        engine=built[0] if built else None,
+        report=Report(record),
+        candidates=tuple(trials),
+        chosen=chosen,
+        why=why,
+    )
+
+
+def _best_candidate(
+    found: Model,
+    out: Path,
+    settings: EngineOptions,
+    *,
+    latency: bool | None,
+    report: OnStep,
+    **exported: Any,
+) -> tuple[tuple[str, EngineOptions], tuple[Any, ...]]:
+    """Export, build and judge every candidate in a temporary folder.
+
+    Returns:
+        The precision and the options of the best one; and all of them, the best one, and why.
+    """
+    import tempfile
+
+    from mha_deploy.engine.lowered import open_candidates
+    from mha_deploy.engine.manifest import default_backend
+    from mha_deploy.engine.plugins import PluginError, library_for
+    from mha_deploy.model.spec import AttentionSpec
+    from mha_deploy.regression.candidates import Trial, choose, judged_trial
+    from mha_deploy.runtime.tensorrt.versions import load
+    from mha_deploy.validate.options import ValidateOptions
+    from mha_deploy.validate.run import validate_bundle
+
+    rt = load(settings.backend or default_backend())
+    if settings.attention == "native" and settings.accumulate == "auto" and rt.can.plugins:
+        with suppress(PluginError):  # without the library there are only TensorRT's own kernels
+            library_for(rt.version)
+            settings = replace(settings, attention="auto")
+    is_onnx = isinstance(found.source, str) and found.source.lower().endswith(".onnx")
+    wanted = ["auto"] if is_onnx else ["fp16", *(["bf16"] if rt.can.bf16_type else [])]
+    if not is_onnx and not isinstance(found.source, AttentionSpec):
+        wanted.append("auto")
+    trials: list[Trial] = []
+    options: dict[str, tuple[str, EngineOptions]] = {}
+    place = Path(os.path.realpath(out))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.partial-", dir=place.parent) as folder:
+        for precision in wanted:
+            shown = "mixed" if precision == "auto" else precision
+            try:
+                report(f"candidate {shown}", len(trials), 0)
+                bundle = export(found, Path(folder) / shown, precision=precision, **exported)
+            except DeployError as error:
+                trials.append(Trial(name=shown, precision=precision, refused=error.in_one_line))
+                continue
+            built = {}
+            for candidate in open_candidates(rt, settings, bundle.manifest.precision.name):
+                name = shown if candidate.name == "native" else f"{shown}, {candidate.name}"
+                chosen = candidate.applied_to(settings)
+                try:
+                    report(f"candidate {name}", len(trials), 0)
+                    built[name] = build_engine(bundle, **vars(replace(chosen, name=candidate.name)))
+                    options[name] = precision, chosen
+                except DeployError as error:
+                    trials.append(Trial(name=name, precision=precision, refused=error.in_one_line))
+            if built:
+                judged = validate_bundle(bundle, ValidateOptions(latency=latency, sweep=False))
+                trials += [judged_trial(name, precision, engine, judged) for name, engine in built.items()]
+    best, why = choose(trials)
+    return options[best.name], (trials, best, why)
 
 
 def _refuse_builder(settings: Any, precision: str) -> None:

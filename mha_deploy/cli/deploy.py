@@ -41,6 +41,7 @@ from mha_deploy.export.options import AUTO, ExportOptions
 
 
 def deploy(
+    ctx: typer.Context,
     model: ModelOrFactory,
     out: Annotated[
         Path | None,
@@ -65,6 +66,15 @@ def deploy(
     accumulate: Accumulate = EngineOptions.accumulate,
     engine: Annotated[bool, typer.Option(help="Whether to build an engine.")] = True,
     latency: Latency = None,
+    candidates: Annotated[
+        bool | None,
+        typer.Option(
+            "--candidates/--no-candidates",
+            help="With --precision auto: build FP16, BF16, FP16 with FP32 where it overflows, and the "
+            "plugin's accumulations, compare error, latency and fusion, and keep the best. default: if "
+            "--precision auto is given, and there is a GPU",
+        ),
+    ] = None,
     overwrite: Overwrite = False,
     in_process: InProcess = False,
     time_limit: TimeLimit = None,
@@ -95,6 +105,7 @@ def deploy(
                 attention=attention,
                 accumulate=accumulate,
                 latency=latency,
+                candidates=_are_wanted(ctx, precision) if candidates is None else candidates,
                 on_step=on_step,
                 on_result=reached.append,
             )
@@ -113,8 +124,28 @@ def deploy(
         engine_data = None if done.engine is None else engine_to_dict(done.engine)
         validation = done.report.to_dict()
         data = {"bundle": str(done.bundle.path), "validation": validation, "engine": engine_data}
+        if done.chosen is not None:
+            data["candidates"] = [vars(trial) for trial in done.candidates]
+            data["chosen"] = {"name": done.chosen.name, "why": done.why}
     else:
+        if done.chosen is not None:
+            from rich.console import Console
+
+            from mha_deploy.cli.tables import rendered
+            from mha_deploy.regression.candidates import candidates_table
+
+            Console().print(rendered(candidates_table(done.candidates, done.chosen)))
+            Console().print(f"chosen: {done.chosen.name}: {done.why}", highlight=False)
         print_bundle(done.bundle)
         if done.engine is not None:
             print_engine(done.engine)
     finish(done.report, done.bundle.path, data)
+
+
+def _are_wanted(ctx: typer.Context, precision: str) -> bool:
+    """Whether candidates are compared by default: `auto` was asked for, and a GPU can time them."""
+    from mha_deploy.runtime.cuda import find_gpu
+
+    given = ctx.get_parameter_source("precision")
+    explicit = given is not None and given.name == "COMMANDLINE"
+    return explicit and precision == "auto" and bool(ctx.params.get("engine")) and find_gpu() is not None

@@ -49,7 +49,7 @@ def rebuilt_engine(
     if path.exists() and not options.overwrite:
         raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
     path.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".rebuilding-", dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".trying-", dir=path.parent) as folder:
 
         def build(name: str, *, timing_cache: bool) -> Engine:
             if on_progress is not None:

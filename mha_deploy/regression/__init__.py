@@ -1,1 +1,1 @@
-"""Whether an upgrade made something worse: comparison, rebuild variance, matrix, benchmark record."""
+"""Results beside each other: after an upgrade, over runtimes, over precisions, and over time."""

@@ -1,0 +1,146 @@
+"""Candidates for the precision of an engine: which are right, how fast and how fused, and the best one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mha_deploy.engine.manifest import Engine
+from mha_deploy.engine.run import reasons_not_to_run
+from mha_deploy.errors import DeployError
+from mha_deploy.report.table import Cell, Group, Row, Table, columns, number, share_cell, text
+from mha_deploy.text import error as error_text
+from mha_deploy.text import short
+from mha_deploy.validate.evaluate import Evaluation
+from mha_deploy.validate.verdict import Report
+
+NEAR = 1.05
+"""Latencies within this factor of the fastest count as equal; the smaller error decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One candidate and its result.
+
+    Args:
+        name: The precision, and the accumulation of the plugin where it is used.
+        precision: Precision of the export.
+        refused: Why it is refused; empty where it is right.
+        share: Largest share of its error budget.
+        error: Largest relative L2 error against the FP64 oracle.
+        p50: Latency of the first point that was timed, µs; None where nothing was.
+        fused: Attentions that are fused, of how many; None where there is no engine.
+        ran: Whether the engine ran; else the errors are those of its graph.
+    """
+
+    name: str
+    precision: str
+    refused: str = ""
+    share: float | None = None
+    error: float | None = None
+    p50: float | None = None
+    fused: tuple[int, int] | None = None
+    ran: bool = False
+
+    @property
+    def unfused(self) -> int:
+        """How many attentions are not fused."""
+        return 0 if self.fused is None else self.fused[1] - self.fused[0]
+
+    def beats(self, other: Trial) -> bool:
+        """Whether it is nowhere worse than another candidate, and better in something."""
+        mine, theirs = ((each.unfused, each.error or 0.0, each.p50 or 0.0) for each in (self, other))
+        return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+
+def judged_trial(name: str, precision: str, engine: Engine, report: Report) -> Trial:
+    """The result of a candidate from the validation of its bundle."""
+    own = [each for each in report.evaluations if each.runtime.engine is not None]
+    mine = [each for each in own if each.runtime.name == engine.path.stem]
+    graphs = [each for each in report.evaluations if each.runtime.engine is None]
+    ran, refused = bool(mine), ""
+    judged = mine or graphs
+    if not mine and not reasons_not_to_run(engine):
+        refused = "the engine fits this machine and did not run"
+    elif not judged or not all(each.is_right for each in judged):
+        refused = "wrong results" if judged else "nothing was judged"
+    timed = [
+        row.timing.p50
+        for point in report.points
+        for row in point.rows
+        if row.name == engine.path.stem and row.timing is not None
+    ]
+    return Trial(
+        name=name,
+        precision=precision,
+        refused=refused,
+        share=max((each.share for each in judged if each.share is not None), default=None),
+        error=max(_errors(judged), default=None),
+        p50=timed[0] if timed else None,
+        fused=engine.manifest.fused_count,
+        ran=ran,
+    )
+
+
+def _errors(evaluations: Sequence[Evaluation]) -> list[float]:
+    return [
+        verdict.deviation.relative_l2
+        for each in evaluations
+        for run in each.parity
+        for verdict in run.verdicts
+        if verdict.deviation is not None
+    ]
+
+
+def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
+    """The candidate to keep, and why.
+
+    Raises:
+        DeployError: None is right.
+    """
+    right = [trial for trial in trials if not trial.refused]
+    if not right:
+        raise DeployError(
+            "No candidate is right.",
+            got="; ".join(f"{trial.name}: {trial.refused}" for trial in trials) or "no candidate",
+            hint="--precision fp32, or `mha-deploy bisect` on one of them",
+        )
+    timed = [trial for trial in right if trial.p50 is not None]
+    if not timed:
+        best = min(right, key=lambda trial: (trial.unfused, trial.error or 0.0))
+        return best, "no latency was measured: the most fused, then the smallest error"
+    quickest = min(trial.p50 for trial in timed if trial.p50 is not None)
+    near = [trial for trial in timed if trial.p50 is not None and trial.p50 <= NEAR * quickest]
+    best = min(near, key=lambda trial: (trial.unfused, trial.error or 0.0))
+    if len(near) > 1:
+        return best, f"the smallest error of {len(near)} candidates within {NEAR - 1:.0%} of the fastest"
+    return best, "the fastest"
+
+
+def candidates_table(trials: Sequence[Trial], chosen: Trial) -> Table:
+    """Every candidate: fusion, error and latency; which are on the Pareto front, and which was chosen."""
+    right = [trial for trial in trials if not trial.refused]
+    rows: list[Row] = []
+    for trial in trials:
+        front = not trial.refused and not any(other.beats(trial) for other in right)
+        status = Cell(
+            text="right" if trial.ran else "graph right, not run", status="good" if trial.ran else "doubt"
+        )
+        if trial.refused:
+            status = Cell(text="refused", status="bad", note=trial.refused)
+        rows.append(
+            [
+                Cell(text=trial.name, status="best" if trial == chosen else ""),
+                status,
+                text(None if trial.fused is None else f"{trial.fused[0]}/{trial.fused[1]}"),
+                number(trial.error, error_text(trial.error)),
+                share_cell(trial.share, failed=bool(trial.refused)),
+                number(trial.p50, short(trial.p50)),
+                text("yes" if front else None),
+                text("yes" if trial == chosen else trial.refused or None),
+            ]
+        )
+    heads = columns(
+        "candidate", "verdict", "fused", "#relative L2", "#budget used|used", "#p50 µs", "Pareto", "chosen"
+    )
+    return Table(title="Candidates for the precision", columns=heads, groups=[Group(rows=rows)])
