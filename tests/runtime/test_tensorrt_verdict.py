@@ -12,9 +12,16 @@ from mha_deploy.runtime.tensorrt.kernels import (
     EngineTensor,
     Kernel,
     kernels_from_inspector,
+    kernels_from_plan,
     kernels_from_profile,
 )
-from mha_deploy.runtime.tensorrt.verdict import engine_verdict, fusion_verdict, math_type, precision_verdict
+from mha_deploy.runtime.tensorrt.verdict import (
+    WrittenTypes,
+    engine_verdict,
+    fusion_verdict,
+    math_type,
+    precision_verdict,
+)
 
 FUSED = Kernel(
     name="_gemm_mha_v2_myl0_1",
@@ -246,12 +253,12 @@ def test_a_float_matmul_that_myelin_generates_is_found():
 
 
 def test_a_float_tensor_of_a_small_kernel_is_an_island():
-    wide = Kernel(name="k", layer_type="kgen", outputs=(EngineTensor(name="t", dtype="fp32"),))
+    wide = replace(MOVE, outputs=(EngineTensor(name="t", dtype="fp32"),))
     verdict = precision_verdict([FUSED, wide], "fp16")
     assert verdict.status == "verified"
     assert verdict.offenders == ()
-    assert [(island.kernel, island.what) for island in verdict.islands] == [("k", "t")]
-    assert verdict.notes == ("1 small kernels work in fp32, the first is k",)
+    assert [(island.kernel, island.what) for island in verdict.islands] == [(MOVE.name, "t")]
+    assert verdict.notes == (f"1 small kernels work in fp32, the first is {MOVE.name}",)
 
 
 def test_factors_of_a_matmul_are_not_data_but_weights_are():
@@ -350,3 +357,184 @@ def test_a_plugin_is_judged_by_the_types_it_reads_and_writes():
     assert precision_verdict([wide], "fp16").status == "mixed"
     matmul = replace(wide, carries="matmul")
     assert precision_verdict([matmul], "fp16").offenders[0].what == "y"
+
+
+# -- constructed to mislead: what looks fused or FP16 and is not ----------------------------------------
+
+
+def kernel(name, *nodes, tactic="", layer_type="kgen", **others):
+    return Kernel(name=name, tactic=tactic, onnx_nodes=nodes, layer_type=layer_type, source="log", **others)
+
+
+def gemm(*nodes):
+    return kernel("mm", *nodes, tactic="sm90_xmma_gemm_f16f16_f16f32_f32", layer_type="gemm")
+
+
+def exp_sum(*nodes):
+    return kernel("__myl_MaxrSubExpSumDiv_myl0_3", *nodes)
+
+
+def mha(*nodes):
+    return kernel("_gemm_mha_v2_myl0_7", *nodes, tactic="_gemm_mha_v2_0x12")
+
+
+SPLIT = ["fmha_v2_flash_attention_fp16_splitkv_sm90", "fmha_v2_flash_attention_fp16_combine_sm90"]
+DECOMPOSED = [GEMM, "softmax_warp_forward", GEMM]
+
+
+@pytest.mark.parametrize(
+    ("names", "nodes", "status"),
+    [
+        ([*SPLIT, *DECOMPOSED], ("a", "b"), "unknown"),
+        ([SPLIT[0], SPLIT[0], *DECOMPOSED], ("a", "b"), "unknown"),  # two launches of one attention
+        ([SPLIT[0], *DECOMPOSED], ("a",), "unknown"),  # the fused one may be of another attention
+        ([*SPLIT, *SPLIT], ("a", "b"), "fused"),
+        (SPLIT, ("a", "b"), "unknown"),
+        (SPLIT, ("a",), "fused"),
+        (DECOMPOSED, ("a", "b"), "decomposed"),
+    ],
+)
+def test_launches_are_counted_per_attention(names, nodes, status):
+    assert set(statuses(kernels_from_profile(names), nodes)) == {status}
+
+
+def test_a_softmax_of_the_graph_itself_is_no_softmax_of_an_attention():
+    kernels = {"profile": kernels_from_profile([*SPLIT, "softmax_warp_forward", GEMM])}
+    fp16 = frozenset({"fp16"})
+    router = {"router": WrittenTypes(reads=fp16, writes=fp16, is_matmul=False, is_softmax=True)}
+    assert engine_verdict(kernels, ["a"], "fp16", written=router).all_fused
+    part = {"a/weights": router["router"]}
+    assert not engine_verdict(kernels, {"a": ("a/weights",)}, "fp16", written=part).all_fused
+    assert not engine_verdict(kernels, ["a"], "fp16").all_fused
+
+
+TWO = {"a": ("a", "a/mask", "a/expand"), "b": ("b",)}
+PARTS = {name: tuple(f"{name}/{part}" for part in ("mask", "scores", "weights", "sum")) for name in "ab"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "kernels", "found"),
+    [
+        # Ties: the kernel computes the attention whose core it names.
+        (TWO, [gemm("a"), exp_sum("a"), gemm("a"), mha("b", "a/mask")], ["decomposed", "fused"]),
+        (TWO, [gemm("a"), exp_sum("a"), gemm("a"), mha("b", "a/mask", "a/expand")], ["decomposed", "fused"]),
+        (TWO, [mha("a/mask", "b")], ["unknown", "fused"]),
+        (TWO, [mha("a/mask", "a/expand")], ["unknown", "unknown"]),
+        (PARTS, [mha("a/mask", "b/mask")], ["unknown", "unknown"]),
+        (PARTS, [mha("b/scores", "b/weights", "b/sum", "a/scores")], ["unknown", "fused"]),
+        (PARTS, [mha("a/scores", "a/weights"), mha("a/sum"), exp_sum("b/weights")], ["fused", "decomposed"]),
+        # GEMM and softmax kernels of the same node.
+        (TWO, [mha("a"), gemm("a"), exp_sum("a"), mha("b")], ["decomposed", "fused"]),
+        (TWO, [mha("a"), gemm("a"), mha("b"), exp_sum("b")], ["unknown", "unknown"]),
+        (PARTS, [mha("a/scores"), gemm("a/sum"), mha("b/sum")], ["unknown", "fused"]),
+        # A projection with the scale of an attention in its epilogue.
+        (TWO, [gemm("proj", "a"), mha("a"), gemm("b", "out"), mha("b")], ["fused", "fused"]),
+    ],
+)
+def test_the_core_of_an_attention_decides(groups, kernels, found):
+    assert statuses(kernels, groups) == found
+
+
+def test_a_stray_name_does_not_outweigh_gemm_and_softmax():
+    groups = {"a": ("a/norm", "a/scores", "a/weights", "a/weighted_values")}
+    norm = kernel("x", "a/norm", tactic="cross_mha_norm_kernel")
+    assert statuses([norm], groups) == ["unknown"]
+    parts = [gemm("a/scores"), exp_sum("a/weights"), gemm("a/weighted_values")]
+    assert statuses([norm, *parts], groups) == ["decomposed"]
+
+
+@pytest.mark.parametrize("node", ["_gemm_mha_v2", "_gemv_mha_v1"])
+def test_layers_named_after_a_node_are_no_kernels(node):
+    layers = [f"{node}/{part}" for part in ("scores", "weights", "weighted_values")]
+    kernels = kernels_from_inspector(json.dumps({"Layers": layers}))
+    assert statuses(kernels, {node: tuple(layers)}) == ["unknown"]
+    assert statuses(kernels_from_inspector(json.dumps({"Layers": [node]})), (node,)) == ["unknown"]
+
+
+def plan(line):
+    return kernels_from_plan(f"header {{\n}}\nmain {{\n  {line}\n}}\n".encode())
+
+
+def test_a_node_name_in_a_plan_is_not_read_as_a_field():
+    line = (
+        'function={ name="__myl_Add" layers="[ONNX Layer: A/kernel=fmha_x]" fqn=__myl_Add_k '
+        "input={ } output={ } }"
+    )
+    (found,) = plan(line)
+    assert (found.tactic, found.onnx_nodes, found.is_fused_attention) == (
+        "__myl_Add_k",
+        ("A/kernel=fmha_x",),
+        False,
+    )
+    (found,) = plan('function={ name="f" layers="[ONNX Layer: a\\"b]" fqn=z input={ } output={ } }')
+    assert found.onnx_nodes == ('a"b',)
+
+
+@pytest.mark.parametrize("shape", [(-1, -1), (-1,), (1, -1), (8, 8)])
+@pytest.mark.parametrize("name", ["a", "x_alpha"])
+def test_only_single_numbers_are_factors(shape, name):
+    wide = EngineTensor(name=name, dtype="fp32", shape=shape)
+    half = EngineTensor(name="c", dtype="fp16", shape=(8, 8))
+    matmul = Kernel(name="g", layer_type="gemm", tactic="x_gemm", inputs=(wide, half), outputs=(half,))
+    assert precision_verdict([matmul], "fp16").status == "mixed"
+    factor = replace(matmul, inputs=(replace(wide, shape=(1, 1)), half))
+    assert precision_verdict([factor], "fp16").ok
+
+
+FMHA16 = "fmha_v2_flash_attention_fp16_S_128_sm90"
+
+
+@pytest.mark.parametrize(
+    ("names", "status"),
+    [
+        (["nvjet_sss_128x64_64x4_2x1_v_bz_TNT", FMHA16], "mixed"),
+        (["nvjet_tst_64x8_64x16_4x1_v_bz_TNT", FMHA16], "mixed"),
+        (["nvjet_sm90_qqtst_64x8_v_bz_TNT", FMHA16], "mixed"),
+        (["nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", FMHA16], "verified"),
+        (["nvjet_sm90_hsh_64x8_v_bz_TNT", FMHA16], "verified"),
+        (["cutlass_80_tensorop_s1688_tn_align4", FMHA16], "mixed"),
+        (["cutlass_80_tensorop_s16816_tn_align8", FMHA16], "unknown"),
+        (["cutlass_80_simt_sgemm_128x64_8x5_nn_align1", FMHA16], "mixed"),
+        (["ampere_scudnn_128x64_relu_interior_nn_v1", FMHA16], "mixed"),
+        (["volta_dgemm_64x64_nn", FMHA16], "mixed"),
+        (["fmha_cutlassF_f32_aligned_64x64_rf_sm80"], "mixed"),
+        (["fmha_cutlassF_f32_aligned_64x64_rf_sm80", GEMM], "mixed"),
+        (["fmha_cutlassF_f16_aligned_64x64_rf_sm80", GEMM], "verified"),
+        (["fmha_cutlassF_bf16_aligned_64x64_rf_sm80", GEMM], "mixed"),
+        (["void flash_fwd_kernel<Traits<64, cutlass::bfloat16_t>>", GEMM], "mixed"),
+        (["_gemm_mha_v2_0x12", GEMM], "unknown"),
+        (["somebodys_kernel_17", GEMM], "unknown"),
+        (["triton_mm_3", GEMM], "unknown"),
+        (["__myl_bb0_3_ResTraXyz", GEMM], "unknown"),
+        (["__myl_bb0_3_ResTraFcAdd", GEMM], "unknown"),
+        (["__myl_bb0_3_ResTraMulAdd", "genericReformat::copyPackedKernel", GEMM], "verified"),
+    ],
+)
+def test_a_kernel_of_unknown_type_or_purpose_is_not_fp16(names, status):
+    verdict = precision_verdict(kernels_from_profile(names), "fp16")
+    assert verdict.status == status
+    assert bool(verdict.reason) == (status == "unknown")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer_type", "status"),
+    [
+        ("__mye_MatMulFp32", "kgen", "mixed"),
+        ("__myl_ReshGemmAdd_myl0_4", "kgen", "mixed"),
+        ("__mye_Xyz", "kgen", "unknown"),
+        ("k", "kgen", "unknown"),
+        ("__myl_XyzAdd_myl0_2", "runtime_fusion", "unknown"),
+        ("somebodys", "PluginV3", "unknown"),
+        ("__myl_CastMulAdd_myl0_2", "kgen", "verified"),
+        ("/layer/Erf", "erf", "verified"),
+    ],
+)
+def test_a_generated_kernel_in_fp32_is_judged_by_its_name(name, layer_type, status):
+    wide = EngineTensor(name="c", dtype="fp32", shape=(8, 8))
+    generated = kernel(name, "n", layer_type=layer_type, inputs=(wide,), outputs=(wide,))
+    assert precision_verdict([FUSED, generated], "fp16").status == status
+    # The graph shows that none of its nodes is a matmul.
+    fp16 = frozenset({"fp16"})
+    small = {"n": WrittenTypes(reads=fp16, writes=fp16, is_matmul=False)}
+    clear = precision_verdict([FUSED, generated], "fp16", small).status
+    assert clear == ("mixed" if status == "mixed" else "verified")

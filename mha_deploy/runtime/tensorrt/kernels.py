@@ -41,12 +41,31 @@ FLOATING = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 _FUSED_TACTIC = re.compile(
     r"(?<![a-z])mha(?![a-z])|mha\d|fmha|flash_?(attn|attention|fwd)|sdpa", re.IGNORECASE
 )
-_FUSED_NAME = re.compile(r"^_ge(mm|mv)_mha_v\d")
+_FUSED_NAME = re.compile(r"^_ge(mm|mv)_mha_v\d+\w*_myl\d+_\d+(?: \[profile \d+\])?$")
 _GENERATED = ("kgen", "")
-_GEMM = re.compile(r"gemm|gemv|matrix_?multiply|fully_?connected", re.IGNORECASE)
+_GEMM = re.compile(
+    r"gemm|gemv|mat(?:rix)?_?mul|fully_?connected|nvjet|cutlass\w*_(?:tensorop|wmma|simt|wgmma)"
+    r"|tensorop_[a-z]\d+|(?<![a-z])b?mm(?![a-z])",
+    re.IGNORECASE,
+)
 _CONVOLUTION = re.compile(r"convolution|correlation|corrltn", re.IGNORECASE)
-_CONVOLUTION_TACTIC = re.compile(r"fprop|winograd", re.IGNORECASE)
-_GENERATED_MATMUL = re.compile(r"^__(myl_\w*?)?(fc|corr)", re.IGNORECASE)
+_CONVOLUTION_TACTIC = re.compile(r"fprop|winograd|cudnn_|conv(?!ert)", re.IGNORECASE)
+_GENERATED_MATMUL = re.compile(r"^__(my[le]_\w*?)?(fc|corr|matmul|gemm|gemv|dot(?![a-z]))", re.IGNORECASE)
+# Myelin names the kernels that it generates after their operators, in four letters or (8.6) in three.
+_GENERATED_NAME = re.compile(r"^__my[le]_(?:bb\d+_\d+_)?([A-Za-z0-9]*?)(?:_0x[0-9a-f]+\w*|_myl\d+_\d+|\d*)?$")
+_SMALL_OPERATORS = (
+    " abs acos add and arg atan bitw cast ceil clam clip comp conc cos cosh cums div eql erf etc exp expa "
+    "fill flat floo gath gelu ge gt gte gtr hard iden inse inv iota isin isna le log lrel lt lte max maxr "
+    "mean min minr mish mod move mul ne neg neq nonz nop norm not one or pad perm pow prod quan reci rect "
+    "redu relu repl resh reve rms root roun rsqr rsqrt scal scat sele shap shif sigm sign silu sin sinh "
+    "slic soft sort spli splt sqrt sque sub sum swis tan tanh tile topk tran trun unsq wher xor zero "
+)
+_SMALL_KERNEL = re.compile(
+    r"permut|transpos|copy|reformat|shuffle|pointwise|elementwise|unary|identity|no_?op|constant|reduc"
+    r"|scatter|gather|concat|slice|select|scale|cast|convert|norm|soft_?max|top_?k|sort|fill|memset|memcpy"
+    r"|padding|relu|gelu|sigmoid|tanh|activation|rotary|embedding|quantize|iota|scan|combine|shape|signal|wait",
+    re.IGNORECASE,
+)
 _SOFTMAX = re.compile(r"[Ss]oft_?[Mm]ax|Maxr?\w*Sub\w*Exp|ExpSum")
 _PLUGIN = re.compile(r"plugin|custom_layer", re.IGNORECASE)
 _LAYER_PREFIX = re.compile(r"^shuffle_(?:output|input)_(?:\d+_)?")
@@ -133,11 +152,24 @@ class Kernel:
         return matmul or self.is_convolution or self.is_fused_attention or self.is_opaque
 
     @cached_property
+    def is_small(self) -> bool:
+        """Whether its name shows that it only moves or maps data, or reduces it."""
+        if self.is_heavy or self.is_plugin:
+            return False
+        if _is_small_operator(self.layer_type.lower()) or _SMALL_KERNEL.search(self.layer_type):
+            return True
+        generated = _GENERATED_NAME.match(self.name)
+        if generated is None:
+            return bool(_SMALL_KERNEL.search(self.tactic))
+        operators = re.findall(r"[A-Z][a-z]*|[a-z]+", generated[1])
+        return bool(operators) and all(_is_small_operator(word.lower()) for word in operators)
+
+    @cached_property
     def is_softmax(self) -> bool:
         """Whether it computes a softmax."""
         if self.is_fused_attention or self.is_gemm:
             return False
-        generated = self.name if self.name.startswith("__myl") else ""
+        generated = self.name if self.name.startswith("__my") else ""
         return any(_SOFTMAX.search(text) for text in (self.layer_type, self.tactic, generated))
 
     @cached_property
@@ -156,6 +188,10 @@ class Kernel:
     def tensors(self) -> tuple[EngineTensor, ...]:
         """Everything it reads and writes."""
         return self.inputs + self.constants + self.outputs
+
+
+def _is_small_operator(word: str) -> bool:
+    return f" {word} " in _SMALL_OPERATORS or (len(word) == 3 and f" {word}" in _SMALL_OPERATORS)
 
 
 def dtype_of(text: str) -> str:
@@ -375,12 +411,20 @@ _TENSOR = re.compile(
     r'tensor=\{.*? dims=\{(?P<dims>[^}]*)\}.*? name="(?P<name>[^"]*)".*? type=(?P<dtype>\w+)'
 )
 _CONSTANT = " const_payload_size="
-_STEP = re.compile(r"^\s*(?P<kind>\w+)=\{ name=(?:\"(?P<quoted>[^\"]*)\"|(?P<bare>\S+))")
-_LAYERS = re.compile(r'layers="([^"]*)"')
-_KERNEL = re.compile(r"\b(?:fqn|kernel)=(\S+)")
+_STEP = re.compile(r"^\s*(?P<kind>\w+)=\{ name=(?:\"(?P<quoted>(?:[^\"\\]|\\.)*)\"|(?P<bare>\S+))")
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+
+
+def _field(pattern: str) -> re.Pattern[str]:
+    """A field of a line: it is the only group, and nothing inside quotes is taken for one."""
+    return re.compile(rf"\b{pattern}|{_QUOTED}")
+
+
+_LAYERS = _field(rf"layers=({_QUOTED})")
+_KERNEL = _field(r"(?:fqn|kernel)=(\S+)")
 # Names contain braces, so a list ends at the first brace outside quotes.
-_INPUTS = re.compile(r'\binput(?:_args)?=\{((?:\s*"[^"]*")*)\s*\}')
-_OUTPUTS = re.compile(r'\boutput(?:_args)?=\{((?:\s*"[^"]*")*)\s*\}')
+_INPUTS = _field(rf"input(?:_args)?=\{{((?:\s*{_QUOTED})*)\s*\}}")
+_OUTPUTS = _field(rf"output(?:_args)?=\{{((?:\s*{_QUOTED})*)\s*\}}")
 
 # The plan's names of steps, as the layer records name them.
 _KINDS = {"function": "kgen", "fully_connected": "gemm"}
@@ -417,21 +461,23 @@ def _kernels(program: str) -> Iterator[Kernel]:
         if _CONSTANT in match[0]:
             constants.add(name)
 
+    def value(pattern: re.Pattern[str], line: str) -> str:
+        return next((found[1] for found in pattern.finditer(line) if found[1] is not None), "")
+
     def tensors(pattern: re.Pattern[str], line: str) -> list[EngineTensor]:
-        found = pattern.search(line)
-        names = re.findall(r'"([^"]*)"', found[1]) if found else ()
+        names = [name[1:-1] for name in re.findall(_QUOTED, value(pattern, line))]
         # A name that is not declared is a size that is computed on the way, not data.
         return [declared[name] for name in names if name in declared]
 
     for line in main.split("\n"):
-        step, layers, tactic = _STEP.match(line), _LAYERS.search(line), _KERNEL.search(line)
+        step = _STEP.match(line)
         if step is not None:
             read = tensors(_INPUTS, line)
             yield Kernel(
                 name=step["quoted"] or step["bare"] or "",
                 layer_type=_KINDS.get(step["kind"], step["kind"]),
-                tactic=tactic[1] if tactic else "",
-                onnx_nodes=onnx_nodes_of(layers[1] if layers else ""),
+                tactic=value(_KERNEL, line),
+                onnx_nodes=onnx_nodes_of(re.sub(r'\\(["\\])', r"\1", value(_LAYERS, line)[1:-1])),
                 inputs=tuple(tensor for tensor in read if tensor.name not in constants),
                 constants=tuple(tensor for tensor in read if tensor.name in constants),
                 outputs=tuple(tensors(_OUTPUTS, line)),

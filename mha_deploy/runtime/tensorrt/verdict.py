@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,11 +25,13 @@ class WrittenTypes:
         reads: Types of its inputs.
         writes: Types of its outputs.
         is_matmul: Whether it is a matmul, a convolution or attention.
+        is_softmax: Whether it is a softmax.
     """
 
     reads: frozenset[str]
     writes: frozenset[str]
     is_matmul: bool
+    is_softmax: bool = False
 
 
 Written = Mapping[str, WrittenTypes]
@@ -49,6 +50,7 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
             reads=types(node.inputs),
             writes=types(node.outputs),
             is_matmul=node.op_type in _MATMULS or node.op_type.endswith("Attention"),
+            is_softmax=node.op_type == "Softmax",
         )
         for node in model.graph.all_nodes()
         if node.outputs
@@ -56,6 +58,12 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
 
 
 # -- The kernels of one source, by the attention nodes that they compute ---------------------------
+
+
+# The matmuls and the softmax among the nodes that an attention is lowered to.
+_CORE = re.compile(
+    r"(?:^|/)(?:scores|weights|softmax|weighted_values|summed_values|sum|matmul)(?:_\d+)?$", re.I
+)
 
 
 class Reported:
@@ -74,21 +82,28 @@ class Reported:
         self.nameless = next((k.label for k in kernels if k.is_fused_attention and not k.onnx_nodes), None)
         self._named: dict[str, list[Kernel]] = {}
         self._fused: dict[str, list[Kernel]] = {}
-        owners: dict[str, list[str]] = {}  # for each name in a kernel, the attention nodes it is a part of
+        self._own: dict[str, list[Kernel]] = {}
+        # For each name in a kernel, the attention nodes it is a part of, and whether it is their core.
+        owners: dict[str, dict[str, bool]] = {}
         for node, names in groups.items():
+            cores = [name for name in names if name == node or _CORE.search(name)] or names
             for name in names:
                 # The parser names a node without a name for its first output.
                 for spelling in (name, f"node_of_{name}"):
-                    owners.setdefault(spelling, []).append(node)
+                    owners.setdefault(spelling, {})[node] = name in cores
         for kernel in kernels:
-            # A fused kernel proves only the node of which it names most parts: layers share what their masks
-            # are computed from, so it may name a part of another attention.
-            parts = Counter(node for name in kernel.onnx_nodes for node in owners.get(name, ()))
+            named = [owners.get(name, {}) for name in kernel.onnx_nodes]
+            parts = Counter(node for owner in named for node, is_core in owner.items() if is_core)
             most = max(parts.values(), default=0)
-            for node, count in parts.items():
+            for node in dict.fromkeys(node for owner in named for node in owner):
                 self._named.setdefault(node, []).append(kernel)
-                if count == most and kernel.is_fused_attention:
+                # A fused kernel proves only the node whose core it names: layers share what their masks are
+                # computed from, so it may name a part of another attention.
+                if parts[node] == most > 0 and kernel.is_fused_attention:
                     self._fused.setdefault(node, []).append(kernel)
+                # A projection may have the scale of an attention in its epilogue.
+                elif parts[node] == most > 0 and all(named) and (kernel.is_gemm or kernel.is_softmax):
+                    self._own.setdefault(node, []).append(kernel)
 
     def kernels_of(self, node: str) -> list[Kernel]:
         """The kernels that name a part of an attention node, in order."""
@@ -98,25 +113,44 @@ class Reported:
         """The fused attention kernels that compute an attention node, in order."""
         return self._fused.get(node, [])
 
+    def own_parts_of(self, node: str) -> list[Kernel]:
+        """The GEMM and softmax kernels that compute the core of an attention node and nothing else."""
+        return self._own.get(node, [])
+
 
 # -- Is the engine in the requested precision? -----------------------------------------------------
 
 # First match wins: `f32f32_tf32f32_f32` reads FP32 and multiplies TF32, `f16_s16816gemm_f16` is FP16 with
 # an FP32 accumulator, and `s1688gemm` with no narrower type in the name is TF32.
-_MATH = (
-    ("tf32", re.compile(r"tf32")),
-    ("fp8", re.compile(r"e4m3|e5m2|fp8")),
-    ("int8", re.compile(r"i8i8|imma|int8")),
-    ("bf16", re.compile(r"bf16")),
-    ("fp16", re.compile(r"f16f16|fp16|(?<![a-z])h\d{3,5}(?!\d)|(?<![a-z])hgemm|(?<![a-z])f16(?!f)|half")),
-    ("tf32", re.compile(r"s1688")),
-    ("fp32", re.compile(r"f32f32|(?<![a-z])sgemm|fp32|simt_s")),
+_NVJET = (
+    r"nvjet_(?:sm\d+_)?(?!sm\d)"  # then one letter each for factors, accumulator and result: `hsh`, `tst`
 )
-_NARROW_SUM = re.compile(r"f16f16_f16f16_f16|(?<![a-z])h(?:884|1688|16816)(?:gemm|_)")
+_MATH = (
+    ("tf32", re.compile(rf"tf32|tfloat32|{_NVJET}s")),
+    ("fp8", re.compile(rf"e4m3|e5m2|fp8|{_NVJET}[qr]")),
+    ("int8", re.compile(rf"i8i8|imma|int8|{_NVJET}i")),
+    ("bf16", re.compile(rf"bf16|bfloat16|{_NVJET}t")),
+    (
+        "fp16",
+        re.compile(
+            rf"f16f16|fp16|(?<![a-z])h\d{{3,5}}(?!\d)|(?<![a-z])h(?:gemm|cudnn)|(?<![a-z])f16(?!f)|half|{_NVJET}h"
+        ),
+    ),
+    ("tf32", re.compile(r"s1688(?!\d)")),
+    ("fp64", re.compile(rf"(?<![a-z])d884|(?<![a-z])dgemm|f64|double|{_NVJET}d")),
+    (
+        "fp32",
+        re.compile(
+            r"f32f32|(?<![a-z])s(?:gemm|cudnn)|fp32|simt_s|(?<![a-z0-9])f32(?!f)|(?<![a-z0-9_])float(?![a-z0-9])"
+        ),
+    ),
+)
+_NARROW_SUM = re.compile(rf"f16f16_f16f16_f16|(?<![a-z])h(?:884|1688|16816)(?:gemm|_)|{_NVJET}hh")
 # Names that state what a matmul reads and writes in 16 bits, not only what it multiplies:
 # `f16f16_f16f32_f32` writes FP16, `f16f16_f32f32_f32` does not, nor `s16816gemm_f16` with no type before it.
 _NAMES_ALL_TYPES = re.compile(
-    r"(b?f16)\1_\1f(?:16|32)_|(?:f16|fp16)_[sh]\d+gemm\w*_(?:f16|fp16)|(?<![a-z])h\d+gemm"
+    rf"(b?f16)\1_\1f(?:16|32)_|(?:f16|fp16)_[sh]\d+gemm\w*_(?:f16|fp16)|(?<![a-z])h\d+gemm"
+    rf"|{_NVJET}(?:h[sh]h|tst)"
 )
 _FACTOR = re.compile(r"_(alpha|beta)(_myl\d+)?$")
 _CHOSEN_LATER = "CASK_STUB"
@@ -206,7 +240,7 @@ def precision_verdict(
     from_graph = tuple(found for found, excused in others if excused)
     islands = tuple(found for kernel in light for _, found in _offenders(kernel, precision))
     narrowed = tuple(found for kernel in heavy for found in _narrowed(kernel, written or {}))
-    reason = _why_unknown(kernels)
+    reason = _why_unknown(kernels, precision, written or {})
     if offenders:
         status, reason = "mixed", ""
     else:
@@ -239,8 +273,8 @@ def _data(kernel: Kernel) -> list[EngineTensor]:
     """The tensors with data: not alpha and beta of `alpha * A @ B + beta * C`, which are FP32 by design."""
 
     def is_factor(tensor: EngineTensor) -> bool:
-        single = bool(tensor.shape) and math.prod(tensor.shape) == 1  # a folded scale has any name
-        return single or bool(_FACTOR.search(tensor.name))
+        single = bool(tensor.shape) and all(size == 1 for size in tensor.shape)  # a folded scale has any name
+        return single or (not tensor.shape and bool(_FACTOR.search(tensor.name)))
 
     multiplies = kernel.is_gemm or kernel.is_convolution
     read = [tensor for tensor in kernel.inputs + kernel.constants if not (multiplies and is_factor(tensor))]
@@ -298,7 +332,7 @@ def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
     ]
 
 
-def _why_unknown(kernels: Sequence[Kernel]) -> str:
+def _why_unknown(kernels: Sequence[Kernel], precision: str, written: Written) -> str:
     opaque = [kernel.name for kernel in kernels if kernel.is_opaque]
     if opaque:
         return _not_reported(opaque[0])
@@ -307,7 +341,21 @@ def _why_unknown(kernels: Sequence[Kernel]) -> str:
         return f"the types of {untyped[0].label} are not reported"
     if not any(dtype in FLOATING for dtype in _counts(kernels)):
         return "no floating-point tensor or kernel was reported"
+    for kernel in kernels:
+        if _may_be_matmul(kernel, written):
+            others = [found.dtype for _, found in _offenders(kernel, precision)]
+            if others or kernel.source == "profile":
+                types = f" in {others[0]}" if others else ""
+                return f"{kernel.label} may be a matmul{types}: its name does not show what it computes"
     return ""
+
+
+def _may_be_matmul(kernel: Kernel, written: Written) -> bool:
+    """Whether neither the name of a kernel nor its nodes exclude that it computes a matmul."""
+    if kernel.is_heavy or kernel.is_small or kernel.is_softmax:
+        return False
+    nodes = [written[name] for name in kernel.onnx_nodes if name in written]
+    return not nodes or any(node.is_matmul for node in nodes)
 
 
 def _not_reported(region: str) -> str:
@@ -318,11 +366,10 @@ def _is_untyped(kernel: Kernel) -> bool:
     if any(tensor.dtype == UNKNOWN for tensor in _data(kernel)):
         # 8.6 does not report the types of tensors with dynamic sizes; some matmuls have them in their names.
         return not (kernel.is_gemm and _NAMES_ALL_TYPES.search(kernel.tactic.lower()))
-    # A profiler reports no tensors, and fused attention need not have its type in its name: where a profiler
-    # is the only source (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
-    needs_type = (
-        kernel.is_gemm or kernel.is_convolution or (kernel.is_fused_attention and kernel.source != "profile")
-    )
+    # A profiler reports no tensors, and Myelin's fused attention has no type in its name: where a profiler is
+    # the only source (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
+    of_myelin = kernel.source == "profile" and kernel.name.startswith("__my")
+    needs_type = kernel.is_heavy and not kernel.is_opaque and not (kernel.is_fused_attention and of_myelin)
     return needs_type and not kernel.tensors and _named_type(kernel) == UNKNOWN
 
 
@@ -441,7 +488,9 @@ def engine_verdict(
     """
     groups = _groups(attention)
     reported = {name: list(kernels) for name, kernels in sources.items() if kernels}
-    by_source = {name: fusion_verdict(ks, groups, profiles=profiles) for name, ks in reported.items()}
+    by_source = {
+        name: fusion_verdict(ks, groups, profiles=profiles, written=written) for name, ks in reported.items()
+    }
     nodes, conflicts = _merge(by_source, groups, profiles)
     found, doubts = _merge_precision(
         {name: precision_verdict(ks, precision, written) for name, ks in reported.items()}, precision
@@ -450,7 +499,7 @@ def engine_verdict(
 
 
 def fusion_verdict(
-    kernels: Sequence[Kernel], attention: Attention, *, profiles: int = 1
+    kernels: Sequence[Kernel], attention: Attention, *, profiles: int = 1, written: Written | None = None
 ) -> list[NodeVerdict]:
     """Judge every attention node by the kernels of one source.
 
@@ -458,17 +507,20 @@ def fusion_verdict(
         kernels: The kernels.
         attention: The attention nodes, or what each was lowered to.
         profiles: How many optimisation profiles the engine has; more are judged if kernels show them.
+        written: The nodes of the graph the engine was built from, where it is available.
 
     Returns:
         One verdict per profile and node.
     """
     groups = _groups(attention)
+    parts = {name for names in groups.values() for name in names}
+    softmaxes = sum(node.is_softmax and name not in parts for name, node in (written or {}).items())
     count = max([profiles, *(kernel.profile + 1 for kernel in kernels)])
     verdicts = []
     for profile in range(count):
         reported = Reported([kernel for kernel in kernels if kernel.profile == profile], groups)
         if reported.kernels and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in reported.kernels):
-            verdicts += _by_count(reported.kernels, groups, profile)
+            verdicts += _by_count(reported.kernels, groups, profile, softmaxes)
         else:
             verdicts += [_by_name(reported, node, profile) for node in groups]
     return verdicts
@@ -483,12 +535,18 @@ def _groups(attention: Attention) -> dict[str, tuple[str, ...]]:
 def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
     """Judge a node by the kernels that name it."""
     mine, fused = reported.kernels_of(node), reported.fused_kernels_of(node)
+    own = reported.own_parts_of(node)
     parts = [kernel for kernel in mine if kernel.is_gemm or kernel.is_softmax]
-    if fused:
+    if fused and not own:
         return _verdict(node, profile, FUSED, fused, reported.source)
-    if parts and not any(kernel.is_opaque for kernel in mine) and reported.nameless is None:
+    # One attention is not computed twice: a fused kernel beside both belongs to something else.
+    decomposed = any(kernel.is_gemm for kernel in own) and any(kernel.is_softmax for kernel in own)
+    is_clear = not any(kernel.is_opaque for kernel in mine) and reported.nameless is None
+    if is_clear and (decomposed if fused else parts):
         return _verdict(node, profile, DECOMPOSED, mine, reported.source)
     reason = _why_undecided(reported, mine, profile)
+    if fused:
+        reason = f"{fused[0].label} is fused attention, but {own[0].label} computes a part of it as well"
     return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=reported.source)
 
 
@@ -520,14 +578,18 @@ def _why_undecided(reported: Reported, mine: Sequence[Kernel], profile: int) -> 
 
 
 def _by_count(
-    kernels: Sequence[Kernel], groups: Mapping[str, Sequence[str]], profile: int
+    kernels: Sequence[Kernel], groups: Mapping[str, Sequence[str]], profile: int, softmaxes: int
 ) -> list[NodeVerdict]:
-    """Judge all nodes together by kernels that name no node, such as those of a profiler run."""
+    """Judge all nodes together by kernels that name no node, such as those of a profiler run.
+
+    `softmaxes` is the number of softmaxes in the graph that belong to no attention.
+    """
     source = kernels[0].source
-    fused = [kernel for kernel in kernels if kernel.is_fused_attention]
+    # One attention may take two launches: over parts of the keys, and to combine their results.
+    fused = [kernel for kernel in kernels if kernel.is_fused_attention and "combine" not in kernel.tactic]
     softmax = [kernel for kernel in kernels if kernel.is_softmax]
     wanted = len(groups)
-    if len(fused) == wanted:
+    if len(fused) == wanted and len(softmax) <= softmaxes:
         reason = f"{len(fused)} fused attention kernels ran for {wanted} attention nodes"
         return [_verdict(node, profile, FUSED, fused, source, reason) for node in groups]
     if not fused and softmax:
@@ -535,6 +597,8 @@ def _by_count(
         reason = "no fused attention kernel ran, and a softmax of its own did"
         return [_verdict(node, profile, DECOMPOSED, parts, source, reason) for node in groups]
     reason = f"{len(fused)} fused attention kernels for {wanted} attention nodes, without names of nodes"
+    if len(softmax) > softmaxes:
+        reason += f", and {softmax[0].label} is a softmax of its own"
     return [
         NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=source)
         for node in groups
