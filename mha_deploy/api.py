@@ -76,6 +76,7 @@ __all__ = [
     "fuse",
     "import_onnx",
     "inspect",
+    "load_checkpoint",
     "load_model",
     "matrix",
     "models",
@@ -101,11 +102,17 @@ class Model:
         name: Its name.
         source: The spec of a catalog layer, a `Deployable`, the reference of a factory, or an ONNX file.
         axes: Axis ranges in place of those of the `Deployable` or the factory.
+        weights: The checkpoint of its weights, where it was made from one.
+        prefix: What their names begin with there.
+        layer: The layer that they are of, where there is no prefix.
     """
 
     name: str
     source: AttentionSpec | Deployable | str
     axes: Mapping[str, Axis] = field(default_factory=dict)
+    weights: Path | None = None
+    prefix: str = ""
+    layer: int | None = None
 
 
 def load_model(
@@ -162,7 +169,11 @@ def load_model(
         source = source if cache is None else source.with_cache(cache)
         source = source.with_axes(ranges)
         source = source if projections is None else replace(source, projections=projections)
-        return Model(name=source.name, source=source)
+        return (
+            replace(model, source=source)
+            if isinstance(model, Model)
+            else Model(name=source.name, source=source)
+        )
     if cache is not None or projections is not None:
         raise DeployError("Only a catalog layer has these options.", got=_options(cache, projections))
     if not isinstance(source, str | Deployable):
@@ -177,6 +188,48 @@ def load_model(
     return Model(name=called or type(getattr(source, "module", None)).__name__, source=source, axes=ranges)
 
 
+def load_checkpoint(
+    folder: StrPath,
+    layer: int = 0,
+    *,
+    prefix: str = "",
+    axes: Mapping[str, Sizes] | None = None,
+    cache: str | None = None,
+    projections: str | None = None,
+) -> Model:
+    """Find the self attention of one layer of a Hugging Face checkpoint; nothing is downloaded.
+
+    Heads, rotary embedding, window and the like are those of its `config.json`, and the export takes the
+    weights of that layer. The result is a catalog layer.
+
+    Args:
+        folder: The folder: `config.json` and safetensors files, with an index if there are several.
+        layer: The layer, from 0.
+        prefix: The attention in the checkpoint, as `decoder.layers.0.self_attn`, where a layer has several.
+        axes: See `load_model`; default: sequences up to the context length, 2048 at most.
+        cache: See `load_model`.
+        projections: See `load_model`.
+
+    Raises:
+        DeployError: There is no such checkpoint, or a catalog layer cannot express its attention.
+
+    Example:
+        >>> md.load_checkpoint("out")
+        Traceback (most recent call last):
+        mha_deploy.errors.SpecError: There is no config.json here...
+    """
+    from mha_deploy.model.huggingface import checkpoint_files, find_attention, read_config, spec_from_config
+
+    path = Path(folder)
+    config = read_config(path)
+    name = f"{path.resolve().name}-layer-{layer}"
+    spec = spec_from_config(config, layer, name=name, bias=False)
+    found = find_attention(checkpoint_files(path), prefix, None if prefix else layer)
+    spec = replace(spec, bias=found.has_bias)
+    model = load_model(spec, axes=axes, cache=cache, projections=projections)
+    return replace(model, weights=path, prefix=prefix, layer=None if prefix else layer)
+
+
 def export(
     model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module,
     out: StrPath,
@@ -188,6 +241,7 @@ def export(
     opset: int | None = None,
     seed: int = 0,
     weights: StrPath | None = None,
+    prefix: str = "",
     golden: Sequence[str] = (),
     budget: GoldenBudget | None = None,
     device: str = "cpu",
@@ -210,7 +264,10 @@ def export(
         inputs: Of an ONNX file: arrays, or paths of `.npy` files, for inputs that are not to be drawn.
         opset: ONNX operator set: 23 or 24; default: the first that suffices.
         seed: Seed of random weights, of the factory, and of the golden inputs.
-        weights: A safetensors file, or for the user's own model a state dict, in place of random weights.
+        weights: Weights in place of random ones, or of the model's own: a safetensors file, an index of
+            several, or the folder of a checkpoint; for the user's own model also a state dict. What of it is not
+            needed is noted in the manifest.
+        prefix: What the names of the model's tensors begin with there, such as `model.layers.0.self_attn`.
         golden: Golden cases, by name or by sizes as `"B=2,S=33"`; default: those that suit the model.
         budget: Cost limit of the large golden case.
         device: Where golden cases are computed: `cpu` or `cuda`.
@@ -241,7 +298,9 @@ def export(
         precision=precision,
         opset=opset,
         seed=seed,
-        weights=None if weights is None else Path(weights),
+        weights=found.weights if weights is None else Path(weights),
+        prefix=prefix or found.prefix,
+        layer=found.layer if weights is None and not prefix else None,
         golden=tuple(golden),
         budget=budget or GoldenBudget(),
         device=device,
@@ -1115,6 +1174,7 @@ def deploy(
     precision: str = "auto",
     seed: int = 0,
     weights: StrPath | None = None,
+    prefix: str = "",
     inputs: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     engine: bool = True,
@@ -1136,6 +1196,7 @@ def deploy(
         precision: See `export`.
         seed: See `export`.
         weights: See `export`.
+        prefix: See `export`.
         inputs: See `export`.
         overwrite: Whether to replace a bundle that is there already.
         engine: Whether to build an engine. It must then be fused and in the graph's precision.
@@ -1194,6 +1255,7 @@ def deploy(
             report=report,
             seed=seed,
             weights=weights,
+            prefix=prefix,
             inputs=inputs,
         )
     from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
@@ -1348,8 +1410,7 @@ def compare(old: Any, new: Any, **limits: Any) -> Comparison:
         raise DeployError(
             "No such threshold.", got=", ".join(sorted(unknown)), hint=f"one of: {', '.join(vars(Limits()))}"
         )
-    opened = [each.record if isinstance(each, Report) else each for each in (old, new)]
-    return compare(*opened, Limits(**limits))
+    return compare(old, new, Limits(**limits))
 
 
 def matrix(

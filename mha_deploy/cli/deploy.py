@@ -119,7 +119,7 @@ def deploy(
             for graph in reached[1:2]:
                 Console().print(*map(parity_renderable, graph.parity))
         raise
-    data = None
+    data: dict[str, Any] | None = None
     if json:
         engine_data = None if done.engine is None else engine_to_dict(done.engine)
         validation = done.report.to_dict()

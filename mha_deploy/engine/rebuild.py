@@ -123,7 +123,7 @@ def rebuild_summary(record: RebuildRecord) -> list[str]:
     ]
     if len({tuple(each) for each in record["fused"]}) > 1:
         lines.append("fused: " + ", ".join(f"{fused}/{count}" for fused, count in record["fused"]))
-    spans = {
+    spans: dict[str, tuple[str, Sequence[float]]] = {
         "build time": ("s", record["seconds"]),
         "engine size": ("bytes", record["engine_bytes"]),
         **{f"latency of {name}": ("µs", times) for name, times in record["times_us"].items()},

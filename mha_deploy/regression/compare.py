@@ -286,7 +286,7 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
 
 def _cells(cells: Sequence[Mapping[str, Any]], runtime: str) -> list[Mapping[str, Any]]:
     """The cells of a matrix; without the name of the runtime where only one runtime is compared."""
-    found = []
+    found: list[Mapping[str, Any]] = []
     for cell in cells:
         if runtime and cell["runtime"] != runtime:
             continue
