@@ -402,8 +402,9 @@ class ParityReport:
         model: Name of the model.
         precision: Its precision.
         backend: The runtime, with its version.
-        cases: Where the cases came from: `golden`, `sweep` or `fresh`.
+        cases: Where the cases came from: `golden`, `sweep`, `fresh`, `probe` or `layers`.
         verdicts: One for every output of every case.
+        accumulation: The type that GEMMs are assumed to accumulate in, which sets the budget, and why.
     """
 
     model: str
@@ -411,6 +412,7 @@ class ParityReport:
     backend: str
     verdicts: tuple[OutputVerdict, ...]
     cases: str = "golden"
+    accumulation: tuple[str, str] = ("fp32", "")
 
     @property
     def passed(self) -> bool:
@@ -425,6 +427,7 @@ class ParityReport:
             "backend": self.backend,
             "cases": self.cases,
             "passed": self.passed,
+            "accumulation": dict(zip(("type", "why"), self.accumulation, strict=True)),
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
 
@@ -436,6 +439,7 @@ def parity_from_verdicts(
     precision: Precision,
     backend: str,
     cases: str = "golden",
+    accumulation: tuple[str, str] = ("fp32", ""),
 ) -> ParityReport:
     """Put verdicts together that were reached one by one.
 
@@ -448,7 +452,14 @@ def parity_from_verdicts(
         replace(each, problem=None) if each.output in verified and _is_all_zero(each) else each
         for each in verdicts
     )
-    return ParityReport(model=model, precision=precision.name, backend=backend, verdicts=judged, cases=cases)
+    return ParityReport(
+        model=model,
+        precision=precision.name,
+        backend=backend,
+        verdicts=judged,
+        cases=cases,
+        accumulation=accumulation,
+    )
 
 
 def _is_all_zero(verdict: OutputVerdict) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def _time(trials: Sequence[Trial], bundle: Bundle) -> None:
         for case in timed_cases(golden_cases(bundle), [runner for _, runner in running]):
             for trial, runner in running * _ROUNDS:
                 if not trial.refused:
-                    _time_one(trial, runner, case, bundle.manifest.precision)
+                    _time_one(trial, runner, case, _judged_in(bundle.manifest.precision, trial.candidate))
 
 
 def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[GoldenCase]:
@@ -211,6 +211,11 @@ def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[Gol
             hint="wider profiles, or name one candidate with --attention and --accumulate",
         )
     return [case for case in admitted if case.name in _TIMED] or admitted[:1]
+
+
+def _judged_in(precision: Precision, candidate: Candidate) -> Precision:
+    """The precision with the type that the candidate's projections accumulate in."""
+    return replace(precision, accumulate=candidate.accumulate if precision.name == FP16 else FP32)
 
 
 def _time_one(trial: Trial, runner: Runner, case: GoldenCase, precision: Precision) -> None:

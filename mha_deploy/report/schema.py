@@ -192,8 +192,18 @@ PARITY = record(
         "precision": field(TEXT, "precision of the graph"),
         "backend": field(TEXT, "the runtime with its version"),
         "cases": field(
-            Literal["golden", "fresh", "sweep", "layers", "served"],
-            "which inputs; `layers`: attention by attention; `served`: golden cases or prompts under load",
+            Literal["golden", "fresh", "sweep", "probe", "layers", "served"],
+            "which inputs; `probe`: large tokens at the edges of masks, windows and caches; `layers`: every "
+            "attention by itself; `served`: golden cases or prompts under load",
+        ),
+        "accumulation": field(
+            record(
+                {
+                    "type": field(TEXT, "`fp16` or `fp32`: what GEMMs are assumed to accumulate in"),
+                    "why": field(TEXT, "how that is known; may be empty"),
+                }
+            ),
+            "what the budget assumes",
         ),
         "passed": field(FLAG, "whether every output is within its budget"),
         "verdicts": list_of(PARITY_VERDICT, "one for every output of every case"),

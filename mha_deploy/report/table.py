@@ -168,7 +168,9 @@ def parity_table(runs: Sequence[Data]) -> Table:
             place = [text(verdict["case"]), passed(verdict["passed"], verdict["problem"])]
             place += [text(sizes_text(verdict["sizes"])), text(verdict["output"])]
             rows += _judged(verdict, place, shown)
-        groups.append(Group(title=f"{run['backend']}, {run['cases']} cases", rows=rows))
+        kind = run["accumulation"]["type"].upper()
+        title = f"{run['backend']}, {run['cases']} cases, budget for {kind} accumulation"
+        groups.append(Group(title=title, rows=rows))
     return Table(title="Error of every output, and its share of the budget", columns=shown, groups=groups)
 
 

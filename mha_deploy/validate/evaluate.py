@@ -128,6 +128,8 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
 
     One that decodes wrongly has no time for single tokens.
     """
+    kind, _ = runtime.accumulation(plan.precision)
+    plan = replace(plan, precision=replace(plan.precision, accumulate=kind))
     with runtime.open() as runner:
         return _EvaluationRun(runtime, runner, plan, on_step).evaluation()
 
@@ -177,6 +179,7 @@ class _EvaluationRun:
             precision=plan.precision,
             backend=self.runner.name,
             cases=kind,
+            accumulation=self.runtime.accumulation(plan.precision),
         )
 
     def _judged(self, case: GoldenCase) -> list[OutputVerdict]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -76,7 +76,12 @@ class FaultReport:
         return {"at_fault": self.at_fault, "explanation": self.explanation, "trials": trials}
 
 
-def attribute_fault(bundle: Bundle, failing_cases: Sequence[GoldenCase], open_twin: OpenTwin) -> FaultReport:
+def attribute_fault(
+    bundle: Bundle,
+    failing_cases: Sequence[GoldenCase],
+    open_twin: OpenTwin,
+    accumulate: str = "fp32",
+) -> FaultReport:
     """Find out what an engine's wrong answers come from.
 
     Args:
@@ -84,12 +89,12 @@ def attribute_fault(bundle: Bundle, failing_cases: Sequence[GoldenCase], open_tw
         failing_cases: The cases it is wrong on.
         open_twin: Builds a graph in the engine's runtime as the engine was built, and opens it. Twins have
             more outputs than the model, and the last ones of the float32 twin are float32.
+        accumulate: The type that the engine's GEMMs accumulate in.
     """
     if not failing_cases:
         raise DeployError("There is nothing to fault anybody for: no case fails.")
-    return _Attribution(
-        load_graph(bundle.model_path), bundle.manifest.precision, failing_cases, open_twin
-    ).attribute()
+    precision = replace(bundle.manifest.precision, accumulate=accumulate)
+    return _Attribution(load_graph(bundle.model_path), precision, failing_cases, open_twin).attribute()
 
 
 def graph_at_fault(backend: str, share: float | None) -> FaultReport:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.bundle.cases import GoldenCase, read_arrays, read_case, refuse_infinite
+from mha_deploy.bundle.cases import GoldenCase, read_arrays, read_case, refuse_implausible, refuse_infinite
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.errors import BundleError
@@ -43,15 +43,19 @@ def layers_case(bundle: Bundle) -> GoldenCase | None:
     oracle = {node: _taken(arrays, f"oracle/{value}", entry) for node, value in entry.values.items()}
     eager = {node: _taken(arrays, f"eager/{value}", entry) for node, value in entry.values.items()}
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
+    refuse_implausible(entry.file, oracle, eager, bundle.manifest.precision)
     return replace(whole, name=LAYERS, oracle=oracle, eager=eager)
 
 
-def layer_parity(bundle: Bundle, open_model: OpenModel) -> ParityReport | None:
+def layer_parity(
+    bundle: Bundle, open_model: OpenModel, accumulation: tuple[str, str] = ("fp32", "")
+) -> ParityReport | None:
     """Judge every attention of a module in a runtime; None where the bundle does not know them.
 
     Args:
         bundle: The bundle.
         open_model: Opens a graph in the runtime.
+        accumulation: The type that the runtime accumulates in, and how that is known.
     """
     case, entry = layers_case(bundle), bundle.manifest.layers
     if case is None or entry is None:
@@ -59,16 +63,22 @@ def layer_parity(bundle: Bundle, open_model: OpenModel) -> ParityReport | None:
     with open_model(with_outputs(load_graph(bundle.model_path), entry.values.values())) as runner:
         got = runner.run(case.inputs)
         return parity_from_verdicts(
-            judge_layers(case, got, bundle),
+            judge_layers(case, got, bundle, accumulate=accumulation[0]),
             model=bundle.manifest.spec.name,
             precision=bundle.manifest.precision,
             backend=runner.name,
             cases=LAYERS,
+            accumulation=accumulation,
         )
 
 
 def judge_layers(
-    case: GoldenCase, got: dict[str, np.ndarray], bundle: Bundle, *, only: str | None = None
+    case: GoldenCase,
+    got: dict[str, np.ndarray],
+    bundle: Bundle,
+    *,
+    only: str | None = None,
+    accumulate: str = "fp32",
 ) -> list[OutputVerdict]:
     """The verdicts on the attentions whose values are there, in the order in which they run.
 
@@ -77,6 +87,7 @@ def judge_layers(
         got: Values of the graph by their names; others than those of attentions do not matter.
         bundle: The bundle.
         only: The one attention to judge; default: all that are there.
+        accumulate: The type that the runtime accumulates in.
     """
     entry = bundle.manifest.layers
     values = entry.values if entry else {}
@@ -86,7 +97,8 @@ def judge_layers(
         oracle={node: case.oracle[node] for node in there},
         eager={node: case.eager[node] for node in there},
     )
-    verdicts = judge_case(seen, {node: got[values[node]] for node in there}, bundle.manifest.precision)
+    precision = replace(bundle.manifest.precision, accumulate=accumulate)
+    verdicts = judge_case(seen, {node: got[values[node]] for node in there}, precision)
     return sorted(verdicts, key=lambda verdict: there.index(verdict.output))
 
 

@@ -263,7 +263,7 @@ class _Validation:
             return evaluation
         self.on_step(f"{runtime.name}: every attention by itself")
         try:
-            report = layer_parity(self.bundle, opener)
+            report = layer_parity(self.bundle, opener, runtime.accumulation(plan.precision))
         except RuntimeCrash as crash:
             self.broken.append(
                 Unavailable(name=f"{runtime.name}, every attention by itself", reason=crash.in_one_line)
@@ -319,7 +319,8 @@ class _Validation:
                 continue
             self.on_step("whose fault it is")
             cases = [case for kind in each.cases.values() for case in kind if case.name in wrong]
-            return attribute_fault(self.bundle, cases, lowered_opener(engine, self.bundle))
+            kind, _ = each.runtime.accumulation(self.bundle.manifest.precision)
+            return attribute_fault(self.bundle, cases, lowered_opener(engine, self.bundle), kind)
         return None
 
 

@@ -15,6 +15,7 @@ from mha_deploy.engine.options import BACKENDS
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, available_cpu_backend, child, open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.gpu import GpuRunner
@@ -120,6 +121,32 @@ class Runtime:
     def is_timed(self) -> bool:
         """Whether it runs on a GPU, where its time means something."""
         return self.name not in CPU_RUNNERS
+
+    def accumulation(self, precision: Precision) -> tuple[str, str]:
+        """The type that its GEMMs may accumulate in, which sets the budget, and how that is known."""
+        if precision.name != "fp16":
+            return "fp32", f"no kernel accumulates {precision.name} in fewer bits"
+        if self.engine is None and self.family in _ACCUMULATES:
+            return "fp32", f"{_ACCUMULATES[self.family]} in FP32"
+        if self.engine is None:
+            return "fp16", f"what is behind {self.name} is not known"
+        manifest = self.engine.manifest
+        notes = [note for note in manifest.verdict["precision"].get("notes", ()) if "matmuls" in note]
+        narrow = [note for note in notes if "accumulate in FP16" in note or "chosen on the device" in note]
+        if narrow:
+            return "fp16", narrow[0]
+        if manifest.attention["chosen"] == "plugin" and manifest.attention["accumulate"] == "fp32":
+            return "fp32", "the plugin's attention and projections accumulate in FP32"
+        if manifest.backend == "tensorrt" and int(manifest.version.partition(".")[0]) < 10:
+            return "fp16", f"TensorRT {manifest.version} selects kernels that accumulate in FP16"
+        return "fp32", "no kernel of the engine accumulates in FP16, by its name"
+
+
+_ACCUMULATES = {
+    PYTORCH: "PyTorch accumulates",
+    ONNX_RUNTIME: "ONNX Runtime accumulates",
+    ONNX: "ONNX's evaluator accumulates",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

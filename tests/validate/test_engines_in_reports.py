@@ -79,7 +79,7 @@ def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
 def test_a_wrong_engine_fails_and_somebody_is_blamed(running, bundle, monkeypatch):
     monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: pytest.fail)
     monkeypatch.setattr(
-        "mha_deploy.validate.run.attribute_fault", lambda bundle, cases, opener: attributed(cases)
+        "mha_deploy.validate.run.attribute_fault", lambda bundle, cases, opener, accumulate: attributed(cases)
     )
     seen = []
 
@@ -191,7 +191,7 @@ def test_only_wrong_numbers_are_blamed_on_somebody(running, bundle, monkeypatch,
                 return super().run(feeds)
             raise DeployError("TensorRT cannot prepare profile 0.", got="no execution context: Myelin")
 
-    def attributed(bundle, cases, opener):
+    def attributed(bundle, cases, opener, accumulate):
         asked.append([case.name for case in cases])
 
     monkeypatch.setattr("mha_deploy.validate.run.lowered_opener", lambda *given: None)

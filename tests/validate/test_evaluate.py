@@ -1,13 +1,24 @@
 """One runtime in a plan: what an engine is not built for is left out, what it fails on is a verdict."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
+from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validate.runtimes import ONNX_RUNTIME, TENSORRT, Runtime
+
+# What an engine's manifest says of its GEMMs.
+MANIFEST = SimpleNamespace(
+    backend="tensorrt",
+    version="11.4.0",
+    verdict={"precision": {"notes": []}},
+    attention={"chosen": "native", "accumulate": "fp16"},
+)
 
 
 class EagerEngine(Runner):
@@ -48,7 +59,7 @@ def sit(bundles, cases, runner, *, engine=True):
         name="engine",
         family=TENSORRT if engine else ONNX_RUNTIME,
         open=lambda: runner,
-        engine=object() if engine else None,
+        engine=SimpleNamespace(manifest=MANIFEST) if engine else None,
     )
     plan = EvaluationPlan(spec=manifest.spec, precision=manifest.precision, cases={"golden": cases})
     return evaluate(runtime, plan)
@@ -92,3 +103,46 @@ def test_there_is_a_map_of_the_usual_case_or_of_what_is_wrong(bundles, cases):
     assert {heat.case for heat in wrong.heatmaps} == {"odd", "opt"}
     (odd,) = [heat for heat in wrong.heatmaps if heat.case == "odd"]
     assert np.nanmax(odd.values) > 0.5
+
+
+ASSUMED = {
+    "8.6": ({"version": "8.6.1"}, "fp16"),
+    "8.6 with the plugin's projections": (
+        {"version": "8.6.1", "attention": {"chosen": "plugin", "accumulate": "fp32"}},
+        "fp32",
+    ),
+    "8.6 with the plugin beside TensorRT's matmuls": (
+        {
+            "version": "8.6.1",
+            "attention": {"chosen": "plugin", "accumulate": "fp32"},
+            "verdict": {"precision": {"notes": ["24 matmuls accumulate in FP16, the first is h16816gemm"]}},
+        },
+        "fp16",
+    ),
+    "a newer one": ({}, "fp32"),
+    "a newer one whose kernels say FP16": (
+        {"verdict": {"precision": {"notes": ["1 matmuls accumulate in FP16, the first is x"]}}},
+        "fp16",
+    ),
+    "kernels that are not known yet": (
+        {"verdict": {"precision": {"notes": ["the kernels of 3 matmuls are chosen on the device"]}}},
+        "fp16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASSUMED)
+def test_the_budget_assumes_the_accumulation_of_the_kernels(name):
+    changes, expected = ASSUMED[name]
+    engine = SimpleNamespace(manifest=SimpleNamespace(**{**vars(MANIFEST), **changes}))
+    runtime = Runtime(name="e", family="tensorrt", open=lambda: None, engine=engine)
+    kind, why = runtime.accumulation(PRECISIONS["fp16"])
+    assert kind == expected
+    assert why
+    assert runtime.accumulation(PRECISIONS["bf16"])[0] == "fp32"
+
+
+@pytest.mark.parametrize("family", ["onnxruntime", "pytorch", "onnx"])
+def test_runtimes_that_accumulate_in_fp32_have_the_smaller_budget(family):
+    runtime = Runtime(name="r", family=family, open=lambda: None)
+    assert runtime.accumulation(PRECISIONS["fp16"])[0] == "fp32"
