@@ -35,7 +35,7 @@ MaxSize = Annotated[
 MaxBuildTime = Annotated[
     float,
     typer.Option(
-        min=0.0, help="Growth of a build time that is a regression, as a share; at least 15 seconds."
+        min=0.0, help="Growth of a build time that is a regression, as a share; at least 10 seconds."
     ),
 ]
 AllowLessCoverage = Annotated[
@@ -56,7 +56,7 @@ def compare(
     max_error: MaxError = 0.1,
     max_latency: MaxLatency = 0.05,
     max_size: MaxSize = 0.1,
-    max_build_time: MaxBuildTime = 1.0,
+    max_build_time: MaxBuildTime = 0.5,
     allow_less_coverage: AllowLessCoverage = False,
     strict: Strict = False,
     everything: Everything = False,

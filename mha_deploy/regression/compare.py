@@ -33,6 +33,15 @@ class _Output(Struct, frozen=True):
     passed: bool
     problem: str | None = None
     share: float | None = None
+    deviation: dict[str, Any] | None = None
+    budget: dict[str, Any] | None = None
+
+    @property
+    def used(self) -> float | None:
+        """The largest share of the budget: the recorded one, or that of the errors beside it."""
+        errors, limits = self.deviation or {}, self.budget or {}
+        known = [errors[key] / limits[key] for key in limits if limits[key] and errors.get(key) is not None]
+        return max([*known, *([] if self.share is None else [self.share])], default=None)
 
 
 class _Parity(Struct, frozen=True):
@@ -103,6 +112,7 @@ class _Engine(Struct, frozen=True):
     version: str
     precision: str
     precision_status: str
+    fused: list[int] = []
     nodes: list[_Node] = []
     ran: bool = False
     why_not: str | None = None
@@ -390,8 +400,8 @@ class Limits:
     error: float = 0.1
     latency: float = 0.05
     size: float = 0.1
-    build_time: float = 1.0
-    build_seconds: float = 15.0
+    build_time: float = 0.5
+    build_seconds: float = 10.0
     coverage: bool = True
     strict: bool = False
 
@@ -521,6 +531,8 @@ def _engine_measurements(engine: _Engine) -> Iterator[tuple[Key, Measurement]]:
         profile = "" if node.profile is None else f", profile {node.profile}"
         item = _status("fusion", owner, node.status)
         yield ("fusion", f"{name}: {node.node}{profile}"), replace(item, doubt="\n".join(node.kernels))
+    if engine.fused:
+        yield ("fusion", f"{name}: attentions that are fused"), _count(owner, engine.fused[0])
     yield ("precision", f"{name}: verified"), _status("precision", owner, engine.precision_status)
     requested = Measurement(kind="text", owner=owner, value=engine.precision, shown=engine.precision)
     yield ("precision", f"{name}: requested"), requested
@@ -563,16 +575,10 @@ def _span(values: Iterable[float | None]) -> float:
 def _share(owner: str, found: _Output, rebuilds: Rebuilds | None) -> Measurement:
     noise = _span(rebuilds.errors.get(f"{found.case}/{found.output}", ())) if rebuilds else 0.0
     unverified = not found.passed and (found.problem or "").startswith("not verified")
-    shown = "not verified" if unverified else budget_share(found.share) if found.share is not None else ""
-    if not found.passed and not unverified:
-        shown = f"wrong ({shown or 'no finite number'})"
+    used = "no finite number" if found.used is None else budget_share(found.used)
+    shown = "not verified" if unverified else used if found.passed else f"wrong ({used})"
     return Measurement(
-        kind="share",
-        owner=owner,
-        value=found.share,
-        shown=shown or "passed",
-        noise=noise,
-        passed=found.passed,
+        kind="share", owner=owner, value=found.used, shown=shown, noise=noise, passed=found.passed
     )
 
 

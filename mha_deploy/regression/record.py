@@ -6,6 +6,7 @@ from the smallest to the largest of them. No runtime is the fastest while anothe
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import uuid
@@ -137,7 +138,7 @@ def _shared(command: Sequence[str] | None) -> dict[str, Any]:
         "commit": commit(),
         "command": list(sys.argv if command is None else command),
         "versions": here["versions"],
-        "platform": here["platform"],
+        "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "gpu": here["gpu"]["name"] if here["gpu"] else "",
         "driver": here["driver"] or "",
     }

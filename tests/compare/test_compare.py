@@ -50,6 +50,15 @@ def error_grown(data):
     data["parity"][ENGINE]["verdicts"][0]["share"] += 0.2
 
 
+def deviation_grown(data):
+    verdict = data["parity"][ENGINE]["verdicts"][0]
+    verdict["deviation"]["relative_l2"] = 0.9 * verdict["budget"]["relative_l2"]
+
+
+def fewer_fused(data):
+    data["engines"][0]["fused"] = [0, 1]
+
+
 def error_not_finite(data):
     verdict = data["parity"][ENGINE]["verdicts"][0]
     verdict |= {"passed": False, "problem": "12 values are NaN", "share": None, "deviation": None}
@@ -138,6 +147,8 @@ PLANTED = {
     precision_of_the_model: "precision",
     error_over_budget: "error",
     error_grown: "error",
+    deviation_grown: "error",
+    fewer_fused: "fusion",
     error_not_finite: "error",
     not_verified: "error",
     decode_wrong: "decode",

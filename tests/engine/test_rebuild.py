@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import mha_deploy as md
+from mha_deploy.engine import rebuild
 from mha_deploy.engine.rebuild import differing_kernels, rebuild_summary
 
 
@@ -43,6 +44,42 @@ def test_builds_of_tensorrt_rtx_are_identical(bundles, tmp_path, run_cli):
         md.build_engine(bundle, backend="tensorrt-rtx", repeat=2)
     with pytest.raises(md.DeployError, match="from two on"):
         md.build_engine(bundle, backend="tensorrt-rtx", repeat=0, overwrite=True)
+
+
+class OnTheCpu:
+    """A runner in place of an engine: the graph of the bundle, with a time that grows from build to build."""
+
+    opened = 0
+
+    def __init__(self, engine, bundle):
+        OnTheCpu.opened += 1
+        self.runner, self.p50 = md.open_runner(bundle), 10.0 * OnTheCpu.opened
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.runner.close()
+
+    def profiles_for(self, inputs):
+        return [0]
+
+    def run(self, inputs):
+        return self.runner.run(inputs)
+
+    def time(self, inputs):
+        return SimpleNamespace(p50=self.p50)
+
+
+def test_errors_and_times_of_every_build_are_recorded(bundles, monkeypatch):
+    bundle = bundles("tiny-gqa")
+    monkeypatch.setattr(rebuild, "reasons_not_to_run", lambda engine: [])
+    monkeypatch.setattr(rebuild, "open_engine_runner", lambda engine: OnTheCpu(engine, bundle))
+    errors, times = rebuild._measured([None, None], bundle, None)
+    assert times == {"opt": [10.0, 20.0]}
+    cases = {f"{case.name}/output" for case in bundle.manifest.golden}
+    assert set(errors) == cases
+    assert all(len(shares) == 2 and 0 < max(shares) < 1 for shares in errors.values())
 
 
 def test_what_differs_is_said_in_sentences():
