@@ -952,6 +952,7 @@ def bench(
     samples: int = 200,
     kernels: bool = False,
     seed: int = 1,
+    streams: Sequence[int] = (),
     on_step: OnStep | None = None,
 ) -> ModelBench:
     """Time the engines of a bundle, ONNX Runtime and the PyTorch baselines, over batches and lengths.
@@ -966,10 +967,12 @@ def bench(
         samples: Samples of each timing.
         kernels: Whether to list the kernels that take the time; needs PyTorch's profiler.
         seed: Seed of the inputs.
+        streams: Numbers of CUDA streams, as `(1, 2, 4, 8)`, on which calls per second are measured, too.
         on_step: Called as each step begins.
 
     Returns:
-        The times: `points`, one for each set of sizes, and `wrong`. `BenchReport` makes a report of several.
+        The times: `points`, one for each set of sizes, `throughput` and `wrong`. `BenchReport` makes a report
+        of several.
 
     Raises:
         BackendUnavailable: There is no GPU, or a runtime that was asked for by name cannot run here.
@@ -978,10 +981,18 @@ def bench(
         >>> timing = md.bench("out/tiny", at=["opt"])                        # doctest: +SKIP
         >>> md.BenchReport([timing]).save("out/tiny")                        # doctest: +SKIP
     """
+    from mha_deploy.runtime.cuda import open_gpu
     from mha_deploy.validate.bench import BenchOptions, bench_bundle
 
+    open_gpu()  # before the bundle is hashed: there is nothing to time on
     options = BenchOptions(
-        at=tuple(at), backends=tuple(backends), engine=engine, samples=samples, kernels=kernels, seed=seed
+        at=tuple(at),
+        backends=tuple(backends),
+        engine=engine,
+        samples=samples,
+        kernels=kernels,
+        seed=seed,
+        streams=tuple(streams),
     )
     report = on_step or _silent
     return bench_bundle(_opened(bundle), options, on_step=lambda name: report(name, 0, 0))

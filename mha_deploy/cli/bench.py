@@ -11,7 +11,7 @@ import typer
 
 import mha_deploy as md
 from mha_deploy.cli.options import InProcess, Json, TimeLimit, TrustCode, print_json, steps
-from mha_deploy.cli.validate import Backends, EngineName, Kernels, Samples, refuse_unwritable
+from mha_deploy.cli.validate import Backends, EngineName, Kernels, Samples, refuse_unwritable, whole_numbers
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.validate.options import ValidateOptions
 
@@ -51,6 +51,13 @@ Out = Annotated[
     Path | None,
     typer.Option("-o", "--out", help="Folder of bench.json and bench.html. default: the first bundle"),
 ]
+Streams = Annotated[
+    str,
+    typer.Option(
+        metavar="N,N",
+        help="Numbers of CUDA streams, as 1,2,4,8: measure calls per second on so many, too.",
+    ),
+]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print a Markdown table to stdout.")]
 
 
@@ -61,6 +68,7 @@ def bench(
     engine: EngineName = None,
     samples: Samples = ValidateOptions.samples,
     kernels: Kernels = False,
+    streams: Streams = "",
     out: Out = None,
     markdown: Markdown = False,
     record: Record = None,
@@ -74,7 +82,9 @@ def bench(
     """Time engines, ONNX Runtime and the PyTorch baselines side by side, over batches and lengths."""
     from rich.console import Console
 
-    from mha_deploy.cli.tables import point_renderable
+    from mha_deploy.cli.tables import point_renderable, rendered
+    from mha_deploy.report.table import throughput_table
+    from mha_deploy.runtime.cuda import open_gpu
 
     if replay is not None:
         _replay(replay, bundles)
@@ -84,6 +94,10 @@ def bench(
     if processes > 1:
         _in_processes(processes, record)
         return
+    for path in bundles:  # a wrong folder, then a missing GPU, are reported before anything is read
+        md.open_bundle(path, verify=False)
+    open_gpu()
+    counts = whole_numbers(streams, "--streams") if streams else ()
     opened = [md.open_bundle(path) for path in bundles]
     folder = out or opened[0].path
     refuse_unwritable(folder)
@@ -98,10 +112,13 @@ def bench(
                 engine=engine,
                 samples=samples,
                 kernels=kernels,
+                streams=counts,
                 on_step=on_step,
             )
         if not json and not markdown:
             Console().print(name, *map(point_renderable, found.points))
+            if found.throughput:
+                Console().print(rendered(throughput_table([row.to_dict() for row in found.throughput])))
         # Written after every model: a later one may fail, and what was measured must not get lost.
         report = md.BenchReport([*report.records, found])
         page = report.save(folder)

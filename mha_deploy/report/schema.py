@@ -514,6 +514,20 @@ _MODEL = field(MODEL, "the layer and its bundle")
 _ENVIRONMENT = field(ENVIRONMENT, "where it ran")
 _ENGINES = list_of(ENGINE, "the engines that were built or found")
 _LATENCY = maybe(LATENCY, "what was timed; null where nothing was")
+_THROUGHPUT = list_of(
+    {
+        "case": field(TEXT, "name of the case"),
+        "sizes": field(SIZES, "axis sizes"),
+        "name": field(TEXT, "the runtime or baseline"),
+        "family": field(TEXT, "`pytorch`, `onnxruntime` or `tensorrt`"),
+        "refused": maybe(TEXT, "why there is no figure; null where there is one"),
+        "streams": maybe(WHOLE, "CUDA streams that were busy at the same time; null where refused"),
+        "per_second": maybe(NUMBER, "calls per second on all streams together"),
+        "p50_us": maybe(NUMBER, "median time between two calls of a stream, µs"),
+        "p99_us": maybe(NUMBER, "99th percentile of it, µs"),
+    },
+    "calls per second on several CUDA streams; empty where not requested",
+)
 _NOTES = field(TEXTS, "what else a reader should know")
 
 REPORT = record(
@@ -543,7 +557,8 @@ BENCH = record(
         **_HEAD,
         "environment": _ENVIRONMENT,
         "models": list_of(
-            {"model": _MODEL, "engines": _ENGINES, "latency": _LATENCY}, "one for every model and precision"
+            {"model": _MODEL, "engines": _ENGINES, "latency": _LATENCY, "throughput": _THROUGHPUT},
+            "one for every model and precision",
         ),
         "notes": _NOTES,
     }

@@ -46,6 +46,7 @@ from mha_deploy.report.table import (
     range_table,
     serving_table,
     steps_table,
+    throughput_table,
     trials_table,
     without_graph,
 )
@@ -118,6 +119,8 @@ def bench_sections(data: Data, look: Look) -> list[Section]:
             f"{engine['name']} {engine['version']}: {engine_summary(engine)}" for engine in entry["engines"]
         ]
         parts = [("text", entry["model"]["summary"]), ("text", "; ".join(engines) or "0 engines"), *timed]
+        if entry["throughput"]:
+            parts.append(("table", throughput_table(entry["throughput"])))
         sections.append(Section(name=f"model-{index}", title=name, link=name, parts=parts))
     if data["notes"]:
         sections.append(Section(name="notes", title="Notes", link="Notes", parts=[("list", data["notes"])]))

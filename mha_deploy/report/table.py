@@ -345,6 +345,29 @@ def serving_table(points: Sequence[Data]) -> Table:
     return Table(title="Through the server", columns=shown, groups=[Group(rows=rows)])
 
 
+def throughput_table(rows: Sequence[Data]) -> Table:
+    """Calls per second on several streams, by size and runtime."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        cells = [Cell(text=row["name"], series=row["name"])]
+        if row["refused"] is not None:
+            cells.append(Cell(text=row["refused"], status="problem", span=4))
+        else:
+            cells += [
+                Cell(text=str(row["streams"]), order=row["streams"]),
+                Cell(text=f"{row['per_second']:,.0f}", order=row["per_second"]),
+                Cell(text=f"{row['p50_us']:,.1f}", order=row["p50_us"]),
+                Cell(text=f"{row['p99_us']:,.1f}", order=row["p99_us"]),
+            ]
+        groups.setdefault(sizes_text(row["sizes"]), []).append(cells)
+    names = ("streams", "calls/s", "p50 µs", "p99 µs")
+    return Table(
+        title="Throughput on several CUDA streams",
+        columns=[Column(name="runtime"), *(Column(name=name, numeric=True) for name in names)],
+        groups=[Group(title=title, rows=found) for title, found in groups.items()],
+    )
+
+
 def _ms(value: float | None) -> Cell:
     return Cell(text=NOTHING) if value is None else Cell(text=f"{value:,.2f}", order=value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +12,18 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.manifest import Engine
 from mha_deploy.errors import DeployError
 from mha_deploy.model.spec import ModelSpec
+from mha_deploy.runtime import child
+from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import open_gpu
+from mha_deploy.runtime.runner import Arrays
+from mha_deploy.runtime.throughput import Throughput, measure_throughput
 from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
-from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point
+from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point, problem_of
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.runtimes import (
     INSTALL,
+    ONNX_RUNTIME,
+    PYTORCH,
     TENSORRT,
     Runtime,
     RuntimeFinder,
@@ -44,6 +50,7 @@ class BenchOptions:
         samples: Samples of each timing.
         kernels: Whether to say which kernels take the time.
         seed: Seed of the inputs.
+        streams: Numbers of CUDA streams on which calls per second are measured, too.
     """
 
     at: tuple[str, ...] = ()
@@ -52,6 +59,28 @@ class BenchOptions:
     samples: int = ValidateOptions.samples
     kernels: bool = False
     seed: int = 1
+    streams: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputRow:
+    """Calls per second of one runtime at one size, or why there are none."""
+
+    case: str
+    sizes: Mapping[str, int]
+    name: str
+    family: str
+    measured: Throughput | None = None
+    refused: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; see docs/report.md."""
+        names = ("streams", "per_second", "p50_us", "p99_us")
+        return {
+            **{name: getattr(self, name) for name in ("case", "name", "family", "refused")},
+            "sizes": dict(self.sizes),
+            **{name: getattr(self.measured, name, None) for name in names},
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +93,7 @@ class ModelBench:
         evaluations: Every runtime that could be opened.
         absent: Who could not take part, and why.
         points: The times, one point for every set of sizes.
+        throughput: Calls per second on several streams, where requested.
     """
 
     bundle: Bundle
@@ -71,12 +101,14 @@ class ModelBench:
     evaluations: tuple[Evaluation, ...]
     absent: tuple[Unavailable, ...]
     points: tuple[LatencyPoint, ...]
+    throughput: tuple[ThroughputRow, ...] = ()
 
     @property
     def wrong(self) -> bool:
         """Whether an engine gave a wrong answer anywhere."""
-        rows = [row for point in self.points for row in point.rows if row.family == TENSORRT]
-        return any(row.refused is not None and row.refused.startswith(WRONG_ANSWER) for row in rows)
+        rows = [*(row for point in self.points for row in point.rows), *self.throughput]
+        refused = [row.refused for row in rows if row.family == TENSORRT and row.refused is not None]
+        return any(reason.startswith(WRONG_ANSWER) for reason in refused)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
@@ -84,6 +116,7 @@ class ModelBench:
             "model": model_to_dict(self.bundle),
             "engines": engines_to_dict(self.engines, self.absent, self.evaluations),
             "latency": latency_to_dict(self.points),
+            "throughput": [row.to_dict() for row in self.throughput],
         }
 
 
@@ -126,7 +159,49 @@ def bench_bundle(
         evaluations=tuple(evaluated),
         absent=tuple(finder.absent),
         points=points_from_rows(cases, rows, bundle),
+        throughput=tuple(_throughput(runtimes, rows, plan, options, on_step)),
     )
+
+
+def _throughput(
+    runtimes: Sequence[Runtime],
+    rows: Sequence[Mapping[str, LatencyRow]],
+    plan: EvaluationPlan,
+    options: BenchOptions,
+    on_step: OnStep,
+) -> Iterator[ThroughputRow]:
+    """Every runtime that was right by itself, on several streams; judged again under that load."""
+    if not options.streams:
+        return
+    for runtime, timed in zip(runtimes, rows, strict=True):
+        for case in plan.timed:
+            row = ThroughputRow(case=case.name, sizes=case.sizes, name=runtime.name, family=runtime.family)
+            if timed[case.name].refused is not None:
+                yield replace(row, refused=timed[case.name].refused)
+                continue
+            on_step(f"throughput of {runtime.name}: {case.name}")
+            try:
+                found = measured_apart(runtime, case.inputs, options.streams)
+            except DeployError as error:
+                yield replace(row, refused=error.in_one_line)
+                continue
+            for each in found:
+                problem = problem_of(case, each.results, plan.precision)
+                if problem is not None:
+                    reason = f"{WRONG_ANSWER} on {each.streams} streams: {problem}"
+                    yield replace(row, refused=reason)
+                else:
+                    yield replace(row, measured=replace(each, results=()))
+
+
+def measured_apart(runtime: Runtime, feeds: Arrays, streams: Sequence[int]) -> tuple[Throughput, ...]:
+    """Measure in one child process: the streams of several processes would take turns on the GPU."""
+    if not isolation.enabled:
+        return measure_throughput(runtime.open, feeds, streams)
+    family = {PYTORCH: child.PYTORCH, ONNX_RUNTIME: child.ONNX_RUNTIME}.get(runtime.family, child.TENSORRT)
+    step = f"running on {max(streams)} streams"
+    call = (measure_throughput, runtime.open, dict(feeds), tuple(streams))
+    return child.call_isolated(family, *call, title=runtime.name, step=step)
 
 
 def points_from_rows(

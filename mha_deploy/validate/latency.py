@@ -227,11 +227,11 @@ def time_case(
         kernels: Reports which kernels take the time; None where not requested.
     """
     try:
-        problem = _problem(case, [runner.run(case.inputs)], precision)
+        problem = problem_of(case, [runner.run(case.inputs)], precision)
         if problem is not None:
             return replace(row, refused=f"{WRONG_ANSWER}: {problem}")
         timing = runner.time(case.inputs, TimingPlan(samples=samples))
-        problem = _problem(case, timing.results, precision)
+        problem = problem_of(case, timing.results, precision)
         if problem is not None:
             return replace(row, refused=f"{WRONG_ANSWER} while it was timed: {problem}")
     except DeployError as error:
@@ -243,7 +243,8 @@ def time_case(
         return timed
 
 
-def _problem(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision: Precision) -> str | None:
+def problem_of(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision: Precision) -> str | None:
+    """The first wrong output among several results of a case."""
     for result in results:
         for verdict in judge_case(case, result, precision):
             if verdict.is_wrong:

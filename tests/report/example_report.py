@@ -188,7 +188,7 @@ def bench():
     """A benchmark of two models."""
     names = ("bert-base", "gpt2")
     entries = [
-        {"model": model() | {"name": n}, "engines": [engine()], "latency": latency(i)}
+        {"model": model() | {"name": n}, "engines": [engine()], "latency": latency(i), "throughput": []}
         for i, n in enumerate(names)
     ]
     return {
