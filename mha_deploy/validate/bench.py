@@ -106,7 +106,8 @@ class ModelBench:
     @property
     def wrong(self) -> bool:
         """Whether an engine gave a wrong answer anywhere."""
-        rows = [*(row for point in self.points for row in point.rows), *self.throughput]
+        timed = [row for point in self.points for row in point.rows]
+        rows: list[LatencyRow | ThroughputRow] = [*timed, *self.throughput]
         refused = [row.refused for row in rows if row.family == TENSORRT and row.refused is not None]
         return any(reason.startswith(WRONG_ANSWER) for reason in refused)
 
