@@ -433,7 +433,7 @@ Key = tuple[str, str]  # section, subject
 Measurements = dict[Key, Measurement]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Change:
     """One row of a comparison.
 
@@ -821,25 +821,20 @@ class Comparison:
 
     def to_html(self) -> str:
         """A page with both sides beside each other."""
-        table, sections = self.table(everything=True), []
-        about = columns("", "old", "new")
-        sides = [("source", self.old.name, self.new.name), ("kind", self.old.kind, self.new.kind)]
-        sides += [("written", self.old.created, self.new.created)]
-        for index, result in enumerate(self.new.results[:1]):
-            before = self.old.results[index].verdict if self.old.results else None
-            after = result.verdict
-            if before or after:
-                lines = [each.headline if each else "" for each in (before, after)]
-                sides.append(("verdict", lines[0], lines[1]))
-        rows = [[text(cell) for cell in side] for side in sides]
-        summary = Table(title="The two sides", columns=about, groups=[Group(rows=rows)], css="compact")
-        sections.append(
-            Section(name="sides", title="The two sides", link="sides", parts=[("table", summary)])
+        table = self.table(everything=True)
+        sides = [(self.old.name, self.new.name), (self.old.kind, self.new.kind)]
+        sides += [(self.old.created, self.new.created)]
+        verdicts = [side.results[0].verdict if side.results else None for side in (self.old, self.new)]
+        sides += [(verdicts[0].headline if verdicts[0] else "", verdicts[1].headline if verdicts[1] else "")]
+        heads = ("source", "kind", "written", "verdict")
+        rows = [[text(head), *map(text, side)] for head, side in zip(heads, sides, strict=True)]
+        summary = Table(
+            title="The two sides", columns=columns("", "old", "new"), groups=[Group(rows=rows)], css="compact"
         )
+        sections = [Section(name="sides", title=summary.title, link="sides", parts=[("table", summary)])]
         for group in table.groups:
-            name = group.title.replace(" ", "-")
+            name, title = group.title.replace(" ", "-"), group.title[0].upper() + group.title[1:]
             part = replace(table, title=f"{group.title}: old and new", groups=[replace(group, title="")])
-            title = group.title[0].upper() + group.title[1:]
             sections.append(Section(name=name, title=title, link=group.title, parts=[("table", part)]))
         title = f"Comparison: {Path(self.old.name).name} and {Path(self.new.name).name}"
         return sections_page(self.to_dict(), title, self.headline, sections, passed=self.passed)
@@ -873,32 +868,23 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
         )
     changes: list[Change] = []
     for first, second in _pairs(before.results, after.results):
-        known = first or second
-        if known is None:
-            continue
-        model = ", ".join(filter(None, (f"{known.model.name} {known.model.precision}", known.place)))
-        if first is None or second is None:
-            level = IMPROVEMENT if first is None else REGRESSION if limits.coverage else CHANGED
-            old_text, new_text = (NOTHING, "there") if first is None else ("there", NOTHING)
-            found = [
-                Change(
-                    section="coverage",
-                    subject="model",
-                    level=level,
-                    old=old_text,
-                    new=new_text,
-                    why=_GONE[level],
-                )
-            ]
-        else:
+        if first is not None and second is not None:
             found = _changes(first, second, limits)
-        changes += [replace(change, model=model) for change in found]
+        elif first is not None:
+            level = REGRESSION if limits.coverage else CHANGED
+            found = [Change("coverage", "model", level, "there", NOTHING, _GONE)]
+        else:
+            found = [Change("coverage", "model", IMPROVEMENT, NOTHING, "there", "new")]
+        model = (first or second).model  # type: ignore[union-attr]
+        place = (first or second).place  # type: ignore[union-attr]
+        name = ", ".join(filter(None, (f"{model.name} {model.precision}", place)))
+        changes += [replace(change, model=name) for change in found]
     if not changes:
         raise BundleError("Nothing can be compared.", got=f"{before.name}, {after.name}", hint=_ACCEPTED)
     return Comparison(old=before, new=after, changes=tuple(changes), limits=limits)
 
 
-_GONE = {IMPROVEMENT: "new", REGRESSION: "no longer measured", CHANGED: "no longer measured"}
+_GONE = "no longer measured"
 
 
 def _pairs(old: Sequence[Result], new: Sequence[Result]) -> Iterator[tuple[Result | None, Result | None]]:
@@ -931,41 +917,25 @@ def _changes(old: Result, new: Result, limits: Limits) -> list[Change]:
     if models[0] != models[1]:
         is_other = old.model.precision != new.model.precision
         section, level = ("precision", REGRESSION) if is_other else ("environment", CHANGED)
-        found.append(Change(section=section, subject="model", level=level, old=models[0], new=models[1]))
+        found.append(Change(section, "model", level, *models))
     owners = {item.owner for item in after.values()}
-    reported: set[str] = set()
-    for key in [*before, *(key for key in after if key not in before)]:
-        section, subject = key
-        first, second = before.get(key), after.get(key)
-        if first is not None and second is not None:
-            level, why = _judged(section, first, second, limits)
-            found.append(
-                Change(
-                    section=section, subject=subject, level=level, old=first.shown, new=second.shown, why=why
-                )
-            )
-            continue
+    lost, reported = REGRESSION if limits.coverage else CHANGED, set[str]()
+    for (section, subject), first in before.items():
+        second = after.get((section, subject))
         if second is not None:
-            level, why = _judged_alone(section, second)
-            found.append(
-                Change(section=section, subject=subject, level=level, old=NOTHING, new=second.shown, why=why)
-            )
-            continue
-        if first is None or section in _FIGURES:
-            shown = NOTHING if first is None else first.shown
-            found.append(Change(section=section, subject=subject, level=CHANGED, old=shown, new=NOTHING))
-            continue
-        if first.owner and first.owner not in owners:
-            if first.owner in reported:
-                continue
+            level, why = _judged(section, first, second, limits)
+            found.append(Change(section, subject, level, first.shown, second.shown, why))
+        elif section in _FIGURES:
+            found.append(Change(section, subject, CHANGED, first.shown, NOTHING))
+        elif not first.owner or first.owner in owners:
+            found.append(Change("coverage", f"{section}: {subject}", lost, first.shown, NOTHING, _GONE))
+        elif first.owner not in reported:
             reported.add(first.owner)
-            subject, shown = first.owner, "there"
-        else:
-            subject, shown = f"{section}: {subject}", first.shown
-        level = REGRESSION if limits.coverage else CHANGED
-        found.append(
-            Change(section="coverage", subject=subject, level=level, old=shown, new=NOTHING, why=_GONE[level])
-        )
+            found.append(Change("coverage", first.owner, lost, "there", NOTHING, _GONE))
+    for (section, subject), item in after.items():
+        if (section, subject) not in before:
+            level, why = _judged_alone(section, item)
+            found.append(Change(section, subject, level, NOTHING, item.shown, why))
     return found
 
 
