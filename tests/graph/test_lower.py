@@ -182,6 +182,63 @@ def test_a_float32_mask_saturates_in_fp16_and_keeps_infinity() -> None:
     np.testing.assert_allclose(y[0, 0, 0], v[0, 0, :2].mean(axis=0), atol=2e-3)
 
 
+FP16_DIALECTS = [
+    ("trt", {}),
+    ("primitives", {}),
+    ("trt", {"decompose": True}),
+    ("contrib", {}),
+    ("plugin", {}),
+]
+
+
+@pytest.mark.parametrize(("dialect", "options"), FP16_DIALECTS)
+@pytest.mark.parametrize("masked_score", [0.0, 38400.0])
+def test_a_visible_key_of_the_lowest_score_wins_over_masked_ones(
+    dialect: str, options: dict[str, Any], masked_score: float
+) -> None:
+    # No finite number of FP16 is below every score by more than a masked score may be above it.
+    softcap = {"softcap": 60000.0} if "decompose" in options else {}
+    model = attention((1, 1, 2, 8), (1, 1, 3, 8), dtype="fp16", mask=("bool", (2, 3)), scale=1.0, **softcap)
+    feeds = random_feeds(model, {})
+    feeds["q"][:], feeds["k"][:], feeds["mask"][:] = -60, 80, [True, True, False]
+    feeds["k"][0, 0, 2] = -masked_score / 480
+    feeds["v"][0, 0, 2] = 1000
+    (y,) = evaluate(lower_for_reference(model, dialect, **options), feeds)
+    np.testing.assert_allclose(y[0, 0], np.broadcast_to(feeds["v"][0, 0, :2].mean(axis=0), (2, 8)), atol=2e-3)
+
+
+@pytest.mark.parametrize("gqa", ["fold", "broadcast", "repeat"])
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("lowest", [-65504.0, -40000.0, 65504.0])
+def test_an_fp16_mask_of_one_large_number_is_a_shift(lowest: float, causal: int, gqa: str) -> None:
+    dims = (1, 4, 3, 8), (1, 2, 3, 8)
+    model = attention(*dims, dtype="fp16", mask=("fp16", (3, 3)), is_causal=causal)
+    feeds = random_feeds(model, {})
+    feeds["q"] *= 30  # scores beyond the distance of two numbers at 65504
+    feeds["mask"][1] = lowest
+    feeds["mask"][2, 0] = lowest
+    (y,) = reference(lower(model, "primitives", gqa=gqa), feeds)
+    np.testing.assert_allclose(y, attend(model, feeds)[0], atol=3e-2)
+
+
+@pytest.mark.parametrize("kind", ["bool", "fp32"])
+@pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib", "plugin"])
+@pytest.mark.parametrize("past", [None, "P"])
+def test_a_short_mask_of_its_own_axis_hides_the_keys_beyond_it(
+    dialect: str, kind: str, past: str | None
+) -> None:
+    model = attention(Q4, SELF_K, mask=(kind, ("B", 1, "S", "M")), past=past)
+    lowered = lower_for_reference(model, dialect)
+    for M in (3, 5 if past else 3, 4 if past else 2):  # as long as the keys, and shorter
+        feeds = random_feeds(model, {"B": 2, "S": 3, "P": 2, "M": M})
+        np.testing.assert_allclose(evaluate(lowered, feeds)[0], attend(model, feeds)[0], rtol=2e-5, atol=2e-6)
+
+
+def test_a_mask_of_opset_23_is_never_short() -> None:
+    model = attention(Q4, SELF_K, mask=("bool", ("B", 1, "S", "M")), past="P", opset=23)
+    assert not [node for node in lower(model, "trt").graph if node.op_type == "Pad"]
+
+
 def test_one_new_token_needs_no_mask() -> None:
     model = attention(("B", 4, 1, 8), ("B", 2, 1, 8), past="P", present=True, is_causal=1)
     (node,) = attention_nodes(lower(model, "trt"))

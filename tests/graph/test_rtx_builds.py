@@ -44,6 +44,7 @@ FUSED: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]] = [
     ("trt", {"pad_heads": True}, (Q, CROSS, ("B", 8, "T", 32)), {}),
     ("primitives", {}, (Q, SELF), {"is_causal": 1}),
     ("primitives", {}, (Q, CROSS), {"mask": ("bool", ("B", 1, 1, "T"))}),
+    ("primitives", {}, (Q, CROSS), {"mask": ("fp16", ("B", 1, "S", "T"))}),
     ("primitives", {"gqa": "fold"}, (Q, GROUPED), {"is_causal": 1}),
     ("primitives", {"gqa": "repeat"}, (Q, GROUPED), {"is_causal": 1}),
     ("contrib", {}, (Q, SELF), {"is_causal": 1}),
@@ -59,6 +60,12 @@ def test_builds_and_fuses(
     built = build(lowered, profile(lowered))
     assert len(built.fused) == 1
     assert built.unused_inputs == ()
+
+
+def test_a_boolean_mask_is_added_and_does_not_become_a_list_of_blocks() -> None:
+    lowered = lower(attention(Q, CROSS, dtype="fp16", mask=("bool", ("B", 1, 1, "T"))), "trt")
+    built = build(lowered, profile(lowered))
+    assert not [name for name in built.kernels if "Cums" in name or "Scat" in name], built.kernels
 
 
 def test_decomposed_softcap_builds_without_a_fused_kernel() -> None:
