@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.functions import Min, MinMaxBase
@@ -143,12 +144,51 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
         return ExportError(
             "PyTorch could not trace the module.",
             got=_joined(place, cause[:_LONGEST]),
-            hint=_without_guard(place),
+            hint=_without_guard(place) or _remedy(text),
         )
     constants = dict(_CONSTANT.findall(text))
     if constants:
         return _for_one_size_only(constants, listener.places)
     return _not_for_all_sizes(text, name_of, listener.places)
+
+
+# What PyTorch's exporter refuses, and what helps.
+_REMEDIES = {
+    r"data.dependent|GuardOnDataDependent|\.item\(\)|nonzero": "torch.where or torch.cond in place of Python "
+    "code that depends on values; sizes that do not depend on values",
+    r"aliasing": "clone what goes into torch.cond or comes out of it: (x.clone(),)",
+    r"grouped_mm": 'experts_implementation="batched_mm" in the config of a Transformers model',
+    r"Unsupported dtype Half|not implemented for 'Half'|for .Half.": "--precision auto, or fp32",
+    r"complex": "real numbers: a rotation by sine and cosine, torch.view_as_real",
+    r"HigherOrderOperator|flex_attention": "torch.nn.functional.scaled_dot_product_attention with a mask",
+    r"No ONNX function found": "an equivalent of other operators: ONNX has none for this one",
+}
+
+
+def _remedy(text: str) -> str | None:
+    return next((hint for sign, hint in _REMEDIES.items() if re.search(sign, text)), None)
+
+
+def translation_error(error: Exception, program: ExportedProgram) -> ExportError:
+    """The error for an operator that PyTorch cannot write as ONNX, with the user's line."""
+    cause = first_cause(error)
+    operator = re.search(
+        r"op='([\w.]+)'|Calling FX node: .*?target=torch\.ops\.([\w.]+)", f"{cause}\n{error}"
+    )
+    name = (operator[1] or operator[2]) if operator else ""
+    named = [node for node in program.graph.nodes if name and str(node.target).startswith(name)]
+    place = last_own_line(_frames(named[0])) if named else None
+    return ExportError(
+        "PyTorch could not write the module as ONNX.",
+        got=_joined(place, cause[:_LONGEST]),
+        hint=_remedy(str(error) + cause),
+    )
+
+
+def _frames(node: Node) -> list[traceback.FrameSummary]:
+    """The stack of the module's code that a node came from."""
+    found = _FILE_LINE.findall(node.meta.get("stack_trace") or "")
+    return [traceback.FrameSummary(file, int(line), name) for file, line, name in found]
 
 
 def _without_guard(place: str | None) -> str | None:
@@ -453,9 +493,5 @@ def _infinite_constants(program: ExportedProgram) -> Iterator[str]:
             continue
         for number in node.args:
             if isinstance(number, (int, float)) and torch.finfo(dtype).max < abs(number) < math.inf:
-                frames = [
-                    traceback.FrameSummary(file, int(line), name)
-                    for file, line, name in _FILE_LINE.findall(node.meta.get("stack_trace") or "")
-                ]
-                place = last_own_line(frames)
+                place = last_own_line(_frames(node))
                 yield f"{f'{place}: ' if place else ''}{number:g} in {_SHORT.get(dtype, dtype)}"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import Parameter, Signature, signature
 from itertools import count
 from types import MethodType
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
-from torch.fx import Node
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.fx import Graph, Node
+from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import (
@@ -37,11 +38,11 @@ from mha_deploy.export.explain import (
     comparing_multiples,
     constant_error,
     explain_failure,
-    first_cause,
     may_be_small_sizes,
     quiet,
     refuse_infinite_constants,
     silenced,
+    translation_error,
     was_interrupted,
 )
 from mha_deploy.export.oracle import run_program
@@ -348,7 +349,7 @@ def export_program(
             module changes its own buffers or inputs, or gives other results each time.
     """
     with _evaluating(module):
-        with _explicit_forward(module, list(inputs)):
+        with _explicit_forward(module, list(inputs)), _batched_experts(module):
             traced = _traced(module, inputs, dims, axes)
         axes, sizes = traced.axes, traced.sizes
         names = list(named_outputs(traced.program, output_names, list(inputs)))
@@ -502,6 +503,7 @@ def _translated(
     traced: ExportedProgram, example: dict[str, Tensor], opset: int
 ) -> tuple[ir.Model, ExportedProgram]:
     _share_single_heads(traced)
+    _write_complex_as_real(traced)
     try:
         with quiet():
             result = torch.onnx.export(
@@ -510,10 +512,36 @@ def _translated(
     except torch.onnx.OnnxExporterError as error:
         if was_interrupted(error):
             raise KeyboardInterrupt from error
-        raise ExportError("PyTorch could not write the module as ONNX.", got=first_cause(error)) from error
+        raise translation_error(error, traced) from error
     if result is None or result.exported_program is None:
         raise ExportError("PyTorch gave no ONNX program.")
+    _settle_norms(result.model)
     return result.model, result.exported_program
+
+
+def _settle_norms(model: ir.Model) -> None:
+    """Let RMSNormalization compute in the type of its scale: PyTorch forgets the casts around a wider one."""
+    for node in list(model.graph.all_nodes()):
+        if node.op_type != "RMSNormalization" or node.domain:
+            continue
+        value, scale = node.inputs[:2]
+        output = node.outputs[0]
+        if value is None or scale is None or scale.dtype is None or scale.dtype == output.dtype:
+            continue
+        before, after = ir.node("Cast", [value], {"to": scale.dtype}), ir.node("Cast", [output])
+        after.attributes["to"] = ir.AttrInt64("to", int(output.dtype or scale.dtype))
+        for cast, source, dtype in ((before, value, scale.dtype), (after, output, output.dtype)):
+            cast.outputs[0].name = f"{output.name}_{'in' if cast is before else 'out'}"
+            cast.outputs[0].dtype, cast.outputs[0].shape = dtype, source.shape
+        graph = node.graph
+        if graph is None:
+            continue
+        ir.convenience.replace_all_uses_with(output, after.outputs[0], replace_graph_outputs=True)
+        after.replace_input_with(0, output)
+        node.replace_input_with(0, before.outputs[0])
+        output.dtype = scale.dtype
+        graph.insert_before(node, before)
+        graph.insert_after(node, after)
 
 
 def _share_single_heads(program: ExportedProgram) -> None:
@@ -523,6 +551,161 @@ def _share_single_heads(program: ExportedProgram) -> None:
             query, key = (each.meta["val"].shape for each in node.args[:2])
             if len(query) == len(key) == 4 and key[1] == 1 and query[1] != 1:
                 node.kwargs = {**node.kwargs, "enable_gqa": True}
+
+
+_aten = torch.ops.aten
+# Operators that do the same to the real and to the imaginary part.
+_PARTWISE = frozenset(
+    {
+        *(_aten.view, _aten.reshape, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze, _aten.flatten),
+        *(_aten.slice, _aten.select, _aten.index, _aten.index_select, _aten.expand, _aten.cat, _aten.stack),
+        *(_aten.permute, _aten.transpose, _aten.clone, _aten.contiguous, _aten.alias, _aten.detach_),
+        *(_aten.detach, _aten.neg, _aten.repeat, _aten.unflatten, _aten.embedding),
+    }
+)
+_COMPLEX = frozenset(
+    {
+        *(_aten.view_as_complex, _aten.view_as_real, _aten.polar, _aten.complex, _aten.mul, _aten.real),
+        *(
+            _aten.add,
+            _aten.sub,
+            _aten.imag,
+            _aten.abs,
+            _aten.conj,
+            _aten._conj,
+            _aten.resolve_conj,
+            _aten.to,
+            _aten._to_copy,
+        ),
+    }
+)
+
+
+def _write_complex_as_real(program: ExportedProgram) -> None:
+    """Write complex numbers as pairs of real ones, as rotary embeddings use them.
+
+    A program with another operator on complex numbers is left to PyTorch, which writes some of them itself.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target is _aten._assert_tensor_metadata.default and _is_complex(node.all_input_nodes[0]):
+            graph.erase_node(node)
+    nodes = [node for node in graph.nodes if any(map(_is_complex, (node, *node.all_input_nodes)))]
+    called = [node for node in nodes if node.op == "call_function"]
+    known = _PARTWISE | _COMPLEX
+    if not called or any(getattr(node.target, "overloadpacket", None) not in known for node in called):
+        return
+    pairs: dict[Node, tuple[Node, Node]] = {}
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    for node in nodes:
+        with graph.inserting_before(node if node.op == "call_function" else first):
+            if node.op == "call_function":
+                _write_pair(graph, node, pairs)
+            elif _is_complex(node):
+                emit = partial(_emit, graph, node)
+                real = emit(_aten.view_as_real.default, node)
+                pairs[node] = tuple(emit(_aten.select.int, real, -1, part) for part in (0, 1))  # type: ignore[assignment]
+    for node in reversed(called):
+        if not node.users:
+            graph.erase_node(node)
+    graph.lint()
+    program.graph_module.recompile()
+
+
+def _is_complex(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_complex()
+
+
+def _emit(graph: Graph, origin: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A node in the place of another one, with the value that PyTorch infers for it."""
+    node = graph.call_function(target, args, kwargs)
+    values = tree_map_only(Node, lambda each: each.meta["val"], (args, kwargs))
+    node.meta = {**origin.meta, "val": target(*values[0], **values[1])}
+    return node
+
+
+def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Node, Node]]) -> None:
+    """Write one operator on complex numbers: `pairs` gets its result, or its users another node."""
+    emit = partial(_emit, graph, node)
+    packet, args, kwargs = node.target.overloadpacket, node.args, node.kwargs  # type: ignore[union-attr]
+
+    def parts(value: Any) -> tuple[Any, Any]:
+        if isinstance(value, Node):
+            return pairs.get(value, (value, None))
+        return (value.real, value.imag or None) if isinstance(value, complex) else (value, None)
+
+    def times(one: Any, other: Any) -> Any:
+        return None if one is None or other is None else emit(_aten.mul.Tensor, one, other)
+
+    def plus(one: Any, other: Any, target: Any = _aten.add.Tensor) -> Any:
+        if one is None or other is None:
+            return (
+                one
+                if other is None
+                else other
+                if target is _aten.add.Tensor
+                else emit(_aten.neg.default, other)
+            )
+        return emit(target, one, other)
+
+    real, imaginary = parts(args[0]) if args else (None, None)
+    if packet is _aten.view_as_complex:
+        pairs[node] = tuple(emit(_aten.select.int, args[0], -1, part) for part in (0, 1))  # type: ignore[assignment]
+    elif packet is _aten.complex:
+        pairs[node] = args[0], args[1]  # type: ignore[assignment]
+    elif packet is _aten.polar:
+        wave = [emit(each, args[1]) for each in (_aten.cos.default, _aten.sin.default)]
+        pairs[node] = tuple(times(args[0], each) for each in wave)  # type: ignore[assignment]
+    elif packet in (_aten.view_as_real, _aten.real, _aten.imag, _aten.abs):
+        if packet is _aten.view_as_real:
+            new = emit(_aten.stack.default, [real, imaginary], -1)
+        elif packet is _aten.abs:
+            new = emit(_aten.sqrt.default, plus(times(real, real), times(imaginary, imaginary)))
+        else:
+            new = real if packet is _aten.real else imaginary
+        node.replace_all_uses_with(new)
+    elif packet in (_aten.to, _aten._to_copy):
+        double = node.meta["val"].dtype == torch.complex128
+        wide = torch.float64 if double else torch.float32
+        imaginary = emit(_aten.zeros_like.default, real) if imaginary is None else imaginary
+        pairs[node] = tuple(emit(_aten.to.dtype, each, wide) for each in (real, imaginary))  # type: ignore[assignment]
+    elif packet is _aten.mul:
+        other_real, other_imaginary = parts(args[1])
+        pairs[node] = (
+            plus(times(real, other_real), times(imaginary, other_imaginary), _aten.sub.Tensor),
+            plus(times(real, other_imaginary), times(imaginary, other_real)),
+        )
+    elif packet in (_aten.add, _aten.sub):
+        target = _aten.add.Tensor if packet is _aten.add else _aten.sub.Tensor
+        pairs[node] = tuple(plus(*each, target) for each in zip(parts(args[0]), parts(args[1]), strict=True))  # type: ignore[assignment]
+    elif packet in (_aten.conj, _aten._conj):
+        pairs[node] = real, emit(_aten.neg.default, imaginary)
+    elif packet is _aten.resolve_conj:
+        pairs[node] = real, imaginary
+    else:
+        made = []
+        for part in (0, 1):
+            given = tree_map_only(
+                Node, lambda each, part=part: pairs.get(each, (each, each))[part], (args, kwargs)
+            )
+            made.append(emit(node.target, *given[0], **given[1]))
+        pairs[node] = made[0], made[1]
+
+
+@contextlib.contextmanager
+def _batched_experts(module: nn.Module) -> Iterator[None]:
+    """Let Transformers' mixtures of experts multiply in batches: ONNX has no grouped GEMM."""
+    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    before = [(each, getattr(each, "_experts_implementation", None)) for each in configs.values()]
+    switched = [(each, kind) for each, kind in before if kind in ("grouped_mm", "eager")]
+    for config, _ in switched:
+        config._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        for config, kind in switched:
+            config._experts_implementation = kind
 
 
 @contextlib.contextmanager

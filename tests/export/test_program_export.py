@@ -206,3 +206,83 @@ def test_axes_are_traced_at_different_sizes_of_two_or_more(axes, shown):
 def test_the_sizes_of_the_example_come_first():
     sizes = trace_sizes({"x": torch.zeros(6, 24)}, {"x": ("B", "S")}, {"B": B, "S": S})
     assert sizes == {"B": 6, "S": 24}
+
+
+# -- What PyTorch's exporter has no words for --------------------------------------------------------------
+
+
+class ComplexRotation(nn.Module):
+    """A rotary embedding in complex numbers, as Llama's first code has it."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.outer(torch.arange(64.0), 0.3 ** torch.arange(4))
+        self.register_buffer("rotation", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x):
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (4, 2)))
+        rotated = pairs * self.rotation[: x.shape[1]][None]
+        back = (rotated * self.rotation[: x.shape[1]].conj() + 1).unsqueeze(0).squeeze(0)
+        return torch.view_as_real(rotated).flatten(2).to(x.dtype), back.abs(), back.real
+
+
+class SharedHead(nn.Module):
+    """One key and value head for all queries, which broadcasts."""
+
+    def forward(self, x):
+        q, k = x.unflatten(-1, (4, 2)).transpose(1, 2), x[:, None, :, :2]
+        return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+
+class Flex(nn.Module):
+    """flex_attention with a score modification and a mask that is made in `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.1, 0.05]))
+
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        mask = create_block_mask(
+            lambda b, h, i, j: (i >= j) & (i - j < 3), None, None, x.shape[1], x.shape[1]
+        )
+        return flex_attention(
+            q, q, q, score_mod=lambda s, b, h, i, j: s - self.slopes[h] * (i - j).abs(), block_mask=mask
+        )
+
+
+class Branches(nn.Module):
+    """Two attentions, one of which is computed."""
+
+    def forward(self, x):
+        def attended(x, causal):
+            q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
+
+        return torch.cond(x.sum() > 0, lambda x: attended(x, True), lambda x: attended(x, False), (x,))
+
+
+class AnyNames(nn.Module):
+    """A forward that takes its inputs by keyword, whatever their names are."""
+
+    def forward(self, **inputs):
+        return inputs["x"] * 2
+
+
+@pytest.mark.parametrize("make", [ComplexRotation, SharedHead, Flex, Branches, AnyNames])
+def test_what_pytorch_does_not_write_by_itself_is_rewritten(make):
+    torch.manual_seed(0)
+    module, axes = make().eval(), {"B": Axis(min=1, opt=2, max=8), "S": Axis(min=1, opt=6, max=64)}
+    exported = export_program(module, {"x": torch.randn(2, 6, 8)}, {"x": ("B", "S")}, axes)
+    for sizes in ((3, 9), (1, 1)):
+        x = torch.randn(*sizes, 8)
+        with torch.no_grad():
+            want = module(x=x)
+        want = want if isinstance(want, tuple) else (want,)
+        got, (oracle, _) = run(exported.model, {"x": x}), run_program(exported, {"x": x})
+        for name, tensor in zip(got, want, strict=True):
+            np.testing.assert_allclose(got[name], tensor.numpy(), atol=1e-5)
+            assert oracle[name].dtype == torch.float64
+            torch.testing.assert_close(oracle[name].float(), tensor)
