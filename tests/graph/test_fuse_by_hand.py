@@ -222,3 +222,37 @@ def test_a_failure_of_the_recogniser_leaves_one_attention_as_it_was(part, monkey
     report = check_same(model)
     assert len(report.fused) == 1
     assert [(left.name, "a bug" in left.reason) for left in report.unfused] == [(name, True)]
+
+
+# -- scores beside those of the keys -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "filled", "added"])
+@pytest.mark.parametrize("shape", [(1, H, 1, 1), (1, 1, 1, 1), (2, H, S, 1), (1, H, 1, 2)])
+def test_an_attention_sink_is_a_key_of_zeros(mask, shape):
+    """As in gpt-oss: a learned score of each head is appended, and its weight is dropped."""
+    g = Hand()
+    scores = g.op("Mul", g.scores(), g.const(0.3))
+    if mask == "causal":
+        scores = g.op("Where", g.const(np.tri(S, dtype=bool), bool), scores, g.const(-np.inf))
+    elif mask == "filled":
+        scores = g.op("Where", g.input("m", [2, 1, S, S], BOOL), scores, g.const(-1e9))
+    elif mask == "added":
+        scores = g.op("Add", scores, g.input("bias", [2, H, S, S]))
+    sink = g.op(
+        "Expand", g.const(np.random.default_rng(0).standard_normal(shape)), g.ints(2, H, S, shape[-1])
+    )
+    both = g.op("Concat", scores, sink, axis=-1)
+    shifted = g.op("Sub", both, g.op("ReduceMax", both, g.ints(-1), keepdims=1))
+    ends = [g.ints(each) for each in (0, -shape[-1], -1)]
+    report = check_same(g.model(g.op("MatMul", g.op("Slice", g.op("Softmax", shifted), *ends), "v")))
+    assert (len(report.fused), report.unfused) == (1, ())
+
+
+def test_a_sink_that_is_scaled_later_is_named():
+    g = Hand()
+    sink = g.const(np.zeros((2, H, S, 1)))
+    both = g.op("Mul", g.op("Concat", g.scores(), sink, axis=-1), g.const(0.3))
+    weights = g.op("Slice", g.op("Softmax", both), g.ints(0), g.ints(-1), g.ints(-1))
+    report = check_same(g.model(g.op("MatMul", weights, "v")))
+    assert [left.recognised for left in report.unfused] == [True]

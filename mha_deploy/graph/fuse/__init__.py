@@ -276,6 +276,7 @@ def _boundary(pattern: Pattern) -> Boundary:
     """What is drawn to compare an attention with its original: Q, K, V and the masks."""
     letters, operands = pattern.letters, (pattern.q, pattern.k, pattern.v)
     masks = [term.tensor for term in pattern.masking.terms]
+    masks += [pattern.sink.value] if pattern.sink is not None else []
     tensors = [*pattern.masking.terms, *pattern.multipliers]
     named = [(each.value, each.axes) for each in operands]
     named += [(_tensor(each), each.axes[-len(_tensor(each).shape or ()) :]) for each in tensors]

@@ -320,11 +320,39 @@ def _taken_apart(term: Term, dtype: ir.DataType) -> list[Term]:
         return _taken_apart(replace(term, value=first), dtype)
     if is_op(node, "Where"):
         return _from_where(term, node, dtype)
+    if (choice := _choice(term.value, 0)) is not None and term.factor > 0:
+        for shown, (kept, other) in ((True, choice[1:]), (False, choice[:0:-1])):
+            if kept == 0.0 and math.isfinite(other) and _absorbs(other * term.factor, dtype):
+                fill = other * term.factor
+                return [Fill(condition=choice[0], shown=shown, fill=fill, axes=term.axes, added=True)]
     if is_op(node, "Add"):
         sides = [replace(term, value=each) for each in node.inputs if each is not None]
         parts = [part for side in reversed(sides) for part in _taken_apart(side, dtype)]
         return parts if len(parts) < 2 or any(isinstance(part, Fill) for part in parts) else [term]
     return [term]
+
+
+def _choice(value: ir.Value | None, depth: int) -> tuple[ir.Value, float, float] | None:
+    """A condition, and the numbers of a tensor where it is true and where not, as in `(1 - m) * x`."""
+    node = None if value is None else value.producer()
+    if value is None or node is None or depth > _MAX_DEPTH or value.dtype is None:
+        return None
+    if is_op(node, "Cast") and (source := node.inputs[0]) is not None and value.dtype.is_floating_point():
+        if source.dtype == ir.DataType.BOOL:
+            return source, 1.0, 0.0
+        return _choice(source, depth + 1) if holds(value.dtype, source.dtype) else None
+    if not is_op(node, "Add", "Sub", "Mul") or not value.dtype.is_floating_point():
+        return None
+    for at in (0, 1):
+        found, number = _choice(node.inputs[at], depth + 1), scalar_of(node.inputs[1 - at])
+        if found is None or number is None or len(dims_of(node.inputs[1 - at] or value) or ()) > 1:
+            continue
+        kind, compute = value.dtype.numpy().type, _ELEMENTWISE[node.op_type]
+        sides = ((each, number) if at == 0 else (number, each) for each in found[1:])
+        with np.errstate(all="ignore"):
+            true, false = (float(compute(*(kind(each) for each in pair))) for pair in sides)
+        return found[0], true, false
+    return None
 
 
 def _before_layout(value: ir.Value, node: ir.Node) -> ir.Value | None:
@@ -439,6 +467,7 @@ def decide_masking(
     guarded: bool,
     order: Axes,
     softcap: float = 0.0,
+    sink: bool = False,
 ) -> Masking:
     """Choose the strongest form that is certainly the same.
 
@@ -450,6 +479,7 @@ def decide_masking(
         order: The axes of queries and keys. Where they are not the last two of the scores, a triangle in the
             last two axes of a mask is not the causal one, and stays a mask.
         softcap: Bound of the scores; 0 for none.
+        sink: Whether every query has a score that nothing masks, so that it is never fully masked.
     """
     lowest = float(ml_dtypes.finfo(dtype.numpy()).min)
     given = [_as_fill(term) for term in terms]
@@ -463,6 +493,10 @@ def decide_masking(
     if not highest <= weakest:
         what = "Masked scores are set to a number that other scores could be below."
         raise NotExpressible(what, got=f"{highest:g}", hint=f"fill with the lowest number, {lowest:g}")
+    if sink:
+        hidden = [replace(term, fill=-math.inf) if isinstance(term, Fill) else term for term in plain]
+        _check_types(hidden, dtype)
+        return Masking(causal=False, terms=tuple(hidden), kind="float", notes=notes)
     if not rest:
         return Masking(causal=at is not None, terms=(), kind="none", notes=notes)
     if _needs_exact(plain, dtype):

@@ -18,6 +18,7 @@ from mha_deploy.graph.fuse.scores import (
     Normalisation,
     Operand,
     Scores,
+    Sink,
     UsedWeights,
     Weights,
     Wider,
@@ -89,7 +90,9 @@ class Pattern:
         Hkv: Key/value heads.
         weights: The weights, where they are used elsewhere too.
         batches: Whether Q, K and V may have different batches, of which some are 1.
+        lengths: Whether K may have a single key where V and a mask have more.
         wider: Axes of masks that may be larger than those of Q and K.
+        sink: Scores that are appended to those of the keys.
     """
 
     softmax: ir.Node
@@ -109,7 +112,9 @@ class Pattern:
     Hkv: int
     weights: UsedWeights | None
     batches: bool
+    lengths: bool
     wider: tuple[Wider, ...]
+    sink: Sink | None
 
 
 def read_pattern(softmax: Normalisation) -> Pattern:
@@ -121,7 +126,9 @@ def read_pattern(softmax: Normalisation) -> Pattern:
     alphabet = Alphabet()
     scores = read_scores(softmax, alphabet)
     axes = tuple(string.ascii_letters[: len(dims_of(softmax.source) or ())])  # the first letters, in order
-    weights = read_weights(softmax, axes, alphabet)
+    weights = read_weights(softmax, axes, alphabet, scores.sink)
+    if scores.sink is not None:
+        axes = tuple(scores.sink.inner if each == scores.sink.outer else each for each in axes)
     if scores.matmul is None:
         raise NotFused("Its scores have no matmul.")
     second = _second_matmul(weights, alphabet).resolved(alphabet)
@@ -133,7 +140,7 @@ def read_pattern(softmax: Normalisation) -> Pattern:
         letters = replace(letters, batch=letters.batch + letters.head, head=None)
         q, k, v = _operands(first, second, letters, weights.position, alphabet.sizes)
     wider = tuple(each._replace(axis=alphabet.resolved((each.axis,))[0]) for each in scores.wider)
-    batches = _check_sizes(q, k, v, letters, wider, is_op(second.node, "MatMul"))
+    batches, lengths = _check_sizes(q, k, v, letters, wider, is_op(second.node, "MatMul"))
     _check_types(q, k, v, weights.value)
     dtype = q.value.dtype or ir.DataType.FLOAT
     masking = decide_masking(
@@ -143,6 +150,7 @@ def read_pattern(softmax: Normalisation) -> Pattern:
         guarded=weights.guarded,
         order=(letters.query, letters.key),
         softcap=scores.softcap,
+        sink=scores.sink is not None,
     )
     Hq, Hkv = _heads(q, k, v, letters.head)
     scale = scores.factor * q.factor * k.factor
@@ -166,6 +174,8 @@ def read_pattern(softmax: Normalisation) -> Pattern:
         Hkv=Hkv,
         weights=_used_weights(weights, alphabet, dtype),
         batches=batches,
+        lengths=lengths,
+        sink=scores.sink and replace(scores.sink, axes=alphabet.resolved(scores.sink.axes)),
         wider=tuple(each for each in wider if each.axis in (*letters.batch, letters.query)),
     )
 
@@ -265,8 +275,8 @@ def _operands(
 
 def _check_sizes(
     q: Operand, k: Operand, v: Operand, letters: Letters, wider: tuple[Wider, ...], contracted: bool
-) -> bool:
-    """Whether Q, K and V may have different batches; else they certainly have the same.
+) -> tuple[bool, bool]:
+    """Whether Q, K and V may have different batches, and K and V different lengths; else they are the same.
 
     Args:
         q: Queries.
@@ -274,13 +284,13 @@ def _check_sizes(
         v: Values.
         letters: The names of the axes.
         wider: Axes of masks that may be larger than those of the scores.
-        contracted: Whether the matmul with V fails at run time where K and V differ in length.
+        contracted: Whether the matmul with V fails at run time where the weights and V differ in length.
     """
     lengths = [each.dim(letters.key) for each in (k, v)]
-    apart = all(isinstance(each, int) for each in lengths) or 1 in lengths or not contracted
-    if not same_dim(*lengths) and (apart or any(each.axis == letters.key for each in wider)):
+    if not same_dim(*lengths) and (all(isinstance(each, int) for each in lengths) or not contracted):
         got = f"{lengths[0]} and {lengths[1]}"
         raise NotFused("K and V have different lengths, or lengths that are not known to be equal.", got=got)
+    single = not same_dim(*lengths) and any(each.axis == letters.key for each in wider)
     sizes = {letter: [each.dim(letter) for each in (q, k, v)] for letter in letters.batch}
     apart = not all(same_dim(each[0], other) for each in sizes.values() for other in each[1:])
     # One axis of the batch can be broadcast: that is what the matmuls do.
@@ -289,7 +299,7 @@ def _check_sizes(
         raise NotFused("Q, K, V and the mask have different batches.", got=got)
     if any(each.axis not in (*letters.batch, letters.query, letters.key) for each in wider):
         raise NotFused("A mask may have more heads than Q.", got=[str(each.value.name) for each in wider])
-    return apart
+    return apart, single
 
 
 def _check_types(q: Operand, k: Operand, v: Operand, weights: ir.Value) -> None:
@@ -313,12 +323,28 @@ def _heads(q: Operand, k: Operand, v: Operand, head: str | None) -> tuple[int, i
 
 _LOOPS = frozenset({"Loop", "Scan"})
 # Activations that some models have in the place of the softmax.
-_ACTIVATIONS = frozenset({"Sigmoid", "Relu", "Softplus", "HardSigmoid", "Exp", "Elu", "Gelu", "Tanh", "Pow"})
+_ACTIVATIONS = frozenset(
+    {
+        "Sigmoid",
+        "Relu",
+        "Softplus",
+        "HardSigmoid",
+        "Exp",
+        "Elu",
+        "Gelu",
+        "Tanh",
+        "Pow",
+        "Softmax",
+        "LogSoftmax",
+    }
+    | {"Hardmax", "LpNormalization", "ThresholdedRelu", "LeakyRelu", "Celu", "Selu", "Softsign", "HardSwish"}
+    | {"Erf", "Mish"}
+)
 # What may stand between the two matmuls of an attention without softmax; a norm or a projection may not.
 _BETWEEN = _ACTIVATIONS | frozenset(
     {"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Clip", "Where", "Sqrt", "Reciprocal", "Trilu"}
     | {"Cast", "Identity", "Dropout", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "CumSum"}
-    | {"Slice", "Split", "Concat", "Pad", "Log", "Softsign", "LeakyRelu", "Celu", "Selu"}
+    | {"Slice", "Split", "Concat", "Pad", "Log", "ScatterElements", "Sign"}
 )
 _NO_SOFTMAX = "Attention always has one."
 

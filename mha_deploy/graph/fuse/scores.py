@@ -397,31 +397,58 @@ class Normalisation:
 
 
 def softmax_at(node: ir.Node) -> Normalisation | None:
-    """The softmax that ends in a node: a Softmax, or `exp(x - max(x)) / sum(exp(x - max(x)))`."""
+    """The softmax that ends in a node: a Softmax, `exp(log_softmax(x))`, or `exp(x) / sum(exp(x))`.
+
+    The maximum may be subtracted before.
+    """
     source = node.inputs[0] if node.inputs else None
     if source is None:
         return None
     if is_op(node, "Softmax"):
-        axis = node.attributes.get_int("axis", -1)
-        return Normalisation(node=node, source=source, result=node.outputs[0], axis=axis, nodes=(node,))
-    power, total = source.producer(), None
-    if is_op(node, "Div") and is_op(power, "Exp") and node.inputs[1] is not None:
-        total = node.inputs[1].producer()
-    if power is None or total is None or not is_op(total, "ReduceSum") or total.inputs[0] is not source:
-        return None
-    reduced = _reduced_axis(total)
-    inner = power.inputs[0]
-    users = [each for each, _ in source.uses()]
-    if reduced is None or inner is None or {*users} != {node, total} or source.is_graph_output():
-        return None
-    shift = inner.producer()
-    top = shift.inputs[1].producer() if shift is not None and shift.inputs[1:] and shift.inputs[1] else None
-    if shift is None or top is None or not is_op(shift, "Sub") or not is_op(top, "ReduceMax"):
-        return Normalisation(node=node, source=inner, result=node.outputs[0], axis=reduced, nodes=(power,))
-    before = shift.inputs[0]
-    if before is None or top.inputs[0] is not before or _reduced_axis(top) != reduced:
-        return None
-    return Normalisation(node=node, source=before, result=node.outputs[0], axis=reduced, nodes=(shift, top))
+        return _shifted(node, source, node.attributes.get_int("axis", -1), (node,))
+    inner = source.producer()
+    if is_op(node, "Exp") and inner is not None and is_op(inner, "LogSoftmax") and _is_used_once(source):
+        before = inner.inputs[0]
+        axis = inner.attributes.get_int("axis", -1)
+        return None if before is None else _shifted(node, before, axis, (inner,))
+    return _exponentials_at(node)
+
+
+def _exponentials_at(node: ir.Node) -> Normalisation | None:
+    """The softmax of `Div(Exp(x), ReduceSum(Exp(x)))` or `Mul(Exp(x), Reciprocal(ReduceSum(Exp(x))))`."""
+    pairs = [tuple(node.inputs)] if is_op(node, "Div", "Mul") and len(node.inputs) == 2 else []
+    pairs += [pair[::-1] for pair in pairs if is_op(node, "Mul")]
+    for source, divisor in pairs:
+        power = None if source is None else source.producer()
+        total = None if divisor is None else divisor.producer()
+        if is_op(node, "Mul"):
+            inverse = total if is_op(total, "Reciprocal") else None
+            total = None if inverse is None or inverse.inputs[0] is None else inverse.inputs[0].producer()
+        if source is None or power is None or total is None or not is_op(power, "Exp"):
+            continue
+        if not is_op(total, "ReduceSum") or total.inputs[0] is not source or source.is_graph_output():
+            continue
+        axis, inner = _reduced_axis(total), power.inputs[0]
+        if axis is not None and inner is not None and {user for user, _ in source.uses()} == {node, total}:
+            return _shifted(node, inner, axis, (power,))
+    return None
+
+
+def _shifted(node: ir.Node, source: ir.Value, axis: int, nodes: tuple[ir.Node, ...]) -> Normalisation:
+    """The softmax of a source from which its maximum may have been subtracted."""
+    shift = source.producer()
+    if shift is not None and is_op(shift, "Sub") and _is_used_once(source):
+        before, top = shift.inputs[0], None if shift.inputs[1] is None else shift.inputs[1].producer()
+        rank = len(dims_of(source) or ())
+        over_keys = is_op(top, "ReduceMax") and top is not None and top.inputs[0] is before
+        if before is not None and top is not None and over_keys:
+            same = _reduced_axis(top) == (axis - rank if axis >= 0 else axis)
+            source, nodes = (before, (shift, top)) if same else (source, nodes)
+    return Normalisation(node=node, source=source, result=node.outputs[0], axis=axis, nodes=nodes)
+
+
+def _is_used_once(value: ir.Value) -> bool:
+    return len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def _reduced_axis(node: ir.Node) -> int | None:
@@ -519,6 +546,27 @@ class Wider(NamedTuple):
     at: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sink:
+    """Scores that are appended to those of the keys, and whose weights are dropped.
+
+    Args:
+        value: The scores.
+        axes: Their axes, that of the keys under the name it has without them.
+        outer: The axis of the keys with them.
+        inner: The same without them.
+        count: How many there are.
+        first: Whether they come first.
+    """
+
+    value: ir.Value
+    axes: Axes
+    outer: str
+    inner: str
+    count: int
+    first: bool
+
+
 @dataclass(kw_only=True)
 class Scores:
     """The way from the matmul to the softmax.
@@ -533,6 +581,7 @@ class Scores:
         softmax_dtype: Type of the softmax where it is not that of the matmul.
         multipliers: Tensors that the scores are multiplied with.
         wider: Axes of masks and multipliers that may be larger than those of the scores.
+        sink: Scores that are appended.
     """
 
     alphabet: Alphabet
@@ -544,6 +593,7 @@ class Scores:
     softmax_dtype: ir.DataType | None = None
     multipliers: list[Multiplier] = field(default_factory=list)
     wider: list[Wider] = field(default_factory=list)
+    sink: Sink | None = None
 
 
 def read_scores(softmax: Normalisation, alphabet: Alphabet) -> Scores:
@@ -678,6 +728,31 @@ def _where(node: ir.Node, scores: Scores) -> ir.Value | None:
     return inner
 
 
+def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
+    inner = [value for value in node.inputs if _reaches_product(value)]
+    others = [value for value in node.inputs if value not in inner]
+    axis = node.attributes.get_int("axis", -1)
+    if len(inner) != 1 or len(others) != 1 or inner[0] is None or others[0] is None or scores.sink:
+        raise NotFused("Concat of several parts stands between the scores and the softmax.", got=node.name)
+    count, keys = (sizes_of(value) or [None] for value in (others[0], inner[0]))
+    size = count[axis] if -len(count) <= axis < len(count) else None
+    plain = scores.factor == 1.0 and not (scores.terms or scores.multipliers or scores.softcap)
+    outer = scores.axes[axis]
+    if not plain or not isinstance(size, int) or len(outer) != 1 or len(keys) != len(scores.axes):
+        raise NotExpressible("The scores are changed after others were appended to them.", got=node.name)
+    letter = scores.alphabet.new(keys[axis])
+    scores.axes = tuple(letter if each == outer else each for each in scores.axes)
+    scores.sink = Sink(
+        value=others[0],
+        axes=scores.axes,
+        outer=outer,
+        inner=letter,
+        count=size,
+        first=node.inputs[0] is others[0],
+    )
+    return inner[0]
+
+
 def _tanh(node: ir.Node, scores: Scores) -> ir.Value | None:
     if scores.softcap or scores.multipliers:
         raise NotExpressible("The scores pass two tanh, or are scaled by a tensor after one.")
@@ -695,6 +770,7 @@ _STEPS = {
     "Sub": _add,
     "Where": _where,
     "Tanh": _tanh,
+    "Concat": _concat,
     "Transpose": _transpose,
     "Reshape": _reshape,
     "Squeeze": _reshape,
@@ -806,13 +882,14 @@ def _comes_to_product(result: ir.Value) -> bool:
     return False
 
 
-def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet) -> Weights:
+def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: Sink | None) -> Weights:
     """Walk from a softmax to the matmul with V.
 
     Args:
         softmax: The softmax.
         axes: The axes of its result.
         alphabet: The letters.
+        sink: Scores whose weights are dropped.
 
     Raises:
         NotFused: The weights are changed on the way.
@@ -831,6 +908,8 @@ def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet) -> Weig
         used = used if alone else UsedWeights(value=value, axes=axes)
         if is_product(node):
             _check_casts(value, passed)
+            if sink is not None and (used is not None or sink.outer in "".join(axes)):
+                raise NotExpressible("The weights of appended scores are used.", got=value.name)
             return Weights(value=value, matmul=node, position=position, axes=axes, guarded=guarded, used=used)
         if is_op(node, "Transpose"):
             axes = tuple(axes[axis] for axis in perm_of(node))
@@ -840,11 +919,32 @@ def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet) -> Weig
                 what = f"{node.op_type} stands between the softmax and the matmul with V, of unknown sizes."
                 raise NotFused(what, got=node.name)
             axes = moved
+        elif sink is not None and is_op(node, "Slice") and position == 0:
+            axes = _without_sink(node, axes, sink)
         else:
             _check_passed(node)
         passed.append(value)
         value = node.outputs[0]
     raise NotFused("The way from the softmax to the matmul with V is too long.")
+
+
+def _without_sink(node: ir.Node, axes: Axes, sink: Sink) -> Axes:
+    """The axes of the weights behind a Slice that drops those of appended scores, and nothing else."""
+    starts, ends, at, steps = (
+        ints_of(node.inputs[place]) if place < len(node.inputs) else None for place in (1, 2, 3, 4)
+    )
+    key = axes.index(sink.outer) if sink.outer in axes else -1
+    here = at is not None and [each % len(axes) for each in at] == [key] and (steps or [1]) == [1]
+    wanted = ([sink.count], None) if sink.first else ([0], [-sink.count])
+    end = ends is not None and (ends[0] >= 2**31 - 1 if sink.first else ends == wanted[1])
+    if sink.first or not end:  # the end may be the number of keys itself
+        found = sizes_of(node.outputs[0])
+        size = (sizes_of(node.inputs[0]) or [None])[key]
+        kept = size - sink.count if isinstance(size, int) else None
+        end = end or (found is not None and kept is not None and found[key] == kept)
+    if not here or starts != wanted[0] or not end:
+        raise NotFused("Slice stands between the softmax and the matmul with V.", got=node.name)
+    return tuple(sink.inner if each == sink.outer else each for each in axes)
 
 
 def _use(value: ir.Value) -> tuple[ir.Node, int, bool]:

@@ -130,6 +130,13 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
         only_missing: Whether only nodes without types or ranks are looked at, such as new ones.
     """
     nodes = [node for graph in model.graphs() for node in graph]
+    unnamed = dict[ir.Value, ir.Shape]()
+    for index, value in enumerate(model.graph.inputs):
+        dims = sizes_of(value)
+        if dims is not None and None in dims:
+            # Sizes without a name are the same wherever they come from the same input.
+            named = [f"input{index}.{at}" if size is None else size for at, size in enumerate(dims)]
+            unnamed[value], value.shape = ir.Shape(dims), ir.Shape(named)
     missing = [node for node in nodes if any(_is_missing(value) for value in node.outputs)]
     if missing and only_missing:
         for graph in model.graphs():
@@ -140,6 +147,8 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
     walk = _Walk(own)
     for node in missing if only_missing else model.graph.all_nodes():
         walk.visit(node)
+    for value, shape in unnamed.items():
+        value.shape = shape
 
 
 def _is_missing(value: ir.Value) -> bool:

@@ -71,6 +71,8 @@ def _scalar(value: ir.Value | None, depth: int) -> np.ndarray | None:
         return None
     if node.op_type in _SAME_SCALAR:
         return _scalar(node.inputs[0], depth + 1)
+    if node.op_type == "Gather":
+        return _size_read(node)
     if node.op_type == "Cast":
         return _cast(_scalar(node.inputs[0], depth + 1), ir.DataType(node.attributes.get_int("to", 0)))
     if node.op_type not in _SCALAR_OPS:
@@ -80,6 +82,23 @@ def _scalar(value: ir.Value | None, depth: int) -> np.ndarray | None:
         return None if any(each is None for each in numbers) else _SCALAR_OPS[node.op_type](*numbers)
     except (ArithmeticError, TypeError, ValueError):
         return None
+
+
+def _size_read(node: ir.Node) -> np.ndarray | None:
+    """The fixed size that `Gather(Shape(x), axis)` reads."""
+    shape = None if node.inputs[0] is None else node.inputs[0].producer()
+    at, source = ints_of(node.inputs[1]), shape.inputs[0] if is_op(shape, "Shape") and shape else None
+    dims = None if source is None else dims_of(source)
+    if (
+        dims is None
+        or shape is None
+        or at is None
+        or len(at) != 1
+        or set(shape.attributes) & {"start", "end"}
+    ):
+        return None
+    size = dims[at[0]] if -len(dims) <= at[0] < len(dims) else None
+    return np.asarray(size, np.int64) if isinstance(size, int) else None
 
 
 def _cast(number: np.ndarray | None, to: ir.DataType) -> np.ndarray | None:
@@ -379,6 +398,9 @@ def from_old_opset(model: ir.Model) -> ir.Model:
                 new.graph.inputs.remove(value)
             new.graph.register_initializer(value)
     new.metadata_props.update(model.metadata_props)
+    for node in new.graph.all_nodes():
+        for value in node.outputs:
+            value.shape = None  # the converter gives every size that it does not know a name of its own
     return new
 
 

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from mha_deploy.graph.fuse.masks import Masks, Place, turned
 from mha_deploy.graph.fuse.pattern import Pattern
-from mha_deploy.graph.fuse.scores import Axes, Operand
+from mha_deploy.graph.fuse.scores import Axes, Operand, Sink
 from mha_deploy.graph.fuse.sizes import Size, product, sizes_of
 from mha_deploy.graph.fuse.values import NotFused, dtype_of
 from mha_deploy.graph.ir import NodeBuilder, replace_node, replace_value
@@ -46,8 +46,14 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         graph=pattern.last.graph,
     )
     place = Place(order=scores, sizes=pattern.sizes, rows=(q, k), builder=builder)
+    if pattern.sink is not None:
+        mask = _with_sink(pattern.sink, mask, place, dtype)
     if letters.head is None:
         q, k, v = (builder.unsqueeze(each, _HEAD_AXIS) for each in (q, k, v))
+    if pattern.sink is not None:
+        # A key of zeros has the appended score, and a value of zeros drops its weight.
+        pads = builder.ints(0, 0, 0, 0, 0, 0, pattern.sink.count, 0)
+        k, v = (builder.op("Pad", each, pads, name="with_sink") for each in (k, v))
     for each in pattern.multipliers:
         # The same for all keys, so it can as well be applied to Q.
         factor = place.regrouped(each.value, each.axes)
@@ -88,10 +94,26 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     return found
 
 
+def _with_sink(sink: Sink, mask: ir.Value | None, place: Place, dtype: ir.DataType) -> ir.Value:
+    """A mask with the appended scores behind those of the keys."""
+    builder, (q, k) = place.builder, place.rows
+    if mask is None:
+        zero = builder.unsqueeze(builder.constant(0.0, dtype), 0, 1, 2, 3)
+        mask = builder.expand(zero, 1, 1, builder.size(q, -2), builder.size(k, -2))
+    own = place.regrouped(sink.value, sink.axes)
+    if sink.value.dtype != dtype:
+        own = builder.op("Cast", own, to=int(dtype))
+    one = builder.ints(1)
+    heads = builder.op("Concat", builder.op("Shape", own, start=0, end=2), one, one, axis=0, name="shape")
+    mask = builder.op("Expand", mask, heads)
+    queries = builder.op("Concat", builder.op("Shape", mask, start=0, end=3), one, axis=0, name="shape")
+    return builder.op("Concat", mask, builder.op("Expand", own, queries), axis=-1, name="mask")
+
+
 def _broadcast(
     pattern: Pattern, operands: tuple[ir.Value, ir.Value, ir.Value], builder: NodeBuilder
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Q, K and V with the batch, and Q with the queries, that they and the masks have together."""
+    """Q, K and V with the batch and the lengths that they and the masks have together."""
     q, k, v = operands
     more = [1] * (2 if pattern.letters.head is None else 3)
     batches = [(value, 0) for value in operands if pattern.batches]
@@ -102,6 +124,8 @@ def _broadcast(
     for each in pattern.wider:
         if each.axis == pattern.letters.query:
             q = builder.expand(q, *more[1:], builder.size(each.value, each.at), 1)
+    if pattern.lengths:
+        k = builder.expand(k, *more[1:], builder.size(v, -2), 1)
     return q, k, v
 
 
