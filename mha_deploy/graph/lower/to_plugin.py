@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
 from mha_deploy.graph.ir import (
@@ -58,7 +57,7 @@ from mha_deploy.graph.lower.masks import (
     zero_masked_queries,
 )
 from mha_deploy.graph.lower.operators import ROTARY, Rotary, read_rotary, rotary_to_primitives
-from mha_deploy.graph.lower.pack import Projection, matmuls_behind, pack_in_place, projection_at
+from mha_deploy.graph.lower.pack import Projection, pack_in_place, projection_at
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RULES
 from mha_deploy.graph.plugin_node import (
     BOTTOM_RIGHT,
@@ -651,6 +650,7 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
             cancel_transposes(node)
     if options.linear:
         write_linear(model)
+    CommonSubexpressionEliminationPass()(model)  # a mask is computed once for all layers
     RemoveUnusedNodesPass()(model)
 
 
@@ -724,14 +724,11 @@ def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
 
 # -- Projections as nodes that accumulate in FP32; TensorRT 8.6 picks kernels that do so in FP16 ---
 
-# What may be between an attention and the projection of its result.
-_BETWEEN = ("Cast", "Identity", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze", "Where")
-
 
 def write_linear(model: ir.Model) -> None:
-    """Write matmuls with constant weights around an attention, biases included, as nodes of the plugin."""
+    """Write every matmul with constant weights, biases included, as a node of the plugin."""
     taken = names_in(model)
-    for matmul in dict.fromkeys(_around_attention(list(model.graph.all_nodes()))):
+    for matmul in [node for node in model.graph.all_nodes() if is_op(node, "MatMul")]:
         projection = projection_at(matmul)
         if projection is None or not dims(projection.x) or not has_linear_kernel(projection):
             continue
@@ -747,21 +744,6 @@ def write_linear(model: ir.Model) -> None:
         if add is not None:
             graph.remove(matmul, safe=True)
         import_domains(model, b)
-
-
-def _around_attention(nodes: list[ir.Node]) -> Iterator[ir.Node]:
-    """The matmuls that lead to the operands of an attention, and those that read its result."""
-    for attention in filter(is_plugin_attention, nodes):
-        operands = 1 + max(attention.attributes["sources"].as_ints())
-        for value in attention.inputs[:operands]:
-            yield from matmuls_behind(value) if value is not None else ()
-        pending = [attention.outputs[0]]
-        while pending:
-            for use in pending.pop().uses():
-                if use.node.op_type == "MatMul" and use.idx == 0:
-                    yield use.node
-                elif is_op(use.node, *_BETWEEN):
-                    pending += use.node.outputs
 
 
 def has_linear_kernel(projection: Projection) -> bool:
