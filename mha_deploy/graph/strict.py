@@ -21,7 +21,7 @@ LARGEST_FILE = (1 << 31) - 1  # the limit of protobuf
 MOST_HEADS = 1 << 16
 _MOST_RUNS = 10**7  # of nodes, in one call of the model: functions and loops of constant length multiply
 _MOST_ELEMENTS = 1 << 36
-_DEEPEST = 40
+_DEEPEST = 16
 _BITS = {
     **dict.fromkeys((TensorProto.FLOAT, TensorProto.INT32, TensorProto.UINT32), 32),
     **dict.fromkeys((TensorProto.DOUBLE, TensorProto.INT64, TensorProto.UINT64, TensorProto.COMPLEX64), 64),
@@ -60,7 +60,7 @@ def check_model(
     if len(functions) < len(model.functions):
         raise _refused("two functions have the same name")
     checker = _Checker(functions, folder, files)
-    runs = checker.check(model.graph, frozenset())
+    runs = checker.check(model.graph, frozenset(), {})
     for key in functions:
         checker.runs_of_function(key)
     if runs > _MOST_RUNS:
@@ -84,16 +84,26 @@ class _Checker:
         """How many nodes one call of a function runs; those that call themselves are refused."""
         if key not in self._runs:
             self._runs[key] = None  # under way
-            self._runs[key] = self.check(self._functions[key], frozenset())
+            self._runs[key] = self.check(self._functions[key], frozenset(), {})
         runs = self._runs[key]
         if runs is None:
             raise _refused(f"function {key[1]} calls itself")
         return runs
 
-    def check(self, body: Body, outside: frozenset[str], depth: int = 0) -> int:
+    def check(
+        self, body: Body, outside: frozenset[str], known: Mapping[str, TensorProto], depth: int = 0
+    ) -> int:
+        """Check a graph or function.
+
+        Args:
+            body: The graph or function.
+            outside: The values of the graphs around it.
+            known: Those that are constant.
+            depth: How many graphs are around it.
+        """
         if depth > _DEEPEST:
             raise _refused(f"subgraphs are nested more than {_DEEPEST} deep")
-        constants: dict[str, TensorProto] = {}
+        constants = dict(known)
         if isinstance(body, GraphProto):
             if body.sparse_initializer:
                 raise _refused("it has sparse weights")
@@ -135,7 +145,7 @@ class _Checker:
                 for tensor in _tensors(attribute):
                     self.check_tensor(tensor)
                 for graph in _graphs(attribute):
-                    inner += self.check(graph, inside, depth + 1)
+                    inner += self.check(graph, inside, constants, depth + 1)
             if (node.domain, node.op_type) in self._functions:
                 inner += self.runs_of_function((node.domain, node.op_type))
             runs += 1 + max(trips, 1) * inner
