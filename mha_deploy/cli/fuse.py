@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def fuse(
-    source: Annotated[Path, typer.Argument(metavar="IN.onnx", help="An ONNX file, of opset 18 or newer.")],
+    source: Annotated[Path, typer.Argument(metavar="IN.onnx", help="An ONNX file, of opset 13 or newer.")],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="OUT.onnx", help="The file to write.")],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a file that is there already.")
@@ -137,21 +137,22 @@ def _renderable(report: FuseReport) -> RenderableType:
     rows.add_column("result", overflow="fold", ratio=1)
     for each in report.fused:
         mask = " + ".join(["causal"] * each.causal + [each.mask] * (each.mask != "none")) or "none"
-        said = "; ".join(("fused", *each.notes))
+        said = "; ".join(("fused", *["weights are an output too"] * each.weights, *each.notes))
         rows.add_row(
             escape(each.name), f"{each.Hq}/{each.Hkv}×{each.D}", f"{each.scale:.4g}", mask, escape(said)
         )
     for left in report.unfused:
         where = f" ({left.place})" if left.place else ""
-        rows.add_row(escape(left.name), "", "", "", escape(f"not fused: {left.reason}{where}"))
+        what = "not expressible" if left.recognised else "not recognised"
+        rows.add_row(escape(left.name), "", "", "", escape(f"not fused, {what}: {left.reason}{where}"))
     for name in report.already:
         rows.add_row(escape(name), "", "", "", "was an Attention node already")
     repairs = [Text(_repair(same)) for same in together(report.repairs, _kind_of_repair)]
-    count = len(report.fused)
-    total = f"{count} fused, {len(report.unfused)} not, {len(report.already)} were Attention already"
-    if report.unfused:
-        known = sum(each.recognised for each in report.unfused)
-        total += f" (not fused: {known} recognised but not expressible, {len(report.unfused) - known} others)"
+    count, known = len(report.fused), sum(each.recognised for each in report.unfused)
+    total = (
+        f"{count} fused, {known} recognised but not expressible, {len(report.unfused) - known} not recognised"
+    )
+    total += f", {len(report.already)} were Attention already" if report.already else ""
     if count:
         checked = sum(each.verified for each in report.fused)
         total += f"; {checked} of {count} verified against the original on drawn inputs"
