@@ -265,8 +265,8 @@ def export(
         opset: ONNX operator set: 23 or 24; default: the first that suffices.
         seed: Seed of random weights, of the factory, and of the golden inputs.
         weights: Weights in place of random ones, or of the model's own: a safetensors file, an index of
-            several, or the folder of a checkpoint; for the user's own model also a state dict. What of it is not
-            needed is noted in the manifest.
+            several, or the folder of a checkpoint; for the user's own model also a state dict. The manifest
+            notes what of it is not needed.
         prefix: What the names of the model's tensors begin with there, such as `model.layers.0.self_attn`.
         golden: Golden cases, by name or by sizes as `"B=2,S=33"`; default: those that suit the model.
         budget: Cost limit of the large golden case.
@@ -421,7 +421,7 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     """Write every attention of an ONNX model as one `Attention` node.
 
     Args:
-        model: The model, of opset 18 or newer: an `onnx.ModelProto` or an `onnx_ir.Model`. It is not changed.
+        model: The model, of opset 13 or newer: an `onnx.ModelProto` or an `onnx_ir.Model`. It is not changed.
         verify: Whether every new node is compared with the original on drawn inputs; what differs stays.
 
     Returns:
@@ -443,7 +443,7 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     from mha_deploy.graph.fuse import fuse_attention
 
     if isinstance(model, onnx.ModelProto):
-        fused, report = fuse_attention(graph_from_proto(model), verify=verify)
+        fused, report = fuse_attention(graph_from_proto(model), verify=verify, copy=False)
         return ir.to_proto(fused), report
     if isinstance(model, ir.Model):
         return fuse_attention(model, verify=verify)
@@ -1401,7 +1401,7 @@ def compare(old: Any, new: Any, **limits: Any) -> Comparison:
             for one runtime of it), of a bundle or an `.engine` file; or a `Report`, a `Bundle`, an `Engine`.
         new: The new result, of the same kind.
         limits: Thresholds: `error` (share of the budget, default: 0.1), `latency` (0.05), `size` (0.1),
-            `build_time` (1.0), `build_seconds` (15), `coverage` (True) and `strict` (False).
+            `build_time` (0.5), `build_seconds` (10), `coverage` (True) and `strict` (False).
 
     Returns:
         The changes: `passed`, `regressions`, `headline`, `changes`; `to_markdown()`, `to_junit()`,
@@ -1525,21 +1525,29 @@ def analyze(
 
 
 def compare_heads(
-    model: str | os.PathLike[str] | Model | AttentionSpec,
+    model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module | Bundle,
     *,
     at: str | None = None,
     inputs: StrPath | None = None,
+    example_inputs: Mapping[str, Tensor | Example] | None = None,
     axes: Mapping[str, Sizes] | None = None,
     seed: int = 0,
+    weights: StrPath | None = None,
+    prefix: str = "",
+    attention: str | None = None,
 ) -> HeadSimilarity:
-    """Compare the head outputs of a catalog layer; needs PyTorch.
+    """Compare the head outputs of an attention; a catalog layer and your own model need PyTorch.
 
     Args:
-        model: A catalog layer, as `load_model` takes it.
+        model: What `load_model` takes, or a `Bundle`.
         at: Sizes of the random inputs; see `analyze`.
-        inputs: An `.npz` file of inputs in place of random ones.
+        inputs: An `.npz` file of inputs in place of random ones, for a catalog layer.
+        example_inputs: See `load_model`.
         axes: See `load_model`.
         seed: Seed of weights and random inputs.
+        weights: See `export`.
+        prefix: See `export`.
+        attention: The attention of the user's own model, by its name; default: the first.
 
     Returns:
         The mean cosine of every pair of heads: `matrix`, `redundancy`; `save_png(path)` draws it.
@@ -1554,13 +1562,75 @@ def compare_heads(
     from mha_deploy.analyze.cost import USUAL, key_length, points_from_text
     from mha_deploy.analyze.similarity import head_similarity, random_feeds, read_inputs
 
-    spec = _spec(model, axes)
+    if _is_bundle(model):
+        return _bundle_heads(model, attention)  # type: ignore[arg-type]
+    found = load_model(model, example_inputs=example_inputs, axes=axes)  # type: ignore[arg-type]
+    if not hasattr(found.source, "Hq"):
+        if inputs is not None:
+            raise DeployError(
+                "Only a catalog layer takes an .npz file.", got=inputs, hint="Example(..., draw=)"
+            )
+        from tempfile import TemporaryDirectory
+
+        with TemporaryDirectory() as folder:
+            case = "opt" if at is None else at
+            made = export(
+                found,
+                Path(folder) / "bundle",
+                precision="fp32",
+                seed=seed,
+                weights=weights,
+                prefix=prefix,
+                golden=(case,),
+            )
+            return _bundle_heads(made, attention)
+    if attention is not None:
+        raise DeployError("A catalog layer has one attention.", got=attention, hint="leave it out")
+    spec = _spec(found, None)
     sizes = points_from_text(spec, at or USUAL)[-1].sizes
     if spec.cache != "none":  # the heads of the whole sequence that the KV cache comes from
         sizes = {"B": sizes["B"], "S": key_length(spec, sizes)}
         spec = spec.without_cache()
     feeds = random_feeds(spec, sizes, seed) if inputs is None else read_inputs(Path(inputs), spec)
-    return head_similarity(spec, feeds, seed=seed)
+    own = weights is None and not prefix
+    return head_similarity(
+        spec,
+        feeds,
+        seed=seed,
+        weights=found.weights if weights is None else Path(weights),
+        prefix=prefix or found.prefix,
+        layer=found.layer if own else None,
+    )
+
+
+def _bundle_heads(bundle: Bundle, attention: str | None) -> HeadSimilarity:
+    """Compare the heads of every attention in the graph of a bundle, on its first golden case."""
+    from mha_deploy.analyze.similarity import similarity_from_heads
+    from mha_deploy.bundle.cases import golden_cases
+    from mha_deploy.errors import nearest
+    from mha_deploy.graph.attention_node import by_head, is_attention, read_attention
+    from mha_deploy.graph.file import load_graph, with_outputs
+    from mha_deploy.runtime import available_cpu_backend
+    from mha_deploy.runtime import open_runner as open_graph
+
+    model = load_graph(bundle.model_path)
+    nodes = {str(node.name): node for node in model.graph if is_attention(node)}
+    if not nodes or attention not in (None, *nodes):
+        wrong = attention or f"{bundle.manifest.spec.name} has no Attention node"
+        raise DeployError(
+            "There is no such attention.", got=wrong, hint=nearest(wrong, nodes) if nodes else None
+        )
+    outputs = {name: str(node.outputs[0].name) for name, node in nodes.items()}
+    backend = available_cpu_backend(bundle.manifest.precision)
+    with open_graph(backend, with_outputs(model, outputs.values())) as runner:
+        got = runner.run(next(iter(golden_cases(bundle))).inputs)
+    found = {}
+    for name, node in nodes.items():
+        heads = by_head(got[outputs[name]], read_attention(node).Hq).swapaxes(1, 2)  # [B, S, Hq, D]
+        found[name] = similarity_from_heads(heads.reshape(-1, *heads.shape[2:]))
+    chosen = attention or next(iter(found))
+    others = {name: each.redundancy for name, each in found.items() if name != chosen}
+    return replace(found[chosen], attention=chosen, others=others)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +98,16 @@ class HeadSimilarity:
             single head, 1 for heads that are all parallel.
         pair: The two heads with the largest |ρ_ij|, counted from 0; None for a single head.
         tokens: Tokens that took part: at least one head is not zero there.
+        attention: Of a user's model: the attention that was compared.
+        others: Of a user's model: the redundancy of its other attentions.
     """
 
     matrix: np.ndarray
     redundancy: float
     pair: tuple[int, int] | None
     tokens: int
+    attention: str = ""
+    others: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def pair_similarity(self) -> float | None:
@@ -118,6 +122,7 @@ class HeadSimilarity:
             "most_similar_pair": None if self.pair is None else list(self.pair),
             "most_similar": self.pair_similarity,
             "tokens": self.tokens,
+            **({"attention": self.attention, "others": dict(self.others)} if self.attention else {}),
         }
 
     def save_png(self, path: Path, *, title: str = "Head similarity") -> None:
@@ -169,19 +174,32 @@ def random_feeds(spec: AttentionSpec, sizes: Sizes, seed: int) -> Mapping[str, A
     return random_inputs(spec, sizes, seed)
 
 
-def head_similarity(spec: AttentionSpec, inputs: Mapping[str, Any], *, seed: int = 0) -> HeadSimilarity:
-    """Compare the heads of a spec's layer with weights from a seed.
+def head_similarity(
+    spec: AttentionSpec,
+    inputs: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    weights: Path | None = None,
+    prefix: str = "",
+    layer: int | None = None,
+) -> HeadSimilarity:
+    """Compare the heads of a spec's layer.
 
     Args:
         spec: The layer.
         inputs: Arrays or tensors by name, as `spec.inputs` lists them.
-        seed: Of the weights.
+        seed: Of random weights.
+        weights: A checkpoint in place of them.
+        prefix: The attention in it.
+        layer: The layer that it is in, where no prefix is given.
     """
     try:
         from mha_deploy.reference import build_module
+        from mha_deploy.reference.weights import read_weights
     except ImportError as error:
         raise _missing("PyTorch", "export", error) from error
-    return similarity_from_module(build_module(spec, seed=seed), inputs)
+    state = None if weights is None else read_weights(weights, spec, prefix=prefix, layer=layer).state
+    return similarity_from_module(build_module(spec, seed=seed, weights=state), inputs)
 
 
 def similarity_from_module(module: Any, inputs: Mapping[str, Any]) -> HeadSimilarity:

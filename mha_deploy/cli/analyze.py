@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mha_deploy as md
-from mha_deploy.cli.options import Axes, Json, Model, Seed, axes_from_options, print_json
+from mha_deploy.cli.options import (
+    Axes,
+    Checkpoint,
+    Json,
+    Layer,
+    ModelOrFactory,
+    Prefix,
+    Seed,
+    Weights,
+    model_from_options,
+    print_json,
+)
 from mha_deploy.errors import DeployError
 
 if TYPE_CHECKING:
@@ -19,7 +30,9 @@ if TYPE_CHECKING:
 
 
 def analyze(
-    model: Model,
+    model: ModelOrFactory = "",
+    hf: Checkpoint = None,
+    layer: Layer = 0,
     gpu: Annotated[
         str,
         typer.Option(help="GPU whose peak figures are used: h200, h100, a100, rtx-4090, rtx-5090 or orin."),
@@ -37,8 +50,16 @@ def analyze(
     axis: Axes = None,
     heads: Annotated[
         Path | None,
-        typer.Option(help="Compare the heads as well, and write a heatmap to this PNG file. Needs PyTorch."),
+        typer.Option(
+            help="Compare the heads as well, and write a heatmap to this PNG file. Needs PyTorch. Your own "
+            "model is analyzed by this alone."
+        ),
     ] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="The attention of your own model for --heads. default: the first")
+    ] = None,
+    weights: Weights = None,
+    prefix: Prefix = "",
     inputs: Annotated[
         Path | None, typer.Option(help="An .npz file of inputs for --heads. default: random inputs")
     ] = None,
@@ -48,19 +69,27 @@ def analyze(
     """Count parameters, FLOPs and bytes per stage, and the roofline bound. Nothing is run without --heads."""
     if inputs is not None and heads is None:
         raise DeployError("--inputs is only used with --heads.", got=inputs, hint="add --heads FILE.png")
-    axes = axes_from_options(axis)
-    analysis = md.analyze(model, gpu=gpu, precision=precision, at=at, axes=axes)
+    source = model_from_options(model, hf, layer, prefix, axis)
+    is_layer = hasattr(source.source, "Hq")
+    analysis = None
+    if is_layer or heads is None:
+        analysis = md.analyze(source, gpu=gpu, precision=precision, at=at)
     similarity = None
     if heads is not None:
-        similarity = md.compare_heads(model, at=at, inputs=inputs, axes=axes, seed=seed)
-        similarity.save_png(heads, title=f"{analysis.spec.name}: similarity of heads")
+        similarity = md.compare_heads(
+            source, at=at, inputs=inputs, seed=seed, weights=weights, prefix=prefix, attention=attention
+        )
+        name = f" {similarity.attention}" if similarity.attention else ""
+        similarity.save_png(heads, title=f"{source.name}{name}: similarity of heads")
     if json:
-        print_json(analysis.to_dict() | ({} if similarity is None else {"heads": similarity.to_dict()}))
+        found = {} if analysis is None else analysis.to_dict()
+        print_json(found | ({} if similarity is None else {"heads": similarity.to_dict()}))
         return
     from rich.console import Console
 
     console = Console()
-    console.print(analysis_renderable(analysis))
+    if analysis is not None:
+        console.print(analysis_renderable(analysis))
     if similarity is not None:
         console.print(similarity_renderable(similarity))
         console.print(f"Heatmap: {heads}", markup=False, highlight=False, soft_wrap=True)
@@ -127,6 +156,10 @@ def similarity_renderable(similarity: HeadSimilarity) -> RenderableType:
         first, second = similarity.pair
         table.add_row("Most similar heads", f"{first} and {second}: ρ = {similarity.pair_similarity:.3f}")
     table.add_row("Tokens compared", f"{similarity.tokens:,}")
+    if similarity.attention:
+        table.add_row("Attention", similarity.attention)
+    for name, redundancy in similarity.others.items():
+        table.add_row(f"Redundancy of {name}", f"{redundancy:.3f}")
     return table
 
 

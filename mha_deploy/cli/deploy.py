@@ -17,21 +17,25 @@ from mha_deploy.cli.build_engine import (
     engine_to_dict,
     print_engine,
 )
-from mha_deploy.cli.export import Weights, print_bundle
+from mha_deploy.cli.export import print_bundle
 from mha_deploy.cli.options import (
     Axes,
     Cache,
+    Checkpoint,
     InProcess,
     Inputs,
     Json,
+    Layer,
     ModelOrFactory,
     Overwrite,
     Precision,
+    Prefix,
     Projections,
     Seed,
     TimeLimit,
-    axes_from_options,
+    Weights,
     inputs_from_options,
+    model_from_options,
     steps,
 )
 from mha_deploy.cli.validate import Latency, finish
@@ -42,7 +46,9 @@ from mha_deploy.export.options import AUTO, ExportOptions
 
 def deploy(
     ctx: typer.Context,
-    model: ModelOrFactory,
+    model: ModelOrFactory = "",
+    hf: Checkpoint = None,
+    layer: Layer = 0,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -57,6 +63,7 @@ def deploy(
     projections: Projections = None,
     seed: Seed = 0,
     weights: Weights = None,
+    prefix: Prefix = "",
     cache: Cache = None,
     inputs: Inputs = None,
     backend: Backend = None,
@@ -81,10 +88,11 @@ def deploy(
     json: Json = False,
 ) -> None:
     """Export a model, build an engine, and validate it against the FP64 oracle and beside PyTorch."""
-    source = md.load_model(model, axes=axes_from_options(axis), projections=projections, cache=cache)
+    source = model_from_options(model, hf, layer, prefix, axis, cache, projections)
     name, reached = source.name, list[Any]()
     changed = "" if cache is None else getattr(source.source, "cache", "")
-    if changed and changed != getattr(md.load_model(model).source, "cache", ""):
+    own = "none" if hf is not None else getattr(md.load_model(model).source, "cache", "")
+    if changed and changed != own:
         name += f"-{changed.replace('none', 'uncached')}"
     # A catalog layer has no weights of its own that could overflow: `auto` is FP16 there.
     written = "fp16" if precision == AUTO and hasattr(source.source, "Hq") else precision
@@ -96,6 +104,7 @@ def deploy(
                 precision=precision,
                 seed=seed,
                 weights=weights,
+                prefix=prefix,
                 inputs=inputs_from_options(inputs),
                 overwrite=overwrite,
                 engine=engine,

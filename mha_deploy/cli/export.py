@@ -11,17 +11,21 @@ import mha_deploy as md
 from mha_deploy.cli.options import (
     Axes,
     Cache,
+    Checkpoint,
     InProcess,
     Inputs,
     Json,
+    Layer,
     ModelOrFactory,
     Overwrite,
     Precision,
+    Prefix,
     Projections,
     Seed,
     TimeLimit,
-    axes_from_options,
+    Weights,
     inputs_from_options,
+    model_from_options,
     print_json,
     steps,
 )
@@ -30,13 +34,6 @@ from mha_deploy.export.options import ExportOptions, GoldenBudget
 if TYPE_CHECKING:
     from mha_deploy.bundle.folder import Bundle
 
-Weights = Annotated[
-    Path | None,
-    typer.Option(
-        help="A safetensors file, or for your own model a state dict. default: random weights, or your "
-        "model's own"
-    ),
-]
 Golden = Annotated[
     list[str] | None,
     typer.Option(
@@ -48,14 +45,17 @@ Golden = Annotated[
 
 
 def export(
-    model: ModelOrFactory,
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder to write.")],
+    model: ModelOrFactory = "",
+    hf: Checkpoint = None,
+    layer: Layer = 0,
     precision: Precision = ExportOptions.precision,
     axis: Axes = None,
     projections: Projections = None,
     cache: Cache = None,
     seed: Seed = 0,
     weights: Weights = None,
+    prefix: Prefix = "",
     golden: Golden = None,
     inputs: Inputs = None,
     golden_gflop: Annotated[
@@ -82,7 +82,7 @@ def export(
     json: Json = False,
 ) -> None:
     """Export an attention layer, your own model or an ONNX file to an ONNX bundle with fused attention."""
-    source = md.load_model(model, axes=axes_from_options(axis), projections=projections, cache=cache)
+    source = model_from_options(model, hf, layer, prefix, axis, cache, projections)
     with steps(f"export {source.name}") as on_step:
         bundle = md.export(
             source,
@@ -91,6 +91,7 @@ def export(
             opset=opset,
             seed=seed,
             weights=weights,
+            prefix=prefix,
             golden=golden or (),
             inputs=inputs_from_options(inputs),
             budget=GoldenBudget(gflop=golden_gflop, gib=golden_gib, mb=golden_mb),

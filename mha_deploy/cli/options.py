@@ -23,9 +23,33 @@ Model = Annotated[
 ModelOrFactory = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL",
+        metavar="[MODEL]",
         help="A name from `mha-deploy models`, the path of a .toml spec or of an .onnx file, or your own "
-        "model as file.py:factory or package.module:factory.",
+        "model as file.py:factory or package.module:factory. None with --hf.",
+    ),
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        "--hf",
+        metavar="FOLDER",
+        help="A Hugging Face checkpoint in place of MODEL: one attention layer, by its config.json, with its "
+        "weights.",
+    ),
+]
+Layer = Annotated[int, typer.Option(min=0, help="Layer of the --hf checkpoint.")]
+Prefix = Annotated[
+    str,
+    typer.Option(
+        help="What the tensors of the model begin with in the checkpoint, as model.layers.0.self_attn. "
+        "default: found by its names"
+    ),
+]
+Weights = Annotated[
+    Path | None,
+    typer.Option(
+        help="A safetensors file, an index of several or the folder of a checkpoint; for your own model also "
+        "a state dict. default: random weights, or your model's own"
     ),
 ]
 Inputs = Annotated[
@@ -99,6 +123,27 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 def axes_from_options(axes: Sequence[str] | None) -> dict[str, str]:
     """The ranges of `--axis` by the name of the axis."""
     return _by_name(axes, "--axis", "S=min:opt:max")
+
+
+def model_from_options(
+    model: str,
+    hf: Path | None,
+    layer: int,
+    prefix: str,
+    axis: Sequence[str] | None,
+    cache: str | None = None,
+    projections: str | None = None,
+) -> md.Model:
+    """The model that was named, or the layer of a checkpoint."""
+    axes = axes_from_options(axis)
+    if (hf is None) == (not model):
+        what = "Name a model, or a checkpoint." if hf is None else "--hf takes the place of MODEL."
+        raise SpecError(
+            what, got=model or "neither", hint="bert-base, file.py:factory or --hf FOLDER --layer 0"
+        )
+    if hf is None:
+        return md.load_model(model, axes=axes, cache=cache, projections=projections)
+    return md.load_checkpoint(hf, layer, prefix=prefix, axes=axes, cache=cache, projections=projections)
 
 
 def inputs_from_options(inputs: Sequence[str] | None) -> dict[str, str]:

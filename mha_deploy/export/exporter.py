@@ -40,7 +40,7 @@ from mha_deploy.export.options import (
     plan_golden,
     reduction_note,
 )
-from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module
+from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module, state_digest
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.fuse.repair import share_tied_weights
@@ -140,10 +140,14 @@ class _LayerSource(Source):
             raise ExportError("No such device.", got=options.device, hint=nearest(options.device, DEVICES))
         if options.device == "cuda" and not torch.cuda.is_available():
             raise ExportError("There is no CUDA device.", got=options.device, hint="--device cpu")
+        state = None
+        if options.weights is not None:
+            found = read_weights(options.weights, self.spec, prefix=options.prefix, layer=options.layer)
+            state, self.notes = found.state, [*found.notes, *self.notes]
         self.module = build_module(
             self.spec,
             seed=options.seed,
-            weights=None if options.weights is None else read_weights(options.weights),
+            weights=state,
             dtype=getattr(torch, self.precision.torch_name),
             device=options.device,
             path="plain",  # the eager result is the textbook's: an engine that does not fuse rounds like it
@@ -186,7 +190,10 @@ class _LayerSource(Source):
         weights = self.options.weights
         if weights is None:
             return f"random, seed {self.options.seed}"
-        return f"{weights.name}, sha256 {sha256(weights)}"
+        if weights.suffix == ".safetensors" and not weights.is_dir():
+            return f"{weights.name}, sha256 {sha256(weights)}"
+        where = self.options.prefix or f"layer {self.options.layer}"
+        return f"{weights.resolve().name}, {where}, state SHA-256 {state_digest(self.module)}"
 
 
 # -- A user's module -------------------------------------------------------------------------------
@@ -222,8 +229,10 @@ class _ModuleSource(GraphSource):
             find_precision("fp32") if self.auto else self.precision,
             seed=options.seed,
             weights=options.weights,
+            prefix=options.prefix,
             axes=self.axes,
         )
+        self.notes += user.notes
         step.count += bool(user.loaded.kv_cache)
         step("ONNX graph")
         exported = self.exported = exported_program(user, opset=self.opset)
@@ -281,6 +290,7 @@ class _ModuleSource(GraphSource):
             state_sha256=user.state_sha256,
             seed=user.seed,
             weights_file=user.weights_file,
+            weights_prefix=user.weights_prefix,
             mixed=self.auto,
             cached=loaded.kv_cache,
             summary=loaded.summary,

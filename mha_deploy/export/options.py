@@ -193,7 +193,9 @@ class ExportOptions:
             float32 ONNX file with FP32 where FP16 overflows; other ONNX files keep theirs.
         opset: Version of the ONNX operator set, one of `OPSETS`; default: the first that suffices.
         seed: Seed of the weights, unless a file is given, and of the golden inputs.
-        weights: A safetensors file of weights.
+        weights: A safetensors file, an index of several, or the folder of a checkpoint.
+        prefix: What the names of the model's tensors begin with in that checkpoint.
+        layer: The layer of the checkpoint, where no prefix is given.
         golden: Golden cases, by name or sizes; default: those that suit the layer.
         budget: What the large golden case may cost.
         device: Where the oracle and the eager module run, one of `DEVICES`.
@@ -205,6 +207,8 @@ class ExportOptions:
     opset: int | None = None
     seed: int = 0
     weights: Path | None = None
+    prefix: str = ""
+    layer: int | None = None
     golden: Sequence[str] = ()
     budget: GoldenBudget = field(default_factory=GoldenBudget)
     device: str = "cpu"

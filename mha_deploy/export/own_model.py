@@ -320,7 +320,9 @@ class UserModule:
         loaded: What its factory gave; its module is rounded.
         precision: To what.
         seed: PyTorch's seed while the factory ran.
-        weights_file: The file of its weights, if one was given.
+        weights_file: The file or checkpoint of its weights, if one was given.
+        weights_prefix: What their names begin with there.
+        notes: What a reader should know of them.
         state_sha256: Hash of weights and buffers before they were rounded.
     """
 
@@ -329,6 +331,8 @@ class UserModule:
     seed: int
     weights_file: str | None
     state_sha256: str
+    weights_prefix: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -398,6 +402,7 @@ def open_user_module(
     *,
     seed: int = 0,
     weights: Path | None = None,
+    prefix: str = "",
     axes: Mapping[str, Axis] | None = None,
     device: str = "cpu",
 ) -> UserModule:
@@ -407,7 +412,9 @@ def open_user_module(
         model: `path/to/file.py:factory`, `package.module:factory`, or a `Deployable`, which is not changed.
         precision: The precision to round to.
         seed: PyTorch's seed while the factory runs.
-        weights: A safetensors file, or a state dict that `torch.save` wrote.
+        weights: A state dict that `torch.save` wrote, a safetensors file, an index of several, or the folder
+            of a checkpoint.
+        prefix: What the names of the module's tensors begin with there.
         axes: Ranges in place of the factory's.
         device: Where the module goes.
 
@@ -418,8 +425,7 @@ def open_user_module(
     found = load_factory(model, seed=seed) if isinstance(model, str) else load_deployable(model)
     loaded = found.with_axes(axes or {})
     isolation.exported.add(loaded.factory)  # the user named it, or said that it may run
-    if weights is not None:
-        _load_weights(loaded.module, weights)
+    notes = () if weights is None else _load_weights(loaded.module, weights, prefix)
     _refuse_meta(loaded.module)
     loaded.module.requires_grad_(False)
     digest = state_digest(loaded.module)
@@ -430,6 +436,8 @@ def open_user_module(
         precision=precision,
         seed=seed,
         weights_file=None if weights is None else str(weights),
+        weights_prefix=prefix,
+        notes=notes,
         state_sha256=digest,
     )
 
@@ -450,7 +458,13 @@ def reopen_user_module(spec: ModuleSpec, precision: Precision, *, device: str = 
     isolation.refuse_untrusted(spec.factory)
     weights = None if spec.weights_file is None else Path(spec.weights_file)
     user = open_user_module(
-        spec.factory, precision, seed=spec.seed, weights=weights, axes=spec.axes, device=device
+        spec.factory,
+        precision,
+        seed=spec.seed,
+        weights=weights,
+        prefix=spec.weights_prefix,
+        axes=spec.axes,
+        device=device,
     )
     if user.state_sha256 != spec.state_sha256:
         raise BundleError(
@@ -470,8 +484,9 @@ def state_digest(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _load_weights(module: nn.Module, path: Path) -> None:
-    state = read_state(path)
+def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]:
+    """Load the weights of a file or checkpoint; returns what of it is not needed."""
+    state = read_state(path, prefix)
     try:
         # Weights that the module shares with itself stand in a file once.
         missing, unknown = module.load_state_dict(state, strict=False)
@@ -481,9 +496,14 @@ def _load_weights(module: nn.Module, path: Path) -> None:
         ) from error
     shared = _shared_with_given(module, set(state))
     missing = [name for name in missing if name not in shared]
-    if missing or unknown:
+    if missing:
         wrong = [f"no {name}" for name in missing[:3]] + [f"{name} is unknown" for name in unknown[:3]]
-        raise ExportError("The weights are not those of the module.", got=f"{path}: {', '.join(wrong)}")
+        hint = "--prefix, what the names of the module's tensors begin with in the checkpoint"
+        raise ExportError(
+            "The weights are not those of the module.", got=f"{path}: {', '.join(wrong)}", hint=hint
+        )
+    more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+    return (f"not needed of {path.name}: {', '.join(unknown[:8])}{more}",) if unknown else ()
 
 
 def _shared_with_given(module: nn.Module, given: set[str]) -> set[str]:

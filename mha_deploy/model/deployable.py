@@ -90,7 +90,7 @@ KINDS = (FLOAT, "float32", "float64", "int32", "int64", "bool")
 """What a tensor may hold; `float` is whatever precision the export asks for."""
 
 
-_OPTIONAL = ("seed", "weights_file", "mixed", "cached", "summary")
+_OPTIONAL = ("seed", "weights_file", "weights_prefix", "mixed", "cached", "summary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,8 @@ class ModuleSpec(ModelSpec):
         weight_bytes: Memory of its weights.
         state_sha256: Hash of its weights and buffers before they were rounded.
         seed: PyTorch's seed while the factory ran.
-        weights_file: The file that its weights were read from, where one was given.
+        weights_file: The file or checkpoint that its weights were read from, where one was given.
+        weights_prefix: What their names begin with there.
         mixed: Whether its precision was chosen node by node.
         cached: Each input of a KV cache, and the output that takes its place in the next call.
         summary: One line for people.
@@ -126,6 +127,7 @@ class ModuleSpec(ModelSpec):
     state_sha256: str
     seed: int = 0
     weights_file: str | None = None
+    weights_prefix: str = ""
     mixed: bool = False
     cached: Mapping[str, str] = field(default_factory=dict)
     summary: str = ""
@@ -134,7 +136,7 @@ class ModuleSpec(ModelSpec):
     window = None  # its masks are in the graph
 
     def __post_init__(self) -> None:
-        for name in ("name", "factory", "state_sha256", "summary"):
+        for name in ("name", "factory", "state_sha256", "summary", "weights_prefix"):
             if not isinstance(getattr(self, name), str):
                 raise SpecError(f"{name} must be text.", got=getattr(self, name))
         for name in ("attentions", "flops", "weight_bytes", "seed"):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mha_deploy.errors import DeployError
+from mha_deploy.model.huggingface import checkpoint_files, find_attention
 from mha_deploy.model.spec import AttentionSpec
 
 # -- Weights for the reference modules: drawn from a seed, or converted between the two project ----
@@ -71,35 +73,126 @@ def in_form_of(spec: AttentionSpec, state: StateDict) -> dict[str, Tensor]:
     return pack_projections(state) if spec.projections == "packed" else unpack_projections(state, spec)
 
 
-# -- Weights from a safetensors file, or from a state dict that `torch.save` wrote -----------------
+# -- Weights from a checkpoint, or from a state dict that `torch.save` wrote -----------------------
 
 _PICKLED = (".pt", ".pth", ".bin")
 
 
-def read_weights(path: Path) -> StateDict:
-    """Read a safetensors file; names and shapes are checked where the weights meet their module."""
-    state = _read_safetensors(path)
-    for name, tensor in state.items():
-        if not tensor.is_floating_point():
-            raise DeployError("A weight is not floating point.", got=f"{name}: {tensor.dtype}")
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """The weights of one attention layer, by the names of the reference layer; and notes for the reader."""
+
+    state: StateDict
+    notes: tuple[str, ...]
+
+
+def read_weights(
+    path: Path, spec: AttentionSpec | None = None, *, prefix: str = "", layer: int | None = None
+) -> LayerWeights:
+    """Read the weights of one layer from a checkpoint.
+
+    Args:
+        path: A safetensors file, an index of several, or the folder of a checkpoint.
+        spec: The layer: how many heads a stacked matrix has. None reads a file as it is.
+        prefix: The attention in the checkpoint, such as `model.layers.0.self_attn`; default: the only one.
+        layer: The layer that it is in, where no prefix is given.
+
+    Raises:
+        DeployError: There is no such attention, or its weights are not floating point.
+    """
+    files = checkpoint_files(path)
+    # The names of the reference layer: what is missing or left over is reported where it is built.
+    own = not prefix and layer is None and files.keys() & {"o.weight", "mlp_in.weight"}
+    if spec is None or (own and files.keys() & {"q.weight", "k.weight", "qkv.weight"}):
+        return LayerWeights(state={name: _tensor(files[name], name) for name in files}, notes=())
+    found = find_attention(files, prefix, layer)
+    parts = {part: _tensor(files[name], name) for part, name in found.names.items()}
+    notes = [f"weights: {', '.join(sorted(found.names.values()))}"]
+    elsewhere = len(files) - len(found.names) - len(found.ignored)
+    if found.ignored:
+        notes.append(f"not needed of {found.prefix or path.name}: {', '.join(found.ignored)}")
+    if elsewhere:
+        notes.append(f"{elsewhere} tensors elsewhere in the checkpoint are not part of this layer")
+    return LayerWeights(state=_separated(spec, parts, notes), notes=tuple(notes))
+
+
+def _separated(
+    spec: AttentionSpec, parts: Mapping[tuple[str, str], Tensor], notes: list[str]
+) -> dict[str, Tensor]:
+    """Split and transpose what is stacked, and add the biases that only some projections have."""
+    rows = {"q": spec.Hq * spec.D, "k": spec.Hkv * spec.D, "v": spec.Hkv * spec.D}
+    stacked = sum(rows.values())
+    given = parts.get(("qkv", "weight"))
+    # GPT-2's Conv1D holds matrices the other way round.
+    transposed = given is not None and tuple(given.shape) == (spec.E, stacked) and stacked != spec.E
+    state: dict[str, Tensor] = {}
+    for (role, kind), tensor in parts.items():
+        if transposed and kind == "weight":
+            tensor = tensor.T.contiguous()
+        if role not in ("qkv", "groups"):
+            state[f"{role}.{kind}"] = tensor
+            continue
+        if tensor.shape[0] != stacked:
+            raise DeployError(
+                "The stacked projection does not fit the heads.",
+                got=f"{tensor.shape[0]} rows",
+                hint=f"{stacked}: Hq = {spec.Hq}, Hkv = {spec.Hkv}, D = {spec.D}",
+            )
+        if role == "qkv":
+            split = dict(zip("qkv", tensor.split(list(rows.values())), strict=True))
+        else:
+            shared = spec.Hq // spec.Hkv
+            groups = tensor.unflatten(0, (spec.Hkv, shared + 2, spec.D))
+            split = {"q": groups[:, :shared], "k": groups[:, shared], "v": groups[:, shared + 1]}
+            split = {name: part.flatten(0, 2 if name == "q" else 1) for name, part in split.items()}
+        state |= {f"{name}.{kind}": part.contiguous() for name, part in split.items()}
+    if spec.bias:
+        missing = [name for name in "qkvo" if f"{name}.bias" not in state]
+        sizes = {**rows, "o": spec.E}
+        state |= {f"{name}.bias": torch.zeros(sizes[name]) for name in missing}
+        if missing:
+            notes.append(f"no bias in the checkpoint for {', '.join(missing)}: zeros")
     return state
 
 
-def read_state(path: Path) -> StateDict:
-    """Read the whole state of a module, buffers included: by its ending, what `torch.save` wrote."""
-    return _read_pickled(path) if path.suffix in _PICKLED else _read_safetensors(path)
-
-
-def _read_safetensors(path: Path) -> StateDict:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _tensor(file: Path, name: str) -> Tensor:
+    from safetensors import SafetensorError, safe_open
 
     try:
-        return load_file(path)
-    except FileNotFoundError as error:
-        raise DeployError("There is no such weight file.", got=path) from error
+        with safe_open(file, "pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise DeployError("The weights are not a safetensors file.", got=f"{path}: {error}") from error
+        raise DeployError("The weights are not a safetensors file.", got=f"{file}: {error}") from error
+    if tensor.dtype not in _FLOATS:
+        raise DeployError(
+            "A weight is not floating point of 16 bits or more.",
+            got=f"{name}: {tensor.dtype}",
+            hint="a checkpoint that is not quantised",
+        )
+    return tensor
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def read_state(path: Path, prefix: str = "") -> StateDict:
+    """Read the whole state of a module, buffers included: by its ending, what `torch.save` wrote.
+
+    Args:
+        path: A state dict, a safetensors file, an index of several, or the folder of a checkpoint.
+        prefix: What the names of the module's tensors begin with in the checkpoint; the others are left out.
+    """
+    if path.suffix in _PICKLED:
+        state = _read_pickled(path)
+    else:
+        from safetensors import safe_open
+
+        state, files = {}, checkpoint_files(path)
+        for file in dict.fromkeys(files.values()):
+            with safe_open(file, "pt") as tensors:
+                state |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    start = f"{prefix.removesuffix('.')}." if prefix else ""
+    return {name.removeprefix(start): state[name] for name in state if name.startswith(start)}
 
 
 def _read_pickled(path: Path) -> StateDict:

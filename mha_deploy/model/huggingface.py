@@ -1,0 +1,474 @@
+"""The attention layer of a checkpoint: which tensors it is made of, and its spec; without PyTorch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mha_deploy.errors import DeployError, SpecError
+from mha_deploy.files import read_regular
+from mha_deploy.model.spec import AttentionSpec, Axis, Rope
+
+# -- The files of a checkpoint ---------------------------------------------------------------------
+
+INDEX = "model.safetensors.index.json"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def checkpoint_files(path: Path) -> dict[str, Path]:
+    """The safetensors file of every tensor, by the name of the tensor.
+
+    Args:
+        path: A safetensors file, an index of several (`*.safetensors.index.json`), or the folder of either.
+
+    Raises:
+        DeployError: There are no weights in safetensors, or the index names files elsewhere.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if path.is_dir():
+        path = _in_folder(path)
+    if path.suffix in _PICKLED:
+        raise DeployError(
+            "A pickle can run code when it is read, so it is not.",
+            got=path.name,
+            hint="safetensors: model.save_pretrained(FOLDER)",
+        )
+    files = _indexed(path) if path.name.endswith(".index.json") else [path]
+    found: dict[str, Path] = {}
+    for file in files:
+        try:
+            with safe_open(file, "np") as tensors:
+                found |= dict.fromkeys(tensors.keys(), file)
+        except FileNotFoundError as error:
+            raise DeployError("There is no such weight file.", got=file) from error
+        except (SafetensorError, OSError) as error:
+            raise DeployError("The weights are not a safetensors file.", got=f"{file}: {error}") from error
+    return found
+
+
+def _in_folder(folder: Path) -> Path:
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / INDEX
+    if index.is_file():
+        return index
+    if len(files) == 1:
+        return files[0]
+    pickled = [each for each in sorted(folder.iterdir()) if each.suffix in _PICKLED]
+    if pickled and not files:
+        return pickled[0]
+    names = ", ".join(each.name for each in files) or "none"
+    raise DeployError(
+        "The folder has no safetensors file, or several without an index.", got=f"{folder}: {names}"
+    )
+
+
+def _indexed(path: Path) -> list[Path]:
+    try:
+        files = set(json.loads(read_regular(path))["weight_map"].values())
+        strange = [each for each in files if Path(each).name != each or not each.endswith(".safetensors")]
+    except FileNotFoundError as error:
+        raise DeployError("There is no such weight file.", got=path) from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise DeployError("The index of the weights cannot be read.", got=f"{path}: {error}") from error
+    if strange:
+        raise DeployError("The index names a file that is not beside it.", got=strange[0])
+    return [path.parent / each for each in sorted(files)]
+
+
+# -- The tensors of one attention ------------------------------------------------------------------
+
+# The last part of a module's name, and what it computes.
+_ROLES = {
+    "q": "q q_proj query wq q_lin to_q query_proj q_linear linear_q",
+    "k": "k k_proj key wk k_lin to_k key_proj k_linear linear_k",
+    "v": "v v_proj value wv v_lin to_v value_proj v_linear linear_v",
+    "o": "o o_proj out_proj dense wo out_lin to_out c_proj proj out linear_out attention_output",
+    # Stacked: all queries, then all keys, then all values.
+    "qkv": "qkv qkv_proj Wqkv W_pack c_attn in_proj to_qkv",
+    # Stacked group by group: the queries that share a key, that key, its value (GPT-NeoX, BLOOM, Falcon).
+    "groups": "query_key_value wqkv",
+}
+_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
+# Inside an attention they would make it another function than a layer of the catalog.
+_CHANGES = re.compile(
+    r"(q|k|query|key|qk)_?(layer)?_?norm|(q|k)_ln|sinks|relative_attention_bias|logit_scale|_lora|"
+    r"\b(scales|qweight|qzeros|weight_scale)|kv_a_|kv_b_",
+    re.IGNORECASE,
+)
+_CROSS = re.compile(r"cross|encoder_attn|encdec|enc_attn", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTensors:
+    """The tensors of one attention.
+
+    Args:
+        prefix: What their names begin with.
+        names: The name of each tensor, by role and kind, such as `("q", "weight")`.
+        ignored: Other tensors below the prefix, which the layer does not need.
+    """
+
+    prefix: str
+    names: Mapping[tuple[str, str], str]
+    ignored: tuple[str, ...]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether any projection has a bias."""
+        return any(kind == "bias" for _, kind in self.names)
+
+
+def find_attention(names: Iterable[str], prefix: str = "", layer: int | None = None) -> AttentionTensors:
+    """Find the projections of one attention among the tensors of a checkpoint.
+
+    Args:
+        names: All tensors.
+        prefix: The module, such as `model.layers.0.self_attn`, or one that has a single attention in it.
+        layer: The layer that it is in, where no prefix is given.
+
+    Raises:
+        DeployError: There is none, there are several, or it has parts that no catalog layer has.
+    """
+    names = sorted(names)
+    prefix = prefix.removesuffix(".")
+    inside = [name for name in names if not prefix or name.startswith(f"{prefix}.")]
+    if layer is not None:
+        inside = [name for name in inside if next(filter(str.isdigit, name.split(".")), None) == str(layer)]
+    found: dict[str, dict[tuple[str, str], str]] = {}
+    for name in inside:
+        parent, part = _part(name)
+        if part is not None and part[0] != "o":
+            found.setdefault(parent, {})[part] = name
+    found = {parent: parts for parent, parts in found.items() if _is_complete(parts)}
+    if len(found) > 1:
+        found = {parent: parts for parent, parts in found.items() if not _CROSS.search(parent)} or found
+    if len(found) != 1:
+        where = f"below {prefix!r}" if prefix else "in the checkpoint"
+        raise DeployError(
+            f"There is no single attention {where}.",
+            got=", ".join(list(found)[:6]) or f"no q, k and v among {', '.join(inside[:4] or names[:4])}",
+            hint=f"--prefix {next(iter(found), 'model.layers.0.self_attn')}",
+        )
+    ((parent, parts),) = found.items()
+    root, output = parent, dict[tuple[str, str], str]()
+    while True:
+        output = {part: name for name in names if (part := _below(name, root)) and part[0] == "o"}
+        if output or "." not in root:
+            break
+        root = root.rpartition(".")[0]  # BERT: attention.self.query, attention.output.dense
+    if ("o", "weight") not in output:
+        raise DeployError("The attention has no output projection.", got=", ".join(sorted(parts.values())))
+    chosen = {**parts, **output}
+    rest = [name for name in names if name.startswith(f"{root}." if root else "")] if root else inside
+    rest = [name for name in rest if name not in chosen.values()]
+    changing = [name for name in rest if _CHANGES.search(name.removeprefix(root))]
+    if changing:
+        raise DeployError(
+            "A catalog layer cannot express this attention: it has more than four projections.",
+            got=", ".join(changing[:4]),
+            hint="export the attention module itself: file.py:factory, see docs/own-models.md",
+        )
+    return AttentionTensors(prefix=root, names=chosen, ignored=tuple(rest))
+
+
+def _part(name: str) -> tuple[str, tuple[str, str] | None]:
+    """The module around a projection, and the role and kind of the tensor; None for another tensor."""
+    path, _, kind = name.rpartition(".")
+    for ending in ("weight", "bias"):  # nn.MultiheadAttention: in_proj_weight
+        if kind.endswith(f"_proj_{ending}"):
+            path, kind = f"{path}.{kind.removesuffix(f'_{ending}')}".removeprefix("."), ending
+    parent, _, module = path.rpartition(".")
+    if module.isdigit():  # diffusers: to_out.0
+        parent, _, module = parent.rpartition(".")
+    role = _ROLE_OF.get(module)
+    return parent, None if role is None or kind not in ("weight", "bias") else (role, kind)
+
+
+def _below(name: str, root: str) -> tuple[str, str] | None:
+    """The role of a tensor of a module, or of its part `output`."""
+    parent, part = _part(name)
+    return part if parent in (root, f"{root}.output".removeprefix(".")) else None
+
+
+def _is_complete(parts: Mapping[tuple[str, str], str]) -> bool:
+    roles = {role for role, kind in parts if kind == "weight"}
+    return bool(roles & {"qkv", "groups"}) or roles >= {"q", "k", "v"}
+
+
+# -- The spec --------------------------------------------------------------------------------------
+
+CONFIG = "config.json"
+
+# Architectures with causal self attention, and those that look both ways. The names are `model_type`.
+_DECODERS = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi", "phi3", "cohere", "opt"),
+    *(
+        "granite",
+        "starcoder2",
+        "stablelm",
+        "olmo",
+        "falcon",
+        "gpt_neox",
+        "gptj",
+        "gpt2",
+        "gpt_bigcode",
+        "mpt",
+    ),
+    *("gpt_neo", "bloom", "smollm3", "glm", "helium", "arcee", "nemotron", "persimmon", "xglm", "biogpt"),
+    *("seed_oss", "ernie4_5"),
+)
+_ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
+_VISION = ("vit", "deit", "dinov2")
+# What would be another function than the layers of the catalog compute.
+_NORMS = "it normalises queries and keys (q_norm, k_norm)"
+_MLA = "its keys and values are compressed (MLA)"
+_RELATIVE = "it adds a learned relative position bias to the scores"
+_NOT_EXPRESSIBLE = {
+    **dict.fromkeys(
+        ("qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2", "olmo3", "llama4", "llama4_text"), _NORMS
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3"), _MLA),
+    **dict.fromkeys(("t5", "mt5", "mpnet"), _RELATIVE),
+    **dict.fromkeys(("deberta", "deberta-v2"), "its attention is disentangled"),
+    "gpt_oss": "it has attention sinks",
+    "codegen": "its packed projection has a layout of its own (mp_num)",
+}
+_INTERLEAVED = ("gptj", "cohere", "glm", "ernie4_5", "helium")
+_LONGEST = 2048  # of the default axes; --axis raises it
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the `config.json` of a checkpoint.
+
+    Raises:
+        SpecError: There is none, or it is not an object of JSON.
+    """
+    try:
+        data = json.loads(read_regular(folder / CONFIG))
+    except FileNotFoundError as error:
+        hint = "the folder that save_pretrained() wrote, or a snapshot of a repository"
+        raise SpecError("There is no config.json here.", got=folder, hint=hint) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError("The config.json cannot be read.", got=f"{folder / CONFIG}: {error}") from error
+    if not isinstance(data, dict):
+        raise SpecError("The config.json is not an object.", got=folder / CONFIG)
+    inner = data.get("text_config")  # of a model with several parts
+    return inner if isinstance(inner, dict) and "num_attention_heads" in inner else data
+
+
+def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: bool) -> AttentionSpec:
+    """The self attention of one layer, as a layer of the catalog.
+
+    Args:
+        config: The `config.json` of a checkpoint.
+        layer: Which layer, from 0.
+        name: Name of the model.
+        bias: Whether any projection has a bias; the others then have zeros.
+
+    Raises:
+        SpecError: A layer of the catalog cannot express it; the message says what.
+    """
+    kind = str(config.get("model_type", ""))
+    if kind in _NOT_EXPRESSIBLE:
+        raise _refused(kind, _NOT_EXPRESSIBLE[kind])
+    if kind not in (*_DECODERS, *_ENCODERS, *_VISION):
+        raise _refused(kind or "no model_type", "its attention is not known here")
+    E = _number(config, "hidden_size", "n_embd", "d_model", "dim")
+    Hq = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+    layers = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if not 0 <= layer < layers:
+        raise SpecError("The model has no such layer.", got=layer, hint=f"0 to {layers - 1}")
+    D = _optional(config, "head_dim") or _whole(E, Hq)
+    causal = kind in _DECODERS or bool(config.get("is_decoder"))
+    rotates = _rotates(config, kind, layer)
+    _refuse_options(config, kind)
+    longest = min(
+        _optional(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length") or 512,
+        _LONGEST,
+    )
+    if kind in _VISION:
+        longest = _patches(config)
+    return AttentionSpec(
+        name=name,
+        summary=f"layer {layer} of a {kind} checkpoint",
+        Hq=Hq,
+        Hkv=_key_heads(config, kind, Hq),
+        D=D,
+        E=E,
+        axes={
+            "B": Axis(min=1, opt=1, max=8),
+            "S": Axis(min=1, opt=longest if kind in _VISION else min(128, longest), max=longest),
+        },
+        bias=bias,
+        causal=causal,
+        mask="additive"
+        if _has_alibi(config, kind)
+        else "padding"
+        if kind in _ENCODERS and not causal
+        else "none",
+        scale=_scale(config, kind, layer, D),
+        rope=_rope(config, kind, layer, D) if rotates else None,
+        window=_window(config, kind, layer) if causal else None,
+        softcap=config.get("attn_logit_softcapping") if kind == "gemma2" else None,
+    )
+
+
+def _refused(kind: str, why: str) -> SpecError:
+    hint = "export the attention module itself: file.py:factory, see docs/own-models.md"
+    return SpecError(
+        f"A catalog layer cannot express this attention: {why}.", got=f"model_type {kind}", hint=hint
+    )
+
+
+def _optional(config: Mapping[str, Any], *names: str) -> int | None:
+    for name in names:
+        value = config.get(name)
+        if type(value) is int and value > 0:
+            return value
+    return None
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    found = _optional(config, *names)
+    if found is None:
+        raise SpecError(f"The config.json has no {names[0]}.", got=", ".join(sorted(config)[:12]))
+    return found
+
+
+def _whole(E: int, Hq: int) -> int:
+    if E % Hq:
+        raise SpecError(
+            "The heads do not divide the width.", got=f"{E} / {Hq}", hint="head_dim in config.json"
+        )
+    return E // Hq
+
+
+def _key_heads(config: Mapping[str, Any], kind: str, Hq: int) -> int:
+    if kind == "falcon":
+        if config.get("new_decoder_architecture"):
+            return _optional(config, "num_kv_heads") or Hq
+        return 1 if config.get("multi_query", True) else Hq
+    if kind == "gpt_bigcode":
+        return 1 if config.get("multi_query", True) else Hq
+    if kind == "mpt":
+        return _optional(config.get("attn_config") or {}, "kv_n_heads") or Hq
+    return _optional(config, "num_key_value_heads", "num_kv_heads") or Hq
+
+
+def _has_alibi(config: Mapping[str, Any], kind: str) -> bool:
+    if kind == "mpt":
+        return bool((config.get("attn_config") or {}).get("alibi", True))
+    return kind == "bloom"
+
+
+def _scale(config: Mapping[str, Any], kind: str, layer: int, D: int) -> float | None:
+    if kind == "gemma2":
+        return float(config.get("query_pre_attn_scalar", 256)) ** -0.5
+    if kind == "granite":
+        return float(config.get("attention_multiplier", 1.0))
+    if kind == "mpt":
+        found = (config.get("attn_config") or {}).get("softmax_scale")
+        return None if found is None else float(found)
+    if kind == "gpt_neo":
+        return 1.0
+    if kind in ("gpt2", "gpt_bigcode"):
+        scale = D**-0.5 if config.get("scale_attn_weights", True) else 1.0
+        by_layer = bool(config.get("scale_attn_by_inverse_layer_idx")) and kind == "gpt2"
+        return scale / (layer + 1) if by_layer else scale
+    return None
+
+
+def _window(config: Mapping[str, Any], kind: str, layer: int) -> int | None:
+    types = config.get("layer_types")
+    if kind == "gpt_neo":
+        types = [each for group, count in config.get("attention_types", []) for each in group * count]
+        return _optional(config, "window_size") if types and types[layer] == "local" else None
+    window = _optional(config, "sliding_window")
+    if isinstance(types, list) and layer < len(types):
+        return window if types[layer] == "sliding_attention" else None
+    if kind in ("qwen2", "qwen2_moe"):
+        first = config.get("max_window_layers", 28)
+        return window if config.get("use_sliding_window") and layer >= first else None
+    if kind == "gemma2":
+        return window if layer % 2 == 0 else None
+    return window if kind in ("mistral", "mixtral", "phi3", "starcoder2") else None
+
+
+def _rotates(config: Mapping[str, Any], kind: str, layer: int) -> bool:
+    if kind in (*_ENCODERS, *_VISION, "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt"):
+        return False
+    if _has_alibi(config, kind):
+        return False
+    layers = config.get("no_rope_layers")  # of SmolLM3: 1 where a layer rotates
+    return not (kind == "smollm3" and isinstance(layers, list) and layer < len(layers) and not layers[layer])
+
+
+def _rope(config: Mapping[str, Any], kind: str, layer: int, D: int) -> Rope:
+    """The rotary embedding, in the keys of Transformers 5 (`rope_parameters`) or of earlier versions."""
+    found = config.get("rope_parameters") or {}
+    types = config.get("layer_types")
+    if isinstance(types, list) and layer < len(types) and isinstance(found.get(types[layer]), dict):
+        found = found[types[layer]]  # one for each type of layer
+    scaling = {**(config.get("rope_scaling") or {}), **found}
+    theta = found.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
+    share = found.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
+    if share is None:
+        share = {
+            "gpt_neox": 0.25,
+            "phi": 0.5,
+            "stablelm": 0.25,
+            "nemotron": 0.5,
+            "persimmon": 0.5,
+            "glm": 0.5,
+        }.get(kind, 1.0)
+    dims = (_optional(config, "rotary_dim") or D) if kind == "gptj" else int(D * float(share))
+    form = str(scaling.get("rope_type", scaling.get("type", "default")))
+    interleaved = kind in _INTERLEAVED
+    base: dict[str, Any] = {
+        "base": float(theta),
+        "dims": None if dims == D else dims,
+        "interleaved": interleaved,
+    }
+    if form in ("default", "none"):
+        return Rope(**base)
+    factor = float(scaling.get("factor", 1.0))
+    if form == "linear":
+        return Rope(**base, scaling="linear", factor=factor)
+    if form == "llama3":
+        return Rope(
+            **base,
+            scaling="llama3",
+            factor=factor,
+            low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+            high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+            original_length=int(scaling.get("original_max_position_embeddings", 8192)),
+        )
+    raise _refused(kind, f"its rotary embedding is scaled by {form!r}; linear and llama3 are known")
+
+
+def _refuse_options(config: Mapping[str, Any], kind: str) -> None:
+    """Refuse options that change the function and that a layer of the catalog does not have."""
+    inner = config.get("attn_config") or {}
+    for name in ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "qk_ln"):
+        if config.get(name) or inner.get(name):
+            raise _refused(kind, f"it normalises queries and keys ({name})")
+    if config.get("clip_qkv") or inner.get("clip_qkv"):
+        raise _refused(kind, "it clips queries, keys and values (clip_qkv)")
+    if str(config.get("position_embedding_type", "absolute")).startswith("relative"):
+        raise _refused(kind, "its positions are relative (position_embedding_type)")
+    if kind == "falcon" and config.get("alibi"):
+        raise _refused(kind, "it adds ALiBi before the scale, in BF16")
+    if kind == "gpt_bigcode" and not config.get("multi_query", True):
+        raise _refused(kind, "its packed projection is stacked head by head (multi_query false)")
+    if config.get("quantization_config"):
+        raise _refused(kind, "its weights are quantised (quantization_config)")
+
+
+def _patches(config: Mapping[str, Any]) -> int:
+    image, patch = _optional(config, "image_size") or 224, _optional(config, "patch_size") or 16
+    return (image // patch) ** 2 + 1
