@@ -15,7 +15,13 @@ from typing import Any
 import onnx_ir as ir
 
 from mha_deploy.analyze.cost import odd_sizes, sizes_name
-from mha_deploy.bundle.cases import GoldenCase, refuse_polygraphy, write_case, write_polygraphy
+from mha_deploy.bundle.cases import (
+    GoldenCase,
+    refuse_implausible,
+    refuse_polygraphy,
+    write_case,
+    write_polygraphy,
+)
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
 from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, plan_trace, write_trace
@@ -199,6 +205,7 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
         (folder / "golden").mkdir()
         cases = []
         for case in source.cases(step):
+            refuse_implausible(f"golden case {case.name}", case.oracle, case.eager, source.precision)
             write_case(folder / "golden" / f"{case.name}.safetensors", case)
             cases.append(case)
         if not cases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,13 @@ NOTE = "note"
 SEVERITIES = (REFUSED, WRONG_ANSWER, NOT_FUSED, NOTE)
 
 Version = tuple[int, ...]
+
+_CAPABILITIES = (
+    *("5.0", "5.2", "5.3", "6.0", "6.1", "6.2", "7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0"),
+    *("10.0", "10.1", "10.3", "11.0", "12.0", "12.1"),
+)
+# The newest minor version of each major one, when these rules were measured.
+_RELEASES = {TENSORRT: {8: 6, 9: 3, 10: 16, 11: 4}, TENSORRT_RTX: {1: 7}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +78,30 @@ def target_from(product: str, version: str | None = None, compute_capability: st
     )
 
 
+def requested_target(
+    product: str, version: str | None = None, compute_capability: str | None = None
+) -> Target:
+    """A target that a user named, which must exist; what is installed may be newer than the rules.
+
+    Raises:
+        DeployError: There is no such version or GPU.
+    """
+    target = target_from(product, version, compute_capability)
+    newest = _RELEASES[product].get(target.version[0]) if target.version else 0
+    if newest is None or (target.version is not None and target.version[1:2] > (newest,)):
+        known = ", ".join(f"{major}.0 to {major}.{minor}" for major, minor in _RELEASES[product].items())
+        raise DeployError(f"No such version of {product} is known.", got=version, hint=known)
+    if compute_capability is not None and compute_capability not in _CAPABILITIES:
+        raise DeployError(
+            "No GPU has that compute capability.", got=compute_capability, hint=", ".join(_CAPABILITIES)
+        )
+    return target
+
+
 def _numbers(what: str, text: str) -> Version:
-    try:
-        return tuple(int(part) for part in text.split("."))
-    except ValueError as error:
-        raise DeployError(f"The {what} is not made of numbers.", got=text, hint="such as 10.14") from error
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){0,3}", text):
+        raise DeployError(f"The {what} is not made of numbers.", got=text, hint="such as 10.14")
+    return tuple(int(part) for part in text.split("."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,15 +405,6 @@ def _float_mask_of_other_type(node: AttentionNode, target: Target) -> bool:
     return node.mask in ("float", "int") and node.dtype is not None and node.mask_dtype != node.dtype
 
 
-def _mask_is_short(node: AttentionNode, target: Target) -> bool:
-    if not node.mask_dims or node.has_past:
-        return False
-    columns = node.mask_dims[-1]
-    if isinstance(columns, int) and isinstance(node.T, int):
-        return columns < node.T
-    return node.has_nonpad_kv_seqlen and not same_size(columns, node.T)
-
-
 def _causal_is_not_square(node: AttentionNode, target: Target) -> bool:
     alone = not node.has_past and not node.has_nonpad_kv_seqlen
     return node.is_causal and alone and not same_size(node.S, node.T)
@@ -503,7 +521,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         id="short-mask",
         severity=REFUSED,
         holds=WITH_ATTENTION,
-        applies=_mask_is_short,
+        applies=lambda node, target: node.mask_may_be_short,
         message="The mask may end before the keys do: {mask_dims} for {T} keys.",
         remedy="pad the mask to the number of keys",
         cured_by=_TRT,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from mha_deploy.errors import SpecError, nearest
+from mha_deploy.files import check_plain, read_regular
 from mha_deploy.model.spec import AttentionSpec
 
 if sys.version_info >= (3, 11):
@@ -13,6 +14,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+_LARGEST_SPEC = 1 << 20
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -52,12 +54,13 @@ def _is_module_name(text: str) -> bool:
 def read_spec(path: Path) -> AttentionSpec:
     """Read one TOML file; the name of the model is the name of the file."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_regular(path, _LARGEST_SPEC).decode("utf-8"))
+        check_plain(data)
     except FileNotFoundError as error:
         raise SpecError("There is no such spec file.", got=path) from error
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError("The spec file cannot be read.", got=f"{path}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise SpecError("The spec file is not valid TOML.", got=f"{path}: {error}") from error
     if "name" in data:
         raise SpecError(
