@@ -133,6 +133,20 @@ class AttentionNode:
         """Whether a query attends only to a window of keys."""
         return self.left_window >= 0 or self.right_window >= 0
 
+    @property
+    def mask_may_be_short(self) -> bool:
+        """Whether the mask may have fewer columns than there are keys; the others are then masked."""
+        if not self.mask_dims:
+            return False
+        columns, past, new = self.mask_dims[-1], self.past_length if self.has_past else 0, self.T
+        if isinstance(columns, int) and isinstance(past, int) and isinstance(new, int):
+            return columns < past + new
+        # Opset 23 has no short masks, and a size that the graph does not state was computed to fit.
+        if (self.opset or 24) < 24 or columns is None or str(columns).startswith("unk__"):
+            return False
+        totals = (f"{past} + {new}", f"{new} + {past}") if self.has_past else (new,)
+        return columns not in totals
+
     def describe(self) -> dict[str, Any]:
         """The record as plain data for JSON, with the derived values."""
         derived = {"kind": self.kind, "softmax_scale": self.softmax_scale}

@@ -214,11 +214,14 @@ class PrimitivesOptions:
         cache: `copy` outputs whole caches with the new entries in them; `rows` outputs only the new entries
             and reads the caches in place; `auto` is `rows` for a preallocated cache whose pattern is
             recognised, else `copy`.
+        shift_masks: Subtract the largest number of an FP16 mask where it is large. That is exact, but it
+            computes the mask, and TensorRT 8.6 fuses attention only under a mask that is an input.
         opset: The highest opset the result may need; None keeps the model's own.
     """
 
     gqa: str = AUTO
     cache: str = AUTO
+    shift_masks: bool = True
     opset: int | None = 17
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -242,7 +245,7 @@ def lower_to_primitives(
     raw = scores_of(b, call, form, query, heads.k)
     capped = biased = softcap(b, call, raw)
     if mask is not None:
-        bias = bias_of(b, call, mask, in_score_type=True)
+        bias = bias_of(b, call, mask, in_score_type=options.shift_masks)
         biased = b.op("Add", capped, form.bias(mask, bias, S, T), name="scores_biased")
     weights = softmax(b, call, biased)
     if mode == 2 and mask is not None:
