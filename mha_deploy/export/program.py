@@ -417,12 +417,9 @@ def _traced(
 ) -> _Traced:
     """Trace a module: with the ranges of its axes, else with PyTorch's own, else with fewer dynamic axes."""
     sizes = trace_sizes(inputs, dims, axes)
-    example = draw_inputs(inputs, dims, sizes, seed=0)
 
-    def trace(kind: Kind = "ranges", *, strict: bool = False) -> ExportedProgram:
-        shapes = dynamic_shapes(dims, list(example), axes, sizes, kind=kind)
-        with comparing_multiples():
-            return torch.export.export(module, (), example, dynamic_shapes=shapes, strict=strict)
+    def trace(kind: Kind = "ranges") -> ExportedProgram:
+        return _export(module, inputs, dims, axes, kind)
 
     def name_of(name: str, index: int) -> str:
         named = dims.get(name, ())
@@ -438,44 +435,52 @@ def _traced(
             small = tuple(name for name, axis in axes.items() if axis.min < sizes[name])
             return _Traced(program=second, axes=axes, sizes=sizes, unproven=small)
     refusal = explain_failure(first, name_of, trace)
-    constant: set[str] = set()
-    for strict in (False, True):
-        found = _tried(lambda strict=strict: trace("automatic", strict=strict))
-        if isinstance(found, ExportedProgram):
-            if not (static := _static_axes(found, dims, axes)):
-                outside = list(_outside_guards(found, dims, axes, sizes))
-                return _Traced(program=found, axes=axes, sizes=sizes, outside=outside, refusal=refusal)
-            constant = constant or static
+    found = _automatic(module, inputs, dims, axes)
+    if isinstance(found, _Traced):
+        return dataclasses.replace(found, refusal=refusal)
     dynamic = [name for name, axis in axes.items() if axis.is_dynamic]
-    for fixed in dict.fromkeys((tuple(sorted(constant)), tuple(dynamic[1:]), tuple(dynamic))):
-        shown = inside(axes, {**sizes, **shown_sizes(inputs, dims)})
+    shown = inside(axes, {**sizes, **shown_sizes(inputs, dims)})
+    for fixed in dict.fromkeys((tuple(sorted(found)), tuple(dynamic[1:]), tuple(dynamic))):
         for at in ({name: axes[name].opt for name in fixed}, {name: shown[name] for name in fixed}):
-            narrow = {**axes, **{name: Axis(min=size, opt=size, max=size) for name, size in at.items()}}
-            found = _narrow(module, inputs, dims, narrow) if fixed else None
-            if found is not None:
-                said = ", ".join(f"{name}={size}" for name, size in at.items())
-                note = f"{said} only: {refusal.what} {refusal.got or ''}".strip()
+            narrow = {name: Axis(min=size, opt=size, max=size) for name, size in at.items()}
+            found = _automatic(module, inputs, dims, {**axes, **narrow}) if fixed else set()
+            if isinstance(found, _Traced):
+                sizes_of = ", ".join(f"{name}={size}" for name, size in at.items())
+                note = f"{sizes_of} only: {refusal.what} {refusal.got or ''}".strip()
                 return dataclasses.replace(found, fixed=fixed, notes=(note,))
     raise refusal from first
 
 
-def _narrow(
+def _automatic(
     module: nn.Module, inputs: Mapping[str, Tensor], dims: NamedDims, axes: Mapping[str, Axis]
-) -> _Traced | None:
-    """The module with fewer dynamic axes; None where PyTorch cannot trace that either."""
+) -> _Traced | set[str]:
+    """The module with the ranges that PyTorch finds, or the axes that it cannot let vary, where it tells."""
+    constant: set[str] = set()
+    for strict in (False, True):
+        program = _tried(partial(_export, module, inputs, dims, axes, "automatic", strict=strict))
+        if isinstance(program, ExportedProgram):
+            if not (static := _static_axes(program, dims, axes)):
+                sizes = trace_sizes(inputs, dims, axes)
+                outside = list(_outside_guards(program, dims, axes, sizes))
+                return _Traced(program=program, axes=axes, sizes=sizes, outside=outside)
+            constant = constant or static
+    return constant
+
+
+def _export(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    dims: NamedDims,
+    axes: Mapping[str, Axis],
+    kind: Kind,
+    *,
+    strict: bool = False,
+) -> ExportedProgram:
     sizes = trace_sizes(inputs, dims, axes)
     example = draw_inputs(inputs, dims, sizes, seed=0)
-    shapes = dynamic_shapes(dims, list(example), axes, sizes, kind="automatic")
-    for strict in (False, True):
-        found = _tried(
-            lambda strict=strict: torch.export.export(
-                module, (), example, dynamic_shapes=shapes, strict=strict
-            )
-        )
-        if isinstance(found, ExportedProgram) and not _static_axes(found, dims, axes):
-            outside = list(_outside_guards(found, dims, axes, sizes))
-            return _Traced(program=found, axes=axes, sizes=sizes, outside=outside)
-    return None
+    shapes = dynamic_shapes(dims, list(example), axes, sizes, kind=kind)
+    with comparing_multiples():
+        return torch.export.export(module, (), example, dynamic_shapes=shapes, strict=strict)
 
 
 def _static_axes(program: ExportedProgram, dims: NamedDims, axes: Mapping[str, Axis]) -> set[str]:
