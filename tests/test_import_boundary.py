@@ -230,7 +230,11 @@ def test_nothing_imports_the_command_line_but_itself():
 def test_only_its_owner_imports_a_runtime():
     owners = {
         "onnxruntime": {"mha_deploy.runtime.ort"},
-        "safetensors": {"mha_deploy.bundle.cases", "mha_deploy.reference.weights"},
+        "safetensors": {
+            "mha_deploy.bundle.cases",
+            "mha_deploy.model.huggingface",
+            "mha_deploy.reference.weights",
+        },
         "jinja2": {"mha_deploy.report.page"},
         "matplotlib": {"mha_deploy.analyze.similarity"},
         "polygraphy": set(),

@@ -146,15 +146,15 @@ def test_a_truncated_weight_file_is_refused(tmp_path):
     assert "The weights are not a safetensors file." in refused_file(tmp_path, file)
 
 
-def test_a_folder_is_no_weight_file(tmp_path):
-    assert "The weights are not a safetensors file." in refused_file(tmp_path, tmp_path)
+def test_a_folder_without_weights_is_refused(tmp_path):
+    assert "The folder has no safetensors file" in refused_file(tmp_path, tmp_path)
 
 
 def test_weights_that_are_whole_numbers_are_refused(tmp_path):
     file = tmp_path / "layer.safetensors"
     save_file({**random_weights(GQA, 0), "o.bias": torch.zeros(64, dtype=torch.int8)}, file)
     message = refused_file(tmp_path, file)
-    assert "A weight is not floating point." in message
+    assert "A weight is not floating point" in message
     assert "o.bias: torch.int8" in message
 
 
@@ -196,7 +196,7 @@ def test_weights_with_nan_are_refused_by_name(tmp_path):
 def test_reading_weights_keeps_names_values_and_types(tmp_path):
     state = {"a": torch.randn(3, 4).bfloat16(), "b": torch.randn(2).half()}
     save_file(state, tmp_path / "w.safetensors")
-    got = read_weights(tmp_path / "w.safetensors")
+    got = read_weights(tmp_path / "w.safetensors").state
     assert {name: (t.dtype, t.tolist()) for name, t in got.items()} == {
         name: (t.dtype, t.tolist()) for name, t in state.items()
     }

@@ -114,7 +114,6 @@ def without(name):
     ("change", "says"),
     [
         (without("embedding.weight"), "no embedding.weight"),
-        (lambda state: {**state, "more": torch.ones(1)}, "more is unknown"),
         (lambda state: {**state, "embedding.weight": torch.ones(2, 2)}, "do not fit"),
     ],
 )
@@ -123,6 +122,18 @@ def test_weights_of_another_module(tmp_path, change, says):
     with pytest.raises(DeployError) as error:
         open_user_module(f"{HERE}:encoder", find_precision("fp16"), weights=path)
     assert says in str(error.value)
+
+
+def test_what_a_checkpoint_holds_besides_is_noted_and_its_prefix_dropped(tmp_path):
+    def checkpoint(state):
+        return {f"model.{name}": tensor for name, tensor in state.items()} | {"model.more": torch.ones(1)}
+
+    path = saved(tmp_path, ".safetensors", checkpoint)
+    user = open_user_module(f"{HERE}:encoder", find_precision("fp32"), weights=path, prefix="model")
+    assert user.state_sha256 == state_digest(load_factory(f"{HERE}:encoder", seed=7).module)
+    assert "more" in user.notes[0]
+    with pytest.raises(DeployError, match="--prefix"):
+        open_user_module(f"{HERE}:encoder", find_precision("fp32"), weights=path)
 
 
 def test_a_file_of_something_else(tmp_path):
