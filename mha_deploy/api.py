@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
     from mha_deploy.regression.record import Replay
+    from mha_deploy.report.table import Table
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.serving.triton import Package
     from mha_deploy.validate import verdict
@@ -1177,6 +1178,14 @@ class Deployment:
     chosen: Trial | None = None
     why: str = ""
 
+    def candidates_table(self) -> Table | None:
+        """The precisions that were tried, as a table; None where none were compared."""
+        if self.chosen is None:
+            return None
+        from mha_deploy.regression.candidates import candidates_table
+
+        return candidates_table(self.candidates, self.chosen)
+
 
 def deploy(
     model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module,
@@ -1195,7 +1204,7 @@ def deploy(
     attention: str = "native",
     accumulate: str = "auto",
     latency: bool | None = None,
-    candidates: bool = False,
+    candidates: bool | None = False,
     on_step: OnStep | None = None,
     on_result: Callable[[Any], None] | None = None,
 ) -> Deployment:
@@ -1218,7 +1227,8 @@ def deploy(
         accumulate: See `build_engine`.
         latency: Whether to time; default: where there is a GPU.
         candidates: Whether to export and build FP16, BF16, FP16 with FP32 where it overflows, and with the
-            plugin's accumulations, and to keep the best; the precision must be `auto`.
+            plugin's accumulations, and to keep the best; the precision must be `auto`. None: where that is
+            so, and there is a GPU.
         on_step: Called as each step begins.
         on_result: Called with the bundle, with the evaluation of its graph, and with the engine, as soon as
             each is there: what was reached before a later step fails.
@@ -1257,6 +1267,10 @@ def deploy(
             got=f"precision {precision}{'' if engine else ', no engine'}",
             hint="precision auto, with an engine",
         )
+    if candidates is None and precision == "auto" and engine:
+        from mha_deploy.environment import gpus
+
+        candidates = bool(gpus())
     if candidates:
         (precision, settings), tried = _best_candidate(
             found,

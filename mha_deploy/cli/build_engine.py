@@ -170,10 +170,6 @@ def print_engine(engine: Engine) -> None:
     from mha_deploy.cli.tables import engine_renderable
 
     Console().print(engine_renderable(engine))
-    if engine.manifest.rebuilds is not None:
-        from mha_deploy.engine.rebuild import rebuild_summary
-
-        Console().print("\n".join(rebuild_summary(engine.manifest.rebuilds)), highlight=False, markup=False)
 
 
 def engine_to_dict(engine: Engine) -> dict[str, Any]:

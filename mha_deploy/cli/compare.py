@@ -68,8 +68,6 @@ def compare(
     """Compare two reports, bundles or engines, and fail if something got worse."""
     from rich.console import Console
 
-    from mha_deploy.bundle.commit import write_atomically
-
     found = md.compare(
         old,
         new,
@@ -80,10 +78,9 @@ def compare(
         coverage=not allow_less_coverage,
         strict=strict,
     )
-    for path, content in ((junit, found.to_junit), (html, found.to_html)):
+    for path, save in ((junit, found.save_junit), (html, found.save_html)):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, content().encode("utf-8"))
+            save(path)
     if json:
         typer.echo(found.to_json())
     elif markdown:

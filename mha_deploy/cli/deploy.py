@@ -114,7 +114,7 @@ def deploy(
                 attention=attention,
                 accumulate=accumulate,
                 latency=latency,
-                candidates=_are_wanted(ctx, precision) if candidates is None else candidates,
+                candidates=candidates,
                 on_step=on_step,
                 on_result=reached.append,
             )
@@ -137,24 +137,15 @@ def deploy(
             data["candidates"] = [vars(trial) for trial in done.candidates]
             data["chosen"] = {"name": done.chosen.name, "why": done.why}
     else:
-        if done.chosen is not None:
+        tried = done.candidates_table()
+        if tried is not None and done.chosen is not None:
             from rich.console import Console
 
             from mha_deploy.cli.tables import rendered
-            from mha_deploy.regression.candidates import candidates_table
 
-            Console().print(rendered(candidates_table(done.candidates, done.chosen)))
+            Console().print(rendered(tried))
             Console().print(f"chosen: {done.chosen.name}: {done.why}", highlight=False)
         print_bundle(done.bundle)
         if done.engine is not None:
             print_engine(done.engine)
     finish(done.report, done.bundle.path, data)
-
-
-def _are_wanted(ctx: typer.Context, precision: str) -> bool:
-    """Whether candidates are compared by default: `auto` was asked for, and a GPU can time them."""
-    from mha_deploy.runtime.cuda import find_gpu
-
-    given = ctx.get_parameter_source("precision")
-    explicit = given is not None and given.name == "COMMANDLINE"
-    return explicit and precision == "auto" and bool(ctx.params.get("engine")) and find_gpu() is not None

@@ -58,9 +58,7 @@ def matrix(
 
         print_json(found.to_dict())
     elif markdown:
-        from mha_deploy.report.table import markdown as as_markdown
-
-        typer.echo(as_markdown(found.tables()[0]))
+        typer.echo(found.to_markdown())
     else:
         console = Console()
         console.print(rendered(found.tables()[0]))

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import msgspec
 from msgspec import Struct
 
+from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
 from mha_deploy.engine.manifest import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
@@ -39,8 +40,15 @@ class _Output(Struct, frozen=True):
     @property
     def used(self) -> float | None:
         """The largest share of the budget: the recorded one, or that of the errors beside it."""
-        errors, limits = self.deviation or {}, self.budget or {}
-        known = [errors[key] / limits[key] for key in limits if limits[key] and errors.get(key) is not None]
+        errors, limits = (
+            {
+                key: value
+                for key, value in (each or {}).items()
+                if isinstance(value, int | float) and value > 0
+            }
+            for each in (self.deviation, self.budget)
+        )
+        known = [errors[key] / limits[key] for key in limits if key in errors]
         return max([*known, *([] if self.share is None else [self.share])], default=None)
 
 
@@ -838,6 +846,19 @@ class Comparison:
             sections.append(Section(name=name, title=title, link=group.title, parts=[("table", part)]))
         title = f"Comparison: {Path(self.old.name).name} and {Path(self.new.name).name}"
         return sections_page(self.to_dict(), title, self.headline, sections, passed=self.passed)
+
+    def save_junit(self, path: Path) -> None:
+        """Write the JUnit XML to a file."""
+        _save(path, self.to_junit())
+
+    def save_html(self, path: Path) -> None:
+        """Write the page to a file."""
+        _save(path, self.to_html())
+
+
+def _save(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content.encode("utf-8"))
 
 
 _LEVELS = {REGRESSION: "bad", INCONCLUSIVE: "doubt", CHANGED: "doubt", IMPROVEMENT: "good", SAME: "none"}

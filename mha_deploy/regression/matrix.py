@@ -33,7 +33,7 @@ from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.sections import Section
 from mha_deploy.report.table import Cell as TableCell
-from mha_deploy.report.table import Group, Row, Table, columns, number, text
+from mha_deploy.report.table import Group, Row, Table, columns, markdown, number, text
 from mha_deploy.text import plural, short, size
 from mha_deploy.validate.verdict import frame
 
@@ -478,6 +478,10 @@ class Matrix:
         return Table(
             title=title, columns=columns(*heads, *titles), groups=[Group(rows=table_rows)], css="matrix"
         )
+
+    def to_markdown(self) -> str:
+        """The heat map of the results as Markdown."""
+        return markdown(self.tables()[0])
 
     def to_html(self) -> str:
         """A page with a heat map."""

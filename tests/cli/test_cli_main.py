@@ -24,6 +24,8 @@ VERBS = (
     "validate",
     "bisect",
     "bench",
+    "compare",
+    "matrix",
     "inspect",
     "models",
     "analyze",

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 import mha_deploy as md
+from mha_deploy.regression.matrix import read_plan
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "report"))
 from example_report import HOSTILE, cpu_only, failing, passing
@@ -371,3 +373,15 @@ def test_names_from_a_report_cannot_become_markup():
     assert "<script>" not in found.to_markdown()
     ElementTree.fromstring(found.to_junit().encode())
     found.to_json().encode()
+
+
+def test_the_workflow_and_the_plan_of_the_examples_are_valid(run_cli):
+    folder = Path(__file__).resolve().parents[2] / "examples" / "ci"
+    workflow = (folder / "upgrade.yml").read_text()
+    commands = re.findall(r"mha-deploy ([\w-]+)((?:[^\n|\\]|\\\n)*)", workflow)
+    assert {"deploy", "build-engine", "validate", "compare"} <= {verb for verb, _ in commands}
+    for verb, arguments in commands:
+        if arguments.strip():
+            known = run_cli(verb, "--help").out
+            assert [option for option in re.findall(r"--[a-z-]+", arguments) if option not in known] == []
+    assert [runtime.name for runtime in read_plan(folder / "rtx.toml").runtimes][-1] == "rtx-1.7"
