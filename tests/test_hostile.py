@@ -1,0 +1,450 @@
+"""Hostile and unlucky input: refused with a reason; no crash, no hang, no false verdict."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+from bundle_edit import copy_of, edit_arrays, edit_manifest, rehash
+from hostile_files import (
+    OUTSIDE,
+    all_forked,
+    assert_orderly,
+    assert_refused,
+    attention,
+    forked,
+    graphs,
+    model,
+    places,
+    tensor,
+    with_value,
+    without_trust,
+    write_model,
+)
+from onnx import TensorProto, helper
+
+import mha_deploy as md
+from mha_deploy.bundle.cases import read_arrays, write_arrays
+from mha_deploy.bundle.folder import MANIFEST, MODEL
+from mha_deploy.bundle.traces import read_trace
+
+ESCAPE = "\x1b[31mred"
+VALUES = (None, -1, 0, 2.5, True, "x", ESCAPE, [], {}, [None], {"a": None}, 10**25, 1e308)
+FEW = (None, -1, ESCAPE, [None], 10**25)
+# Text and figures for people: any other value of the same type is as good.
+FREE = {
+    "note",
+    "notes",
+    "weights",
+    "summary",
+    "versions",
+    "checks",
+    "flops",
+    "weight_bytes",
+    "place",
+    "seconds",
+}
+
+
+@pytest.fixture
+def folder(bundles, tmp_path):
+    """A bundle of its own, to alter."""
+    return copy_of(bundles("tiny-mha"), tmp_path / "bundle")
+
+
+# -- ONNX files ------------------------------------------------------------------------------------
+
+
+def refused_graphs(tmp_path, known, *verb):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    protos = list(known.values())
+    command = [verb[0], folder / MODEL, *verb[1:]]
+    outcomes = all_forked([command] * len(protos), prepare=lambda number: write_model(folder, protos[number]))
+    for name, outcome in zip(known, outcomes, strict=True):
+        try:
+            assert_refused(outcome)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_a_graph_that_no_exporter_writes_is_refused(tmp_path):
+    refused_graphs(tmp_path, graphs(), "fuse", "-o", tmp_path / "out.onnx", "--overwrite")
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_weights_that_are_not_in_their_file_are_refused(tmp_path):
+    refused_graphs(tmp_path, OUTSIDE, "inspect")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "verb", [("inspect", "--json"), ("check",), ("export", "-o", "out")], ids=lambda v: v[0]
+)
+def test_every_verb_refuses_them(tmp_path, verb, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused_graphs(tmp_path, {**graphs(), **OUTSIDE}, *verb)
+
+
+def test_such_a_model_in_memory_is_refused_too():
+    for name in ("a cycle", "no heads", "2^60 elements", "a function of itself"):
+        with pytest.raises(md.DeployError):
+            md.fuse(graphs()[name])
+        with pytest.raises(md.DeployError):
+            md.open_runner(graphs()[name], "onnx-reference")
+
+
+def test_a_usual_graph_is_not_refused(tmp_path):
+    """With a branch, a loop, a function, weights in every field, and in a file beside it."""
+    outside = TensorProto(name="e", data_type=TensorProto.FLOAT, dims=[4, 8])
+    outside.data_location = TensorProto.EXTERNAL
+    outside.external_data.add(key="location", value="beside.bin")
+    typed = helper.make_tensor("t", TensorProto.FLOAT16, [2], np.array([1, 2], np.float16))
+    packed = helper.make_tensor("p", TensorProto.INT4, [3], [1, 2, 3])
+    nodes = [
+        attention(),
+        helper.make_node("Add", ["y", "e"], ["z"]),
+        helper.make_node("Identity", ["z"], ["out"]),
+    ]
+    weights = [outside, typed, packed, tensor("none", np.zeros((0, 5), np.float32))]
+    path = write_model(tmp_path, model(nodes, weights, outputs=("out",)))
+    assert [node["kind"] for node in md.inspect(path).attention] == ["MHA"]
+
+
+def test_a_file_that_cannot_be_a_model_is_refused(tmp_path):
+    path = tmp_path / "model.onnx"
+    makers = {
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "empty": lambda: path.write_bytes(b""),
+        "text": lambda: path.write_text("not a model"),
+        "terabyte": lambda: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 1 << 40),
+    }
+    for name, make in makers.items():
+        make()
+        assert forked("inspect", path).code == 2, name
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+# -- Manifests -------------------------------------------------------------------------------------
+
+
+def opened_with(path, changed, call):
+    """The outcomes of a call with each of these contents in a JSON file."""
+    texts = [json.dumps(data) for data in changed]
+    return all_forked([call] * len(texts), prepare=lambda number: path.write_text(texts[number]))
+
+
+def changes(data, values):
+    """Every place of plain data with every other value."""
+    for at in places(data):
+        for value in values:
+            changed = with_value(data, at, value)
+            if json.dumps(changed) != json.dumps(data):
+                yield at, value, changed
+
+
+def check_manifest(folder, values, call):
+    before = json.loads((folder / MANIFEST).read_text())
+    hashes = ("files", MODEL, "bytes"), ("files", MODEL, "sha256")
+    found = [each for each in changes(before, values) if each[0][0] != "files" or each[0] in hashes]
+    assert len(found) > 100
+    for (at, value, _), outcome in zip(
+        found, opened_with(folder / MANIFEST, [each[2] for each in found], call), strict=True
+    ):
+        assert_orderly(outcome)
+        if (isinstance(value, str) and value != ESCAPE) or FREE & set(map(str, at)):
+            continue  # a name is as good as another, if it is text
+        same = value in (True, 0) or at[-1] in ("seed", "axes", "min", "opt", "max") or at[0] == "traces"
+        assert outcome.code == 2 or same, (at, value)
+
+
+@pytest.mark.parametrize("name", ["tiny-mha", pytest.param("tiny-preallocated", marks=pytest.mark.slow)])
+def test_a_manifest_with_any_other_value_is_refused_or_harmless(bundles, tmp_path, name):
+    folder = copy_of(bundles(name), tmp_path / "bundle")
+    check_manifest(folder, FEW, lambda: md.open_bundle(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["inspect", "check", "validate", "bisect"])
+def test_every_verb_takes_any_manifest(bundles, tmp_path, verb):
+    folder = copy_of(bundles("tiny-dynamic"), tmp_path / "bundle")
+    options = {
+        "validate": ["--backend", "onnx-reference", "--no-report"],
+        "bisect": ["--backend", "onnx-reference"],
+    }
+    check_manifest(folder, VALUES, [verb, folder, *options.get(verb, ())])
+
+
+CLAIMS = {
+    "causal": lambda data: data["spec"].update(causal=True),
+    "heads": lambda data: data["spec"].update(Hq=2, D=32),
+    "fewer key heads": lambda data: data["spec"].update(Hkv=2),
+    "scale": lambda data: data["spec"].update(scale=0.5),
+    "softcap": lambda data: data["spec"].update(softcap=30.0),
+    "width": lambda data: data["spec"].update(E=128),
+    "cross": lambda data: data["spec"].update(attends="cross", axes={**data["spec"]["axes"], "T": 8}),
+    "mask": lambda data: data["spec"].update(mask="padding"),
+    "cache": lambda data: data["spec"].update(causal=True, cache="dynamic"),
+    "weights": lambda data: data["spec"].update(weights=True),
+    "precision": lambda data: data.update(precision="bf16"),
+    "opset": lambda data: data.update(opset=24),
+    "no attention": lambda data: data.update(attention=[]),
+    "two attentions": lambda data: data.update(attention=data["attention"] * 2),
+    "another attention": lambda data: data["attention"][0].update(name="other"),
+    "causal attention": lambda data: data["attention"][0].update(is_causal=True),
+    "attention of other heads": lambda data: data["attention"][0].update(Hq=8),
+    "attention of another scale": lambda data: data["attention"][0].update(scale=0.125, softmax_scale=0.125),
+    "a masked attention": lambda data: data["attention"][0].update(mask="bool"),
+}
+
+
+def test_a_manifest_that_does_not_describe_its_graph_is_refused(folder):
+    before = json.loads((folder / MANIFEST).read_text())
+    claims = []
+    for claim in CLAIMS.values():
+        data = json.loads(json.dumps(before))
+        claim(data)
+        claims.append(data)
+    for name, outcome in zip(
+        CLAIMS, opened_with(folder / MANIFEST, claims, lambda: md.open_bundle(folder)), strict=True
+    ):
+        assert outcome.code == 2, name
+        assert "Traceback" not in outcome.err, (name, outcome.err)
+
+
+def test_weights_in_a_file_that_is_not_listed_are_refused(folder):
+    proto = onnx.load(folder / MODEL)
+    weight = proto.graph.initializer[0]
+    (folder / "weights.bin").write_bytes(onnx.numpy_helper.to_array(weight).tobytes())
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="weights.bin")
+    (folder / MODEL).write_bytes(proto.SerializeToString())
+    rehash(folder)
+    with pytest.raises(md.DeployError, match="not list"):
+        md.open_bundle(folder)
+
+
+def test_small_external_weights_that_are_listed_validate(folder):
+    proto = onnx.load(folder / MODEL)
+    onnx.save(proto, folder / MODEL, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    edit_manifest(folder, lambda data: data["files"].update({"model.onnx.data": data["files"][MODEL]}))
+    rehash(folder)
+    assert md.check_parity(folder, md.open_runner(folder, "onnx-reference")).passed
+
+
+@pytest.mark.slow
+def test_small_external_weights_build(folder):
+    pytest.importorskip("tensorrt_rtx")
+    test_small_external_weights_that_are_listed_validate(folder)
+    assert md.build_engine(folder, backend="tensorrt-rtx").manifest.all_fused
+
+
+def test_manifests_that_are_no_files_are_refused(folder):
+    path = folder / MANIFEST
+    deep = "[" * 100_000
+    for name, make in {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "deep": lambda: path.write_text(deep),
+        "deep object": lambda: path.write_text('{"a":' * 50_000),
+        "digits": lambda: path.write_text('{"format": ' + "9" * 10_000 + "}"),
+        "terabyte": lambda: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 1 << 40),
+    }.items():
+        path.unlink()
+        make()
+        outcome = forked("inspect", folder)
+        assert outcome.code == 2, (name, outcome)
+        assert "Traceback" not in outcome.err, name
+
+
+SPECS = {
+    "deep": "a = " + "[" * 5000 + "]" * 5000,
+    "digits": "Hq = " + "9" * 10_000,
+    "a large number": "Hq = 1000000000000000000000\nE = 64\n[axes]\nB = 1\nS = 8",
+    "infinite": "Hq = 4\nE = 64\nscale = inf\n[axes]\nB = 1\nS = 8",
+    "escape": 'Hq = 4\nE = 64\nsummary = "\\u001b[31m"\n[axes]\nB = 1\nS = 8',
+    "no text": b"\xff\xfe\x00",
+    "an empty file": "",
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_spec_file_that_is_none_is_refused(tmp_path, name):
+    path = tmp_path / "spec.toml"
+    path.write_bytes(SPECS[name].encode() if isinstance(SPECS[name], str) else SPECS[name])
+    with pytest.raises(md.DeployError):
+        md.load_model(str(path))
+
+
+# -- Oracles ---------------------------------------------------------------------------------------
+
+
+def noise(arrays):
+    rng = np.random.default_rng(0)
+    for name, array in arrays.items():
+        if name.startswith("oracle/"):
+            arrays[name] = rng.standard_normal(array.shape)
+        elif name.startswith("eager/"):
+            arrays[name] = np.full_like(array, 60000)
+
+
+def scaled(factor):
+    def change(arrays):
+        for name in arrays:
+            if name.startswith("oracle/"):
+                arrays[name] = arrays[name] * factor
+
+    return change
+
+
+def one_element(arrays):
+    arrays["eager/output"].flat[0] = 60000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [noise, scaled(1.5), scaled(1.2), scaled(0.9), scaled(0.0), scaled(-1.0), one_element],
+    ids=["noise", "1.5", "1.2", "0.9", "zero", "negative", "one element"],
+)
+def test_an_oracle_that_eager_misses_is_refused(folder, change):
+    for entry in json.loads((folder / MANIFEST).read_text())["golden"]:
+        edit_arrays(folder, change, entry["name"])
+    with pytest.raises(md.DeployError, match="rounding explains"):
+        md.validate(folder, backends=["onnx-reference"], latency=False)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.5], ids=["zero", "1.5"])
+def test_a_trace_that_eager_misses_is_refused(bundles, tmp_path, factor):
+    folder = copy_of(bundles("tiny-dynamic"), tmp_path / "bundle")
+    path = folder / "traces" / "steps.safetensors"
+    arrays = read_arrays(path)
+    scaled(factor)(arrays)
+    write_arrays(path, arrays)
+    rehash(folder)
+    bundle = md.open_bundle(folder)
+    with pytest.raises(md.DeployError, match="rounding explains"):
+        read_trace(path, bundle.manifest.spec, bundle.manifest.precision)
+
+
+# -- Code ------------------------------------------------------------------------------------------
+
+CODE = """
+import pathlib
+pathlib.Path({mark!r}).write_text("was here")
+def build():
+    raise RuntimeError
+"""
+
+
+@pytest.fixture
+def evil(own_bundles, tmp_path):
+    """A bundle whose factory leaves a mark, and the mark."""
+    folder, mark = copy_of(own_bundles("one_layer"), tmp_path / "bundle"), tmp_path / "mark"
+    (tmp_path / "evil.py").write_text(CODE.format(mark=str(mark)))
+    edit_manifest(folder, lambda data: data["spec"].update(factory=f"{tmp_path / 'evil.py'}:build"))
+    return folder, mark
+
+
+def test_the_code_that_a_bundle_names_does_not_run(evil):
+    from mha_deploy.export.own_model import reopen_user_module
+
+    manifest = md.open_bundle(evil[0]).manifest
+
+    def reopen():
+        reopen_user_module(manifest.spec, manifest.precision)
+
+    assert_refused(all_forked([reopen], prepare=lambda number: without_trust())[0], "--trust-code")
+    assert not evil[1].exists()
+    all_forked([reopen], prepare=lambda number: md.configure(trust_code=True))
+    assert evil[1].exists()
+
+
+@pytest.mark.slow
+def test_no_verb_runs_the_code_of_a_bundle(evil):
+    folder, mark = evil
+    verbs = [
+        ("validate", folder, "--fresh", "1", "--no-report", "--backend", "onnx-reference"),
+        ("validate", folder, "--sweep", "--no-report", "--backend", "onnx-reference"),
+        ("bisect", folder, "--backend", "onnx-reference"),
+        ("validate", folder, "--backend", "eager", "--no-report"),
+        ("inspect", folder),
+    ]
+    for verb, outcome in zip(verbs, all_forked(verbs, prepare=lambda number: without_trust()), strict=True):
+        assert_orderly(outcome)
+        assert not mark.exists(), verb
+    permitted = forked(*verbs[0], "--trust-code")
+    assert mark.exists(), permitted
+
+
+# -- Results on stdout -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["inspect", "absent"], 2),
+        (["check", "absent"], 2),
+        (["validate", "absent"], 2),
+        (["build-engine", "absent"], 2),
+        (["bisect", "absent"], 2),
+        (["fuse", "absent.onnx", "-o", "out.onnx"], 2),
+        (["models", "--nonsense"], 2),
+        (["analyze", "no-such-model"], 2),
+        (["export", "tiny-nothing", "-o", "out"], 2),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_json_is_printed_on_failure(tmp_path, monkeypatch, arguments, code):
+    monkeypatch.chdir(tmp_path)
+    outcome = forked(*arguments, "--json")
+    assert outcome.code == code
+    error = json.loads(outcome.out)["error"]
+    assert error["exit_code"] == code
+    assert error["what"]
+    assert "error" in outcome.err.lower()
+
+
+@pytest.mark.parametrize("version", ["-1", "99", "0", "10.99", "1e1", "10.3.x", "", "10..3", "١٠"])
+def test_a_version_that_never_existed_is_refused(bundles, version):
+    with pytest.raises(md.DeployError):
+        md.check(bundles("tiny-mha"), "tensorrt", version)
+
+
+def test_versions_that_exist_are_answered(bundles):
+    for target, version in (
+        ("tensorrt", "8.6"),
+        ("tensorrt", "10.14.1"),
+        ("tensorrt", "11.4"),
+        ("tensorrt-rtx", "1.7"),
+    ):
+        assert md.check(bundles("tiny-mha"), target, version)
+
+
+def test_names_of_files_are_printed_without_their_control_characters(tmp_path):
+    path = tmp_path / f"{ESCAPE}\x07.onnx"
+    path.write_bytes(b"nothing")
+    for outcome in all_forked(
+        [("inspect", path), ("inspect", path, "--json"), ("analyze", f"{ESCAPE}.toml")]
+    ):
+        assert_refused(outcome)
+
+
+def streamed(command, **options):
+    """A command of a shell with a fresh interpreter."""
+    program = f"set -o pipefail; '{sys.executable}' -m mha_deploy {command}"
+    return subprocess.run(["bash", "-c", program], capture_output=True, text=True, **options)
+
+
+def test_a_reader_that_leaves_and_a_stream_of_ascii_are_no_errors():
+    done = streamed("models --all | true")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = streamed("models --all", env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert "bert-base" in done.stdout
