@@ -320,21 +320,16 @@ def _from_engine(engine: Engine) -> Side:
     manifest = engine.manifest
     data = {
         "model": {"name": manifest.model, "precision": manifest.precision},
-        "engines": _engines([engine]),
+        "engines": engines_to_dict([engine], (), ()),
     }
     return Side(name=str(engine.path), kind="engine", results=(msgspec.convert(data, Result),))
-
-
-def _engines(engines: Sequence[Engine]) -> list[dict[str, Any]]:
-    found = zip(engines, engines_to_dict(engines, (), ()), strict=True)
-    return [{**data, "rebuilds": engine.manifest.rebuilds} for engine, data in found]
 
 
 def _from_bundle(bundle: Bundle) -> Side:
     manifest, created = bundle.manifest, ""
     data: dict[str, Any] = {
         "model": model_to_dict(bundle),
-        "engines": _engines(engines_of(bundle.path)),
+        "engines": engines_to_dict(engines_of(bundle.path), (), ()),
     }
     ran: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name in (BENCH_FILE, REPORT_FILE):

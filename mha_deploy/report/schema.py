@@ -354,6 +354,27 @@ FAULT = record(
 
 # -- The records of a report that say what engines became and how fast everything is ---------------
 
+REBUILDS = record(
+    {
+        "builds": field(WHOLE, "how many times it was built, each time without kernel timings"),
+        "identical": field(FLAG, "whether all plans are the same to the last byte"),
+        "differing": field(
+            list[dict[str, Any]], "ONNX nodes with other kernels, and the kernels of each build"
+        ),
+        "fused": field(list[list[WHOLE]], "fused attentions of each build, of how many"),
+        "seconds": field(list[NUMBER], "build times, seconds"),
+        "engine_bytes": field(list[WHOLE], "sizes of the plans, bytes"),
+        "errors": field(
+            dict[str, list[NUMBER | None]], "share of the error budget in each build, by `case/output`"
+        ),
+        "times_us": field(dict[str, list[NUMBER]], "median time of each build, µs, by case"),
+        "timing_cache": maybe(
+            FLAG,
+            "whether a build from its own timings has the same kernels; null where they have no effect",
+        ),
+    }
+)
+
 ENGINE = record(
     {
         "name": field(TEXT, "name of the engine in the bundle"),
@@ -386,6 +407,7 @@ ENGINE = record(
         ),
         "plugins": field(TEXTS, "the plugin libraries that it needs: file, version, hash and plugins"),
         "profile_names": field(TEXTS, "what each profile is called: its number, or `prefill` and `decode`"),
+        "rebuilds": maybe(REBUILDS, "how much it differs from build to build; null where it was built once"),
     }
 )
 

@@ -175,6 +175,7 @@ def _engine_to_dict(engine: Engine, ran: bool, reasons: dict[str, str]) -> dict[
         "attention": attention_summary(manifest),
         "plugins": libraries_summary(manifest),
         "profile_names": [manifest.profile_name(index) for index in range(len(manifest.profiles))],
+        "rebuilds": manifest.rebuilds,
     }
 
 

@@ -48,6 +48,7 @@ def engine():
         "attention": "native, TensorRT's own projections",
         "plugins": [],
         "profile_names": ["0"],
+        "rebuilds": None,
     }
 
 
