@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import onnx_ir as ir
@@ -119,6 +120,11 @@ def _group_query(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     tensors = [*_merged(b, call), call.past_key, call.past_value, *lengths]
     tensors += [None, None, None, _bias(b, call, mask)]
     attributes = _group_query_attributes(call, attention.left_window if own_window else -1)
+    if call.dtype == ir.DataType.FLOAT16 and call.scale < 1:
+        # The CPU's kernel multiplies before it scales, and overflows. By a power of two it is exact.
+        exponent = math.floor(math.log2(call.scale))
+        tensors[0] = b.op("Mul", tensors[0], b.constant(2.0**exponent, call.dtype), name="q_scaled")
+        attributes["scale"] = call.scale * 2.0**-exponent
     # Omitted when causal: the attribute is newer than the operator.
     attributes["causal"] = None if attention.is_causal else 0
     y, key, value = _contrib(b, GROUP_QUERY, tensors, 3, attributes)
