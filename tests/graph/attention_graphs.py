@@ -21,10 +21,11 @@ LOWEST = {each: float(np.finfo(NUMPY[each]).min) for each in NUMPY}
 
 # The choices of each part. What is listed more often is drawn more often.
 CHOICES = {
-    "dtype": (FLOAT, FLOAT, FLOAT, HALF),
+    "opset": (13, 15, 17, 18, 20, 23, 23, 24),
+    "dtype": (FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, HALF, HALF, DOUBLE),
     "layout": ("heads first", "heads first", "length first", "flat", "windows", "packed"),
-    "sizes": ("fixed", "named", "named", "shape"),
-    "matmul": ("matmul", "matmul", "einsum"),
+    "sizes": ("fixed", "named", "named", "shape", "shape", "unknown"),
+    "matmul": ("matmul", "matmul", "einsum", "swapped"),
     "scale": ("none", "after", "divided", "query", "key", "both", "per head", "root"),
     "mask": (
         "none",
@@ -44,12 +45,14 @@ CHOICES = {
         "causal added",
         "causal and padding",
         "two fills",
+        "three masks",
+        "arithmetic",
         "bias",
         "bias and fill",
         "alibi",
     ),
-    "softmax": ("softmax", "softmax", "softmax", "softmax", "exp"),
-    "casts": ("none", "none", "wide softmax", "wide scores", "wide operands"),
+    "softmax": ("softmax", "softmax", "softmax", "softmax", "exp", "reciprocal", "log", "shifted"),
+    "casts": ("none", "none", "wide softmax", "wide scores", "wide operands", "there and back"),
     "between": ("none", "none", "none", "flat softmax", "flat weights", "transposed"),
     "grouping": ("none", "none", "expand", "tile", "interleave", "one head", "one head expanded"),
     "extra": (
@@ -64,7 +67,8 @@ CHOICES = {
         "cross",
         "weights used",
     ),
-    "refused": ("none",) * 12 + ("over queries", "relu", "talking heads", "int scores", "weak fill"),
+    "refused": ("none",) * 12
+    + ("over queries", "relu", "talking heads", "int scores", "weak fill", "sum over values"),
 }
 
 
@@ -72,6 +76,7 @@ CHOICES = {
 class Spelling:
     """One way to write attention; each field is one of `CHOICES`."""
 
+    opset: int = 23
     dtype: int = FLOAT
     layout: str = "heads first"
     sizes: str = "fixed"
@@ -86,10 +91,12 @@ class Spelling:
     refused: str = "none"
 
     @property
-    def expressible(self) -> bool:
-        """Whether ONNX's Attention can say it."""
-        bounded = self.refused == "weak fill" and self.extra == "softcap"
-        return self.refused == "none" or bounded
+    def expressible(self) -> bool | None:
+        """Whether ONNX's Attention can say it; None where the sizes that are not known might prevent it."""
+        if self.refused not in ("none", "weak fill") or (self.refused != "none" and self.extra != "softcap"):
+            return False
+        apart = self.layout in ("windows", "flat") or self.between in ("flat softmax", "flat weights")
+        return None if self.sizes == "unknown" and (self.matmul == "einsum" or apart) else True
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in asdict(self).items() if value != "none")
@@ -101,12 +108,20 @@ def drawn(seed: int) -> Spelling:
     made = {
         each.name: CHOICES[each.name][random.integers(len(CHOICES[each.name]))] for each in fields(Spelling)
     }
-    if made["casts"] != "none" and made["casts"] != "wide softmax" and made["dtype"] == FLOAT:
+    if made["casts"] not in ("none", "wide softmax", "there and back") and made["dtype"] == FLOAT:
         made["casts"] = "none"
-    if made["extra"] == "cross" and made["mask"].startswith(("causal", "alibi", "two")):
+    if made["extra"] == "cross" and made["mask"].startswith(("causal", "alibi", "two", "three")):
         made["extra"] = "none"
-    if made["extra"] in ("softcap",) and made["mask"] == "bias and fill":
+    if made["extra"] in ("softcap",) and made["mask"] in ("bias and fill", "three masks"):
         made["mask"] = "none"
+    if made["dtype"] == DOUBLE and made["casts"] != "there and back":
+        made["casts"] = "none"
+    if made["opset"] < 14 and made["mask"] == "causal trilu":
+        made["opset"] = 14
+    if made["casts"] == "there and back" and made["dtype"] == DOUBLE:
+        made["casts"] = "none"
+    if made["extra"] == "sink" and made["between"] != "none":
+        made["between"] = "none"
     return Spelling(**made)
 
 
@@ -126,7 +141,7 @@ class Graph(Hand):
             self.Hkv = H
         self.Dv = D + 4 if spelling.extra == "values wider" and spelling.layout != "packed" else D
         self.T = S + 3 if spelling.extra == "cross" and spelling.layout != "packed" else S
-        self.inputs = {}
+        self.inputs, self.axes = {}, {}
 
     # -- sizes --------------------------------------------------------------------------------------
 
@@ -134,9 +149,17 @@ class Graph(Hand):
         """The shape of an input: fixed, or named where the size varies."""
         if self.spelling.sizes == "fixed":
             return [size if isinstance(size, int) else getattr(self, size) for size in sizes]
+        if self.spelling.sizes == "unknown":
+            return [size if isinstance(size, int) else None for size in sizes]
         if self.T == self.S:
             sizes = ["S" if size == "T" else size for size in sizes]
         return list(sizes)
+
+    def sized(self, name, sizes, dtype):
+        """An input of these sizes, which are remembered where the file does not tell them."""
+        same = self.T == self.S
+        self.axes[name] = ["S" if size == "T" and same else size for size in sizes]
+        return self.input(name, self.dims(*sizes), dtype)
 
     def number(self, value, dtype=None):
         return self.const(value, NUMPY[dtype or self.dtype])
@@ -161,20 +184,20 @@ class Graph(Hand):
         """Q, K and V as `[B, H, length, depth]`, `[B, length, H, depth]` or with other axes in front."""
         layout = self.spelling.layout
         if layout == "packed":
-            x = self.input("x", self.dims("B", "S", 3 * self.H * self.D), self.dtype)
+            x = self.sized("x", ("B", "S", 3 * self.H * self.D), self.dtype)
             shape = self.ints(0, 0, 3, self.H, self.D)
             parts = self.op("Transpose", self.op("Reshape", x, shape), perm=[2, 0, 3, 1, 4])
             return [self.op("Gather", parts, self.const(at, np.int64), axis=0) for at in range(3)]
         if layout == "windows":
             shapes = [("S", self.D), ("T", self.D), ("T", self.Dv)]
             return [
-                self.input(name, self.dims("B", self.W, self.H, *shape), self.dtype)
+                self.sized(name, ("B", self.W, self.H, *shape), self.dtype)
                 for name, shape in zip("qkv", shapes, strict=True)
             ]
         given = (("q", "S", self.H, self.D), ("k", "T", self.Hkv, self.D), ("v", "T", self.Hkv, self.Dv))
         result = []
         for name, length, heads, depth in given:
-            x = self.input(name, self.dims("B", length, heads * depth), self.dtype)
+            x = self.sized(name, ("B", length, heads * depth), self.dtype)
             y = self.op("Reshape", x, self.heads_shape(x, heads, depth))
             if layout != "length first":
                 y = self.op("Transpose", y, perm=[0, 2, 1, 3])
@@ -278,6 +301,12 @@ class Graph(Hand):
 
     def product(self, q, k):
         layout, einsum = self.spelling.layout, self.spelling.matmul == "einsum"
+        if self.spelling.matmul == "swapped":
+            if layout == "length first":
+                q, k = (self.op("Transpose", each, perm=[0, 2, 1, 3]) for each in (q, k))
+            rank = {"flat": 3, "windows": 5}.get(layout, 4)
+            perm = [*range(rank - 2), rank - 1, rank - 2]
+            return self.op("Transpose", self.op("MatMul", k, self.op("Transpose", q, perm=perm)), perm=perm)
         if layout == "length first":
             if einsum:
                 return self.op("Einsum", q, k, equation="bshd,bthd->bhst")
@@ -297,6 +326,15 @@ class Graph(Hand):
 
     def with_values(self, weights, v):
         layout, einsum = self.spelling.layout, self.spelling.matmul == "einsum"
+        if self.spelling.refused == "sum over values":
+            rank = {"flat": 3, "windows": 5}.get(layout, 4)
+            v = self.op("Transpose", v, perm=[0, 2, 1, 3]) if layout == "length first" else v
+            each = self.op(
+                "Mul",
+                self.op("Unsqueeze", weights, self.ints(rank)),
+                self.op("Unsqueeze", v, self.ints(rank - 2)),
+            )
+            return self.op("ReduceSum", each, self.ints(rank - 1), keepdims=0)
         if layout == "length first":
             if einsum:
                 return self.op("Einsum", weights, v, equation="bhst,bthd->bshd")
@@ -315,7 +353,7 @@ class Graph(Hand):
             sizes = sizes[-2:]
         elif self.spelling.layout == "windows":
             sizes = (sizes[0], 1, *sizes[1:])
-        return self.input(name, self.dims(*sizes), dtype)
+        return self.sized(name, sizes, dtype)
 
     def triangle(self):
         """True where the key is not after the query, `[S, S]`."""
@@ -386,6 +424,12 @@ class Graph(Hand):
         if kind == "two fills":
             inner = put(self.mask_input("m", "B", 1, 1, "T"), scores, lowest)
             return put(self.triangle(), inner, fill)
+        if kind == "arithmetic":
+            keys = self.op("Cast", self.mask_input("m", "B", 1, 1, "T"), to=wide)
+            return add(self.op("Mul", self.op("Sub", number(1.0), keys), number(lowest)))
+        if kind == "three masks":
+            inner = put(self.mask_input("m", "B", 1, 1, "T"), scores, lowest)
+            return put(self.triangle(), self.op("Add", inner, self.bias()), infinite)
         if kind == "alibi":
             return add(self.alibi())
         bias = self.bias()
@@ -399,7 +443,7 @@ class Graph(Hand):
         if self.spelling.sizes == "fixed":
             numbers = np.random.default_rng(3).standard_normal((*heads, self.S, self.T))
             return self.number(numbers, self.wide)
-        return self.input("bias", self.dims(*heads, "S", "T"), self.wide)
+        return self.sized("bias", (*heads, "S", "T"), self.wide)
 
     def alibi(self):
         """The distance of query and key times a slope of the head."""
@@ -420,6 +464,8 @@ class Graph(Hand):
     def normalised(self, scores):
         told, rank = self.spelling, {"flat": 3, "windows": 5}.get(self.spelling.layout, 4)
         shape, wide = scores, self.wide
+        if told.casts == "there and back":
+            scores = self.cast(scores, DOUBLE, wide)
         if told.casts == "wide softmax":
             wide = DOUBLE if wide == FLOAT else FLOAT
             scores = self.op("Cast", scores, to=wide)
@@ -431,12 +477,34 @@ class Graph(Hand):
             scores = self.op("Reshape", scores, size)
         elif told.between == "transposed" and axis == -1:
             scores, axis = self.op("Transpose", scores, perm=[*range(rank - 2), rank - 1, rank - 2]), -2
-        if told.softmax == "softmax":
+        if told.extra == "sink":
+            sinks = self.number(np.linspace(-1.0, 1.0, 1 if rank == 3 else self.H).reshape(-1, 1, 1), wide)
+            size = self.op("Slice", self.op("Shape", scores), self.ints(0), self.ints(-1))
+            size = self.op("Concat", size, self.ints(1), axis=0)
+            scores = self.op("Concat", scores, self.op("Expand", sinks, size), axis=-1)
+
+        def reduced(op_type, value):
+            if op_type == "ReduceMax" and told.opset < 18:
+                return self.op(op_type, value, axes=[axis], keepdims=1)
+            return self.op(op_type, value, self.ints(axis), keepdims=1)
+
+        if told.softmax == "shifted":
+            scores = self.op("Sub", scores, reduced("ReduceMax", scores))
+        if told.softmax in ("softmax", "shifted"):
             weights = self.op("Softmax", scores, axis=axis)
+        elif told.softmax == "log":
+            weights = self.op("Exp", self.op("LogSoftmax", scores, axis=axis))
         else:
-            top = self.op("ReduceMax", scores, self.ints(axis), keepdims=1)
-            weights = self.op("Exp", self.op("Sub", scores, top))
-            weights = self.op("Div", weights, self.op("ReduceSum", weights, self.ints(axis), keepdims=1))
+            powers = self.op("Exp", self.op("Sub", scores, reduced("ReduceMax", scores)))
+            total = reduced("ReduceSum", powers)
+            inverse = told.softmax == "reciprocal"
+            weights = (
+                self.op("Mul", powers, self.op("Reciprocal", total))
+                if inverse
+                else self.op("Div", powers, total)
+            )
+        if told.extra == "sink":
+            weights = self.op("Slice", weights, self.ints(0), self.ints(-1), self.ints(-1))
         if told.extra == "guard":
             weights = self.op("Where", self.op("IsNaN", weights), self.number(0.0, wide), weights)
         if told.between == "flat softmax" and rank > 3:
@@ -466,7 +534,8 @@ class Graph(Hand):
             [helper.make_tensor_value_info(named, self.dtype, [None] * rank)],
             self.constants,
         )
-        made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+        opsets = [helper.make_opsetid("", self.spelling.opset)]
+        made = helper.make_model(graph, opset_imports=opsets, ir_version=8)
         onnx.checker.check_model(made)
         return made
 
@@ -479,8 +548,8 @@ class Graph(Hand):
         if self.spelling.sizes != "fixed" and seed % 2:
             sizes = {"B": 3, "S": 7, "T": 7 if self.T == self.S else 5}
         feeds = {}
-        for name, (dtype, shape) in self.inputs.items():
-            known = [each if isinstance(each, int) else sizes[each] for each in shape]
+        for name, (dtype, _) in self.inputs.items():
+            known = [each if isinstance(each, int) else sizes[each] for each in self.axes[name]]
             if dtype == BOOL:
                 feeds[name] = random.random(known) < 0.7
                 if seed % 3 == 1:
@@ -489,7 +558,15 @@ class Graph(Hand):
                     feeds[name][..., 0] = True
             elif dtype == INT64:
                 feeds[name] = (random.random(known) < 0.7).astype(np.int64)
-                feeds[name][..., -1] = 1
+                if seed % 3 == 1:
+                    feeds[name][0] = 0
+                else:
+                    feeds[name][..., -1] = 1
             else:
                 feeds[name] = random.standard_normal(known).astype(NUMPY[dtype])
+                if seed == 4 and name in "qkx" and dtype != HALF:
+                    feeds[name] *= 30
+                elif seed == 5 and name == "bias" and dtype != HALF:  # as masks have it
+                    feeds[name] = np.where(feeds[name] < 0, LOWEST[dtype], 0.0).astype(NUMPY[dtype])
+                    feeds[name][..., 0, :] = LOWEST[dtype]
         return feeds

@@ -1,24 +1,35 @@
 """Generated graphs: none computes something else after fusion, and nearly all that can be said are fused."""
 
 import numpy as np
-import onnx_ir as ir
+import onnxruntime
 import pytest
-from attention_graphs import Graph, drawn
+from attention_graphs import HALF, Graph, drawn
 from onnx.reference import ReferenceEvaluator
 
-from mha_deploy.graph.fuse import fuse_attention
+import mha_deploy as md
 
-TOLERANCE = {np.dtype(np.float32): 3e-5, np.dtype(np.float16): 2e-2}
+TOLERANCE = {np.dtype(np.float64): 1e-9, np.dtype(np.float32): 3e-5, np.dtype(np.float16): 2e-2}
 
 
-def is_same(want, got):
+def is_same(want, got, rounding):
     """Whether two results are equal up to rounding; fully masked queries that are NaN may be anything."""
     if want.shape != got.shape:
         return False
     numbers, others = want.astype(np.float64), got.astype(np.float64)
     there = ~np.isnan(numbers)
     scale = max(1.0, float(np.abs(numbers[there]).max(initial=0.0)))
-    return bool((np.abs(numbers - others)[there] <= TOLERANCE[want.dtype] * scale).all())
+    return bool((np.abs(numbers - others)[there] <= rounding * TOLERANCE[want.dtype] * scale).all())
+
+
+def session(model):
+    """The model in ONNX Runtime; None where that lacks an operator in this type."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    try:
+        return onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+    except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:
+        return None
 
 
 def check(seed):
@@ -26,18 +37,22 @@ def check(seed):
     spelling = drawn(seed)
     graph = Graph(spelling)
     model = graph.build()
-    new, report = fuse_attention(ir.from_proto(model))
+    fused, report = md.fuse(model)
     wrong = []
-    if not report.fused and not report.unfused:
-        wrong.append(f"{seed} is not counted: {spelling}")
+    if len(report.fused) + len(report.unfused) != 1:
+        wrong.append(f"{seed} is counted {len(report.fused)} + {len(report.unfused)} times: {spelling}")
     if report.fused:
-        old, fused = ReferenceEvaluator(model), ReferenceEvaluator(ir.to_proto(new))
-        with np.errstate(all="ignore"):
-            pairs = [
-                (old.run(None, each)[0], fused.run(None, each)[0]) for each in map(graph.feeds, range(4))
-            ]
-        if not all(is_same(*pair) for pair in pairs):
-            wrong.append(f"{seed} differs: {spelling}")
+        pairs = [(ReferenceEvaluator(model), ReferenceEvaluator(fused))]
+        # ONNX Runtime's own kernels for float16 lose queries whose scores are all far below 0.
+        if spelling.dtype != HALF and (old := session(model)) and (new := session(fused)):
+            pairs.append((old, new))
+        for draw in range(6):
+            feeds = graph.feeds(draw)
+            for old, new in pairs:
+                with np.errstate(all="ignore"):
+                    want, got = old.run(None, feeds)[0], new.run(None, feeds)[0]
+                if not is_same(want, got, 100 if draw == 4 else 1):
+                    wrong.append(f"{seed} differs in {type(old).__name__}, draw {draw}: {spelling}")
     return spelling.expressible, bool(report.fused), wrong
 
 
@@ -46,7 +61,7 @@ def run(seeds):
     assert [text for _, _, wrong in found for text in wrong] == []
     fused = [was for can, was, _ in found if can]
     assert sum(fused) >= 0.95 * len(fused)
-    assert not any(was for can, was, _ in found if not can)
+    assert not any(was for can, was, _ in found if can is False)
 
 
 def test_forty_graphs():

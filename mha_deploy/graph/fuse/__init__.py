@@ -22,7 +22,7 @@ from mha_deploy.graph.fuse.masks import ROWS_WITHOUT_KEYS, Masks
 from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
 from mha_deploy.graph.fuse.repair import repair_rotary, repaired_attention, share_tied_weights
 from mha_deploy.graph.fuse.scores import Multiplier, Normalisation, Term, is_candidate, softmax_at
-from mha_deploy.graph.fuse.sizes import infer_sizes, product, sizes_of
+from mha_deploy.graph.fuse.sizes import infer_sizes, name_inputs, product, sizes_of
 from mha_deploy.graph.fuse.values import (
     FusedAttention,
     FuseReport,
@@ -78,13 +78,17 @@ def fuse_attention(model: ir.Model, *, verify: bool = True, copy: bool = True) -
     if work.functions:
         InlinePass()(work)
     work = from_old_opset(work)
+    unnamed = name_inputs(work)
     infer_sizes(work)
     fusion = _Fusion(work, verify)
     fusion.run()
-    if not fusion.changed:
-        return model.clone() if copy else model, fusion.report()
-    infer_sizes(raise_opset(work), only_missing=True)
-    return work, fusion.report()
+    if fusion.changed:
+        infer_sizes(raise_opset(work), only_missing=True)
+    for value, shape in unnamed.items():
+        value.shape = shape
+    if fusion.changed:
+        return work, fusion.report()
+    return model.clone() if copy else model, fusion.report()
 
 
 def _failure(error: Exception) -> NotFused:

@@ -28,7 +28,7 @@ from mha_deploy.graph.fuse.scores import (
     softmax_at,
     unwrap,
 )
-from mha_deploy.graph.fuse.sizes import Size, graphs_in
+from mha_deploy.graph.fuse.sizes import Size, graphs_in, sizes_of
 from mha_deploy.graph.fuse.values import (
     NotExpressible,
     NotFused,
@@ -453,7 +453,10 @@ class _Walk:
                 self._linear.pop(matmul, None)  # it computes the scores of this softmax
             here = frozenset({node})
             return replace(_COMPUTED, softmaxes=here) if begins else replace(_COMPUTED, features=here)
-        if not is_op(node, "MatMul", "Gemm", "Einsum"):
+        product = _expanded_product(node)
+        if product is not None:
+            given = self._of(product.inputs)
+        elif not is_op(node, "MatMul", "Gemm", "Einsum"):
             if node.domain != "" or node.op_type not in _BETWEEN:
                 return _behind_projection(joined)
             acts = joined.matmuls and node.op_type in _ACTIVATIONS
@@ -488,6 +491,19 @@ class _Walk:
         for at, value in enumerate(node.outputs, skipped):
             ends = self._of(graph.outputs[at] for graph in graphs if at < len(graph.outputs))
             self.carried[value] = _joined([*ends, _COMPUTED])
+
+
+def _expanded_product(node: ir.Node) -> ir.Node | None:
+    """The Mul of `ReduceSum(Mul(x, y))`, where each is copied along an axis of the other: a GEMM."""
+    inner = node.inputs[0].producer() if is_op(node, "ReduceSum") and node.inputs[0] is not None else None
+    if inner is None or not is_op(inner, "Mul") or any(value is None for value in inner.inputs):
+        return None
+    one, other = (sizes_of(value) for value in inner.inputs)
+    if one is None or other is None or len(one) != len(other):
+        return None
+    pairs = list(zip(one, other, strict=True))
+    copied = [any(x == 1 != y for x, y in each) for each in (pairs, [pair[::-1] for pair in pairs])]
+    return inner if all(copied) else None
 
 
 def _behind_projection(carried: _Carried) -> _Carried:

@@ -661,6 +661,11 @@ def _reshape(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 def _cast(node: ir.Node, scores: Scores) -> ir.Value | None:
     source, to = node.inputs[0], node.outputs[0].dtype
+    inner = None if source is None else source.producer()
+    if source is not None and inner is not None and is_op(inner, "Cast") and len(source.uses()) == 1:
+        first = inner.inputs[0]
+        if first is not None and first.dtype == to and holds(source.dtype, to):
+            return first  # there and back
     if source is None or not holds(to, source.dtype):
         got = f"{None if source is None else source.dtype} to {to}"
         raise NotExpressible("The scores are rounded before the softmax.", got=got)

@@ -130,13 +130,6 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
         only_missing: Whether only nodes without types or ranks are looked at, such as new ones.
     """
     nodes = [node for graph in model.graphs() for node in graph]
-    unnamed = dict[ir.Value, ir.Shape]()
-    for index, value in enumerate(model.graph.inputs):
-        dims = sizes_of(value)
-        if dims is not None and None in dims:
-            # Sizes without a name are the same wherever they come from the same input.
-            named = [f"input{index}.{at}" if size is None else size for at, size in enumerate(dims)]
-            unnamed[value], value.shape = ir.Shape(dims), ir.Shape(named)
     missing = [node for node in nodes if any(_is_missing(value) for value in node.outputs)]
     if missing and only_missing:
         for graph in model.graphs():
@@ -147,8 +140,21 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
     walk = _Walk(own)
     for node in missing if only_missing else model.graph.all_nodes():
         walk.visit(node)
-    for value, shape in unnamed.items():
-        value.shape = shape
+
+
+def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:
+    """Name the sizes of inputs that have no name, so that they are known to be equal wherever they come to.
+
+    Returns:
+        The shapes before.
+    """
+    before = dict[ir.Value, ir.Shape]()
+    for index, value in enumerate(model.graph.inputs):
+        dims = sizes_of(value)
+        if dims is not None and None in dims:
+            named = [f"input{index}.{at}" if size is None else size for at, size in enumerate(dims)]
+            before[value], value.shape = ir.Shape(dims), ir.Shape(named)
+    return before
 
 
 def _is_missing(value: ir.Value) -> bool:
