@@ -46,15 +46,20 @@ def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[s
         archive: The bundle as a tar archive, where workers do not share a file system.
 
     Returns:
-        `status` (`passed`, `failed`, `built`, `refused`, `crashed` or `unavailable`), `why`, `seconds`, and
-        `report`, the data of the report; without a GPU only its model, its engine and its environment.
+        `status` (`passed`, `failed`, `built`, `refused`, `crashed` or `unavailable`), `why`, `seconds`,
+        `engine_sha256`, and `report`, the data of the report; without a GPU only its model, its engine and
+        its environment.
     """
     started = time.monotonic()
     isolation.limit_s = request["time_limit"]
     report: dict[str, Any] | None = None
+    plan = ""
     try:
         with tempfile.TemporaryDirectory(prefix="mha-deploy-cell-") as folder:
-            status, why, report = _judged(_unpacked(request["bundle"], archive, Path(folder)), request)
+            bundle = _unpacked(request["bundle"], archive, Path(folder))
+            engine = _engine(bundle, request)
+            plan = engine.manifest.engine_sha256
+            status, why, report = _judged(bundle, engine)
     except RuntimeCrash as error:
         status, why = "crashed", error.in_one_line
     except BackendUnavailable as error:
@@ -62,7 +67,7 @@ def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[s
     except DeployError as error:
         status, why = "refused", error.in_one_line
     seconds = round(time.monotonic() - started, 3)
-    return {"status": status, "why": why, "seconds": seconds, "report": report}
+    return {"status": status, "why": why, "seconds": seconds, "engine_sha256": plan, "report": report}
 
 
 def _unpacked(path: str, archive: bytes | None, folder: Path) -> Bundle:
@@ -84,10 +89,13 @@ def packed(bundle: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _judged(bundle: Bundle, request: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+def _engine(bundle: Bundle, request: Mapping[str, Any]) -> Engine:
     spec, chosen = bundle.manifest.spec, dict(request["options"])
     chosen["profiles"] = [parse_ranges(text, spec) for text in chosen.get("profiles", ())]
-    engine = engine_from_bundle(bundle, EngineOptions(backend=request["backend"], **chosen))
+    return engine_from_bundle(bundle, EngineOptions(backend=request["backend"], **chosen))
+
+
+def _judged(bundle: Bundle, engine: Engine) -> tuple[str, str, dict[str, Any]]:
     reasons = reasons_not_to_run(engine)
     if reasons:
         why = "; ".join(reasons)

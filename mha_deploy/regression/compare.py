@@ -22,7 +22,7 @@ from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.sections import Section
 from mha_deploy.report.table import Cell, Group, Row, Table, columns, markdown, markdown_text, text
-from mha_deploy.text import NOTHING, budget_share, plural, short, size, sizes_text
+from mha_deploy.text import NOTHING, budget_share, named, plural, short, size, sizes_text, together
 from mha_deploy.validate.verdict import engines_to_dict, frame, model_to_dict
 
 # -- What is read of a report: a subset, so that reports of other versions of this tool can be read --
@@ -770,20 +770,22 @@ class Comparison:
         """
         several = len({change.model for change in self.changes}) > 1
         shown = columns(*(["model"] if several else []), "what", "verdict", "old", "new", "why")
+        ordered = sorted(self.changes, key=lambda change: list(_LEVELS).index(change.level))
+        listed = [change for change in ordered if everything or change.level != SAME]
         groups = []
         for section in SECTIONS:
-            rows: list[Row] = [
-                [
-                    *([text(change.model)] if several else []),
-                    text(change.subject),
-                    Cell(text=change.level, status=_LEVELS[change.level]),
-                    text(change.old),
-                    text(change.new),
-                    text(change.why),
-                ]
-                for change in sorted(self.changes, key=lambda change: list(_LEVELS).index(change.level))
-                if change.section == section and (everything or change.level != SAME)
-            ]
+            rows: list[Row] = []
+            found = [change for change in listed if change.section == section]
+            for alike in together(found, lambda change: replace(change, model="")):
+                change, models = alike[0], [each.model for each in alike]
+                rows.append(
+                    [
+                        *([text(named(models))] if several else []),
+                        text(change.subject),
+                        Cell(text=change.level, status=_LEVELS[change.level]),
+                        *map(text, (change.old, change.new, change.why)),
+                    ]
+                )
             if rows:
                 groups.append(Group(title=section, rows=rows))
         return Table(title=f"{self.old.name} → {self.new.name}", columns=shown, groups=groups)

@@ -155,6 +155,7 @@ class MatrixCell:
         version: Version of the runtime.
         key: What the result depends on, as a hash; empty where that is not known.
         seconds: How long it took.
+        engine_sha256: Hash of the plan; empty where there is none.
         report: The data of its report; None where there is none.
         is_new: Whether it was done in this run.
     """
@@ -169,6 +170,7 @@ class MatrixCell:
     version: str = ""
     key: str = ""
     seconds: float = 0.0
+    engine_sha256: str = ""
     report: Mapping[str, Any] | None = None
     is_new: bool = True
 
@@ -646,7 +648,7 @@ def _kept(folder: Path, cell: MatrixCell) -> MatrixCell | None:
     """The result of an earlier run; None where there is none that can be read."""
     try:
         data = json.loads(_result_path(folder, cell.key).read_bytes())
-        kept = {name: data[name] for name in ("status", "why", "seconds", "report")}
+        kept = {name: data[name] for name in ("status", "why", "seconds", "engine_sha256", "report")}
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return replace(cell, **kept, is_new=False) if kept["status"] in FINAL else None

@@ -136,7 +136,7 @@ def _shared(command: Sequence[str] | None) -> dict[str, Any]:
         "run": uuid.uuid4().hex,
         "created": known["created"],
         "commit": commit(),
-        "command": list(sys.argv if command is None else command),
+        "command": ["mha-deploy", *sys.argv[1:]] if command is None else list(command),
         "versions": here["versions"],
         "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "gpu": here["gpu"]["name"] if here["gpu"] else "",
@@ -216,7 +216,7 @@ def build_line(cell: Mapping[str, Any], command: Sequence[str] | None = None) ->
         "backend": f"{engine['backend']} {engine['version']}",
         "versions": report["environment"]["versions"],
         "engine": {
-            "sha256": cell["key"],
+            "sha256": cell["engine_sha256"],
             **{key: engine[key] for key in ("name", "backend", "version", "fused")},
         },
         "parity": "not run",
@@ -342,11 +342,14 @@ def evidence_table(lines: Sequence[Line], contract: Sequence[str]) -> Table:
         lines: The lines of all files.
         contract: Versions whose API surface the contract test knows, as `tensorrt 10.14.1`.
     """
-    versions: dict[str, dict[str, int]] = {name: {} for name in contract}
+    versions: dict[str, dict[str, int]] = {}
     for line in lines:
         if line.engine is not None:
             counts = versions.setdefault(f"{line.engine.backend} {line.engine.version}", {})
             counts[line.kind] = counts.get(line.kind, 0) + 1
+    for name in contract:  # 1.7.1 of the contract is 1.7.1.116 of an engine
+        if not any(known == name or known.startswith(f"{name}.") for known in versions):
+            versions[name] = {}
     rows: list[Row] = []
     for name, counts in sorted(versions.items()):
         status = (
