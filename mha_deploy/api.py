@@ -885,6 +885,7 @@ def validate(
             requests=requests,
             timeout_s=timeout_s,
             steps=steps,
+            fresh=fresh,
             seed=seed,
         )
         return Report(validate_server(_opened(bundle), load, on_step or _silent))

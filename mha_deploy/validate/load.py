@@ -34,7 +34,9 @@ class ServerOptions:
         timeout_s: Seconds after which a request counts as unanswered.
         limit_s: Seconds after which no further request is sent, for each number of clients.
         steps: Decode steps besides those of the bundle.
-        seed: Seed of their tokens.
+        fresh: Random cases besides those of the bundle.
+        probe: Whether to try inputs that make masks and positions visible; None where PyTorch is here.
+        seed: Seed of all of these.
     """
 
     url: str
@@ -43,6 +45,8 @@ class ServerOptions:
     timeout_s: float = 30.0
     limit_s: float = 120.0
     steps: int = 0
+    fresh: int = 0
+    probe: bool | None = None
     seed: int = 1
 
 

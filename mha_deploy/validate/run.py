@@ -76,6 +76,16 @@ def validate_bundle(
     return _Validation(bundle, options or ValidateOptions(), on_step).report(build)
 
 
+def drawn_cases(
+    bundle: Bundle, options: ValidateOptions, on_step: OnStep
+) -> tuple[dict[str, Sequence[GoldenCase]], tuple[Unavailable, ...]]:
+    """The cases that are drawn besides the golden ones, by kind; and what could not be drawn."""
+    validation = _Validation(bundle, options, on_step)
+    manifest = bundle.manifest
+    plan = EvaluationPlan(spec=manifest.spec, precision=manifest.precision, cases={})
+    return dict(validation._with_fresh(plan, ()).cases), tuple(validation.finder.absent)
+
+
 class _Validation:
     """One validation, step by step."""
 

@@ -24,7 +24,8 @@ from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_
 from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.load import Load, LoadPoint, Part, ServerOptions, Unit
 from mha_deploy.validate.options import ValidateOptions
-from mha_deploy.validate.runtimes import Runtime
+from mha_deploy.validate.run import drawn_cases
+from mha_deploy.validate.runtimes import Runtime, Unavailable
 from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, findings, headline
 
 T = TypeVar("T")
@@ -60,25 +61,31 @@ class _ServerValidation:
 
     def report(self) -> Report:
         on_step, runner, name = self.on_step, self.runner, self.runner.model
-        validate = ValidateOptions(steps=self.options.steps, seed=self.options.seed)
+        options = self.options
+        validate = ValidateOptions(
+            steps=options.steps, fresh=options.fresh, probe=options.probe, seed=options.seed
+        )
         traces = traces_of(self.bundle, validate)
-        golden = list(golden_cases(self.bundle))
+        golden, absent = list(golden_cases(self.bundle)), list[Unavailable]()
         parity, decode, points = [], list[DecodeReport](), list[LoadPoint]()
         if runner.keeps_cache:
             units = self._sequences(traces)
             kept = "golden cases were not run: their KV cache is an input, and this server keeps its own"
             self.notes.append(f"{kept}; the decode traces were replayed")
         else:
-            on_step(f"{name}: golden cases", 0, 0)
-            verdicts = [verdict for case in golden for verdict in self._judged(case)]
-            parity.append(self._parity(verdicts, "golden"))
+            drawn, missing = drawn_cases(self.bundle, validate, lambda step: on_step(step, 0, 0))
+            absent += missing
+            for kind, cases in {"golden": golden, **drawn}.items():
+                on_step(f"{name}: {kind} cases", 0, 0)
+                verdicts = [verdict for case in cases for verdict in self._judged(case)]
+                parity.append(self._parity(verdicts, kind))
             for trace in traces:
                 on_step(f"{name}: {trace.name}", 0, 0)
                 walked = evaluate_trace(runner, trace, self.spec, self.precision)
                 decode += [walked] if walked is not None else []
-            units = self._elements(golden)
-        for clients in self.options.clients:
-            load = Load(self.options, clients, units, partial(on_step, f"{clients} clients"))
+            units = self._elements([*golden, *(case for cases in drawn.values() for case in cases)])
+        for clients in options.clients:
+            load = Load(options, clients, units, partial(on_step, _clients(clients)))
             load.run()
             verdicts, reports = self._judge(load)
             steps = [verdict for report in reports for verdict in report.verdicts]
@@ -100,12 +107,12 @@ class _ServerValidation:
             decode_reports=tuple(decode),
         )
         plain = findings([evaluation], (), (), (), (), None, None, None, validate)
-        served = [each for point in points for each in _findings(point, self.options)]
+        served = [each for point in points for each in _findings(point, options)]
         found = tuple(sorted((*plain, *served), key=lambda each: each.level != FAILURE))
         return Report(
             bundle=self.bundle,
             evaluations=(evaluation,),
-            absent=(),
+            absent=tuple(absent),
             engines=(),
             points=(),
             ranges=None,
@@ -173,7 +180,7 @@ class _ServerValidation:
     def _judge(self, load: Load) -> tuple[list[OutputVerdict], list[DecodeReport]]:
         verdicts, reports = list[OutputVerdict](), list[DecodeReport]()
         for count, (subject, parts) in enumerate(load.results()):
-            self.on_step(f"judging what {load.clients} clients got", count, 0)
+            self.on_step(f"judging what {_clients(load.clients)} got", count, 0)
             if isinstance(subject, DecodeTrace):
                 recorded = _Recorded(self.runner.name, subject, parts)
                 report = run_decode_loop(recorded, subject, self.spec, self.precision)
@@ -241,6 +248,10 @@ class _Recorded:
         raise ServerError("The server keeps the KV cache.")
 
 
+def _clients(count: int) -> str:
+    return "1 client" if count == 1 else f"{count} clients"
+
+
 def _worst(found: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
     """Of each kind the one that failed, or came nearest to it."""
     worst: dict[Hashable, T] = {}
@@ -267,7 +278,7 @@ def _padded(array: np.ndarray, axis: int, length: int) -> np.ndarray:
 def _findings(point: LoadPoint, options: ServerOptions) -> Iterator[Finding]:
     """What a load shows besides wrong results."""
     failed = {kind: count for kind, count in point.errors.items() if kind != "not sent"}
-    clients = f"{point.clients} client{'s' if point.clients > 1 else ''}"
+    clients = _clients(point.clients)
     if failed:
         counts = ", ".join(f"{count} {kind}" for kind, count in failed.items())
         unsent = point.errors.get("not sent", 0)
