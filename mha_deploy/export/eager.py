@@ -32,7 +32,18 @@ class Float32Accumulation(TorchFunctionMode):
 
     The operands are in half precision, sums are kept in float32, and each matmul is rounded once. Most
     CPUs have no such instruction, and PyTorch then takes minutes for what float32 does in a second.
+    `flex_attention` is not compiled inside: the compiler does not take a mode such as this one.
     """
+
+    def __enter__(self) -> Float32Accumulation:
+        self._flex = dense_flex_attention()
+        self._flex.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._flex.__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
