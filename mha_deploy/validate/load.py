@@ -35,7 +35,6 @@ class ServerOptions:
         limit_s: Seconds after which no further request is sent, for each number of clients.
         steps: Decode steps besides those of the bundle.
         fresh: Random cases besides those of the bundle.
-        probe: Whether to try inputs that make masks and positions visible; None where PyTorch is here.
         seed: Seed of all of these.
     """
 
@@ -46,7 +45,6 @@ class ServerOptions:
     limit_s: float = 120.0
     steps: int = 0
     fresh: int = 0
-    probe: bool | None = None
     seed: int = 1
 
 

@@ -27,7 +27,8 @@ def test_golden_cases_pass_with_one_client_and_with_several(served, bundles):
     assert four["wrong"] == 0
     assert 0 < four["p50_ms"] <= four["p90_ms"] <= four["p99_ms"]
     kinds = [each["cases"] for each in report.to_dict()["parity"]]
-    assert kinds == ["golden", "probe", "served", "served"]
+    assert kinds[0] == "golden"
+    assert kinds[-2:] == ["served", "served"]
 
 
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
@@ -103,7 +104,6 @@ def test_errors_are_counted_and_fail(served, bundles):
             raise RuntimeError("the connection is dropped")
 
     server = served("tiny-gqa", before=before)
-    server.handle_error = lambda *arguments: None
     report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(2,), requests=30)
     assert not report.passed
     (point,) = load_of(report)
@@ -138,7 +138,6 @@ def test_a_server_that_goes_away_ends_the_load(served, bundles):
             raise ConnectionError("gone")
 
     server = served("tiny-gqa", before=before)
-    server.handle_error = lambda *arguments: None
     report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(2, 8), requests=400, timeout_s=5)
     assert not report.passed
     (point,) = load_of(report)
