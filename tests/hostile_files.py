@@ -445,4 +445,4 @@ def without_trust():
     from mha_deploy.runtime.child import isolation
 
     md.configure(trust_code=False)
-    isolation.exported.clear()
+    isolation.own.clear()

@@ -1,14 +1,18 @@
 """Hostile and unlucky input: refused with a reason; no crash, no hang, no false verdict."""
 
+import fcntl
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import numpy as np
 import onnx
 import pytest
-from bundle_edit import copy_of, edit_arrays, edit_manifest, rehash
+from bundle_edit import copy_of, edit_arrays, edit_manifest, fill, manifest, rehash
 from hostile_files import (
     OUTSIDE,
     all_forked,
@@ -27,9 +31,13 @@ from hostile_files import (
 from onnx import TensorProto, helper
 
 import mha_deploy as md
+from mha_deploy.bundle import commit
 from mha_deploy.bundle.cases import read_arrays, write_arrays
-from mha_deploy.bundle.folder import MANIFEST, MODEL
+from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
 from mha_deploy.bundle.traces import read_trace
+from mha_deploy.cli.build_engine import engine_to_dict
+from mha_deploy.cli.tables import engine_renderable, fit_renderable
+from mha_deploy.engine.manifest import EngineManifest, write_engine
 
 ESCAPE = "\x1b[31mred"
 VALUES = (None, -1, 0, 2.5, True, "x", ESCAPE, [], {}, [None], {"a": None}, 10**25, 1e308)
@@ -330,6 +338,216 @@ def test_a_trace_that_eager_misses_is_refused(bundles, tmp_path, factor):
     bundle = md.open_bundle(folder)
     with pytest.raises(md.DeployError, match="rounding explains"):
         read_trace(path, bundle.manifest.spec, bundle.manifest.precision)
+
+
+# -- Engines ---------------------------------------------------------------------------------------
+
+
+def engine_record(folder, plan):
+    """The manifest of an engine that only TensorRT can read."""
+    bundle = md.open_bundle(folder, verify=False).manifest
+    profile = {name: str(axis) for name, axis in bundle.spec.axes.items()}
+    node = {
+        "node": "attention",
+        "profile": 0,
+        "status": "fused",
+        "kernels": ["k"],
+        "reason": "",
+        "source": "log",
+    }
+    precision = {name: [] for name in ("offenders", "islands", "notes", "written", "narrowed")}
+    precision |= {"requested": "fp16", "status": "fp16", "counts": {}, "reason": "", "has_untyped": False}
+    return EngineManifest(
+        backend="tensorrt",
+        version="10.3.0",
+        gpu={"name": "NVIDIA H200", "compute_cap": "9.0"},
+        targets=[],
+        model=bundle.spec.name,
+        precision="fp16",
+        dialect="trt",
+        profiles=[profile],
+        bundle_sha256=sha256(folder / MANIFEST),
+        engine_sha256=hashlib.sha256(plan).hexdigest(),
+        engine_bytes=len(plan),
+        seconds=0.0,
+        strongly_typed=True,
+        verdict={"nodes": [node], "precision": precision, "disagreements": []},
+        kernels=[],
+        options={},
+        findings=[],
+        notes=[],
+    )
+
+
+def write_plan(folder, content=b"", **options):
+    plan = b"ftrt" + content
+    return write_engine(folder / "engines" / "mine.engine", plan, engine_record(folder, plan), **options)
+
+
+def inspect_engine(path):
+    """What `inspect` does with an engine, without the command line around it."""
+    from rich.console import Console
+
+    found = md.inspect(path)
+    (engine,) = found.engines
+    json.dumps(engine_to_dict(engine))
+    Console(width=100).print(engine_renderable(engine, details=True), fit_renderable(found.misfits))
+
+
+@pytest.mark.parametrize("values", [(None, ESCAPE), pytest.param(VALUES, marks=pytest.mark.slow)], ids=len)
+def test_an_engine_manifest_with_any_other_value_is_refused_or_harmless(folder, values):
+    path = write_plan(folder).path
+    data = json.loads(path.with_suffix(".json").read_text())
+    found = list(changes(data, values))
+    outcomes = opened_with(
+        path.with_suffix(".json"), [each[2] for each in found], lambda: inspect_engine(path)
+    )
+    for (at, value, _), outcome in zip(found, outcomes, strict=True):
+        assert_orderly(outcome)
+        harmless = at[0] in ("options", "gpu", "rebuilds")
+        assert outcome.code == 2 or (value not in (None, ESCAPE)) or (value is None and harmless), (at, value)
+
+
+def test_a_plan_that_was_never_read_is_not_verified(folder):
+    assert not md.open_engine(write_plan(folder).path).is_shown
+    done = forked("inspect", folder)
+    assert done.code == 0, done.err
+    assert "not verified" in done.out
+
+
+@pytest.mark.parametrize("content", [b"", b"<!doctype html>", b"\x7fELF"], ids=["empty", "page", "program"])
+def test_a_plan_that_is_none_is_refused(folder, content):
+    path = write_plan(folder).path
+    path.write_bytes(content)
+    data = json.loads(path.with_suffix(".json").read_text())
+    data |= {"engine_sha256": hashlib.sha256(content).hexdigest(), "engine_bytes": len(content)}
+    path.with_suffix(".json").write_text(json.dumps(data))
+    with pytest.raises(md.DeployError, match="not a plan"):
+        md.open_engine(path)
+
+
+def killed_at_rename(number):
+    """End this process at the n-th rename, as the system does when memory is short."""
+    rename, count = os.replace, iter(range(1000))
+
+    def replace(*arguments):
+        if next(count) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*arguments)
+
+    os.replace = replace
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("before", [True, False], ids=["replaced", "new"])
+def test_plan_and_manifest_are_one_unit_for_a_killed_process(folder, number, before):
+    if before:
+        write_plan(folder, b"old")
+    (done,) = all_forked([lambda: write_plan(folder, b"new")], prepare=lambda _: killed_at_rename(number))
+    assert done.code == -signal.SIGKILL
+    path = folder / "engines" / "mine.engine"
+    if before or number:
+        assert md.open_engine(path).manifest.engine_bytes == 7
+        assert path.read_bytes() == (b"ftrtnew" if number else b"ftrtold")
+    write_plan(folder, b"next")
+    assert md.open_engine(path).manifest.engine_bytes == 8
+    assert sorted(each.name for each in path.parent.iterdir()) == ["mine.engine", "mine.json"]
+
+
+def test_two_builds_at_once_leave_one_whole_engine(folder):
+    (folder / "engines").mkdir()
+    children = []
+    for name in (b"a", b"bb", b"ccc"):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for _ in range(20):
+                    write_plan(folder, name)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(pid)
+    for _ in range(20):
+        path = folder / "engines" / "mine.engine"
+        if path.exists():
+            with suppress(md.DeployError):  # a reader may come between two renames
+                md.open_engine(path)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
+    md.open_engine(path)
+    assert sorted(each.name for each in path.parent.iterdir()) == ["mine.engine", "mine.json"]
+
+
+def test_an_engine_that_came_meanwhile_is_kept(folder):
+    write_plan(folder, b"old")
+    with pytest.raises(md.DeployError, match="in the meantime"):
+        write_plan(folder, b"new", overwrite=False)
+    assert (folder / "engines" / "mine.engine").read_bytes() == b"ftrtold"
+
+
+def test_an_engine_of_a_bundle_that_was_replaced_is_refused(folder):
+    record = engine_record(folder, b"ftrt")
+    edit_manifest(folder, lambda data: data["notes"].append("another export"))
+    with pytest.raises(md.DeployError, match="replaced"):
+        write_engine(folder / "engines" / "mine.engine", b"ftrt", record)
+
+
+# -- Output folders --------------------------------------------------------------------------------
+
+
+def test_what_killed_processes_left_is_removed_and_what_others_write_stays(folder):
+    stale, young, theirs = (folder.parent / f".bundle.partial-{name}" for name in ("a", "b", "c"))
+    for each in (stale, young, theirs):
+        each.mkdir()
+        (each / "model.onnx").write_bytes(b"half")
+    for each in (stale, theirs):
+        os.utime(each, (1, 1))
+    handle = os.open(theirs, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with BundleWriter(folder, overwrite=True):
+        pass
+    os.close(handle)
+    assert (stale.exists(), young.exists(), theirs.exists()) == (False, True, True)
+
+
+def test_a_bundle_that_a_killed_process_moved_aside_comes_back(folder):
+    aside = folder.parent / ".bundle.old-a"
+    aside.mkdir()
+    folder.rename(aside / "bundle")
+    os.utime(aside, (1, 1))
+    with BundleWriter(folder):
+        md.open_bundle(folder)
+    assert not aside.exists()
+
+
+@pytest.mark.parametrize("one_step", [True, False], ids=["exchange", "two renames"])
+def test_a_file_that_comes_at_the_last_moment_is_kept(folder, monkeypatch, one_step):
+    exchange, calls = commit.exchange, []
+
+    def late(new, place):
+        if not calls:
+            (folder / "mine.txt").write_text("mine")
+        calls.append(new)
+        return one_step and exchange(new, place)
+
+    monkeypatch.setattr(commit, "exchange", late)
+    with BundleWriter(folder, overwrite=True) as writer:
+        fill(writer.path, "tiny-mqa")
+        with pytest.raises(md.DeployError, match="in the meantime"):
+            writer.finish(manifest("tiny-mqa"))
+    assert (folder / "mine.txt").read_text() == "mine"
+    assert md.open_bundle(folder).manifest.spec.name == "tiny-mha"
+    assert [each.name for each in folder.parent.iterdir()] == ["bundle"]
+
+
+def test_a_report_of_somebody_else_is_kept(folder):
+    for name in ("bench.html", "bench.json"):
+        (folder / name).write_text("mine")
+        with pytest.raises(md.DeployError, match="did not write"):
+            md.BenchReport(()).save(folder)
+        assert (folder / name).read_text() == "mine"
+        (folder / name).unlink()
+    for _ in range(2):
+        md.BenchReport(()).save(folder)
 
 
 # -- Code ------------------------------------------------------------------------------------------

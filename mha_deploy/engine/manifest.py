@@ -28,6 +28,7 @@ from mha_deploy.files import check_plain, read_regular
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.rules import is_rtx_gpu
 from mha_deploy.model.spec import Axis
+from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.tensorrt.kernels import ATTENTION, Kernel, kernels_from_plan
 from mha_deploy.runtime.tensorrt.log import members
@@ -568,7 +569,12 @@ def _read_manifest(path: Path) -> EngineManifest:
             raise BundleError(
                 "The engine has another format.", got=f"format {data.get('format')!r}", hint="rebuild it"
             )
-        return msgspec.convert(data, EngineManifest)
+        manifest = msgspec.convert(data, EngineManifest)
+        if manifest.gpu is not None and not manifest.gpu.keys() >= {"name", "compute_cap"}:
+            raise ValueError("Object missing required field `compute_cap` - at `$.gpu`")
+        if type(manifest.options.get("version_compatible", False)) is not bool:
+            raise ValueError("Expected `bool` - at `$.options.version_compatible`")
+        return manifest
     except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise BundleError(
             "The engine's manifest cannot be read.", got=f"{path}: {error}", hint="rebuild it"
@@ -613,6 +619,7 @@ def write_engine(path: Path, plan: bytes, manifest: EngineManifest, *, overwrite
             os.replace(new_manifest, beside)
         for each in stale:
             each.unlink(missing_ok=True)
+    isolation.own.add(manifest.engine_sha256)
     return Engine(path=path, manifest=manifest)
 
 

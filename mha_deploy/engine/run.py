@@ -56,12 +56,15 @@ def open_in_this_process(engine: Engine, cuda_graph: bool = True) -> TensorRTRun
     """Load an engine that fits this machine; see `open_engine_runner`."""
     manifest = engine.manifest
     rt = load(manifest.backend)
+    host_code = bool(manifest.options.get("version_compatible"))
+    if host_code:
+        isolation.refuse_untrusted(manifest.engine_sha256, f"{engine.path.name}, a version-compatible engine")
     load_needed(rt, manifest.plugins or ())
     return TensorRTRunner(
         rt,
         engine.path.read_bytes(),
         # The runtime inside a version-compatible engine is code, and is executed: only on request.
-        host_code=bool(manifest.options.get("version_compatible")),
+        host_code=host_code,
         cuda_graph=cuda_graph,
         in_place=manifest.in_place or {},
         large_tensors=[LargeTensor.from_dict(each) for each in manifest.large_tensors or ()],

@@ -424,7 +424,7 @@ def open_user_module(
     """
     found = load_factory(model, seed=seed) if isinstance(model, str) else load_deployable(model)
     loaded = found.with_axes(axes or {})
-    isolation.exported.add(loaded.factory)  # the user named it, or said that it may run
+    isolation.own.add(loaded.factory)  # the user named it, or said that it may run
     notes = () if weights is None else _load_weights(loaded.module, weights, prefix)
     _refuse_meta(loaded.module)
     loaded.module.requires_grad_(False)

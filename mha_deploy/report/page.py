@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.bundle.commit import write_atomically
+from mha_deploy.bundle.commit import refuse_foreign, write_atomically
 from mha_deploy.report.schema import plain_bench, plain_report
 from mha_deploy.report.sections import (
     Section,
@@ -144,6 +144,7 @@ def _write(folder: Path, name: str, plain: dict[str, Any], page: str) -> tuple[P
     # The page is made before anything is written: a failure leaves the old pair as it was.
     text = json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
+    refuse_foreign(folder, name)
     data_path, page_path = folder / f"{name}.json", folder / f"{name}.html"
     write_atomically(data_path, text.encode("utf-8"))
     write_atomically(page_path, page.encode("utf-8"))

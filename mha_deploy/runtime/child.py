@@ -63,25 +63,29 @@ class Isolation:
     Args:
         enabled: Whether runtimes get child processes. Off, a debugger sees them, and a crash ends everything.
         limit_s: After how many seconds a call counts as hung.
-        trust_code: Whether the factory that a bundle names may run.
-        exported: Factories that this process exported: the user named them.
+        trust_code: Whether code that a bundle names or contains may run.
+        own: What may run in any case: factories that this process exported, hashes of engines that it built.
     """
 
     enabled: bool = True
     limit_s: float = 3600.0
     trust_code: bool = False
-    exported: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)
 
-    def refuse_untrusted(self, factory: str) -> None:
-        """Refuse to run the code that a bundle names, unless the user said that it may run.
+    def refuse_untrusted(self, code: str, title: str | None = None) -> None:
+        """Refuse to run code of a bundle, unless the user permitted it.
+
+        Args:
+            code: A factory, or the hash of an engine that contains code.
+            title: What the error calls it; default: the same.
 
         Raises:
-            BundleError: Nobody said so.
+            BundleError: It was not permitted.
         """
-        if not self.trust_code and factory not in self.exported:
+        if not self.trust_code and code not in self.own:
             raise BundleError(
-                "The bundle names code of its author, which is not run without permission.",
-                got=factory,
+                "The bundle brings code of its author, which does not run without permission.",
+                got=title or code,
                 hint="--trust-code, or md.configure(trust_code=True), if you know who wrote it",
             )
 
@@ -149,7 +153,7 @@ class Child:
         limit = isolation.limit_s
         deadline = time.monotonic() + limit
         try:
-            trust = (isolation.trust_code, isolation.exported)
+            trust = (isolation.trust_code, isolation.own)
             _send(self._socket, (function, arguments, os.getcwd(), limit + _GRACE_S, trust))
             while True:
                 while not select.select([self._socket], [], [], 1.0)[0]:
@@ -529,7 +533,7 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
     while True:
         try:
             function, arguments, folder, limit, trust = _receive(_parent)
-            isolation.trust_code, isolation.exported = trust
+            isolation.trust_code, isolation.own = trust
             os.chdir(folder)  # relative paths are the parent's
         except (EOFError, ConnectionError):
             break

@@ -19,9 +19,10 @@ from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import Engine, EngineManifest, default_backend, open_engine
 from mha_deploy.engine.options import EngineOptions, parse_ranges
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
-from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import cuda
+from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.tensorrt import run as bound
 from mha_deploy.runtime.tensorrt.build import build_with
 from mha_deploy.runtime.tensorrt.request import BuildRequest, LargeTensor
@@ -451,13 +452,20 @@ def test_an_engine_that_does_not_fit_is_not_even_loaded(machine_with, version, g
 
 
 @pytest.mark.parametrize("compatible", [True, False])
-def test_only_a_version_compatible_engine_may_bring_code(machine_with, device, tmp_path, compatible):
+def test_only_a_version_compatible_engine_may_bring_code(
+    machine_with, device, tmp_path, compatible, monkeypatch
+):
     rt = fake("8.6.1")
     machine_with(rt, ADA)
     path = tmp_path / "tiny.engine"
     path.write_bytes(b"plan")
     opened = on_disk(path, options={"version_compatible": compatible})
     assert reasons_not_to_run(opened) == []
+    monkeypatch.setattr(isolation, "trust_code", False)
+    if compatible:
+        with pytest.raises(BundleError, match="without permission"):
+            open_engine_runner(opened)
+    monkeypatch.setattr(isolation, "trust_code", True)
     with open_engine_runner(opened, cuda_graph=False) as runner:
         allowed = getattr(runner._loaded[1], "__dict__", {}).get("engine_host_code_allowed", False)
         assert allowed is compatible
