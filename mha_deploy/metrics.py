@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from mha_deploy.bundle.cases import GoldenCase, rows_from, written_from
@@ -341,6 +342,7 @@ _NOT_RUN = "could not be run"
 # How the problem of an output begins that any result of zeros would match.
 NOT_VERIFIED = "not verified"
 _ALL_ZERO = f"{NOT_VERIFIED}: the oracle is zero everywhere"
+_CONSTANT = f"{NOT_VERIFIED}: the oracle is constant"
 _REMEDY = "give real weights (--weights), or scale those that the factory makes"
 
 
@@ -463,7 +465,7 @@ def parity_from_verdicts(
 
 
 def _is_all_zero(verdict: OutputVerdict) -> bool:
-    return verdict.problem is not None and verdict.problem.startswith(_ALL_ZERO)
+    return verdict.problem is not None and verdict.problem.startswith((_ALL_ZERO, _CONSTANT))
 
 
 def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
@@ -512,6 +514,8 @@ def _judge_output(
     else:
         problem = _why_not_verified(case.oracle[name], case.eager[name])
     budget = budget or budget_from_eager(case.eager[name], case.oracle[name], precision)
+    if case.allowance != 1:
+        budget = replace(budget, **{key: case.allowance * limit for key, limit in budget.limits.items()})
     deviation = measure(got, case.oracle[name], budget.noise)
     exceeded = budget.exceeded_by(deviation) if got.dtype.kind not in "iub" else []
     return OutputVerdict(
@@ -558,6 +562,12 @@ def _why_not_verified(oracle: np.ndarray, eager: np.ndarray) -> str | None:
         return (
             f"{NOT_VERIFIED}: the module itself gives zeros where the oracle reaches {largest:.2g}; {_REMEDY}"
         )
+    roundoff = float(ml_dtypes.finfo(eager.dtype).eps) / 2
+    vectors = oracle.reshape(-1, oracle.shape[-1]) if oracle.ndim else oracle.reshape(1, 1)
+    if vectors.size > 1 and np.ptp(vectors) <= roundoff * largest:
+        return f"{_CONSTANT}, {largest:.2g} everywhere; {_REMEDY}"
+    if len(vectors) > 1 and vectors.shape[1] > 1 and (np.ptp(vectors, axis=0) <= roundoff * largest).all():
+        return f"{NOT_VERIFIED}: the oracle is the same vector at every position; {_REMEDY}"
     return None
 
 

@@ -57,7 +57,12 @@ def test_operands_by_keyword(edge_bundles):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("factory", "outputs", "attentions"),
-    [("zero_head", False, True), ("shrinking", False, True), ("zero_attention", True, False)],
+    [
+        ("zero_head", False, True),
+        ("constant_head", False, True),
+        ("shrinking", False, True),
+        ("zero_attention", True, False),
+    ],
 )
 def test_zeros_verify_nothing(tmp_path, factory, outputs, attentions):
     options = ExportOptions(precision="fp16", golden=("opt", "min"))
@@ -66,8 +71,8 @@ def test_zeros_verify_nothing(tmp_path, factory, outputs, attentions):
     assert not report.passed
     assert "not verified" in report.headline
     assert "wrong" not in report.headline
-    golden, layers = next(each.parity for each in report.evaluations if each.parity)
-    assert (golden.passed, layers.passed) == (outputs, attentions)
+    parity = {each.cases: each for each in next(each.parity for each in report.evaluations if each.parity)}
+    assert (parity["golden"].passed, parity["layers"].passed) == (outputs, attentions)
     assert report.fault is None
 
 

@@ -123,13 +123,26 @@ def report_on(*cases):
 
 def test_one_case_may_be_zero_where_another_verifies_the_output():
     """Every query of a small case may be masked."""
-    right, zero = one_output(np.ones((2, 3))), one_output(np.zeros((1, 3)), name="min")
+    numbers = np.arange(1.0, 7.0).reshape(2, 3)
+    right, zero = one_output(numbers), one_output(np.zeros((1, 3)), name="min")
     assert report_on(right, zero).passed
     assert not report_on(zero, zero).passed
     assert not report_on(right, one_output(np.full((1, 3), 1e-9), name="min")).passed
     assert not report_on(
         right, dataclasses.replace(zero, oracle={"z": np.zeros((1, 3))}, eager=zero.eager)
     ).passed
+
+
+def test_constants_verify_nothing():
+    """Attention weights over one key are all 1; that is right where another case verifies them."""
+    ones, numbers = one_output(np.ones((1, 3)), name="min"), one_output(np.arange(1.0, 7.0).reshape(2, 3))
+    assert report_on(numbers, ones).passed
+    assert not report_on(ones).passed
+    same = one_output(np.tile([0.5, 1.0, 2.0], (4, 1)), name="same")  # only a bias arrives at the output
+    for report in (report_on(same), report_on(numbers, same)):
+        assert not report.passed
+        assert not any(verdict.is_wrong for verdict in report.verdicts)
+        assert any("--weights" in str(verdict.problem) for verdict in report.verdicts)
 
 
 def test_a_report_without_verdicts_has_not_passed():

@@ -1,0 +1,115 @@
+"""`--precision auto`: modules that FP16 cannot hold as they are written; fully masked queries among them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import mha_deploy as md
+
+E, H = 32, 4
+LOWEST = torch.finfo(torch.float32).min
+
+
+def filled(number):
+    return lambda scores, keep: scores.masked_fill(~keep, number)
+
+
+def added(number):
+    return lambda scores, keep: scores + (1.0 - keep.to(scores.dtype)) * number
+
+
+def triangle(scores, keep):
+    """A causal triangle and a padding mask, both added: some keys are masked twice."""
+    S = scores.shape[-1]
+    return scores + torch.triu(torch.full((S, S), -1e9), 1) + torch.where(keep, 0.0, -1e9)
+
+
+def bf16_bias(scores, keep):
+    """Falcon computes its ALiBi in BF16."""
+    distance = torch.arange(scores.shape[-1])[None, :] - torch.arange(scores.shape[-2])[:, None]
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.bfloat16)[:, None, None]
+    return (scores + distance.to(torch.bfloat16) * slopes).masked_fill(~keep, -1e9)
+
+
+MASKS = {
+    "fill -1e9": filled(-1e9),
+    "fill lowest": filled(LOWEST),
+    "fill -1e20": filled(-1e20),
+    "add -1e9": added(-1e9),
+    "add lowest": added(LOWEST),
+    "add -1e4": added(-1e4),
+    "where": lambda scores, keep: torch.where(keep, scores.float(), torch.tensor(-1e9)),
+    "triangle": triangle,
+    "bf16": bf16_bias,
+    "sdpa": None,
+}
+
+
+class Masked(nn.Module):
+    """Attention that masks in one of these ways."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(E, E) for _ in range(4))
+        self.mask = mask
+
+    def forward(self, x, keep):
+        q, k, v = (3 * p(x).unflatten(-1, (H, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        keep = keep[:, None, None, :]
+        if self.mask is None:
+            bias = torch.where(keep, 0.0, -1e9).to(q.dtype).expand(-1, -1, x.shape[1], -1)
+            heads = scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            scores = self.mask(q @ k.transpose(-1, -2) / math.sqrt(E // H), keep)
+            heads = scores.softmax(-1).to(v.dtype) @ v
+        return self.o(heads.transpose(1, 2).flatten(-2))
+
+
+def keeps(shape, generator=None):
+    """The second sequence has no token at all: all its queries are fully masked."""
+    lengths = torch.tensor([[shape[1]], [0], [shape[1] // 2 + 1]])
+    return torch.arange(shape[1]) < lengths[torch.arange(shape[0]) % 3]
+
+
+def exported(name, folder, **options):
+    torch.manual_seed(0)
+    module = Masked(MASKS[name])
+    inputs = {
+        "x": md.Example(torch.randn(3, 8, E), "B", "S"),
+        "keep": md.Example(keeps((3, 8)), "B", "S", draw=keeps),
+    }
+    axes = {"B": "2:3:4", "S": "2:8:16"}
+    return module, md.export(module, folder, example_inputs=inputs, axes=axes, **options)
+
+
+def check(name, folder):
+    module, bundle = exported(name, folder, golden=["opt"])
+    assert bundle.manifest.precision.name == "fp16"
+    report = md.validate(bundle, latency=False)
+    assert report.passed, report.headline
+    x, keep = torch.randn(3, 9, E).half().float(), keeps((3, 9))
+    with torch.no_grad():
+        wanted = module.eval()(x, keep).numpy()
+    with md.open_runner(bundle) as runner:
+        (got,) = runner.run({"x": x.numpy().astype(np.float16), "keep": keep.numpy()}).values()
+    for element in range(3):  # the second one consists of fully masked queries
+        off = np.linalg.norm(got[element] - wanted[element]) / np.linalg.norm(wanted[element])
+        assert off < 5e-3, (element, off)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "fill -1e9" else pytest.param(name, marks=pytest.mark.slow) for name in MASKS],
+)
+def test_a_module_that_fp16_cannot_hold_is_the_same_function(name, tmp_path):
+    check(name, tmp_path / "bundle")
+
+
+def test_fp16_suggests_auto(tmp_path):
+    with pytest.raises(md.DeployError) as caught:
+        exported("fill -1e9", tmp_path / "bundle", precision="fp16")
+    assert "--precision auto" in caught.value.hint
