@@ -812,6 +812,7 @@ def validate(
     engine: str | None = None,
     latency: bool | None = None,
     sweep: bool | None = None,
+    probe: bool | None = None,
     fresh: int = 0,
     steps: int = 0,
     prompt: int | None = None,
@@ -822,6 +823,8 @@ def validate(
     kernels: bool = False,
     require_fused: bool = False,
     require_precision: bool = False,
+    require_run: bool = False,
+    require_coverage: bool = False,
     seed: int = 1,
     url: str | None = None,
     clients: Sequence[int] = (1, 8, 32),
@@ -838,6 +841,8 @@ def validate(
         engine: Name of the one engine to run; default: all of the bundle's.
         latency: Whether to time; default: where there is a GPU.
         sweep: Whether to try every profile at its corners; default: where an engine runs and PyTorch is here.
+        probe: Whether to try inputs that make masks, positions and caches visible; default: where PyTorch is
+            here.
         fresh: Number of random cases to draw besides; needs PyTorch.
         steps: Decode steps besides the bundle's own trace, for a layer with a KV cache.
         prompt: Length of the prompt before them.
@@ -848,6 +853,8 @@ def validate(
         kernels: Whether to list the kernels that take the time.
         require_fused: Whether an engine with decomposed attention fails.
         require_precision: Whether an engine in another precision than the graph's fails.
+        require_run: Whether an engine that did not run fails.
+        require_coverage: Whether sizes, profiles and engines that were not run fail.
         seed: Seed of fresh inputs.
         url: A server that serves the bundle, as `grpc://HOST:PORT` or `http://HOST:PORT`, with `/MODEL` where
             the model has another name; it is judged in place of the runtimes of this machine.
@@ -894,6 +901,7 @@ def validate(
         engine=engine,
         latency=latency,
         sweep=sweep,
+        probe=probe,
         fresh=fresh,
         steps=steps,
         prompt=prompt,
@@ -904,6 +912,8 @@ def validate(
         kernels=kernels,
         require_fused=require_fused,
         require_precision=require_precision,
+        require_run=require_run,
+        require_coverage=require_coverage,
         seed=seed,
     )
     report = on_step or _silent

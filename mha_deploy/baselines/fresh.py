@@ -37,9 +37,9 @@ from mha_deploy.export.own_model import reopen_user_module
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision, find_precision
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.spec import FLOAT, AttentionSpec
 from mha_deploy.reference import build_module
-from mha_deploy.reference.attention import Attention, causal_mask
+from mha_deploy.reference.attention import Attention, causal_mask, split_heads
 from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
 
 # -- The PyTorch layer of a bundle, with the weights that are in its graph -------------------------
@@ -219,7 +219,13 @@ class FreshModuleCases:
         _true_inside(self._exported, known(), ())
 
     def case(
-        self, sizes: Mapping[str, int], *, seed: int, ragged: bool = False, past: int | None = None
+        self,
+        sizes: Mapping[str, int],
+        *,
+        seed: int,
+        ragged: bool = False,
+        past: int | None = None,
+        probe: bool = False,
     ) -> GoldenCase:
         """Draw inputs and compute what is true of them; see `FreshCases.case`.
 
@@ -229,6 +235,8 @@ class FreshModuleCases:
         self._spec.check_sizes(sizes)
         name = f"fresh-{sizes_name(sizes)}-seed{seed}"
         with self._capture(seed) as capture:
+            if probe:
+                capture.change = partial(module_probe, self._spec)
             return capture.capture(name, sizes)
 
     def trace(self, planned: PlannedTrace, *, seed: int) -> DecodeTrace:
@@ -288,6 +296,72 @@ def _refuse_another_module(case: GoldenCase, outputs: Mapping[str, np.ndarray]) 
             )
 
 
+# -- Probe inputs: large tokens where a mask, a window or a cache ends -----------------------------
+
+# A key this many times as large dominates the heads in which it is attended: whether a query attends to it,
+# and at which position, shows in the output at any length. Among random keys it is one of thousands.
+_LOUDNESS = 4.0
+_CANDIDATES = 64
+
+
+def _edges(end: int, length: int, window: int | None) -> list[int]:
+    """Positions at which it shows what is attended, where `end` of `length` keys are valid."""
+    wanted = [end - 1, end, (end - 1) // 2, 0]
+    wanted += [end - window, end - window - 1] if window is not None else []
+    return sorted({position for position in wanted if 0 <= position < length})
+
+
+def _by_self_score(layer: Attention, x: Tensor) -> Tensor:
+    """Which of the first tokens attend to themselves in the most heads, the best first. [B, n]."""
+    spec, few = layer.spec, x[:, :_CANDIDATES]
+    parameter = next(layer.parameters())
+    with torch.inference_mode():
+        q, k, _ = layer.project(few.to(parameter), None, None)
+    q, k = split_heads(q, spec.Hq), split_heads(k, spec.Hkv).repeat_interleave(spec.Hq // spec.Hkv, 1)
+    return (q * k).sum(-1).clamp(max=1.0).mean(1).argsort(-1, descending=True).to(x.device)
+
+
+def layer_probe(
+    spec: AttentionSpec, feeds: Mapping[str, Tensor], layer: Attention | None = None
+) -> dict[str, Tensor]:
+    """The inputs of a layer, with large tokens and cache entries at the edges of what is attended.
+
+    The last query alone attends to the last key. So with the layer at hand, the tokens at the edges are such
+    that attend to themselves in many heads.
+    """
+    loud = {name: tensor.clone() for name, tensor in feeds.items()}
+    best = None if layer is None or spec.is_cross else _by_self_score(layer, loud["x"])
+    tokens = [loud[name] for name in (("key", "value") if spec.is_cross else ("x",))]
+    caches = [
+        tensor for name, tensor in loud.items() if name.startswith(("past_", "key_cache", "value_cache"))
+    ]
+    for b, S in enumerate([tokens[0].shape[1]] * tokens[0].shape[0]):
+        end = int(feeds["key_lengths"][b]) if "key_lengths" in feeds else S
+        edges = _edges(end, S, spec.window)
+        for tensor in tokens:
+            if best is not None:
+                tensor[b, edges] = feeds["x"][b, best[b].repeat(len(edges))[: len(edges)]]
+            tensor[b, edges] *= _LOUDNESS
+        for cache in caches:
+            T = cache.shape[2]
+            valid = int(feeds["lengths"][b]) if "lengths" in feeds else T
+            cache[b, :, [at for at in _edges(valid, T, spec.window) if at < valid]] *= _LOUDNESS
+            if "lengths" in feeds:
+                cache[b, :, valid + S :] *= _LOUDNESS  # what is behind the valid entries must not be read
+    return loud
+
+
+def module_probe(spec: ModuleSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs of a module, with large tokens in what may be hidden states: float [B, S, E]."""
+    loud = dict(inputs)
+    for tensor in spec.inputs:
+        if tensor.kind == FLOAT and len(tensor.dims) == 3 and isinstance(tensor.dims[1], str):
+            changed = loud[tensor.name].clone()
+            changed[:, _edges(changed.shape[1], changed.shape[1], None)] *= _LOUDNESS
+            loud[tensor.name] = changed
+    return loud
+
+
 # -- Fresh cases: new inputs at any sizes, with their FP64 oracle ----------------------------------
 
 _GIB = 1 << 30
@@ -299,7 +373,13 @@ class CaseMaker(Protocol):
     """Draws new cases for the model of a bundle."""
 
     def case(
-        self, sizes: Mapping[str, int], *, seed: int, ragged: bool = False, past: int | None = None
+        self,
+        sizes: Mapping[str, int],
+        *,
+        seed: int,
+        ragged: bool = False,
+        past: int | None = None,
+        probe: bool = False,
     ) -> GoldenCase:
         """Draw inputs and compute the expected results."""
 
@@ -333,7 +413,13 @@ class FreshCases:
         self._run_oracle = partial(run_in_blocks, limit_bytes=limit)
 
     def case(
-        self, sizes: Mapping[str, int], *, seed: int, ragged: bool = False, past: int | None = None
+        self,
+        sizes: Mapping[str, int],
+        *,
+        seed: int,
+        ragged: bool = False,
+        past: int | None = None,
+        probe: bool = False,
     ) -> GoldenCase:
         """Draw inputs and compute what is true of them.
 
@@ -342,6 +428,7 @@ class FreshCases:
             seed: Seed of the inputs; the same seed at the same sizes draws the same.
             ragged: Whether lengths go down to 1 and 0, where the layer has lengths.
             past: Valid entries of a preallocated cache in every batch element; default: drawn.
+            probe: Whether tokens are large where masks, windows and caches end.
 
         Raises:
             SpecError: The sizes, or that many rows, are not for this layer.
@@ -354,7 +441,12 @@ class FreshCases:
         at = sizes_name(sizes)
         name = f"fresh-{at}-seed{seed}{'-ragged' if ragged else ''}"
         capture = GoldenCapture(
-            self._module, self.precision, seed, oracle=self._twin, run_oracle=self._run_oracle
+            self._module,
+            self.precision,
+            seed,
+            oracle=self._twin,
+            run_oracle=self._run_oracle,
+            change=partial(layer_probe, self.spec, layer=self._twin) if probe else dict,
         )
         try:
             case = capture.capture(PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past))

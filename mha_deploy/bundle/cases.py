@@ -183,7 +183,7 @@ class GoldenCase:
     """One case: inputs, FP64 oracle, and the results of the module itself.
 
     `flops` is the work of one call of a user's module, else 0. `cached` names, for each
-    KV cache that goes out of a catalog layer, the one that came in.
+    KV cache that goes out of a catalog layer, the one that came in. `allowance` is a factor on its budgets.
     """
 
     name: str
@@ -194,6 +194,7 @@ class GoldenCase:
     note: str = ""
     flops: int = 0
     cached: Mapping[str, str] = field(default_factory=dict)
+    allowance: float = 1.0
 
 
 def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:

@@ -38,6 +38,13 @@ Sweep = Annotated[
         help="Run every optimization profile at its corners. default: if an engine and PyTorch can run here",
     ),
 ]
+Probe = Annotated[
+    bool | None,
+    typer.Option(
+        "--probe/--no-probe",
+        help="Try inputs that make masks, positions and caches visible. default: if PyTorch is installed",
+    ),
+]
 Fresh = Annotated[
     int, typer.Option(min=0, help="Number of random cases besides those of the bundle. Needs PyTorch.")
 ]
@@ -78,6 +85,13 @@ RequirePrecision = Annotated[
         "--require-precision", help="Fail unless the engines compute in the precision of the graph."
     ),
 ]
+RequireRun = Annotated[bool, typer.Option("--require-run", help="Fail unless every engine was run.")]
+RequireCoverage = Annotated[
+    bool,
+    typer.Option(
+        "--require-coverage", help="Fail unless every engine, profile and axis was run up to its maximum."
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option("-o", "--out", help="Folder of report.json and report.html. default: the bundle"),
@@ -110,6 +124,7 @@ def validate(
     engine: EngineName = None,
     latency: Latency = None,
     sweep: Sweep = None,
+    probe: Probe = None,
     fresh: Fresh = ValidateOptions.fresh,
     steps: Steps = ValidateOptions.steps,
     prompt: Prompt = None,
@@ -120,6 +135,8 @@ def validate(
     kernels: Kernels = False,
     require_fused: RequireFused = False,
     require_precision: RequirePrecision = False,
+    require_run: RequireRun = False,
+    require_coverage: RequireCoverage = False,
     url: Url = None,
     clients: Clients = "1,8,32",
     requests: Requests = 256,
@@ -157,6 +174,7 @@ def validate(
             engine=engine,
             latency=latency,
             sweep=sweep,
+            probe=probe,
             fresh=fresh,
             steps=steps,
             prompt=prompt,
@@ -167,6 +185,8 @@ def validate(
             kernels=kernels,
             require_fused=require_fused,
             require_precision=require_precision,
+            require_run=require_run,
+            require_coverage=require_coverage,
             url=url,
             clients=whole_numbers(clients, "--clients"),
             requests=requests,

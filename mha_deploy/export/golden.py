@@ -67,6 +67,7 @@ class GoldenCapture:
         seed: Seed of the inputs.
         oracle: The FP64 twin, where there is one already.
         run_oracle: Runs the twin; another than `run_module` where memory is short.
+        change: Changes the inputs that were drawn.
     """
 
     def __init__(
@@ -77,12 +78,13 @@ class GoldenCapture:
         *,
         oracle: Attention | None = None,
         run_oracle: Callable[[Attention, dict[str, Tensor]], tuple[Tensor, ...]] = run_module,
+        change: Callable[[Feeds], Feeds] = lambda feeds: feeds,
     ) -> None:
         self.module = module
         self.precision = precision
         self.seed = seed
         self.oracle = oracle or fp64_twin(module)
-        self._run_oracle = run_oracle
+        self._run_oracle, self._change = run_oracle, change
 
     def capture(self, case: PlannedCase) -> GoldenCase:
         """Run one case."""
@@ -105,7 +107,9 @@ class GoldenCapture:
             self.module.spec, case.sizes, self.seed, label=case.name, ragged=case.ragged, past=case.past
         )
         margin = _DECISION_MARGIN * self.precision.roundoff
-        return clear_decisions(self.oracle, fed_to(self.module, feeds), self.seed, margin=margin)
+        return clear_decisions(
+            self.oracle, fed_to(self.module, self._change(feeds)), self.seed, margin=margin
+        )
 
 
 def fp64_twin(module: Attention) -> Attention:
@@ -277,6 +281,7 @@ class ModuleCapture:
 
     def __init__(self, user: UserModule, exported: ExportedModule, seed: int) -> None:
         self.user, self.exported, self.seed = user, exported, seed
+        self.change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda inputs: inputs
 
     def __enter__(self) -> ModuleCapture:
         return self
@@ -369,7 +374,7 @@ class ModuleCapture:
 
     def inputs(self, name: str, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """The inputs of a case: drawn by the user's own function, or after the example."""
-        return drawn_inputs(self.user, name, sizes, self.seed)
+        return self.change(drawn_inputs(self.user, name, sizes, self.seed))
 
     def _eager(self, inputs: Mapping[str, Tensor], name: str) -> tuple[dict[str, Tensor], int]:
         """The module as the user runs it, and its work."""

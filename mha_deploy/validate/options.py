@@ -18,6 +18,8 @@ class ValidateOptions:
         latency: Whether to time; None for "where there is a GPU".
         sweep: Whether to try every profile at its corners, with fresh inputs; None for "where an engine runs
             and PyTorch can compute the expected results".
+        probe: Whether to try inputs that make masks, positions and caches visible; None for "where PyTorch
+            can compute the expected results".
         fresh: How many fresh random cases to draw besides.
         steps: How many tokens to step through besides the bundle's own, for a layer with a cache.
         prompt: Length of the prompt before them; default: the usual one.
@@ -28,6 +30,8 @@ class ValidateOptions:
         kernels: Whether to say which kernels take the time.
         require_fused: Whether an engine with decomposed attention fails.
         require_precision: Whether an engine in another precision than the graph's fails.
+        require_run: Whether an engine that did not run fails.
+        require_coverage: Whether sizes, profiles and engines that were not run fail.
         seed: Seed of fresh inputs.
     """
 
@@ -35,6 +39,7 @@ class ValidateOptions:
     engine: str | None = None
     latency: bool | None = None
     sweep: bool | None = None
+    probe: bool | None = None
     fresh: int = 0
     steps: int = 0
     prompt: int | None = None
@@ -45,4 +50,6 @@ class ValidateOptions:
     kernels: bool = False
     require_fused: bool = False
     require_precision: bool = False
+    require_run: bool = False
+    require_coverage: bool = False
     seed: int = 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from mha_deploy.analyze.cost import SizeLimit
+from mha_deploy.analyze.cost import SizeLimit, shrunk, usual_points
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace
@@ -50,6 +50,9 @@ ONNX_REFERENCE = "onnx-reference"
 
 # Where runtimes are timed: the optimal sizes, or prefill and decode step of a layer with a KV cache.
 _TIMED = ("opt", "prefill", "decode")
+
+# Large scores round more coarsely, by chance in the heads that matter. A mistake is hundreds of times larger.
+PROBE_ALLOWANCE = 4.0
 
 # The oracle of a sweep is computed on the GPU where there is one, and larger corners can be afforded.
 _LIMIT_ON_GPU = SizeLimit(gflop=5000.0, gib=24.0)
@@ -155,10 +158,7 @@ class _Validation:
     def _sweep(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Every profile at its corners, with inputs that no golden case has."""
         self.on_step("sweep: inputs and their FP64 oracle")
-        # A user's module is computed on the CPU.
-        on_gpu = self.bundle.manifest.spec.layer is not None and find_gpu() is not None
-        limit = _LIMIT_ON_GPU if on_gpu else SizeLimit()
-        points = sweep_points(self.bundle.manifest.spec, profiles, limit=limit)
+        points = sweep_points(self.bundle.manifest.spec, profiles, limit=self._oracle_limit)
         self.notes += [f"sweep-{point.name}: {point.note}" for point in points if point.note]
         return [
             replace(self._fresh.case(point.sizes, seed=self.options.seed), name=f"sweep-{point.name}")
@@ -190,7 +190,35 @@ class _Validation:
                 self.finder.absent.append(Unavailable(name="the sweep", reason=error.in_one_line))
         if self.options.fresh:
             cases["fresh"] = self._random
+        if self.options.probe or (self.options.probe is None and can_import("torch")):
+            try:
+                cases["probe"] = self._probes(_profiles_of(engines))
+            except DeployError as error:
+                if self.options.probe:
+                    raise
+                self.finder.absent.append(Unavailable(name="probe inputs", reason=error.in_one_line))
         return replace(plan, cases=cases)
+
+    def _probes(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
+        """Large tokens at the edges of masks, windows and caches, at the usual sizes and profile corners."""
+        self.on_step("probe inputs and their FP64 oracle")
+        spec, limit = self.bundle.manifest.spec, self._oracle_limit
+        found = {point.name: (point.sizes, point.past) for point in usual_points(spec)}
+        for corner in sweep_points(spec, profiles, limit=limit) if profiles else ():
+            if corner.name.endswith(("max", "-long", "-keys", "largest-odd")):
+                found[corner.name] = (corner.sizes, None)
+        cases = []
+        for name, (sizes, past) in found.items():
+            sizes = shrunk(spec, sizes, spec.sizes("min"), limit)
+            case = self._fresh.case(sizes, seed=self.options.seed, past=past, probe=True)
+            cases.append(replace(case, name=f"probe-{name}", allowance=PROBE_ALLOWANCE))
+        return cases
+
+    @property
+    def _oracle_limit(self) -> SizeLimit:
+        """What an oracle may cost: on the GPU where there is one; a user's module is computed on the CPU."""
+        on_gpu = self.bundle.manifest.spec.layer is not None and find_gpu() is not None
+        return _LIMIT_ON_GPU if on_gpu else SizeLimit(gflop=250.0)
 
     # -- which runtimes are evaluated -----------------------------------------------------------
 

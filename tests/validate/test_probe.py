@@ -1,0 +1,107 @@
+"""Probe inputs: a mistake at the edge of a mask, a window, a rotation or a cache shows at any length."""
+
+import numpy as np
+import pytest
+
+import mha_deploy as md
+from mha_deploy.analyze.cost import usual_points
+from mha_deploy.baselines.fresh import fresh_cases
+from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.metrics import judge_case
+from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.reference.inputs import tensor_from_numpy
+from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.validate.run import PROBE_ALLOWANCE
+
+
+def probes(bundle, probe=True):
+    maker = fresh_cases(bundle, "cpu")
+    for point in usual_points(bundle.manifest.spec):
+        yield maker.case(point.sizes, seed=1, past=point.past, probe=probe)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-gqa", "tiny-rope", "tiny-window", "tiny-preallocated", "tiny-causal-padding"]
+)
+def test_a_right_graph_stays_below_half_of_a_probe_budget(bundles, name):
+    bundle = bundles(name)
+    precision = bundle.manifest.precision
+    with open_runner(cpu_backend(precision), bundle.model_path) as runner:
+        for case in probes(bundle):
+            case = GoldenCase(**{**vars(case), "allowance": PROBE_ALLOWANCE})
+            assert max(v.share for v in judge_case(case, runner.run(case.inputs), precision)) < 0.5
+
+
+def test_validate_runs_probes_by_default_and_names_them(bundles):
+    report = md.validate(bundles("tiny-gqa"), latency=False).to_dict()
+    assert [run["cases"] for run in report["parity"]] == ["golden", "probe"]
+    assert report["parity"][1]["verdicts"][0]["case"] == "probe-opt"
+    without = md.validate(bundles("tiny-gqa"), latency=False, probe=False).to_dict()
+    assert [run["cases"] for run in without["parity"]] == ["golden"]
+
+
+def attention(x, *, heads, last_key=True, leak_at=None, shift_last=0.0):
+    """Causal attention over x [S, E] with keys, queries and values of random projections, in FP64."""
+    S, E = x.shape
+    rng = np.random.default_rng(0)
+    q, k, v = (x @ (rng.standard_normal((E, E)) / np.sqrt(E)) for _ in range(3))
+    D = E // heads
+    q, k, v = (t.reshape(S, heads, D).swapaxes(0, 1) for t in (q, k, v))
+    position = np.arange(S, dtype=float)
+    position[-1] += shift_last
+    q, k = turned(q, np.arange(S, dtype=float)), turned(k, position)
+    visible = np.tril(np.ones((S, S), bool))
+    visible[-1, -1] = last_key
+    if leak_at is not None:
+        visible[leak_at, leak_at + 1] = True
+    scores = np.where(visible, q @ k.swapaxes(1, 2) / np.sqrt(D), -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out = weights / weights.sum(-1, keepdims=True) @ v
+    return out.swapaxes(0, 1).reshape(1, S, E) @ (rng.standard_normal((E, E)) / np.sqrt(E))
+
+
+def turned(x, positions):
+    D = x.shape[-1]
+    angles = positions[:, None] / 10000 ** (np.arange(D // 2) / (D // 2))
+    a, b = x[..., : D // 2], x[..., D // 2 :]
+    return np.concatenate(
+        [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1
+    )
+
+
+MISTAKES = {
+    "last key masked": {"last_key": False},
+    "causal leak of one position in one query": {"leak_at": -2},
+    "rotary off by one on the last key": {"shift_last": 1.0},
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_at_one_position_of_thousands_is_caught(mistake):
+    from mha_deploy.baselines.fresh import layer_probe
+    from mha_deploy.model.catalog import find_spec
+
+    S, E, heads = 1024, 256, 16
+    drawn = np.random.default_rng(1).standard_normal((1, S, E)).astype(np.float32)
+    loud = layer_probe(find_spec("tiny-rope"), {"x": tensor_from_numpy(drawn)})["x"].numpy()[0]
+    x = loud.astype(np.float16).astype(np.float64)
+    oracle = attention(x, heads=heads)
+    noise = 1 + 2e-3 * np.random.default_rng(2).standard_normal(oracle.shape)
+    case = GoldenCase(
+        name="probe",
+        sizes={"S": S},
+        inputs={},
+        oracle={"output": oracle},
+        eager={"output": (oracle * noise).astype(np.float16)},
+        allowance=PROBE_ALLOWANCE,
+    )
+    wrong = dict(MISTAKES[mistake])
+    if "leak_at" in wrong:
+        wrong["leak_at"] = S - 2
+    (right,) = judge_case(case, {"output": oracle.astype(np.float16)}, PRECISIONS["fp16"])
+    (verdict,) = judge_case(
+        case, {"output": attention(x, heads=heads, **wrong).astype(np.float16)}, PRECISIONS["fp16"]
+    )
+    assert right.passed
+    assert verdict.is_wrong
+    assert f"query {S - 1 - ('leak_at' in wrong)}" in verdict.problem
