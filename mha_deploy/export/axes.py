@@ -1,4 +1,4 @@
-"""Named axes: inputs drawn at their sizes, and the same axes in the words of torch.export."""
+"""Named axes: inputs drawn at their sizes, and the same axes for torch.export."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class ExportedModule:
         nodes: FX node of every input and output by name, and of other values that could not keep the name of
             their node; the rest has it.
         traced_sizes: The size of every axis while it was traced.
-        unproven: Axes whose smaller sizes PyTorch did not vouch for, so that they were tried instead.
+        unproven: Axes whose smaller sizes PyTorch did not prove, so that they were tried instead.
         fixed: Axes that could not vary, with the one size that they have.
         notes: What a reader should know, such as why.
     """

@@ -62,7 +62,7 @@ def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.
 
 
 def _on_cpu(module: Attention) -> Attention:
-    """The same layer on the CPU: what the exporter traces must not hang on where the golden cases run."""
+    """The same layer on the CPU: what the exporter traces must not depend on where the golden cases run."""
     parameter = next(module.parameters())
     if parameter.device.type == "cpu":
         return module

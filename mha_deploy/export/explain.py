@@ -220,10 +220,10 @@ def _not_for_all_sizes(text: str, name_of: SizeNames, places: dict[str, str]) ->
     lines = [line.strip() for line in fixes[1].splitlines()] if fixes else []
     violated = _VIOLATED.search(text)
     axes = violated[1] if violated else ""
-    said = _joined(places.get(guards[0][0]), f"it needs {guards[0][1]}") if guards else text.splitlines()[0]
+    needed = _joined(places.get(guards[0][0]), f"it needs {guards[0][1]}") if guards else text.splitlines()[0]
     return ExportError(
         f"The module does not work for every size of {axes}.",
-        got=said,
+        got=needed,
         hint=f"PyTorch suggests {'; '.join(lines)}"
         if lines
         else "a narrower range, or a module that takes any size",
@@ -296,7 +296,7 @@ def _listen(listener: logging.Handler, trace_again: Callable[[], object]) -> Non
 
 @contextlib.contextmanager
 def silenced(*, but: str = "") -> Iterator[None]:
-    """Let PyTorch log nothing: what it logs of a failure is said by the error."""
+    """Let PyTorch log nothing: the error has what it logs of a failure."""
     known = logging.getLogger().manager.loggerDict
     names = [name for name in known if name.split(".")[0] == "torch" and name != but]
     loggers = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
@@ -462,8 +462,8 @@ def _too_large(given: list[Any]) -> str:
     numbers = [each for each in given if isinstance(each, (int, float)) and abs(each) > largest]
     if not numbers:
         return ""
-    said = ", ".join(f"{number:g}" for number in numbers)
-    return f" with {said}; the largest number of {_SHORT.get(dtype, dtype)} is {largest:g}"
+    listed = ", ".join(f"{number:g}" for number in numbers)
+    return f" with {listed}; the largest number of {_SHORT.get(dtype, dtype)} is {largest:g}"
 
 
 def _reached(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ _LEARNT = (InputKind.PARAMETER, InputKind.USER_INPUT)
 def deciding_nodes(program: ExportedProgram) -> frozenset[str]:
     """The FX nodes of floats that come from integers and constants alone, and that integers come from.
 
-    What hangs on inputs or weights in floating point is not among them: there, less rounding is the truth.
+    What depends on floating-point inputs or weights is not among them: there, FP64 is the reference.
     """
     computed = [node for node in program.graph.nodes if node.op == "call_function"]
     given = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _LEARNT}
@@ -97,7 +97,7 @@ def run_program(
 
     Args:
         exported: The module.
-        inputs: A tensor for every input; floats are widened where needed.
+        inputs: A tensor for every input; floats are upcast where needed.
         dtype: `float64` for the oracle, `own` for the precision that the module was exported in. Matmuls
             of half-precision matrices are then summed in float32 on a CPU, as GPUs do.
         keep: Names of values of the graph to give out besides.
@@ -182,7 +182,7 @@ class _Keeping(Interpreter):
 
 
 class _InFloat64(_Keeping):
-    """Every floating-point number in FP64; weights are widened where they are used, one by one."""
+    """Every floating-point number in FP64; weights are upcast where they are used, one by one."""
 
     def __init__(
         self, program: ExportedProgram, keep: Collection[str], branch: GraphModule | None = None
@@ -197,8 +197,8 @@ class _InFloat64(_Keeping):
         if target is _aten.view.dtype:
             raise ExportError("The module reads the bits of its numbers.", got="Tensor.view(dtype)")
         if _packet(target) is _aten.embedding:  # a table of gigabytes, of which some rows are read
-            return widened(super().compute(target, args, kwargs))
-        args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
+            return upcast(super().compute(target, args, kwargs))
+        args, kwargs = tree_map_only(Tensor, upcast, (args, kwargs))
         args, kwargs = tree_map_only(torch.dtype, lambda dtype: _WIDE.get(dtype, dtype), (args, kwargs))
         if _packet(target) in _HALF_TO_FLOAT:
             args = (*args[:2], False)
@@ -215,7 +215,7 @@ class _InFloat64(_Keeping):
         return result
 
     def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tree_map_only(Tensor, widened, super().output(target, args, kwargs))
+        return tree_map_only(Tensor, upcast, super().output(target, args, kwargs))
 
     def surroundings(self) -> contextlib.AbstractContextManager[None]:
         """New tensors of no given dtype, and quotients of integers, are FP64."""
@@ -268,7 +268,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def widened(tensor: Tensor) -> Tensor:
+def upcast(tensor: Tensor) -> Tensor:
     """A floating-point tensor in FP64; others as they are."""
     wide = _WIDE.get(tensor.dtype)
     return tensor if wide is None else tensor.to(wide)

@@ -161,13 +161,14 @@ DrawInputs = Callable[[Mapping[str, int]], dict[str, Tensor]]
 
 _TRACED_FROM = 2
 _MOST_TRIED = 8
+_NOISE = 0.25  # two results of one formula differ by the sum of their own errors
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest number; another branch is far off
 
 
 def check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
     """Run a module twice on the same inputs, which must give the same.
 
-    What is random, or remembers earlier calls, has no truth: its budget would be as wide as its whims.
+    A module that is random, or remembers earlier calls, has no reference to compare with.
 
     Raises:
         ExportError: The module does not run, or gives something else the second time.
@@ -210,7 +211,9 @@ def _check_sizes(
         example = draw(sizes)
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
         for name, want, got in _results(exported, module, example, at):
-            if want.shape == got.shape and _close(want, got):
+            if want.shape == got.shape and (
+                _close(want, got) or _is_noise(exported, example, name, want, got)
+            ):
                 continue
             if want.isfinite().all() and not got.isfinite().all():
                 refuse_infinite_constants(exported.program, f"output {name} at {at}")
@@ -222,16 +225,16 @@ def _check_sizes(
 
 
 def _results(
-    exported: ExportedModule, module: nn.Module, example: dict[str, Tensor], said: str
+    exported: ExportedModule, module: nn.Module, example: dict[str, Tensor], at: str
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     hint = "axes that begin at a larger size, or a draw= for its inputs"
-    wanted = _tensors(module, example, "the smallest sizes of its axes", said, hint)
+    wanted = _tensors(module, example, "the smallest sizes of its axes", at, hint)
     try:
         outputs, _ = run_program(exported, example, dtype="own")
     except (RuntimeError, IndexError) as error:
         raise ExportError(
             "The exported program does not run at the smallest sizes of its axes.",
-            got=f"{said}: {str(error).splitlines()[0]}",
+            got=f"{at}: {str(error).splitlines()[0]}",
             hint="axes that begin at a larger size",
         ) from error
     for (name, got), want in zip(outputs.items(), wanted, strict=True):
@@ -239,7 +242,7 @@ def _results(
 
 
 def _tensors(
-    module: nn.Module, example: Mapping[str, Tensor], where: str, said: str, hint: str
+    module: nn.Module, example: Mapping[str, Tensor], where: str, at: str, hint: str
 ) -> list[Tensor]:
     try:
         with torch.no_grad(), Float32Accumulation():
@@ -251,10 +254,22 @@ def _tensors(
         is_half = any(each.dtype in _TOLERANCE for each in (*module.parameters(), *example.values()))
         raise ExportError(
             f"The module does not run at {where}.",
-            got=f"{said}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            got=f"{at}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             hint=f"{hint}, or --precision auto if it runs in float32" if is_half else hint,
         ) from error
     return tensors_in(returned)
+
+
+def _is_noise(
+    exported: ExportedModule, example: dict[str, Tensor], name: str, want: Tensor, got: Tensor
+) -> bool:
+    """Whether the program's own rounding explains a difference: it is as far from its FP64 result.
+
+    Where the module does something else, the program is close to that result, and the module is not.
+    """
+    exact = run_program(exported, example)[0][name].double()
+    rounding, difference = ((got.double() - each).abs().max() for each in (exact, want.double()))
+    return bool(rounding.isfinite() and difference.isfinite() and rounding > _NOISE * difference)
 
 
 def _close(want: Tensor, got: Tensor) -> bool:
@@ -269,7 +284,7 @@ def _close(want: Tensor, got: Tensor) -> bool:
 
 
 def _sizes_to_try(axes: Mapping[str, Axis], exported: ExportedModule) -> Iterator[dict[str, int]]:
-    """All axes at their smallest, then each one through the sizes that PyTorch did not vouch for."""
+    """All axes at their smallest, then each one through the sizes that PyTorch did not prove."""
     traced = exported.traced_sizes
     small = {name: axis.min for name, axis in axes.items() if axis.is_dynamic and axis.min < _TRACED_FROM}
     if small:
@@ -395,7 +410,7 @@ class _Traced:
         program: The program.
         axes: Its axes; those that could not vary have one size.
         sizes: What it was traced at.
-        unproven: Axes whose smaller sizes PyTorch does not vouch for.
+        unproven: Axes whose smaller sizes PyTorch did not prove.
         outside: Sizes that break a guard of the program: it must be compared with the module there.
         refusal: What to raise where that comparison fails: why the first attempt did.
         fixed: Axes that could not vary.
@@ -429,7 +444,7 @@ def _traced(
     if isinstance(first, ExportedProgram):
         return _Traced(program=first, axes=axes, sizes=sizes)
     if may_be_small_sizes(first):
-        # A size that follows from others, such as S-1, may be 1 at a small one, which PyTorch takes apart.
+        # A size that follows from others, such as S-1, may be 1 at a small one: a constant for PyTorch.
         second = _tried(lambda: trace("from traced"))
         if isinstance(second, ExportedProgram):
             small = tuple(name for name, axis in axes.items() if axis.min < sizes[name])
@@ -812,12 +827,12 @@ def _returned_nodes(program: ExportedProgram) -> list[str]:
 
 
 def _settle_inputs(model: ir.Model, fed: Mapping[str, str], order: list[str]) -> None:
-    """Name and order the inputs as the user does, and refuse those that nothing hangs on."""
+    """Name and order the inputs as the user does, and refuse those that nothing depends on."""
     values = dict(zip(fed, model.graph.inputs, strict=True))
     unused = [name for name, value in values.items() if not value.uses() and not value.is_graph_output()]
     if unused:
         raise ExportError(
-            "The result does not hang on every input.", got=", ".join(unused), hint="leave these inputs out"
+            "The result does not depend on every input.", got=", ".join(unused), hint="leave these inputs out"
         )
     for name, value in values.items():
         value.name = name

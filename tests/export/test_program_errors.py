@@ -163,7 +163,7 @@ def test_inputs_that_nothing_hangs_on_are_named():
     inputs = {
         name: torch.randn(2, 6) for name in inspect.signature(Ignores.forward).parameters if name != "self"
     }
-    with pytest.raises(ExportError, match="does not hang on every input") as caught:
+    with pytest.raises(ExportError, match="does not depend on every input") as caught:
         export_program(Ignores(), inputs, dict.fromkeys(inputs, ("B", "S")), AXES)
     assert caught.value.got == "unused, other"
 
