@@ -17,6 +17,7 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import cache_form
 from mha_deploy.graph.plugin_node import DOMAIN, LINEAR, OP_TYPE
 from mha_deploy.graph.rules import (
+    BEFORE_10,
     REFUSED,
     WRONG_ANSWER,
     Eligibility,
@@ -164,7 +165,8 @@ def lowered_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[
                 hint="; ".join(finding.remedy for finding in hopeless),
             )
     if dialect == "primitives":
-        return lower(model, dialect, **({} if options.gqa is None else {"gqa": options.gqa})), answers
+        exact = not any(BEFORE_10.covers(target) for target in targets)
+        return lower(model, dialect, gqa=options.gqa or AUTO, shift_masks=exact), answers
     chosen: dict[str, Any] = {"decompose": True} if options.allow_decomposed else {}
     chosen |= operator_options([finding for target in targets for finding in check_operators(model, target)])
     for answer in answers:

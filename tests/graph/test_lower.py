@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from oracle import attend
 
+from mha_deploy.engine.lowered import lowered_for
+from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import DIALECTS, lower
@@ -232,6 +235,27 @@ def test_a_short_mask_of_its_own_axis_hides_the_keys_beyond_it(
     for M in (3, 5 if past else 3, 4 if past else 2):  # as long as the keys, and shorter
         feeds = random_feeds(model, {"B": 2, "S": 3, "P": 2, "M": M})
         np.testing.assert_allclose(evaluate(lowered, feeds)[0], attend(model, feeds)[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("version", "is_input"), [("8.6.1", True), ("10.3.0", False)])
+def test_a_mask_stays_an_input_where_only_that_is_fused(version: str, is_input: bool) -> None:
+    can = SimpleNamespace(attention=False, builds_without_gpu=True)
+    rt = SimpleNamespace(backend="tensorrt", version=version, title=f"TensorRT {version}", can=can)
+    model = attention(Q4, K4, dtype="fp16", mask=("fp16", ("B", 1, "S", "T")))
+    lowered, _ = lowered_for(rt, model, EngineOptions())
+    (added,) = [node for node in lowered.graph if node.name == "att/scores_biased"]
+    assert (added.inputs[1] in list(lowered.graph.inputs)) is is_input
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int64"])
+@pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib", "plugin"])
+def test_a_mask_beyond_fp16_is_shifted_by_its_visible_keys(dialect: str, kind: str) -> None:
+    model = attention((1, 2, 3, 8), (1, 2, 3, 8), dtype="fp16", mask=(kind, (3, 3)), is_causal=1)
+    feeds = random_feeds(model, {})
+    feeds["mask"] = np.array([[0, 10**6, 0], [-(10**6), -(10**6), 10**6], [10**6, 10**6 + 64, 0]])
+    feeds["mask"] = feeds["mask"].astype("float32" if kind == "fp32" else kind)
+    (y,) = evaluate(lower_for_reference(model, dialect), feeds)
+    np.testing.assert_allclose(y, attend(model, feeds)[0], atol=4e-3)
 
 
 def test_a_mask_of_opset_23_is_never_short() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import onnx_ir as ir
 
-from mha_deploy.graph.ir import NodeBuilder, Size, same_size
+from mha_deploy.graph.ir import NodeBuilder, Size
 from mha_deploy.graph.lower.call import AttentionCall
 
 NEG_INF = float("-inf")
@@ -84,14 +84,18 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: b
         return b.op("Log", b.op("Cast", mask.visible, to=int(call.dtype)), name="mask_bias")
     if numbers is None:
         return plain_bias(b, call, mask, masked=_FAR_BELOW)
-    overflows = in_score_type and is_fp16
-    if not (overflows or _lowest(_dtype(numbers)) < _lowest(call.dtype)):
+    if not (in_score_type and is_fp16) and not narrows(call, mask):
         return plain_bias(b, call, mask)
     dtype = _dtype(numbers)
     if mask.visible is not None:
         numbers = b.op("Where", mask.visible, numbers, b.constant(NEG_INF, dtype))
         numbers.dtype = dtype
     return _to_score_type(b, call, _without_large_top(b, numbers))
+
+
+def narrows(call: AttentionCall, mask: Mask) -> bool:
+    """Whether the numbers of a mask may be beyond the range of the scores."""
+    return mask.additive is not None and _lowest(_dtype(mask.additive)) < _lowest(call.dtype)
 
 
 def plain_bias(b: NodeBuilder, call: AttentionCall, mask: Mask, *, masked: float = NEG_INF) -> ir.Value:
@@ -237,9 +241,9 @@ def _to_4d(b: NodeBuilder, call: AttentionCall) -> ir.Value:
 
 def _to_key_length(b: NodeBuilder, call: AttentionCall, mask: ir.Value, T: Size) -> ir.Value:
     """A short mask (opset 24) masks the keys beyond it."""
-    columns = _mask_dims_4d(call)[3]
-    if not may_be_short(call, columns, T):
+    if not call.attention.mask_may_be_short:
         return mask
+    columns = _mask_dims_4d(call)[3]
     if isinstance(columns, int) and isinstance(T, int):
         missing: Size = T - columns
     else:
@@ -253,20 +257,6 @@ def _to_key_length(b: NodeBuilder, call: AttentionCall, mask: ir.Value, T: Size)
     numbers = b.op("Cast", mask, to=int(ir.DataType.FLOAT))
     padded = b.op("Pad", numbers, pads, b.constant(0.0, ir.DataType.FLOAT))
     return b.op("Cast", padded, to=int(ir.DataType.BOOL), name="mask_padded")
-
-
-def may_be_short(call: AttentionCall, columns: int | str | None, T: Size) -> bool:
-    """Whether a mask of so many columns may be shorter than the keys."""
-    attention = call.attention
-    if isinstance(columns, int) and isinstance(T, int):
-        return columns < T
-    # Opset 23 has no short masks, and a size that the graph does not state was computed to fit.
-    if (attention.opset or 24) < 24 or columns is None or str(columns).startswith("unk__"):
-        return False
-    if call.past_key is None:
-        return not same_size(columns, attention.T)
-    past, new = attention.past_length, attention.T
-    return columns not in (f"{past} + {new}", f"{new} + {past}")
 
 
 def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Value:

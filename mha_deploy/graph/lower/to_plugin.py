@@ -52,7 +52,7 @@ from mha_deploy.graph.lower.masks import (
     attending_queries,
     bias_of,
     input_mask,
-    may_be_short,
+    narrows,
     with_geometry,
     zero_masked_queries,
 )
@@ -382,7 +382,7 @@ def read_plugin_mask(
         mask = whole = with_geometry(b, call, input_mask(b, call, T), S, T)
         diagonal, key_lengths = Diagonal(), None
     else:
-        lengths = _prefix(call, diagonal, T)
+        lengths = _prefix(call, diagonal)
         mask = input_mask(b, call, T) if lengths is None else None
         if lengths is None and not in_cache:
             lengths = call.lengths
@@ -390,6 +390,8 @@ def read_plugin_mask(
         whole = None if mask is None else with_geometry(b, call, mask, S, T)
     if mask is None:
         return PluginMask(diagonal=diagonal, key_lengths=key_lengths)
+    # What overflows is shifted by the largest number of the visible keys.
+    mask = whole if narrows(call, mask) and whole is not None else mask
     bias = bias_of(b, call, mask)
     shape = call.attention.mask_dims or ()
     queries = shape[-2] if len(shape) > 1 else None
@@ -417,10 +419,9 @@ def diagonal_of(call: AttentionCall) -> Diagonal | None:
     return Diagonal(BOTTOM_RIGHT, left, right) if causal and aligned else None
 
 
-def _prefix(call: AttentionCall, diagonal: Diagonal, T: Size) -> ir.Value | None:
+def _prefix(call: AttentionCall, diagonal: Diagonal) -> ir.Value | None:
     """The lengths that a mask was computed from, if it is `key < lengths[b]` and nothing else."""
-    columns = (call.attention.mask_dims or (None,))[-1]
-    if call.mask is None or call.lengths is not None or may_be_short(call, columns, T):
+    if call.mask is None or call.lengths is not None or call.attention.mask_may_be_short:
         return None
     # In the lower right corner the diagonal would end at the last valid key; in ONNX it ends at the last key.
     return None if diagonal.causal == BOTTOM_RIGHT else prefix_lengths(call.mask, batch=call.attention.B)
