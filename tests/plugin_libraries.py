@@ -10,7 +10,7 @@ import pytest
 
 PLUGINS = [
     {"name": name, "version": "1", "namespace": "mha_deploy"}
-    for name in ("MhaDeployAttention", "MhaDeployLinear")
+    for name in ("MhaDeployAttention", "MhaDeployLinear", "MhaDeployRowwise")
 ]
 INFO = {
     "library": "mha_deploy_plugins",

@@ -15,7 +15,7 @@ from mha_deploy.errors import nearest
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import cache_form
-from mha_deploy.graph.plugin_node import DOMAIN, LINEAR, OP_TYPE
+from mha_deploy.graph.plugin_node import DOMAIN, LINEAR, OP_TYPE, ROWWISE
 from mha_deploy.graph.rules import (
     BEFORE_10,
     REFUSED,
@@ -29,6 +29,7 @@ from mha_deploy.graph.rules import (
 )
 from mha_deploy.runtime.tensorrt.kernels import (
     ATTENTION,
+    ELEMENTWISE,
     FLOATING,
     MATMUL,
     UNKNOWN,
@@ -207,7 +208,7 @@ def _refuse_without_attention(model: ir.Model, *, hint: str) -> None:
 
 # -- The plugin library in an engine: its layers, and its record in the manifest -------------------
 
-_CARRIES = {OP_TYPE: ATTENTION, LINEAR: MATMUL}
+_CARRIES = {OP_TYPE: ATTENTION, LINEAR: MATMUL, ROWWISE: ELEMENTWISE}
 
 
 def with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:

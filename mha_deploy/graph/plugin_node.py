@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -13,12 +14,16 @@ from onnx.reference.op_run import OpRun
 
 OP_TYPE: Final = "MhaDeployAttention"
 LINEAR: Final = "MhaDeployLinear"
+ROWWISE: Final = "MhaDeployRowwise"
 DOMAIN: Final = "mha_deploy"
 VERSION: Final = "1"
 """The version of both nodes: their attributes, inputs and meaning. Another meaning is another version."""
 
 VERSION_ATTRIBUTE: Final = "plugin_version"
 NAMESPACE_ATTRIBUTE: Final = "plugin_namespace"
+
+LAYER_NORM, RMS_NORM, GELU, GELU_TANH, SILU = range(5)
+"""Values of the attribute `operation` of a rowwise node."""
 
 NONE, TOP_LEFT, BOTTOM_RIGHT = range(3)
 """Values of the attribute `causal`: no diagonal, or the corner that the causal diagonal is aligned to."""
@@ -83,7 +88,31 @@ class MhaDeployLinear(OpRun):
         return ((y if bias is None else y + bias.astype(np.float64)).astype(x.dtype),)
 
 
-REFERENCE_OPERATORS: list[type[OpRun]] = [MhaDeployAttention, MhaDeployLinear]
+class MhaDeployRowwise(OpRun):
+    """Residual and normalisation, or an activation."""
+
+    op_domain = DOMAIN
+
+    def _run(self, x: np.ndarray, *others: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ...]:
+        rest, wide, operation = iter(others), x.astype(np.float64), attributes["operation"]
+        second = next(rest).astype(np.float64) if attributes["has_second"] else None
+        if operation <= RMS_NORM:
+            total = wide if second is None else wide + second
+            centred = total - (total.mean(-1, keepdims=True) if operation == LAYER_NORM else 0.0)
+            y = centred / np.sqrt(np.mean(centred**2, -1, keepdims=True) + attributes["epsilon"])
+            y = y * next(rest).astype(np.float64)
+            y = y + next(rest).astype(np.float64) if attributes["has_bias"] else y
+            return (y.astype(x.dtype), total.astype(x.dtype))[: 1 + attributes["keeps_sum"]]
+        if operation == GELU:
+            y = 0.5 * wide * (1 + np.vectorize(math.erf, otypes=[np.float64])(wide / math.sqrt(2)))
+        elif operation == GELU_TANH:
+            y = 0.5 * wide * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+        else:
+            y = wide / (1 + np.exp(-wide))
+        return ((y if second is None else y * second).astype(x.dtype),)
+
+
+REFERENCE_OPERATORS: list[type[OpRun]] = [MhaDeployAttention, MhaDeployLinear, MhaDeployRowwise]
 """The operators for ONNX's reference evaluator."""
 
 

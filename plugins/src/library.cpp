@@ -36,7 +36,8 @@ namespace {
 CreatorInterface* const* creators(int32_t& count) {
     static Creator attention(mha_deploy::trt::attention_kind());
     static Creator linear(mha_deploy::trt::linear_kind());
-    static std::array<CreatorInterface*, 2> const all{&attention, &linear};
+    static Creator rowwise(mha_deploy::trt::rowwise_kind());
+    static std::array<CreatorInterface*, 3> const all{&attention, &linear, &rowwise};
     count = static_cast<int32_t>(all.size());
     return all.data();
 }
@@ -62,8 +63,8 @@ extern "C" char const* mha_deploy_register_plugins() {
     try {
         int32_t count = 0;
         CreatorInterface* const* const all = creators(count);
-        std::array<NamedCreator, 2> const named{{{mha_deploy::trt::attention_kind().name, all[0]},
-            {mha_deploy::trt::linear_kind().name, all[1]}}};
+        std::array<NamedCreator, 3> const named{{{mha_deploy::trt::attention_kind().name, all[0]},
+            {mha_deploy::trt::linear_kind().name, all[1]}, {mha_deploy::trt::rowwise_kind().name, all[2]}}};
         reason = mha_deploy::trt::register_creators(named.data(), count).reason();
         return reason.empty() ? nullptr : reason.c_str();
     } catch (...) {
@@ -78,6 +79,6 @@ extern "C" char const* mha_deploy_plugins_info() {
            ", \"tensorrt\": \"" MHA_DEPLOY_TENSORRT "\""
            ", \"cudnn_frontend\": \"" MHA_DEPLOY_CUDNN_FRONTEND "\""
            ", \"plugins\": [" MHA_DEPLOY_PLUGIN("MhaDeployAttention") ", "
-           MHA_DEPLOY_PLUGIN("MhaDeployLinear") "]"
+           MHA_DEPLOY_PLUGIN("MhaDeployLinear") ", " MHA_DEPLOY_PLUGIN("MhaDeployRowwise") "]"
            ", \"architectures\": [" MHA_DEPLOY_ARCHITECTURES "]}";
 }

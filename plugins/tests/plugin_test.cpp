@@ -10,19 +10,21 @@ using namespace host;
 namespace {
 
 void test_names() {
-    expect(creators().size() == 2, "two plugins");
+    expect(creators().size() == 3, "three plugins");
     expect(std::string(attention().getPluginName()) == "MhaDeployAttention", "name of the attention plugin");
     expect(std::string(linear().getPluginName()) == "MhaDeployLinear", "name of the linear plugin");
     for (Creator* const creator : creators()) {
         expect(std::string(creator->getPluginVersion()) == "1", "plugin version");
         expect(std::string(creator->getPluginNamespace()) == "mha_deploy", "plugin namespace");
     }
-    expect(attention().getFieldNames()->nbFields == 14, "14 fields of attention");
+    expect(attention().getFieldNames()->nbFields == 17, "17 fields of attention");
     expect(linear().getFieldNames()->nbFields == 1, "1 field of linear");
+    expect(creators()[2]->getFieldNames()->nbFields == 5, "5 fields of rowwise");
     std::string const info = mha_deploy_plugins_info();
     for (char const* const part :
         {"\"library\": \"mha_deploy_plugins\"", "\"interface\": \"IPluginV", "\"tensorrt\": \"",
-            "\"cudnn_frontend\": \"1.", "MhaDeployAttention", "MhaDeployLinear", "\"architectures\": ["}) {
+            "\"cudnn_frontend\": \"1.", "MhaDeployAttention", "MhaDeployLinear", "MhaDeployRowwise",
+            "\"architectures\": ["}) {
         expect(info.find(part) != std::string::npos, std::string("the library describes itself: ") + part);
     }
 }

@@ -154,7 +154,7 @@ def test_an_engine_refuses_a_library_of_another_version(place, built, monkeypatc
 def test_an_engine_refuses_a_library_that_lacks_its_plugin(place, built):
     write_library(place)
     _, engine = built()
-    write_library(place, plugins=PLUGINS[:1])
+    write_library(place, plugins=[PLUGINS[0], PLUGINS[2]])
     with pytest.raises(PluginError, match="lacks what the engine needs") as caught:
         run.open_engine_runner(engine)
     assert caught.value.got == "MhaDeployLinear version 1"

@@ -86,7 +86,7 @@ DIALECTS = {
     "plugin": Dialect(
         rule=to_plugin.lower_to_plugin,
         options=to_plugin.PluginOptions,
-        operators=lambda options: to_plugin.OPERATOR_RULES,
+        operators=to_plugin.operator_rules,
         caches=to_plugin.prepare,
         broadcasts=True,
         finish=to_plugin.finish,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ from mha_deploy.graph.lower.cache import (
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     OperatorCall,
+    OperatorRule,
     key_length,
     read_call,
     split_heads,
@@ -56,7 +57,7 @@ from mha_deploy.graph.lower.masks import (
     with_geometry,
     zero_masked_queries,
 )
-from mha_deploy.graph.lower.operators import ROTARY, Rotary, read_rotary, rotary_to_primitives
+from mha_deploy.graph.lower.operators import RMS_NORM, ROTARY, Rotary, read_rotary
 from mha_deploy.graph.lower.pack import Projection, pack_in_place, projection_at
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RULES
 from mha_deploy.graph.plugin_node import (
@@ -64,16 +65,22 @@ from mha_deploy.graph.plugin_node import (
     DOMAIN,
     FROM_STARTS,
     FROM_ZERO,
+    GELU,
+    GELU_TANH,
     GIVEN,
+    LAYER_NORM,
     LINEAR,
     NO_WINDOW,
     NONE,
     OP_TYPE,
     PER_TOKEN,
+    ROWWISE,
+    SILU,
     TOP_LEFT,
     is_plugin_attention,
     lookup_attributes,
 )
+from mha_deploy.graph.plugin_node import RMS_NORM as RMS_NORM_OPERATION
 
 # -- What the node cannot express, or has no kernels for -------------------------------------------
 
@@ -439,8 +446,14 @@ def as_int32(b: NodeBuilder, value: ir.Value, *, name: str) -> ir.Value:
 
 # -- Rotary embeddings before the attention, which the node computes itself ------------------------
 
-OPERATOR_RULES = {name: rule for name, rule in PRIMITIVE_RULES.items() if name != ROTARY}
-"""Rotary embeddings are read by the attentions behind them first; `finish` writes those that are left."""
+
+def operator_rules(options: PluginOptions) -> dict[str, OperatorRule]:
+    """The rules for the operators around attention, but those that nodes of the plugin may take in.
+
+    `finish` writes what is left of them.
+    """
+    later = (ROTARY, RMS_NORM) if options.linear else (ROTARY,)
+    return {name: rule for name, rule in PRIMITIVE_RULES.items() if name not in later}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -461,33 +474,123 @@ def take_rotary(
     b: NodeBuilder, call: AttentionCall, query: Place, key: Place, starts: ir.Value | None = None
 ) -> tuple[PluginRotary, Place, Place] | None:
     """The rotary embedding that both queries and keys come from, and where they lie before it."""
-    nodes = [made_by(place.tensor, ROTARY) for place in (query, key) if not place.offset]
-    found = [OperatorCall(node=node, dialect=call.dialect) for node in nodes if node is not None]
-    if len(found) < 2:
+    one, other = (None if place.offset else _rotary_at(place.tensor, call) for place in (query, key))
+    if one is None or other is None:
         return None
-    one, other = map(read_rotary, found)
-    mode, other_mode = (_positions(rotary, starts) for rotary in (one, other))
+    mode, other_mode = (_positions(rotary, starts, batch=call.attention.B) for rotary in (one, other))
+    if mode is None:
+        return None
     same = one.cos is other.cos and one.sin is other.sin and mode == other_mode
     same = same and (mode != GIVEN or one.positions is other.positions)
     alike = (one.rotated, one.interleaved) == (other.rotated, other.interleaved)
     heads = (one.heads, one.size, other.heads, other.size) == (call.Hq, call.D, call.Hkv, call.D)
     whole = one.rotated % (_ALIGNED if one.interleaved else 2 * _ALIGNED) == 0
-    ranks = (rank(one.cos), rank(one.sin)) == ((3, 3) if mode == PER_TOKEN else (2, 2))
+    is_written_out = dims(one.cos)[-1:] == (one.rotated,)  # both halves are in the tables
+    ranks = is_written_out or (rank(one.cos), rank(one.sin)) == ((3, 3) if mode == PER_TOKEN else (2, 2))
     typed = one.cos.dtype == one.sin.dtype == call.dtype
     if not (same and alike and heads and whole and ranks and typed):
         return None
     positions = None
     if mode == GIVEN and one.positions is not None:
         positions = as_int32(b, one.positions, name="positions")
+    if is_written_out:
+        cos, sin = (_half_table(b, table, one.rotated // 2) for table in (one.cos, one.sin))
+        one = replace(one, cos=cos, sin=sin)
     places = (place_of(one.x, one.heads, one.size), place_of(other.x, other.heads, other.size))
     return PluginRotary(rotary=one, mode=mode, positions=positions), *places
 
 
-def _positions(rotary: Rotary, starts: ir.Value | None) -> int:
+def _half_table(b: NodeBuilder, table: ir.Value, half: int) -> ir.Value:
+    """`[1 or B, S, R]` of equal halves as `[S, R/2]` or `[B, S, R/2]`."""
+    batch, length, _ = dims(table)
+    first = b.op("Slice", table, b.ints(0), b.ints(half), b.ints(2), name="first_half")
+    first.type, first.shape = table.type, ir.Shape([batch, length, half])
+    if batch != 1:
+        return first
+    rows = b.op("Squeeze", first, b.ints(0), name="rows")
+    rows.type, rows.shape = table.type, ir.Shape([length, half])
+    return rows
+
+
+def _rotary_at(value: ir.Value, call: AttentionCall) -> Rotary | None:
+    """The rotary embedding that a value comes from: a node, or `x cos + rotate_half(x) sin` written out."""
+    node = made_by(value, ROTARY)
+    if node is not None:
+        return read_rotary(OperatorCall(node=node, dialect=call.dialect))
+    add = made_by(value, "Add")
+    terms = [] if add is None else [made_by(each, "Mul") for each in add.inputs if each is not None]
+    for direct, crossed in (terms, terms[::-1]) if len(terms) == 2 else ():
+        for x, cos in _orders(direct):
+            for rotated, sin in _orders(crossed):
+                cosines, sines = _table_of_halves(cos), _table_of_halves(sin)
+                if cosines is None or sines is None or not _is_rotated_half(rotated, x):
+                    continue
+                heads, size = dims(x)[1], dims(x)[3]
+                if isinstance(heads, int) and isinstance(size, int):
+                    return Rotary(
+                        x=x,
+                        cos=cosines,
+                        sin=sines,
+                        positions=None,
+                        rank=4,
+                        heads=heads,
+                        size=size,
+                        rotated=size,
+                        interleaved=False,
+                    )
+    return None
+
+
+def _orders(node: ir.Node | None) -> list[tuple[ir.Value, ir.Value]]:
+    if node is None or len(node.inputs) != 2 or None in node.inputs:
+        return []
+    one, other = (each for each in node.inputs if each is not None)
+    return [(one, other), (other, one)]
+
+
+def _is_rotated_half(value: ir.Value, x: ir.Value) -> bool:
+    """Whether a value is the negative second half of x, then its first, along the last of four axes."""
+    concat = made_by(value, "Concat")
+    size = dims(x)[-1] if rank(x) == 4 else None
+    if concat is None or not isinstance(size, int) or concat.attributes.get_int("axis", 0) not in (-1, 3):
+        return False
+    negative = made_by(concat.inputs[0], "Neg") if concat.inputs[0] is not None else None
+    halves = [input_at(negative, 0), input_at(concat, 1)]
+    for part, begin in zip(halves, (size // 2, 0), strict=True):
+        node = None if part is None else part.producer()
+        if part is None or node is None or input_at(node, 0) is not x:
+            return False
+        if dims(part)[-1] != size // 2 or _begin_of_cut(node, part, axis=3) != begin:
+            return False
+    return len(concat.inputs) == 2
+
+
+def _table_of_halves(value: ir.Value) -> ir.Value | None:
+    """The `[B or 1, S, R]` before an axis for the heads, where its second half repeats the first."""
+    unsqueeze = made_by(value, "Unsqueeze")
+    table = input_at(unsqueeze, 0) if unsqueeze is not None and constant_ints(unsqueeze, 1) == (1,) else None
+    if table is None or rank(table) != 3:
+        return None
+    source: ir.Value | None = table
+    while source is not None:
+        node = source.producer()
+        if node is not None and is_op(node, "Cast", "Cos", "Sin", "Identity"):
+            source = node.inputs[0]
+        elif node is not None and is_op(node, "Mul") and constant_number(node.inputs[1]) is not None:
+            source = node.inputs[0]  # the scaling of the attention
+        else:
+            whole = node is not None and is_op(node, "Concat") and len(node.inputs) == 2
+            last = whole and node is not None and node.attributes.get_int("axis", 0) in (-1, 2)
+            return table if last and node is not None and node.inputs[0] is node.inputs[1] else None
+    return None
+
+
+def _positions(rotary: Rotary, starts: ir.Value | None, *, batch: Dim) -> int | None:
     """How the rows of the tables are found: `FROM_ZERO`, `FROM_STARTS`, `PER_TOKEN` or `GIVEN`."""
     value = rotary.positions
     if value is None:
-        return PER_TOKEN
+        tokens = dims(rotary.cos)[0]
+        return PER_TOKEN if same_size(tokens, batch) else FROM_ZERO if tokens == 1 else None
     source = input_at(made_by(value, "Expand"), 0) or value
     if _counts_up(source):
         return FROM_ZERO
@@ -640,17 +743,18 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
     attentions = [node for node in model.graph.all_nodes() if is_plugin_attention(node)]
     for node in attentions:
         cancel_transposes(node)
-    RemoveUnusedNodesPass()(model)
-    taken = names_in(model)
-    for node in [each for each in model.graph.all_nodes() if is_op(each, ROTARY)]:
-        b = NodeBuilder(prefix_within(node.name or ROTARY, taken))
-        replace_node(node, b, {0: rotary_to_primitives(OperatorCall(node=node, dialect="plugin"), b)})
-    # Gates are taken only where they are the only consumer of the heads
+    RemoveUnusedNodesPass()(model)  # gates are taken only where they are the only consumer of the heads
     for node in attentions:
         if take_gates(node):
             cancel_transposes(node)
     if options.linear:
         write_linear(model)
+        write_rowwise(model)
+    taken = names_in(model)
+    for node in [each for each in model.graph.all_nodes() if is_op(each, ROTARY, RMS_NORM)]:
+        b = NodeBuilder(prefix_within(node.name or node.op_type, taken))
+        call = OperatorCall(node=node, dialect="plugin")
+        replace_node(node, b, {0: PRIMITIVE_RULES[node.op_type](call, b)})
     CommonSubexpressionEliminationPass()(model)  # a mask is computed once for all layers
     RemoveUnusedNodesPass()(model)
 
@@ -745,6 +849,119 @@ def write_linear(model: ir.Model) -> None:
         if add is not None:
             graph.remove(matmul, safe=True)
         import_domains(model, b)
+
+
+# -- What stands between the GEMMs: residual and normalisation, activations ------------------------
+
+_MOST_COLUMNS = 32768
+_ROWWISE_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def write_rowwise(model: ir.Model) -> None:
+    """Write normalisations, with the residual before them, and activations as nodes of the plugin."""
+    taken = names_in(model)
+    for node in list(model.graph.all_nodes()):
+        if node.graph is None or node.domain != "" or not node.inputs or not _is_rowwise(node.inputs[0]):
+            continue  # it went with an earlier one
+        if is_op(node, "LayerNormalization", RMS_NORM):
+            _write_norm(model, node, taken)
+        elif is_op(node, "Gelu"):
+            tanh = node.attributes.get_string("approximate", "none") == "tanh"
+            _write_node(model, node, taken, [node.inputs[0]], GELU_TANH if tanh else GELU)
+        elif is_op(node, "Mul"):
+            _write_silu(model, node, taken)
+    model.graph.sort()
+
+
+def _is_rowwise(value: ir.Value | None) -> bool:
+    shape = dims(value)
+    width = shape[-1] if len(shape) > 1 else None
+    typed = value is not None and value.dtype in _ROWWISE_TYPES
+    return typed and isinstance(width, int) and width % _ALIGNED == 0 and width <= _MOST_COLUMNS
+
+
+def _write_norm(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
+    x, scale, bias = (input_at(node, at) for at in range(3))
+    if x is None or scale is None or len(node.outputs) > 1:
+        return
+    vectors = [each for each in (scale, bias) if each is not None]
+    shaped = all(each.dtype == x.dtype and dims(each) == dims(x)[-1:] for each in vectors)
+    if not shaped or node.attributes.get_int("axis", -1) not in (-1, len(dims(x)) - 1):
+        return
+    add, residual, keeps_sum = made_by(x, "Add"), None, False
+    if add is not None and not x.is_graph_output():
+        one, other = add.inputs
+        if one is not None and other is not None and _same_shape(one, x) and _same_shape(other, x):
+            keeps_sum = len(list(x.uses())) > 1
+            x, residual = one, other
+    outputs = _write_node(
+        model,
+        node,
+        taken,
+        [each for each in (x, residual, scale, bias) if each is not None],
+        RMS_NORM_OPERATION if is_op(node, RMS_NORM) else LAYER_NORM,
+        has_second=residual is not None,
+        has_bias=bias is not None,
+        keeps_sum=keeps_sum,
+        epsilon=node.attributes.get_float("epsilon", 1e-5),
+    )
+    if add is not None and keeps_sum:
+        add.outputs[0].replace_all_uses_with(outputs[1])
+
+
+def _write_silu(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
+    """`x · sigmoid(x)`, and a factor of the same shape behind it."""
+    for x, sigmoid in (node.inputs, tuple(reversed(node.inputs))):
+        found = None if sigmoid is None else made_by(sigmoid, "Sigmoid")
+        if found is None or x is None or found.inputs[0] is not x or node.outputs[0].is_graph_output():
+            continue
+        gate = _only_reader(node.outputs[0], "Mul")
+        if gate is None:
+            _write_node(model, node, taken, [x], SILU)
+            return
+        factor = next((each for each in gate.inputs if each is not node.outputs[0]), None)
+        if factor is None or not _same_shape(factor, x):
+            _write_node(model, node, taken, [x], SILU)
+        else:
+            _write_node(model, gate, taken, [x, factor], SILU, has_second=True)
+        return
+
+
+def _same_shape(one: ir.Value, other: ir.Value) -> bool:
+    shape, wanted = dims(one), dims(other)
+    same = len(shape) == len(wanted) > 0 and all(map(same_size, shape, wanted))
+    return same and one.dtype == other.dtype
+
+
+def _write_node(
+    model: ir.Model,
+    node: ir.Node,
+    taken: set[str],
+    inputs: list[ir.Value | None],
+    operation: int,
+    *,
+    has_second: bool = False,
+    has_bias: bool = False,
+    keeps_sum: bool = False,
+    epsilon: float = 0.0,
+) -> list[ir.Value]:
+    b = NodeBuilder(prefix_within(node.name or ROWWISE, taken))
+    attributes = {
+        "operation": operation,
+        "has_second": int(has_second),
+        "has_bias": int(has_bias),
+        "keeps_sum": int(keeps_sum),
+        "epsilon": float(epsilon),
+        **lookup_attributes(),
+    }
+    outputs = b.node(
+        ROWWISE, inputs, outputs=1 + keeps_sum, domain=DOMAIN, name=b.prefix, attributes=attributes
+    )
+    for output in outputs:
+        output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
+    replace_node(node, b, {0: outputs[0]})
+    import_domains(model, b)
+    return list(outputs)
 
 
 def has_linear_kernel(projection: Projection) -> bool:

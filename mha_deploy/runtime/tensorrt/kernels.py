@@ -15,7 +15,7 @@ from mha_deploy.runtime.tensorrt.versions import EngineError
 # -- The kernels of an engine, in one form for all versions of TensorRT ----------------------------
 
 UNKNOWN = "?"
-ATTENTION, MATMUL = "attention", "matmul"
+ATTENTION, MATMUL, ELEMENTWISE = "attention", "matmul", "elementwise"
 
 # Every spelling of a type: enum names, the inspector's text, the plan's own names.
 _DTYPES = (
@@ -104,7 +104,7 @@ class Kernel:
         constants: Weights it reads.
         profile: Optimisation profile it belongs to.
         source: Where it is reported: `log`, `plan`, `inspector` or `profile`.
-        carries: What a layer of the plugin library computes: `attention` or `matmul`.
+        carries: What a layer of the plugin library computes: `attention`, `matmul` or `elementwise`.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Kernel:
     def is_small(self) -> bool:
         """Whether its name shows that it only moves or maps data, or reduces it."""
         if self.is_heavy or self.is_plugin:
-            return False
+            return self.carries == ELEMENTWISE
         if _is_small_operator(self.layer_type.lower()) or _SMALL_KERNEL.search(self.layer_type):
             return True
         generated = _GENERATED_NAME.match(self.name)

@@ -65,6 +65,7 @@ struct LayerKind {
 
 LayerKind const& attention_kind();
 LayerKind const& linear_kind();
+LayerKind const& rowwise_kind();
 
 // "[2, 128, 768]", for messages.
 std::string text_of(Dims const& dims);

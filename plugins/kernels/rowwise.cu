@@ -1,0 +1,171 @@
+// Residual and normalisation in one kernel, and activations: what stands between the GEMMs of a block.
+#include "../src/rowwise_kernels.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace {
+
+using mha_deploy::ActivationCall;
+using mha_deploy::NormCall;
+
+__device__ float to_float(__half x) {
+    return __half2float(x);
+}
+__device__ float to_float(__nv_bfloat16 x) {
+    return __bfloat162float(x);
+}
+__device__ void from_float(float x, __half& y) {
+    y = __float2half_rn(x);
+}
+__device__ void from_float(float x, __nv_bfloat16& y) {
+    y = __float2bfloat16_rn(x);
+}
+
+template <typename T>
+__device__ void load(uint4 const* address, float (&values)[8]) {
+    uint4 const bytes = *address;
+    T const* const each = reinterpret_cast<T const*>(&bytes);
+    for (int i = 0; i < 8; ++i) {
+        values[i] = to_float(each[i]);
+    }
+}
+
+template <typename T>
+__device__ void store(uint4* address, float const (&values)[8]) {
+    uint4 bytes;
+    T* const each = reinterpret_cast<T*>(&bytes);
+    for (int i = 0; i < 8; ++i) {
+        from_float(values[i], each[i]);
+    }
+    *address = bytes;
+}
+
+// The sum over all threads of a block, in every thread. The number of threads is a multiple of 32.
+__device__ float block_sum(float value) {
+    __shared__ float of_warps[32];
+    for (int step = 16; step > 0; step /= 2) {
+        value += __shfl_xor_sync(0xffffffffU, value, step);
+    }
+    int const warps = static_cast<int>(blockDim.x) / 32;
+    if (warps == 1) {
+        return value;
+    }
+    __syncthreads();  // the last sum was read by all
+    if (threadIdx.x % 32 == 0) {
+        of_warps[threadIdx.x / 32] = value;
+    }
+    __syncthreads();
+    float total = 0.0F;
+    for (int warp = 0; warp < warps; ++warp) {
+        total += of_warps[warp];
+    }
+    return total;
+}
+
+// One block for each row; a thread holds `Pieces` times eight numbers of it.
+template <typename T, int Pieces>
+__device__ void normalise(NormCall const& call) {
+    long long const begin = static_cast<long long>(blockIdx.x) * call.pieces;
+    float values[Pieces][8];
+    float total = 0.0F;
+    for (int i = 0; i < Pieces; ++i) {
+        int const piece = static_cast<int>(threadIdx.x) + i * static_cast<int>(blockDim.x);
+        for (int j = 0; j < 8; ++j) {
+            values[i][j] = 0.0F;
+        }
+        if (piece >= call.pieces) {
+            continue;
+        }
+        load<T>(call.x + begin + piece, values[i]);
+        if (call.residual != nullptr) {
+            float more[8];
+            load<T>(call.residual + begin + piece, more);
+            for (int j = 0; j < 8; ++j) {
+                values[i][j] += more[j];
+            }
+        }
+        if (call.sum != nullptr) {
+            store<T>(call.sum + begin + piece, values[i]);
+        }
+        for (int j = 0; j < 8; ++j) {
+            total += values[i][j];
+        }
+    }
+    float const width = static_cast<float>(call.pieces) * 8.0F;
+    float const mean = call.is_rms != 0 ? 0.0F : block_sum(total) / width;
+    float squares = 0.0F;
+    for (int i = 0; i < Pieces; ++i) {
+        if (static_cast<int>(threadIdx.x) + i * static_cast<int>(blockDim.x) < call.pieces) {
+            for (int j = 0; j < 8; ++j) {
+                float const apart = values[i][j] - mean;
+                squares += apart * apart;
+            }
+        }
+    }
+    float const factor = 1.0F / sqrtf(block_sum(squares) / width + call.epsilon);
+    for (int i = 0; i < Pieces; ++i) {
+        int const piece = static_cast<int>(threadIdx.x) + i * static_cast<int>(blockDim.x);
+        if (piece >= call.pieces) {
+            continue;
+        }
+        float scale[8];
+        float bias[8] = {};
+        load<T>(call.scale + piece, scale);
+        if (call.bias != nullptr) {
+            load<T>(call.bias + piece, bias);
+        }
+        for (int j = 0; j < 8; ++j) {
+            values[i][j] = (values[i][j] - mean) * factor * scale[j] + bias[j];
+        }
+        store<T>(call.y + begin + piece, values[i]);
+    }
+}
+
+template <typename T>
+__device__ void activate(ActivationCall const& call) {
+    long long const piece = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (piece >= call.pieces) {
+        return;
+    }
+    float x[8];
+    float gate[8] = {1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F};
+    load<T>(call.x + piece, x);
+    if (call.gate != nullptr) {
+        load<T>(call.gate + piece, gate);
+    }
+    for (int i = 0; i < 8; ++i) {
+        float y = 0.0F;
+        if (call.kind == 2) {
+            y = 0.5F * x[i] * (1.0F + erff(x[i] * 0.70710678118654752F));
+        } else if (call.kind == 3) {
+            float const inner = 0.79788456080286536F * (x[i] + 0.044715F * x[i] * x[i] * x[i]);
+            y = 0.5F * x[i] * (1.0F + tanhf(inner));
+        } else {
+            y = x[i] / (1.0F + expf(-x[i]));
+        }
+        x[i] = y * gate[i];
+    }
+    store<T>(call.y + piece, x);
+}
+
+}  // namespace
+
+#define MHA_DEPLOY_NORM(type, name, pieces) \
+    extern "C" __global__ void mha_deploy_norm##pieces##_##name(NormCall call) { \
+        normalise<type, pieces>(call); \
+    }
+MHA_DEPLOY_NORM(__half, fp16, 1)
+MHA_DEPLOY_NORM(__half, fp16, 2)
+MHA_DEPLOY_NORM(__half, fp16, 4)
+MHA_DEPLOY_NORM(__nv_bfloat16, bf16, 1)
+MHA_DEPLOY_NORM(__nv_bfloat16, bf16, 2)
+MHA_DEPLOY_NORM(__nv_bfloat16, bf16, 4)
+
+extern "C" __global__ void mha_deploy_activation_fp16(ActivationCall call) {
+    activate<__half>(call);
+}
+
+extern "C" __global__ void mha_deploy_activation_bf16(ActivationCall call) {
+    activate<__nv_bfloat16>(call);
+}

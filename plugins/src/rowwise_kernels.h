@@ -1,0 +1,30 @@
+// What the kernels of kernels/rowwise.cu are given: read by both compilers.
+#pragma once
+
+#include <vector_types.h>
+
+namespace mha_deploy {
+
+// y = norm(x + residual) * scale + bias, row by row; the sum is kept where `sum` is not null.
+struct NormCall {
+    uint4 const* x;  // [rows, pieces], pieces of 16 bytes
+    uint4 const* residual;  // may be null
+    uint4 const* scale;     // [pieces]
+    uint4 const* bias;      // may be null
+    uint4* y;
+    uint4* sum;  // may be null
+    int pieces;
+    int is_rms;
+    float epsilon;
+};
+
+// y = activation(x), times `gate` where that is not null.
+struct ActivationCall {
+    uint4 const* x;
+    uint4 const* gate;
+    uint4* y;
+    long long pieces;
+    int kind;  // as Rowwise
+};
+
+}  // namespace mha_deploy

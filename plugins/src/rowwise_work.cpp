@@ -1,0 +1,141 @@
+#include "rowwise_work.h"
+
+#include "driver.h"
+#include "rowwise_kernels.h"
+#include "serializer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+namespace mha_deploy {
+namespace {
+
+constexpr uint32_t kMagic = 0x5241484dU;  // "MHAR"
+constexpr uint32_t kVersion = 1;
+constexpr int64_t kElementsOfLoad = 8;
+constexpr int64_t kMostThreads = 1024;
+constexpr int64_t kMostPieces = 4;  // of one thread
+
+unsigned threads_for(int64_t pieces) {
+    return static_cast<unsigned>((pieces + 31) / 32 * 32);
+}
+
+}  // namespace
+
+Status RowwiseParameters::check() const {
+    auto const number = static_cast<int32_t>(operation);
+    if (number < 0 || number > static_cast<int32_t>(Rowwise::kSilu)) {
+        return Status::failed("rowwise: operation must be 0 to 4, got " + std::to_string(number));
+    }
+    if (!is_norm() && (has_bias || keeps_sum)) {
+        return Status::failed("rowwise: an activation has no bias and no second output; set both to 0");
+    }
+    if (keeps_sum && !has_second) {
+        return Status::failed("rowwise: keeps_sum needs a residual; set has_second to 1");
+    }
+    if (is_norm() && !(std::isfinite(epsilon) && epsilon >= 0.0F)) {
+        return Status::failed("rowwise: epsilon must be a number from 0 on, got " + std::to_string(epsilon));
+    }
+    return Status();
+}
+
+std::vector<std::byte> serialize(RowwiseParameters const& parameters) {
+    BlobWriter writer(kMagic, kVersion);
+    writer.add(static_cast<int32_t>(parameters.operation));
+    writer.add(parameters.has_second);
+    writer.add(parameters.has_bias);
+    writer.add(parameters.keeps_sum);
+    writer.add(parameters.epsilon);
+    return writer.finish();
+}
+
+Status deserialize(void const* bytes, std::size_t size, RowwiseParameters& parameters) {
+    BlobReader reader;
+    if (Status status = reader.open(bytes, size, kMagic, kVersion, "rowwise"); !status.ok()) {
+        return status;
+    }
+    RowwiseParameters read;
+    int32_t operation = 0;
+    reader.take(operation);
+    reader.take(read.has_second);
+    reader.take(read.has_bias);
+    reader.take(read.keeps_sum);
+    reader.take(read.epsilon);
+    read.operation = static_cast<Rowwise>(operation);
+    if (Status status = reader.finish(); !status.ok()) {
+        return status;
+    }
+    if (Status status = read.check(); !status.ok()) {
+        return status;
+    }
+    parameters = read;
+    return Status();
+}
+
+Status check_width(int64_t width) {
+    if (width >= kElementsOfLoad && width % kElementsOfLoad == 0
+        && width <= kElementsOfLoad * kMostThreads * kMostPieces) {
+        return Status();
+    }
+    return Status::failed("rowwise: the last axis must be a multiple of 8 from 8 to 32768, got "
+                          + std::to_string(width) + "; leave this node to TensorRT");
+}
+
+Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t width, Type type,
+    void const* const* inputs, void* const* outputs, CUstream stream) {
+    return guarded("run a normalisation or activation", [&]() -> Status {
+        if (rows == 0) {
+            return Status();
+        }
+        Driver const* driver = nullptr;
+        if (Status status = load_driver(driver); !status.ok()) {
+            return status;
+        }
+        char const* const suffix = type == Type::kHalf ? "fp16" : "bf16";
+        auto const piece = [](void const* address) { return static_cast<uint4 const*>(address); };
+        int64_t const pieces = width / kElementsOfLoad;
+        CUfunction kernel = nullptr;
+        if (!parameters.is_norm()) {
+            ActivationCall call{};
+            call.x = piece(inputs[0]);
+            call.gate = parameters.has_second ? piece(inputs[1]) : nullptr;
+            call.y = static_cast<uint4*>(outputs[0]);
+            call.pieces = rows * pieces;
+            call.kind = static_cast<int>(parameters.operation);
+            if (Status status = load_kernel((std::string("mha_deploy_activation_") + suffix).c_str(), kernel);
+                !status.ok()) {
+                return status;
+            }
+            void* arguments[] = {&call};
+            constexpr unsigned threads = 256;
+            auto const blocks = static_cast<unsigned>((call.pieces + threads - 1) / threads);
+            return status_of(driver->launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr),
+                "launch an activation");
+        }
+        std::size_t next = 1;
+        NormCall call{};
+        call.x = piece(inputs[0]);
+        call.residual = parameters.has_second ? piece(inputs[next++]) : nullptr;
+        call.scale = piece(inputs[next++]);
+        call.bias = parameters.has_bias ? piece(inputs[next++]) : nullptr;
+        call.y = static_cast<uint4*>(outputs[0]);
+        call.sum = parameters.keeps_sum ? static_cast<uint4*>(outputs[1]) : nullptr;
+        call.pieces = static_cast<int>(pieces);
+        call.is_rms = parameters.operation == Rowwise::kRmsNorm ? 1 : 0;
+        call.epsilon = parameters.epsilon;
+        int64_t const each = pieces <= kMostThreads ? 1 : pieces <= 2 * kMostThreads ? 2 : 4;
+        std::string const name = "mha_deploy_norm" + std::to_string(each) + "_" + suffix;
+        if (Status status = load_kernel(name.c_str(), kernel); !status.ok()) {
+            return status;
+        }
+        void* arguments[] = {&call};
+        unsigned const threads = threads_for((pieces + each - 1) / each);
+        return status_of(driver->launch(kernel, static_cast<unsigned>(rows), 1, 1, threads, 1, 1, 0, stream,
+                             arguments, nullptr),
+            "launch a normalisation");
+    });
+}
+
+}  // namespace mha_deploy
