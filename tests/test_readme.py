@@ -56,7 +56,11 @@ def test_the_table_lists_every_verb():
 @pytest.mark.parametrize("command", TABLE)
 def test_a_command_of_the_table_runs(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    command = command.replace("MODEL", "tiny-gqa").replace("DIR", "layer")
+    command = command.replace("MODEL", "tiny-gqa").replace("DIR", "layer").replace("OLD NEW", "layer layer")
+    if "plan.toml" in command:
+        Path("plan.toml").write_text(
+            "models = ['layer']\nprecisions = ['fp16']\nruntimes = [{name = 'rtx'}]\n"
+        )
     if "IN.onnx" in command:
         write_unfused(Path("IN.onnx"))
     if not Path("layer").exists() and " -o layer" not in command:
