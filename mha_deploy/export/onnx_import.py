@@ -9,9 +9,8 @@ from zlib import crc32
 
 import numpy as np
 import onnx
-import onnx.inliner
-import onnx.version_converter
 import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.analyze.cost import odd_sizes, sizes_name
 from mha_deploy.bundle.cases import GoldenCase
@@ -22,6 +21,7 @@ from mha_deploy.export.flow import GraphSource, OnStep, Steps, export_bundle
 from mha_deploy.export.options import AUTO, ExportOptions
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.fuse.values import from_old_opset
 from mha_deploy.graph.precision import apply_plan, plan_precision
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.metrics import relative_error
@@ -33,8 +33,6 @@ from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.ranges import measure_ranges
 from mha_deploy.runtime.runner import Runner
 
-OLDEST = 13  # opset of a file; older than 18 comes in through ONNX's version converter
-_CONVERTED_TO = 18
 _NEWEST_IR = 10  # newer files only declare it: no runtime here needs what came with it
 _BATCH, _LENGTH = Axis(min=1, opt=2, max=8), Axis(min=1, opt=16, max=64)
 # The file itself in its own precision is not far from its FP64 reference.
@@ -237,25 +235,9 @@ class _OnnxSource(GraphSource):
 
 def _loaded(path: Path) -> ir.Model:
     model = load_graph(path)
-    opset = model.graph.opset_imports.get("", 0)
-    if opset < OLDEST:
-        raise ExportError(
-            f"The file is older than opset {OLDEST}.", got=f"opset {opset}", hint="export it again"
-        )
-    if opset < _CONVERTED_TO or model.functions:
-        proto = ir.to_proto(model)
-        try:
-            if model.functions:
-                proto = onnx.inliner.inline_local_functions(proto)
-            if opset < _CONVERTED_TO:
-                proto = onnx.version_converter.convert_version(proto, _CONVERTED_TO)
-        except Exception as error:  # the converter raises RuntimeError and protobuf's own types
-            raise ExportError(
-                f"The file cannot be converted to opset {_CONVERTED_TO}.",
-                got=f"opset {opset}: {error}",
-                hint="export it again with a newer opset",
-            ) from error
-        model = ir.from_proto(proto)
+    if model.functions:
+        InlinePass()(model)
+    model = from_old_opset(model)
     model.ir_version = min(model.ir_version, _NEWEST_IR)
     return model
 

@@ -370,7 +370,10 @@ def from_old_opset(model: ir.Model) -> ir.Model:
         raise DeployError(
             f"The graph is older than opset {_OLDEST}.", got=f"opset {current}", hint="export it again"
         )
-    # The converter takes no more than 2 GiB, and copies constants: large ones stay outside.
+    for value in model.graph.initializers.values():
+        if isinstance(tensor := value.const_value, ir.ExternalTensor) and tensor.nbytes <= _SMALL:
+            value.const_value = ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=tensor.name)
+    # The converter takes no more than 2 GiB and knows no folder of external data: large weights stay outside.
     kept = {
         name: value
         for name, value in model.graph.initializers.items()
@@ -400,7 +403,8 @@ def from_old_opset(model: ir.Model) -> ir.Model:
     new.metadata_props.update(model.metadata_props)
     for node in new.graph.all_nodes():
         for value in node.outputs:
-            value.shape = None  # the converter gives every size that it does not know a name of its own
+            if not value.is_graph_output():
+                value.shape = None  # the converter gives every size that it does not know a name of its own
     return new
 
 
