@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -14,6 +14,9 @@ import numpy as np
 from mha_deploy.environment import can_import
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable, DeployError
 from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo, check_kinds
+
+if TYPE_CHECKING:
+    from mha_deploy.runtime.timing import Timing, TimingPlan
 
 SCHEMES = ("grpc", "grpcs", "http", "https")
 INSTALL = 'pip install "mha-deploy[serving]"'
@@ -139,6 +142,12 @@ class ServerRunner(Runner):
         """Names and types only: whether it takes the shapes is the server's to answer."""
         check_kinds(self.inputs, feeds)
         return feeds
+
+    def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
+        """Refused: what a server takes is measured under load."""
+        raise DeployError(
+            "A server has no device time.", got=self.name, hint="mha-deploy validate BUNDLE --url URL"
+        )
 
     def infer(self, feeds: Arrays, step: SequenceStep | None = None) -> dict[str, np.ndarray]:
         """Send one request and wait.

@@ -173,7 +173,14 @@ class Caches:
         """Prompts and decode steps of different sequences."""
         results: list[Arrays | DeployError] = [DeployError("not run")] * len(requests)
         steps: dict[Hashable, list[int]] = {}
+        seen = set[Hashable]()
         for index, request in enumerate(requests):
+            if request.sequence in seen:
+                results[index] = DeployError(
+                    "A sequence has one request at a time.", got=f"correlation ID {request.sequence}"
+                )
+                continue
+            seen.add(request.sequence)
             if request.start:
                 self._begin(request.sequence)
             problem = self._problem(request)
@@ -187,7 +194,6 @@ class Caches:
             for index, result in zip(group, found, strict=True):
                 results[index] = result
         for request, result in zip(requests, results, strict=True):
-            # What failed halfway is not what the client believes to be in the cache.
             if request.end or (isinstance(result, DeployError) and request.start):
                 self._sequences.pop(request.sequence, None)
         return results
@@ -244,6 +250,8 @@ class Caches:
             ]
             got = _attempt(lambda calls=calls: self._call(members, calls))  # type: ignore[misc]
             if isinstance(got, DeployError):
+                for request in requests if start else ():  # a part of the tokens is in the cache already
+                    self._sequences.pop(request.sequence, None)
                 return [got] * len(requests)
             parts.append(got)
             start += size

@@ -230,6 +230,15 @@ class _Packaging:
                     got=f"max_batch {self.options.max_batch}",
                     hint="--sequences",
                 )
+            cached = {each.output for each in self.spec.kv_cache.tensors} if self.spec.kv_cache else set()
+            served = {tensor.name for tensor in self._served_outputs()}
+            lost = [each.name for each in self.spec.outputs if each.name not in cached | served]
+            if lost or not served:
+                raise DeployError(
+                    "A sequence is served by outputs with an entry for each token.",
+                    got=", ".join(lost) or "no output",
+                    hint="return the outputs of all tokens, not only of the last one",
+                )
             for tensor in (*self._served_inputs(), *self._served_outputs()):
                 if not tensor.dims or tensor.dims[0] not in ("B", 1):
                     raise DeployError(

@@ -134,6 +134,13 @@ def test_a_batch_that_the_model_does_not_have_is_refused(package):
         package("tiny-dynamic", max_batch=2)
 
 
+def test_outputs_of_the_last_token_only_cannot_be_served_as_sequences(own_bundles, tmp_path):
+    bundle = own_bundles("decoder_of_the_last_token")
+    with pytest.raises(md.DeployError, match="entry for each token") as caught:
+        md.package(bundle, tmp_path / "models", backends=["ort-cpu"])
+    assert caught.value.got == "logits"
+
+
 def test_bfloat16_has_no_arrays_in_the_python_backend(package):
     with pytest.raises(md.DeployError, match="no bfloat16"):
         package("tiny-padding", "bf16", backends=["onnx-reference"])

@@ -159,6 +159,13 @@ def test_a_full_cache_refuses_tokens_and_disturbs_nobody(decoder, bundles, name,
     assert next(found.errors()) < 5e-3
 
 
+def test_a_sequence_has_one_request_at_a_time(decoder):
+    found = decoder("tiny-dynamic")
+    first, second = found.caches.infer([found.request(0), found.request(0)])
+    assert not isinstance(first, md.DeployError)
+    assert "one request at a time" in str(second)
+
+
 def test_a_sequence_is_one_batch_element(decoder):
     found = decoder("tiny-dynamic")
     request = ServedRequest(feeds={"x": found.trace.inputs["x"][:2, :3]}, sequence=1, start=True)

@@ -42,6 +42,15 @@ def test_decode_traces_pass_as_interleaved_sequences(served, bundles, name):
     assert load_of(report)[0]["requests"] == 3 * 41
 
 
+def test_the_decoder_of_a_user_is_served_with_its_cache(served, own_bundles):
+    bundle = own_bundles("decoder")
+    server = served("decoder", bundle=bundle)
+    assert [each["name"] for each in server.config["input"]] == ["ids"]
+    report = md.validate(bundle, url=server.url, clients=(2,), requests=1)
+    assert report.passed, report.headline
+    assert report.to_dict()["decode"][0]["steps"] > 8
+
+
 def test_a_served_model_is_a_runner(served, bundles):
     server = served("tiny-padding")
     with md.open_runner(f"{server.url}/tiny-padding/1") as runner:
