@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from fuse_modules import D, H, Layer, spelling
-from hand_graphs import Hand, S, check_same, fused
+from hand_graphs import Hand, S, check_same, fused, run
 from onnx import TensorProto
 
 from mha_deploy.graph.fuse import fuse_attention
@@ -244,6 +244,42 @@ def test_in_graphs_of_a_graph(name):
     model = ir.from_proto(onnx.parser.parse_model(PARTS.replace("BODY", body)))
     _, report = fuse_attention(model)
     assert (len(report.fused), len(report.unfused)) == (0, count)
+
+
+PLAIN = """
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   s = MatMul (q, kt)
+   p = Softmax (s)
+"""
+FUSED_INSIDE = {
+    "a branch": f"""
+   y = If (c) <then_branch = a () => (float[2,4,S,8] ya) {{ {PLAIN} ya = MatMul (p, v) }},
+               else_branch = b () => (float[2,4,S,8] yb) {{ yb = Identity (v) }}>
+""",
+    "a loop": f"""
+   n = Constant <value_int = 3> ()
+   y = Loop (n, c, q) <body = b (int64 i, bool go, float[2,4,S,8] q0) => (bool go2, float[2,4,S,8] q1) {{
+           go2 = Identity (go)
+           {PLAIN.replace("(q, kt)", "(q0, kt)")}
+           q1 = MatMul (p, v) }}>
+""",
+    "a function": "y = own.plain (q, k, v)",
+}
+
+
+@pytest.mark.parametrize("name", FUSED_INSIDE)
+def test_attention_inside_is_fused(name):
+    text = PARTS.replace("BODY", FUSED_INSIDE[name])
+    if name == "a function":
+        text += f"""<opset_import: ["" : 23], domain: "own">
+    plain (q, k, v) => (y) {{ {PLAIN} y = MatMul (p, v) }}"""
+    model = onnx.parser.parse_model(text)
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    random = np.random.default_rng(0)
+    feeds = {each: random.standard_normal((2, 4, 5, 8)).astype(np.float32) for each in "qkv"}
+    feeds["c"] = np.array(True)
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
 
 
 def test_in_a_function():

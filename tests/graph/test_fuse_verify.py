@@ -7,7 +7,7 @@ import pytest
 from hand_graphs import H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
 
-from mha_deploy.graph.fuse import scores, write
+from mha_deploy.graph.fuse import masks, scores, write
 from mha_deploy.graph.fuse.verify import NotVerified
 
 LOWEST = float(np.finfo(np.float32).min)
@@ -271,6 +271,20 @@ def test_an_attention_node_with_a_mask_of_fewer_keys_stays():
     new, report = fused(model)
     assert (len(report.already), report.repairs) == (1, ())
     assert [node.op_type for node in new.graph.node] == [node.op_type for node in model.graph.node]
+
+
+def test_a_wrong_repair_of_an_attention_node_is_left(monkeypatch):
+    """A mask that is taken for the causal triangle, and is none."""
+    monkeypatch.setattr(masks, "_hidden_by_triangle", lambda term: -np.inf)
+    g = Hand()
+    model = g.model(g.op("Attention", "q", "k", "v", g.input("m", [2, 1, S, S], TensorProto.BOOL)))
+    new, report = fused(model)
+    assert [
+        ("left as it was" in change, len(report.already))
+        for each in report.repairs
+        for change in each.changes
+    ] == [(True, 1)]
+    assert [len(node.input) for node in new.graph.node if node.op_type == "Attention"] == [4]
 
 
 def test_an_einsum_that_sums_over_an_axis_of_one_operand_stays():
