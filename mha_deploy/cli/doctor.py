@@ -9,6 +9,12 @@ import typer
 import mha_deploy as md
 from mha_deploy.cli.options import Json, print_json
 
+_STRANGERS = (
+    "bundles from others: files, graph and oracle are checked; code that a bundle names or contains runs "
+    "only with --trust-code; TensorRT loads plans in a child process, so build engines yourself "
+    "(docs/security.md)"
+)
+
 
 def doctor(
     load: Annotated[
@@ -50,6 +56,7 @@ def doctor(
         console.print("GPU: none reported by nvidia-smi")
     for verb, possible in found["can"].items():
         console.print(f"{verb}: {'yes' if possible else 'no'}")
+    console.print(_STRANGERS, highlight=False)
 
 
 def _state(runtime: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ MOST_HEADS = 1 << 16
 _MOST_RUNS = 10**7  # of nodes, in one call of the model: functions and loops of constant length multiply
 _MOST_ELEMENTS = 1 << 36
 _DEEPEST = 16
-_BITS = {
+_BITS: dict[int, int] = {
     **dict.fromkeys((TensorProto.FLOAT, TensorProto.INT32, TensorProto.UINT32), 32),
     **dict.fromkeys((TensorProto.DOUBLE, TensorProto.INT64, TensorProto.UINT64, TensorProto.COMPLEX64), 64),
     **dict.fromkeys((TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT16, TensorProto.UINT16), 16),

@@ -218,7 +218,8 @@ class Child:
 _children: list[Child] = []
 _idle: dict[str, list[Child]] = {}
 # Children belong to the process that started them, and not to its forks.
-os.register_at_fork(after_in_child=lambda: (_children.clear(), _idle.clear()))
+os.register_at_fork(after_in_child=_children.clear)
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 @atexit.register
