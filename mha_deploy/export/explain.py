@@ -159,7 +159,7 @@ _REMEDIES = {
     r"aliasing": "clone what goes into torch.cond or comes out of it: (x.clone(),)",
     r"grouped_mm": 'experts_implementation="batched_mm" in the config of a Transformers model',
     r"Unsupported dtype Half|not implemented for 'Half'|for .Half.": "--precision auto, or fp32",
-    r"complex": "real numbers: a rotation by sine and cosine, torch.view_as_real",
+    r"complex-valued|ComplexHalf|complex (number|tensor|dtype)": "a rotation by sine and cosine",
     r"HigherOrderOperator|flex_attention": "torch.nn.functional.scaled_dot_product_attention with a mask",
     r"No ONNX function found": "an equivalent of other operators: ONNX has none for this one",
 }

@@ -522,7 +522,7 @@ def _tried(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
 def _translated(
     traced: ExportedProgram, example: dict[str, Tensor], opset: int
 ) -> tuple[ir.Model, ExportedProgram]:
-    _share_single_heads(traced)
+    _write_for_onnx(traced)
     _write_complex_as_real(traced)
     try:
         with quiet():
@@ -540,37 +540,37 @@ def _translated(
 
 
 def _settle_norms(model: ir.Model) -> None:
-    """Let RMSNormalization compute in the type of its scale: PyTorch forgets the casts around a wider one."""
+    """Let RMSNormalization compute in the type of its scale: ONNX infers the type of its other input."""
     for node in list(model.graph.all_nodes()):
-        if node.op_type != "RMSNormalization" or node.domain:
+        if node.op_type != "RMSNormalization" or node.domain or node.graph is None:
             continue
         value, scale = node.inputs[:2]
-        output = node.outputs[0]
-        if value is None or scale is None or scale.dtype is None or scale.dtype == output.dtype:
+        if value is None or scale is None or None in (value.dtype, scale.dtype) or value.dtype == scale.dtype:
             continue
-        before, after = ir.node("Cast", [value], {"to": scale.dtype}), ir.node("Cast", [output])
-        after.attributes["to"] = ir.AttrInt64("to", int(output.dtype or scale.dtype))
-        for cast, source, dtype in ((before, value, scale.dtype), (after, output, output.dtype)):
-            cast.outputs[0].name = f"{output.name}_{'in' if cast is before else 'out'}"
-            cast.outputs[0].dtype, cast.outputs[0].shape = dtype, source.shape
-        graph = node.graph
-        if graph is None:
-            continue
-        ir.convenience.replace_all_uses_with(output, after.outputs[0], replace_graph_outputs=True)
-        after.replace_input_with(0, output)
-        node.replace_input_with(0, before.outputs[0])
-        output.dtype = scale.dtype
-        graph.insert_before(node, before)
-        graph.insert_after(node, after)
+        cast = ir.node("Cast", [value], {"to": scale.dtype})
+        cast.outputs[0].name = f"{node.outputs[0].name}_in"
+        cast.outputs[0].dtype, cast.outputs[0].shape = scale.dtype, value.shape
+        node.graph.insert_before(node, cast)
+        node.replace_input_with(0, cast.outputs[0])
 
 
-def _share_single_heads(program: ExportedProgram) -> None:
-    """Write one key and value head that broadcasts over the queries' as grouped heads, which ONNX has."""
-    for node in program.graph.nodes:
-        if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+def _write_for_onnx(program: ExportedProgram) -> None:
+    """Write differently what PyTorch's exporter to ONNX refuses."""
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target is _aten.scaled_dot_product_attention.default:
             query, key = (each.meta["val"].shape for each in node.args[:2])
             if len(query) == len(key) == 4 and key[1] == 1 and query[1] != 1:
-                node.kwargs = {**node.kwargs, "enable_gqa": True}
+                node.kwargs = {**node.kwargs, "enable_gqa": True}  # one head that broadcasts is a group
+        elif node.target in (_aten.rsub.Scalar, _aten.sub.Tensor) and len(node.args) == 2:
+            value, number = node.args if node.target is _aten.rsub.Scalar else node.args[::-1]
+            if not isinstance(number, float) or not isinstance(value, Node):
+                continue
+            if value.meta["val"].dtype != node.meta["val"].dtype and not node.kwargs:
+                with graph.inserting_before(node):  # it cannot promote what is subtracted from a number
+                    minus = _emit(graph, node, _aten.neg.default, value)
+                    node.replace_all_uses_with(_emit(graph, node, _aten.add.Tensor, minus, number))
+                graph.erase_node(node)
 
 
 _aten = torch.ops.aten

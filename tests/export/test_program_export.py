@@ -264,6 +264,26 @@ class Branches(nn.Module):
         return torch.cond(x.sum() > 0, lambda x: attended(x, True), lambda x: attended(x, False), (x,))
 
 
+class NumberMinusIntegers(nn.Module):
+    """A padding mask from integers, subtracted from a float."""
+
+    def forward(self, x):
+        return x + (1.5 - (x > 0).to(torch.int64)) + (1.5 - (x[..., :1] > 0).int()).to(x.dtype)
+
+
+class WideNorm(nn.Module):
+    """An RMSNorm with a float32 scale, as Gemma's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * (1.0 + self.weight.float())).type_as(x)
+
+
 class AnyNames(nn.Module):
     """A forward that takes its inputs by keyword, whatever their names are."""
 
@@ -271,7 +291,7 @@ class AnyNames(nn.Module):
         return inputs["x"] * 2
 
 
-@pytest.mark.parametrize("make", [ComplexRotation, SharedHead, Flex, Branches, AnyNames])
+@pytest.mark.parametrize("make", [ComplexRotation, SharedHead, Flex, Branches, NumberMinusIntegers, AnyNames])
 def test_what_pytorch_does_not_write_by_itself_is_rewritten(make):
     torch.manual_seed(0)
     module, axes = make().eval(), {"B": Axis(min=1, opt=2, max=8), "S": Axis(min=1, opt=6, max=64)}
@@ -286,3 +306,11 @@ def test_what_pytorch_does_not_write_by_itself_is_rewritten(make):
             np.testing.assert_allclose(got[name], tensor.numpy(), atol=1e-5)
             assert oracle[name].dtype == torch.float64
             torch.testing.assert_close(oracle[name].float(), tensor)
+
+
+def test_a_norm_with_a_wider_scale_is_valid_onnx():
+    module = WideNorm().half().eval()
+    x, axes = torch.randn(2, 6, 8).half(), {"B": B}
+    exported = export_program(module, {"x": x}, {"x": ("B",)}, axes)
+    onnx.checker.check_model(ir.to_proto(exported.model), full_check=True)
+    np.testing.assert_allclose(run(exported.model, {"x": x})["output"], module(x).detach().numpy(), atol=2e-3)
