@@ -28,6 +28,7 @@ from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
@@ -427,8 +428,8 @@ class Matrix:
 
     @property
     def passed(self) -> bool:
-        """Whether every cell was built, and is right where it was run."""
-        return all(cell.status in ("passed", "built") for cell in self.cells)
+        """Whether there are cells, and every one was built, and is right where it was run."""
+        return bool(self.cells) and all(cell.status in ("passed", "built") for cell in self.cells)
 
     @property
     def headline(self) -> str:
@@ -572,23 +573,17 @@ def run_matrix(
     probes = {
         (runtime.name, gpu): workers.probe(runtime, gpu) for runtime in plan.runtimes for gpu in plan.gpus
     }
-    order: list[tuple[str, ...]] = []
-    done: dict[tuple[str, ...], MatrixCell] = {}
+    cells: dict[tuple[str, ...], MatrixCell] = {}
     tasks: list[_Task] = []
-    total = len(plan.models) * len(plan.precisions) * len(plan.runtimes) * len(plan.gpus) * len(plan.options)
-
-    def finish(cell: MatrixCell) -> None:
-        done[_place(cell)] = cell
-        if on_cell is not None:
-            on_cell(cell, len(done), total)
-
     for entry, precision in product(plan.models, plan.precisions):
         model = entry if isinstance(entry, ModelEntry) else ModelEntry(model=entry)
+        bundle, problem = None, ""
         try:
             name, bundle = _bundle(model, precision, plan, folder, export)
-            problem = ""
+        except _OtherPrecision:
+            continue  # a bundle has one precision
         except DeployError as error:
-            name, bundle, problem = model.name or Path(model.model).name, None, error.in_one_line
+            name, problem = model.name or Path(model.model).name, error.in_one_line
         for runtime, gpu, options in product(plan.runtimes, plan.gpus, plan.options):
             found = probes[runtime.name, gpu]
             cell = MatrixCell(
@@ -600,23 +595,33 @@ def run_matrix(
                 version=found.get("version", ""),
                 why=problem or found.get("problem", ""),
             )
-            order.append(_place(cell))
+            if _place(cell) in cells:  # another model of the same name
+                cell = replace(cell, model=f"{name} ({model.model})")
             if bundle is None or "problem" in found:
-                finish(cell)
+                cells[_place(cell)] = cell
                 continue
             chosen = plan.options[options]
             cell = replace(cell, key=_key(bundle, runtime, found, gpu, chosen))
             known = _kept(folder, cell)
-            if known is not None:
-                finish(known)
-                continue
-            request = {
-                "bundle": str(bundle.resolve()),
-                "backend": runtime.backend,
-                "options": chosen,
-                "time_limit": plan.time_limit,
-            }
-            tasks.append(_Task(cell=cell, runtime=runtime, request=request))
+            cells[_place(cell)] = known or cell
+            if known is None:
+                request = {
+                    "bundle": str(bundle.resolve()),
+                    "backend": runtime.backend,
+                    "options": chosen,
+                    "time_limit": plan.time_limit,
+                }
+                tasks.append(_Task(cell=cell, runtime=runtime, request=request))
+    waiting, finished = {_place(task.cell) for task in tasks}, 0
+
+    def finish(cell: MatrixCell) -> None:
+        nonlocal finished
+        cells[_place(cell)], finished = cell, finished + 1
+        if on_cell is not None:
+            on_cell(cell, finished, len(cells))
+
+    for cell in [cell for place, cell in cells.items() if place not in waiting]:
+        finish(cell)
     for task, result in workers.run(tasks):
         cell = replace(task.cell, **result)
         if cell.status in FINAL:
@@ -624,7 +629,11 @@ def run_matrix(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(as_plain(dict(vars(cell)))).encode())
         finish(cell)
-    return Matrix(plan=plan, cells=tuple(done[place] for place in dict.fromkeys(order)))
+    return Matrix(plan=plan, cells=tuple(cells.values()))
+
+
+class _OtherPrecision(DeployError):
+    """A bundle has another precision than the cell."""
 
 
 def _place(cell: MatrixCell) -> tuple[str, ...]:
@@ -660,16 +669,17 @@ def _bundle(entry: ModelEntry, precision: str, plan: Plan, folder: Path, export:
     if (source / MANIFEST).is_file():
         found = open_bundle(source).manifest
         if found.precision.name != precision:
-            raise DeployError(
-                "The bundle is in another precision.",
-                got=f"{entry.model}: {found.precision.name}",
-                hint=precision,
-            )
+            raise _OtherPrecision("The bundle is in another precision.", got=found.precision.name)
         return entry.name or found.spec.name, source
-    name = entry.name or source.stem.partition(":")[0]
-    content = source if source.is_file() else Path(entry.model.partition(":")[0])
+    factory = is_factory(entry.model)
+    content = Path(entry.model.rpartition(":")[0]) if factory else source
+    name = entry.model.rpartition(":")[2] if factory else source.stem if source.is_file() else entry.model
+    name = entry.name or name
     made_of = [msgspec.to_builtins(entry), precision, plan.seed, __version__]
-    made_of += [sha256(content)] if content.is_file() else []
+    if content.is_file():
+        made_of.append(sha256(content))
+    elif not factory:
+        made_of.append(find_spec(entry.model).to_dict())
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
     bundle = folder / "bundles" / f"{name}-{precision}-{digest}"
     if not (bundle / MANIFEST).is_file():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -115,10 +116,21 @@ def test_what_cannot_be_done_is_unavailable_with_the_reason(bundles, tmp_path):
     plan = plan_of(str(bundles("tiny-gqa").path), "no-such-model")
     done = run(plan, tmp_path, Scripted(), on_cell=lambda cell, count, total: seen.append((count, total)))
     assert [cell.status for cell in done.cells] == ["built", "unavailable"]
-    assert "no such model" in done.cells[1].why
+    assert "no-such-model" in done.cells[1].why
     assert seen == [(1, 2), (2, 2)]
     gone = run(plan, tmp_path, Scripted(version=None))
-    assert {cell.why for cell in gone.cells} == {"not installed", "There is no such model. no-such-model"}
+    assert [cell.status for cell in gone.cells] == ["unavailable"] * 2
+    assert gone.cells[0].why == "not installed"
+
+
+def test_a_bundle_has_the_cells_of_its_own_precision(bundles, tmp_path):
+    folder = bundles("tiny-gqa").path
+    other = shutil.copytree(folder, tmp_path / "other")
+    plan = plan_of(str(folder), str(other), precisions=["fp16", "fp32"])
+    done = run(plan, tmp_path, Scripted())
+    assert [(cell.precision, cell.status) for cell in done.cells] == [("fp16", "built")] * 2
+    assert done.cells[1].model == f"tiny-gqa ({other})"  # the second of one name has its path behind it
+    assert not run(plan_of(str(folder), precisions=["bf16"]), tmp_path, Scripted()).passed  # no cell
 
 
 # -- the merged report -----------------------------------------------------------------------------
