@@ -381,10 +381,16 @@ def import_onnx(
 def _arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
     import numpy as np
 
+    from mha_deploy.files import open_regular
+
     found = {}
     for name, given in (inputs or {}).items():
         try:
-            found[name] = np.load(given) if isinstance(given, str | os.PathLike) else np.asarray(given)
+            if isinstance(given, str | os.PathLike):
+                with open_regular(Path(given)) as file:
+                    found[name] = np.load(file, allow_pickle=False)
+            else:
+                found[name] = np.asarray(given)
         except (OSError, ValueError) as error:
             raise DeployError(f"The file of input {name} cannot be read.", got=f"{given}: {error}") from error
     return found

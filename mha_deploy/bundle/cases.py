@@ -17,6 +17,7 @@ import numpy as np
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.manifest import GoldenEntry
 from mha_deploy.errors import BundleError, DeployError, ExportError
+from mha_deploy.files import open_regular
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import CACHE_TENSORS, FLOAT, LENGTHS, ModelSpec, TensorSpec
 
@@ -33,10 +34,10 @@ def read_npz(
         check_names: Looks at the names before any array is read, and raises if they are not the right ones.
     """
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            raise ValueError("a single array, not an .npz archive")
-        with loaded as archive:
+        with open_regular(path) as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("a single array, not an .npz archive")
             check_names(archive.files)
             arrays = {name: archive[name] for name in archive.files}
             for name, array in arrays.items():

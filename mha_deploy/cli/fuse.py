@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,19 +82,17 @@ def _check_weights(original: ir.Model, output: Path, overwrite: bool) -> None:
 
 def _save(model: ir.Model, output: Path) -> None:
     """Write beside the place and rename: the graph comes last, so that it never lacks its weights."""
+    from mha_deploy.bundle.commit import temporary_folder
     from mha_deploy.graph.file import save_graph
 
     home = output.absolute().parent
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=home))
-    new, old = folder / "new", folder / "old"
-    try:
+    with temporary_folder(home / output.name) as folder:
+        new, old = folder / "new", folder / "old"
         new.mkdir()
         old.mkdir()
         save_graph(model, new / output.name)
         parts = sorted((path.name for path in new.iterdir()), key=lambda name: name == output.name)
         _rename(parts, new, home, old)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rename(parts: Sequence[str], new: Path, home: Path, old: Path) -> None:
