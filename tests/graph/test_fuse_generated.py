@@ -68,6 +68,12 @@ def test_forty_graphs():
     run(range(40))
 
 
+# float64: a guard against NaN in a runtime without a kernel
+@pytest.mark.parametrize("seed", [15881])
+def test_graphs_that_were_unequal(seed):
+    run([seed])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(1000, 5000, 500))
 def test_thousands_of_graphs(start):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.masks import Masks, Place, turned
+from mha_deploy.graph.fuse.masks import GUARDED, Masks, Place, turned
 from mha_deploy.graph.fuse.pattern import Pattern
 from mha_deploy.graph.fuse.scores import Axes, Operand, Sink
 from mha_deploy.graph.fuse.sizes import Size, product, sizes_of
@@ -90,6 +90,9 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     for value, order, wanted in results:
         if letters.head is None:
             value = builder.op("Squeeze", value, builder.ints(_HEAD_AXIS))
+        if dtype == ir.DataType.DOUBLE and GUARDED in pattern.masking.notes:
+            # Kernels give 0 for a fully masked query; float64 has none, and its definition gives NaN.
+            value = builder.op("Where", builder.op("IsNaN", value), builder.constant(0.0, dtype), value)
         found.append(rejoined(value, order, wanted, pattern.sizes, builder))
     return found
 
