@@ -80,9 +80,11 @@ class Reported:
         self.opaque = next((kernel.name for kernel in kernels if kernel.is_opaque), None)
         # A fused kernel that names no node: it may compute any attention node.
         self.nameless = next((k.label for k in kernels if k.is_fused_attention and not k.onnx_nodes), None)
-        self._named: dict[str, list[Kernel]] = {}
-        self._fused: dict[str, list[Kernel]] = {}
-        self._own: dict[str, list[Kernel]] = {}
+        # By attention node: the kernels that name a part of it, the fused ones that compute it, and the GEMMs
+        # and softmaxes that compute its core and nothing else.
+        self.named: dict[str, list[Kernel]] = {node: [] for node in groups}
+        self.fused: dict[str, list[Kernel]] = {node: [] for node in groups}
+        self.own: dict[str, list[Kernel]] = {node: [] for node in groups}
         # For each name in a kernel, the attention nodes it is a part of, and whether it is their core.
         owners: dict[str, dict[str, bool]] = {}
         for node, names in groups.items():
@@ -96,35 +98,22 @@ class Reported:
             parts = Counter(node for owner in named for node, is_core in owner.items() if is_core)
             most = max(parts.values(), default=0)
             for node in dict.fromkeys(node for owner in named for node in owner):
-                self._named.setdefault(node, []).append(kernel)
+                self.named[node].append(kernel)
                 # A fused kernel proves only the node whose core it names: layers share what their masks are
                 # computed from, so it may name a part of another attention.
                 if parts[node] == most > 0 and kernel.is_fused_attention:
-                    self._fused.setdefault(node, []).append(kernel)
+                    self.fused[node].append(kernel)
                 # A projection may have the scale of an attention in its epilogue.
                 elif parts[node] == most > 0 and all(named) and (kernel.is_gemm or kernel.is_softmax):
-                    self._own.setdefault(node, []).append(kernel)
-
-    def kernels_of(self, node: str) -> list[Kernel]:
-        """The kernels that name a part of an attention node, in order."""
-        return self._named.get(node, [])
-
-    def fused_kernels_of(self, node: str) -> list[Kernel]:
-        """The fused attention kernels that compute an attention node, in order."""
-        return self._fused.get(node, [])
-
-    def own_parts_of(self, node: str) -> list[Kernel]:
-        """The GEMM and softmax kernels that compute the core of an attention node and nothing else."""
-        return self._own.get(node, [])
+                    self.own[node].append(kernel)
 
 
 # -- Is the engine in the requested precision? -----------------------------------------------------
 
 # First match wins: `f32f32_tf32f32_f32` reads FP32 and multiplies TF32, `f16_s16816gemm_f16` is FP16 with
 # an FP32 accumulator, and `s1688gemm` with no narrower type in the name is TF32.
-_NVJET = (
-    r"nvjet_(?:sm\d+_)?(?!sm\d)"  # then one letter each for factors, accumulator and result: `hsh`, `tst`
-)
+# In cuBLAS's names, one letter each for factors, accumulator and result follows: `nvjet_hsh`, `nvjet_tst`.
+_NVJET = r"nvjet_(?:sm\d+_)?(?!sm\d)"
 _MATH = (
     ("tf32", re.compile(rf"tf32|tfloat32|{_NVJET}s")),
     ("fp8", re.compile(rf"e4m3|e5m2|fp8|{_NVJET}[qr]")),
@@ -534,8 +523,7 @@ def _groups(attention: Attention) -> dict[str, tuple[str, ...]]:
 
 def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
     """Judge a node by the kernels that name it."""
-    mine, fused = reported.kernels_of(node), reported.fused_kernels_of(node)
-    own = reported.own_parts_of(node)
+    mine, fused, own = reported.named[node], reported.fused[node], reported.own[node]
     parts = [kernel for kernel in mine if kernel.is_gemm or kernel.is_softmax]
     if fused and not own:
         return _verdict(node, profile, FUSED, fused, reported.source)
