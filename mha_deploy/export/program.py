@@ -734,10 +734,12 @@ def _explicit_forward(module: nn.Module, names: Sequence[str]) -> Iterator[None]
     if all(each.kind is not each.VAR_KEYWORD for each in signature(module.forward).parameters.values()):
         yield
         return
-    own, before = module.forward, module.__dict__.get("forward")
+    before = module.__dict__.get("forward")
+    # Not the bound method: strict tracing would name the weights by it.
+    own = getattr(module.forward, "__func__", lambda self, **kwargs: before(**kwargs))  # type: ignore[misc]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return own(**dict(zip(names, args, strict=False)), **kwargs)
+        return own(self, **dict(zip(names, args, strict=False)), **kwargs)
 
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
     forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

@@ -15,14 +15,14 @@ from mha_deploy.graph.ir import graph_of_node, infer_shapes, is_op
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
 
-_MATMULS = ("MatMul", "Gemm", "Attention")
+_MATMULS = ("MatMul", "Gemm", "Einsum", "Attention", "Conv", "ConvTranspose")
 _NORMS = ("LayerNormalization", "RMSNormalization")
 _OTHERS_IN_FLOAT32 = (*_NORMS, "ReduceMean", "ReduceSum", "Softmax", "Gelu", "Erf", "Tanh")
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def with_float32_matmuls(model: ir.Model) -> ir.Model:
-    """A copy of the model whose matmuls and attentions compute in float32; weights are shared."""
+    """A copy of the model whose matmuls, convolutions and attentions are in float32; weights are shared."""
     return _upcast(model, _MATMULS)
 
 
