@@ -164,8 +164,8 @@ class _OnnxSource(GraphSource):
         return f"{self.path.name}, SHA-256 {self.spec.state_sha256}"
 
     def close(self) -> None:
-        if "_eager" in vars(self):
-            self._eager.close()
+        for runner in {vars(self)[name] for name in ("_session", "_eager") if name in vars(self)}:
+            runner.close()
 
     # -- inputs ------------------------------------------------------------------------------------
 
@@ -193,8 +193,14 @@ class _OnnxSource(GraphSource):
     # -- results -----------------------------------------------------------------------------------
 
     @cached_property
+    def _session(self) -> Runner:
+        """The file itself in ONNX Runtime."""
+        return open_runner("ort-cpu", self.original)
+
+    @cached_property
     def _eager(self) -> Runner:
-        return open_runner("ort-cpu", self.model if self.auto else self.original)
+        """What the budgets come from."""
+        return open_runner("ort-cpu", self.model) if self.auto else self._session
 
     @cached_property
     def _double(self) -> onnx.reference.ReferenceEvaluator:
@@ -208,17 +214,16 @@ class _OnnxSource(GraphSource):
 
     def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
         """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
-        with open_runner("ort-cpu", self.original) as runner:
-            seen = []
-            for name, sizes in _distinct(self.axes):
-                try:
-                    seen.append((sizes, runner.run(self.draw(name, sizes))))
-                except DeployError as error:
-                    raise ExportError(
-                        "The file does not run at these sizes.",
-                        got=f"{sizes_name(sizes)}: {error.in_one_line}",
-                        hint="--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy",
-                    ) from error
+        seen = []
+        for name, sizes in _distinct(self.axes):
+            try:
+                seen.append((sizes, self._session.run(self.draw(name, sizes))))
+            except DeployError as error:
+                raise ExportError(
+                    "The file does not run at these sizes.",
+                    got=f"{sizes_name(sizes)}: {error.in_one_line}",
+                    hint="--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy",
+                ) from error
         dims = {}
         for value in self.original.graph.outputs:
             name = str(value.name)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -433,18 +434,36 @@ def _largest_score(node: ir.Node, read: Read) -> float:
     attention = read_attention(node)
     values = inputs_by_role(node)
     inputs = {role: read(value) for role, value in values.items() if role in _SCORE_ROLES}
-    inputs = valid_only(attention, inputs)
-    q, k = (by_head(inputs[role], heads) for role, heads in (("Q", attention.Hq), ("K", attention.Hkv)))
-    q, k = q.astype(np.float32), all_keys(attention, inputs, k.astype(np.float32))
+    q, k = queries_and_keys(attention, valid_only(attention, inputs))
     if not q.size or not k.size:
         return 0.0
     scale = attention.softmax_scale if attention.softmax_scale is not None else q.shape[-1] ** -0.5
-    group = q.shape[1] // k.shape[1]
-    return max(
-        float(np.abs(q[element, head] @ k[element, head // group].T).max()) * abs(scale)
-        for element in range(q.shape[0])
-        for head in range(q.shape[1])
-    )
+    return max(float(np.abs(matmul).max()) for *_, matmul in matmul_blocks(q, k)) * abs(scale)
+
+
+def queries_and_keys(
+    attention: AttentionNode, inputs: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Queries [B, Hq, S, D] and all keys [B, Hkv, T, D], in a type that holds their matmul."""
+    keys = [inputs[role] for role in ("K", "past") if role in inputs]
+    sizes = [float(np.abs(array).max(initial=0.0)) for array in (inputs["Q"], *keys)]
+    bound = sizes[0] * max(sizes[1:]) * inputs["Q"].shape[-1]
+    # BF16 and FP32 tensors may be so large that their matmul does not fit float32.
+    kind = np.dtype(np.float32 if bound < float(np.finfo(np.float32).max) else np.float64)
+    q, k = (by_head(inputs[role], heads) for role, heads in (("Q", attention.Hq), ("K", attention.Hkv)))
+    return q.astype(kind), all_keys(attention, inputs, k.astype(kind))
+
+
+_BLOCK = 1 << 20  # pairs at a time: four megabytes
+
+
+def matmul_blocks(q: np.ndarray, k: np.ndarray) -> Iterator[tuple[slice, int, slice, np.ndarray]]:
+    """Q·Kᵀ of some queries of one head at a time: batch elements, head, queries, and their matmul."""
+    (B, Hq, S, _), T = q.shape, k.shape[2]
+    elements, queries, group = max(1, _BLOCK // max(S * T, 1)), max(1, _BLOCK // max(T, 1)), Hq // k.shape[1]
+    for element, head, query in product(range(0, B, elements), range(Hq), range(0, S, queries)):
+        which, rows = slice(element, min(element + elements, B)), slice(query, min(query + queries, S))
+        yield which, head, rows, q[which, head, rows] @ k[which, head // group].swapaxes(-1, -2)
 
 
 # -- Measure ranges --------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,9 @@ from mha_deploy.bundle.cases import read_case
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.manifest import GoldenEntry
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.graph.attention_node import AttentionNode, all_keys, by_head, valid_only, visible_keys
+from mha_deploy.graph.attention_node import AttentionNode, valid_only, visible_keys
 from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.precision import FP16_MAX, matmul_blocks, queries_and_keys
 from mha_deploy.graph.probe import ProbedAttention, attention_probe
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec
@@ -23,7 +23,7 @@ from mha_deploy.runtime import available_cpu_backend, open_runner
 
 # -- Measure the numbers that a kernel meets inside an attention, from Q, K, V and the mask --------
 
-_BLOCK = 1 << 20  # pairs at a time: four megabytes
+_CHUNK = 1 << 20  # numbers of a mask at a time
 
 # Any lower number in a mask hides keys; biases such as ALiBi's reach some thousands.
 _SURELY_A_SENTINEL = -1e4
@@ -114,8 +114,7 @@ class Meter:
             both = [given[role], *([given[past]] if past in given else [])]
             sizes = [float(np.abs(array).max(initial=0.0)) for array in both]
             self._tensors[role] = max(self._tensors[role], *sizes)
-        q, k = self._queries_and_keys(given["Q"], given["K"])
-        k = all_keys(self.facts, given, k)
+        q, k = queries_and_keys(self.facts, given)
         visible = visible_keys(self.facts, given, q.shape[2], k.shape[2])
         mask = _Mask(
             given.get("mask") if visible is None else visible,
@@ -124,25 +123,19 @@ class Meter:
         )
         if mask.numbers is not None:
             self._mask_numbers.append(mask.numbers)
-        largest = max(self._see_block(block, q, k, mask) for block in _blocks(case, *mask.shape))
+        largest = max(
+            self._see_block(_Block(case=case, rows=rows, head=head, queries=queries), matmul, mask)
+            for rows, head, queries, matmul in matmul_blocks(q, k)
+        )
         self._sums.append(SoftmaxSum(case=case, keys=k.shape[2], largest=largest))
-
-    def _queries_and_keys(self, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        bound = self._tensors["Q"] * self._tensors["K"] * q.shape[-1]
-        # BF16 and FP32 tensors may be so large that their matmul does not fit float32.
-        kind = np.dtype(np.float32 if bound < float(np.finfo(np.float32).max) else np.float64)
-        return by_head(q.astype(kind), self.facts.Hq), by_head(k.astype(kind), self.facts.Hkv)
 
     def _broken(self, case: str, role: str, array: np.ndarray) -> str | None:
         usable = array < np.inf if role == "mask" else np.isfinite(array)  # -inf in a mask hides a key
         count = array.size - int(np.count_nonzero(usable))
         return f"{role} ({self._attention.tensors[role]}) in case {case}: {count:,} values" if count else None
 
-    def _see_block(self, block: _Block, q: np.ndarray, k: np.ndarray, mask: _Mask) -> float:
+    def _see_block(self, block: _Block, matmuls: np.ndarray, mask: _Mask) -> float:
         """Measure one block, and give its largest softmax sum."""
-        group = q.shape[1] // k.shape[1]
-        queries = q[block.rows, block.head, block.queries]
-        matmuls = queries @ k[block.rows, block.head // group].swapaxes(-1, -2)
         self._products.see(block, matmuls, None)
         scores = self._scored(matmuls)
         added, given, seen = mask.of(block)
@@ -209,13 +202,6 @@ class _Block:
             query=self.queries.start + query,
             key=key,
         )
-
-
-def _blocks(case: str, B: int, Hq: int, S: int, T: int) -> Iterator[_Block]:
-    rows, queries = max(1, _BLOCK // (S * T)), max(1, _BLOCK // T)
-    for row, head, query in product(range(0, B, rows), range(Hq), range(0, S, queries)):
-        some_rows, some_queries = slice(row, min(row + rows, B)), slice(query, min(query + queries, S))
-        yield _Block(case=case, rows=some_rows, head=head, queries=some_queries)
 
 
 class _Extremes:
@@ -285,8 +271,8 @@ class _Mask:
 def _number_range(mask: np.ndarray) -> tuple[float, float] | None:
     """The lowest and the highest finite number of a mask that is not 0."""
     flat, found = mask.reshape(-1), []
-    for start in range(0, flat.size, _BLOCK):
-        part = flat[start : start + _BLOCK].astype(np.float32)
+    for start in range(0, flat.size, _CHUNK):
+        part = flat[start : start + _CHUNK].astype(np.float32)
         numbers = part[np.isfinite(part) & (part != 0)]
         if numbers.size:
             found += [float(numbers.min()), float(numbers.max())]
@@ -308,7 +294,6 @@ def _largest_sum(logits: np.ndarray) -> float:
 
 OK, NEAR, OVERFLOWS = STATUSES = ("ok", "near", "overflows")
 
-FP16_MAX = 65504.0
 NEAR_BELOW = 8.0
 """The headroom below which a number is near the limit: other inputs are larger than the golden ones."""
 

@@ -14,11 +14,11 @@ from onnx import TensorProto, helper
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MODEL, open_bundle
 from mha_deploy.errors import DeployError
+from mha_deploy.graph import precision
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.probe import attention_probe
 from mha_deploy.reference import build_module
 from mha_deploy.runtime import open_runner
-from mha_deploy.validate import fp16_range as fp16_figures
 from mha_deploy.validate.fp16_range import FP16_MAX, Meter, fp16_range
 
 NAMES = [
@@ -234,7 +234,7 @@ def test_large_values_leave_less_headroom(bundles, tmp_path):
 def test_blocks_change_nothing(bundles, monkeypatch, name, block):
     bundle = bundles(name, "fp32")
     whole = fp16_range(bundle)
-    monkeypatch.setattr(fp16_figures, "_BLOCK", block)
+    monkeypatch.setattr(precision, "_BLOCK", block)
     for node, cut in zip(whole.nodes, fp16_range(bundle).nodes, strict=True):
         near = [pytest.approx(each.largest, rel=1e-5) for each in node.figures.sums]
         assert [each.largest for each in cut.figures.sums] == near
