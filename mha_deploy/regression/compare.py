@@ -17,6 +17,7 @@ from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
 from mha_deploy.engine.manifest import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
+from mha_deploy.files import read_regular
 from mha_deploy.model.spec import Axis
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
@@ -265,7 +266,7 @@ def read_side(source: Any) -> Side:
     if path.suffix == ".engine":
         return _from_engine(open_engine(path))
     try:
-        data = msgspec.json.decode(path.read_bytes())
+        data = msgspec.json.decode(read_regular(path))
     except FileNotFoundError as failure:
         raise DeployError("There is no such file.", got=path, hint=_ACCEPTED) from failure
     except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as failure:

@@ -28,6 +28,7 @@ from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.files import read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report.page import sections_page
@@ -109,7 +110,7 @@ def read_plan(source: Any) -> Plan:
         if isinstance(source, Mapping):
             plan = msgspec.convert(source, Plan)
         else:
-            plan = msgspec.toml.decode(Path(source).read_bytes(), type=Plan)
+            plan = msgspec.toml.decode(read_regular(Path(source)), type=Plan)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError, ValueError) as error:
         raise DeployError("The plan cannot be read.", got=f"{source}: {error}", hint=hint) from error
     for what in ("models", "runtimes", "precisions", "gpus", "options"):

@@ -22,6 +22,7 @@ from msgspec import Struct
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.manifest import Engine
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.files import read_regular
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.table import Cell, Group, Row, Table, columns, text
 from mha_deploy.text import NOTHING, short, sizes_text
@@ -238,7 +239,7 @@ def read_lines(path: Path) -> list[Line]:
         DeployError: It cannot be read; the message names the line.
     """
     try:
-        texts = path.read_bytes().splitlines()
+        texts = read_regular(path).splitlines()
     except OSError as error:
         raise DeployError(
             "The record cannot be read.", got=error, hint="bench --record FILE writes one"
