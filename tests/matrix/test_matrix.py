@@ -159,6 +159,7 @@ def test_one_report_that_compare_reads(bundles, tmp_path):
 # -- for real --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # the README's command is tested always
 def test_cells_are_built_by_local_processes(bundles, tmp_path, run_cli):
     pytest.importorskip("tensorrt_rtx")
     plan = tmp_path / "plan.toml"
