@@ -104,7 +104,7 @@ Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t wi
             call.y = static_cast<uint4*>(outputs[0]);
             call.pieces = rows * pieces;
             call.kind = static_cast<int>(parameters.operation);
-            if (Status status = load_kernel((std::string("mha_deploy_activation_") + suffix).c_str(), kernel);
+            if (Status status = load_kernel((std::string("mha_deploy_rowwise_activation_") + suffix).c_str(), kernel);
                 !status.ok()) {
                 return status;
             }
@@ -126,7 +126,7 @@ Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t wi
         call.is_rms = parameters.operation == Rowwise::kRmsNorm ? 1 : 0;
         call.epsilon = parameters.epsilon;
         int64_t const each = pieces <= kMostThreads ? 1 : pieces <= 2 * kMostThreads ? 2 : 4;
-        std::string const name = "mha_deploy_norm" + std::to_string(each) + "_" + suffix;
+        std::string const name = "mha_deploy_rowwise_norm" + std::to_string(each) + "_" + suffix;
         if (Status status = load_kernel(name.c_str(), kernel); !status.ok()) {
             return status;
         }
