@@ -52,6 +52,10 @@ __all__ = [
 ]
 
 
+EXPANDED = (
+    "Q, K and V are expanded to each other and to the mask: the file does not tell that their sizes are equal"
+)
+
 _T = TypeVar("_T")
 
 
@@ -321,7 +325,7 @@ def _record(pattern: Pattern, name: str) -> FusedAttention:
         causal=pattern.masking.causal,
         softcap=pattern.softcap,
         weights=pattern.weights is not None,
-        notes=pattern.masking.notes,
+        notes=(*pattern.masking.notes, *([EXPANDED] if pattern.batches or pattern.wider else [])),
     )
 
 
