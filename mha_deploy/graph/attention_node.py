@@ -141,9 +141,11 @@ class AttentionNode:
         columns, past, new = self.mask_dims[-1], self.past_length if self.has_past else 0, self.T
         if isinstance(columns, int) and isinstance(past, int) and isinstance(new, int):
             return columns < past + new
-        # Opset 23 has no short masks, and a size that the graph does not state was computed to fit.
-        if (self.opset or 24) < 24 or columns is None or str(columns).startswith("unk__"):
-            return False
+        if (self.opset or 24) < 24:
+            return False  # it has no short masks
+        if columns is None or str(columns).startswith("unk__"):
+            # Not stated: it was computed to fit, unless the keys are a cache of which only a part is valid.
+            return self.has_nonpad_kv_seqlen
         totals = (f"{past} + {new}", f"{new} + {past}") if self.has_past else (new,)
         return columns not in totals
 
