@@ -886,10 +886,13 @@ def validate(
         from mha_deploy.validate.load import ServerOptions
         from mha_deploy.validate.server import validate_server
 
-        if backends or engine:
+        elsewhere = {"backends": backends, "engine": engine, "latency": latency, "sweep": sweep}
+        elsewhere |= {"layers": layers, "conformance": conformance, "kernels": kernels}
+        elsewhere |= {"require_fused": require_fused, "require_precision": require_precision}
+        if given := [name for name, value in elsewhere.items() if value]:
             raise DeployError(
                 "A server is judged in place of the runtimes of this machine.",
-                got=f"{url} and {engine or ', '.join(backends)}",
+                got=f"{url} and {', '.join(given)}",
                 hint="one of them at a time",
             )
         load = ServerOptions(
@@ -898,7 +901,10 @@ def validate(
             requests=requests,
             timeout_s=timeout_s,
             steps=steps,
+            prompt=prompt,
+            batch=batch,
             fresh=fresh,
+            probe=probe,
             seed=seed,
         )
         return Report(validate_server(_opened(bundle), load, on_step or _silent))

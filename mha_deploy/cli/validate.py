@@ -156,6 +156,12 @@ def validate(
         raise DeployError(
             "The self-test has no decode steps.", got=f"--self-test {got}", hint="use one of them at a time"
         )
+    if self_test and url is not None:
+        raise DeployError(
+            "The self-test mutates a graph, and a server has its own.",
+            got=f"--self-test --url {url}",
+            hint="use one of them at a time",
+        )
     if got and not steps:
         raise DeployError(
             "--prompt and --batch have no effect without --steps.", got=got, hint="add --steps 64"

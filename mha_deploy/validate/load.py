@@ -34,7 +34,10 @@ class ServerOptions:
         timeout_s: Seconds after which a request counts as unanswered.
         limit_s: Seconds after which no further request is sent, for each number of clients.
         steps: Decode steps besides those of the bundle.
+        prompt: Length of the prompt before them.
+        batch: Their batch elements, each a sequence.
         fresh: Random cases besides those of the bundle.
+        probe: Whether to try inputs that make masks and positions visible; None where PyTorch is here.
         seed: Seed of all of these.
     """
 
@@ -44,7 +47,10 @@ class ServerOptions:
     timeout_s: float = 30.0
     limit_s: float = 120.0
     steps: int = 0
+    prompt: int | None = None
+    batch: int | None = None
     fresh: int = 0
+    probe: bool | None = None
     seed: int = 1
 
 

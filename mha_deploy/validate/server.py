@@ -62,7 +62,14 @@ class _ServerValidation:
     def report(self) -> Report:
         on_step, runner, name = self.on_step, self.runner, self.runner.model
         options = self.options
-        validate = ValidateOptions(steps=options.steps, fresh=options.fresh, seed=options.seed)
+        validate = ValidateOptions(
+            steps=options.steps,
+            prompt=options.prompt,
+            batch=options.batch,
+            fresh=options.fresh,
+            probe=options.probe,
+            seed=options.seed,
+        )
         traces = traces_of(self.bundle, validate)
         golden, absent = list(golden_cases(self.bundle)), list[Unavailable]()
         parity, decode, points = [], list[DecodeReport](), list[LoadPoint]()

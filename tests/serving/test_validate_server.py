@@ -173,6 +173,16 @@ def test_a_model_that_is_not_served_is_unavailable(served, refused, bundles):
     refused("validate", bundles("tiny-padding").path, "--url", server.url, what="no such model", code=3)
 
 
-def test_a_server_and_a_runtime_are_not_judged_together(refused, bundles):
-    command = ("validate", bundles("tiny-gqa").path, "--url", "grpc://h:1", "--backend", "ort-cpu")
-    refused(*command, what="in place of the runtimes")
+@pytest.mark.parametrize(
+    "options",
+    [("--backend", "ort-cpu"), ("--engine", "e"), ("--latency",), ("--require-fused",), ("--conformance",)],
+)
+def test_what_is_not_for_a_server_is_refused(refused, bundles, options):
+    command = ("validate", bundles("tiny-gqa").path, "--url", "grpc://h:1", *options)
+    name = options[0].removeprefix("--").replace("-", "_")
+    refused(*command, what="in place of the runtimes", got=name)
+
+
+def test_a_server_cannot_be_mutated(refused, bundles):
+    command = ("validate", bundles("tiny-gqa").path, "--url", "grpc://h:1", "--self-test")
+    refused(*command, what="mutates a graph")
