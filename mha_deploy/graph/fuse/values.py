@@ -401,11 +401,19 @@ def from_old_opset(model: ir.Model) -> ir.Model:
                 new.graph.inputs.remove(value)
             new.graph.register_initializer(value)
     new.metadata_props.update(model.metadata_props)
+    known = {value.name: value.shape for node in model.graph.all_nodes() for value in node.outputs}
     for node in new.graph.all_nodes():
         for value in node.outputs:
-            if not value.is_graph_output():
-                value.shape = None  # the converter gives every size that it does not know a name of its own
+            if not value.is_graph_output():  # the converter gives every size that it does not know a new name
+                shape = known.get(value.name)
+                if shape is not None and not any(_is_made_up(size) for size in shape):
+                    value.shape = shape
     return new
+
+
+def _is_made_up(size: int | ir.SymbolicDim) -> bool:
+    """Whether a size is unknown, or has a name that shape inference gave it."""
+    return not isinstance(size, int) and (size.value is None or size.value.startswith("unk__"))
 
 
 _SMALL = 1024  # bytes
