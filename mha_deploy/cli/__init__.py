@@ -97,6 +97,11 @@ def main() -> None:
             code, error = raised.exit_code, {"what": raised.what, "got": raised.got, "hint": raised.hint}
         except OSError as raised:
             code, error = EXIT_BAD_INPUT, _error("The operating system reported an error.", str(raised))
+        except (MemoryError, RuntimeError) as raised:
+            if not isinstance(raised, MemoryError) and "allocate memory" not in str(raised):  # PyTorch's own
+                error = _bug(raised)
+            else:
+                code, error = EXIT_BAD_INPUT, _error("There is too little memory.", str(raised) or None)
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
         except SystemExit as stop:
@@ -105,12 +110,7 @@ def main() -> None:
                 usage = getattr(stop.__context__, "message", None)
                 error = _error("The command line is not valid.", usage, "--help")
         except BaseException as raised:  # noqa: BLE001 (a bug of this tool: its exit code is not a verdict)
-            traceback.print_exc()
-            error = _error(
-                "This is a bug in mha-deploy.",
-                f"{type(raised).__name__}: {raised}",
-                "report it with the traceback",
-            )
+            error = _bug(raised)
         if code == EXIT_INTERRUPTED:  # Ctrl-C, also as Typer reports it, or another signal
             typer.echo("terminated" if ended_by else "interrupted", err=True)
             code = 128 + ended_by[0] if ended_by else code
@@ -125,6 +125,12 @@ def main() -> None:
 
 def _error(what: str, got: str | None = None, hint: str | None = None) -> dict[str, str | None]:
     return {"what": what, "got": got, "hint": hint}
+
+
+def _bug(raised: BaseException) -> dict[str, str | None]:
+    traceback.print_exception(raised)
+    what = "This is a bug in mha-deploy."
+    return _error(what, f"{type(raised).__name__}: {raised}", "report it with the traceback")
 
 
 # What Rich writes to a terminal: styles and movements of the cursor.

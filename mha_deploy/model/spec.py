@@ -14,6 +14,8 @@ from mha_deploy.errors import SpecError, nearest
 
 # -- The parts that a spec is made of: axes, tensors, and the options of single features -----------
 
+_LARGEST_SIZE, _MOST_HEADS = 2**31 - 1, 1 << 16
+
 FLOAT = "float"  # a tensor kind: whatever precision the export asks for
 INT32 = "int32"
 
@@ -43,6 +45,8 @@ class Axis:
                 got=self,
                 hint="for example 1:128:512",
             )
+        if self.max > _LARGEST_SIZE:
+            raise SpecError(f"An axis has at most {_LARGEST_SIZE} entries.", got=self)
         if not self.min <= self.opt <= self.max:
             raise SpecError(
                 "An axis must satisfy min <= opt <= max.", got=self, hint=f"sort them: {self._sorted()}"
@@ -836,9 +840,12 @@ def _is_above(bound: float, value: object) -> bool:
 
 
 def whole_number(name: str, value: object) -> None:
-    """Refuse anything but a whole number of at least 1."""
+    """Refuse anything but a whole number from 1 to what a tensor can have."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SpecError(f"{name} must be a whole number of at least 1.", got=value)
+    most = _MOST_HEADS if name in ("Hq", "Hkv") else _LARGEST_SIZE
+    if value > most:
+        raise SpecError(f"{name} must be at most {most}.", got=value)
 
 
 def head_size(E: int, Hq: int) -> int:
