@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import onnx_ir as ir
 
@@ -23,7 +23,7 @@ from mha_deploy.bundle.cases import (
     write_polygraphy,
 )
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
-from mha_deploy.bundle.manifest import GoldenEntry, LayersEntry, Manifest, TraceEntry
+from mha_deploy.bundle.manifest import AttentionRecord, Checks, GoldenEntry, LayersEntry, Manifest, TraceEntry
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, plan_trace, write_trace
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, SpecError
@@ -60,7 +60,7 @@ class Source(ABC):
     spec: AttentionSpec | ModuleSpec
     cache: str = "none"
     notes: list[str]
-    checks: dict[str, Any]
+    checks: Checks
     steps: int
 
     @abstractmethod
@@ -222,7 +222,9 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
                 precision=source.precision,
                 opset=source.opset,
                 weights=source.origin(),
-                attention=[{**node.describe(), **source.place(node.name)} for node in nodes],
+                attention=[
+                    cast("AttentionRecord", node.describe() | source.place(node.name)) for node in nodes
+                ],
                 golden=[
                     GoldenEntry(
                         name=c.name, file=f"golden/{c.name}.safetensors", sizes=dict(c.sizes), flops=c.flops
