@@ -32,14 +32,13 @@ from mha_deploy.graph.fuse.values import (
     Repair,
     UnfusedSoftmax,
     from_old_opset,
-    is_op,
     module_of,
     place_of,
     raise_opset,
 )
 from mha_deploy.graph.fuse.verify import Boundary, compare, cut_out, mask_stops
 from mha_deploy.graph.fuse.write import insert_attention, remove_unused, write_attention
-from mha_deploy.graph.ir import NodeBuilder, names_in, replace_node
+from mha_deploy.graph.ir import NodeBuilder, is_op, names_in, replace_node
 
 __all__ = [
     "FuseReport",

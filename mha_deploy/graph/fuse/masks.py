@@ -21,13 +21,12 @@ from mha_deploy.graph.fuse.values import (
     dims_of,
     holds,
     ints_of,
-    is_op,
     same_dim,
     same_dims,
     same_or_cut,
     scalar_of,
 )
-from mha_deploy.graph.ir import NodeBuilder
+from mha_deploy.graph.ir import NodeBuilder, is_op
 
 # -- Prove that a tensor is the causal triangle, from the nodes that compute it --------------------
 
@@ -420,18 +419,7 @@ ABSORBING = -1e30
 _WEAKEST_FILL = -1e5
 _FAR_BELOW = 100.0  # the weight of a score that far below another is 0
 _LARGEST_BIAS = 1e4
-_BOUNDED = (
-    "Identity",
-    "Cast",
-    "Unsqueeze",
-    "Squeeze",
-    "Reshape",
-    "Transpose",
-    "Expand",
-    "Slice",
-    "Gather",
-    "Add",
-)
+_BOUNDED = ("Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Expand", "Slice", "Gather")
 
 ROWS_WITHOUT_KEYS = "rows without keys: NaN in PyTorch, 0 in ONNX's Attention"
 HALF_ROWS = "rows without keys: the mean of V where scores stay below 16, as in PyTorch"
@@ -537,9 +525,9 @@ def _is_bounded(value: ir.Value | None, depth: int) -> bool:
     if array is not None:
         return bool(np.abs(array.astype(np.float64)).max(initial=0.0) < _LARGEST_BIAS)
     node = None if value is None else value.producer()
-    if node is None or depth > _MAX_DEPTH or not is_op(node, *_BOUNDED):
+    if node is None or depth > _MAX_DEPTH or not is_op(node, "Add", *_BOUNDED):
         return False
-    parts = node.inputs if is_op(node, "Add", "Sub") else node.inputs[:1]
+    parts = node.inputs if is_op(node, "Add") else node.inputs[:1]
     return all(_is_bounded(each, depth + 1) for each in parts)
 
 

@@ -33,12 +33,11 @@ from mha_deploy.graph.fuse.values import (
     NotExpressible,
     NotFused,
     dims_of,
-    is_op,
     module_of,
     same_dim,
     softmax_type_of,
 )
-from mha_deploy.graph.ir import node_name, rank
+from mha_deploy.graph.ir import is_op, node_name, rank
 
 # -- Recognise one attention around a softmax: all facts that its `Attention` node needs -----------
 

@@ -11,10 +11,10 @@ import onnx_ir as ir
 from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, AttentionNode, read_attention
 from mha_deploy.graph.fuse.masks import Masking, Masks, decide_masking, spans
 from mha_deploy.graph.fuse.scores import Bias, Fill, Operand, Term, unwrap
-from mha_deploy.graph.fuse.values import NotFused, dims_of, dtype_of, is_op
+from mha_deploy.graph.fuse.values import NotFused, dims_of, dtype_of
 from mha_deploy.graph.fuse.verify import Boundary, mask_stops
 from mha_deploy.graph.fuse.write import laid_out
-from mha_deploy.graph.ir import NodeBuilder, input_at
+from mha_deploy.graph.ir import NodeBuilder, input_at, is_op
 
 # -- Bring an `Attention` node that the exporter wrote into the canonical form ---------------------
 

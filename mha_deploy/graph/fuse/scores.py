@@ -20,12 +20,12 @@ from mha_deploy.graph.fuse.values import (
     holds,
     ints_of,
     is_constant,
-    is_op,
     perm_of,
     same_dim,
     same_dims,
     scalar_of,
 )
+from mha_deploy.graph.ir import is_op
 
 # -- Axes: letters as in an einsum, several for an axis that joins others -------------------------------
 

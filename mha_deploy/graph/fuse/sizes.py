@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.values import array_of, is_op, perm_of, tensor_of
+from mha_deploy.graph.fuse.values import array_of, perm_of, tensor_of
+from mha_deploy.graph.ir import is_op
 
 Size = int | str | None
 """A number, a product of names such as `4*B*S`, or None where it is not known."""
@@ -23,40 +24,22 @@ _FACTORS = re.compile(r"[\w.]+(\*[\w.]+)*")
 _GENERATED = "unk__"  # ONNX's names for sizes that it does not know
 _MAX_CONTENT = 32
 _SAME_SHAPE = frozenset(
-    {"Identity", "Cast", "Softmax", "LayerNormalization", "RMSNormalization", "Neg", "Sqrt", "Tanh", "Erf"}
-    | {
-        "Sigmoid",
-        "Relu",
-        "Gelu",
-        "Exp",
-        "Log",
-        "Abs",
-        "Reciprocal",
-        "Not",
-        "IsNaN",
+    {
+        "Identity",
+        "Cast",
+        "Softmax",
+        "LogSoftmax",
+        "LayerNormalization",
+        "RMSNormalization",
         "Dropout",
         "Trilu",
-        "Clip",
     }
-    | {"Sin", "Cos", "LogSoftmax", "Floor", "CumSum"}
+    | {"Neg", "Sqrt", "Tanh", "Erf", "Sigmoid", "Relu", "Gelu", "Exp", "Log", "Abs", "Reciprocal", "Floor"}
+    | {"Not", "IsNaN", "Clip", "Sin", "Cos", "CumSum"}
 )
 _BROADCAST = frozenset(
-    {
-        "Add",
-        "Sub",
-        "Mul",
-        "Div",
-        "Pow",
-        "Where",
-        "And",
-        "Or",
-        "Xor",
-        "Equal",
-        "Greater",
-        "GreaterOrEqual",
-        "Less",
-    }
-    | {"LessOrEqual", "Max", "Min", "Mod"}
+    {"Add", "Sub", "Mul", "Div", "Pow", "Where", "And", "Or", "Xor", "Max", "Min", "Mod"}
+    | {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
 )
 _SAME_CONTENT = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape"})
 

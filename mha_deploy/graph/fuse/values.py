@@ -16,7 +16,7 @@ import onnx.version_converter
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.ir import Dim
+from mha_deploy.graph.ir import Dim, is_op
 
 # -- Small questions to a graph: is this a constant, are these two sizes the same, who uses thi ----
 
@@ -171,11 +171,6 @@ def same_or_cut(dim: int | ir.SymbolicDim, size: int | ir.SymbolicDim) -> bool:
     name = re.escape(str(size))
     found = re.fullmatch(rf"Min\((?:(\d+), {name}|{name}, (\d+))\)", str(dim))
     return found is not None and int(found[1] or found[2]) > 1  # a single row would be broadcast
-
-
-def is_op(node: ir.Node | None, *op_types: str) -> bool:
-    """Whether a node is one of these operators of ONNX's own set."""
-    return node is not None and node.domain == "" and node.op_type in op_types
 
 
 def perm_of(node: ir.Node) -> list[int]:
@@ -401,19 +396,11 @@ def from_old_opset(model: ir.Model) -> ir.Model:
                 new.graph.inputs.remove(value)
             new.graph.register_initializer(value)
     new.metadata_props.update(model.metadata_props)
-    known = {value.name: value.shape for node in model.graph.all_nodes() for value in node.outputs}
     for node in new.graph.all_nodes():
         for value in node.outputs:
-            if not value.is_graph_output():  # the converter gives every size that it does not know a new name
-                shape = known.get(value.name)
-                if shape is not None and not any(_is_made_up(size) for size in shape):
-                    value.shape = shape
+            if not value.is_graph_output():
+                value.shape = None  # the converter gives every size that it does not know a name of its own
     return new
-
-
-def _is_made_up(size: int | ir.SymbolicDim) -> bool:
-    """Whether a size is unknown, or has a name that shape inference gave it."""
-    return not isinstance(size, int) and (size.value is None or size.value.startswith("unk__"))
 
 
 _SMALL = 1024  # bytes

@@ -17,7 +17,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, dims_of, is_op, tensor_of
+from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, dims_of, tensor_of
+from mha_deploy.graph.ir import is_op
 
 Dims = tuple[int | str, ...]
 """The sizes of a tensor; a dynamic one as the expression that the file gives for it."""
