@@ -161,11 +161,12 @@ def test_a_batch_element_without_keys_has_output_zero(dialect: str) -> None:
     np.testing.assert_allclose(y, attend(model, feeds)[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("keys", [SELF_K, SELF_G])
 @pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib", "plugin"])
-def test_lowest_number_in_a_mask_does_not_open_hidden_keys(dialect: str) -> None:
+def test_lowest_number_in_a_mask_does_not_open_hidden_keys(dialect: str, keys: tuple[Any, ...]) -> None:
     # Left padding as transformers write it: the first keys hold the lowest number, not -inf. A query that
     # sees only such keys attends to them evenly, and never to the keys that causality hides.
-    model = attention(Q4, SELF_K, mask=("fp32", ("B", 1, 1, "S")), is_causal=1)
+    model = attention(Q4, keys, mask=("fp32", ("B", 1, 1, "S")), is_causal=1)
     feeds = random_feeds(model, SIZES[0])
     feeds["mask"][:] = 0
     feeds["mask"][..., :2] = np.finfo(np.float32).min

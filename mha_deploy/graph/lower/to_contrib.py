@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, Y
@@ -118,7 +120,7 @@ def _group_query(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
     last = b.op("Sub", total, b.constant([1], ir.DataType.INT32))
     lengths = [b.expand(last, b.size(call.q, 0), name="last_key"), b.op("Squeeze", total, name="key_count")]
     tensors = [*_merged(b, call), call.past_key, call.past_value, *lengths]
-    tensors += [None, None, None, _bias(b, call, mask)]
+    tensors += [None, None, None, _above_lowest(b, call, _bias(b, call, mask))]
     attributes = _group_query_attributes(call, attention.left_window if own_window else -1)
     if call.dtype == ir.DataType.FLOAT16 and call.scale < 1:
         # The CPU's kernel multiplies before it scales, and overflows. By a power of two it is exact.
@@ -168,6 +170,15 @@ def _bias(b: NodeBuilder, call: AttentionCall, mask: Mask | None) -> ir.Value | 
     queries = shape[-2] if len(shape) > 1 else 1
     whole = not mask.one_row and (call.mask is None or same_size(call.attention.S, queries))
     return bias if whole else b.expand(bias, 1, 1, query_length(b, call), 1)
+
+
+def _above_lowest(b: NodeBuilder, call: AttentionCall, bias: ir.Value | None) -> ir.Value | None:
+    """The bias with the next number in place of the lowest, which this operator takes for -inf."""
+    if bias is None or call.attention.mask in ("bool", "none") or call.dtype == ir.DataType.FLOAT16:
+        return bias
+    lowest = ml_dtypes.finfo(call.dtype.numpy()).min
+    above = b.constant(float(np.nextafter(lowest, call.dtype.numpy().type(0))), call.dtype)
+    return b.op("Where", b.op("Equal", bias, b.constant(float(lowest), call.dtype)), above, bias)
 
 
 def _finish(b: NodeBuilder, call: AttentionCall, mask: Mask | None, y: ir.Value) -> ir.Value:
