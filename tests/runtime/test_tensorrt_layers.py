@@ -338,6 +338,7 @@ def test_types_in_every_spelling(text, expected):
         ("[ONNX Layer: a]\x1e[ONNX Layer: a]", ("a",)),
         ("[ONNX Layer: x[0]/y]", ("x[0]/y",)),
         ("", ()),
+        ("[ONNX Layer: conv]__gemm_from_conv1x1\x1f[ONNX Layer: norm]", ("conv", "norm")),
     ],
 )
 def test_node_names_in_metadata(text, expected):

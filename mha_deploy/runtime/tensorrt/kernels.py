@@ -211,7 +211,7 @@ def dtype_of(text: str) -> str:
 
 def onnx_nodes_of(metadata: str) -> tuple[str, ...]:
     """The node names in a layer's metadata, `[ONNX Layer: a]` each; their separator differs by version."""
-    names = re.findall(r"\[ONNX Layer: (.*?)\](?=\x1f|\x1e|\[ONNX Layer: |\s*$)", metadata)
+    names = re.findall(r"\[ONNX Layer: (.*?)\](?:__\w+)?(?=\x1f|\x1e|\[ONNX Layer: |\s*$)", metadata)
     if not names:
         # 8.6 joins the names of its own layers by `+`, each made from a node's name and what it does.
         for part in filter(None, map(str.strip, metadata.split("+"))):
