@@ -26,7 +26,7 @@ from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
-from mha_deploy.validate.verdict import engines_to_dict, frame, model_to_dict
+from mha_deploy.validate.verdict import FAILURE, engines_to_dict, frame, model_to_dict
 
 
 def probe(request: Mapping[str, Any]) -> dict[str, str]:
@@ -103,7 +103,9 @@ def _judged(bundle: Bundle, engine: Engine) -> tuple[str, str, dict[str, Any]]:
     # The graph is the same in every cell: only the engine is judged, and timed.
     options = ValidateOptions(backends=(engine.path.stem,), sweep=False)
     validated = validate_bundle(bundle, options)
-    return "passed" if validated.passed else "failed", validated.headline, validated.to_dict()
+    failed = any(finding.level == FAILURE for finding in validated.findings)
+    status = "passed" if validated.passed else "failed" if failed else "built"
+    return status, validated.headline, validated.to_dict()
 
 
 def _built(bundle: Bundle, engine: Engine, why: str) -> dict[str, Any]:

@@ -169,6 +169,14 @@ class _Latency(Struct, frozen=True):
 class _Verdict(Struct, frozen=True):
     passed: bool
     headline: str = ""
+    outcome: str = ""
+
+    @property
+    def status(self) -> str:
+        """`passed`, `failed` or `not verified`."""
+        if self.passed:
+            return self.outcome or "passed"
+        return "failed" if self.outcome in ("", "passed") else self.outcome
 
 
 class _Model(Struct, frozen=True):
@@ -375,7 +383,15 @@ REGRESSION, INCONCLUSIVE, IMPROVEMENT, CHANGED, SAME = (
 
 # Statuses by rank: what falls is worse.
 _RANKS: Mapping[str, Mapping[str, int]] = {
-    "verdict": {"passed": 3, "built": 2, "failed": 1, "refused": 1, "crashed": 0, "unavailable": 0},
+    "verdict": {
+        "passed": 3,
+        "built": 2,
+        "not verified": 2,
+        "failed": 1,
+        "refused": 1,
+        "crashed": 0,
+        "unavailable": 0,
+    },
     "fusion": {"fused": 2, "unknown": 1, "decomposed": 0},
     "precision": {"verified": 2, "unknown": 1, "mixed": 0},
     "invariance": {"passed": 1, "failed": 0},
@@ -483,8 +499,7 @@ def measurements(result: Result) -> Measurements:
     if result.cell:
         add("verdict", "cell", _status("verdict", "", result.cell))
     if result.verdict:
-        passed = "passed" if result.verdict.passed else "failed"
-        add("verdict", "validation", _status("verdict", "", passed))
+        add("verdict", "validation", _status("verdict", "", result.verdict.status))
     rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in result.engines if each.rebuilds}
     for run in result.parity:
         owner, noise = _without_version(run.backend), rebuilds.get(run.backend)

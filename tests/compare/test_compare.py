@@ -385,3 +385,13 @@ def test_the_workflow_and_the_plan_of_the_examples_are_valid(run_cli):
             known = run_cli(verb, "--help").out
             assert [option for option in re.findall(r"--[a-z-]+", arguments) if option not in known] == []
     assert [runtime.name for runtime in read_plan(folder / "rtx.toml").runtimes][-1] == "rtx-1.7"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "passed"), [("passed", "not verified", False), ("failed", "not verified", True)]
+)
+def test_a_validation_that_ran_nothing_ranks_between_passed_and_failed(old, new, passed):
+    sides = [passing(), passing()]
+    for side, outcome in zip(sides, (old, new), strict=True):
+        side["verdict"] |= {"outcome": outcome, "passed": outcome == "passed"}
+    assert md.compare(*sides).passed is passed
