@@ -275,6 +275,8 @@ SPECS = {
     "deep": "a = " + "[" * 5000 + "]" * 5000,
     "digits": "Hq = " + "9" * 10_000,
     "a large number": "Hq = 1000000000000000000000\nE = 64\n[axes]\nB = 1\nS = 8",
+    "a billion heads": "Hq = 1000000000\nHkv = 1000000000\nD = 64\nE = 64\n[axes]\nB = 1\nS = 8",
+    "an endless axis": "Hq = 4\nE = 64\n[axes]\nB = 1\nS = { min = 1, opt = 8, max = 9000000000000000000 }",
     "infinite": "Hq = 4\nE = 64\nscale = inf\n[axes]\nB = 1\nS = 8",
     "escape": 'Hq = 4\nE = 64\nsummary = "\\u001b[31m"\n[axes]\nB = 1\nS = 8',
     "no text": b"\xff\xfe\x00",
