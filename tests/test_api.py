@@ -144,6 +144,21 @@ def test_what_is_no_model_is_refused(model, options, words):
         md.load_model(model, **options)
 
 
+def test_the_heads_of_a_module_are_compared(in_memory):
+    bundle, _ = in_memory
+    found = md.compare_heads(bundle)
+    assert found.matrix.shape == (2, 2)
+    assert found.attention == bundle.manifest.attention[0]["name"]
+    with pytest.raises(md.DeployError, match="no such attention"):
+        md.compare_heads(bundle, attention="nothing")
+
+
+@pytest.mark.slow
+def test_the_heads_of_a_module_are_compared_without_a_bundle(in_memory):
+    found = md.compare_heads(in_memory[1], example_inputs=EXAMPLES, axes=AXES)
+    assert np.allclose(found.matrix, md.compare_heads(in_memory[0]).matrix, atol=5e-3)
+
+
 def test_a_module_in_memory_is_exported_and_not_changed(in_memory):
     bundle, module = in_memory
     assert module.training

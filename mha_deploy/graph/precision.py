@@ -169,7 +169,7 @@ class PrecisionPlan:
 
     def describe(self) -> dict[str, Any]:
         """The record as plain data for JSON."""
-        return asdict(self)
+        return {key: list(each) if isinstance(each, tuple) else each for key, each in asdict(self).items()}
 
 
 # -- Which types an operator accepts, by its ONNX schema -------------------------------------------
