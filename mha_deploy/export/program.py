@@ -501,12 +501,13 @@ def _export(
 def _static_axes(program: ExportedProgram, dims: NamedDims, axes: Mapping[str, Axis]) -> set[str]:
     """The axes that became numbers while PyTorch traced."""
     fed, values = _fed_nodes(program), {node.name: node.meta.get("val") for node in program.graph.nodes}
-    return {
-        dim
-        for name, node in fed.items()
-        for dim, size in zip(dims.get(name, ()), values[node].shape, strict=False)
-        if dim in axes and axes[dim].is_dynamic and str(size).isdigit()  # a symbol may stand for a number
-    }
+    static = set()
+    for name, node in fed.items():
+        for dim, size in zip(dims.get(name, ()), values[node].shape, strict=False):
+            is_axis = isinstance(dim, str) and dim in axes and axes[dim].is_dynamic
+            if is_axis and str(size).isdigit():  # a symbol may stand for a number
+                static.add(str(dim))
+    return static
 
 
 def _tried(trace: Callable[[], ExportedProgram]) -> ExportedProgram | Exception:
@@ -549,7 +550,7 @@ def _settle_norms(model: ir.Model) -> None:
             continue
         cast = ir.node("Cast", [value], {"to": scale.dtype})
         cast.outputs[0].name = f"{node.outputs[0].name}_in"
-        cast.outputs[0].dtype, cast.outputs[0].shape = scale.dtype, value.shape
+        cast.outputs[0].type, cast.outputs[0].shape = scale.type, value.shape
         node.graph.insert_before(node, cast)
         node.replace_input_with(0, cast.outputs[0])
 
@@ -613,9 +614,13 @@ def _write_complex_as_real(program: ExportedProgram) -> None:
     nodes = [node for node in graph.nodes if any(map(_is_complex, (node, *node.all_input_nodes)))]
     called = [node for node in nodes if node.op == "call_function"]
     known = _PARTWISE | _COMPLEX
-    if not called or any(getattr(node.target, "overloadpacket", None) not in known for node in called):
+    for node in called:
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet not in known or (packet in (_aten.to, _aten._to_copy) and not _is_complex(node)):
+            return
+    if not called:
         return
-    pairs: dict[Node, tuple[Node, Node]] = {}
+    pairs: dict[Node, tuple[Any, Any]] = {}
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     for node in nodes:
         with graph.inserting_before(node if node.op == "call_function" else first):
@@ -645,7 +650,7 @@ def _emit(graph: Graph, origin: Node, target: Any, *args: Any, **kwargs: Any) ->
     return node
 
 
-def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Node, Node]]) -> None:
+def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Any, Any]]) -> None:
     """Write one operator on complex numbers: `pairs` gets its result, or its users another node."""
     emit = partial(_emit, graph, node)
     packet, args, kwargs = node.target.overloadpacket, node.args, node.kwargs  # type: ignore[union-attr]
@@ -660,16 +665,13 @@ def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Node, Node]]) 
 
     def plus(one: Any, other: Any, target: Any = _aten.add.Tensor) -> Any:
         if one is None or other is None:
-            return (
-                one
-                if other is None
-                else other
-                if target is _aten.add.Tensor
-                else emit(_aten.neg.default, other)
-            )
+            alone = one if other is None else other
+            return emit(_aten.neg.default, alone) if one is None and target is _aten.sub.Tensor else alone
         return emit(target, one, other)
 
-    real, imaginary = parts(args[0]) if args else (None, None)
+    real: Any
+    imaginary: Any
+    real, imaginary = parts(args[0])
     if packet is _aten.view_as_complex:
         pairs[node] = tuple(emit(_aten.select.int, args[0], -1, part) for part in (0, 1))  # type: ignore[assignment]
     elif packet is _aten.complex:
@@ -706,9 +708,8 @@ def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Node, Node]]) 
     else:
         made = []
         for part in (0, 1):
-            given = tree_map_only(
-                Node, lambda each, part=part: pairs.get(each, (each, each))[part], (args, kwargs)
-            )
+            chosen = {each: pair[part] for each, pair in pairs.items()}
+            given = tree_map_only(Node, lambda each, chosen=chosen: chosen.get(each, each), (args, kwargs))  # type: ignore[misc]
             made.append(emit(node.target, *given[0], **given[1]))
         pairs[node] = made[0], made[1]
 
@@ -716,7 +717,9 @@ def _write_pair(graph: Graph, node: Node, pairs: dict[Node, tuple[Node, Node]]) 
 @contextlib.contextmanager
 def _batched_experts(module: nn.Module) -> Iterator[None]:
     """Let Transformers' mixtures of experts multiply in batches: ONNX has no grouped GEMM."""
-    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    configs: dict[int, Any] = {
+        id(part.config): part.config for part in module.modules() if hasattr(part, "config")
+    }
     before = [(each, getattr(each, "_experts_implementation", None)) for each in configs.values()]
     switched = [(each, kind) for each, kind in before if kind in ("grouped_mm", "eager")]
     for config, _ in switched:
