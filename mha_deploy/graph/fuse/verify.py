@@ -400,12 +400,12 @@ def _drawn(
         return shown
     if value.dtype is not None and not value.dtype.is_floating_point():
         # Integers are mostly masks of 0 and 1: padded anywhere, on the left, one batch element as a whole.
-        numbers = random.random(shape) < 0.7
+        shown = random.random(shape) < 0.7
         if draw == 1 and shape:
-            numbers = np.broadcast_to(np.arange(shape[-1]) >= shape[-1] // 2, shape)
+            shown = np.broadcast_to(np.arange(shape[-1]) >= shape[-1] // 2, shape)
         elif draw == 3 and shape:
-            numbers[0] = False
-        return numbers.astype(dtype)
+            shown[0] = False
+        return shown.astype(dtype)
     if spread is not None:
         # Beyond 16, a score changes the lowest number of float16.
         sharp = _SHARP_HALF if dtype == np.float16 else _SHARP
