@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from inspect import Parameter, Signature, signature
 from itertools import count
-from types import MethodType
 from typing import Any
 
 import onnx_ir as ir
@@ -737,22 +736,22 @@ def _explicit_forward(module: nn.Module, names: Sequence[str]) -> Iterator[None]
     if all(each.kind is not each.VAR_KEYWORD for each in signature(module.forward).parameters.values()):
         yield
         return
-    before = module.__dict__.get("forward")
-    # Not the bound method: strict tracing would name the weights by it.
-    own = getattr(module.forward, "__func__", lambda self, **kwargs: before(**kwargs))  # type: ignore[misc]
+    kind, own = type(module), module.__dict__.pop("forward", None)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return own(self, **dict(zip(names, args, strict=False)), **kwargs)
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        return kind.forward(self, **inputs) if own is None else own(**inputs)
 
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
     forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    module.forward = MethodType(forward, module)
+    # In a class: strict tracing would name the weights by a method of the object.
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     try:
         yield
     finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
+        module.__class__ = kind
+        if own is not None:
+            module.forward = own
 
 
 @contextlib.contextmanager
