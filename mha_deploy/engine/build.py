@@ -181,6 +181,8 @@ def _request(
     cache: Path,
 ) -> BuildRequest:
     spec = bundle.manifest.spec
+    # With `--precision auto` most graphs are FP16 throughout, and need no constraints.
+    wide = spec.mixed and bool(bundle.manifest.checks.get("mixed precision", {}).get("kept"))
     return BuildRequest(
         onnx=onnx_path,
         backend=rt.backend,
@@ -198,7 +200,7 @@ def _request(
         refit=options.refit,  # type: ignore[arg-type]
         allow_decomposed=options.allow_decomposed and rt.can.attention,
         # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
-        precision_constraints=spec.mixed and not rt.can.strongly_typed_flag,
+        precision_constraints=wide and not rt.can.strongly_typed_flag,
     )
 
 
