@@ -2,6 +2,7 @@
 
 import fuse_modules as modules
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -9,6 +10,7 @@ from fuse_modules import spelling
 from onnx import TensorProto, helper
 from test_fuse import SIZES, run, source_line
 
+import mha_deploy as md
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.fuse import fuse_attention
 
@@ -183,3 +185,16 @@ def test_the_modes_of_grid_sample_have_other_names_in_opset_23(old, new):
     fused, report = fuse_attention(model)
     assert report.complete
     assert fused.graph[-1].attributes.get_string("mode") == new
+
+
+def test_a_file_of_an_old_opset_without_attention_stays():
+    weight = onnx.numpy_helper.from_array(np.ones((40, 40), np.float32), "w")
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 40]) for name in "xy"]
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])], "g", value[:1], value[1:], [weight]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 15)], ir_version=8)
+    new, report = md.fuse(model)
+    assert (report.complete, [each.name for each in new.graph.initializer]) == (True, ["w"])
+    assert [each.name for each in new.graph.input] == ["x"]
+    assert new.opset_import[0].version == 15

@@ -387,6 +387,11 @@ def from_old_opset(model: ir.Model) -> ir.Model:
             got=f"opset {current}: {error}",
             hint="export it again with a newer opset",
         ) from error
+    finally:
+        for value in kept.values():
+            if value not in inputs:
+                model.graph.inputs.remove(value)
+            model.graph.register_initializer(value)
     new = ir.from_proto(proto)
     for value in list(new.graph.inputs):
         old = kept.get(str(value.name))
