@@ -102,6 +102,11 @@ def causal_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
     return _other_diagonal(node, attention, ahead=1, after_past=True)
 
 
+def causal_leak(node: ir.Node, attention: AttentionNode) -> bool:
+    """The last query but one attends to one later key, and no other does."""
+    return _other_diagonal(node, attention, ahead=1, after_past=True, only_query=2)
+
+
 def past_forgotten(node: ir.Node, attention: AttentionNode) -> bool:
     """The diagonal of a layer with a cache starts at its first key, as if the cache were empty."""
     cached = attention.has_past or attention.has_nonpad_kv_seqlen
@@ -120,6 +125,107 @@ def cache_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
     return True
 
 
+def newest_entry_zero(node: ir.Node, attention: AttentionNode) -> bool:
+    """The last of the new keys and values is zero."""
+    return all(
+        _with_last(node, position, lambda build, last: build.op("Sub", last, last)) for position in (K, V)
+    )
+
+
+def entry_late(node: ir.Node, attention: AttentionNode) -> bool:
+    """The new entries of a preallocated cache are written one slot late, where there is room."""
+    for scatter in (scatter_of(node, at) for at in (K, V)):
+        cache, update, starts = (input_at(scatter, at) for at in (0, _UPDATE, _WRITE_INDICES))
+        if scatter is None or cache is None or update is None or starts is None:
+            return False
+        build = NodeBuilder(f"{scatter.name}/mutation")
+        T, S = (build.op("Shape", value, start=2, end=3) for value in (cache, update))
+        later = build.op("Add", starts, build.ints(1))
+        feed(scatter, _WRITE_INDICES, build, build.op("Min", later, build.op("Sub", T, S)))
+    return True
+
+
+def entry_stale(node: ir.Node, attention: AttentionNode) -> bool:
+    """Attention reads the preallocated cache as it was before the new entries were written."""
+    for position in (K, V):
+        scatter = scatter_of(node, position)
+        if scatter is None:
+            return False
+        node.replace_input_with(position, scatter.inputs[0])
+    return True
+
+
+def values_beyond_a_length(node: ir.Node, attention: AttentionNode) -> bool:
+    """The values of the last quarter of the keys are 5 % too large."""
+    value = input_at(node, V)
+    if value is None or value.dtype is None:
+        return False
+    build = NodeBuilder(f"{node.name}/mutation")
+    axis = 1 if attention.rank == 3 else 2
+    T = build.op("Shape", value, start=axis, end=axis + 1)
+    first = build.op("Div", build.op("Mul", T, build.ints(3)), build.ints(4))
+    late = build.op("GreaterOrEqual", build.count_up(T), first)
+    factor = build.op("Where", late, build.constant(1.05, value.dtype), build.constant(1.0, value.dtype))
+    factor = build.unsqueeze(factor, *((0, 2) if attention.rank == 3 else (0, 1, 3)))
+    feed(node, V, build, build.op("Mul", value, factor))
+    return True
+
+
+def last_batch_element_off(node: ir.Node, attention: AttentionNode) -> bool:
+    """The heads of the last batch element are 0.5 % too large."""
+    output = node.outputs[Y]
+    if output.dtype is None:
+        return False
+    build = NodeBuilder(f"{node.name}/mutation")
+    B = build.op("Shape", output, start=0, end=1)
+    is_last = build.op("Equal", build.count_up(B), build.op("Sub", B, build.ints(1)))
+    factor = build.op(
+        "Where", is_last, build.constant(1.005, output.dtype), build.constant(1.0, output.dtype)
+    )
+    factor = build.unsqueeze(factor, *range(1, attention.rank))
+    follow(node, build, build.op("Mul", output, factor))
+    return True
+
+
+def head_zero(node: ir.Node, attention: AttentionNode) -> bool:
+    """The first head is zero."""
+    output, heads, size = node.outputs[Y], attention.Hq, attention.Dv
+    if output.dtype is None or not isinstance(heads, int) or not isinstance(size, int):
+        return False
+    build = NodeBuilder(f"{node.name}/mutation")
+    keeps = np.arange(heads) > 0
+    kept = np.repeat(keeps, size) if attention.rank == 3 else keeps[:, None, None]
+    factor = build.constant(kept.astype(float).tolist(), output.dtype)
+    follow(node, build, build.op("Mul", output, factor))
+    return True
+
+
+def _with_last(node: ir.Node, position: int, change: Callable[[NodeBuilder, ir.Value], ir.Value]) -> bool:
+    """Change the last of the new keys or values; of a preallocated cache, what is written to it."""
+    scatter = scatter_of(node, position)
+    taker, at = (node, position) if scatter is None else (scatter, _UPDATE)
+    value = input_at(taker, at)
+    if value is None or value.shape is None:
+        return False
+    return _changed_last(taker, at, value, len(value.shape) // 2, change)
+
+
+def _changed_last(
+    node: ir.Node,
+    position: int,
+    value: ir.Value,
+    axis: int,
+    change: Callable[[NodeBuilder, ir.Value], ir.Value],
+) -> bool:
+    """Let a node read an input whose last element along an axis is changed."""
+    build = NodeBuilder(f"{node.name}/mutation_{position}")
+    axes, last = build.ints(axis), build.ints(-1)
+    before = build.op("Slice", value, build.ints(0), last, axes)
+    after = build.op("Slice", value, last, build.ints(np.iinfo(np.int64).max), axes)
+    feed(node, position, build, build.op("Concat", before, change(build, after), axis=axis))
+    return True
+
+
 def _shift(node: ir.Node, position: int, *, axis: int) -> bool:
     """Shift an input by one along an axis, with its first element twice."""
     value = input_at(node, position)
@@ -133,8 +239,13 @@ def _shift(node: ir.Node, position: int, *, axis: int) -> bool:
     return True
 
 
-def _other_diagonal(node: ir.Node, attention: AttentionNode, *, ahead: int, after_past: bool) -> bool:
-    """Write causality as a mask with another diagonal: `ahead` keys later, and after the past or not."""
+def _other_diagonal(
+    node: ir.Node, attention: AttentionNode, *, ahead: int, after_past: bool, only_query: int | None = None
+) -> bool:
+    """Write causality as a mask with another diagonal: `ahead` keys later, and after the past or not.
+
+    `only_query` is the one query with that diagonal, counted from the end.
+    """
     q, k, mask = input_at(node, Q), input_at(node, K), input_at(node, MASK)
     if not causal_dropped(node, attention) or q is None or k is None or q.dtype is None:
         return False
@@ -148,8 +259,11 @@ def _other_diagonal(node: ir.Node, attention: AttentionNode, *, ahead: int, afte
         T = build.op("Add", start, T)
     elif ends is not None:
         start = build.op("Sub", ends, S)
-    queries = build.unsqueeze(build.count_up(S), 1)
-    queries = build.op("Add", queries, build.ints(ahead))
+    further = build.ints(ahead)
+    if only_query is not None:
+        is_it = build.op("Equal", build.count_up(S), build.op("Sub", S, build.ints(only_query)))
+        further = build.unsqueeze(build.op("Where", is_it, further, build.ints(0)), 1)
+    queries = build.op("Add", build.unsqueeze(build.count_up(S), 1), further)
     if after_past and start is not None:
         queries = build.op("Add", build.reshape(start, -1, 1, 1, 1), queries)
     else:
@@ -191,11 +305,15 @@ def without_effect(spec: AttentionSpec) -> frozenset[str]:
         # The last token of a call has no later key.
         "causal dropped": new > 1,
         "causal off by one": new > 1,
+        "causal leak in one query": new > 1,
+        # Where every call fills the cache, nothing is later or was there before.
+        "entry one slot late": past > 0,
         "past forgotten": past > 0,
         "cache off by one": past > (1 if spec.cache == "dynamic" else 0),
         # Keys are in the cache as well as in the scores. At position 0 nothing is rotated.
         "rotary dropped": keys > 1 and (visible > 1 or spec.cache != "none"),
         "rotary off by one": keys > 1 and (visible > 1 or spec.cache != "none"),
+        "rotary off by one on the last key": keys > 1 and (visible > 1 or spec.cache != "none"),
     }
     return frozenset(mutation for mutation, shows in needs.items() if not shows)
 
@@ -296,6 +414,19 @@ def _rotary_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
     return True
 
 
+def _rotary_off_on_last(node: ir.Node, attention: AttentionNode) -> bool:
+    """The last new key is rotated by the position before."""
+    rotary = _rotary_of(node, K)
+    positions = input_at(rotary, _POSITIONS)
+    if rotary is None or positions is None or positions.shape is None:
+        return False
+
+    def earlier(build: NodeBuilder, last: ir.Value) -> ir.Value:
+        return build.op("Max", build.op("Sub", last, build.ints(1)), build.ints(0))
+
+    return _changed_last(rotary, _POSITIONS, positions, len(positions.shape) - 1, earlier)
+
+
 def _rotary_of(node: ir.Node, position: int) -> ir.Node | None:
     return made_by(new_entries(node, position), "RotaryEmbedding")
 
@@ -341,13 +472,21 @@ _MUTATIONS: dict[str, Mutation] = {
     "mask off by one": mask_off_by_one,
     "causal dropped": causal_dropped,
     "causal off by one": causal_off_by_one,
+    "causal leak in one query": causal_leak,
     "past forgotten": past_forgotten,
     "cache off by one": cache_off_by_one,
+    "newest entry zero": newest_entry_zero,
+    "entry one slot late": entry_late,
+    "stale entries": entry_stale,
+    "values beyond a length": values_beyond_a_length,
+    "last batch element off by 0.5 %": last_batch_element_off,
+    "one head zero": head_zero,
     "KV heads swapped": _kv_heads_swapped,
     "groups interleaved": _groups_interleaved,
     "heads transposed": _heads_transposed,
     "rotary dropped": _rotary_dropped,
     "rotary off by one": _rotary_off_by_one,
+    "rotary off by one on the last key": _rotary_off_on_last,
     "bias dropped": _bias_dropped,
     "NaN": _not_a_number,
 }

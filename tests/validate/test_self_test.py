@@ -29,7 +29,13 @@ CACHED = {
 }
 # Between them, these layers have everything that can be got wrong.
 LAYERS = {
-    "tiny-gqa": {"causal dropped", "causal off by one", "KV heads swapped", "groups interleaved"},
+    "tiny-gqa": {
+        "causal dropped",
+        "causal off by one",
+        "causal leak in one query",
+        "KV heads swapped",
+        "groups interleaved",
+    },
     "tiny-causal-padding": {"mask dropped", "mask off by one", "causal off by one"},
     "tiny-additive-causal": {"mask dropped", "causal off by one"},
     "tiny-packed": {"bias dropped", "groups interleaved"},
@@ -39,13 +45,27 @@ LAYERS = {
     "tiny-head-mix": {"bias dropped"},
     "tiny-sparse-heads": {"heads transposed"},
     "tiny-grouped-mlp": {"KV heads swapped"},
-    "tiny-rope": {"rotary dropped", "rotary off by one"},
+    "tiny-rope": {"rotary dropped", "rotary off by one", "rotary off by one on the last key"},
     "tiny-softcap": {"softcap dropped", "causal off by one"},
     "tiny-dynamic": {*CACHED, "rotary dropped", "rotary off by one"},
-    "tiny-preallocated": {*CACHED, "rotary dropped", "rotary off by one"},
+    "tiny-preallocated": {
+        *CACHED,
+        "rotary dropped",
+        "rotary off by one",
+        "entry one slot late",
+        "stale entries",
+    },
     "tiny-window": {"mask dropped", "mask off by one", "cache off by one", "heads transposed"},
 }
-ALWAYS = {"scale off by 0.5 %", "scale missing", "NaN"}
+ALWAYS = {
+    "scale off by 0.5 %",
+    "scale missing",
+    "NaN",
+    "newest entry zero",
+    "values beyond a length",
+    "last batch element off by 0.5 %",
+    "one head zero",
+}
 
 
 @pytest.mark.sweep(6)
@@ -63,12 +83,18 @@ def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, pre
 # What cannot show within the axes: the future of a single token, a past that is always empty, the share of a
 # key that is seen alone.
 ALONE = {"scale off by 0.5 %", "scale missing", "groups interleaved"}
+AHEAD = {"causal dropped", "causal off by one", "causal leak in one query"}
 NARROW = {
-    "token by token": ("tiny-dynamic", {"S": "1"}, {}, {"causal dropped", "causal off by one"}),
-    "static token by token": ("tiny-preallocated", {"S": "1"}, {}, {"causal dropped", "causal off by one"}),
+    "token by token": ("tiny-dynamic", {"S": "1"}, {}, AHEAD),
+    "static token by token": ("tiny-preallocated", {"S": "1"}, {}, AHEAD),
     "no past": ("tiny-dynamic", {"P": "0"}, {}, {"past forgotten", "cache off by one"}),
     "a past of one": ("tiny-dynamic", {"P": "0:1:1"}, {}, {"cache off by one"}),
-    "filled by every call": ("tiny-preallocated", {"S": "64"}, {}, {"past forgotten", "cache off by one"}),
+    "filled by every call": (
+        "tiny-preallocated",
+        {"S": "64"},
+        {},
+        {"past forgotten", "cache off by one", "entry one slot late"},
+    ),
     "window of one": ("tiny-dynamic", {}, {"window": 1}, ALONE),
     "idle window": ("tiny-preallocated", {"S": "1"}, {"window": 99}, {"mask dropped", "mask off by one"}),
     "one additive key": ("tiny-additive", {"S": "1"}, {}, {*ALONE, "mask dropped"}),
