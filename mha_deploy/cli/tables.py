@@ -529,7 +529,8 @@ def _blocks(report: Report) -> Iterator[RenderableType]:
         yield rendered(serving_table([point.to_dict() for point in report.serving]))
     for finding in report.findings:
         yield Text(f"{finding.level}: {finding.text}", style=_LEVELS[finding.level])
-    yield _head(report.passed, report.headline)
+    style = {"passed": "green", "failed": "red"}.get(report.outcome, "yellow")
+    yield Text(f"{report.outcome.upper()}  {report.headline}", style=f"bold {style}")
 
 
 def _invariance(evaluation: Evaluation) -> Text:

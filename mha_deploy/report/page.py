@@ -34,7 +34,7 @@ def report_page(data: Mapping[str, Any]) -> str:
     plain = plain_report(data)
     look = series_of([plain["latency"]])
     sections, absent = report_sections(plain, look)
-    word, model = "PASSED" if plain["verdict"]["passed"] else "FAILED", plain["model"]
+    word, model = plain["verdict"]["outcome"].upper(), plain["model"]
     return _rendered(
         plain,
         title=f"{word}: {model['name']} {model['precision']}",

@@ -92,12 +92,17 @@ def records(kind: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 SECTIONS = (
     "parity", "decode", "fusion", "precision", "latency", "range", "invariance", "conformance", "engine",
-    "serving",
+    "coverage", "serving",
 )  # fmt: skip
 
 VERDICT = record(
     {
         "passed": field(FLAG, "whether everything that was requested is right"),
+        "outcome": field(
+            Literal["passed", "failed", "not verified"],
+            "`not verified`: nothing failed, but no engine of the bundle was run",
+        ),
+        "not_verified": field(TEXTS, "what was not run: engines, profiles, sizes"),
         "headline": field(TEXT, "the result in one line"),
         "findings": list_of(
             {

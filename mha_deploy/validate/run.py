@@ -38,7 +38,15 @@ from mha_deploy.validate.runtimes import (
     torch_device,
 )
 from mha_deploy.validate.sweep import random_sizes, sweep_points
-from mha_deploy.validate.verdict import Report, findings, headline, unfused_findings
+from mha_deploy.validate.verdict import (
+    LEVELS,
+    Report,
+    coverage_findings,
+    findings,
+    headline,
+    not_covered,
+    unfused_findings,
+)
 
 if TYPE_CHECKING:
     from mha_deploy.baselines.fresh import CaseMaker
@@ -53,9 +61,6 @@ _TIMED = ("opt", "prefill", "decode")
 
 # Large scores round more coarsely, by chance in the heads that matter. A mistake is hundreds of times larger.
 PROBE_ALLOWANCE = 4.0
-
-# The oracle of a sweep is computed on the GPU where there is one, and larger corners can be afforded.
-_LIMIT_ON_GPU = SizeLimit(gflop=5000.0, gib=24.0)
 
 
 def validate_bundle(
@@ -112,9 +117,16 @@ class _Validation:
         fault = self._fault(judged)
         points = points_from_rows(plan.timed, self.rows, self.bundle) if self.rows else ()
         engines, absent = tuple(self.finder.engines), (*self.finder.absent, *self.broken)
-        found = (
-            *unfused_findings(self.bundle.manifest, self.options),
-            *findings(evaluated, absent, self.broken, engines, points, ranges, table, fault, self.options),
+        missing = not_covered(judged, engines, self.bundle.manifest.spec.axes)
+        found = sorted(
+            (
+                *unfused_findings(self.bundle.manifest, self.options),
+                *findings(
+                    evaluated, absent, self.broken, engines, points, ranges, table, fault, self.options
+                ),
+                *coverage_findings(missing, self.options),
+            ),
+            key=lambda finding: LEVELS.index(finding.level),
         )
         return Report(
             bundle=self.bundle,
@@ -125,9 +137,10 @@ class _Validation:
             ranges=ranges,
             conformance=table,
             fault=fault,
-            findings=found,
-            headline=headline(judged, engines, points, found),
+            findings=tuple(found),
+            headline=headline(judged, engines, points, found, missing),
             notes=tuple(self.notes),
+            not_verified=tuple(text for _, text in missing),
         )
 
     # -- what is evaluated ----------------------------------------------------------------------
@@ -217,8 +230,11 @@ class _Validation:
     @property
     def _oracle_limit(self) -> SizeLimit:
         """What an oracle may cost: on the GPU where there is one; a user's module is computed on the CPU."""
-        on_gpu = self.bundle.manifest.spec.layer is not None and find_gpu() is not None
-        return _LIMIT_ON_GPU if on_gpu else SizeLimit(gflop=250.0)
+        gpu = find_gpu() if self.bundle.manifest.spec.layer is not None else None
+        if gpu is None:
+            return SizeLimit(gflop=250.0)
+        # The module itself keeps all scores; the oracle is computed in blocks.
+        return SizeLimit(gflop=5000.0, gib=max(24.0, 0.35 * gpu.memory_bytes / 2**30))
 
     # -- which runtimes are evaluated -----------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.manifest import Engine, attention_summary, libraries_summary, where_built
 from mha_deploy.environment import RUN_PACKAGES, versions
 from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict
+from mha_deploy.model.spec import Axis
 from mha_deploy.runtime.cuda import driver_version, find_gpu
 from mha_deploy.text import named, together, without_numbers
 from mha_deploy.validate.conformance import WRONG, ConformanceTable
@@ -62,6 +63,7 @@ class Report:
         headline: The verdict in one line.
         notes: What a reader should know besides.
         serving: How a server did under load.
+        not_verified: What was not run: engines, profiles, sizes.
     """
 
     bundle: Bundle
@@ -76,6 +78,15 @@ class Report:
     headline: str
     notes: tuple[str, ...] = ()
     serving: tuple[LoadPoint, ...] = ()
+    not_verified: tuple[str, ...] = ()
+
+    @property
+    def outcome(self) -> str:
+        """`passed`, `failed`, or `not verified` where the bundle has engines and none of them was run."""
+        ran = any(each.runtime.family in (TENSORRT, "server") and each.parity for each in self.evaluations)
+        if not self.passed:
+            return "failed"
+        return NOT_VERIFIED if self.engines and not ran else "passed"
 
     @property
     def passed(self) -> bool:
@@ -89,7 +100,9 @@ class Report:
             **frame(),
             "verdict": {
                 "passed": self.passed,
+                "outcome": self.outcome,
                 "headline": self.headline,
+                "not_verified": list(self.not_verified),
                 "findings": [asdict(finding) for finding in self.findings],
             },
             "model": model_to_dict(self.bundle),
@@ -189,7 +202,8 @@ def latency_to_dict(points: Sequence[LatencyPoint]) -> dict[str, Any] | None:
 
 # -- From what was found to what it means: the sentences of the verdict, and its headline ----------
 
-FAILURE, WARNING, NOTE = "failure", "warning", "note"
+FAILURE, WARNING, NOTE = LEVELS = "failure", "warning", "note"
+_SHOWN_MISSING = 3  # sizes in the headline
 
 
 def findings(
@@ -204,7 +218,7 @@ def findings(
     options: ValidateOptions,
 ) -> tuple[Finding, ...]:
     """Everything worth a sentence, failures first."""
-    found = [
+    found = (
         *_parity(evaluations),
         *_stepping(evaluations),
         *_invariance(evaluations),
@@ -216,9 +230,8 @@ def findings(
         *_range(ranges),
         *_conformance(conformance),
         *_latency(points),
-    ]
-    order = (FAILURE, WARNING, NOTE)
-    return tuple(sorted(found, key=lambda finding: order.index(finding.level)))
+    )
+    return tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
 
 
 def unfused_findings(manifest: Manifest, options: ValidateOptions) -> tuple[Finding, ...]:
@@ -233,11 +246,70 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> tuple[Find
     return (Finding(level=FAILURE if options.require_fused else WARNING, section="fusion", text=text),)
 
 
+def not_covered(
+    evaluations: Sequence[Evaluation], engines: Sequence[Engine], axes: Mapping[str, Axis]
+) -> tuple[tuple[str, str], ...]:
+    """What no runtime was judged on: kind (`run` or `coverage`) and a few words.
+
+    Args:
+        evaluations: The runtimes that were judged.
+        engines: The engines of the bundle.
+        axes: The axes of the model.
+    """
+    found: list[tuple[str, str]] = []
+    judged = [each for each in evaluations if each.parity]
+    ran = {id(each.runtime.engine) for each in judged if each.runtime.engine is not None}
+    found += [("run", f"engine {each.path.stem}") for each in engines if id(each) not in ran]
+    for each in [each for each in judged if each.runtime.engine is not None] or judged:
+        sizes = _judged_sizes(each)
+        engine = each.runtime.engine
+        ranges = [axes] if engine is None else engine.manifest.ranges
+        for index, profile in enumerate(ranges):
+            inside = [one for one in sizes if _is_within(one, profile)]
+            place = f" in profile {index} of {each.runtime.name}" if len(ranges) > 1 else ""
+            if not inside:
+                found.append(("coverage", f"profile {index} of {each.runtime.name}"))
+                continue
+            for axis, limits in profile.items():
+                largest = max((one[axis] for one in inside if axis in one), default=limits.max)
+                if largest < limits.max:
+                    found.append(("coverage", f"{axis} above {largest} (up to {limits.max}){place}"))
+    return tuple(dict.fromkeys(found))
+
+
+def _judged_sizes(evaluation: Evaluation) -> list[Mapping[str, int]]:
+    """The sizes of everything that was run and is right."""
+    reports = [report.verdicts for report in (*evaluation.parity, *evaluation.decode_reports)]
+    return [verdict.sizes for verdicts in reports for verdict in verdicts if verdict.passed]
+
+
+def _is_within(sizes: Mapping[str, int], profile: Mapping[str, Axis]) -> bool:
+    return all(
+        profile[axis].min <= size <= profile[axis].max for axis, size in sizes.items() if axis in profile
+    )
+
+
+def coverage_findings(missing: Sequence[tuple[str, str]], options: ValidateOptions) -> tuple[Finding, ...]:
+    """What was not run, as a failure where it was required."""
+    found = []
+    for kind, required in (
+        ("run", options.require_run or options.require_coverage),
+        ("coverage", options.require_coverage),
+    ):
+        words = [text for each, text in missing if each == kind]
+        if words:
+            level = FAILURE if required else NOTE
+            text = f"{NOT_VERIFIED}, since not run: {'; '.join(words)}"
+            found.append(Finding(level=level, section="coverage", text=text))
+    return tuple(found)
+
+
 def headline(
     evaluations: Sequence[Evaluation],
     engines: Sequence[Engine],
     points: Sequence[LatencyPoint],
     found: Sequence[Finding],
+    missing: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The verdict in one line: is it right, is it fused, is it in its precision, is it fast."""
     failures = [finding.text for finding in found if finding.level == FAILURE]
@@ -260,7 +332,11 @@ def headline(
             parts.append("fusion and precision not verified")
         elif engine is not None:
             parts += [engine.manifest.fusion_summary, engine.manifest.precision_summary]
-    return ", ".join([*parts, *_speed((ran or judged)[0], points)])
+    parts += _speed((ran or judged)[0], points)
+    sizes = [text for kind, text in missing if kind == "coverage"]
+    more = f" and {len(sizes) - _SHOWN_MISSING} more" if len(sizes) > _SHOWN_MISSING else ""
+    parts += [f"{NOT_VERIFIED}: {', '.join(sizes[:_SHOWN_MISSING])}{more}"] if sizes else []
+    return ", ".join(parts)
 
 
 def _outputs(evaluation: Evaluation) -> str:

@@ -28,6 +28,8 @@ def passing():
         "created": "2026-11-15T05:00:00Z",
         "verdict": {
             "passed": True,
+            "outcome": "passed",
+            "not_verified": ["S above 4096 (up to 8192)"],
             "headline": "right, 1/1 fused, precision: fp16 (verified), 1.20x faster than the best PyTorch",
             "findings": [
                 finding("warning", "latency", "the clocks were held back (power cap) in 1 of 47 timings"),
@@ -63,6 +65,8 @@ def failing():
     data = passing()
     data["verdict"] = {
         "passed": False,
+        "outcome": "failed",
+        "not_verified": [],
         "headline": "wrong: 3 of 10 outputs are out of budget on tensorrt 8.6.1",
         "findings": [
             finding("failure", "parity", "tensorrt 8.6.1: opt/output is at 8.05 budgets"),
@@ -124,6 +128,8 @@ def cpu_only():
     why = "there is no NVIDIA GPU on this machine"
     data["verdict"] = {
         "passed": True,
+        "outcome": "not verified",
+        "not_verified": ["engine tensorrt-rtx"],
         "headline": "the graph is right; the engine was built and inspected, but not run",
         "findings": [finding("note", "engine", f"tensorrt-rtx was not run: {why}")],
     }
@@ -152,7 +158,8 @@ def cpu_only():
 def empty():
     """A report of a run in which nothing could be run."""
     data = cpu_only()
-    data["verdict"] = {"passed": False, "headline": "nothing was run", "findings": []}
+    data["verdict"] = {"passed": False, "outcome": "failed", "headline": "nothing was run", "findings": []}
+    data["verdict"]["not_verified"] = []
     return data | {"parity": [], "engines": []}
 
 
@@ -168,7 +175,7 @@ def hostile():
         if isinstance(value, list):
             return [poison(item, key) for item in value]
         words = (
-            "level",
+            "level", "outcome",
             "section",
             "kind",
             "cases",

@@ -62,8 +62,10 @@ def test_an_engine_that_cannot_run_here_is_told_of_and_does_not_fail(with_engine
     (engine,) = report.to_dict()["engines"]
     assert (engine["name"], engine["ran"], engine["fused"]) == ("tensorrt-rtx", False, [1, 1])
     assert engine["why_not"] == "there is no NVIDIA GPU here"
-    (finding,) = report.findings
-    assert finding.level == "note"
+    finding, missing = report.findings
+    assert (finding.level, missing.level) == ("note", "note")
+    assert missing.text == "not verified, since not run: engine tensorrt-rtx"
+    assert report.outcome == "not verified"
     assert finding.text.startswith("engine tensorrt-rtx was built and inspected, but not run: ")
     assert report.headline.startswith("the graph is right (ort-cpu ")
     told = "), engine tensorrt-rtx built and inspected, NOT RUN, 1/1 fused, precision: fp16 (verified)"
@@ -131,7 +133,7 @@ def test_no_engine_is_built_of_a_wrong_graph(folder):
     assert "is wrong on 3 of 4 outputs" in report.headline
     assert report.fault.at_fault == "graph"
     wrong = {heat.case for each in report.evaluations for heat in each.heatmaps}
-    assert wrong == {"opt", "odd", "large"}, "a map of every wrong case"
+    assert wrong == {"opt", "odd", "large", "probe-opt"}, "a map of every wrong case"
 
 
 def test_fresh_cases_and_a_sweep_are_judged_on_request(bare):
@@ -139,7 +141,7 @@ def test_fresh_cases_and_a_sweep_are_judged_on_request(bare):
     assert report.passed, report.findings
     (evaluation,) = report.evaluations
     kinds = {parity.cases: [verdict.case for verdict in parity.verdicts] for parity in evaluation.parity}
-    assert list(kinds) == ["golden", "sweep", "fresh"]
+    assert list(kinds) == ["golden", "sweep", "fresh", "probe"]
     assert {"sweep-min", "sweep-opt", "sweep-max", "sweep-odd"} <= set(kinds["sweep"])
     assert len(kinds["fresh"]) == 2
 

@@ -100,15 +100,13 @@ def test_the_largest_odd_length_is_tried_and_stays_inside_the_axis(axis, lengths
 def test_a_huge_corner_is_shrunk_and_a_note_says_so():
     limit = SizeLimit(gflop=100)
     plan = {point.name: point for point in sweep_points(LLAMA, limit=limit)}
-    assert plan["max"].sizes == {"B": 1, "S": 1024}
-    assert plan["max"].note == (
-        "B=8,S=8192 was shrunk to stay within 100 GFLOP and 4 GiB; "
-        "small-batch-long: B=1,S=8192 was shrunk to stay within 100 GFLOP and 4 GiB"
-    )
-    for point in plan.values():
-        assert limit.allows(LLAMA, point.sizes) == (point.name != "opt")
+    # Never below the usual sizes, which are run whatever they cost.
+    assert "max" not in plan
     assert plan["opt"].sizes == LLAMA.sizes("opt")
-    assert plan["opt"].note == "costs more than 100 GFLOP and 4 GiB"
+    assert plan["opt"].note.startswith(
+        "costs more than 100 GFLOP and 4 GiB; max: B=8,S=8192 was shrunk to B=1,S=2048, which costs more"
+    )
+    assert sweep_points(LLAMA, limit=SizeLimit(gflop=1000, gib=100))[2].sizes["S"] > LLAMA.axes["S"].opt
     assert plan["min"].note == ""
 
 

@@ -1,0 +1,85 @@
+"""What was not run is not verified: in the headline, the exit code and the data."""
+
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import mha_deploy as md
+from mha_deploy.cli import app
+from mha_deploy.model.catalog import find_spec
+from mha_deploy.model.spec import Axis
+from mha_deploy.validate.sweep import sweep_points
+from mha_deploy.validate.verdict import not_covered
+
+
+def judged(*sizes, engine=None, passed=True):
+    verdicts = [SimpleNamespace(sizes=each, passed=passed) for each in sizes]
+    report = SimpleNamespace(verdicts=verdicts)
+    runtime = SimpleNamespace(engine=engine, name="e")
+    return SimpleNamespace(parity=(report,), decode_reports=(), runtime=runtime)
+
+
+def engine_of(*ranges):
+    return SimpleNamespace(path=SimpleNamespace(stem="e"), manifest=SimpleNamespace(ranges=list(ranges)))
+
+
+AXES = {"B": Axis(min=1, opt=2, max=4), "S": Axis(min=1, opt=16, max=64)}
+
+
+def words(*evaluations, engines=()):
+    return [text for _, text in not_covered(evaluations, engines, AXES)]
+
+
+def test_sizes_above_the_largest_case_are_not_verified():
+    assert words(judged({"B": 4, "S": 16}, {"B": 1, "S": 64})) == []
+    assert words(judged({"B": 4, "S": 16})) == ["S above 16 (up to 64)"]
+    assert words(judged({"B": 4, "S": 64}, passed=False), judged({"B": 2, "S": 64})) != []
+
+
+def test_an_engine_that_did_not_run_is_not_verified():
+    assert words(judged({"B": 4, "S": 64}), engines=[engine_of(AXES)]) == ["engine e"]
+
+
+def test_a_profile_that_no_case_reached_is_not_verified():
+    decode = {**AXES, "S": Axis(min=1, opt=1, max=1)}
+    prefill = {**AXES, "S": Axis(min=2, opt=16, max=64)}
+    engine = engine_of(prefill, decode)
+    ran = judged({"B": 4, "S": 64}, engine=engine)
+    assert words(ran, engines=[engine]) == ["profile 1 of e"]
+    assert words(judged({"B": 4, "S": 64}, {"B": 4, "S": 1}, engine=engine), engines=[engine]) == []
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "bert-base", "gpt2", "whisper-large-cross", "mistral-7b"])
+def test_the_largest_corner_is_never_below_the_usual_sizes(name):
+    try:
+        spec = find_spec(name)
+    except md.DeployError:
+        pytest.skip("not in the catalog")
+    corners = {point.name: point.sizes for point in sweep_points(spec)}
+    usual = spec.sizes("opt")
+    longest = corners.get("max", usual)
+    assert all(longest[axis] >= size for axis, size in usual.items())
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """A bundle whose golden cases stop at the usual sizes."""
+    folder = tmp_path_factory.mktemp("coverage") / "bundle"
+    return md.export("tiny-gqa", folder, precision="fp16", golden=("min", "opt"))
+
+
+@pytest.mark.parametrize(("option", "code"), [((), 0), (("--require-run",), 0), (("--require-coverage",), 1)])
+def test_required_coverage_is_part_of_the_exit_code(narrow, option, code):
+    bundle = narrow
+    result = CliRunner().invoke(app, ["validate", str(bundle.path), "--no-report", "--no-probe", *option])
+    assert result.exit_code == code
+    assert "not verified" in result.output
+
+
+def test_the_report_lists_what_was_not_run(narrow):
+    report = md.validate(narrow, latency=False, probe=False)
+    data = report.to_dict()["verdict"]
+    assert data["outcome"] == "passed"
+    assert any(text.startswith("S above") for text in data["not_verified"])
+    assert "not verified: " in report.headline
