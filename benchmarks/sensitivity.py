@@ -1,0 +1,224 @@
+"""Measure which share of the error budget a mistake uses: mistake × model × size.
+
+    python benchmarks/sensitivity.py [--tensorrt] [--out docs/sensitivity.md] [MODEL:B=8,S=128 ...]
+
+Each model runs in ONNX Runtime on the CPU, or with --tensorrt in an engine that is built for it. The effect
+of a mistake is computed in FP64, for the queries that it concerns, and added to what the runtime returned. It
+is judged on random inputs and on probe inputs, as `validate` does; the larger share counts. Over 1 is caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import mha_deploy as md
+from mha_deploy.baselines.fresh import fresh_cases, module_from_bundle
+from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.environment import versions
+from mha_deploy.export.golden import fp64_twin
+from mha_deploy.metrics import judge_case
+from mha_deploy.reference.attention import Attention, merge_heads, split_heads
+from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
+from mha_deploy.validate.run import PROBE_ALLOWANCE
+from mha_deploy.validate.runtimes import RuntimeFinder, torch_device
+
+DEFAULT = ("bert-base:B=8,S=128", "llama-3-8b:B=1,S=512", "llama-3-8b:B=1,S=2048")
+_CHANNEL = 7  # that gets a large bias
+
+
+class Layer:
+    """A layer in FP64 on one case: its outputs at some queries, rightly and wrongly."""
+
+    def __init__(self, twin: Attention, case: GoldenCase) -> None:
+        self.twin, self.spec = twin, twin.spec
+        device = next(twin.parameters()).device
+        self.x = tensor_from_numpy(case.inputs["x"]).double().to(device)
+        self.S = self.x.shape[1]
+        self.lengths = case.inputs.get("key_lengths")
+        with torch.inference_mode():
+            self.q, self.k, self.v = twin.project(self.x, None, None)
+
+    def at(
+        self,
+        rows: list[int],
+        *,
+        shift_last: int = 0,
+        hide_last: bool = False,
+        leak: bool = False,
+        scale: float = 1.0,
+        bf16: bool = False,
+        head_zero: bool = False,
+    ) -> torch.Tensor:
+        """The outputs [B, n, E] of these queries, with the mistakes asked for."""
+        spec, twin, device = self.spec, self.twin, self.x.device
+        positions = torch.arange(self.S, device=device)
+        keys_at = positions.clone()
+        keys_at[-1] -= shift_last
+        with torch.inference_mode():
+            q, _ = twin.rotate(self.q, self.k, positions)
+            _, k = twin.rotate(self.q, self.k, keys_at)
+            group = spec.Hq // spec.Hkv
+            q = split_heads(q, spec.Hq)[:, :, rows]
+            k, v = (split_heads(t, spec.Hkv).repeat_interleave(group, 1) for t in (k, self.v))
+            scores = q @ k.transpose(-1, -2) * (spec.softmax_scale * scale)
+            visible = torch.ones(len(rows), self.S, dtype=torch.bool, device=device)
+            if spec.causal:
+                visible = positions <= torch.tensor(rows, device=device)[:, None] + int(leak)
+            if hide_last:
+                visible = visible & (positions < self.S - 1)
+            visible = visible[None, None]
+            if self.lengths is not None:
+                ends = torch.tensor(self.lengths, device=device)[:, None, None, None]
+                visible = visible & (positions < ends)
+            weights = scores.masked_fill(~visible, -math.inf).softmax(-1).nan_to_num(0.0)
+            weights = weights.to(torch.bfloat16).double() if bf16 else weights
+            heads = weights @ v
+            if head_zero:
+                heads[:, 0] = 0
+            return twin.combine(merge_heads(heads), self.x[:, rows])
+
+
+Effect = Callable[[Layer], tuple[list[int], torch.Tensor]]
+
+
+def _changed(rows_of: Callable[[Layer], list[int]], **wrong: object) -> Effect:
+    def effect(layer: Layer) -> tuple[list[int], torch.Tensor]:
+        rows = rows_of(layer)
+        return rows, layer.at(rows, **wrong) - layer.at(rows)  # type: ignore[arg-type]
+
+    return effect
+
+
+def _last(layer: Layer) -> list[int]:
+    return [layer.S - 1] if layer.spec.causal else list(range(layer.S))
+
+
+def _some(layer: Layer) -> list[int]:
+    return list(range(0, layer.S, max(1, layer.S // 128)))
+
+
+def _last_element(layer: Layer) -> tuple[list[int], torch.Tensor]:
+    rows = list(range(layer.S))
+    off = torch.zeros(layer.x.shape[0], len(rows), layer.spec.E, dtype=torch.float64)
+    return rows, off  # filled in from the output itself
+
+
+MISTAKES: dict[str, Effect] = {
+    "last key masked, newest cache entry zero": _changed(_last, hide_last=True),
+    "causal leak of one position in one query": _changed(lambda layer: [layer.S - 2], leak=True),
+    "rotary off by one on the last key": _changed(_last, shift_last=1),
+    "softmax weights in BF16": _changed(_some, bf16=True),
+    "last batch element off by 0.5 %": _last_element,
+    "one channel with bias 1,000: scale off by 20 %": _changed(_some, scale=1.2),
+    "one channel with bias 10,000: one head zero": _changed(_some, head_zero=True),
+}
+
+
+def applies(name: str, layer: Layer) -> bool:
+    """Whether a layer can have the mistake."""
+    if "leak" in name:
+        return layer.spec.causal
+    return layer.spec.rope is not None if "rotary" in name else True
+
+
+def wrong_output(name: str, layer: Layer, right: np.ndarray) -> np.ndarray:
+    """What a runtime would return with the mistake, in FP64."""
+    rows, off = MISTAKES[name](layer)
+    got = right.astype(np.float64)
+    if MISTAKES[name] is _last_element:
+        got[-1] *= 1.005
+    else:
+        got[:, rows] += to_numpy(off.cpu())
+    return got
+
+
+def with_bias(case: GoldenCase, bias: float) -> GoldenCase:
+    """The same case of a layer with a large bias of one channel."""
+    oracle, eager = case.oracle["output"].copy(), case.eager["output"].astype(np.float64)
+    for array in (oracle, eager):
+        array[..., _CHANNEL] += bias
+    dtype = case.eager["output"].dtype
+    return replace(case, oracle={"output": oracle}, eager={"output": eager.astype(dtype)})
+
+
+def shares(model: str, sizes: dict[str, int], tensorrt: bool) -> Iterator[tuple[str, float]]:
+    """The accumulation assumed and a share for each mistake, the correct runtime first."""
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = md.export(model, Path(folder) / "bundle", precision="fp16", golden=("min",))
+        if tensorrt:
+            md.build_engine(bundle)
+        finder = RuntimeFinder(bundle)
+        runtime = finder.running_engines()[0] if tensorrt else finder.named("ort-cpu")
+        kind, why = runtime.accumulation(bundle.manifest.precision)
+        precision = replace(bundle.manifest.precision, accumulate=kind)
+        maker, device = fresh_cases(bundle, torch_device()), torch_device()
+        twin = fp64_twin(module_from_bundle(bundle, device=device))
+        worst: dict[str, float] = {}
+        with runtime.open() as runner:
+            for probe in (False, True):
+                case = maker.case(sizes, seed=1, probe=probe)
+                case = replace(case, allowance=PROBE_ALLOWANCE if probe else 1.0)
+                got, layer = runner.run(case.inputs)["output"], Layer(twin, case)
+                for name in ("correct", *MISTAKES):
+                    if name != "correct" and not applies(name, layer):
+                        continue
+                    wrong = got.astype(np.float64) if name == "correct" else wrong_output(name, layer, got)
+                    judged = case
+                    if "bias" in name:
+                        bias = 1e4 if "10,000" in name else 1e3
+                        judged, wrong[..., _CHANNEL] = with_bias(case, bias), wrong[..., _CHANNEL] + bias
+                    (verdict,) = judge_case(judged, {"output": wrong.astype(got.dtype)}, precision)
+                    worst[name] = max(worst.get(name, 0.0), verdict.share or math.inf)
+        print(f"{model} {sizes} in {runner.name}, accumulation in {kind}: {why}", flush=True)
+        for name, share in worst.items():
+            print(f"  {name}: {share:.2f}", flush=True)
+            yield name, share
+
+
+def main() -> None:
+    """Measure, print, and write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", default=DEFAULT, metavar="MODEL:SIZES")
+    parser.add_argument("--tensorrt", action="store_true", help="build an engine, and judge it")
+    parser.add_argument("--out", type=Path, help="the Markdown file to write")
+    arguments = parser.parse_args()
+    columns: dict[str, dict[str, float]] = {}
+    for point in arguments.models:
+        model, _, text = point.partition(":")
+        sizes = {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
+        title = f"{model} {'×'.join(str(size) for size in sizes.values())}"
+        columns[title] = dict(shares(model, sizes, arguments.tensorrt))
+    runtime = "TensorRT" if arguments.tensorrt else "ONNX Runtime on the CPU"
+    found = versions(("tensorrt", "onnxruntime", "torch"))
+    lines = [
+        "# Which mistakes the budget catches",
+        "",
+        f"Share of the FP16 budget that a mistake uses in {runtime}; over 1 it is caught. The larger of the",
+        "shares on random inputs and on probe inputs (see [parity](parity.md)). Written by",
+        "`python benchmarks/sensitivity.py --out docs/sensitivity.md`; versions: "
+        + ", ".join(f"{name} {version}" for name, version in found.items())
+        + ".",
+        "",
+        f"| mistake | {' | '.join(columns)} |",
+        f"|---|{'---|' * len(columns)}",
+    ]
+    for name in ("correct", *MISTAKES):
+        cells = [f"{column[name]:.2f}" if name in column else "–" for column in columns.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    if arguments.out:
+        arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
