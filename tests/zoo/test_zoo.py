@@ -1,0 +1,43 @@
+"""Published architectures go the whole way, and docs/zoo.md says what happened."""
+
+import json
+
+import pytest
+from architectures import ZOO
+from record import PAGE, RECORD, differences, expressible, measure, render
+
+# An export takes seconds, so few of them belong to the normal suite.
+NAMES = [name if entry.quick else pytest.param(name, marks=pytest.mark.slow) for name, entry in ZOO.items()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_architecture_does_what_is_expected_of_it(name, tmp_path):
+    pytest.importorskip(ZOO[name].library)
+    quick = {"engine": False, "golden": ("opt",)} if ZOO[name].quick else {}
+    assert differences(name, measure(name, tmp_path, **quick)) == []
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+def test_the_page_is_the_record(record):
+    assert PAGE.read_text(encoding="utf-8") == render(record)
+
+
+def test_the_record_is_what_is_expected(record):
+    found = record["results"]
+    assert {name: differences(name, found[name]) for name in found if differences(name, found[name])} == {}
+    assert set(found) <= set(ZOO)
+
+
+def test_the_zoo_is_large_and_most_of_it_works(record):
+    found = record["results"]
+    passed = [each for each in found.values() if each.get("passed")]
+    fused = [name for name, each in found.items() if each.get("fused", -1) >= expressible(name)]
+    assert len(ZOO) >= 80
+    assert {entry.library for entry in ZOO.values()} >= {"transformers", "timm", "torchvision", "diffusers"}
+    # The aims are 95 and 90 percent.
+    assert len(passed) >= 0.85 * len(found)
+    assert len(fused) >= 0.85 * len(found)
