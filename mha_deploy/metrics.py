@@ -515,7 +515,8 @@ def _judge_output(
         problem = _why_not_verified(case.oracle[name], case.eager[name])
     budget = budget or budget_from_eager(case.eager[name], case.oracle[name], precision)
     if case.allowance != 1:
-        budget = replace(budget, **{key: case.allowance * limit for key, limit in budget.limits.items()})
+        limits = {key: case.allowance * limit for key, limit in budget.limits.items()}
+        budget = Budget(**limits, noise=budget.noise)
     deviation = measure(got, case.oracle[name], budget.noise)
     exceeded = budget.exceeded_by(deviation) if got.dtype.kind not in "iub" else []
     return OutputVerdict(

@@ -182,7 +182,7 @@ def last_batch_element_off(node: ir.Node, attention: AttentionNode) -> bool:
     factor = build.op(
         "Where", is_last, build.constant(1.005, output.dtype), build.constant(1.0, output.dtype)
     )
-    factor = build.unsqueeze(factor, *range(1, attention.rank))
+    factor = build.unsqueeze(factor, *range(1, 4 if attention.rank == 4 else 3))
     follow(node, build, build.op("Mul", output, factor))
     return True
 

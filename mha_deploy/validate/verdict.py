@@ -279,8 +279,11 @@ def not_covered(
 
 def _judged_sizes(evaluation: Evaluation) -> list[Mapping[str, int]]:
     """The sizes of everything that was run and is right."""
-    reports = [report.verdicts for report in (*evaluation.parity, *evaluation.decode_reports)]
-    return [verdict.sizes for verdicts in reports for verdict in verdicts if verdict.passed]
+    groups = [
+        *(report.verdicts for report in evaluation.parity),
+        *(report.verdicts for report in evaluation.decode_reports),
+    ]
+    return [verdict.sizes for verdicts in groups for verdict in verdicts if verdict.passed]
 
 
 def _is_within(sizes: Mapping[str, int], profile: Mapping[str, Axis]) -> bool:

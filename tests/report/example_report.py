@@ -175,7 +175,8 @@ def hostile():
         if isinstance(value, list):
             return [poison(item, key) for item in value]
         words = (
-            "level", "outcome",
+            "level",
+            "outcome",
             "section",
             "kind",
             "cases",
