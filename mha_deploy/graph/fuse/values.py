@@ -401,11 +401,22 @@ def from_old_opset(model: ir.Model) -> ir.Model:
                 new.graph.inputs.remove(value)
             new.graph.register_initializer(value)
     new.metadata_props.update(model.metadata_props)
+    known = {value.name: value.shape for node in model.graph.all_nodes() for value in node.outputs}
     for node in new.graph.all_nodes():
         for value in node.outputs:
-            if not value.is_graph_output():
-                value.shape = None  # the converter gives every size that it does not know a name of its own
+            if value.is_graph_output():
+                continue
+            shape = known.get(value.name)
+            if shape is not None and not any(_is_made_up(size) for size in shape):
+                value.shape = shape
+            elif value.shape is not None:  # the converter gives every size that it does not know a new name
+                value.shape = ir.Shape([None if _is_made_up(size) else size for size in value.shape])
     return new
+
+
+def _is_made_up(size: int | ir.SymbolicDim) -> bool:
+    """Whether a size is unknown, or has a name that shape inference gave it."""
+    return not isinstance(size, int) and (size.value is None or size.value.startswith("unk__"))
 
 
 _SMALL = 1024  # bytes
