@@ -82,9 +82,7 @@ def bench(
     """Time engines, ONNX Runtime and the PyTorch baselines side by side, over batches and lengths."""
     from rich.console import Console
 
-    from mha_deploy.cli.tables import point_renderable, rendered
-    from mha_deploy.report.table import throughput_table
-    from mha_deploy.runtime.cuda import open_gpu
+    from mha_deploy.cli.tables import point_renderable, throughput_renderable
 
     if replay is not None:
         _replay(replay, bundles)
@@ -94,19 +92,16 @@ def bench(
     if processes > 1:
         _in_processes(processes, record)
         return
-    for path in bundles:  # a wrong folder, then a missing GPU, are reported before anything is read
-        md.open_bundle(path, verify=False)
-    open_gpu()
+    # A wrong folder is reported before anything is read; `md.bench` looks for a GPU before it hashes.
+    names = {path: md.open_bundle(path, verify=False).manifest.spec.name for path in bundles}
     counts = whole_numbers(streams, "--streams") if streams else ()
-    opened = [md.open_bundle(path) for path in bundles]
-    folder = out or opened[0].path
+    folder = out or bundles[0]
     refuse_unwritable(folder)
     report = md.BenchReport(())
-    for bundle in opened:
-        name = bundle.manifest.spec.name
+    for path, name in names.items():
         with steps(f"bench {name}") as on_step:
             found = md.bench(
-                bundle,
+                path,
                 at=at or (),
                 backends=backend or (),
                 engine=engine,
@@ -118,7 +113,7 @@ def bench(
         if not json and not markdown:
             Console().print(name, *map(point_renderable, found.points))
             if found.throughput:
-                Console().print(rendered(throughput_table([row.to_dict() for row in found.throughput])))
+                Console().print(throughput_renderable(found.throughput))
         # Written after every model: a later one may fail, and what was measured must not get lost.
         report = md.BenchReport([*report.records, found])
         page = report.save(folder)

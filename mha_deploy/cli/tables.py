@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.metrics import ParityReport
     from mha_deploy.report.table import Table as ReportTable
+    from mha_deploy.validate.bench import ThroughputRow
     from mha_deploy.validate.conformance import ConformanceTable
     from mha_deploy.validate.decode import DecodeReport
     from mha_deploy.validate.evaluate import Evaluation
@@ -229,6 +230,13 @@ def decode_renderable(report: DecodeReport) -> RenderableType:
     )
     growth = Text(f"{share}; growth of the error {own}, of eager's own {eager}")
     return Group(*parts, _head(report.passed, head), growth)
+
+
+def throughput_renderable(rows: Sequence[ThroughputRow]) -> RenderableType:
+    """Calls per second by number of streams."""
+    from mha_deploy.report.table import throughput_table
+
+    return rendered(throughput_table([row.to_dict() for row in rows]))
 
 
 def point_renderable(point: LatencyPoint) -> RenderableType:
