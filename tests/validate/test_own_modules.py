@@ -71,7 +71,7 @@ def judged(report):
 def test_the_graph_and_every_attention_are_right(own_bundles, name, precision, count):
     report = validate_bundle(own_bundles(name, precision))
     assert report.passed, report.headline
-    assert f"8/8 outputs within budget, {count}/{count} attentions right" in report.headline
+    assert f"10/10 outputs within budget, {count}/{count} attentions right" in report.headline
     layers = judged(report).parity[-1]
     assert [verdict.output for verdict in layers.verdicts] == ATTENTIONS[:count]
 
