@@ -12,6 +12,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.conformance_cases import CASES, Case, MaskInput, case_model, combined
 from mha_deploy.graph.lower import DIALECTS, lower
+from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.tensorrt.build import build_engine
@@ -97,7 +98,9 @@ def test_cases_can_be_combined_before_and_after_lowering(dialect: str) -> None:
     assert dict(model.opset_imports) == dict(lowered[0].opset_imports)
     assert model.ir_version == lowered[0].ir_version
     afterwards = lower(combined([case_model(case, precision) for case in CASES]), dialect)
-    assert len(list(afterwards.graph)) == len(list(model.graph))
+    # The plugin's lowering computes what several attentions share only once.
+    counted = is_plugin_attention if dialect == "plugin" else lambda node: True
+    assert len(list(filter(counted, afterwards.graph))) == len(list(filter(counted, model.graph)))
 
 
 def test_a_case_gives_the_same_numbers_in_company() -> None:

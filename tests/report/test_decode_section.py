@@ -95,8 +95,11 @@ def test_a_failure_is_told_with_its_place():
     data = as_plain(stepped(wrong_from(3)).to_dict())
     text = words(section(report_of(data)))
     assert f"FAILED steps prompts of 5, 2 and 7 {STEPS} step 3" in text
-    assert re.search(r"steps step 3/output: out of budget: [^;]*; worst at [^:]*token 0: got \S+, ora", text)
-    assert f"and {STEPS - 2 - len(data['failures'])} more of {STEPS + 3} checks" in text
+    assert re.search(
+        r"steps step 3/output: out of budget: [^;]*; largest in: [^;]*; worst at [^:]*token 0: got \S+, ora",
+        text,
+    )
+    assert f"and {STEPS - 1 - len(data['failures'])} more of {STEPS + 4} checks" in text
     assert "a dashed line is the first wrong step" in text
     assert "<title>first wrong step: 3</title>" in section(report_of(data))
 

@@ -35,7 +35,7 @@ def test_the_terminal_lists_the_first_failures_with_their_place():
     assert "steps step 3/output: out of budget" in text
     assert re.search(r"worst at [^:]*token 0: got", text)
     assert text.count("out of budget") == 4
-    assert f"and {STEPS - 2 - 4} more" in text
+    assert f"and {STEPS - 2 - 4 + 1} more" in text  # and the verdict over all steps
     assert f"FAILED  at step 3 of {STEPS} on replay 1.0, prompts of 5, 2 and 7\n" in text
 
 

@@ -274,7 +274,7 @@ def test_profiles_that_take_no_trace_are_told_of(static, monkeypatch):
         "warning",
         "ort-cuda (stand 1.0) was not stepped through tokens: its profiles take no trace",
     )
-    assert report.headline.endswith("not stepped")
+    assert "not stepped" in report.headline
 
 
 def test_who_was_stepped_and_who_has_no_cache_is_not_warned_of(bundles, static, tmp_path):

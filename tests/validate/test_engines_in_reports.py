@@ -58,7 +58,7 @@ def running(bundle, monkeypatch):
         monkeypatch.setattr("mha_deploy.validate.runtimes.reasons_not_to_run", lambda engine: [])
         monkeypatch.setattr("mha_deploy.validate.runtimes.open_engine_runner", lambda engine: open_())
         monkeypatch.setattr("mha_deploy.validate.evaluate.invariance_from_runner", lambda *given: ())
-        return validate_bundle(bundle, ValidateOptions(sweep=False, latency=False))
+        return validate_bundle(bundle, ValidateOptions(sweep=False, latency=False, probe=False))
 
     return let
 
@@ -146,7 +146,7 @@ def test_somebody_who_is_asked_for_by_name_and_wrong_fails(bundle, monkeypatch):
     """A PyTorch way too: that it is only a baseline elsewhere is no excuse here."""
     wrong = Stand(bundle, factor=1.5, name="torch eager")
     monkeypatch.setattr(RuntimeFinder, "_open_torch", lambda self, way: wrong)
-    report = validate_bundle(bundle, ValidateOptions(backends=("eager",), latency=False))
+    report = validate_bundle(bundle, ValidateOptions(backends=("eager",), latency=False, probe=False))
     assert not report.passed
     assert "wrong on 4 of 4 outputs" in report.headline
 
