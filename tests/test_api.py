@@ -146,6 +146,7 @@ def test_what_is_no_model_is_refused(model, options, words):
         md.load_model(model, **options)
 
 
+@pytest.mark.slow
 def test_the_heads_of_a_module_are_compared(in_memory):
     bundle, _ = in_memory
     found = md.compare_heads(bundle)

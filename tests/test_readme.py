@@ -90,6 +90,7 @@ def expected_code(command):
     return 3 if " bench " in command and find_gpu() is None else 0
 
 
+@pytest.mark.slow
 def test_the_layer_with_a_kv_cache_is_deployed_and_decoded(folder, monkeypatch):
     monkeypatch.chdir(folder)
     commands = re.findall(r"^mha-deploy (?:deploy llama|validate llama).+$", README, re.MULTILINE)
@@ -163,6 +164,7 @@ def test_number(number):
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_crashes_costs_one_test_and_the_command_ends(tmp_path):
     (tmp_path / "test_crash.py").write_text(CRASHING)
     options = shlex.split(between("test").rpartition(" -m pytest ")[2])

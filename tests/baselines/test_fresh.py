@@ -27,6 +27,7 @@ def sizes_of(spec):
 # -- cases ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_a_model_that_exits_is_refused_with_the_line(run_cli, tmp_path, where):
     assert not out.parent.exists() or list(out.parent.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_that_exits_later_is_an_error_as_well(run_cli, tmp_path, monkeypatch):
     path, out = written(tmp_path), tmp_path / "bundle"
     assert run_cli("export", f"{path}:build", "-o", out, "--golden", "opt").code == 0

@@ -111,6 +111,7 @@ def test_the_reference_is_the_file_in_fp64(file, tmp_path):
     np.testing.assert_allclose(case.oracle["hidden"], want.numpy(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_no_pytorch_is_needed(file, tmp_path):
     code = (
         "import sys, json, mha_deploy as md\n"
@@ -122,6 +123,7 @@ def test_no_pytorch_is_needed(file, tmp_path):
     assert json.loads(done.stdout) == [1, False]
 
 
+@pytest.mark.slow
 def test_a_given_input_is_used(file, tmp_path):
     from mha_deploy.bundle.cases import golden_cases
 
@@ -162,6 +164,7 @@ def test_a_size_that_is_a_product_of_axes_is_refused(tmp_path):
         md.import_onnx(tmp_path / "flat.onnx", tmp_path / "bundle")
 
 
+@pytest.mark.slow
 def test_a_file_that_was_made_for_one_size_says_so(tmp_path):
     fixed = helper.make_graph(
         [helper.make_node("Reshape", ["x", "shape"], ["y"])],
@@ -187,6 +190,7 @@ def test_an_old_opset_is_refused(file, tmp_path, opset):
         md.import_onnx(tmp_path / "old.onnx", tmp_path / "bundle")
 
 
+@pytest.mark.slow
 def test_the_command_line_deploys_a_file(file, tmp_path, run_cli):
     np.save(tmp_path / "ids.npy", np.arange(12).reshape(2, 6))
     out = tmp_path / "bundle"

@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[Any, tuple[int, int, int], set[str]]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks(name: str, tmp_path: Any) -> None:
     make, counts, gone = MODELS[name]
@@ -71,6 +71,7 @@ def test_blocks(name: str, tmp_path: Any) -> None:
             assert verdict.passed, (case.name, verdict)
 
 
+@pytest.mark.slow
 def test_without_the_plugins_gemms_blocks_stay_as_they_are(tmp_path: Any) -> None:
     bundle = md.export(encoder(), tmp_path / "bundle", precision="fp16")
     assert "MhaDeployRowwise" not in operators(lower(ir.load(bundle.model_path), "plugin"))

@@ -67,6 +67,7 @@ def test_long_traces_have_a_short_table():
     assert len(lines) <= 16
 
 
+@pytest.mark.slow
 def test_validate_steps_through_the_trace_of_a_bundle(run_cli, bundles, tmp_path):
     bundle, arguments = bundles("tiny-preallocated").path, ("--backend", "ort-cpu", "--out", tmp_path)
     done = run_cli("validate", bundle, *arguments)

@@ -213,6 +213,7 @@ def test_a_runtime_that_crashes_fails_and_the_others_are_judged(validated, monke
     assert all(parity["passed"] for parity in report["parity"])
 
 
+@pytest.mark.slow
 def test_a_crash_at_one_size_fails_that_case(validated, monkeypatch):
     monkeypatch.setattr(backends, "_open_onnxruntime", failing.open_ort_that_fails_at_37)
     done, report = validated("--backend", "ort-cpu", "--backend", "onnx-reference")
@@ -235,6 +236,7 @@ def test_a_build_that_crashes_names_the_node(run_cli, bundles, tmp_path, monkeyp
     assert not list(folder.glob(".lowered-*"))
 
 
+@pytest.mark.slow
 def test_deploy_reports_a_build_that_crashes(run_cli, tmp_path, monkeypatch):
     monkeypatch.setattr("mha_deploy.engine.build._built_in_child", failing.build_that_fails)
     done = run_cli("deploy", "tiny-mha", "-o", tmp_path / "bundle")

@@ -57,6 +57,7 @@ def test_the_package_for_cpus_is_refused_with_the_one_for_gpus(bundles, backend)
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.slow
 def test_a_machine_without_onnx_runtime_is_advised_how_to_install_it(bundles):
     done = python(OPEN, bundles("tiny-gqa").model_path, blocked=("onnxruntime",))
     assert done.returncode == 3, done.stderr

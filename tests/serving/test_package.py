@@ -134,6 +134,7 @@ def test_a_batch_that_the_model_does_not_have_is_refused(package):
         package("tiny-dynamic", max_batch=2)
 
 
+@pytest.mark.slow
 def test_outputs_of_the_last_token_only_cannot_be_served_as_sequences(own_bundles, tmp_path):
     bundle = own_bundles("decoder_of_the_last_token")
     with pytest.raises(md.DeployError, match="entry for each token") as caught:

@@ -44,6 +44,7 @@ def triton(installed, bundles, tmp_path):
         each.__exit__()
 
 
+@pytest.mark.slow
 def test_a_packaged_model_is_served_and_validated(request, run_cli, bundles, tmp_path):
     if not is_installed() and "slow" not in request.config.option.markexpr:
         pytest.skip("nvidia-pytriton is not installed: python tests/serving/real_triton.py")

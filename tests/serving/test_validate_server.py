@@ -42,6 +42,7 @@ def test_decode_traces_pass_as_interleaved_sequences(served, bundles, name):
     assert load_of(report)[0]["requests"] == 3 * 41
 
 
+@pytest.mark.slow
 def test_the_decoder_of_a_user_is_served_with_its_cache(served, own_bundles):
     bundle = own_bundles("decoder")
     server = served("decoder", bundle=bundle)

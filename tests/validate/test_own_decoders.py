@@ -45,6 +45,7 @@ def test_decoding_is_validated_with_the_model(bundle):
     }
 
 
+@pytest.mark.slow
 def test_more_steps_are_drawn_on_request(bundle):
     report = validate_bundle(bundle, ValidateOptions(steps=20, prompt=3, batch=2))
     assert report.passed, report.headline

@@ -83,6 +83,7 @@ def test_draws_of_the_user_and_an_empty_past(edge_bundles):
     assert "1/1 attentions right" in report.headline
 
 
+@pytest.mark.slow
 def test_a_mixed_graph_is_fed_what_was_drawn_first(tmp_path):
     options = ExportOptions(golden=("opt",))
     assert validate_bundle(bundle_from_factory(f"{FILE}:picks", tmp_path / "bundle", options)).passed

@@ -151,6 +151,7 @@ def test_the_look_inside_must_be_whole(copied):
         layers_case(open_bundle(copied.path))
 
 
+@pytest.mark.slow
 def test_an_engine_with_every_attention_fused(copied):
     pytest.importorskip("tensorrt_rtx")
     engine = engine_from_bundle(copied, EngineOptions(backend="tensorrt-rtx", targets="89"))
@@ -190,6 +191,7 @@ def test_a_mixed_module_is_judged_on_fresh_inputs(own_bundles):
     assert any(parity.cases == "fresh" for each in report.evaluations for parity in each.parity)
 
 
+@pytest.mark.slow
 def test_an_engine_that_narrows_what_the_graph_keeps_wide_is_told(own_bundles, tmp_path):
     pytest.importorskip("tensorrt_rtx")
     bundle = open_bundle(Path(shutil.copytree(own_bundles("overflowing", "auto").path, tmp_path / "copy")))

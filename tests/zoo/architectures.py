@@ -331,7 +331,7 @@ translators("switch-transformers", 6, {**T5, **SPECIAL, "num_experts": 2, "num_s
 translators("bart", 6, SEQ2SEQ, "Bart")
 translators("m2m100", 6, SEQ2SEQ, "M2M100")
 
-images("vit", 2, VISION, "ViT", quick=True)
+images("vit", 2, VISION, "ViT")
 images("beit", 2, {**VISION, "use_relative_position_bias": True}, "Beit")
 images("dinov2", 2, {**VISION, "mlp_ratio": 2}, "Dinov2")
 images("dinov3", 2, VISION, "DINOv3ViT")
@@ -863,5 +863,4 @@ add(
     family="PyTorch",
     library="torch",
     attentions=2,
-    quick=True,
 )
