@@ -685,9 +685,9 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         {'output': (1, 3, 64)}
     """
     from mha_deploy.engine.manifest import Engine
+    from mha_deploy.runtime.kserve import ServerRunner, is_server_url
     from mha_deploy.runtime.polygraphy import PolygraphyRunner, is_polygraphy_runner
     from mha_deploy.runtime.runner import Runner
-    from mha_deploy.runtime.server import ServerRunner, is_server_url
 
     if isinstance(model, str) and is_server_url(model):
         model = ServerRunner(model)

@@ -238,7 +238,7 @@ def test_only_its_owner_imports_a_runtime():
         "jinja2": {"mha_deploy.report.page"},
         "matplotlib": {"mha_deploy.analyze.similarity"},
         "polygraphy": set(),
-        "tritonclient": {"mha_deploy.runtime.server", "mha_deploy.serving.triton"},
+        "tritonclient": {"mha_deploy.runtime.kserve", "mha_deploy.serving.triton"},
     }
     for package, owner in owners.items():
         found = {name for name in FILES if any(under(other, package) for other in imported_modules(name))}

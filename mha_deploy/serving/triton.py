@@ -23,7 +23,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.model.spec import LENGTHS, ModelSpec, TensorSpec
 from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.runtime.server import INSTALL, served_name
+from mha_deploy.runtime.kserve import INSTALL, served_name
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
 
 PYTHON, PLAN = "python", "tensorrt_plan"

@@ -15,8 +15,8 @@ import numpy as np
 
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import OutputVerdict
+from mha_deploy.runtime.kserve import UNREACHABLE
 from mha_deploy.runtime.runner import Arrays
-from mha_deploy.runtime.server import UNREACHABLE
 
 CLIENTS = (1, 8, 32)
 _KEPT_BYTES = 256 << 20  # results that are kept to be judged, of one number of clients

@@ -18,8 +18,8 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace, take_tokens
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
+from mha_deploy.runtime.kserve import SequenceStep, ServerError, ServerRunner, served_name
 from mha_deploy.runtime.runner import Arrays
-from mha_deploy.runtime.server import SequenceStep, ServerError, ServerRunner, served_name
 from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
 from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.load import Load, LoadPoint, Part, ServerOptions, Unit

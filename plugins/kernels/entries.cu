@@ -1,33 +1,20 @@
 // What stands between the projections and attention, in one launch: queries and keys are rotated, new keys
 // and values go into their caches, and the number of keys of each batch element is noted.
 #include "../src/row_kernels.h"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "numbers.cuh"
 
 namespace {
 
 using mha_deploy::Entries;
 using mha_deploy::EntriesCall;
 using mha_deploy::Rotary;
+using mha_deploy::from_float;
+using mha_deploy::to_float;
 
 template <typename T>
 struct Eight {
     T of[8];
 };
-
-__device__ float to_float(__half x) {
-    return __half2float(x);
-}
-__device__ float to_float(__nv_bfloat16 x) {
-    return __bfloat162float(x);
-}
-__device__ void from_float(float x, __half& y) {
-    y = __float2half_rn(x);
-}
-__device__ void from_float(float x, __nv_bfloat16& y) {
-    y = __float2bfloat16_rn(x);
-}
 
 template <typename T>
 __device__ Eight<T> load(uint4 const* address) {

@@ -1,26 +1,13 @@
 // Residual and normalisation in one kernel, and activations: what stands between the GEMMs of a block.
 #include "../src/rowwise_kernels.h"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "numbers.cuh"
 
 namespace {
 
 using mha_deploy::ActivationCall;
 using mha_deploy::NormCall;
-
-__device__ float to_float(__half x) {
-    return __half2float(x);
-}
-__device__ float to_float(__nv_bfloat16 x) {
-    return __bfloat162float(x);
-}
-__device__ void from_float(float x, __half& y) {
-    y = __float2half_rn(x);
-}
-__device__ void from_float(float x, __nv_bfloat16& y) {
-    y = __float2bfloat16_rn(x);
-}
+using mha_deploy::from_float;
+using mha_deploy::to_float;
 
 template <typename T>
 __device__ void load(uint4 const* address, float (&values)[8]) {

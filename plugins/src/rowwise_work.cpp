@@ -18,6 +18,13 @@ constexpr int64_t kElementsOfLoad = 8;
 constexpr int64_t kMostThreads = 1024;
 constexpr int64_t kMostPieces = 4;  // of one thread
 
+// By type: FP16, BF16. Norms by the pieces of a thread: 1, 2, 4.
+constexpr char const* kActivations[] = {
+    "mha_deploy_rowwise_activation_fp16", "mha_deploy_rowwise_activation_bf16"};
+constexpr char const* kNorms[][2] = {{"mha_deploy_rowwise_norm1_fp16", "mha_deploy_rowwise_norm1_bf16"},
+    {"mha_deploy_rowwise_norm2_fp16", "mha_deploy_rowwise_norm2_bf16"},
+    {"mha_deploy_rowwise_norm4_fp16", "mha_deploy_rowwise_norm4_bf16"}};
+
 unsigned threads_for(int64_t pieces) {
     return static_cast<unsigned>((pieces + 31) / 32 * 32);
 }
@@ -93,7 +100,7 @@ Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t wi
         if (Status status = load_driver(driver); !status.ok()) {
             return status;
         }
-        char const* const suffix = type == Type::kHalf ? "fp16" : "bf16";
+        bool const half = type == Type::kHalf;
         auto const piece = [](void const* address) { return static_cast<uint4 const*>(address); };
         int64_t const pieces = width / kElementsOfLoad;
         CUfunction kernel = nullptr;
@@ -104,8 +111,7 @@ Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t wi
             call.y = static_cast<uint4*>(outputs[0]);
             call.pieces = rows * pieces;
             call.kind = static_cast<int>(parameters.operation);
-            if (Status status = load_kernel((std::string("mha_deploy_rowwise_activation_") + suffix).c_str(), kernel);
-                !status.ok()) {
+            if (Status status = load_kernel(kActivations[half ? 0 : 1], kernel); !status.ok()) {
                 return status;
             }
             void* arguments[] = {&call};
@@ -126,8 +132,7 @@ Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t wi
         call.is_rms = parameters.operation == Rowwise::kRmsNorm ? 1 : 0;
         call.epsilon = parameters.epsilon;
         int64_t const each = pieces <= kMostThreads ? 1 : pieces <= 2 * kMostThreads ? 2 : 4;
-        std::string const name = "mha_deploy_rowwise_norm" + std::to_string(each) + "_" + suffix;
-        if (Status status = load_kernel(name.c_str(), kernel); !status.ok()) {
+        if (Status status = load_kernel(kNorms[each / 2][half ? 0 : 1], kernel); !status.ok()) {
             return status;
         }
         void* arguments[] = {&call};
