@@ -73,6 +73,18 @@ def test_masks_and_tables_may_be_given(spec, prepared):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
 
 
+def test_queries_without_a_key_are_zeroed_whatever_the_kernel_gives():
+    """PyTorch's CPU kernels give zeros by themselves; those of a GPU do not."""
+    spec = find_spec("tiny-padding")
+    module = build_module(spec, dtype=torch.float64)
+    feeds = fed_to(module, random_inputs(spec, {"B": 4, "S": 5}, 0, ragged=True))
+    served = ServedLayer(module)
+    prepared = served.prepare(call_arguments(spec, feeds))
+    assert prepared["attending"].tolist() == [[[[lengths > 0]] * 5] for lengths in feeds["key_lengths"]]
+    got = served(**{**prepared, "attending": torch.zeros_like(prepared["attending"])})
+    torch.testing.assert_close(got, module.o.bias.expand_as(got), rtol=0, atol=0)
+
+
 def test_an_empty_past_is_a_prefill():
     module, arguments = call(find_spec("tiny-dynamic"), 7, past=0)
     for one, other in zip(ServedLayer(module)(**copies(arguments)), module(**arguments), strict=True):
