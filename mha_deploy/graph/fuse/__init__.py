@@ -284,6 +284,7 @@ def _boundary(pattern: Pattern) -> Boundary:
     letters, operands = pattern.letters, (pattern.q, pattern.k, pattern.v)
     masks = [term.tensor for term in pattern.masking.terms]
     masks += [pattern.sink.value] if pattern.sink is not None else []
+    drawn = mask_stops(masks)
     tensors = [*pattern.masking.terms, *pattern.multipliers]
     named = [(each.value, each.axes) for each in operands]
     named += [(_tensor(each), each.axes[-len(_tensor(each).shape or ()) :]) for each in tensors]
@@ -299,9 +300,10 @@ def _boundary(pattern: Pattern) -> Boundary:
     width = depth if isinstance(depth, int) else 8
     spread = (2.0 / (pattern.scale * math.sqrt(width))) ** 0.5
     return Boundary(
-        stops=frozenset((*(each.value for each in operands), *mask_stops(masks))),
+        stops=frozenset((*(each.value for each in operands), *drawn)),
         dims=dims,
-        spread={
+        spread={str(value.name): amount for value, amount in drawn.items() if amount is not None}
+        | {
             str(each.value.name): amount for each, amount in zip(operands, (spread, spread, 1.0), strict=True)
         },
     )

@@ -288,6 +288,8 @@ def _always(value: ir.Value, shown: bool) -> bool:
 _LOWEST_HALF = -65472.0
 _MAX_RESHAPES = 4
 _ABSORBS = -1e30  # added to a score in float32, bfloat16 or float64, it leaves only itself
+# Added to a score in float32 it leaves only itself where scores stay below 16, as float16's lowest does there.
+_ABSORBS_SMALL = -3e8
 
 
 def plain_terms(terms: list[Term], dtype: ir.DataType) -> list[Term]:
@@ -321,7 +323,7 @@ def _taken_apart(term: Term, dtype: ir.DataType) -> list[Term]:
         return _from_where(term, node, dtype)
     if (choice := _choice(term.value, 0)) is not None and term.factor > 0:
         for shown, (kept, other) in ((True, choice[1:]), (False, choice[:0:-1])):
-            if kept == 0.0 and math.isfinite(other) and _absorbs(other * term.factor, dtype):
+            if kept == 0.0 and math.isfinite(other) and _absorbs(other * term.factor, term, dtype):
                 fill = other * term.factor
                 return [Fill(condition=choice[0], shown=shown, fill=fill, axes=term.axes, added=True)]
     if is_op(node, "Add"):
@@ -381,7 +383,7 @@ def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType) -> list[Term]:
     for shown, kept, other in ((True, first, second), (False, second, first)):
         number = scalar_of(other)
         fill = None if number is None else number * term.factor
-        if fill is None or not _absorbs(fill, dtype) or scalar_of(kept) == number:
+        if fill is None or not _absorbs(fill, term, dtype) or scalar_of(kept) == number:
             continue
         rest = _taken_apart(replace(term, value=kept), dtype)
         # What -inf hides may be anything, NaN too: it must stay hidden by this very Where.
@@ -391,10 +393,10 @@ def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType) -> list[Term]:
     return [term]
 
 
-def _absorbs(number: float, dtype: ir.DataType) -> bool:
-    if number == -math.inf:
-        return True
-    return number <= (_LOWEST_HALF if dtype == ir.DataType.FLOAT16 else _ABSORBS)
+def _absorbs(number: float, term: Bias, dtype: ir.DataType) -> bool:
+    """Whether a number leaves nothing of a score that it is added to, in the type of the sum."""
+    half = dtype == (term.value.dtype or dtype) == ir.DataType.FLOAT16
+    return number == -math.inf or number <= (_LOWEST_HALF if half else _ABSORBS)
 
 
 def _needed(term: Term) -> list[Term]:
@@ -704,6 +706,10 @@ def exact_mask(
     With a query of zeros the scores are what the masks make of 0. That is exact where filled keys outweigh
     the others, since their scores do not depend on the query. Elsewhere filled keys weigh nothing.
 
+    Scores may be computed in a wider type than Q, where float16's lowest number does not absorb them: a query
+    whose keys all have it attends to them by their scores. The softmax does not see the number, so it is
+    subtracted before the mask is rounded to the type of Q.
+
     Args:
         terms: The masks, the one nearest to the softmax first.
         builder: Holds the new nodes.
@@ -726,7 +732,8 @@ def exact_mask(
     total = lay_out(builder.op("Cast", total, to=int(reduced)), rank_of(terms))
     best = builder.op("ReduceMax", total, builder.ints(-1), keepdims=1)
     # Such a number absorbs any score; runtimes take the lowest numbers for -inf.
-    absorbing = -32768.0 if wide == ir.DataType.FLOAT16 else ABSORBING
+    narrowed = wide.itemsize > dtype.itemsize
+    absorbing = -32768.0 if wide == ir.DataType.FLOAT16 else _ABSORBS_SMALL if narrowed else ABSORBING
     zero = builder.op("LessOrEqual", best, builder.constant(absorbing, reduced))
     infinite = builder.constant(-math.inf, reduced)
     if seen is not None:
@@ -738,8 +745,9 @@ def exact_mask(
             "ReduceMax", builder.op("Where", shown, infinite, total), builder.ints(-1), keepdims=1
         )
         zero = builder.op("Or", zero, builder.op("GreaterOrEqual", best_filled, best_shown))
-    zero = builder.op("And", zero, builder.op("Greater", best, infinite), name="masked_query")
-    mask = builder.op("Where", zero, builder.op("Sub", total, best), total)
+    finite = builder.op("Greater", best, infinite)
+    zero = builder.op("And", zero, finite, name="masked_query")
+    mask = builder.op("Where", finite if narrowed else zero, builder.op("Sub", total, best), total)
     return builder.op("Cast", mask, name="mask", to=int(dtype)), zero
 
 

@@ -321,6 +321,8 @@ def _heads(q: Operand, k: Operand, v: Operand, head: str | None) -> tuple[int, i
 # -- Find attention that no node stands for: whatever lies between its two matmuls ---------------------
 
 _LOOPS = frozenset({"Loop", "Scan"})
+_CHOICES = ("Gather", "GatherND", "GatherElements", "Slice")
+_NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
 # Activations that some models have in the place of the softmax.
 _ACTIVATIONS = frozenset(
     {
@@ -360,6 +362,7 @@ class _Carried:
         matmuls: The GEMMs of two computed tensors behind it, with only small steps between.
         activations: The activations among those steps.
         features: Softmaxes of something else than scores behind it, and behind those GEMMs.
+        normed: Whether a normalisation layer stands behind it.
     """
 
     computed: bool = False
@@ -369,6 +372,7 @@ class _Carried:
     matmuls: frozenset[ir.Node] = frozenset()
     activations: frozenset[ir.Node] = frozenset()
     features: frozenset[ir.Node] = frozenset()
+    normed: bool = False
 
 
 _NOTHING = _Carried()
@@ -443,7 +447,7 @@ class _Walk:
             return _COMPUTED
         if is_op(node, "Shape", "Size"):
             return _COMPUTED
-        if is_op(node, "Gather") and not given[0].computed and (rank(node.inputs[0]) or 0) > 2:
+        if is_op(node, *_CHOICES) and not given[0].computed and (rank(node.inputs[0]) or 0) > 2:
             return _NOTHING  # the weights of chosen experts
         softmax = softmax_at(node)
         if softmax is not None:
@@ -457,14 +461,16 @@ class _Walk:
             given = self._of(product.inputs)
         elif not is_op(node, "MatMul", "Gemm", "Einsum"):
             if node.domain != "" or node.op_type not in _BETWEEN:
-                return _behind_projection(joined)
+                normed = joined.normed or node.op_type in _NORMS
+                return replace(_behind_projection(joined), normed=normed)
             acts = joined.matmuls and node.op_type in _ACTIVATIONS
             return replace(joined, activations=joined.activations | {node}) if acts else joined
         for each in joined.softmaxes:
             self._softmaxes.setdefault(each)
         operands = [each for each in (given if is_op(node, "Einsum") else given[:2]) if each.computed]
         if len(operands) < 2:
-            return _behind_projection(joined)
+            # Scores are not normalised and then projected: behind both is the next layer.
+            return replace(_behind_projection(joined), scores=joined.scores and not joined.normed)
         weights = [bool(each.softmaxes) for each in operands]
         if any(weights) and not all(weights):
             return _COMPUTED  # the matmul with V
@@ -523,6 +529,7 @@ def _joined(given: list[_Carried]) -> _Carried:
         matmuls=frozenset().union(*(each.matmuls for each in kept)),
         activations=frozenset().union(*(each.activations for each in kept)),
         features=frozenset().union(*(each.features for each in kept)),
+        normed=any(each.normed for each in kept),
     )
 
 

@@ -86,10 +86,11 @@ def repaired_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> Rep
         new.metadata_props.update(node.metadata_props)
     mask = input_at(node, MASK)
     masked = [mask] if masking is None else [term.tensor for term in masking.terms]
+    drawn = mask_stops(each for each in masked if each is not None) | dict.fromkeys(stops, 1.0)
     boundary = Boundary(
-        stops=frozenset((*stops, *mask_stops(each for each in masked if each is not None))),
+        stops=frozenset(drawn),
         dims={},
-        spread=dict(zip((str(value.name) for value in stops), (1.0, 1.0, 1.0), strict=False)),
+        spread={str(value.name): amount for value, amount in drawn.items() if amount is not None},
     )
     return Repaired(result=result, before=tuple(node.inputs), boundary=boundary, changes=changes)
 

@@ -28,7 +28,8 @@ _MAX_MASK_NODES = 64
 _MAX_SCORES = 2**28  # elements; a static graph larger than that takes minutes in the evaluator
 _MANY_SCORES = 2**22  # beyond that, one draw has to do
 # What a mask is not cut open for: its numbers are as good as drawn ones.
-_HEAVY = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "Attention", "If", "Loop", "Scan", "LSTM", "GRU"})
+_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "Attention", "LSTM", "GRU")
+_CONTROL = frozenset({"If", "Loop", "Scan"})
 # Sizes of the dynamic axes, in the order of their names: distinct odd ones first. A graph may need sizes that
 # divide each other, that are equal, or of which some are 1.
 _SIZES = (
@@ -42,6 +43,7 @@ _SIZES = (
     (1,),
 )
 _ENOUGH = 2  # choices of sizes that must run, where so many do
+_ENLARGED = 6  # attempts at making sizes positive that follow from others, each with four times the others
 # Rounding of both sides, relative to the largest result; scores far from 0 are rounded more coarsely.
 _ROUNDING = {np.dtype(np.float64): 1e-11, np.dtype(np.float32): 3e-5, np.dtype(np.float16): 2e-2}
 _SHARP, _SHARP_HALF = 20.0, 1.5
@@ -151,23 +153,30 @@ def cut_out(results: Sequence[ir.Value], boundary: Boundary, compared: Collectio
     )
 
 
-def mask_stops(masks: Iterable[ir.Value]) -> list[ir.Value]:
-    """The masks whose numbers are drawn; the others are cheap to compute from the inputs of the graph."""
-    return [mask for mask in masks if not _is_cheap(mask)]
+def mask_stops(masks: Iterable[ir.Value]) -> dict[ir.Value, float | None]:
+    """What is drawn in the place of masks, with the spread of its numbers; None: numbers as masks have them.
 
-
-def _is_cheap(mask: ir.Value) -> bool:
-    pending, seen = [mask], set[ir.Node]()
-    while pending:
-        node = pending.pop().producer()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if len(seen) > _MAX_MASK_NODES or node.domain != "" or node.op_type in _HEAVY:
-            return False
-        if not is_op(node, "Shape"):
-            pending.extend(each for each in node.inputs if each is not None)
-    return True
+    A mask is computed from the inputs of the graph where that is cheap. What a matmul adds to it is drawn as
+    plain numbers: it is a bias, and hides no key.
+    """
+    stops = dict[ir.Value, float | None]()
+    for mask in masks:
+        pending, seen, drawn = [mask], set[ir.Value](), dict[ir.Value, float | None]()
+        while pending:
+            value = pending.pop()
+            node = value.producer()
+            if node is None or value in seen:
+                continue
+            seen.add(value)
+            if is_op(node, *_PRODUCTS):
+                drawn[value] = 1.0
+            elif len(seen) > _MAX_MASK_NODES or node.domain != "" or node.op_type in _CONTROL:
+                drawn = {mask: None}
+                break
+            elif not is_op(node, "Shape"):
+                pending.extend(each for each in node.inputs if each is not None)
+        stops |= drawn
+    return stops
 
 
 def _outer_size(node: ir.Node, boundary: Boundary) -> Dims | None:
@@ -267,14 +276,16 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
     first, second = _Evaluator(old, opset), _Evaluator(new, max(opset, ATTENTION_OPSET))
     inputs = {**old.inputs, **new.inputs}
     ran, filled, failure = 0, False, ""
+    wanted = {name: _input_dims(value, boundary) for name, value in inputs.items()}
     for choice in _SIZES:
         sizes = _Sizes(choice)
         try:
-            shapes = {name: sizes.of(_input_dims(value, boundary)) for name, value in inputs.items()}
-            outer = {name: sizes.of(dims) for name, dims in {**old.sizes, **new.sizes}.items()}
+            found = sizes.of({**wanted, **old.sizes, **new.sizes})
         except ValueError as error:
             failure = str(error)
             continue
+        shapes = {name: found[name] for name in inputs}
+        outer = {name: found[name] for name in (*old.sizes, *new.sizes)}
         count = max(
             (math.prod(shape[:-1]) * shape[-2] for shape in shapes.values() if len(shape) > 1), default=0
         )
@@ -320,27 +331,40 @@ class _Sizes:
         """Whether any size was not fixed."""
         return bool(self._bound)
 
-    def of(self, dims: Dims | None) -> tuple[int, ...]:
+    def of(self, wanted: Mapping[str, Dims | None]) -> dict[str, tuple[int, ...]]:
         """The sizes as numbers.
 
         Raises:
             ValueError: They are not known, or not positive.
         """
-        if dims is None:
+        if None in wanted.values():
             raise ValueError("The number of axes of an input is not known.")
-        return tuple(map(self._one, dims))
+        for attempt in range(_ENLARGED):
+            found = {name: tuple(map(self._one, dims or ())) for name, dims in wanted.items()}
+            small = [
+                dim for name, dims in wanted.items() for dim, size in zip(dims or (), found[name]) if size < 1
+            ]
+            if not small:
+                return found
+            # What a convolution leaves of a length may be nothing: `(L - 5) // 8` needs a larger L.
+            for name in {each for dim in small for each in _names(dim)}:
+                self._bound[name] *= 4
+        raise ValueError(f"The size {small[0]} is not positive.")
 
     def _one(self, dim: int | str) -> int:
         if isinstance(dim, int):
             return dim
-        plain = dim if _NAME.fullmatch(dim) else None
-        names = [plain] if plain else [each for each in _NAME.findall(dim) if each not in _FUNCTIONS]
-        for name in names:
+        for name in _names(dim):
             self._bound.setdefault(name, self._choice[len(self._bound) % len(self._choice)])
-        size = self._bound[plain] if plain else ir.SymbolicDim(dim).evaluate(self._bound)
-        if not isinstance(size, int) or size < 1:
+        size = self._bound[dim] if dim in self._bound else ir.SymbolicDim(dim).evaluate(self._bound)
+        if not isinstance(size, int):
             raise ValueError(f"The size {dim} is {size}.")
         return size
+
+
+def _names(dim: int | str) -> list[str]:
+    """The names in the expression of a size."""
+    return [each for each in _NAME.findall(str(dim)) if each not in _FUNCTIONS]
 
 
 class _Evaluator:
