@@ -33,7 +33,7 @@ def evaluate(model: str, folder: Path, gqa: str | None) -> dict[str, Any]:
         parity = md.check_parity(bundle, runner)
         kernels = runner.watch(usual.inputs, kernel_times)
         microseconds = runner.time(usual.inputs).p50
-    attention = [node["node"] for node in manifest.verdict["nodes"]]
+    attention = [node.node for node in manifest.verdict.nodes]
     names = [kernel.name for kernel in kernels]
     profiled = engine_verdict({"profile": kernels_from_profile(names)}, attention, "fp16")
     return {
@@ -41,9 +41,9 @@ def evaluate(model: str, folder: Path, gqa: str | None) -> dict[str, Any]:
         "version": manifest.version,
         "gpu": manifest.gpu,
         "sizes": dict(usual.sizes),
-        "verdict": [node["status"] for node in manifest.verdict["nodes"]],
+        "verdict": [node.status for node in manifest.verdict.nodes],
         "profiler": [(node.status, node.kernels) for node in profiled.nodes],
-        "precision": (manifest.verdict["precision"]["status"], profiled.precision.status),
+        "precision": (manifest.verdict.precision.status, profiled.precision.status),
         "worst": max(v.deviation.relative_l2 for v in parity.verdicts if v.deviation),
         "share": largest_share(parity),
         "microseconds": microseconds,

@@ -14,13 +14,12 @@ from tiny_specs import TINY, in_precisions
 from mha_deploy.baselines.fresh import module_from_bundle
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import DeployError
 from mha_deploy.export.eager import run_module
 from mha_deploy.export.exporter import bundle_from_spec
-from mha_deploy.export.options import ExportOptions
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.options import EngineOptions, ExportOptions
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 from mha_deploy.validate.self_test import graph_parity
 
@@ -53,10 +52,10 @@ def assert_builds_fused(bundle):
     manifest = engine_from_bundle(bundle, options).manifest
     spec = bundle.manifest.spec
     assert len(manifest.profiles) == (1 if spec.cache == "none" else 2)
-    statuses = [node["status"] for node in manifest.verdict["nodes"]]
+    statuses = [node.status for node in manifest.verdict.nodes]
     assert statuses == ["fused"] * spec.attention_count * len(manifest.profiles)
-    assert manifest.verdict["disagreements"] == ()
-    assert manifest.is_in_precision, manifest.verdict["precision"]
+    assert manifest.verdict.disagreements == ()
+    assert manifest.is_in_precision, manifest.verdict.precision
     assert manifest.targets == ["SM89", "SM120"]
 
 
@@ -120,5 +119,5 @@ def test_a_softcap_is_not_fused_and_built_only_where_that_is_allowed(bundles, na
     assert "--allow-decomposed" in caught.value.hint
     allowed = replace(options, allow_decomposed=True)
     manifest = engine_from_bundle(bundles(name, precision), allowed).manifest
-    assert [node["status"] for node in manifest.verdict["nodes"]] == ["decomposed"]
-    assert manifest.is_in_precision, manifest.verdict["precision"]
+    assert [node.status for node in manifest.verdict.nodes] == ["decomposed"]
+    assert manifest.is_in_precision, manifest.verdict.precision

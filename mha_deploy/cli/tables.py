@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from mha_deploy.analyze.cost import kv_cache_bytes_per_token, parameter_count
-from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.text import (
@@ -35,6 +34,7 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.metrics import ParityReport
     from mha_deploy.report.table import Table as ReportTable
+    from mha_deploy.runtime.tensorrt.verdict import NodeVerdict
     from mha_deploy.validate.bench import ThroughputRow
     from mha_deploy.validate.conformance import ConformanceTable
     from mha_deploy.validate.decode import DecodeReport
@@ -309,11 +309,12 @@ def model_row(spec: AttentionSpec) -> dict[str, Any]:
 def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableType:
     """A bundle in a few lines; with `details`, everything in its manifest."""
     manifest, spec = bundle.manifest, bundle.manifest.spec
+    layer = spec.layer
     what = f"{spec.name}: "
-    if isinstance(spec, ModuleSpec):
+    if layer is None:
         what += f"{spec.factory or 'an object in memory'}, {spec.weight_bytes / 1e6:,.1f} MB of weights"
     else:
-        what += f"{spec.kind} {spec.Hq}/{spec.Hkv} heads of {spec.D}, width {spec.E}"
+        what += f"{layer.kind} {layer.Hq}/{layer.Hkv} heads of {layer.D}, width {layer.E}"
     axes = "  ".join(f"{name} {axis}" for name, axis in spec.axes.items())
     size = sum(entry.bytes for entry in manifest.files.values())
     cases = "  ".join(f"{entry.name} {sizes_text(entry.sizes)}" for entry in manifest.golden).replace(
@@ -343,7 +344,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     lines += [("note", note) for note in manifest.notes]
     if not details:
         return _pairs(lines)
-    attention = module_attention_renderable if isinstance(spec, ModuleSpec) else attention_renderable
+    attention = module_attention_renderable if layer is None else attention_renderable
     files = table("files, hashes checked", "file", "#bytes", "sha256")
     for name, file in manifest.files.items():
         files.add_row(escape(name), f"{file.bytes:,}", f"{file.sha256[:16]}…")
@@ -453,7 +454,7 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
                 escape(", ".join(kernel["nodes"][:6])),
             )
         blocks.append(kernels)
-    reason = manifest.verdict["precision"]["reason"]
+    reason = manifest.verdict.precision.reason
     text = f"{manifest.fusion_summary}, {manifest.precision_summary}" + (f": {reason}" if reason else "")
     good = manifest.all_fused and manifest.is_in_precision
     return Group(*blocks, *_precision(manifest), Text(text, style="bold green" if good else "bold yellow"))
@@ -469,41 +470,36 @@ def fit_renderable(misfits: Sequence[str]) -> Text:
 def _nodes(manifest: EngineManifest) -> Table:
     """A row for all attentions of one kernel: those of a model differ in their numbers only."""
 
-    def kind(node: Mapping[str, Any]) -> Hashable:
-        kernels = tuple(without_hash(kernel) for kernel in node["kernels"])
-        words = (without_numbers(node["node"]), without_numbers(node["reason"] or ""))
-        return (*words, node["profile"], node["status"], kernels, node["source"])
+    def kind(node: NodeVerdict) -> Hashable:
+        kernels = tuple(without_hash(kernel) for kernel in node.kernels)
+        words = (without_numbers(node.node), without_numbers(node.reason))
+        return (*words, node.profile, node.status, kernels, node.source)
 
-    groups = together(manifest.verdict["nodes"], kind)
-    short = all(len(group[0]["node"]) <= _NAME_WIDTH for group in groups)
+    groups = together(manifest.verdict.nodes, kind)
+    short = all(len(group[0].node) <= _NAME_WIDTH for group in groups)
     rows = table(None, f"{'!' if short else ''}attention", "#profile", "!verdict", "evidence")
     for group in groups:
-        node, kernels = group[0], [", ".join(each["kernels"]) for each in group]
+        node, kernels = group[0], [", ".join(each.kernels) for each in group]
         # A hash is shown where it is the same for all attentions of the row.
-        evidence = kernels[0] or node["reason"] if len(set(kernels)) == 1 else without_hash(kernels[0])
+        evidence = kernels[0] or node.reason if len(set(kernels)) == 1 else without_hash(kernels[0])
         rows.add_row(
-            escape(named([each["node"] for each in group], joint="\n")),
-            escape(manifest.profile_name(node["profile"])),
-            Text(node["status"], style=_FUSION[node["status"]]),
-            escape(f"{evidence} [{node['source']}]"),
+            escape(named([each.node for each in group], joint="\n")),
+            escape(manifest.profile_name(node.profile)),
+            Text(node.status, style=_FUSION[node.status]),
+            escape(f"{evidence} [{node.source}]"),
         )
     return rows
 
 
 def _precision(manifest: EngineManifest) -> list[RenderableType]:
-    precision = manifest.verdict["precision"]
-    offenders = together(
-        precision["offenders"], lambda each: (each["what"], without_hash(each["kernel"]), each["dtype"])
-    )
+    precision = manifest.verdict.precision
+    offenders = together(precision.offenders, lambda each: (each.what, without_hash(each.kernel), each.dtype))
     lines: list[RenderableType] = [
-        Text(
-            f"{same[0]['what']} of {named([each['kernel'] for each in same])} is {same[0]['dtype']}",
-            style="red",
-        )
+        Text(f"{same[0].what} of {named([each.kernel for each in same])} is {same[0].dtype}", style="red")
         for same in offenders
     ]
-    lines += [Text(note, style="dim") for note in precision["notes"]]
-    lines += [Text(f"sources disagree: {text}", style="yellow") for text in manifest.verdict["disagreements"]]
+    lines += [Text(note, style="dim") for note in precision.notes]
+    lines += [Text(f"sources disagree: {text}", style="yellow") for text in manifest.verdict.disagreements]
     if manifest.all_fused:
         return lines
     causes = [finding for finding in manifest.findings if finding["severity"] == "not-fused"]

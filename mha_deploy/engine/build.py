@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import onnx_ir as ir
@@ -28,21 +27,20 @@ from mha_deploy.engine.manifest import (
     FOLDER,
     Engine,
     EngineManifest,
-    LargeTensorRecord,
-    VerdictRecord,
     default_backend,
     engine_path,
     first_gpu,
     with_unrecognised,
     write_engine,
 )
-from mha_deploy.engine.options import EngineOptions, Ranges, default_profiles, profile_names, profile_shapes
+from mha_deploy.engine.options import Ranges, default_profiles, profile_names, profile_shapes
 from mha_deploy.engine.plugins import PluginLibrary, find_plugins, load_plugins
 from mha_deploy.engine.run import engine_opener, unprepared_profiles
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.rules import Eligibility
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.child import call_isolated, isolation, send_to_parent
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt.build import OnProgress, build_with
@@ -103,9 +101,7 @@ def _engine_at(
     model = load_graph(bundle.model_path)
     library = find_plugins(rt) if options.attention == PLUGIN else None
     lowered, answers = lowered_for(rt, model, options)
-    ranges = list(options.profiles) or default_profiles(
-        bundle.manifest.spec, one=not rt.can.prepare_second_profile
-    )
+    ranges = list(options.profiles) or default_profiles(bundle.manifest.spec, one=not rt.can.shared_profiles)
     cache = bundle.path / FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
     # As a file: weights that do not fit in memory twice are read from disk.
     with temporary_folder(bundle.path.resolve() / "lowered") as folder:
@@ -244,7 +240,7 @@ def _manifest(
         engine_bytes=len(built.plan),
         seconds=round(built.seconds, 3),
         strongly_typed=built.strongly_typed,
-        verdict=cast("VerdictRecord", verdict.as_dict()),
+        verdict=verdict,
         kernels=[
             {
                 "name": kernel.name,
@@ -260,7 +256,7 @@ def _manifest(
         options=request.options(),
         findings=[asdict(finding) for finding in findings],
         notes=[*built.notes, *(each.advice for each in built.large_tensors), *warned],
-        large_tensors=[cast("LargeTensorRecord", each.as_dict()) for each in built.large_tensors],
+        large_tensors=list(built.large_tensors),
     )
 
 

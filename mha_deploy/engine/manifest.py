@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,12 +32,14 @@ from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.tensorrt.kernels import ATTENTION, Kernel, kernels_from_plan
 from mha_deploy.runtime.tensorrt.log import members
+from mha_deploy.runtime.tensorrt.request import LargeTensor
 from mha_deploy.runtime.tensorrt.verdict import (
     DECOMPOSED,
     FUSED,
     UNDECIDED,
     EngineVerdict,
     NodeVerdict,
+    PrecisionVerdict,
     fusion_verdict,
     precision_verdict,
     written_types,
@@ -54,86 +56,69 @@ _MAGIC = b"trt"
 _LEAST_NUMBERS, _LEAST_DIFFERENT = 16, 8
 _MATMULS = ("MatMul", "Gemm")
 
-
-def is_plan(data: bytes) -> bool:
-    """Whether a file begins like a plan of TensorRT."""
-    return data[1:4] == _MAGIC
+Part = TypeVar("Part", NodeVerdict, PrecisionVerdict)
 
 
 def shown_verdict(
     plan: bytes,
-    verdict: Mapping[str, Any],
+    verdict: EngineVerdict,
     *,
     backend: str,
     precision: str,
     profiles: int,
     bundle: Path | None = None,
-) -> Mapping[str, Any]:
-    """The verdict of an engine's manifest, in which everything that its plan does not show is unknown.
+) -> EngineVerdict:
+    """The verdict in an engine's manifest, in which everything that its plan does not show is unknown.
 
-    Args:
-        plan: The serialised engine.
-        verdict: The verdict in the manifest.
-        backend: The TensorRT that built it.
-        precision: The requested precision.
-        profiles: How many optimisation profiles it has.
-        bundle: The bundle that contains it, if any.
+    `bundle` is the one that contains the engine, if any.
     """
-    nodes = verdict["nodes"]
-    if backend != RTX and not any("plan" in node["source"].split("+") for node in nodes):
+    needed = backend == RTX
+    if not needed and not any(_from_plan(node) for node in verdict.nodes):
         return verdict
     # A plan does not tell what the layers of a library compute; only that a plugin is there can be detected.
     kernels = [
         replace(each, carries=ATTENTION) if each.is_plugin else each for each in kernels_from_plan(plan)
     ]
-    graph = None if bundle is None or backend != RTX else load_graph(bundle / MODEL)
+    graph = load_graph(bundle / MODEL) if bundle is not None and needed else None
     if graph is not None and not (_holds_weights(plan, graph) and _has_their_sizes(kernels, graph)):
         why = "its weights are not those of the bundle"
-        unknown = [_unknown(node, why) for node in nodes]
-        return {**verdict, "nodes": unknown, "precision": _unknown(verdict["precision"], why)}
-    shown = {**verdict, "nodes": _shown_nodes(kernels, nodes, profiles, needed=backend == RTX)}
-    if backend == RTX and not _is_in_precision(kernels, verdict["precision"], precision, graph):
-        shown["precision"] = _unknown(verdict["precision"], "its kernels are not in that precision")
-    return shown
-
-
-def _shown_nodes(
-    kernels: Sequence[Kernel], nodes: Sequence[Mapping[str, Any]], profiles: int, *, needed: bool
-) -> list[Mapping[str, Any]]:
+        unknown = tuple(_unknown(node, why) for node in verdict.nodes)
+        return msgspec.structs.replace(verdict, nodes=unknown, precision=_unknown(verdict.precision, why))
     names = sorted({name for kernel in kernels for name in kernel.onnx_nodes})
-    found = fusion_verdict(kernels, members(names, {node["node"]: None for node in nodes}), profiles=profiles)
-    fused = {(each.node, each.profile): set(each.kernels) for each in found if each.status == FUSED}
+    groups = members(names, {node.node: None for node in verdict.nodes})
+    shown = fusion_verdict(kernels, groups, profiles=profiles)
+    fused = {(each.node, each.profile): set(each.kernels) for each in shown if each.status == FUSED}
 
-    def is_shown(node: Mapping[str, Any]) -> bool:
-        if node["status"] != FUSED or not (needed or "plan" in node["source"].split("+")):
-            return True
-        mine = fused.get((node["node"], node["profile"]))
-        return mine is not None and mine.issuperset(node["kernels"])
+    def confirmed(node: NodeVerdict) -> NodeVerdict:
+        if node.status != FUSED or not (needed or _from_plan(node)):
+            return node
+        found = fused.get((node.node, node.profile))
+        if found is not None and found.issuperset(node.kernels):
+            return node
+        return _unknown(node, "no fused kernel of that name computes it")
 
-    return [
-        node if is_shown(node) else _unknown(node, "no fused kernel of that name computes it")
-        for node in nodes
-    ]
-
-
-def _is_in_precision(
-    kernels: Sequence[Kernel], recorded: Mapping[str, Any], precision: str, graph: ir.Model | None
-) -> bool:
-    if recorded["status"] != "verified":
-        return True  # nothing is claimed
-    if precision_verdict(kernels, precision).ok:
-        return True
+    claimed = verdict.precision
     # Some of its nodes may be wider because the graph asks for it.
-    return graph is not None and precision_verdict(kernels, precision, written_types(graph)).ok
+    if (
+        needed
+        and claimed.ok
+        and not (
+            precision_verdict(kernels, precision).ok
+            or (graph is not None and precision_verdict(kernels, precision, written_types(graph)).ok)
+        )
+    ):
+        claimed = _unknown(claimed, "its kernels are not in that precision")
+    nodes = tuple(map(confirmed, verdict.nodes))
+    return msgspec.structs.replace(verdict, nodes=nodes, precision=claimed)
+
+
+def _from_plan(node: NodeVerdict) -> bool:
+    return "plan" in node.source.split("+")
 
 
 def _holds_weights(plan: bytes, graph: ir.Model) -> bool:
     """Whether any weight of the graph is in the plan; some are packed together, but never all of them."""
-    found = None
-    for needle in _weights(graph):
-        if found := needle in plan:
-            break
-    return found is not False
+    return any(needle in plan for needle in _weights(graph)) or next(_weights(graph), None) is None
 
 
 def _has_their_sizes(kernels: Sequence[Kernel], graph: ir.Model) -> bool:
@@ -176,8 +161,8 @@ def _weights(graph: ir.Model) -> Iterator[bytes]:
             yield np.ascontiguousarray(tensor.numpy().T).tobytes()
 
 
-def _unknown(part: Mapping[str, Any], why: str) -> dict[str, Any]:
-    return {**part, "status": UNDECIDED, "reason": _NOT_SHOWN + why}
+def _unknown(part: Part, why: str) -> Part:
+    return msgspec.structs.replace(part, status=UNDECIDED, reason=_NOT_SHOWN + why)
 
 
 # -- The attentions of a bundle that are no node of its graph, in the verdict on an engine ---------
@@ -201,13 +186,7 @@ def unrecognised(manifest: Manifest) -> dict[str, str]:
 
 
 def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: int) -> EngineVerdict:
-    """The verdict on all attentions of a bundle.
-
-    Args:
-        verdict: The verdict on the attention nodes of its graph.
-        manifest: The manifest of the bundle.
-        profiles: How many optimisation profiles the engine has.
-    """
+    """The verdict on all attentions of a bundle, from that on the attention nodes of its graph."""
     left = [
         NodeVerdict(
             node=name,
@@ -219,7 +198,7 @@ def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: i
         for name, reason in unrecognised(manifest).items()
         for profile in range(profiles)
     ]
-    return replace(verdict, nodes=(*verdict.nodes, *left))
+    return msgspec.structs.replace(verdict, nodes=(*verdict.nodes, *left))
 
 
 # -- An engine on disk: the plan, and its manifest beside it ---------------------------------------
@@ -227,40 +206,6 @@ def with_unrecognised(verdict: EngineVerdict, manifest: Manifest, *, profiles: i
 FORMAT = 1
 FOLDER = "engines"
 _LARGEST_PLAN = 1 << 40
-
-
-class NodeRecord(TypedDict):
-    """The verdict on one attention in one profile."""
-
-    node: str
-    profile: int
-    status: Literal["fused", "decomposed", "unknown"]
-    kernels: list[str]
-    reason: str
-    source: str
-
-
-class PrecisionRecord(TypedDict):
-    """The verdict on the precision, with the fields of `PrecisionVerdict`."""
-
-    requested: str
-    status: str
-    counts: dict[str, int]
-    offenders: list[dict[str, Any]]
-    islands: list[dict[str, Any]]
-    reason: str
-    notes: list[str]
-    has_untyped: bool
-    written: list[dict[str, Any]]
-    narrowed: list[dict[str, Any]]
-
-
-class VerdictRecord(TypedDict):
-    """Fusion and precision of an engine, with their evidence."""
-
-    nodes: list[NodeRecord]
-    precision: PrecisionRecord
-    disagreements: list[str]
 
 
 class KernelRecord(TypedDict):
@@ -298,14 +243,6 @@ class AttentionRecord(_ChosenAttention, total=False):
     plugin_us: float | None
     ratio: float | None
     tried: list[dict[str, Any]]
-
-
-class LargeTensorRecord(TypedDict):
-    """A tensor that TensorRT cannot address at the largest sizes."""
-
-    tensor: str
-    dims: str
-    axes: dict[str, tuple[str, int]]
 
 
 class RebuildRecord(TypedDict):
@@ -371,7 +308,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine_bytes: int
     seconds: float
     strongly_typed: bool
-    verdict: VerdictRecord
+    verdict: EngineVerdict
     kernels: list[KernelRecord]
     options: dict[str, Any]
     findings: list[dict[str, Any]]
@@ -382,7 +319,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
     plugins: list[LibraryRecord] = field(default_factory=list)
     in_place: dict[str, str] = field(default_factory=dict)
-    large_tensors: list[LargeTensorRecord] = field(default_factory=list)
+    large_tensors: list[LargeTensor] = field(default_factory=list)
     rebuilds: RebuildRecord | None = None
     format: int = FORMAT
 
@@ -400,31 +337,27 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def fused_count(self) -> tuple[int, int]:
         """How many attentions are one fused kernel in every profile, of how many."""
-        names = {node["node"] for node in self.verdict["nodes"]}
-        broken = {node["node"] for node in self.verdict["nodes"] if node["status"] != "fused"}
-        return len(names - broken), len(names)
-
-    @property
-    def fusion_summary(self) -> str:
-        """How many attentions are fused, in words; what no source reports is unknown, not unfused."""
-        fused, count = self.fused_count
-        return fusion_summary(fused, count, self.verdict["nodes"])
-
-    @property
-    def precision_summary(self) -> str:
-        """The precision of the engine, in words."""
-        return precision_summary(self.verdict["precision"]["status"], self.precision)
+        return self.verdict.fused_count
 
     @property
     def all_fused(self) -> bool:
         """Whether every attention is one fused kernel in every profile."""
-        fused, count = self.fused_count
-        return fused == count > 0
+        return self.verdict.all_fused
 
     @property
     def is_in_precision(self) -> bool:
         """Whether the engine was verified to be in the requested precision."""
-        return self.verdict["precision"]["status"] == "verified"
+        return self.verdict.precision.ok
+
+    @property
+    def fusion_summary(self) -> str:
+        """How many attentions are fused, in words; what no source reports is unknown, not unfused."""
+        return fusion_summary(*self.fused_count, [(node.node, node.status) for node in self.verdict.nodes])
+
+    @property
+    def precision_summary(self) -> str:
+        """The precision of the engine, in words."""
+        return precision_summary(self.verdict.precision.status, self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,9 +391,9 @@ def _misfit(engine: EngineManifest, bundle: Manifest) -> str | None:
     if (engine.model, engine.precision) != (bundle.spec.name, bundle.precision.name):
         return f"{engine.model} {engine.precision}, not {bundle.spec.name} {bundle.precision.name}"
     names = {*(str(node.get("name")) for node in bundle.attention), *unrecognised(bundle)}
-    judged = [(node["node"], node["profile"]) for node in engine.verdict["nodes"]]
-    if set(judged) != {(name, profile) for name in names for profile in range(len(engine.profiles))}:
-        return f"a verdict on {len(set(judged))} attentions and profiles, not on {len(names)} attentions each"
+    judged = {(node.node, node.profile) for node in engine.verdict.nodes}
+    if judged != {(name, profile) for name in names for profile in range(len(engine.profiles))}:
+        return f"a verdict on {len(judged)} attentions and profiles, not on {len(names)} attentions each"
     try:
         shapes = [profile_shapes(bundle.spec, ranges) for ranges in engine.ranges]
     except (DeployError, KeyError) as error:
@@ -471,17 +404,11 @@ def _misfit(engine: EngineManifest, bundle: Manifest) -> str | None:
     return None
 
 
-def fusion_summary(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -> str:
-    """`10/12 fused`, or `10/12 fused, 2 unknown`.
-
-    Args:
-        fused: Attentions that are one fused kernel in every profile.
-        count: All attentions.
-        nodes: The verdict on each attention in each profile.
-    """
+def fusion_summary(fused: int, count: int, nodes: Iterable[tuple[str, str]]) -> str:
+    """`10/12 fused`, or `10/12 fused, 2 unknown`; `nodes` are attention and status in each profile."""
     statuses: dict[str, set[str]] = {}
-    for node in nodes:
-        statuses.setdefault(node["node"], set()).add(node["status"])
+    for node, status in nodes:
+        statuses.setdefault(node, set()).add(status)
     unknown = sum("unknown" in found and "decomposed" not in found for found in statuses.values())
     return f"{fused}/{count} fused" + (f", {unknown} unknown" if unknown else "")
 
@@ -521,7 +448,7 @@ def open_engine(path: Path) -> Engine:
         raise BundleError("The engine is missing beside its manifest.", got=path, hint="rebuild it")
     plan = read_regular(path, _LARGEST_PLAN)
     manifest = _manifest_for(plan, beside)
-    if not is_plan(plan):
+    if plan[1:4] != _MAGIC:
         raise BundleError(
             "The engine is not a plan of TensorRT.",
             got=f"{path}, which begins with {plan[:8]!r}" if plan else f"{path}, which is empty",
@@ -670,13 +597,7 @@ def misfits_here(engine: Engine) -> list[str]:
 
 
 def misfits(engine: Engine, backend_version: str | None, gpu: dict[str, str] | None) -> list[str]:
-    """Why an engine cannot run here; empty where it can.
-
-    Args:
-        engine: The engine.
-        backend_version: Version of its TensorRT on this machine; None where it is not installed.
-        gpu: The GPU of this machine; None where there is none.
-    """
+    """Why an engine cannot run with this version of its TensorRT and this GPU; empty where it can."""
     manifest, reasons = engine.manifest, []
     if backend_version is None:
         reasons.append(f"{manifest.backend} is not installed here")

@@ -67,7 +67,7 @@ def open_in_this_process(engine: Engine, cuda_graph: bool = True) -> TensorRTRun
         host_code=host_code,
         cuda_graph=cuda_graph,
         in_place=manifest.in_place or {},
-        large_tensors=[LargeTensor.from_dict(each) for each in manifest.large_tensors or ()],
+        large_tensors=manifest.large_tensors,
     )
 
 

@@ -464,7 +464,8 @@ def engine_summary(engine: Data) -> str:
 
     fused, count = [*engine["fused"], 0, 0][:2]
     precision = precision_summary(engine["precision_status"], engine["precision"])
-    return f"{fusion_summary(fused, count, engine['nodes'])}, {precision}"
+    nodes = [(node["node"], node["status"]) for node in engine["nodes"]]
+    return f"{fusion_summary(fused, count, nodes)}, {precision}"
 
 
 def fusion_table(engines: Sequence[Data]) -> Table:

@@ -131,7 +131,7 @@ class Runtime:
         if self.engine is None:
             return "fp16", f"what is behind {self.name} is not known"
         manifest = self.engine.manifest
-        notes = [note for note in manifest.verdict["precision"].get("notes", ()) if "matmuls" in note]
+        notes = [note for note in manifest.verdict.precision.notes if "matmuls" in note]
         narrow = [note for note in notes if "accumulate in FP16" in note or "chosen on the device" in note]
         if narrow:
             return "fp16", narrow[0]

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
@@ -15,6 +17,7 @@ from mha_deploy.engine.manifest import Engine, attention_summary, libraries_summ
 from mha_deploy.environment import RUN_PACKAGES, versions
 from mha_deploy.metrics import NOT_VERIFIED, OutputVerdict
 from mha_deploy.model.spec import Axis
+from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.cuda import driver_version, find_gpu
 from mha_deploy.text import named, together, without_numbers
 from mha_deploy.validate.conformance import WRONG, ConformanceTable
@@ -25,10 +28,12 @@ from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.latency import LatencyPoint
 from mha_deploy.validate.layers import LAYERS
 from mha_deploy.validate.load import LoadPoint
-from mha_deploy.validate.options import REPORT_FORMAT, ValidateOptions
 from mha_deploy.validate.runtimes import TENSORRT, Unavailable
 
 # -- Everything a validation found, and the verdict that follows from it ---------------------------
+
+REPORT_FORMAT = 2
+"""The format of report.json; readers refuse any other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +172,6 @@ def engines_to_dict(
 
 def _engine_to_dict(engine: Engine, ran: bool, reasons: dict[str, str]) -> dict[str, Any]:
     manifest, name = engine.manifest, engine.path.stem
-    nodes = [
-        {key: node.get(key) for key in ("node", "profile", "status", "kernels", "reason", "source")}
-        for node in manifest.verdict["nodes"]
-    ]
     return {
         "name": name,
         "backend": manifest.backend,
@@ -180,8 +181,8 @@ def _engine_to_dict(engine: Engine, ran: bool, reasons: dict[str, str]) -> dict[
         "ran": ran,
         "why_not": None if ran else reasons.get(name, "not requested"),
         "fused": list(manifest.fused_count),
-        "precision_status": manifest.verdict["precision"]["status"],
-        "nodes": nodes,
+        "precision_status": manifest.verdict.precision.status,
+        "nodes": msgspec.to_builtins(manifest.verdict.nodes),
         "seconds": manifest.seconds,
         "engine_bytes": manifest.engine_bytes,
         "profiles": [dict(profile) for profile in manifest.profiles],
@@ -450,7 +451,7 @@ def _not_shown(
 def _narrowed(engines: Sequence[Engine]) -> Iterator[Finding]:
     """What an engine multiplies in fewer bits than the graph says, which may overflow."""
     for engine in engines:
-        narrowed = engine.manifest.verdict["precision"].get("narrowed") or ()
+        narrowed = engine.manifest.verdict.precision.narrowed
         if narrowed:
             text = (
                 f"engine {engine.path.stem} multiplies {len(narrowed)} matmuls in fewer bits than the graph"

@@ -13,12 +13,11 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.cli.tables import eligibility_renderable, engine_renderable, parity_renderable
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.lowered import check_graph
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.rules import target_from
 from mha_deploy.metrics import Budget, Deviation, OutputVerdict, ParityReport
+from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.validate.fp16_range import Figures, Finding, NodeRange, RangeReport
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.verdict import findings
 
 LONG = "model.encoder.block.{}.layer.0.SelfAttention"
@@ -127,25 +126,25 @@ def test_attentions_of_one_kernel_are_one_row(deployed):
 
 def test_a_hash_is_shown_only_where_it_is_the_same(deployed):
     _, engine = deployed
-    nodes = [dict(node) for node in engine.manifest.verdict["nodes"]]
-    nodes[2]["kernels"] = ["_gemm_mha_v2_0x" + "ab" * 16]
+    nodes = list(engine.manifest.verdict.nodes)
+    nodes[2] = msgspec.structs.replace(nodes[2], kernels=("_gemm_mha_v2_0x" + "ab" * 16,))
     first, more = node_rows(with_nodes(engine, nodes))
-    assert first == f"blocks.0.attention 0 fused _gemm_mha_v2_… [{nodes[0]['source']}]"
+    assert first == f"blocks.0.attention 0 fused _gemm_mha_v2_… [{nodes[0].source}]"
     assert more == "and 2 more"
 
 
 def test_an_attention_with_another_kernel_or_status_has_its_own_row(deployed):
     _, engine = deployed
-    for change in ({"kernels": ["_gemv_mha_v1_0x" + "ab" * 16]}, {"status": "decomposed"}, {"profile": 1}):
-        nodes = [dict(node) for node in engine.manifest.verdict["nodes"]]
-        nodes[1] |= change
+    for change in ({"kernels": ("_gemv_mha_v1_0x" + "ab" * 16,)}, {"status": "decomposed"}, {"profile": 1}):
+        nodes = list(engine.manifest.verdict.nodes)
+        nodes[1] = msgspec.structs.replace(nodes[1], **change)
         text = printed(engine_renderable(with_nodes(engine, nodes)), width=120)
         assert "blocks.1.attention" in text
         assert "and 1 more" in text
 
 
 def with_nodes(engine, nodes):
-    verdict = {**engine.manifest.verdict, "nodes": nodes}
+    verdict = msgspec.structs.replace(engine.manifest.verdict, nodes=tuple(nodes))
     return replace(engine, manifest=msgspec.structs.replace(engine.manifest, verdict=verdict))
 
 

@@ -13,9 +13,9 @@ from mha_deploy.engine import choose
 from mha_deploy.engine.choose import Trial, chosen, fastest_engine, record
 from mha_deploy.engine.lowered import Candidate, open_candidates
 from mha_deploy.engine.manifest import Engine, EngineManifest, attention_summary, engine_path, write_engine
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.plugins import PluginError
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.options import EngineOptions
 
 NATIVE = Candidate(attention="native")
 NARROW = Candidate(attention="plugin")

@@ -12,12 +12,13 @@ import torch
 
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.engine.lowered import check_graph, dialect_of, targets_of
-from mha_deploy.engine.options import EngineOptions, default_profiles, profile_names, profile_shapes
+from mha_deploy.engine.options import default_profiles, profile_names, profile_shapes
 from mha_deploy.export.canonical import canonical_from_module
 from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import AttentionSpec, Axis
+from mha_deploy.options import EngineOptions
 from mha_deploy.reference import build_module
 from mha_deploy.runtime.tensorrt.build import build_with
 from mha_deploy.runtime.tensorrt.request import BuildRequest, BuiltEngine

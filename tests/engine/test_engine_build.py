@@ -1,15 +1,16 @@
 import json
 import shutil
+from contextlib import contextmanager
 
 import pytest
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import manifest_path, open_engine
-from mha_deploy.engine.options import EngineOptions, parse_ranges, profile_shapes
+from mha_deploy.engine.options import parse_ranges, profile_shapes
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
-from mha_deploy.runtime.tensorrt.log import Message
-from mha_deploy.runtime.tensorrt.request import LargeTensor
+from mha_deploy.options import EngineOptions
+from mha_deploy.runtime.tensorrt.log import Message, collect
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 RTX = EngineOptions(backend="tensorrt-rtx", targets="8.9")
@@ -63,12 +64,18 @@ def test_nothing_but_the_engine_and_its_manifest_is_left(built):
 
 def test_what_tensorrt_cannot_hold_is_in_the_manifest_and_explained(bundle, monkeypatch, in_process):
     text = "Profile kMAX. scores: tensor volume exceeds (2^31)-1, dimensions are [B,(* 4 S),S] Volume exceeds"
-    warned = [Message(severity="WARNING", text=text)]
-    monkeypatch.setattr("mha_deploy.runtime.tensorrt.build.warnings", lambda messages: warned)
+
+    @contextmanager
+    def with_warning(rt):
+        with collect(rt) as messages:
+            messages.append(Message(severity="WARNING", text=text))
+            yield messages
+
+    monkeypatch.setattr("mha_deploy.runtime.tensorrt.build.collect", with_warning)
     engine = engine_from_bundle(bundle("tiny-gqa"), options())
     manifest = open_engine(engine.path).manifest
     (tensor,) = manifest.large_tensors
-    assert LargeTensor.from_dict(tensor).elements({"x": (2, 3, 64)}) == 2 * 12 * 3
+    assert tensor.elements({"x": (2, 3, 64)}) == 2 * 12 * 3
     assert any("--profile" in note for note in manifest.notes)
     assert text in manifest.notes
 
@@ -77,7 +84,7 @@ def test_two_profiles_are_judged_each(bundle):
     opened = bundle("tiny-gqa")
     profiles = [parse_ranges(text, opened.manifest.spec) for text in ("S=1", "S=2:16:64")]
     manifest = engine_from_bundle(opened, options(profiles=profiles)).manifest
-    kernels = {node["profile"]: node["kernels"][0] for node in manifest.verdict["nodes"]}
+    kernels = {node.profile: node.kernels[0] for node in manifest.verdict.nodes}
     assert kernels[0].startswith("_gemv_mha_v1")
     assert kernels[1].startswith("_gemm_mha_v2")
     assert manifest.all_fused
@@ -91,7 +98,7 @@ def test_fp32_does_not_fuse_and_the_error_says_what_to_do(bundle):
 
 def test_fp32_is_reported_decomposed_where_that_is_allowed(bundle):
     manifest = engine_from_bundle(bundle("tiny-gqa", "fp32"), options(allow_decomposed=True)).manifest
-    assert manifest.verdict["nodes"][0]["status"] == "decomposed"
+    assert manifest.verdict.nodes[0].status == "decomposed"
     assert not manifest.all_fused
     assert any(finding["rule"] == "fp32" for finding in manifest.findings)
 

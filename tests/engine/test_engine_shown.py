@@ -10,11 +10,10 @@ import pytest
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import manifest_path, open_engine
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import DeployError
 from mha_deploy.export.exporter import bundle_from_spec
-from mha_deploy.export.options import ExportOptions
 from mha_deploy.model.catalog import find_spec
+from mha_deploy.options import EngineOptions, ExportOptions
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 REQUIRED = ("--require-fused", "--require-precision", "--backend", "ort-cpu", "--no-report")
@@ -138,7 +137,7 @@ def test_a_decomposed_engine_cannot_claim_to_be_fused(bundles, tmp_path, claim):
     edit(path, claim)
     manifest = open_engine(path).manifest
     assert manifest.fused_count == (0, 1)
-    assert manifest.verdict["nodes"][0]["reason"]
+    assert manifest.verdict.nodes[0].reason
 
 
 MISFITS = {

@@ -5,18 +5,14 @@ import pytest
 from mha_deploy.engine.manifest import fusion_summary, precision_summary
 
 
-def nodes(*pairs):
-    return [{"node": node, "status": status} for node, status in pairs]
-
-
 @pytest.mark.parametrize(
     ("fused", "verdicts", "summary"),
     [
-        (2, nodes(("a", "fused"), ("b", "fused")), "2/2 fused"),
-        (1, nodes(("a", "fused"), ("b", "decomposed")), "1/2 fused"),
-        (1, nodes(("a", "fused"), ("b", "unknown")), "1/2 fused, 1 unknown"),
-        (1, nodes(("a", "fused"), ("b", "unknown"), ("b", "decomposed")), "1/2 fused"),
-        (1, nodes(("a", "fused"), ("b", "unknown"), ("b", "fused")), "1/2 fused, 1 unknown"),
+        (2, [("a", "fused"), ("b", "fused")], "2/2 fused"),
+        (1, [("a", "fused"), ("b", "decomposed")], "1/2 fused"),
+        (1, [("a", "fused"), ("b", "unknown")], "1/2 fused, 1 unknown"),
+        (1, [("a", "fused"), ("b", "unknown"), ("b", "decomposed")], "1/2 fused"),
+        (1, [("a", "fused"), ("b", "unknown"), ("b", "fused")], "1/2 fused, 1 unknown"),
     ],
 )
 def test_unknown_is_counted_by_itself(fused, verdicts, summary):

@@ -18,9 +18,9 @@ from mha_deploy.engine import build, run
 from mha_deploy.engine import plugins as load
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import open_engine
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.plugins import PluginError, load_library
 from mha_deploy.errors import DeployError
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.build import parse_into
 from mha_deploy.validate.verdict import engines_to_dict
 
@@ -206,7 +206,7 @@ def test_the_plugins_layers_are_known_by_the_nodes_they_were(place, built, monke
     manifest = open_engine(engine.path).manifest
     assert manifest.all_fused
     assert manifest.is_in_precision
-    assert manifest.verdict["nodes"][0]["kernels"] == ["attention (plugin)"]
+    assert manifest.verdict.nodes[0].kernels == ("attention (plugin)",)
     fused = {kernel["name"]: kernel["fused_attention"] for kernel in manifest.kernels}
     assert fused == {"attention": True, "q_proj": False}
 
@@ -222,8 +222,8 @@ def test_types_that_tensorrt_does_not_tell_are_those_of_the_graph(place, built, 
     ]
     monkeypatch.setattr("tensorrt_fake.INSPECTED", json.dumps({"Layers": layers, "Bindings": []}))
     _, engine = built(accumulate="fp32")
-    verdict = open_engine(engine.path).manifest.verdict["precision"]
-    assert verdict["status"] == status, verdict
+    verdict = open_engine(engine.path).manifest.verdict.precision
+    assert verdict.status == status, verdict
 
 
 def test_what_the_engine_needs_is_shown(place, built, run_cli):

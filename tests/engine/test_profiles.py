@@ -9,16 +9,11 @@ import pytest
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import manifest_path, open_engine
-from mha_deploy.engine.options import (
-    EngineOptions,
-    default_profiles,
-    parse_ranges,
-    profile_names,
-    profile_shapes,
-)
+from mha_deploy.engine.options import default_profiles, parse_ranges, profile_names, profile_shapes
 from mha_deploy.errors import SpecError
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
+from mha_deploy.options import EngineOptions
 
 DYNAMIC, PREALLOCATED = find_spec("tiny-dynamic"), find_spec("tiny-preallocated")
 CACHED = pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
@@ -136,8 +131,8 @@ def test_an_engine_has_both_profiles_and_is_fused_in_both(engines, name):
     assert manifest.profile_names == ["prefill", "decode"]
     assert manifest.profiles == written(default_profiles(find_spec(name)))
     fused = {
-        manifest.profile_name(node["profile"]): (node["status"], node["kernels"][0][:12])
-        for node in manifest.verdict["nodes"]
+        manifest.profile_name(node.profile): (node.status, node.kernels[0][:12])
+        for node in manifest.verdict.nodes
     }
     assert fused == {"prefill": ("fused", "_gemm_mha_v2"), "decode": ("fused", "_gemv_mha_v1")}
     assert manifest.all_fused

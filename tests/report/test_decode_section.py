@@ -13,6 +13,7 @@ from mha_deploy.report.charts import EAGER
 from mha_deploy.report.page import report_page
 from mha_deploy.report.schema import as_plain, check_report, schema_markdown
 from mha_deploy.report.table import place_text, prompts_text
+from mha_deploy.runtime.tensorrt.verdict import EngineVerdict, PrecisionVerdict
 from mha_deploy.validate.verdict import engines_to_dict
 
 
@@ -191,7 +192,9 @@ def manifest(**changes):
         engine_bytes=1,
         seconds=1.0,
         strongly_typed=True,
-        verdict={"nodes": [], "precision": {"status": "verified"}},
+        verdict=EngineVerdict(
+            nodes=(), precision=PrecisionVerdict(requested="fp16", status="verified", counts={})
+        ),
         kernels=[],
         options={},
         findings=[],

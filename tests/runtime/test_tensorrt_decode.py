@@ -17,12 +17,12 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import default_backend, open_engine
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.metrics import judge_case
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime import cuda, decode
 from mha_deploy.runtime.cuda import Copy2D, CudaError
 from mha_deploy.runtime.ort import OrtCpuRunner

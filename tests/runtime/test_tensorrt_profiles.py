@@ -12,9 +12,10 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import build
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import open_engine
-from mha_deploy.engine.options import EngineOptions, parse_ranges
+from mha_deploy.engine.options import parse_ranges
 from mha_deploy.engine.run import unprepared_profiles
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.request import LargeTensor
 from mha_deploy.runtime.tensorrt.run import TensorRTRunner, tightest_admitting
 

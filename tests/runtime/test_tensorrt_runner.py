@@ -17,10 +17,11 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import run as engine_run
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import Engine, EngineManifest, default_backend, open_engine
-from mha_deploy.engine.options import EngineOptions, parse_ranges
+from mha_deploy.engine.options import parse_ranges
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.metrics import judge_case
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime import cuda
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.tensorrt import run as bound
@@ -476,7 +477,7 @@ def test_the_manifest_tells_the_runner_what_tensorrt_cannot_hold(machine_with, d
     machine_with(fake("8.6.1"), ADA)
     path = tmp_path / "tiny.engine"
     path.write_bytes(b"plan")
-    reported = [{"tensor": "scores", "dims": "1073741824,S", "axes": {"S": ["x", 1]}}]
+    reported = [LargeTensor(tensor="scores", dims="1073741824,S", axes={"S": ("x", 1)})]
     with open_engine_runner(on_disk(path, large_tensors=reported)) as runner:
         runner.run(feeds(1, 1))
         with pytest.raises(EngineError, match="does not support a tensor"):

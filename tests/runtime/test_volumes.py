@@ -1,7 +1,6 @@
 """Tensors that TensorRT does not support: read from its warnings, refused only where they are too large."""
 
-import json
-
+import msgspec
 import pytest
 
 from mha_deploy.runtime.tensorrt.request import LargeTensor, large_tensors, refuse_large
@@ -61,7 +60,7 @@ def test_another_limit_is_not_ours_to_judge():
 
 def test_a_manifest_brings_it_back():
     (found,) = large_tensors([TOLD], AXES)
-    assert LargeTensor.from_dict(json.loads(json.dumps(found.as_dict()))) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=LargeTensor) == found
 
 
 def test_the_remedy_is_reported():

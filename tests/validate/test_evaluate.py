@@ -12,11 +12,16 @@ from mha_deploy.runtime.runner import Runner
 from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validate.runtimes import ONNX_RUNTIME, TENSORRT, Runtime
 
-# What an engine's manifest says of its GEMMs.
+
+def verdict(*notes):
+    """What an engine's manifest says of its GEMMs."""
+    return SimpleNamespace(precision=SimpleNamespace(notes=notes))
+
+
 MANIFEST = SimpleNamespace(
     backend="tensorrt",
     version="11.4.0",
-    verdict={"precision": {"notes": []}},
+    verdict=verdict(),
     attention={"chosen": "native", "accumulate": "fp16"},
 )
 
@@ -115,17 +120,17 @@ ASSUMED = {
         {
             "version": "8.6.1",
             "attention": {"chosen": "plugin", "accumulate": "fp32"},
-            "verdict": {"precision": {"notes": ["24 matmuls accumulate in FP16, the first is h16816gemm"]}},
+            "verdict": verdict("24 matmuls accumulate in FP16, the first is h16816gemm"),
         },
         "fp16",
     ),
     "a newer one": ({}, "fp32"),
     "a newer one whose kernels say FP16": (
-        {"verdict": {"precision": {"notes": ["1 matmuls accumulate in FP16, the first is x"]}}},
+        {"verdict": verdict("1 matmuls accumulate in FP16, the first is x")},
         "fp16",
     ),
     "kernels that are not known yet": (
-        {"verdict": {"precision": {"notes": ["the kernels of 3 matmuls are chosen on the device"]}}},
+        {"verdict": verdict("the kernels of 3 matmuls are chosen on the device")},
         "fp16",
     ),
 }

@@ -12,10 +12,9 @@ from bundle_edit import rehash
 from mha_deploy.bundle.cases import golden_cases, read_arrays, write_arrays
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import DeployError
+from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.validate.layers import layers_case
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 
 OWN = Path(__file__).parents[1] / "own_models.py"
@@ -197,7 +196,7 @@ def test_an_engine_that_narrows_what_the_graph_keeps_wide_is_told(own_bundles, t
     bundle = open_bundle(Path(shutil.copytree(own_bundles("overflowing", "auto").path, tmp_path / "copy")))
     engine = engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="89"))
     assert engine.manifest.fused_count == (2, 2)
-    narrowed = engine.manifest.verdict["precision"]["narrowed"]
+    narrowed = engine.manifest.verdict.precision.narrowed
     report = validate_bundle(bundle)
     told = [finding for finding in report.findings if "in fewer bits than the graph" in finding.text]
     assert bool(told) is bool(narrowed)

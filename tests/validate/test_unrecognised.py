@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from mha_deploy.bundle.folder import open_bundle
-from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 
 
@@ -49,6 +49,6 @@ def test_an_engine_counts_them(name, fused, copied, run_cli):
     assert f"{fused}/2 fused" in report.headline
     (engine,) = report.engines
     assert engine.manifest.fused_count == (fused, 2)
-    unfused = [node for node in engine.manifest.verdict["nodes"] if node["status"] != "fused"]
+    unfused = [node for node in engine.manifest.verdict.nodes if node.status != "fused"]
     assert len(unfused) == 2 - fused
-    assert all("blocks." in node["node"] and node["reason"] for node in unfused)
+    assert all("blocks." in node.node and node.reason for node in unfused)

@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from mha_deploy.runtime.tensorrt.log import (
     logger_for,
     read_names,
     tensor_types,
-    warnings,
 )
 from mha_deploy.runtime.tensorrt.request import (
     HARDWARE_LEVELS,
@@ -43,17 +41,7 @@ from mha_deploy.runtime.tensorrt.versions import EngineError, NotFusedError, Ten
 
 
 def parse_into(rt: TensorRT, parser: Any, source: bytes | str | Path, names: NodeNames) -> None:
-    """Parse the model, or report which node is refused and why.
-
-    Args:
-        rt: The TensorRT.
-        parser: Its `OnnxParser`, made for the network to fill.
-        source: The model.
-        names: The model's nodes.
-
-    Raises:
-        EngineError: The parser refuses the model.
-    """
+    """Parse the model into the network of the parser, or report which node is refused and why."""
     # Only from its path does the parser find weights that are in another file.
     in_memory = isinstance(source, bytes)
     if parser.parse(source) if in_memory else parser.parse_from_file(os.fspath(source)):
@@ -114,13 +102,8 @@ def constrain_types(rt: TensorRT, network: Any, types: Mapping[str, str], precis
 
     The network itself does not know them: under weak typing it reports FP32 for every real number. Layers
     that the parser adds (it reshapes weights, for one) keep the widest type among their inputs: weights that
-    the export kept in FP32 would otherwise be rounded to FP16 on their way.
-
-    Args:
-        rt: The TensorRT.
-        network: The network.
-        types: Type of each tensor of the ONNX graph, by its short name.
-        precision: The type of everything that is not known to be wider.
+    the export kept in FP32 would otherwise be rounded to FP16 on their way. `types` are those of the graph;
+    everything that is not known to be wider is in `precision`.
     """
     trt = rt.module
     dtypes = {"fp16": trt.DataType.HALF, "fp32": trt.DataType.FLOAT}
@@ -180,7 +163,7 @@ def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
             "timing_cache",
             request.timing_cache is not None,
             can.timing_cache,
-            "it has no effect: leave it out",
+            "without effect: leave it out",
         ),
         ("version_compatible", request.version_compatible, can.version_compatible, "build on each version"),
         ("weight_streaming", request.weight_streaming, can.weight_streaming, "use TensorRT 10 or later"),
@@ -279,65 +262,45 @@ def _add_profiles(
             )
         trt_profile = builder.create_optimization_profile()
         for name, shapes in profile.items():
-            _check_shapes(index, known[name], shapes)
+            what, fixed = f"Profile {index} does not fit the input {name!r}.", known[name].shape
+            if len(shapes) != 3 or any(len(shape) != len(fixed) for shape in shapes):
+                raise EngineError(what, got=shapes, hint=f"min, opt and max with {len(fixed)} sizes each")
+            for size, low, opt, high in zip(fixed, *shapes, strict=True):
+                got = f"{low}, {opt}, {high}"
+                if not 0 <= low <= opt <= high:
+                    raise EngineError(what, got=got, hint="min <= opt <= max is required")
+                if size != -1 and (low, high) != (size, size):
+                    raise EngineError(what, got=f"{got} for a fixed size", hint=f"it is always {size}")
             trt_profile.set_shape(name, *map(tuple, shapes))
         if config.add_optimization_profile(trt_profile) < 0:
             raise EngineError(f"TensorRT refuses profile {index}.", got=dict(profile))
 
 
-def _check_shapes(index: int, tensor: EngineTensor, shapes: Sequence[Sequence[int]]) -> None:
-    what = f"Profile {index} does not fit the input {tensor.name!r}."
-    if len(shapes) != 3 or any(len(shape) != len(tensor.shape) for shape in shapes):
-        raise EngineError(what, got=shapes, hint=f"min, opt and max with {len(tensor.shape)} sizes each")
-    for size, low, opt, high in zip(tensor.shape, *shapes, strict=True):
-        if not 0 <= low <= opt <= high:
-            raise EngineError(what, got=f"{low}, {opt}, {high}", hint="min <= opt <= max is required")
-        if size not in (-1, low) or size not in (-1, high):
-            raise EngineError(what, got=f"{low}, {opt}, {high} for a fixed size", hint=f"it is always {size}")
-
-
 # -- What a failed build means: the builder's errors in words a user can act on --------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Known:
-    sign: re.Pattern[str]
-    what: str
-    hint: str
-    is_attention: bool = False
-
-
+_NOT_FUSED = re.compile(r"is_decomposable\(\)|not supported by a dedicated kernel|no fused kernel")
 _KNOWN = (
-    _Known(
-        sign=re.compile(r"is_decomposable\(\)|not supported by a dedicated kernel|no fused kernel"),
-        what="Attention has no fused kernel for this target, and may not be decomposed",
-        hint="use fp16 or bf16 and a head size of 16 to 256; or --allow-decomposed, and lose speed",
-        is_attention=True,
+    (
+        r"graph_jit\.cpp.*CUDA_SUCCESS",
+        "The builder has to run a kernel to prepare weights that stay replaceable, and finds no GPU",
+        "build without refit, or on a machine with a GPU",
     ),
-    _Known(
-        sign=re.compile(r"graph_jit\.cpp.*CUDA_SUCCESS"),
-        what="The builder has to run a kernel to prepare weights that stay replaceable, and finds no GPU",
-        hint="build without refit, or on a machine with a GPU",
+    (
+        r"HW-specific datatypes",
+        "A target has no hardware for a type in the graph",
+        "leave that target out, or export in fp16",
     ),
-    _Known(
-        sign=re.compile(r"HW-specific datatypes"),
-        what="A target has no hardware for a type in the graph",
-        hint="leave that target out, or export in fp16",
+    (
+        r"element type \(\w+\) differs",
+        "Two tensors of different types meet in one operator",
+        "give the mask in the type of the queries",
     ),
-    _Known(
-        sign=re.compile(r"element type \(\w+\) differs"),
-        what="Two tensors of different types meet in one operator",
-        hint="give the mask in the type of the queries",
-    ),
-    _Known(
-        sign=re.compile(r"Build canceled"),
-        what="The build was cancelled",
-        hint="start it again",
-    ),
-    _Known(
-        sign=re.compile(r"[Oo]ut of memory|OutOfMemory"),
-        what="The GPU has not enough memory for this build",
-        hint="set a smaller workspace, or smaller max shapes",
+    (r"Build canceled", "The build was cancelled", "start it again"),
+    (
+        r"[Oo]ut of memory|OutOfMemory",
+        "The GPU has not enough memory for this build",
+        "set a smaller workspace, or smaller max shapes",
     ),
 )
 
@@ -348,16 +311,19 @@ def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) 
     lines = dict.fromkeys(_with_nodes(" ".join(message.text.split()), message.nodes) for message in found)
     text = "; ".join(lines) or "the builder reported no reason"
     nodes = tuple(dict.fromkeys(node for message in found for node in message.nodes))
-    known = next((entry for entry in _KNOWN if entry.sign.search(text)), None)
-    if known is None:
-        return EngineError(f"{rt.title} could not build the engine.", got=text, nodes=nodes)
-    what = f"{known.what} ({rt.title})."
-    if known.is_attention:
+    if _NOT_FUSED.search(text):
         nodes = nodes or names.attention  # where the builder does not report which, it is one of these
-        # The builder's own message is long, and has no more information.
-        among = "one of " if len(nodes) > 1 else "node "
-        return NotFusedError(what, got=f"{among}{', '.join(nodes)}", hint=known.hint, nodes=nodes)
-    return EngineError(what, got=text, hint=known.hint, nodes=nodes)
+        return NotFusedError(
+            f"Attention has no fused kernel for this target, and may not be decomposed ({rt.title}).",
+            # The builder's own message is long, and has no more information.
+            got=f"{'one of' if len(nodes) > 1 else 'node'} {', '.join(nodes)}",
+            hint="use fp16 or bf16 and a head size of 16 to 256; or --allow-decomposed, and lose speed",
+            nodes=nodes,
+        )
+    for sign, what, hint in _KNOWN:
+        if re.search(sign, text):
+            return EngineError(f"{what} ({rt.title}).", got=text, hint=hint, nodes=nodes)
+    return EngineError(f"{rt.title} could not build the engine.", got=text, nodes=nodes)
 
 
 # -- The progress of the builder (`IProgressMonitor`; 8.6 has none) --------------------------------
@@ -410,13 +376,7 @@ def build_engine(request: BuildRequest, on_progress: OnProgress | None = None) -
 
 
 def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | None = None) -> BuiltEngine:
-    """Build an engine.
-
-    Args:
-        rt: The TensorRT.
-        request: What to build.
-        on_progress: Called with (phase, steps done, steps) where the version reports its progress. An
-            exception it raises cancels the build and is raised here.
+    """Build an engine. An exception that `on_progress` raises cancels the build and is raised here.
 
     Raises:
         BackendUnavailable: TensorRT finds no GPU and needs one.
@@ -466,12 +426,10 @@ def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | No
         plan, seconds = bytes(serialised), time.perf_counter() - started
         _refuse_unused(rt, messages, names)
         kernels, silent = _kernels(rt, request, plan, messages)
-        warned = tuple(names.link(warnings(messages)))
+        warned = tuple(names.link(message for message in messages if message.severity == "WARNING"))
         cache = config.get_timing_cache() if rt.can.timing_cache else None
         return BuiltEngine(
             plan=plan,
-            backend=rt.backend,
-            version=rt.version,
             seconds=seconds,
             strongly_typed=rt.can.strongly_typed_flag,
             inputs=inputs,
@@ -504,17 +462,7 @@ def _kernels(
 
 
 def inspect_kernels(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> list[Kernel]:
-    """Load an engine on the GPU it was built for, and read its kernels from TensorRT's inspector.
-
-    Args:
-        rt: The TensorRT that built it.
-        plan: The serialised engine.
-        host_code: Allow the runtime code in a version-compatible engine. Only for plans of one's own: it is
-            executed.
-
-    Raises:
-        EngineError: The engine cannot be loaded here.
-    """
+    """Load an engine on the GPU it was built for, and read its kernels from TensorRT's inspector."""
     trt = rt.module
     engine, _runtime = load_engine(rt, plan, host_code=host_code)  # which must outlive the engine
     inspector = engine.create_engine_inspector()

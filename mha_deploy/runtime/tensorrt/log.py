@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
 # -- One logger per process, whose messages are collected ------------------------------------------
 
-ERRORS = ("INTERNAL_ERROR", "ERROR")
-
 # On a machine without a driver every error has these besides; they are not the reason.
 _NOISE = ("catchCudaError", "cudaError 35")
 
@@ -32,15 +30,9 @@ _one_build_at_a_time = threading.RLock()
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One message.
+    """One message, and the names of the ONNX nodes in it."""
 
-    Args:
-        severity: `INTERNAL_ERROR`, `ERROR`, `WARNING`, `INFO` or `VERBOSE`.
-        text: The message.
-        nodes: Names of the ONNX nodes in it.
-    """
-
-    severity: str
+    severity: str  # INTERNAL_ERROR, ERROR, WARNING, INFO or VERBOSE
     text: str
     nodes: tuple[str, ...] = ()
 
@@ -49,8 +41,7 @@ class Message:
 def collect(rt: TensorRT) -> Iterator[list[Message]]:
     """Collect the messages of one build in the list that it yields.
 
-    A second thread waits: all builds of a process share one logger, and their messages could not be
-    distinguished.
+    A second thread waits: builds share one logger, and their messages could not be distinguished.
     """
     with _one_build_at_a_time:
         logger_for(rt)
@@ -86,13 +77,8 @@ def logger_for(rt: TensorRT) -> Any:
 
 def errors(messages: Iterable[Message]) -> list[Message]:
     """The errors, without those that only report a missing GPU; all of them if no other is left."""
-    found = [message for message in messages if message.severity in ERRORS]
+    found = [message for message in messages if message.severity in ("INTERNAL_ERROR", "ERROR")]
     return [message for message in found if not any(noise in message.text for noise in _NOISE)] or found
-
-
-def warnings(messages: Iterable[Message]) -> list[Message]:
-    """The warnings."""
-    return [message for message in messages if message.severity == "WARNING"]
 
 
 # -- TensorRT's names for the nodes of an ONNX file ------------------------------------------------
@@ -102,20 +88,14 @@ _SEPARATORS = re.compile(r"[\s\[\]{}()\"',;=]+")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeNames:
-    """The nodes of a graph by TensorRT's names for them.
-
-    Args:
-        names: Name of each node, in file order.
-        operators: Operator of each node, in file order.
-        readers: For each tensor, the nodes that read it.
-        axes: For each named dimension, an input of the graph and its place there.
-        has_external_data: Whether weights are in another file.
-    """
+    """The nodes of a graph by TensorRT's names for them, in file order."""
 
     names: tuple[str, ...]
     operators: tuple[str, ...]
-    readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    axes: dict[str, tuple[str, int]] = field(default_factory=dict)
+    readers: dict[str, tuple[str, ...]]
+    """For each tensor, the nodes that read it."""
+    axes: dict[str, tuple[str, int]]
+    """For each named dimension, an input of the graph and its place there."""
     has_external_data: bool = False
 
     def at(self, index: int) -> str | None:
@@ -128,29 +108,20 @@ class NodeNames:
         pairs = zip(self.names, self.operators, strict=True)
         return tuple(name for name, operator in pairs if operator.endswith("Attention"))
 
-    def mentioned(self, text: str) -> tuple[str, ...]:
-        """The nodes in a message, by name or by a tensor they read."""
-        words = [word.strip(".:") for word in _SEPARATORS.split(text)]
-        known = set(self.names)
-        found = [word for word in words if word in known]
-        if not found:
-            found = [node for word in words for node in self.readers.get(word, ())]
-        return tuple(dict.fromkeys(found))
-
     def link(self, messages: Iterable[Message]) -> list[Message]:
-        """The messages with their nodes."""
-        return [replace(message, nodes=self.mentioned(message.text)) for message in messages]
+        """The messages with the nodes in them, by name or by a tensor they read."""
+        known, linked = set(self.names), []
+        for message in messages:
+            words = [word.strip(".:") for word in _SEPARATORS.split(message.text)]
+            found = [word for word in words if word in known] or [
+                node for word in words for node in self.readers.get(word, ())
+            ]
+            linked.append(replace(message, nodes=tuple(dict.fromkeys(found))))
+        return linked
 
 
 def read_names(source: bytes | str | Path) -> NodeNames:
-    """Read the node names of an ONNX model, without its weights.
-
-    Args:
-        source: The model as bytes, or its path.
-
-    Raises:
-        EngineError: It is not an ONNX model, or an empty one.
-    """
+    """Read the node names of an ONNX model, without its weights; refuse what is none, or an empty one."""
     model = _load(source)
     nodes = model.graph.node
     if not nodes:
@@ -180,25 +151,18 @@ def read_names(source: bytes | str | Path) -> NodeNames:
 
 def tensor_types(source: bytes | str | Path) -> dict[str, str]:
     """The type of every tensor of an ONNX graph whose type is known, by its short name."""
-    model = onnx.shape_inference.infer_shapes(_load(source))
-    graph = model.graph
-    values = (*graph.input, *graph.value_info, *graph.output)
+    graph = onnx.shape_inference.infer_shapes(_load(source)).graph
     return {
         value.name: dtype_of(onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type))
-        for value in values
+        for value in (*graph.input, *graph.value_info, *graph.output)
     }
 
 
 def members(names: Sequence[str], attention: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Find the nodes that an attention node was lowered to, by their common prefix.
+    """The nodes of a lowered graph that each attention node of the canonical graph became.
 
-    Args:
-        names: Names of all nodes of the lowered graph.
-        attention: Names of the attention nodes of the canonical graph.
-
-    Returns:
-        For each attention node, itself if it still exists, and every node named `<attention>/...`; a node
-        that matches two names belongs to the longer one.
+    That is itself if it still exists, and every node named `<attention>/...`; a node that matches two names
+    belongs to the longer one.
     """
     found: dict[str, list[str]] = {node: [] for node in attention}
     for name in names:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from mha_deploy.errors import nearest
 from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel
 from mha_deploy.runtime.tensorrt.log import Message
@@ -25,19 +27,14 @@ _TOKEN = re.compile(r"[()]|[^\s(),]+")
 _OPERATORS: Mapping[str, Callable[[Iterable[int]], int]] = {"*": math.prod, "+": sum}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LargeTensor:
-    """A tensor that is too large at some sizes.
-
-    Args:
-        tensor: Its name.
-        dims: Its dimensions, as TensorRT writes them: `1,8,(* 4 S),S`.
-        axes: For each axis, an input and the dimension of it that has the axis' size.
-    """
+class LargeTensor(Struct, frozen=True, kw_only=True):
+    """A tensor that is too large at some sizes, as the manifest of an engine records it."""
 
     tensor: str
     dims: str
-    axes: Mapping[str, tuple[str, int]]
+    """Its dimensions, as TensorRT writes them: `1,8,(* 4 S),S`."""
+    axes: dict[str, tuple[str, int]]
+    """For each axis, an input and the dimension of it that has the axis' size."""
 
     def elements(self, shapes: Mapping[str, Sequence[int]]) -> int | None:
         """How many elements it has for inputs of these shapes; None where that is unknown."""
@@ -63,17 +60,6 @@ class LargeTensor:
             return None
         return math.prod(found)
 
-    def as_dict(self) -> dict[str, Any]:
-        """As the manifest of an engine records it."""
-        axes = {axis: list(place) for axis, place in self.axes.items()}
-        return {"tensor": self.tensor, "dims": self.dims, "axes": axes}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LargeTensor:
-        """From the manifest of an engine."""
-        axes = {str(axis): (str(name), int(place)) for axis, (name, place) in data["axes"].items()}
-        return cls(tensor=str(data["tensor"]), dims=str(data["dims"]), axes=axes)
-
     @property
     def advice(self) -> str:
         """What to do about it."""
@@ -83,13 +69,8 @@ class LargeTensor:
         )
 
 
-def large_tensors(texts: Iterable[str], axes: Mapping[str, tuple[str, int]]) -> tuple[LargeTensor, ...]:
-    """The tensors in the warnings of a build, each once.
-
-    Args:
-        texts: The warnings.
-        axes: For each axis of the graph, an input and the dimension that has its name.
-    """
+def large_tensors(texts: Iterable[str], axes: dict[str, tuple[str, int]]) -> tuple[LargeTensor, ...]:
+    """The tensors in the warnings of a build, each once; `axes` are those of the graph."""
     matches = (match for text in texts if (match := _WARNING.search(text)))
     found = dict.fromkeys((match["tensor"], match["dims"]) for match in matches)
     return tuple(LargeTensor(tensor=tensor, dims=dims, axes=axes) for tensor, dims in found)
@@ -113,7 +94,6 @@ Shape = tuple[int, ...]
 Profile = Mapping[str, tuple[Shape, Shape, Shape]]
 """For each input, its smallest, most usual and largest shape."""
 
-PRECISIONS = ("fp16", "bf16", "fp32")
 HARDWARE_LEVELS = {"ampere-plus": "AMPERE_PLUS", "same-compute-capability": "SAME_COMPUTE_CAPABILITY"}
 
 
@@ -156,11 +136,13 @@ class BuildRequest:
     precision_constraints: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.precision, PRECISIONS)
-        if self.hardware_compatible is not None:
-            _one_of("hardware compatibility", self.hardware_compatible, HARDWARE_LEVELS)
-        if self.refit is not None:
-            _one_of("refit mode", self.refit, ("all", "identical"))
+        for what, value, known in (
+            ("precision", self.precision, ("fp16", "bf16", "fp32")),
+            ("hardware compatibility", self.hardware_compatible, tuple(HARDWARE_LEVELS)),
+            ("refit mode", self.refit, ("all", "identical")),
+        ):
+            if value is not None and value not in known:
+                raise EngineError(f"No such {what}.", got=value, hint=nearest(value, known))
         if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
             raise EngineError(
                 "The optimisation level is out of range.", got=self.optimization_level, hint="0-5"
@@ -188,45 +170,29 @@ class BuildRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltEngine:
-    """An engine, and what the build reported.
-
-    Args:
-        plan: The serialised engine.
-        backend: `tensorrt` or `tensorrt-rtx`.
-        version: Version of the TensorRT that built it.
-        seconds: How long the build took.
-        strongly_typed: Whether its types are those of the graph.
-        inputs: Inputs of the network; a dynamic size is -1.
-        outputs: Outputs of the network.
-        kernels: The engine's kernels as each source reports them: `log`, `plan`, `inspector`.
-        warnings: TensorRT's warnings, linked to nodes.
-        notes: For the user: a stale timing cache, a source without kernels.
-        large_tensors: Tensors that TensorRT does not support at the largest sizes.
-        timing_cache: Timings to keep for the next build; None where they have no effect.
-    """
+    """An engine, and what the build reported."""
 
     plan: bytes = field(repr=False)
-    backend: str
-    version: str
     seconds: float
     strongly_typed: bool
+    """Whether its types are those of the graph."""
     inputs: tuple[EngineTensor, ...]
     outputs: tuple[EngineTensor, ...]
     kernels: Mapping[str, tuple[Kernel, ...]]
+    """The engine's kernels as each source reports them: `log`, `plan`, `inspector`."""
     warnings: tuple[Message, ...] = ()
+    """TensorRT's warnings, linked to nodes."""
     notes: tuple[str, ...] = ()
+    """For the user: a stale timing cache, a source without kernels."""
     large_tensors: tuple[LargeTensor, ...] = ()
     timing_cache: bytes | None = field(default=None, repr=False)
+    """Timings to keep for the next build; None where they have no effect."""
 
 
 def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Read compute capabilities as people write them.
+    """Compute capabilities as people write them, by TensorRT's names, each once, in the order given.
 
-    Args:
-        targets: `"8.9,12.0"`, `"89 120"`, `("sm_89", "SM120")`, `"current"`.
-
-    Returns:
-        Names like `SM89`, each once, in the order given.
+    `"8.9,12.0"`, `"89 120"`, `("sm_89", "SM120")`, `"current"` become names like `SM89`.
     """
     names = []
     for text in re.split(r"[,;\s]+", targets) if isinstance(targets, str) else targets:
@@ -244,8 +210,3 @@ def capabilities_of(targets: str | Sequence[str]) -> list[str]:
     """The targets that name a GPU, as compute capabilities: `8.9`, `12.0`."""
     names = [name for name in parse_targets(targets) if name != "CURRENT"]
     return [f"{name[2:-1]}.{name[-1]}" for name in names]
-
-
-def _one_of(what: str, value: str, known: Sequence[str] | Mapping[str, str]) -> None:
-    if value not in known:
-        raise EngineError(f"No such {what}.", got=value, hint=nearest(value, known))

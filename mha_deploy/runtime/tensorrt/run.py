@@ -525,7 +525,7 @@ class TensorRTRunner(GpuRunner):
 
     def _narrowed(self, feeds: Arrays) -> Arrays:
         """INT64 inputs as INT32 where the engine takes that: before version 10, the parser narrows them."""
-        if self._rt.can.int64:
+        if self._rt.can.bf16_type:
             return feeds
         narrowed, limits = dict(feeds), np.iinfo(np.int32)
         for name, array in feeds.items():

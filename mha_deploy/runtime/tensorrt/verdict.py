@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Final, Literal
 
 import onnx_ir as ir
+from msgspec import Struct
+from msgspec.structs import replace
 
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
 
@@ -19,18 +21,11 @@ _MATMULS = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "MhaD
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenTypes:
-    """The floating-point types of the inputs and outputs of one node.
-
-    Args:
-        reads: Types of its inputs.
-        writes: Types of its outputs.
-        is_matmul: Whether it is a matmul, a convolution or attention.
-        is_softmax: Whether it is a softmax.
-    """
+    """The floating-point types of the inputs and outputs of one node."""
 
     reads: frozenset[str]
     writes: frozenset[str]
-    is_matmul: bool
+    is_matmul: bool  # or a convolution, or attention
     is_softmax: bool = False
 
 
@@ -59,6 +54,8 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
 
 # -- The kernels of one source, by the attention nodes that they compute ---------------------------
 
+Groups = Mapping[str, Sequence[str]]
+"""For each attention node, the names of the nodes it was lowered to."""
 
 # The matmuls and the softmax among the nodes that an attention is lowered to.
 _CORE = re.compile(
@@ -67,14 +64,9 @@ _CORE = re.compile(
 
 
 class Reported:
-    """The kernels that one source reports for one profile, read once for all nodes.
+    """The kernels that one source reports for one profile, read once for all groups of nodes."""
 
-    Args:
-        kernels: The kernels.
-        groups: For each attention node, the names of the nodes it was lowered to.
-    """
-
-    def __init__(self, kernels: Sequence[Kernel], groups: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, kernels: Sequence[Kernel], groups: Groups) -> None:
         self.kernels = kernels
         self.source = kernels[0].source if kernels else ""
         self.opaque = next((kernel.name for kernel in kernels if kernel.is_opaque), None)
@@ -148,17 +140,8 @@ _CARRIER = re.compile(r"^(constant|no_?op|shuffle|reformat|shape_?host_?to_?devi
 _READS, _WRITES, _COMPUTES = "reads", "writes", "computes"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offender:
-    """Something that is not in the requested precision.
-
-    Args:
-        kernel: Name of the layer.
-        tactic: Name of the kernel chosen for it.
-        what: The tensor, or `kernel` where the type is in the kernel's own name.
-        dtype: The type it has.
-        onnx_nodes: The ONNX nodes it computes.
-    """
+class Offender(Struct, frozen=True, kw_only=True):
+    """Something that is not in the requested precision: a tensor, or the `kernel` by the type in its name."""
 
     kernel: str
     tactic: str
@@ -167,33 +150,27 @@ class Offender:
     onnx_nodes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrecisionVerdict:
-    """Whether an engine is in the requested precision.
-
-    Args:
-        requested: The requested one: `fp16`, `bf16` or `fp32`.
-        status: `verified`, `mixed` or `unknown`.
-        counts: How many tensors there are of each type, and kernels with a type in their names.
-        offenders: Matmuls and attentions with another floating-point type that is not the graph's.
-        islands: Other kernels with one.
-        reason: Why the answer is unknown; empty otherwise.
-        notes: What else was detected: FP16 accumulation, kernels that are chosen on the device.
-        has_untyped: Whether a matmul or attention was reported without its types.
-        written: Matmuls and attentions with another type that the graph requests.
-        narrowed: Matmuls that the graph keeps in a wider type than the engine multiplies in.
-    """
+class PrecisionVerdict(Struct, frozen=True, kw_only=True):
+    """Whether an engine is in the requested precision."""
 
     requested: str
-    status: str
+    status: str  # verified, mixed or unknown
     counts: dict[str, int]
+    """How many tensors there are of each type, and kernels with a type in their names."""
     offenders: tuple[Offender, ...] = ()
+    """Matmuls and attentions with another floating-point type that is not the graph's."""
     islands: tuple[Offender, ...] = ()
+    """Other kernels with one."""
     reason: str = ""
+    """Why the answer is unknown; empty otherwise."""
     notes: tuple[str, ...] = ()
+    """What else was detected: FP16 accumulation, kernels that are chosen on the device."""
     has_untyped: bool = False
+    """Whether a matmul or attention was reported without its types."""
     written: tuple[Offender, ...] = ()
+    """Matmuls and attentions with another type that the graph requests."""
     narrowed: tuple[Offender, ...] = ()
+    """Matmuls that the graph keeps in a wider type than the engine multiplies in."""
 
     @property
     def ok(self) -> bool:
@@ -204,16 +181,10 @@ class PrecisionVerdict:
 def precision_verdict(
     kernels: Sequence[Kernel], precision: str, written: Written | None = None
 ) -> PrecisionVerdict:
-    """Judge an engine's precision by its kernels.
+    """Judge an engine's precision by its kernels, as one source reports them.
 
-    Args:
-        kernels: The kernels, as one source reports them.
-        precision: The requested one: `fp16`, `bf16` or `fp32`.
-        written: The types in the graph the engine was built from, where it is available.
-
-    Returns:
-        `mixed` as soon as one matmul or attention is of another floating-point type than requested and
-        written; `verified` only where every kernel could be judged; else `unknown`, with the reason.
+    It is `mixed` as soon as one matmul or attention is of another floating-point type than requested and
+    `written` in the graph; `verified` only where every kernel could be judged; else `unknown`.
     """
     heavy = [kernel for kernel in kernels if kernel.is_heavy]
     light = [kernel for kernel in kernels if not kernel.is_heavy]
@@ -229,14 +200,10 @@ def precision_verdict(
     from_graph = tuple(found for found, excused in others if excused)
     islands = tuple(found for kernel in light for _, found in _offenders(kernel, precision))
     narrowed = tuple(found for kernel in heavy for found in _narrowed(kernel, written or {}))
-    reason = _why_unknown(kernels, precision, written or {})
-    if offenders:
-        status, reason = "mixed", ""
-    else:
-        status = "unknown" if reason else "verified"
+    reason = "" if offenders else _why_unknown(kernels, precision, written or {})
     return PrecisionVerdict(
         requested=precision,
-        status=status,
+        status="mixed" if offenders else "unknown" if reason else "verified",
         counts=_counts(kernels),
         offenders=offenders,
         islands=islands,
@@ -252,10 +219,7 @@ def math_type(tactic: str) -> str:
     """The type a kernel multiplies in, or `?`: `sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_...` is `fp16`."""
     # `bf16` and `f32f32` are also hexadecimal digits.
     lowered = re.sub(r"0x[0-9a-f]+", "", tactic.lower())
-    for name, pattern in _MATH:
-        if pattern.search(lowered):
-            return name
-    return UNKNOWN
+    return next((name for name, pattern in _MATH if pattern.search(lowered)), UNKNOWN)
 
 
 def _data(kernel: Kernel) -> list[EngineTensor]:
@@ -399,52 +363,37 @@ def _notes(
 
 # -- Was attention fused? One answer per attention node and profile, with its evidence -------------
 
-FUSED, DECOMPOSED, UNDECIDED = "fused", "decomposed", "unknown"
+_Status = Literal["fused", "decomposed", "unknown"]
+FUSED: Final = "fused"
+DECOMPOSED: Final = "decomposed"
+UNDECIDED: Final = "unknown"
 _NO_SOURCE = "no source reports its kernels"
 
-Attention = Mapping[str, Sequence[str]] | Iterable[str]
+Attention = Groups | Iterable[str]
 """The attention nodes; or, for each, the names of the nodes it was lowered to."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeVerdict:
-    """What became of one attention node in one profile.
-
-    Args:
-        node: Name of the attention node.
-        profile: The optimisation profile.
-        status: `fused`, `decomposed` or `unknown`.
-        kernels: The kernels that prove it.
-        reason: Why it is unknown, or how it is known where no kernel names the node.
-        source: `log`, `plan`, `inspector`, `profile`; several joined by `+`.
-    """
+class NodeVerdict(Struct, frozen=True, kw_only=True):
+    """What became of one attention node in one optimisation profile."""
 
     node: str
     profile: int
-    status: str
+    status: _Status
     kernels: tuple[str, ...] = ()
+    """The kernels that prove it."""
     reason: str = ""
+    """Why it is unknown, or how it is known where no kernel names the node."""
     source: str = ""
+    """`log`, `plan`, `inspector`, `profile`, `graph`; several joined by `+`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineVerdict:
-    """Fusion and precision of an engine.
-
-    Args:
-        nodes: One verdict per attention node and profile.
-        precision: Whether it is in the requested precision.
-        disagreements: What two sources report differently.
-    """
+class EngineVerdict(Struct, frozen=True, kw_only=True):
+    """Fusion and precision of an engine: one verdict per attention node and profile."""
 
     nodes: tuple[NodeVerdict, ...]
     precision: PrecisionVerdict
     disagreements: tuple[str, ...] = ()
-
-    @property
-    def all_fused(self) -> bool:
-        """Whether every attention node is fused in every profile."""
-        return bool(self.nodes) and all(verdict.status == FUSED for verdict in self.nodes)
+    """What two sources report differently."""
 
     @property
     def fused_count(self) -> tuple[int, int]:
@@ -453,9 +402,11 @@ class EngineVerdict:
         broken = {verdict.node for verdict in self.nodes if verdict.status != FUSED}
         return len(names - broken), len(names)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The verdict as plain data, for JSON."""
-        return asdict(self)
+    @property
+    def all_fused(self) -> bool:
+        """Whether every attention node is fused in every profile."""
+        fused, count = self.fused_count
+        return fused == count > 0
 
 
 def engine_verdict(
@@ -476,37 +427,31 @@ def engine_verdict(
         written: The types in the graph the engine was built from, where it is available.
     """
     groups = _groups(attention)
-    reported = {name: list(kernels) for name, kernels in sources.items() if kernels}
-    by_source = {
-        name: fusion_verdict(ks, groups, profiles=profiles, written=written) for name, ks in reported.items()
-    }
-    nodes, conflicts = _merge(by_source, groups, profiles)
-    found, doubts = _merge_precision(
-        {name: precision_verdict(ks, precision, written) for name, ks in reported.items()}, precision
-    )
-    return EngineVerdict(nodes=tuple(nodes), precision=found, disagreements=(*conflicts, *doubts))
+    reported = {name: kernels for name, kernels in sources.items() if kernels}
+    found: dict[tuple[int, str], list[NodeVerdict]] = {}
+    for kernels in reported.values():
+        for verdict in fusion_verdict(kernels, groups, profiles=profiles, written=written):
+            found.setdefault((verdict.profile, verdict.node), []).append(verdict)
+    count = max([profiles, *(profile + 1 for profile, _ in found)])
+    nodes, doubts = [], list[str]()
+    for key in ((profile, node) for profile in range(count) for node in groups):
+        verdict, conflict = _merged(found.get(key, ()), *key)
+        nodes.append(verdict)
+        doubts += conflict
+    by_source = {name: precision_verdict(kernels, precision, written) for name, kernels in reported.items()}
+    judged, conflict = _merge_precision(by_source, precision)
+    return EngineVerdict(nodes=tuple(nodes), precision=judged, disagreements=(*doubts, *conflict))
 
 
 def fusion_verdict(
     kernels: Sequence[Kernel], attention: Attention, *, profiles: int = 1, written: Written | None = None
 ) -> list[NodeVerdict]:
-    """Judge every attention node by the kernels of one source.
-
-    Args:
-        kernels: The kernels.
-        attention: The attention nodes, or what each was lowered to.
-        profiles: How many optimisation profiles the engine has; more are judged if kernels show them.
-        written: The nodes of the graph the engine was built from, where it is available.
-
-    Returns:
-        One verdict per profile and node.
-    """
+    """Judge every attention node by the kernels of one source; further profiles only if kernels show them."""
     groups = _groups(attention)
     parts = {name for names in groups.values() for name in names}
     softmaxes = sum(node.is_softmax and name not in parts for name, node in (written or {}).items())
-    count = max([profiles, *(kernel.profile + 1 for kernel in kernels)])
     verdicts = []
-    for profile in range(count):
+    for profile in range(max([profiles, *(kernel.profile + 1 for kernel in kernels)])):
         reported = Reported([kernel for kernel in kernels if kernel.profile == profile], groups)
         if reported.kernels and not any(kernel.onnx_nodes or kernel.is_opaque for kernel in reported.kernels):
             verdicts += _by_count(reported.kernels, groups, profile, softmaxes)
@@ -515,10 +460,8 @@ def fusion_verdict(
     return verdicts
 
 
-def _groups(attention: Attention) -> dict[str, tuple[str, ...]]:
-    if isinstance(attention, Mapping):
-        return {node: tuple(names) for node, names in attention.items()}
-    return {node: (node,) for node in attention}
+def _groups(attention: Attention) -> Groups:
+    return attention if isinstance(attention, Mapping) else {node: (node,) for node in attention}
 
 
 def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
@@ -535,11 +478,11 @@ def _by_name(reported: Reported, node: str, profile: int) -> NodeVerdict:
     reason = _why_undecided(reported, mine, profile)
     if fused:
         reason = f"{fused[0].label} is fused attention, but {own[0].label} computes a part of it as well"
-    return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=reported.source)
+    return _verdict(node, profile, UNDECIDED, (), reported.source, reason)
 
 
 def _verdict(
-    node: str, profile: int, status: str, kernels: Sequence[Kernel], source: str, reason: str = ""
+    node: str, profile: int, status: _Status, kernels: Sequence[Kernel], source: str, reason: str = ""
 ) -> NodeVerdict:
     labels = tuple(dict.fromkeys(kernel.label for kernel in kernels))
     return NodeVerdict(
@@ -565,68 +508,51 @@ def _why_undecided(reported: Reported, mine: Sequence[Kernel], profile: int) -> 
     return "no kernel names it"
 
 
-def _by_count(
-    kernels: Sequence[Kernel], groups: Mapping[str, Sequence[str]], profile: int, softmaxes: int
-) -> list[NodeVerdict]:
+def _by_count(kernels: Sequence[Kernel], groups: Groups, profile: int, softmaxes: int) -> list[NodeVerdict]:
     """Judge all nodes together by kernels that name no node, such as those of a profiler run.
 
     `softmaxes` is the number of softmaxes in the graph that belong to no attention.
     """
-    source = kernels[0].source
     # One attention may take two launches: over parts of the keys, and to combine their results.
     fused = [kernel for kernel in kernels if kernel.is_fused_attention and "combine" not in kernel.tactic]
     softmax = [kernel for kernel in kernels if kernel.is_softmax]
-    wanted = len(groups)
-    if len(fused) == wanted and len(softmax) <= softmaxes:
-        reason = f"{len(fused)} fused attention kernels ran for {wanted} attention nodes"
-        return [_verdict(node, profile, FUSED, fused, source, reason) for node in groups]
-    if not fused and softmax:
-        parts = [kernel for kernel in kernels if kernel.is_gemm or kernel.is_softmax]
+    status: _Status = UNDECIDED
+    proof: Sequence[Kernel] = ()
+    if len(fused) == len(groups) and len(softmax) <= softmaxes:
+        status, proof = FUSED, fused
+        reason = f"{len(fused)} fused attention kernels ran for {len(groups)} attention nodes"
+    elif not fused and softmax:
+        status, proof = DECOMPOSED, [kernel for kernel in kernels if kernel.is_gemm or kernel.is_softmax]
         reason = "no fused attention kernel ran, and a softmax of its own did"
-        return [_verdict(node, profile, DECOMPOSED, parts, source, reason) for node in groups]
-    reason = f"{len(fused)} fused attention kernels for {wanted} attention nodes, without names of nodes"
-    if len(softmax) > softmaxes:
-        reason += f", and {softmax[0].label} is a softmax of its own"
-    return [
-        NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=source)
-        for node in groups
-    ]
+    else:
+        reason = (
+            f"{len(fused)} fused attention kernels for {len(groups)} attention nodes, without names of nodes"
+        )
+        if len(softmax) > softmaxes:
+            reason += f", and {softmax[0].label} is a softmax of its own"
+    return [_verdict(node, profile, status, proof, kernels[0].source, reason) for node in groups]
 
 
-def _merge(
-    by_source: Mapping[str, Sequence[NodeVerdict]], groups: Mapping[str, Sequence[str]], profiles: int
-) -> tuple[list[NodeVerdict], list[str]]:
-    found: dict[tuple[str, int], list[NodeVerdict]] = {}
-    for verdict in (verdict for verdicts in by_source.values() for verdict in verdicts):
-        found.setdefault((verdict.node, verdict.profile), []).append(verdict)
-    count = max([profiles, *(profile + 1 for _, profile in found)])
-    nodes, conflicts = [], []
-    for profile in range(count):
-        for node in groups:
-            merged, conflict = _merge_one(found.get((node, profile), ()), node, profile)
-            nodes.append(merged)
-            conflicts += conflict
-    return nodes, conflicts
-
-
-def _merge_one(mine: Sequence[NodeVerdict], node: str, profile: int) -> tuple[NodeVerdict, list[str]]:
+def _merged(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeVerdict, list[str]]:
+    """The verdict of all sources on one node, and where they contradict each other."""
     known = [verdict for verdict in mine if verdict.status != UNDECIDED]
-    source = "+".join(verdict.source for verdict in (known or mine))
+    unknown = NodeVerdict(
+        node=node,
+        profile=profile,
+        status=UNDECIDED,
+        reason="; ".join(dict.fromkeys(verdict.reason for verdict in mine)) or _NO_SOURCE,
+        source="+".join(verdict.source for verdict in (known or mine)),
+    )
     if not known:
-        reason = "; ".join(dict.fromkeys(v.reason for v in mine)) or _NO_SOURCE
-        return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=reason, source=source), []
+        return unknown, []
     first = known[0]
-    other = next((v for v in known[1:] if _differ(first, v)), None)
-    kept = replace(first, source=source)
+    other = next((verdict for verdict in known[1:] if _differ(first, verdict)), None)
+    kept = replace(first, source=unknown.source)
     if other is None:
         return kept, []
     both = (f"the {v.source} reports {v.status} ({', '.join(v.kernels)})" for v in (first, other))
     conflict = f"{node}, profile {profile}: {', but '.join(both)}"
-    if first.status == other.status:
-        return kept, [conflict]
-    return NodeVerdict(node=node, profile=profile, status=UNDECIDED, reason=conflict, source=source), [
-        conflict
-    ]
+    return kept if first.status == other.status else replace(unknown, reason=conflict), [conflict]
 
 
 def _differ(one: NodeVerdict, other: NodeVerdict) -> bool:
@@ -649,9 +575,7 @@ def _merge_precision(
     ranked = sorted(verdicts.items(), key=lambda item: (item[1].status == "unknown", item[1].ok))
     if not ranked:
         return PrecisionVerdict(requested=precision, status="unknown", counts={}, reason=_NO_SOURCE), []
-    untyped = [
-        verdict for verdict in verdicts.values() if verdict.status == "unknown" and verdict.has_untyped
-    ]
+    untyped = [each for each in verdicts.values() if each.status == "unknown" and each.has_untyped]
     if untyped and ranked[0][1].ok:
         return replace(ranked[0][1], status="unknown", reason=untyped[0].reason), []
     known = [(name, verdict.status) for name, verdict in ranked if verdict.status != "unknown"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable, DeployError, nearest
@@ -30,134 +30,99 @@ class NotFusedError(EngineError):
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 INSTALL = {"tensorrt": "pip install tensorrt", "tensorrt-rtx": "pip install tensorrt-rtx-cu13"}
 
-# Libraries that a machine may have only as stubs.
-EXTERNAL_TACTIC_SOURCES = ("CUBLAS", "CUBLAS_LT", "CUDNN")
 
-# A version has a capability where it has all of its names.
-PROBES: dict[str, tuple[str, ...]] = {
-    "explicit_batch_flag": ("NetworkDefinitionCreationFlag.EXPLICIT_BATCH",),
-    "strongly_typed_flag": ("NetworkDefinitionCreationFlag.STRONGLY_TYPED",),
-    "fp16_flag": ("BuilderFlag.FP16",),
-    "bf16_type": ("DataType.BF16",),
-    "precision_constraints": (
-        "BuilderFlag.OBEY_PRECISION_CONSTRAINTS",
-        "ILayer.precision",
-        "ILayer.set_output_type",
-    ),
-    "tf32_flag": ("BuilderFlag.TF32",),
-    "progress_monitor": ("IProgressMonitor", "IBuilderConfig.progress_monitor"),
-    "attention": (
-        "INetworkDefinition.add_attention",
-        "LayerType.ATTENTION_INPUT",
-        "IAttentionInputLayer.attention",
-        "IAttention.decomposable",
-    ),
-    "timing_cache": ("IBuilderConfig.create_timing_cache", "IBuilderConfig.set_timing_cache"),
-    "version_compatible": ("BuilderFlag.VERSION_COMPATIBLE", "Runtime.engine_host_code_allowed"),
-    "weight_streaming": ("BuilderFlag.WEIGHT_STREAMING",),
-    "refit": ("BuilderFlag.REFIT",),
-    "refit_identical": ("BuilderFlag.REFIT_IDENTICAL",),
-    "parser_node_names": ("ParserError.node_name", "ParserError.node_operator"),
-    "inspector": (
-        "ICudaEngine.create_engine_inspector",
-        "EngineInspector.get_engine_information",
-        "LayerInformationFormat.JSON",
-    ),
-    # The choice of an allocation strategy and the sharing of profiles came with the same version.
-    "shared_profiles": ("ExecutionContextAllocationStrategy.STATIC",),
-    "aliased_outputs": ("ICudaEngine.get_aliased_input_tensor",),
-    "device_memory_v1": ("ICudaEngine.device_memory_size",),
-    "device_memory_v2": ("ICudaEngine.device_memory_size_v2",),
-    "kernel_specialization": (
-        "ICudaEngine.create_runtime_config",
-        "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy",
-        "DynamicShapesKernelSpecializationStrategy.EAGER",
-    ),
-}
-
-# TensorRT-RTX has these names, but the setter only logs, the build fails, or nothing happens.
-_HOLLOW_ON_RTX = ("timing_cache", "version_compatible")
-
-# Plugins are layers of a network: V2 up to 11, V3 from 10 on, none in RTX, whose parser ends the process at a
-# plugin's node where its library has its full name only.
-_PLUGIN_LAYERS = ("INetworkDefinition.add_plugin_v2", "INetworkDefinition.add_plugin_v3")
+def _names(*names: str) -> bool:
+    """A capability that a version has where it has all of these names."""
+    return field(metadata={"names": names})  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The capabilities of one TensorRT.
+    """The capabilities of one TensorRT: the names that show each, and what it is."""
 
-    Args:
-        explicit_batch_flag: An explicit batch has to be requested (8.6).
-        strongly_typed_flag: A network can take its types from the graph.
-        fp16_flag: FP16 can be allowed for a weakly typed network.
-        bf16_type: There are BF16 tensors.
-        precision_constraints: Layers can be constrained to a type in a weakly typed network.
-        tf32_flag: TF32 can be switched off.
-        progress_monitor: The builder reports its progress.
-        attention: Attention is a layer of its own, with a `decomposable` switch.
-        timing_cache: Timings can be kept from one build to the next, with effect.
-        version_compatible: Engines for later versions can be built.
-        weight_streaming: Weights can stay on the host.
-        refit: All weights can be made replaceable.
-        refit_identical: Weights can be stripped and put back, if they are the same.
-        parser_node_names: The parser reports the name of the node it failed on.
-        inspector: The layers of a deserialised engine can be inspected.
-        shared_profiles: Several execution contexts can use one optimisation profile at the same time.
-        aliased_outputs: An engine reports which outputs it writes in place of an input.
-        device_memory_v1: An engine reports its scratch memory by 8.6's name.
-        device_memory_v2: An engine reports its scratch memory by 10's name.
-        kernel_specialization: Kernels are compiled for the current shapes, at a chosen time (RTX).
-        plugins: Networks take plugins, which libraries add to a registry.
-        compute_capabilities: Targets that can be named; empty where the local GPU is the target.
-        hardware_compatibility: Levels of compatibility with other GPUs.
-        external_tactic_sources: Other libraries with kernels for the builder.
+    explicit_batch_flag: bool = _names("NetworkDefinitionCreationFlag.EXPLICIT_BATCH")
+    """An explicit batch has to be requested (8.6)."""
+    strongly_typed_flag: bool = _names("NetworkDefinitionCreationFlag.STRONGLY_TYPED")
+    """A network can take its types from the graph."""
+    fp16_flag: bool = _names("BuilderFlag.FP16")
+    """FP16 can be allowed for a weakly typed network."""
+    bf16_type: bool = _names("DataType.BF16")
+    """There are BF16 tensors, and INT64 ones, which came with them: before, the parser converts to INT32."""
+    precision_constraints: bool = _names(
+        "BuilderFlag.OBEY_PRECISION_CONSTRAINTS", "ILayer.precision", "ILayer.set_output_type"
+    )
+    """Layers can be constrained to a type in a weakly typed network."""
+    tf32_flag: bool = _names("BuilderFlag.TF32")
+    """TF32 can be switched off."""
+    progress_monitor: bool = _names("IProgressMonitor", "IBuilderConfig.progress_monitor")
+    """The builder reports its progress."""
+    attention: bool = _names(
+        "INetworkDefinition.add_attention",
+        "LayerType.ATTENTION_INPUT",
+        "IAttentionInputLayer.attention",
+        "IAttention.decomposable",
+    )
+    """Attention is a layer of its own, with a `decomposable` switch."""
+    timing_cache: bool = _names("IBuilderConfig.create_timing_cache", "IBuilderConfig.set_timing_cache")
+    """Timings can be kept from one build to the next, with effect."""
+    version_compatible: bool = _names("BuilderFlag.VERSION_COMPATIBLE", "Runtime.engine_host_code_allowed")
+    """Engines for later versions can be built."""
+    weight_streaming: bool = _names("BuilderFlag.WEIGHT_STREAMING")
+    """Weights can stay on the host."""
+    refit: bool = _names("BuilderFlag.REFIT")
+    """All weights can be made replaceable."""
+    refit_identical: bool = _names("BuilderFlag.REFIT_IDENTICAL")
+    """Weights can be stripped and put back, if they are the same."""
+    parser_node_names: bool = _names("ParserError.node_name", "ParserError.node_operator")
+    """The parser reports the name of the node it failed on."""
+    inspector: bool = _names(
+        "ICudaEngine.create_engine_inspector",
+        "EngineInspector.get_engine_information",
+        "LayerInformationFormat.JSON",
+    )
+    """The layers of a deserialised engine can be inspected."""
+    shared_profiles: bool = _names("ExecutionContextAllocationStrategy.STATIC")
+    """Several execution contexts can use one optimisation profile at the same time; it came with that name.
+
+    Without it (8.6), prompts and single tokens behind one cache cannot have a profile each: the engine is
+    built, but has no execution context for the second profile ("Myelin", after "missing offset in
+    id2offset"). Engines without a cache have two there. No attribute shows it.
     """
-
-    explicit_batch_flag: bool
-    strongly_typed_flag: bool
-    fp16_flag: bool
-    bf16_type: bool
-    precision_constraints: bool
-    tf32_flag: bool
-    progress_monitor: bool
-    attention: bool
-    timing_cache: bool
-    version_compatible: bool
-    weight_streaming: bool
-    refit: bool
-    refit_identical: bool
-    parser_node_names: bool
-    inspector: bool
-    shared_profiles: bool
-    aliased_outputs: bool
-    device_memory_v1: bool
-    device_memory_v2: bool
-    kernel_specialization: bool
+    aliased_outputs: bool = _names("ICudaEngine.get_aliased_input_tensor")
+    """An engine reports which outputs it writes in place of an input."""
+    device_memory_v1: bool = _names("ICudaEngine.device_memory_size")
+    """An engine reports its scratch memory by 8.6's name."""
+    device_memory_v2: bool = _names("ICudaEngine.device_memory_size_v2")
+    """An engine reports its scratch memory by 10's name."""
+    kernel_specialization: bool = _names(
+        "ICudaEngine.create_runtime_config",
+        "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy",
+        "DynamicShapesKernelSpecializationStrategy.EAGER",
+    )
+    """Kernels are compiled for the current shapes, at a chosen time (RTX)."""
     plugins: bool
+    """Networks take plugins, which libraries add to a registry: V2 up to 11, V3 from 10 on, none in RTX.
+
+    The parser of RTX ends the process at a plugin's node where its library has its full name only.
+    """
     compute_capabilities: tuple[str, ...]
+    """Targets that can be named; empty where the local GPU is the target."""
     hardware_compatibility: tuple[str, ...]
+    """Levels of compatibility with other GPUs."""
     external_tactic_sources: tuple[str, ...]
+    """Other libraries with kernels for the builder, which a machine may have only as stubs."""
 
     @property
     def builds_without_gpu(self) -> bool:
         """Whether engines are compiled for named targets, so that no GPU is needed."""
         return bool(self.compute_capabilities)
 
-    @property
-    def int64(self) -> bool:
-        """Whether tensors can be INT64; it came with BF16. Before, the parser converts it to INT32."""
-        return self.bf16_type
 
-    @property
-    def prepare_second_profile(self) -> bool:
-        """Whether prompts and single tokens behind one cache can have a profile each.
-
-        TensorRT 8.6 builds such an engine, and then has no execution context for the second profile
-        ("Myelin", after "missing offset in id2offset"); engines without a cache have two there. No attribute
-        shows it. The next version, 10.0, has shared profiles.
-        """
-        return self.shared_profiles
+PROBES: dict[str, tuple[str, ...]] = {
+    each.name: each.metadata["names"] for each in fields(Capabilities) if "names" in each.metadata
+}
+# TensorRT-RTX has these names, but the setter only logs, the build fails, or nothing happens.
+_HOLLOW_ON_RTX = ("timing_cache", "version_compatible")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,34 +173,28 @@ def wrap(module: Any, backend: str) -> TensorRT:
 
 def probe(module: Any) -> Capabilities:
     """The capabilities of a TensorRT module."""
-    found = {field: all(has(module, name) for name in names) for field, names in PROBES.items()}
-    targets = _members(module, "ComputeCapability", without=("NONE",))
-    levels = _members(module, "HardwareCompatibilityLevel", without=("NONE",))
-    sources = _members(module, "TacticSource")
+
+    def members(enum: str) -> tuple[str, ...]:
+        names = getattr(getattr(module, enum, None), "__members__", {})
+        return tuple(name for name in names if name != "NONE")
+
+    found = {name: all(has(module, each) for each in names) for name, names in PROBES.items()}
+    targets = members("ComputeCapability")
     if targets:
         found.update(dict.fromkeys(_HOLLOW_ON_RTX, False))
-        levels = ()
+    sources = members("TacticSource")
     return Capabilities(
         **found,
-        plugins=any(has(module, name) for name in _PLUGIN_LAYERS),
+        plugins=any(has(module, f"INetworkDefinition.add_plugin_v{version}") for version in (2, 3)),
         compute_capabilities=targets,
-        hardware_compatibility=levels,
-        external_tactic_sources=tuple(name for name in EXTERNAL_TACTIC_SOURCES if name in sources),
+        hardware_compatibility=() if targets else members("HardwareCompatibilityLevel"),
+        external_tactic_sources=tuple(n for n in ("CUBLAS", "CUBLAS_LT", "CUDNN") if n in sources),
     )
 
 
 def has(module: Any, dotted: str) -> bool:
     """Whether a dotted name can be reached from a module."""
-    missing = object()
-    value = module
+    value, missing = module, object()
     for part in dotted.split("."):
         value = getattr(value, part, missing)
-        if value is missing:
-            return False
-    return True
-
-
-def _members(module: Any, enum: str, without: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Names of an enum's members; none where there is no such enum."""
-    members = getattr(getattr(module, enum, None), "__members__", {})
-    return tuple(name for name in members if name not in without)
+    return value is not missing
