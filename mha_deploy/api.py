@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from mha_deploy.analyze.similarity import HeadSimilarity
     from mha_deploy.bundle.folder import Bundle
     from mha_deploy.engine.manifest import Engine
-    from mha_deploy.engine.options import EngineOptions
     from mha_deploy.engine.plugins import Compiled, Found, PluginLibrary
-    from mha_deploy.export.options import GoldenBudget
     from mha_deploy.graph.fuse import FuseReport
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.metrics import ParityReport
     from mha_deploy.model.deployable import Deployable, Example
     from mha_deploy.model.spec import AttentionSpec, Axis
+    from mha_deploy.options import EngineOptions
     from mha_deploy.regression.candidates import Trial
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
@@ -244,7 +243,9 @@ def export(
     weights: StrPath | None = None,
     prefix: str = "",
     golden: Sequence[str] = (),
-    budget: GoldenBudget | None = None,
+    golden_gflop: float = 100.0,
+    golden_gib: float = 4.0,
+    golden_mb: float = 25.0,
     device: str = "cpu",
     overwrite: bool = False,
     polygraphy: bool = False,
@@ -270,7 +271,9 @@ def export(
             notes what of it is not needed.
         prefix: What the names of the model's tensors begin with there, such as `model.layers.0.self_attn`.
         golden: Golden cases, by name or by sizes as `"B=2,S=33"`; default: those that suit the model.
-        budget: Cost limit of the large golden case.
+        golden_gflop: GFLOP limit of the large golden case.
+        golden_gib: Its memory limit, in GiB.
+        golden_mb: Its file size limit, in MB.
         device: Where golden cases are computed: `cpu` or `cuda`.
         overwrite: Whether to replace a bundle that is there already.
         polygraphy: Whether to write the golden cases for Polygraphy too.
@@ -287,9 +290,9 @@ def export(
     """
     found = load_model(model, example_inputs=example_inputs, axes=axes)
     from mha_deploy.bundle.commit import refuse_occupied
-    from mha_deploy.export.options import AUTO, ExportOptions, GoldenBudget
     from mha_deploy.model.precision import find_precision
     from mha_deploy.model.spec import AttentionSpec
+    from mha_deploy.options import AUTO, ExportOptions
 
     # What can be refused is refused before PyTorch is imported.
     refuse_occupied(Path(os.path.realpath(out)), overwrite=overwrite)
@@ -303,7 +306,9 @@ def export(
         prefix=prefix or found.prefix,
         layer=found.layer if weights is None and not prefix else None,
         golden=tuple(golden),
-        budget=budget or GoldenBudget(),
+        golden_gflop=golden_gflop,
+        golden_gib=golden_gib,
+        golden_mb=golden_mb,
         device=device,
         overwrite=overwrite,
         polygraphy=polygraphy,
@@ -554,7 +559,8 @@ def build_engine(
         True
     """
     from mha_deploy.engine.build import engine_from_bundle
-    from mha_deploy.engine.options import EngineOptions, parse_ranges
+    from mha_deploy.engine.options import parse_ranges
+    from mha_deploy.options import EngineOptions
 
     opened = _opened(bundle)
     spec = opened.manifest.spec
@@ -640,7 +646,8 @@ def package(
         >>> md.package("out/tiny", "out/models", backends=["ort-cpu"]).max_batch
         4
     """
-    from mha_deploy.serving.triton import PackageOptions, package_bundle
+    from mha_deploy.options import PackageOptions
+    from mha_deploy.serving.triton import package_bundle
 
     options = PackageOptions(
         variant=variant,
@@ -879,11 +886,10 @@ def validate(
         >>> report.save_html("out/report.html").name
         'report.html'
     """
-    from mha_deploy.validate.options import ValidateOptions
+    from mha_deploy.options import ValidateOptions
     from mha_deploy.validate.run import validate_bundle
 
     if url is not None:
-        from mha_deploy.validate.load import ServerOptions
         from mha_deploy.validate.server import validate_server
 
         elsewhere = {"backends": backends, "engine": engine, "latency": latency, "sweep": sweep}
@@ -895,7 +901,7 @@ def validate(
                 got=f"{url} and {', '.join(given)}",
                 hint="one of them at a time",
             )
-        load = ServerOptions(
+        load = ValidateOptions(
             url=url,
             clients=tuple(clients),
             requests=requests,
@@ -1005,8 +1011,9 @@ def bench(
         >>> timing = md.bench("out/tiny", at=["opt"])                        # doctest: +SKIP
         >>> md.BenchReport([timing]).save("out/tiny")                        # doctest: +SKIP
     """
+    from mha_deploy.options import BenchOptions
     from mha_deploy.runtime.cuda import open_gpu
-    from mha_deploy.validate.bench import BenchOptions, bench_bundle
+    from mha_deploy.validate.bench import bench_bundle
 
     open_gpu()  # before the bundle is hashed: there is nothing to time on
     options = BenchOptions(
@@ -1272,7 +1279,7 @@ def deploy(
     refuse_occupied(Path(os.path.realpath(out)), overwrite=overwrite)
     if precision != "auto":
         find_precision(precision)
-    from mha_deploy.engine.options import EngineOptions
+    from mha_deploy.options import EngineOptions
 
     settings = EngineOptions(
         backend=backend,
@@ -1306,8 +1313,8 @@ def deploy(
             prefix=prefix,
             inputs=inputs,
         )
+    from mha_deploy.options import ValidateOptions
     from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
-    from mha_deploy.validate.options import ValidateOptions
     from mha_deploy.validate.run import validate_bundle
 
     prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
@@ -1367,9 +1374,9 @@ def _best_candidate(
     from mha_deploy.engine.manifest import default_backend
     from mha_deploy.engine.plugins import PluginError, library_for
     from mha_deploy.model.spec import AttentionSpec
+    from mha_deploy.options import ValidateOptions
     from mha_deploy.regression.candidates import Trial, choose, judged_trial
     from mha_deploy.runtime.tensorrt.versions import load
-    from mha_deploy.validate.options import ValidateOptions
     from mha_deploy.validate.run import validate_bundle
 
     rt = load(settings.backend or default_backend())

@@ -127,8 +127,8 @@ def bundles(tmp_path_factory, workshop):
     """
     from mha_deploy.bundle.folder import open_bundle
     from mha_deploy.export.exporter import bundle_from_spec
-    from mha_deploy.export.options import ExportOptions
     from mha_deploy.model.catalog import find_spec
+    from mha_deploy.options import ExportOptions
 
     @functools.cache
     def make(name, precision):
@@ -151,7 +151,7 @@ def own_bundles(workshop):
     import mha_deploy
     from mha_deploy.bundle.folder import open_bundle
     from mha_deploy.export.exporter import bundle_from_factory
-    from mha_deploy.export.options import ExportOptions
+    from mha_deploy.options import ExportOptions
 
     mha_deploy.configure(trust_code=True)  # another worker may have exported it
 

@@ -12,8 +12,8 @@ import pytest
 from bundle_edit import copy_of
 
 from mha_deploy.export.exporter import bundle_from_spec
-from mha_deploy.export.options import ExportOptions
 from mha_deploy.model.catalog import find_spec as find_model
+from mha_deploy.options import ExportOptions
 
 pytestmark = pytest.mark.skipif(find_spec("polygraphy") is None, reason="Polygraphy is not installed")
 

@@ -13,7 +13,7 @@ import mha_deploy as md
 from mha_deploy.cli.options import InProcess, Json, TimeLimit, TrustCode, print_json, steps
 from mha_deploy.cli.validate import Backends, EngineName, Kernels, Samples, refuse_unwritable, whole_numbers
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
-from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.options import ValidateOptions
 
 Bundles = Annotated[
     list[Path] | None,

@@ -8,8 +8,8 @@ import typer
 
 import mha_deploy as md
 from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, print_json, steps
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import EXIT_VERDICT_FAILED
+from mha_deploy.options import EngineOptions
 
 if TYPE_CHECKING:
     from mha_deploy.engine.manifest import Engine

@@ -39,9 +39,8 @@ from mha_deploy.cli.options import (
     steps,
 )
 from mha_deploy.cli.validate import Latency, finish
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import DeployError
-from mha_deploy.export.options import AUTO, ExportOptions
+from mha_deploy.options import AUTO, EngineOptions, ExportOptions
 
 
 def deploy(

@@ -29,7 +29,7 @@ from mha_deploy.cli.options import (
     print_json,
     steps,
 )
-from mha_deploy.export.options import ExportOptions, GoldenBudget
+from mha_deploy.options import ExportOptions
 
 if TYPE_CHECKING:
     from mha_deploy.bundle.folder import Bundle
@@ -60,13 +60,13 @@ def export(
     inputs: Inputs = None,
     golden_gflop: Annotated[
         float, typer.Option(help="GFLOP limit of the large golden case.")
-    ] = GoldenBudget.gflop,
+    ] = ExportOptions.golden_gflop,
     golden_gib: Annotated[
         float, typer.Option(help="Memory limit of the large golden case, in GiB.")
-    ] = GoldenBudget.gib,
+    ] = ExportOptions.golden_gib,
     golden_mb: Annotated[
         float, typer.Option(help="File size limit of the large golden case, in MB.")
-    ] = GoldenBudget.mb,
+    ] = ExportOptions.golden_mb,
     opset: Annotated[
         int | None, typer.Option(help="ONNX operator set: 23 or 24. default: the lowest that suffices")
     ] = None,
@@ -94,7 +94,9 @@ def export(
             prefix=prefix,
             golden=golden or (),
             inputs=inputs_from_options(inputs),
-            budget=GoldenBudget(gflop=golden_gflop, gib=golden_gib, mb=golden_mb),
+            golden_gflop=golden_gflop,
+            golden_gib=golden_gib,
+            golden_mb=golden_mb,
             device=device,
             overwrite=overwrite,
             polygraphy=polygraphy,

@@ -12,7 +12,7 @@ import mha_deploy as md
 from mha_deploy.cli.options import BundleFolder, InProcess, Json, TimeLimit, TrustCode, print_json
 from mha_deploy.cli.options import steps as progress
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
-from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.options import ValidateOptions
 
 Backends = Annotated[
     list[str] | None,

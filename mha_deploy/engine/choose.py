@@ -22,12 +22,12 @@ from mha_deploy.bundle.commit import temporary_folder
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Candidate
 from mha_deploy.engine.manifest import Engine, write_engine
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.plugins import PluginError
 from mha_deploy.engine.run import open_engine_runner
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import Precision
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt.versions import EngineError

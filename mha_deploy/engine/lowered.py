@@ -9,7 +9,6 @@ import msgspec
 import onnx_ir as ir
 
 from mha_deploy.engine.manifest import EngineManifest, first_gpu
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.plugins import PluginLibrary, refuse_plugins
 from mha_deploy.errors import nearest
 from mha_deploy.graph.attention_node import attention_nodes
@@ -27,6 +26,7 @@ from mha_deploy.graph.rules import (
     operator_options,
     target_from,
 )
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.kernels import (
     ATTENTION,
     ELEMENTWISE,

@@ -1,9 +1,9 @@
-"""The options of an engine build with their defaults, and its optimisation profiles."""
+"""The optimisation profiles of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mha_deploy.errors import SpecError
 from mha_deploy.model.spec import Axis, ModelSpec
@@ -13,47 +13,6 @@ Ranges = Mapping[str, Axis]
 _USUAL_BATCH = 8
 
 BACKENDS = ("tensorrt", "tensorrt-rtx")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How to build.
-
-    Args:
-        backend: `tensorrt` or `tensorrt-rtx`; None for the one that fits this machine.
-        name: Name of the engine in the bundle; default: the backend.
-        profiles: Axis ranges, one set per optimisation profile; default: `default_profiles`.
-        targets: Compute capabilities to compile for (RTX only).
-        allow_decomposed: Whether attention without a fused kernel may be built from several.
-        optimization_level: TensorRT's builder optimization level, 0 to 5.
-        workspace_mib: Limit of the scratch memory of a kernel.
-        version_compatible: Build an engine that later versions can load.
-        hardware_compatible: Other GPUs it shall run on: `ampere-plus` or `same-compute-capability`.
-        weight_streaming: Let weights stay on the host.
-        refit: `all` or `identical`: weights that can be replaced later.
-        attention: Which kernels compute attention: `native`, `plugin` or `auto`.
-        accumulate: The type in which the projections accumulate: `fp32`, `fp16` or `auto`.
-        gqa: How grouped heads are written as matmuls: `auto`, `fold`, `broadcast` or `repeat`.
-        overwrite: Whether an engine of that name may be replaced.
-        timing_cache: Whether to read the timings of earlier builds; a build writes its own in any case.
-    """
-
-    backend: str | None = None
-    name: str | None = None
-    profiles: Sequence[Ranges] = ()
-    targets: str = ""
-    allow_decomposed: bool = False
-    optimization_level: int | None = None
-    workspace_mib: int | None = None
-    version_compatible: bool = False
-    hardware_compatible: str | None = None
-    weight_streaming: bool = False
-    refit: str | None = None
-    attention: str = "native"
-    accumulate: str = "auto"
-    gqa: str | None = None
-    overwrite: bool = False
-    timing_cache: bool = True
 
 
 def parse_ranges(text: str, spec: ModelSpec) -> Ranges:

@@ -19,10 +19,10 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.choose import timed_cases
 from mha_deploy.engine.manifest import Engine, RebuildRecord, default_backend, engine_path, write_engine
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.metrics import judge_case
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.versions import load
 
 OnProgress = Callable[[str, int, int], None]

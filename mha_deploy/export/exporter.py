@@ -31,15 +31,7 @@ from mha_deploy.export.golden import (
     mixed_graph,
     refuse_overflow,
 )
-from mha_deploy.export.options import (
-    AUTO,
-    DEVICES,
-    OPSETS,
-    ExportOptions,
-    large_sizes,
-    plan_golden,
-    reduction_note,
-)
+from mha_deploy.export.options import DEVICES, OPSETS, golden_budget, large_sizes, plan_golden, reduction_note
 from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module, state_digest
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
@@ -48,6 +40,7 @@ from mha_deploy.graph.precision import write_bfloat16_as_float32
 from mha_deploy.model.deployable import Deployable, ModuleSpec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec, Axis, TensorSpec
+from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.inputs import fed_to, random_inputs, to_numpy
@@ -129,7 +122,7 @@ class _LayerSource(Source):
         self.spec, self.options, self.cache = spec, options, spec.cache
         self.precision = find_precision("fp16" if options.precision == AUTO else options.precision)
         self.opset = choose_opset(spec, options.opset)
-        self.plan = plan_golden(spec, options.golden, options.budget)
+        self.plan = plan_golden(spec, options.golden, golden_budget(options))
         self.notes, self.checks = list(self.plan.notes), {}
         self.steps = 5 + len(self.plan.cases) + (spec.kv_cache is not None)
 
@@ -263,7 +256,7 @@ class _ModuleSource(GraphSource):
         """One golden case; the spec is complete once the work of the case opt is known."""
         case = self.capture.capture(name, sizes)
         if name == "large":
-            self.notes += reduction_note(self.spec, sizes, self.options.budget)
+            self.notes += reduction_note(self.spec, sizes, golden_budget(self.options))
         if name == "opt":
             self.spec = self._spec(flops=case.flops)
         return case
@@ -273,8 +266,8 @@ class _ModuleSource(GraphSource):
             return super().sizes(name)
         if not self.spec.flops:
             return "no large case: its cost is not known without the case opt before it"
-        sizes = large_sizes(self.spec, self.options.budget)
-        return sizes or f"no large case: nothing larger than opt fits {self.options.budget}"
+        sizes = large_sizes(self.spec, golden_budget(self.options))
+        return sizes or f"no large case: nothing larger than opt fits {golden_budget(self.options)}"
 
     def _spec(self, flops: int) -> ModuleSpec:
         loaded, user = self.user.loaded, self.user

@@ -27,7 +27,6 @@ from mha_deploy.bundle.manifest import AttentionRecord, Checks, GoldenEntry, Lay
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, plan_trace, write_trace
 from mha_deploy.environment import versions
 from mha_deploy.errors import ExportError, SpecError
-from mha_deploy.export.options import ExportOptions
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
@@ -37,6 +36,7 @@ from mha_deploy.graph.precision import PrecisionPlan
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, AttentionSpec, Dim, TensorSpec
+from mha_deploy.options import ExportOptions
 
 OnStep = Callable[[str, int, int], None]
 

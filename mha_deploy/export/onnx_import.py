@@ -18,7 +18,6 @@ from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
 from mha_deploy.errors import DeployError, ExportError, SpecError, nearest
 from mha_deploy.export.flow import GraphSource, OnStep, Steps, export_bundle
-from mha_deploy.export.options import AUTO, ExportOptions
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.fuse.values import from_old_opset
@@ -28,6 +27,7 @@ from mha_deploy.metrics import relative_error
 from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axis, Dim, TensorSpec
+from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.ranges import measure_ranges

@@ -1,10 +1,9 @@
-"""The options of an export, and which golden cases it gets; without PyTorch."""
+"""Which golden cases an export gets; without PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from mha_deploy.analyze.cost import (
     SizeLimit,
@@ -17,6 +16,7 @@ from mha_deploy.analyze.cost import (
 )
 from mha_deploy.errors import SpecError, nearest
 from mha_deploy.model.spec import AttentionSpec, ModelSpec, Sizes
+from mha_deploy.options import ExportOptions
 
 # -- Which golden cases a bundle gets: the corners of the axes, within a budget --------------------
 
@@ -65,6 +65,11 @@ class GoldenBudget(SizeLimit):
 
         room = max(self.mb * 1e6, stored_bytes(spec, spec.sizes("opt")))
         return super().allows(spec, sizes) and stored_bytes(spec, sizes) <= room
+
+
+def golden_budget(options: ExportOptions) -> GoldenBudget:
+    """The limit of the large case that was requested."""
+    return GoldenBudget(gflop=options.golden_gflop, gib=options.golden_gib, mb=options.golden_mb)
 
 
 def large_sizes(spec: ModelSpec, budget: GoldenBudget) -> dict[str, int] | None:
@@ -177,40 +182,5 @@ def _large_case(spec: AttentionSpec, budget: GoldenBudget) -> PlannedCase | str:
     return PlannedCase(name="large", sizes=sizes)
 
 
-# -- How to export: everything a user can choose, with its default written once --------------------
-
 OPSETS = (23, 24)
 DEVICES = ("cpu", "cuda")
-AUTO = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """How to export.
-
-    Args:
-        precision: Types in the graph: `fp16`, `bf16`, `fp32`, or `auto`: FP16, in a user's module or a
-            float32 ONNX file with FP32 where FP16 overflows; other ONNX files keep theirs.
-        opset: Version of the ONNX operator set, one of `OPSETS`; default: the first that suffices.
-        seed: Seed of the weights, unless a file is given, and of the golden inputs.
-        weights: A safetensors file, an index of several, or the folder of a checkpoint.
-        prefix: What the names of the model's tensors begin with in that checkpoint.
-        layer: The layer of the checkpoint, where no prefix is given.
-        golden: Golden cases, by name or sizes; default: those that suit the layer.
-        budget: What the large golden case may cost.
-        device: Where the oracle and the eager module run, one of `DEVICES`.
-        overwrite: Whether a bundle that is there already may be replaced.
-        polygraphy: Whether to write the golden cases for Polygraphy too.
-    """
-
-    precision: str = AUTO
-    opset: int | None = None
-    seed: int = 0
-    weights: Path | None = None
-    prefix: str = ""
-    layer: int | None = None
-    golden: Sequence[str] = ()
-    budget: GoldenBudget = field(default_factory=GoldenBudget)
-    device: str = "cpu"
-    overwrite: bool = False
-    polygraphy: bool = False

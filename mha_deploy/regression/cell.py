@@ -19,12 +19,12 @@ from typing import Any
 from mha_deploy.bundle.folder import Bundle, open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import Engine, first_gpu
-from mha_deploy.engine.options import EngineOptions, parse_ranges
+from mha_deploy.engine.options import parse_ranges
 from mha_deploy.engine.run import reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.tensorrt.versions import load
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 from mha_deploy.validate.verdict import FAILURE, engines_to_dict, frame, model_to_dict
 

@@ -26,10 +26,10 @@ from msgspec import Struct, field
 from mha_deploy import __version__
 from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
+from mha_deploy.options import EngineOptions
 from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 
 from mha_deploy.errors import DeployError
-from mha_deploy.validate.options import REPORT_FORMAT
+from mha_deploy.validate.verdict import REPORT_FORMAT
 
 # -- Data as JSON can hold it ----------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from mha_deploy.engine.run import reasons_not_to_run
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.model.spec import LENGTHS, ModelSpec, TensorSpec
+from mha_deploy.options import PackageOptions
 from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.kserve import INSTALL, served_name
@@ -37,33 +38,6 @@ from mha_deploy.serving.backend import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 '''
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackageOptions:
-    """How a bundle is served.
-
-    Args:
-        variant: `python` for the Python backend with a runtime of this tool, `tensorrt_plan` for Triton's own
-            TensorRT backend.
-        backends: The engines to serve, by name, one for each kind of GPU; or for `python` one runtime, such
-            as `ort-cpu`. default: the engines that run here, else ONNX Runtime
-        name: Name of the model; default: that of the bundle's.
-        max_batch: Largest dynamic batch; default: the largest that every profile allows.
-        instances: Copies of the model on each device.
-        queue_delay_us: How long a request may wait for others to share its batch.
-        sequences: How many sequences of a model with a KV cache are decoded at a time.
-        overwrite: Whether to replace a packaged model of that name.
-    """
-
-    variant: str = PYTHON
-    backends: tuple[str, ...] = ()
-    name: str | None = None
-    max_batch: int | None = None
-    instances: int = 1
-    queue_delay_us: int = 100
-    sequences: int = 8
-    overwrite: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.manifest import Engine
 from mha_deploy.errors import DeployError
 from mha_deploy.model.spec import ModelSpec
+from mha_deploy.options import BenchOptions
 from mha_deploy.runtime import child
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import open_gpu
@@ -19,7 +20,6 @@ from mha_deploy.runtime.runner import Arrays
 from mha_deploy.runtime.throughput import Throughput, measure_throughput
 from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
 from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point, problem_of
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.runtimes import (
     INSTALL,
     ONNX_RUNTIME,
@@ -36,30 +36,6 @@ from mha_deploy.validate.verdict import engines_to_dict, frame, latency_to_dict,
 
 OnStep = Callable[[str], None]
 Key = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # sizes, and the lengths of a preallocated cache
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """What to time.
-
-    Args:
-        at: Sizes such as `B=8,S=128`, or `opt`; with a cache also `prefill` or `decode`, and `opt` is both.
-            default: a sweep over batches and lengths.
-        backends: The runtimes, by name; default: all that can run here.
-        engine: Name of the one engine to run; default: all of the bundle's.
-        samples: Samples of each timing.
-        kernels: Whether to say which kernels take the time.
-        seed: Seed of the inputs.
-        streams: Numbers of CUDA streams on which calls per second are measured, too.
-    """
-
-    at: tuple[str, ...] = ()
-    backends: tuple[str, ...] = ()
-    engine: str | None = None
-    samples: int = ValidateOptions.samples
-    kernels: bool = False
-    seed: int = 1
-    streams: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

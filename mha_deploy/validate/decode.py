@@ -19,8 +19,8 @@ from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.metrics import Budget, OutputVerdict, budget_from_eager, failed_to_run, judge_case, measure
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import LENGTHS, CachedTensor, KVCache, ModelSpec, Sizes
+from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.runtimes import refuse_without_torch, torch_device
 
 # -- The errors of single steps: what they may be, whether they grow, and what it all comes to -----

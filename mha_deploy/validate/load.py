@@ -15,43 +15,11 @@ import numpy as np
 
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import OutputVerdict
+from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.kserve import UNREACHABLE
 from mha_deploy.runtime.runner import Arrays
 
-CLIENTS = (1, 8, 32)
 _KEPT_BYTES = 256 << 20  # results that are kept to be judged, of one number of clients
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """How to validate through a server.
-
-    Args:
-        url: Where the model is served.
-        clients: Numbers of clients that send requests at the same time.
-        requests: Requests of each of them together; of a model that keeps its KV cache, at least one sequence
-            for each client.
-        timeout_s: Seconds after which a request counts as unanswered.
-        limit_s: Seconds after which no further request is sent, for each number of clients.
-        steps: Decode steps besides those of the bundle.
-        prompt: Length of the prompt before them.
-        batch: Their batch elements, each a sequence.
-        fresh: Random cases besides those of the bundle.
-        probe: Whether to try inputs that make masks and positions visible; None where PyTorch is here.
-        seed: Seed of all of these.
-    """
-
-    url: str
-    clients: tuple[int, ...] = CLIENTS
-    requests: int = 256
-    timeout_s: float = 30.0
-    limit_s: float = 120.0
-    steps: int = 0
-    prompt: int | None = None
-    batch: int | None = None
-    fresh: int = 0
-    probe: bool | None = None
-    seed: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +99,7 @@ class Load:
 
     def __init__(
         self,
-        options: ServerOptions,
+        options: ValidateOptions,
         clients: int,
         units: Sequence[Unit],
         on_step: Callable[[int, int], None],

@@ -16,6 +16,7 @@ from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.spec import Axis
+from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, open_runner
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
@@ -28,7 +29,6 @@ from mha_deploy.validate.fault import FaultReport, attribute_fault, graph_at_fau
 from mha_deploy.validate.fp16_range import RangeReport, fp16_range
 from mha_deploy.validate.latency import LatencyRow
 from mha_deploy.validate.layers import OpenModel, layer_parity
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.runtimes import (
     Runtime,
     RuntimeFinder,

@@ -18,12 +18,12 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace, take_tokens
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
+from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.kserve import SequenceStep, ServerError, ServerRunner, served_name
 from mha_deploy.runtime.runner import Arrays
 from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
 from mha_deploy.validate.evaluate import Evaluation
-from mha_deploy.validate.load import Load, LoadPoint, Part, ServerOptions, Unit
-from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.validate.load import Load, LoadPoint, Part, Unit
 from mha_deploy.validate.run import drawn_cases
 from mha_deploy.validate.runtimes import Runtime, Unavailable
 from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, findings, headline
@@ -33,7 +33,7 @@ SERVER = "server"
 
 
 def validate_server(
-    bundle: Bundle, options: ServerOptions, on_step: Callable[[str, int, int], None] = lambda *step: None
+    bundle: Bundle, options: ValidateOptions, on_step: Callable[[str, int, int], None] = lambda *step: None
 ) -> Report:
     """Judge a served model by the golden cases and the decode traces of its bundle, under load.
 
@@ -45,7 +45,7 @@ def validate_server(
 
 class _ServerValidation:
     def __init__(
-        self, bundle: Bundle, options: ServerOptions, on_step: Callable[[str, int, int], None]
+        self, bundle: Bundle, options: ValidateOptions, on_step: Callable[[str, int, int], None]
     ) -> None:
         if options.requests < 1 or not options.clients or min(options.clients) < 1:
             raise DeployError(
@@ -55,22 +55,14 @@ class _ServerValidation:
         self.bundle, self.options, self.on_step = bundle, options, on_step
         self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
         self.runner = ServerRunner(
-            options.url, model=served_name(self.spec.name), timeout_s=options.timeout_s
+            options.url or "", model=served_name(self.spec.name), timeout_s=options.timeout_s
         )
         self.notes: list[str] = []
 
     def report(self) -> Report:
         on_step, runner, name = self.on_step, self.runner, self.runner.model
         options = self.options
-        validate = ValidateOptions(
-            steps=options.steps,
-            prompt=options.prompt,
-            batch=options.batch,
-            fresh=options.fresh,
-            probe=options.probe,
-            seed=options.seed,
-        )
-        traces = traces_of(self.bundle, validate)
+        traces = traces_of(self.bundle, options)
         golden, absent = list(golden_cases(self.bundle)), list[Unavailable]()
         parity, decode, points = [], list[DecodeReport](), list[LoadPoint]()
         if runner.keeps_cache:
@@ -78,7 +70,7 @@ class _ServerValidation:
             kept = "golden cases were not run: their KV cache is an input, and this server keeps its own"
             self.notes.append(f"{kept}; the decode traces were replayed")
         else:
-            drawn, missing = drawn_cases(self.bundle, validate, lambda step: on_step(step, 0, 0))
+            drawn, missing = drawn_cases(self.bundle, options, lambda step: on_step(step, 0, 0))
             absent += missing
             for kind, cases in {"golden": golden, **drawn}.items():
                 on_step(f"{name}: {kind} cases", 0, 0)
@@ -111,7 +103,7 @@ class _ServerValidation:
             parity=tuple(parity),
             decode_reports=tuple(decode),
         )
-        plain = findings([evaluation], (), (), (), (), None, None, None, validate)
+        plain = findings([evaluation], (), (), (), (), None, None, None, options)
         served = [each for point in points for each in _findings(point, options)]
         found = tuple(sorted((*plain, *served), key=lambda each: each.level != FAILURE))
         return Report(
@@ -280,7 +272,7 @@ def _padded(array: np.ndarray, axis: int, length: int) -> np.ndarray:
     return np.pad(array, padding)
 
 
-def _findings(point: LoadPoint, options: ServerOptions) -> Iterator[Finding]:
+def _findings(point: LoadPoint, options: ValidateOptions) -> Iterator[Finding]:
     """What a load shows besides wrong results."""
     failed = {kind: count for kind, count in point.errors.items() if kind != "not sent"}
     clients = _clients(point.clients)

@@ -12,13 +12,14 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import ExportError, SpecError
 from mha_deploy.export.canonical import canonical_from_module, choose_opset
 from mha_deploy.export.exporter import bundle_from_spec
-from mha_deploy.export.options import ExportOptions, plan_golden
+from mha_deploy.export.options import plan_golden
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import Axis
+from mha_deploy.options import ExportOptions
 from mha_deploy.reference import build_module
 from mha_deploy.reference.inputs import random_inputs
 from mha_deploy.runtime import open_runner

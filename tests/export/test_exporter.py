@@ -13,10 +13,10 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
 from mha_deploy.errors import EXIT_BAD_INPUT, BundleError, DeployError, ExportError
 from mha_deploy.export.exporter import bundle_from_spec
-from mha_deploy.export.options import ExportOptions
 from mha_deploy.graph import file as graph_file
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.options import ExportOptions
 from mha_deploy.reference import random_weights
 from mha_deploy.reference.weights import pack_projections, read_weights
 from mha_deploy.validate.self_test import graph_parity

@@ -10,11 +10,11 @@ import torch
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.export.exporter import bundle_from_factory
-from mha_deploy.export.options import ExportOptions
 from mha_deploy.export.own_model import load_factory, open_user_module, state_digest
 from mha_deploy.export.program import export_program
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import Axis
+from mha_deploy.options import ExportOptions
 from mha_deploy.reference.weights import read_state
 
 FILE = edge_models.__file__

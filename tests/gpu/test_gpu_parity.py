@@ -15,10 +15,10 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.catalog import catalog_names
 from mha_deploy.model.precision import find_precision
+from mha_deploy.options import ValidateOptions
 from mha_deploy.validate.conformance import conformance_table, mask_columns
 from mha_deploy.validate.decode import traces_of
 from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.runtimes import RuntimeFinder
 
 pytestmark = pytest.mark.gpu

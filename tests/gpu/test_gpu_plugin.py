@@ -11,9 +11,9 @@ from test_gpu_parity import TINY, assert_right, evaluated
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.engine.plugins import PluginError, library_for
 from mha_deploy.errors import DeployError
+from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.validate.runtimes import RuntimeFinder
 

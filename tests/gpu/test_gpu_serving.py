@@ -8,10 +8,10 @@ import pytest
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.metrics import judge_case
+from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.child import isolation
 from mha_deploy.serving.backend import ServedModel, ServedRequest
 from mha_deploy.validate.decode import traces_of
-from mha_deploy.validate.options import ValidateOptions
 
 pytestmark = pytest.mark.gpu
 

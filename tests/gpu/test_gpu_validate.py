@@ -12,11 +12,10 @@ import mha_deploy as md
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import engine_path, manifest_path
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.mutate import mutated
+from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.report.schema import check_bench, check_report
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 
 pytestmark = pytest.mark.gpu

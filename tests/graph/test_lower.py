@@ -14,11 +14,11 @@ from onnx.reference import ReferenceEvaluator
 from oracle import attend
 
 from mha_deploy.engine.lowered import lowered_for
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import DIALECTS, lower
 from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.options import EngineOptions
 
 Q4, K4, G4 = ("B", 4, "S", 8), ("B", 4, "T", 8), ("B", 2, "T", 8)
 SELF_K, SELF_G = ("B", 4, "S", 8), ("B", 2, "S", 8)

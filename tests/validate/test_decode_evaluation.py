@@ -10,13 +10,13 @@ from bundle_edit import copy_of, edit_manifest
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validate import decode as decode_exam
 from mha_deploy.validate.decode import HostDecodeLoop, traces_of
 from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 from mha_deploy.validate.runtimes import ONNX_RUNTIME, Runtime, RuntimeFinder
 

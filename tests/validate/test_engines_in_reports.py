@@ -7,10 +7,9 @@ from bundle_edit import copy_of
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 from mha_deploy.validate.runtimes import RuntimeFinder
 

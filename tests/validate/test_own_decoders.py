@@ -9,9 +9,9 @@ from decode_mistakes import Meddled
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.decode import evaluate_trace, traces_of
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 
 OWN = Path(__file__).parents[1] / "own_models.py"

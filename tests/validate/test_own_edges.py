@@ -12,11 +12,10 @@ from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
 from mha_deploy.export.exporter import bundle_from_factory
-from mha_deploy.export.options import ExportOptions
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import find_precision
+from mha_deploy.options import ExportOptions, ValidateOptions
 from mha_deploy.validate.bisect import bisected_case, reference_for
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 
 FILE = edge_models.__file__

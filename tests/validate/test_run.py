@@ -8,11 +8,10 @@ from bundle_edit import copy_of, edit_manifest, rehash
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.options import EngineOptions
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.report.schema import check_report
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.validate.options import ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 from mha_deploy.validate.runtimes import TORCH_BASELINES, RuntimeFinder
 

@@ -8,11 +8,11 @@ from tiny_specs import in_precisions
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.export.exporter import bundle_from_spec
-from mha_deploy.export.options import ExportOptions
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import mutated, mutations
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
+from mha_deploy.options import ExportOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.validate.self_test import graph_parity, self_test
 from mha_deploy.validate.self_test import largest_share as budget_share

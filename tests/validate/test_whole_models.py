@@ -7,9 +7,7 @@ from deployable_models import CASES, factory
 from whole_models import ATTENTIONS
 
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.options import EngineOptions
-from mha_deploy.export.options import ExportOptions
-from mha_deploy.validate.options import ValidateOptions
+from mha_deploy.options import EngineOptions, ExportOptions, ValidateOptions
 from mha_deploy.validate.run import validate_bundle
 
 pytest.importorskip("transformers")

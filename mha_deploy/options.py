@@ -1,0 +1,332 @@
+"""Everything that a user can choose: each option once, with its default and its meaning.
+
+A record is what the code that does the work gets. The functions of `api.py` take its fields as keywords, and
+the command line makes an option of each (`cli/options.py`). The typed dictionaries below the records let type
+checkers know the keywords.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from mha_deploy.model.spec import Axis
+
+AUTO = "auto"
+
+
+def option(default: Any, about: str, *flags: str, **details: Any) -> Any:
+    """A field of a record of options.
+
+    Args:
+        default: Its default.
+        about: What it is, in a sentence or two; "default: …" where the value itself does not say it.
+        flags: Its names on the command line; default: made from the name of the field.
+        details: Further arguments of `typer.Option`, such as `min` or `metavar`.
+    """
+    return field(default=default, metadata={"about": about, "flags": flags, "details": details})
+
+
+def options_text(record: type, indent: str = " " * 8) -> str:
+    """The options of a record, as lines of the `Args:` of a docstring."""
+    return "\n".join(
+        f"{indent}{each.name}: {each.metadata['about']}" for each in fields(record) if each.metadata
+    )
+
+
+# -- Export ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How to export; `layer` is the layer of the checkpoint, where no prefix is given."""
+
+    precision: str = option(
+        AUTO,
+        "Types in the graph: fp16, bf16, fp32 or auto. auto is fp16; in your own model or a float32 .onnx "
+        "file with FP32 where fp16 overflows. Other .onnx files keep theirs.",
+    )
+    opset: int | None = option(None, "ONNX operator set: 23 or 24. default: the lowest that suffices")
+    seed: int = option(0, "Seed of random weights and inputs.", min=0, max=2**32 - 1)
+    weights: Path | None = option(  # noqa: RUF009 (it is a field)
+        None,
+        "A safetensors file, an index of several or the folder of a checkpoint; for your own model also a "
+        "state dict. default: random weights, or your model's own",
+    )
+    prefix: str = option(
+        "",
+        "What the tensors of the model begin with in the checkpoint, as model.layers.0.self_attn. "
+        "default: found by its names",
+    )
+    layer: int | None = None
+    golden: Sequence[str] = option(
+        (),
+        "A golden case: min, opt, odd, ragged or large, with a KV cache prefill or decode, or sizes as "
+        "B=2,S=33. Can be repeated. default: those that suit the model",
+        metavar="CASE",
+    )
+    golden_gflop: float = option(100.0, "GFLOP limit of the large golden case.")
+    golden_gib: float = option(4.0, "Memory limit of the large golden case, in GiB.")
+    golden_mb: float = option(25.0, "File size limit of the large golden case, in MB.")
+    device: str = option("cpu", "Device that computes the golden cases: cpu or cuda.")
+    polygraphy: bool = option(False, "Write the golden cases for `polygraphy run` as well.")
+    overwrite: bool = option(False, "Replace an existing bundle.")
+
+
+class ExportKeywords(TypedDict, total=False):
+    """The fields of `ExportOptions` that `md.export` passes on as they are."""
+
+    precision: str
+    opset: int | None
+    seed: int
+    prefix: str
+    golden: Sequence[str]
+    golden_gflop: float
+    golden_gib: float
+    golden_mb: float
+    device: str
+    polygraphy: bool
+    overwrite: bool
+
+
+# -- Engines ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How to build."""
+
+    backend: str | None = option(
+        None,
+        "tensorrt or tensorrt-rtx. default: tensorrt where it is installed with a GPU, else tensorrt-rtx",
+    )
+    name: str | None = option(None, "Name of the engine. default: the name of the backend")
+    profiles: Sequence[Mapping[str, Axis]] = option(
+        (),
+        "An optimization profile, as B=1:8:32,S=1:128:512. Can be repeated, for several in one engine. "
+        "default: the axis ranges of the model",
+        "--profile",
+        metavar="RANGES",
+    )
+    targets: str = option(
+        "", "Compute capabilities to compile for, as 89,120 (TensorRT-RTX). default: 8.0 and later", "--sm"
+    )
+    allow_decomposed: bool = option(False, "Build attention that has no fused kernel from several kernels.")
+    optimization_level: int | None = option(
+        None, "Builder optimization level, 0 to 5. default: TensorRT's own"
+    )
+    workspace_mib: int | None = option(None, "Limit of the workspace memory, in MiB. default: TensorRT's own")
+    version_compatible: bool = option(False, "Build an engine that later TensorRT versions can load.")
+    hardware_compatible: str | None = option(
+        None,
+        "Hardware compatibility level: ampere-plus or same-compute-capability. default: this GPU only",
+    )
+    weight_streaming: bool = option(False, "Allow weights to stay in host memory.")
+    refit: str | None = option(None, "Refittable weights: all or identical. default: none can be refitted")
+    attention: str = option(
+        "native",
+        "native: TensorRT's own kernels. plugin: the plugin library (see `mha-deploy plugins`). auto: both "
+        "are built and timed, and the fastest with right results is kept.",
+    )
+    accumulate: str = option(
+        AUTO,
+        "Accumulation of the projections. fp16: as TensorRT chooses. fp32: in the plugin library. auto: "
+        "with the plugin the better of both, else as TensorRT chooses.",
+    )
+    gqa: str | None = option(
+        None,
+        "Grouped heads as GEMMs, for TensorRT 8.6 to 10.13: auto, fold, broadcast or repeat. default: auto",
+    )
+    overwrite: bool = option(False, "Replace an existing engine of that name.")
+    timing_cache: bool = option(True, "Use the kernel timings of earlier builds in this bundle.")
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The fields of `EngineOptions` that `md.build_engine` passes on as they are."""
+
+    backend: str | None
+    name: str | None
+    targets: str
+    allow_decomposed: bool
+    optimization_level: int | None
+    workspace_mib: int | None
+    version_compatible: bool
+    hardware_compatible: str | None
+    weight_streaming: bool
+    refit: str | None
+    attention: str
+    accumulate: str
+    gqa: str | None
+    overwrite: bool
+    timing_cache: bool
+
+
+# -- Validation and timing -------------------------------------------------------------------------
+
+_BACKENDS = (
+    "A backend to run: the name of an engine, ort-cuda, ort-cpu, onnx-reference, eager, sdpa-cudnn … Can be "
+    "repeated. default: the graph, every engine that can run here, and the PyTorch baselines"
+)
+_ENGINE = "Run only this engine. default: all engines of the bundle"
+_SAMPLES = "Samples of each timing."
+_KERNELS = "List the kernels that take the time. Needs PyTorch's profiler."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions:
+    """What to validate; `limit_s` is how long one number of clients may send requests to a server."""
+
+    backends: Sequence[str] = option((), _BACKENDS, "--backend", metavar="NAME")
+    engine: str | None = option(None, _ENGINE)
+    latency: bool | None = option(None, "Measure latency. default: if there is a GPU")
+    sweep: bool | None = option(
+        None, "Run every optimization profile at its corners. default: if an engine and PyTorch can run here"
+    )
+    probe: bool | None = option(
+        None, "Try inputs that make masks, positions and caches visible. default: if PyTorch is installed"
+    )
+    fresh: int = option(0, "Number of random cases besides those of the bundle. Needs PyTorch.", min=0)
+    steps: int = option(
+        0, "Decode steps besides those of the bundle, for a model with a KV cache. Needs PyTorch.", min=0
+    )
+    prompt: int | None = option(
+        None, "Length of the prompt before these steps. default: the opt value of axis S", min=1
+    )
+    batch: int | None = option(None, "Batch size of these steps. default: the opt value of axis B", min=1)
+    layers: bool = option(
+        False,
+        "For your own model: judge the engines attention by attention as well, in a second build that "
+        "returns each attention.",
+    )
+    conformance: bool = option(False, "Also test the mask semantics of every runtime.")
+    samples: int = option(200, _SAMPLES, min=100)
+    kernels: bool = option(False, _KERNELS)
+    require_fused: bool = option(False, "Fail unless every attention of the engines is fused.")
+    require_precision: bool = option(False, "Fail unless the engines compute in the precision of the graph.")
+    require_run: bool = option(False, "Fail unless every engine was run.")
+    require_coverage: bool = option(
+        False, "Fail unless every engine, profile and axis was run up to its maximum."
+    )
+    seed: int = option(1, "Seed of fresh inputs.", min=0, max=2**32 - 1)
+    url: str | None = option(
+        None,
+        "Validate through a server: grpc://HOST:PORT or http://HOST:PORT, with /MODEL behind it where the "
+        "model has another name than the bundle's. It is judged in place of the runtimes of this machine.",
+        metavar="URL",
+    )
+    clients: Sequence[int] = option(
+        (1, 8, 32), "Of a server: numbers of clients that send requests at the same time.", metavar="N,N"
+    )
+    requests: int = option(256, "Of a server: requests for each number of clients.", min=1)
+    timeout_s: float = option(
+        30.0, "Of a server: seconds after which a request counts as unanswered.", "--timeout", min=0.001
+    )
+    limit_s: float = 120.0
+
+
+class ValidateKeywords(TypedDict, total=False):
+    """The fields of `ValidateOptions`."""
+
+    backends: Sequence[str]
+    engine: str | None
+    latency: bool | None
+    sweep: bool | None
+    probe: bool | None
+    fresh: int
+    steps: int
+    prompt: int | None
+    batch: int | None
+    layers: bool
+    conformance: bool
+    samples: int
+    kernels: bool
+    require_fused: bool
+    require_precision: bool
+    require_run: bool
+    require_coverage: bool
+    seed: int
+    url: str | None
+    clients: Sequence[int]
+    requests: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What to time."""
+
+    at: Sequence[str] = option(
+        (),
+        "Sizes, as B=8,S=128, or opt, prefill or decode. Can be repeated. "
+        "default: a sweep over batches and lengths",
+        metavar="SIZES",
+    )
+    backends: Sequence[str] = option((), _BACKENDS, "--backend", metavar="NAME")
+    engine: str | None = option(None, _ENGINE)
+    samples: int = option(200, _SAMPLES, min=100)
+    kernels: bool = option(False, _KERNELS)
+    seed: int = option(1, "Seed of the inputs.", min=0, max=2**32 - 1)
+    streams: Sequence[int] = option(
+        (),
+        "Numbers of CUDA streams, as 1,2,4,8: measure calls per second on so many, too.",
+        metavar="N,N",
+    )
+
+
+class BenchKeywords(TypedDict, total=False):
+    """The fields of `BenchOptions`."""
+
+    at: Sequence[str]
+    backends: Sequence[str]
+    engine: str | None
+    samples: int
+    kernels: bool
+    seed: int
+    streams: Sequence[int]
+
+
+# -- Serving ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageOptions:
+    """How a bundle is served."""
+
+    variant: str = option(
+        "python",
+        "python: Triton's Python backend with a runtime of mha-deploy. tensorrt_plan: Triton's own TensorRT "
+        "backend.",
+    )
+    backends: Sequence[str] = option(
+        (),
+        "An engine to serve; can be repeated, one for each kind of GPU. Or for python one runtime: ort-cuda, "
+        "ort-cpu … default: the engines that run here, else ONNX Runtime",
+        "--backend",
+        metavar="NAME",
+    )
+    name: str | None = option(None, "Name of the model. default: the bundle's")
+    max_batch: int | None = option(
+        None, "Largest dynamic batch. default: the largest that every engine takes", min=1
+    )
+    instances: int = option(1, "Copies of the model on each device.", min=1)
+    queue_delay_us: int = option(
+        100, "Microseconds that a request may wait for others to share its batch.", min=0
+    )
+    sequences: int = option(8, "Sequences that a model with a KV cache decodes at a time.", min=1)
+    overwrite: bool = option(False, "Replace a packaged model of that name.")
+
+
+class PackageKeywords(TypedDict, total=False):
+    """The fields of `PackageOptions`."""
+
+    variant: str
+    backends: Sequence[str]
+    name: str | None
+    max_batch: int | None
+    instances: int
+    queue_delay_us: int
+    sequences: int
+    overwrite: bool
