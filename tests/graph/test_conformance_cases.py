@@ -10,13 +10,13 @@ from attention_models import random_feeds
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.conformance_cases import CASES, Case, MaskInput, case_model, combined
 from mha_deploy.graph.lower import DIALECTS, lower
 from mha_deploy.graph.plugin_node import is_plugin_attention
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.tensorrt.build import build_engine
 from mha_deploy.runtime.tensorrt.request import BuildRequest
+from mha_deploy.validate.conformance import CASES, Case, MaskInput, case_model, combined
 
 FP16, FP32 = PRECISIONS["fp16"], PRECISIONS["fp32"]
 BY_NAME = {case.name: case for case in CASES}

@@ -9,7 +9,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
-from mha_deploy.graph.conformance_cases import CASES, Case, MaskInput
 from mha_deploy.graph.mutate import mutated
 from mha_deploy.graph.rules import target_from
 from mha_deploy.model.precision import PRECISIONS
@@ -18,6 +17,9 @@ from mha_deploy.runtime.tensorrt.build import build_engine
 from mha_deploy.runtime.tensorrt.request import BuildRequest
 from mha_deploy.validate import conformance as oracle
 from mha_deploy.validate.conformance import (
+    CASES,
+    Case,
+    MaskInput,
     RunColumn,
     absent_column,
     conformance_table,
@@ -62,7 +64,7 @@ def unusual(cells):
 SWALLOWED = ("conforms", "averages all keys under -1e4, by rounding")
 KEPT = ("conforms", "keeps the scores under -1e4")
 UPPER_LEFT = ("conforms", "upper-left")
-FIRST_ROW = ("wrong", "every query sees what the first one sees")
+FIRST_ROW = ("wrong", "every query attends to the keys of the first one")
 
 
 @pytest.mark.parametrize(
@@ -249,10 +251,10 @@ CAUGHT = {
         **dict.fromkeys(NUMBERS, "only whether the mask is 0 counts"),
         "fully-masked-sentinel": "gives zeros under -1e4",
     },
-    "closed rows are NaN": dict.fromkeys(CLOSED, "gives NaN where no key is seen"),
-    "closed rows are infinite": dict.fromkeys(CLOSED, "gives infinity where no key is seen"),
-    "closed rows are averages": dict.fromkeys(CLOSED, "averages all keys where no key is seen"),
-    "closed rows attend": dict.fromkeys(CLOSED, "not zeros where no key is seen"),
+    "closed rows are NaN": dict.fromkeys(CLOSED, "gives NaN for fully masked queries"),
+    "closed rows are infinite": dict.fromkeys(CLOSED, "gives infinity for fully masked queries"),
+    "closed rows are averages": dict.fromkeys(CLOSED, "averages all keys for fully masked queries"),
+    "closed rows attend": dict.fromkeys(CLOSED, "not zeros for fully masked queries"),
     "sentinel hides": {"fully-masked-sentinel": "gives zeros under -1e4"},
     "heads interleaved": {"gqa-mask": "query heads use the wrong key heads"},
     "one NaN": {case.name: f"gives NaN in 1 of {2 * case.Hq * case.S} rows" for case in CASES},
@@ -540,7 +542,7 @@ def test_the_table_is_plain_data():
     closed = data["rows"][1]["cells"]
     assert closed["wrong"] == {
         "status": "wrong",
-        "detail": "gives NaN where no key is seen",
+        "detail": "gives NaN for fully masked queries",
         "error": None,
         "share": None,
     }
@@ -570,7 +572,7 @@ def test_a_wrong_cell_tells_its_error():
     closed = oracle.fully_masked_queries(trial)
     error = np.linalg.norm(attending[closed]) / np.linalg.norm(exact)
     assert cell.error == pytest.approx(error, rel=1e-3)
-    assert str(cell) == f"wrong ({cell.error:.2g}): not zeros where no key is seen"
+    assert str(cell) == f"wrong ({cell.error:.2g}): not zeros for fully masked queries"
 
 
 def test_columns_have_different_names():
