@@ -1,24 +1,65 @@
 #!/usr/bin/env bash
-# Lines for benchmarks/results: two layers in three processes each, with the samples of every runtime.
+# The lines of benchmarks/results/h200.jsonl: nine rows, each in three processes, beside compiled PyTorch.
 #
-#     benchmarks/record_on_gpu.sh FOLDER [RESULTS]
+#     benchmarks/record_on_gpu.sh FOLDER [LINES]      # then: python benchmarks/tables.py
 #
-# Needs a GPU, TensorRT, ONNX Runtime CUDA and PyTorch; takes about four minutes on an H200. Then run benchmarks/tables.py.
-set -euo pipefail
+# Needs a GPU, TensorRT with the plugin library (mha-deploy plugins where), PyTorch and transformers, and the root of the
+# checkout as the current folder. Exports and builds run side by side; the rows come after them, one at a time. PyTorch
+# compiles in the first process and reads its cache in the others. On an H200 with 16 cores all of it takes about 13 minutes:
+# no row begins later than LIMIT seconds after the start, and what is missing is named at the end. A second run of this
+# script builds nothing again, and adds processes to the same lines: ROUNDS=1 for those that are missing.
+set -uo pipefail
 folder=$1
-results=${2:-benchmarks/results/h200.jsonl}
+lines=${2:-benchmarks/results/h200.jsonl}
 python=${PYTHON:-python3}
+baselines=${BASELINES:-compile compile-tuned compile-cudnn}  # more, and slower: sdpa-cudnn-packed
+rounds=${ROUNDS:-3} limit=${LIMIT:-740}
 deploy() { "$python" -m mha_deploy "$@"; }
-backends=(--backend sdpa-cudnn --backend ort-cuda --backend tensorrt)
-for model in bert-base bert-large; do
-  [ -d "$folder/$model" ] || deploy export "$model" --precision fp16 -o "$folder/$model" --device cuda --golden min --golden opt
-  [ -f "$folder/$model/engines/tensorrt.engine" ] || deploy build-engine "$folder/$model" --backend tensorrt
+missing=()
+
+prepared() { # name, model, options of export -- options of build-engine
+  local bundle=$folder/$1 model=$2 exported=() && shift 2
+  while [ $# -gt 0 ] && [ "$1" != -- ]; do exported+=("$1"); shift; done
+  [ -f "$bundle/manifest.json" ] || deploy export "$model" -o "$bundle" --precision fp16 --device cuda "${exported[@]}" || return
+  [ -f "$bundle/engines/plugin32.engine" ] || deploy build-engine "$bundle" --backend tensorrt --name plugin32 \
+    --attention plugin --accumulate fp32 "${@:2}"
+}
+timed() { # name, more options of bench
+  if [ $SECONDS -ge "$limit" ]; then missing+=("$1"); return; fi
+  local backends=(--backend plugin32) each
+  for each in $baselines; do backends+=(--backend "$each"); done
+  # compile-tuned is one layer written anew: there is none for a whole model, which is compiled as it is written.
+  case $1 in whole-*) backends=(--backend plugin32 --backend compile --backend compile-cudnn --trust-code) ;; esac
+  local started=$SECONDS
+  deploy bench "$folder/$1" "${backends[@]}" -o "$folder/bench-$1" --record "$lines" "${@:2}" \
+    > "$folder/bench-$1.log" 2>&1 || missing+=("$1 (see $folder/bench-$1.log)")
+  echo "$1: $((SECONDS - started)) s"
+}
+
+mkdir -p "$folder"
+sizes=(--golden min --golden opt)
+(prepared bert-base bert-base "${sizes[@]}") > "$folder/bert-base.log" 2>&1 &
+(prepared bert-large bert-large "${sizes[@]}") > "$folder/bert-large.log" 2>&1 &
+(prepared llama llama-3-8b --axis B=1 --axis S=1:2048:8192 "${sizes[@]}" --golden B=1,S=8192) > "$folder/llama.log" 2>&1 &
+# Without --refit, TensorRT 8.6 prepares gigabytes of weights for every tactic.
+(prepared gpt3 gpt3-175b --axis B=1 --golden opt -- --profile B=1,S=512 --refit all) > "$folder/gpt3.log" 2>&1 &
+# One profile: TensorRT 8.6 cannot prepare a second one. Its optimal batch is not 1: with 1, other batches were wrong.
+(prepared decode llama-3-8b --cache preallocated --axis B=1:1:32 --axis S=1:256:3840 --axis T=4096 --golden min \
+  --golden decode -- --profile B=1:8:32,S=1:16:256) > "$folder/decode.log" 2>&1 &
+(prepared whole-bert benchmarks/own_models.py:bert_base "${sizes[@]}" --device cpu) > "$folder/whole-bert.log" 2>&1 &
+(prepared whole-llama benchmarks/own_models.py:llama_4_layers "${sizes[@]}" --device cpu) > "$folder/whole-llama.log" 2>&1 &
+wait
+echo "exports and builds: $SECONDS s"
+
+for round in $(seq "$rounds"); do
+  streams=(); [ "$round" != 1 ] || streams=(--streams 1,2,4,8)
+  timed bert-base --at opt "${streams[@]}"
+  timed bert-large --at opt
+  timed llama --at B=1,S=2048 --at B=1,S=8192
+  timed gpt3 --at opt
+  timed decode --at B=1,S=1,T=4096 --at B=32,S=1,T=4096
+  timed whole-bert --at opt
+  timed whole-llama --at opt
 done
-if deploy plugins where > /dev/null 2>&1; then
-  backends+=(--backend plugin32)
-  for model in bert-base bert-large; do
-    [ -f "$folder/$model/engines/plugin32.engine" ] || deploy build-engine "$folder/$model" --backend tensorrt --name plugin32 \
-      --attention plugin --accumulate fp32
-  done
-fi
-deploy bench "$folder/bert-base" "$folder/bert-large" --at opt "${backends[@]}" -o "$folder" --record "$results" --processes 3
+echo "all: $SECONDS s"
+[ ${#missing[@]} = 0 ] || { printf 'not measured: %s\n' "${missing[@]}"; exit 1; }

@@ -42,15 +42,11 @@ class _Output(Struct, frozen=True):
     def used(self) -> float | None:
         """The largest share of the budget: the recorded one, or that of the errors beside it."""
         errors, limits = (
-            {
-                key: value
-                for key, value in (each or {}).items()
-                if isinstance(value, int | float) and value > 0
-            }
+            {key: n for key, n in (each or {}).items() if isinstance(n, int | float) and n > 0}
             for each in (self.deviation, self.budget)
         )
-        known = [errors[key] / limits[key] for key in limits if key in errors]
-        return max([*known, *([] if self.share is None else [self.share])], default=None)
+        shares = [self.share, *(errors[key] / limits[key] for key in limits if key in errors)]
+        return max((share for share in shares if share is not None), default=None)
 
 
 class _Parity(Struct, frozen=True):
@@ -75,13 +71,16 @@ class _Invariance(Struct, frozen=True):
     detail: str = ""
 
 
-class _MaskCell(Struct, frozen=True):
+class _Node(Struct, frozen=True):
     status: str
+    node: str = ""
+    profile: int | None = None
+    kernels: list[str] = []
 
 
 class _Mask(Struct, frozen=True):
     case: str
-    cells: dict[str, _MaskCell]
+    cells: dict[str, _Node]
     diagnostic: bool = False
 
 
@@ -89,20 +88,8 @@ class _Conformance(Struct, frozen=True):
     rows: list[_Mask] = []
 
 
-class _RangeNode(Struct, frozen=True):
-    node: str
-    status: str
-
-
 class _Range(Struct, frozen=True):
-    nodes: list[_RangeNode] = []
-
-
-class _Node(Struct, frozen=True):
-    node: str
-    status: str
-    profile: int | None = None
-    kernels: list[str] = []
+    nodes: list[_Node] = []
 
 
 class Rebuilds(Struct, frozen=True):
@@ -134,17 +121,13 @@ class _Engine(Struct, frozen=True):
     rebuilds: Rebuilds | None = None
 
 
-class _Conditions(Struct, frozen=True):
-    throttled_by: list[str] = []
-
-
 class _Timing(Struct, frozen=True):
     p50_us: float
     p90_us: float
     stable: bool = True
     graph: bool = True
     gpu: str = ""
-    conditions: _Conditions = _Conditions()
+    conditions: dict[str, Any] = {}
     memory_bytes: int | None = None
 
 
@@ -186,15 +169,10 @@ class _Model(Struct, frozen=True):
     weights: str = ""
 
 
-class _Gpu(Struct, frozen=True):
-    name: str
-
-
 class _Environment(Struct, frozen=True):
-    gpu: _Gpu | None = None
+    gpu: dict[str, Any] | None = None
     driver: str | None = None
     platform: str = ""
-    python: str = ""
     versions: dict[str, str] = {}
 
 
@@ -227,14 +205,7 @@ class Result(Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One side of a comparison.
-
-    Args:
-        name: Where it came from.
-        kind: `report`, `benchmark`, `bundle`, `engine` or `matrix`.
-        results: One for every model.
-        created: When it was written; empty where that is not recorded.
-    """
+    """One side of a comparison, a result for every model: report, benchmark, bundle, engine or matrix."""
 
     name: str
     kind: str
@@ -291,20 +262,13 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
         raise DeployError("This is not a result of mha-deploy.", got=name, hint=_ACCEPTED)
     shared = {"environment": data.get("environment")}
     try:
-        if kind == "report":
-            found = [data]
-        elif kind == "benchmark":
-            found = [{**shared, **entry} for entry in data["models"]]
-        else:
-            found = _cells(data["cells"], runtime)
+        found = [data] if kind == "report" else _cells(data["cells"], runtime) if kind == "matrix" else []
+        found += [{**shared, **entry} for entry in data["models"]] if kind == "benchmark" else []
         results = tuple(msgspec.convert(each, Result) for each in found)
         created = msgspec.convert(data.get("created", ""), str)
     except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
-        raise DeployError(
-            f"The {kind} does not keep its format.",
-            got=f"{name}: {failure}",
-            hint="docs/report.md, matrix.md",
-        ) from failure
+        problem, hint = f"The {kind} does not keep its format.", "docs/report.md, matrix.md"
+        raise DeployError(problem, got=f"{name}: {failure}", hint=hint) from failure
     if runtime and not results:
         known = {cell.get("runtime", "") for cell in data["cells"]} if kind == "matrix" else set[str]()
         raise DeployError("No cell has this runtime.", got=name, hint=nearest(runtime, known))
@@ -327,20 +291,20 @@ def _cells(cells: Sequence[Mapping[str, Any]], runtime: str) -> list[Mapping[str
 
 def _from_engine(engine: Engine) -> Side:
     manifest = engine.manifest
-    data = {
-        "model": {"name": manifest.model, "precision": manifest.precision},
-        "engines": engines_to_dict([engine], (), ()),
-    }
+    model = {"name": manifest.model, "precision": manifest.precision}
+    data = {"model": model, "engines": engines_to_dict([engine], (), ())}
     return Side(name=str(engine.path), kind="engine", results=(msgspec.convert(data, Result),))
 
 
 def _from_bundle(bundle: Bundle) -> Side:
     manifest, created = bundle.manifest, ""
-    data: dict[str, Any] = {
-        "model": model_to_dict(bundle),
-        "engines": engines_to_dict(engines_of(bundle.path), (), ()),
-    }
+    built = engines_to_dict(engines_of(bundle.path), (), ())
+    data: dict[str, Any] = {"model": model_to_dict(bundle), "engines": built}
     ran: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def identity(engine: Mapping[str, Any]) -> tuple[Any, ...]:
+        return engine["name"], engine["engine_bytes"], engine["seconds"]
+
     for name in (BENCH_FILE, REPORT_FILE):
         if not (bundle.path / name).is_file():
             continue
@@ -350,25 +314,20 @@ def _from_bundle(bundle: Bundle) -> Side:
             if result.model.bundle_sha256 == data["model"]["bundle_sha256"]:
                 known = msgspec.to_builtins(result)
                 data |= {key: known[key] for key in known if known[key] and key not in ("model", "engines")}
-                ran |= {
-                    (each["name"], each["engine_bytes"], each["seconds"]): each for each in known["engines"]
-                }
+                ran |= {identity(each): each for each in known["engines"]}
                 created = written.created
-    for engine in data["engines"]:  # one that was built again after the report did not run
-        judged = ran.get((engine["name"], engine["engine_bytes"], engine["seconds"]))
+    for engine in built:  # one that was built again after the report did not run
+        judged = ran.get(identity(engine))
         engine |= {key: judged[key] for key in ("ran", "why_not")} if judged else {}
+    cases = [f"golden case {case.name}" for case in manifest.golden]
     data["contents"] = {
-        "cases": [
-            *(f"golden case {case.name}" for case in manifest.golden),
-            *(f"trace {trace.name}" for trace in manifest.traces),
-        ],
+        "cases": [*cases, *(f"trace {trace.name}" for trace in manifest.traces)],
         "attention": len(manifest.attention),
         "axes": {name: str(axis) for name, axis in manifest.spec.axes.items()},
         "graph_bytes": sum(entry.bytes for name, entry in manifest.files.items() if "model.onnx" in name),
     }
-    return Side(
-        name=str(bundle.path), kind="bundle", results=(msgspec.convert(data, Result),), created=created
-    )
+    results = (msgspec.convert(data, Result),)
+    return Side(name=str(bundle.path), kind="bundle", results=results, created=created)
 
 
 # -- Measurements: everything that is compared, each under a key that both sides share -------------
@@ -426,18 +385,18 @@ class Limits:
     strict: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Measurement:
     """One thing that is compared.
 
     Args:
-        kind: How: `status`, `share`, `time`, `growth`, `count`, `range` or `text`.
+        kind: How: `status`, `share`, `growth`, `count`, `range` or `text`.
         owner: The runtime or engine that it belongs to; one that is missing as a whole is reported once.
         value: The value.
         shown: The value as text.
         noise: How much it varies between rebuilds or samples, in its own unit.
         passed: Of a share: whether the result is right.
-        doubt: Why the value is not reliable; empty where it is.
+        doubt: Why the value is not reliable; empty where it is. Of a status: the kernels behind it.
     """
 
     kind: str
@@ -455,17 +414,7 @@ Measurements = dict[Key, Measurement]
 
 @dataclass(frozen=True)
 class Change:
-    """One row of a comparison.
-
-    Args:
-        section: What it is about, of `SECTIONS`.
-        subject: What was compared.
-        level: `regression`, `inconclusive`, `improvement`, `changed` or `same`.
-        old: The old value.
-        new: The new value.
-        why: What the level follows from.
-        model: The model, where there are several.
-    """
+    """One row of a comparison: `section` is one of `SECTIONS`, `why` is what the `level` follows from."""
 
     section: str
     subject: str
@@ -476,8 +425,16 @@ class Change:
     model: str = ""
 
 
-def _status(section: str, owner: str, status: str) -> Measurement:
-    return Measurement(kind="status", owner=owner, value=_RANKS[section].get(status, 1), shown=status)
+def _status(section: str, owner: str, status: str, kernels: Sequence[str] = ()) -> Measurement:
+    return Measurement("status", owner, _RANKS[section].get(status, 1), status, doubt="\n".join(kernels))
+
+
+def _bytes(owner: str, count: int, noise: float = 0.0) -> Measurement:
+    return Measurement("growth", owner, count, size(count), noise)
+
+
+def _count(owner: str, count: int) -> Measurement:
+    return Measurement("count", owner, count, str(count))
 
 
 def _without_version(backend: str) -> str:
@@ -485,9 +442,15 @@ def _without_version(backend: str) -> str:
     return re.sub(r"\s*\bv?\d+(\.\d+)+\S*", "", backend).strip()
 
 
-def measurements(result: Result) -> Measurements:
-    """Everything of a result that can be compared."""
+def _span(values: Iterable[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return max(known) - min(known) if known else 0.0
+
+
+def measurements(result: Result, names: Mapping[str, str] | None = None) -> Measurements:
+    """Everything of a result that can be compared; `names` are those of engines on the other side."""
     found: Measurements = {}
+    names = names or {}
 
     def add(section: str, subject: str, item: Measurement) -> None:
         key, count = (section, subject), 1
@@ -502,130 +465,105 @@ def measurements(result: Result) -> Measurements:
         add("verdict", "validation", _status("verdict", "", result.verdict.status))
     rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in result.engines if each.rebuilds}
     for run in result.parity:
-        owner, noise = _without_version(run.backend), rebuilds.get(run.backend)
+        owner, known = _without_version(run.backend), rebuilds.get(run.backend)
         for each in run.verdicts:
+            noise = _span(known.errors.get(f"{each.case}/{each.output}", ())) if known else 0.0
             add("error", f"{owner}, {run.cases}: {each.case}/{each.output}", _share(owner, each, noise))
     for decoded in result.decode:
         owner = _without_version(decoded.backend)
         problem = None if decoded.passed else "wrong"
         output = _Output("", "", passed=decoded.passed, problem=problem, share=decoded.share)
-        add("decode", f"{owner}: {decoded.trace}", _share(owner, output, None))
+        add("decode", f"{owner}: {decoded.trace}", _share(owner, output))
         add("coverage", f"{owner}: {decoded.trace}, decode steps", _count(owner, decoded.steps))
     for check in result.invariance:
         owner, passed = _without_version(check.backend), "passed" if check.passed else "failed"
         subject = f"{owner}: {check.check} {check.case}, {check.detail}".strip(" ,")
         add("invariance", subject, _status("invariance", owner, passed))
     for mask in result.conformance.rows if result.conformance else ():
-        for runtime, cell in mask.cells.items():
+        for runtime, cell in () if mask.diagnostic else mask.cells.items():
             owner = _without_version(runtime)
-            if not mask.diagnostic:
-                add("conformance", f"{owner}: {mask.case}", _status("conformance", owner, cell.status))
+            add("conformance", f"{owner}: {mask.case}", _status("conformance", owner, cell.status))
     for node in result.range.nodes if result.range else ():
         add("range", node.node, _status("range", "FP16 range", node.status))
     for engine in result.engines:
-        for key, item in _engine_measurements(engine):
+        name = names.get(engine.name, engine.name)
+        for key, item in _engine_measurements(engine, name):
             add(*key, item)
     for point in result.latency.points if result.latency else ():
         place = sizes_text(point.sizes) + ("" if point.past is None else f", past {point.past}")
         for row in point.rows:
-            subject, known = f"{row.name} at {place}", rebuilds.get(row.backend)
-            add("latency", subject, _time(row, point.case, known))
+            name = names.get(row.name, row.name)
+            add("latency", f"{name} at {place}", _time(name, row, point.case, rebuilds.get(row.backend)))
             if row.timing is not None and row.timing.memory_bytes:
-                add("size", f"{subject}, memory", _bytes(row.name, row.timing.memory_bytes))
+                add("size", f"{name} at {place}, memory", _bytes(name, row.timing.memory_bytes))
     if result.contents:
         for case in result.contents.cases:
-            add("coverage", case, Measurement(kind="text", owner="bundle", value=case, shown="there"))
+            add("coverage", case, Measurement("text", "bundle", case, "there"))
         add("coverage", "attention nodes in the graph", _count("bundle", result.contents.attention))
         for axis, span in result.contents.axes.items():
-            add("coverage", f"axis {axis}", Measurement(kind="range", owner="bundle", value=span, shown=span))
+            add("coverage", f"axis {axis}", Measurement("range", "bundle", span, span))
         add("size", "graph", _bytes("bundle", result.contents.graph_bytes))
-    for subject, value in _environment(result):
-        add("environment", subject, Measurement(kind="text", owner="", value=value, shown=value or NOTHING))
+    for subject, value in _environment(result, names):
+        add("environment", subject, Measurement("text", "", value, value or NOTHING))
     return found
 
 
-def _engine_measurements(engine: _Engine) -> Iterator[tuple[Key, Measurement]]:
-    owner, name = f"engine {engine.name}", engine.name
+def _engine_measurements(engine: _Engine, name: str) -> Iterator[tuple[Key, Measurement]]:
+    owner, rebuilds = f"engine {name}", engine.rebuilds or Rebuilds()
     for node in engine.nodes:
         profile = "" if node.profile is None else f", profile {node.profile}"
-        item = _status("fusion", owner, node.status)
-        yield ("fusion", f"{name}: {node.node}{profile}"), replace(item, doubt="\n".join(node.kernels))
+        yield ("fusion", f"{name}: {node.node}{profile}"), _status("fusion", owner, node.status, node.kernels)
     if engine.fused:
         yield ("fusion", f"{name}: attentions that are fused"), _count(owner, engine.fused[0])
     yield ("precision", f"{name}: verified"), _status("precision", owner, engine.precision_status)
-    requested = Measurement(kind="text", owner=owner, value=engine.precision, shown=engine.precision)
+    requested = Measurement("text", owner, engine.precision, engine.precision)
     yield ("precision", f"{name}: requested"), requested
     yield ("coverage", f"{name}: run"), _status("coverage", owner, "ran" if engine.ran else "not run")
-    for index, profile_ranges in enumerate(engine.profiles):
-        for axis, span in profile_ranges.items():
-            item = Measurement(kind="range", owner=owner, value=span, shown=span)
-            yield ("coverage", f"{name}: profile {index}, axis {axis}"), item
-    rebuilds = engine.rebuilds or Rebuilds()
+    for index, ranges in enumerate(engine.profiles):
+        for axis, span in ranges.items():
+            subject = f"{name}: profile {index}, axis {axis}"
+            yield ("coverage", subject), Measurement("range", owner, span, span)
     if engine.engine_bytes is not None:
         noise = _span(rebuilds.engine_bytes)
-        yield ("size", f"{name}: engine"), replace(_bytes(owner, engine.engine_bytes), noise=noise)
+        yield ("size", f"{name}: engine"), _bytes(owner, engine.engine_bytes, noise)
     if engine.seconds is not None:
-        item = Measurement(
-            kind="growth", owner=owner, value=engine.seconds, shown=f"{short(engine.seconds)} s"
-        )
-        yield ("build time", name), replace(item, noise=_span(rebuilds.seconds))
+        shown, noise = f"{short(engine.seconds)} s", _span(rebuilds.seconds)
+        yield ("build time", name), Measurement("growth", owner, engine.seconds, shown, noise)
 
 
-def _environment(result: Result) -> Iterator[tuple[str, str]]:
+def _environment(result: Result, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield "weights", result.model.weights
     yield "bundle", result.model.bundle_sha256[:12]
     for engine in result.engines:
-        yield f"{engine.name}: built by", f"{engine.backend} {engine.version}"
-        yield f"{engine.name}: attention", engine.attention
-        yield f"{engine.name}: plugins", ", ".join(engine.plugins)
+        name = names.get(engine.name, engine.name)
+        yield f"{name}: built by", f"{engine.backend} {engine.version}"
+        yield f"{name}: attention", engine.attention
+        yield f"{name}: plugins", ", ".join(engine.plugins)
     here = result.environment
     if here is not None:
-        yield "GPU", here.gpu.name if here.gpu else "none"
+        yield "GPU", str(here.gpu.get("name")) if here.gpu else "none"
         yield "driver", here.driver or "none"
         yield "platform", here.platform
         yield from here.versions.items()
 
 
-def _span(values: Iterable[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return max(known) - min(known) if known else 0.0
-
-
-def _share(owner: str, found: _Output, rebuilds: Rebuilds | None) -> Measurement:
-    noise = _span(rebuilds.errors.get(f"{found.case}/{found.output}", ())) if rebuilds else 0.0
+def _share(owner: str, found: _Output, noise: float = 0.0) -> Measurement:
     unverified = not found.passed and (found.problem or "").startswith("not verified")
     used = "no finite number" if found.used is None else budget_share(found.used)
     shown = "not verified" if unverified else used if found.passed else f"wrong ({used})"
-    return Measurement(
-        kind="share", owner=owner, value=found.used, shown=shown, noise=noise, passed=found.passed
-    )
+    return Measurement("share", owner, found.used, shown, noise, found.passed)
 
 
-def _time(row: _Row, case: str, rebuilds: Rebuilds | None) -> Measurement:
+def _time(owner: str, row: _Row, case: str, rebuilds: Rebuilds | None) -> Measurement:
     timing = row.timing
     if timing is None:
-        refused = f"not timed: {row.refused or 'no reason was given'}"
-        return Measurement(kind="time", owner=row.name, value=None, shown=refused)
-    throttled = ", ".join(timing.conditions.throttled_by)
+        return Measurement("growth", owner, None, f"not timed: {row.refused or 'no reason was given'}")
+    throttled = ", ".join(map(str, timing.conditions.get("throttled_by") or ()))
     doubts = [f"throttled by {throttled}"] if throttled else []
     doubts += [] if timing.stable else ["the time did not settle"]
-    rebuilt = _span(rebuilds.times_us.get(case, ())) if rebuilds else 0.0
-    return Measurement(
-        kind="time",
-        owner=row.name,
-        value=timing.p50_us,
-        shown=f"{short(timing.p50_us)} µs{'' if timing.graph else ', no CUDA graph'}",
-        noise=max(timing.p90_us - timing.p50_us, rebuilt),
-        doubt="; ".join(doubts),
-    )
-
-
-def _bytes(owner: str, count: int) -> Measurement:
-    return Measurement(kind="growth", owner=owner, value=count, shown=size(count))
-
-
-def _count(owner: str, count: int) -> Measurement:
-    return Measurement(kind="count", owner=owner, value=count, shown=str(count))
+    noise = max(timing.p90_us - timing.p50_us, _span(rebuilds.times_us.get(case, ())) if rebuilds else 0.0)
+    shown = f"{short(timing.p50_us)} µs{'' if timing.graph else ', no CUDA graph'}"
+    return Measurement("growth", owner, timing.p50_us, shown, noise, doubt="; ".join(doubts))
 
 
 # -- The rules -------------------------------------------------------------------------------------
@@ -637,27 +575,23 @@ def _judged(section: str, old: Measurement, new: Measurement, limits: Limits) ->
         level = _direction(old.value, new.value)
         if level == SAME and old.doubt != new.doubt:
             return CHANGED, "other kernels"
-        return level, {"fusion": "fusion lost"}.get(section, "") if level == REGRESSION else ""
+        return level, "fusion lost" if level == REGRESSION and section == "fusion" else ""
     if old.kind == "share":
         return _judged_share(old, new, limits)
-    if old.kind == "time":
-        return _judged_time(old, new, limits)
     if old.kind == "growth":
         return _judged_growth(section, old, new, limits)
     if old.kind == "count":
         return _direction(old.value, new.value), ""
-    if old.kind == "range":
-        return _judged_range(old.value, new.value)
     if old.value == new.value:
         return SAME, ""
-    if section == "precision":
-        return REGRESSION, "another precision was requested"
-    return CHANGED, ""
+    if old.kind == "range":
+        return _judged_range(old.value, new.value)
+    return (REGRESSION, "another precision was requested") if section == "precision" else (CHANGED, "")
 
 
 def _judged_alone(section: str, new: Measurement) -> tuple[str, str]:
     """The level of something that only the new side has: good where it is right, else a regression."""
-    if section in _FIGURES or new.kind == "text" or (new.kind == "time" and new.value is None):
+    if section in _FIGURES or new.kind == "text" or (section == "latency" and new.value is None):
         return CHANGED, "new"
     if not new.passed or (new.kind == "status" and section != "coverage" and new.value == 0):
         return REGRESSION, "new, and not right"
@@ -684,35 +618,27 @@ def _judged_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[s
     return REGRESSION, f"grown by {budget_share(growth)} of the budget"
 
 
-def _judged_time(old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+def _judged_growth(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
+    """A latency, a size or a build time: beyond its limit, and beyond what varies by itself."""
     if old.value is None or new.value is None:
         return _direction(old.value is not None, new.value is not None), ""
     growth, noise = new.value - old.value, max(old.noise, new.noise)
-    ratio = new.value / old.value if old.value else float("inf")
-    why, least = f"{ratio:.2f} times the old latency", limits.latency * min(old.value, new.value)
+    share = {"latency": limits.latency, "build time": limits.build_time}.get(section, limits.size)
+    least = share * min(old.value, new.value)
+    if section == "build time":
+        least = max(least, limits.build_seconds)
     if abs(growth) <= max(least, noise):
-        return SAME, f"within the measured spread of {short(noise)} µs" if growth > least else ""
+        is_noisy = section == "latency" and growth > least
+        return SAME, f"within the measured spread of {short(noise)} µs" if is_noisy else ""
+    ratio = new.value / old.value if old.value else float("inf")
+    why = f"{ratio:.2f} times the old {'latency' if section == 'latency' else 'one'}"
     if growth < 0:
         return IMPROVEMENT, why
     doubts = [f"{name}: {each.doubt}" for name, each in (("old", old), ("new", new)) if each.doubt]
     return (INCONCLUSIVE, f"{why}; {'; '.join(doubts)}") if doubts else (REGRESSION, why)
 
 
-def _judged_growth(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[str, str]:
-    growth, noise, smaller = new.value - old.value, max(old.noise, new.noise), min(old.value, new.value)
-    if section == "build time":
-        least = max(limits.build_time * smaller, limits.build_seconds)
-    else:
-        least = limits.size * smaller
-    if abs(growth) <= max(least, noise):
-        return SAME, ""
-    ratio = new.value / old.value if old.value else float("inf")
-    return (REGRESSION if growth > 0 else IMPROVEMENT), f"{ratio:.2f} times the old one"
-
-
 def _judged_range(old: str, new: str) -> tuple[str, str]:
-    if old == new:
-        return SAME, ""
     try:
         before, after = Axis.parse(old), Axis.parse(new)
     except DeployError:
@@ -727,14 +653,7 @@ def _judged_range(old: str, new: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What changed between two results.
-
-    Args:
-        old: The old side.
-        new: The new side.
-        changes: Everything that was compared, what is the same included.
-        limits: The thresholds.
-    """
+    """What changed between two sides; `changes` has everything that was compared, what is the same too."""
 
     old: Side
     new: Side
@@ -756,7 +675,7 @@ class Comparison:
     def headline(self) -> str:
         """The result in one line."""
         counts = {level: sum(change.level == level for change in self.changes) for level in _LEVELS}
-        words = [plural(counts[REGRESSION], "regression")] if counts[REGRESSION] else ["no regression"]
+        words = [plural(counts[REGRESSION], "regression") if counts[REGRESSION] else "no regression"]
         words += [f"{counts[level]} {level}" for level in (INCONCLUSIVE, CHANGED) if counts[level]]
         words += [plural(counts[IMPROVEMENT], "improvement")] if counts[IMPROVEMENT] else []
         return ", ".join([*words, f"{counts[SAME]} the same"])
@@ -767,8 +686,10 @@ class Comparison:
             **{key: value for key, value in frame().items() if key != "environment"},
             "passed": self.passed,
             "headline": self.headline,
-            "old": {"name": self.old.name, "kind": self.old.kind, "created": self.old.created},
-            "new": {"name": self.new.name, "kind": self.new.kind, "created": self.new.created},
+            **{
+                key: {"name": side.name, "kind": side.kind, "created": side.created}
+                for key, side in (("old", self.old), ("new", self.new))
+            },
             "limits": dict(vars(self.limits)),
             "changes": [dict(vars(change)) for change in self.changes],
         }
@@ -794,14 +715,10 @@ class Comparison:
             found = [change for change in listed if change.section == section]
             for alike in together(found, lambda change: replace(change, model="")):
                 change, models = alike[0], [each.model for each in alike]
-                rows.append(
-                    [
-                        *([text(named(models))] if several else []),
-                        text(change.subject),
-                        Cell(text=change.level, status=_LEVELS[change.level]),
-                        *map(text, (change.old, change.new, change.why)),
-                    ]
-                )
+                level = Cell(text=change.level, status=_LEVELS[change.level])
+                values = map(text, (change.old, change.new, change.why))
+                place = [text(named(models))] if several else []
+                rows.append([*place, text(change.subject), level, *values])
             if rows:
                 groups.append(Group(title=section, rows=rows))
         return Table(title=f"{self.old.name} → {self.new.name}", columns=shown, groups=groups)
@@ -832,9 +749,8 @@ class Comparison:
             case = ElementTree.SubElement(suite, "testcase", classname=_xml(place), name=_xml(change.subject))
             words = f"{change.old} → {change.new}{': ' if change.why else ''}{change.why}"
             if change in worse:
-                ElementTree.SubElement(case, "failure", message=_xml(words), type=change.section).text = _xml(
-                    words
-                )
+                failure = ElementTree.SubElement(case, "failure", message=_xml(words), type=change.section)
+                failure.text = _xml(words)
             elif change.level == INCONCLUSIVE:
                 ElementTree.SubElement(case, "skipped", message=_xml(words))
         ElementTree.indent(suite)
@@ -842,16 +758,14 @@ class Comparison:
 
     def to_html(self) -> str:
         """A page with both sides beside each other."""
-        table = self.table(everything=True)
-        sides = [(self.old.name, self.new.name), (self.old.kind, self.new.kind)]
-        sides += [(self.old.created, self.new.created)]
-        verdicts = [side.results[0].verdict if side.results else None for side in (self.old, self.new)]
-        sides += [(verdicts[0].headline if verdicts[0] else "", verdicts[1].headline if verdicts[1] else "")]
+        table, sides = self.table(everything=True), []
+        for side in (self.old, self.new):
+            verdict = side.results[0].verdict if side.results else None
+            sides.append((side.name, side.kind, side.created, verdict.headline if verdict else ""))
         heads = ("source", "kind", "written", "verdict")
-        rows = [[text(head), *map(text, side)] for head, side in zip(heads, sides, strict=True)]
-        summary = Table(
-            title="The two sides", columns=columns("", "old", "new"), groups=[Group(rows=rows)], css="compact"
-        )
+        rows = [[text(head), *map(text, values)] for head, *values in zip(heads, *sides, strict=True)]
+        shown, groups = columns("", "old", "new"), [Group(rows=rows)]
+        summary = Table(title="The two sides", columns=shown, groups=groups, css="compact")
         sections = [Section(name="sides", title=summary.title, link="sides", parts=[("table", summary)])]
         for group in table.groups:
             name, title = group.title.replace(" ", "-"), group.title[0].upper() + group.title[1:]
@@ -862,16 +776,13 @@ class Comparison:
 
     def save_junit(self, path: Path) -> None:
         """Write the JUnit XML to a file."""
-        _save(path, self.to_junit())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, self.to_junit().encode("utf-8"))
 
     def save_html(self, path: Path) -> None:
         """Write the page to a file."""
-        _save(path, self.to_html())
-
-
-def _save(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content.encode("utf-8"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, self.to_html().encode("utf-8"))
 
 
 _LEVELS = {REGRESSION: "bad", INCONCLUSIVE: "doubt", CHANGED: "doubt", IMPROVEMENT: "good", SAME: "none"}
@@ -909,9 +820,9 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
             found = [Change("coverage", "model", level, "there", NOTHING, _GONE)]
         else:
             found = [Change("coverage", "model", IMPROVEMENT, NOTHING, "there", "new")]
-        model = (first or second).model  # type: ignore[union-attr]
-        place = (first or second).place  # type: ignore[union-attr]
-        name = ", ".join(filter(None, (f"{model.name} {model.precision}", place)))
+        either: Any = first or second
+        name = f"{either.model.name} {either.model.precision}"
+        name = f"{name}, {either.place}" if either.place else name
         changes += [replace(change, model=name) for change in found]
     if not changes:
         raise BundleError("Nothing can be compared.", got=f"{before.name}, {after.name}", hint=_ACCEPTED)
@@ -943,9 +854,10 @@ def _pairs(old: Sequence[Result], new: Sequence[Result]) -> Iterator[tuple[Resul
 
 
 def _changes(old: Result, new: Result, limits: Limits) -> list[Change]:
-    if len(old.engines) == len(new.engines) == 1 and old.engines[0].name != new.engines[0].name:
-        new = _renamed(new, new.engines[0].name, old.engines[0].name)
-    before, after = measurements(old), measurements(new)
+    names = {}
+    if len(old.engines) == len(new.engines) == 1:  # whatever the only engine is called
+        names = {new.engines[0].name: old.engines[0].name}
+    before, after = measurements(old), measurements(new, names)
     found = []
     models = [f"{each.model.name} {each.model.precision}" for each in (old, new)]
     if models[0] != models[1]:
@@ -971,20 +883,3 @@ def _changes(old: Result, new: Result, limits: Limits) -> list[Change]:
             level, why = _judged_alone(section, item)
             found.append(Change(section, subject, level, NOTHING, item.shown, why))
     return found
-
-
-def _renamed(result: Result, name: str, wanted: str) -> Result:
-    """The result with its one engine under the name that the other side uses."""
-    engines = [msgspec.structs.replace(each, name=wanted) for each in result.engines]
-    result = msgspec.structs.replace(result, engines=engines)
-    if result.latency is None:
-        return result
-
-    def renamed(row: _Row) -> _Row:
-        return msgspec.structs.replace(row, name=wanted) if row.name == name else row
-
-    points = [
-        msgspec.structs.replace(point, rows=[renamed(row) for row in point.rows])
-        for point in result.latency.points
-    ]
-    return msgspec.structs.replace(result, latency=msgspec.structs.replace(result.latency, points=points))

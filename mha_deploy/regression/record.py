@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,14 +21,12 @@ import msgspec
 from msgspec import Struct
 
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.engine.manifest import Engine
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.files import read_regular
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.table import Cell, Group, Row, Table, columns, text
-from mha_deploy.text import NOTHING, short, sizes_text
+from mha_deploy.text import plural, short, sizes_text
 from mha_deploy.validate.bench import ModelBench
-from mha_deploy.validate.latency import LatencyPoint, LatencyRow
 from mha_deploy.validate.verdict import frame, model_to_dict
 
 FORMAT = 1
@@ -51,28 +50,12 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measurement, or one build.
 
     Args:
-        kind: `time`, or `build` for an engine that was built and not run.
+        kind: `time`, `throughput` on several streams, or `build` for an engine that was built and not run.
         run: The process: lines of one process share it.
-        created: When, in UTC.
         commit: The commit of this tool, with `+` behind it where files were changed; empty where unknown.
-        command: The command line.
-        versions: Versions of the packages.
-        platform: Operating system and processor.
-        gpu: The GPU; empty where there is none.
-        driver: Version of the driver.
-        model: Name of the model.
-        precision: Its precision.
-        bundle: The folder of the bundle, as it was given.
-        bundle_sha256: Hash of its manifest.
-        runtime: Name of the runtime.
-        backend: The runtime with its version.
-        engine: The engine; None where it is another runtime.
-        case: Name of the case.
-        sizes: Its axis sizes.
         past: Valid entries of a preallocated KV cache; None without one.
         parity: `passed`: the results of the timed calls were judged and are right. Else why there is no time.
-        samples_us: The samples, µs.
-        timing: Calls per sample, slots, CUDA graph, stability, host time, memory.
+        timing: Calls per sample, slots, CUDA graph, stability, host time, memory; or streams and their rate.
         conditions: Clocks, temperature, power and throttling, as the driver reported them.
     """
 
@@ -118,25 +101,67 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """What lines of one row of a table share."""
         return self.model, self.precision, self.gpu, tuple(sorted(self.sizes.items())), self.past
 
+    @property
+    def place(self) -> str:
+        """Its sizes as text."""
+        return sizes_text(self.sizes) + ("" if self.past is None else f", past {self.past}")
+
 
 # -- From a benchmark to lines ---------------------------------------------------------------------
 
 
 def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = None) -> list[Line]:
-    """A line for every runtime and size of a benchmark in this process."""
-    shared = _shared(command)
-    return [
-        _timed(bench, point, row, shared) for bench in benches for point in bench.points for row in point.rows
-    ]
+    """A line for every runtime and size of a benchmark in this process, on one stream and on several."""
+    shared, found = _shared(command), list[Line]()
+    kept = ("calls_per_sample", "slots", "graph", "stable", "host_us", "memory_bytes", "why_no_graph")
+    for bench in benches:
+        backends = {row.name: row.backend for point in bench.points for row in point.rows}
+        for point in bench.points:
+            for row in point.rows:
+                data: dict[str, Any] = {"case": point.case, "sizes": dict(point.sizes), "past": point.past}
+                if row.timing is not None:
+                    data |= {
+                        "samples_us": [round(sample, 4) for sample in row.timing.samples_us],
+                        "timing": {name: getattr(row.timing, name) for name in kept},
+                        "conditions": asdict(row.timing.conditions),
+                    }
+                shown = {**data, "backend": row.backend, "parity": row.refused or "passed"}
+                found.append(_line(bench, row.name, {**shared, **shown, "kind": "time"}))
+        for load in bench.throughput:
+            known = load.to_dict()
+            data = {key: known[key] for key in ("case", "sizes")}
+            data["timing"] = {key: known[key] for key in ("streams", "per_second", "p50_us", "p99_us")}
+            shown = {**data, "backend": backends[load.name], "parity": load.refused or "passed"}
+            found.append(_line(bench, load.name, {**shared, **shown, "kind": "throughput"}))
+    return found
+
+
+def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
+    model, manifest = model_to_dict(bench.bundle), None
+    for engine in bench.engines:
+        manifest = engine.manifest if engine.path.stem == runtime else manifest
+    about = manifest and {
+        "name": runtime,
+        "backend": manifest.backend,
+        "version": manifest.version,
+        "sha256": manifest.engine_sha256,
+        "plugins": [library["sha256"] for library in manifest.plugins],
+        "attention": f"{manifest.attention['chosen']}, {manifest.attention['accumulate']}",
+        "fused": list(manifest.fused_count),
+    }
+    of_model = {"model": model["name"], **{key: model[key] for key in ("precision", "bundle_sha256")}}
+    place = {"bundle": str(bench.bundle.path), "runtime": runtime, "engine": about}
+    return msgspec.convert(as_plain({**data, **of_model, **place}), Line)
 
 
 def _shared(command: Sequence[str] | None) -> dict[str, Any]:
+    """What all lines of a process share."""
     known = frame()
     here = known["environment"]
     return {
         "run": uuid.uuid4().hex,
         "created": known["created"],
-        "commit": commit(),
+        "commit": _commit(),
         "command": ["mha-deploy", *sys.argv[1:]] if command is None else list(command),
         "versions": here["versions"],
         "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
@@ -145,7 +170,7 @@ def _shared(command: Sequence[str] | None) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
+def _commit() -> str:
     """The commit of the checkout that this package is in; empty where it is installed otherwise."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
@@ -157,69 +182,18 @@ def commit() -> str:
         return ""
 
 
-def _timed(bench: ModelBench, point: LatencyPoint, row: LatencyRow, shared: Mapping[str, Any]) -> Line:
-    engine = next((each for each in bench.engines if each.path.stem == row.name), None)
-    data: dict[str, Any] = {
-        **shared,
-        "kind": "time",
-        **_model(bench.bundle),
-        "runtime": row.name,
-        "backend": row.backend,
-        "engine": None if engine is None else _engine(engine),
-        "case": point.case,
-        "sizes": dict(point.sizes),
-        "past": point.past,
-        "parity": row.refused or "passed",
-    }
-    if row.timing is not None:
-        kept = ("calls_per_sample", "slots", "graph", "stable", "host_us", "memory_bytes", "why_no_graph")
-        data |= {
-            "samples_us": [round(sample, 4) for sample in row.timing.samples_us],
-            "timing": {name: getattr(row.timing, name) for name in kept},
-            "conditions": asdict(row.timing.conditions),
-        }
-    return msgspec.convert(as_plain(data), Line)
-
-
-def _model(bundle: Bundle) -> dict[str, Any]:
-    known = model_to_dict(bundle)
-    names = ("name", "precision", "bundle_sha256")
-    return {
-        **dict(zip(("model", *names[1:]), map(known.get, names), strict=True)),
-        "bundle": str(bundle.path),
-    }
-
-
-def _engine(engine: Engine) -> dict[str, Any]:
-    manifest = engine.manifest
-    return {
-        "name": engine.path.stem,
-        "backend": manifest.backend,
-        "version": manifest.version,
-        "sha256": manifest.engine_sha256,
-        "plugins": [library["sha256"] for library in manifest.plugins],
-        "attention": f"{manifest.attention['chosen']}, {manifest.attention['accumulate']}",
-        "fused": list(manifest.fused_count),
-    }
-
-
 def build_line(cell: Mapping[str, Any], command: Sequence[str] | None = None) -> Line:
     """The line of a cell of a matrix whose engine was built and not run."""
     report, engine = cell["report"], cell["report"]["engines"][0]
+    kept = {key: engine[key] for key in ("name", "backend", "version", "fused")}
     data = {
         **_shared(command),
+        **{key: cell[key] for key in ("model", "precision", "runtime")},
+        **{key: report["model"][key] for key in ("bundle", "bundle_sha256")},
         "kind": "build",
-        "model": cell["model"],
-        "precision": cell["precision"],
-        "bundle": report["model"]["bundle"],
-        "bundle_sha256": report["model"]["bundle_sha256"],
-        "runtime": cell["runtime"],
         "backend": f"{engine['backend']} {engine['version']}",
         "versions": report["environment"]["versions"],
-        "engine": {
-            "sha256": cell["engine_sha256"],
-            **{key: engine[key] for key in ("name", "backend", "version", "fused")},
-        },
+        "engine": {"sha256": cell["engine_sha256"], **kept},
         "parity": "not run",
     }
     return msgspec.convert(as_plain(data), Line)
@@ -241,37 +215,28 @@ def read_lines(path: Path) -> list[Line]:
     try:
         texts = read_regular(path).splitlines()
     except OSError as error:
-        raise DeployError(
-            "The record cannot be read.", got=error, hint="bench --record FILE writes one"
-        ) from error
+        hint = "bench --record FILE writes one"
+        raise DeployError("The record cannot be read.", got=error, hint=hint) from error
     found = []
     for number, content in enumerate(texts, 1):
         try:
-            line = msgspec.json.decode(content, type=Line)
+            found.append(msgspec.json.decode(content, type=Line))
+            if found[-1].format != FORMAT:
+                raise msgspec.ValidationError(f"format {found[-1].format}")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DeployError(
-                "The record has a line of another format.", got=f"{path}:{number}: {error}"
-            ) from error
-        if line.format != FORMAT:
-            raise DeployError(
-                "The record has a line of another format.", got=f"{path}:{number}: {line.format}"
-            )
-        found.append(line)
+            problem = f"{path}:{number}: {error}"
+            raise DeployError("The record has a line of another format.", got=problem) from error
     return found
 
 
 # -- From lines to tables --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figure:
-    """The lines of one runtime in one row.
+    """The lines of one runtime in one row, of one or several processes."""
 
-    Args:
-        lines: The lines, of one or several processes.
-    """
-
-    lines: tuple[Line, ...]
+    lines: Sequence[Line]
 
     @property
     def medians(self) -> list[float]:
@@ -282,58 +247,75 @@ class Figure:
         return [median(samples) for samples in runs.values() if samples]
 
     @property
-    def value(self) -> float | None:
-        """The median of the processes; None where nothing was timed."""
-        return median(self.medians) if self.medians else None
-
-    @property
-    def counts(self) -> bool:
-        """Whether it may be called the fastest: enough processes, and the GPU was not throttled."""
-        return len(self.medians) >= LEAST_PROCESSES and not any(line.is_throttled for line in self.lines)
+    def marks(self) -> str:
+        """`†` for few processes, `‡` where the GPU was throttled; a figure with a mark is not the fastest."""
+        few = "†" if len(self.medians) < LEAST_PROCESSES else ""
+        return few + ("‡" if any(line.is_throttled for line in self.lines) else "")
 
     def cell(self, *, best: bool) -> Cell:
-        """The figure with its spread; `†` for few processes, `‡` where the GPU was throttled."""
-        if self.value is None:
+        """The figure with its spread."""
+        medians = self.medians
+        if not medians:
             return Cell(text="wrong" if self.lines[0].parity.startswith("wrong") else "not timed")
-        span = f"{short(min(self.medians))}–{short(max(self.medians))}"
-        few = "†" if len(self.medians) < LEAST_PROCESSES else ""
-        throttled = "‡" if any(line.is_throttled for line in self.lines) else ""
-        shown = f"{short(self.value)} ({span})" if len(self.medians) > 1 else short(self.value)
-        return Cell(text=shown, status="best" if best else "", order=self.value, suffix=few + throttled)
+        value, span = median(medians), f"{short(min(medians))}–{short(max(medians))}"
+        shown = f"{short(value)} ({span})" if len(medians) > 1 else short(value)
+        return Cell(text=shown, status="best" if best else "", order=value, suffix=self.marks)
 
 
 def fastest(figures: Mapping[str, Figure]) -> str | None:
     """The runtime whose slowest process is faster than all processes of others; None inside the spread."""
     timed = {name: figure for name, figure in figures.items() if figure.medians}
-    if len(timed) < 2:
+    if len(timed) < 2 or any(figure.marks for figure in timed.values()):
         return None
     name = min(timed, key=lambda each: max(timed[each].medians))
     others = [figure for other, figure in timed.items() if other != name]
-    if not all(figure.counts for figure in timed.values()):
-        return None
     return name if all(max(timed[name].medians) < min(figure.medians) for figure in others) else None
 
 
 def latency_table(lines: Sequence[Line]) -> Table:
     """A row for every model and size, a column for every runtime."""
     timed = [line for line in lines if line.kind == "time"]
-    names = list(dict.fromkeys(line.runtime for line in timed))
-    rows: list[Row] = []
+    names, rows = list(dict.fromkeys(line.runtime for line in timed)), list[Row]()
     for key in dict.fromkeys(line.row for line in timed):
         alike = [line for line in timed if line.row == key]
-        figures = {
-            name: Figure(lines=tuple(line for line in alike if line.runtime == name))
-            for name in names
-            if any(line.runtime == name for line in alike)
-        }
+        found = {name: Figure([line for line in alike if line.runtime == name]) for name in names}
+        figures = {name: figure for name, figure in found.items() if figure.lines}
         best, first = fastest(figures), alike[0]
-        place = sizes_text(first.sizes) + ("" if first.past is None else f", past {first.past}")
         cells = [figures[name].cell(best=name == best) if name in figures else text(None) for name in names]
-        processes = len({line.run for line in alike})
-        rows.append([text(f"{first.model} {first.precision}"), text(place), *cells, text(str(processes))])
+        processes = text(str(len({line.run for line in alike})))
+        rows.append([text(f"{first.model} {first.precision}"), text(first.place), *cells, processes])
     heads = columns("model", "sizes", *(f"#{name}" for name in names), "#processes")
     title = "p50 in µs: median of the processes, and their range"
     return Table(title=title, columns=heads, groups=[Group(rows=rows)])
+
+
+def streams_table(lines: Sequence[Line]) -> Table:
+    """Calls per second: a row for every model, size and runtime, a column for every number of streams."""
+    rates: dict[tuple[str, ...], dict[int, float]] = {}
+    for line in lines:
+        if line.kind == "throughput" and line.timing.get("per_second"):
+            key = f"{line.model} {line.precision}", line.place, line.runtime
+            rates.setdefault(key, {})[line.timing["streams"]] = line.timing["per_second"]
+    counts = sorted({count for found in rates.values() for count in found})
+    rows = [
+        [*map(text, key), *(text(f"{found[n]:,.0f}" if n in found else None) for n in counts)]
+        for key, found in rates.items()
+    ]
+    heads = columns("model", "sizes", "runtime", *(f"#{plural(count, 'stream')}" for count in counts))
+    return Table(title="Calls per second", columns=heads, groups=[Group(rows=rows)])
+
+
+def builds_table(lines: Sequence[Line]) -> Table:
+    """Fused attentions of all engines that were built: a row for every model, a column for every runtime."""
+    built = {(line.model, line.precision, line.backend): line for line in lines if line.kind == "build"}
+    places = sorted({(precision, backend) for _, precision, backend in built}, key=lambda each: each[::-1])
+    rows = []
+    for model in dict.fromkeys(model for model, *_ in built):
+        found = [built.get((model, *place)) for place in places]
+        cells = ["/".join(map(str, line.engine.fused)) if line and line.engine else None for line in found]
+        rows.append([text(model), *map(text, cells)])
+    heads = columns("model", *(f"{backend}, {precision}" for precision, backend in places))
+    return Table(title="Fused attentions", columns=heads, groups=[Group(rows=rows)])
 
 
 def evidence_table(lines: Sequence[Line], contract: Sequence[str]) -> Table:
@@ -343,21 +325,20 @@ def evidence_table(lines: Sequence[Line], contract: Sequence[str]) -> Table:
         lines: The lines of all files.
         contract: Versions whose API surface the contract test knows, as `tensorrt 10.14.1`.
     """
-    versions: dict[str, dict[str, int]] = {}
-    for line in lines:
-        if line.engine is not None:
-            counts = versions.setdefault(f"{line.engine.backend} {line.engine.version}", {})
-            counts[line.kind] = counts.get(line.kind, 0) + 1
+    counts = Counter(
+        (f"{line.engine.backend} {line.engine.version}", line.kind) for line in lines if line.engine
+    )
+    versions = {name for name, _ in counts}
     for name in contract:  # 1.7.1 of the contract is 1.7.1.116 of an engine
         if not any(known == name or known.startswith(f"{name}.") for known in versions):
-            versions[name] = {}
+            versions.add(name)
     rows: list[Row] = []
-    for name, counts in sorted(versions.items()):
-        status = (
-            "measured" if counts.get("time") else "built, not run" if counts.get("build") else "contract only"
+    for name in sorted(versions):
+        timed, built = counts[name, "time"], counts[name, "build"]
+        status = "measured" if timed else "built, not run" if built else "contract only"
+        rows.append(
+            [text(name), text(status), *(text(str(count) if count else None) for count in (timed, built))]
         )
-        shown = [str(counts[kind]) if counts.get(kind) else NOTHING for kind in ("time", "build")]
-        rows.append([text(name), text(status), *map(text, shown)])
     heads = columns("runtime", "evidence", "#measurements", "#builds")
     return Table(title="What is known of each runtime", columns=heads, groups=[Group(rows=rows)])
 
@@ -395,19 +376,16 @@ def pick_line(source: str) -> tuple[Line, list[Line]]:
     """
     name, _, number = source.rpartition(":")
     if not name or not number.isdigit():
-        raise DeployError(
-            "A line of a record is needed.", got=source, hint="benchmarks/results/FILE.jsonl:12"
-        )
+        hint = "benchmarks/results/FILE.jsonl:12"
+        raise DeployError("A line of a record is needed.", got=source, hint=hint)
     lines = read_lines(Path(name))
     if not 1 <= int(number) <= len(lines):
         raise DeployError("The record has no such line.", got=source, hint=f"1 to {len(lines)}")
     line = lines[int(number) - 1]
     if line.p50 is None:
         raise DeployError("Nothing was timed in this line.", got=f"{line.runtime}: {line.parity}")
-    alike = [
-        each for each in lines if each.row == line.row and each.runtime == line.runtime and each.samples_us
-    ]
-    return line, alike
+    alike = [each for each in lines if (each.row, each.runtime) == (line.row, line.runtime)]
+    return line, [each for each in alike if each.samples_us]
 
 
 def replayed(
@@ -425,30 +403,24 @@ def replayed(
         DeployError: The bundle is another one, or nothing was timed.
     """
     line, alike = pick_line(source)
-    if _model(bundle)["bundle_sha256"] != line.bundle_sha256:
+    if model_to_dict(bundle)["bundle_sha256"] != line.bundle_sha256:
         raise DeployError(
             "The line was measured with another bundle.",
             got=f"{bundle.path}, not {line.bundle_sha256[:12]}",
             hint=f"export it again: {' '.join(line.command)}",
         )
-    found = [
-        each
-        for each in bench_lines([bench(line)])
-        if each.runtime == line.runtime and each.sizes == line.sizes and each.past == line.past
-    ]
+    new = [each for each in bench_lines([bench(line)]) if each.runtime == line.runtime]
+    found = [each for each in new if (each.sizes, each.past) == (line.sizes, line.past)]
     if not found or found[0].p50 is None:
-        raise BackendUnavailable(
-            "Nothing was timed.",
-            got=found[0].parity if found else line.runtime,
-            hint="bench without --replay",
-        )
+        why = found[0].parity if found else line.runtime
+        raise BackendUnavailable("Nothing was timed.", got=why, hint="bench without --replay")
     status, why = judge_replay(alike, found[0], tolerance)
     return Replay(recorded=line, measured=found[0], status=status, why=why)
 
 
 def judge_replay(recorded: Sequence[Line], measured: Line, tolerance: float) -> tuple[str, str]:
     """Whether a new time is inside the range of the recorded processes, and why."""
-    medians = Figure(lines=tuple(recorded)).medians
+    medians = Figure(recorded).medians
     low, high = min(medians) * (1 - tolerance), max(medians) * (1 + tolerance)
     p50 = measured.p50 or 0.0
     why = f"{short(p50)} µs; the record allows {short(low)} to {short(high)} µs"
@@ -456,13 +428,8 @@ def judge_replay(recorded: Sequence[Line], measured: Line, tolerance: float) -> 
         return "not comparable", f"measured on {measured.gpu or 'no GPU'}, recorded on {recorded[0].gpu}"
     if low <= p50 <= high:
         return "agrees", why
-    throttled = [
-        name for name, lines in (("here", [measured]), ("in the record", recorded)) if _any_throttled(lines)
-    ]
+    sides = {"here": [measured], "in the record": recorded}
+    throttled = [name for name, lines in sides.items() if any(line.is_throttled for line in lines)]
     if throttled:
         return "not comparable", f"{why}; the GPU was throttled {' and '.join(throttled)}"
     return "differs", why
-
-
-def _any_throttled(lines: Sequence[Line]) -> bool:
-    return any(line.is_throttled for line in lines)

@@ -1,7 +1,6 @@
 """Lines of the benchmark record: tables are made of them, and a line can be judged against a new one."""
 
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import msgspec
@@ -12,15 +11,18 @@ from mha_deploy.regression.record import (
     Line,
     append_lines,
     bench_lines,
+    builds_table,
     evidence_table,
     judge_replay,
     latency_table,
     read_lines,
+    streams_table,
 )
 from mha_deploy.report.table import markdown
 from mha_deploy.runtime.cuda import Conditions
+from mha_deploy.runtime.throughput import Throughput
 from mha_deploy.runtime.timing import Timing
-from mha_deploy.validate.bench import ModelBench
+from mha_deploy.validate.bench import ModelBench, ThroughputRow
 from mha_deploy.validate.latency import LatencyPoint, LatencyRow
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -83,6 +85,18 @@ def test_what_was_only_built_and_what_never_ran_is_listed():
     assert "| tensorrt 8.6.1 | measured |" in text
 
 
+def test_calls_per_second_and_fusion_have_tables_of_their_own():
+    engine = {"name": "e", "backend": "tensorrt-rtx", "version": "1.6.1", "sha256": "1", "fused": [1, 2]}
+    built = line(1.0, kind="build", samples_us=[], engine=engine, backend="tensorrt-rtx 1.6.1")
+    loads = [
+        line(1.0, kind="throughput", samples_us=[], timing={"streams": n, "per_second": 1000.0 * n})
+        for n in (1, 4)
+    ]
+    assert markdown(streams_table([built, *loads])).splitlines()[-1].endswith("| 1,000 | 4,000 |")
+    assert markdown(builds_table([built, *loads])).splitlines()[-1] == "| bert-base | 1/2 |"
+    assert "**" not in markdown(latency_table([built, *loads]))  # neither is a latency
+
+
 def test_a_benchmark_becomes_lines_with_samples_and_hashes(bundles, tmp_path):
     timing = Timing(
         samples_us=(10.0, 11.0, 12.0), calls_per_sample=3, slots=4, graph=True, stable=True, host_us=1.0,
@@ -93,13 +107,20 @@ def test_a_benchmark_becomes_lines_with_samples_and_hashes(bundles, tmp_path):
         LatencyRow(name="x", backend="x 1", family="tensorrt", refused="wrong answer: gain"),
     )
     point = LatencyPoint(case="opt", sizes={"B": 2}, flops=1, bytes=1, roofline=None, rows=rows)
-    bench = ModelBench(bundle=bundles("tiny-gqa"), engines=(), evaluations=(), absent=(), points=(point,))
+    load = Throughput(streams=4, calls=9, per_second=5e4, p50_us=80.0, p99_us=90.0)
+    loads = (ThroughputRow(case="opt", sizes={"B": 2}, name="eager", family="pytorch", measured=load),)
+    bench = ModelBench(
+        bundle=bundles("tiny-gqa"), engines=(), evaluations=(), absent=(), points=(point,), throughput=loads
+    )
     path = tmp_path / "a" / "b.jsonl"
     md.BenchReport([bench]).record(path, ["mha-deploy", "bench"])
     append_lines(path, bench_lines([bench], ["again"]))
     lines = read_lines(path)
-    assert [each.runtime for each in lines] == ["eager", "x"] * 2
-    assert lines[0].run == lines[1].run != lines[2].run
+    assert [(each.runtime, each.kind) for each in lines[:3]] == [
+        ("eager", "time"), ("x", "time"), ("eager", "throughput"),
+    ]  # fmt: skip
+    assert lines[0].run == lines[1].run == lines[2].run != lines[3].run
+    assert (lines[2].timing["streams"], lines[2].timing["per_second"]) == (4, 5e4)
     assert (lines[0].samples_us, lines[0].p50, lines[0].is_throttled) == ([10.0, 11.0, 12.0], 11.0, True)
     assert (lines[0].parity, lines[1].parity) == ("passed", "wrong answer: gain")
     assert len(lines[0].bundle_sha256) == 64
@@ -107,7 +128,7 @@ def test_a_benchmark_becomes_lines_with_samples_and_hashes(bundles, tmp_path):
     path.write_bytes(path.read_bytes() + b'{"kind": 1}\n')
     with pytest.raises(md.DeployError, match="another format") as caught:
         read_lines(path)
-    assert "b.jsonl:5" in caught.value.got
+    assert "b.jsonl:7" in caught.value.got
 
 
 @pytest.mark.parametrize(
@@ -135,7 +156,9 @@ def test_a_line_that_cannot_be_measured_again_is_refused(bundles, tmp_path, refu
     refused("bench", bundles("tiny-gqa").path, "--processes", "3", what="need a file")
 
 
-def test_the_tables_of_the_record_match_its_lines():
-    command = [sys.executable, str(BENCHMARKS / "tables.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_the_tables_of_the_pages_match_the_lines():
+    tables = runpy.run_path(str(BENCHMARKS / "tables.py"))
+    for page in tables["PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        assert "<!-- table: " in text
+        assert tables["rewritten"](text) == text, f"run benchmarks/tables.py: {page}"

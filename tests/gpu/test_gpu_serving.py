@@ -1,87 +1,96 @@
-"""The model inside a server, on a GPU: engines with and without the plugin, and KV caches on the device."""
+"""Engines behind the Python backend, on a GPU: packaged, served over HTTP, and judged as any server is."""
 
-import shutil
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 import mha_deploy as md
-from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.metrics import judge_case
-from mha_deploy.options import ValidateOptions
+from mha_deploy.engine.plugins import ENVIRONMENT, PluginError, library_for
 from mha_deploy.runtime.child import isolation
-from mha_deploy.serving.backend import ServedModel, ServedRequest
-from mha_deploy.validate.decode import traces_of
+from mha_deploy.runtime.tensorrt.versions import load
+
+sys.path.append(str(Path(__file__).parents[1] / "serving"))
+
+from served_bundles import sequences_of_64_steps
+from small_server import Kserve
 
 pytestmark = pytest.mark.gpu
 
+BUILD = {
+    "native": {"attention": "native", "allow_decomposed": True},
+    "plugin": {"attention": "plugin", "accumulate": "fp32"},
+}
+
+
+class OneThread:
+    """A served model that is loaded and run by one thread, as Triton's Python backend does it."""
+
+    def __init__(self, folder, backends, **settings):
+        from mha_deploy.serving.backend import ServedModel
+
+        self.pool = ThreadPoolExecutor(1)
+        self.model = self.pool.submit(ServedModel, folder, backends, **settings).result()
+
+    def infer(self, requests):
+        return self.pool.submit(self.model.infer, requests).result()
+
+    def close(self):
+        self.pool.submit(self.model.close).result()
+        self.pool.shutdown()
+
 
 @pytest.fixture
-def served(bundles, tmp_path, monkeypatch):
-    """A function that loads a bundle as a packaged model does; `attention` builds an engine first."""
+def served(tmp_path, monkeypatch):
+    """A function that builds an engine, packages it, and gives the URL of a server that has loaded it."""
+    pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
+    monkeypatch.setattr(isolation, "enabled", isolation.enabled)  # loading a served model turns it off
     opened = []
 
-    def serve(name, backend, *, attention=None, sequences=0):
-        folder = tmp_path / "1"
-        shutil.copytree(bundles(name).path, folder / "bundle")
-        if attention is not None:
-            try:
-                md.build_engine(
-                    folder / "bundle",
-                    backend="tensorrt",
-                    name=backend,
-                    attention=attention,
-                    allow_decomposed=True,
-                )
-            except md.DeployError as error:
-                pytest.skip(f"{attention}: {error.in_one_line}")
-        monkeypatch.setattr(isolation, "enabled", isolation.enabled)  # loading a served model turns it off
-        opened.append(ServedModel(folder, [backend], batched=sequences == 0, sequences=sequences))
-        return opened[-1], md.open_bundle(folder / "bundle")
+    def serve(bundle, backend):
+        if backend in BUILD:
+            pytest.importorskip("tensorrt", reason="TensorRT is not installed")
+            options = {"backend": "tensorrt", "name": backend, "optimization_level": 1, **BUILD[backend]}
+            md.build_engine(bundle, **options)
+        package = md.package(bundle, tmp_path / "models", backends=[backend], sequences=4)
+        assert any(name.startswith("1/plugins/") for name in package.files) == (backend == "plugin")
+        size = package.max_batch
+        model = OneThread(package.path / "1", package.backends, batched=size > 0, sequences=size)
+        opened.append((Kserve(package.path, model), model))
+        return opened[-1][0].url
 
     yield serve
-    for each in opened:
-        each.close()
+    for server, model in opened:
+        server.shutdown()
+        server.server_close()
+        model.close()
 
 
-BACKENDS = [("ort-cuda", None), ("native", "native"), ("plugin", "plugin")]
+@pytest.fixture(params=["ort-cuda", "native", "plugin"])
+def backend(request):
+    """A backend; the plugin's case is skipped only where no library was named and none was built."""
+    if request.param == "plugin" and ENVIRONMENT not in os.environ:
+        pytest.importorskip("tensorrt", reason="TensorRT is not installed")
+        try:
+            library_for(load("tensorrt").version)
+        except PluginError as error:
+            pytest.skip(f"no plugin library: {error.in_one_line}")
+    return request.param
 
 
-@pytest.mark.parametrize(("backend", "attention"), BACKENDS)
-def test_batches_of_several_requests_are_right(served, backend, attention):
-    model, bundle = served("tiny-padding", backend, attention=attention)
-    for case in golden_cases(bundle):
-        elements = range(case.sizes["B"])
-        requests = [ServedRequest(feeds={n: a[b : b + 1] for n, a in case.inputs.items()}) for b in elements]
-        got = {"output": np.concatenate([each["output"] for each in model.infer(requests)])}
-        assert all(verdict.passed for verdict in judge_case(case, got, bundle.manifest.precision))
+def test_requests_of_several_clients_are_right(served, backend, tmp_path):
+    bundle = md.export("tiny-padding", tmp_path / "bundle")
+    report = md.validate(bundle, url=served(bundle, backend), clients=(1, 8), requests=40)
+    assert report.passed, report.headline
+    assert [(point["wrong"], point["errors"]) for point in report.to_dict()["serving"]] == [(0, {})] * 2
 
 
-@pytest.mark.parametrize(("backend", "attention"), BACKENDS)
-@pytest.mark.parametrize("name", ["tiny-preallocated", "tiny-dynamic"])
-def test_interleaved_sequences_are_right_at_every_step(served, name, backend, attention):
-    """Sequences begin one after the other, and then share their calls."""
-    model, bundle = served(name, backend, attention=attention, sequences=3)
-    (trace,) = traces_of(bundle, ValidateOptions())
-    outputs = {b: [] for b in range(trace.B)}
-
-    def feed(*members):
-        requests = []
-        for b in members:
-            done = sum(each.shape[1] for each in outputs[b])
-            stop = done + 1 if done else int(trace.prompt[b])
-            x = trace.inputs["x"][b : b + 1, done:stop]
-            requests.append(ServedRequest(feeds={"x": x}, sequence=b, start=not done))
-        for b, result in zip(members, model.infer(requests), strict=True):
-            assert not isinstance(result, md.DeployError), result
-            outputs[b].append(result["output"])
-
-    for b in range(trace.B):
-        feed(b)
-        feed(*range(b + 1))
-    for step in range(trace.steps - trace.B - 1):
-        feed(*[b for b in range(trace.B) if step % (b + 1) == 0])
-    for b, parts in outputs.items():
-        got = np.concatenate(parts, 1).astype(np.float64)
-        want = trace.oracle["output"][b : b + 1, : got.shape[1]]
-        assert np.linalg.norm(got - want) / np.linalg.norm(want) < 1e-2
+@pytest.mark.parametrize("cache", ["preallocated", "dynamic"])
+def test_64_decode_steps_of_interleaved_sequences_are_right(served, backend, cache, tmp_path):
+    bundle = sequences_of_64_steps(cache, tmp_path)
+    report = md.validate(bundle, url=served(bundle, backend), clients=(4,), requests=1)
+    assert report.passed, report.headline
+    (decode,) = report.to_dict()["decode"]
+    assert (decode["steps"], decode["passed"]) == (64, True)
