@@ -2,20 +2,28 @@
 
 Results are files that are named by what they depend on, so that a second run does only what is missing. A
 worker that is killed and a build that crashes fail their own cell. Tasks run in local processes or on Ray.
+As a program (`python -m`), this file is such a process: it reads a request as JSON and prints the result.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -26,23 +34,29 @@ from msgspec import Struct, field
 from mha_deploy import __version__
 from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.manifest import first_gpu
+from mha_deploy.engine.options import parse_ranges
+from mha_deploy.engine.run import reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
-from mha_deploy.options import EngineOptions
+from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report.page import sections_page
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.sections import Section
 from mha_deploy.report.table import Cell as TableCell
 from mha_deploy.report.table import Group, Row, Table, columns, markdown, number, text
+from mha_deploy.runtime.child import RuntimeCrash, isolation
+from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.text import plural, short, size
-from mha_deploy.validate.verdict import frame
+from mha_deploy.validate.run import validate_bundle
+from mha_deploy.validate.verdict import FAILURE, engines_to_dict, frame, model_to_dict
 
 # -- The plan --------------------------------------------------------------------------------------
 
 NO_GPU, ANY_GPU = "none", "any"
-_NAME = r"^[\w.+-]+$"
 
 
 class ModelEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,12 +119,10 @@ def read_plan(source: Any) -> Plan:
     """
     if isinstance(source, Plan):
         return source
-    hint = "docs/matrix.md shows a plan"
+    hint, is_data = "docs/matrix.md shows a plan", isinstance(source, Mapping)
     try:
-        if isinstance(source, Mapping):
-            plan = msgspec.convert(source, Plan)
-        else:
-            plan = msgspec.toml.decode(read_regular(Path(source)), type=Plan)
+        data = source if is_data else msgspec.toml.decode(read_regular(Path(source)))
+        plan = msgspec.convert(data, Plan)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError, ValueError) as error:
         raise DeployError("The plan cannot be read.", got=f"{source}: {error}", hint=hint) from error
     for what in ("models", "runtimes", "precisions", "gpus", "options"):
@@ -122,12 +134,11 @@ def read_plan(source: Any) -> Plan:
         raise DeployError("Two runtimes have the same name.", got=", ".join(repeated), hint="another name")
     for runtime in plan.runtimes:
         if sum(map(bool, (runtime.path, runtime.python, runtime.pip))) > 1:
-            raise DeployError(
-                "A runtime is in one place.", got=runtime.name, hint="one of path, python and pip"
-            )
-        for place in (runtime.path, runtime.python):
-            if place and not Path(place).exists():
-                raise DeployError("The runtime is not there.", got=f"{runtime.name}: {place}", hint=hint)
+            places = "one of path, python and pip"
+            raise DeployError("A runtime is in one place.", got=runtime.name, hint=places)
+        place = runtime.path or runtime.python
+        if place and not Path(place).exists():
+            raise DeployError("The runtime is not there.", got=f"{runtime.name}: {place}", hint=hint)
     for name, options in plan.options.items():
         for key in options:
             if key not in _OPTIONS:
@@ -137,27 +148,18 @@ def read_plan(source: Any) -> Plan:
 
 # -- The cells -------------------------------------------------------------------------------------
 
-FINAL = ("passed", "failed", "built", "refused")
-"""Statuses that are kept: what crashed or was not available is tried again."""
+_FINAL = ("passed", "failed", "built", "refused")  # what crashed or was not available is tried again
 _MARKS = {"passed": "good", "built": "doubt", "failed": "bad", "refused": "bad", "crashed": "bad"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixCell:
-    """One combination and its result.
+    """One combination of model, precision, runtime, GPU (or `none`) and options, and its result.
 
     Args:
-        model: Name of the model.
-        precision: Its precision.
-        runtime: Name of the runtime.
-        gpu: The GPU, or `none`.
-        options: Name of the options.
         status: `passed`; `built`, not run; `failed` or `refused` by the runtime; `crashed`; `unavailable`.
         why: What the status follows from.
-        version: Version of the runtime.
         key: What the result depends on, as a hash; empty where that is not known.
-        seconds: How long it took.
-        engine_sha256: Hash of the plan; empty where there is none.
         report: The data of its report; None where there is none.
         is_new: Whether it was done in this run.
     """
@@ -177,14 +179,22 @@ class MatrixCell:
     is_new: bool = True
 
     @property
+    def place(self) -> tuple[str, ...]:
+        """Its combination."""
+        return self.model, self.precision, self.runtime, self.gpu, self.options
+
+    @property
+    def engine(self) -> Mapping[str, Any]:
+        """The data of its engine; empty where there is none."""
+        return next(iter((self.report or {}).get("engines") or ()), {})
+
+    @property
     def summary(self) -> str:
         """The result in a few words: fusion where it is known, else the status."""
-        engines = (self.report or {}).get("engines") or ()
-        if not engines:
+        if not self.engine:
             return self.status
-        fused, count = engines[0]["fused"]
-        words = f"{fused}/{count} fused"
-        return f"{words}, not run" if self.status == "built" else f"{words}, {self.status}"
+        fused, count = self.engine["fused"]
+        return f"{fused}/{count} fused, {'not run' if self.status == 'built' else self.status}"
 
 
 OnCell = Callable[[MatrixCell, int, int], None]
@@ -209,6 +219,75 @@ class Workers(Protocol):
         """Run all tasks, and give each with its result as it ends."""
 
 
+# -- One cell, in the environment of its runtime ---------------------------------------------------
+
+
+def probe(request: Mapping[str, Any]) -> dict[str, str]:
+    """The version of the runtime here, and the GPU."""
+    try:
+        gpu = first_gpu()
+        return {"version": load(request["backend"]).version, "gpu": gpu["name"] if gpu else ""}
+    except DeployError as error:
+        return {"problem": error.in_one_line}
+
+
+def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[str, Any]:
+    """Build an engine from a bundle, and validate it where it can run.
+
+    Args:
+        request: `backend`, `options` of the build, `time_limit`, and `bundle`, the path of the bundle.
+        archive: The bundle as a tar archive, where workers do not share a file system.
+
+    Returns:
+        `status`, `why`, `seconds`, `engine_sha256` and `report`, as `MatrixCell` has them; without a GPU the
+        report has only the model, its engine and its environment.
+    """
+    started, report, plan = time.monotonic(), None, ""
+    isolation.limit_s = request["time_limit"]
+    try:
+        with tempfile.TemporaryDirectory(prefix="mha-deploy-cell-") as folder:
+            target = Path(folder) / "bundle"
+            if archive is None:
+                ignored = shutil.ignore_patterns("engines", "report.*", "bench.*")
+                shutil.copytree(request["bundle"], target, ignore=ignored)
+            else:
+                with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
+                    packed.extractall(target, filter="data")
+            bundle, chosen = open_bundle(target), dict(request["options"])
+            ranges = [parse_ranges(text, bundle.manifest.spec) for text in chosen.pop("profiles", ())]
+            options = EngineOptions(backend=request["backend"], profiles=ranges, **chosen)
+            engine = engine_from_bundle(bundle, options)
+            plan, why = engine.manifest.engine_sha256, "; ".join(reasons_not_to_run(engine))
+            if why:
+                status, engines = "built", engines_to_dict([engine], (), ())
+                engines = [{**each, "why_not": why} for each in engines]
+                report = {**frame(), "model": model_to_dict(bundle), "engines": engines}
+            else:  # the graph is the same in every cell: only the engine is judged, and timed
+                found = validate_bundle(bundle, ValidateOptions(backends=(engine.path.stem,), sweep=False))
+                failed = any(finding.level == FAILURE for finding in found.findings)
+                status = "passed" if found.passed else "failed" if failed else "built"
+                why, report = found.headline, found.to_dict()
+    except RuntimeCrash as error:
+        status, why = "crashed", error.in_one_line
+    except BackendUnavailable as error:
+        status, why = "unavailable", error.in_one_line
+    except DeployError as error:
+        status, why = "refused", error.in_one_line
+    seconds = round(time.monotonic() - started, 3)
+    return {"status": status, "why": why, "seconds": seconds, "engine_sha256": plan, "report": report}
+
+
+def _without_result(status: str, why: str) -> dict[str, Any]:
+    return {"status": status, "why": why, "seconds": 0.0, "report": None}
+
+
+def _variables(place: str | None, gpu: str) -> dict[str, str]:
+    """The environment variables of a worker: the runtime first on the path, and no GPU for `none`."""
+    paths = filter(None, [place, os.environ.get("PYTHONPATH")])
+    found = {"PYTHONPATH": os.pathsep.join(paths)}
+    return {**found, "CUDA_VISIBLE_DEVICES": ""} if gpu == NO_GPU else found
+
+
 # -- Local processes -------------------------------------------------------------------------------
 
 
@@ -228,11 +307,13 @@ class LocalWorkers:
     def probe(self, runtime: RuntimeEntry, gpu: str) -> Mapping[str, Any]:
         """See `Workers`."""
         found = self._call(runtime, gpu, {"probe": True, "backend": runtime.backend}, 600.0)
-        if "version" in found and gpu not in (NO_GPU, ANY_GPU) and gpu.lower() not in found["gpu"].lower():
+        if "version" not in found:
+            return {"problem": found.get("problem") or found["why"]}
+        if gpu not in (NO_GPU, ANY_GPU) and gpu.lower() not in found["gpu"].lower():
             return {"problem": f"the GPU here is {found['gpu'] or 'none'}"}
-        if "version" in found and gpu != NO_GPU and not found["gpu"]:
+        if gpu != NO_GPU and not found["gpu"]:
             return {"problem": "there is no NVIDIA GPU here"}
-        return found if "version" in found else {"problem": found.get("problem") or found["why"]}
+        return found
 
     def run(self, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Mapping[str, Any]]]:
         """See `Workers`."""
@@ -247,11 +328,8 @@ class LocalWorkers:
             pool.shutdown(cancel_futures=True)
 
     def _one(self, task: _Task) -> Mapping[str, Any]:
-        limit = 2 * task.request["time_limit"]
-        if task.cell.gpu == NO_GPU:
-            return self._call(task.runtime, NO_GPU, task.request, limit)
-        with self._gpu:
-            return self._call(task.runtime, task.cell.gpu, task.request, limit)
+        with nullcontext() if task.cell.gpu == NO_GPU else self._gpu:
+            return self._call(task.runtime, task.cell.gpu, task.request, 2 * task.request["time_limit"])
 
     def _call(
         self, runtime: RuntimeEntry, gpu: str, request: Mapping[str, Any], limit: float
@@ -260,14 +338,13 @@ class LocalWorkers:
             place = self._installed(runtime) if runtime.pip else runtime.path
         except DeployError as error:
             return _without_result("unavailable", error.in_one_line)
-        environment = os.environ | _variables(place, gpu)
         process = subprocess.Popen(
-            [runtime.python or sys.executable, "-m", "mha_deploy.regression.cell"],
+            [runtime.python or sys.executable, "-m", "mha_deploy.regression.matrix"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=os.environ | _variables(place, gpu),
         )
         self._running.add(process)
         try:
@@ -303,17 +380,6 @@ class LocalWorkers:
         return str(target)
 
 
-def _variables(place: str | None, gpu: str) -> dict[str, str]:
-    """The environment variables of a worker: the runtime first on the path, and no GPU for `none`."""
-    before = [place] if place else []
-    found = {"PYTHONPATH": os.pathsep.join([*before, *filter(None, [os.environ.get("PYTHONPATH", "")])])}
-    return {**found, "CUDA_VISIBLE_DEVICES": ""} if gpu == NO_GPU else found
-
-
-def _without_result(status: str, why: str) -> dict[str, Any]:
-    return {"status": status, "why": why, "seconds": 0.0, "report": None}
-
-
 # -- Ray -------------------------------------------------------------------------------------------
 
 
@@ -329,20 +395,16 @@ class RayWorkers:
         try:
             import ray
         except ImportError as error:
-            raise BackendUnavailable(
-                "Ray is not installed.",
-                got=error,
-                hint='pip install "mha-deploy[matrix]", or --jobs N for local processes',
-            ) from error
-        self.ray, self._own, self._archives = ray, not ray.is_initialized(), dict[str, Any]()
+            hint = 'pip install "mha-deploy[matrix]", or --jobs N for local processes'
+            raise BackendUnavailable("Ray is not installed.", got=error, hint=hint) from error
+        self.ray, self._own = ray, not ray.is_initialized()
         if self._own:
             settings: dict[str, Any] = {"num_cpus": jobs} if address is None else {"address": address}
             try:
                 ray.init(log_to_driver=False, logging_level="error", **settings)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise BackendUnavailable(
-                    "The Ray cluster cannot be reached.", got=f"{address}: {error}", hint="ray status"
-                ) from error
+                problem, got = "The Ray cluster cannot be reached.", f"{address}: {error}"
+                raise BackendUnavailable(problem, got=got, hint="ray status") from error
 
     def __enter__(self) -> RayWorkers:
         return self
@@ -357,8 +419,6 @@ class RayWorkers:
             wanted = "GPU" if gpu == ANY_GPU else f"accelerator_type:{gpu}"
             if not self.ray.cluster_resources().get(wanted):
                 return {"problem": f"the cluster has no {wanted}"}
-        from mha_deploy.regression.cell import probe
-
         task = self.ray.remote(probe).options(**self._settings(runtime, gpu))
         try:
             return dict(self.ray.get(task.remote({"backend": runtime.backend})))
@@ -367,15 +427,17 @@ class RayWorkers:
 
     def run(self, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Mapping[str, Any]]]:
         """See `Workers`."""
-        from mha_deploy.regression.cell import packed, run_cell
-
-        waiting = {}
+        waiting, archives = {}, dict[str, Any]()
         for task in tasks:
             bundle = task.request["bundle"]
-            if bundle not in self._archives:  # workers of a cluster have no file of ours
-                self._archives[bundle] = self.ray.put(packed(Path(bundle)))
+            if bundle not in archives:  # workers of a cluster have no file of ours
+                buffer = io.BytesIO()
+                with tarfile.open(fileobj=buffer, mode="w") as archive:
+                    for name in (MANIFEST, *open_bundle(Path(bundle)).manifest.files):
+                        archive.add(Path(bundle) / name, arcname=name)
+                archives[bundle] = self.ray.put(buffer.getvalue())
             remote = self.ray.remote(run_cell).options(**self._settings(task.runtime, task.cell.gpu))
-            waiting[remote.remote(dict(task.request), self._archives[bundle])] = task
+            waiting[remote.remote(dict(task.request), archives[bundle])] = task
         try:
             while waiting:
                 done, _ = self.ray.wait(list(waiting), num_returns=1)
@@ -396,13 +458,8 @@ class RayWorkers:
         if runtime.pip:
             environment["pip"] = list(runtime.pip)
         named = {} if gpu in (NO_GPU, ANY_GPU) else {"accelerator_type": gpu}
-        return {
-            "num_cpus": 1,
-            "num_gpus": 0 if gpu == NO_GPU else 1,
-            "max_retries": 1,
-            "runtime_env": environment,
-            **named,
-        }
+        count = 0 if gpu == NO_GPU else 1
+        return {"num_cpus": 1, "num_gpus": count, "max_retries": 1, "runtime_env": environment, **named}
 
 
 def _last_line(error: BaseException) -> str:
@@ -417,12 +474,7 @@ Export = Callable[[ModelEntry, str, Path], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """The result of a plan.
-
-    Args:
-        plan: The plan.
-        cells: One for every combination, in the order of the plan.
-    """
+    """The result of a plan: a cell for every combination, in its order."""
 
     plan: Plan
     cells: tuple[MatrixCell, ...]
@@ -455,14 +507,9 @@ class Matrix:
     def tables(self) -> list[Table]:
         """A heat map of the results; then errors, latencies, sizes and build times, where there are any."""
         found = [self._table("Fusion and verdict of every cell", _verdict_cell)]
-        for title, read, shown in (
-            ("Largest share of the error budget", _share, lambda value: f"{value:.0%}"),
-            ("p50 of the first point that was timed, µs", _p50, short),
-            ("Engine size", _engine_bytes, lambda value: size(int(value))),
-            ("Build time, s", _build_seconds, short),
-        ):
+        for title, read, as_text in _FIGURES:
             if any(read(cell) is not None for cell in self.cells):
-                found.append(self._table(title, _figure(read, shown)))
+                found.append(self._table(title, partial(_figure, read=read, as_text=as_text)))
         return found
 
     def _table(self, title: str, shown: Callable[[MatrixCell], TableCell]) -> Table:
@@ -471,17 +518,17 @@ class Matrix:
         rows: dict[tuple[str, ...], dict[str, MatrixCell]] = {}
         for cell in self.cells:
             rows.setdefault((cell.model, cell.precision, cell.gpu, cell.options), {})[cell.runtime] = cell
-        several = [len({key[place] for key in rows}) > 1 for place in (2, 3)]
-        heads = ["model", "precision", *(["GPU"] if several[0] else []), *(["options"] if several[1] else [])]
-        table_rows: list[Row] = []
-        for key, by_runtime in rows.items():
-            places = [*key[:2], *(part for part, many in zip(key[2:], several, strict=True) if many)]
-            found = [shown(by_runtime[name]) for name in runtimes]
-            table_rows.append([*map(text, places), *found])
+        heads = {0: "model", 1: "precision", 2: "GPU", 3: "options"}
+        for place in (2, 3):  # shown only where there are several
+            if len({key[place] for key in rows}) == 1:
+                del heads[place]
+        table_rows: list[Row] = [
+            [*(text(key[place]) for place in heads), *(shown(by_runtime[name]) for name in runtimes)]
+            for key, by_runtime in rows.items()
+        ]
         titles = [f"{name} ({versions[name]})" if name in versions else name for name in runtimes]
-        return Table(
-            title=title, columns=columns(*heads, *titles), groups=[Group(rows=table_rows)], css="matrix"
-        )
+        titled, groups = columns(*heads.values(), *titles), [Group(rows=table_rows)]
+        return Table(title=title, columns=titled, groups=groups, css="matrix")
 
     def to_markdown(self) -> str:
         """The heat map of the results as Markdown."""
@@ -499,9 +546,8 @@ class Matrix:
             if cell.status not in ("passed", "built")
         ]
         if reasons:
-            sections.append(
-                Section(name="reasons", title="Reasons", link="reasons", parts=[("reasons", reasons)])
-            )
+            parts = [("reasons", reasons)]
+            sections.append(Section(name="reasons", title="Reasons", link="reasons", parts=parts))
         return sections_page(self.to_dict(), "Matrix", self.headline, sections, passed=self.passed)
 
     def save(self, folder: Path) -> Path:
@@ -524,25 +570,10 @@ def _verdict_cell(cell: MatrixCell) -> TableCell:
 
 
 def _figure(
-    read: Callable[[MatrixCell], float | None], shown: Callable[[Any], str]
-) -> Callable[[MatrixCell], TableCell]:
-    def cell_of(cell: MatrixCell) -> TableCell:
-        value = read(cell)
-        return text(None) if value is None else number(value, shown(value))
-
-    return cell_of
-
-
-def _engine(cell: MatrixCell) -> Mapping[str, Any]:
-    return next(iter((cell.report or {}).get("engines") or ()), {})
-
-
-def _engine_bytes(cell: MatrixCell) -> float | None:
-    return _engine(cell).get("engine_bytes")
-
-
-def _build_seconds(cell: MatrixCell) -> float | None:
-    return _engine(cell).get("seconds")
+    cell: MatrixCell, *, read: Callable[[MatrixCell], float | None], as_text: Callable[[Any], str]
+) -> TableCell:
+    value = read(cell)
+    return text(None) if value is None else number(value, as_text(value))
 
 
 def _share(cell: MatrixCell) -> float | None:
@@ -552,11 +583,16 @@ def _share(cell: MatrixCell) -> float | None:
 
 def _p50(cell: MatrixCell) -> float | None:
     points = ((cell.report or {}).get("latency") or {}).get("points") or ()
-    name = _engine(cell).get("name")
-    timed = [
-        row["timing"] for point in points for row in point["rows"] if row["name"] == name and row["timing"]
-    ]
-    return timed[0]["p50_us"] if timed else None
+    rows = [row for point in points for row in point["rows"] if row["name"] == cell.engine.get("name")]
+    return next((row["timing"]["p50_us"] for row in rows if row["timing"]), None)
+
+
+_FIGURES: Sequence[tuple[str, Callable[[MatrixCell], float | None], Callable[[Any], str]]] = (
+    ("Largest share of the error budget", _share, lambda value: f"{value:.0%}"),
+    ("p50 of the first point that was timed, µs", _p50, short),
+    ("Engine size", lambda cell: cell.engine.get("engine_bytes"), lambda value: size(int(value))),
+    ("Build time, s", lambda cell: cell.engine.get("seconds"), short),
+)
 
 
 def run_matrix(
@@ -571,9 +607,7 @@ def run_matrix(
         export: Writes the bundle of a model in a precision to a folder.
         on_cell: Called with every cell as it is done, how many are done, and how many there are.
     """
-    probes = {
-        (runtime.name, gpu): workers.probe(runtime, gpu) for runtime in plan.runtimes for gpu in plan.gpus
-    }
+    probes = {(each.name, gpu): workers.probe(each, gpu) for each in plan.runtimes for gpu in plan.gpus}
     cells: dict[tuple[str, ...], MatrixCell] = {}
     tasks: list[_Task] = []
     for entry, precision in product(plan.models, plan.precisions):
@@ -596,28 +630,24 @@ def run_matrix(
                 version=found.get("version", ""),
                 why=problem or found.get("problem", ""),
             )
-            if _place(cell) in cells:  # another model of the same name
+            if cell.place in cells:  # another model of the same name
                 cell = replace(cell, model=f"{name} ({model.model})")
             if bundle is None or "problem" in found:
-                cells[_place(cell)] = cell
+                cells[cell.place] = cell
                 continue
             chosen = plan.options[options]
             cell = replace(cell, key=_key(bundle, runtime, found, gpu, chosen))
             known = _kept(folder, cell)
-            cells[_place(cell)] = known or cell
+            cells[cell.place] = known or cell
             if known is None:
-                request = {
-                    "bundle": str(bundle.resolve()),
-                    "backend": runtime.backend,
-                    "options": chosen,
-                    "time_limit": plan.time_limit,
-                }
+                about = {"backend": runtime.backend, "options": chosen, "time_limit": plan.time_limit}
+                request = {"bundle": str(bundle.resolve()), **about}
                 tasks.append(_Task(cell=cell, runtime=runtime, request=request))
-    waiting, finished = {_place(task.cell) for task in tasks}, 0
+    waiting, finished = {task.cell.place for task in tasks}, 0
 
     def finish(cell: MatrixCell) -> None:
         nonlocal finished
-        cells[_place(cell)], finished = cell, finished + 1
+        cells[cell.place], finished = cell, finished + 1
         if on_cell is not None:
             on_cell(cell, finished, len(cells))
 
@@ -625,8 +655,8 @@ def run_matrix(
         finish(cell)
     for task, result in workers.run(tasks):
         cell = replace(task.cell, **result)
-        if cell.status in FINAL:
-            path = _result_path(folder, cell.key)
+        if cell.status in _FINAL:
+            path = folder / "cells" / f"{cell.key}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(as_plain(dict(vars(cell)))).encode())
         finish(cell)
@@ -635,10 +665,6 @@ def run_matrix(
 
 class _OtherPrecision(DeployError):
     """A bundle has another precision than the cell."""
-
-
-def _place(cell: MatrixCell) -> tuple[str, ...]:
-    return cell.model, cell.precision, cell.runtime, cell.gpu, cell.options
 
 
 def _key(
@@ -650,18 +676,14 @@ def _key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _result_path(folder: Path, key: str) -> Path:
-    return folder / "cells" / f"{key}.json"
-
-
 def _kept(folder: Path, cell: MatrixCell) -> MatrixCell | None:
     """The result of an earlier run; None where there is none that can be read."""
     try:
-        data = json.loads(_result_path(folder, cell.key).read_bytes())
+        data = json.loads((folder / "cells" / f"{cell.key}.json").read_bytes())
         kept = {name: data[name] for name in ("status", "why", "seconds", "engine_sha256", "report")}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return replace(cell, **kept, is_new=False) if kept["status"] in FINAL else None
+    return replace(cell, **kept, is_new=False) if kept["status"] in _FINAL else None
 
 
 def _bundle(entry: ModelEntry, precision: str, plan: Plan, folder: Path, export: Export) -> tuple[str, Path]:
@@ -687,3 +709,13 @@ def _bundle(entry: ModelEntry, precision: str, plan: Plan, folder: Path, export:
         bundle.parent.mkdir(parents=True, exist_ok=True)
         export(entry, precision, bundle)
     return name, bundle
+
+
+def main() -> None:
+    """Serve one request."""
+    request = json.load(sys.stdin)
+    print(json.dumps(as_plain(probe(request) if request.get("probe") else run_cell(request))))
+
+
+if __name__ == "__main__":
+    main()
