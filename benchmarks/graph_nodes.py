@@ -22,7 +22,7 @@ from mha_deploy.engine.manifest import engine_path, open_engine
 from mha_deploy.engine.run import open_engine_runner
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime.cuda import Stream
-from mha_deploy.runtime.tensorrt.run import Slot, TensorRTRunner, tightest_admitting
+from mha_deploy.runtime.tensorrt.run import Slot, TensorRTRunner, first_admitting
 
 
 def main() -> None:
@@ -71,10 +71,10 @@ def feeds_at(bundle: Bundle, runner: TensorRTRunner, sizes: dict[str, int]) -> d
 def call_nodes(runner: TensorRTRunner, feeds: dict[str, np.ndarray]) -> list[dict[str, str]]:
     """The nodes of one call, recorded after a first call that is not."""
     shapes = {name: array.shape for name, array in feeds.items()}
-    bound = runner.bind(shapes, tightest_admitting(runner.profiles, shapes))
+    bound = runner.bind(shapes, first_admitting(runner.profiles, shapes, tightest=True))
     slot = Slot(bound)
     try:
-        slot.upload(feeds)
+        slot.memory.upload(feeds)
         slot.settle(record=False)
         return recorded_nodes(slot, runner.stream)
     finally:

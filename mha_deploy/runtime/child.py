@@ -35,13 +35,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BundleError, DeployError
-from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner, TensorInfo
+from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
 
 T = TypeVar("T")
 
@@ -73,15 +74,7 @@ class Isolation:
     own: set[str] = field(default_factory=set)
 
     def refuse_untrusted(self, code: str, title: str | None = None) -> None:
-        """Refuse to run code of a bundle, unless the user permitted it.
-
-        Args:
-            code: A factory, or the hash of an engine that contains code.
-            title: What the error calls it; default: the same.
-
-        Raises:
-            BundleError: It was not permitted.
-        """
+        """Refuse to run code of a bundle, a factory or the hash of an engine, without permission."""
         if not self.trust_code and code not in self.own:
             raise BundleError(
                 "The bundle brings code of its author, which does not run without permission.",
@@ -135,10 +128,10 @@ class Child:
         step: str,
         on_message: Callable[[Any], None] | None = None,
     ) -> T:
-        """Run a function in the child and return what it returns.
+        """Run a function of a module in the child, since it is pickled by its name, and return its result.
 
         Args:
-            function: A function of a module, since it is pickled by its name.
+            function: The function.
             *arguments: Its arguments.
             title: The runtime, for errors.
             step: What it does, for errors: `running case opt`.
@@ -190,11 +183,17 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self.kill()
-        output = self._output(since)
+        code, output = self._process.returncode, self._output(since)
+        ending = f"ended its process with exit code {code}"
+        if code == -signal.SIGKILL:
+            ending = "was killed (SIGKILL; the machine may be out of memory)"
+        elif code < 0:
+            known = -code in set(signal.Signals)
+            ending = f"crashed with {signal.Signals(-code).name}" if known else f"was ended by signal {-code}"
         nodes = re.findall(r"Parsing node: (\S+) \[", output)  # by TensorRT's parser
         node = f", at node {nodes[-1]}" if nodes else ""
         return RuntimeCrash(
-            f"{title} {_ending(self._process.returncode)} while {step}{node}.",
+            f"{title} {ending} while {step}{node}.",
             got=_tail(output) or None,
             hint="--in-process with a debugger shows where; another version of the runtime may not",
         )
@@ -271,71 +270,49 @@ def call_isolated(
 
 
 def open_isolated(family: str, title: str, open_runner: Callable[..., Runner], *arguments: Any) -> Runner:
-    """Open a runner in a child process, or in this one where isolation is off.
+    """Open a runner in a child process of a family, or in this one where isolation is off.
 
-    Args:
-        family: Which children to use.
-        title: The runtime, for errors.
-        open_runner: A function of a module that returns the runner.
-        *arguments: Its arguments.
-
-    Raises:
-        RuntimeCrash: The child crashed.
-        DeployError: The function raised it.
+    `open_runner` is a function of a module; `title` names the runtime in errors.
     """
     if not isolation.enabled:
         return open_runner(*arguments)
     child = _take_child(family)
     try:
-        opened: _Opened = child.call(
-            _open_in_child, open_runner, arguments, title=title, step="loading the model"
-        )
+        opened = child.call(_open_in_child, open_runner, arguments, title=title, step="loading the model")
     except BaseException:
         _give_back(child)
         raise
-    return (ProfiledChildRunner if opened.profiled else ChildRunner)(child, opened)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Opened:
-    """A runner in a child: its number there, and what does not change while it is open."""
-
-    number: int
-    name: str
-    device: str
-    inputs: Mapping[str, TensorInfo]
-    outputs: Mapping[str, TensorInfo]
-    can_decode: bool
-    profiled: bool
+    number, profiled, attributes = opened
+    return (ProfiledChildRunner if profiled else ChildRunner)(child, number, attributes)
 
 
 class ChildRunner(Runner):
-    """A runner that lives in a child process."""
+    """A runner that lives in a child process, with a number there; its attributes do not change."""
 
-    def __init__(self, child: Child, opened: _Opened) -> None:
+    def __init__(self, child: Child, number: int, attributes: Mapping[str, Any]) -> None:
         self._child: Child | None = child
-        self._opened = opened
-        self.name, self.device, self.can_decode = opened.name, opened.device, opened.can_decode
-        self.inputs, self.outputs = opened.inputs, opened.outputs
+        self._number = number
+        vars(self).update(attributes)
 
-    def apply(self, function: Callable[..., T], *arguments: Any, step: str = "running") -> T:
-        """Run a function of a module in the child, on the runner there."""
+    def apply(
+        self, function: Callable[..., T], *arguments: Any, step: str = "running", number: int | None = None
+    ) -> T:
+        """Run a function in the child, on the runner or the decode loop of that number there."""
         if self._child is None:
             raise DeployError(f"{self.name} is closed.")
-        return self._child.call(
-            _apply_in_child, self._opened.number, function, arguments, title=self.name, step=step
-        )
+        number = self._number if number is None else number
+        return self._child.call(_apply_in_child, number, function, arguments, title=self.name, step=step)
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Check the inputs against the model, then run it."""
-        return self.apply(_method, "run", dict(feeds), step=f"running {_sizes(feeds)}")
+        return self.apply(methodcaller("run", dict(feeds)), step=f"running {_sizes(feeds)}")
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         return self.run(feeds)
 
     def time(self, feeds: Arrays, plan: Any = None) -> Any:
         """How long one call takes with inputs that are on the device already; measured in the child."""
-        return self.apply(_method, "time", dict(feeds), plan, step=f"timing {_sizes(feeds)}")
+        return self.apply(methodcaller("time", dict(feeds), plan), step=f"timing {_sizes(feeds)}")
 
     def decode_loop(self, *, B: int, T: int | None = None) -> ChildDecodeLoop:
         """A decode loop with a cache on the device; close it before the runner."""
@@ -349,7 +326,7 @@ class ChildRunner(Runner):
             return
         try:
             if child.is_alive:
-                child.call(_close_in_child, self._opened.number, title=self.name, step="closing it")
+                child.call(_close_in_child, self._number, title=self.name, step="closing it")
         finally:
             _give_back(child)
 
@@ -364,8 +341,8 @@ class ProfiledChildRunner(ChildRunner):
 
     def run_in_profile(self, feeds: Arrays, profile: int) -> dict[str, np.ndarray]:
         """Run under one of them."""
-        step = f"running {_sizes(feeds)}"
-        return self.apply(_method, "run_in_profile", dict(feeds), profile, step=step)
+        call = methodcaller("run_in_profile", dict(feeds), profile)
+        return self.apply(call, step=f"running {_sizes(feeds)}")
 
 
 class ChildDecodeLoop:
@@ -376,20 +353,23 @@ class ChildDecodeLoop:
         self.name, self.most_tokens = name, most
         self.lengths = np.zeros(B, np.int32)
 
+    def _apply(self, function: Callable[..., T], *arguments: Any, step: str) -> T:
+        return self._runner.apply(function, *arguments, step=step, number=self._number)
+
     def feed(self, x: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
         """Run S new tokens of every batch element."""
         step = f"decoding {x.shape[1]} new tokens behind {self.lengths.tolist()}"
-        output, self.lengths = self._runner.apply(_feed, self._number, x, counts, step=step)
+        output, self.lengths = self._apply(_feed, x, counts, step=step)
         return output
 
     def cache(self) -> tuple[np.ndarray, np.ndarray]:
         """Copies of keys and values."""
-        return self._runner.apply(_loop_method, self._number, "cache", step="reading the cache")
+        return self._apply(methodcaller("cache"), step="reading the cache")
 
     def time_step(self, length: int, plan: Any = None) -> Any:
         """How long one new token of every batch element takes."""
         step = f"timing a decode step behind {length} tokens"
-        return self._runner.apply(_loop_method, self._number, "time_step", length, plan, step=step)
+        return self._apply(methodcaller("time_step", length, plan), step=step)
 
     def close(self) -> None:
         """Free the device's memory."""
@@ -404,16 +384,6 @@ class ChildDecodeLoop:
 
 def _sizes(feeds: Arrays) -> str:
     return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
-
-
-def _ending(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "was killed (SIGKILL; the machine may be out of memory)"
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"crashed with {signal.Signals(-code).name}"
-        return f"was ended by signal {-code}"
-    return f"ended its process with exit code {code}"
 
 
 def _tail(output: str) -> str:
@@ -553,7 +523,12 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
             answer = ("error", (_sendable(error), traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
         del function, arguments
-        _answer(answer)
+        try:
+            _send(_parent, answer)
+        except ConnectionError:
+            break
+        except Exception as error:  # noqa: BLE001 (a result that cannot be pickled is a bug: report it)
+            _send(_parent, ("error", (_sendable(error), traceback.format_exc())))
         del answer
     os._exit(0)  # native libraries can crash while they unload
 
@@ -566,17 +541,6 @@ def _limit_memory() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)  # private memory: reserved addresses do not count
     most += [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(most), hard))
-
-
-def _answer(answer: tuple[str, Any]) -> None:
-    if _parent is None:
-        return
-    try:
-        _send(_parent, answer)
-    except ConnectionError:
-        os._exit(0)
-    except Exception as error:  # noqa: BLE001 (a result that cannot be pickled is a bug: report it)
-        _send(_parent, ("error", (_sendable(error), traceback.format_exc())))
 
 
 def _sendable(error: Exception) -> Exception:
@@ -594,18 +558,13 @@ def _end_with_parent(parent: int) -> None:
     os._exit(0)
 
 
-def _open_in_child(open_runner: Callable[..., Runner], arguments: tuple[Any, ...]) -> _Opened:
+def _open_in_child(
+    open_runner: Callable[..., Runner], arguments: tuple[Any, ...]
+) -> tuple[int, bool, dict[str, Any]]:
     runner = open_runner(*arguments)
-    number = _kept(runner)
-    return _Opened(
-        number=number,
-        name=runner.name,
-        device=runner.device,
-        inputs=dict(runner.inputs),
-        outputs=dict(runner.outputs),
-        can_decode=runner.can_decode,
-        profiled=isinstance(runner, ProfiledRunner),
-    )
+    attributes = {name: getattr(runner, name) for name in ("name", "device", "can_decode")}
+    attributes |= {"inputs": dict(runner.inputs), "outputs": dict(runner.outputs)}
+    return _kept(runner), isinstance(runner, ProfiledRunner), attributes
 
 
 def _kept(thing: object) -> int:
@@ -622,10 +581,6 @@ def _close_in_child(number: int) -> None:
     _objects.pop(number).close()
 
 
-def _method(runner: Runner, name: str, *arguments: Any) -> Any:
-    return getattr(runner, name)(*arguments)
-
-
 def _profiles_for(runner: ProfiledRunner, kinds: Mapping[str, tuple[tuple[int, ...], Any]]) -> list[int]:
     feeds = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (shape, dtype) in kinds.items()}
     return runner.profiles_for(feeds)
@@ -636,16 +591,9 @@ def _open_decode_loop(runner: Any, B: int, T: int | None) -> tuple[int, str, int
     return _kept(loop), loop.name, loop.most_tokens
 
 
-def _feed(
-    runner: Runner, number: int, x: np.ndarray, counts: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    loop = _objects[number]
+def _feed(loop: Any, x: np.ndarray, counts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     return loop.feed(x, counts), loop.lengths
 
 
-def _loop_method(runner: Runner, number: int, name: str, *arguments: Any) -> Any:
-    return getattr(_objects[number], name)(*arguments)
-
-
 def _close_decode_loop(runner: Runner, number: int) -> None:
-    _objects.pop(number).close()
+    _close_in_child(number)

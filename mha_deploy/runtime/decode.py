@@ -32,22 +32,15 @@ class CacheForm(Enum):
     PREALLOCATED = (CACHES, CACHES_OUT)
     DYNAMIC = (PAST, PRESENT)
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The inputs for keys and values."""
-        return self.value[0]
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The outputs for keys and values."""
-        return self.value[1]
+    def __init__(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+        self.inputs, self.outputs = inputs, outputs
 
 
 def cache_form(inputs: Iterable[str], outputs: Iterable[str]) -> CacheForm | None:
     """The form of the cache of a graph or an engine; None without a cache."""
     taken, returned = set(inputs), set(outputs)
     for form in CacheForm:
-        if set(form.inputs) <= taken and set(form.outputs) <= returned:
+        if taken.issuperset(form.inputs) and returned.issuperset(form.outputs):
             return form
     return None
 
@@ -141,24 +134,19 @@ def presented_outputs(
     inputs: Mapping[str, TensorInfo], outputs: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
     """The outputs of the layer: whole caches where an engine returns only the new entries."""
+    whole = dict(zip(ENTRIES, zip(CACHES_OUT, CACHES, strict=True), strict=True))
     presented = {}
     for name, info in outputs.items():
-        if name in ENTRIES:
-            at = ENTRIES.index(name)
-            presented[CACHES_OUT[at]] = inputs[CACHES[at]]
-        else:
-            presented[name] = info
+        out, cache = whole.get(name, (name, None))
+        presented[out] = info if cache is None else inputs[cache]
     return presented
 
 
 def presented_results(feeds: Arrays, results: Arrays, written: Arrays | None = None) -> dict[str, np.ndarray]:
-    """The results by the names of `presented_outputs`.
+    """The results of an engine by the names of `presented_outputs`.
 
-    Args:
-        feeds: The inputs of the call.
-        results: The outputs of the engine.
-        written: The caches into which the call has copied the entries, by the names of the inputs. For any
-            other cache, they are written into a copy here.
+    `written` are the caches into which the call has copied the entries, by the names of the inputs. For any
+    other cache, they are written into a copy here.
     """
     presented, written = dict(results), written or {}
     for cache, new, out in zip(CACHES, ENTRIES, CACHES_OUT, strict=True):
@@ -187,94 +175,6 @@ class DeviceTensor:
         return self.buffer.download(self.shape, self.dtype, stream)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCall:
-    """One call: every input and output, and where it is.
-
-    Args:
-        tensors: Those on the device.
-        on_host: The inputs that the runtime reads on the host.
-        varies: Whether the next call has other shapes.
-    """
-
-    tensors: Mapping[str, DeviceTensor]
-    on_host: Mapping[str, np.ndarray] = field(default_factory=dict)
-    varies: bool = False
-
-    def shapes(self, names: Iterable[str]) -> dict[str, Shape]:
-        """The shapes of some of the tensors."""
-        return {name: self.tensors[name].shape for name in names}
-
-    @property
-    def addresses(self) -> dict[str, int]:
-        """Where the tensors are."""
-        return {name: tensor.buffer.address for name, tensor in self.tensors.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Repeated:
-    """A call that is ready to be launched many times.
-
-    Args:
-        launch: Queues it, and does not wait.
-        why_no_graph: Why it is no CUDA graph although one was requested.
-    """
-
-    launch: Callable[[], None]
-    why_no_graph: str | None = None
-
-
-class Launcher(ABC):
-    """A loaded layer that is launched on tensors of the decode loop.
-
-    Attributes:
-        name: The backend, with its version.
-        gpu: The GPU.
-        stream: Where the calls go.
-        graph: Whether a repeated call is a CUDA graph, where it can be one.
-        inputs: All inputs of the layer.
-        outputs: All outputs of the layer.
-        in_place: Whether the output of a preallocated cache is the memory of its input.
-        engine_bytes: Device memory besides the tensors, where that is known.
-    """
-
-    name: str
-    gpu: Gpu
-    stream: Stream
-    graph: bool
-    inputs: Mapping[str, TensorInfo]
-    outputs: Mapping[str, TensorInfo]
-    in_place: bool
-    engine_bytes: int | None = None
-
-    def most_tokens(self, B: int) -> int | None:
-        """How many tokens of each of B batch elements one call takes; None: as many as the cache."""
-        return None
-
-    @abstractmethod
-    def launch(self, call: StepCall, *, again: bool) -> None:
-        """Queue one call, and do not wait; with `again` the same tensors will come again."""
-
-    @abstractmethod
-    def repeated(
-        self, call: StepCall, then: Callable[[], None], *, graph: bool
-    ) -> AbstractContextManager[Repeated]:
-        """Prepare a call to be launched many times; it has run when the block begins.
-
-        Args:
-            call: The call.
-            then: Queues what belongs behind it.
-            graph: Whether both should be one CUDA graph.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free what the calls needed; the layer stays loaded."""
-
-
-# -- The decode loop -------------------------------------------------------------------------------
-
-
 class Memory:
     """Tensors that are freed together, and their size."""
 
@@ -292,6 +192,131 @@ class Memory:
     def close(self) -> None:
         """Free them all."""
         self._owned.close()
+
+
+class CallTensors(Memory):
+    """The inputs and outputs of one call, by their names.
+
+    An output that is written in place is the memory of its input: it is never cleared.
+
+    Args:
+        inputs: Shapes and types.
+        outputs: Shapes and types.
+        aliases: For each output that is written in place, its input.
+        stream: Where copies are queued.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, tuple[Shape, np.dtype]],
+        outputs: Mapping[str, tuple[Shape, np.dtype]],
+        aliases: Mapping[str, str],
+        stream: Stream,
+    ) -> None:
+        super().__init__()
+        self._inputs, self._stream = tuple(inputs), stream
+        self._own_outputs = [name for name in outputs if name not in aliases]
+        self.tensors: dict[str, DeviceTensor] = {}
+        try:
+            for name, (shape, dtype) in (*inputs.items(), *outputs.items()):
+                if name in aliases and name in outputs:
+                    shared = self.tensors[aliases[name]].buffer
+                    self.tensors[name] = DeviceTensor(buffer=shared, shape=shape, dtype=dtype)
+                else:
+                    self.tensors[name] = self.tensor(shape, dtype)
+        except BaseException:
+            self.close()
+            raise
+
+    def upload(self, feeds: Arrays) -> None:
+        """Copy the inputs to the device, and wait for it."""
+        arrays = {name: np.ascontiguousarray(feeds[name]) for name in self._inputs}
+        for name, array in arrays.items():
+            self.tensors[name].buffer.upload(array, self._stream)
+        self._stream.synchronize()
+
+    def copy_inputs(self, other: CallTensors) -> None:
+        """Take the inputs of another call."""
+        for name in self._inputs:
+            self.tensors[name].buffer.copy_from(other.tensors[name].buffer, self._stream)
+
+    def clear_outputs(self) -> None:
+        """Overwrite the outputs with what no result can be."""
+        for name in self._own_outputs:
+            self.tensors[name].buffer.fill(UNWRITTEN, self._stream)
+
+    def download(self, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Wait, and copy tensors to the host."""
+        self._stream.synchronize()
+        return {name: self.tensors[name].download(self._stream) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """One call: every input and output on the device, and the inputs that the runtime reads on the host."""
+
+    tensors: Mapping[str, DeviceTensor]
+    on_host: Mapping[str, np.ndarray] = field(default_factory=dict)
+    varies: bool = False
+    """Whether the next call has other shapes."""
+
+    def shapes(self, names: Iterable[str]) -> dict[str, Shape]:
+        """The shapes of some of the tensors."""
+        return {name: self.tensors[name].shape for name in names}
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Where the tensors are."""
+        return {name: tensor.buffer.address for name, tensor in self.tensors.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """A call that is ready to be launched many times: `launch` queues it, and does not wait."""
+
+    launch: Callable[[], None]
+    why_no_graph: str | None = None
+    """Why it is no CUDA graph although one was requested."""
+
+
+class Launcher(ABC):
+    """A loaded layer that is launched on tensors of the decode loop."""
+
+    name: str
+    gpu: Gpu
+    stream: Stream
+    graph: bool
+    """Whether a repeated call is a CUDA graph, where it can be one."""
+    inputs: Mapping[str, TensorInfo]
+    outputs: Mapping[str, TensorInfo]
+    in_place: bool
+    """Whether the output of a preallocated cache is the memory of its input."""
+    engine_bytes: int | None = None
+    """Device memory besides the tensors, where that is known."""
+
+    def most_tokens(self, B: int) -> int | None:
+        """How many tokens of each of B batch elements one call takes; None: as many as the cache."""
+        return None
+
+    @abstractmethod
+    def launch(self, call: StepCall, *, again: bool) -> None:
+        """Queue one call, and do not wait; with `again` the same tensors will come again."""
+
+    @abstractmethod
+    def repeated(
+        self, call: StepCall, then: Callable[[], None], *, graph: bool
+    ) -> AbstractContextManager[Repeated]:
+        """Prepare a call, and what `then` queues behind it, to be launched many times.
+
+        Both are one CUDA graph where `graph` requests it; they have run when the block begins.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the calls needed; the layer stays loaded."""
+
+
+# -- The decode loop -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +402,8 @@ class DecodeLoop:
         refuse_overflow(self.lengths, S, self._cache.T)
         frame, tokens = self._frame(S), np.ascontiguousarray(x)
         frame.x.buffer.upload(tokens, self._stream)
-        self._upload_lengths(self.lengths)
+        if LENGTHS in self._launcher.inputs:
+            self._lengths.buffer.upload(self.lengths, self._stream)
         for tensor in (frame.output, *frame.entries):
             tensor.buffer.fill(UNWRITTEN, self._stream)
         self._launcher.launch(self._call(frame, self.lengths), again=S == 1)
@@ -405,10 +431,6 @@ class DecodeLoop:
                 raise
             self._frames[S] = Frame(memory=memory, x=x, output=output, entries=entries)
         return self._frames[S]
-
-    def _upload_lengths(self, lengths: np.ndarray) -> None:
-        if LENGTHS in self._launcher.inputs:
-            self._lengths.buffer.upload(lengths, self._stream)
 
     def _call(self, frame: Frame, lengths: np.ndarray) -> StepCall:
         """The call at these lengths: the tokens, and the cache as it goes in and comes out."""
@@ -463,7 +485,8 @@ class DecodeLoop:
         wanted = launcher.graph and not self._varies
         call = self._call(frame, lengths)
         with self._undisturbed(lengths):
-            self._upload_lengths(lengths)
+            if LENGTHS in launcher.inputs:
+                self._lengths.buffer.upload(lengths, self._stream)
             with launcher.repeated(
                 call, lambda: self._copy_entries(frame, lengths), graph=wanted
             ) as repeated:
@@ -524,15 +547,10 @@ class DecodeLoop:
 
 
 def open_decode_loop(launcher: Launcher, *, B: int, T: int | None = None) -> DecodeLoop:
-    """The decode loop of a loaded layer; the launcher is closed with it.
+    """The decode loop of a loaded layer for B batch elements; the launcher is closed with it.
 
-    Args:
-        launcher: The layer.
-        B: Batch elements.
-        T: The most entries of a dynamic cache. A preallocated cache has its own number.
-
-    Raises:
-        DeployError: The layer has no cache, or other inputs besides, or another size.
+    T is the most entries of a dynamic cache; a preallocated cache has its own number. A layer without a
+    cache, with other inputs besides, or of another size is refused.
     """
     with ExitStack() as owned:
         owned.callback(launcher.close)

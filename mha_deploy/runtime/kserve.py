@@ -32,7 +32,7 @@ class ServerError(DeployError):
     kind = ERROR
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ServerUrl:
     """Where a model is served; model and version may be left open."""
 
@@ -54,9 +54,7 @@ class ServerUrl:
             raise DeployError("This is not the URL of a server.", got=url, hint=_HINT)
         if parts.username or parts.query or parts.fragment:
             raise DeployError("The URL of a server has no user, query or fragment.", got=url, hint=_HINT)
-        model, version = (*path, "", "")[:2]
-        address = parts.netloc
-        return cls(scheme=parts.scheme, address=address, model=model, version=version)
+        return cls(parts.scheme, parts.netloc, *path)
 
 
 def is_server_url(text: object) -> bool:
@@ -100,10 +98,10 @@ class ServerRunner(Runner):
         self.model = self.url.model or model
         if not self.model:
             raise DeployError("The URL names no model.", got=url, hint=f"{url.rstrip('/')}/MODEL")
-        server = self._described("get_server_metadata", {})
-        found = self._described("get_model_metadata", {"model_name": self.model})
+        server = self._described("get_server_metadata")
+        found = self._described("get_model_metadata")
         try:
-            config = self._described("get_model_config", {"model_name": self.model})
+            config = self._described("get_model_config")
         except BackendUnavailable:  # an extension of Triton; other servers have none
             config = {}
         config = config.get("config", config)
@@ -119,11 +117,8 @@ class ServerRunner(Runner):
         self.inputs = self._tensors(found.get("inputs", ()))
         self.outputs = self._tensors(found.get("outputs", ()))
         if not self.inputs or not self.outputs:
-            raise BackendUnavailable(
-                "The server does not describe the inputs and outputs of the model.",
-                got=self.model,
-                hint="a server of the KServe v2 protocol",
-            )
+            problem = "The server does not describe the inputs and outputs of the model."
+            raise BackendUnavailable(problem, got=self.model, hint="a server of the KServe v2 protocol")
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -145,9 +140,8 @@ class ServerRunner(Runner):
 
     def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
         """Refused: what a server takes is measured under load."""
-        raise DeployError(
-            "A server has no device time.", got=self.name, hint="mha-deploy validate BUNDLE --url URL"
-        )
+        hint = "mha-deploy validate BUNDLE --url URL"
+        raise DeployError("A server has no device time.", got=self.name, hint=hint)
 
     def infer(self, feeds: Arrays, step: SequenceStep | None = None) -> dict[str, np.ndarray]:
         """Send one request and wait.
@@ -164,10 +158,8 @@ class ServerRunner(Runner):
             each = library.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
             each.set_data_from_numpy(np.ascontiguousarray(array))
             inputs.append(each)
-        outputs = [
-            library.InferRequestedOutput(name, **({} if self._is_grpc else {"binary_data": True}))
-            for name in self.outputs
-        ]
+        binary = {} if self._is_grpc else {"binary_data": True}
+        outputs = [library.InferRequestedOutput(name, **binary) for name in self.outputs]
         options: dict[str, Any] = {"model_version": self.url.version, "outputs": outputs}
         if step is not None:
             options |= {"sequence_id": step.id, "sequence_start": step.start, "sequence_end": step.end}
@@ -175,18 +167,26 @@ class ServerRunner(Runner):
             options["client_timeout"] = self.timeout_s
         try:
             result = client.infer(self.model, inputs, **options)
-            # The memory belongs to the response.
-            return {name: np.array(self._output(result, name)) for name in self.outputs}
-        except DeployError:
-            raise
+            found = {name: result.as_numpy(name) for name in self.outputs}
         except Exception as error:  # of gRPC, of gevent and of sockets: no common base
-            raise _server_error(self.name, error, self.timeout_s) from error
+            raise self._server_error(error) from error
+        for name, array in found.items():
+            if array is None:
+                raise ServerError(f"{self.name} gave no {name}.")
+            is_number = name in self._numbers and array.shape[-1:] == (1,)
+            found[name] = np.array(array[..., 0] if is_number else array)  # the memory is the response's
+        return found
 
-    def _output(self, result: Any, name: str) -> np.ndarray:
-        array = result.as_numpy(name)
-        if array is None:
-            raise ServerError(f"{self.name} gave no {name}.")
-        return array[..., 0] if name in self._numbers and array.shape[-1:] == (1,) else array
+    def _server_error(self, error: Exception) -> ServerError:
+        text, status = _line(error), str(getattr(error, "status", lambda: "")() or "")
+        kind, what = ERROR, "answered with an error"
+        if "DEADLINE_EXCEEDED" in status or isinstance(error, TimeoutError) or "timed out" in text:
+            kind, what = TIMEOUT, f"did not answer within {self.timeout_s:g} s"
+        elif "UNAVAILABLE" in status or isinstance(error, OSError):
+            kind, what = UNREACHABLE, "cannot be reached"
+        found = ServerError(f"{self.name} {what}.", got=text)
+        found.kind = kind
+        return found
 
     def close(self) -> None:
         """Close the connection of this thread; those of others end with them."""
@@ -219,22 +219,20 @@ class ServerRunner(Runner):
             client = self._local.client = library.InferenceServerClient(self.url.address, **secure)
         return library, client
 
-    def _described(self, method: str, arguments: Mapping[str, str]) -> Mapping[str, Any]:
-        """What the server says of itself or of the model, as plain data."""
-        options: dict[str, Any] = dict(arguments)
-        if "model_name" in options:
-            options["model_version"] = self.url.version
+    def _described(self, method: str) -> Mapping[str, Any]:
+        """What the server reports of itself or of the model, as plain data."""
+        place = {"model_name": self.model, "model_version": self.url.version}
+        names = place if "model" in method else {}
+        options: dict[str, Any] = dict(names)
         if self._is_grpc:
             options |= {"as_json": True, "client_timeout": self.timeout_s}
         try:
             found = getattr(self._client()[1], method)(**options)
         except Exception as error:
-            what = "The server cannot be reached." if not arguments else "The server has no such model ready."
-            raise BackendUnavailable(
-                what,
-                got=f"{self.url.scheme}://{self.url.address} {self.model}: {_line(error)}",
-                hint="start the server, or name the model: SCHEME://HOST:PORT/MODEL",
-            ) from error
+            what = "The server has no such model ready." if names else "The server cannot be reached."
+            got = f"{self.url.scheme}://{self.url.address} {self.model}: {_line(error)}"
+            hint = "start the server, or name the model: SCHEME://HOST:PORT/MODEL"
+            raise BackendUnavailable(what, got=got, hint=hint) from error
         return found
 
     def _tensors(self, found: Any) -> dict[str, TensorInfo]:
@@ -244,33 +242,13 @@ class ServerRunner(Runner):
         for each in found:
             dtype = triton_to_np_dtype(each["datatype"])
             if dtype is None:
-                raise BackendUnavailable(
-                    "A tensor of the served model has a type without a NumPy equivalent.",
-                    got=f"{each['name']}: {each['datatype']}",
-                )
-            dims = tuple(int(dim) for dim in each.get("shape", ()))
+                problem = "A tensor of the served model has a type without a NumPy equivalent."
+                raise BackendUnavailable(problem, got=f"{each['name']}: {each['datatype']}")
+            shape = [int(dim) for dim in each.get("shape", ())]
+            dims = tuple(None if dim < 0 else dim for dim in shape)
             dims = dims[:-1] if each["name"] in self._numbers else dims
-            described[each["name"]] = TensorInfo(
-                dtype=np.dtype(dtype), dims=tuple(None if dim < 0 else dim for dim in dims)
-            )
+            described[each["name"]] = TensorInfo(dtype=np.dtype(dtype), dims=dims)
         return described
-
-
-def _server_error(name: str, error: Exception, limit: float) -> ServerError:
-    text, kind = _line(error), ERROR
-    status = str(getattr(error, "status", lambda: "")() or "")
-    if "DEADLINE_EXCEEDED" in status or isinstance(error, TimeoutError) or "timed out" in text:
-        kind = TIMEOUT
-    elif "UNAVAILABLE" in status or isinstance(error, OSError):
-        kind = UNREACHABLE
-    what = {
-        ERROR: f"{name} answered with an error.",
-        TIMEOUT: f"{name} did not answer within {limit:g} s.",
-        UNREACHABLE: f"{name} cannot be reached.",
-    }[kind]
-    found = ServerError(what, got=text)
-    found.kind = kind
-    return found
 
 
 def _line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
-from mha_deploy.graph.upcast import with_float32_matmuls
+from mha_deploy.graph.upcast import with_float32_inside
 from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
 
 # -- Sessions of ONNX Runtime, and arrays through them ---------------------------------------------
@@ -106,7 +106,7 @@ class OrtCpuRunner(Runner):
     def __init__(self, model: Path | ir.Model) -> None:
         ort = import_onnxruntime(extra="ort")
         graph = graph_of(model)
-        upcast = ir.to_proto(with_float32_matmuls(graph)).SerializeToString()
+        upcast = ir.to_proto(with_float32_inside(graph)).SerializeToString()
         options = session_options(ort, graph, level="BASIC")
         # It is not timed: threads that spin between calls take the cores from everything else.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")

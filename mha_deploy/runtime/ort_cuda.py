@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,8 +19,16 @@ from mha_deploy.graph.file import graph_of
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import TOTAL_LENGTH
 from mha_deploy.model.spec import CACHES, LENGTHS
-from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Stream, free_memory
-from mha_deploy.runtime.decode import Launcher, Repeated, StepCall, check_room, total_length, written_in_place
+from mha_deploy.runtime.cuda import Stream, free_memory
+from mha_deploy.runtime.decode import (
+    CallTensors,
+    Launcher,
+    Repeated,
+    StepCall,
+    check_room,
+    total_length,
+    written_in_place,
+)
 from mha_deploy.runtime.gpu import GpuRunner, Prepared
 from mha_deploy.runtime.ort import (
     first_line,
@@ -58,46 +66,28 @@ class NotCapturable(DeployError):
 class BoundRun:
     """A call that is bound to memory; `graph_id` is its number in a session that captures."""
 
-    def __init__(self, ort: Any, session: Any, *, graph_id: int = NO_CAPTURE) -> None:
-        self._session = session
+    def __init__(
+        self, ort: Any, session: Any, call: StepCall, outputs: Collection[str], *, graph_id: int = NO_CAPTURE
+    ) -> None:
+        self._session, self._call = session, call  # the binding does not own the arrays of the host
         self._binding = session.io_binding()
         self._options = ort.RunOptions()
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._options.add_run_config_entry("gpu_graph_id", str(graph_id))
-        self._on_host: list[np.ndarray] = []
-
-    def bind_input(self, name: str, buffer: Buffer, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        """Read an input from the device."""
-        self._binding.bind_input(name, *_place_of(buffer, shape, dtype))
-
-    def bind_host_input(self, name: str, array: np.ndarray) -> None:
-        """Read an input from the host."""
-        self._on_host.append(array)  # the binding does not own it
-        self._binding.bind_cpu_input(name, array)
-
-    def bind_output(self, name: str, buffer: Buffer, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        """Write an output to the device; it may be where an input is."""
-        self._binding.bind_output(name, *_place_of(buffer, shape, dtype))
+        for name, array in call.on_host.items():
+            self._binding.bind_cpu_input(name, array)
+        for name, tensor in call.tensors.items():  # an output may be where an input is
+            bind = self._binding.bind_output if name in outputs else self._binding.bind_input
+            shape, address = list(tensor.shape), tensor.buffer.address
+            bind(name, DEVICE, 0, onnx_type(tensor.dtype), shape, address)
 
     def launch(self) -> None:
         """Queue one call."""
         self._session.run_with_iobinding(self._binding, self._options)
 
 
-def _place_of(
-    buffer: Buffer, shape: tuple[int, ...], dtype: np.dtype
-) -> tuple[str, int, int, list[int], int]:
-    """Device, its number, type, shape and address, in the order in which bindings take them."""
-    return "cuda", 0, onnx_type(dtype), list(shape), buffer.address
-
-
 def cannot_run(error: Exception, *, capture: bool) -> DeployError:
-    """An exception of ONNX Runtime as an error of this tool; its own types share no base.
-
-    Args:
-        error: The exception.
-        capture: Whether a CUDA graph was to be captured.
-    """
+    """An exception of ONNX Runtime as an error of this tool; `capture`: a CUDA graph was requested."""
     if isinstance(error, DeployError):
         return error
     if capture and any(refusal in str(error).lower() for refusal in _REFUSALS):
@@ -119,7 +109,7 @@ def captured_if_possible(make: Callable[[bool], Made], *, graph: bool) -> tuple[
 
 # -- Which nodes ONNX Runtime runs on the CPU, and whether it may ----------------------------------
 
-CUDA = "CUDAExecutionProvider"
+CUDA, DEVICE = "CUDAExecutionProvider", "cuda"
 _CPU = "CPUExecutionProvider"
 RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
 _UNAVAILABLE = "ORT_CUDA_UNAVAILABLE"
@@ -141,11 +131,7 @@ class PlacedNode(NamedTuple):
 
 
 def refuse_without_cuda(ort: Any) -> None:
-    """Refuse an ONNX Runtime without a CUDA provider.
-
-    Raises:
-        BackendUnavailable: The CPU package is installed, or has overwritten the GPU package.
-    """
+    """Refuse an ONNX Runtime without a CUDA provider: the CPU package, or one that it has overwritten."""
     preload = getattr(ort, "preload_dlls", None)  # finds the CUDA and cuDNN that pip installed
     if preload is not None:
         with contextlib.redirect_stdout(io.StringIO()):  # the loader reports the same failures
@@ -153,8 +139,8 @@ def refuse_without_cuda(ort: Any) -> None:
     providers = ort.get_available_providers()
     if CUDA in providers:
         return
-    if (_libraries_of(ort) / _LIBRARIES[-1]).exists():
-        raise _dropped(ort)
+    if (Path(ort.__file__).parent / "capi" / _LIBRARIES[-1]).exists():
+        raise dropped_provider(ort)
     raise BackendUnavailable(
         f"ONNX Runtime {ort.__version__} has no CUDA provider: it is the package for CPUs.",
         got=", ".join(providers),
@@ -162,26 +148,13 @@ def refuse_without_cuda(ort: Any) -> None:
     )
 
 
-def refuse_dropped_provider(ort: Any, session: Any) -> None:
-    """Refuse a session that ONNX Runtime made without the requested provider.
-
-    Raises:
-        BackendUnavailable: The provider's libraries do not load; the reason is the loader's own.
-    """
-    if CUDA not in session.get_providers():
-        raise _dropped(ort)
-
-
-def _dropped(ort: Any) -> BackendUnavailable:
+def dropped_provider(ort: Any) -> BackendUnavailable:
+    """The error of a provider whose libraries do not load; the reason is the loader's own."""
     return BackendUnavailable(
         "ONNX Runtime dropped its CUDA provider, and would run on the CPU.",
-        got=why_libraries_do_not_load(_libraries_of(ort)),
+        got=why_libraries_do_not_load(Path(ort.__file__).parent / "capi"),
         hint=f"install the CUDA and cuDNN that ONNX Runtime {ort.__version__} was built for",
     )
-
-
-def _libraries_of(ort: Any) -> Path:
-    return Path(ort.__file__).parent / "capi"
 
 
 def why_libraries_do_not_load(folder: Path) -> str:
@@ -197,11 +170,7 @@ def why_libraries_do_not_load(folder: Path) -> str:
 
 
 def nodes_on_cpu(session: Any) -> tuple[PlacedNode, ...]:
-    """The nodes that a session runs on the CPU.
-
-    Raises:
-        BackendUnavailable: This version of ONNX Runtime does not report it.
-    """
+    """The nodes that a session runs on the CPU, where this version of ONNX Runtime reports it."""
     assignment = getattr(session, "get_provider_graph_assignment_info", None)
     if assignment is None:
         raise BackendUnavailable(
@@ -212,27 +181,23 @@ def nodes_on_cpu(session: Any) -> tuple[PlacedNode, ...]:
 
 
 def refuse_work_on_cpu(nodes: tuple[PlacedNode, ...], graph: ir.Model) -> None:
-    """Refuse nodes on the CPU that do more than compute shapes.
-
-    Raises:
-        DeployError: Names those nodes.
-    """
+    """Refuse nodes on the CPU that do more than compute shapes, and name them."""
     by_name = {node.name: node for node in graph.graph}
-    work = [placed for placed in nodes if not _computes_shapes(placed, by_name.get(placed.name))]
+
+    def computes_shapes(placed: PlacedNode) -> bool:
+        # A node that ONNX Runtime made itself is not in our graph: its operator decides.
+        node = by_name.get(placed.name)
+        types = [output.dtype for output in (node.outputs if node else ()) if output.dtype is not None]
+        floating = any(dtype.is_floating_point() for dtype in types)
+        return placed.op_type in _SHAPE_OPERATORS and not floating
+
+    work = [placed for placed in nodes if not computes_shapes(placed)]
     if work:
         raise DeployError(
             "ONNX Runtime would run nodes on the CPU: its CUDA provider has no kernels for them.",
             got=", ".join(f"{placed.op_type} {placed.name}".strip() for placed in work),
             hint="another precision, another dialect, or --backend ort-cpu",
         )
-
-
-def _computes_shapes(placed: PlacedNode, node: ir.Node | None) -> bool:
-    if placed.op_type not in _SHAPE_OPERATORS:
-        return False
-    # A node that ONNX Runtime made itself is not in our graph: its operator decides.
-    outputs = [] if node is None else node.outputs
-    return not any(output.dtype is not None and output.dtype.is_floating_point() for output in outputs)
 
 
 # -- The runner ------------------------------------------------------------------------------------
@@ -247,13 +212,10 @@ WARM_UP = 2
 class OrtCudaRunner(GpuRunner):
     """A graph in ONNX Runtime with the CUDA provider.
 
-    Args:
-        model: The graph, with ONNX `Attention` nodes.
-        dialect: `onnx` to run it as it is, `contrib` for ONNX Runtime's own attention operators.
-        cuda_graph: Whether a timed call is the launch of a CUDA graph, where ONNX Runtime captures it.
+    The dialect `onnx` runs it as it is, `contrib` with ONNX Runtime's own attention operators. With
+    `cuda_graph`, timed calls are launches of a CUDA graph, where ONNX Runtime captures it.
 
     Attributes:
-        ort: The package.
         session: The graph, loaded to run without CUDA graphs.
         all_inputs: The inputs of the graph, with the one that is computed here.
         aliases: For each output that is written in place, the input whose memory it shares.
@@ -303,7 +265,8 @@ class OrtCudaRunner(GpuRunner):
             )
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
             raise cannot_run(error, capture=capture) from error
-        refuse_dropped_provider(self.ort, session)
+        if CUDA not in session.get_providers():
+            raise dropped_provider(self.ort)
         return session
 
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -319,23 +282,33 @@ class OrtCudaRunner(GpuRunner):
 
     def _run_in_place(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run with each cache output in the memory of its input: later entries stay as they were."""
-        slot = _Slot(BoundRun(self.ort, self.session), self.stream, self.aliases)
         likes = {name: feeds[self.aliases.get(name, "x")] for name in self.outputs}
-        try:
-            slot.bind(self._fed(feeds), likes)
-            slot.launch()
+        with self._bound(self.session, feeds, likes, NO_CAPTURE) as (memory, run):
+            run.launch()
             self.stream.synchronize()
-            return slot.results()
+            return memory.download(self.outputs)
+
+    @contextmanager
+    def _bound(
+        self, session: Any, feeds: Arrays, likes: Arrays, graph_id: int
+    ) -> Iterator[tuple[CallTensors, BoundRun]]:
+        """A call on the device with these inputs, and outputs with the shapes and types of `likes`."""
+        on_host = {}
+        if TOTAL_LENGTH in self.all_inputs:
+            S, T = feeds["x"].shape[1], feeds[CACHES[0]].shape[2]
+            on_host[TOTAL_LENGTH] = total_length(feeds[LENGTHS], S, T)
+        inputs, outputs = (
+            {name: (array.shape, array.dtype) for name, array in arrays.items()} for arrays in (feeds, likes)
+        )
+        memory = CallTensors(inputs, outputs, self.aliases, self.stream)
+        try:
+            memory.upload(feeds)
+            memory.clear_outputs()
+            call = StepCall(tensors=memory.tensors, on_host=on_host)
+            yield memory, BoundRun(self.ort, session, call, self.outputs, graph_id=graph_id)
         finally:
             self.stream.synchronize()
-            slot.free()
-
-    def _fed(self, feeds: Arrays) -> Arrays:
-        """The inputs, with the one that is computed from them."""
-        if TOTAL_LENGTH not in self.all_inputs:
-            return feeds
-        S, T = feeds["x"].shape[1], feeds[CACHES[0]].shape[2]
-        return {**feeds, TOTAL_LENGTH: total_length(feeds[LENGTHS], S, T)}
+            memory.close()
 
     def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
         apart = {name: array for name, array in results.items() if name not in self.aliases}
@@ -355,94 +328,43 @@ class OrtCudaRunner(GpuRunner):
                 graph=self.graph,
             )
             yield Prepared(
-                launch=lambda slot: bound[slot].launch(),
-                results=lambda slot: bound[slot].results(),
+                launch=lambda slot: bound[slot][1].launch(),
+                results=lambda slot: bound[slot][0].download(self.outputs),
                 memory_bytes=before - free_memory(),
                 why_no_graph=why,
             )
 
     @contextmanager
-    def _slots(self, feeds: Arrays, likes: Arrays, count: int, *, capture: bool) -> Iterator[list[_Slot]]:
-        """Slots in a session of their own, warmed up."""
+    def _slots(
+        self, feeds: Arrays, likes: Arrays, count: int, *, capture: bool
+    ) -> Iterator[list[tuple[CallTensors, BoundRun]]]:
+        """Calls in a session of their own, warmed up."""
         session = self.open_session(capture=capture)
-        bound: list[_Slot] = []
-        try:
-            for number in range(count):
-                run = BoundRun(self.ort, session, graph_id=number + 1 if capture else NO_CAPTURE)
-                bound.append(_Slot(run, self.stream, self.aliases))
-                bound[-1].bind(self._fed(feeds), likes)
+        with ExitStack() as owned:
+            bound = [
+                owned.enter_context(self._bound(session, feeds, likes, number + 1 if capture else NO_CAPTURE))
+                for number in range(count)
+            ]
             try:
-                # ONNX Runtime repeats the first run by itself until it has captured it.
-                for slot in bound:
-                    for _ in range(WARM_UP):
-                        slot.launch()
+                try:
+                    # ONNX Runtime repeats the first run by itself until it has captured it.
+                    for _, run in bound:
+                        for _ in range(WARM_UP):
+                            run.launch()
+                    self.stream.synchronize()
+                except Exception as error:
+                    raise cannot_run(error, capture=capture) from error
+                for memory, _ in bound:  # results must come from a launch that was timed
+                    memory.clear_outputs()
+                yield bound
+            finally:
                 self.stream.synchronize()
-            except Exception as error:
-                raise cannot_run(error, capture=capture) from error
-            for slot in bound:  # results must come from a launch that was timed
-                slot.clear_outputs()
-            yield bound
-        finally:
-            self.stream.synchronize()
-            for slot in bound:
-                slot.free()
-            bound.clear()
+                bound.clear()  # before the memory that the calls are bound to
 
     def close(self) -> None:
         """Drop the session, and the weights with it; then the stream that it ran on."""
         self.__dict__.pop("session", None)
         self.stream.close()
-
-
-class _Slot:
-    """One copy of the inputs and outputs on the device, and the call that is bound to them."""
-
-    def __init__(self, run: BoundRun, stream: Stream, aliases: Mapping[str, str]) -> None:
-        self._run, self._stream, self._aliases = run, stream, aliases
-        self._inputs: dict[str, Buffer] = {}
-        self._outputs: dict[str, tuple[Buffer, np.ndarray]] = {}
-
-    def bind(self, feeds: Arrays, likes: Arrays) -> None:
-        """Copy the inputs to the device, and bind outputs with the shapes and types of `likes`."""
-        held = {name: np.ascontiguousarray(feeds[name]) for name in feeds if name != TOTAL_LENGTH}
-        for name, array in held.items():
-            buffer = self._inputs[name] = Buffer(array.nbytes)
-            buffer.upload(array, self._stream)
-            self._run.bind_input(name, buffer, array.shape, array.dtype)
-        if TOTAL_LENGTH in feeds:
-            self._run.bind_host_input(TOTAL_LENGTH, feeds[TOTAL_LENGTH])
-        for name, like in likes.items():
-            shared = self._aliases.get(name)
-            buffer = Buffer(like.nbytes) if shared is None else self._inputs[shared]
-            self._outputs[name] = (buffer, like)
-            self._run.bind_output(name, buffer, like.shape, like.dtype)
-        self.clear_outputs()
-        self._stream.synchronize()  # the uploads read from arrays of the host
-
-    def clear_outputs(self) -> None:
-        """Overwrite the outputs with what no result can be."""
-        for buffer in self._own_outputs():
-            buffer.fill(UNWRITTEN, self._stream)
-
-    def _own_outputs(self) -> list[Buffer]:
-        return [buffer for name, (buffer, _) in self._outputs.items() if name not in self._aliases]
-
-    def launch(self) -> None:
-        """Queue one call."""
-        self._run.launch()
-
-    def results(self) -> dict[str, np.ndarray]:
-        """The outputs of the last call."""
-        return {
-            name: buffer.download(like.shape, like.dtype, self._stream)
-            for name, (buffer, like) in self._outputs.items()
-        }
-
-    def free(self) -> None:
-        """Free the memory, after the call that is bound to it."""
-        del self._run
-        for buffer in (*self._own_outputs(), *self._inputs.values()):
-            buffer.free()
 
 
 # -- ONNX Runtime under a decode loop --------------------------------------------------------------
@@ -465,7 +387,7 @@ class OrtLauncher(Launcher):
     def launch(self, call: StepCall, *, again: bool) -> None:
         """Queue one call."""
         try:
-            self._running = self._bound(self._runner.session, call, NO_CAPTURE)
+            self._running = BoundRun(self._runner.ort, self._runner.session, call, self.outputs)
             self._running.launch()
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
             raise DeployError("ONNX Runtime failed on these tokens.", got=first_line(error)) from error
@@ -483,21 +405,13 @@ class OrtLauncher(Launcher):
         """A call in a session of its own that has run."""
         try:
             session = self._runner.open_session(capture=capture)
-            run = self._bound(session, call, 1 if capture else NO_CAPTURE)
+            graph_id = 1 if capture else NO_CAPTURE
+            run = BoundRun(self._runner.ort, session, call, self.outputs, graph_id=graph_id)
             for _ in range(WARM_UP):
                 run.launch()
             self.stream.synchronize()
         except Exception as error:
             raise cannot_run(error, capture=capture) from error
-        return run
-
-    def _bound(self, session: Any, call: StepCall, graph_id: int) -> BoundRun:
-        run = BoundRun(self._runner.ort, session, graph_id=graph_id)
-        for name, array in call.on_host.items():
-            run.bind_host_input(name, array)
-        for name, tensor in call.tensors.items():
-            bind = run.bind_output if name in self.outputs else run.bind_input
-            bind(name, tensor.buffer, tensor.shape, tensor.dtype)
         return run
 
     def close(self) -> None:

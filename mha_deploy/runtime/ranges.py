@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.file import graph_of
-from mha_deploy.graph.precision import SLICE_BYTES, Cases, RangeMeter, Ranges
+from mha_deploy.graph.precision import SLICE_BYTES, Cases, Ranges, ranges_by
 from mha_deploy.runtime import open_runner
 
 
@@ -24,7 +24,7 @@ def measure_ranges(model: Path | ir.Model, cases: Cases, *, slice_bytes: int = S
     Raises:
         DeployError: The graph has branches, or ONNX Runtime cannot run it on these inputs.
     """
-    return RangeMeter(graph_of(model), cases, slice_bytes=slice_bytes).measure(_run)
+    return ranges_by(_run, graph_of(model), cases, slice_bytes=slice_bytes)
 
 
 def _run(model: ir.Model, cases: Cases) -> Iterator[Mapping[str, np.ndarray]]:

@@ -48,17 +48,15 @@ def install(monkeypatch) -> Device:
     """Put the fake in the place of the GPU, fresh."""
     from mha_deploy.runtime import decode, gpu, ort_cuda, timing
     from mha_deploy.runtime.tensorrt import run
-    from mha_deploy.runtime.tensorrt import run as bound
 
     vars(DEVICE).update(vars(Device()))
     fake = Gpu(name="fake", compute_capability="9.0", l2_bytes=64, memory_bytes=1, pci_bus="0")
     monkeypatch.setattr(gpu, "open_gpu", lambda: fake)
     for module in (run, ort_cuda):
         monkeypatch.setattr(module, "Stream", Stream)
-    for module in (bound, decode, ort_cuda):
-        monkeypatch.setattr(module, "Buffer", Buffer)
+    monkeypatch.setattr(decode, "Buffer", Buffer)
     monkeypatch.setattr(timing, "Event", Event)
-    monkeypatch.setattr(bound, "capture", capture)
+    monkeypatch.setattr(run, "capture", capture)
     return DEVICE
 
 

@@ -57,9 +57,9 @@ class Refusals:
                 self.alive.append(weakref.ref(made))
             return made
 
-        def init(run, ort, session, *, graph_id=NO_CAPTURE):
+        def init(run, *given, graph_id=NO_CAPTURE):
             run.captures = graph_id != NO_CAPTURE
-            real_init(run, ort, session, graph_id=graph_id)
+            real_init(run, *given, graph_id=graph_id)
 
         def launch(run):
             real_launch(run)

@@ -12,7 +12,6 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import ort_cuda
-from mha_deploy.runtime import ort_cuda as ort_bound
 from mha_deploy.runtime.ort import OrtCpuRunner
 from mha_deploy.runtime.ort_cuda import OrtCudaRunner
 from mha_deploy.runtime.timing import TimingPlan
@@ -78,20 +77,18 @@ def test_batch_elements_advance_by_their_counts(device, bundles, whole, layer):
 
 @pytest.mark.parametrize("layer", PREALLOCATED, ids="-".join)
 def test_the_caches_that_go_out_are_those_that_came_in(device, bundles, layer, monkeypatch):
-    bound = []
-    real = ort_bound.BoundRun.bind_output
-    monkeypatch.setattr(
-        ort_bound.BoundRun,
-        "bind_output",
-        lambda self, name, buffer, *rest: (
-            bound.append((name, buffer.address)) or real(self, name, buffer, *rest)
-        ),
-    )
+    calls = []
+    real = ort_cuda.BoundRun.__init__
+
+    def init(self, ort, session, call, outputs, **more):
+        calls.append(call.addresses)
+        real(self, ort, session, call, outputs, **more)
+
+    monkeypatch.setattr(ort_cuda.BoundRun, "__init__", init)
     with opened(bundles, layer) as runner, runner.decode_loop(B=B) as loop:
         loop.feed(drawn(1))
         keys, values = (tensor.buffer.address for tensor in loop._held)
-        assert dict(bound)["key_cache_out"] == keys
-        assert dict(bound)["value_cache_out"] == values
+        assert (calls[-1]["key_cache_out"], calls[-1]["value_cache_out"]) == (keys, values)
         device.done.clear()
         device.uploaded = 0
         loop.feed(drawn(1))
@@ -129,18 +126,18 @@ def test_a_timed_step_leaves_everything_as_it_was(device, bundles, whole, layer)
 def test_timed_calls_are_captured_if_they_may(device, bundles, monkeypatch, cuda_graph, sessions):
     opens, ids = [], []
     real = ort_cuda.OrtCudaRunner.open_session
-    bound = ort_bound.BoundRun.__init__
+    bound = ort_cuda.BoundRun.__init__
 
     def open_session(self, *, capture):
         opens.append(str(int(capture)))
         return real(self, capture=capture)
 
-    def init(self, ort, session, *, graph_id=ort_bound.NO_CAPTURE):
+    def init(self, *given, graph_id=ort_cuda.NO_CAPTURE):
         ids.append(graph_id)
-        bound(self, ort, session, graph_id=graph_id)
+        bound(self, *given, graph_id=graph_id)
 
     monkeypatch.setattr(ort_cuda.OrtCudaRunner, "open_session", open_session)
-    monkeypatch.setattr(ort_bound.BoundRun, "__init__", init)
+    monkeypatch.setattr(ort_cuda.BoundRun, "__init__", init)
     with opened(bundles, PREALLOCATED[0], cuda_graph=cuda_graph) as runner, runner.decode_loop(B=B) as loop:
         loop.feed(drawn(1))
         assert loop.time_step(1, QUICK).graph is cuda_graph

@@ -27,7 +27,7 @@ from mha_deploy.runtime import cuda, decode
 from mha_deploy.runtime.cuda import Copy2D, CudaError
 from mha_deploy.runtime.ort import OrtCpuRunner
 from mha_deploy.runtime.runner import TensorInfo
-from mha_deploy.runtime.tensorrt.run import TensorRTRunner, tightest_admitting
+from mha_deploy.runtime.tensorrt.run import TensorRTRunner, first_admitting
 from mha_deploy.runtime.tensorrt.versions import EngineError
 from mha_deploy.runtime.timing import TimingPlan
 
@@ -237,7 +237,7 @@ def test_a_single_token_goes_to_the_profile_for_it(device):
             "x": (1, 1, E),
             **{name: (1, *dims[1:]) for name, dims in PREALLOCATED.items() if name != "x"},
         }
-        assert tightest_admitting(runner.profiles, shapes) == 1
+        assert first_admitting(runner.profiles, shapes, tightest=True) == 1
         with pytest.raises(DeployError, match="No optimisation profile"):
             loop_of(runner, b"rows", batch=5).feed(tokens(1, batch=5))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -13,8 +13,9 @@ import numpy as np
 
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.spec import CACHES, CACHES_OUT, PAST
-from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Copy2D, CudaError, Graph, Stream, capture
+from mha_deploy.runtime.cuda import Copy2D, CudaError, Graph, Stream, capture
 from mha_deploy.runtime.decode import (
+    CallTensors,
     Launcher,
     Repeated,
     StepCall,
@@ -34,12 +35,7 @@ from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 
 
 def admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> list[int]:
-    """The profiles that take these shapes, in their order.
-
-    Args:
-        profiles: Smallest, usual and largest shape of every input, for each profile.
-        shapes: The shape of every input.
-    """
+    """The profiles that take inputs of these shapes, in their order."""
 
     def within(shape: Shape, low: Shape, high: Shape) -> bool:
         return len(shape) == len(low) and all(map(lambda a, size, b: a <= size <= b, low, shape, high))
@@ -51,8 +47,13 @@ def admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> list[
     ]
 
 
-def first_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
-    """The first profile that takes these shapes; without one, the error lists what each takes."""
+def first_admitting(
+    profiles: Sequence[Profile], shapes: Mapping[str, Shape], *, tightest: bool = False
+) -> int:
+    """The first profile that takes these shapes; without one, the error lists what each takes.
+
+    The `tightest` is that with the smallest ranges instead, as one for single tokens.
+    """
     found = admitting(profiles, shapes)
     if not found:
         raise DeployError(
@@ -60,16 +61,9 @@ def first_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) ->
             got=_in_words(shapes),
             hint="; ".join(f"profile {index}: {describe(each)}" for index, each in enumerate(profiles)),
         )
-    return found[0]
-
-
-def tightest_admitting(profiles: Sequence[Profile], shapes: Mapping[str, Shape]) -> int:
-    """The profile with the smallest ranges among those that take these shapes, as one for single tokens."""
-    first_admitting(profiles, shapes)
-    return min(
-        admitting(profiles, shapes),
-        key=lambda index: sum(math.prod(high) for _, _, high in profiles[index].values()),
-    )
+    if not tightest:
+        return found[0]
+    return min(found, key=lambda index: sum(math.prod(high) for _, _, high in profiles[index].values()))
 
 
 def refuse_outside(profiles: Sequence[Profile], index: int, shapes: Mapping[str, Shape]) -> None:
@@ -98,7 +92,9 @@ def _in_words(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
-# -- A cache of the values used last ---------------------------------------------------------------
+# -- The execution contexts that were used last ----------------------------------------------------
+
+_Key = tuple[int, tuple[tuple[str, Shape], ...]]
 
 
 class Closeable(Protocol):
@@ -108,19 +104,25 @@ class Closeable(Protocol):
         """Free them."""
 
 
-Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value", bound=Closeable)
 
 
-class Recent(Generic[Key, Value]):
-    """Keeps the `most` values used last, and closes the others."""
+class Recent(Generic[Value]):
+    """Keeps the `most` values used last by profile and shapes, and closes the others.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: OrderedDict[Key, Value] = OrderedDict()
+    Where profiles are not `shared`, each belongs to one context at a time: that of other shapes goes first.
+    """
 
-    def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of a key; made where it is missing, after room was made for it."""
+    def __init__(self, most: int, *, shared: bool) -> None:
+        self._most, self._shared = most, shared
+        self._kept: OrderedDict[_Key, Value] = OrderedDict()
+
+    def get(self, profile: int, shapes: Mapping[str, Shape], make: Callable[[], Value]) -> Value:
+        """The value of a profile and shapes; made where it is missing, after room was made for it."""
+        key = (profile, tuple(sorted(shapes.items())))
+        if not self._shared:
+            for other in [kept for kept in self._kept if kept[0] == profile and kept != key]:
+                self._kept.pop(other).close()
         if key not in self._kept:
             while len(self._kept) >= self._most:
                 self._kept.popitem(last=False)[1].close()
@@ -128,17 +130,10 @@ class Recent(Generic[Key, Value]):
         self._kept.move_to_end(key)
         return self._kept[key]
 
-    def drop(self, unwanted: Callable[[Key], bool]) -> None:
-        """Close the values whose keys are unwanted."""
-        for key in [key for key in self._kept if unwanted(key)]:
-            self._kept.pop(key).close()
-
     def close(self) -> None:
         """Close all values."""
-        self.drop(lambda key: True)
-
-    def __len__(self) -> int:
-        return len(self._kept)
+        while self._kept:
+            self._kept.popitem(last=False)[1].close()
 
 
 # -- From a plan to an engine, and its inputs and outputs ------------------------------------------
@@ -154,20 +149,10 @@ _TYPES = {
 
 
 def load_engine(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> tuple[Any, Any]:
-    """Deserialise a plan on the GPU.
+    """Deserialise a plan on the GPU: the engine, and the runtime that it must not outlive.
 
-    Args:
-        rt: The TensorRT that built it.
-        plan: The serialised engine.
-        host_code: Allow the runtime code in a version-compatible engine. Only for plans of one's own: it is
-            executed.
-
-    Returns:
-        The engine, and the runtime that it must not outlive.
-
-    Raises:
-        BackendUnavailable: TensorRT cannot start here.
-        EngineError: The engine cannot be loaded here.
+    `host_code` allows the runtime code in a version-compatible engine. Only for plans of one's own: it is
+    executed.
     """
     trt = rt.module
     with collect(rt) as messages:
@@ -350,48 +335,30 @@ def _check(done: bool, what: str) -> None:
 
 
 class Slot:
-    """The buffers of one call, and the graph that computes on them.
+    """The tensors of one call, and the graph that computes on them.
 
-    An output that is written in place is the buffer of its input. It is never cleared, and a launch changes
-    that input; launched again, it writes the same again.
+    A launch changes an input that is written in place; launched again, it writes the same again.
 
     Args:
         bound: The context that computes.
         owns_context: Whether the context is closed with the slot.
-
-    Attributes:
-        nbytes: Device memory of the buffers.
     """
 
     def __init__(self, bound: BoundContext, *, owns_context: bool = False) -> None:
         self.bound = bound
         self._graph: Graph | None = None
         self._copies: Sequence[tuple[str, str, Copy2D]] = ()
-        self._buffers: dict[str, Buffer] = {}
         with ExitStack() as owned:
             if owns_context:
                 owned.callback(bound.close)
-            for name, info in {**bound.inputs, **bound.outputs}.items():
-                if name not in bound.aliases:
-                    self._buffers[name] = Buffer(math.prod(bound.shapes[name]) * info.dtype.itemsize)
-                    owned.callback(self._buffers[name].free)
-            self.nbytes = sum(buffer.nbytes for buffer in self._buffers.values())
-            self._buffers |= {name: self._buffers[shared] for name, shared in bound.aliases.items()}
+            inputs, outputs = (
+                {name: (bound.shapes[name], info.dtype) for name, info in infos.items()}
+                for infos in (bound.inputs, bound.outputs)
+            )
+            self.memory = CallTensors(inputs, outputs, bound.aliases, bound.stream)
+            owned.callback(self.memory.close)
             self._owned = owned.pop_all()
-        self._addresses = {name: buffer.address for name, buffer in self._buffers.items()}
-
-    def upload(self, feeds: Arrays) -> None:
-        """Copy the inputs to the device, and wait for it."""
-        stream = self.bound.stream
-        arrays = {name: np.ascontiguousarray(feeds[name]) for name in self.bound.inputs}
-        for name, array in arrays.items():
-            self._buffers[name].upload(array, stream)
-        stream.synchronize()
-
-    def copy_inputs(self, other: Slot) -> None:
-        """Take the inputs of another slot."""
-        for name in self.bound.inputs:
-            self._buffers[name].copy_from(other._buffers[name], self.bound.stream)
+        self._addresses = {name: each.buffer.address for name, each in self.memory.tensors.items()}
 
     def settle(self, *, record: bool, copies: Sequence[tuple[str, str, Copy2D]] = ()) -> None:
         """Run once on the inputs that are here, so that TensorRT does its one-time work; then record.
@@ -400,24 +367,19 @@ class Slot:
             record: Whether later launches are those of a CUDA graph.
             copies: The copies of new KV-cache entries that belong to a launch, behind the engine's own work.
         """
-        self.clear_outputs()
+        self.memory.clear_outputs()
         self._copies = copies
         self.bound.enqueue(self._addresses)
         self.bound.stream.synchronize()
         if record:
             self._graph = self.bound.record(self._addresses, self._copy_entries)
             self._owned.callback(self._graph.close)
-        self.clear_outputs()
+        self.memory.clear_outputs()
 
     def _copy_entries(self) -> None:
+        tensors = self.memory.tensors
         for cache, entries, place in self._copies:
-            self._buffers[cache].copy_2d(self._buffers[entries], place, self.bound.stream)
-
-    def clear_outputs(self) -> None:
-        """Overwrite the outputs with what no result can be."""
-        for name in self.bound.outputs:
-            if name not in self.bound.aliases:
-                self._buffers[name].fill(UNWRITTEN, self.bound.stream)
+            tensors[cache].buffer.copy_2d(tensors[entries].buffer, place, self.bound.stream)
 
     def launch(self) -> None:
         """Queue one call, and do not wait."""
@@ -429,26 +391,19 @@ class Slot:
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Upload, launch, download."""
-        self.upload(feeds)
-        self.clear_outputs()
+        self.memory.upload(feeds)
+        self.memory.clear_outputs()
         self.launch()
-        return self.download()
+        return self.memory.download(self.bound.outputs)
 
-    def download(self) -> dict[str, np.ndarray]:
-        """Wait, and copy the outputs to the host."""
-        return self._downloaded(self.bound.outputs)
+    def results(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """The outputs of the last launch.
 
-    def download_caches(self) -> dict[str, np.ndarray]:
-        """Wait, and copy the caches into which launches copy new entries to the host."""
-        return self._downloaded({cache: self.bound.inputs[cache] for cache, _, _ in self._copies})
-
-    def _downloaded(self, tensors: Mapping[str, TensorInfo]) -> dict[str, np.ndarray]:
-        bound = self.bound
-        bound.stream.synchronize()
-        return {
-            name: self._buffers[name].download(bound.shapes[name], info.dtype, bound.stream)
-            for name, info in tensors.items()
-        }
+        With the caches of the device: entries that were not copied there must not be added here.
+        """
+        outputs = self.memory.download(self.bound.outputs)
+        caches = self.memory.download({cache: None for cache, _, _ in self._copies})
+        return presented_results(feeds, outputs, caches)
 
     def close(self) -> None:
         """Destroy the graph, and free the buffers."""
@@ -456,8 +411,6 @@ class Slot:
 
 
 # -- Run an engine: TensorRT 8.6 to 11 and TensorRT-RTX, without PyTorch ---------------------------
-
-_Key = tuple[int, tuple[tuple[str, Shape], ...]]
 
 
 class TensorRTRunner(GpuRunner):
@@ -510,7 +463,7 @@ class TensorRTRunner(GpuRunner):
             shared = {name: engine.get_aliased_input_tensor(name) for name in self.engine_outputs}
             self.aliases |= {name: source for name, source in shared.items() if source}
         self.profiles = _profile_ranges(engine, self.inputs)
-        self._calls: Recent[_Key, Slot] = Recent(keep)
+        self._calls: Recent[Slot] = Recent(keep, shared=rt.can.shared_profiles)
         self.stream = Stream()
 
     def profiles_for(self, feeds: Arrays) -> list[int]:
@@ -549,33 +502,28 @@ class TensorRTRunner(GpuRunner):
         return presented_results(feeds, self._usual_call(feeds).run(feeds))
 
     def _call_bytes(self, feeds: Arrays, results: Arrays) -> int:
-        return self._usual_call(feeds).nbytes
+        return self._usual_call(feeds).memory.nbytes
 
     def _usual_call(self, feeds: Arrays) -> Slot:
         """The call in the first profile that fits; with a cache in the tightest, as decode loops do."""
         cached = cache_form(self.inputs, self.engine_outputs) is not None
-        choose = tightest_admitting if cached else first_admitting
-        return self._call(feeds, choose(self.profiles, _shapes(feeds)))
+        return self._call(feeds, first_admitting(self.profiles, _shapes(feeds), tightest=cached))
 
     def _call(self, feeds: Arrays, profile: int) -> Slot:
         check_room(feeds)
         shapes = _shapes(feeds)
-        key = (profile, tuple(sorted(shapes.items())))
-        if not self._rt.can.shared_profiles:
-            # Here a profile belongs to one context at a time, so that of other shapes is closed first.
-            self._calls.drop(lambda kept: kept[0] == profile and kept != key)
 
         def new_call() -> Slot:
             slot = Slot(self.bind(shapes, profile), owns_context=True)
             try:
-                slot.upload(feeds)
+                slot.memory.upload(feeds)
                 slot.settle(record=self.graph)
             except BaseException:
                 slot.close()
                 raise
             return slot
 
-        return self._calls.get(key, new_call)
+        return self._calls.get(profile, shapes, new_call)
 
     def bind(self, shapes: Mapping[str, Shape], profile: int) -> BoundContext:
         """A context of the caller's own, who closes it.
@@ -608,22 +556,16 @@ class TensorRTRunner(GpuRunner):
                 slot = Slot(bound)
                 owned.callback(slot.close)
                 if prepared:
-                    slot.copy_inputs(prepared[0])
+                    slot.memory.copy_inputs(prepared[0].memory)
                 else:
-                    slot.upload(feeds)
+                    slot.memory.upload(feeds)
                 slot.settle(record=self.graph, copies=cache_copies(feeds, self.engine_outputs))
                 prepared.append(slot)
-
-            def results(index: int) -> dict[str, np.ndarray]:
-                # With the caches of the device: entries that were not copied there must not be added here.
-                slot = prepared[index]
-                return presented_results(feeds, slot.download(), slot.download_caches())
-
             try:
                 yield Prepared(
                     launch=lambda index: prepared[index].launch(),
-                    results=results,
-                    memory_bytes=self.engine_bytes + sum(slot.nbytes for slot in prepared),
+                    results=lambda index: prepared[index].results(feeds),
+                    memory_bytes=self.engine_bytes + sum(slot.memory.nbytes for slot in prepared),
                 )
             finally:
                 self.stream.synchronize()  # the buffers must not be freed while a call is using them
@@ -652,12 +594,8 @@ def _shapes(feeds: Arrays) -> dict[str, Shape]:
 class TensorRTLauncher(Launcher):
     """An engine, launched on tensors of a decode loop.
 
-    Where a profile belongs to one context at a time (8.6), the runner itself cannot run in a profile that the
-    launcher uses.
-
-    Args:
-        runner: The loaded engine; it must outlive the launcher.
-        rt: Its TensorRT.
+    Its runner must outlive it. Where a profile belongs to one context at a time (8.6), the runner itself
+    cannot run in a profile that the launcher uses.
     """
 
     def __init__(self, runner: TensorRTRunner, rt: TensorRT) -> None:
@@ -665,8 +603,8 @@ class TensorRTLauncher(Launcher):
         self.graph, self.engine_bytes = runner.graph, runner.engine_bytes
         self.inputs, self.outputs = runner.inputs, runner.engine_outputs
         self.in_place = [runner.aliases.get(out) for out in CACHES_OUT] == list(CACHES)
-        self._runner, self._rt = runner, rt
-        self._contexts: Recent[_Key, BoundContext] = Recent(2)
+        self._runner = runner
+        self._contexts: Recent[BoundContext] = Recent(2, shared=rt.can.shared_profiles)
 
     def most_tokens(self, B: int) -> int | None:
         """The longest call that a profile for B batch elements takes into an empty cache, if any."""
@@ -714,12 +652,10 @@ class TensorRTLauncher(Launcher):
 
     def _context(self, call: StepCall) -> BoundContext:
         shapes = call.shapes(self.inputs)
-        profile = tightest_admitting(self._runner.profiles, shapes)
+        profile = first_admitting(self._runner.profiles, shapes, tightest=True)
         # One context takes all calls whose shapes change; it has no graphs that would be lost.
-        key = (profile, () if call.varies else tuple(sorted(shapes.items())))
-        if not self._rt.can.shared_profiles:
-            self._contexts.drop(lambda kept: kept[0] == profile and kept != key)
-        bound = self._contexts.get(key, lambda: self._runner.bind(shapes, profile))
+        fixed = {} if call.varies else shapes
+        bound = self._contexts.get(profile, fixed, lambda: self._runner.bind(shapes, profile))
         if any(bound.shapes[name] != shape for name, shape in shapes.items()):
             bound.reshape(shapes)
         wanted = call.shapes(self.outputs)  # there is memory for no others
