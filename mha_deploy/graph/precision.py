@@ -1,6 +1,6 @@
 """Write a float32 graph in FP16, and keep in float32 only what exceeds FP16.
 
-    ranges = measure_ranges(model, cases)        # mha_deploy.runtime.ranges: runs the graph
+    ranges = measure_ranges(model, cases)        # mha_deploy.runtime: runs the graph
     plan = plan_precision(model, ranges)         # which nodes stay in float32, and why
     mixed = apply_plan(model, plan)              # the graph, with Casts at the borders only
 
@@ -74,6 +74,17 @@ class ValueRange:
     smallest: float | None = None
     sentinel: float | None = None
 
+    def joined(self, other: ValueRange) -> ValueRange:
+        """The range of both."""
+        smallest = [each.smallest for each in (self, other) if each.smallest is not None]
+        sentinels = [each.sentinel for each in (self, other) if each.sentinel is not None]
+        return ValueRange(
+            largest=max(self.largest, other.largest),
+            highest=max(self.highest, other.highest),
+            smallest=min(smallest, default=None),
+            sentinel=max(sentinels, key=abs, default=None),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranges:
@@ -93,15 +104,10 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptNode:
-    """A node that is not written in FP16.
+    """A node that is not written in FP16 but in `precision`, `fp32` or `bf16`.
 
-    Args:
-        name: Its name.
-        op_type: Its operator.
-        precision: `fp32` or `bf16`.
-        kind: `overflow`, `flushed`, `exact`, `mask`, `operator` or `between`.
-        figure: The number that decided, where one did.
-        reason: Why, in a sentence.
+    `kind` is `overflow`, `flushed`, `exact`, `mask`, `operator` or `between`, and `figure` the number that
+    decided, where one did.
     """
 
     name: str
@@ -158,93 +164,28 @@ class PrecisionPlan:
 
     def lines(self) -> list[str]:
         """The plan as text, one sentence a line."""
-        nodes = [f"{each.name} ({each.op_type}) stays {each.precision}: {each.reason}" for each in self.kept]
-        inputs = [f"input {each.name} stays fp32: {each.reason}" for each in self.inputs]
-        outputs = [f"output {each.name} stays fp32: {each.reason}" for each in self.outputs]
-        clamped = [
-            f"{each.name}: {each.found:.6g} is written as {each.written:.6g}: {each.reason}"
-            for each in self.clamped
+        return [
+            *(f"{each.name} ({each.op_type}) stays {each.precision}: {each.reason}" for each in self.kept),
+            *(f"input {each.name} stays fp32: {each.reason}" for each in self.inputs),
+            *(f"output {each.name} stays fp32: {each.reason}" for each in self.outputs),
+            *(
+                f"{each.name}: {each.found:.6g} is written as {each.written:.6g}: {each.reason}"
+                for each in self.clamped
+            ),
         ]
-        return nodes + inputs + outputs + clamped
 
     def describe(self) -> dict[str, Any]:
         """The record as plain data for JSON."""
         return {key: list(each) if isinstance(each, tuple) else each for key, each in asdict(self).items()}
 
 
-# -- Which types an operator accepts, by its ONNX schema -------------------------------------------
-
-FLOAT = ir.DataType.FLOAT
-_ONNX_NAMES = {
-    ir.DataType.FLOAT16: "tensor(float16)",
-    ir.DataType.BFLOAT16: "tensor(bfloat16)",
-    FLOAT: "tensor(float)",
-}
-
-
-class Slots:
-    """The types that the inputs and outputs of operators accept, in a model with these operator sets."""
-
-    def __init__(self, opsets: Mapping[str, int]) -> None:
-        self._opsets = opsets
-
-    def type_of(self, node: ir.Node, side: str, position: int, wanted: ir.DataType) -> ir.DataType:
-        """The wanted type, or float32 where the operator does not accept it; `side` is inputs or outputs."""
-        schema = _schema(node.op_type, node.domain, self._opsets.get(node.domain, 1))
-        slots = () if schema is None else getattr(schema, side)
-        if not slots:
-            return FLOAT
-        slot = slots[min(position, len(slots) - 1)]  # the last one may be variadic
-        return wanted if _ONNX_NAMES[wanted] in slot.types else FLOAT
-
-
-@cache
-def _schema(op_type: str, domain: str, version: int) -> Any:
-    """The schema of an operator; None for one that is not ONNX's."""
-    try:
-        return onnx.defs.get_schema(op_type, version, domain)
-    except onnx.defs.SchemaError:
-        return None
-
-
-# -- Constants in FP16: overflow, flush to zero, clamping ------------------------------------------
-
-# Random weights have some numbers that FP16 flushes to 0, one in a million. More of them carry information.
-_FEW = 0.01
-
-
-def overflow_of(array: np.ndarray) -> float | None:
-    """The largest magnitude that overflows FP16, sentinels apart; None where there is none."""
-    size = np.abs(array)
-    largest = float(size.max(initial=0.0, where=size < SENTINEL_FROM))
-    return largest if largest > FP16_MAX else None
-
-
-def flushed_of(array: np.ndarray) -> float | None:
-    """The largest of the numbers that FP16 flushes to 0, where they are more than a few."""
-    size = np.abs(array)
-    lost = size[(size > 0) & (size < FLUSHED_BELOW)]
-    few = _FEW * int(np.count_nonzero(size))
-    return float(lost.max()) if lost.size > few else None
-
-
-def clamped_of(array: np.ndarray) -> float | None:
-    """The finite number of largest magnitude beyond FP16; None where there is none."""
-    beyond = array[np.isfinite(array) & (np.abs(array) > FP16_MAX)]
-    return float(beyond[np.abs(beyond).argmax()]) if beyond.size else None
-
-
-def clamp(array: np.ndarray, dtype: np.dtype, limit: float) -> np.ndarray:
-    """The array in another type, its finite numbers clamped to the limits of that type."""
-    return np.where(np.isfinite(array), np.clip(array, -limit, limit), array).astype(dtype)
-
-
 # -- The form of a graph that measuring, planning and writing share --------------------------------
 
+FLOAT, HALF, BF16 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16
 TYPE_BLIND = frozenset({"Shape", "Size"})
 """Operators that read only the shape of a tensor."""
 
-_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+_ONNX_NAMES = {HALF: "tensor(float16)", BF16: "tensor(bfloat16)", FLOAT: "tensor(float)"}
 
 
 def prepared(model: ir.Model) -> ir.Model:
@@ -268,7 +209,15 @@ def prepared(model: ir.Model) -> ir.Model:
         )
     infer_shapes(copy)
     write_bfloat16_as_float32(copy)
-    _lift_constants(graph)
+    for node in [node for node in graph if is_op(node, "Constant")]:
+        old = node.outputs[0]
+        tensor = constant(old)
+        if tensor is None or tensor.dtype != FLOAT or old.is_graph_output():
+            continue
+        new = ir.val(old.name, FLOAT, tensor.numpy().shape, const_value=tensor)
+        old.replace_all_uses_with(new)
+        graph.remove(node, safe=True)
+        graph.register_initializer(new)
     taken: set[str] = set()
     for node in graph:
         if not node.name or node.name in taken:
@@ -289,51 +238,35 @@ def write_bfloat16_as_float32(model: ir.Model) -> bool:
 
     The numbers of BF16 are numbers of float32, so this only leaves out roundings.
     """
-    narrow, found = ir.DataType.BFLOAT16, False
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
-        found |= _retyped(value, narrow)
+    values = [value for graph in model.graphs() for value in (*graph.inputs, *graph.initializers.values())]
     for node in model.graph.all_nodes():
-        for value in node.outputs:
-            found |= _retyped(value, narrow)
-        _fix_attributes(node, FLOAT, narrow)
-        for graph in inner_graphs(node):
-            for value in (*graph.inputs, *graph.initializers.values()):
-                found |= _retyped(value, narrow)
-    return found
-
-
-def _retyped(value: ir.Value, narrow: ir.DataType) -> bool:
-    if value.dtype != narrow:
-        return False
-    _set_type(value, FLOAT)
-    if value.const_value is not None:
-        array = value.const_value.numpy().astype(np.float32)
-        value.const_value = ir.Tensor(array, name=value.name)
-    return True
+        values += node.outputs
+        _fix_attributes(node, FLOAT, BF16)
+    found = [value for value in values if value.dtype == BF16]
+    for value in found:
+        _set_type(value, FLOAT)
+        if value.const_value is not None:
+            value.const_value = ir.Tensor(value.const_value.numpy().astype(np.float32), name=value.name)
+    return bool(found)
 
 
 def inner_graphs(node: ir.Node) -> list[ir.Graph]:
     """The branches of an `If`, or the body of a loop."""
-    found = [each for each in node.attributes.values() if each.type in _GRAPHS]
-    return [
-        graph
-        for each in found
-        for graph in (each.as_graphs() if each.type == ir.AttributeType.GRAPHS else [each.as_graph()])
-    ]
-
-
-def is_float(value: ir.Value | None) -> bool:
-    """Whether there is a value, and its type is float32."""
-    return value is not None and value.dtype == FLOAT
+    found: list[ir.Graph] = []
+    for each in node.attributes.values():
+        if each.type == ir.AttributeType.GRAPH:
+            found.append(each.as_graph())
+        elif each.type == ir.AttributeType.GRAPHS:
+            found += each.as_graphs()
+    return found
 
 
 def float_inputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
     """The float32 inputs whose numbers a node reads, with their positions."""
-    if node.op_type in TYPE_BLIND and node.domain == "":
-        return
-    for position, value in enumerate(node.inputs):
-        if value is not None and value.dtype == FLOAT:
-            yield position, value
+    if not is_op(node, *TYPE_BLIND):
+        for position, value in enumerate(node.inputs):
+            if value is not None and value.dtype == FLOAT:
+                yield position, value
 
 
 def float_outputs(node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
@@ -349,22 +282,29 @@ def constant_of(value: ir.Value) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
-def name_of(value: ir.Value) -> str:
-    """The name of a value, which every value of a prepared graph has."""
-    return value.name or ""
+def accepted_type(
+    opsets: Mapping[str, int], node: ir.Node, side: str, position: int, wanted: ir.DataType
+) -> ir.DataType:
+    """The wanted type, or float32 where the operator does not accept it; `side` is inputs or outputs."""
+    slots = _slots(node.op_type, node.domain, opsets.get(node.domain, 1), side)
+    # The last one may be variadic.
+    return wanted if slots and _ONNX_NAMES[wanted] in slots[min(position, len(slots) - 1)] else FLOAT
 
 
-def _lift_constants(graph: ir.Graph) -> None:
-    for node in [node for node in graph if is_op(node, "Constant")]:
-        old = node.outputs[0]
-        tensor = constant(old)
-        if tensor is None or tensor.dtype != FLOAT or old.is_graph_output():
-            continue
-        new = ir.Value(name=old.name, type=ir.TensorType(FLOAT), const_value=tensor)
-        new.shape = ir.Shape(tensor.numpy().shape)
-        old.replace_all_uses_with(new)
-        graph.remove(node, safe=True)
-        graph.register_initializer(new)
+@cache
+def _slots(op_type: str, domain: str, version: int, side: str) -> list[frozenset[str]]:
+    """The types of the inputs or outputs by ONNX's schema; none for an operator that is not ONNX's."""
+    try:
+        schema = onnx.defs.get_schema(op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return []
+    return [frozenset(slot.types) for slot in getattr(schema, side)]
+
+
+def clamped_of(array: np.ndarray) -> float | None:
+    """The finite number of largest magnitude beyond FP16; None where there is none."""
+    beyond = array[np.isfinite(array) & (np.abs(array) > FP16_MAX)]
+    return float(beyond[np.abs(beyond).argmax()]) if beyond.size else None
 
 
 # -- The largest intermediate number of an operator that accumulates -------------------------------
@@ -392,7 +332,7 @@ def inner_inputs(node: ir.Node) -> list[ir.Value]:
     if is_attention(node):
         return [value for role, value in inputs_by_role(node).items() if role in _SCORE_ROLES]
     first = input_at(node, 0)
-    return [first] if first is not None and is_float(first) and is_op(node, *WORDS) else []
+    return [first] if first is not None and first.dtype == FLOAT and is_op(node, *WORDS) else []
 
 
 def inner_figure(node: ir.Node, read: Read) -> float:
@@ -420,13 +360,9 @@ def _axes(node: ir.Node, rank: int) -> tuple[int, ...]:
     if node.op_type == "GlobalAveragePool":
         return tuple(range(2, rank))
     if node.op_type in (*_SOFTMAX, "LpNormalization"):
-        axis = node.attributes.get("axis")
-        return (-1 if axis is None else axis.as_int(),)
-    attribute = node.attributes.get("axes")
-    if attribute is not None:
-        return tuple(attribute.as_ints())
-    axes = constant_ints(node, 1)
-    return tuple(range(rank)) if axes is None else axes
+        return (node.attributes.get_int("axis", -1),)
+    axes = node.attributes.get_ints("axes", None) or constant_ints(node, 1)
+    return tuple(range(rank)) if axes is None else tuple(axes)
 
 
 def _largest_score(node: ir.Node, read: Read) -> float:
@@ -475,76 +411,75 @@ Run = Callable[[ir.Model, Cases], Iterator[Mapping[str, np.ndarray]]]
 SLICE_BYTES = 512 << 20
 
 
-class RangeMeter:
-    """Measures the ranges of one float32 graph on named cases; a run outputs about `slice_bytes`."""
+def ranges_by(run: Run, model: ir.Model, cases: Cases, *, slice_bytes: int = SLICE_BYTES) -> Ranges:
+    """Measure the ranges of a float32 graph on named cases; each run outputs about `slice_bytes`."""
+    if not cases:
+        raise DeployError("Ranges need at least one case of inputs.", got="none")
+    model = prepared(model)
+    values: dict[str, ValueRange] = {}
+    inner: dict[str, float] = {}
 
-    def __init__(self, model: ir.Model, cases: Cases, *, slice_bytes: int = SLICE_BYTES) -> None:
-        if not cases:
-            raise DeployError("Ranges need at least one case of inputs.", got="none")
-        self._model, self._cases, self._slice_bytes = prepared(model), cases, slice_bytes
-        self._values: dict[str, ValueRange] = {}
-        self._inner: dict[str, float] = {}
-
-    def measure(self, run: Run) -> Ranges:
-        """Run the graph slice by slice, and return the ranges."""
-        for value in self._model.graph.inputs:
-            if value.dtype == FLOAT:
-                for feeds in self._cases.values():
-                    self._measure_value(name_of(value), feeds[name_of(value)])
-        for nodes in self._slices():
-            probe = self._probe(nodes)
-            for feeds, arrays in zip(self._cases.values(), run(probe, self._cases), strict=True):
-                self._measure_nodes(nodes, {**feeds, **arrays})
-        return Ranges(cases=tuple(self._cases), values=dict(self._values), inner=dict(self._inner))
-
-    def _slices(self) -> Iterator[list[ir.Node]]:
-        sizes, some, total = self._axis_sizes(), list[ir.Node](), 0
-        for node in self._model.graph:
-            wanted = list(_wanted(node))
-            if not wanted:
-                continue
-            some.append(node)
-            total += sum(_bytes_of(value, sizes) for value in wanted)
-            if total >= self._slice_bytes:
-                yield some
-                some, total = [], 0
-        if some:
-            yield some
-
-    def _axis_sizes(self) -> dict[str, int]:
-        """The largest size of every named axis of the inputs; under the empty name the largest of all."""
-        found: dict[str, int] = {"": 1}
-        for value in self._model.graph.inputs:
-            for feeds in self._cases.values():
-                for dim, size in zip(value.shape or (), feeds[name_of(value)].shape, strict=False):
-                    for name in ("", "" if isinstance(dim, int) else str(dim.value)):
-                        found[name] = max(found.get(name, 1), size)
-        return found
-
-    def _probe(self, nodes: list[ir.Node]) -> ir.Model:
-        names = {name_of(value) for node in nodes for value in _wanted(node)}
-        copy = self._model.clone()
-        values = [value for node in copy.graph for value in node.outputs if value.name in names]
-        copy.graph.outputs[:] = values
-        RemoveUnusedNodesPass()(copy)
-        return copy
-
-    def _measure_nodes(self, nodes: list[ir.Node], arrays: Mapping[str, np.ndarray]) -> None:
-        def read(value: ir.Value) -> np.ndarray:
-            constant = constant_of(value)
-            return arrays[name_of(value)] if constant is None else constant
-
-        for node in nodes:
-            for _, value in float_outputs(node):
-                self._measure_value(name_of(value), arrays[name_of(value)])
-            if inner_inputs(node):
-                name = str(node.name)
-                self._inner[name] = max(self._inner.get(name, 0.0), inner_figure(node, read))
-
-    def _measure_value(self, name: str, array: np.ndarray) -> None:
+    def add(name: str, array: np.ndarray) -> None:
         measured = range_of(array)
-        before = self._values.get(name)
-        self._values[name] = measured if before is None else _joined(before, measured)
+        values[name] = measured.joined(values[name]) if name in values else measured
+
+    for value in model.graph.inputs:
+        if value.dtype == FLOAT:
+            for feeds in cases.values():
+                add(str(value.name), feeds[str(value.name)])
+    for nodes in _slices(model.graph, cases, slice_bytes):
+        names = {value.name for node in nodes for value in _needed(node)}
+        probe = model.clone()
+        probe.graph.outputs[:] = [v for node in probe.graph for v in node.outputs if v.name in names]
+        RemoveUnusedNodesPass()(probe)
+        for feeds, outputs in zip(cases.values(), run(probe, cases), strict=True):
+            arrays = {**feeds, **outputs}
+
+            def read(value: ir.Value, arrays: Mapping[str, np.ndarray] = arrays) -> np.ndarray:
+                array = constant_of(value)
+                return arrays[str(value.name)] if array is None else array
+
+            for node in nodes:
+                for _, value in float_outputs(node):
+                    add(str(value.name), arrays[str(value.name)])
+                if inner_inputs(node):
+                    name = str(node.name)
+                    inner[name] = max(inner.get(name, 0.0), inner_figure(node, read))
+    return Ranges(cases=tuple(cases), values=values, inner=inner)
+
+
+def _slices(graph: ir.Graph, cases: Cases, slice_bytes: int) -> Iterator[list[ir.Node]]:
+    """The nodes to measure, so many at a time that their tensors have about that many bytes."""
+    # The largest size of every named axis of the inputs; under the empty name the largest of all.
+    sizes: dict[str, int] = {"": 1}
+    for value, feeds in product(graph.inputs, cases.values()):
+        for dim, size in zip(value.shape or (), feeds[str(value.name)].shape, strict=False):
+            for name in ("", "" if isinstance(dim, int) else str(dim.value)):
+                sizes[name] = max(sizes.get(name, 1), size)
+
+    def count(value: ir.Value) -> int:
+        if value.shape is None:
+            return 4 * sizes[""] ** 2
+        named = (d if isinstance(d, int) else sizes.get(str(d.value), sizes[""]) for d in value.shape)
+        return 4 * math.prod(named)
+
+    some, total = list[ir.Node](), 0
+    for node in graph:
+        needed = _needed(node)
+        if needed:
+            some.append(node)
+            total += sum(map(count, needed))
+        if total >= slice_bytes:
+            yield some
+            some, total = [], 0
+    if some:
+        yield some
+
+
+def _needed(node: ir.Node) -> list[ir.Value]:
+    """The tensors that a run must output to measure a node: its results, and what its intermediates need."""
+    outputs = [value for _, value in float_outputs(node)]
+    return outputs and [*outputs, *(value for value in inner_inputs(node) if value.producer() is not None)]
 
 
 def range_of(array: np.ndarray) -> ValueRange:
@@ -558,33 +493,6 @@ def range_of(array: np.ndarray) -> ValueRange:
         highest=float(array.max(initial=-np.inf, where=usual)),
         smallest=float(size.min(initial=np.inf, where=nonzero)) if nonzero.any() else None,
         sentinel=float(strange[np.abs(strange).argmax()]) if strange.size else None,
-    )
-
-
-def _joined(one: ValueRange, other: ValueRange) -> ValueRange:
-    smallest = [each.smallest for each in (one, other) if each.smallest is not None]
-    sentinels = [each.sentinel for each in (one, other) if each.sentinel is not None]
-    return ValueRange(
-        largest=max(one.largest, other.largest),
-        highest=max(one.highest, other.highest),
-        smallest=min(smallest, default=None),
-        sentinel=max(sentinels, key=abs, default=None),
-    )
-
-
-def _wanted(node: ir.Node) -> Iterator[ir.Value]:
-    """The tensors that a run must output to measure a node: its results, and what its intermediates need."""
-    outputs = [value for _, value in float_outputs(node)]
-    yield from outputs
-    if outputs:
-        yield from (value for value in inner_inputs(node) if value.producer() is not None)
-
-
-def _bytes_of(value: ir.Value, sizes: Mapping[str, int]) -> int:
-    if value.shape is None:
-        return 4 * sizes[""] ** 2
-    return 4 * math.prod(
-        dim if isinstance(dim, int) else sizes.get(str(dim.value), sizes[""]) for dim in value.shape
     )
 
 
@@ -608,8 +516,8 @@ def data_values(graph: ir.Graph) -> set[ir.Value]:
 
     The others are computed from shapes, integers and scalars: positions and masks.
     """
-    data = {value for value in graph.inputs if is_float(value)}
-    data |= {value for value in graph.initializers.values() if is_float(value) and long_axes(value) > 1}
+    data = {value for value in graph.inputs if value.dtype == FLOAT}
+    data |= {v for v in graph.initializers.values() if v.dtype == FLOAT and long_axes(v) > 1}
     for node in graph:
         if any(value in data for _, value in float_inputs(node)):
             data.update(value for _, value in float_outputs(node))
@@ -622,7 +530,7 @@ def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
     made = (value for node in reversed(graph) for value in node.outputs)
     for value in (*made, *graph.inputs, *graph.initializers.values()):
         uses = value.uses()
-        if not is_float(value) or not uses or value.is_graph_output():
+        if value.dtype != FLOAT or not uses or value.is_graph_output():
             continue
         if all(_is_mask_use(use.node, use.idx, value, masks, data) for use in uses):
             masks.add(value)
@@ -667,11 +575,7 @@ def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], float32_inputs: set[str]
     A part of the graph that no kept node is connected to has no reason to be in float32.
     """
     enclosed = {node for node in graph if node not in kept and _is_cheap(node)}
-    while True:
-        inside = kept | enclosed
-        left = {node for node in enclosed if not _is_enclosed(node, inside, float32_inputs)}
-        if not left:
-            break
+    while left := {n for n in enclosed if not _is_enclosed(n, kept | enclosed, float32_inputs)}:
         enclosed -= left
     near: set[ir.Node] = set()
     pending = list(kept)
@@ -710,9 +614,8 @@ def _readers(value: ir.Value) -> list[ir.Node]:
 
 # -- Plan: which nodes stay in float32 -------------------------------------------------------------
 
-# Beyond π, rounding the angle costs more than rounding its sine.
-_ANGLE = math.pi
-
+# Random weights have some numbers that FP16 flushes to 0, one in a million. More of them carry information.
+_FEW = 0.01
 _DIVIDERS = {"Div": 1, "Reciprocal": 0, "Log": 0}
 _BOUNDS = {"Clip": (1, 2), "Min": (0, 1), "Max": (0, 1)}
 # Operators between an epsilon and the division that it guards.
@@ -760,7 +663,7 @@ class _Planner:
 
     def __init__(self, work: ir.Model, ranges: Ranges, margin: float) -> None:
         self._graph, self._ranges, self._margin = work.graph, ranges, margin
-        self._slots = Slots(work.opset_imports)
+        self._opsets = work.opset_imports
         self._limit = FP16_MAX / margin
         self._end = f"and FP16 ends at {FP16_MAX:,.0f}"
         if margin != 1:
@@ -821,7 +724,7 @@ class _Planner:
                 text = f"it masks with {sentinel:,.6g}, which is clamped to FP16 inside"
                 reason = Reason(kind="mask", figure=sentinel, text=text)
             if reason is not None and reason.figure is not None:
-                yield KeptTensor(name=name_of(value), figure=reason.figure, reason=reason.text)
+                yield KeptTensor(name=str(value.name), figure=reason.figure, reason=reason.text)
 
     def _value(self, value: ir.Value) -> Reason | None:
         """Why an input or a computed tensor cannot be FP16."""
@@ -837,13 +740,13 @@ class _Planner:
         return None
 
     def _range(self, value: ir.Value) -> ValueRange:
-        if name_of(value) not in self._ranges.values:
+        if str(value.name) not in self._ranges.values:
             raise DeployError(
                 "The ranges were not measured on this graph.",
                 got=value.name,
                 hint="measure_ranges(model, cases)",
             )
-        return self._ranges.values[name_of(value)]
+        return self._ranges.values[str(value.name)]
 
     def _sentinel(self, value: ir.Value) -> float | None:
         """The number beyond FP16 that may be clamped, since it is a mask value or a bound."""
@@ -870,7 +773,7 @@ class _Planner:
             if number is not None:
                 reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
                 written = float(np.copysign(FP16_MAX, number))
-                yield Clamped(name=name_of(value), found=number, written=written, reason=reason)
+                yield Clamped(name=str(value.name), found=number, written=written, reason=reason)
 
     # -- nodes ---------------------------------------------------------------------------------
 
@@ -891,10 +794,12 @@ class _Planner:
         reason = self._divisor(node) or self._constants(node)
         if reason is not None:
             return reason
-        half = ir.DataType.FLOAT16
-        types = [self._slots.type_of(node, "inputs", at, half) for at, _ in float_inputs(node)]
-        types += [self._slots.type_of(node, "outputs", at, half) for at, _ in float_outputs(node)]
-        if half in types:
+        sides = {"inputs": float_inputs(node), "outputs": float_outputs(node)}
+        if any(
+            accepted_type(self._opsets, node, side, at, HALF) == HALF
+            for side, values in sides.items()
+            for at, _ in values
+        ):
             return None
         return Reason(kind="operator", figure=None, text=f"{node.op_type} is not known to take FP16")
 
@@ -915,13 +820,16 @@ class _Planner:
             if array is None:
                 continue
             is_bound = value in self._masks or position in _BOUNDS.get(node.op_type, ())
-            beyond, lost = None if is_bound else overflow_of(array), flushed_of(array)
-            if beyond is not None:
-                text = f"its constant {value.name} holds {beyond:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
-                return Reason(kind="overflow", figure=beyond, text=text)
-            if lost is not None:
-                text = f"its constant {value.name} holds {lost:.3g}, which FP16 flushes to 0"
-                return Reason(kind="flushed", figure=lost, text=text)
+            size = np.abs(array)
+            largest = float(size.max(initial=0.0, where=size < SENTINEL_FROM))
+            if largest > FP16_MAX and not is_bound:
+                text = f"its constant {value.name} holds {largest:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
+                return Reason(kind="overflow", figure=largest, text=text)
+            lost = size[(size > 0) & (size < FLUSHED_BELOW)]
+            if lost.size > _FEW * int(np.count_nonzero(size)):
+                figure = float(lost.max())
+                text = f"its constant {value.name} holds {figure:.3g}, which FP16 flushes to 0"
+                return Reason(kind="flushed", figure=figure, text=text)
         return None
 
     # -- nodes that follow from others ---------------------------------------------------------
@@ -938,9 +846,10 @@ class _Planner:
             to_index = value in free and (to_integer or is_op(node, "Floor", "Ceil", "Round", "Mod"))
             if not to_index and not is_op(node, "Sin", "Cos"):
                 continue
-            array = constant_of(value)
-            figure = (self._range(value) if array is None else range_of(array)).largest
-            if not to_index and figure <= _ANGLE:
+            figure = self._any_range(value).largest
+            if (
+                not to_index and figure <= math.pi
+            ):  # beyond π, rounding the angle costs more than rounding its sine
                 continue
             what = "an index" if to_index else "an angle"
             text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
@@ -968,8 +877,11 @@ class _Planner:
         """
         for node in filter(is_attention, self._graph):
             mask = input_at(node, MASK)
-            sentinel = None if mask is None else self._mask_sentinel(mask)
-            if mask is None or sentinel is None:
+            if mask is None or mask.dtype != FLOAT:
+                continue
+            array = constant_of(mask)
+            sentinel = self._sentinel(mask) if array is None else clamped_of(array)
+            if sentinel is None:
                 continue
             if node not in self._kept:
                 self._fully_masked[str(node.name)] = sentinel
@@ -982,27 +894,20 @@ class _Planner:
                 continue
             yield from ((maker, Reason(kind="mask", figure=sentinel, text=text)) for maker in makers)
 
-    def _mask_sentinel(self, mask: ir.Value) -> float | None:
-        if mask.dtype != FLOAT:
-            return None
-        array = constant_of(mask)
-        return self._sentinel(mask) if array is None else clamped_of(array)
-
     def _joins_sentinels(self, node: ir.Node) -> bool:
         """Whether a node adds a number to a sentinel, or chooses among two of them."""
-        given = [value for _, value in float_inputs(node)]
-        if not is_op(node, "Add", "Sub", "Where", "Min", "Max") or len(given) < 2:
+        ranges = [self._any_range(value) for _, value in float_inputs(node)]
+        if not is_op(node, "Add", "Sub", "Where", "Min", "Max") or len(ranges) < 2:
             return False
-        arrays = [constant_of(value) for value in given]
-        ranges = [
-            self._range(value) if array is None else range_of(array)
-            for value, array in zip(given, arrays, strict=True)
-        ]
         sizes = [each.largest if each.sentinel is None else -each.sentinel for each in ranges]
         if is_op(node, "Add", "Sub"):
             return max(sizes) > FP16_MAX and min(sizes) > 0
-        beyond = {size for size in sizes if size > FP16_MAX}
-        return len(beyond) > 1
+        return len({size for size in sizes if size > FP16_MAX}) > 1
+
+    def _any_range(self, value: ir.Value) -> ValueRange:
+        """The range of a constant or a measured value."""
+        array = constant_of(value)
+        return self._range(value) if array is None else range_of(array)
 
 
 def _computes(node: ir.Node) -> bool:
@@ -1012,9 +917,7 @@ def _computes(node: ir.Node) -> bool:
 
 # -- Write the graph -------------------------------------------------------------------------------
 
-HALF = ir.DataType.FLOAT16
-_TYPES = {"fp32": FLOAT, "bf16": ir.DataType.BFLOAT16}
-_SHORT = {FLOAT: "fp32", HALF: "fp16", ir.DataType.BFLOAT16: "bf16"}
+_SHORT = {FLOAT: "fp32", HALF: "fp16", BF16: "bf16"}
 # Attributes that name the type of a result.
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
 
@@ -1041,16 +944,17 @@ class _Writer:
     """Rewrites one graph in place."""
 
     def __init__(self, work: ir.Model, plan: PrecisionPlan) -> None:
-        self._graph, self._slots = work.graph, Slots(work.opset_imports)
-        self._kept = {each.name: _TYPES[each.precision] for each in plan.kept}
+        self._graph, self._opsets = work.graph, work.opset_imports
+        types = {"fp32": FLOAT, "bf16": BF16}
+        self._kept = {each.name: types[each.precision] for each in plan.kept}
         self._float32_inputs = {each.name for each in plan.inputs}
         self._float32_outputs = {each.name for each in plan.outputs}
         self._clamped = {each.name for each in plan.clamped}
         self._fully_masked = plan.fully_masked
         self._opened: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
         self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
-        self._taken = {name_of(value) for node in work.graph.all_nodes() for value in node.outputs}
-        self._taken |= {name_of(value) for value in work.graph.inputs} | set(work.graph.initializers)
+        self._taken = {str(value.name) for node in work.graph.all_nodes() for value in node.outputs}
+        self._taken |= {str(value.name) for value in work.graph.inputs} | set(work.graph.initializers)
         unknown = set(self._kept) - {str(node.name) for node in work.graph}
         if unknown:
             raise DeployError("The plan was made for another graph.", got=", ".join(sorted(unknown)))
@@ -1067,13 +971,13 @@ class _Writer:
                 _set_type(value, FLOAT if value.name in self._float32_inputs else HALF)
         for node in nodes:
             for position, value in list(float_outputs(node)):
-                dtype = self._slots.type_of(node, "outputs", position, self._type_of(node))
+                dtype = accepted_type(self._opsets, node, "outputs", position, self._type_of(node))
                 _set_type(value, dtype)
                 _fix_attributes(node, dtype)
         for node, position, value in reads:
             if position == MASK and str(node.name) in self._fully_masked and self._open_queries(node, value):
                 continue
-            wanted = self._slots.type_of(node, "inputs", position, self._type_of(node))
+            wanted = accepted_type(self._opsets, node, "inputs", position, self._type_of(node))
             node.replace_input_with(position, self._as(value, wanted))
         for node, position, value in captured:
             node.replace_input_with(position, self._as(value, FLOAT))
@@ -1141,27 +1045,24 @@ class _Writer:
         """The value in a type: itself, or one Cast for all consumers."""
         if value.dtype == wanted:
             return value
-        key = (value, wanted)
-        if key not in self._made:
-            self._made[key] = (
-                self._constant_as(value, wanted) if value.is_initializer() else self._cast(value, wanted)
-            )
-        return self._made[key]
-
-    def _constant_as(self, value: ir.Value, wanted: ir.DataType) -> ir.Value:
-        if value.const_value is None:
-            raise DeployError("A constant has no data.", got=value.name)
-        array = clamp(value.const_value.numpy(), wanted.numpy(), _limit(wanted))
-        return new_initializer(self._graph, self._free(f"{value.name}/{_SHORT[wanted]}"), array, wanted)
-
-    def _cast(self, value: ir.Value, wanted: ir.DataType) -> ir.Value:
-        source = value
-        if value.name in self._clamped and wanted != FLOAT:
-            bound = np.array(-_limit(wanted), np.float32)
-            name = self._free(f"{value.name}/lowest_{_SHORT[wanted]}")
-            lowest = new_initializer(self._graph, name, bound, FLOAT)
-            source = self._behind(value, "Max", [value, lowest], FLOAT, f"held_{_SHORT[wanted]}")
-        return self._behind(source, "Cast", [source], wanted, _SHORT[wanted])
+        key, short = (value, wanted), _SHORT[wanted]
+        if key in self._made:
+            return self._made[key]
+        if value.is_initializer():
+            if value.const_value is None:
+                raise DeployError("A constant has no data.", got=value.name)
+            array = _clamp(value.const_value.numpy(), wanted)
+            made = new_initializer(self._graph, self._free(f"{value.name}/{short}"), array, wanted)
+        else:
+            source = value
+            if value.name in self._clamped and wanted != FLOAT:
+                bound = np.array(-_limit(wanted), np.float32)
+                name = self._free(f"{value.name}/lowest_{short}")
+                lowest = new_initializer(self._graph, name, bound, FLOAT)
+                source = self._behind(value, "Max", [value, lowest], FLOAT, f"held_{short}")
+            made = self._behind(source, "Cast", [source], wanted, short)
+        self._made[key] = made
+        return made
 
     def _behind(
         self, place: ir.Value, op_type: str, inputs: list[ir.Value], dtype: ir.DataType, name: str
@@ -1183,19 +1084,17 @@ class _Writer:
         wanted = FLOAT if value.name in self._float32_outputs else HALF
         if value.producer() is None or value.dtype == wanted:
             return
-        name, result = name_of(value), self._as(value, wanted)
+        name, result = str(value.name), self._as(value, wanted)
         value.name = self._free(f"{name}/{_SHORT[value.dtype or FLOAT]}")
         result.name = name
-        for position, output in enumerate(self._graph.outputs):
-            if output is value:
-                self._graph.outputs[position] = result
+        self._graph.outputs[:] = [result if each is value else each for each in self._graph.outputs]
 
     def _drop(self, value: ir.Value) -> None:
         """Remove a constant that no node reads in float32; a single replacement takes over its name."""
-        self._graph.initializers.pop(name_of(value))
+        self._graph.initializers.pop(str(value.name))
         heirs = [new for (old, _), new in self._made.items() if old is value]
         if len(heirs) == 1:
-            self._graph.initializers.pop(name_of(heirs[0]))
+            self._graph.initializers.pop(str(heirs[0].name))
             heirs[0].name = value.name
             self._graph.register_initializer(heirs[0])
 
@@ -1244,10 +1143,16 @@ def _fix_attributes(node: ir.Node, dtype: ir.DataType, before: ir.DataType = FLO
     is_before = before == FLOAT if value is None else value.as_tensor().dtype == before
     if is_op(node, "ConstantOfShape", "Constant") and is_before:
         array = np.zeros(1, np.float32) if value is None else value.as_tensor().numpy()
-        tensor = ir.Tensor(clamp(array, dtype.numpy(), _limit(dtype)), dtype=dtype)
+        tensor = ir.Tensor(_clamp(array, dtype), dtype=dtype)
         node.attributes.add(ir.AttrTensor("value", tensor))
 
 
 def _limit(dtype: ir.DataType) -> float:
     """The largest finite number of a type."""
-    return float(np.finfo(np.float16).max) if dtype == HALF else float(ir.DataType(dtype).max)
+    return FP16_MAX if dtype == HALF else float(ir.DataType(dtype).max)
+
+
+def _clamp(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    """The array in another type, its finite numbers clamped to the limits of that type."""
+    finite = np.clip(array, -_limit(dtype), _limit(dtype))
+    return np.where(np.isfinite(array), finite, array).astype(dtype.numpy())
