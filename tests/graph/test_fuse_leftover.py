@@ -142,30 +142,34 @@ def test_other_operators_of_attention_are_counted(op):
     assert [(left.recognised, op.split(".")[-1] in left.reason) for left in report.unfused] == [(True, True)]
 
 
-def test_experts_chosen_for_each_token_are_no_attention():
+@pytest.mark.parametrize("chosen", ["Gather", "GatherND"])
+def test_experts_chosen_for_each_token_are_no_attention(chosen):
     """Two GEMMs of computed tensors with an activation between, but one of each is a table of weights."""
     g = Hand()
     random = np.random.default_rng(0)
-    x, best = "q", g.input("best", [2, H], TensorProto.INT64)
+    x, best = "q", g.input("best", [2, H, 1] if chosen == "GatherND" else [2, H], TensorProto.INT64)
     for width in (8, 16):
         table = g.const(random.standard_normal((EXPERTS, width, 24 - width)))
-        x = g.op("Relu", g.op("MatMul", x, g.op("Gather", table, best)))
+        x = g.op("Sigmoid", g.op("MatMul", x, g.op(chosen, table, best)))
     _, report = fused(g.model(x))
     assert report.unfused == ()
+
+
+def test_a_router_behind_linear_attention_is_none():
+    """It has as many experts as there are heads; between the two are a norm and a projection."""
+    g = Hand()
+    y = g.op("MatMul", g.op("MatMul", "q", g.op("Transpose", "k", perm=[0, 1, 3, 2])), "v")
+    normed = g.op("LayerNormalization", y, g.const(np.ones(D)))
+    shares = g.op("Softmax", g.op("MatMul", normed, g.const(np.ones((D, H)))))
+    _, report = fused(g.model(g.op("MatMul", shares, g.const(np.ones((H, D))))))
+    assert ["linear attention" in left.reason for left in report.unfused] == [True]
 
 
 def test_keys_that_a_matmul_computes_are_no_second_attention():
     g = Hand()
     k = g.op("MatMul", "k", g.op("MatMul", g.op("Transpose", "k", perm=[0, 1, 3, 2]), "v"))
-    report = check_same(
-        g.model(
-            g.op(
-                "MatMul",
-                g.op("Softmax", mixed_heads(g, g.op("MatMul", "q", g.op("Transpose", k, perm=[0, 1, 3, 2])))),
-                "v",
-            )
-        )
-    )
+    scores = g.op("MatMul", "q", g.op("Transpose", k, perm=[0, 1, 3, 2]))
+    report = check_same(g.model(before_softmax(g, scores)))
     assert [left.name.split("_")[0] for left in report.unfused] == ["MatMul", "Softmax"]
 
 

@@ -21,7 +21,7 @@ from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.masks import ROWS_WITHOUT_KEYS, Masks
 from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
 from mha_deploy.graph.fuse.repair import repair_rotary, repaired_attention, share_tied_weights
-from mha_deploy.graph.fuse.scores import Multiplier, Normalisation, Term, is_candidate, softmax_at
+from mha_deploy.graph.fuse.scores import Normalisation, comes_to_matmul, softmax_at
 from mha_deploy.graph.fuse.sizes import infer_sizes, name_inputs, product, sizes_of
 from mha_deploy.graph.fuse.values import (
     FusedAttention,
@@ -101,12 +101,7 @@ def _failure(error: Exception) -> NotFused:
 
 
 class _Fusion:
-    """What became of the nodes of a model.
-
-    Args:
-        model: The model; it is changed.
-        verify: Whether new nodes are compared with those that they replace.
-    """
+    """What became of the nodes of a model."""
 
     def __init__(self, model: ir.Model, verify: bool) -> None:
         self._model, self._verify = model, verify
@@ -159,7 +154,7 @@ class _Fusion:
         elif is_op(node, "RotaryEmbedding"):
             name = node.name or module_of(node)
             self._note(name, repair_rotary(node, NodeBuilder(self._free(name))))
-        elif (softmax := softmax_at(node)) is not None and is_candidate(softmax):
+        elif (softmax := softmax_at(node)) is not None and comes_to_matmul(softmax.result):
             try:
                 self._fuse(softmax)
             except NotFused as refusal:
@@ -186,12 +181,6 @@ class _Fusion:
         write: Callable[[], list[ir.Value]],
     ) -> tuple[list[ir.Value], tuple[str, ...]]:
         """Build nodes beside the graph and compare them with the old ones.
-
-        Args:
-            old: The results of the old nodes.
-            border: What is drawn for the comparison.
-            builder: Holds the new nodes.
-            write: Builds them, and returns the values that stand for the results.
 
         Returns:
             The new values, and what differs on purpose.
@@ -282,12 +271,12 @@ def _reason(softmax: ir.Node) -> NotFused:
 def _boundary(pattern: Pattern) -> Boundary:
     """What is drawn to compare an attention with its original: Q, K, V and the masks."""
     letters, operands = pattern.letters, (pattern.q, pattern.k, pattern.v)
-    masks = [term.tensor for term in pattern.masking.terms]
+    masks = [term.value for term in pattern.masking.terms]
     masks += [pattern.sink.value] if pattern.sink is not None else []
     drawn = mask_stops(masks)
     tensors = [*pattern.masking.terms, *pattern.multipliers]
     named = [(each.value, each.axes) for each in operands]
-    named += [(_tensor(each), each.axes[-len(_tensor(each).shape or ()) :]) for each in tensors]
+    named += [(each.value, each.axes[-len(each.value.shape or ()) :]) for each in tensors]
     named = [(value, axes) for value, axes in named if value.shape]
     dims = {}
     for value, axes in named:
@@ -307,10 +296,6 @@ def _boundary(pattern: Pattern) -> Boundary:
             str(each.value.name): amount for each, amount in zip(operands, (spread, spread, 1.0), strict=True)
         },
     )
-
-
-def _tensor(term: Term | Multiplier) -> ir.Value:
-    return term.value if isinstance(term, Multiplier) else term.tensor
 
 
 def _record(pattern: Pattern, name: str) -> FusedAttention:

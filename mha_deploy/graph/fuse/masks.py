@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,28 +27,21 @@ from mha_deploy.graph.fuse.values import (
     same_or_cut,
     scalar_of,
 )
-from mha_deploy.graph.ir import NodeBuilder, is_op
+from mha_deploy.graph.ir import NodeBuilder, input_at, is_op, made_by
 
 # -- Prove that a tensor is the causal triangle, from the nodes that compute it --------------------
 
 _MAX_DEPTH = 24  # more than any spelling needs; bounds the walk in a hostile file
 
 
-@dataclass(frozen=True, kw_only=True)
-class Triangle:
-    """A matrix of two values.
+class Triangle(NamedTuple):
+    """A matrix of two values: where the key is not after the query, and where it is."""
 
-    Args:
-        seen: Where the key is not after the query.
-        hidden: Where the key is after the query.
-    """
-
-    seen: float
+    visible: float
     hidden: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Index:
+class _Index(NamedTuple):
     """The numbers 0, 1, 2 …, along the queries (`down`), along the keys, or as a plain list (None)."""
 
     down: bool | None
@@ -89,32 +83,45 @@ def _follow(value: ir.Value | None, depth: int) -> _Found:
     if node is None or node.domain != "":
         return None
     if node.op_type == "Range":
-        return _from_range(node)
+        start, _, step = (scalar_of(each) for each in node.inputs)
+        return _Index(down=None) if start == 0 and step == 1 else None
+    if node.op_type in _ELEMENTWISE:
+        return _from_elementwise(node, depth)
+    if node.op_type not in _LAYOUT and node.op_type not in ("Cast", "Slice", "Trilu"):
+        return None
+    found = _follow(node.inputs[0], depth + 1)
+    if found is None or node.op_type in _LAYOUT:
+        return _laid_out(found, node)
+    to = ir.DataType(node.attributes.get_int("to", 0))
+    if isinstance(found, _Index):
+        # Counting stays counting in whole numbers only: float16 cannot hold a long row.
+        return found if to in (ir.DataType.INT32, ir.DataType.INT64) else None
     if node.op_type == "Trilu":
-        return _from_trilu(node, depth)
-    if node.op_type == "Cast":
-        return _from_cast(node, depth)
-    if node.op_type == "Slice":
-        return _from_slice(node, depth)
-    if node.op_type in _LAYOUT:
-        return _from_layout(node, depth)
-    return _from_elementwise(node, depth) if node.op_type in _ELEMENTWISE else None
+        offset = 0.0 if input_at(node, 1) is None else scalar_of(node.inputs[1])
+        upper = node.attributes.get_int("upper", 1)
+        kept = found._replace(visible=0.0) if upper else found._replace(hidden=0.0)
+        return kept if offset == upper else None
+    if node.op_type == "Slice":  # a piece that begins at the corner is a triangle as well, whatever its end
+        starts, steps = ints_of(node.inputs[1]), ints_of(input_at(node, 4)) if len(node.inputs) > 4 else [1]
+        corner = starts is not None and steps is not None and set(starts) <= {0} and set(steps) <= {1}
+        return found if corner or found.visible == found.hidden else None
+    if to == ir.DataType.BOOL:
+        return Triangle(float(bool(found.visible)), float(bool(found.hidden)))
+    return found if set(found) <= ({0.0, 1.0, -np.inf} if to.is_floating_point() else {0.0, 1.0}) else None
 
 
 def _from_array(array: np.ndarray) -> _Found:
     if array.size == 0 or (array != array).any():
         return None  # nothing, or NaN, which no comparison tells anything of
     if (array == array.ravel()[0]).all():
-        number = float(array.ravel()[0])
-        return Triangle(seen=number, hidden=number)
+        return Triangle(float(array.ravel()[0]), float(array.ravel()[0]))
     if array.size == max(array.shape) and np.array_equal(array.ravel(), np.arange(array.size)):
         return _index_of(array.shape)
     if array.ndim < 2 or array.shape[-1] != array.shape[-2] or array.size != array.shape[-1] ** 2:
         return None
     matrix = array.reshape(array.shape[-2:])
-    found = Triangle(seen=float(matrix[0, 0]), hidden=float(matrix[0, 1]))
-    lower = np.tri(len(matrix), dtype=bool)
-    return found if np.array_equal(matrix, np.where(lower, matrix[0, 0], matrix[0, 1])) else None
+    found = np.where(np.tri(len(matrix), dtype=bool), matrix[0, 0], matrix[0, 1])
+    return Triangle(float(matrix[0, 0]), float(matrix[0, 1])) if np.array_equal(matrix, found) else None
 
 
 def _index_of(shape: tuple[int | ir.SymbolicDim, ...]) -> _Found:
@@ -126,47 +133,8 @@ def _index_of(shape: tuple[int | ir.SymbolicDim, ...]) -> _Found:
     return _Index(down=True) if shape[-2] != 1 else None
 
 
-def _from_range(node: ir.Node) -> _Found:
-    start, _, step = (scalar_of(value) for value in node.inputs)
-    return _Index(down=None) if start == 0 and step == 1 else None
-
-
-def _from_trilu(node: ir.Node, depth: int) -> _Found:
-    found = _follow(node.inputs[0], depth + 1)
-    offset = 0.0 if len(node.inputs) < 2 or node.inputs[1] is None else scalar_of(node.inputs[1])
-    if not isinstance(found, Triangle):
-        return None
-    if node.attributes.get_int("upper", 1) == 0:
-        return Triangle(seen=found.seen, hidden=0.0) if offset == 0 else None
-    return Triangle(seen=0.0, hidden=found.hidden) if offset == 1 else None
-
-
-def _from_cast(node: ir.Node, depth: int) -> _Found:
-    found = _follow(node.inputs[0], depth + 1)
-    dtype = ir.DataType(node.attributes.get_int("to", 0))
-    if not isinstance(found, Triangle):
-        # Counting stays counting in whole numbers only: float16 cannot hold a long row.
-        return found if dtype in (ir.DataType.INT32, ir.DataType.INT64) else None
-    if dtype == ir.DataType.BOOL:
-        return Triangle(seen=float(bool(found.seen)), hidden=float(bool(found.hidden)))
-    kept = {0.0, 1.0, -np.inf} if dtype.is_floating_point() else {0.0, 1.0}
-    return found if {found.seen, found.hidden} <= kept else None
-
-
-def _from_slice(node: ir.Node, depth: int) -> _Found:
-    """A piece that begins at the corner is a triangle as well, whatever its end."""
-    found = _follow(node.inputs[0], depth + 1)
-    if not isinstance(found, Triangle):
-        return None
-    starts = ints_of(node.inputs[1])
-    steps = ints_of(node.inputs[4]) if len(node.inputs) > 4 else [1]
-    corner = starts is not None and steps is not None and set(starts) <= {0} and set(steps) <= {1}
-    return found if corner or found.seen == found.hidden else None
-
-
-def _from_layout(node: ir.Node, depth: int) -> _Found:
+def _laid_out(found: _Found, node: ir.Node) -> _Found:
     source, result = node.inputs[0], dims_of(node.outputs[0])
-    found = _follow(source, depth + 1)
     before = dims_of(source) if source is not None else None
     if found is None or result is None or before is None:
         return None
@@ -174,7 +142,7 @@ def _from_layout(node: ir.Node, depth: int) -> _Found:
         long = [size for size in result if size != 1]
         kept = len(long) == 1 and long == [size for size in before if size != 1]
         return _index_of(result) if kept else None
-    if found.seen == found.hidden:
+    if found.visible == found.hidden:
         return found
     # The matrix must stay the last two axes, and the axes before it must stay 1.
     same = len(before) >= 2 and len(result) >= 2 and same_dims(result[-2:], before[-2:])
@@ -192,7 +160,7 @@ def _from_elementwise(node: ir.Node, depth: int) -> _Found:
         return None
     compute = _ELEMENTWISE[node.op_type]
     return Triangle(
-        seen=compute(*(part.seen for part in triangles)), hidden=compute(*(part.hidden for part in triangles))
+        compute(*(each.visible for each in triangles)), compute(*(each.hidden for each in triangles))
     )
 
 
@@ -201,7 +169,7 @@ def _keeps_size(part: Triangle, value: ir.Value | None, result: ir.Value) -> boo
 
     A piece of a triangle may have one row, which broadcasting copies: that is no triangle any more.
     """
-    if part.seen == part.hidden:
+    if part.visible == part.hidden:
         return True
     before, after = None if value is None else dims_of(value), dims_of(result)
     if before is None or after is None or len(before) < 2:
@@ -211,25 +179,19 @@ def _keeps_size(part: Triangle, value: ir.Value | None, result: ir.Value) -> boo
 
 def _compare(op_type: str, parts: list[_Found]) -> _Found:
     """Positions of keys beside positions of queries: `key <= query` and its kin."""
-    if len(parts) != 2:
+    if len(parts) != 2 or not isinstance(parts[0], _Index):
         return None
-    if not all(isinstance(part, _Index) for part in parts):
-        return _compare_with_number(op_type, parts)
-    first, second = (part.down is True for part in parts if isinstance(part, _Index))
-    if first == second or op_type not in _COMPARISONS:
+    first, second = parts
+    if isinstance(second, Triangle):  # `position >= 0` holds for all positions
+        highest = {"GreaterOrEqual": 0.0, "Greater": -1.0}.get(op_type, -math.inf)
+        return Triangle(1.0, 1.0) if max(second) <= highest else None
+    if not isinstance(second, _Index) or (first.down is True) == (second.down is True):
+        return None
+    if op_type not in _COMPARISONS:
         return None
     # Before the diagonal, on it, and after it.
-    before, at, after = (_ELEMENTWISE[op_type](*((0, key) if first else (key, 0))) for key in (-1, 0, 1))
-    return Triangle(seen=before, hidden=after) if before == at else None
-
-
-def _compare_with_number(op_type: str, parts: list[_Found]) -> _Found:
-    """`position >= 0` and its kin, which hold for all positions."""
-    always = {"GreaterOrEqual": 0.0, "Greater": -1.0}
-    if not isinstance(parts[0], _Index) or not isinstance(parts[1], Triangle) or op_type not in always:
-        return None
-    highest = max(parts[1].seen, parts[1].hidden)
-    return Triangle(seen=1.0, hidden=1.0) if highest <= always[op_type] else None
+    before, at, after = (_ELEMENTWISE[op_type](*((0, key) if first.down else (key, 0))) for key in (-1, 0, 1))
+    return Triangle(before, after) if before == at else None
 
 
 # -- Take a boolean mask apart: the conditions that all must hold, without those that always do ----
@@ -244,10 +206,6 @@ def conditions_of(condition: ir.Value, shown: bool) -> list[Condition]:
     """The conditions that together show a key, those that always hold left out.
 
     A copy over more rows (Expand) is taken before copying: a mask is broadcast anyway.
-
-    Args:
-        condition: A boolean tensor.
-        shown: The value of it that shows a key.
     """
     found: list[Condition] = []
     pending: list[Condition] = [(condition, shown)]
@@ -256,8 +214,10 @@ def conditions_of(condition: ir.Value, shown: bool) -> list[Condition]:
         inner = _inner(value, shown)
         if inner is not None:
             pending.extend(reversed(inner))
-        elif not _always(value, shown) and (value, shown) not in found:
-            found.append((value, shown))
+        elif (value, shown) not in found:
+            constant = triangle_of(value)
+            if constant is None or {bool(each) for each in constant} != {shown}:
+                found.append((value, shown))
     return found + pending
 
 
@@ -265,7 +225,7 @@ def _inner(value: ir.Value, shown: bool) -> list[Condition] | None:
     """What a condition consists of; None for one that is not made of others."""
     node = value.producer()
     inputs = [] if node is None else [each for each in node.inputs if each is not None]
-    if node is None or not inputs or len(inputs) < len(node.inputs):
+    if node is None or not inputs or None in node.inputs:
         return None
     if is_op(node, "Not"):
         return [(inputs[0], not shown)]
@@ -276,29 +236,18 @@ def _inner(value: ir.Value, shown: bool) -> list[Condition] | None:
     return None
 
 
-def _always(value: ir.Value, shown: bool) -> bool:
-    """Whether a condition shows every key."""
-    found = triangle_of(value)
-    return found is not None and bool(found.seen) == shown == bool(found.hidden)
-
-
 # -- Read the masks of an attention as plainly as they can be said, without changing a number ------
 
 # A sum of two float16 beyond this is -inf; up to it, the sum with a score is this number again.
 _LOWEST_HALF = -65472.0
 _MAX_RESHAPES = 4
 _ABSORBS = -1e30  # added to a score in float32, bfloat16 or float64, it leaves only itself
-# Added to a score in float32 it leaves only itself where scores stay below 16, as float16's lowest does there.
+# Added in float32 it absorbs scores below 16, as float16's lowest number does in float16.
 _ABSORBS_SMALL = -3e8
 
 
 def plain_terms(terms: list[Term], dtype: ir.DataType) -> list[Term]:
-    """The same masks in their simplest pieces, the one nearest to the softmax first.
-
-    Args:
-        terms: The masks, the one nearest to the softmax first.
-        dtype: Type of Q, K and V.
-    """
+    """The same masks in their simplest pieces, the one nearest to the softmax first."""
     pieces = [piece for term in terms for piece in _taken_apart(term, dtype)]
     added = [piece for piece in pieces if isinstance(piece, Fill) and piece.added and not piece.hides]
     # Two of them make -inf where both hide a key, and what is added later might be another.
@@ -316,7 +265,9 @@ def _taken_apart(term: Term, dtype: ir.DataType) -> list[Term]:
     node = term.value.producer()
     if node is None:
         return [term]
-    first = _before_layout(term.value, node)
+    # A mask before it was copied or given more axes: broadcasting does the same.
+    spread = is_op(node, "Identity", "Expand") or adds_leading_ones(node)
+    first = node.inputs[0] if spread else _before_reshapes(term.value)
     if first is not None:
         return _taken_apart(replace(term, value=first), dtype)
     if is_op(node, "Where"):
@@ -325,7 +276,7 @@ def _taken_apart(term: Term, dtype: ir.DataType) -> list[Term]:
         for shown, (kept, other) in ((True, choice[1:]), (False, choice[:0:-1])):
             if kept == 0.0 and math.isfinite(other) and _absorbs(other * term.factor, term, dtype):
                 fill = other * term.factor
-                return [Fill(condition=choice[0], shown=shown, fill=fill, axes=term.axes, added=True)]
+                return [Fill(value=choice[0], shown=shown, fill=fill, axes=term.axes, added=True)]
     if is_op(node, "Add"):
         sides = [replace(term, value=each) for each in node.inputs if each is not None]
         parts = [part for side in reversed(sides) for part in _taken_apart(side, dtype)]
@@ -356,23 +307,13 @@ def _choice(value: ir.Value | None, depth: int) -> tuple[ir.Value, float, float]
     return None
 
 
-def _before_layout(value: ir.Value, node: ir.Node) -> ir.Value | None:
-    """A mask before it was copied or given more axes: broadcasting does the same."""
-    if is_op(node, "Identity", "Expand") or adds_leading_ones(node):
-        return node.inputs[0]
-    return _before_reshapes(value)
-
-
 def _before_reshapes(value: ir.Value) -> ir.Value | None:
     """What a chain of reshapes started from, where it ends in the shape that it started with."""
-    shape, node = dims_of(value), value.producer()
+    shape, source = dims_of(value), input_at(made_by(value, "Reshape"), 0)
     for _ in range(_MAX_RESHAPES):
-        source = node.inputs[0] if node is not None and is_op(node, "Reshape") else None
-        if source is None or shape is None:
-            return None
-        if same_dims(dims_of(source) or (), shape):
+        if source is None or shape is None or same_dims(dims_of(source) or (), shape):
             return source
-        node = source.producer()
+        source = input_at(made_by(source, "Reshape"), 0)
     return None
 
 
@@ -389,7 +330,7 @@ def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType) -> list[Term]:
         # What -inf hides may be anything, NaN too: it must stay hidden by this very Where.
         if rest and fill == -math.inf:
             return [term]
-        return [Fill(condition=condition, shown=shown, fill=fill, axes=term.axes, added=True), *rest]
+        return [Fill(value=condition, shown=shown, fill=fill, axes=term.axes, added=True), *rest]
     return [term]
 
 
@@ -403,10 +344,10 @@ def _needed(term: Term) -> list[Term]:
     """A fill by the conditions that can hide a key; nothing where none can."""
     if isinstance(term, Bias):
         return [term]
-    parts = conditions_of(term.condition, term.shown)
+    parts = conditions_of(term.value, term.shown)
     if len(parts) > 1 and not (term.hides and any(triangle_of(value) is not None for value, _ in parts)):
         return [term]  # taking it apart would only make more nodes
-    return [replace(term, condition=value, shown=shown) for value, shown in parts]
+    return [replace(term, value=value, shown=shown) for value, shown in parts]
 
 
 # -- Decide what the masks of an attention become: the causal attribute, a boolean mask or a fl ----
@@ -430,23 +371,14 @@ GUARDED = "NaN in Q or K gives NaN; the file replaces NaN weights by 0"
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """What the masks become.
+    """What the masks become."""
 
-    Args:
-        causal: Whether the triangle is the attribute.
-        terms: What remains of the masks, the one nearest to the softmax first.
-        kind: `none`, `bool` or `float`.
-        notes: What a user should know.
-        even: Whether queries whose keys are all filled must become zero, see `even_mask`.
-        exact: Whether the masks are applied one after the other as in the file, see `exact_mask`.
-    """
-
-    causal: bool
-    terms: tuple[Term, ...]
-    kind: str
-    notes: tuple[str, ...]
-    even: bool = False
-    exact: bool = False
+    causal: bool  # whether the triangle is the attribute
+    terms: tuple[Term, ...]  # what remains of the masks, the one nearest to the softmax first
+    kind: str  # `none`, `bool` or `float`
+    notes: tuple[str, ...]  # what a user should know
+    even: bool = False  # whether queries whose keys are all filled must become zero, see `even_mask`
+    exact: bool = False  # whether the masks are applied one after the other as in the file, see `exact_mask`
 
 
 def decide_masking(
@@ -555,7 +487,7 @@ def _causal_at(terms: list[Term], enough: tuple[float, float], size: Dim, order:
         order: The axes of queries and keys.
     """
     for index, term in enumerate(terms):
-        square = term.axes[-2:] == order and _spans_square(term.tensor, size)
+        square = term.axes[-2:] == order and _spans_square(term.value, size)
         hidden = _hidden_by_triangle(term) if square else None
         filled_after = any(isinstance(outer, Fill) and not outer.hides for outer in terms[:index])
         if hidden == -math.inf and not filled_after:
@@ -574,13 +506,15 @@ def _spans_square(mask: ir.Value, size: Dim) -> bool:
 
 def _hidden_by_triangle(term: Term) -> float | None:
     """The number on the future keys, where a mask is the triangle and leaves the others alone."""
-    found = triangle_of(term.condition if isinstance(term, Fill) else term.value)
+    found = triangle_of(term.value)
     if found is None:
         return None
     if isinstance(term, Fill):
-        return term.fill if (bool(found.seen), bool(found.hidden)) == (term.shown, not term.shown) else None
+        return (
+            term.fill if (bool(found.visible), bool(found.hidden)) == (term.shown, not term.shown) else None
+        )
     hidden = found.hidden * term.factor
-    return hidden if found.seen == 0 and hidden < 0 else None
+    return hidden if found.visible == 0 and hidden < 0 else None
 
 
 def _as_fill(term: Term) -> Term:
@@ -591,7 +525,7 @@ def _as_fill(term: Term) -> Term:
     numbers = [scalar_of(node.inputs[1]), scalar_of(node.inputs[2])]
     if sorted(each for each in numbers if each is not None) != [-math.inf, 0.0] or not term.factor > 0:
         return term
-    return Fill(condition=node.inputs[0], shown=numbers[0] == 0.0, fill=-math.inf, axes=term.axes)
+    return Fill(value=node.inputs[0], shown=numbers[0] == 0.0, fill=-math.inf, axes=term.axes)
 
 
 def _check_types(terms: list[Term], dtype: ir.DataType) -> None:
@@ -612,7 +546,7 @@ def build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir
             number = builder.constant(-math.inf if term.hides else ABSORBING, dtype)
             kept = zero if total is None else total
             pair = (kept, number) if term.shown else (number, kept)
-            total = builder.op("Where", term.condition, *pair, name="mask")
+            total = builder.op("Where", term.value, *pair, name="mask")
         else:
             bias = _above_lowest(scaled_bias(term, builder, dtype), term, builder, dtype)
             total = bias if total is None else builder.op("Add", total, bias, name="mask")
@@ -621,16 +555,12 @@ def build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir
     return total
 
 
-def visible_keys(terms: tuple[Term, ...], builder: NodeBuilder) -> ir.Value:
+def visible_keys(terms: Iterable[Term], builder: NodeBuilder) -> ir.Value:
     """True where no condition masks the key; there must be one."""
-    total: ir.Value | None = None
-    for term in terms:
-        if isinstance(term, Fill):
-            shown = term.condition if term.shown else negated(term.condition, builder)
-            total = shown if total is None else builder.op("And", total, shown, name="visible")
-    if total is None:
-        raise ValueError("A boolean mask needs a condition.")
-    return total
+    shown = [
+        term.value if term.shown else negated(term.value, builder) for term in terms if isinstance(term, Fill)
+    ]
+    return functools.reduce(lambda one, other: builder.op("And", one, other, name="visible"), shown)
 
 
 def negated(condition: ir.Value, builder: NodeBuilder) -> ir.Value:
@@ -660,11 +590,10 @@ def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.Da
     kind = dtype.numpy()
     lowest = ml_dtypes.finfo(kind).min
     above = float(np.nextafter(lowest, kind.type(0)))
-    node = bias.producer()
-    if node is not None and bias is term.value and is_op(node, "Mul"):
-        for at, value in enumerate(node.inputs):
-            other = node.inputs[1 - at]
-            if value is not None and scalar_of(value) == float(lowest) and len(dims_of(value) or ()) == 0:
+    node = made_by(bias, "Mul")
+    if node is not None and bias is term.value:
+        for value, other in (node.inputs, node.inputs[::-1]):
+            if value is not None and scalar_of(value) == float(lowest) and not dims_of(value):
                 return builder.op("Mul", other, builder.constant(above, dtype), name="bias")
     is_lowest = builder.op("Equal", bias, builder.constant(float(lowest), dtype))
     return builder.op("Where", is_lowest, builder.constant(above, dtype), bias, name="bias")
@@ -672,7 +601,7 @@ def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.Da
 
 def spans(terms: tuple[Term, ...], sizes: tuple[Dim, Dim]) -> bool:
     """Whether some mask has the full size of queries and keys already, so that their sum has it too."""
-    shapes = [dims_of(term.tensor) or () for term in terms]
+    shapes = [dims_of(term.value) or () for term in terms]
     return any(len(shape) >= 2 and same_dims(shape[-2:], sizes) for shape in shapes)
 
 
@@ -683,19 +612,27 @@ LayOut = Callable[[ir.Value, int], ir.Value]
 
 
 def even_mask(fills: tuple[Term, ...], builder: NodeBuilder, lay_out: LayOut) -> tuple[ir.Value, ir.Value]:
-    """The mask, and `[·, ·, ·, 1]`: True for each fully masked query, which must become zero.
-
-    Args:
-        fills: The masks, all of one finite number or -inf.
-        builder: Holds the new nodes.
-        lay_out: Brings tensors into the layout of the mask.
-    """
-    seen = lay_out(visible_keys(fills, builder), rank_of(fills))
-    empty = _sees_nothing(seen, builder)
+    """The mask, and `[·, ·, ·, 1]`: True for each fully masked query, which must become zero."""
+    visible = lay_out(visible_keys(fills, builder), rank_of(fills))
+    # Maximum over booleans came with opset 20 only, so it is taken over numbers.
+    numbers = builder.op("Cast", visible, to=int(ir.DataType.FLOAT))
+    most = builder.op("ReduceMax", numbers, builder.ints(-1), keepdims=1)
+    empty = builder.op("Not", builder.op("Cast", most, to=int(ir.DataType.BOOL)), name="sees_nothing")
     if not any(isinstance(term, Fill) and term.hides for term in fills):
-        return builder.op("Or", seen, empty, name="mask"), empty
-    filled = lay_out(_filled_keys(fills, builder), rank_of(fills))
-    return builder.op("Or", seen, builder.op("And", filled, empty), name="mask"), empty
+        return builder.op("Or", visible, empty, name="mask"), empty
+    # The score is the finite number where the fill nearest to the softmax is: that decides.
+    filled: ir.Value | None = None
+    for term in (each for each in reversed(fills) if isinstance(each, Fill)):
+        shown = term.value if term.shown else negated(term.value, builder)
+        if not term.hides:
+            hidden = negated(term.value, builder) if term.shown else term.value
+            filled = hidden if filled is None else builder.op("Or", filled, hidden)
+        elif filled is not None:
+            filled = builder.op("And", filled, shown)
+    if filled is None:
+        raise ValueError("Even rows need a finite fill.")
+    filled = builder.op("And", lay_out(filled, rank_of(fills)), empty)
+    return builder.op("Or", visible, filled, name="mask"), empty
 
 
 def exact_mask(
@@ -718,32 +655,29 @@ def exact_mask(
     """
     wide = _type_of_masks(terms, dtype)
     total = builder.constant(0.0, wide)
-    seen: ir.Value | None = None
     for term in reversed(terms):
         if isinstance(term, Bias):
             total = builder.op("Add", total, scaled_bias(term, builder, wide))
             continue
         number = builder.constant(term.fill, wide)
-        total = builder.op("Where", term.condition, *((total, number) if term.shown else (number, total)))
-        shown = term.condition if term.shown else negated(term.condition, builder)
-        seen = shown if seen is None else builder.op("And", seen, shown, name="visible")
+        total = builder.op("Where", term.value, *((total, number) if term.shown else (number, total)))
     # Reductions of float16 and bfloat16 are missing in some runtimes.
     reduced = wide if wide == ir.DataType.DOUBLE else ir.DataType.FLOAT
     total = lay_out(builder.op("Cast", total, to=int(reduced)), rank_of(terms))
-    best = builder.op("ReduceMax", total, builder.ints(-1), keepdims=1)
+
+    def best_of(numbers: ir.Value) -> ir.Value:
+        return builder.op("ReduceMax", numbers, builder.ints(-1), keepdims=1)
+
+    best = best_of(total)
     # Such a number absorbs any score; runtimes take the lowest numbers for -inf.
     narrowed = wide.itemsize > dtype.itemsize
     absorbing = -32768.0 if wide == ir.DataType.FLOAT16 else _ABSORBS_SMALL if narrowed else ABSORBING
     zero = builder.op("LessOrEqual", best, builder.constant(absorbing, reduced))
     infinite = builder.constant(-math.inf, reduced)
-    if seen is not None:
-        shown = lay_out(seen, rank_of([term for term in terms if isinstance(term, Fill)]))
-        best_shown = builder.op(
-            "ReduceMax", builder.op("Where", shown, total, infinite), builder.ints(-1), keepdims=1
-        )
-        best_filled = builder.op(
-            "ReduceMax", builder.op("Where", shown, infinite, total), builder.ints(-1), keepdims=1
-        )
+    if fills := [term for term in reversed(terms) if isinstance(term, Fill)]:
+        shown = lay_out(visible_keys(fills, builder), rank_of(fills))
+        best_shown = best_of(builder.op("Where", shown, total, infinite))
+        best_filled = best_of(builder.op("Where", shown, infinite, total))
         zero = builder.op("Or", zero, builder.op("GreaterOrEqual", best_filled, best_shown))
     finite = builder.op("Greater", best, infinite)
     zero = builder.op("And", zero, finite, name="masked_query")
@@ -762,46 +696,19 @@ def _type_of_masks(terms: tuple[Term, ...], dtype: ir.DataType) -> ir.DataType:
 
 def rank_of(terms: Sequence[Term]) -> int:
     """How many axes of the scores the masks have together."""
-    return max(0 if term.tensor.shape is None else len(term.tensor.shape) for term in terms)
-
-
-def _filled_keys(fills: tuple[Term, ...], builder: NodeBuilder) -> ir.Value:
-    """True where the score is the finite number: the fill nearest to the softmax decides."""
-    total: ir.Value | None = None
-    for term in (each for each in reversed(fills) if isinstance(each, Fill)):
-        if not term.hides:
-            hidden = negated(term.condition, builder) if term.shown else term.condition
-            total = hidden if total is None else builder.op("Or", total, hidden)
-        elif total is not None:
-            shown = term.condition if term.shown else negated(term.condition, builder)
-            total = builder.op("And", total, shown)
-    if total is None:
-        raise ValueError("Even rows need a finite fill.")
-    return total
-
-
-def _sees_nothing(seen: ir.Value, builder: NodeBuilder) -> ir.Value:
-    # Maximum over booleans came with opset 20 only, so it is taken over numbers.
-    numbers = builder.op("Cast", seen, to=int(ir.DataType.FLOAT))
-    most = builder.op("ReduceMax", numbers, builder.ints(-1), keepdims=1)
-    some = builder.op("Cast", most, to=int(ir.DataType.BOOL))
-    return builder.op("Not", some, name="sees_nothing")
+    return max(0 if term.value.shape is None else len(term.value.shape) for term in terms)
 
 
 # -- Write the masks of attentions, each once: the layers of a model share theirs ------------------
 
-_HEAD_AXIS = 1
+HEAD_AXIS = 1
 
 
 class Written(NamedTuple):
-    """A mask of the graph.
+    """A mask of the graph."""
 
-    Args:
-        mask: `[B or 1, Hq or 1, S, T]`; None where nothing is masked.
-        zero: `[B or 1, Hq or 1, S or 1, 1]`, True for queries that must become zero; None for none.
-    """
-
-    mask: ir.Value | None
+    mask: ir.Value | None  # `[B or 1, Hq or 1, S, T]`; None where nothing is masked
+    # `[B or 1, Hq or 1, S or 1, 1]`, True for queries that must become zero; None for none
     zero: ir.Value | None = None
 
 
@@ -810,73 +717,52 @@ class Masks:
 
     def __init__(self) -> None:
         # The key holds the values themselves, so that no id is used again for another.
-        self._written: dict[tuple[object, ...], Written] = {}
-        self._builders: dict[tuple[object, ...], NodeBuilder] = {}
+        self._written: dict[tuple[object, ...], tuple[Written, NodeBuilder]] = {}
 
     def forget(self, builder: NodeBuilder) -> None:
         """Drop the masks of a builder whose nodes do not come into the graph."""
-        for key in [key for key, each in self._builders.items() if each is builder]:
-            del self._builders[key], self._written[key]
+        self._written = {key: each for key, each in self._written.items() if each[1] is not builder}
 
     def write(
-        self,
-        masking: Masking,
-        builder: NodeBuilder,
-        *,
-        dtype: ir.DataType,
-        order: Axes,
-        sizes: tuple[Dim, Dim],
-        letters: Mapping[str, Size],
-        rows: tuple[ir.Value, ir.Value],
-        graph: object,
+        self, masking: Masking, place: Place, dtype: ir.DataType, sizes: tuple[Dim, Dim], graph: object
     ) -> Written:
         """The mask, spelled out over queries and keys, and the queries that it wants to be zero.
 
         Args:
             masking: What the masks become.
-            builder: Holds the new nodes; they must be inserted into the graph of the masks.
+            place: Where it goes; its nodes must be inserted into the graph of the masks.
             dtype: Type of Q, K and V.
-            order: The axes of the mask; without a head where the heads are part of the batch.
             sizes: How many queries and keys there are.
-            letters: The sizes of the letters of axes.
-            rows: Q and K in the layout of Attention, from which unknown sizes are read.
-            graph: The graph that holds the attention. A mask of a subgraph is not seen outside of it.
+            graph: The graph that holds the attention. A mask of a subgraph is unknown outside of it.
         """
         if not masking.terms:
             return Written(mask=None)
-        key = (masking.terms, masking.kind, masking.exact, dtype, order, *map(_size_key, sizes), id(graph))
-        if key not in self._written:
-            place = Place(order=order, sizes=letters, rows=rows, builder=builder)
-            written = _spelled_out(masking, place, dtype, sizes)
-            # An axis that is joined from others has the batch of one attention.
-            if not all(_is_known(size) for size in sizes) or len(order[0]) > 1:
-                return written
-            self._written[key], self._builders[key] = written, builder
-        return self._written[key]
+        known = tuple(size if isinstance(size, int) else size.value for size in sizes)
+        key = (masking.terms, masking.kind, masking.exact, dtype, place.order, known, id(graph))
+        if key in self._written:
+            return self._written[key][0]
+        written = _spelled_out(masking, place, dtype, sizes)
+        # An axis that is joined from others has the batch of one attention.
+        if None not in known and len(place.order[0]) == 1:
+            self._written[key] = written, place.builder
+        return written
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where tensors of the scores go.
+    """Where tensors of the scores go."""
 
-    Args:
-        order: The axes that Attention wants.
-        sizes: The sizes of the letters of axes.
-        rows: Q and K in the layout of Attention.
-        builder: Holds the new nodes.
-    """
-
-    order: Axes
-    sizes: Mapping[str, Size]
-    rows: tuple[ir.Value, ir.Value]
-    builder: NodeBuilder
+    order: Axes  # the axes that Attention wants; without a head where the heads are part of the batch
+    sizes: Mapping[str, Size]  # the sizes of the letters of axes
+    rows: tuple[ir.Value, ir.Value]  # Q and K in the layout of Attention, from which unknown sizes are read
+    builder: NodeBuilder  # holds the new nodes
 
     def aligned(self, value: ir.Value, rank: int, axes: Axes) -> ir.Value:
         """A tensor that is aligned to the last axes of the scores, as `[B or 1, H or 1, S or 1, T or 1]`."""
         if rank < len(axes):
             value = self.builder.unsqueeze(value, *range(len(axes) - rank))
-        value = turned(value, axes, self.order, self.builder)
-        return self.builder.unsqueeze(value, _HEAD_AXIS) if len(self.order) == 3 else value
+        value = transposed(value, axes, self.order, self.builder)
+        return self.builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
 
     def regrouped(self, value: ir.Value, axes: Axes) -> ir.Value:
         """The same for a tensor of scores whose axes are joined in another way."""
@@ -900,7 +786,7 @@ class Place:
                 raise NotFused("A mask has several sizes that are not known.", got=list(apart.values()))
             value = builder.reshape(value, *wanted)
         letters = "".join(self.order)
-        value = turned(value, tuple(apart), tuple(letters), builder)
+        value = transposed(value, tuple(apart), tuple(letters), builder)
         if any(len(axis) > 1 for axis in self.order):
             joined = [axis for axis in self.order if len(axis) > 1 and any(apart[each] != 1 for each in axis)]
             if any(apart[each] == 1 and self.sizes[each] != 1 for axis in joined for each in axis):
@@ -910,7 +796,7 @@ class Place:
             tail = builder.op("Shape", value, start=len(self.order[0]))
             shape = builder.op("Concat", builder.ints(-1 if joined else 1), tail, axis=0, name="shape")
             value = builder.op("Reshape", value, shape)
-        return builder.unsqueeze(value, _HEAD_AXIS) if len(self.order) == 3 else value
+        return builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
 
     def _size(self, letter: str) -> int | ir.Value:
         """The size of a letter of the batch, at run time if need be."""
@@ -924,7 +810,7 @@ class Place:
         return self.builder.op("Div", whole, self.builder.ints(others), name="size")
 
 
-def turned(value: ir.Value, axes: Axes, order: Axes, builder: NodeBuilder) -> ir.Value:
+def transposed(value: ir.Value, axes: Axes, order: Axes, builder: NodeBuilder) -> ir.Value:
     """A value with its axes in another order."""
     if axes == order:
         return value
@@ -937,11 +823,10 @@ def turned(value: ir.Value, axes: Axes, order: Axes, builder: NodeBuilder) -> ir
 
 
 def _spelled_out(masking: Masking, place: Place, dtype: ir.DataType, sizes: tuple[Dim, Dim]) -> Written:
-    builder, axes = place.builder, masking.terms[0].axes
-    alike = all(term.axes == axes for term in masking.terms) and set(axes) == set(place.order)
+    builder, scores = place.builder, masking.terms[0].axes
+    alike = all(term.axes == scores for term in masking.terms) and set(scores) == set(place.order)
     if not alike:
         masking = replace(masking, terms=tuple(_regrouped(term, place) for term in masking.terms))
-    scores = axes
 
     def lay_out(value: ir.Value, rank: int) -> ir.Value:
         return place.aligned(value, rank, scores) if alike else value
@@ -959,15 +844,7 @@ def _spelled_out(masking: Masking, place: Place, dtype: ir.DataType, sizes: tupl
 
 
 def _regrouped(term: Term, place: Place) -> Term:
-    value = place.regrouped(term.tensor, term.axes)
-    if term.tensor.dtype is not None:
-        value.dtype = term.tensor.dtype
-    return replace(term, condition=value) if isinstance(term, Fill) else replace(term, value=value)
-
-
-def _is_known(size: Dim) -> bool:
-    return isinstance(size, int) or size.value is not None
-
-
-def _size_key(size: Dim) -> object:
-    return size if isinstance(size, int) else str(size.value)
+    value = place.regrouped(term.value, term.axes)
+    if term.value.dtype is not None:
+        value.dtype = term.value.dtype
+    return replace(term, value=value)

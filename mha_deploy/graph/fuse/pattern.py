@@ -17,12 +17,10 @@ from mha_deploy.graph.fuse.scores import (
     Multiplier,
     Normalisation,
     Operand,
-    Scores,
     Sink,
     UsedWeights,
-    Weights,
     Wider,
-    read_product,
+    read_matmul,
     read_scores,
     read_weights,
     softmax_at,
@@ -37,30 +35,21 @@ from mha_deploy.graph.fuse.values import (
     same_dim,
     softmax_type_of,
 )
-from mha_deploy.graph.ir import is_op, node_name, rank
+from mha_deploy.graph.ir import is_op, made_by, node_name, rank
 
 # -- Recognise one attention around a softmax: all facts that its `Attention` node needs -----------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Letters:
-    """The letters of the axes of one attention.
+    """The letters of the axes of one attention."""
 
-    Args:
-        batch: One or more letters: Attention takes them as one axis.
-        head: None where the heads are part of the batch.
-        query: The queries.
-        key: The keys.
-        size: The size of a head of Q and K.
-        value_size: The size of a head of V.
-    """
-
-    batch: str
-    head: str | None
-    query: str
-    key: str
-    size: str
-    value_size: str
+    batch: str  # one or more letters: Attention takes them as one axis
+    head: str | None  # none where the heads are part of the batch
+    query: str  # the queries
+    key: str  # the keys
+    size: str  # the size of a head of Q and K
+    value_size: str  # the size of a head of V
 
     def order(self, rows: str, columns: str) -> Axes:
         """The axes of a tensor as Attention wants them."""
@@ -69,51 +58,28 @@ class Letters:
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """One attention, read.
+    """One attention, read."""
 
-    Args:
-        softmax: Its softmax.
-        last: The matmul with V, whose result is the result of attention.
-        out: The axes of that result.
-        letters: The names of the axes.
-        sizes: The sizes of all letters.
-        q: Queries, as they were before scaling and transposing.
-        k: Keys, before repeating as well.
-        v: Values, before repeating as well.
-        scale: The factor on the scores.
-        multipliers: Tensors that Q is multiplied with.
-        softcap: Bound of the scores; 0 for none.
-        softmax_dtype: Type of the softmax where it is not that of Q.
-        masking: What the masks become.
-        Hq: Query heads.
-        Hkv: Key/value heads.
-        weights: The weights, where they are used elsewhere too.
-        batches: Whether Q, K and V may have different batches, of which some are 1.
-        lengths: Whether K may have a single key where V and a mask have more.
-        wider: Axes of masks that may be larger than those of Q and K.
-        sink: Scores that are appended to those of the keys.
-    """
-
-    softmax: ir.Node
-    last: ir.Node
-    out: Axes
-    letters: Letters
-    sizes: Mapping[str, Size]
-    q: Operand
-    k: Operand
-    v: Operand
-    scale: float
-    multipliers: tuple[Multiplier, ...]
-    softcap: float
-    softmax_dtype: ir.DataType | None
-    masking: Masking
-    Hq: int
-    Hkv: int
-    weights: UsedWeights | None
-    batches: bool
-    lengths: bool
-    wider: tuple[Wider, ...]
-    sink: Sink | None
+    softmax: ir.Node  # its softmax
+    last: ir.Node  # the matmul with V, whose result is the result of attention
+    out: Axes  # the axes of that result
+    letters: Letters  # the names of the axes
+    sizes: Mapping[str, Size]  # the sizes of all letters
+    q: Operand  # Queries, as they were before scaling and transposing
+    k: Operand  # Keys, before repeating as well
+    v: Operand  # Values, before repeating as well
+    scale: float  # the factor on the scores
+    multipliers: tuple[Multiplier, ...]  # tensors that Q is multiplied with
+    softcap: float  # bound of the scores; 0 for none
+    softmax_dtype: ir.DataType | None  # type of the softmax where it is not that of Q
+    masking: Masking  # what the masks become
+    Hq: int  # Query heads
+    Hkv: int  # Key/value heads
+    weights: UsedWeights | None  # the weights, where they are used elsewhere too
+    batches: bool  # whether Q, K and V may have different batches, of which some are 1
+    lengths: bool  # whether K may have a single key where V and a mask have more
+    wider: tuple[Wider, ...]  # axes of masks that may be larger than those of Q and K
+    sink: Sink | None  # scores that are appended to those of the keys
 
 
 def read_pattern(softmax: Normalisation) -> Pattern:
@@ -130,7 +96,11 @@ def read_pattern(softmax: Normalisation) -> Pattern:
         axes = tuple(scores.sink.inner if each == scores.sink.outer else each for each in axes)
     if scores.matmul is None:
         raise NotFused("Its scores have no matmul.")
-    second = _second_matmul(weights, alphabet).resolved(alphabet)
+    second = read_matmul(weights.matmul)
+    own = second.axes[weights.position]
+    if len(own) != len(weights.axes):
+        raise NotFused("The weights have another number of axes than the scores.")
+    second = second.named(alphabet, dict(zip(own, weights.axes, strict=True))).resolved(alphabet)
     first = scores.matmul.resolved(alphabet)
     letters = _letters(alphabet.resolved(axes), softmax.axis, first, second, weights.position)
     q, k, v = _operands(first, second, letters, weights.position, alphabet.sizes)
@@ -140,8 +110,16 @@ def read_pattern(softmax: Normalisation) -> Pattern:
         q, k, v = _operands(first, second, letters, weights.position, alphabet.sizes)
     wider = tuple(each._replace(axis=alphabet.resolved((each.axis,))[0]) for each in scores.wider)
     batches, lengths = _check_sizes(q, k, v, letters, wider, is_op(second.node, "MatMul"))
-    _check_types(q, k, v, weights.value)
-    dtype = q.value.dtype or ir.DataType.FLOAT
+    dtype = q.value.dtype
+    types = [dtype, k.value.dtype, v.value.dtype, weights.value.dtype]
+    if len(set(types)) != 1 or dtype is None:
+        raise NotFused("Q, K, V and the weights have different types.", got=", ".join(map(str, types)))
+    used = weights.used and weights.used._replace(axes=alphabet.resolved(weights.used.axes))
+    if used is not None and used.value.dtype != dtype:  # as an output of Attention they have the type of Q
+        what = "The attention weights are used elsewhere too, in another type than Q."
+        raise NotExpressible(what, got=f"{used.value.dtype}, Q is {dtype}")
+    softmax_types = [scores.softmax_dtype, softmax_type_of(softmax.node), first.node.outputs[0].dtype]
+    wide_types = [each for each in softmax_types if each is not None and each.itemsize > dtype.itemsize]
     masking = decide_masking(
         [replace(term, axes=alphabet.resolved(term.axes)) for term in scores.terms],
         dtype=dtype,
@@ -167,11 +145,11 @@ def read_pattern(softmax: Normalisation) -> Pattern:
         scale=scale,
         multipliers=tuple(replace(each, axes=alphabet.resolved(each.axes)) for each in scores.multipliers),
         softcap=scores.softcap,
-        softmax_dtype=_softmax_dtype(softmax.node, scores, dtype),
+        softmax_dtype=next(iter(wide_types), None),
         masking=masking,
         Hq=Hq,
         Hkv=Hkv,
-        weights=_used_weights(weights, alphabet, dtype),
+        weights=used,
         batches=batches,
         lengths=lengths,
         sink=scores.sink and replace(scores.sink, axes=alphabet.resolved(scores.sink.axes)),
@@ -179,43 +157,8 @@ def read_pattern(softmax: Normalisation) -> Pattern:
     )
 
 
-def _used_weights(weights: Weights, alphabet: Alphabet, dtype: ir.DataType) -> UsedWeights | None:
-    """The weights as an output of Attention, which has the type of Q."""
-    used = weights.used
-    if used is None:
-        return None
-    if used.value.dtype != dtype:
-        what = "The attention weights are used elsewhere too, in another type than Q."
-        raise NotExpressible(what, got=f"{used.value.dtype}, Q is {dtype}")
-    return replace(used, axes=alphabet.resolved(used.axes))
-
-
-def _softmax_dtype(softmax: ir.Node, scores: Scores, dtype: ir.DataType) -> ir.DataType | None:
-    matmul = None if scores.matmul is None else scores.matmul.node.outputs[0].dtype
-    types = [scores.softmax_dtype, softmax_type_of(softmax), matmul]
-    wider = [each for each in types if each is not None and each.itemsize > dtype.itemsize]
-    return wider[0] if wider else None
-
-
-def _second_matmul(weights: Weights, alphabet: Alphabet) -> Matmul:
-    """The matmul with V, its axes named as those of the weights."""
-    matmul = read_product(weights.matmul)
-    own = matmul.axes[weights.position]
-    if len(own) != len(weights.axes):
-        raise NotFused("The weights have another number of axes than the scores.")
-    return matmul.named(alphabet, dict(zip(own, weights.axes, strict=True)))
-
-
 def _letters(axes: Axes, axis: int, first: Matmul, second: Matmul, position: int) -> Letters:
-    """What each letter is.
-
-    Args:
-        axes: The axes of the softmax.
-        axis: The one that it runs over.
-        first: The matmul of Q and K.
-        second: The matmul with V.
-        position: Which operand of the second the weights are.
-    """
+    """What each letter is."""
     left, right, out = ("".join(each) for each in (*first.axes, first.out))
     values, result = "".join(second.axes[1 - position]), "".join(second.out)
     key = axes[axis]
@@ -228,12 +171,10 @@ def _letters(axes: Axes, axis: int, first: Matmul, second: Matmul, position: int
     sizes = [letter for letter in left + right if letter not in out]
     sizes_v = [letter for letter in values if letter not in out]
     if set(sizes) - shared or len(set(sizes)) != 1 or not batches or len(queries) != 1 or len(sizes_v) != 1:
-        raise NotFused(
-            "The two matmuls are not those of attention.", got=f"{_text(first)} and {_text(second)}"
-        )
+        raise NotFused("The two matmuls are not those of attention.", got=f"{first} and {second}")
     wanted = {*batches, queries[0], sizes_v[0]}
     if set(values) != {*batches, key, sizes_v[0]} or set(result) != wanted:
-        raise NotFused("The matmul with V is not that of attention.", got=_text(second))
+        raise NotFused("The matmul with V is not that of attention.", got=str(second))
     return Letters(
         batch="".join(batches[:-1]) or batches[0],
         head=batches[-1] if len(batches) > 1 else None,
@@ -242,11 +183,6 @@ def _letters(axes: Axes, axis: int, first: Matmul, second: Matmul, position: int
         size=sizes[0],
         value_size=sizes_v[0],
     )
-
-
-def _text(matmul: Matmul) -> str:
-    left, right, out = (".".join(each) for each in (*matmul.axes, matmul.out))
-    return f"{left},{right}->{out}"
 
 
 def _operands(
@@ -275,16 +211,7 @@ def _operands(
 def _check_sizes(
     q: Operand, k: Operand, v: Operand, letters: Letters, wider: tuple[Wider, ...], contracted: bool
 ) -> tuple[bool, bool]:
-    """Whether Q, K and V may have different batches, and K and V different lengths; else they are the same.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        letters: The names of the axes.
-        wider: Axes of masks that may be larger than those of the scores.
-        contracted: Whether the matmul with V fails at run time where the weights and V differ in length.
-    """
+    """Whether Q, K and V may differ in their batches, and K and V in their lengths."""
     lengths = [each.dim(letters.key) for each in (k, v)]
     if not same_dim(*lengths) and (all(isinstance(each, int) for each in lengths) or not contracted):
         got = f"{lengths[0]} and {lengths[1]}"
@@ -299,12 +226,6 @@ def _check_sizes(
     if any(each.axis not in (*letters.batch, letters.query, letters.key) for each in wider):
         raise NotFused("A mask may have more heads than Q.", got=[str(each.value.name) for each in wider])
     return apart, single
-
-
-def _check_types(q: Operand, k: Operand, v: Operand, weights: ir.Value) -> None:
-    types = [each.value.dtype for each in (q, k, v)] + [weights.dtype]
-    if len(set(types)) != 1 or types[0] is None:
-        raise NotFused("Q, K, V and the weights have different types.", got=", ".join(map(str, types)))
 
 
 def _heads(q: Operand, k: Operand, v: Operand, head: str | None) -> tuple[int, int]:
@@ -352,27 +273,19 @@ _NO_SOFTMAX = "Attention always has one."
 
 @dataclass(frozen=True, kw_only=True)
 class _Carried:
-    """What a value depends on.
+    """What a value depends on."""
 
-    Args:
-        computed: Whether it depends on an input of the graph; else it is a weight.
-        scores: Whether a GEMM of two computed tensors stands behind it, and no softmax between.
-        sizes: The fixed sizes of those GEMMs' axes.
-        softmaxes: The softmaxes of such scores that stand behind it, and no matmul with V between.
-        matmuls: The GEMMs of two computed tensors behind it, with only small steps between.
-        activations: The activations among those steps.
-        features: Softmaxes of something else than scores behind it, and behind those GEMMs.
-        normed: Whether a normalisation layer stands behind it.
-    """
-
-    computed: bool = False
-    scores: bool = False
-    sizes: frozenset[int] = frozenset()
+    computed: bool = False  # whether it depends on an input of the graph; else it is a weight
+    scores: bool = False  # whether a GEMM of two computed tensors stands behind it, and no softmax between
+    sizes: frozenset[int] = frozenset()  # the fixed sizes of those GEMMs' axes
+    # the softmaxes of such scores that stand behind it, and no matmul with V between
     softmaxes: frozenset[ir.Node] = frozenset()
+    # the GEMMs of two computed tensors behind it, with only small steps between
     matmuls: frozenset[ir.Node] = frozenset()
-    activations: frozenset[ir.Node] = frozenset()
+    activations: frozenset[ir.Node] = frozenset()  # the activations among those steps
+    # softmaxes of something else than scores behind it, and behind those GEMMs
     features: frozenset[ir.Node] = frozenset()
-    normed: bool = False
+    normed: bool = False  # whether a normalisation layer stands behind it
 
 
 _NOTHING = _Carried()
@@ -381,9 +294,6 @@ _COMPUTED = _Carried(computed=True)
 
 def leftover_attentions(graph: ir.Graph) -> tuple[dict[ir.Node, NotFused | None], set[ir.Node]]:
     """The nodes of a graph, and of the graphs in it, that are part of an attention.
-
-    Args:
-        graph: The graph after fusion: behind an `Attention` node nothing is followed.
 
     Returns:
         Softmaxes, and what stands in their place, in the order of the graph, with why Attention cannot say
@@ -456,7 +366,7 @@ class _Walk:
                 self._linear.pop(matmul, None)  # it computes the scores of this softmax
             here = frozenset({node})
             return replace(_COMPUTED, softmaxes=here) if begins else replace(_COMPUTED, features=here)
-        product = _expanded_product(node)
+        product = _expanded_matmul(node)
         if product is not None:
             given = self._of(product.inputs)
         elif not is_op(node, "MatMul", "Gemm", "Einsum"):
@@ -498,10 +408,10 @@ class _Walk:
             self.carried[value] = _joined([*ends, _COMPUTED])
 
 
-def _expanded_product(node: ir.Node) -> ir.Node | None:
+def _expanded_matmul(node: ir.Node) -> ir.Node | None:
     """The Mul of `ReduceSum(Mul(x, y))`, where each is copied along an axis of the other: a GEMM."""
-    inner = node.inputs[0].producer() if is_op(node, "ReduceSum") and node.inputs[0] is not None else None
-    if inner is None or not is_op(inner, "Mul") or any(value is None for value in inner.inputs):
+    inner = made_by(node.inputs[0], "Mul") if is_op(node, "ReduceSum") else None
+    if inner is None or None in inner.inputs:
         return None
     one, other = (sizes_of(value) for value in inner.inputs)
     if one is None or other is None or len(one) != len(other):
@@ -521,16 +431,10 @@ def _joined(given: list[_Carried]) -> _Carried:
         return kept[0] if kept else _NOTHING
     if all(each is _COMPUTED for each in kept):
         return _COMPUTED
-    return _Carried(
-        computed=any(each.computed for each in kept),
-        scores=any(each.scores for each in kept),
-        sizes=frozenset().union(*(each.sizes for each in kept)),
-        softmaxes=frozenset().union(*(each.softmaxes for each in kept)),
-        matmuls=frozenset().union(*(each.matmuls for each in kept)),
-        activations=frozenset().union(*(each.activations for each in kept)),
-        features=frozenset().union(*(each.features for each in kept)),
-        normed=any(each.normed for each in kept),
-    )
+    names = ("sizes", "softmaxes", "matmuls", "activations", "features")
+    sets = {name: frozenset().union(*(getattr(each, name) for each in kept)) for name in names}
+    flags = {name: any(getattr(each, name) for each in kept) for name in ("computed", "scores", "normed")}
+    return _Carried(**flags, **sets)  # type: ignore[arg-type]
 
 
 def _runs_over_keys(softmax: Normalisation, carried: _Carried) -> bool:

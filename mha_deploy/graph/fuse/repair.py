@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, AttentionNode, read_attention
-from mha_deploy.graph.fuse.masks import Masking, Masks, decide_masking, spans
+from mha_deploy.graph.fuse.masks import Masking, Masks, Place, decide_masking, spans
 from mha_deploy.graph.fuse.scores import Bias, Fill, Operand, Term, unwrap
 from mha_deploy.graph.fuse.values import NotFused, dims_of, dtype_of
 from mha_deploy.graph.fuse.verify import Boundary, mask_stops
-from mha_deploy.graph.fuse.write import laid_out
+from mha_deploy.graph.fuse.write import rejoined
 from mha_deploy.graph.ir import NodeBuilder, input_at, is_op
 
 # -- Bring an `Attention` node that the exporter wrote into the canonical form ---------------------
@@ -24,29 +23,16 @@ _KEYS, _VALUES = ("b", "h", "t", "d"), ("b", "h", "t", "e")
 
 @dataclass(frozen=True, kw_only=True)
 class Repaired:
-    """A plainer node, built beside the graph.
+    """A plainer node, built beside the graph."""
 
-    Args:
-        result: What stands for the result.
-        before: The inputs of the old node.
-        boundary: What is drawn to compare the two.
-        changes: What is different, in words.
-    """
-
-    result: ir.Value
-    before: tuple[ir.Value | None, ...]
-    boundary: Boundary
-    changes: list[str]
+    result: ir.Value  # what stands for the result
+    before: tuple[ir.Value | None, ...]  # the inputs of the old node
+    boundary: Boundary  # what is drawn to compare the two
+    changes: list[str]  # what is different, in words
 
 
 def repaired_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> Repaired | None:
-    """A simpler `Attention` node that computes the same; None where there is nothing to simplify.
-
-    Args:
-        node: The node. One that is not 4-D, or has a past, key lengths or other outputs, stays as it is.
-        builder: Holds the new nodes.
-        masks: The masks that were written for earlier ones.
-    """
+    """A simpler `Attention` node that computes the same; None where there is nothing to simplify."""
     facts = read_attention(node)
     if facts.rank != 4 or _has_more(node):
         return None
@@ -55,22 +41,14 @@ def repaired_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> Rep
     changes = list[str]()
     shared = _shared_heads(node, facts)
     if shared is not None:
-        inputs[1] = laid_out(shared[0], _KEYS, builder)
-        inputs[2] = laid_out(shared[1], _VALUES, builder)
+        for at, each, order in zip((1, 2), shared, (_KEYS, _VALUES), strict=True):
+            inputs[at] = rejoined(each.value, each.axes, order, each.sizes, builder)
         stops[1:] = [each.value for each in shared]
         changes.append(f"K and V are not repeated: {shared[0].dim('h')} heads for {facts.Hq}")
     masking = _simpler_masking(node, facts)
     if masking is not None and (q := inputs[0]) is not None and (k := inputs[1]) is not None:
-        inputs[MASK] = masks.write(
-            masking,
-            builder,
-            dtype=dtype_of(q),
-            order=_SCORES,
-            sizes=_lengths(node),
-            letters={},
-            rows=(q, k),
-            graph=node.graph,
-        ).mask
+        place = Place(order=_SCORES, sizes={}, rows=(q, k), builder=builder)
+        inputs[MASK] = masks.write(masking, place, dtype_of(q), _lengths(node), node.graph).mask
         if masking.causal:
             attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
         changes += _mask_words(masking, facts)
@@ -85,7 +63,7 @@ def repaired_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> Rep
         new.attributes.update(attributes)
         new.metadata_props.update(node.metadata_props)
     mask = input_at(node, MASK)
-    masked = [mask] if masking is None else [term.tensor for term in masking.terms]
+    masked = [mask] if masking is None else [term.value for term in masking.terms]
     drawn = mask_stops(each for each in masked if each is not None) | dict.fromkeys(stops, 1.0)
     boundary = Boundary(
         stops=frozenset(drawn),
@@ -125,7 +103,7 @@ def _simpler_masking(node: ir.Node, facts: AttentionNode) -> Masking | None:
         return None
     term: Term = Bias(value=mask, factor=1.0, axes=_SCORES)
     if facts.mask == "bool":
-        term = Fill(condition=mask, shown=True, fill=-float("inf"), axes=_SCORES)
+        term = Fill(value=mask, shown=True, fill=-float("inf"), axes=_SCORES)
     sizes = _lengths(node)
     fixed = [
         (each, size) for each, size in zip(mask.shape[-2:], sizes, strict=False) if isinstance(each, int)
@@ -184,9 +162,9 @@ def _is_single(table: ir.Value) -> bool:
 
 
 def share_tied_weights(model: ir.Model) -> tuple[str, ...]:
-    """Replace every turned copy of an embedding table by a Transpose of the table, in the model itself.
+    """Replace every transposed copy of an embedding table by a Transpose of the table, in the model itself.
 
-    Only constants with the turned shape of a table are read, and compared number by number.
+    Only constants with the transposed shape of a table are read, and compared number by number.
 
     Args:
         model: The model; it is changed.
@@ -194,51 +172,38 @@ def share_tied_weights(model: ir.Model) -> tuple[str, ...]:
     Returns:
         The names of the constants that are gone.
     """
-    gone = []
-    for table in list(_tables(model.graph)):
-        for copy in _turned_copies(model.graph, table):
-            _replace(model.graph, table, copy)
+    graph, gone = model.graph, list[str]()
+    constants = [value for value in graph.initializers.values() if value.const_value is not None]
+    tables = [
+        value
+        for value in constants
+        if any(is_op(use.node, "Gather") and use.idx == 0 for use in value.uses())
+        and len(_shape_of(value)) == 2
+    ]
+    for table in tables:
+        for copy in constants:
+            alike = copy.dtype == table.dtype and _shape_of(copy) == _shape_of(table)[::-1]
+            own = copy is not table and not copy.is_graph_output() and not copy.is_graph_input()
+            if not alike or not own or str(copy.name) in gone or not _is_transposed(copy, table):
+                continue
+            name = f"{copy.name}/transposed"
+            node = ir.node("Transpose", [table], {"perm": [1, 0]}, name=name)
+            new = node.outputs[0]
+            new.name, new.type, new.shape = name, copy.type, copy.shape
+            copy.replace_all_uses_with(new)
+            graph.insert_before(graph[0], node)
+            del graph.initializers[str(copy.name)]
             gone.append(str(copy.name))
     return tuple(gone)
-
-
-def _tables(graph: ir.Graph) -> Iterator[ir.Value]:
-    for value in graph.initializers.values():
-        looked_up = any(is_op(use.node, "Gather") and use.idx == 0 for use in value.uses())
-        if looked_up and value.const_value is not None and len(value.const_value.shape) == 2:
-            yield value
-
-
-def _turned_copies(graph: ir.Graph, table: ir.Value) -> list[ir.Value]:
-    shape, dtype = tuple(reversed(_shape_of(table))), table.dtype
-    return [
-        value
-        for value in graph.initializers.values()
-        if value is not table
-        and value.dtype == dtype
-        and _shape_of(value) == shape
-        and not value.is_graph_output()
-        and not value.is_graph_input()
-        and _is_turned(value, table)
-    ]
 
 
 def _shape_of(value: ir.Value) -> tuple[object, ...]:
     return () if value.const_value is None else tuple(value.const_value.shape)
 
 
-def _is_turned(value: ir.Value, table: ir.Value) -> bool:
+def _is_transposed(value: ir.Value, table: ir.Value) -> bool:
     if value.const_value is None or table.const_value is None:
         return False
     one, other = value.const_value.numpy(), table.const_value.numpy().T
     # A row tells most others apart, without going through all of them.
     return np.array_equal(one[:1], other[:1]) and np.array_equal(one, other)
-
-
-def _replace(graph: ir.Graph, table: ir.Value, copy: ir.Value) -> None:
-    node = ir.node("Transpose", [table], {"perm": [1, 0]}, name=f"{copy.name}/turned")
-    turned = node.outputs[0]
-    turned.name, turned.type, turned.shape = f"{copy.name}/turned", copy.type, copy.shape
-    copy.replace_all_uses_with(turned)
-    graph.insert_before(graph[0], node)
-    del graph.initializers[str(copy.name)]

@@ -19,13 +19,12 @@ from mha_deploy.graph.fuse.values import (
     dims_of,
     holds,
     ints_of,
-    is_constant,
     perm_of,
-    same_dim,
     same_dims,
     scalar_of,
+    tensor_of,
 )
-from mha_deploy.graph.ir import is_op
+from mha_deploy.graph.ir import input_at, is_op, made_by, rank
 
 # -- Axes: letters as in an einsum, several for an axis that joins others -------------------------------
 
@@ -89,38 +88,26 @@ class Alphabet:
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """A matmul of two tensors, each axis named.
+    """A matmul of two tensors, each axis named."""
 
-    Args:
-        node: The MatMul or Einsum.
-        values: Its two operands.
-        axes: The axes of the operands.
-        out: The axes of the result.
-    """
+    node: ir.Node  # the MatMul or Einsum
+    values: tuple[ir.Value, ir.Value]  # its two operands
+    axes: tuple[Axes, Axes]  # the axes of the operands
+    out: Axes  # the axes of the result
 
-    node: ir.Node
-    values: tuple[ir.Value, ir.Value]
-    axes: tuple[Axes, Axes]
-    out: Axes
-
-    def renamed(self, names: Mapping[str, str]) -> Matmul:
-        """The same matmul with other names of its axes."""
-        left, right, out = (tuple(names.get(axis, axis) for axis in axes) for axes in (*self.axes, self.out))
-        return replace(self, axes=(left, right), out=out)
+    def __str__(self) -> str:
+        left, right, out = (".".join(each) for each in (*self.axes, self.out))
+        return f"{left},{right}->{out}"
 
     def named(self, alphabet: Alphabet, known: Mapping[str, str]) -> Matmul:
-        """The same matmul in the letters of an alphabet.
-
-        Args:
-            alphabet: Gives new letters.
-            known: Axes that have a name already.
-        """
+        """The same matmul in the letters of an alphabet."""
         names = dict(known)
         for value, axes in zip(self.values, self.axes, strict=True):
             for axis, size in zip(axes, sizes_of(value) or (), strict=False):
                 if axis not in names:
                     names[axis] = alphabet.new(size)
-        return self.renamed(names)
+        left, right, out = (tuple(names.get(axis, axis) for axis in axes) for axes in (*self.axes, self.out))
+        return replace(self, axes=(left, right), out=out)
 
     def resolved(self, alphabet: Alphabet) -> Matmul:
         """The same matmul in letters that were not split."""
@@ -128,25 +115,20 @@ class Matmul:
         return replace(self, axes=(left, right), out=out)
 
 
-def is_product(node: ir.Node | None) -> bool:
+def is_matmul(node: ir.Node | None) -> bool:
     """Whether a node multiplies two tensors that are both computed: a weight makes it a projection."""
-    return is_op(node, "MatMul", "Einsum") and node is not None and _is_computed(node)
-
-
-def _is_computed(node: ir.Node) -> bool:
-    if len(node.inputs) != 2:
+    if node is None or not is_op(node, "MatMul", "Einsum") or len(node.inputs) != 2:
         return False
     # A constant of three or more axes is a learned query, of two a weight.
     return all(
-        value is not None and (not is_constant(value) or len(dims_of(value) or ()) > 2)
-        for value in node.inputs
+        value is not None and (tensor_of(value) is None or (rank(value) or 0) > 2) for value in node.inputs
     )
 
 
 _MAX_RANK = 8
 
 
-def read_product(node: ir.Node) -> Matmul:
+def read_matmul(node: ir.Node) -> Matmul:
     """Read a MatMul or an Einsum."""
     left, right = node.inputs
     if left is None or right is None:
@@ -176,8 +158,8 @@ def _read_equation(node: ir.Node, ranks: list[int]) -> tuple[str, str, str]:
     hidden = max(ranks[0] - len(left.replace("...", "")), ranks[1] - len(right.replace("...", "")), 0)
     dots = "".join(free[:hidden])
     texts = []
-    for text, rank in ((left, ranks[0]), (right, ranks[1]), (out, None)):
-        here = hidden if rank is None else rank - len(text.replace("...", ""))
+    for text, count in ((left, ranks[0]), (right, ranks[1]), (out, None)):
+        here = hidden if count is None else count - len(text.replace("...", ""))
         texts.append(text.replace("...", dots[len(dots) - here :] if here else ""))
     return texts[0], texts[1], texts[2]
 
@@ -187,21 +169,14 @@ def _read_equation(node: ir.Node, ranks: list[int]) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """One side of a matmul.
+    """One side of a matmul."""
 
-    Args:
-        value: The tensor.
-        axes: Its axes.
-        sizes: The sizes of the letters, for axes that are joined.
-        factor: The constant that it was multiplied by.
-        group: How often each of its heads was repeated.
-    """
-
-    value: ir.Value
-    axes: Axes
+    value: ir.Value  # the tensor
+    axes: Axes  # its axes
+    # the sizes of the letters, for axes that are joined
     sizes: Mapping[str, Size] = field(default_factory=dict)
-    factor: float = 1.0
-    group: int = 1
+    factor: float = 1.0  # the constant that it was multiplied by
+    group: int = 1  # how often each of its heads was repeated
 
     def dim(self, letter: str) -> int | ir.SymbolicDim:
         """The size of an axis; 1 for an axis that the tensor does not have."""
@@ -242,46 +217,39 @@ def unwrap(
 
 
 def _before_transpose(operand: Operand) -> Operand | None:
-    node = operand.value.producer()
-    if is_op(node, "Identity") and node is not None and node.inputs[0] is not None:
-        return replace(operand, value=node.inputs[0])
-    if is_op(node, "Transpose") and node is not None and node.inputs[0] is not None:
-        return replace(operand, value=node.inputs[0], axes=before_transpose(node, operand.axes))
-    source = _before_flat_transpose(operand.value)
-    if source is None:
-        return None
-    order = operand.axes
-    return replace(operand, value=source, axes=(*order[:-2], order[-1], order[-2]))
+    node, order = made_by(operand.value, "Identity", "Transpose"), operand.axes
+    if (source := input_at(node, 0)) is not None and node is not None:
+        return replace(operand, value=source, axes=before_transpose(node, order))
+    if (source := _before_flat_transpose(operand.value)) is not None:
+        return replace(operand, value=source, axes=(*order[:-2], order[-1], order[-2]))
+    return None
 
 
 def before_transpose(node: ir.Node, axes: Axes) -> Axes:
-    """The axes of what a Transpose takes, from those that it gives."""
-    before = [""] * len(axes)
-    for at, axis in enumerate(perm_of(node)):
+    """The axes of what a Transpose or an Identity takes, from those that it gives."""
+    before = list(axes)
+    for at, axis in enumerate(perm_of(node) if is_op(node, "Transpose") else ()):
         before[axis] = axes[at]
     return tuple(before)
 
 
 def _before_join(operand: Operand) -> Operand | None:
     """A tensor before a Reshape joined axes that the attention has apart."""
-    node = operand.value.producer()
-    if node is None or not is_op(node, "Reshape") or node.inputs[0] is None:
+    source = input_at(made_by(operand.value, "Reshape"), 0)
+    apart, dims = tuple("".join(operand.axes)), sizes_of(source)
+    if source is None or dims is None:
         return None
-    apart = tuple("".join(operand.axes))
-    dims = sizes_of(node.inputs[0])
     known = [operand.sizes.get(letter) for letter in apart]
     for at, axis in enumerate(apart):
         if axis in operand.axes:
             known[at] = (sizes_of(operand.value) or [])[operand.axes.index(axis)]
-    if len(apart) == len(operand.axes) or dims is None or None in dims or dims != known:
-        return None
-    return replace(operand, value=node.inputs[0], axes=apart)
+    joined = len(apart) > len(operand.axes) and None not in dims and dims == known
+    return replace(operand, value=source, axes=apart) if joined else None
 
 
 def _before_cast(operand: Operand, dtype: ir.DataType | None) -> Operand | None:
     """A tensor before it was cast to a type that has all its values."""
-    node = operand.value.producer()
-    source = node.inputs[0] if node is not None and is_op(node, "Cast") else None
+    source = input_at(made_by(operand.value, "Cast"), 0)
     if dtype is None or source is None or operand.value.dtype == dtype or source.dtype != dtype:
         return None
     return replace(operand, value=source) if holds(operand.value.dtype, source.dtype) else None
@@ -293,14 +261,9 @@ def _before_flat_transpose(value: ir.Value) -> ir.Value | None:
     The exporter writes scaled_dot_product_attention so. The shapes prove it: the first reshape keeps the last
     two axes and joins the others, the second takes them apart again.
     """
-    chain = [value]
-    for op_type in ("Reshape", "Transpose", "Reshape"):
-        node = chain[-1].producer()
-        if node is None or not is_op(node, op_type) or node.inputs[0] is None:
-            return None
-        chain.append(node.inputs[0])
-    swap = chain[1].producer()
-    if swap is None or perm_of(swap) != [0, 2, 1]:
+    chain = _chain(value, ("Reshape",), ("Transpose",), ("Reshape",))
+    swap = None if chain is None else chain[1].producer()
+    if chain is None or swap is None or perm_of(swap) != [0, 2, 1]:
         return None
     result, _, flat, source = (dims_of(each) for each in chain)
     if result is None or flat is None or source is None or len(source) != len(result) or len(flat) != 3:
@@ -309,43 +272,44 @@ def _before_flat_transpose(value: ir.Value) -> ir.Value | None:
     return chain[-1] if same_dims(result, swapped) and same_dims(flat[1:], source[-2:]) else None
 
 
+def _chain(value: ir.Value, *steps: tuple[str, ...]) -> list[ir.Value] | None:
+    """A value and what it was made from, by nodes of these operators, the last one first."""
+    chain = [value]
+    for op_types in steps:
+        source = input_at(made_by(chain[-1], *op_types), 0)
+        if source is None:
+            return None
+        chain.append(source)
+    return chain
+
+
 def _before_factor(operand: Operand) -> Operand | None:
-    node = operand.value.producer()
-    if node is None or not is_op(node, "Mul", "Div"):
+    node = made_by(operand.value, "Mul", "Div")
+    if node is None:
         return None
     first, second = node.inputs
     factor = scalar_of(second)
     if factor is None and node.op_type == "Mul":
         first, second, factor = second, first, scalar_of(first)
-    if factor is None or not _keeps_shape(first, second, operand.value):
+    if first is None or second is None or not factor or rank(first) != len(operand.axes):
         return None
-    if first is None or not factor or len(dims_of(first) or ()) != len(operand.axes):
+    # It must not copy the value over a larger batch or more heads.
+    sizes = dims_of(second)
+    single = sizes is not None and all(size == 1 for size in sizes)
+    if not single and not same_dims(dims_of(first) or (), dims_of(operand.value) or ()):
         return None
     factor = 1.0 / factor if node.op_type == "Div" else factor
     return replace(operand, value=first, factor=operand.factor * factor)
 
 
-def _keeps_shape(value: ir.Value | None, factor: ir.Value | None, result: ir.Value) -> bool:
-    """Whether multiplying by a factor does not copy a value over a larger batch or more heads."""
-    sizes = dims_of(factor) if factor is not None else None
-    if sizes is not None and all(size == 1 for size in sizes):
-        return True
-    return value is not None and same_dims(dims_of(value) or (), dims_of(result) or ())
-
-
 def _before_interleave(operand: Operand, head: str) -> Operand | None:
     """The heads before `x[:, :, None].expand(…).reshape(…)`, which repeats each of them in place."""
-    chain = [operand.value]
-    for op_types in (("Reshape",), ("Expand", "Tile"), ("Unsqueeze", "Reshape")):
-        node = chain[-1].producer()
-        if node is None or not is_op(node, *op_types) or node.inputs[0] is None:
-            return None
-        chain.append(node.inputs[0])
-    result, wide, thin, source = (dims_of(each) for each in chain)
-    if result is None or wide is None or thin is None or source is None:
+    chain = _chain(operand.value, ("Reshape",), ("Expand", "Tile"), ("Unsqueeze", "Reshape"))
+    if chain is None or any(each.shape is None for each in chain) or head not in operand.axes:
         return None
-    at = operand.axes.index(head) if head in operand.axes else -1
-    if at < 0 or len(source) != len(operand.axes) or len(wide) != len(source) + 1:
+    result, wide, thin, source = (dims_of(each) or () for each in chain)
+    at = operand.axes.index(head)
+    if len(source) != len(operand.axes) or len(wide) != len(source) + 1:
         return None
     heads, group = source[at], wide[at + 1]
     if not isinstance(heads, int) or not isinstance(group, int):
@@ -360,18 +324,14 @@ def _before_interleave(operand: Operand, head: str) -> Operand | None:
 
 def _before_expand(operand: Operand, head: str) -> Operand | None:
     """One head, before it was copied to all of them."""
-    node = operand.value.producer()
-    if node is None or not is_op(node, "Expand") or node.inputs[0] is None:
+    inner = input_at(made_by(operand.value, "Expand"), 0)
+    result, source = dims_of(operand.value), None if inner is None else dims_of(inner)
+    if inner is None or result is None or source is None or head not in operand.axes:
         return None
-    result, source = dims_of(operand.value), dims_of(node.inputs[0])
-    at = operand.axes.index(head) if head in operand.axes else -1
-    if result is None or source is None or len(source) != len(result) or at < 0 or source[at] != 1:
-        return None
+    at = operand.axes.index(head)
     copies = result[at]
-    others = all(same_dim(a, b) for axis, (a, b) in enumerate(zip(result, source, strict=True)) if axis != at)
-    if not others or not isinstance(copies, int):
-        return None
-    return replace(operand, value=node.inputs[0], group=operand.group * copies)
+    spread = isinstance(copies, int) and same_dims(source, (*result[:at], 1, *result[at + 1 :]))
+    return replace(operand, value=inner, group=operand.group * int(copies)) if spread else None
 
 
 # -- The softmax: the operator, or an exponential over its sum -----------------------------------------
@@ -379,21 +339,13 @@ def _before_expand(operand: Operand, head: str) -> Operand | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Normalisation:
-    """A softmax.
+    """A softmax."""
 
-    Args:
-        node: Its last node.
-        source: What it normalises.
-        result: The weights.
-        axis: The axis of the keys.
-        nodes: Those of its nodes that use the source.
-    """
-
-    node: ir.Node
-    source: ir.Value
-    result: ir.Value
-    axis: int
-    nodes: tuple[ir.Node, ...]
+    node: ir.Node  # its last node
+    source: ir.Value  # what it normalises
+    result: ir.Value  # the weights
+    axis: int  # the axis of the keys
+    nodes: tuple[ir.Node, ...]  # those of its nodes that use the source
 
 
 def softmax_at(node: ir.Node) -> Normalisation | None:
@@ -406,58 +358,47 @@ def softmax_at(node: ir.Node) -> Normalisation | None:
         return None
     if is_op(node, "Softmax"):
         return _shifted(node, source, node.attributes.get_int("axis", -1), (node,))
-    inner = source.producer()
-    if is_op(node, "Exp") and inner is not None and is_op(inner, "LogSoftmax") and _is_used_once(source):
-        before = inner.inputs[0]
-        axis = inner.attributes.get_int("axis", -1)
-        return None if before is None else _shifted(node, before, axis, (inner,))
-    return _exponentials_at(node)
-
-
-def _exponentials_at(node: ir.Node) -> Normalisation | None:
-    """The softmax of `Div(Exp(x), ReduceSum(Exp(x)))` or `Mul(Exp(x), Reciprocal(ReduceSum(Exp(x))))`."""
-    pairs = [tuple(node.inputs)] if is_op(node, "Div", "Mul") and len(node.inputs) == 2 else []
-    pairs += [pair[::-1] for pair in pairs if is_op(node, "Mul")]
-    for source, divisor in pairs:
-        power = None if source is None else source.producer()
-        total = None if divisor is None else divisor.producer()
+    inner = made_by(source, "LogSoftmax")
+    if is_op(node, "Exp") and inner is not None and inner.inputs[0] is not None and _is_used_once(source):
+        return _shifted(node, inner.inputs[0], inner.attributes.get_int("axis", -1), (inner,))
+    if not is_op(node, "Div", "Mul") or len(node.inputs) != 2:
+        return None
+    # `Div(Exp(x), ReduceSum(Exp(x)))` or `Mul(Exp(x), Reciprocal(ReduceSum(Exp(x))))`.
+    for powers, divisor in (node.inputs, node.inputs[::-1]) if is_op(node, "Mul") else (node.inputs,):
         if is_op(node, "Mul"):
-            inverse = total if is_op(total, "Reciprocal") else None
-            total = None if inverse is None or inverse.inputs[0] is None else inverse.inputs[0].producer()
-        if source is None or power is None or total is None or not is_op(power, "Exp"):
+            divisor = input_at(made_by(divisor, "Reciprocal"), 0)
+        power, total = made_by(powers, "Exp"), made_by(divisor, "ReduceSum")
+        if powers is None or power is None or total is None or total.inputs[0] is not powers:
             continue
-        if not is_op(total, "ReduceSum") or total.inputs[0] is not source or source.is_graph_output():
-            continue
-        axis, inner = _reduced_axis(total), power.inputs[0]
-        if axis is not None and inner is not None and {user for user, _ in source.uses()} == {node, total}:
-            return _shifted(node, inner, axis, (power,))
+        axis, before = _reduced_axis(total), power.inputs[0]
+        own = not powers.is_graph_output() and {user for user, _ in powers.uses()} == {node, total}
+        if axis is not None and before is not None and own:
+            return _shifted(node, before, axis, (power,))
     return None
-
-
-def _shifted(node: ir.Node, source: ir.Value, axis: int, nodes: tuple[ir.Node, ...]) -> Normalisation:
-    """The softmax of a source from which its maximum may have been subtracted."""
-    shift = source.producer()
-    if shift is not None and is_op(shift, "Sub") and _is_used_once(source):
-        before, top = shift.inputs[0], None if shift.inputs[1] is None else shift.inputs[1].producer()
-        rank = len(dims_of(source) or ())
-        over_keys = is_op(top, "ReduceMax") and top is not None and top.inputs[0] is before
-        if before is not None and top is not None and over_keys:
-            same = _reduced_axis(top) == (axis - rank if axis >= 0 else axis)
-            source, nodes = (before, (shift, top)) if same else (source, nodes)
-    return Normalisation(node=node, source=source, result=node.outputs[0], axis=axis, nodes=nodes)
 
 
 def _is_used_once(value: ir.Value) -> bool:
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
+def _shifted(node: ir.Node, source: ir.Value, axis: int, nodes: tuple[ir.Node, ...]) -> Normalisation:
+    """The softmax of a source from which its maximum may have been subtracted."""
+    shift = made_by(source, "Sub")
+    before, top = input_at(shift, 0), made_by(input_at(shift, 1), "ReduceMax")
+    if shift is not None and before is not None and top is not None and _is_used_once(source):
+        same = _reduced_axis(top) == (axis - (rank(source) or 0) if axis >= 0 else axis)
+        if same and top.inputs[0] is before:
+            source, nodes = before, (shift, top)
+    return Normalisation(node=node, source=source, result=node.outputs[0], axis=axis, nodes=nodes)
+
+
 def _reduced_axis(node: ir.Node) -> int | None:
     """The one axis that a reduction runs over and keeps; counted from the end where the rank is known."""
     axes = ints_of(node.inputs[1]) if len(node.inputs) > 1 else list(node.attributes.get_ints("axes") or ())
-    rank = None if node.inputs[0] is None or node.inputs[0].shape is None else len(node.inputs[0].shape)
-    if axes is None or len(axes) != 1 or rank is None or node.attributes.get_int("keepdims", 1) != 1:
+    count = rank(node.inputs[0])
+    if axes is None or len(axes) != 1 or count is None or node.attributes.get_int("keepdims", 1) != 1:
         return None
-    return axes[0] - rank if axes[0] >= 0 else axes[0]
+    return axes[0] - count if axes[0] >= 0 else axes[0]
 
 
 # -- What stands between the matmul of Q and K and the softmax: scale, masks, softcap, precisi ----
@@ -467,26 +408,14 @@ _MAX_STEPS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Fill:
-    """Scores that are set to one number.
+    """Scores that are set to one number."""
 
-    Args:
-        condition: A boolean tensor.
-        shown: The value of the condition where the score stays.
-        fill: The number elsewhere.
-        axes: The axes of the scores there; the condition is aligned to the last of them.
-        added: Whether it was added to the score, which it is far larger than, and not put in its place.
-    """
-
-    condition: ir.Value
-    shown: bool
-    fill: float
-    axes: Axes
+    value: ir.Value  # a boolean tensor
+    shown: bool  # the value of the condition where the score stays
+    fill: float  # the number elsewhere
+    axes: Axes  # the axes of the scores there; the condition is aligned to the last of them
+    # whether it was added to the score, which it is far larger than, and not put in its place
     added: bool = False
-
-    @property
-    def tensor(self) -> ir.Value:
-        """The tensor that says where."""
-        return self.condition
 
     @property
     def hides(self) -> bool:
@@ -496,22 +425,11 @@ class Fill:
 
 @dataclass(frozen=True, kw_only=True)
 class Bias:
-    """A tensor that is added to the scores, times a constant.
+    """A tensor that is added to the scores, times a constant."""
 
-    Args:
-        value: The tensor.
-        factor: The constant.
-        axes: The axes of the scores there; the tensor is aligned to the last of them.
-    """
-
-    value: ir.Value
-    factor: float
-    axes: Axes
-
-    @property
-    def tensor(self) -> ir.Value:
-        """The tensor that is added."""
-        return self.value
+    value: ir.Value  # the tensor
+    factor: float  # the constant
+    axes: Axes  # the axes of the scores there; the tensor is aligned to the last of them
 
 
 Term = Fill | Bias
@@ -519,81 +437,48 @@ Term = Fill | Bias
 
 @dataclass(frozen=True, kw_only=True)
 class Multiplier:
-    """A tensor that the scores are multiplied with, the same for all keys.
+    """A tensor that the scores are multiplied with, the same for all keys."""
 
-    Args:
-        value: The tensor.
-        axes: The axes of the scores there; the tensor is aligned to the last of them.
-        divides: Whether the scores are divided by it.
-    """
-
-    value: ir.Value
-    axes: Axes
-    divides: bool
+    value: ir.Value  # the tensor
+    axes: Axes  # the axes of the scores there; the tensor is aligned to the last of them
+    divides: bool  # whether the scores are divided by it
 
 
 class Wider(NamedTuple):
-    """An axis of a mask that may be larger than that of the scores, which are then broadcast.
+    """An axis of a mask that may be larger than that of the scores, which are then broadcast."""
 
-    Args:
-        axis: The axis of the scores.
-        value: The mask.
-        at: Its axis.
-    """
-
-    axis: str
-    value: ir.Value
-    at: int
+    axis: str  # the axis of the scores
+    value: ir.Value  # the mask
+    at: int  # its axis
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sink:
-    """Scores that are appended to those of the keys, and whose weights are dropped.
+    """Scores that are appended to those of the keys, and whose weights are dropped."""
 
-    Args:
-        value: The scores.
-        axes: Their axes, that of the keys under the name it has without them.
-        outer: The axis of the keys with them.
-        inner: The same without them.
-        count: How many there are.
-        first: Whether they come first.
-    """
-
-    value: ir.Value
-    axes: Axes
-    outer: str
-    inner: str
-    count: int
-    first: bool
+    value: ir.Value  # the scores
+    axes: Axes  # their axes, that of the keys under the name it has without them
+    outer: str  # the axis of the keys with them
+    inner: str  # the same without them
+    count: int  # how many there are
+    first: bool  # whether they come first
 
 
 @dataclass(kw_only=True)
 class Scores:
-    """The way from the matmul to the softmax.
+    """The way from the matmul to the softmax."""
 
-    Args:
-        alphabet: The letters of the axes.
-        axes: The axes where the walk is; at its end, those of the matmul.
-        matmul: The matmul of queries and keys.
-        factor: The constant the matmul is multiplied by.
-        terms: The masks, the one nearest to the softmax first.
-        softcap: Bound by a tanh; 0 for none.
-        softmax_dtype: Type of the softmax where it is not that of the matmul.
-        multipliers: Tensors that the scores are multiplied with.
-        wider: Axes of masks and multipliers that may be larger than those of the scores.
-        sink: Scores that are appended.
-    """
-
-    alphabet: Alphabet
-    axes: Axes
-    matmul: Matmul | None = None
-    factor: float = 1.0
-    terms: list[Term] = field(default_factory=list)
-    softcap: float = 0.0
-    softmax_dtype: ir.DataType | None = None
-    multipliers: list[Multiplier] = field(default_factory=list)
+    alphabet: Alphabet  # the letters of the axes
+    axes: Axes  # the axes where the walk is; at its end, those of the matmul
+    matmul: Matmul | None = None  # the matmul of queries and keys
+    factor: float = 1.0  # the constant the matmul is multiplied by
+    terms: list[Term] = field(default_factory=list)  # the masks, the one nearest to the softmax first
+    softcap: float = 0.0  # bound by a tanh; 0 for none
+    softmax_dtype: ir.DataType | None = None  # type of the softmax where it is not that of the matmul
+    multipliers: list[Multiplier] = field(default_factory=list)  # tensors that the scores are multiplied with
+    # axes of masks and multipliers that may be larger than those of the scores
     wider: list[Wider] = field(default_factory=list)
-    sink: Sink | None = None
+    sink: Sink | None = None  # scores that are appended
 
 
 def read_scores(softmax: Normalisation, alphabet: Alphabet) -> Scores:
@@ -608,20 +493,25 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> Scores:
     own: tuple[ir.Node, ...] = softmax.nodes
     for _ in range(_MAX_STEPS):
         node = value.producer() if value is not None else None
-        if value is None or node is None or not _reaches_product(value):
+        if value is None or node is None or not _reaches_matmul(value):
             raise NoScores(
                 "Its input is not a matmul of two computed tensors, so it is not dot-product attention."
             )
         if value.is_graph_output() or len(_uses(value, own)) > 1:
-            raise NotExpressible("The scores before the softmax are used elsewhere too.", got=_users(value))
+            users = [f"{user.op_type} {user.name}" for user, _ in value.uses()]
+            users += ["an output of the graph"] if value.is_graph_output() else []
+            what = "The scores before the softmax are used elsewhere too."
+            raise NotExpressible(what, got=", ".join(users))
         if len(scores.axes) != len(dims_of(value) or ()) or not scores.axes:
             raise NotFused("The file does not tell the shape of the scores.")
-        if is_product(node):
-            matmul = read_product(node)
+        if is_matmul(node):
+            matmul = read_matmul(node)
             known = dict(zip(matmul.out, scores.axes, strict=True))
             scores.matmul = matmul.named(alphabet, known)
             return scores
-        value, own = _step(node, scores), ()
+        if node.domain != "" or node.op_type not in _STEPS:
+            raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
+        value, own = _STEPS[node.op_type](node, scores), ()
     raise NotFused("The way from the scores to the softmax is too long.")
 
 
@@ -629,17 +519,6 @@ def _uses(value: ir.Value, own: tuple[ir.Node, ...]) -> list[ir.Node]:
     """The nodes that use the numbers of a value; those of a softmax count once."""
     users = [node for node, _ in value.uses() if not is_op(node, "Shape")]
     return [node for node in users if node not in own] + [each for each in own if each in users][:1]
-
-
-def _step(node: ir.Node, scores: Scores) -> ir.Value | None:
-    """Take in one node, and return the scores before it."""
-    if node.domain == "" and node.op_type in _STEPS:
-        return _STEPS[node.op_type](node, scores)
-    raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
-
-
-def _identity(node: ir.Node, scores: Scores) -> ir.Value | None:
-    return node.inputs[0]
 
 
 def _transpose(node: ir.Node, scores: Scores) -> ir.Value | None:
@@ -661,11 +540,10 @@ def _reshape(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 def _cast(node: ir.Node, scores: Scores) -> ir.Value | None:
     source, to = node.inputs[0], node.outputs[0].dtype
-    inner = None if source is None else source.producer()
-    if source is not None and inner is not None and is_op(inner, "Cast") and len(source.uses()) == 1:
-        first = inner.inputs[0]
-        if first is not None and first.dtype == to and holds(source.dtype, to):
-            return first  # there and back
+    first = input_at(made_by(source, "Cast"), 0)
+    alone = source is not None and len(source.uses()) == 1 and holds(source.dtype, to)
+    if alone and first is not None and first.dtype == to:
+        return first  # there and back
     if source is None or not holds(to, source.dtype):
         got = f"{None if source is None else source.dtype} to {to}"
         raise NotExpressible("The scores are rounded before the softmax.", got=got)
@@ -678,13 +556,13 @@ def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
     inner, other = _split(node)
     factor = scalar_of(other)
     if node.op_type == "Div" and inner is not node.inputs[0]:
-        raise NotFused("Something is divided by the scores.", got=_name(other))
+        raise NotFused("Something is divided by the scores.", got=other.name)
     _check_spread(node, inner, other, scores)
     if factor is None:
         dims = sizes_of(other)
         if dims is None or (dims and dims[-1] != 1) or other.dtype != inner.dtype:
             raise NotFused(
-                "The scores are scaled by something that is not the same for all keys.", got=_name(other)
+                "The scores are scaled by something that is not the same for all keys.", got=other.name
             )
         scores.multipliers.append(Multiplier(value=other, axes=scores.axes, divides=node.op_type == "Div"))
         return inner
@@ -722,19 +600,19 @@ def _where(node: ir.Node, scores: Scores) -> ir.Value | None:
     condition, first, second = node.inputs
     if condition is None or first is None or second is None:
         raise NotFused("A Where of the scores lacks an input.")
-    shown = _reaches_product(first)
+    shown = _reaches_matmul(first)
     inner, other = (first, second) if shown else (second, first)
     fill = scalar_of(other)
     if fill is None:
-        raise NotFused("Masked scores are set to something that is not one constant.", got=_name(other))
+        raise NotFused("Masked scores are set to something that is not one constant.", got=other.name)
     _check_spread(node, inner, condition, scores)
     _refuse_before_cap(scores)
-    scores.terms.append(Fill(condition=condition, shown=shown, fill=fill * scores.factor, axes=scores.axes))
+    scores.terms.append(Fill(value=condition, shown=shown, fill=fill * scores.factor, axes=scores.axes))
     return inner
 
 
 def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
-    inner = [value for value in node.inputs if _reaches_product(value)]
+    inner = [value for value in node.inputs if _reaches_matmul(value)]
     others = [value for value in node.inputs if value not in inner]
     axis = node.attributes.get_int("axis", -1)
     if len(inner) != 1 or len(others) != 1 or inner[0] is None or others[0] is None or scores.sink:
@@ -747,14 +625,8 @@ def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
         raise NotExpressible("The scores are changed after others were appended to them.", got=node.name)
     letter = scores.alphabet.new(keys[axis])
     scores.axes = tuple(letter if each == outer else each for each in scores.axes)
-    scores.sink = Sink(
-        value=others[0],
-        axes=scores.axes,
-        outer=outer,
-        inner=letter,
-        count=size,
-        first=node.inputs[0] is others[0],
-    )
+    first = node.inputs[0] is others[0]
+    scores.sink = Sink(value=others[0], axes=scores.axes, outer=outer, inner=letter, count=size, first=first)
     return inner[0]
 
 
@@ -766,22 +638,11 @@ def _tanh(node: ir.Node, scores: Scores) -> ir.Value | None:
     return node.inputs[0]
 
 
-_STEPS = {
-    "Identity": _identity,
-    "Cast": _cast,
-    "Mul": _scale,
-    "Div": _scale,
-    "Add": _add,
-    "Sub": _add,
-    "Where": _where,
-    "Tanh": _tanh,
-    "Concat": _concat,
-    "Transpose": _transpose,
-    "Reshape": _reshape,
-    "Squeeze": _reshape,
-    "Unsqueeze": _reshape,
-}
-_PASSED = frozenset({*_STEPS, "Slice", "Concat", "Max", "Min", "Clip"})
+_STEPS = {"Cast": _cast, "Where": _where, "Tanh": _tanh, "Concat": _concat}
+_STEPS |= dict.fromkeys(("Mul", "Div"), _scale) | dict.fromkeys(("Add", "Sub"), _add)
+_STEPS |= dict.fromkeys(("Identity", "Transpose"), _transpose)
+_STEPS |= dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze"), _reshape)
+_PASSED = frozenset({*_STEPS, "Slice", "Max", "Min", "Clip"})
 
 
 def _refuse_before_cap(scores: Scores) -> None:
@@ -796,13 +657,13 @@ def _split(node: ir.Node) -> tuple[ir.Value, ir.Value]:
     first, second = node.inputs
     if first is None or second is None:
         raise NotFused(f"A {node.op_type} of the scores lacks an input.")
-    carries = (_reaches_product(first), _reaches_product(second))
+    carries = (_reaches_matmul(first), _reaches_matmul(second))
     if carries == (True, True):
         raise NotFused(f"The scores are made of two matmuls ({node.op_type}).")
     return (first, second) if carries[0] else (second, first)
 
 
-def _reaches_product(value: ir.Value | None) -> bool:
+def _reaches_matmul(value: ir.Value | None) -> bool:
     """Whether a matmul of two computed tensors stands behind a value, with only small steps between."""
     pending, seen = [value], set[int]()
     while pending and len(seen) < 200:
@@ -810,20 +671,11 @@ def _reaches_product(value: ir.Value | None) -> bool:
         if node is None or id(node) in seen:
             continue
         seen.add(id(node))
-        if is_product(node):
+        if is_matmul(node):
             return True
         if node.domain == "" and node.op_type in _PASSED:
             pending.extend(node.inputs)
     return False
-
-
-def _users(value: ir.Value) -> str:
-    names: Sequence[str] = [f"{node.op_type} {node.name}" for node, _ in value.uses()]
-    return ", ".join([*names, *(["an output of the graph"] if value.is_graph_output() else [])])
-
-
-def _name(value: ir.Value | None) -> str:
-    return "nothing" if value is None else str(value.name)
 
 
 # -- What stands between the softmax and the matmul with V ----------------------------------------
@@ -836,14 +688,8 @@ _PASSED_WEIGHTS = frozenset(
 _MAX_STEPS_WEIGHTS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class UsedWeights:
-    """Weights that something else than the matmul with V uses.
-
-    Args:
-        value: The weights there.
-        axes: Their axes.
-    """
+class UsedWeights(NamedTuple):
+    """Weights that something else than the matmul with V uses, and their axes."""
 
     value: ir.Value
     axes: Axes
@@ -851,36 +697,23 @@ class UsedWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The way from the softmax to the matmul with V.
+    """The way from the softmax to the matmul with V."""
 
-    Args:
-        value: The weights as the matmul takes them.
-        matmul: The node of the matmul.
-        position: Which of its operands they are.
-        axes: Their axes there.
-        guarded: Whether NaN is replaced by 0, as PyTorch's own attention does for rows without keys.
-        used: The weights, where they are used elsewhere too.
-    """
-
-    value: ir.Value
-    matmul: ir.Node
-    position: int
-    axes: Axes
-    guarded: bool
-    used: UsedWeights | None
+    value: ir.Value  # the weights as the matmul takes them
+    matmul: ir.Node  # the node of the matmul
+    position: int  # which of its operands they are
+    axes: Axes  # their axes there
+    guarded: bool  # whether NaN is replaced by 0, as PyTorch's own attention does for rows without keys
+    used: UsedWeights | None  # the weights, where they are used elsewhere too
 
 
-def is_candidate(softmax: Normalisation) -> bool:
+def comes_to_matmul(weights: ir.Value) -> bool:
     """Whether the result of a softmax comes to a matmul of two computed tensors."""
-    return _comes_to_product(softmax.result)
-
-
-def _comes_to_product(result: ir.Value) -> bool:
-    pending = [(result, 0)]
+    pending = [(weights, 0)]
     while pending:
         value, steps = pending.pop()
         for node, _ in value.uses():
-            if is_product(node):
+            if is_matmul(node):
                 return True
             if node.domain == "" and node.op_type in _PASSED_WEIGHTS and steps < _MAX_STEPS_WEIGHTS:
                 pending.append((node.outputs[0], steps + 1))
@@ -889,12 +722,6 @@ def _comes_to_product(result: ir.Value) -> bool:
 
 def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: Sink | None) -> Weights:
     """Walk from a softmax to the matmul with V.
-
-    Args:
-        softmax: The softmax.
-        axes: The axes of its result.
-        alphabet: The letters.
-        sink: Scores whose weights are dropped.
 
     Raises:
         NotFused: The weights are changed on the way.
@@ -910,9 +737,12 @@ def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: S
         node, position, alone = _use(value)
         if not alone and used is not None:
             raise NotExpressible("The attention weights are used elsewhere too, in two ways.", got=value.name)
-        used = used if alone else UsedWeights(value=value, axes=axes)
-        if is_product(node):
-            _check_casts(value, passed)
+        used = used if alone else UsedWeights(value, axes)
+        if is_matmul(node):
+            # They may be rounded once, to the type that the matmul takes: so does Attention.
+            if lossy := [str(each.dtype) for each in passed if not holds(each.dtype, value.dtype)]:
+                what = "The attention weights are rounded on the way to V."
+                raise NotExpressible(what, got=", ".join(lossy))
             if sink is not None and (used is not None or sink.outer in "".join(axes)):
                 raise NotExpressible("The weights of appended scores are used.", got=value.name)
             return Weights(value=value, matmul=node, position=position, axes=axes, guarded=guarded, used=used)
@@ -926,8 +756,13 @@ def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: S
             axes = moved
         elif sink is not None and is_op(node, "Slice") and position == 0:
             axes = _without_sink(node, axes, sink)
-        else:
-            _check_passed(node)
+        elif is_op(node, "Dropout"):
+            training = input_at(node, 2)
+            if training is not None and ((numbers := array_of(training)) is None or bool(numbers.any())):
+                what = "Dropout of the weights is active: export the module in eval mode."
+                raise NotFused(what, got=node.name)
+        elif not is_op(node, "Cast", "Identity"):
+            raise NotFused(f"{node.op_type} stands between the softmax and the matmul with V.", got=node.name)
         passed.append(value)
         value = node.outputs[0]
     raise NotFused("The way from the softmax to the matmul with V is too long.")
@@ -935,9 +770,7 @@ def read_weights(softmax: Normalisation, axes: Axes, alphabet: Alphabet, sink: S
 
 def _without_sink(node: ir.Node, axes: Axes, sink: Sink) -> Axes:
     """The axes of the weights behind a Slice that drops those of appended scores, and nothing else."""
-    starts, ends, at, steps = (
-        ints_of(node.inputs[place]) if place < len(node.inputs) else None for place in (1, 2, 3, 4)
-    )
+    starts, ends, at, steps = (ints_of(input_at(node, place)) for place in (1, 2, 3, 4))
     key = axes.index(sink.outer) if sink.outer in axes else -1
     here = at is not None and [each % len(axes) for each in at] == [key] and (steps or [1]) == [1]
     wanted = ([sink.count], None) if sink.first else ([0], [-sink.count])
@@ -955,33 +788,19 @@ def _without_sink(node: ir.Node, axes: Axes, sink: Sink) -> Axes:
 def _use(value: ir.Value) -> tuple[ir.Node, int, bool]:
     """The node on the way to the matmul with V, the position of the weights in it, whether it is alone."""
     uses = [use for use in value.uses() if not is_op(use.node, "Shape")]
-    found = [use for use in uses if is_product(use.node) or _leads_to_product(use.node)]
+    found = [
+        use
+        for use in uses
+        if is_matmul(use.node)
+        or (
+            use.node.domain == ""
+            and use.node.op_type in _PASSED_WEIGHTS
+            and comes_to_matmul(use.node.outputs[0])
+        )
+    ]
     if not found:
         raise NotFused("The weights come to no matmul.", got=value.name)
     return found[0].node, found[0].idx, len(uses) == 1 and not value.is_graph_output()
-
-
-def _leads_to_product(node: ir.Node) -> bool:
-    passed = node.domain == "" and node.op_type in _PASSED_WEIGHTS
-    return passed and _comes_to_product(node.outputs[0])
-
-
-def _check_passed(node: ir.Node) -> None:
-    if is_op(node, "Dropout"):
-        training = array_of(node.inputs[2]) if len(node.inputs) > 2 else None
-        if len(node.inputs) > 2 and node.inputs[2] is not None and (training is None or bool(training.any())):
-            raise NotFused("Dropout of the weights is active: export the module in eval mode.", got=node.name)
-    elif not is_op(node, "Cast", "Identity"):
-        raise NotFused(f"{node.op_type} stands between the softmax and the matmul with V.", got=node.name)
-
-
-def _check_casts(value: ir.Value, passed: list[ir.Value]) -> None:
-    """The weights may be rounded once, to the type that the matmul takes: so does Attention."""
-    lossy = [each.dtype for each in passed if not holds(each.dtype, value.dtype)]
-    if lossy:
-        raise NotExpressible(
-            "The attention weights are rounded on the way to V.", got=", ".join(map(str, lossy))
-        )
 
 
 def _after_guard(value: ir.Value) -> ir.Value | None:

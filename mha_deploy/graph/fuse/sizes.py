@@ -106,12 +106,7 @@ def _plain(size: str | None) -> int | str | None:
 
 
 def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
-    """Give every value of a model its type and the sizes that follow from those of the inputs.
-
-    Args:
-        model: The model; it is changed.
-        only_missing: Whether only nodes without types or ranks are looked at, such as new ones.
-    """
+    """Give every value of a model its type and the sizes that follow from those of the inputs."""
     nodes = [node for graph in model.graphs() for node in graph]
     missing = [node for node in nodes if any(_is_missing(value) for value in node.outputs)]
     if missing and only_missing:
@@ -228,11 +223,7 @@ def _merge(value: ir.Value, found: onnx.TypeProto) -> None:
 
 
 class _Walk:
-    """The contents of small integer tensors so far.
-
-    Args:
-        own: The names of sizes of the inputs.
-    """
+    """The contents of small integer tensors so far."""
 
     def __init__(self, own: set[str]) -> None:
         self._own, self._contents = own, dict[ir.Value, list[Size]]()

@@ -39,13 +39,8 @@ def array_of(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
-def is_constant(value: ir.Value | None) -> bool:
-    """Whether a value is a constant. Its numbers are not read: they may be gigabytes in another file."""
-    return tensor_of(value) is not None
-
-
 def tensor_of(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of a constant; None for anything that is computed or given."""
+    """The tensor of a constant, its numbers not read yet; None for anything that is computed or given."""
     return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
 
 

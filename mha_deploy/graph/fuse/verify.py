@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, dims_of, tensor_of
+from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, tensor_of
 from mha_deploy.graph.ir import is_op
 
 Dims = tuple[int | str, ...]
@@ -58,12 +58,7 @@ class _Failed(Exception):
 
 
 class NotVerified(NotFused):
-    """The comparison could not be done.
-
-    Args:
-        why: What prevented it.
-        got: What was found instead.
-    """
+    """The comparison could not be done."""
 
     def __init__(self, why: str, *, got: object = None) -> None:
         super().__init__(f"Not verified: {why}", got=got, hint="--no-verify fuses it unverified")
@@ -71,47 +66,27 @@ class NotVerified(NotFused):
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The nodes between some values of a graph and some results.
+    """The nodes between some values of a graph and some results."""
 
-    Args:
-        nodes: The nodes, in the order of execution.
-        constants: The initializers that they use.
-        inputs: What they are computed from, by name.
-        sizes: Results of Shape nodes whose input is outside, by name.
-        results: Names of the results.
-        key: Digest of the structure: operators, attributes, constants, shapes; no names.
-    """
-
-    nodes: tuple[onnx.NodeProto, ...]
-    constants: tuple[onnx.TensorProto, ...]
-    inputs: Mapping[str, ir.Value]
-    sizes: Mapping[str, Dims]
-    results: tuple[str, ...]
-    key: str
+    nodes: tuple[onnx.NodeProto, ...]  # the nodes, in the order of execution
+    constants: tuple[onnx.TensorProto, ...]  # the initializers that they use
+    inputs: Mapping[str, ir.Value]  # what they are computed from, by name
+    sizes: Mapping[str, Dims]  # results of Shape nodes whose input is outside, by name
+    results: tuple[str, ...]  # names of the results
+    key: str  # digest of the structure: operators, attributes, constants, shapes; no names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Where the region of an attention begins.
+    """Where the region of an attention begins."""
 
-    Args:
-        stops: The values that are drawn.
-        dims: Sizes of Q, K, V and masks by name.
-        spread: Standard deviation of the numbers that are drawn for Q, K and V, by name.
-    """
-
-    stops: frozenset[ir.Value]
-    dims: Mapping[str, Dims]
-    spread: Mapping[str, float]
+    stops: frozenset[ir.Value]  # the values that are drawn
+    dims: Mapping[str, Dims]  # sizes of Q, K, V and masks by name
+    spread: Mapping[str, float]  # standard deviation of the numbers that are drawn for Q, K and V, by name
 
 
 def cut_out(results: Sequence[ir.Value], boundary: Boundary, compared: Collection[str] = ()) -> Region:
     """The region that ends in some values.
-
-    Args:
-        results: The values.
-        boundary: Where it begins.
-        compared: Keys of regions that need not be run any more, so that their nodes are left out.
 
     Raises:
         NotVerified: It is too large, or holds a graph.
@@ -119,7 +94,7 @@ def cut_out(results: Sequence[ir.Value], boundary: Boundary, compared: Collectio
     nodes = list[ir.Node]()
     inputs = dict[str, ir.Value]()
     sizes = dict[str, Dims]()
-    constants = dict[str, ir.Value]()
+    constants = dict[str, ir.TensorProtocol]()
     done, pending = set[ir.Node](), [(each, False) for each in results]
     while pending:
         value, visited = pending.pop()
@@ -127,7 +102,10 @@ def cut_out(results: Sequence[ir.Value], boundary: Boundary, compared: Collectio
         if value in boundary.stops and value not in results:
             inputs[name] = value
         elif node is None:
-            (inputs if tensor_of(value) is None else constants)[name] = value
+            if (tensor := tensor_of(value)) is None:
+                inputs[name] = value
+            else:
+                constants[name] = tensor
         elif (known := _outer_size(node, boundary)) is not None:
             sizes[name] = known
         elif visited:
@@ -145,7 +123,11 @@ def cut_out(results: Sequence[ir.Value], boundary: Boundary, compared: Collectio
     new = key not in compared
     return Region(
         nodes=tuple(ir.serde.serialize_node(node) for node in nodes if new),
-        constants=tuple(_tensor(name, value) for name, value in constants.items() if new),
+        constants=tuple(
+            ir.serde.serialize_tensor(ir.Tensor(each.numpy(), each.dtype, name=name))
+            for name, each in constants.items()
+            if new
+        ),
         inputs=inputs,
         sizes=sizes,
         results=tuple(str(each.name) for each in results),
@@ -190,35 +172,20 @@ def _outer_size(node: ir.Node, boundary: Boundary) -> Dims | None:
     return dims[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(dims))]
 
 
-def _dims(value: ir.Value, boundary: Boundary) -> Dims | None:
-    """The sizes of a value; None where the file does not know one of them."""
+def _dims(value: ir.Value, boundary: Boundary, *, drawn: bool = False) -> Dims | None:
+    """The sizes of a value; None where the file does not know one of them.
+
+    One of a value that is drawn gets a name of its own.
+    """
     if value.name in boundary.dims:
         return boundary.dims[str(value.name)]
-    known = [
-        each if isinstance(each, int) else each.value for each in dims_of(value) or (ir.SymbolicDim(None),)
-    ]
-    found = tuple(each for each in known if each is not None)
-    return found if len(found) == len(known) else None
-
-
-def _input_dims(value: ir.Value, boundary: Boundary) -> Dims | None:
-    """The sizes of a value that is drawn; one that the file does not know gets a name of its own."""
-    known = _dims(value, boundary)
-    if known is not None or value.shape is None:
-        return known
-    return tuple(
-        each if isinstance(each, int) else each.value or f"unknown.{id(value)}.{axis}"
-        for axis, each in enumerate(value.shape)
+    if value.shape is None:
+        return None
+    found = [each if isinstance(each, int) else each.value for each in value.shape]
+    known = tuple(
+        f"unknown.{id(value)}.{axis}" if each is None and drawn else each for axis, each in enumerate(found)
     )
-
-
-def _tensor(name: str, value: ir.Value) -> onnx.TensorProto:
-    tensor = tensor_of(value)
-    if tensor is None:
-        raise NotVerified("a constant has no numbers.", got=name)
-    proto = onnx.numpy_helper.from_array(np.asarray(tensor.numpy()), name)
-    proto.data_type = int(tensor.dtype)
-    return proto
+    return None if None in known else known  # type: ignore[return-value]
 
 
 def _key(
@@ -260,12 +227,6 @@ def _key(
 def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
     """Run both regions on drawn inputs.
 
-    Args:
-        old: The original nodes.
-        new: What was written for them.
-        boundary: What is drawn.
-        opset: Version of ONNX's operators in the graph.
-
     Returns:
         Whether fully masked queries were NaN and are not any more.
 
@@ -273,10 +234,10 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
         NotVerified: The original could not be run.
         NotFused: The two differ.
     """
-    first, second = _Evaluator(old, opset), _Evaluator(new, max(opset, ATTENTION_OPSET))
+    first, second = _evaluator(old, opset), _evaluator(new, max(opset, ATTENTION_OPSET))
     inputs = {**old.inputs, **new.inputs}
     ran, filled, failure = 0, False, ""
-    wanted = {name: _input_dims(value, boundary) for name, value in inputs.items()}
+    wanted = {name: _dims(value, boundary, drawn=True) for name, value in inputs.items()}
     for choice in _SIZES:
         sizes = _Sizes(choice)
         try:
@@ -299,12 +260,12 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
             }
             feeds |= {name: np.array(dims, np.int64) for name, dims in outer.items()}
             try:
-                want = first.run(feeds)
+                want = first(feeds)
             except _Failed as error:
                 failure = str(error)
                 break
             try:
-                got = second.run(feeds)
+                got = second(feeds)
             except _Failed as error:
                 what = "Left as it was: the Attention node fails where the file runs."
                 raise NotFused(what, got=error) from error
@@ -339,11 +300,12 @@ class _Sizes:
         """
         if None in wanted.values():
             raise ValueError("The number of axes of an input is not known.")
-        for attempt in range(_ENLARGED):
+        for _ in range(_ENLARGED):
             found = {name: tuple(map(self._one, dims or ())) for name, dims in wanted.items()}
-            small = [
-                dim for name, dims in wanted.items() for dim, size in zip(dims or (), found[name]) if size < 1
+            pairs = [
+                pair for name, dims in wanted.items() for pair in zip(dims or (), found[name], strict=True)
             ]
+            small = [dim for dim, size in pairs if size < 1]
             if not small:
                 return found
             # What a convolution leaves of a length may be nothing: `(L - 5) // 8` needs a larger L.
@@ -367,54 +329,39 @@ def _names(dim: int | str) -> list[str]:
     return [each for each in _NAME.findall(str(dim)) if each not in _FUNCTIONS]
 
 
-class _Evaluator:
-    """A region in ONNX's reference evaluator."""
+def _evaluator(region: Region, opset: int) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
+    """A region in ONNX's reference evaluator: a function that raises `_Failed` where an operator fails."""
+    from onnx.reference import ReferenceEvaluator
 
-    def __init__(self, region: Region, opset: int) -> None:
-        from onnx.reference import ReferenceEvaluator
+    names = [*region.inputs, *region.sizes]
+    inputs, outputs = (
+        [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in some]
+        for some in (names, region.results)
+    )
+    graph = onnx.helper.make_graph(region.nodes, "region", inputs, outputs, region.constants)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    try:
+        evaluator = ReferenceEvaluator(model)
+    except Exception as error:  # an operator that it does not have
+        what = " ".join(str(error).split())[:200]
+        raise NotVerified("ONNX's evaluator lacks an operator.", got=what) from error
 
-        names = [*region.inputs, *region.sizes]
-        graph = onnx.helper.make_graph(
-            region.nodes,
-            "region",
-            [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in names],
-            [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in region.results],
-            region.constants,
-        )
-        self._names = names
-        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
-        try:
-            self._evaluator = ReferenceEvaluator(model)
-        except Exception as error:  # an operator that it does not have
-            what = " ".join(str(error).split())[:200]
-            raise NotVerified("ONNX's evaluator lacks an operator.", got=what) from error
-
-    def run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """The results.
-
-        Raises:
-            _Failed: An operator fails.
-        """
+    def run(feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         try:
             with np.errstate(all="ignore"):
-                results = self._evaluator.run(None, {name: feeds[name] for name in self._names})
-                return [np.asarray(each) for each in results]
+                return [
+                    np.asarray(each) for each in evaluator.run(None, {name: feeds[name] for name in names})
+                ]
         except Exception as error:
             raise _Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]) from error
+
+    return run
 
 
 def _drawn(
     random: np.random.Generator, draw: int, value: ir.Value, shape: tuple[int, ...], spread: float | None
 ) -> np.ndarray:
-    """Numbers for one input: plain ones, masks with fully masked queries, sharp scores, extreme ones.
-
-    Args:
-        random: Where they come from.
-        draw: Which of the four.
-        value: The input.
-        shape: Its sizes.
-        spread: Standard deviation for Q, K and V; None for a mask.
-    """
+    """Numbers for one input: plain ones, masks with fully masked queries, sharp scores, extreme ones."""
     dtype = (value.dtype or ir.DataType.FLOAT).numpy()
     if value.dtype == ir.DataType.BOOL:
         shown = random.random(shape) < (0.9, 0.5, 0.7, 0.5)[draw]

@@ -6,24 +6,18 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.masks import GUARDED, Masks, Place, turned
+from mha_deploy.graph.fuse.masks import GUARDED, HEAD_AXIS, Masks, Place, transposed
 from mha_deploy.graph.fuse.pattern import Pattern
-from mha_deploy.graph.fuse.scores import Axes, Operand, Sink
+from mha_deploy.graph.fuse.scores import Axes, Sink
 from mha_deploy.graph.fuse.sizes import Size, product, sizes_of
 from mha_deploy.graph.fuse.values import NotFused, dtype_of
 from mha_deploy.graph.ir import NodeBuilder, replace_node, replace_value
 
-_HEAD_AXIS = 1
 _WEIGHTS = 3  # qk_matmul_output_mode: the result of the softmax
 
 
 def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> list[ir.Value]:
     """Build the `Attention` node of the builder's prefix beside the graph.
-
-    Args:
-        pattern: The attention.
-        builder: Holds the new nodes.
-        masks: The masks that were written for earlier ones.
 
     Returns:
         What stands for the result, and for the weights where they are used.
@@ -31,25 +25,23 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     letters, weights = pattern.letters, pattern.weights
     dtype = dtype_of(pattern.q.value)
     scores = letters.order(letters.query, letters.key)
-    q = laid_out(pattern.q, letters.order(letters.query, letters.size), builder)
-    k = laid_out(pattern.k, letters.order(letters.key, letters.size), builder)
-    v = laid_out(pattern.v, letters.order(letters.key, letters.value_size), builder)
-    q, k, v = _broadcast(pattern, (q, k, v), builder)
-    mask, zero = masks.write(
-        pattern.masking,
-        builder,
-        dtype=dtype,
-        order=scores,
-        sizes=(pattern.q.dim(letters.query), pattern.k.dim(letters.key)),
-        letters=pattern.sizes,
-        rows=(q, k),
-        graph=pattern.last.graph,
+    orders = (
+        (letters.query, letters.size),
+        (letters.key, letters.size),
+        (letters.key, letters.value_size),
     )
+    q, k, v = (
+        rejoined(each.value, each.axes, letters.order(*order), each.sizes, builder)
+        for each, order in zip((pattern.q, pattern.k, pattern.v), orders, strict=True)
+    )
+    q, k, v = _broadcast(pattern, (q, k, v), builder)
     place = Place(order=scores, sizes=pattern.sizes, rows=(q, k), builder=builder)
+    lengths = pattern.q.dim(letters.query), pattern.k.dim(letters.key)
+    mask, zero = masks.write(pattern.masking, place, dtype, lengths, pattern.last.graph)
     if pattern.sink is not None:
         mask = _with_sink(pattern.sink, mask, place, dtype)
     if letters.head is None:
-        q, k, v = (builder.unsqueeze(each, _HEAD_AXIS) for each in (q, k, v))
+        q, k, v = (builder.unsqueeze(each, HEAD_AXIS) for each in (q, k, v))
     if pattern.sink is not None:
         # A key of zeros has the appended score, and a value of zeros drops its weight.
         pads = builder.ints(0, 0, 0, 0, 0, 0, pattern.sink.count, 0)
@@ -89,7 +81,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
     found = list[ir.Value]()
     for value, order, wanted in results:
         if letters.head is None:
-            value = builder.op("Squeeze", value, builder.ints(_HEAD_AXIS))
+            value = builder.op("Squeeze", value, builder.ints(HEAD_AXIS))
         if dtype == ir.DataType.DOUBLE and GUARDED in pattern.masking.notes:
             # Kernels give 0 for a fully masked query; float64 has none, and its definition gives NaN.
             value = builder.op("Where", builder.op("IsNaN", value), builder.constant(0.0, dtype), value)
@@ -143,31 +135,18 @@ def insert_attention(pattern: Pattern, builder: NodeBuilder, results: list[ir.Va
         remove_unused([old])
 
 
-def laid_out(operand: Operand, order: Axes, builder: NodeBuilder) -> ir.Value:
-    """An operand with its axes in the order that Attention wants."""
-    return rejoined(operand.value, operand.axes, order, operand.sizes, builder)
-
-
 def rejoined(
     value: ir.Value, axes: Axes, order: Axes, sizes: Mapping[str, Size], builder: NodeBuilder
 ) -> ir.Value:
-    """A value with its axes joined in another way and in another order.
-
-    Args:
-        value: The value.
-        axes: Its axes.
-        order: The axes that it is to have, of the same letters.
-        sizes: The sizes of the letters.
-        builder: Holds the new nodes.
-    """
+    """A value with its axes joined in another way and in another order."""
     if set(axes) == set(order):
-        return turned(value, axes, order, builder)
+        return transposed(value, axes, order, builder)
     dims = sizes_of(value) or [None] * len(axes)
     own = {axis: size for axis, size in zip(axes, dims, strict=True) if len(axis) == 1}
     known = {letter: own.get(letter, sizes.get(letter)) for letter in "".join(axes)}
     apart = tuple("".join(axes))
     value = _reshaped(value, axes, apart, known, builder)
-    value = turned(value, apart, tuple("".join(order)), builder)
+    value = transposed(value, apart, tuple("".join(order)), builder)
     return _reshaped(value, tuple("".join(order)), order, known, builder)
 
 
