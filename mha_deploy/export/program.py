@@ -493,7 +493,7 @@ def _export(
     sizes = trace_sizes(inputs, dims, axes)
     example = draw_inputs(inputs, dims, sizes, seed=0)
     shapes = dynamic_shapes(dims, list(example), axes, sizes, kind=kind)
-    with comparing_multiples():
+    with comparing_multiples(), _settled_types():
         return torch.export.export(module, (), example, dynamic_shapes=shapes, strict=strict)
 
 
@@ -728,6 +728,29 @@ def _batched_experts(module: nn.Module) -> Iterator[None]:
     finally:
         for config, kind in switched:
             config._experts_implementation = kind
+
+
+@contextlib.contextmanager
+def _settled_types() -> Iterator[None]:
+    """Let `part.to(dtype)` in a `forward` do nothing where the weights have that type.
+
+    PyTorch swaps the weights there whatever their type, which it cannot while it traces them.
+    """
+    convert = nn.Module.to
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        settled = all(
+            device in (None, each.device) and dtype in (None, each.dtype)
+            for each in (*self.parameters(), *self.buffers())
+        )
+        return self if settled else convert(self, *args, **kwargs)
+
+    nn.Module.to = to  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.to = convert  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
