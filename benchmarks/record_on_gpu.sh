@@ -3,6 +3,7 @@
 #
 #     benchmarks/record_on_gpu.sh FOLDER [LINES]      # then: python benchmarks/tables.py
 #
+# FOLDER and LINES are written into the lines as they are given: relative paths, such as out/record, can be replayed anywhere.
 # Needs a GPU, TensorRT with the plugin library (mha-deploy plugins where), PyTorch and transformers, and the root of the
 # checkout as the current folder. Exports and builds run side by side; the rows come after them, one at a time. PyTorch
 # compiles in the first process and reads its cache in the others. On an H200 with 16 cores all of it takes about 13 minutes:
@@ -26,13 +27,12 @@ prepared() { # name, model, options of export -- options of build-engine
 }
 timed() { # name, more options of bench
   if [ $SECONDS -ge "$limit" ]; then missing+=("$1"); return; fi
-  local backends=(--backend plugin32) each
+  local backends=(--backend plugin32) each started=$SECONDS
   for each in $baselines; do backends+=(--backend "$each"); done
   # compile-tuned is one layer written anew: there is none for a whole model, which is compiled as it is written.
   case $1 in whole-*) backends=(--backend plugin32 --backend compile --backend compile-cudnn --trust-code) ;; esac
-  local started=$SECONDS
   deploy bench "$folder/$1" "${backends[@]}" -o "$folder/bench-$1" --record "$lines" "${@:2}" \
-    > "$folder/bench-$1.log" 2>&1 || missing+=("$1 (see $folder/bench-$1.log)")
+    >> "$folder/bench-$1.log" 2>&1 || missing+=("$1 (see $folder/bench-$1.log)")
   echo "$1: $((SECONDS - started)) s"
 }
 
@@ -52,8 +52,7 @@ wait
 echo "exports and builds: $SECONDS s"
 
 for round in $(seq "$rounds"); do
-  streams=(); [ "$round" != 1 ] || streams=(--streams 1,2,4,8)
-  timed bert-base --at opt "${streams[@]}"
+  timed bert-base --at opt
   timed bert-large --at opt
   timed llama --at B=1,S=2048 --at B=1,S=8192
   timed gpt3 --at opt
@@ -61,5 +60,6 @@ for round in $(seq "$rounds"); do
   timed whole-bert --at opt
   timed whole-llama --at opt
 done
+baselines=compile-cudnn timed bert-base --at opt --streams 1,2,4,8  # every stream compiles for itself
 echo "all: $SECONDS s"
 [ ${#missing[@]} = 0 ] || { printf 'not measured: %s\n' "${missing[@]}"; exit 1; }

@@ -5,31 +5,127 @@
 
 A table is between `<!-- table: NAME -->` and `<!-- end -->`. NAME is `evidence`, or a file of results: its
 latencies; with `:streams` behind it, calls per second; with `:builds`, what was fused.
+
+A row of latencies is made of several processes: its figure is the median of their medians, its spread is from
+the smallest to the largest of them. No runtime is the fastest while another one is inside its spread.
 """
 
 import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
-from mha_deploy.regression.record import (
-    LEAST_PROCESSES,
-    builds_table,
-    evidence_table,
-    latency_table,
-    read_lines,
-    streams_table,
-)
-from mha_deploy.report.table import markdown
+from mha_deploy.regression.record import Line, medians, read_lines
+from mha_deploy.report.table import Cell, Group, Row, Table, columns, markdown, text
+from mha_deploy.text import plural, short
 
 HERE = Path(__file__).resolve().parent
 PAGES, RESULTS = (HERE / "RECORD.md", HERE.parent / "docs" / "matrix.md"), HERE / "results"
 SURFACES = HERE.parent / "tests" / "runtime" / "trt_surfaces.json"
-TABLES = {"": latency_table, "streams": streams_table, "builds": builds_table}
+LEAST_PROCESSES = 3
 LEGEND = f"""
 † fewer than {LEAST_PROCESSES} processes. ‡ throttled: the driver reported a reason, or the SM clock was below
 95 % of its maximum. Bold: faster than every process of all others; no row with † or ‡ has a winner.
 """
+
+
+def marks(lines: Sequence[Line]) -> str:
+    """`†` for few processes, `‡` where the GPU was throttled; a figure with a mark is not the fastest."""
+    few = "†" if len(medians(lines)) < LEAST_PROCESSES else ""
+    return few + ("‡" if any(line.is_throttled for line in lines) else "")
+
+
+def figure(lines: Sequence[Line], *, best: bool) -> Cell:
+    """The lines of one runtime in one row: the median of its processes, with their spread."""
+    found = medians(lines)
+    if not found:
+        return Cell(text="wrong" if lines[0].parity.startswith("wrong") else "not timed")
+    value, span = median(found), f"{short(min(found))}–{short(max(found))}"
+    shown = f"{short(value)} ({span})" if len(found) > 1 else short(value)
+    return Cell(text=shown, status="best" if best else "", order=value, suffix=marks(lines))
+
+
+def fastest(figures: Mapping[str, Sequence[Line]]) -> str | None:
+    """The runtime whose slowest process is faster than all processes of others; None inside the spread."""
+    timed = {name: medians(lines) for name, lines in figures.items() if medians(lines)}
+    if len(timed) < 2 or any(marks(figures[name]) for name in timed):
+        return None
+    name = min(timed, key=lambda each: max(timed[each]))
+    others = [found for other, found in timed.items() if other != name]
+    return name if all(max(timed[name]) < min(found) for found in others) else None
+
+
+def latency_table(lines: Sequence[Line]) -> Table:
+    """A row for every model and size, a column for every runtime."""
+    timed = [line for line in lines if line.kind == "time"]
+    names, rows = list(dict.fromkeys(line.runtime for line in timed)), list[Row]()
+    for key in dict.fromkeys(line.row for line in timed):
+        alike = [line for line in timed if line.row == key]
+        figures = {name: [line for line in alike if line.runtime == name] for name in names}
+        best, first = fastest(figures), alike[0]
+        cells = [figure(figures[n], best=n == best) if figures[n] else text(None) for n in names]
+        processes = text(str(len({line.run for line in alike})))
+        rows.append([text(f"{first.model} {first.precision}"), text(first.place), *cells, processes])
+    heads = columns("model", "sizes", *(f"#{name}" for name in names), "#processes")
+    title = "p50 in µs: median of the processes, and their range"
+    return Table(title=title, columns=heads, groups=[Group(rows=rows)])
+
+
+def streams_table(lines: Sequence[Line]) -> Table:
+    """Calls per second: a row for every model, size and runtime, a column for every number of streams."""
+    rates: dict[tuple[str, ...], dict[int, float]] = {}
+    for line in lines:
+        if line.kind == "throughput" and line.timing.get("per_second"):
+            key = f"{line.model} {line.precision}", line.place, line.runtime
+            rates.setdefault(key, {})[line.timing["streams"]] = line.timing["per_second"]
+    counts = sorted({count for found in rates.values() for count in found})
+    rows = [
+        [*map(text, key), *(text(f"{found[n]:,.0f}" if n in found else None) for n in counts)]
+        for key, found in rates.items()
+    ]
+    heads = columns("model", "sizes", "runtime", *(f"#{plural(count, 'stream')}" for count in counts))
+    return Table(title="Calls per second", columns=heads, groups=[Group(rows=rows)])
+
+
+def builds_table(lines: Sequence[Line]) -> Table:
+    """Fused attentions of all engines that were built: a row for every model, a column for every runtime."""
+    built = {(line.model, line.precision, line.backend): line for line in lines if line.kind == "build"}
+    places = sorted({(precision, backend) for _, precision, backend in built}, key=lambda each: each[::-1])
+    rows = []
+    for model in dict.fromkeys(model for model, *_ in built):
+        found = [built.get((model, *place)) for place in places]
+        cells = ["/".join(map(str, line.engine.fused)) if line and line.engine else None for line in found]
+        rows.append([text(model), *map(text, cells)])
+    heads = columns("model", *(f"{backend}, {precision}" for precision, backend in places))
+    return Table(title="Fused attentions", columns=heads, groups=[Group(rows=rows)])
+
+
+def evidence_table(lines: Sequence[Line], contract: Sequence[str]) -> Table:
+    """What is known of each TensorRT: measured, built and not run, or only its API.
+
+    Args:
+        lines: The lines of all files.
+        contract: Versions whose API surface the contract test knows, as `tensorrt 10.14.1`.
+    """
+    counts = Counter(
+        (f"{line.engine.backend} {line.engine.version}", line.kind) for line in lines if line.engine
+    )
+    versions = {name for name, _ in counts}
+    for name in contract:  # 1.7.1 of the contract is 1.7.1.116 of an engine
+        if not any(known == name or known.startswith(f"{name}.") for known in versions):
+            versions.add(name)
+    rows: list[Row] = []
+    for name in sorted(versions):
+        timed, built = counts[name, "time"], counts[name, "build"]
+        status = "measured" if timed else "built, not run" if built else "contract only"
+        rows.append(
+            [text(name), text(status), *(text(str(count) if count else None) for count in (timed, built))]
+        )
+    heads = columns("runtime", "evidence", "#measurements", "#builds")
+    return Table(title="What is known of each runtime", columns=heads, groups=[Group(rows=rows)])
 
 
 def contract():
@@ -39,6 +135,9 @@ def contract():
         f"tensorrt-{name.replace('-', ' ')}" if name.startswith("rtx") else f"tensorrt {name}"
         for name in names
     ]
+
+
+TABLES = {"": latency_table, "streams": streams_table, "builds": builds_table}
 
 
 def table(name):

@@ -11,7 +11,6 @@ from mha_deploy.errors import DeployError
 from mha_deploy.report.table import Cell, Group, Row, Table, columns, number, share_cell, text
 from mha_deploy.text import error as error_text
 from mha_deploy.text import short
-from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.verdict import Report
 
 NEAR = 1.05
@@ -24,12 +23,11 @@ class Trial:
 
     Args:
         name: The precision, and the accumulation of the plugin where it is used.
-        precision: Precision of the export.
         refused: Why it is refused; empty where it is right.
         share: Largest share of its error budget.
         error: Largest relative L2 error against the FP64 oracle.
-        p50: Latency of the first point that was timed, µs; None where nothing was.
-        fused: Attentions that are fused, of how many; None where there is no engine.
+        p50: Latency of the first point that was timed, µs.
+        fused: Attentions that are fused, of how many.
         ran: Whether the engine ran; else the errors are those of its graph.
     """
 
@@ -55,41 +53,26 @@ class Trial:
 
 def judged_trial(name: str, precision: str, engine: Engine, report: Report) -> Trial:
     """The result of a candidate from the validation of its bundle."""
-    own = [each for each in report.evaluations if each.runtime.engine is not None]
-    mine = [each for each in own if each.runtime.name == engine.path.stem]
-    graphs = [each for each in report.evaluations if each.runtime.engine is None]
-    ran, refused = bool(mine), ""
-    judged = mine or graphs
+    stem, found = engine.path.stem, report.evaluations
+    mine = [each for each in found if each.runtime.engine is not None and each.runtime.name == stem]
+    judged, refused = mine or [each for each in found if each.runtime.engine is None], ""
     if not mine and not reasons_not_to_run(engine):
         refused = "the engine fits this machine and did not run"
     elif not judged or not all(each.is_right for each in judged):
         refused = "wrong results" if judged else "nothing was judged"
-    timed = [
-        row.timing.p50
-        for point in report.points
-        for row in point.rows
-        if row.name == engine.path.stem and row.timing is not None
-    ]
+    rows = [row for point in report.points for row in point.rows if row.name == stem]
+    verdicts = [verdict for each in judged for run in each.parity for verdict in run.verdicts]
+    errors = [verdict.deviation.relative_l2 for verdict in verdicts if verdict.deviation is not None]
     return Trial(
         name=name,
         precision=precision,
         refused=refused,
         share=max((each.share for each in judged if each.share is not None), default=None),
-        error=max(_errors(judged), default=None),
-        p50=timed[0] if timed else None,
+        error=max(errors, default=None),
+        p50=next((row.timing.p50 for row in rows if row.timing is not None), None),
         fused=engine.manifest.fused_count,
-        ran=ran,
+        ran=bool(mine),
     )
-
-
-def _errors(evaluations: Sequence[Evaluation]) -> list[float]:
-    return [
-        verdict.deviation.relative_l2
-        for each in evaluations
-        for run in each.parity
-        for verdict in run.verdicts
-        if verdict.deviation is not None
-    ]
 
 
 def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
@@ -105,16 +88,13 @@ def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
             got="; ".join(f"{trial.name}: {trial.refused}" for trial in trials) or "no candidate",
             hint="--precision fp32, or `mha-deploy bisect` on one of them",
         )
-    timed = [trial for trial in right if trial.p50 is not None]
-    if not timed:
-        best = min(right, key=lambda trial: (trial.unfused, trial.error or 0.0))
-        return best, "no latency was measured: the most fused, then the smallest error"
-    quickest = min(trial.p50 for trial in timed if trial.p50 is not None)
-    near = [trial for trial in timed if trial.p50 is not None and trial.p50 <= NEAR * quickest]
-    best = min(near, key=lambda trial: (trial.unfused, trial.error or 0.0))
-    if len(near) > 1:
-        return best, f"the smallest error of {len(near)} candidates within {NEAR - 1:.0%} of the fastest"
-    return best, "the fastest"
+    quickest = min((trial.p50 for trial in right if trial.p50 is not None), default=None)
+    near, why = right, "no latency was measured: the most fused, then the smallest error"
+    if quickest is not None:
+        near = [trial for trial in right if trial.p50 is not None and trial.p50 <= NEAR * quickest]
+        alike = f"the smallest error of {len(near)} candidates within {NEAR - 1:.0%} of the fastest"
+        why = alike if len(near) > 1 else "the fastest"
+    return min(near, key=lambda trial: (trial.unfused, trial.error or 0.0)), why
 
 
 def candidates_table(trials: Sequence[Trial], chosen: Trial) -> Table:
@@ -123,9 +103,8 @@ def candidates_table(trials: Sequence[Trial], chosen: Trial) -> Table:
     rows: list[Row] = []
     for trial in trials:
         front = not trial.refused and not any(other.beats(trial) for other in right)
-        status = Cell(
-            text="right" if trial.ran else "graph right, not run", status="good" if trial.ran else "doubt"
-        )
+        right_text, mark = ("right", "good") if trial.ran else ("graph right, not run", "doubt")
+        status = Cell(text=right_text, status=mark)
         if trial.refused:
             status = Cell(text="refused", status="bad", note=trial.refused)
         rows.append(

@@ -84,16 +84,8 @@ class _Mask(Struct, frozen=True):
     diagnostic: bool = False
 
 
-class _Conformance(Struct, frozen=True):
-    rows: list[_Mask] = []
-
-
-class _Range(Struct, frozen=True):
-    nodes: list[_Node] = []
-
-
 class Rebuilds(Struct, frozen=True):
-    """How much an engine differs from build to build; see `engine/rebuild.py`."""
+    """How much an engine differs from build to build; see `engine/manifest.py`."""
 
     builds: int = 1
     seconds: list[float] = []
@@ -115,7 +107,6 @@ class _Engine(Struct, frozen=True):
     seconds: float | None = None
     engine_bytes: int | None = None
     profiles: list[dict[str, str]] = []
-    profile_names: list[str] = []
     attention: str = ""
     plugins: list[str] = []
     rebuilds: Rebuilds | None = None
@@ -126,7 +117,6 @@ class _Timing(Struct, frozen=True):
     p90_us: float
     stable: bool = True
     graph: bool = True
-    gpu: str = ""
     conditions: dict[str, Any] = {}
     memory_bytes: int | None = None
 
@@ -143,10 +133,6 @@ class _Point(Struct, frozen=True):
     sizes: dict[str, int]
     rows: list[_Row]
     past: int | None = None
-
-
-class _Latency(Struct, frozen=True):
-    points: list[_Point] = []
 
 
 class _Verdict(Struct, frozen=True):
@@ -196,10 +182,10 @@ class Result(Struct, frozen=True):
     parity: list[_Parity] = []
     decode: list[_Decode] = []
     invariance: list[_Invariance] = []
-    conformance: _Conformance | None = None
-    range: _Range | None = None
+    conformance: list[_Mask] = []
+    range: list[_Node] = []
     engines: list[_Engine] = []
-    latency: _Latency | None = None
+    latency: list[_Point] = []
     contents: _Contents | None = None
 
 
@@ -264,7 +250,10 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
     try:
         found = [data] if kind == "report" else _cells(data["cells"], runtime) if kind == "matrix" else []
         found += [{**shared, **entry} for entry in data["models"]] if kind == "benchmark" else []
-        results = tuple(msgspec.convert(each, Result) for each in found)
+        # The lists of these records are all that is read of them.
+        lists = {"conformance": "rows", "range": "nodes", "latency": "points"}
+        flat = [{key: (each.get(key) or {}).get(name, []) for key, name in lists.items()} for each in found]
+        results = tuple(msgspec.convert({**a, **b}, Result) for a, b in zip(found, flat, strict=True))
         created = msgspec.convert(data.get("created", ""), str)
     except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
         problem, hint = f"The {kind} does not keep its format.", "docs/report.md, matrix.md"
@@ -479,17 +468,17 @@ def measurements(result: Result, names: Mapping[str, str] | None = None) -> Meas
         owner, passed = _without_version(check.backend), "passed" if check.passed else "failed"
         subject = f"{owner}: {check.check} {check.case}, {check.detail}".strip(" ,")
         add("invariance", subject, _status("invariance", owner, passed))
-    for mask in result.conformance.rows if result.conformance else ():
+    for mask in result.conformance:
         for runtime, cell in () if mask.diagnostic else mask.cells.items():
             owner = _without_version(runtime)
             add("conformance", f"{owner}: {mask.case}", _status("conformance", owner, cell.status))
-    for node in result.range.nodes if result.range else ():
+    for node in result.range:
         add("range", node.node, _status("range", "FP16 range", node.status))
     for engine in result.engines:
         name = names.get(engine.name, engine.name)
         for key, item in _engine_measurements(engine, name):
             add(*key, item)
-    for point in result.latency.points if result.latency else ():
+    for point in result.latency:
         place = sizes_text(point.sizes) + ("" if point.past is None else f", past {point.past}")
         for row in point.rows:
             name = names.get(row.name, row.name)

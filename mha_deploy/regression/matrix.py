@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
@@ -36,7 +36,7 @@ from mha_deploy.bundle.commit import write_atomically
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import first_gpu
-from mha_deploy.engine.options import parse_ranges
+from mha_deploy.engine.profiles import parse_ranges
 from mha_deploy.engine.run import reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import read_regular
@@ -200,23 +200,12 @@ class MatrixCell:
 OnCell = Callable[[MatrixCell, int, int], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
+class _Task(NamedTuple):
     """A cell that is not done yet, with what its worker needs."""
 
     cell: MatrixCell
     runtime: RuntimeEntry
     request: Mapping[str, Any]
-
-
-class Workers(Protocol):
-    """Something that runs tasks in the environments of their runtimes."""
-
-    def probe(self, runtime: RuntimeEntry, gpu: str) -> Mapping[str, Any]:
-        """The version of a runtime and the GPU, or the `problem`."""
-
-    def run(self, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Mapping[str, Any]]]:
-        """Run all tasks, and give each with its result as it ends."""
 
 
 # -- One cell, in the environment of its runtime ---------------------------------------------------
@@ -305,7 +294,7 @@ class LocalWorkers:
         self._running: set[subprocess.Popen[str]] = set()
 
     def probe(self, runtime: RuntimeEntry, gpu: str) -> Mapping[str, Any]:
-        """See `Workers`."""
+        """The version of a runtime and the GPU, or the `problem`."""
         found = self._call(runtime, gpu, {"probe": True, "backend": runtime.backend}, 600.0)
         if "version" not in found:
             return {"problem": found.get("problem") or found["why"]}
@@ -316,7 +305,7 @@ class LocalWorkers:
         return found
 
     def run(self, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Mapping[str, Any]]]:
-        """See `Workers`."""
+        """Run all tasks, and give each with its result as it ends."""
         pool = ThreadPoolExecutor(self.jobs)
         try:
             waiting = {pool.submit(self._one, task): task for task in tasks}
@@ -414,7 +403,7 @@ class RayWorkers:
             self.ray.shutdown()
 
     def probe(self, runtime: RuntimeEntry, gpu: str) -> Mapping[str, Any]:
-        """See `Workers`."""
+        """The version of a runtime and the GPU, or the `problem`."""
         if gpu != NO_GPU:
             wanted = "GPU" if gpu == ANY_GPU else f"accelerator_type:{gpu}"
             if not self.ray.cluster_resources().get(wanted):
@@ -426,7 +415,7 @@ class RayWorkers:
             return {"problem": _last_line(error)}
 
     def run(self, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Mapping[str, Any]]]:
-        """See `Workers`."""
+        """Run all tasks, and give each with its result as it ends."""
         waiting, archives = {}, dict[str, Any]()
         for task in tasks:
             bundle = task.request["bundle"]
@@ -470,6 +459,7 @@ def _last_line(error: BaseException) -> str:
 # -- A run -----------------------------------------------------------------------------------------
 
 Export = Callable[[ModelEntry, str, Path], None]
+Workers = LocalWorkers | RayWorkers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -596,7 +586,11 @@ _FIGURES: Sequence[tuple[str, Callable[[MatrixCell], float | None], Callable[[An
 
 
 def run_matrix(
-    plan: Plan, folder: Path, workers: Workers, export: Export, on_cell: OnCell | None = None
+    plan: Plan,
+    folder: Path,
+    workers: LocalWorkers | RayWorkers,
+    export: Export,
+    on_cell: OnCell | None = None,
 ) -> Matrix:
     """Do what is missing of a plan.
 
@@ -642,7 +636,7 @@ def run_matrix(
             if known is None:
                 about = {"backend": runtime.backend, "options": chosen, "time_limit": plan.time_limit}
                 request = {"bundle": str(bundle.resolve()), **about}
-                tasks.append(_Task(cell=cell, runtime=runtime, request=request))
+                tasks.append(_Task(cell, runtime, request))
     waiting, finished = {task.cell.place for task in tasks}, 0
 
     def finish(cell: MatrixCell) -> None:

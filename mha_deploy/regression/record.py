@@ -1,8 +1,4 @@
-"""The benchmark record: every measurement is one line of JSON that can be measured again.
-
-A row of a table is made of several processes: its figure is the median of their medians, and its spread goes
-from the smallest to the largest of them. No runtime is the fastest while another one is inside its spread.
-"""
+"""The benchmark record: every measurement is one line of JSON that can be measured again."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import platform
 import subprocess
 import sys
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +19,11 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.files import read_regular
 from mha_deploy.report.schema import as_plain
-from mha_deploy.report.table import Cell, Group, Row, Table, columns, text
-from mha_deploy.text import plural, short, sizes_text
+from mha_deploy.text import short, sizes_text
 from mha_deploy.validate.bench import ModelBench
 from mha_deploy.validate.verdict import frame, model_to_dict
 
 FORMAT = 1
-LEAST_PROCESSES = 3
 _LOW_CLOCK = 0.95
 
 
@@ -229,121 +222,15 @@ def read_lines(path: Path) -> list[Line]:
     return found
 
 
-# -- From lines to tables --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Figure:
-    """The lines of one runtime in one row, of one or several processes."""
-
-    lines: Sequence[Line]
-
-    @property
-    def medians(self) -> list[float]:
-        """The median of each process."""
-        runs: dict[str, list[float]] = {}
-        for line in self.lines:
-            runs.setdefault(line.run, []).extend(line.samples_us)
-        return [median(samples) for samples in runs.values() if samples]
-
-    @property
-    def marks(self) -> str:
-        """`†` for few processes, `‡` where the GPU was throttled; a figure with a mark is not the fastest."""
-        few = "†" if len(self.medians) < LEAST_PROCESSES else ""
-        return few + ("‡" if any(line.is_throttled for line in self.lines) else "")
-
-    def cell(self, *, best: bool) -> Cell:
-        """The figure with its spread."""
-        medians = self.medians
-        if not medians:
-            return Cell(text="wrong" if self.lines[0].parity.startswith("wrong") else "not timed")
-        value, span = median(medians), f"{short(min(medians))}–{short(max(medians))}"
-        shown = f"{short(value)} ({span})" if len(medians) > 1 else short(value)
-        return Cell(text=shown, status="best" if best else "", order=value, suffix=self.marks)
-
-
-def fastest(figures: Mapping[str, Figure]) -> str | None:
-    """The runtime whose slowest process is faster than all processes of others; None inside the spread."""
-    timed = {name: figure for name, figure in figures.items() if figure.medians}
-    if len(timed) < 2 or any(figure.marks for figure in timed.values()):
-        return None
-    name = min(timed, key=lambda each: max(timed[each].medians))
-    others = [figure for other, figure in timed.items() if other != name]
-    return name if all(max(timed[name].medians) < min(figure.medians) for figure in others) else None
-
-
-def latency_table(lines: Sequence[Line]) -> Table:
-    """A row for every model and size, a column for every runtime."""
-    timed = [line for line in lines if line.kind == "time"]
-    names, rows = list(dict.fromkeys(line.runtime for line in timed)), list[Row]()
-    for key in dict.fromkeys(line.row for line in timed):
-        alike = [line for line in timed if line.row == key]
-        found = {name: Figure([line for line in alike if line.runtime == name]) for name in names}
-        figures = {name: figure for name, figure in found.items() if figure.lines}
-        best, first = fastest(figures), alike[0]
-        cells = [figures[name].cell(best=name == best) if name in figures else text(None) for name in names]
-        processes = text(str(len({line.run for line in alike})))
-        rows.append([text(f"{first.model} {first.precision}"), text(first.place), *cells, processes])
-    heads = columns("model", "sizes", *(f"#{name}" for name in names), "#processes")
-    title = "p50 in µs: median of the processes, and their range"
-    return Table(title=title, columns=heads, groups=[Group(rows=rows)])
-
-
-def streams_table(lines: Sequence[Line]) -> Table:
-    """Calls per second: a row for every model, size and runtime, a column for every number of streams."""
-    rates: dict[tuple[str, ...], dict[int, float]] = {}
-    for line in lines:
-        if line.kind == "throughput" and line.timing.get("per_second"):
-            key = f"{line.model} {line.precision}", line.place, line.runtime
-            rates.setdefault(key, {})[line.timing["streams"]] = line.timing["per_second"]
-    counts = sorted({count for found in rates.values() for count in found})
-    rows = [
-        [*map(text, key), *(text(f"{found[n]:,.0f}" if n in found else None) for n in counts)]
-        for key, found in rates.items()
-    ]
-    heads = columns("model", "sizes", "runtime", *(f"#{plural(count, 'stream')}" for count in counts))
-    return Table(title="Calls per second", columns=heads, groups=[Group(rows=rows)])
-
-
-def builds_table(lines: Sequence[Line]) -> Table:
-    """Fused attentions of all engines that were built: a row for every model, a column for every runtime."""
-    built = {(line.model, line.precision, line.backend): line for line in lines if line.kind == "build"}
-    places = sorted({(precision, backend) for _, precision, backend in built}, key=lambda each: each[::-1])
-    rows = []
-    for model in dict.fromkeys(model for model, *_ in built):
-        found = [built.get((model, *place)) for place in places]
-        cells = ["/".join(map(str, line.engine.fused)) if line and line.engine else None for line in found]
-        rows.append([text(model), *map(text, cells)])
-    heads = columns("model", *(f"{backend}, {precision}" for precision, backend in places))
-    return Table(title="Fused attentions", columns=heads, groups=[Group(rows=rows)])
-
-
-def evidence_table(lines: Sequence[Line], contract: Sequence[str]) -> Table:
-    """What is known of each TensorRT: measured, built and not run, or only its API.
-
-    Args:
-        lines: The lines of all files.
-        contract: Versions whose API surface the contract test knows, as `tensorrt 10.14.1`.
-    """
-    counts = Counter(
-        (f"{line.engine.backend} {line.engine.version}", line.kind) for line in lines if line.engine
-    )
-    versions = {name for name, _ in counts}
-    for name in contract:  # 1.7.1 of the contract is 1.7.1.116 of an engine
-        if not any(known == name or known.startswith(f"{name}.") for known in versions):
-            versions.add(name)
-    rows: list[Row] = []
-    for name in sorted(versions):
-        timed, built = counts[name, "time"], counts[name, "build"]
-        status = "measured" if timed else "built, not run" if built else "contract only"
-        rows.append(
-            [text(name), text(status), *(text(str(count) if count else None) for count in (timed, built))]
-        )
-    heads = columns("runtime", "evidence", "#measurements", "#builds")
-    return Table(title="What is known of each runtime", columns=heads, groups=[Group(rows=rows)])
-
-
 # -- Measure again ---------------------------------------------------------------------------------
+
+
+def medians(lines: Iterable[Line]) -> list[float]:
+    """The median of each process that timed something."""
+    runs: dict[str, list[float]] = {}
+    for line in lines:
+        runs.setdefault(line.run, []).extend(line.samples_us)
+    return [median(samples) for samples in runs.values() if samples]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,8 +307,8 @@ def replayed(
 
 def judge_replay(recorded: Sequence[Line], measured: Line, tolerance: float) -> tuple[str, str]:
     """Whether a new time is inside the range of the recorded processes, and why."""
-    medians = Figure(recorded).medians
-    low, high = min(medians) * (1 - tolerance), max(medians) * (1 + tolerance)
+    known = medians(recorded)
+    low, high = min(known) * (1 - tolerance), max(known) * (1 + tolerance)
     p50 = measured.p50 or 0.0
     why = f"{short(p50)} µs; the record allows {short(low)} to {short(high)} µs"
     if measured.gpu != recorded[0].gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,15 +66,6 @@ def is_server_url(text: object) -> bool:
 def served_name(name: str) -> str:
     """The name under which a model is packaged, where none was given."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "model"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceStep:
-    """The place of a request in its sequence, for a model that keeps its state on the server."""
-
-    id: int
-    start: bool = False
-    end: bool = False
 
 
 class ServerRunner(Runner):
@@ -143,8 +135,8 @@ class ServerRunner(Runner):
         hint = "mha-deploy validate BUNDLE --url URL"
         raise DeployError("A server has no device time.", got=self.name, hint=hint)
 
-    def infer(self, feeds: Arrays, step: SequenceStep | None = None) -> dict[str, np.ndarray]:
-        """Send one request and wait.
+    def infer(self, feeds: Arrays, **sequence: int) -> dict[str, np.ndarray]:
+        """Send one request and wait; `sequence_id`, `sequence_start` and `sequence_end` are its place in one.
 
         Raises:
             ServerError: It was refused or not answered.
@@ -153,16 +145,14 @@ class ServerRunner(Runner):
 
         library, client = self._client()
         inputs = []
-        for name, given in feeds.items():
-            array = given[..., None] if name in self._numbers else given
+        for name, value in feeds.items():
+            array = value[..., None] if name in self._numbers else value
             each = library.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
             each.set_data_from_numpy(np.ascontiguousarray(array))
             inputs.append(each)
         binary = {} if self._is_grpc else {"binary_data": True}
         outputs = [library.InferRequestedOutput(name, **binary) for name in self.outputs]
-        options: dict[str, Any] = {"model_version": self.url.version, "outputs": outputs}
-        if step is not None:
-            options |= {"sequence_id": step.id, "sequence_start": step.start, "sequence_end": step.end}
+        options: dict[str, Any] = {"model_version": self.url.version, "outputs": outputs, **sequence}
         if self._is_grpc:
             options["client_timeout"] = self.timeout_s
         try:
@@ -207,17 +197,13 @@ class ServerRunner(Runner):
             import tritonclient.grpc as library
         else:
             import tritonclient.http as library  # type: ignore[no-redef]
-        client = getattr(self._local, "client", None)
-        if client is None:
-            secure: dict[str, Any] = {"ssl": True} if self.url.scheme in ("grpcs", "https") else {}
+        if getattr(self._local, "client", None) is None:
+            options: dict[str, Any] = {"ssl": True} if self.url.scheme in ("grpcs", "https") else {}
             if not self._is_grpc:
-                secure |= {"connection_timeout": self.timeout_s, "network_timeout": self.timeout_s}
-                if "ssl" in secure:
-                    import ssl
-
-                    secure["ssl_context_factory"] = ssl.create_default_context
-            client = self._local.client = library.InferenceServerClient(self.url.address, **secure)
-        return library, client
+                options |= {"connection_timeout": self.timeout_s, "network_timeout": self.timeout_s}
+                options |= {"ssl_context_factory": ssl.create_default_context} if "ssl" in options else {}
+            self._local.client = library.InferenceServerClient(self.url.address, **options)
+        return library, self._local.client
 
     def _described(self, method: str) -> Mapping[str, Any]:
         """What the server reports of itself or of the model, as plain data."""

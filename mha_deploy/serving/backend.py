@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,15 @@ class ServedModel:
         bundle = open_bundle(folder / BUNDLE, verify=False)  # golden cases stay behind
         for name, entry in bundle.manifest.files.items():
             path = bundle.file(name)
-            is_graph = name.startswith(MODEL)
-            if is_graph and path.is_file() and sha256(path) != entry.sha256:
+            if name.startswith(MODEL) and path.is_file() and sha256(path) != entry.sha256:
                 raise BundleError("The packaged graph was changed.", got=path, hint="package it again")
         if (folder / PLUGINS).is_dir():
             os.environ[ENVIRONMENT] = str(folder / PLUGINS)
         isolation.enabled = False  # the server gives every instance a process of its own
         self.spec, self._batched = bundle.manifest.spec, batched
         self.runner = _opened(bundle, backends)
-        self._caches = None
-        if self.spec.kv_cache is not None:
-            self._caches = Caches(self.runner, self.spec, sequences)
+        cached = self.spec.kv_cache is not None
+        self._caches = Caches(self.runner, self.spec, sequences) if cached else None
 
     def infer(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
         """Run the requests of one batch; one that cannot be run does not fail the others."""
@@ -82,14 +81,12 @@ class ServedModel:
 
     def _merged(self, feeds: Sequence[Arrays]) -> list[Arrays | DeployError]:
         """Several requests of the same shapes as one batch."""
+        run, ends = self.runner.run, np.cumsum([len(next(iter(each.values()))) for each in feeds])[:-1]
         if len(feeds) == 1:
-            return [_attempt(lambda: self.runner.run(feeds[0]))]
-        names, ends = list(feeds[0]), np.cumsum([len(next(iter(each.values()))) for each in feeds])[:-1]
-        whole = _attempt(
-            lambda: self.runner.run({name: np.concatenate([each[name] for each in feeds]) for name in names})
-        )
+            return [_attempt(run, feeds[0])]
+        whole = _attempt(run, {name: np.concatenate([each[name] for each in feeds]) for name in feeds[0]})
         if isinstance(whole, DeployError):  # which of them it is shows when they run one by one
-            return [_attempt(lambda each=each: self.runner.run(each)) for each in feeds]  # type: ignore[misc]
+            return [_attempt(run, each) for each in feeds]
         parts = {name: np.split(array, ends) for name, array in whole.items()}
         return [{name: part[i] for name, part in parts.items()} for i in range(len(feeds))]
 
@@ -118,10 +115,10 @@ def _opened(bundle: Bundle, backends: Sequence[str]) -> Runner:
     )
 
 
-def _attempt(call: Callable[[], Arrays]) -> Arrays | DeployError:
+def _attempt(call: Callable[..., Arrays], *arguments: Any) -> Arrays | DeployError:
     """What a runtime raises is the answer to its request: the server goes on."""
     try:
-        return call()
+        return call(*arguments)
     except DeployError as error:
         return error
     except Exception as error:  # noqa: BLE001 (runtimes raise types that share no base)
@@ -133,9 +130,15 @@ def _attempt(call: Callable[[], Arrays]) -> Arrays | DeployError:
 
 @dataclass
 class _Sequence:
-    slot: int
+    """A sequence, the decode loop with its cache, and its batch element there."""
+
     loop: Any
+    slot: int = 0
     used: float = 0.0
+
+    @property
+    def length(self) -> int:
+        return int(self.loop.lengths[self.slot])
 
 
 class Caches:
@@ -148,19 +151,16 @@ class Caches:
         runner: The model.
         spec: What it is; it has a KV cache.
         slots: How many sequences may be there.
-        shared: Whether all sequences share one cache; default: where the runtime keeps one on its device.
+        shared: Whether all sequences share one cache even on the host.
     """
 
-    def __init__(self, runner: Runner, spec: ModelSpec, slots: int, *, shared: bool | None = None) -> None:
-        cache = spec.kv_cache
-        if cache is None:
+    def __init__(self, runner: Runner, spec: ModelSpec, slots: int, *, shared: bool = False) -> None:
+        if spec.kv_cache is None:
             raise DeployError(f"{spec.name} has no KV cache.")
-        self._runner, self._spec, self._cache, self.slots = runner, spec, cache, slots
-        self._most = spec.axes[cache.new].max
+        self._runner, self._spec, self._cache, self.slots = runner, spec, spec.kv_cache, slots
         self._sequences: dict[Hashable, _Sequence] = {}
-        on_device = runner.can_decode and cache.is_preallocated and spec.cache != "none"
         self._shared: Any = None
-        if on_device:
+        if runner.can_decode and self._cache.is_preallocated and spec.cache != "none":
             keeper: Any = runner
             self._shared = _DeviceLoop(keeper.decode_loop(B=slots))
         elif shared:
@@ -172,15 +172,13 @@ class Caches:
     def infer(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
         """Prompts and decode steps of different sequences."""
         results: list[Arrays | DeployError] = [DeployError("not run")] * len(requests)
-        steps: dict[Hashable, list[int]] = {}
-        seen = set[Hashable]()
+        groups, present = dict[Hashable, list[int]](), set[Hashable]()
         for index, request in enumerate(requests):
-            if request.sequence in seen:
-                results[index] = DeployError(
-                    "A sequence has one request at a time.", got=f"correlation ID {request.sequence}"
-                )
+            if request.sequence in present:
+                got = f"correlation ID {request.sequence}"
+                results[index] = DeployError("A sequence has one request at a time.", got=got)
                 continue
-            seen.add(request.sequence)
+            present.add(request.sequence)
             if request.start:
                 self._begin(request.sequence)
             problem = self._problem(request)
@@ -188,8 +186,8 @@ class Caches:
                 results[index] = problem
                 continue
             S = _tokens(request.feeds, self._cache)
-            steps.setdefault(S if self._shared is not None else (index, S), []).append(index)
-        for group in steps.values():
+            groups.setdefault(S if self._shared is not None else (index, S), []).append(index)
+        for group in groups.values():
             found = self._fed([requests[index] for index in group])
             for index, result in zip(group, found, strict=True):
                 results[index] = result
@@ -201,19 +199,17 @@ class Caches:
     def _begin(self, sequence: Hashable) -> None:
         self._sequences.pop(sequence, None)
         if len(self._sequences) >= self.slots:  # the server has given up the one that rests longest
-            oldest = min(self._sequences, key=lambda key: self._sequences[key].used)
-            del self._sequences[oldest]
-        taken = {each.slot for each in self._sequences.values()}
-        slot = next(slot for slot in range(self.slots) if slot not in taken)
-        loop = self._shared
-        if loop is None:
-            loop = HostDecodeLoop(self._runner, self._spec, 1)
-        else:
-            loop.lengths[slot] = 0
-        self._sequences[sequence] = _Sequence(slot=slot, loop=loop)
+            del self._sequences[min(self._sequences, key=lambda key: self._sequences[key].used)]
+        if self._shared is None:
+            self._sequences[sequence] = _Sequence(HostDecodeLoop(self._runner, self._spec, 1))
+            return
+        slot = min(self._free())
+        self._shared.lengths[slot] = 0
+        self._sequences[sequence] = _Sequence(self._shared, slot)
 
-    def _length(self, sequence: _Sequence) -> int:
-        return int(sequence.loop.lengths[sequence.slot if self._shared is not None else 0])
+    def _free(self) -> set[int]:
+        """The batch elements of a shared cache that no sequence has."""
+        return set(range(self.slots)) - {each.slot for each in self._sequences.values()}
 
     def _problem(self, request: ServedRequest) -> DeployError | None:
         found = self._sequences.get(request.sequence)
@@ -227,28 +223,25 @@ class Caches:
         batch = {len(array) for array in request.feeds.values() if array.ndim}
         if batch != {1}:
             return DeployError("A sequence is one batch element.", got=f"batch sizes {sorted(batch)}")
-        S, length = _tokens(request.feeds, self._cache), self._length(found)
-        if S < 1 or length + S > self._cache.room:
-            return DeployError(
-                "The new tokens do not fit into the cache.",
-                got=f"{S} tokens behind {length}",
-                hint=f"1 to {self._cache.room - length} tokens, or end the sequence",
-            )
-        return None
+        S, room = _tokens(request.feeds, self._cache), self._cache.room - found.length
+        if 1 <= S <= room:
+            return None
+        got, hint = f"{S} tokens behind {found.length}", f"1 to {room} tokens, or end the sequence"
+        return DeployError("The new tokens do not fit into the cache.", got=got, hint=hint)
 
     def _fed(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
         """Requests with the same number of tokens, in calls that the model and every cache take."""
         cache, parts, start = self._cache, list[Arrays](), 0
         members = [self._sequences[request.sequence] for request in requests]
-        S = _tokens(requests[0].feeds, cache)
-        before = [self._length(member) for member in members]
+        S, most = _tokens(requests[0].feeds, cache), self._spec.axes[cache.new].max
+        before = [member.length for member in members]
         while start < S:
-            size = min(S - start, self._most, *self._room_beside(members))
+            size = min(S - start, most, *self._room_beside(members))
             calls = [
                 _part(request.feeds, cache, slice(start, start + size), length)
                 for request, length in zip(requests, before, strict=True)
             ]
-            got = _attempt(lambda calls=calls: self._call(members, calls))  # type: ignore[misc]
+            got = _attempt(self._call, members, calls)
             if isinstance(got, DeployError):
                 for request in requests if start else ():  # a part of the tokens is in the cache already
                     self._sequences.pop(request.sequence, None)
@@ -262,21 +255,16 @@ class Caches:
         """How many tokens the other caches of a shared one have room for: idle ones are padded."""
         if self._shared is None:
             return []
-        busy = {member.slot for member in members}
+        idle = {key: each for key, each in self._sequences.items() if each not in members}
+        for key in [key for key, each in idle.items() if each.length == self._cache.room]:
+            del self._sequences[key], idle[key]  # full: it could take no token anyway
+        for slot in self._free():
+            self._shared.lengths[slot] = 0
         most = getattr(self._shared, "most_tokens", None)
-        rooms = [] if most is None else [most]
-        for key, each in list(self._sequences.items()):
-            if each.slot not in busy:
-                room = self._cache.room - self._length(each)
-                if room:
-                    rooms.append(room)
-                else:  # full: it could take no token anyway
-                    del self._sequences[key]
-        taken = {each.slot for each in self._sequences.values()}
-        for slot in range(self.slots):
-            if slot not in taken:
-                self._shared.lengths[slot] = 0
-        return rooms
+        return [
+            *([] if most is None else [most]),
+            *(self._cache.room - each.length for each in idle.values()),
+        ]
 
     def _call(self, members: Sequence[_Sequence], calls: Sequence[Arrays]) -> Arrays:
         if self._shared is None:
@@ -288,8 +276,7 @@ class Caches:
         for name, array in calls[0].items():
             tokens[name] = np.zeros((self.slots, *array.shape[1:]), array.dtype)
             tokens[name][slots] = np.concatenate([call[name] for call in calls])
-        results = self._shared.feed(tokens, counts)
-        return {name: array[slots] for name, array in results.items()}
+        return {name: array[slots] for name, array in self._shared.feed(tokens, counts).items()}
 
     def close(self) -> None:
         """Free the cache on the device."""
@@ -338,61 +325,49 @@ class TritonPythonModel:
         import triton_python_backend_utils as triton  # exists in the server only
 
         self._triton = triton
-        _refuse_broken_tensors(triton)
-        if args.get("model_instance_kind") == "GPU":
-            _take_gpu(args["model_instance_device_id"])
+        array = np.arange(6, dtype=np.float32).reshape(2, 3)
+        if not np.array_equal(
+            triton.Tensor("check", array).as_numpy(), array
+        ):  # it would answer with nothing
+            raise BackendUnavailable(
+                "This server's Python backend does not read the arrays of the installed NumPy.",
+                got=f"NumPy {np.__version__}",
+                hint='pip install "numpy<2" in the environment of the server',
+            )
+        if args.get("model_instance_kind") == "GPU":  # runners take the first GPU that is visible
+            device = args["model_instance_device_id"]
+            visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+            os.environ["CUDA_VISIBLE_DEVICES"] = (
+                visible[int(device)] if int(device) < len(visible) else device
+            )
         config = json.loads(args["model_config"])
-        given = {name: each["string_value"] for name, each in config["parameters"].items()}
+        settings = {name: each["string_value"] for name, each in config["parameters"].items()}
         self._inputs = [each["name"] for each in config["input"]]
         self._outputs = [each["name"] for each in config["output"]]
         self._model = ServedModel(
             Path(args["model_repository"]) / args["model_version"],
-            given["backends"].split(","),
+            settings["backends"].split(","),
             batched=int(config.get("max_batch_size", 0)) > 0,
-            sequences=int(given.get("sequences", "0")),
+            sequences=int(settings.get("sequences", "0")),
         )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer the requests of one batch."""
-        triton = self._triton
-        taken = [
-            ServedRequest(
-                feeds={
-                    name: triton.get_input_tensor_by_name(request, name).as_numpy() for name in self._inputs
-                },
-                sequence=request.correlation_id(),
-                start=bool(request.flags() & _START),
-                end=bool(request.flags() & _END),
-            )
-            for request in requests
-        ]
-        return [self._response(result) for result in self._model.infer(taken)]
-
-    def _response(self, result: Arrays | DeployError) -> Any:
-        triton = self._triton
-        if isinstance(result, DeployError):
-            return triton.InferenceResponse(error=triton.TritonError(result.in_one_line))
-        tensors = [triton.Tensor(name, np.ascontiguousarray(result[name])) for name in self._outputs]
-        return triton.InferenceResponse(output_tensors=tensors)
+        triton, taken, responses = self._triton, list[ServedRequest](), list[Any]()
+        for request in requests:
+            read, flags = partial(triton.get_input_tensor_by_name, request), request.flags()
+            feeds = {name: read(name).as_numpy() for name in self._inputs}
+            is_at = {"start": bool(flags & _START), "end": bool(flags & _END)}
+            taken.append(ServedRequest(feeds=feeds, sequence=request.correlation_id(), **is_at))
+        for result in self._model.infer(taken):
+            if isinstance(result, DeployError):
+                error = triton.TritonError(result.in_one_line)
+                responses.append(triton.InferenceResponse(error=error))
+            else:
+                tensors = [triton.Tensor(name, np.ascontiguousarray(result[name])) for name in self._outputs]
+                responses.append(triton.InferenceResponse(output_tensors=tensors))
+        return responses
 
     def finalize(self) -> None:
         """Free the runtime."""
         self._model.close()
-
-
-def _refuse_broken_tensors(triton: Any) -> None:
-    """Refuse a NumPy that this server's Python backend does not read: it would answer with empty tensors."""
-    array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    back = triton.Tensor("check", array).as_numpy()
-    if back.shape != array.shape or not np.array_equal(back, array):
-        raise BackendUnavailable(
-            "This server's Python backend does not read the arrays of the installed NumPy.",
-            got=f"NumPy {np.__version__}",
-            hint='pip install "numpy<2" in the environment of the server',
-        )
-
-
-def _take_gpu(device: str) -> None:
-    """Let this process see only the GPU of its instance; runners take the first that is visible."""
-    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(device)] if int(device) < len(visible) else device

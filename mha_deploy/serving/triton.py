@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +42,14 @@ __all__ = ["TritonPythonModel"]
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A model in a repository.
-
-    Args:
-        path: Its folder.
-        variant: `python` or `tensorrt_plan`.
-        backends: What runs it.
-        max_batch: The largest dynamic batch; 0 without batching.
-        command: The command line of the server.
-        files: Every file of it, by its path in the folder.
-    """
+    """A model in a repository; `command` starts the server, `max_batch` is 0 without dynamic batching."""
 
     path: Path
     variant: str
     backends: tuple[str, ...]
     max_batch: int
     command: str
-    files: tuple[str, ...] = field(default=())
+    files: tuple[str, ...] = ()
 
 
 def package_bundle(bundle: Bundle, repository: Path, options: PackageOptions | None = None) -> Package:
@@ -90,11 +81,19 @@ class _Packaging:
         self.spec: ModelSpec = bundle.manifest.spec
         self.name = options.name or served_name(self.spec.name)
         if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", self.name) is None:
-            raise DeployError(
-                "This cannot be the name of a model.", got=self.name, hint="letters, digits and dashes"
-            )
+            hint = "letters, digits and dashes"
+            raise DeployError("This cannot be the name of a model.", got=self.name, hint=hint)
         self.engines, self.runtime = self._chosen()
-        self._refuse_types()
+        self.backends = (self.runtime,) if self.runtime else tuple(each.path.stem for each in self.engines)
+        self.on_gpu = bool(self.engines) or self.runtime in GPU_RUNNERS
+        if options.variant == PYTHON and bundle.manifest.precision.name == "bf16":
+            got, hint = f"{self.spec.name} bf16", "--variant tensorrt_plan, or export in fp16 or fp32"
+            raise DeployError("Triton's Python backend has no bfloat16 tensors.", got=got, hint=hint)
+        # Raises where a library is missing, or is another version.
+        needed = [
+            (record, each.manifest.version) for each in self.engines for record in each.manifest.plugins
+        ]
+        self.libraries = sorted({library_needed(record, version).path for record, version in needed})
         if options.variant == PLAN:
             self._refuse_plan()
         self.cached = self.spec.kv_cache is not None
@@ -114,24 +113,18 @@ class _Packaging:
             unknown = [name for name in wanted if name not in by_name]
             if len(wanted) == 1 and wanted[0] in RUNNERS:
                 if self.options.variant == PLAN:
-                    raise DeployError(
-                        "A plan is an engine, not a graph in a runtime.", got=wanted[0], hint="leave it out"
-                    )
+                    problem = "A plan is an engine, not a graph in a runtime."
+                    raise DeployError(problem, got=wanted[0], hint="leave it out")
                 return [], wanted[0]
-            raise DeployError(
-                "The bundle has no engine of that name.",
-                got=unknown[0],
-                hint=nearest(unknown[0], [*by_name, *RUNNERS])
-                + ("; one runtime, or engines" if len(wanted) > 1 else ""),
-            )
+            hint = nearest(unknown[0], [*by_name, *RUNNERS])
+            hint += "; one runtime, or engines" if len(wanted) > 1 else ""
+            raise DeployError("The bundle has no engine of that name.", got=unknown[0], hint=hint)
         if self.options.variant == PLAN:
             plans = [engine for engine in found if engine.manifest.backend != RTX]
             if not plans:
-                raise DeployError(
-                    "The bundle has no TensorRT engine to serve as a plan.",
-                    got=", ".join(f"{name} ({e.manifest.backend})" for name, e in by_name.items()) or "none",
-                    hint="mha-deploy build-engine BUNDLE --backend tensorrt, or --variant python",
-                )
+                got = ", ".join(f"{name} ({e.manifest.backend})" for name, e in by_name.items()) or "none"
+                hint = "mha-deploy build-engine BUNDLE --backend tensorrt, or --variant python"
+                raise DeployError("The bundle has no TensorRT engine to serve as a plan.", got=got, hint=hint)
             return plans, None
         running = [engine for engine in found if not reasons_not_to_run(engine)]
         if running:
@@ -140,108 +133,71 @@ class _Packaging:
             return [], "ort-cuda"
         return [], available_cpu_backend(self.bundle.manifest.precision)
 
-    @property
-    def backends(self) -> tuple[str, ...]:
-        return (self.runtime,) if self.runtime else tuple(engine.path.stem for engine in self.engines)
-
     # -- what cannot be served -------------------------------------------------------------------
-
-    def _refuse_types(self) -> None:
-        if self.options.variant == PYTHON and self.bundle.manifest.precision.name == "bf16":
-            raise DeployError(
-                "Triton's Python backend has no bfloat16 tensors.",
-                got=f"{self.spec.name} bf16",
-                hint="--variant tensorrt_plan, or export in fp16 or fp32",
-            )
-        for engine in self.engines:  # raises where a library is missing, or is another version
-            for record in engine.manifest.plugins:
-                library_needed(record, engine.manifest.version)
 
     def _refuse_plan(self) -> None:
         """What Triton's TensorRT backend cannot serve."""
         spec, python = self.spec, "--variant python"
         if spec.kv_cache is not None:
-            raise DeployError(
-                "Triton's TensorRT backend cannot keep this KV cache.",
-                got=f"{spec.name}: new entries have to be written at the length of each sequence",
-                hint=f"{python}, which keeps it on the server by correlation ID",
-            )
+            got = f"{spec.name}: new entries have to be written at the length of each sequence"
+            hint = f"{python}, which keeps it on the server by correlation ID"
+            raise DeployError("Triton's TensorRT backend cannot keep this KV cache.", got=got, hint=hint)
         capabilities: dict[str, str] = {}
         for engine in self.engines:
             manifest, name = engine.manifest, engine.path.stem
             if manifest.backend == RTX:
-                raise DeployError(
-                    "Triton's TensorRT backend loads no engine of TensorRT-RTX.", got=name, hint=python
-                )
+                problem = "Triton's TensorRT backend loads no engine of TensorRT-RTX."
+                raise DeployError(problem, got=name, hint=python)
             wide = [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.kind == "int64"]
             if wide and int(manifest.version.split(".")[0]) < 10:
-                raise DeployError(
-                    "Engines before TensorRT 10 have no INT64 tensors, so the plan takes other types.",
-                    got=f"{name}: {', '.join(wide)}",
-                    hint=f"{python}, which converts them",
-                )
+                problem = "Engines before TensorRT 10 have no INT64 tensors, so the plan takes other types."
+                got, hint = f"{name}: {', '.join(wide)}", f"{python}, which converts them"
+                raise DeployError(problem, got=got, hint=hint)
             capability = (manifest.gpu or {}).get("compute_cap", "")
             if capability in capabilities:
-                raise DeployError(
-                    "Two engines are for the same compute capability.",
-                    got=f"{capabilities[capability]} and {name}: {capability}",
-                    hint="name one of them with --backend",
-                )
+                got = f"{capabilities[capability]} and {name}: {capability}"
+                hint = "name one of them with --backend"
+                raise DeployError("Two engines are for the same compute capability.", got=got, hint=hint)
             capabilities[capability] = name
         versions = {engine.manifest.version for engine in self.engines}
         if len(versions) > 1:
-            raise DeployError(
-                "One server has one TensorRT, and these engines need several.",
-                got=", ".join(sorted(versions)),
-            )
+            problem = "One server has one TensorRT, and these engines need several."
+            raise DeployError(problem, got=", ".join(sorted(versions)))
 
     def _max_batch(self) -> int:
         """The largest batch that the server may put together; 0 where it must not."""
+        wanted, most = self.options.max_batch, self._largest_batch()
         if self.cached:
-            if self.options.max_batch is not None:
-                raise DeployError(
-                    "A model with a KV cache has a batch of sequences.",
-                    got=f"max_batch {self.options.max_batch}",
-                    hint="--sequences",
-                )
+            if wanted is not None:
+                problem, got = "A model with a KV cache has a batch of sequences.", f"max_batch {wanted}"
+                raise DeployError(problem, got=got, hint="--sequences")
             cached = {each.output for each in self.spec.kv_cache.tensors} if self.spec.kv_cache else set()
             served = {tensor.name for tensor in self._served_outputs()}
             lost = [each.name for each in self.spec.outputs if each.name not in cached | served]
             if lost or not served:
-                raise DeployError(
-                    "A sequence is served by outputs with an entry for each token.",
-                    got=", ".join(lost) or "no output",
-                    hint="return the outputs of all tokens, not only of the last one",
-                )
+                problem = "A sequence is served by outputs with an entry for each token."
+                hint = "return the outputs of all tokens, not only of the last one"
+                raise DeployError(problem, got=", ".join(lost) or "no output", hint=hint)
             for tensor in (*self._served_inputs(), *self._served_outputs()):
                 if not tensor.dims or tensor.dims[0] not in ("B", 1):
-                    raise DeployError(
-                        "A sequence is one batch element, and this model has no batch.",
-                        got=f"{tensor.name}: {tensor.dims}",
-                        hint="export it with B as the first dimension of every input and output",
-                    )
-            most = self._largest_batch()
-            if most is not None and self.options.sequences > most and self.engines:
-                raise DeployError(
-                    "The model takes fewer batch elements than sequences.",
-                    got=f"{self.options.sequences} sequences, B up to {most}",
-                    hint=f"--sequences {most}, or export with --axis B=1:{most}:{self.options.sequences}",
-                )
-            return self.options.sequences
-        reason, most = self._why_unbatched(), self._largest_batch()
-        wanted = self.options.max_batch
+                    problem = "A sequence is one batch element, and this model has no batch."
+                    hint = "export it with B as the first dimension of every input and output"
+                    raise DeployError(problem, got=f"{tensor.name}: {tensor.dims}", hint=hint)
+            count = self.options.sequences
+            if most is not None and count > most and self.engines:
+                got = f"{count} sequences, B up to {most}"
+                hint = f"--sequences {most}, or export with --axis B=1:{most}:{count}"
+                raise DeployError("The model takes fewer batch elements than sequences.", got=got, hint=hint)
+            return count
+        reason = self._why_unbatched()
         if reason is not None or most is None:
             if wanted is not None and wanted > 0:
-                raise DeployError(
-                    "The server cannot batch requests of this model.",
-                    got=reason,
-                    hint="leave --max-batch out, or export it with a dynamic axis B",
-                )
+                hint = "leave --max-batch out, or export it with a dynamic axis B"
+                raise DeployError("The server cannot batch requests of this model.", got=reason, hint=hint)
             return 0
         if wanted is not None and wanted > most:
-            raise DeployError(
-                "The model does not take such a batch.", got=f"max_batch {wanted}", hint=f"at most {most}"
-            )
+            got, hint = f"max_batch {wanted}", f"at most {most}"
+            raise DeployError("The model does not take such a batch.", got=got, hint=hint)
         return most if wanted is None else wanted
 
     def _why_unbatched(self) -> str | None:
@@ -274,18 +230,14 @@ class _Packaging:
         # Outside the repository: a server that polls it must not load half a model.
         parent = self.repository.resolve().parent
         with tempfile.TemporaryDirectory(prefix=f".{self.name}.partial-", dir=parent) as folder:
-            new = Path(folder) / self.name
+            new, command = Path(folder) / self.name, self._command()
             new.mkdir()
             os.chmod(new, 0o755)
-            config = self._config(new)
-            (new / "config.pbtxt").write_text(_text(config), encoding="utf-8")
-            command = self._command()
+            (new / "config.pbtxt").write_text(_text(self._config(new)), encoding="utf-8")
             (new / "README.md").write_text(self._readme(command), encoding="utf-8")
-            if place.exists():
-                if not exchange(new, place):
+            if not (place.exists() and exchange(new, place)):
+                if place.exists():
                     os.rename(place, Path(folder) / "old")
-                    os.rename(new, place)
-            else:
                 os.rename(new, place)
         files = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
         return Package(
@@ -304,14 +256,12 @@ class _Packaging:
             return
         config = place / "config.pbtxt"
         ours = config.is_file() and _OWNER in config.read_text(encoding="utf-8", errors="replace")
-        if not self.options.overwrite or not ours:
-            raise DeployError(
-                "The repository has a model of that name."
-                if ours
-                else "The repository has a folder of that name that mha-deploy did not write.",
-                got=place,
-                hint="--overwrite, or another --name" if ours else "another --name",
-            )
+        if not ours:
+            problem = "The repository has a folder of that name that mha-deploy did not write."
+            raise DeployError(problem, got=place, hint="another --name")
+        if not self.options.overwrite:
+            hint = "--overwrite, or another --name"
+            raise DeployError("The repository has a model of that name.", got=place, hint=hint)
 
     def _config(self, folder: Path) -> Any:
         """Write the files of a version, and describe them to Triton."""
@@ -323,9 +273,8 @@ class _Packaging:
         config.input.extend(self._tensor(schema.ModelInput, each) for each in self._served_inputs())
         config.output.extend(self._tensor(schema.ModelOutput, each) for each in self._served_outputs())
         config.parameters[_OWNER].string_value = sha256(self.bundle.path / MANIFEST)
-        on_gpu = bool(self.engines) or self.runtime in GPU_RUNNERS
         group = config.instance_group.add(count=options.instances)
-        group.kind = group.KIND_GPU if on_gpu else group.KIND_CPU
+        group.kind = group.KIND_GPU if self.on_gpu else group.KIND_CPU
         if options.variant == PLAN:
             config.platform, config.backend = PLAN, "tensorrt"
             self._add_plans(config, version, group)
@@ -333,10 +282,9 @@ class _Packaging:
             config.backend = PYTHON
             config.parameters["backends"].string_value = ",".join(self.backends)
             self._copy_bundle(version)
-        libraries = {self._library(engine) for engine in self.engines} - {None}
-        for library in libraries:
+        for library in self.libraries:
             (version / PLUGINS).mkdir(exist_ok=True)
-            shutil.copyfile(library, version / PLUGINS / Path(library).name)  # type: ignore[arg-type]
+            shutil.copyfile(library, version / PLUGINS / library.name)
         if self.cached:
             config.parameters["sequences"].string_value = str(options.sequences)
             batching = config.sequence_batching
@@ -351,9 +299,9 @@ class _Packaging:
 
     def _served_inputs(self) -> list[TensorSpec]:
         cache = self.spec.kv_cache
-        kept = {LENGTHS, *(each.input for each in cache.tensors)} if cache is not None else set()
-        if cache is not None and not cache.is_preallocated:
-            kept -= {LENGTHS}
+        kept = {each.input for each in cache.tensors} if cache is not None else set()
+        if cache is not None and cache.is_preallocated:
+            kept.add(LENGTHS)
         return [tensor for tensor in self.spec.inputs if tensor.name not in kept]
 
     def _served_outputs(self) -> list[TensorSpec]:
@@ -397,15 +345,12 @@ class _Packaging:
         if profiles > 1:
             group.profile.extend(str(index) for index in range(profiles))
 
-    def _library(self, engine: Engine) -> str | None:
-        manifest = engine.manifest
-        found = [str(library_needed(record, manifest.version).path) for record in manifest.plugins]
-        return found[0] if found else None
-
     def _add_warmup(self, config: Any, folder: Path) -> None:
         """The smallest and the usual golden case, so that no client waits for the first call."""
+        from tritonclient.grpc import model_config_pb2 as schema
+
         for case in golden_cases(self.bundle):
-            if case.name not in ("min", "opt") or not self._admitted(case):
+            if case.name not in ("min", "opt") or not all(_admits(each, case) for each in self.engines):
                 continue
             (folder / "warmup").mkdir(exist_ok=True)
             warmup = config.model_warmup.add(name=case.name, batch_size=1)
@@ -416,35 +361,16 @@ class _Packaging:
                 file = f"{case.name}-{tensor.name}"
                 (folder / "warmup" / file).write_bytes(array.tobytes())
                 entry = warmup.inputs[tensor.name]
-                entry.data_type = (
-                    entry.DESCRIPTOR.fields_by_name["data_type"]
-                    .enum_type.values_by_name[f"TYPE_{_type_name(array.dtype)}"]
-                    .number
-                )
-                shape = array.shape[1:] if self.max_batch else array.shape
-                entry.dims.extend(shape or (1,))
+                entry.data_type = schema.DataType.Value(f"TYPE_{_type_name(array.dtype)}")
+                entry.dims.extend((array.shape[1:] if self.max_batch else array.shape) or (1,))
                 entry.input_data_file = file
-
-    def _admitted(self, case: GoldenCase) -> bool:
-        """Whether an engine takes a case; profiles may be narrower than the axes."""
-        return all(
-            any(
-                all(axis.min <= case.sizes[name] <= axis.max for name, axis in ranges.items())
-                for ranges in engine.manifest.ranges
-            )
-            for engine in self.engines
-        )
 
     # -- how it is started -----------------------------------------------------------------------
 
     def _command(self) -> str:
         flags = ["tritonserver", "--model-repository=/models"]
         if self.options.variant == PLAN:
-            libraries = {self._library(engine) for engine in self.engines} - {None}
-            places = [
-                f"/models/{self.name}/1/{PLUGINS}/{Path(str(each)).name}"
-                for each in sorted(map(str, libraries))
-            ]
+            places = [f"/models/{self.name}/1/{PLUGINS}/{library.name}" for library in self.libraries]
             if places:
                 flags.append(f"--backend-config=tensorrt,plugins={';'.join(places)}")
             if any(engine.manifest.options.get("version_compatible") for engine in self.engines):
@@ -454,7 +380,7 @@ class _Packaging:
     def _readme(self, command: str) -> str:
         versions = sorted({f"TensorRT {engine.manifest.version}" for engine in self.engines})
         needs = f"with {' and '.join(versions)} inside" if versions else "of your choice"
-        gpus = " --gpus all" if self.engines or self.runtime in GPU_RUNNERS else ""
+        gpus = " --gpus all" if self.on_gpu else ""
         extra = {"ort-cpu": "[ort]", "ort-cuda": "[ort-gpu]", "ort-cuda-contrib": "[ort-gpu]"}
         install = f'pip install "mha-deploy{extra.get(self.runtime or "", "[cuda]" if self.engines else "")}"'
         run = command if self.options.variant == PLAN else f"bash -c '{install} && {command}'"
@@ -487,6 +413,12 @@ class _Packaging:
                 f"after {_IDLE_US // 1_000_000} s without a request.",
             ]
         return "\n".join(lines).rstrip() + "\n"
+
+
+def _admits(engine: Engine, case: GoldenCase) -> bool:
+    """Whether an engine takes a case; profiles may be narrower than the axes."""
+    profiles = engine.manifest.ranges
+    return any(all(axis.min <= case.sizes[n] <= axis.max for n, axis in each.items()) for each in profiles)
 
 
 def _type_name(dtype: np.dtype) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +11,10 @@ from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.engine.manifest import Engine
 from mha_deploy.errors import DeployError
-from mha_deploy.model.spec import ModelSpec
 from mha_deploy.options import BenchOptions
 from mha_deploy.runtime import child
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import open_gpu
-from mha_deploy.runtime.runner import Arrays
 from mha_deploy.runtime.throughput import Throughput, measure_throughput
 from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
 from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point, problem_of
@@ -35,7 +33,6 @@ from mha_deploy.validate.sweep import bench_points
 from mha_deploy.validate.verdict import engines_to_dict, frame, latency_to_dict, model_to_dict
 
 OnStep = Callable[[str], None]
-Key = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]  # sizes, and the lengths of a preallocated cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,31 +58,20 @@ class ThroughputRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBench:
-    """The times of one bundle.
+    """The times of one bundle."""
 
-    Args:
-        bundle: What was timed.
-        engines: Its engines.
-        evaluations: Every runtime that could be opened.
-        absent: Who could not take part, and why.
-        points: The times, one point for every set of sizes.
-        throughput: Calls per second on several streams, where requested.
-    """
-
-    bundle: Bundle
-    engines: tuple[Engine, ...]
-    evaluations: tuple[Evaluation, ...]
-    absent: tuple[Unavailable, ...]
-    points: tuple[LatencyPoint, ...]
-    throughput: tuple[ThroughputRow, ...] = ()
+    bundle: Bundle  # what was timed
+    engines: tuple[Engine, ...]  # its engines
+    evaluations: tuple[Evaluation, ...]  # every runtime that could be opened
+    absent: tuple[Unavailable, ...]  # the runtimes that did not take part, and why
+    points: tuple[LatencyPoint, ...]  # the times, one point for every set of sizes
+    throughput: tuple[ThroughputRow, ...] = ()  # calls per second on several streams, where requested
 
     @property
     def wrong(self) -> bool:
         """Whether an engine gave a wrong answer anywhere."""
-        timed = [row for point in self.points for row in point.rows]
-        rows: list[LatencyRow | ThroughputRow] = [*timed, *self.throughput]
-        refused = [row.refused for row in rows if row.family == TENSORRT and row.refused is not None]
-        return any(reason.startswith(WRONG_ANSWER) for reason in refused)
+        rows: list[Any] = [*self.throughput, *(row for point in self.points for row in point.rows)]
+        return any(row.family == TENSORRT and (row.refused or "").startswith(WRONG_ANSWER) for row in rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; see docs/report.md."""
@@ -117,68 +103,71 @@ def bench_bundle(
     """
     options = options or BenchOptions()
     open_gpu()  # what follows takes a while: say now that there is nothing to time on
-    finder = RuntimeFinder(bundle, engine=options.engine)
-    runtimes = _participants(finder, options)
+    finder, spec = RuntimeFinder(bundle, engine=options.engine), bundle.manifest.spec
+    if options.backends:
+        runtimes = [finder.named(name) for name in dict.fromkeys(options.backends)]
+    else:  # behind a cache, ONNX Runtime's own attention operator is the one that people run
+        cuda = ("ort-cuda",) if spec.cache == "none" else ("ort-cuda", "ort-cuda-contrib")
+        runtimes = [*finder.baselines(), *map(finder.named, cuda), *finder.running_engines()]
     on_step("cases and their FP64 oracle")
-    cases = _cases(bundle, options)
     plan = EvaluationPlan(
-        spec=bundle.manifest.spec,
+        spec=spec,
         precision=bundle.manifest.precision,
         cases={},
-        timed=cases,
+        timed=_cases(bundle, options),
         samples=options.samples,
         kernels=kernel_times if options.kernels else None,
     )
-    evaluated, rows = _time_everyone(runtimes, plan, options, on_step)
+    evaluated, rows = list[Evaluation](), list[Mapping[str, LatencyRow]]()
+    for runtime in runtimes:
+        try:
+            evaluated.append(evaluate(runtime, plan, on_step))
+            rows.append(evaluated[-1].rows)
+        except DeployError as error:
+            if options.backends:
+                raise
+            rows.append(refused_rows(runtime, error.in_one_line, plan.timed))
+    loads = list[ThroughputRow]()
+    for runtime, timed in zip(runtimes, rows, strict=True) if options.streams else ():
+        for case in plan.timed:
+            row = ThroughputRow(case=case.name, sizes=case.sizes, name=runtime.name, family=runtime.family)
+            row = replace(row, refused=timed[case.name].refused)
+            if row.refused is None:
+                on_step(f"throughput of {runtime.name}: {case.name}")
+            loads += (
+                [row] if row.refused is not None else _on_streams(runtime, row, case, plan, options.streams)
+            )
     return ModelBench(
         bundle=bundle,
         engines=tuple(finder.engines),
         evaluations=tuple(evaluated),
         absent=tuple(finder.absent),
-        points=points_from_rows(cases, rows, bundle),
-        throughput=tuple(_throughput(runtimes, rows, plan, options, on_step)),
+        points=points_from_rows(plan.timed, rows, bundle),
+        throughput=tuple(loads),
     )
 
 
-def _throughput(
-    runtimes: Sequence[Runtime],
-    rows: Sequence[Mapping[str, LatencyRow]],
-    plan: EvaluationPlan,
-    options: BenchOptions,
-    on_step: OnStep,
+def _on_streams(
+    runtime: Runtime, row: ThroughputRow, case: GoldenCase, plan: EvaluationPlan, streams: Sequence[int]
 ) -> Iterator[ThroughputRow]:
-    """Every runtime that was right by itself, on several streams; judged again under that load."""
-    if not options.streams:
+    """A runtime that was right by itself, on several streams; judged again under that load."""
+    families = {PYTORCH: child.PYTORCH, ONNX_RUNTIME: child.ONNX_RUNTIME}
+    call = (measure_throughput, runtime.open, dict(case.inputs), tuple(streams))
+    try:
+        if isolation.enabled:  # one child process: streams of several processes would alternate on the GPU
+            family, step = families.get(runtime.family, child.TENSORRT), f"running on {max(streams)} streams"
+            found = child.call_isolated(family, *call, title=runtime.name, step=step)
+        else:
+            found = measure_throughput(*call[1:])
+    except DeployError as error:
+        yield replace(row, refused=error.in_one_line)
         return
-    for runtime, timed in zip(runtimes, rows, strict=True):
-        for case in plan.timed:
-            row = ThroughputRow(case=case.name, sizes=case.sizes, name=runtime.name, family=runtime.family)
-            if timed[case.name].refused is not None:
-                yield replace(row, refused=timed[case.name].refused)
-                continue
-            on_step(f"throughput of {runtime.name}: {case.name}")
-            try:
-                found = measured_apart(runtime, case.inputs, options.streams)
-            except DeployError as error:
-                yield replace(row, refused=error.in_one_line)
-                continue
-            for each in found:
-                problem = problem_of(case, each.results, plan.precision)
-                if problem is not None:
-                    reason = f"{WRONG_ANSWER} on {each.streams} streams: {problem}"
-                    yield replace(row, refused=reason)
-                else:
-                    yield replace(row, measured=replace(each, results=()))
-
-
-def measured_apart(runtime: Runtime, feeds: Arrays, streams: Sequence[int]) -> tuple[Throughput, ...]:
-    """Measure in one child process: the streams of several processes would take turns on the GPU."""
-    if not isolation.enabled:
-        return measure_throughput(runtime.open, feeds, streams)
-    family = {PYTORCH: child.PYTORCH, ONNX_RUNTIME: child.ONNX_RUNTIME}.get(runtime.family, child.TENSORRT)
-    step = f"running on {max(streams)} streams"
-    call = (measure_throughput, runtime.open, dict(feeds), tuple(streams))
-    return child.call_isolated(family, *call, title=runtime.name, step=step)
+    for each in found:
+        problem = problem_of(case, each.results, plan.precision)
+        if problem is None:
+            yield replace(row, measured=replace(each, results=()))
+        else:
+            yield replace(row, refused=f"{WRONG_ANSWER} on {each.streams} streams: {problem}")
 
 
 def points_from_rows(
@@ -192,63 +181,26 @@ def points_from_rows(
     )
 
 
-def _time_everyone(
-    runtimes: Sequence[Runtime], plan: EvaluationPlan, options: BenchOptions, on_step: OnStep
-) -> tuple[list[Evaluation], list[dict[str, LatencyRow]]]:
-    evaluated: list[Evaluation] = []
-    rows: list[dict[str, LatencyRow]] = []
-    for runtime in runtimes:
-        try:
-            evaluated.append(evaluate(runtime, plan, on_step))
-            rows.append(evaluated[-1].rows)
-        except DeployError as error:
-            if options.backends:
-                raise
-            rows.append(refused_rows(runtime, error.in_one_line, plan.timed))
-    return evaluated, rows
-
-
-def _participants(finder: RuntimeFinder, options: BenchOptions) -> list[Runtime]:
-    if options.backends:
-        return [finder.named(name) for name in dict.fromkeys(options.backends)]
-    # Behind a cache, ONNX Runtime's own attention operator is the one that people run.
-    cached = finder.bundle.manifest.spec.cache != "none"
-    runtimes = ("ort-cuda", "ort-cuda-contrib") if cached else ("ort-cuda",)
-    return [*finder.baselines(), *map(finder.named, runtimes), *finder.running_engines()]
-
-
 def _cases(bundle: Bundle, options: BenchOptions) -> list[GoldenCase]:
-    """The cases to time: golden ones where the sizes and lengths are theirs, fresh ones for all others."""
-    known = {_key_of(case): case for case in golden_cases(bundle) if case.name != "ragged"}
-    wanted = _wanted(bundle.manifest.spec, options.at)
-    if all(_key(point) in known for point in wanted):
-        return [known[_key(point)] for point in wanted]
-    draw = _fresh(bundle, options.seed)
-    return [known.get(_key(point)) or replace(draw(point), name=point.name) for point in wanted]
+    """The cases to time, each once: golden ones where the sizes and lengths are theirs, else fresh ones."""
 
+    def key(sizes: Mapping[str, int], lengths: Iterable[int]) -> Hashable:
+        return tuple(sorted(sizes.items())), tuple(map(int, lengths))
 
-def _wanted(spec: ModelSpec, at: Sequence[str]) -> list[TimedPoint]:
-    """The points to time, each once, under the first name that it was requested by."""
-    points = [point for text in at for point in points_from_text(spec, text)] if at else bench_points(spec)
-    found: dict[Key, TimedPoint] = {}
-    for point in points:
-        found.setdefault(_key(point), point)
-    return list(found.values())
+    spec, wanted = bundle.manifest.spec, dict[Hashable, TimedPoint]()
+    asked = [point for text in options.at for point in points_from_text(spec, text)]
+    for point in asked if options.at else bench_points(spec):
+        lengths = () if point.past is None else (point.past,) * point.sizes["B"]
+        wanted.setdefault(key(point.sizes, lengths), point)
+    golden = [case for case in golden_cases(bundle) if case.name != "ragged"]
+    known = {key(case.sizes, case.inputs.get("lengths", ())): case for case in golden}
+    if not wanted.keys() <= known.keys():
+        refuse_without_torch("at sizes that have no golden case", hint=f"--at opt, or {INSTALL}")
+        from mha_deploy.baselines.fresh import FreshCases
 
-
-def _key(point: TimedPoint) -> Key:
-    lengths = () if point.past is None else (point.past,) * point.sizes["B"]
-    return tuple(sorted(point.sizes.items())), lengths
-
-
-def _key_of(case: GoldenCase) -> Key:
-    lengths = tuple(int(length) for length in case.inputs.get("lengths", ()))
-    return tuple(sorted(case.sizes.items())), lengths
-
-
-def _fresh(bundle: Bundle, seed: int) -> Callable[[TimedPoint], GoldenCase]:
-    refuse_without_torch("at sizes that have no golden case", hint=f"--at opt, or {INSTALL}")
-    from mha_deploy.baselines.fresh import fresh_cases
-
-    fresh = fresh_cases(bundle, device="cuda")
-    return lambda point: fresh.case(point.sizes, seed=seed, past=point.past)
+        fresh = FreshCases(bundle, device="cuda")
+        for place, point in wanted.items():
+            if place not in known:
+                drawn = fresh.case(point.sizes, seed=options.seed, past=point.past)
+                known[place] = replace(drawn, name=point.name)
+    return [known[place] for place in wanted]

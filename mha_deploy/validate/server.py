@@ -6,7 +6,7 @@ elements of different cases, and every result is put together again and judged a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,8 +19,9 @@ from mha_deploy.bundle.traces import DecodeTrace, take_tokens
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
 from mha_deploy.options import ValidateOptions
-from mha_deploy.runtime.kserve import SequenceStep, ServerError, ServerRunner, served_name
+from mha_deploy.runtime.kserve import ServerError, ServerRunner, served_name
 from mha_deploy.runtime.runner import Arrays
+from mha_deploy.text import plural
 from mha_deploy.validate.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
 from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.load import Load, LoadPoint, Part, Unit
@@ -29,12 +30,11 @@ from mha_deploy.validate.runtimes import Runtime, Unavailable
 from mha_deploy.validate.verdict import FAILURE, WARNING, Finding, Report, findings, headline
 
 T = TypeVar("T")
+OnStep = Callable[[str, int, int], None]
 SERVER = "server"
 
 
-def validate_server(
-    bundle: Bundle, options: ValidateOptions, on_step: Callable[[str, int, int], None] = lambda *step: None
-) -> Report:
+def validate_server(bundle: Bundle, options: ValidateOptions, on_step: OnStep = lambda *step: None) -> Report:
     """Judge a served model by the golden cases and the decode traces of its bundle, under load.
 
     Raises:
@@ -44,19 +44,14 @@ def validate_server(
 
 
 class _ServerValidation:
-    def __init__(
-        self, bundle: Bundle, options: ValidateOptions, on_step: Callable[[str, int, int], None]
-    ) -> None:
+    def __init__(self, bundle: Bundle, options: ValidateOptions, on_step: OnStep) -> None:
         if options.requests < 1 or not options.clients or min(options.clients) < 1:
-            raise DeployError(
-                "There must be a client and a request.",
-                got=f"clients {list(options.clients)}, requests {options.requests}",
-            )
+            got = f"clients {list(options.clients)}, requests {options.requests}"
+            raise DeployError("There must be a client and a request.", got=got)
         self.bundle, self.options, self.on_step = bundle, options, on_step
         self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
-        self.runner = ServerRunner(
-            options.url or "", model=served_name(self.spec.name), timeout_s=options.timeout_s
-        )
+        name = served_name(self.spec.name)
+        self.runner = ServerRunner(options.url or "", model=name, timeout_s=options.timeout_s)
         self.notes: list[str] = []
 
     def report(self) -> Report:
@@ -82,7 +77,7 @@ class _ServerValidation:
                 decode += [walked] if walked is not None else []
             units = self._elements([*golden, *(case for cases in drawn.values() for case in cases)])
         for clients in options.clients:
-            load = Load(options, clients, units, partial(on_step, _clients(clients)))
+            load = Load(options, clients, units, partial(on_step, plural(clients, "client")))
             load.run()
             verdicts, reports = self._judge(load)
             steps = [verdict for report in reports for verdict in report.verdicts]
@@ -95,9 +90,8 @@ class _ServerValidation:
             if load.is_gone:
                 break
         runner.close()
-        runtime = Runtime(name=name, family=SERVER, open=lambda: runner)
         evaluation = Evaluation(
-            runtime=runtime,
+            runtime=Runtime(name=name, family=SERVER, open=lambda: runner),
             backend=runner.name,
             cases={"golden": golden},
             parity=tuple(parity),
@@ -155,29 +149,22 @@ class _ServerValidation:
     def _sequences(self, traces: Sequence[DecodeTrace]) -> list[Unit]:
         """The batch elements of every trace, each a sequence of its own."""
         if not traces:
-            raise DeployError(
-                "The server keeps the KV cache, and the bundle has no decode trace to replay.",
-                got=self.spec.name,
-                hint="validate --steps 64, which needs PyTorch",
-            )
-        return [
-            Unit(
-                of=trace,
-                place=b,
-                parts=trace.B,
-                requests=1 + trace.steps,
-                send=partial(_send_sequence, self.runner, trace, b),
-            )
-            for trace in traces
-            for b in range(trace.B)
-        ]
+            problem = "The server keeps the KV cache, and the bundle has no decode trace to replay."
+            hint = "validate --steps 64, which needs PyTorch"
+            raise DeployError(problem, got=self.spec.name, hint=hint)
+        units = []
+        for trace in traces:
+            for b in range(trace.B):
+                send = partial(_send_sequence, self.runner, trace, b)
+                units.append(Unit(of=trace, place=b, parts=trace.B, requests=1 + trace.steps, send=send))
+        return units
 
     # -- what came back --------------------------------------------------------------------------
 
     def _judge(self, load: Load) -> tuple[list[OutputVerdict], list[DecodeReport]]:
         verdicts, reports = list[OutputVerdict](), list[DecodeReport]()
         for count, (subject, parts) in enumerate(load.results()):
-            self.on_step(f"judging what {_clients(load.clients)} got", count, 0)
+            self.on_step(f"judging what {plural(load.clients, 'client')} got", count, 0)
             if isinstance(subject, DecodeTrace):
                 recorded = _Recorded(self.runner.name, subject, parts)
                 report = run_decode_loop(recorded, subject, self.spec, self.precision)
@@ -208,8 +195,8 @@ def _send_sequence(runner: ServerRunner, trace: DecodeTrace, b: int, part: Part)
             feeds[name] = np.take(feeds[name], np.arange(int(positions.max()) + 1), axis)
         for name, axis in trace.cache.by_token.items():
             feeds[name] = take_tokens(feeds[name], axis, positions[None])
-        step = SequenceStep(id=id, start=start, end=end)
-        part.request(lambda: runner.infer(feeds, step))
+        place = {"sequence_id": id, "sequence_start": start, "sequence_end": end}
+        part.request(lambda: runner.infer(feeds, **place))
 
     prompt, steps = int(trace.prompt[b]), trace.steps
     send(np.arange(prompt), start=True, end=not steps)
@@ -229,53 +216,42 @@ class _Recorded:
 
     def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
         call, self._call = self._call, self._call + 1
-        found = []
         for part in self._parts:
             if call >= len(part.outputs):
                 raise part.error or DeployError("The sequence was not sent to its end.")
-            found.append(part.outputs[call])
-        self.lengths = (self.lengths + (self._trace.prompt if call == 0 else 1)).astype(np.int32)
-        whole = {}
-        for name, axis in self._trace.cache.outputs.items():
-            longest = self._trace.longest_prompt if call == 0 else 1
-            whole[name] = np.concatenate([_padded(each[name], axis, longest) for each in found])
-        return whole
+        prompt, longest = (self._trace.prompt, self._trace.longest_prompt) if call == 0 else (1, 1)
+        self.lengths = (self.lengths + prompt).astype(np.int32)
+        return {
+            name: np.concatenate([_padded(part.outputs[call][name], axis, longest) for part in self._parts])
+            for name, axis in self._trace.cache.outputs.items()
+        }
 
     def cache(self) -> Arrays:
         raise ServerError("The server keeps the KV cache.")
 
 
-def _clients(count: int) -> str:
-    return "1 client" if count == 1 else f"{count} clients"
-
-
-def _worst(found: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
+def _worst(found: Iterable[T], key: Callable[[T], Hashable]) -> list[T]:
     """Of each kind the one that failed, or came nearest to it."""
-    worst: dict[Hashable, T] = {}
+
+    def badness(each: Any) -> tuple[bool, float]:
+        return not each.passed, each.share or 0.0
+
+    kinds: dict[Hashable, list[T]] = {}
     for each in found:
-        before = worst.get(key(each))
-        if before is None or _badness(each) > _badness(before):
-            worst[key(each)] = each
-    return list(worst.values())
-
-
-def _badness(found: Any) -> tuple[bool, float]:
-    return not found.passed, found.share or 0.0
+        kinds.setdefault(key(each), []).append(each)
+    return [max(alike, key=badness) for alike in kinds.values()]
 
 
 def _padded(array: np.ndarray, axis: int, length: int) -> np.ndarray:
     """Zeros behind the tokens of a shorter prompt."""
-    if array.ndim <= axis or array.shape[axis] >= length:
-        return array
-    padding = [(0, 0)] * array.ndim
-    padding[axis] = (0, length - array.shape[axis])
-    return np.pad(array, padding)
+    missing = length - array.shape[axis] if array.ndim > axis else 0
+    return np.pad(array, [(0, max(0, missing) * (axis == each)) for each in range(array.ndim)])
 
 
 def _findings(point: LoadPoint, options: ValidateOptions) -> Iterator[Finding]:
     """What a load shows besides wrong results."""
     failed = {kind: count for kind, count in point.errors.items() if kind != "not sent"}
-    clients = _clients(point.clients)
+    clients = plural(point.clients, "client")
     if failed:
         counts = ", ".join(f"{count} {kind}" for kind, count in failed.items())
         unsent = point.errors.get("not sent", 0)
@@ -283,8 +259,6 @@ def _findings(point: LoadPoint, options: ValidateOptions) -> Iterator[Finding]:
         text = f"{clients}: {sum(failed.values())} of {point.requests} requests failed ({counts}){left}"
         yield Finding(level=FAILURE, section="serving", text=f"{text}: {point.first_error}")
     elif "not sent" in point.errors:
-        text = (
-            f"{clients}: the limit of {options.limit_s:g} s was reached after {len(point.latencies_ms)} of "
-            f"{point.requests} requests"
-        )
+        answered = f"{len(point.latencies_ms)} of {point.requests} requests"
+        text = f"{clients}: the limit of {options.limit_s:g} s was reached after {answered}"
         yield Finding(level=WARNING, section="serving", text=text)

@@ -23,73 +23,13 @@ def timed(data, name="tensorrt", point=0):
     return next(row for row in data["latency"]["points"][point]["rows"] if row["name"] == name)
 
 
-def fusion_lost(data):
-    data["engines"][0]["nodes"][0] |= {"status": "decomposed", "kernels": ["softmax", "gemm"]}
+def engine(data):
+    return data["engines"][0]
 
 
-def fusion_unknown(data):
-    data["engines"][0]["nodes"][0]["status"] = "unknown"
-
-
-def precision_mixed(data):
-    data["engines"][0]["precision_status"] = "mixed"
-
-
-def precision_requested(data):
-    data["engines"][0]["precision"] = "fp32"
-
-
-def precision_of_the_model(data):
-    data["model"]["precision"] = "bf16"
-
-
-def error_over_budget(data):
-    verdict = data["parity"][ENGINE]["verdicts"][0]
-    verdict |= {"passed": False, "problem": "out of budget: gain", "share": 1.4}
-
-
-def error_grown(data):
-    data["parity"][ENGINE]["verdicts"][0]["share"] += 0.2
-
-
-def deviation_grown(data):
-    verdict = data["parity"][ENGINE]["verdicts"][0]
-    verdict["deviation"]["relative_l2"] = 0.9 * verdict["budget"]["relative_l2"]
-
-
-def fewer_fused(data):
-    data["engines"][0]["fused"] = [0, 1]
-
-
-def error_not_finite(data):
-    verdict = data["parity"][ENGINE]["verdicts"][0]
-    verdict |= {"passed": False, "problem": "12 values are NaN", "share": None, "deviation": None}
-
-
-def not_verified(data):
-    verdict = data["parity"][ENGINE]["verdicts"][0]
-    verdict |= {"passed": False, "problem": "not verified: the reference is zero"}
-
-
-def decode_wrong(data):
-    data["decode"][1] |= {"passed": False, "first_failed": 3, "share": 4.0}
-
-
-def decode_shorter(data):
-    data["decode"][1]["steps"] //= 2
-
-
-def invariance_broken(data):
-    data["invariance"][1]["passed"] = False
-
-
-def mask_wrong(data):
-    row = next(row for row in data["conformance"]["rows"] if not row["diagnostic"])
-    next(cell for cell in row["cells"].values() if cell["status"] == "conforms")["status"] = "wrong"
-
-
-def range_overflows(data):
-    data["range"]["nodes"][0]["status"] = "overflows"
+def verdict(data, **changes):
+    data["parity"][ENGINE]["verdicts"][0].update(changes)
+    return data["parity"][ENGINE]["verdicts"][0]
 
 
 def slower(data):
@@ -97,91 +37,67 @@ def slower(data):
         timed(data)["timing"][key] *= 1.3
 
 
-def not_timed(data):
-    timed(data).update(timing=None, refused="No available kernel.")
+def deviation_grown(data):
+    found = verdict(data)
+    found["deviation"]["relative_l2"] = 0.9 * found["budget"]["relative_l2"]
 
 
-def point_missing(data):
-    del data["latency"]["points"][0]
+def mask_wrong(data):
+    row = next(row for row in data["conformance"]["rows"] if not row["diagnostic"])
+    next(cell for cell in row["cells"].values() if cell["status"] == "conforms")["status"] = "wrong"
 
 
-def memory_grown(data):
-    timed(data)["timing"]["memory_bytes"] *= 2
-
-
-def case_missing(data):
-    del data["parity"][ENGINE]["verdicts"][0]
-
-
-def runtime_missing(data):
-    del data["parity"][GRAPH]
-
-
-def engine_not_run(data):
-    data["engines"][0] |= {"ran": False, "why_not": "there is no NVIDIA GPU here"}
-
-
-def engine_missing(data):
-    data["engines"] = []
-
-
-def profile_narrower(data):
-    data["engines"][0]["profiles"][0]["S"] = "1:128:256"
-
-
-def engine_larger(data):
-    data["engines"][0]["engine_bytes"] *= 2
-
-
-def build_slower(data):
-    data["engines"][0]["seconds"] *= 5
-
-
-def validation_failed(data):
-    data["verdict"]["passed"] = False
-
-
+# Each kind of regression: how it is planted in a report, and the section that must report it.
 PLANTED = {
-    fusion_lost: "fusion",
-    fusion_unknown: "fusion",
-    precision_mixed: "precision",
-    precision_requested: "precision",
-    precision_of_the_model: "precision",
-    error_over_budget: "error",
-    error_grown: "error",
-    deviation_grown: "error",
-    fewer_fused: "fusion",
-    error_not_finite: "error",
-    not_verified: "error",
-    decode_wrong: "decode",
-    decode_shorter: "coverage",
-    invariance_broken: "invariance",
-    mask_wrong: "conformance",
-    range_overflows: "range",
-    slower: "latency",
-    not_timed: "latency",
-    point_missing: "coverage",
-    memory_grown: "size",
-    case_missing: "coverage",
-    runtime_missing: "coverage",
-    engine_not_run: "coverage",
-    engine_missing: "coverage",
-    profile_narrower: "coverage",
-    engine_larger: "size",
-    build_slower: "build time",
-    validation_failed: "verdict",
+    "fusion lost": ("fusion", lambda d: engine(d)["nodes"][0].update(status="decomposed", kernels=["gemm"])),
+    "fusion unknown": ("fusion", lambda d: engine(d)["nodes"][0].update(status="unknown")),
+    "fewer fused": ("fusion", lambda d: engine(d).update(fused=[0, 1])),
+    "precision mixed": ("precision", lambda d: engine(d).update(precision_status="mixed")),
+    "precision requested": ("precision", lambda d: engine(d).update(precision="fp32")),
+    "precision of the model": ("precision", lambda d: d["model"].update(precision="bf16")),
+    "error over budget": ("error", lambda d: verdict(d, passed=False, problem="out of budget", share=1.4)),
+    "error grown": ("error", lambda d: verdict(d, share=verdict(d)["share"] + 0.2)),
+    "deviation grown": ("error", deviation_grown),
+    "error not finite": (
+        "error",
+        lambda d: verdict(d, passed=False, problem="12 values are NaN", share=None, deviation=None),
+    ),
+    "not verified": ("error", lambda d: verdict(d, passed=False, problem="not verified: the oracle is zero")),
+    "decode wrong": ("decode", lambda d: d["decode"][1].update(passed=False, first_failed=3, share=4.0)),
+    "decode shorter": ("coverage", lambda d: d["decode"][1].update(steps=d["decode"][1]["steps"] // 2)),
+    "invariance broken": ("invariance", lambda d: d["invariance"][1].update(passed=False)),
+    "mask wrong": ("conformance", mask_wrong),
+    "range overflows": ("range", lambda d: d["range"]["nodes"][0].update(status="overflows")),
+    "slower": ("latency", slower),
+    "not timed": ("latency", lambda d: timed(d).update(timing=None, refused="No available kernel.")),
+    "point missing": ("coverage", lambda d: d["latency"]["points"].pop(0)),
+    "memory grown": ("size", lambda d: timed(d)["timing"].update(memory_bytes=10**9)),
+    "case missing": ("coverage", lambda d: d["parity"][ENGINE]["verdicts"].pop(0)),
+    "runtime missing": ("coverage", lambda d: d["parity"].pop(GRAPH)),
+    "engine not run": ("coverage", lambda d: engine(d).update(ran=False, why_not="no NVIDIA GPU here")),
+    "engine missing": ("coverage", lambda d: d["engines"].clear()),
+    "profile narrower": ("coverage", lambda d: engine(d)["profiles"][0].update(S="1:128:256")),
+    "engine larger": ("size", lambda d: engine(d).update(engine_bytes=2 * engine(d)["engine_bytes"])),
+    "build slower": ("build time", lambda d: engine(d).update(seconds=5 * engine(d)["seconds"])),
+    "validation failed": ("verdict", lambda d: d["verdict"].update(passed=False)),
 }
 
 
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_a_planted_regression_is_reported(plant):
-    new = passing()
-    plant(new)
+def planted(*names):
+    data = passing()
+    for name in names:
+        PLANTED[name][1](data)
+    return data
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_regression_is_reported(name):
+    new = planted(name)
     found = md.compare(passing(), new)
     assert not found.passed
-    assert {change.section for change in found.regressions} == {PLANTED[plant]}
+    assert {change.section for change in found.regressions} == {PLANTED[name][0]}
     back = md.compare(new, passing())
-    assert back.passed or plant in (precision_requested, precision_of_the_model)  # a change either way
+    assert back.passed or name in ("precision requested", "precision of the model")  # a change either way
     assert any(change.level in ("improvement", "regression") for change in back.changes)
 
 
@@ -236,24 +152,17 @@ def rebuilt(data, **spread):
 def test_the_spread_of_rebuilds_is_no_regression():
     case = passing()["parity"][ENGINE]["verdicts"][0]
     errors = {f"{case['case']}/{case['output']}": [case["share"], case["share"] + 0.3]}
-    new = passing()
-    error_grown(new)
+    new, slow = planted("error grown"), planted("slower")
     assert not md.compare(passing(), new).passed
     assert md.compare(rebuilt(passing(), errors=errors), new).passed
-    slow = passing()
-    slower(slow)
     times = {passing()["latency"]["points"][0]["case"]: [10.0, 100.0]}
     assert not md.compare(passing(), slow).passed
     assert md.compare(rebuilt(passing(), times_us=times), slow).passed
-    large = passing()
-    engine_larger(large)
-    assert md.compare(rebuilt(passing(), engine_bytes=[1, 10**9]), large).passed
+    assert md.compare(rebuilt(passing(), engine_bytes=[1, 10**9]), planted("engine larger")).passed
 
 
 def test_thresholds_are_options():
-    new = passing()
-    for plant in (slower, error_grown, engine_larger, build_slower, runtime_missing):
-        plant(new)
+    new = planted("slower", "error grown", "engine larger", "build slower", "runtime missing")
     limits = {"latency": 0.5, "error": 0.5, "size": 2.0, "build_time": 10.0, "coverage": False}
     assert md.compare(passing(), new, **limits).passed
     for name in limits:
@@ -326,13 +235,9 @@ def test_what_cannot_be_compared_is_refused(bundles, tmp_path, refused):
 @pytest.fixture
 def files(tmp_path):
     """Two reports on disk, the new one with regressions."""
-    new = passing()
-    for plant in (fusion_lost, slower):
-        plant(new)
-    paths = []
-    for name, data in (("old", passing()), ("new", new)):
-        paths.append(tmp_path / f"{name}.json")
-        paths[-1].write_text(json.dumps(data))
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, data in zip(paths, (passing(), planted("fusion lost", "slower")), strict=True):
+        path.write_text(json.dumps(data))
     return paths
 
 

@@ -1,23 +1,13 @@
 """Lines of the benchmark record: tables are made of them, and a line can be judged against a new one."""
 
-import runpy
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 import mha_deploy as md
-from mha_deploy.regression.record import (
-    Line,
-    append_lines,
-    bench_lines,
-    builds_table,
-    evidence_table,
-    judge_replay,
-    latency_table,
-    read_lines,
-    streams_table,
-)
+from mha_deploy.regression.record import Line, append_lines, bench_lines, judge_replay, read_lines
 from mha_deploy.report.table import markdown
 from mha_deploy.runtime.cuda import Conditions
 from mha_deploy.runtime.throughput import Throughput
@@ -25,7 +15,9 @@ from mha_deploy.runtime.timing import Timing
 from mha_deploy.validate.bench import ModelBench, ThroughputRow
 from mha_deploy.validate.latency import LatencyPoint, LatencyRow
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from tables import PAGES, builds_table, evidence_table, latency_table, rewritten, streams_table
+
 COOL = {"sm_mhz": 1980, "sm_mhz_max": 1980, "throttled_by": []}
 
 
@@ -157,8 +149,7 @@ def test_a_line_that_cannot_be_measured_again_is_refused(bundles, tmp_path, refu
 
 
 def test_the_tables_of_the_pages_match_the_lines():
-    tables = runpy.run_path(str(BENCHMARKS / "tables.py"))
-    for page in tables["PAGES"]:
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert "<!-- table: " in text
-        assert tables["rewritten"](text) == text, f"run benchmarks/tables.py: {page}"
+        assert rewritten(text) == text, f"run benchmarks/tables.py: {page}"

@@ -2,62 +2,36 @@
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import mha_deploy as md
 from mha_deploy.engine.plugins import ENVIRONMENT, PluginError, library_for
-from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.tensorrt.versions import load
 
 sys.path.append(str(Path(__file__).parents[1] / "serving"))
 
 from served_bundles import sequences_of_64_steps
-from small_server import Kserve
+from small_server import Kserve, OwnProcess
 
 pytestmark = pytest.mark.gpu
 
-BUILD = {
-    "native": {"attention": "native", "allow_decomposed": True},
-    "plugin": {"attention": "plugin", "accumulate": "fp32"},
-}
-
-
-class OneThread:
-    """A served model that is loaded and run by one thread, as Triton's Python backend does it."""
-
-    def __init__(self, folder, backends, **settings):
-        from mha_deploy.serving.backend import ServedModel
-
-        self.pool = ThreadPoolExecutor(1)
-        self.model = self.pool.submit(ServedModel, folder, backends, **settings).result()
-
-    def infer(self, requests):
-        return self.pool.submit(self.model.infer, requests).result()
-
-    def close(self):
-        self.pool.submit(self.model.close).result()
-        self.pool.shutdown()
-
 
 @pytest.fixture
-def served(tmp_path, monkeypatch):
+def served(tmp_path):
     """A function that builds an engine, packages it, and gives the URL of a server that has loaded it."""
     pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
-    monkeypatch.setattr(isolation, "enabled", isolation.enabled)  # loading a served model turns it off
     opened = []
 
     def serve(bundle, backend):
-        if backend in BUILD:
-            pytest.importorskip("tensorrt", reason="TensorRT is not installed")
-            options = {"backend": "tensorrt", "name": backend, "optimization_level": 1, **BUILD[backend]}
-            md.build_engine(bundle, **options)
+        if backend == "plugin":
+            options = {"attention": "plugin", "accumulate": "fp32", "optimization_level": 1}
+            md.build_engine(bundle, backend="tensorrt", name=backend, **options)
         package = md.package(bundle, tmp_path / "models", backends=[backend], sequences=4)
         assert any(name.startswith("1/plugins/") for name in package.files) == (backend == "plugin")
         size = package.max_batch
-        model = OneThread(package.path / "1", package.backends, batched=size > 0, sequences=size)
+        model = OwnProcess(package.path / "1", package.backends, batched=size > 0, sequences=size)
         opened.append((Kserve(package.path, model), model))
         return opened[-1][0].url
 
@@ -68,7 +42,7 @@ def served(tmp_path, monkeypatch):
         model.close()
 
 
-@pytest.fixture(params=["ort-cuda", "native", "plugin"])
+@pytest.fixture(params=["ort-cuda", "plugin"])
 def backend(request):
     """A backend; the plugin's case is skipped only where no library was named and none was built."""
     if request.param == "plugin" and ENVIRONMENT not in os.environ:
@@ -81,7 +55,7 @@ def backend(request):
 
 
 def test_requests_of_several_clients_are_right(served, backend, tmp_path):
-    bundle = md.export("tiny-padding", tmp_path / "bundle")
+    bundle = md.export("tiny-padding", tmp_path / "bundle", precision="fp16")
     report = md.validate(bundle, url=served(bundle, backend), clients=(1, 8), requests=40)
     assert report.passed, report.headline
     assert [(point["wrong"], point["errors"]) for point in report.to_dict()["serving"]] == [(0, {})] * 2

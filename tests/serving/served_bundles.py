@@ -14,4 +14,5 @@ def sequences_of_64_steps(cache, folder):
     axes = {**spec.axes, length: Axis(min=spec.axes[length].min, opt=64, max=128)}
     if cache == "preallocated":
         axes["T"] = Axis(min=128, opt=128, max=128)
-    return md.export(replace(spec, name=f"steps-{cache}", axes=axes), folder / "bundle")
+    spec = replace(spec, name=f"steps-{cache}", axes=axes)
+    return md.export(spec, folder / "bundle", precision="fp16")

@@ -1,12 +1,14 @@
 """A small KServe v2 server over HTTP that is not Triton."""
 
 import json
+import multiprocessing
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
-from mha_deploy.serving.backend import ServedRequest
+from mha_deploy.serving.backend import ServedModel, ServedRequest
 
 KINDS = {"FP16": "float16", "FP32": "float32", "INT32": "int32", "INT64": "int64", "BOOL": "bool"}
 
@@ -114,3 +116,36 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(text) + len(body)))
         self.end_headers()
         self.wfile.write(text + body)
+
+
+class OwnProcess:
+    """A served model in a process of its own, as Triton's Python backend has it."""
+
+    def __init__(self, folder, backends, **settings):
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._call(_load, folder, backends, settings)
+
+    def _call(self, function, *arguments):
+        return self._pool.submit(function, *arguments).result()
+
+    def infer(self, requests):
+        return self._call(_infer, requests)
+
+    def close(self):
+        self._call(_close)
+        self._pool.shutdown()
+
+
+_loaded = []
+
+
+def _load(folder, backends, settings):
+    _loaded.append(ServedModel(folder, backends, **settings))
+
+
+def _infer(requests):
+    return _loaded[0].infer(requests)
+
+
+def _close():
+    _loaded.pop().close()

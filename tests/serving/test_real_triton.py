@@ -86,10 +86,10 @@ def test_64_decode_steps_of_interleaved_sequences(triton, tmp_path, cache, proto
 def test_a_server_killed_under_load_is_a_verdict(triton, bundles):
     server = triton("tiny-gqa")
     url = f"grpc://127.0.0.1:{server.grpc}"
-    seen = threading.Event()
+    answered = threading.Event()
 
     def kill():
-        seen.wait(60)
+        answered.wait(60)
         time.sleep(0.2)
         server.kill()
 
@@ -98,7 +98,7 @@ def test_a_server_killed_under_load_is_a_verdict(triton, bundles):
 
     def on_step(name, number, count):
         if name == "8 clients" and number > 20:
-            seen.set()
+            answered.set()
 
     report = md.validate(
         bundles("tiny-gqa"), url=url, clients=(8, 32), requests=100_000, timeout_s=10, on_step=on_step

@@ -105,8 +105,8 @@ def test_interleaved_sequences_are_right(decoder, name, shared):
     found.step(0)
     found.step(1, 0)
     found.step(2)
-    for turn in range(24):
-        found.step(*[b for b in range(3) if turn % (b + 1) == 0])
+    for step in range(24):
+        found.step(*[b for b in range(3) if step % (b + 1) == 0])
     assert len(found.outputs[0]) > len(found.outputs[1]) > len(found.outputs[2]) > 8
     assert max(found.errors()) < 5e-3
     # A sequence that reads another one's cache would be far off.

@@ -17,11 +17,11 @@ def load_of(report):
 
 def test_golden_cases_pass_with_one_client_and_with_several(served, bundles):
     server = served("tiny-padding")
-    report = md.validate(bundles("tiny-padding"), url=server.url, clients=(1, 4), requests=20)
+    report = md.validate(bundles("tiny-padding"), url=server.url, clients=(1, 4), requests=12)
     assert report.passed, report.headline
     one, four = load_of(report)
     assert (one["clients"], four["clients"]) == (1, 4)
-    assert one["answered"] == one["requests"] >= 20
+    assert one["answered"] == one["requests"] >= 12
     assert one["errors"] == four["errors"] == {}
     assert one["judged"] > 0
     assert four["wrong"] == 0
@@ -31,6 +31,7 @@ def test_golden_cases_pass_with_one_client_and_with_several(served, bundles):
     assert kinds[-2:] == ["served", "served"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
 def test_decode_traces_pass_as_interleaved_sequences(served, bundles, name):
     server = served(name)
@@ -68,7 +69,7 @@ def test_a_wrong_model_is_caught(served, bundles, run_cli, tmp_path):
 
     server = served("tiny-gqa", after=spoil)
     command = ("validate", bundles("tiny-gqa").path, "--url", server.url, "--clients", "2", "--requests", "4")
-    done = run_cli(*command, "-o", tmp_path, "--json")
+    done = run_cli(*command, "--no-probe", "-o", tmp_path, "--json")
     assert done.code == 1
     data = json.loads(done.out)
     assert not data["verdict"]["passed"]
@@ -78,7 +79,7 @@ def test_a_wrong_model_is_caught(served, bundles, run_cli, tmp_path):
 def test_another_model_under_that_name_is_caught(served, bundles):
     server = served("tiny-gqa")
     server.config["name"] = "tiny-mha"  # the same tensors, other weights and heads
-    report = md.validate(bundles("tiny-mha"), url=server.url, clients=(1,), requests=1)
+    report = md.validate(bundles("tiny-mha"), url=server.url, clients=(1,), requests=1, probe=False)
     assert not report.passed
 
 
@@ -101,7 +102,7 @@ def test_only_what_happens_under_load_is_wrong_is_caught(served, bundles):
         return outputs
 
     server = served("tiny-gqa", before=before, after=after)
-    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(1, 8), requests=40)
+    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(1, 8), requests=20, probe=False)
     one, eight = load_of(report)
     assert one["wrong"] == 0
     assert eight["wrong"] > 0
@@ -110,11 +111,11 @@ def test_only_what_happens_under_load_is_wrong_is_caught(served, bundles):
 
 def test_errors_are_counted_and_fail(served, bundles):
     def before(number):
-        if number > 20 and number % 5 == 0:
+        if number > 12 and number % 5 == 0:
             raise RuntimeError("the connection is dropped")
 
     server = served("tiny-gqa", before=before)
-    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(2,), requests=30)
+    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(2,), requests=20, probe=False)
     assert not report.passed
     (point,) = load_of(report)
     assert point["errors"]
@@ -130,12 +131,14 @@ def test_a_server_that_does_not_answer_is_a_verdict(served, bundles):
             stop.wait(20)
 
     server = served("tiny-gqa", before=before)
-    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(2,), requests=12, timeout_s=0.2)
+    report = md.validate(
+        bundles("tiny-gqa"), url=server.url, clients=(2,), requests=12, timeout_s=0.1, probe=False
+    )
     stop.set()
     assert not report.passed
     (point,) = load_of(report)
     assert point["errors"]["timeout"] > 0
-    assert "did not answer within 0.2 s" in point["first_error"]
+    assert "did not answer within 0.1 s" in point["first_error"]
 
 
 def test_a_server_that_goes_away_ends_the_load(served, bundles):
@@ -148,7 +151,9 @@ def test_a_server_that_goes_away_ends_the_load(served, bundles):
             raise ConnectionError("gone")
 
     server = served("tiny-gqa", before=before)
-    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(2, 8), requests=400, timeout_s=5)
+    report = md.validate(
+        bundles("tiny-gqa"), url=server.url, clients=(2, 8), requests=400, timeout_s=5, probe=False
+    )
     assert not report.passed
     (point,) = load_of(report)
     assert point["errors"].get("not sent", 0) > 0
