@@ -559,7 +559,7 @@ def build_engine(
         True
     """
     from mha_deploy.engine.build import engine_from_bundle
-    from mha_deploy.engine.options import parse_ranges
+    from mha_deploy.engine.profiles import parse_ranges
     from mha_deploy.options import EngineOptions
 
     opened = _opened(bundle)
@@ -584,7 +584,7 @@ def build_engine(
         timing_cache=timing_cache,
     )
     if repeat != 1:
-        from mha_deploy.engine.rebuild import rebuilt_engine
+        from mha_deploy.engine.build import rebuilt_engine
 
         return rebuilt_engine(opened, options, repeat, on_step)
     return engine_from_bundle(opened, options, on_step)

@@ -437,7 +437,7 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
     lines += [("needs", library) for library in libraries_summary(manifest)]
     lines += [("note", note) for note in manifest.notes]
     if manifest.rebuilds is not None:
-        from mha_deploy.engine.rebuild import rebuild_summary
+        from mha_deploy.engine.manifest import rebuild_summary
 
         lines += [("rebuilds", line) for line in rebuild_summary(manifest.rebuilds)]
     blocks: list[RenderableType] = [_pairs(lines), _nodes(manifest)]

@@ -1,22 +1,30 @@
-"""From a bundle to an engine: check, lower, build, judge, write."""
+"""From a bundle to an engine: check, lower, build, judge, write; choose among candidates; compare builds."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
-from dataclasses import asdict
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import onnx_ir as ir
 
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.commit import temporary_folder, write_atomically
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
-from mha_deploy.engine.choose import fastest_engine
 from mha_deploy.engine.lowered import (
+    FP16,
+    FP32,
+    NATIVE,
     PLUGIN,
+    Candidate,
     dialect_for,
     lowered_for,
     open_candidates,
@@ -27,21 +35,30 @@ from mha_deploy.engine.manifest import (
     FOLDER,
     Engine,
     EngineManifest,
+    RebuildRecord,
     default_backend,
     engine_path,
     first_gpu,
     with_unrecognised,
     write_engine,
 )
-from mha_deploy.engine.options import Ranges, default_profiles, profile_names, profile_shapes
-from mha_deploy.engine.plugins import PluginLibrary, find_plugins, load_plugins
-from mha_deploy.engine.run import engine_opener, unprepared_profiles
-from mha_deploy.errors import BundleError
+from mha_deploy.engine.plugins import PluginError, PluginLibrary, find_plugins, load_plugins
+from mha_deploy.engine.profiles import Ranges, default_profiles, profile_names, profile_shapes
+from mha_deploy.engine.run import (
+    engine_opener,
+    open_engine_runner,
+    reasons_not_to_run,
+    unprepared_profiles,
+)
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.rules import Eligibility
+from mha_deploy.metrics import judge_case
+from mha_deploy.model.precision import Precision
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.child import call_isolated, isolation, send_to_parent
+from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.tensorrt.build import OnProgress, build_with
 from mha_deploy.runtime.tensorrt.log import members
@@ -76,9 +93,7 @@ def engine_from_bundle(
     options = options or EngineOptions()
     rt = load(options.backend or default_backend())
     _workspace(options.workspace_mib)  # refused before a long build
-    path = path or engine_path(bundle.path, options.name or rt.backend)
-    if path.exists() and not options.overwrite:
-        raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
+    path = path or _free_path(bundle, rt, options)
     candidates = open_candidates(rt, options, bundle.manifest.precision.name)
     if any(candidate.attention == PLUGIN for candidate in candidates):
         find_plugins(rt)  # report a missing library before a long build
@@ -86,6 +101,14 @@ def engine_from_bundle(
     if len(candidates) > 1:
         return fastest_engine(bundle, options, path, candidates, build)
     return build(path, candidates[0].applied_to(options))
+
+
+def _free_path(bundle: Bundle, rt: TensorRT, options: EngineOptions) -> Path:
+    """Where the engine goes in its bundle; refused where there is one that may not be overwritten."""
+    path = engine_path(bundle.path, options.name or rt.backend)
+    if path.exists() and not options.overwrite:
+        raise BundleError("There is an engine of that name.", got=path, hint="another --name, or --overwrite")
+    return path
 
 
 def _engine_at(
@@ -260,6 +283,270 @@ def _manifest(
     )
 
 
+# -- Several candidates: each is built, judged and timed beside the others, and one is kept --------
+
+Build = Callable[[Path, EngineOptions], Engine]
+
+_TIMED = ("opt", "prefill", "decode")
+_ROUNDS = 2
+
+DEARER = 1.05
+"""How much more time FP32 accumulation may take before TensorRT's own matmuls are used instead."""
+
+
+@dataclass
+class Trial:
+    """One candidate, its engine where it could be built, why it is refused, and microseconds of each case."""
+
+    candidate: Candidate
+    engine: Engine | None = None
+    refused: str = ""
+    times: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it was built, and its outputs were right in every case."""
+        return not self.refused and bool(self.times)
+
+    @property
+    def microseconds(self) -> float:
+        """The geometric mean over the cases: each has the same weight, however long it is."""
+        return math.exp(sum(math.log(time) for time in self.times.values()) / len(self.times))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the manifest."""
+        return {
+            "attention": self.candidate.attention,
+            "accumulate": self.candidate.accumulate,
+            "us": round(self.microseconds, 3) if self.is_right else None,
+            "cases": {name: round(time, 3) for name, time in self.times.items()},
+            "refused": self.refused,
+        }
+
+
+def fastest_engine(
+    bundle: Bundle, options: EngineOptions, path: Path, candidates: Sequence[Candidate], build: Build
+) -> Engine:
+    """Build every candidate in a temporary folder, time them, and keep one at the path.
+
+    The engines are loaded together and timed alternately, twice, so that a change of the clocks affects all
+    of them; the better of both times counts. A candidate that cannot be built or whose outputs are wrong is
+    refused, and the manifest records why.
+    """
+    try:
+        open_gpu()
+    except BackendUnavailable as error:
+        raise BackendUnavailable(
+            "The faster candidate has to be measured, and there is no GPU to measure on.",
+            got=f"--attention {options.attention} --accumulate {options.accumulate}: {error.in_one_line}",
+            hint="name one candidate: --attention plugin --accumulate fp32, or --attention native",
+        ) from error
+    path.parent.mkdir(exist_ok=True)
+    with temporary_folder(path.parent / "trying") as folder:
+        trials = [
+            _tried(candidate, folder / "engines" / f"{candidate.name}.engine", options, build)
+            for candidate in candidates
+        ]
+        _time(trials, bundle)
+        best = chosen(trials)
+        if best.engine is None:
+            raise EngineError("The chosen engine is missing.", hint="build it again")
+        manifest = msgspec.structs.replace(best.engine.manifest, attention=record(trials, best, options))
+        plan = best.engine.path.read_bytes()
+        return write_engine(path, plan, manifest, overwrite=options.overwrite)
+
+
+def chosen(trials: Sequence[Trial]) -> Trial:
+    """The trial to keep.
+
+    Of the plugin's, the one that accumulates in FP32 unless it takes more than `DEARER` times the other's
+    time; of that one and the native one, the faster.
+    """
+    right = {trial.candidate.name: trial for trial in trials if trial.is_right}
+    wide = right.get(Candidate(attention=PLUGIN, accumulate=FP32).name)
+    narrow = right.get(Candidate(attention=PLUGIN, accumulate=FP16).name)
+    plugin = wide or narrow
+    if wide and narrow and wide.microseconds > DEARER * narrow.microseconds:
+        plugin = narrow
+    native = right.get(NATIVE)
+    found = [trial for trial in (native, plugin) if trial is not None]
+    if not found:
+        raise EngineError(
+            "No candidate for this engine is right.",
+            got="; ".join(f"{trial.candidate.name}: {trial.refused}" for trial in trials),
+            hint="see the reason of each; --attention native builds without timing",
+        )
+    return min(found, key=lambda trial: trial.microseconds)
+
+
+def record(trials: Sequence[Trial], best: Trial, options: EngineOptions) -> dict[str, Any]:
+    """The choice as the manifest records it. The plugin's time is that of its better candidate."""
+    times: dict[str, float | None] = {
+        kind: min(
+            (t.microseconds for t in trials if t.candidate.attention == kind and t.is_right), default=None
+        )
+        for kind in (NATIVE, PLUGIN)
+    }
+    if best.candidate.attention == PLUGIN:
+        times[PLUGIN] = best.microseconds
+    native, plugin = times[NATIVE], times[PLUGIN]
+
+    def rounded(figure: float | None) -> float | None:
+        return None if figure is None else round(figure, 3)
+
+    return {
+        "requested": options.attention,
+        "chosen": best.candidate.attention,
+        "accumulate": best.candidate.accumulate,
+        "native_us": rounded(native),
+        "plugin_us": rounded(plugin),
+        "ratio": rounded(native / plugin) if native and plugin else None,
+        "tried": [trial.to_dict() for trial in trials],
+    }
+
+
+def _tried(candidate: Candidate, path: Path, options: EngineOptions, build: Build) -> Trial:
+    try:
+        return Trial(candidate=candidate, engine=build(path, candidate.applied_to(options)))
+    except (PluginError, BackendUnavailable):
+        raise  # not specific to this candidate, and to be fixed by the user
+    except DeployError as error:
+        return Trial(candidate=candidate, refused=error.in_one_line)
+
+
+def _time(trials: Sequence[Trial], bundle: Bundle) -> None:
+    with ExitStack() as owned:
+        running: list[tuple[Trial, Runner]] = []
+        for trial in trials:
+            if trial.engine is None:
+                continue
+            try:
+                runner = open_engine_runner(trial.engine)
+            except BackendUnavailable:
+                raise  # not specific to this candidate
+            except DeployError as error:
+                trial.refused = error.in_one_line
+                continue
+            owned.callback(runner.close)
+            running.append((trial, runner))
+        if not running:
+            return
+        for case in timed_cases(golden_cases(bundle), [runner for _, runner in running]):
+            for trial, runner in running * _ROUNDS:
+                if not trial.refused:
+                    _time_one(trial, runner, case, bundle.manifest.precision)
+
+
+def timed_cases(cases: Iterable[GoldenCase], runners: Sequence[Any]) -> list[GoldenCase]:
+    """The usual cases that all engines admit, or else the first case that they do."""
+    admitted = [case for case in cases if all(runner.profiles_for(case.inputs) for runner in runners)]
+    if not admitted:
+        raise EngineError(
+            "No golden case of the bundle is within the profiles, so nothing can be timed.",
+            hint="wider profiles, or name one candidate with --attention and --accumulate",
+        )
+    return [case for case in admitted if case.name in _TIMED] or admitted[:1]
+
+
+def _time_one(trial: Trial, runner: Runner, case: GoldenCase, precision: Precision) -> None:
+    """Time a trial on one case, judged with the type that the candidate's projections accumulate in."""
+    accumulate = trial.candidate.accumulate if precision.name == FP16 else FP32
+    precision = replace(precision, accumulate=accumulate)
+    try:
+        once = runner.run(case.inputs)
+        timing = runner.time(case.inputs)
+    except DeployError as error:
+        trial.refused = f"{case.name}: {error.in_one_line}"
+        return
+    for result in (once, *timing.results):
+        for verdict in judge_case(case, result, precision):
+            if verdict.is_wrong:
+                trial.refused = f"wrong output in {case.name}, {verdict.output}: {verdict.problem}"
+                return
+    trial.times[case.name] = min(timing.p50, trial.times.get(case.name, math.inf))
+
+
+# -- How much an engine differs from build to build: TensorRT chooses kernels by timing them -------
+
+
+def rebuilt_engine(
+    bundle: Bundle, options: EngineOptions, builds: int, on_progress: OnProgress | None = None
+) -> Engine:
+    """Build an engine at least twice; the last one is kept, and its manifest records how much they differ.
+
+    Every build starts without the timings of earlier ones. The last one is then built once more from its own
+    timings: with them a build is to be reproducible.
+    """
+    if builds < 2:
+        raise DeployError("Builds can be compared from two on.", got=builds, hint="--repeat 3")
+    rt = load(options.backend or default_backend())
+    path = _free_path(bundle, rt, options)
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".trying-", dir=path.parent) as folder:
+
+        def build(name: str, *, timing_cache: bool) -> Engine:
+            if on_progress is not None:
+                on_progress(f"build {name}", 0, 0)
+            settings = replace(options, timing_cache=timing_cache, overwrite=True)
+            return engine_from_bundle(bundle, settings, on_progress, path=Path(folder) / f"{name}.engine")
+
+        built = [build(f"{number + 1} of {builds}", timing_cache=False) for number in range(builds)]
+        cached = build("from the timing cache", timing_cache=True) if rt.can.timing_cache else None
+        errors, times = _measured(built, bundle, on_progress)
+        record = RebuildRecord(
+            builds=builds,
+            identical=len({each.manifest.engine_sha256 for each in built}) == 1,
+            differing=differing_kernels(built),
+            fused=[list(each.manifest.fused_count) for each in built],
+            seconds=[each.manifest.seconds for each in built],
+            engine_bytes=[each.manifest.engine_bytes for each in built],
+            errors=errors,
+            times_us=times,
+            timing_cache=None if cached is None else not differing_kernels([built[-1], cached]),
+        )
+        kept = built[-1]
+        manifest = msgspec.structs.replace(kept.manifest, rebuilds=record)
+        return write_engine(path, kept.path.read_bytes(), manifest)
+
+
+def differing_kernels(engines: Sequence[Engine]) -> list[dict[str, Any]]:
+    """The ONNX nodes whose kernels are not the same in every build, with the kernels of each build."""
+    found: dict[tuple[int, str], list[list[str]]] = {}
+    for index, engine in enumerate(engines):
+        for kernel in engine.manifest.kernels:
+            key = (kernel["profile"], ", ".join(sorted(kernel["nodes"])) or kernel["name"])
+            builds = found.setdefault(key, [[] for _ in engines])
+            builds[index].append(kernel["tactic"] or kernel["name"])
+    return [
+        {"nodes": nodes, "profile": profile, "kernels": builds}
+        for (profile, nodes), builds in found.items()
+        if any(each != builds[0] for each in builds)
+    ]
+
+
+def _measured(
+    engines: Sequence[Engine], bundle: Bundle, on_progress: OnProgress | None
+) -> tuple[dict[str, list[float | None]], dict[str, list[float]]]:
+    """Shares of the error budget, and times, of every build; nothing where the engines cannot run here."""
+    errors: dict[str, list[float | None]] = {}
+    times: dict[str, list[float]] = {}
+    if reasons_not_to_run(engines[0]):
+        return errors, times
+    for number, engine in enumerate(engines):
+        if on_progress is not None:
+            on_progress("run and time", number, len(engines))
+        with open_engine_runner(engine) as runner:
+            timed = [case.name for case in timed_cases(golden_cases(bundle), [runner])]
+            for case in golden_cases(bundle):
+                if not runner.profiles_for(case.inputs):  # type: ignore[attr-defined]
+                    continue
+                for verdict in judge_case(case, runner.run(case.inputs), bundle.manifest.precision):
+                    errors.setdefault(f"{case.name}/{verdict.output}", []).append(verdict.share)
+                if case.name in timed:
+                    times.setdefault(case.name, []).append(runner.time(case.inputs).p50)
+    return errors, times
+
+
 # -- Variations of an engine that return inner values, built like it ------------------------------
 
 
@@ -271,12 +558,7 @@ def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runne
 
 
 def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
-    """A function that builds a variation of a bundle's graph as an engine of it was built, and loads it.
-
-    Args:
-        engine: The engine, of a TensorRT that is here.
-        bundle: Its bundle.
-    """
+    """A function that builds a variation of a bundle's graph as an engine of it was built, and loads it."""
     rt, open_lowered = load(engine.manifest.backend), lowered_opener(engine, bundle)
     candidate = engine.manifest.attention
     options = EngineOptions(

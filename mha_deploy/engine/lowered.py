@@ -50,15 +50,10 @@ _SCRATCH_MIB = 32  # scratch memory of every projection of the library, plugins/
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One candidate for an engine.
+    """One candidate for an engine."""
 
-    Args:
-        attention: `native` or `plugin`.
-        accumulate: `fp32` where the projections are plugin layers, else `fp16`.
-    """
-
-    attention: str
-    accumulate: str = FP16
+    attention: str  # native or plugin
+    accumulate: str = FP16  # fp32 where the projections are plugin layers
 
     @property
     def name(self) -> str:
@@ -71,12 +66,7 @@ class Candidate:
 
 
 def open_candidates(rt: TensorRT, options: EngineOptions, precision: str) -> list[Candidate]:
-    """The candidates that the options leave open; where there are several, they have to be timed.
-
-    Raises:
-        EngineError: The options contradict each other, or the plugin does not take this precision.
-        PluginError: This TensorRT takes no plugins.
-    """
+    """The candidates that the options leave open; where there are several, they have to be timed."""
     _refuse_unknown(options)
     if options.attention == NATIVE:
         return [Candidate(attention=NATIVE)]
@@ -134,11 +124,7 @@ def _refuse_unknown(options: EngineOptions) -> None:
 
 
 def lowered_for(rt: TensorRT, model: ir.Model, options: EngineOptions) -> tuple[ir.Model, list[Eligibility]]:
-    """The graph as a TensorRT takes it, and the eligibility of its attention nodes before the build.
-
-    Raises:
-        EngineError: It cannot take the graph.
-    """
+    """The graph as a TensorRT takes it, and the eligibility of its attention nodes before the build."""
     dialect = dialect_for(rt, options)
     if options.gqa is not None and dialect != "primitives":
         taker = "The attention plugin" if dialect == PLUGIN else rt.title
@@ -212,12 +198,7 @@ _CARRIES = {OP_TYPE: ATTENTION, LINEAR: MATMUL, ROWWISE: ELEMENTWISE}
 
 
 def with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
-    """An engine whose plugin layers have types and a purpose, of which TensorRT reports only their names.
-
-    Args:
-        built: The engine.
-        lowered: The graph that it was built from.
-    """
+    """An engine whose plugin layers have types and a purpose, of which TensorRT reports only their names."""
     nodes = {
         node.name or "": node
         for node in lowered.graph.all_nodes()
@@ -250,15 +231,7 @@ def with_carried(built: BuiltEngine, lowered: ir.Model) -> BuiltEngine:
 def with_library(
     manifest: EngineManifest, library: PluginLibrary, lowered: ir.Model, *, requested: str, accumulate: str
 ) -> EngineManifest:
-    """A manifest with the library that the engine needs, and the caches that it writes in place.
-
-    Args:
-        manifest: The manifest without them.
-        library: The library.
-        lowered: The graph that the engine was built from.
-        requested: The requested `--attention`.
-        accumulate: The type in which the projections accumulate.
-    """
+    """A manifest with the library that the engine needs, and the caches that it writes in place."""
     in_place = cache_form(lowered).in_place
     notes = [f"caches in place: bind {out} to the memory of {source}" for out, source in in_place.items()]
     return msgspec.structs.replace(

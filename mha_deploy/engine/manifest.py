@@ -20,8 +20,8 @@ from msgspec import Meta, Struct, field
 from mha_deploy.bundle.commit import locked, written
 from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
-from mha_deploy.engine.options import BACKENDS, profile_shapes
 from mha_deploy.engine.plugins import other_builds, why_missing
+from mha_deploy.engine.profiles import BACKENDS, profile_shapes
 from mha_deploy.environment import RUNTIMES, gpus, installed_version
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.files import check_plain, read_regular
@@ -246,7 +246,7 @@ class AttentionRecord(_ChosenAttention, total=False):
 
 
 class RebuildRecord(TypedDict):
-    """How much an engine differs from build to build; see `engine/rebuild.py`.
+    """How much an engine differs from build to build.
 
     `timing_cache`: whether a build from its own timings has the same kernels; None where it has no effect.
     """
@@ -263,63 +263,49 @@ class RebuildRecord(TypedDict):
 
 
 class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine is.
-
-    Args:
-        backend: `tensorrt` or `tensorrt-rtx`.
-        version: Version of the TensorRT that built it; another one cannot load it.
-        gpu: The GPU it was built on, or None where it was compiled for named targets.
-        targets: Compute capabilities it was compiled for, as SM89; none for all from 8.0 on (RTX).
-        model: Name of the model.
-        precision: The requested precision.
-        dialect: How attention was written for the parser.
-        profiles: Axis ranges of each optimisation profile, as min:opt:max.
-        profile_names: What each profile is called: its number, or `prefill` and `decode`.
-        bundle_sha256: Hash of the manifest of the bundle it was built from.
-        engine_sha256: Hash of the plan.
-        engine_bytes: Size of the plan.
-        seconds: How long the build took.
-        strongly_typed: Whether its types are those of the graph.
-        verdict: Fusion and precision, with their evidence.
-        kernels: The kernels, as the best source reports them.
-        options: The options of the builder.
-        findings: What the check before the build found.
-        notes: What a reader should know.
-        attention: What computes attention: `chosen` (`native` or `plugin`), the type in which projections
-            `accumulate`, what was `requested`, and where candidates were measured, their times.
-        plugins: The plugin libraries it needs: file name, version, hash, TensorRT and plugins of each.
-        in_place: From each output that may share the memory of an input to that input: there the plugin
-            writes only the new entries of a KV cache, elsewhere it copies the whole of it.
-        large_tensors: Tensors that TensorRT reported as too large at the largest sizes; a call that needs
-            one is refused.
-        rebuilds: How much it differs from build to build; None where it was built once.
-    """
+    """What an engine is."""
 
     backend: Annotated[str, Meta(pattern=f"^({'|'.join(BACKENDS)})$")]
     version: str
+    """Version of the TensorRT that built it; another one cannot load it."""
     gpu: dict[str, str] | None
+    """The GPU it was built on, or None where it was compiled for named targets."""
     targets: list[str]
+    """Compute capabilities it was compiled for, as SM89; none for all from 8.0 on (RTX)."""
     model: str
     precision: str
+    """The requested precision."""
     dialect: str
+    """How attention was written for the parser."""
     profiles: list[dict[str, str]]
+    """Axis ranges of each optimisation profile, as min:opt:max."""
     bundle_sha256: str
+    """Hash of the manifest of the bundle it was built from."""
     engine_sha256: str
     engine_bytes: int
     seconds: float
+    """How long the build took."""
     strongly_typed: bool
+    """Whether its types are those of the graph."""
     verdict: EngineVerdict
     kernels: list[KernelRecord]
+    """The kernels, as the best source reports them."""
     options: dict[str, Any]
+    """The options of the builder."""
     findings: list[dict[str, Any]]
+    """What the check before the build found."""
     notes: list[str]
     profile_names: list[str] = field(default_factory=list)
+    """What each profile is called: its number, or `prefill` and `decode`."""
     attention: AttentionRecord = field(
         default_factory=lambda: AttentionRecord(requested="native", chosen="native", accumulate="fp16")
     )
     plugins: list[LibraryRecord] = field(default_factory=list)
     in_place: dict[str, str] = field(default_factory=dict)
+    """From each output that may share the memory of an input to that input: there the plugin writes only the
+    new entries of a KV cache, elsewhere it copies the whole of it."""
     large_tensors: list[LargeTensor] = field(default_factory=list)
+    """Tensors that TensorRT reported as too large at the largest sizes; a call that needs one is refused."""
     rebuilds: RebuildRecord | None = None
     format: int = FORMAT
 
@@ -679,3 +665,30 @@ def libraries_summary(manifest: EngineManifest) -> list[str]:
         for library in manifest.plugins
     ]
     return [*needed, *other_builds(manifest.plugins, manifest.version)]
+
+
+def rebuild_summary(record: RebuildRecord) -> list[str]:
+    """How much the builds differ, in sentences."""
+    lines = [f"{record['builds']} builds: {'identical plans' if record['identical'] else 'plans differ'}"]
+    lines += [
+        f"{each['nodes']}: " + " / ".join(dict.fromkeys(" + ".join(kernels) for kernels in each["kernels"]))
+        for each in record["differing"]
+    ]
+    if len({tuple(each) for each in record["fused"]}) > 1:
+        lines.append("fused: " + ", ".join(f"{fused}/{count}" for fused, count in record["fused"]))
+    spans: dict[str, tuple[str, Sequence[float]]] = {
+        "build time": ("s", record["seconds"]),
+        "engine size": ("bytes", record["engine_bytes"]),
+        **{f"latency of {name}": ("µs", times) for name, times in record["times_us"].items()},
+    }
+    lines += [
+        f"{name}: {min(values):,.6g} to {max(values):,.6g} {unit}" for name, (unit, values) in spans.items()
+    ]
+    for name, shares in record["errors"].items():
+        known = [share for share in shares if share is not None]
+        if known:
+            lines.append(f"error of {name}: {min(known):.0%} to {max(known):.0%} of the budget")
+    if record["timing_cache"] is not None:
+        same = "the same kernels" if record["timing_cache"] else "other kernels"
+        lines.append(f"built again from the timing cache: {same}")
+    return lines

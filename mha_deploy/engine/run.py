@@ -25,17 +25,7 @@ from mha_deploy.runtime.tensorrt.versions import TensorRT, load
 
 
 def open_engine_runner(engine: Engine, *, cuda_graph: bool = True) -> Runner:
-    """Load an engine into the TensorRT that built it.
-
-    Args:
-        engine: The engine, as `open_engine` checked it.
-        cuda_graph: Whether calls are recorded once and launched as a CUDA graph.
-
-    Raises:
-        BackendUnavailable: The engine does not fit this machine; the error lists why.
-        EngineError: It fits, and cannot be loaded.
-        PluginError: It needs a plugin library that is missing, or of another version.
-    """
+    """Load an engine into the TensorRT that built it; one that does not fit this machine is refused."""
     backend, gpu = engine.manifest.backend, first_gpu()
     reasons = misfits(engine, _module_version(backend), gpu)
     if reasons:
@@ -74,8 +64,7 @@ def open_in_this_process(engine: Engine, cuda_graph: bool = True) -> TensorRTRun
 def reasons_not_to_run(engine: Engine) -> list[str]:
     """Why an engine cannot run on this machine; empty where it can.
 
-    Unlike `misfits_here` this imports TensorRT, and compares the version of the module with the manifest: the
-    installed package may have another one.
+    Unlike `misfits_here` it imports TensorRT, whose version may not be that of the installed package.
     """
     version = _module_version(engine.manifest.backend)
     reasons = misfits(engine, version, first_gpu())
@@ -98,14 +87,7 @@ def engine_opener(
     profiles: Sequence[Profile] = (),
     plugins: Sequence[Mapping[str, Any]] = (),
 ) -> Callable[[ir.Model], Runner]:
-    """A function that builds a lowered graph on this machine's GPU and loads it, in a child process.
-
-    Args:
-        rt: The TensorRT.
-        precision: The precision of the graphs.
-        profiles: Ranges of the inputs; none for graphs of fixed shapes.
-        plugins: The required plugin libraries, as an engine's manifest records them.
-    """
+    """A function that builds a lowered graph on this machine's GPU and loads it, in a child process."""
 
     def open_model(model: ir.Model) -> Runner:
         with tempfile.TemporaryDirectory(prefix="mha-deploy-") as folder:
@@ -148,16 +130,9 @@ def unprepared_profiles(
     host_code: bool = False,
     large_tensors: Sequence[LargeTensor] = (),
 ) -> list[str]:
-    """A line for each profile of a new engine that cannot be prepared on this machine's GPU.
+    """A line for each profile of a new engine, by its name, that cannot be prepared on this machine's GPU.
 
     Also empty where it cannot be tested: engines for other GPUs, or no cuda-bindings.
-
-    Args:
-        rt: The TensorRT that built it.
-        plan: The serialised engine.
-        names: The names of its profiles.
-        host_code: Whether it contains runtime code of its own.
-        large_tensors: Tensors that TensorRT does not support at the largest sizes.
     """
     if rt.can.builds_without_gpu:
         return []

@@ -47,8 +47,7 @@ from mha_deploy.reference.inputs import (
     tensor_from_numpy,
     to_numpy,
 )
-from mha_deploy.runtime import open_runner
-from mha_deploy.runtime.ranges import measure_ranges
+from mha_deploy.runtime import measure_ranges, open_runner
 from mha_deploy.runtime.runner import Runner
 
 # -- Golden cases of a catalog layer ---------------------------------------------------------------

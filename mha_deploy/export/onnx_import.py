@@ -28,9 +28,8 @@ from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axis, Dim, TensorSpec
 from mha_deploy.options import AUTO, ExportOptions
-from mha_deploy.runtime import open_runner
+from mha_deploy.runtime import measure_ranges, open_runner
 from mha_deploy.runtime.onnx_reference import evaluator_of
-from mha_deploy.runtime.ranges import measure_ranges
 from mha_deploy.runtime.runner import Runner
 
 _NEWEST_IR = 10  # newer files only declare it: no runtime here needs what came with it

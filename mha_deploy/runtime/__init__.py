@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.model.precision import Precision
-from mha_deploy.runtime.child import ONNX_RUNTIME, isolation, open_isolated
+from mha_deploy.runtime.child import ONNX_REFERENCE, ONNX_RUNTIME, isolation, open_isolated
 from mha_deploy.runtime.runner import Runner
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx_ir as ir
 
     from mha_deploy.graph.file import PackedModel
+    from mha_deploy.graph.precision import Cases, Ranges
 
 CPU_RUNNERS = ("ort-cpu", "onnx-reference")
 GPU_RUNNERS = ("ort-cuda", "ort-cuda-contrib")
@@ -22,33 +25,30 @@ RUNNERS = CPU_RUNNERS + GPU_RUNNERS
 
 
 def open_runner(backend: str, model: Path | ir.Model) -> Runner:
-    """Load an ONNX graph into the requested runtime.
+    """Load an ONNX graph into the requested runtime."""
+    if backend not in RUNNERS:
+        raise DeployError("No such backend.", got=backend, hint=nearest(backend, RUNNERS))
+    from mha_deploy.graph.file import PackedModel
 
-    Raises:
-        BackendUnavailable: It is not installed, or cannot run here.
-        DeployError: There is no such runtime, or it refuses the graph.
-    """
-    if backend == "ort-cpu" or backend in GPU_RUNNERS:
-        from mha_deploy.graph.file import PackedModel
-
-        if not can_import("onnxruntime"):
-            extra = "ort" if backend == "ort-cpu" else "ort-gpu"
-            raise BackendUnavailable(
-                "ONNX Runtime is not installed.", got=backend, hint=f'pip install "mha-deploy[{extra}]"'
-            )
-        packed = model if isinstance(model, Path) or not isolation.enabled else PackedModel.of(model)
-        return open_isolated(ONNX_RUNTIME, backend, _open_onnxruntime, backend, packed)
-    if backend == "onnx-reference":
-        from mha_deploy.runtime.onnx_reference import OnnxReferenceRunner
-
-        return OnnxReferenceRunner(model)
-    raise DeployError("No such backend.", got=backend, hint=nearest(backend, RUNNERS))
+    is_reference = backend == "onnx-reference"
+    if not is_reference and not can_import("onnxruntime"):
+        extra = "ort" if backend == "ort-cpu" else "ort-gpu"
+        raise BackendUnavailable(
+            "ONNX Runtime is not installed.", got=backend, hint=f'pip install "mha-deploy[{extra}]"'
+        )
+    packed = model if isinstance(model, Path) or not isolation.enabled else PackedModel.of(model)
+    family = ONNX_REFERENCE if is_reference else ONNX_RUNTIME
+    return open_isolated(family, backend, _open_graph, backend, packed)
 
 
-def _open_onnxruntime(backend: str, model: Path | ir.Model | PackedModel) -> Runner:
+def _open_graph(backend: str, model: Path | ir.Model | PackedModel) -> Runner:
     from mha_deploy.graph.file import PackedModel
 
     graph = model.unpacked() if isinstance(model, PackedModel) else model
+    if backend == "onnx-reference":
+        from mha_deploy.runtime.onnx_reference import OnnxReferenceRunner
+
+        return OnnxReferenceRunner(graph)
     if backend == "ort-cpu":
         from mha_deploy.runtime.ort import OrtCpuRunner
 
@@ -66,3 +66,19 @@ def cpu_backend(precision: Precision) -> str:
 def available_cpu_backend(precision: Precision) -> str:
     """The same where it is installed, else ONNX's reference evaluator, which always is."""
     return cpu_backend(precision) if can_import("onnxruntime") else "onnx-reference"
+
+
+def measure_ranges(model: Path | ir.Model, cases: Cases, *, slice_bytes: int | None = None) -> Ranges:
+    """Run a float32 graph in ONNX Runtime, and measure every tensor and what operators hold inside.
+
+    At most about `slice_bytes` of tensors are looked at in one run; default: that of the meter.
+    """
+    from mha_deploy.graph.file import graph_of
+    from mha_deploy.graph.precision import SLICE_BYTES, ranges_by
+
+    def run(graph: ir.Model, fed: Cases) -> Iterator[Mapping[str, np.ndarray]]:
+        with open_runner("ort-cpu", graph) as runner:
+            for feeds in fed.values():
+                yield runner.run(feeds)
+
+    return ranges_by(run, graph_of(model), cases, slice_bytes=slice_bytes or SLICE_BYTES)

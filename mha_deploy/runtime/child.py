@@ -42,11 +42,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BundleError, DeployError
-from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
+from mha_deploy.runtime.runner import Arrays, Closing, ProfiledRunner, Runner
 
 T = TypeVar("T")
 
-ONNX_RUNTIME, TENSORRT, PYTORCH = "onnxruntime", "tensorrt", "torch"
+ONNX_RUNTIME, ONNX_REFERENCE, TENSORRT, PYTORCH = "onnxruntime", "onnx", "tensorrt", "torch"
 
 # What a child of a family imports before its first call.
 _PRELOADED = {ONNX_RUNTIME: ("mha_deploy.runtime.ort", "onnxruntime")}
@@ -345,7 +345,7 @@ class ProfiledChildRunner(ChildRunner):
         return self.apply(call, step=f"running {_sizes(feeds)}")
 
 
-class ChildDecodeLoop:
+class ChildDecodeLoop(Closing):
     """A decode loop in a child process; see `runtime.decode.DecodeLoop`."""
 
     def __init__(self, runner: ChildRunner, number: int, name: str, most: int | None, B: int) -> None:
@@ -374,12 +374,6 @@ class ChildDecodeLoop:
     def close(self) -> None:
         """Free the device's memory."""
         self._runner.apply(_close_decode_loop, self._number, step="closing the decode loop")
-
-    def __enter__(self) -> ChildDecodeLoop:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.close()
 
 
 def _sizes(feeds: Arrays) -> str:

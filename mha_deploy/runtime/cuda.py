@@ -25,21 +25,13 @@ class CudaError(DeployError):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The GPU in use: the first that is visible to CUDA in this process.
-
-    Args:
-        name: The driver's name for it.
-        compute_capability: For example `9.0`.
-        l2_bytes: Size of its L2 cache.
-        memory_bytes: Size of its memory.
-        pci_bus: Its address, by which NVML finds it.
-    """
+    """The GPU in use: the first that is visible to CUDA in this process."""
 
     name: str
-    compute_capability: str
+    compute_capability: str  # for example 9.0
     l2_bytes: int
     memory_bytes: int
-    pci_bus: str
+    pci_bus: str  # its address, by which NVML finds it
 
 
 @cache
@@ -58,18 +50,12 @@ def _call(function: str, *arguments: Any) -> Any:
     status, *results = getattr(_runtime(), function)(*arguments)
     if int(status) != 0:
         raise CudaError(f"{function} failed.", got=getattr(status, "name", status))
-    if not results:
-        return None
-    return results[0] if len(results) == 1 else tuple(results)
+    return results[0] if len(results) == 1 else tuple(results) or None
 
 
 @cache
 def open_gpu() -> Gpu:
-    """The GPU.
-
-    Raises:
-        BackendUnavailable: No bindings, no driver, or no GPU.
-    """
+    """The GPU; refused without bindings, driver or GPU."""
     if gpus_are_hidden():
         raise BackendUnavailable(
             "There is no CUDA GPU to run on.",
@@ -123,13 +109,8 @@ class Copy2D:
 
     def back(self) -> Copy2D:
         """The same copy in the other direction."""
-        return replace(
-            self,
-            target=self.source,
-            target_pitch=self.source_pitch,
-            source=self.target,
-            source_pitch=self.target_pitch,
-        )
+        swapped = replace(self, target=self.source, source=self.target)
+        return replace(swapped, target_pitch=self.source_pitch, source_pitch=self.target_pitch)
 
 
 class Buffer:
@@ -252,11 +233,7 @@ class Graph:
 
 
 def capture(work: Callable[[], None], stream: Stream) -> Graph:
-    """Record what `work` queues on a stream, without running it, and make it ready to be launched.
-
-    Raises:
-        CudaError: The work does something that cannot be recorded.
-    """
+    """Record what `work` queues on a stream, without running it, and make it ready to be launched."""
     mode = _runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
     _call("cudaStreamBeginCapture", stream.raw, mode)
     try:
@@ -286,16 +263,7 @@ _HELD_BACK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The state of the GPU as NVML reports it; None where it does not.
-
-    Args:
-        sm_mhz: Clock of the multiprocessors.
-        sm_mhz_max: Their highest clock.
-        memory_mhz: Clock of the memory.
-        temperature_c: Temperature of the GPU.
-        power_w: Power drawn.
-        throttled_by: Why the clocks were throttled; empty where they were not.
-    """
+    """The state of the GPU as NVML reports it; None where it does not."""
 
     sm_mhz: int | None = None
     sm_mhz_max: int | None = None
@@ -303,14 +271,16 @@ class Conditions:
     temperature_c: int | None = None
     power_w: float | None = None
     throttled_by: tuple[str, ...] = ()
+    """Why the clocks were throttled; empty where they were not."""
 
 
 def read_conditions(gpu: Gpu) -> Conditions:
     """The state of the GPU from NVML; without NVML all is unknown, since timing works without."""
-    handle = _handle(gpu.pci_bus)
-    if handle is None:
+    pynvml = _nvml()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus.encode())
+    except Exception:  # noqa: BLE001 (no NVML, or not this GPU: each raises its own)
         return Conditions()
-    import pynvml
 
     def query(name: str, *arguments: Any) -> Any:
         try:
@@ -336,21 +306,17 @@ def read_conditions(gpu: Gpu) -> Conditions:
 
 def driver_version() -> str | None:
     """Version of the NVIDIA driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # noqa: BLE001 (no package, no library, no driver: each raises its own)
-        return None
+    pynvml = _nvml()
+    return None if pynvml is None else str(pynvml.nvmlSystemGetDriverVersion())
 
 
 @cache
-def _handle(pci_bus: str) -> Any:
+def _nvml() -> Any:
+    """NVML, ready to be called; None without it."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByPciBusId(pci_bus.encode())
     except Exception:  # noqa: BLE001 (no package, no library, no driver: each raises its own)
         return None
+    return pynvml

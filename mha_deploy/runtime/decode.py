@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from types import TracebackType
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph.lower.cache import TOTAL_LENGTH
 from mha_deploy.model.spec import CACHES, CACHES_OUT, LENGTHS, PAST, PRESENT
 from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Copy2D, Gpu, Stream
-from mha_deploy.runtime.runner import Arrays, TensorInfo, check_feeds
+from mha_deploy.runtime.runner import Arrays, Closing, TensorInfo, check_feeds
 from mha_deploy.runtime.timing import Timing, TimingPlan, measure_latency
 
 # -- The forms of a KV cache, and where new entries go ---------------------------------------------
@@ -197,13 +197,7 @@ class Memory:
 class CallTensors(Memory):
     """The inputs and outputs of one call, by their names.
 
-    An output that is written in place is the memory of its input: it is never cleared.
-
-    Args:
-        inputs: Shapes and types.
-        outputs: Shapes and types.
-        aliases: For each output that is written in place, its input.
-        stream: Where copies are queued.
+    An output that is written in place is the memory of its input, by `aliases`: it is never cleared.
     """
 
     def __init__(
@@ -319,17 +313,7 @@ class Launcher(ABC):
 # -- The decode loop -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Frame:
-    """The tensors of a call with S new tokens besides the cache; `entries` where the layer returns them."""
-
-    memory: Memory
-    x: DeviceTensor
-    output: DeviceTensor
-    entries: tuple[DeviceTensor, ...]
-
-
-class DecodeLoop:
+class DecodeLoop(Closing):
     """A layer and the KV cache that it generates with, on the device; a context manager.
 
     One pair of buffers holds a preallocated cache that the layer updates in place, or whose new entries the
@@ -349,7 +333,7 @@ class DecodeLoop:
         self._varies = form is CacheForm.DYNAMIC
         self._launcher, self._form, self._cache, self._E = launcher, form, cache, E
         self._stream = launcher.stream
-        self._memory, self._frames = Memory(), dict[int, Frame]()
+        self._memory, self._frames = Memory(), dict[int, CallTensors]()
         swapped = self._varies or (form is CacheForm.PREALLOCATED and not launcher.in_place)
         try:
             self._held = self._new_cache()
@@ -401,49 +385,45 @@ class DecodeLoop:
             )
         refuse_overflow(self.lengths, S, self._cache.T)
         frame, tokens = self._frame(S), np.ascontiguousarray(x)
-        frame.x.buffer.upload(tokens, self._stream)
+        frame.tensors["x"].buffer.upload(tokens, self._stream)
         if LENGTHS in self._launcher.inputs:
             self._lengths.buffer.upload(self.lengths, self._stream)
-        for tensor in (frame.output, *frame.entries):
-            tensor.buffer.fill(UNWRITTEN, self._stream)
-        self._launcher.launch(self._call(frame, self.lengths), again=S == 1)
-        self._copy_entries(frame, self.lengths)
-        output = frame.output.download(self._stream)
+        frame.clear_outputs()
+        self._launcher.launch(self._call(frame, S, self.lengths), again=S == 1)
+        self._copy_entries(frame, S, self.lengths)
+        output = frame.tensors["output"].download(self._stream)
         self._held, self._spare = self._spare, self._held
         self.lengths = self.lengths + advance
         return output
 
-    def _frame(self, S: int) -> Frame:
-        """The frame of a call with S tokens. That of single tokens is kept, any other until the next one."""
+    def _frame(self, S: int) -> CallTensors:
+        """The tensors of a call with S tokens besides the cache; new entries where the layer returns them.
+
+        Those of single tokens are kept, any others until the next ones.
+        """
         if S not in self._frames:
             for other in [other for other in self._frames if other != 1]:
-                self._frames.pop(other).memory.close()
-            launcher, memory = self._launcher, Memory()
-            shape = (self._cache.B, S, self._E)
-            try:
-                x = memory.tensor(shape, launcher.inputs["x"].dtype)
-                x.buffer.fill(0, self._stream)
-                output = memory.tensor(shape, launcher.outputs["output"].dtype)
-                new = ENTRIES if self._form is CacheForm.ENTRIES else ()
-                entries = tuple(memory.tensor(self._cache.first(S), self._cache.dtype) for _ in new)
-            except BaseException:
-                memory.close()
-                raise
-            self._frames[S] = Frame(memory=memory, x=x, output=output, entries=entries)
+                self._frames.pop(other).close()
+            shape, entries = (self._cache.B, S, self._E), (self._cache.first(S), self._cache.dtype)
+            outputs = {"output": (shape, self._launcher.outputs["output"].dtype)}
+            if self._form is CacheForm.ENTRIES:
+                outputs |= dict.fromkeys(ENTRIES, entries)
+            inputs = {"x": (shape, self._launcher.inputs["x"].dtype)}
+            frame = self._frames[S] = CallTensors(inputs, outputs, {}, self._stream)
+            frame.tensors["x"].buffer.fill(0, self._stream)
         return self._frames[S]
 
-    def _call(self, frame: Frame, lengths: np.ndarray) -> StepCall:
+    def _call(self, frame: CallTensors, S: int, lengths: np.ndarray) -> StepCall:
         """The call at these lengths: the tokens, and the cache as it goes in and comes out."""
-        S, past = frame.x.shape[1], int(lengths[0])
-        read: Sequence[DeviceTensor] = self._held
-        written: Sequence[DeviceTensor] = frame.entries or self._spare
-        tensors = {"x": frame.x, "output": frame.output}
+        past, tensors = int(lengths[0]), dict(frame.tensors)
+        read, written = self._held, self._spare
         if self._varies:
             read, written = self._cut(read, past), self._cut(written, past + S)
         else:
             tensors[LENGTHS] = self._lengths
         tensors |= zip(self._form.inputs, read, strict=True)
-        tensors |= zip(self._form.outputs, written, strict=True)
+        if self._form is not CacheForm.ENTRIES:
+            tensors |= zip(self._form.outputs, written, strict=True)
         on_host = {}
         if TOTAL_LENGTH in self._launcher.inputs:
             on_host[TOTAL_LENGTH] = total_length(lengths, S, self._cache.T)
@@ -453,11 +433,12 @@ class DecodeLoop:
         """The first entries of the buffers, as caches of that length."""
         return tuple(replace(tensor, shape=self._cache.first(length)) for tensor in tensors)
 
-    def _copy_entries(self, frame: Frame, lengths: np.ndarray) -> None:
+    def _copy_entries(self, frame: CallTensors, S: int, lengths: np.ndarray) -> None:
         """Queue the copies of new entries to their places, where the layer returns them."""
-        for tensor, entries in zip(self._held, frame.entries, strict=False):
-            for copy in entry_copies(self._cache, lengths, frame.x.shape[1]):
-                tensor.buffer.copy_2d(entries.buffer, copy, self._stream)
+        if self._form is CacheForm.ENTRIES:
+            for tensor, entries in zip(self._held, ENTRIES, strict=True):
+                for copy in entry_copies(self._cache, lengths, S):
+                    tensor.buffer.copy_2d(frame.tensors[entries].buffer, copy, self._stream)
 
     def cache(self) -> tuple[np.ndarray, np.ndarray]:
         """Copies of keys and values, [B, Hkv, T, D]; of a dynamic cache [B, Hkv, length, D]."""
@@ -481,31 +462,30 @@ class DecodeLoop:
         """
         lengths = np.full(self._cache.B, length, np.int32)
         refuse_overflow(lengths, 1, self._cache.T)
-        frame, launcher = self._frame(1), self._launcher
-        wanted = launcher.graph and not self._varies
-        call = self._call(frame, lengths)
+        frame, launcher, plan = self._frame(1), self._launcher, plan or TimingPlan()
+        output, wanted = frame.tensors["output"], launcher.graph and not self._varies
+        call = self._call(frame, 1, lengths)
         with self._undisturbed(lengths):
             if LENGTHS in launcher.inputs:
                 self._lengths.buffer.upload(lengths, self._stream)
-            with launcher.repeated(
-                call, lambda: self._copy_entries(frame, lengths), graph=wanted
-            ) as repeated:
+            then = partial(self._copy_entries, frame, 1, lengths)
+            with launcher.repeated(call, then, graph=wanted) as repeated:
                 why = repeated.why_no_graph
-                frame.output.buffer.fill(UNWRITTEN, self._stream)
+                output.buffer.fill(UNWRITTEN, self._stream)
                 timing = measure_latency(
                     lambda slot: repeated.launch(),
                     1,
                     self._stream,
                     launcher.gpu,
-                    plan or TimingPlan(),
-                    graph=wanted and why is None,
+                    plan,
+                    graph=wanted and not why,
                 )
-                output = frame.output.download(self._stream)
+                result = output.download(self._stream)
         if launcher.graph and self._varies:
             why = "a dynamic KV cache has another shape at every step"
         engine = launcher.engine_bytes
-        memory = None if engine is None else engine + self._memory.nbytes + frame.memory.nbytes
-        return replace(timing, results=({"output": output},), memory_bytes=memory, why_no_graph=why)
+        memory = None if engine is None else engine + self._memory.nbytes + frame.nbytes
+        return replace(timing, results=({"output": result},), memory_bytes=memory, why_no_graph=why)
 
     @contextmanager
     def _undisturbed(self, lengths: np.ndarray) -> Iterator[None]:
@@ -533,17 +513,9 @@ class DecodeLoop:
         self._stream.synchronize()
         self._launcher.close()
         for frame in self._frames.values():
-            frame.memory.close()
+            frame.close()
         self._frames.clear()
         self._memory.close()
-
-    def __enter__(self) -> DecodeLoop:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_decode_loop(launcher: Launcher, *, B: int, T: int | None = None) -> DecodeLoop:

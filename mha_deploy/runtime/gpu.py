@@ -21,19 +21,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Calls with inputs on the device, ready to be launched many times.
-
-    Args:
-        launch: Queues one call with the inputs of a slot on the runner's stream, and does not wait.
-        results: Waits, and copies the outputs of a slot to the host.
-        memory_bytes: Device memory of all slots, weights included, where that is known.
-        why_no_graph: Why a launch is not that of a CUDA graph, where one was requested.
-    """
+    """Calls with inputs on the device, ready to be launched many times."""
 
     launch: Callable[[int], None]
+    """Queues one call with the inputs of a slot on the runner's stream, and does not wait."""
     results: Callable[[int], dict[str, np.ndarray]]
-    memory_bytes: int | None = None
-    why_no_graph: str | None = None
+    """Waits, and copies the outputs of a slot to the host."""
+    memory_bytes: int | None = None  # of all slots, weights included
+    why_no_graph: str | None = None  # where one was requested
 
 
 class GpuRunner(Runner):

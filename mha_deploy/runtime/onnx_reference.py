@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -18,19 +17,10 @@ import onnx_ir as ir
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
 from mha_deploy.graph.upcast import with_float32_inside
-from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
+from mha_deploy.runtime.runner import DTYPES, Arrays, Runner, TensorInfo
 
 if TYPE_CHECKING:
     from onnx.reference import ReferenceEvaluator
-
-_TYPES: dict[int, np.dtype] = {
-    onnx.TensorProto.FLOAT16: np.dtype(np.float16),
-    onnx.TensorProto.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-    onnx.TensorProto.FLOAT: np.dtype(np.float32),
-    onnx.TensorProto.INT32: np.dtype(np.int32),
-    onnx.TensorProto.INT64: np.dtype(np.int64),
-    onnx.TensorProto.BOOL: np.dtype(np.bool_),
-}
 
 
 class OnnxReferenceRunner(Runner):
@@ -73,7 +63,8 @@ def evaluator_of(model: ir.Model) -> ReferenceEvaluator:
 
 def _tensor_info(value: onnx.ValueInfoProto) -> TensorInfo:
     tensor = value.type.tensor_type
-    if tensor.elem_type not in _TYPES:
+    dtype = DTYPES.get(onnx.TensorProto.DataType.Name(tensor.elem_type).lower())
+    if dtype is None:
         raise DeployError("A tensor of the graph has a type that is not supported here.", got=value.name)
     dims = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
-    return TensorInfo(dtype=_TYPES[tensor.elem_type], dims=dims)
+    return TensorInfo(dtype=dtype, dims=dims)

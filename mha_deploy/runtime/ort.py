@@ -7,27 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
 from mha_deploy.graph.upcast import with_float32_inside
-from mha_deploy.runtime.runner import Arrays, Runner, TensorInfo
+from mha_deploy.runtime.runner import DTYPES, Arrays, Runner, TensorInfo
 
 # -- Sessions of ONNX Runtime, and arrays through them ---------------------------------------------
 
 _EXTERNAL_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 _SILENT = 4  # errors are raised as exceptions as well
-_TYPES = {
-    "tensor(float16)": np.dtype(np.float16),
-    "tensor(bfloat16)": np.dtype(ml_dtypes.bfloat16),
-    "tensor(float)": np.dtype(np.float32),
-    "tensor(int32)": np.dtype(np.int32),
-    "tensor(int64)": np.dtype(np.int64),
-    "tensor(bool)": np.dtype(np.bool_),
-}
 
 
 def import_onnxruntime(extra: str) -> Any:
@@ -60,9 +51,10 @@ def inputs_and_outputs(session: Any) -> tuple[dict[str, TensorInfo], dict[str, T
     outputs: dict[str, TensorInfo] = {}
     for tensors, infos in ((session.get_inputs(), inputs), (session.get_outputs(), outputs)):
         for tensor in tensors:
-            if tensor.type not in _TYPES:
+            dtype = DTYPES.get(tensor.type.removeprefix("tensor(").removesuffix(")"))
+            if dtype is None:
                 raise DeployError("A tensor of the graph has a type that is not supported here.", got=tensor)
-            infos[tensor.name] = TensorInfo(dtype=_TYPES[tensor.type], dims=tuple(tensor.shape))
+            infos[tensor.name] = TensorInfo(dtype=dtype, dims=tuple(tensor.shape))
     return inputs, outputs
 
 

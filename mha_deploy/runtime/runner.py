@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+import ml_dtypes
 import numpy as np
 
 from mha_deploy.errors import DeployError
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 
 Arrays = Mapping[str, np.ndarray]
 T = TypeVar("T")
+Opened = TypeVar("Opened", bound="Closing")
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float": np.dtype(np.float32),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "bool": np.dtype(np.bool_),
+}
+"""The types of inputs and outputs that every runtime here takes, by ONNX's names for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +38,20 @@ class TensorInfo:
     dims: tuple[int | str | None, ...]
 
 
-class Runner(ABC):
+class Closing:
+    """What is closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        """Free the resources; most runtimes hold nothing that Python does not free."""
+
+    def __enter__(self: Opened) -> Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Runner(Closing, ABC):
     """A model loaded into one runtime; a context manager that owns the runtime's resources."""
 
     name: str
@@ -64,17 +88,6 @@ class Runner(ABC):
         `step` describes it in the message of a runtime that crashes meanwhile.
         """
         return function(self, *arguments)
-
-    def close(self) -> None:  # noqa: B027 (most runtimes hold nothing that Python does not free)
-        """Free the runtime's resources."""
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @runtime_checkable

@@ -28,35 +28,21 @@ _WAIT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Calls per second on some streams.
-
-    Args:
-        streams: How many streams.
-        calls: Calls on each of them.
-        per_second: Calls per second, on all streams together.
-        p50_us: Median time from one call of a stream to its next, µs.
-        p99_us: 99th percentile of it.
-        results: The last outputs of every stream.
-    """
+    """Calls per second on all streams together; percentiles from one call of a stream to its next."""
 
     streams: int
-    calls: int
+    calls: int  # on each of them
     per_second: float
     p50_us: float
     p99_us: float
+    # The last outputs of every stream.
     results: tuple[Arrays, ...] = field(default=(), repr=False, compare=False)
 
 
 def measure_throughput(
     opener: Callable[[], Runner], feeds: Arrays, streams: Sequence[int]
 ) -> tuple[Throughput, ...]:
-    """Measure one model on different numbers of streams; in the process of its runtime.
-
-    Args:
-        opener: Opens a runner; called once for each stream.
-        feeds: The inputs of every call.
-        streams: Numbers of streams, each measured by itself.
-    """
+    """Measure one model on different numbers of streams, each by itself, in the process of its runtime."""
     isolation.enabled = False  # this is the child, or was asked to be
     with ExitStack() as owned:
         lanes: list[GpuRunner] = []

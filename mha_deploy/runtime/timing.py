@@ -26,49 +26,33 @@ _HOST_LAUNCHES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class TimingPlan:
-    """How to measure.
-
-    Args:
-        samples: How many samples to take; never fewer than 100.
-        sample_us: A sample holds as many calls as fit this time, and at least one.
-        agree: Warm-up is over when three rounds' medians differ by no more than this share.
-        rounds: Most rounds of warm-up; after them the timing is taken, and reported as unstable.
-    """
+    """How to measure."""
 
     samples: int = 200
+    """How many samples to take; never fewer than 100."""
     sample_us: float = 100.0
+    """A sample holds as many calls as fit this time, and at least one."""
     agree: float = 0.02
+    """Warm-up is over when three rounds' medians differ by no more than this share."""
     rounds: int = 20
+    """Most rounds of warm-up; after them the timing is taken, and reported as unstable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """The time of one call, in microseconds.
+    """The time of one call, in microseconds."""
 
-    Args:
-        samples_us: One figure a sample, each the mean of `calls_per_sample` calls.
-        calls_per_sample: Calls between two events.
-        slots: Copies of the inputs that the calls rotated through.
-        graph: Whether the calls were launches of a CUDA graph.
-        stable: Whether warm-up ended with rounds that agreed.
-        host_us: Host time of one launch.
-        gpu: The GPU.
-        conditions: Clocks, temperature and power while it ran.
-        memory_bytes: Device memory of the runner, where that is known.
-        why_no_graph: Why the calls were no CUDA graph although one was requested; None otherwise.
-        results: The outputs of the first and the last slot, to judge the timed calls.
-    """
-
-    samples_us: tuple[float, ...]
+    samples_us: tuple[float, ...]  # each the mean of `calls_per_sample` calls
     calls_per_sample: int
-    slots: int
-    graph: bool
-    stable: bool
-    host_us: float
+    slots: int  # copies of the inputs that the calls rotated through
+    graph: bool  # whether the calls were launches of a CUDA graph
+    stable: bool  # whether warm-up ended with rounds that agreed
+    host_us: float  # host time of one launch
     gpu: str
     conditions: Conditions
-    memory_bytes: int | None = None
-    why_no_graph: str | None = None
+    memory_bytes: int | None = None  # of the runner, on the device
+    why_no_graph: str | None = None  # although one was requested
+    # The outputs of the first and the last slot, to judge the timed calls.
     results: tuple[Arrays, ...] = field(default=(), repr=False, compare=False)
 
     def percentile(self, share: float) -> float:
@@ -89,13 +73,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTime:
-    """The time of one kernel.
-
-    Args:
-        name: Its name in the library.
-        calls: How often it runs in one call of the layer.
-        microseconds: Device time of those runs together, in one call of the layer.
-    """
+    """One kernel: how often it runs in one call of the layer, and the device time of those runs together."""
 
     name: str
     calls: float
@@ -110,16 +88,7 @@ def slots_past_cache(call_bytes: int, l2_bytes: int) -> int:
 def measure_latency(
     launch: Callable[[int], None], slots: int, stream: Stream, gpu: Gpu, plan: TimingPlan, *, graph: bool
 ) -> Timing:
-    """Time a launch.
-
-    Args:
-        launch: Queues one call with the inputs of one slot on the stream, and does not wait.
-        slots: How many slots there are.
-        stream: Where the calls go.
-        gpu: The GPU they run on.
-        plan: How to measure.
-        graph: Whether a launch is that of a CUDA graph, for the record.
-    """
+    """Time `launch`, which queues one call with the inputs of one slot on the stream, and does not wait."""
     clock = _Clock(launch, slots, stream)
     try:
         clock.run(samples=slots, calls=1)  # every slot once

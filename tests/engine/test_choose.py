@@ -9,8 +9,8 @@ from bundle_edit import copy_of
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
-from mha_deploy.engine import choose
-from mha_deploy.engine.choose import Trial, chosen, fastest_engine, record
+from mha_deploy.engine import build as choose
+from mha_deploy.engine.build import Trial, chosen, fastest_engine, record
 from mha_deploy.engine.lowered import Candidate, open_candidates
 from mha_deploy.engine.manifest import Engine, EngineManifest, attention_summary, engine_path, write_engine
 from mha_deploy.engine.plugins import PluginError

@@ -12,7 +12,7 @@ import torch
 
 from mha_deploy.engine.build import judge_engine
 from mha_deploy.engine.lowered import check_graph, dialect_of, targets_of
-from mha_deploy.engine.options import default_profiles, profile_names, profile_shapes
+from mha_deploy.engine.profiles import default_profiles, profile_names, profile_shapes
 from mha_deploy.export.canonical import canonical_from_module
 from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.lower import lower

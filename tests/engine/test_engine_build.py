@@ -7,7 +7,7 @@ import pytest
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import manifest_path, open_engine
-from mha_deploy.engine.options import parse_ranges, profile_shapes
+from mha_deploy.engine.profiles import parse_ranges, profile_shapes
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.log import Message, collect
@@ -204,8 +204,8 @@ def test_profiles_outside_the_export_are_refused(bundles):
 def test_a_profile_gives_every_input_its_shapes(bundles):
     spec = bundles("tiny-cross-padding").manifest.spec
     shapes = profile_shapes(spec, parse_ranges("B=2,S=1:2:3,T=4:5:6", spec))
-    assert shapes["query"] == ((2, 1, spec.E), (2, 2, spec.E), (2, 3, spec.E))
-    assert shapes["key"] == ((2, 4, spec.E), (2, 5, spec.E), (2, 6, spec.E))
+    assert shapes["query"] == ((2, 1, 64), (2, 2, 64), (2, 3, 64))
+    assert shapes["key"] == ((2, 4, 64), (2, 5, 64), (2, 6, 64))
     assert shapes["key_lengths"] == ((2,), (2,), (2,))
 
 

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 import mha_deploy as md
-from mha_deploy.engine import rebuild
-from mha_deploy.engine.rebuild import differing_kernels, rebuild_summary
+from mha_deploy.engine import build as rebuild
+from mha_deploy.engine.build import differing_kernels
+from mha_deploy.engine.manifest import rebuild_summary
 
 
 def built(*tactics):

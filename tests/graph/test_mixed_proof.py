@@ -8,8 +8,7 @@ from mixed_models import LOWEST, distance, encoder, feeds, kept_in_float32, run,
 
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
-from mha_deploy.runtime import open_runner
-from mha_deploy.runtime.ranges import measure_ranges
+from mha_deploy.runtime import measure_ranges, open_runner
 
 CASES = {"short": feeds(S=5), "long": feeds(S=12, seed=1)}
 OTHER = feeds(B=3, S=10, seed=7)

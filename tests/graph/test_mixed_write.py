@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.precision import apply_plan, plan_precision
-from mha_deploy.runtime.ranges import measure_ranges
+from mha_deploy.runtime import measure_ranges
 
 F32, I64 = TensorProto.FLOAT, TensorProto.INT64
 HALF, FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT

@@ -8,7 +8,7 @@ from attention_models import attention
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.engine.build import judge_engine
-from mha_deploy.engine.options import profile_shapes
+from mha_deploy.engine.profiles import profile_shapes
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower

@@ -5,9 +5,11 @@ import numpy as np
 import onnx
 import pytest
 
+import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import measure
+from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.onnx_reference import OnnxReferenceRunner
 from mha_deploy.runtime.ort import OrtCpuRunner
 
@@ -75,3 +77,36 @@ def test_a_graph_that_fails_while_it_runs_is_an_error_not_a_trace(tmp_path):
     runner = OnnxReferenceRunner(path)
     with pytest.raises(DeployError, match="failed on these inputs"):
         runner.run({"a": np.ones(2, np.float32), "b": np.ones(3, np.float32)})
+
+
+def looping(path, trips):
+    """A graph that doubles a vector as often as its input `trips` states."""
+    value, node, FLOAT = onnx.helper.make_tensor_value_info, onnx.helper.make_node, onnx.TensorProto.FLOAT
+    body = onnx.helper.make_graph(
+        [node("Identity", ["go"], ["goes_on"]), node("Concat", ["x", "x"], ["twice"], axis=0)],
+        "body",
+        [
+            value("i", onnx.TensorProto.INT64, []),
+            value("go", onnx.TensorProto.BOOL, []),
+            value("x", FLOAT, [None]),
+        ],
+        [value("goes_on", onnx.TensorProto.BOOL, []), value("twice", FLOAT, [None])],
+    )
+    graph = onnx.helper.make_graph(
+        [node("Loop", ["trips", "", "start"], ["y"], body=body)],
+        "g",
+        [value("trips", onnx.TensorProto.INT64, []), value("start", FLOAT, [None])],
+        [value("y", FLOAT, [None])],
+    )
+    path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
+    return {"trips": np.array(trips, np.int64), "start": np.ones(trips % 2, np.float32)}
+
+
+@pytest.mark.parametrize("trips", [10**12, 61], ids=["time", "memory"])
+def test_a_graph_that_takes_all_time_or_memory_ends_alone(tmp_path, monkeypatch, trips):
+    path = tmp_path / "model.onnx"
+    feeds = looping(path, trips)  # of nothing, for ever; and of 2 to the 61 numbers
+    with md.open_runner(path, backend="onnx-reference") as runner:
+        monkeypatch.setattr(isolation, "limit_s", 3.0 if not trips % 2 else 120.0)
+        with pytest.raises(DeployError, match="did not answer within 3 s|failed on these inputs"):
+            runner.run(feeds)

@@ -205,7 +205,6 @@ def test_the_schema_of_11():
     assert kernel.is_fused_attention
     assert kernel.onnx_nodes == ("att0",)
     assert kernel.inputs[0].dtype == "bf16"
-    assert kernel.outputs[0].format == "(Arbitrary) Format with stride order = [1,2,0]"
     assert kernel.outputs[0].shape == (-1, 1, 32)
 
 
@@ -270,7 +269,6 @@ def test_the_layer_block_of_the_log():
     assert gemm.outputs[0].shape == (3, -1, 128)
     assert fused.tactic == "_gemm_mha_v2_0x4b9d7d46"
     assert fused.onnx_nodes == ("att0",)
-    assert fused.inputs[0].format == "(Arbitrary) Format with stride order = [1,2,0]"
     # The fused kernel carries no mark: what its region reads does.
     assert (gemm.profile, fused.profile) == (1, 1)
 

@@ -12,12 +12,12 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import build
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import open_engine
-from mha_deploy.engine.options import parse_ranges
+from mha_deploy.engine.profiles import parse_ranges
 from mha_deploy.engine.run import unprepared_profiles
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.request import LargeTensor
-from mha_deploy.runtime.tensorrt.run import TensorRTRunner, tightest_admitting
+from mha_deploy.runtime.tensorrt.run import TensorRTRunner, first_admitting
 
 # TensorRT-RTX really builds in other tests; its fake cannot.
 WITH_GPU = [version for version in VERSIONS if not version.startswith("rtx")]
@@ -90,7 +90,7 @@ def test_one_profile_serves_prompts_and_single_tokens(device, monkeypatch, plan,
     with TensorRTRunner(rt, plan, cuda_graph=graph) as runner:
         least = {name: shapes[0] for name, shapes in one.profiles[0].items()}
         for S in (1, 8):
-            assert tightest_admitting(runner.profiles, {**least, "x": (1, S, x.shape[2])}) == 0
+            assert first_admitting(runner.profiles, {**least, "x": (1, S, x.shape[2])}, tightest=True) == 0
         with runner.decode_loop(B=len(x), T=8 if plan == b"dynamic" else None) as loop:
             parts = [loop.feed(part) for part in np.split(x, [3, 4, 5, 7], axis=1)]
             assert rt.module.last_context()._profile == 0

@@ -17,7 +17,7 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import run as engine_run
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.manifest import Engine, EngineManifest, default_backend, open_engine
-from mha_deploy.engine.options import parse_ranges
+from mha_deploy.engine.profiles import parse_ranges
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.metrics import judge_case
@@ -101,35 +101,37 @@ class Thing:
         self._closed.append(self.name)
 
 
+def recent(most, *, shared=True):
+    """A cache, a function that gets from it by profile and size, and what it closed."""
+    kept, closed = Recent(most, shared=shared), []
+
+    def get(name, profile=0):
+        return kept.get(profile, {"x": (ord(name),)}, lambda: Thing(f"{name}{len(closed)}", closed)).name
+
+    return kept, get, closed
+
+
 def test_the_least_recently_used_goes_first_and_before_the_new_one_is_made():
-    kept, closed = Recent(2), []
-
-    def get(name):
-        return kept.get(name, lambda: Thing(f"{name}{len(closed)}", closed)).name
-
+    kept, get, closed = recent(2)
     assert [get("a"), get("b"), get("a"), get("c")] == ["a0", "b0", "a0", "c1"]
     assert closed == ["b0"]
     assert get("b") == "b2"
     assert closed == ["b0", "a0"]
-    assert len(kept) == 2
+    kept.close()
+    assert sorted(closed) == ["a0", "b0", "b2", "c1"]
 
 
 def test_what_could_not_be_made_is_not_kept():
-    kept = Recent(2)
+    kept, get, _ = recent(2)
     with pytest.raises(ZeroDivisionError):
-        kept.get("a", lambda: 1 / 0)
-    assert len(kept) == 0
+        kept.get(0, {"x": (ord("a"),)}, lambda: 1 / 0)
+    assert get("a") == "a0"
 
 
-def test_unwanted_things_go_and_closing_lets_all_go():
-    kept, closed = Recent(8), []
-    for name in "abc":
-        kept.get(name, lambda name=name: Thing(name, closed))
-    kept.drop(lambda key: key == "b")
-    assert closed == ["b"]
-    kept.close()
-    assert sorted(closed) == ["a", "b", "c"]
-    assert len(kept) == 0
+def test_a_profile_that_is_not_shared_belongs_to_one_shape_at_a_time():
+    _, get, closed = recent(8, shared=False)
+    assert [get("a"), get("a", 1), get("b"), get("b")] == ["a0", "a0", "b1", "b1"]
+    assert closed == ["a0"]
 
 
 # -- the control flow, in every version, on a device that is not there ---------------------------------------

@@ -18,21 +18,12 @@ UNKNOWN = "?"
 ATTENTION, MATMUL, ELEMENTWISE = "attention", "matmul", "elementwise"
 
 # Every spelling of a type: enum names, the inspector's text, the plan's own names.
-_DTYPES = (
-    ("bf16", r"bfloat16|bf16|\bb16\b"),
-    ("fp16", r"\bhalf\b|fp16|float16"),
-    ("fp8", r"fp8|e4m3|e8m0"),
-    ("fp4", r"fp4|e2m1"),
-    ("fp32", r"\bfloat\b|fp32|float32"),
-    ("fp64", r"\bdouble\b|fp64"),
-    ("int64", r"int64"),
-    ("int32", r"int32"),
-    ("uint8", r"uint8"),
-    ("int8", r"int8"),
-    ("int4", r"int4"),
-    ("bool", r"\bbool\b"),
+_DTYPE = re.compile(
+    r"(?P<bf16>bfloat16|bf16|\bb16\b)|(?P<fp16>\bhalf\b|fp16|float16)|(?P<fp8>fp8|e4m3|e8m0)"
+    r"|(?P<fp4>fp4|e2m1)|(?P<fp32>\bfloat\b|fp32|float32)|(?P<fp64>\bdouble\b|fp64)"
+    r"|(?P<int64>int64)|(?P<int32>int32)|(?P<uint8>uint8)|(?P<int8>int8)|(?P<int4>int4)|(?P<bool>\bbool\b)",
+    re.IGNORECASE,
 )
-_DTYPE_PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _DTYPES)
 
 FLOATING = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 
@@ -75,48 +66,30 @@ _PROFILE = re.compile(r"\[profile (\d+)\]")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineTensor:
-    """A tensor at the border of a kernel.
-
-    Args:
-        name: Its name in the engine.
-        dtype: Its type by the short name, `?` where it is not reported.
-        format: Its layout in memory, as TensorRT names it.
-        shape: Its sizes; -1 for a dynamic one.
-    """
+    """A tensor at the border of a kernel."""
 
     name: str
     dtype: str = UNKNOWN
-    format: str = ""
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # -1 for a dynamic size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One step of an engine.
-
-    Args:
-        name: Name of the layer in the engine.
-        layer_type: The kind of layer, as TensorRT names it.
-        tactic: Name of the kernel that was chosen.
-        onnx_nodes: Names of the ONNX nodes it computes.
-        inputs: Tensors it reads.
-        outputs: Tensors it writes.
-        constants: Weights it reads.
-        profile: Optimisation profile it belongs to.
-        source: Where it is reported: `log`, `plan`, `inspector` or `profile`.
-        carries: What a layer of the plugin library computes: `attention`, `matmul` or `elementwise`.
-    """
+    """One step of an engine, as TensorRT names it."""
 
     name: str
     layer_type: str = ""
     tactic: str = ""
+    """The kernel that was chosen."""
     onnx_nodes: tuple[str, ...] = ()
     inputs: tuple[EngineTensor, ...] = ()
     outputs: tuple[EngineTensor, ...] = ()
     constants: tuple[EngineTensor, ...] = ()
     profile: int = 0
     source: str = ""
+    """Where it is reported: `log`, `plan`, `inspector` or `profile`."""
     carries: str = ""
+    """What a layer of the plugin library computes: `attention`, `matmul` or `elementwise`."""
 
     @property
     def is_plugin(self) -> bool:
@@ -195,18 +168,9 @@ def _is_small_operator(word: str) -> bool:
 
 
 def dtype_of(text: str) -> str:
-    """The short name of a type, from any of TensorRT's spellings.
-
-    Args:
-        text: `Half`, `Row major linear FP16 format (kLINEAR)`, `float`, `N/A due to dynamic shapes`.
-
-    Returns:
-        `fp16`, `bf16`, `fp32`, ... or `?`.
-    """
-    for name, pattern in _DTYPE_PATTERNS:
-        if pattern.search(text):
-            return name
-    return UNKNOWN
+    """The short name of a type, or `?`, from any spelling: `Half`, `Row major linear FP16 format`, ..."""
+    match = _DTYPE.search(text)
+    return match.lastgroup or UNKNOWN if match else UNKNOWN
 
 
 def onnx_nodes_of(metadata: str) -> tuple[str, ...]:
@@ -226,12 +190,7 @@ def profile_of(texts: Iterable[str]) -> int:
 
 
 def kernels_from_profile(names: Iterable[str], *, profile: int = 0) -> list[Kernel]:
-    """The kernels that a profiler recorded on the device in one run of the engine.
-
-    Args:
-        names: Kernel names in launch order, once per launch.
-        profile: The optimisation profile that was run.
-    """
+    """The kernels that a profiler recorded in one run of the engine, in launch order, once per launch."""
     return [Kernel(name=name, tactic=name, profile=profile, source="profile") for name in names]
 
 
@@ -248,13 +207,7 @@ _OLD_TENSOR = re.compile(
 
 
 def kernels_from_inspector(text: str) -> list[Kernel]:
-    """The kernels in the JSON of `EngineInspector.get_engine_information`, of any version.
-
-    One kernel per layer; it has only a name where no more is reported.
-
-    Raises:
-        EngineError: It is not such JSON.
-    """
+    """The kernels in the JSON of `EngineInspector.get_engine_information`, of any version; one per layer."""
     try:
         # Not strict: names of nodes are joined by a bare control character.
         layers = json.loads(text, strict=False)["Layers"]
@@ -301,7 +254,6 @@ def _json_tensors(layer: Mapping[str, Any], key: str) -> tuple[EngineTensor, ...
         EngineTensor(
             name=str(tensor.get("Name", "")),
             dtype=dtype_of(str(tensor.get("Datatype") or tensor.get("Format/Datatype", ""))),
-            format=str(tensor.get("Format") or tensor.get("Format/Datatype", "")),
             shape=tuple(int(size) for size in tensor.get("Dimensions") or ()),
         )
         for tensor in layer.get(key) or ()
@@ -340,17 +292,11 @@ def _from_block(text: str) -> Iterator[Kernel]:
 def _line_tensors(text: str) -> tuple[EngineTensor, ...]:
     tensors = []
     for body in _BODY.findall(text):
-        joined = re.search(r"Format/Datatype: (.*)$", body)
-        dtype = re.search(r"(?<!/)\bDatatype: (\w+)", body) or joined
-        layout = re.search(r", Format: (.*)$", body) or joined
+        dtype = re.search(r"(?<!/)\bDatatype: (\w+)", body) or re.search(r"Format/Datatype: (.*)$", body)
         dims = re.search(r"Dimensions: \[([-\d,\s]*)\]", body)
-        tensor = EngineTensor(
-            name=re.split(r", (?:Location|Dimensions): ", body, maxsplit=1)[0],
-            dtype=dtype_of(dtype[1] if dtype else ""),
-            format=layout[1] if layout else "",
-            shape=_shape(dims[1] if dims else ""),
-        )
-        tensors.append(tensor)
+        name = re.split(r", (?:Location|Dimensions): ", body, maxsplit=1)[0]
+        shape = _shape(dims[1]) if dims else ()
+        tensors.append(EngineTensor(name=name, dtype=dtype_of(dtype[1] if dtype else ""), shape=shape))
     return tuple(tensors)
 
 

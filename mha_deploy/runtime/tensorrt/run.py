@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
-import ml_dtypes
 import numpy as np
 
 from mha_deploy.errors import BackendUnavailable, DeployError
@@ -26,7 +25,7 @@ from mha_deploy.runtime.decode import (
     presented_results,
 )
 from mha_deploy.runtime.gpu import GpuRunner, Prepared
-from mha_deploy.runtime.runner import Arrays, TensorInfo, check_kinds
+from mha_deploy.runtime.runner import DTYPES, Arrays, TensorInfo, check_kinds
 from mha_deploy.runtime.tensorrt.log import Message, collect, errors, logger_for
 from mha_deploy.runtime.tensorrt.request import LargeTensor, Profile, Shape, refuse_large
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
@@ -138,14 +137,7 @@ class Recent(Generic[Value]):
 
 # -- From a plan to an engine, and its inputs and outputs ------------------------------------------
 
-_TYPES = {
-    "HALF": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "FLOAT": np.dtype(np.float32),
-    "INT32": np.dtype(np.int32),
-    "INT64": np.dtype(np.int64),
-    "BOOL": np.dtype(np.bool_),
-}
+_ONNX_NAMES = {"HALF": "float16", "BF16": "bfloat16"}  # of the types that ONNX names differently
 
 
 def load_engine(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> tuple[Any, Any]:
@@ -191,12 +183,13 @@ def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[
                 f"The tensor {name} holds shapes, and is on the host.",
                 hint="export the model so that all of its inputs and outputs are data",
             )
-        kind = engine.get_tensor_dtype(name)
-        if kind.name not in _TYPES:
-            raise EngineError(f"The tensor {name} has a type that is not supported here.", got=kind.name)
+        kind = engine.get_tensor_dtype(name).name
+        dtype = DTYPES.get(_ONNX_NAMES.get(kind, kind.lower()))
+        if dtype is None:
+            raise EngineError(f"The tensor {name} has a type that is not supported here.", got=kind)
         dims = tuple(None if size < 0 else int(size) for size in engine.get_tensor_shape(name))
         is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
-        (inputs if is_input else outputs)[name] = TensorInfo(dtype=_TYPES[kind.name], dims=dims)
+        (inputs if is_input else outputs)[name] = TensorInfo(dtype=dtype, dims=dims)
     return inputs, outputs
 
 
@@ -222,8 +215,7 @@ def _profile_ranges(engine: Any, inputs: Mapping[str, TensorInfo]) -> tuple[Prof
 class BoundContext:
     """An execution context whose profile and input shapes are set.
 
-    The profile is fixed, the shapes are not. `aliases` has the input of each output that is written in place;
-    `graphs` are recorded calls by the addresses of their tensors.
+    The profile is fixed, the shapes are not. `graphs` are recorded calls by the addresses of their tensors.
     """
 
     def __init__(
@@ -335,13 +327,9 @@ def _check(done: bool, what: str) -> None:
 
 
 class Slot:
-    """The tensors of one call, and the graph that computes on them.
+    """The tensors of one call, and the graph that computes on them; `owns_context`: it closes its context.
 
     A launch changes an input that is written in place; launched again, it writes the same again.
-
-    Args:
-        bound: The context that computes.
-        owns_context: Whether the context is closed with the slot.
     """
 
     def __init__(self, bound: BoundContext, *, owns_context: bool = False) -> None:
@@ -361,11 +349,9 @@ class Slot:
         self._addresses = {name: each.buffer.address for name, each in self.memory.tensors.items()}
 
     def settle(self, *, record: bool, copies: Sequence[tuple[str, str, Copy2D]] = ()) -> None:
-        """Run once on the inputs that are here, so that TensorRT does its one-time work; then record.
+        """Run once on the inputs that are here, so that TensorRT does its one-time work; then `record` it.
 
-        Args:
-            record: Whether later launches are those of a CUDA graph.
-            copies: The copies of new KV-cache entries that belong to a launch, behind the engine's own work.
+        `copies` of new KV-cache entries belong to a launch, behind the engine's own work.
         """
         self.memory.clear_outputs()
         self._copies = copies
@@ -422,14 +408,9 @@ class TensorRTRunner(GpuRunner):
         host_code: Allow the runtime code in a version-compatible engine; it is executed.
         cuda_graph: Whether calls are recorded once and launched as a CUDA graph.
         in_place: From each output that a plugin can write into the memory of an input to that input.
-        large_tensors: Tensors that TensorRT does not support at the largest sizes; calls that need one are
-            refused.
+        large_tensors: Tensors that TensorRT does not support at the largest sizes: such calls are refused.
         keep: For how many shapes contexts, buffers and graphs are kept; each context has scratch memory for
             the largest shapes of its profile.
-
-    Raises:
-        BackendUnavailable: There is no GPU, or TensorRT cannot start.
-        EngineError: The engine cannot be loaded here.
     """
 
     profiles: tuple[Profile, ...]

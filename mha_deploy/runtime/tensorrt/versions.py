@@ -147,12 +147,7 @@ class TensorRT:
 
 
 def load(backend: str) -> TensorRT:
-    """Import a TensorRT, and probe its capabilities.
-
-    Raises:
-        DeployError: No such backend.
-        BackendUnavailable: Its package cannot be imported.
-    """
+    """Import a TensorRT, and probe its capabilities."""
     if backend not in MODULES:
         raise DeployError("No such TensorRT backend.", got=backend, hint=nearest(backend, MODULES))
     try:

@@ -37,9 +37,7 @@ def parse_ranges(text: str, spec: ModelSpec) -> Ranges:
 def default_profiles(spec: ModelSpec, *, one: bool = False) -> list[Ranges]:
     """The spec's own ranges; a layer with a cache gets one profile for prompts and one for single tokens.
 
-    Args:
-        spec: The model.
-        one: Whether both must share a profile, because this TensorRT cannot prepare the second one.
+    Both share `one` profile where this TensorRT cannot prepare the second one.
     """
     if spec.cache == "none":
         return [spec.axes]
@@ -59,12 +57,9 @@ def default_profiles(spec: ModelSpec, *, one: bool = False) -> list[Ranges]:
 
 def profile_names(spec: ModelSpec, profiles: Sequence[Ranges]) -> list[str]:
     """Names of the profiles: `prefill` and `decode` where one is for single tokens alone, else numbers."""
-    numbers = [str(index) for index in range(len(profiles))]
-    if spec.cache == "none":
-        return numbers
-    names = ["decode" if ranges["S"].max == 1 else "prefill" for ranges in profiles]
+    names = ["decode" if spec.cache != "none" and each["S"].max == 1 else "prefill" for each in profiles]
     if "decode" not in names:
-        return numbers
+        return [str(index) for index in range(len(profiles))]
     return [
         name if names.count(name) == 1 else f"{name}-{names[:index].count(name)}"
         for index, name in enumerate(names)
