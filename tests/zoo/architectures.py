@@ -52,73 +52,49 @@ class Entry:
 ZOO: dict[str, Entry] = {}
 
 # Where not every attention becomes one node, and one kernel of TensorRT-RTX; and what is refused.
-_MIXED = "scores in float32 beside FP16 values are left as they are"
-_EXPERTS = "the gated activation between the matmuls of the experts is counted as attention"
 _LINEAR = "linear attention has no softmax, which ONNX's Attention always has"
 _SLICES = "ONNX Runtime's attention outputs leave the budget of single channels"
+_SMALL_HEADS = "TensorRT-RTX decomposes heads of 8 numbers"
 NOT_ALL: dict[str, dict[str, Any]] = {
-    "xlnet": {"fused": 0, "why": "relative attention by a shift of the scores is left as it is"},
-    "gpt-neo": {"fused": 0, "why": _MIXED},
-    "gpt-j": {"fused": 0, "why": _MIXED},
     "gemma2": {"engine": 0, "why": "TensorRT-RTX decomposes attention with softcap"},
-    "mixtral": {"attentions": 4, "fused": 2, "inexpressible": 2, "why": _EXPERTS},
-    "qwen3-moe": {"attentions": 4, "fused": 2, "inexpressible": 2, "why": _EXPERTS},
-    "gpt-oss": {"attentions": 4, "fused": 2, "inexpressible": 2, "why": _EXPERTS},
-    "deepseek-v3": {"attentions": 3, "fused": 2, "inexpressible": 1, "why": _EXPERTS},
-    "minimax": {"attentions": 4, "fused": 1, "inexpressible": 3, "why": f"{_LINEAR}; {_EXPERTS}"},
-    "switch-transformers": {
-        "fails": "Cannot swap",
-        "why": "its router moves its own weights to another type",
-    },
-    "swinv2": {"fused": 3, "why": "one shifted window is left as it is"},
-    "sam-mask-decoder": {"engine": 2, "why": "TensorRT-RTX decomposes heads of 8 numbers"},
-    "perceiver": {"engine": 0, "why": "TensorRT-RTX decomposes heads of 8 numbers"},
+    "minimax": {"fused": 1, "inexpressible": 1, "why": _LINEAR},
+    "switch-transformers": {"fails": "data-dependent", "why": "its experts loop over their tokens; "
+                            "`switch-transformers-dense` computes every expert for all tokens"},
+    "sam-mask-decoder": {"engine": 2, "why": _SMALL_HEADS},
+    "perceiver": {"engine": 0, "why": _SMALL_HEADS},
     "wav2vec2": {"passes": False, "why": _SLICES},
     "whisper": {"passes": False, "why": _SLICES},
-    "wavlm": {"fused": 0, "why": "its fusion could not be verified on drawn inputs"},
-    "diffusers-unet-cross": {
-        "passes": False,
-        "engine": 0,
-        "why": f"{_SLICES}; TensorRT-RTX decomposes heads of 4 numbers",
-    },
-    "x-encoder-talking-heads": {
-        "fused": 0,
-        "inexpressible": 2,
-        "why": "heads are mixed between scores and softmax",
-    },
+    "diffusers-unet-cross": {"passes": False, "engine": 0,
+                             "why": f"{_SLICES}; TensorRT-RTX decomposes heads of 4 numbers"},
+    "x-encoder-talking-heads": {"fused": 0, "inexpressible": 2,
+                                "why": "heads are mixed between scores and softmax"},
     "torchvision-maxvit": {"passes": False, "why": _SLICES},
-    "vilt": {"fails": "data-dependent", "why": "it chooses patches by the values of a mask"},
+    "vilt": {"fails": "data-dependent", "why": "it chooses patches by the values of a mask; "
+             "`vilt-embeddings` takes the patches in their place"},
     "timm-efficientvit": {"attentions": 1, "fused": 0, "inexpressible": 1, "why": _LINEAR},
     "diffusers-sana": {"fused": 2, "inexpressible": 2, "why": _LINEAR},
-    "torch-cond": {
-        "engine": 0,
-        "passes": False,
-        "why": "TensorRT-RTX does not build attention in branches, and it is not validated there",
-    },
+    "torch-cond": {"engine": 0, "why": "TensorRT-RTX does not build attention in branches"},
     "timm-maxvit": {"engine": 2, "why": "TensorRT-RTX decomposes two of them"},
-}
+}  # fmt: skip
 
 
 class Plain(nn.Module):
     """A model with plain tensors in, and one tensor out."""
 
-    def __init__(self, model: nn.Module, output: str | int | None, **options: Any) -> None:
+    def __init__(self, model: nn.Module, output: str | int = 0, **options: Any) -> None:
         super().__init__()
         self.model, self.output, self.options = model, output, options
 
     def forward(self, **inputs):
         done = self.model(**inputs, **self.options)
-        if isinstance(self.output, str):
-            return getattr(done, self.output)
-        return done if self.output is None else done[self.output]
+        return getattr(done, self.output) if isinstance(self.output, str) else done[self.output]
 
 
 class Positional(Plain):
-    """The same, for a model whose parameters have other names than the inputs."""
+    """The same, for a model of one result whose parameters have other names than the inputs."""
 
     def forward(self, **inputs):
-        done = self.model(*inputs.values(), **self.options)
-        return done if self.output is None else done[self.output]
+        return self.model(*inputs.values())
 
 
 def spread(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -149,18 +125,15 @@ def text(length: str = "S", size: int = 9) -> md.Example:
     return md.Example(example(2, size, high=VOCAB), "B", length)
 
 
-def padding(length: str = "S", size: int = 9) -> md.Example:
-    """A padding mask: the second batch element is shorter."""
-    mask = torch.ones(2, size, dtype=torch.int64)
-    mask[1, -3:] = 0
+def padding(length: str = "S", size: int = 9, *, hidden: bool = False) -> md.Example:
+    """A padding mask of tokens, or of what is not (`hidden`): later batch elements are shorter."""
 
-    def draw(shape, generator):
-        drawn = torch.ones(shape, dtype=torch.int64)
-        for row in range(1, shape[0]):
-            drawn[row, max(shape[1] - row, 1) :] = 0
-        return drawn
+    def draw(shape, generator=None):
+        ends = (shape[1] - torch.arange(shape[0])).clamp(min=1)
+        tokens = torch.arange(shape[1]) < ends[:, None]
+        return ~tokens if hidden else tokens.long()
 
-    return md.Example(mask, "B", length, draw=draw)
+    return md.Example(draw((2, size)), "B", length, draw=draw)
 
 
 def image(size: int = 32, channels: int = 3) -> md.Example:
@@ -175,14 +148,14 @@ def deployable(name: str, module: nn.Module, inputs: Mapping[str, md.Example]) -
     return md.Deployable(module=module, inputs=inputs, axes=axes, name=name)
 
 
-def add(name: str, make: Callable[[], tuple[nn.Module, Mapping[str, md.Example]]], **facts: Any) -> None:
+def add(name: str, make: Callable[[], tuple[nn.Module, Mapping[str, md.Example]]], **sizes: Any) -> None:
     """Put an architecture into the zoo."""
 
     def made() -> md.Deployable:
         torch.manual_seed(0)
         return deployable(name, *make())
 
-    ZOO[name] = Entry(make=made, **{**facts, **NOT_ALL.get(name, {})})
+    ZOO[name] = Entry(make=made, **{**sizes, **NOT_ALL.get(name, {})})
 
 
 # -- Hugging Face Transformers ---------------------------------------------------------------------
@@ -202,54 +175,51 @@ SEQ2SEQ |= {f"{part}_ffn_dim": INNER for part in ("encoder", "decoder")}
 T5 = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 16, "d_ff": INNER, "num_layers": 2, "num_heads": HEADS}
 
 
-def hf(model: str, config: str, *, attention: str | None = None, **facts: Any) -> nn.Module:
+def hf(model: str, config: str, **sizes: Any) -> nn.Module:
     """A model of Transformers, made from its config."""
     import transformers
 
-    made = getattr(transformers, config)(**facts)
-    if attention is not None:
-        made._attn_implementation = attention
-    return spread(getattr(transformers, model)(made))
+    return spread(getattr(transformers, model)(getattr(transformers, config)(**sizes)))
 
 
 def texts(
-    name: str, family: str, attentions: int, facts: Mapping[str, Any], stem: str, *, masked: bool = True,
-    output: str = "last_hidden_state", options: Mapping[str, Any] | None = None, model: str = "",
-    config: str = "", **expected: Any,
-) -> None:  # fmt: skip
-    """A model that takes token ids, and mostly a padding mask."""
+    name: str, family: str, attentions: int, sizes: Mapping[str, Any], stem: str, **expected: Any
+) -> None:
+    """A model that takes token ids and a padding mask."""
 
     def make():
-        cached = {"use_cache": False} if family == "decoder" else {}
-        module = Plain(hf(model or f"{stem}Model", config or f"{stem}Config", **facts), output, **cached,
-                       **(options or {}))  # fmt: skip
-        return module, {"input_ids": text(), **({"attention_mask": padding()} if masked else {})}
+        cached = {} if family == "text encoder" else {"use_cache": False}
+        module = Plain(hf(f"{stem}Model", f"{stem}Config", **sizes), "last_hidden_state", **cached)
+        return module, {"input_ids": text(), "attention_mask": padding()}
 
     add(name, make, family=family, library="transformers", attentions=attentions, **expected)
 
 
-def translators(name: str, attentions: int, facts: Mapping[str, Any], stem: str, **expected: Any) -> None:
+TRANSLATORS: dict[str, Callable[[], tuple[nn.Module, Mapping[str, md.Example]]]] = {}
+
+
+def translators(name: str, attentions: int, sizes: Mapping[str, Any], stem: str, **expected: Any) -> None:
     """An encoder with a decoder, both for text."""
 
     def make():
-        module = Plain(hf(f"{stem}Model", f"{stem}Config", **facts), "last_hidden_state", use_cache=False)
+        module = Plain(hf(f"{stem}Model", f"{stem}Config", **sizes), "last_hidden_state", use_cache=False)
         inputs = {"input_ids": text("T", 7), "attention_mask": padding("T", 7), "decoder_input_ids": text()}
         return module, inputs
 
+    TRANSLATORS[name] = make
     add(name, make, family="encoder-decoder", library="transformers", attentions=attentions, **expected)
 
 
 def images(
-    name: str, attentions: int, facts: Mapping[str, Any], stem: str, *, family: str = "vision",
-    output: str = "last_hidden_state", size: int = 32, model: str = "", config: str = "", **expected: Any,
-) -> None:  # fmt: skip
+    name: str, attentions: int, sizes: Mapping[str, Any], stem: str, *, size: int = 32, **expected: Any
+) -> None:
     """A model that takes images."""
 
     def make():
-        module = Plain(hf(model or f"{stem}Model", config or f"{stem}Config", **facts), output)
+        module = Plain(hf(f"{stem}Model", f"{stem}Config", **sizes), "last_hidden_state")
         return module, {"pixel_values": image(size)}
 
-    add(name, make, family=family, library="transformers", attentions=attentions, **expected)
+    add(name, make, family="vision", library="transformers", attentions=attentions, **expected)
 
 
 texts("bert", "text encoder", 2, SMALL, "Bert")
@@ -278,6 +248,7 @@ texts("gpt-neo", "decoder", 2, {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_
       "attention_types": [[["global", "local"], 1]], "window_size": 4, "max_position_embeddings": LONGEST,
       "bos_token_id": 1, "eos_token_id": 2}, "GPTNeo")  # fmt: skip
 texts("gpt-j", "decoder", 2, {**LEGACY, "rotary_dim": 8}, "GPTJ")
+texts("codegen", "decoder", 2, {**LEGACY, "rotary_dim": 8}, "CodeGen")
 texts("gpt-neox", "decoder", 2, {**SMALL, **SPECIAL}, "GPTNeoX")
 texts("gpt-bigcode", "decoder", 2, {**LEGACY, "multi_query": True}, "GPTBigCode")
 texts("opt", "decoder", 2, {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2,
@@ -299,8 +270,7 @@ texts("qwen3", "decoder", 2, {**GROUPED, "head_dim": 32}, "Qwen3")
 texts("phi3", "decoder", 2, GROUPED, "Phi3")
 texts("gemma", "decoder", 2, {**GROUPED, "head_dim": 16}, "Gemma")
 texts("gemma2", "decoder", 2, {**GROUPED, "head_dim": 16, "sliding_window": 8}, "Gemma2")
-texts("gemma3", "decoder", 2, {**GROUPED, "head_dim": 16, "sliding_window": 8}, "Gemma3Text",
-      model="Gemma3TextModel", config="Gemma3TextConfig")  # fmt: skip
+texts("gemma3", "decoder", 2, {**GROUPED, "head_dim": 16, "sliding_window": 8}, "Gemma3Text")
 texts("olmo2", "decoder", 2, GROUPED, "Olmo2")
 texts("stablelm", "decoder", 2, GROUPED, "StableLm")
 texts("starcoder2", "decoder", 2, GROUPED, "Starcoder2")
@@ -317,17 +287,43 @@ DEEPSEEK = {**EXPERTS, "num_key_value_heads": HEADS, "n_routed_experts": 4, "n_g
 texts("deepseek-v3", "decoder", 2, DEEPSEEK, "DeepseekV3")
 texts("llama4", "decoder", 2, {**GROUPED, "head_dim": 16, "num_local_experts": 4,
       "intermediate_size_mlp": INNER,
-      "num_experts_per_tok": 1, "attention_chunk_size": 8}, "Llama4Text", model="Llama4TextModel",
-      config="Llama4TextConfig")  # fmt: skip
+      "num_experts_per_tok": 1, "attention_chunk_size": 8}, "Llama4Text")  # fmt: skip
 texts("minimax", "linear-attention hybrid", 2, {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2,
-      "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}, "MiniMax",
-      options={"use_cache": False})  # fmt: skip
+      "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}, "MiniMax")  # fmt: skip
 texts("lfm2", "linear-attention hybrid", 1, {**GROUPED, "layer_types": ["conv", "full_attention"],
-      "block_ff_dim": INNER}, "Lfm2", options={"use_cache": False})  # fmt: skip
+      "block_ff_dim": INNER}, "Lfm2")  # fmt: skip
 
 translators("t5", 6, {**T5, **SPECIAL}, "T5")
 translators("switch-transformers", 6, {**T5, **SPECIAL, "num_experts": 2, "num_sparse_encoder_layers": 1,
             "num_sparse_decoder_layers": 1}, "SwitchTransformers")  # fmt: skip
+
+
+def _dense_switch():
+    from transformers.models.switch_transformers import modeling_switch_transformers as switch
+
+    class Dense(nn.Module):
+        """Every expert for all tokens, weighted by what the router chose."""
+
+        def __init__(self, experts: nn.ModuleDict):
+            super().__init__()
+            self.experts = nn.ModuleList(experts.values())
+
+        def forward(self, hidden_states, selected_experts, routing_weights):
+            chosen = (selected_experts[:, 0] * routing_weights).unbind(-1)
+            return sum(
+                expert(hidden_states) * weight[:, None]
+                for expert, weight in zip(self.experts, chosen, strict=True)
+            )
+
+    module, inputs = TRANSLATORS["switch-transformers"]()
+    for part in list(module.modules()):
+        if isinstance(part, switch.SwitchTransformersSparseMLP):
+            part.experts = Dense(part.experts)
+    return module, inputs
+
+
+add("switch-transformers-dense", _dense_switch, family="encoder-decoder", library="transformers",
+    attentions=6)  # fmt: skip
 translators("bart", 6, SEQ2SEQ, "Bart")
 translators("m2m100", 6, SEQ2SEQ, "M2M100")
 
@@ -409,11 +405,11 @@ SPEECH |= {"vocab_size": 32, "conv_dim": [16, 16], "conv_kernel": [5, 3], "conv_
            "feat_extract_norm": "layer", "do_stable_layer_norm": True}  # fmt: skip
 
 
-def sounds(name: str, attentions: int, stem: str, facts: Mapping[str, Any] = SPEECH, **expected: Any) -> None:
+def sounds(name: str, attentions: int, stem: str, sizes: Mapping[str, Any] = SPEECH, **expected: Any) -> None:
     """A model that takes raw audio of any length."""
 
     def make():
-        module = Plain(hf(f"{stem}Model", f"{stem}Config", **facts), "last_hidden_state")
+        module = Plain(hf(f"{stem}Model", f"{stem}Config", **sizes), "last_hidden_state")
         return module, {"input_values": md.Example(example(2, 400), "B", "L")}
 
     add(name, make, family="audio", library="transformers", attentions=attentions, **expected)
@@ -451,30 +447,30 @@ def _whisper_encoder():
 
 
 def _ast():
-    facts = {key: VISION[key] for key in VISION if key != "image_size"}
+    sizes = {key: VISION[key] for key in VISION if key != "image_size"}
     module = hf(
-        "ASTModel", "ASTConfig", **facts, num_mel_bins=16, max_length=32, frequency_stride=8, time_stride=8
+        "ASTModel", "ASTConfig", **sizes, num_mel_bins=16, max_length=32, frequency_stride=8, time_stride=8
     )
     return Plain(module, "last_hidden_state"), {"input_values": md.Example(example(2, 32, 16), "B")}
 
 
 def _parakeet():
-    facts = {key: SMALL[key] for key in SMALL if key not in ("vocab_size", "max_position_embeddings")}
-    module = hf("ParakeetEncoder", "ParakeetEncoderConfig", **facts, num_mel_bins=16, subsampling_factor=4,
+    sizes = {key: SMALL[key] for key in SMALL if key not in ("vocab_size", "max_position_embeddings")}
+    module = hf("ParakeetEncoder", "ParakeetEncoderConfig", **sizes, num_mel_bins=16, subsampling_factor=4,
                 subsampling_conv_channels=8, conv_kernel_size=5, max_position_embeddings=256)  # fmt: skip
     return Plain(module, "last_hidden_state"), {"input_features": md.Example(example(2, 100, 16), "B", "L")}
 
 
 def _wav2vec2_bert():
-    facts = {key: SPEECH[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    module = hf("Wav2Vec2BertModel", "Wav2Vec2BertConfig", **facts, intermediate_size=INNER, vocab_size=32,
+    sizes = {key: SPEECH[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    module = hf("Wav2Vec2BertModel", "Wav2Vec2BertConfig", **sizes, intermediate_size=INNER, vocab_size=32,
                 feature_projection_input_dim=16, conv_depthwise_kernel_size=5)  # fmt: skip
     return Plain(module, "last_hidden_state"), {"input_features": md.Example(example(2, 9, 16), "B", "S")}
 
 
 def _speech2text():
-    facts = {key: SEQ2SEQ[key] for key in SEQ2SEQ if key != "max_position_embeddings"}
-    module = hf("Speech2TextModel", "Speech2TextConfig", **facts, input_feat_per_channel=8, conv_channels=16,
+    sizes = {key: SEQ2SEQ[key] for key in SEQ2SEQ if key != "max_position_embeddings"}
+    module = hf("Speech2TextModel", "Speech2TextConfig", **sizes, input_feat_per_channel=8, conv_channels=16,
                 num_conv_layers=2, max_source_positions=64, max_target_positions=LONGEST)  # fmt: skip
     inputs = {"input_features": md.Example(example(2, 32, 8), "B"), "decoder_input_ids": text()}
     return Plain(module, "last_hidden_state", use_cache=False), inputs
@@ -489,13 +485,12 @@ for _name, _make, _attentions in (
     add(_name, _make, family="audio", library="transformers", attentions=_attentions)
 
 
-def _two_towers(stem: str, **more: Any):
+def _two_towers(stem: str):
     def make():
         import transformers
 
-        text_facts = {**SMALL, **SPECIAL, **more.get("text", {})}
         config = getattr(transformers, f"{stem}Config")(
-            text_config=text_facts, vision_config=VISION, projection_dim=32, **more.get("config", {})
+            text_config={**SMALL, **SPECIAL}, vision_config=VISION, projection_dim=32
         )
         module = Plain(spread(getattr(transformers, f"{stem}Model")(config)), "logits_per_image")
         return module, {"input_ids": md.Example(example(3, 9, high=VOCAB), "T", "S"), "pixel_values": image()}
@@ -524,6 +519,17 @@ def _vilt():
     return Plain(module, "last_hidden_state"), inputs
 
 
+def _vilt_embeddings():
+    module, inputs = _vilt()
+
+    def visible(shape, generator=None):
+        return torch.ones(shape, dtype=torch.int64)
+
+    patches = {"image_embeds": md.Example(example(2, 17, WIDTH), "B")}
+    patches["pixel_mask"] = md.Example(visible((2, 17)), "B", draw=visible)
+    return module, {"input_ids": inputs["input_ids"], **patches}
+
+
 def _git():
     from transformers import GitConfig, GitModel
 
@@ -533,9 +539,9 @@ def _git():
 
 
 def _mllama():
-    facts = {**GROUPED, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default",
+    sizes = {**GROUPED, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default",
              "rope_theta": 1e4}}  # fmt: skip
-    module = hf("MllamaTextModel", "MllamaTextConfig", **facts)
+    module = hf("MllamaTextModel", "MllamaTextConfig", **sizes)
     inputs = {"input_ids": text(), "cross_attention_states": md.Example(example(2, 5, WIDTH), "B", "T")}
     return Plain(module, "last_hidden_state", use_cache=False), inputs
 
@@ -544,26 +550,27 @@ def _blip():
     from transformers import BlipConfig
     from transformers.models.blip.modeling_blip import BlipForImageTextRetrieval
 
-    facts = {**SMALL, **SPECIAL, "encoder_hidden_size": WIDTH}
-    config = BlipConfig(text_config=facts, vision_config=VISION, projection_dim=32, image_text_hidden_size=32)
+    sizes = {**SMALL, **SPECIAL, "encoder_hidden_size": WIDTH}
+    config = BlipConfig(text_config=sizes, vision_config=VISION, projection_dim=32, image_text_hidden_size=32)
     module = Plain(spread(BlipForImageTextRetrieval(config)), "itm_score")
     return module, {"input_ids": text(), "pixel_values": image()}
 
 
 def _perceiver():
-    facts = {
+    sizes = {
         "num_latents": 8,
         "d_latents": 32,
         "d_model": 16,
         "num_blocks": 1,
         "num_self_attends_per_block": 2,
     }
-    facts |= {"num_self_attention_heads": 4, "num_cross_attention_heads": 4}
-    module = Plain(hf("PerceiverModel", "PerceiverConfig", **facts), "last_hidden_state")
+    sizes |= {"num_self_attention_heads": 4, "num_cross_attention_heads": 4}
+    module = Plain(hf("PerceiverModel", "PerceiverConfig", **sizes), "last_hidden_state")
     return module, {"inputs": md.Example(example(2, 9, 16), "B", "S")}
 
 
-for _name, _make, _attentions in (("llava", _llava, 4), ("vilt", _vilt, 2), ("git", _git, 4), ("blip",
+for _name, _make, _attentions in (("llava", _llava, 4), ("vilt", _vilt, 2),
+                                  ("vilt-embeddings", _vilt_embeddings, 2), ("git", _git, 4), ("blip",
                                   _blip, 6),
                                   ("mllama-text", _mllama, 2), ("perceiver", _perceiver, 3)):  # fmt: skip
     add(_name, _make, family="multimodal", library="transformers", attentions=_attentions)
@@ -573,42 +580,42 @@ for _name, _make, _attentions in (("llava", _llava, 4), ("vilt", _vilt, 2), ("gi
 
 
 def timm(
-    name: str, model: str, attentions: int, *, size: int = 32, facts: Mapping[str, Any], **expected
+    name: str, model: str, attentions: int, *, size: int = 32, sizes: Mapping[str, Any], **expected
 ) -> None:
     """A model of timm."""
 
     def make():
         import timm
 
-        module = timm.create_model(model, num_classes=10, **facts)
-        return Positional(spread(module), None), {"image": image(size)}
+        module = timm.create_model(model, num_classes=10, **sizes)
+        return Positional(spread(module)), {"image": image(size)}
 
     add(name, make, family="vision", library="timm", attentions=attentions, **expected)
 
 
 TIMM = {"img_size": 32, "patch_size": 8, "embed_dim": WIDTH, "depth": 2, "num_heads": HEADS}
-timm("timm-vit", "vit_tiny_patch16_224", 2, facts=TIMM)
-timm("timm-eva02", "eva02_tiny_patch14_224", 2, facts=TIMM)
-timm("timm-cait", "cait_xxs24_224", 4, facts=TIMM)
-timm("timm-xcit", "xcit_nano_12_p16_224", 4, facts={"img_size": 32, "patch_size": 8, "embed_dim": WIDTH,
+timm("timm-vit", "vit_tiny_patch16_224", 2, sizes=TIMM)
+timm("timm-eva02", "eva02_tiny_patch14_224", 2, sizes=TIMM)
+timm("timm-cait", "cait_xxs24_224", 4, sizes=TIMM)
+timm("timm-xcit", "xcit_nano_12_p16_224", 4, sizes={"img_size": 32, "patch_size": 8, "embed_dim": WIDTH,
      "depth": 2, "num_heads": HEADS})  # fmt: skip
-timm("timm-swin", "swin_tiny_patch4_window7_224", 4, facts={"img_size": 32, "patch_size": 2, "window_size": 4,
+timm("timm-swin", "swin_tiny_patch4_window7_224", 4, sizes={"img_size": 32, "patch_size": 2, "window_size": 4,
      "embed_dim": 32, "depths": (2, 2), "num_heads": (2, 4)})  # fmt: skip
-timm("timm-maxvit", "maxvit_rmlp_pico_rw_256", 4, size=64, facts={"img_size": 64, "embed_dim": (32, 64),
+timm("timm-maxvit", "maxvit_rmlp_pico_rw_256", 4, size=64, sizes={"img_size": 64, "embed_dim": (32, 64),
      "depths": (1, 1), "stem_width": (16, 32)})  # fmt: skip
-timm("timm-levit", "levit_128s", 8, size=64, facts={"img_size": 64, "embed_dim": (32, 32, 32), "key_dim": 16,
+timm("timm-levit", "levit_128s", 8, size=64, sizes={"img_size": 64, "embed_dim": (32, 32, 32), "key_dim": 16,
      "num_heads": (2, 2, 2), "depth": (2, 2, 2)})  # fmt: skip
-timm("timm-pit", "pit_ti_224", 3, size=64, facts={"img_size": 64, "base_dims": [16, 16, 16], "depth": [1,
+timm("timm-pit", "pit_ti_224", 3, size=64, sizes={"img_size": 64, "base_dims": [16, 16, 16], "depth": [1,
      1, 1],
      "heads": [2, 4, 4]})  # fmt: skip
-timm("timm-efficientvit", "efficientvit_b0", 2, size=64, facts={"widths": (8, 16, 32, 32, 32),
+timm("timm-efficientvit", "efficientvit_b0", 2, size=64, sizes={"widths": (8, 16, 32, 32, 32),
      "depths": (1, 1, 1, 1), "head_dim": 16})  # fmt: skip
 timm(
     "timm-twins",
     "twins_svt_small",
     4,
     size=64,
-    facts={
+    sizes={
         "img_size": 64,
         "embed_dims": (32, 64),
         "num_heads": (2, 4),
@@ -618,7 +625,7 @@ timm(
         "wss": (4, 4),
     },
 )
-timm("timm-coatnet", "coatnet_pico_rw_224", 2, size=64, facts={"img_size": 64, "embed_dim": (16, 32, 64, 64),
+timm("timm-coatnet", "coatnet_pico_rw_224", 2, size=64, sizes={"img_size": 64, "embed_dim": (16, 32, 64, 64),
      "depths": (1, 1, 1, 1), "stem_width": (16, 16)})  # fmt: skip
 
 
@@ -633,7 +640,7 @@ def torchvision(
     def make():
         from torchvision import models
 
-        return Positional(spread(make_model(models)), None), {"image": image(size)}
+        return Positional(spread(make_model(models))), {"image": image(size)}
 
     add(name, make, family="vision", library="torchvision", attentions=attentions, **expected)
 
@@ -659,14 +666,14 @@ torchvision("torchvision-maxvit", 4, lambda models: models.MaxVit((64, 64), 16, 
 # -- diffusers -------------------------------------------------------------------------------------
 
 
-def diffuser(name: str, attentions: int, model: str, facts: Mapping[str, Any], inputs: Callable[[], Any],
+def diffuser(name: str, attentions: int, model: str, sizes: Mapping[str, Any], inputs: Callable[[], Any],
              output: str | int = "sample", **expected: Any) -> None:  # fmt: skip
     """A model of diffusers."""
 
     def make():
         import diffusers
 
-        module = spread(getattr(diffusers, model)(**facts))
+        module = spread(getattr(diffusers, model)(**sizes))
         return Plain(module, 0, return_dict=False), inputs()
 
     add(name, make, family="diffusion", library="diffusers", attentions=attentions, **expected)
@@ -739,42 +746,29 @@ diffuser("diffusers-wan", 4, "WanTransformer3DModel", {"patch_size": (1, 2, 2), 
 # -- open_clip, x-transformers -----------------------------------------------------------------------
 
 
-def _open_clip(**more: Any):
-    def make():
+class _OpenClip(nn.Module):
+    def __init__(self):
         import open_clip
 
+        super().__init__()
         vision = {"image_size": 32, "layers": 2, "width": WIDTH, "patch_size": 8, "head_width": 16}
         words = {"context_length": 16, "vocab_size": VOCAB, "width": WIDTH, "heads": HEADS, "layers": 2}
-        model = open_clip.CLIP(embed_dim=32, vision_cfg={**vision, **more}, text_cfg=words)
-        ids = example(3, 16, high=VOCAB)
-        return Positional(spread(model), 0), {"image": image(), "text": md.Example(ids, "T")}
-
-    return make
-
-
-class _Both(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
+        self.model = spread(open_clip.CLIP(embed_dim=32, vision_cfg=vision, text_cfg=words))
 
     def forward(self, image, text):
         images, words, scale = self.model(image, text)
         return scale * images @ words.t()
 
 
-def _open_clip_logits(**more: Any):
-    def make():
-        wrapped, inputs = _open_clip(**more)()
-        return _Both(wrapped.model), inputs
-
-    return make
+def _open_clip():
+    return _OpenClip(), {"image": image(), "text": md.Example(example(3, 16, high=VOCAB), "T")}
 
 
-add("open-clip", _open_clip_logits(), family="multimodal", library="open_clip", attentions=4)
+add("open-clip", _open_clip, family="multimodal", library="open_clip", attentions=4)
 
 
 def x_transformer(
-    name: str, attentions: int, decoder: bool, facts: Mapping[str, Any], **expected: Any
+    name: str, attentions: int, decoder: bool, sizes: Mapping[str, Any], **expected: Any
 ) -> None:
     """A model of x-transformers."""
 
@@ -782,10 +776,10 @@ def x_transformer(
         import x_transformers as x
 
         layers = (x.Decoder if decoder else x.Encoder)(
-            dim=WIDTH, depth=2, heads=HEADS, attn_dim_head=16, **facts
+            dim=WIDTH, depth=2, heads=HEADS, attn_dim_head=16, **sizes
         )
         model = x.TransformerWrapper(num_tokens=VOCAB, max_seq_len=LONGEST, attn_layers=layers)
-        return Positional(spread(model), None), {"ids": text()}
+        return Positional(spread(model)), {"ids": text()}
 
     family = "decoder" if decoder else "text encoder"
     add(name, make, family=family, library="x_transformers", attentions=attentions, **expected)
@@ -844,23 +838,8 @@ for _kind, _attentions in (("causal", 2), ("alibi", 2), ("cond", 4)):
 def _transformer_encoder():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, batch_first=True)
     module = spread(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
-    mask = torch.zeros(2, 9, dtype=torch.bool)
-    mask[1, -3:] = True
     inputs = {"src": md.Example(example(2, 9, WIDTH), "B", "S")}
-
-    def draw(shape, generator):
-        drawn = torch.zeros(shape, dtype=torch.bool)
-        for row in range(1, shape[0]):
-            drawn[row, max(shape[1] - row, 1) :] = True
-        return drawn
-
-    return module, {**inputs, "src_key_padding_mask": md.Example(mask, "B", "S", draw=draw)}
+    return module, {**inputs, "src_key_padding_mask": padding(hidden=True)}
 
 
-add(
-    "nn-transformer-encoder",
-    _transformer_encoder,
-    family="PyTorch",
-    library="torch",
-    attentions=2,
-)
+add("nn-transformer-encoder", _transformer_encoder, family="PyTorch", library="torch", attentions=2)

@@ -1,19 +1,26 @@
 """Take the architectures of the zoo the whole way, and write what happened to docs/zoo.md.
 
-python tests/zoo/record.py             every architecture whose library is installed
-python tests/zoo/record.py bert vit    these, and the others as they were recorded
-python tests/zoo/record.py --render    docs/zoo.md from the record
+python tests/zoo/record.py --jobs 14    every architecture, each in a process of its own
+python tests/zoo/record.py bert vit     these, and the others as they were recorded
+python tests/zoo/record.py --render     docs/zoo.md from the record
+
+The exit code is 1 where an architecture does not do what `architectures.py` expects of it.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
+import os
+import platform
 import re
+import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +35,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 GOLDEN = ("opt", "odd")
 LIBRARIES = {"torch": "torch", "transformers": "transformers", "timm": "timm", "torchvision": "torchvision"}
 LIBRARIES |= {"diffusers": "diffusers", "open_clip": "open_clip_torch", "x_transformers": "x-transformers"}
+LIBRARIES |= {"onnx": "onnx", "onnxruntime": "onnxruntime", "TensorRT-RTX": "tensorrt_rtx_cu13"}
 
 
 def measure(
@@ -54,7 +62,7 @@ def measure(
     axes = [axis for axis, sizes in manifest.spec.axes.items() if not sizes.is_dynamic]
     found |= {
         "precision": "auto" if "fp16" in found else "fp16",
-        "attentions": manifest.spec.attentions,
+        "attentions": manifest.spec.attention_count,
         "fused": len(manifest.attention),
         "fixed": axes,
         "unfused": [_short(note) for note in manifest.notes if "is not fused" in note],
@@ -130,7 +138,11 @@ def render(record: dict[str, Any]) -> str:
         f"- {len(passed)} of {len(results)} export and pass parity.",
         f"- {len(complete)} of {len(results)} have every attention that ONNX can express as one node.",
         f"- {len(built)} engines were built; they were not run.",
-        f"- {len(ZOO) - len(results)} more in `tests/zoo/architectures.py` were not measured for this page.",
+        *(
+            [f"- {len(ZOO) - len(results)} more were not measured for this page."]
+            if results.keys() < ZOO.keys()
+            else []
+        ),
         *_wrapped(f"Versions: {versions}."),
         *_wrapped(f"Measured: {record['measured']}."),
         "",
@@ -187,37 +199,84 @@ def _reasons(name: str, found: dict[str, Any]) -> list[str]:
     return reasons
 
 
-def main(arguments: list[str]) -> None:
+# -- the record ------------------------------------------------------------------------------------
+
+
+def measured_apart(name: str, seconds: float, threads: int) -> dict[str, Any]:
+    """Measure an architecture in a process of its own: a crash or a hang fails this one only."""
+    if not importlib.util.find_spec(ZOO[name].library):
+        return {"error": f"{ZOO[name].library} is not installed"}
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "found.json")
+        command = [sys.executable, __file__, name, "--into", str(found)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done within {seconds:.0f} seconds"}
+        if found.exists():
+            return json.loads(found.read_text(encoding="utf-8"))
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"error": _short(f"its process ended with {done.returncode}: {last}")}
+
+
+def main(arguments: list[str]) -> int:
     """Measure and write."""
-    record = (
-        json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {"results": {}, "measured": ""}
-    )
-    names = [] if arguments == ["--render"] else arguments or list(ZOO)
-    for name in names:
-        if not importlib.util.find_spec(ZOO[name].library):
-            print(f"{name}: {ZOO[name].library} is not installed", file=sys.stderr)
-            continue
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: every architecture")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time; default: 1")
+    parser.add_argument("--seconds", type=float, default=900, help="time limit of each; default: 900")
+    parser.add_argument("--commit", default=None, help="default: what git reports")
+    parser.add_argument("--render", action="store_true", help="only write the page")
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.into is not None:
         with tempfile.TemporaryDirectory() as folder:
-            record["results"][name] = found = measure(name, Path(folder))
-        print(name, found, flush=True)
-    record["results"] = {name: record["results"][name] for name in ZOO if name in record["results"]}
-    record["versions"] = {name: _version(package) for name, package in LIBRARIES.items()} | {
-        "TensorRT-RTX": _version("tensorrt_rtx_cu13")
-    }
-    if not arguments:
-        record["measured"] = f"all on {date.today().isoformat()}"
-    elif names:
-        record["measured"] = f"in parts, the last on {date.today().isoformat()}"
-    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            found = measure(options.names[0], Path(folder))
+        options.into.write_text(json.dumps(found), encoding="utf-8")
+        return 0
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    if not options.render:
+        whole, names = not options.names, options.names or list(ZOO)
+        threads = max(1, (os.cpu_count() or 1) // options.jobs)
+        kept = {} if whole else record["results"]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            running = {name: pool.submit(measured_apart, name, options.seconds, threads) for name in names}
+            for name, job in running.items():
+                kept[name] = job.result()
+                print(name, kept[name], *differences(name, kept[name]), sep="\n  ", flush=True)
+        record = {
+            "measured": f"{'all' if whole else 'in parts, the last'} on {date.today().isoformat()}, "
+            f"{platform.machine()}, commit {options.commit or _commit()}",
+            "versions": {name: _version(package) for name, package in LIBRARIES.items()},
+            "results": {name: kept[name] for name in ZOO if name in kept},
+        }
+        lines = [f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in record["results"].items()]
+        head = json.dumps({key: record[key] for key in ("measured", "versions")}, indent=1)[:-2]
+        text = head + ',\n "results": {\n' + ",\n".join(lines) + "\n }\n}\n"
+        RECORD.write_text(text, encoding="utf-8")
     PAGE.write_text(render(record), encoding="utf-8")
+    wrong = {name: differences(name, found) for name, found in record["results"].items()}
+    print(*(f"{name}: {each}" for name, several in wrong.items() for each in several), sep="\n")
+    return int(any(wrong.values()))
 
 
 def _version(package: str) -> str:
+    for name in (package, f"{package}-gpu"):
+        try:
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(PAGE.parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return version(package).partition("+")[0]
-    except PackageNotFoundError:
-        return "not installed"
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
