@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,59 +23,39 @@ _SMALLEST_ROW = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """The error of one tensor against the FP64 oracle.
+    """The error of one tensor against the FP64 oracle."""
 
-    Args:
-        relative_l2: ‖y − o‖ / ‖o‖ over the whole tensor.
-        worst_row: The same for the worst vector along the last axis: one token, or one query's weights.
-        max_abs: Largest absolute error, in units of the root mean square of the oracle.
-        gain: |⟨y, o⟩ / ⟨o, o⟩ − 1|: how much larger or smaller the result is as a whole. Rounding goes both
-            ways and cancels here, a wrong scale does not.
-        local: The largest error of any slice, over the error expected there; see `Noise`. A slice is one
-            index of one axis (batch element, query, channel, head), one vector, one element, or everything.
-        local_gain: The largest gain of any slice, over what rounding leaves there.
-        local_at: Where these are, the worse one of both: `batch element 7`.
-        cosine: Cosine between result and oracle.
-        worst_index: Where the largest absolute error is.
-        worst_got: The value there.
-        worst_want: The oracle there.
-    """
-
-    relative_l2: float
-    worst_row: float
-    max_abs: float
+    relative_l2: float  # ‖y − o‖ / ‖o‖ over the whole tensor
+    worst_row: float  # the same for the worst vector along the last axis: one token, or one query's weights
+    max_abs: float  # largest absolute error, in units of the root mean square of the oracle
+    # |⟨y, o⟩ / ⟨o, o⟩ − 1|: how much larger or smaller the result is as a whole. Rounding goes both ways
+    # and cancels here, a wrong scale does not.
     gain: float
+    # The largest error of any slice, over the error expected there; see `Noise`. A slice is one index of
+    # one axis (batch element, query, channel, head), one vector, one element, or everything.
     local: float = 0.0
-    local_gain: float = 0.0
-    local_at: str = ""
-    cosine: float
-    worst_index: tuple[int, ...]
-    worst_got: float
-    worst_want: float
-
-
-_NOTHING = Deviation(
-    relative_l2=0.0,
-    worst_row=0.0,
-    max_abs=0.0,
-    gain=0.0,
-    cosine=1.0,
-    worst_index=(),
-    worst_got=0.0,
-    worst_want=0.0,
-)
+    local_gain: float = 0.0  # the largest gain of any slice, over what rounding leaves there
+    local_at: str = ""  # where these are, the worse one of both: `batch element 7`
+    cosine: float  # cosine between result and oracle
+    worst_index: tuple[int, ...]  # where the largest absolute error is
+    worst_got: float  # the value there
+    worst_want: float  # the oracle there
 
 
 def measure(got: np.ndarray, oracle: np.ndarray, noise: Noise | None = None) -> Deviation:
     """Compare a finite result with the oracle, in float64; slice by slice where their noise is known."""
     result, oracle = np.atleast_1d(got.astype(np.float64)), np.atleast_1d(oracle)  # a loss is one number
     if not oracle.size:
-        return _NOTHING
+        nothing = dict.fromkeys(
+            ("relative_l2", "worst_row", "max_abs", "gain", "worst_got", "worst_want"), 0.0
+        )
+        return Deviation(**nothing, cosine=1.0, worst_index=())
     error = result - oracle
     size = _rms(oracle) or 1.0  # an oracle of zeros: errors are then absolute
     row_sizes = np.maximum(_rms(oracle, axis=-1), _SMALLEST_ROW * size)
     worst = np.unravel_index(int(np.argmax(np.abs(error))), error.shape)
     local, local_gain, local_at = (0.0, 0.0, "") if noise is None else noise.worst_slice(error)
+    norms = float(np.linalg.norm(result) * np.linalg.norm(oracle))
     return Deviation(
         relative_l2=float(_rms(error) / size),
         worst_row=float(np.max(_rms(error, axis=-1) / row_sizes)),
@@ -83,7 +64,7 @@ def measure(got: np.ndarray, oracle: np.ndarray, noise: Noise | None = None) -> 
         local=local,
         local_gain=local_gain,
         local_at=local_at,
-        cosine=_cosine(result, oracle),
+        cosine=float(np.vdot(result, oracle)) / norms if norms else float(np.array_equal(result, oracle)),
         worst_index=tuple(int(i) for i in worst),
         worst_got=float(result[worst]),
         worst_want=float(oracle[worst]),
@@ -92,11 +73,6 @@ def measure(got: np.ndarray, oracle: np.ndarray, noise: Noise | None = None) -> 
 
 def _rms(values: np.ndarray, axis: int | None = None) -> np.ndarray:
     return np.sqrt(np.mean(np.square(values), axis=axis))
-
-
-def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(np.vdot(a, b)) / norms if norms else float(np.array_equal(a, b))
 
 
 # -- The error that is expected of every element ---------------------------------------------------
@@ -117,10 +93,17 @@ _RESULT_ROUNDING, _LEAST_NOISE = 0.4, 0.3
 _OF_MANY, _OF_FEW = 0.57, 4.0
 # The elements of a vector do not err by themselves: a rounded weight moves its whole head, and a narrow one
 # has few heads. So n counts less, and gains cancel less, by these widths over that of the vector.
-_NARROW, _NARROW_GAIN = 1024, 192
-_FEW_VECTORS = 8  # fewer do not show the mean of a channel
+_NARROW, _NARROW_GAIN, _FEW = 1024, 192, 24
+_FEW_VECTORS, _FEW_LARGE = 8, 32  # fewer do not show the mean of a channel, or the error of large values
 # So many elements are needed to believe one channel, or one vector, more than all of them.
 _CHANNEL_PRIOR, _VECTOR_PRIOR = 32, 128
+
+
+def _common(values: np.ndarray, axis: int) -> float:
+    """The share of a channel that is the same along an axis: 1 where all is, 1/n of n independent numbers."""
+    rest = tuple(range(values.ndim - 1))
+    power = np.square(values).mean(rest)
+    return float(np.median(np.square(values.mean(axis)).mean(rest[:-1]) / np.maximum(power, 1e-300)))
 
 
 class Noise:
@@ -139,45 +122,74 @@ class Noise:
         shape = np.atleast_1d(oracle).shape
         o = oracle.reshape(-1, shape[-1]).astype(np.float64)
         error, rounding = eager.reshape(o.shape).astype(np.float64) - o, precision.roundoff
-        n_vectors, n_channels = o.shape
+        # Queries with the same answer (padding, a single key) have the same error: it counts once.
+        hashes = (o @ np.cos(np.arange(o.shape[1]))).astype(np.float32)
+        _, distinct, which, copies = np.unique(
+            hashes, return_index=True, return_inverse=True, return_counts=True
+        )
+        n_vectors, n_channels = len(distinct), o.shape[1]
         # Medians: one massive element makes neither its vector nor its channel large.
-        centred = o - np.median(o, axis=0) if n_vectors >= _FEW_VECTORS else o
-        spread = np.square(1.5 * np.median(np.abs(centred), axis=0))
-        spread = np.where(spread > 0, spread, np.square(centred).mean(0))
+        centre = np.median(o[distinct], axis=0) if n_vectors >= _FEW_VECTORS else np.zeros(n_channels)
+        centred = o - centre
+        spread = np.square(1.5 * np.median(np.abs(centred[distinct]), axis=0))
+        spread = np.where(spread > 0, spread, np.square(centred[distinct]).mean(0))
+        # Where all queries have nearly the same answer, it is the answer that is rounded, not its spread.
+        common = np.square(centre)
+        spread += np.minimum(common, np.median(spread + common))
         usual = float(np.median(spread)) or float(spread.mean()) or 1.0
         channels = np.sqrt((n_vectors * spread + 4 * usual) / (n_vectors + 4) if n_vectors > 1 else usual)
         channels = np.broadcast_to(np.maximum(channels, 1e-12 * math.sqrt(usual)), n_channels)
-        vectors = 1.5 * np.median(np.abs(centred) / channels, axis=1)
-        vectors = np.maximum(vectors, 1e-3 * (float(np.median(vectors)) or 1.0))
+        vectors = 1.5 * np.median(np.maximum(np.abs(o), np.abs(centred)) / channels, axis=1)
+        middle = float(np.median(vectors)) or 1.0
+        vectors = np.sqrt((n_channels * np.square(vectors) + 4 * middle**2) / (n_channels + 4))
+        vectors = np.maximum(vectors, 1e-3 * middle)
         scale = np.outer(vectors, channels)
-        own = np.square(_RESULT_ROUNDING * rounding * o)
+        # Errors may grow with the values themselves, as those of softmax weights do: large ones show it.
+        large = np.abs(o) > 3 * scale
+        relative = 1.5 * np.median(np.abs(error[large] / o[large])) if large.sum() >= _FEW_LARGE else 0.0
+        own = np.square(np.clip(relative, _RESULT_ROUNDING * rounding, 2 * rounding) * o)
         tiny = smallest_normal(eager.dtype) * rounding if eager.dtype.kind not in "iub" else 0.0
-        level = max(_LEAST_NOISE * rounding, 1.5 * float(np.median(np.abs(error) / scale)))
+        level = max(_LEAST_NOISE * rounding, 1.5 * float(np.median((np.abs(error) / scale)[distinct])))
         typical = np.square(level * scale)
         # Of an element whose own rounding is all its error, nothing is learned about its neighbours.
         ratio = np.square(error) / (typical + own) * (typical / np.square(scale))
-        level = max(_LEAST_NOISE * rounding, math.sqrt(float(ratio.mean())))
+        level = max(_LEAST_NOISE * rounding, math.sqrt(float(ratio[distinct].mean())))
         ratio /= level**2
         by_vector = (n_channels * ratio.mean(1) + _VECTOR_PRIOR) / (n_channels + _VECTOR_PRIOR)
         ratio /= by_vector[:, None]
-        by_channel = (n_vectors * ratio.mean(0) + _CHANNEL_PRIOR) / (n_vectors + _CHANNEL_PRIOR)
-        learned = np.square(level * scale) * np.outer(by_vector, by_channel)
+        # The queries of a channel share the rounding of keys and values: a small error there is chance.
+        n = n_vectors
+        by_channel = (n * ratio[distinct].mean(0) + _CHANNEL_PRIOR) / (n + _CHANNEL_PRIOR)
+        learned = np.square(level * scale) * np.outer(by_vector, np.maximum(by_channel, 1.0))
         least = np.square(_LEAST_NOISE * rounding * scale)
         self._expected = np.sqrt(np.maximum(learned, least) + own + tiny**2).reshape(shape)
         self._signal = (centred.reshape(shape) / self._expected).astype(np.float32)
+        self._weight = (1.0 / copies[which]).reshape(*shape[:-1], 1)
         self._roundoff = rounding
+        # What is common to all queries (or batch elements, heads, windows) of eager's error, or of the
+        # answers themselves, has one error, which counts once and not once for each.
+        self._repeats = tuple(
+            shape[axis]
+            * max(_common(error.reshape(shape) / self._expected, axis), _common(o.reshape(shape), axis))
+            for axis in range(len(shape) - 1)
+        )
+
+    def repeats(self, axes: Iterable[int]) -> float:
+        """How often one and the same error is counted along axes."""
+        return math.prod(max(1.0, self._repeats[axis]) for axis in axes if axis < len(self._repeats))
 
     def cut(self, part: Callable[[np.ndarray], np.ndarray]) -> Noise:
         """The same of a part of the tensor."""
-        found = object.__new__(Noise)
-        found._expected, found._signal = part(self._expected), part(self._signal)
-        found._roundoff = self._roundoff
+        found = copy(self)
+        for name in ("_expected", "_signal", "_weight"):
+            setattr(found, name, part(getattr(self, name)))
         return found
 
     def worst_slice(self, error: np.ndarray) -> tuple[float, float, str]:
         """The largest error and gain of a slice, in units of what is expected, and where the worse is."""
-        z = error / self._expected
-        squares, along, power = np.square(z), z * self._signal, np.square(self._signal)
+        z, weight = error / self._expected, np.broadcast_to(self._weight, error.shape)
+        squares, along = np.square(z) * weight, z * self._signal
+        power, width = np.square(self._signal), z.shape[-1]
         found: list[tuple[float, float, str]] = []
         names = AXES.get(z.ndim, tuple(f"axis {axis}" for axis in range(z.ndim)))
         everything = tuple(range(z.ndim))
@@ -185,19 +197,21 @@ class Noise:
         slices += [everything[:-1], everything] if z.ndim > 1 else []
         for kept in slices:
             away = tuple(axis for axis in everything if axis not in kept)
-            count = math.prod(z.shape[axis] for axis in away)
-            sizes = np.sqrt(squares.mean(away)) if away else np.abs(z)
+            sizes, gains, count = np.abs(z), np.zeros(()), np.ones(())
             whole_vectors = z.ndim - 1 in away
-            alike = 1 + _NARROW / z.shape[-1] if whole_vectors else 1 + 24 / count if away else 1
-            allowed = _OF_MANY + _OF_FEW * math.sqrt(alike / count)
-            gains = np.zeros(())
             if away:
+                weights = weight.sum(away)
+                repeats = self.repeats(away)
+                count = np.maximum(weights / repeats, width if whole_vectors else 1)
+                sizes = np.sqrt(squares.sum(away) / weights)
                 strength = np.maximum(power.sum(away), 1e-30)
                 noise = np.maximum(_GAIN_NOISE / np.sqrt(strength), _FLOOR_GAIN * self._roundoff)
-                noise *= math.sqrt(1 + _NARROW_GAIN / (z.shape[-1] if whole_vectors else count))
+                noise = noise * np.sqrt(repeats * (1 + _NARROW_GAIN / (width if whole_vectors else count)))
                 gains = np.abs(along.sum(away)) / strength / np.maximum(noise, _FAST_EXPONENTIAL)
-            for values, is_gain in ((np.asarray(sizes) / allowed, False), (np.asarray(gains), True)):
-                at = np.unravel_index(int(np.argmax(values)), values.shape)
+            alike = 1 + (_NARROW / width if whole_vectors else _FEW / count if away else 0.0)
+            allowed = _OF_MANY + _OF_FEW * np.sqrt(alike / count)
+            for values, is_gain in ((sizes / allowed, False), (gains, True)):
+                at = np.unravel_index(int(np.argmax(values)), np.shape(values))
                 place = ", ".join(f"{names[axis]} {int(i)}" for axis, i in zip(kept, at, strict=False))
                 worst = float(values[at])
                 found.append((0.0 if is_gain else worst, worst if is_gain else 0.0, place or EVERYWHERE))
@@ -264,7 +278,8 @@ def budget_from_eager(eager: np.ndarray, oracle: np.ndarray, precision: Precisio
     own, roundoff = measure(eager, oracle, noise), precision.roundoff
     factor = FACTORS[precision.name, precision.accumulate]
     l2 = max(own.relative_l2, _FLOOR_L2 * roundoff)
-    cancelled = _GAIN_NOISE * l2 / math.sqrt(max(oracle.size, 1))
+    repeats = noise.repeats(range(oracle.ndim)) if noise else 1.0
+    cancelled = _GAIN_NOISE * l2 * math.sqrt(repeats / max(oracle.size, 1))
     width = oracle.shape[-1] if oracle.ndim else 1
     few, few_channels = (1 + _OF_FEW / math.sqrt(max(count, 1)) for count in (oracle.size, width))
     budget = Budget(
@@ -280,58 +295,41 @@ def budget_from_eager(eager: np.ndarray, oracle: np.ndarray, precision: Precisio
     return budget
 
 
-# -- A cache is judged by its new rows; the rows that were valid before must come out as they w ----
+# -- A cache is judged by its new entries; those that were valid before must come out as they were --
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewEntries:
-    """What is left to judge of a case.
+    """What is left to judge of a case."""
 
-    Args:
-        case: The case, with the new rows [B, Hkv, S, D] in place of whole caches.
-        got: The results likewise.
-        spoiled: For each cache whose old rows came out changed, which.
-    """
-
-    case: GoldenCase
-    got: Mapping[str, np.ndarray]
-    spoiled: Mapping[str, str]
+    case: GoldenCase  # the case, with the new entries [B, Hkv, S, D] in place of whole caches
+    got: Mapping[str, np.ndarray]  # the results likewise
+    spoiled: Mapping[str, str]  # for each cache whose old entries came out changed, which
 
 
 def new_entries(case: GoldenCase, got: Mapping[str, np.ndarray]) -> NewEntries:
-    """Take the new rows out of the caches of a case and of its results.
+    """Take the new entries out of the caches of a case and of its results.
 
     Results of another type or shape than the case's stay whole: the judge will say what is wrong with them.
     """
     oracle, eager, results, spoiled = dict(case.oracle), dict(case.eager), dict(got), {}
     for name, given in case.cached.items():
-        if name not in oracle or given not in case.inputs or not _comparable(case, got.get(name), name):
+        after, own = got.get(name), case.eager.get(name)
+        if name not in oracle or given not in case.inputs or after is None or own is None:
             continue
-        before = case.inputs[given]
-        starts = written_from(case.inputs, given)
-        changed = _changed_row(before, got[name], starts)
-        if changed:
-            spoiled[name] = f"old rows were changed, the first in {changed}"
-        S = case.inputs["x"].shape[1]
+        if after.shape != own.shape or after.dtype != own.dtype:
+            continue
+        starts, S = written_from(case.inputs, given), case.inputs["x"].shape[1]
+        for b, start in enumerate(starts):
+            same = case.inputs[given][b, :, :start] == after[b, :, :start]
+            if name not in spoiled and not same.all():
+                head, position, _ = (int(i) for i in np.unravel_index(int(np.argmin(same)), same.shape))
+                place = f"batch element {b}, head {head}, position {position}"
+                spoiled[name] = f"old entries were changed, the first in {place}"
         oracle[name], eager[name], results[name] = (
-            rows_from(cache, starts, S) for cache in (oracle[name], eager[name], got[name])
+            rows_from(each, starts, S) for each in (oracle[name], own, after)
         )
     return NewEntries(case=replace(case, oracle=oracle, eager=eager), got=results, spoiled=spoiled)
-
-
-def _comparable(case: GoldenCase, got: np.ndarray | None, name: str) -> bool:
-    eager = case.eager[name]
-    return got is not None and got.shape == eager.shape and got.dtype == eager.dtype
-
-
-def _changed_row(before: np.ndarray, after: np.ndarray, starts: np.ndarray) -> str | None:
-    """The first of the valid rows that is not what it was."""
-    for b, start in enumerate(starts):
-        same = before[b, :, :start] == after[b, :, :start]
-        if not same.all():
-            head, row, _ = (int(i) for i in np.unravel_index(int(np.argmin(same)), same.shape))
-            return f"batch row {b}, head {head}, position {row}"
-    return None
 
 
 # -- Is the result right? A verdict for every output of every golden case --------------------------
@@ -348,23 +346,14 @@ _REMEDY = "give real weights (--weights), or scale those that the factory makes"
 
 @dataclass(frozen=True, kw_only=True)
 class OutputVerdict:
-    """The verdict on one output of one case.
+    """The verdict on one output of one case."""
 
-    Args:
-        case: Name of the golden case.
-        sizes: Its axis sizes.
-        output: Name of the output.
-        problem: Why it failed; None if it passed.
-        deviation: Its error, where names, types, shapes and values allow measuring one.
-        budget: What the error may be.
-    """
-
-    case: str
-    sizes: Mapping[str, int]
-    output: str
-    problem: str | None
-    deviation: Deviation | None = None
-    budget: Budget | None = None
+    case: str  # name of the golden case
+    sizes: Mapping[str, int]  # its axis sizes
+    output: str  # name of the output
+    problem: str | None  # why it failed; None if it passed
+    deviation: Deviation | None = None  # its error, where names, types, shapes and values allow measuring one
+    budget: Budget | None = None  # what the error may be
 
     @property
     def passed(self) -> bool:
@@ -398,22 +387,14 @@ class OutputVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityReport:
-    """The verdict on a model in one runtime.
+    """The verdict on a model in one runtime."""
 
-    Args:
-        model: Name of the model.
-        precision: Its precision.
-        backend: The runtime, with its version.
-        cases: Where the cases came from: `golden`, `sweep`, `fresh`, `probe` or `layers`.
-        verdicts: One for every output of every case.
-        accumulation: The type that GEMMs are assumed to accumulate in, which sets the budget, and why.
-    """
-
-    model: str
-    precision: str
-    backend: str
-    verdicts: tuple[OutputVerdict, ...]
-    cases: str = "golden"
+    model: str  # name of the model
+    precision: str  # its precision
+    backend: str  # the runtime, with its version
+    verdicts: tuple[OutputVerdict, ...]  # one for every output of every case
+    cases: str = "golden"  # where the cases came from: `golden`, `sweep`, `fresh`, `probe` or `layers`
+    # The type that GEMMs are assumed to accumulate in, which sets the budget, and why
     accumulation: tuple[str, str] = ("fp32", "")
 
     @property
@@ -451,7 +432,9 @@ def parity_from_verdicts(
     verdicts = tuple(verdicts)
     verified = {verdict.output for verdict in verdicts if verdict.passed}
     judged = tuple(
-        replace(each, problem=None) if each.output in verified and _is_all_zero(each) else each
+        replace(each, problem=None)
+        if each.output in verified and (each.problem or "").startswith((_ALL_ZERO, _CONSTANT))
+        else each
         for each in verdicts
     )
     return ParityReport(
@@ -462,10 +445,6 @@ def parity_from_verdicts(
         cases=cases,
         accumulation=accumulation,
     )
-
-
-def _is_all_zero(verdict: OutputVerdict) -> bool:
-    return verdict.problem is not None and verdict.problem.startswith((_ALL_ZERO, _CONSTANT))
 
 
 def failed_to_run(case: GoldenCase, reason: str) -> list[OutputVerdict]:
@@ -506,45 +485,29 @@ def judge_case(
 def _judge_output(
     case: GoldenCase, name: str, got: np.ndarray | None, precision: Precision, budget: Budget | None
 ) -> OutputVerdict:
+    verdict = OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=None)
     problem = _problem_before_error(case, name, got)
     if problem is not None or got is None:
-        return OutputVerdict(case=case.name, sizes=case.sizes, output=name, problem=problem)
-    if got.dtype.kind in "iub":
-        problem = _miscounted(case, name, got, precision)
+        return replace(verdict, problem=problem)
+    oracle, eager, exact = case.oracle[name], case.eager[name], got.dtype.kind in "iub"
+    if exact:
+        # Integers and booleans are right or wrong: the next token is not nearly the right one. Where rounding
+        # decides, as in an argmax, the module itself is wrong at times. As many times more may be.
+        wrong, own = int((got != oracle).sum()), int((eager != oracle).sum())
+        if wrong > FACTORS[precision.name, precision.accumulate] * own:
+            problem = f"{wrong} of {got.size} differ, and {own} do in the module itself"
     else:
-        problem = _why_not_verified(case.oracle[name], case.eager[name])
-    budget = budget or budget_from_eager(case.eager[name], case.oracle[name], precision)
+        problem = _why_not_verified(oracle, eager)
+    budget = budget or budget_from_eager(eager, oracle, precision)
     if case.allowance != 1:
         limits = {key: case.allowance * limit for key, limit in budget.limits.items()}
         budget = Budget(**limits, noise=budget.noise)
-    deviation = measure(got, case.oracle[name], budget.noise)
-    exceeded = budget.exceeded_by(deviation) if got.dtype.kind not in "iub" else []
-    return OutputVerdict(
-        case=case.name,
-        sizes=case.sizes,
-        output=name,
-        problem=_over(exceeded, deviation) if exceeded else problem,
-        deviation=deviation,
-        budget=budget,
-    )
-
-
-def _over(exceeded: list[str], deviation: Deviation) -> str:
-    """What is over the budget, and the slice that is worst."""
-    place = f"; largest in: {deviation.local_at}" if deviation.local_at not in ("", EVERYWHERE) else ""
-    return f"out of budget: {', '.join(exceeded)}{place}"
-
-
-def _miscounted(case: GoldenCase, name: str, got: np.ndarray, precision: Precision) -> str | None:
-    """Integers and booleans are right or wrong: the next token is not nearly the right one.
-
-    Where rounding decides, as in an argmax, the module itself is wrong at times. As many times more may be.
-    """
-    oracle = case.oracle[name]
-    wrong, own = int((got != oracle).sum()), int((case.eager[name] != oracle).sum())
-    if wrong <= FACTORS[precision.name, precision.accumulate] * own:
-        return None
-    return f"{wrong} of {got.size} differ, and {own} do in the module itself"
+    deviation = measure(got, oracle, budget.noise)
+    exceeded = [] if exact else budget.exceeded_by(deviation)
+    if exceeded:
+        place = f"; largest in: {deviation.local_at}" if deviation.local_at not in ("", EVERYWHERE) else ""
+        problem = f"out of budget: {', '.join(exceeded)}{place}"
+    return replace(verdict, problem=problem, deviation=deviation, budget=budget)
 
 
 def _why_not_verified(oracle: np.ndarray, eager: np.ndarray) -> str | None:

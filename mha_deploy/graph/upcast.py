@@ -16,8 +16,9 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
 
 _MATMULS = ("MatMul", "Gemm", "Einsum", "Attention", "Conv", "ConvTranspose")
-_NORMS = ("LayerNormalization", "RMSNormalization")
-_OTHERS_IN_FLOAT32 = (*_NORMS, "ReduceMean", "ReduceSum", "Softmax", "Gelu", "Erf", "Tanh")
+_NORMS = tuple(f"{kind}Normalization" for kind in ("Layer", "RMS", "Batch", "Group", "Instance"))
+_REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceL2", "AveragePool", "GlobalAveragePool", "Softmax")
+_OTHERS_IN_FLOAT32 = (*_NORMS, *_REDUCTIONS, "Gelu", "Erf", "Tanh", "Sigmoid")
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 

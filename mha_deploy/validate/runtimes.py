@@ -8,6 +8,9 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, open_bundle
 from mha_deploy.engine.manifest import Engine, engines_of
@@ -28,12 +31,7 @@ INSTALL = 'pip install "mha-deploy[export]"'
 
 
 def refuse_without_torch(what: str, hint: str = INSTALL) -> None:
-    """Refuse what cannot be done without PyTorch, where it is not installed.
-
-    Args:
-        what: What it was to compute, as in "Only PyTorch can compute the expected results …".
-        hint: What to do.
-    """
+    """Refuse what only PyTorch can compute (the results expected `what`), where it is not installed."""
     if not can_import("torch"):
         raise BackendUnavailable(
             f"Only PyTorch can compute the results expected {what}.",
@@ -74,48 +72,22 @@ PYTORCH, ONNX_RUNTIME, TENSORRT, ONNX = "pytorch", "onnxruntime", "tensorrt", "o
 
 # Named here as well, so that a machine without PyTorch can distinguish a wrong name from a missing package.
 TORCH_BASELINES = (
-    "eager",
-    "eager+graph",
-    "sdpa",
-    "sdpa-cudnn",
-    "sdpa-cudnn-packed",
-    "sdpa-flash",
-    "sdpa-efficient",
-    "sdpa-math",
-    "compile",
-    "compile-tuned",
-    "compile-cudnn",
-    "compile-flash",
-    "compile-autotune",
-)
+    "eager", "eager+graph", "sdpa", "sdpa-cudnn", "sdpa-cudnn-packed", "sdpa-flash", "sdpa-efficient",
+    "sdpa-math", "compile", "compile-tuned", "compile-cudnn", "compile-flash", "compile-autotune",
+)  # fmt: skip
 # Timed by default: the strongest ones, and eager. A validation takes minutes with all of them.
-DEFAULT_BASELINES = (
-    "eager",
-    "eager+graph",
-    "sdpa-cudnn",
-    "sdpa-flash",
-    "sdpa-efficient",
-    "compile",
-    "compile-tuned",
-    "compile-cudnn",
-)
+_ON_REQUEST = ("sdpa", "sdpa-cudnn-packed", "sdpa-math", "compile-flash", "compile-autotune")
+DEFAULT_BASELINES = tuple(name for name in TORCH_BASELINES if name not in _ON_REQUEST)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """One baseline to run the model.
+    """One baseline to run the model."""
 
-    Args:
-        name: As it is written on a command line and in a report.
-        family: Whose it is: `pytorch`, `onnxruntime`, `tensorrt` or `onnx`.
-        open: Loads it; raises `DeployError` where it cannot run.
-        engine: The engine, where it is one.
-    """
-
-    name: str
-    family: str
-    open: Callable[[], Runner]
-    engine: Engine | None = None
+    name: str  # as it is written on a command line and in a report
+    family: str  # whose it is: `pytorch`, `onnxruntime`, `tensorrt` or `onnx`
+    open: Callable[[], Runner]  # loads it; raises `DeployError` where it cannot run
+    engine: Engine | None = None  # the engine, where it is one
 
     @property
     def is_timed(self) -> bool:
@@ -126,9 +98,14 @@ class Runtime:
         """The type that its GEMMs may accumulate in, which sets the budget, and how that is known."""
         if precision.name != "fp16":
             return "fp32", f"no kernel accumulates {precision.name} in fewer bits"
-        if self.engine is None and self.family in _ACCUMULATES:
-            return "fp32", f"{_ACCUMULATES[self.family]} in FP32"
         if self.engine is None:
+            if self.family == PYTORCH:
+                return "fp32", "PyTorch accumulates in FP32"
+            try:
+                if self.name in RUNNERS:
+                    return _measured_accumulation(self.name)
+            except DeployError:  # opening it reports why
+                pass
             return "fp16", f"what is behind {self.name} is not known"
         manifest = self.engine.manifest
         notes = [note for note in manifest.verdict.precision.notes if "matmuls" in note]
@@ -142,11 +119,24 @@ class Runtime:
         return "fp32", "no kernel of the engine accumulates in FP16, by its name"
 
 
-_ACCUMULATES = {
-    PYTORCH: "PyTorch accumulates",
-    ONNX_RUNTIME: "ONNX Runtime accumulates",
-    ONNX: "ONNX's evaluator accumulates",
-}
+@lru_cache
+def _measured_accumulation(backend: str) -> tuple[str, str]:
+    """The type that FP16 matmuls of a runner accumulate in: to 2048, FP16 can add no 1."""
+    ones = 4095
+    inputs = [
+        ir.val(name, ir.DataType.FLOAT16, shape)
+        for name, shape in (("a", (1, ones + 1)), ("b", (ones + 1, 8)))
+    ]
+    matmul = ir.node("MatMul", inputs)
+    output = matmul.outputs[0]
+    output.name, output.type, output.shape = "y", inputs[0].type, ir.Shape((1, 8))
+    graph = ir.Graph(inputs, [output], nodes=[matmul], opset_imports={"": 23}, name="accumulation")
+    a, b = (np.ones(tuple(value.shape or ()), np.float16) for value in inputs)
+    a[0, 0] = 2048
+    with open_runner(backend, ir.Model(graph, ir_version=10)) as runner:
+        found = float(runner.run({"a": a, "b": b})["y"][0, 0])
+    kind = "fp32" if found > 2048 + ones / 2 else "fp16"
+    return kind, f"{runner.name} accumulates in {kind.upper()}: 2048 and {ones:,} ones are {found:,.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +156,15 @@ class RuntimeFinder:
 
     @cached_property
     def engines(self) -> list[Engine]:
-        """The engines of the bundle; their plans are hashed, so only on request."""
-        return _chosen(engines_of(self.bundle.path), self._engine_name, self.bundle)
+        """The engines of the bundle, or the one requested; their plans are hashed, so only on request."""
+        engines, name = engines_of(self.bundle.path), self._engine_name
+        for engine in engines:
+            engine.check_bundle(self.bundle.path)
+        names = [engine.path.stem for engine in engines]
+        if name is not None and name not in names:
+            hint = nearest(name, names) if engines else f"mha-deploy build-engine {self.bundle.path}"
+            raise DeployError("The bundle has no engine of that name.", got=name, hint=hint)
+        return [engine for engine in engines if name in (None, engine.path.stem)]
 
     def look_for_engines(self) -> None:
         """Forget what was found: there may be a new engine."""
@@ -197,12 +194,8 @@ class RuntimeFinder:
 
     def graphs(self) -> list[Runtime]:
         """The graph in the runtime that checks it: on the GPU where that can be, else on the CPU."""
-        if find_gpu() is not None:
-            return [
-                self._graph("ort-cuda"),
-                self._graph(available_cpu_backend(self.bundle.manifest.precision)),
-            ]
-        return [self._graph(available_cpu_backend(self.bundle.manifest.precision))]
+        cpu = self._graph(available_cpu_backend(self.bundle.manifest.precision))
+        return [cpu] if find_gpu() is None else [self._graph("ort-cuda"), cpu]
 
     def running_engines(self) -> list[Runtime]:
         """The engines that can run on this machine; the others are noted as absent."""
@@ -242,9 +235,7 @@ class RuntimeFinder:
 
     def _open_torch(self, baseline: str) -> Runner:
         if not can_import("torch"):
-            raise BackendUnavailable(
-                "PyTorch is not installed.", got=baseline, hint='pip install "mha-deploy[export]"'
-            )
+            raise BackendUnavailable("PyTorch is not installed.", got=baseline, hint=INSTALL)
         return child.open_isolated(
             child.PYTORCH, f"PyTorch ({baseline})", _open_torch, baseline, self.bundle.path
         )
@@ -262,20 +253,3 @@ def _torch_models(bundle: Path) -> Any:
     from mha_deploy.baselines.torch import models_of
 
     return models_of(open_bundle(bundle))
-
-
-def _chosen(engines: list[Engine], name: str | None, bundle: Bundle) -> list[Engine]:
-    for engine in engines:
-        engine.check_bundle(bundle.path)
-    if name is None:
-        return engines
-    chosen = [engine for engine in engines if engine.path.stem == name]
-    if not chosen:
-        raise DeployError(
-            "The bundle has no engine of that name.",
-            got=name,
-            hint=nearest(name, [engine.path.stem for engine in engines])
-            if engines
-            else f"mha-deploy build-engine {bundle.path}",
-        )
-    return chosen

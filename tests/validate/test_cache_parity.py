@@ -46,7 +46,7 @@ def test_an_old_row_that_changed_by_a_bit_is_named(given):
     got[name][row, 1, last, 3] = np.nextafter(got[name][row, 1, last, 3], np.float16(9))
     verdict = verdict_on(case, got, name, precision)
     assert not verdict.passed
-    assert f"batch row {row}, head 1, position {last}" in verdict.problem
+    assert f"batch element {row}, head 1, position {last}" in verdict.problem
 
 
 def test_a_new_row_that_was_not_written_is_out_of_budget(given):

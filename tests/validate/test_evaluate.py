@@ -8,7 +8,8 @@ import pytest
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
 from mha_deploy.model.precision import PRECISIONS
-from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.runner import Runner, TensorInfo
+from mha_deploy.validate import runtimes
 from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validate.runtimes import ONNX_RUNTIME, TENSORRT, Runtime
 
@@ -147,7 +148,30 @@ def test_the_budget_assumes_the_accumulation_of_the_kernels(name):
     assert runtime.accumulation(PRECISIONS["bf16"])[0] == "fp32"
 
 
-@pytest.mark.parametrize("family", ["onnxruntime", "pytorch", "onnx"])
-def test_runtimes_that_accumulate_in_fp32_have_the_smaller_budget(family):
-    runtime = Runtime(name="r", family=family, open=lambda: None)
-    assert runtime.accumulation(PRECISIONS["fp16"])[0] == "fp32"
+@pytest.mark.parametrize("name", ["ort-cpu", "onnx-reference", "eager"])
+def test_runtimes_that_accumulate_in_fp32_have_the_smaller_budget(name):
+    runtime = Runtime(name=name, family="pytorch" if name == "eager" else "onnx", open=lambda: None)
+    kind, why = runtime.accumulation(PRECISIONS["fp16"])
+    assert kind == "fp32"
+    assert name == "eager" or "2048 and 4,095 ones are 6,144" in why
+
+
+def test_a_runner_whose_kernels_lose_the_ones_accumulates_in_fp16(monkeypatch):
+    class Lossy(Runner):
+        def __init__(self):
+            self.name, self.outputs = "lossy 1.0", {}
+            self.inputs = {each: TensorInfo(dtype=np.dtype(np.float16), dims=("M", "N")) for each in "ab"}
+
+        def _run(self, feeds):
+            total = np.float16(0)
+            for a, b in zip(feeds["a"][0], feeds["b"][:, 0], strict=True):
+                total += a * b
+            return {"y": np.full((1, 8), total)}
+
+    runtimes._measured_accumulation.cache_clear()
+    monkeypatch.setattr(runtimes, "open_runner", lambda *given: Lossy())
+    runtime = Runtime(name="ort-cuda", family="onnxruntime", open=lambda: None)
+    kind, why = runtime.accumulation(PRECISIONS["fp16"])
+    runtimes._measured_accumulation.cache_clear()
+    assert kind == "fp16"
+    assert why == "lossy 1.0 accumulates in FP16: 2048 and 4,095 ones are 2,048"
