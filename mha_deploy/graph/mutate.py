@@ -12,7 +12,6 @@ from mha_deploy.graph.attention_node import (
     NONPAD_KV_SEQLEN,
     PAST_KEY,
     PAST_VALUE,
-    AttentionNode,
     K,
     Q,
     V,
@@ -23,235 +22,186 @@ from mha_deploy.graph.attention_node import (
 from mha_deploy.graph.ir import NodeBuilder, graph_of_node, input_at, made_by
 from mha_deploy.model.spec import AttentionSpec
 
-# -- Insert nodes before or after an attention -----------------------------------------------------
+# -- The attention that is mutated -----------------------------------------------------------------
 
 # The inputs of TensorScatter and RotaryEmbedding by position.
 _UPDATE, _WRITE_INDICES = 1, 2
 _POSITIONS = 3
 
 
-def feed(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> None:
-    """Insert new nodes before a node, and let one of its inputs be their result."""
-    old = input_at(node, position)
-    value.type = old.type if old is not None else ir.TensorType(ir.DataType.BOOL)
-    value.shape = old.shape if old is not None else None
-    graph_of_node(node).insert_before(node, build.nodes)
-    if position >= len(node.inputs):
-        node.resize_inputs(position + 1)
-    node.replace_input_with(position, value)
+class _DoesNotApply(Exception):
+    """The attention is not such that it can have the mistake."""
 
 
-def feed_one_less(node: ir.Node, position: int, build: NodeBuilder, value: ir.Value) -> None:
-    """Let a node read integers that are one too small, but not below 0."""
-    feed(node, position, build, build.op("Max", build.op("Sub", value, build.ints(1)), build.ints(0)))
+def _need(*conditions: object) -> None:
+    if not all(conditions):
+        raise _DoesNotApply
 
 
-def follow(node: ir.Node, build: NodeBuilder, wrong: ir.Value) -> None:
-    """Insert new nodes after an attention, and let the result replace its output."""
-    output = node.outputs[Y]
-    takers = [(new, at) for new in build.nodes for at, value in enumerate(new.inputs) if value is output]
-    wrong.type, wrong.shape = output.type, output.shape
-    output.replace_all_uses_with(wrong, replace_graph_outputs=True)
-    for new, at in takers:
-        new.replace_input_with(at, output)
-    graph_of_node(node).insert_after(node, build.nodes)
+class _Site:
+    """One attention node, and the nodes that are inserted around it."""
 
+    def __init__(self, node: ir.Node) -> None:
+        self.node, self.attention = node, read_attention(node)
+        self.build, self._edits = NodeBuilder(f"{node.name}/mutation"), 0
 
-def new_entries(node: ir.Node, position: int) -> ir.Value | None:
-    """The new keys or values: the input itself, or the update of a preallocated cache."""
-    scatter = scatter_of(node, position)
-    if scatter is None:
-        return input_at(node, position)
-    value = scatter.inputs[_UPDATE]
-    while (layout := made_by(value, "Transpose", "Reshape")) is not None:
-        value = layout.inputs[0]
-    return value
+    def input(self, position: int, node: ir.Node | None = None) -> ir.Value:
+        """An input of the attention, or of another node, which must be there."""
+        value = input_at(node or self.node, position)
+        if value is None:
+            raise _DoesNotApply
+        return value
 
+    @property
+    def output(self) -> tuple[ir.Value, ir.DataType]:
+        """The heads, and their type."""
+        value = self.node.outputs[Y]
+        if value.dtype is None:
+            raise _DoesNotApply
+        return value, value.dtype
 
-def scatter_of(node: ir.Node, position: int) -> ir.Node | None:
-    """The node that updates the preallocated cache that an attention reads, if there is one."""
-    return made_by(input_at(node, position), "TensorScatter")
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The number of query heads and the size of a value, which must be known."""
+        Hq, Dv = self.attention.Hq, self.attention.Dv
+        if not isinstance(Hq, int) or not isinstance(Dv, int):
+            raise _DoesNotApply
+        return Hq, Dv
 
+    def scatter(self, position: int) -> ir.Node | None:
+        """The node that updates the preallocated cache that an input reads, if there is one."""
+        return made_by(input_at(self.node, position), "TensorScatter")
 
-# -- Masks, causality and caches -------------------------------------------------------------------
-
-
-def mask_dropped(node: ir.Node, attention: AttentionNode) -> bool:
-    """Every query attends to the masked keys."""
-    if attention.mask == "none":
-        return False
-    node.replace_input_with(MASK, None)
-    return True
-
-
-def mask_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
-    """The mask is shifted by a key: every query attends to the first one that it should not."""
-    return attention.mask == "bool" and _shift(node, MASK, axis=3)
-
-
-def causal_dropped(node: ir.Node, attention: AttentionNode) -> bool:
-    """Every query attends to later keys."""
-    if not attention.is_causal:
-        return False
-    node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
-    return True
-
-
-def causal_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
-    """Every query attends to one later key."""
-    return _other_diagonal(node, attention, ahead=1, after_past=True)
-
-
-def causal_leak(node: ir.Node, attention: AttentionNode) -> bool:
-    """The last query but one attends to one later key, and no other does."""
-    return _other_diagonal(node, attention, ahead=1, after_past=True, only_query=2)
-
-
-def past_forgotten(node: ir.Node, attention: AttentionNode) -> bool:
-    """The diagonal of a layer with a cache starts at its first key, as if the cache were empty."""
-    cached = attention.has_past or attention.has_nonpad_kv_seqlen
-    return cached and _other_diagonal(node, attention, ahead=0, after_past=False)
-
-
-def cache_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
-    """The past is shifted by one entry, or the new entries are written one position early."""
-    if attention.has_past:
-        return all(_shift(node, at, axis=2) for at in (PAST_KEY, PAST_VALUE))
-    for scatter in (scatter_of(node, at) for at in (K, V)):
-        starts = input_at(scatter, _WRITE_INDICES)
-        if scatter is None or starts is None:
-            return False
-        feed_one_less(scatter, _WRITE_INDICES, NodeBuilder(f"{scatter.name}/mutation"), starts)
-    return True
-
-
-def newest_entry_zero(node: ir.Node, attention: AttentionNode) -> bool:
-    """The last of the new keys and values is zero."""
-    return all(
-        _with_last(node, position, lambda build, last: build.op("Sub", last, last)) for position in (K, V)
-    )
-
-
-def entry_late(node: ir.Node, attention: AttentionNode) -> bool:
-    """The new entries of a preallocated cache are written one slot late, where there is room."""
-    for scatter in (scatter_of(node, at) for at in (K, V)):
-        cache, update, starts = (input_at(scatter, at) for at in (0, _UPDATE, _WRITE_INDICES))
-        if scatter is None or cache is None or update is None or starts is None:
-            return False
-        build = NodeBuilder(f"{scatter.name}/mutation")
-        T, S = (build.op("Shape", value, start=2, end=3) for value in (cache, update))
-        later = build.op("Add", starts, build.ints(1))
-        feed(scatter, _WRITE_INDICES, build, build.op("Min", later, build.op("Sub", T, S)))
-    return True
-
-
-def entry_stale(node: ir.Node, attention: AttentionNode) -> bool:
-    """Attention reads the preallocated cache as it was before the new entries were written."""
-    for position in (K, V):
-        scatter = scatter_of(node, position)
+    def new_entries(self, position: int) -> ir.Value | None:
+        """The new keys or values: the input itself, or the update of a preallocated cache."""
+        scatter = self.scatter(position)
         if scatter is None:
-            return False
-        node.replace_input_with(position, scatter.inputs[0])
-    return True
+            return input_at(self.node, position)
+        value = scatter.inputs[_UPDATE]
+        while (layout := made_by(value, "Transpose", "Reshape")) is not None:
+            value = layout.inputs[0]
+        return value
+
+    def key_rotation(self) -> ir.Node:
+        """The rotary embedding of the new keys."""
+        rotary = made_by(self.new_entries(K), "RotaryEmbedding")
+        if rotary is None:
+            raise _DoesNotApply
+        return rotary
+
+    def feed(self, position: int, value: ir.Value, node: ir.Node | None = None) -> None:
+        """Let the attention, or another node, read what was built instead of one of its inputs."""
+        node = node or self.node
+        old = input_at(node, position)
+        value.type = old.type if old is not None else ir.TensorType(ir.DataType.BOOL)
+        value.shape = old.shape if old is not None else None
+        graph_of_node(node).insert_before(node, self.build.nodes)
+        if position >= len(node.inputs):
+            node.resize_inputs(position + 1)
+        node.replace_input_with(position, value)
+        self._edits += 1
+        self.build = NodeBuilder(f"{self.node.name}/mutation_{self._edits}")
+
+    def follow(self, wrong: ir.Value) -> None:
+        """Let what was built from the heads replace them."""
+        output, build = self.node.outputs[Y], self.build
+        takers = [(new, at) for new in build.nodes for at, value in enumerate(new.inputs) if value is output]
+        wrong.type, wrong.shape = output.type, output.shape
+        output.replace_all_uses_with(wrong, replace_graph_outputs=True)
+        for new, at in takers:
+            new.replace_input_with(at, output)
+        graph_of_node(self.node).insert_after(self.node, build.nodes)
+
+    def one_less(self, value: ir.Value) -> ir.Value:
+        """Integers that are one too small, but not below 0."""
+        return self.build.op("Max", self.build.op("Sub", value, self.build.ints(1)), self.build.ints(0))
+
+    def feed_shifted(self, position: int, axis: int) -> None:
+        """Shift an input by one along an axis, with its first element twice."""
+        build, value = self.build, self.input(position)
+        axes, first = build.ints(axis), build.ints(0)
+        head = build.op("Slice", value, first, build.ints(1), axes)
+        tail = build.op("Slice", value, first, build.ints(-1), axes)
+        self.feed(position, build.op("Concat", head, tail, axis=axis))
+
+    def feed_changed_last(
+        self, node: ir.Node, position: int, axis: int, change: Callable[[ir.Value], ir.Value]
+    ) -> None:
+        """Let a node read an input whose last element along an axis is changed."""
+        build, value = self.build, self.input(position, node)
+        axes, last = build.ints(axis), build.ints(-1)
+        before = build.op("Slice", value, build.ints(0), last, axes)
+        after = build.op("Slice", value, last, build.ints(np.iinfo(np.int64).max), axes)
+        self.feed(position, build.op("Concat", before, change(after), axis=axis), node)
+
+    def feed_reordered(self, position: int, order: list[int]) -> None:
+        """Let the attention read the heads of an input in another order."""
+        size = self.attention.Dv if position == V else self.attention.D
+        _need(isinstance(size, int))
+        axis = 1
+        if self.attention.rank == 3:  # the heads lie side by side
+            axis, order = 2, [head * int(size) + i for head in order for i in range(int(size))]
+        value = self.input(position)
+        self.feed(position, self.build.op("Gather", value, self.build.ints(*order), axis=axis))
+
+    def scaled_where(self, chosen: ir.Value, factor: float, dtype: ir.DataType) -> ir.Value:
+        """A factor where a condition holds, and 1 elsewhere."""
+        return self.build.op(
+            "Where", chosen, self.build.constant(factor, dtype), self.build.constant(1.0, dtype)
+        )
 
 
-def values_beyond_a_length(node: ir.Node, attention: AttentionNode) -> bool:
-    """The values of the last quarter of the keys are 5 % too large."""
-    value = input_at(node, V)
-    if value is None or value.dtype is None:
-        return False
-    build = NodeBuilder(f"{node.name}/mutation")
-    axis = 1 if attention.rank == 3 else 2
-    T = build.op("Shape", value, start=axis, end=axis + 1)
-    first = build.op("Div", build.op("Mul", T, build.ints(3)), build.ints(4))
-    late = build.op("GreaterOrEqual", build.count_up(T), first)
-    factor = build.op("Where", late, build.constant(1.05, value.dtype), build.constant(1.0, value.dtype))
-    factor = build.unsqueeze(factor, *((0, 2) if attention.rank == 3 else (0, 1, 3)))
-    feed(node, V, build, build.op("Mul", value, factor))
-    return True
+# -- Scores, masks and causality -------------------------------------------------------------------
 
 
-def last_batch_element_off(node: ir.Node, attention: AttentionNode) -> bool:
-    """The heads of the last batch element are 0.5 % too large."""
-    output = node.outputs[Y]
-    if output.dtype is None:
-        return False
-    build = NodeBuilder(f"{node.name}/mutation")
-    B = build.op("Shape", output, start=0, end=1)
-    is_last = build.op("Equal", build.count_up(B), build.op("Sub", B, build.ints(1)))
-    factor = build.op(
-        "Where", is_last, build.constant(1.005, output.dtype), build.constant(1.0, output.dtype)
-    )
-    factor = build.unsqueeze(factor, *range(1, 4 if attention.rank == 4 else 3))
-    follow(node, build, build.op("Mul", output, factor))
-    return True
+def _scale(site: _Site, factor: float | None = None) -> None:
+    """The scores are scaled by another factor; by none at all where it is not given."""
+    scale = site.attention.softmax_scale
+    wrong = 1.0 if factor is None else (scale or 0.0) * factor
+    _need(scale is not None and scale != wrong)
+    site.node.attributes["scale"] = ir.AttrFloat32("scale", wrong)
 
 
-def head_zero(node: ir.Node, attention: AttentionNode) -> bool:
-    """The first head is zero."""
-    output, heads, size = node.outputs[Y], attention.Hq, attention.Dv
-    if output.dtype is None or not isinstance(heads, int) or not isinstance(size, int):
-        return False
-    build = NodeBuilder(f"{node.name}/mutation")
-    keeps = np.arange(heads) > 0
-    kept = np.repeat(keeps, size) if attention.rank == 3 else keeps[:, None, None]
-    factor = build.constant(kept.astype(float).tolist(), output.dtype)
-    follow(node, build, build.op("Mul", output, factor))
-    return True
+def _softcap_dropped(site: _Site) -> None:
+    _need(site.attention.softcap > 0, site.node.attributes.pop("softcap", None))
 
 
-def _with_last(node: ir.Node, position: int, change: Callable[[NodeBuilder, ir.Value], ir.Value]) -> bool:
-    """Change the last of the new keys or values; of a preallocated cache, what is written to it."""
-    scatter = scatter_of(node, position)
-    taker, at = (node, position) if scatter is None else (scatter, _UPDATE)
-    value = input_at(taker, at)
-    if value is None or value.shape is None:
-        return False
-    return _changed_last(taker, at, value, len(value.shape) // 2, change)
+def _mask_dropped(site: _Site) -> None:
+    """Every query attends to the masked keys."""
+    _need(site.attention.mask != "none")
+    site.node.replace_input_with(MASK, None)
 
 
-def _changed_last(
-    node: ir.Node,
-    position: int,
-    value: ir.Value,
-    axis: int,
-    change: Callable[[NodeBuilder, ir.Value], ir.Value],
-) -> bool:
-    """Let a node read an input whose last element along an axis is changed."""
-    build = NodeBuilder(f"{node.name}/mutation_{position}")
-    axes, last = build.ints(axis), build.ints(-1)
-    before = build.op("Slice", value, build.ints(0), last, axes)
-    after = build.op("Slice", value, last, build.ints(np.iinfo(np.int64).max), axes)
-    feed(node, position, build, build.op("Concat", before, change(build, after), axis=axis))
-    return True
+def _mask_off_by_one(site: _Site) -> None:
+    """The mask is shifted by a key: every query attends to the first one that it should not."""
+    _need(site.attention.mask == "bool")
+    site.feed_shifted(MASK, axis=3)
 
 
-def _shift(node: ir.Node, position: int, *, axis: int) -> bool:
-    """Shift an input by one along an axis, with its first element twice."""
-    value = input_at(node, position)
-    if value is None:
-        return False
-    build = NodeBuilder(f"{node.name}/mutation_{position}")
-    axes, first = build.ints(axis), build.ints(0)
-    head = build.op("Slice", value, first, build.ints(1), axes)
-    tail = build.op("Slice", value, first, build.ints(-1), axes)
-    feed(node, position, build, build.op("Concat", head, tail, axis=axis))
-    return True
+def _causal_dropped(site: _Site) -> None:
+    """Every query attends to later keys."""
+    _need(site.attention.is_causal)
+    site.node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
+
+
+def _past_forgotten(site: _Site) -> None:
+    """The diagonal of a layer with a cache starts at its first key, as if the cache were empty."""
+    _need(site.attention.has_past or site.attention.has_nonpad_kv_seqlen)
+    _other_diagonal(site, ahead=0, after_past=False)
 
 
 def _other_diagonal(
-    node: ir.Node, attention: AttentionNode, *, ahead: int, after_past: bool, only_query: int | None = None
-) -> bool:
+    site: _Site, *, ahead: int, after_past: bool = True, only_query: int | None = None
+) -> None:
     """Write causality as a mask with another diagonal: `ahead` keys later, and after the past or not.
 
     `only_query` is the one query with that diagonal, counted from the end.
     """
-    q, k, mask = input_at(node, Q), input_at(node, K), input_at(node, MASK)
-    if not causal_dropped(node, attention) or q is None or k is None or q.dtype is None:
-        return False
-    build = NodeBuilder(f"{node.name}/mutation")
-    axis = 1 if attention.rank == 3 else 2
-    S, T = (build.op("Shape", value, start=axis, end=axis + 1) for value in (q, k))
+    node, build = site.node, site.build
+    _causal_dropped(site)
+    q, mask = site.input(Q), input_at(node, MASK)
+    axis = 1 if site.attention.rank == 3 else 2
+    S, T = (build.op("Shape", value, start=axis, end=axis + 1) for value in (q, site.input(K)))
     past, ends = input_at(node, PAST_KEY), input_at(node, NONPAD_KV_SEQLEN)
     start = None  # the position of the first query of every batch element
     if past is not None:
@@ -269,15 +219,226 @@ def _other_diagonal(
     else:
         queries = build.unsqueeze(queries, 0, 1)
     visible = build.op("LessOrEqual", build.count_up(T), queries)
-    if mask is not None and attention.mask == "bool":
+    if mask is not None and site.attention.mask == "bool":
         visible = build.op("And", visible, mask)
     elif mask is not None:
-        visible = build.op("Where", visible, mask, build.constant(float("-inf"), q.dtype))
-    feed(node, MASK, build, visible)
-    return True
+        _need(q.dtype is not None)
+        visible = build.op(
+            "Where", visible, mask, build.constant(float("-inf"), q.dtype or ir.DataType.FLOAT)
+        )
+    site.feed(MASK, visible)
 
 
-# -- Mutations without effect at every size that the axes of a layer allow -------------------------
+# -- Keys, values and caches -----------------------------------------------------------------------
+
+
+def _cache_off_by_one(site: _Site) -> None:
+    """The past is shifted by one entry, or the new entries are written one position early."""
+    for position, past in ((K, PAST_KEY), (V, PAST_VALUE)):
+        scatter = site.scatter(position)
+        if site.attention.has_past:
+            site.feed_shifted(past, axis=2)
+        else:
+            _need(scatter)
+            site.feed(_WRITE_INDICES, site.one_less(site.input(_WRITE_INDICES, scatter)), scatter)
+
+
+def _newest_entry_zero(site: _Site) -> None:
+    """The last of the new keys and values is zero."""
+    for position in (K, V):
+        scatter = site.scatter(position)
+        node, at = (site.node, position) if scatter is None else (scatter, _UPDATE)
+        shape = site.input(at, node).shape
+        _need(shape is not None)
+        site.feed_changed_last(node, at, len(shape or ()) // 2, lambda last: site.build.op("Sub", last, last))
+
+
+def _entry_late(site: _Site) -> None:
+    """The new entries of a preallocated cache are written one slot late, where there is room."""
+    for position in (K, V):
+        scatter, build = site.scatter(position), site.build
+        _need(scatter)
+        T, S = (build.op("Shape", site.input(at, scatter), start=2, end=3) for at in (0, _UPDATE))
+        later = build.op("Add", site.input(_WRITE_INDICES, scatter), build.ints(1))
+        site.feed(_WRITE_INDICES, build.op("Min", later, build.op("Sub", T, S)), scatter)
+
+
+def _entries_stale(site: _Site) -> None:
+    """Attention reads the preallocated cache as it was before the new entries were written."""
+    for position in (K, V):
+        scatter = site.scatter(position)
+        _need(scatter)
+        site.node.replace_input_with(position, site.input(0, scatter))
+
+
+def _values_beyond_a_length(site: _Site) -> None:
+    """The values of the last quarter of the keys are 5 % too large."""
+    build, value = site.build, site.input(V)
+    _need(value.dtype is not None)
+    rank = site.attention.rank
+    axis = 1 if rank == 3 else 2
+    T = build.op("Shape", value, start=axis, end=axis + 1)
+    first = build.op("Div", build.op("Mul", T, build.ints(3)), build.ints(4))
+    late = build.op("GreaterOrEqual", build.count_up(T), first)
+    factor = site.scaled_where(late, 1.05, value.dtype or ir.DataType.FLOAT)
+    site.feed(V, build.op("Mul", value, build.unsqueeze(factor, *((0, 2) if rank == 3 else (0, 1, 3)))))
+
+
+def _bias_dropped(site: _Site) -> None:
+    """The values lose their bias, and packed projections all of it.
+
+    Without a key bias alone nothing changes: softmax cancels it.
+    """
+    value = site.new_entries(V)
+    split = made_by(value, "Split")
+    value = value if split is None else split.inputs[0]
+    add = made_by(value, "Add")
+    if value is None or add is None:
+        raise _DoesNotApply
+    value.replace_all_uses_with(next(x for x in add.inputs if x is not None and not x.is_initializer()))
+
+
+# -- Heads and batch elements ----------------------------------------------------------------------
+
+
+def _last_batch_element_off(site: _Site) -> None:
+    """The heads of the last batch element are 0.5 % too large."""
+    build, (output, dtype) = site.build, site.output
+    B = build.op("Shape", output, start=0, end=1)
+    is_last = build.op("Equal", build.count_up(B), build.op("Sub", B, build.ints(1)))
+    factor = build.unsqueeze(site.scaled_where(is_last, 1.005, dtype), *range(1, site.attention.rank))
+    site.follow(build.op("Mul", output, factor))
+
+
+def _head_zero(site: _Site) -> None:
+    """The first head is zero."""
+    (output, dtype), (Hq, Dv) = site.output, site.heads
+    keeps = np.arange(Hq) > 0
+    kept = np.repeat(keeps, Dv) if site.attention.rank == 3 else keeps[:, None, None]
+    site.follow(site.build.op("Mul", output, site.build.constant(kept.astype(float).tolist(), dtype)))
+
+
+def _kv_heads_swapped(site: _Site) -> None:
+    """The first two key/value heads are swapped."""
+    Hkv = site.attention.Hkv
+    if not isinstance(Hkv, int) or Hkv < 2:
+        raise _DoesNotApply
+    for position in (K, V):
+        site.feed_reordered(position, [1, 0, *range(2, Hkv)])
+
+
+def _groups_interleaved(site: _Site) -> None:
+    """Query heads share key/value heads in an interleaved order, instead of adjacent ones sharing one."""
+    Hkv, group = site.attention.Hkv, site.attention.group
+    if not isinstance(Hkv, int) or Hkv < 2 or not group or group < 2:
+        raise _DoesNotApply
+    site.feed_reordered(Q, np.arange(Hkv * group).reshape(Hkv, group).T.reshape(-1).tolist())
+
+
+def _heads_transposed(site: _Site) -> None:
+    """The output is laid out D by Hq, not Hq by D."""
+    build, output, (Hq, Dv) = site.build, site.node.outputs[Y], site.heads
+    _need(Hq > 1)
+    if site.attention.rank == 4:
+        transposed = build.reshape(build.transpose(output, 0, 2, 3, 1), 0, 0, Hq, Dv)
+        site.follow(build.transpose(transposed, 0, 2, 1, 3))
+    else:
+        order = np.arange(Hq * Dv).reshape(Hq, Dv).T.reshape(-1)
+        site.follow(build.op("Gather", output, build.ints(*order.tolist()), axis=2))
+
+
+def _not_a_number(site: _Site) -> None:
+    """One channel of the heads is not a number."""
+    build, (output, dtype), (Hq, Dv) = site.build, site.output, site.heads
+    width = Hq * Dv if site.attention.rank == 3 else Dv
+    broken = build.constant([1, *[0] * (width - 1)], ir.DataType.BOOL)
+    site.follow(build.op("Where", broken, build.constant(float("nan"), dtype), output))
+
+
+# -- Rotary embedding ------------------------------------------------------------------------------
+
+
+def _rotary_dropped(site: _Site) -> None:
+    """The keys are not rotated."""
+    rotary = site.key_rotation()
+    rotary.outputs[0].replace_all_uses_with(site.input(0, rotary))
+
+
+def _rotary_off_by_one(site: _Site) -> None:
+    """The keys are rotated by the position before; rotating the queries alike would change nothing."""
+    rotary = site.key_rotation()
+    site.feed(_POSITIONS, site.one_less(site.input(_POSITIONS, rotary)), rotary)
+
+
+def _rotary_off_on_last(site: _Site) -> None:
+    """The last new key is rotated by the position before."""
+    rotary = site.key_rotation()
+    shape = site.input(_POSITIONS, rotary).shape
+    _need(shape is not None)
+    site.feed_changed_last(rotary, _POSITIONS, len(shape or ()) - 1, site.one_less)
+
+
+# -- The mutations by name, and those without effect -----------------------------------------------
+
+_MUTATIONS: dict[str, Callable[[_Site], None]] = {
+    "scale off by 0.5 %": lambda site: _scale(site, 1.005),
+    "scale missing": _scale,
+    "softcap dropped": _softcap_dropped,
+    "mask dropped": _mask_dropped,
+    "mask off by one": _mask_off_by_one,
+    "causal dropped": _causal_dropped,
+    "causal off by one": lambda site: _other_diagonal(site, ahead=1),
+    "causal leak in one query": lambda site: _other_diagonal(site, ahead=1, only_query=2),
+    "past forgotten": _past_forgotten,
+    "cache off by one": _cache_off_by_one,
+    "newest entry zero": _newest_entry_zero,
+    "entry one slot late": _entry_late,
+    "stale entries": _entries_stale,
+    "values beyond a length": _values_beyond_a_length,
+    "last batch element off by 0.5 %": _last_batch_element_off,
+    "one head zero": _head_zero,
+    "KV heads swapped": _kv_heads_swapped,
+    "groups interleaved": _groups_interleaved,
+    "heads transposed": _heads_transposed,
+    "rotary dropped": _rotary_dropped,
+    "rotary off by one": _rotary_off_by_one,
+    "rotary off by one on the last key": _rotary_off_on_last,
+    "bias dropped": _bias_dropped,
+    "NaN": _not_a_number,
+}
+
+
+IN_CACHES = (
+    "past forgotten",
+    "cache off by one",
+    "newest entry zero",
+    "entry one slot late",
+    "stale entries",
+)
+"""The mutations that show while tokens are decoded one by one."""
+
+
+def mutations() -> list[str]:
+    """The names of all mutations."""
+    return list(_MUTATIONS)
+
+
+def mutated(model: ir.Model, mutation: str, spec: AttentionSpec | None = None) -> ir.Model | None:
+    """A copy of the model with one of `mutations()`; None where it does not apply.
+
+    With a spec, None also for a mutation that has no effect within the axes of that layer.
+    """
+    if spec is not None and mutation in without_effect(spec):
+        return None
+    copy = model.clone()
+    node = next((node for node in copy.graph if is_attention(node)), None)
+    if node is None:
+        return None
+    try:
+        _MUTATIONS[mutation](_Site(node))
+    except _DoesNotApply:
+        return None
+    return copy
 
 
 def without_effect(spec: AttentionSpec) -> frozenset[str]:
@@ -316,177 +477,3 @@ def without_effect(spec: AttentionSpec) -> frozenset[str]:
         "rotary off by one on the last key": keys > 1 and (visible > 1 or spec.cache != "none"),
     }
     return frozenset(mutation for mutation, shows in needs.items() if not shows)
-
-
-# -- The mutations by name -------------------------------------------------------------------------
-
-Mutation = Callable[[ir.Node, AttentionNode], bool]
-
-
-def mutations() -> list[str]:
-    """The names of all mutations."""
-    return list(_MUTATIONS)
-
-
-def mutated(model: ir.Model, mutation: str, spec: AttentionSpec | None = None) -> ir.Model | None:
-    """A copy of the model with one of `mutations()`; None where it does not apply.
-
-    With a spec, None also for a mutation that has no effect within the axes of that layer.
-    """
-    if spec is not None and mutation in without_effect(spec):
-        return None
-    copy = model.clone()
-    node = next((node for node in copy.graph if is_attention(node)), None)
-    if node is None:
-        return None
-    return copy if _MUTATIONS[mutation](node, read_attention(node)) else None
-
-
-def _set_scale(node: ir.Node, attention: AttentionNode, factor: float) -> bool:
-    if attention.softmax_scale is None or factor == 1.0:
-        return False
-    node.attributes["scale"] = ir.AttrFloat32("scale", attention.softmax_scale * factor)
-    return True
-
-
-def _kv_heads_swapped(node: ir.Node, attention: AttentionNode) -> bool:
-    """The first two key/value heads are swapped."""
-    if not isinstance(attention.Hkv, int) or attention.Hkv < 2:
-        return False
-    order = [1, 0, *range(2, attention.Hkv)]
-    return all(_reorder_heads(node, position, order, attention) for position in (K, V))
-
-
-def _groups_interleaved(node: ir.Node, attention: AttentionNode) -> bool:
-    """Query heads share key/value heads in an interleaved order, instead of adjacent ones sharing one."""
-    if not isinstance(attention.Hkv, int) or attention.Hkv < 2 or not attention.group or attention.group < 2:
-        return False
-    order = np.arange(attention.Hkv * attention.group).reshape(attention.Hkv, attention.group).T.reshape(-1)
-    return _reorder_heads(node, Q, order.tolist(), attention)
-
-
-def _heads_transposed(node: ir.Node, attention: AttentionNode) -> bool:
-    """The output is laid out D by Hq, not Hq by D."""
-    if not isinstance(attention.Hq, int) or not isinstance(attention.Dv, int) or attention.Hq < 2:
-        return False
-    build = NodeBuilder(f"{node.name}/mutation")
-    if attention.rank == 4:
-        transposed = build.reshape(
-            build.transpose(node.outputs[Y], 0, 2, 3, 1), 0, 0, attention.Hq, attention.Dv
-        )
-        follow(node, build, build.transpose(transposed, 0, 2, 1, 3))
-        return True
-    order = np.arange(attention.Hq * attention.Dv).reshape(attention.Hq, attention.Dv).T.reshape(-1)
-    follow(node, build, build.op("Gather", node.outputs[Y], build.ints(*order.tolist()), axis=2))
-    return True
-
-
-def _reorder_heads(node: ir.Node, position: int, order: list[int], attention: AttentionNode) -> bool:
-    value = input_at(node, position)
-    size = attention.Dv if position == V else attention.D
-    if value is None or not isinstance(size, int):
-        return False
-    build = NodeBuilder(f"{node.name}/mutation_{position}")
-    if attention.rank == 4:
-        feed(node, position, build, build.op("Gather", value, build.ints(*order), axis=1))
-        return True
-    columns = [head * size + column for head in order for column in range(size)]
-    feed(node, position, build, build.op("Gather", value, build.ints(*columns), axis=2))
-    return True
-
-
-def _rotary_dropped(node: ir.Node, attention: AttentionNode) -> bool:
-    """The keys are not rotated."""
-    rotary = _rotary_of(node, K)
-    if rotary is None or rotary.inputs[0] is None:
-        return False
-    rotary.outputs[0].replace_all_uses_with(rotary.inputs[0])
-    return True
-
-
-def _rotary_off_by_one(node: ir.Node, attention: AttentionNode) -> bool:
-    """The keys are rotated by the position before; rotating the queries alike would change nothing."""
-    rotary = _rotary_of(node, K)
-    positions = input_at(rotary, _POSITIONS)
-    if rotary is None or positions is None:
-        return False
-    feed_one_less(rotary, _POSITIONS, NodeBuilder(f"{node.name}/mutation"), positions)
-    return True
-
-
-def _rotary_off_on_last(node: ir.Node, attention: AttentionNode) -> bool:
-    """The last new key is rotated by the position before."""
-    rotary = _rotary_of(node, K)
-    positions = input_at(rotary, _POSITIONS)
-    if rotary is None or positions is None or positions.shape is None:
-        return False
-
-    def earlier(build: NodeBuilder, last: ir.Value) -> ir.Value:
-        return build.op("Max", build.op("Sub", last, build.ints(1)), build.ints(0))
-
-    return _changed_last(rotary, _POSITIONS, positions, len(positions.shape) - 1, earlier)
-
-
-def _rotary_of(node: ir.Node, position: int) -> ir.Node | None:
-    return made_by(new_entries(node, position), "RotaryEmbedding")
-
-
-def _bias_dropped(node: ir.Node, attention: AttentionNode) -> bool:
-    """The values lose their bias, and packed projections all of it.
-
-    Without a key bias alone nothing changes: softmax cancels it.
-    """
-    value = new_entries(node, V)
-    split = made_by(value, "Split")
-    value = value if split is None else split.inputs[0]
-    add = made_by(value, "Add")
-    if value is None or add is None:
-        return False
-    value.replace_all_uses_with(next(x for x in add.inputs if x is not None and not x.is_initializer()))
-    return True
-
-
-def _not_a_number(node: ir.Node, attention: AttentionNode) -> bool:
-    """One channel of the heads is not a number."""
-    output = node.outputs[Y]
-    if output.dtype is None or not isinstance(attention.Dv, int):
-        return False
-    width = (
-        attention.Dv * attention.Hq if attention.rank == 3 and isinstance(attention.Hq, int) else attention.Dv
-    )
-    build = NodeBuilder(f"{node.name}/mutation")
-    broken = build.constant([1, *[0] * (width - 1)], ir.DataType.BOOL)
-    follow(node, build, build.op("Where", broken, build.constant(float("nan"), output.dtype), output))
-    return True
-
-
-_MUTATIONS: dict[str, Mutation] = {
-    "scale off by 0.5 %": lambda node, attention: _set_scale(node, attention, 1.005),
-    "scale missing": lambda node, attention: _set_scale(
-        node, attention, 1.0 / (attention.softmax_scale or 1.0)
-    ),
-    "softcap dropped": lambda node, attention: (
-        attention.softcap > 0 and bool(node.attributes.pop("softcap", None))
-    ),
-    "mask dropped": mask_dropped,
-    "mask off by one": mask_off_by_one,
-    "causal dropped": causal_dropped,
-    "causal off by one": causal_off_by_one,
-    "causal leak in one query": causal_leak,
-    "past forgotten": past_forgotten,
-    "cache off by one": cache_off_by_one,
-    "newest entry zero": newest_entry_zero,
-    "entry one slot late": entry_late,
-    "stale entries": entry_stale,
-    "values beyond a length": values_beyond_a_length,
-    "last batch element off by 0.5 %": last_batch_element_off,
-    "one head zero": head_zero,
-    "KV heads swapped": _kv_heads_swapped,
-    "groups interleaved": _groups_interleaved,
-    "heads transposed": _heads_transposed,
-    "rotary dropped": _rotary_dropped,
-    "rotary off by one": _rotary_off_by_one,
-    "rotary off by one on the last key": _rotary_off_on_last,
-    "bias dropped": _bias_dropped,
-    "NaN": _not_a_number,
-}

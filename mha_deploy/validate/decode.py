@@ -6,26 +6,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from statistics import median
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.manifest import TraceEntry
 from mha_deploy.bundle.traces import DecodeTrace, check_trace, prefill_calls, read_trace
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.metrics import Budget, OutputVerdict, budget_from_eager, failed_to_run, judge_case, measure
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import LENGTHS, CachedTensor, KVCache, ModelSpec, Sizes
+from mha_deploy.model.spec import LENGTHS, KVCache, ModelSpec, Sizes
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
 from mha_deploy.validate.runtimes import refuse_without_torch, torch_device
 
-# -- The errors of single steps: what they may be, whether they grow, and what it all comes to -----
-
-Errors = Sequence[float | None]
+# -- What the error of a step may be, and what all steps come to -----------------------------------
 
 _SHARE = 10  # a tenth of the steps at either end
 _SHOWN_FAILURES = 8
@@ -77,33 +73,22 @@ class StepBudgets:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeReport:
-    """The verdict on decoding in one runtime.
+    """The verdict on decoding in one runtime."""
 
-    Args:
-        model: Name of the model.
-        precision: Its precision.
-        backend: The runtime, with its version.
-        trace: Name of the trace.
-        prompt: Length of the prompt of every batch element.
-        steps: How many single tokens were to follow.
-        verdicts: For each output one for the prefill and one for every step that was run, and one for each
-            cached tensor at the end; more where the lengths went wrong.
-        first_failed: The step that failed first, 0 for the prefill; None where none did. The cache may still
-            be wrong.
-        errors: Relative L2 of the output of every step, None where it could not be measured.
-        eager_errors: The module's own.
-    """
-
-    model: str
-    precision: str
-    backend: str
-    trace: str
-    prompt: tuple[int, ...]
-    steps: int
+    model: str  # name of the model
+    precision: str  # its precision
+    backend: str  # the runtime, with its version
+    trace: str  # name of the trace
+    prompt: tuple[int, ...]  # length of the prompt of every batch element
+    steps: int  # how many single tokens were to follow
+    # For each output one for the prefill and one for every step that was run, and one for each cached
+    # tensor at the end; more where the lengths went wrong
     verdicts: tuple[OutputVerdict, ...]
+    # The step that failed first, 0 for the prefill; None where none did. The cache may still be wrong.
     first_failed: int | None
+    # Relative L2 of the output of every step, None where it could not be measured
     errors: tuple[float | None, ...]
-    eager_errors: tuple[float | None, ...]
+    eager_errors: tuple[float | None, ...]  # the module's own
 
     @property
     def passed(self) -> bool:
@@ -123,17 +108,19 @@ class DecodeReport:
     @property
     def growth(self) -> float | None:
         """How much larger the error is in the last tenth of the steps than in the first."""
-        return growth_of(self.errors)
+        return _growth(self.errors)
 
     @property
     def eager_growth(self) -> float | None:
         """The same of the module itself: outputs that shrink from step to step make relative errors grow."""
-        return growth_of(self.eager_errors)
+        return _growth(self.eager_errors)
 
     @property
     def table(self) -> list[tuple[int, float | None]]:
         """Steps 1, 2, 4, 8, … and the last one, with their errors."""
-        return at_doublings(self.errors)
+        last = len(self.errors)
+        steps = {2**k for k in range(last.bit_length())} | {last}
+        return [(step, self.errors[step - 1]) for step in sorted(steps) if 0 < step <= last]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: of the verdicts only the first failures, there may be thousands."""
@@ -147,27 +134,17 @@ class DecodeReport:
         }
 
 
-def growth_of(errors: Errors) -> float | None:
+def _growth(errors: Sequence[float | None]) -> float | None:
     """The median error of the last tenth of the steps over that of the first; a tenth is at least one step.
 
     None for a single step, and where a tenth has nothing that could be measured, or the first one no error.
     """
-    if len(errors) < 2:
-        return None
     tenth = max(1, len(errors) // _SHARE)
-    first, last = _median(errors[:tenth]), _median(errors[-tenth:])
-    return last / first if first and last is not None else None
-
-
-def _median(errors: Errors) -> float | None:
-    known = [error for error in errors if error is not None]
-    return median(known) if known else None
-
-
-def at_doublings(errors: Errors) -> list[tuple[int, float | None]]:
-    """The errors of steps 1, 2, 4, 8, … and of the last one, for a table."""
-    steps = [2**k for k in range(len(errors).bit_length())]
-    return [(step, errors[step - 1]) for step in sorted({*steps, len(errors)} - {0}) if step <= len(errors)]
+    known = [[error for error in part if error is not None] for part in (errors[:tenth], errors[-tenth:])]
+    if len(errors) < 2 or not all(known):
+        return None
+    first, last = (float(np.median(part)) for part in known)
+    return last / first if first else None
 
 
 # -- What a decode loop is, and the one that serves any runner -------------------------------------
@@ -251,21 +228,18 @@ class HostDecodeLoop:
         name, axis = next(iter(cache.by_token.items()))
         S = tokens[name].shape[axis]
         for each in cache.tensors:
-            self._held[each.input] = self._checked(each, results[each.output], S)
+            before, after = self._held[each.input], results[each.output]
+            shape = list(before.shape)
+            shape[each.axis] += 0 if cache.is_preallocated else S
+            if after.shape != tuple(shape) or after.dtype != before.dtype:
+                raise DeployError(
+                    f"{self.name} gave a {each.output} that cannot be the next call's.",
+                    got=f"{after.dtype} {after.shape}",
+                    hint=f"{before.dtype} {tuple(shape)}",
+                )
+            self._held[each.input] = after
         self.lengths = (self.lengths + (S if counts is None else counts)).astype(np.int32)
         return {name: results[name] for name in cache.outputs}
-
-    def _checked(self, tensor: CachedTensor, got: np.ndarray, S: int) -> np.ndarray:
-        before = self._held[tensor.input]
-        shape = list(before.shape)
-        shape[tensor.axis] += 0 if self._cache.is_preallocated else S
-        if got.shape != tuple(shape) or got.dtype != before.dtype:
-            raise DeployError(
-                f"{self.name} gave a {tensor.output} that cannot be the next call's.",
-                got=f"{got.dtype} {got.shape}",
-                hint=f"{before.dtype} {tuple(shape)}",
-            )
-        return got
 
     def cache(self) -> dict[str, np.ndarray]:
         """The cached tensors by name."""
@@ -276,8 +250,7 @@ class _OnDevice:
     """A decode loop of a runtime that keeps the cache of a layer on the device."""
 
     def __init__(self, loop: Any) -> None:
-        self._loop = loop
-        self.name, self.most_tokens = loop.name, loop.most_tokens
+        self._loop, self.name, self.most_tokens = loop, loop.name, loop.most_tokens
 
     @property
     def lengths(self) -> np.ndarray:
@@ -287,18 +260,14 @@ class _OnDevice:
         return {"output": np.asarray(self._loop.feed(tokens["x"], counts))}
 
     def cache(self) -> Arrays:
-        keys, values = self._loop.cache()
-        return {"key": np.asarray(keys), "value": np.asarray(values)}
+        return dict(zip(("key", "value"), map(np.asarray, self._loop.cache()), strict=True))
 
 
 @contextmanager
 def open_decode_loop(runner: Runner, spec: ModelSpec, trace: DecodeTrace) -> Iterator[DecodeLoop]:
     """A decode loop with room for a trace; its cache is on the device where the runner can keep it.
 
-    Args:
-        runner: The model; it stays the caller's to close, behind the decode loop.
-        spec: What the model is.
-        trace: The tokens that it is to decode.
+    The runner stays the caller's to close, after the decode loop.
     """
     if spec.cache == "none" or not runner.can_decode:
         yield HostDecodeLoop(runner, spec, trace.B)
@@ -348,15 +317,6 @@ def run_decode_loop(
     return walk.report()
 
 
-def not_decoded(
-    backend: str, trace: DecodeTrace, spec: ModelSpec, precision: Precision, reason: str
-) -> DecodeReport:
-    """The verdict on a runtime that could not begin: it has failed the prefill."""
-    walk = _Walk(backend, trace, spec, precision)
-    walk.give_up(reason)
-    return walk.report()
-
-
 class _Walk:
     """One pass through a trace."""
 
@@ -369,30 +329,27 @@ class _Walk:
         self.first_failed: int | None = None
 
     @cached_property
+    def _steps(self) -> list[GoldenCase]:
+        return [self._case(step) for step in range(1, self.trace.steps + 1)]
+
+    @cached_property
     def _budgets(self) -> StepBudgets:
-        steps = [self._case(step) for step in range(1, self.trace.steps + 1)]
-        return StepBudgets(steps, self.precision, (self._all_steps, self.trace.cache.outputs))
+        return StepBudgets(self._steps, self.precision, (self._all_steps, self.trace.cache.outputs))
 
     @cached_property
     def _all_steps(self) -> GoldenCase:
         """All steps as one case: what a single step hardly shows adds up."""
-        steps = [self._case(step) for step in range(1, self.trace.steps + 1)]
         return GoldenCase(
             name=f"{self.trace.name} all steps",
             sizes=self._sizes(1, self.trace.longest_prompt + self.trace.steps - 1),
             inputs={},
-            oracle=self._joined([case.oracle for case in steps]),
-            eager=self._joined([case.eager for case in steps]),
+            oracle=self._joined([case.oracle for case in self._steps]),
+            eager=self._joined([case.eager for case in self._steps]),
         )
 
     def _joined(self, parts: Sequence[Arrays]) -> dict[str, np.ndarray]:
         axes = self.trace.cache.outputs
         return {name: np.concatenate([part[name] for part in parts], axis) for name, axis in axes.items()}
-
-    def give_up(self, reason: str) -> None:
-        """Note that not even the prefill could be run."""
-        case = self._case(0)
-        self._note(0, case, failed_to_run(case, reason))
 
     def go(self, loop: DecodeLoop, on_step: Callable[[int], None]) -> None:
         """Prefill, steps and cache, up to the first call that cannot be run."""
@@ -424,21 +381,21 @@ class _Walk:
             self.outputs.append(outputs)
         budgets = self._budgets.around(step) if step else None
         verdicts = [_placed(v) for v in judge_case(case, outputs, self.precision, budgets)]
-        return verdicts + _lengths_verdict(case, lengths, trace.prompt + step), True
+        wanted = trace.prompt + step
+        if not np.array_equal(lengths, wanted):
+            problem = f"{lengths.tolist()} tokens, not {wanted.tolist()}"
+            verdicts.append(
+                OutputVerdict(case=case.name, sizes=case.sizes, output="lengths", problem=problem)
+            )
+        return verdicts, True
 
     def _fed(self, loop: DecodeLoop, step: int) -> Arrays:
         """The outputs of a step, or of the prompt in as many calls as the decode loop needs for it."""
-        trace = self.trace
         if step:
-            return loop.feed(trace.tokens(step), None)
-        calls = prefill_calls(trace.prompt, loop.most_tokens)
-        parts = [loop.feed(trace.prefill(part), counts) for part, counts in calls]
-        if len(parts) == 1:
-            return parts[0]
-        return {
-            name: np.concatenate([part[name] for part in parts], axis)
-            for name, axis in trace.cache.outputs.items()
-        }
+            return loop.feed(self.trace.tokens(step), None)
+        calls = prefill_calls(self.trace.prompt, loop.most_tokens)
+        parts = [loop.feed(self.trace.prefill(part), counts) for part, counts in calls]
+        return parts[0] if len(parts) == 1 else self._joined(parts)
 
     def _case(self, step: int) -> GoldenCase:
         """What the output of one call must be."""
@@ -492,8 +449,9 @@ class _Walk:
 
     def _entries(self, loop: DecodeLoop, ends: np.ndarray) -> dict[str, np.ndarray]:
         cache, length, found = self.trace.cache, self.trace.length, {}
+        held = loop.cache()
         for each in cache.tensors:
-            entries = np.asarray(loop.cache()[each.name])
+            entries = np.asarray(held[each.name])
             # A dynamic cache has as many entries as there are tokens, and no more.
             if cache.is_preallocated and entries.ndim > each.axis:
                 entries = np.take(entries, np.arange(min(length, entries.shape[each.axis])), each.axis)
@@ -535,14 +493,6 @@ def _without_padding(array: np.ndarray, ends: np.ndarray, axis: int) -> np.ndarr
     return np.where(seen, array, array.dtype.type(0))
 
 
-def _lengths_verdict(case: GoldenCase, got: np.ndarray, want: np.ndarray) -> list[OutputVerdict]:
-    """A failure if the runtime has lost count, or nothing."""
-    if np.array_equal(got, want):
-        return []
-    problem = f"{got.tolist()} tokens, not {want.tolist()}"
-    return [OutputVerdict(case=case.name, sizes=case.sizes, output="lengths", problem=problem)]
-
-
 def _placed(verdict: OutputVerdict) -> OutputVerdict:
     """The same verdict; an error that is out of budget is said with its place."""
     if not verdict.is_wrong or verdict.deviation is None:
@@ -552,7 +502,7 @@ def _placed(verdict: OutputVerdict) -> OutputVerdict:
     return replace(verdict, problem=f"{verdict.problem}; worst at {places or index}")
 
 
-# -- One runner and one trace: what its profiles do not take is left out, what it cannot do is  ----
+# -- One runner and one trace: what its profiles do not take is left out, what fails is a verdict --
 
 
 def evaluate_trace(
@@ -574,32 +524,40 @@ def evaluate_trace(
     Returns:
         The verdict, or None where the profiles of the runner's engine do not take a call of the trace.
     """
-    walked: DecodeReport | None = None
-    if not _takes(runner, spec, precision, _step_sizes(spec, trace)):
+
+    def takes(calls: Iterable[tuple[int, int]]) -> bool:
+        """Whether the profiles admit calls of so many new tokens behind so many."""
+        return all(
+            admits(runner, _no_feeds(spec, precision, trace.cache.call_sizes(spec, trace.B, S, past)))
+            for S, past in calls
+        )
+
+    steps = 1 if trace.cache.is_preallocated else trace.steps  # with a preallocated cache all are alike
+    if not takes((1, trace.longest_prompt + step) for step in range(steps)):
         return None
+    walked: DecodeReport | None = None
     try:
         with ExitStack() as owned:
             loop = attempt(lambda: owned.enter_context(open_decode_loop(runner, spec, trace)))
             # How a prompt is cut into calls is the decode loop's to say.
-            if _takes(runner, spec, precision, _prefill_sizes(spec, trace, loop.most_tokens)):
+            parts = [part for part, _ in prefill_calls(trace.prompt, loop.most_tokens)]
+            if takes((part.stop - part.start, part.start) for part in parts):
                 walked = run_decode_loop(loop, trace, spec, precision, on_step)
             attempt(owned.close)
     except DeployError as error:
-        if walked is None:
-            return not_decoded(runner.name, trace, spec, precision, error.in_one_line)
-        return _badly_closed(walked, trace, error)
+        if walked is None:  # it has failed the prefill
+            walk = _Walk(runner.name, trace, spec, precision)
+            case = walk._case(0)
+            walk._note(0, case, failed_to_run(case, error.in_one_line))
+            return walk.report()
+        failure = OutputVerdict(  # devices report errors late
+            case=f"{trace.name} end",
+            sizes=walked.verdicts[-1].sizes,
+            output="cache",
+            problem=f"could not be closed: {error.in_one_line}",
+        )
+        return replace(walked, verdicts=(*walked.verdicts, failure))
     return walked
-
-
-def _badly_closed(walked: DecodeReport, trace: DecodeTrace, error: DeployError) -> DecodeReport:
-    """What was judged, and that closing failed: devices report errors late."""
-    failure = OutputVerdict(
-        case=f"{trace.name} end",
-        sizes=walked.verdicts[-1].sizes,
-        output="cache",
-        problem=f"could not be closed: {error.in_one_line}",
-    )
-    return replace(walked, verdicts=(*walked.verdicts, failure))
 
 
 def admits(runner: Runner, feeds: Arrays) -> bool:
@@ -612,29 +570,12 @@ def admits(runner: Runner, feeds: Arrays) -> bool:
         return True
 
 
-def _takes(runner: Runner, spec: ModelSpec, precision: Precision, calls: Iterable[Sizes]) -> bool:
-    return all(admits(runner, _feeds(spec, precision, sizes)) for sizes in calls)
-
-
-def _feeds(spec: ModelSpec, precision: Precision, sizes: Sizes) -> Arrays:
+def _no_feeds(spec: ModelSpec, precision: Precision, sizes: Sizes) -> Arrays:
     """Inputs of these sizes that take no memory: a single zero each."""
     return {
         tensor.name: np.broadcast_to(np.zeros((), precision.numpy_of(tensor.kind)), tensor.shape(sizes))
         for tensor in spec.inputs
     }
-
-
-def _step_sizes(spec: ModelSpec, trace: DecodeTrace) -> Iterator[Sizes]:
-    """The sizes of the calls with single tokens."""
-    steps = 1 if trace.cache.is_preallocated else trace.steps  # with a preallocated cache all are alike
-    for step in range(steps):
-        yield trace.cache.call_sizes(spec, trace.B, 1, trace.longest_prompt + step)
-
-
-def _prefill_sizes(spec: ModelSpec, trace: DecodeTrace, most: int | None) -> Iterator[Sizes]:
-    """The sizes of the calls that bring the prompts."""
-    for part, _ in prefill_calls(trace.prompt, most):
-        yield trace.cache.call_sizes(spec, trace.B, part.stop - part.start, part.start)
 
 
 # -- The tokens that a model with a KV cache decodes: the bundle's own, and fresh ones -------------
@@ -658,19 +599,16 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
                 hint="--cache dynamic or preallocated for a catalog layer, kv_cache= for a model of your own",
             )
         return []
-    found = [_read(bundle, entry, spec) for entry in bundle.manifest.traces]
+    found = []
+    for entry in bundle.manifest.traces:
+        found.append(read_trace(bundle.file(entry.file), spec, bundle.manifest.precision))
+        if found[-1].name != entry.name:
+            raise BundleError(
+                "A decode trace has another name than its file.",
+                got=f"{entry.name} in {entry.file}",
+                hint="export again",
+            )
     return [*found, _fresh(bundle, options, spec, cache)] if options.steps else found
-
-
-def _read(bundle: Bundle, entry: TraceEntry, spec: ModelSpec) -> DecodeTrace:
-    trace = read_trace(bundle.file(entry.file), spec, bundle.manifest.precision)
-    if trace.name != entry.name:
-        raise BundleError(
-            "A decode trace has another name than its file.",
-            got=f"{entry.name} in {entry.file}",
-            hint="export again",
-        )
-    return trace
 
 
 def _fresh(bundle: Bundle, options: ValidateOptions, spec: ModelSpec, cache: KVCache) -> DecodeTrace:

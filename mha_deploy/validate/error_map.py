@@ -18,6 +18,7 @@ import onnx_ir as ir
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention, read_attention
+from mha_deploy.graph.ir import made_by
 
 _NOT_FED = "no projection of heads feeds it"
 MAPPED_RANKS = (3, 4)
@@ -35,17 +36,11 @@ _KEEPS_HEADS = frozenset({"Reshape", "Transpose", "Identity", "Cast", "Mul"})
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """The output projection of a layer.
+    """The output projection of a layer."""
 
-    Args:
-        weight: Its matrix, [Hq·D, E].
-        bias: Its bias, [E], or None.
-        heads: How many heads lie side by side in what goes in.
-    """
-
-    weight: np.ndarray
-    bias: np.ndarray | None = None
-    heads: int
+    weight: np.ndarray  # its matrix, [Hq·D, E]
+    bias: np.ndarray | None = None  # its bias, [E], or None
+    heads: int  # how many heads lie side by side in what goes in
 
     @cached_property
     def refusal(self) -> str | None:
@@ -83,27 +78,16 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True)
 class Heatmap:
-    """The error of one output of one case.
+    """The error of one output of one case."""
 
-    Args:
-        backend: The runtime.
-        case: Name of the case.
-        output: Name of the output.
-        rows: What a row is: `head` or `channel group`.
-        values: Root mean square of the error in each row and column, relative to that of the truth.
-        bin: How many positions one column stands for.
-        note: How the rows came about.
-        columns: What a column is.
-    """
-
-    backend: str
-    case: str
-    output: str
-    rows: str
-    values: np.ndarray
-    bin: int
-    note: str
-    columns: str = POSITION
+    backend: str  # the runtime
+    case: str  # name of the case
+    output: str  # name of the output
+    rows: str  # what a row is: `head` or `channel group`
+    values: np.ndarray  # root mean square of the error in each row and column, relative to that of the truth
+    bin: int  # how many positions one column stands for
+    note: str  # how the rows came about
+    columns: str = POSITION  # what a column is
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; a value that is not finite is null."""
@@ -129,7 +113,12 @@ def heatmap(
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite stays so, and becomes null
         error = got.astype(np.float64) - oracle
         rows, error, truth, note = _by_row(error, oracle, projection)
-        values, size = _binned(error)
+        # Root mean square per row and bin of positions.
+        squares = np.mean(np.square(error), axis=(0, 3))
+        size = -(-squares.shape[1] // _MOST_COLUMNS)
+        starts = np.arange(0, squares.shape[1], size)
+        counts = np.diff(np.append(starts, squares.shape[1]))
+        values = np.sqrt(np.add.reduceat(squares, starts, axis=1) / counts)
     return Heatmap(
         backend=backend,
         case=case.name,
@@ -152,7 +141,10 @@ def _by_row(
         refusal = _NOT_FED  # it is that of another output
     if projection is None or refusal is not None:
         note = f"rows are groups of output channels: {refusal}"
-        return CHANNEL_GROUP, _channel_groups(error), _channel_groups(oracle), note
+        B, S, E = oracle.shape
+        shape = B, S, math.gcd(E, _CHANNEL_GROUPS), -1
+        grouped = [values.reshape(shape).transpose(0, 2, 1, 3) for values in (error, oracle)]
+        return CHANNEL_GROUP, grouped[0], grouped[1], note
     truth = oracle if projection.bias is None else oracle - projection.bias.astype(np.float64)
     note = (
         "pulled back through the output projection, "
@@ -161,47 +153,23 @@ def _by_row(
     return HEAD, projection.pulled_back(error), projection.pulled_back(truth), note
 
 
-def _channel_groups(values: np.ndarray) -> np.ndarray:
-    """[B, S, E] to [B, groups, S, E/groups]; as many groups as divide E, up to a few."""
-    B, S, E = values.shape
-    groups = math.gcd(E, _CHANNEL_GROUPS)
-    return values.reshape(B, S, groups, -1).transpose(0, 2, 1, 3)
-
-
-def _binned(error: np.ndarray) -> tuple[np.ndarray, int]:
-    """Root mean square of [B, rows, S, ·] per row and bin of positions, and the size of a bin."""
-    squares = np.mean(np.square(error), axis=(0, 3))
-    size = -(-squares.shape[1] // _MOST_COLUMNS)
-    starts = np.arange(0, squares.shape[1], size)
-    counts = np.diff(np.append(starts, squares.shape[1]))
-    return np.sqrt(np.add.reduceat(squares, starts, axis=1) / counts), size
-
-
 # -- the projection --------------------------------------------------------------------------------
 
 
 def output_projection(model: ir.Model) -> Projection | None:
     """The matmul with a weight between the heads of an attention and a graph output, if there is one."""
     for output in model.graph.outputs:
-        found = _projection_behind(output)
-        if found is not None:
-            return found
+        value, bias = output, None
+        if (add := made_by(value, "Add")) is not None:
+            bias = next((_constant(x) for x in add.inputs if _constant(x) is not None), None)
+            value = next((x for x in add.inputs if x is not None and _constant(x) is None), value)
+        matmul = made_by(value, "MatMul")
+        if matmul is None or matmul.inputs[0] is None:
+            continue
+        weight, D = _constant(matmul.inputs[1]), _head_size(matmul.inputs[0])
+        if weight is not None and weight.ndim == 2 and D is not None and weight.shape[0] % D == 0:
+            return Projection(weight=weight, bias=bias, heads=weight.shape[0] // D)
     return None
-
-
-def _projection_behind(output: ir.Value) -> Projection | None:
-    value, bias = output, None
-    node = value.producer()
-    if node is not None and node.op_type == "Add":
-        bias = next((_constant(x) for x in node.inputs if _constant(x) is not None), None)
-        value = next((x for x in node.inputs if x is not None and _constant(x) is None), value)
-        node = value.producer()
-    if node is None or node.op_type != "MatMul" or node.inputs[0] is None:
-        return None
-    weight, D = _constant(node.inputs[1]), _head_size(node.inputs[0])
-    if weight is None or weight.ndim != 2 or D is None or weight.shape[0] % D:
-        return None
-    return Projection(weight=weight, bias=bias, heads=weight.shape[0] // D)
 
 
 def _constant(value: ir.Value | None) -> np.ndarray | None:

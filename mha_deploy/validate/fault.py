@@ -22,7 +22,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
-from mha_deploy.metrics import OutputVerdict, judge_case
+from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
@@ -42,19 +42,12 @@ _EXPLANATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One thing that was run instead of the engine.
+    """One thing that was run instead of the engine."""
 
-    Args:
-        name: What it was.
-        passed: Whether every failing case is right there; None where it could not be tried.
-        share: The largest share of the budget used; None where there is no number.
-        problem: The first thing that was wrong, or why it could not be tried.
-    """
-
-    name: str
-    passed: bool | None
-    share: float | None = None
-    problem: str | None = None
+    name: str  # what it was
+    passed: bool | None  # whether every failing case is right there; None where it could not be tried
+    share: float | None = None  # the largest share of the budget used; None where there is no number
+    problem: str | None = None  # the first thing that was wrong, or why it could not be tried
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what could not be tried says so in its name, and has not passed."""
@@ -94,87 +87,60 @@ def attribute_fault(
     if not failing_cases:
         raise DeployError("There is nothing to fault anybody for: no case fails.")
     precision = replace(bundle.manifest.precision, accumulate=accumulate)
-    return _Attribution(load_graph(bundle.model_path), precision, failing_cases, open_twin).attribute()
+    model, trusted, name = load_graph(bundle.model_path), available_cpu_backend(precision), precision.name
+    trials: list[Trial] = []
+
+    def passes(what: str, open_: Callable[[], Runner]) -> bool | None:
+        trials.append(_trial(what, open_, failing_cases, precision))
+        return trials[-1].passed
+
+    at_fault = UNKNOWN
+    graph = passes(f"the graph in {trusted}", lambda: open_runner(trusted, model))
+    if graph is False:
+        at_fault = GRAPH
+    elif unfused := passes(f"unfused twin, {name}", lambda: open_twin(unfused_twin(model))):
+        at_fault = FUSION
+    else:
+        exact = unfused  # in float32 the two twins are one
+        if name != "fp32":
+            exact = passes("unfused twin, fp32", lambda: open_twin(float32_twin(model)))
+        if exact is True and unfused is False:
+            at_fault = PRECISION
+        elif exact is False and graph is True:  # neither fusion nor precision is left in it
+            at_fault = LOWERING
+    missing = "; ".join(f"{trial.name} {trial.problem}" for trial in trials if trial.passed is None)
+    unknown = f"A trial that would have shown it is missing: {missing}."
+    explanation = _EXPLANATIONS.get(at_fault, unknown)
+    return FaultReport(at_fault=at_fault, explanation=explanation, trials=tuple(trials))
+
+
+def _trial(
+    name: str, open_: Callable[[], Runner], cases: Sequence[GoldenCase], precision: Precision
+) -> Trial:
+    """Run the failing cases in something else than the engine."""
+    step = "built"
+    try:
+        with open_() as runner:
+            step = "run"
+            verdicts = []
+            for case in cases:
+                got = runner.run(case.inputs)
+                own = {output: got[output] for output in got if output in case.oracle}  # a twin has more
+                verdicts += judge_case(case, own, precision)
+    except DeployError as error:
+        problem = f"could not be {step}: {' '.join(str(error).split())}"
+        return Trial(name=name, passed=None, problem=problem)
+    wrong = next((verdict for verdict in verdicts if verdict.is_wrong), None)
+    shares = [math.inf if verdict.share is None else verdict.share for verdict in verdicts]
+    return Trial(
+        name=name,
+        passed=wrong is None,
+        share=max(shares) if shares and math.isfinite(max(shares)) else None,
+        problem=None if wrong is None else f"{wrong.case}/{wrong.output}: {wrong.problem}",
+    )
 
 
 def graph_at_fault(backend: str, share: float | None) -> FaultReport:
-    """What a graph that is wrong in a trusted runtime proves by itself.
-
-    Args:
-        backend: The runtime.
-        share: The largest share of the budget it used.
-    """
+    """What a graph that is wrong in a trusted runtime proves by itself."""
     trial = Trial(name=f"the graph in {backend}", passed=False, share=share)
     return FaultReport(at_fault=GRAPH, explanation=_EXPLANATIONS[GRAPH], trials=(trial,))
-
-
-class _Attribution:
-    """The trials of one engine, in the order in which they are conclusive."""
-
-    def __init__(
-        self, model: ir.Model, precision: Precision, cases: Sequence[GoldenCase], open_twin: OpenTwin
-    ) -> None:
-        self.model, self.precision, self.cases, self.open_twin = model, precision, cases, open_twin
-        self.trials: list[Trial] = []
-
-    def attribute(self) -> FaultReport:
-        trusted = available_cpu_backend(self.precision)
-        graph = self._tried(f"the graph in {trusted}", lambda: open_runner(trusted, self.model))
-        if graph is False:
-            return self._verdict(GRAPH)
-        name = self.precision.name
-        unfused = self._tried(f"unfused twin, {name}", lambda: self.open_twin(unfused_twin(self.model)))
-        if unfused is True:
-            return self._verdict(FUSION)
-        # In float32 the two twins are one.
-        exact = unfused if name == "fp32" else self._tried_in_float32()
-        if exact is True and unfused is False:
-            return self._verdict(PRECISION)
-        # Neither fusion nor precision is left in a float32 twin that is wrong.
-        if exact is False and graph is True:
-            return self._verdict(LOWERING)
-        return self._verdict(UNKNOWN)
-
-    def _tried_in_float32(self) -> bool | None:
-        return self._tried("unfused twin, fp32", lambda: self.open_twin(float32_twin(self.model)))
-
-    def _tried(self, name: str, open_: Callable[[], Runner]) -> bool | None:
-        """Run one trial and keep it; None where it could not be run."""
-        try:
-            runner = open_()
-        except DeployError as error:
-            return self._keep(Trial(name=name, passed=None, problem=f"could not be built: {_line(error)}"))
-        with runner:
-            try:
-                verdicts = [verdict for case in self.cases for verdict in self._judged(runner, case)]
-            except DeployError as error:
-                return self._keep(Trial(name=name, passed=None, problem=f"could not be run: {_line(error)}"))
-        wrong = next((verdict for verdict in verdicts if verdict.is_wrong), None)
-        problem = None if wrong is None else f"{wrong.case}/{wrong.output}: {wrong.problem}"
-        return self._keep(Trial(name=name, passed=wrong is None, share=_share(verdicts), problem=problem))
-
-    def _judged(self, runner: Runner, case: GoldenCase) -> list[OutputVerdict]:
-        got = runner.run(case.inputs)
-        own = {name: array for name, array in got.items() if name in case.oracle}  # a twin has more
-        return judge_case(case, own, self.precision)
-
-    def _keep(self, trial: Trial) -> bool | None:
-        self.trials.append(trial)
-        return trial.passed
-
-    def _verdict(self, at_fault: str) -> FaultReport:
-        explanation = _EXPLANATIONS.get(at_fault) or self._why_unknown()
-        return FaultReport(at_fault=at_fault, explanation=explanation, trials=tuple(self.trials))
-
-    def _why_unknown(self) -> str:
-        missing = [f"{trial.name} {trial.problem}" for trial in self.trials if trial.passed is None]
-        return f"A trial that would have shown it is missing: {'; '.join(missing)}."
-
-
-def _share(verdicts: Sequence[OutputVerdict]) -> float | None:
-    shares = [math.inf if verdict.share is None else verdict.share for verdict in verdicts]
-    return max(shares) if shares and math.isfinite(max(shares)) else None
-
-
-def _line(error: DeployError) -> str:
-    return " ".join(str(error).split())

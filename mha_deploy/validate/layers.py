@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.cases import GoldenCase, read_arrays, read_case, refuse_implausible, refuse_infinite
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.errors import BundleError
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.metrics import OutputVerdict, ParityReport, judge_case, parity_from_verdicts
@@ -38,13 +37,31 @@ def layers_case(bundle: Bundle) -> GoldenCase | None:
     golden = next((each for each in bundle.manifest.golden if each.name == entry.case), None)
     if golden is None:
         raise BundleError("The manifest names no such golden case.", got=entry.case, hint="export again")
-    arrays = read_arrays(bundle.file(entry.file), lambda names: _refuse_strangers(names, entry))
-    whole = read_case(bundle, golden)
-    oracle = {node: _taken(arrays, f"oracle/{value}", entry) for node, value in entry.values.items()}
-    eager = {node: _taken(arrays, f"eager/{value}", entry) for node, value in entry.values.items()}
+    wanted = {f"{group}/{value}" for group in ("oracle", "eager") for value in entry.values.values()}
+
+    def check(names: list[str]) -> None:
+        strangers, missing = sorted(set(names) - wanted), sorted(wanted - set(names))
+        if strangers:
+            raise BundleError(
+                "The look inside the module holds strange arrays.",
+                got=", ".join(strangers),
+                hint="export again",
+            )
+        if missing:
+            raise BundleError(
+                "The look inside the module is incomplete.",
+                got=f"{entry.file}: no {missing[0]}",
+                hint="export again",
+            )
+
+    arrays = read_arrays(bundle.file(entry.file), check)
+    oracle, eager = (
+        {node: arrays[f"{group}/{value}"] for node, value in entry.values.items()}
+        for group in ("oracle", "eager")
+    )
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
     refuse_implausible(entry.file, oracle, eager, bundle.manifest.precision)
-    return replace(whole, name=LAYERS, oracle=oracle, eager=eager)
+    return replace(read_case(bundle, golden), name=LAYERS, oracle=oracle, eager=eager)
 
 
 def layer_parity(
@@ -100,20 +117,3 @@ def judge_layers(
     precision = replace(bundle.manifest.precision, accumulate=accumulate)
     verdicts = judge_case(seen, {node: got[values[node]] for node in there}, precision)
     return sorted(verdicts, key=lambda verdict: there.index(verdict.output))
-
-
-def _refuse_strangers(names: list[str], entry: LayersEntry) -> None:
-    known = {f"{group}/{value}" for group in ("oracle", "eager") for value in entry.values.values()}
-    strangers = sorted(set(names) - known)
-    if strangers:
-        raise BundleError(
-            "The look inside the module holds strange arrays.", got=", ".join(strangers), hint="export again"
-        )
-
-
-def _taken(arrays: dict[str, np.ndarray], name: str, entry: LayersEntry) -> np.ndarray:
-    if name not in arrays:
-        raise BundleError(
-            "The look inside the module is incomplete.", got=f"{entry.file}: no {name}", hint="export again"
-        )
-    return arrays[name]

@@ -23,7 +23,6 @@ from mha_deploy.text import named, together, without_numbers
 from mha_deploy.validate.conformance import WRONG, ConformanceTable
 from mha_deploy.validate.evaluate import Evaluation
 from mha_deploy.validate.fault import FaultReport
-from mha_deploy.validate.fp16_range import Finding as RangeFinding
 from mha_deploy.validate.fp16_range import RangeReport
 from mha_deploy.validate.latency import LatencyPoint
 from mha_deploy.validate.layers import LAYERS
@@ -36,54 +35,32 @@ REPORT_FORMAT = 2
 """The format of report.json; readers refuse any other."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """One sentence of the verdict.
+    """One sentence of the verdict."""
 
-    Args:
-        level: `failure`, `warning` or `note`.
-        section: The part of the report that has the evidence.
-        text: The sentence.
-    """
-
-    level: str
-    section: str
-    text: str
+    level: str  # `failure`, `warning` or `note`
+    section: str  # the part of the report that has the evidence
+    text: str  # the sentence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A validation.
+    """A validation."""
 
-    Args:
-        bundle: What was validated.
-        evaluations: Every runtime that took part.
-        absent: Who could not, and why.
-        engines: The engines of the bundle.
-        points: Latencies.
-        ranges: How near FP16's limit the attention comes.
-        conformance: The table of masks, where requested.
-        fault: What is at fault, where an engine is wrong.
-        findings: The verdict's sentences.
-        headline: The verdict in one line.
-        notes: What a reader should know besides.
-        serving: How a server did under load.
-        not_verified: What was not run: engines, profiles, sizes.
-    """
-
-    bundle: Bundle
-    evaluations: tuple[Evaluation, ...]
-    absent: tuple[Unavailable, ...]
-    engines: tuple[Engine, ...]
-    points: tuple[LatencyPoint, ...]
-    ranges: RangeReport | None
-    conformance: ConformanceTable | None
-    fault: FaultReport | None
-    findings: tuple[Finding, ...]
-    headline: str
-    notes: tuple[str, ...] = ()
-    serving: tuple[LoadPoint, ...] = ()
-    not_verified: tuple[str, ...] = ()
+    bundle: Bundle  # what was validated
+    evaluations: tuple[Evaluation, ...]  # every runtime that took part
+    absent: tuple[Unavailable, ...]  # who could not, and why
+    engines: tuple[Engine, ...]  # the engines of the bundle
+    points: tuple[LatencyPoint, ...]  # latencies
+    ranges: RangeReport | None  # how near FP16's limit the attention comes
+    conformance: ConformanceTable | None  # the table of masks, where requested
+    fault: FaultReport | None  # what is at fault, where an engine is wrong
+    findings: tuple[Finding, ...]  # the verdict's sentences
+    headline: str  # the verdict in one line
+    notes: tuple[str, ...] = ()  # what a reader should know besides
+    serving: tuple[LoadPoint, ...] = ()  # how a server did under load
+    not_verified: tuple[str, ...] = ()  # what was not run: engines, profiles, sizes
 
     @property
     def outcome(self) -> str:
@@ -219,18 +196,25 @@ def findings(
     options: ValidateOptions,
 ) -> tuple[Finding, ...]:
     """Everything worth a sentence, failures first."""
+    unavailable = [each for each in absent if each not in broken]
     found = (
-        *_parity(evaluations),
-        *_stepping(evaluations),
-        *_invariance(evaluations),
-        *(_broken(each) for each in broken),
-        *_engines(engines, [each for each in absent if each not in broken], options),
-        *_not_shown(engines, evaluations, options),
-        *_outside(evaluations),
-        *_fault(fault),
-        *_range(ranges),
-        *_conformance(conformance),
-        *_latency(points),
+        *_about_runtimes(evaluations),
+        *(
+            Finding(
+                FAILURE, "engine", f"{each.name} fits this machine and failed to run the model: {each.reason}"
+            )
+            for each in broken
+        ),
+        *_about_engines(engines, unavailable, evaluations, options),
+        *_about_profiles(evaluations),
+        *(
+            []
+            if fault is None
+            else [Finding(NOTE, "parity", f"at fault: {fault.at_fault}. {fault.explanation}")]
+        ),
+        *_about_range(ranges),
+        *_about_masks(conformance),
+        *_about_latency(points),
     )
     return tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
 
@@ -244,7 +228,7 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> tuple[Find
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
     why = f" ({reasons[0]}{more})" if reasons else ""
     text = f"{fused} of {of} attentions are one node in the graph{why}"
-    return (Finding(level=FAILURE if options.require_fused else WARNING, section="fusion", text=text),)
+    return (Finding(FAILURE if options.require_fused else WARNING, "fusion", text),)
 
 
 def not_covered(
@@ -262,11 +246,16 @@ def not_covered(
     ran = {id(each.runtime.engine) for each in judged if each.runtime.engine is not None}
     found += [("run", f"engine {each.path.stem}") for each in engines if id(each) not in ran]
     for each in [each for each in judged if each.runtime.engine is not None] or judged:
-        sizes = _judged_sizes(each)
+        reports = (*each.parity, *each.decode_reports)
+        sizes = [verdict.sizes for report in reports for verdict in report.verdicts if verdict.passed]
         engine = each.runtime.engine
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):
-            inside = [one for one in sizes if _is_within(one, profile)]
+            inside = [
+                one
+                for one in sizes
+                if all(profile[a].min <= n <= profile[a].max for a, n in one.items() if a in profile)
+            ]
             place = f" in profile {index} of {each.runtime.name}" if len(ranges) > 1 else ""
             if not inside:
                 found.append(("coverage", f"profile {index} of {each.runtime.name}"))
@@ -278,21 +267,6 @@ def not_covered(
     return tuple(dict.fromkeys(found))
 
 
-def _judged_sizes(evaluation: Evaluation) -> list[Mapping[str, int]]:
-    """The sizes of everything that was run and is right."""
-    groups = [
-        *(report.verdicts for report in evaluation.parity),
-        *(report.verdicts for report in evaluation.decode_reports),
-    ]
-    return [verdict.sizes for verdicts in groups for verdict in verdicts if verdict.passed]
-
-
-def _is_within(sizes: Mapping[str, int], profile: Mapping[str, Axis]) -> bool:
-    return all(
-        profile[axis].min <= size <= profile[axis].max for axis, size in sizes.items() if axis in profile
-    )
-
-
 def coverage_findings(missing: Sequence[tuple[str, str]], options: ValidateOptions) -> tuple[Finding, ...]:
     """What was not run, as a failure where it was required."""
     found = []
@@ -302,9 +276,8 @@ def coverage_findings(missing: Sequence[tuple[str, str]], options: ValidateOptio
     ):
         words = [text for each, text in missing if each == kind]
         if words:
-            level = FAILURE if required else NOTE
             text = f"{NOT_VERIFIED}, since not run: {'; '.join(words)}"
-            found.append(Finding(level=level, section="coverage", text=text))
+            found.append(Finding(FAILURE if required else NOTE, "coverage", text))
     return tuple(found)
 
 
@@ -344,19 +317,18 @@ def headline(
 
 
 def _outputs(evaluation: Evaluation) -> str:
-    text = f"{evaluation.label}: {_count(evaluation, layers=False)} outputs within budget"
+    counts = {True: [0, 0], False: [0, 0]}  # of attentions and of outputs: right ones, and all
+    for report in evaluation.parity:
+        count = counts[report.cases == LAYERS]
+        count[0] += sum(verdict.passed for verdict in report.verdicts)
+        count[1] += len(report.verdicts)
+    text = f"{evaluation.label}: {counts[False][0]}/{counts[False][1]} outputs within budget"
     if any(report.cases == LAYERS for report in evaluation.parity):
-        text += f", {_count(evaluation, layers=True)} attentions right"
+        text += f", {counts[True][0]}/{counts[True][1]} attentions right"
     if evaluation.not_decoded_because is not None:
-        return f"{text}, not stepped"
+        return f"{text}, not decoded"
     steps = sum(report.steps for report in evaluation.decode_reports)
     return f"{text}, right at all {steps} decode steps" if steps else text
-
-
-def _count(evaluation: Evaluation, *, layers: bool) -> str:
-    reports = [report for report in evaluation.parity if (report.cases == LAYERS) is layers]
-    verdicts = [verdict for report in reports for verdict in report.verdicts]
-    return f"{sum(verdict.passed for verdict in verdicts)}/{len(verdicts)}"
 
 
 def _speed(subject: Evaluation, points: Sequence[LatencyPoint]) -> Iterator[str]:
@@ -371,7 +343,13 @@ def _speed(subject: Evaluation, points: Sequence[LatencyPoint]) -> Iterator[str]
         yield text
 
 
-def _parity(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
+def _about_runtimes(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
+    """Wrong outputs, decode steps and batch slots."""
+
+    def shown(verdict: OutputVerdict) -> str:
+        reason = (verdict.problem or "").removeprefix(f"{NOT_VERIFIED}: ")
+        return f"{verdict.case}/{verdict.output}: {reason}"
+
     for each in evaluations:
         for report in each.parity:
             what = "attentions" if report.cases == LAYERS else "outputs"
@@ -380,146 +358,107 @@ def _parity(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
             for verdicts, status in ((wrong, "wrong"), (unknown, NOT_VERIFIED)):
                 if verdicts:
                     text = f"{each.label} is {status} on {len(verdicts)} of {len(report.verdicts)} {what}"
-                    first = f"{verdicts[0].case}/{verdicts[0].output}: {_reason(verdicts[0])}"
-                    yield Finding(level=FAILURE, section="parity", text=f"{text} ({report.cases}; {first})")
-
-
-def _reason(verdict: OutputVerdict) -> str:
-    return (verdict.problem or "").removeprefix(f"{NOT_VERIFIED}: ")
-
-
-def _stepping(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
+                    yield Finding(FAILURE, "parity", f"{text} ({report.cases}; {shown(verdicts[0])})")
     for each in evaluations:
         if each.not_decoded_because is not None:
-            text = f"{each.label} was not stepped through tokens: {each.not_decoded_because}"
-            yield Finding(level=WARNING, section="decode", text=text)
-        for report in each.decode_reports:
-            if not report.passed:
-                failures = report.failures
+            yield Finding(WARNING, "decode", f"{each.label} decoded no tokens: {each.not_decoded_because}")
+        for decoded in each.decode_reports:
+            if not decoded.passed:
+                failures = decoded.failures
                 first = next((failure for failure in failures if failure.is_wrong), failures[0])
                 status = "decodes wrongly" if first.is_wrong else f"is {NOT_VERIFIED} when decoding"
-                text = f"{each.label} {status} ({first.case}/{first.output}: {_reason(first)})"
-                yield Finding(level=FAILURE, section="decode", text=text)
-
-
-def _invariance(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
+                yield Finding(FAILURE, "decode", f"{each.label} {status} ({shown(first)})")
     for each in evaluations:
         for check in each.invariance:
             if not check.passed:
                 text = f"{each.label}: {check.check} changes the answer ({check.case}, {check.problem})"
-                yield Finding(level=FAILURE, section="invariance", text=text)
+                yield Finding(FAILURE, "invariance", text)
 
 
-def _engines(
-    engines: Sequence[Engine], absent: Sequence[Unavailable], options: ValidateOptions
+def _about_engines(
+    engines: Sequence[Engine],
+    absent: Sequence[Unavailable],
+    evaluations: Sequence[Evaluation],
+    options: ValidateOptions,
 ) -> Iterator[Finding]:
-    if not engines and (options.require_fused or options.require_precision):
-        text = "the bundle has no engine that could be fused or in its precision"
-        yield Finding(level=FAILURE, section="fusion", text=text)
+    required = options.require_fused or options.require_precision
+    if not engines and required:
+        yield Finding(FAILURE, "fusion", "the bundle has no engine that could be fused or in its precision")
     for engine in engines:
         name, manifest = engine.path.stem, engine.manifest
         if not manifest.all_fused:
             level = FAILURE if options.require_fused else WARNING
-            yield Finding(level=level, section="fusion", text=f"engine {name}: {manifest.fusion_summary}")
+            yield Finding(level, "fusion", f"engine {name}: {manifest.fusion_summary}")
         if not manifest.is_in_precision:
             level = FAILURE if options.require_precision else WARNING
-            text = f"engine {name}: {manifest.precision_summary}"
-            yield Finding(level=level, section="precision", text=text)
-    yield from _narrowed(engines)
+            yield Finding(level, "precision", f"engine {name}: {manifest.precision_summary}")
+    for engine in engines:
+        if narrowed := engine.manifest.verdict.precision.narrowed:  # which may overflow
+            text = (
+                f"engine {engine.path.stem} multiplies {len(narrowed)} matmuls in fewer bits than the graph"
+            )
+            yield Finding(WARNING, "precision", text)
     names = {engine.path.stem for engine in engines}
     for each in absent:
         if each.name in names:
             text = f"engine {each.name} was built and inspected, but not run: {each.reason}"
-            yield Finding(level=NOTE, section="engine", text=text)
-
-
-def _not_shown(
-    engines: Sequence[Engine], evaluations: Sequence[Evaluation], options: ValidateOptions
-) -> Iterator[Finding]:
-    """Engines of which nothing is known but what their manifests claim."""
-    level = FAILURE if options.require_fused or options.require_precision else WARNING
-    for engine in engines:
+            yield Finding(NOTE, "engine", text)
+    for engine in engines:  # of which nothing is known but what their manifests claim
         ran = any(each.runtime.engine is engine and each.parity for each in evaluations)
         if not ran and not engine.is_shown:
             text = (
                 f"fusion and precision of engine {engine.path.stem} are not verified: "
                 "it did not run here, and only TensorRT can read its plan"
             )
-            yield Finding(level=level, section="fusion", text=text)
+            yield Finding(FAILURE if required else WARNING, "fusion", text)
 
 
-def _narrowed(engines: Sequence[Engine]) -> Iterator[Finding]:
-    """What an engine multiplies in fewer bits than the graph says, which may overflow."""
-    for engine in engines:
-        narrowed = engine.manifest.verdict.precision.narrowed
-        if narrowed:
-            text = (
-                f"engine {engine.path.stem} multiplies {len(narrowed)} matmuls in fewer bits than the graph"
-            )
-            yield Finding(level=WARNING, section="precision", text=text)
-
-
-def _broken(runtime: Unavailable) -> Finding:
-    text = f"{runtime.name} fits this machine and failed to run the model: {runtime.reason}"
-    return Finding(level=FAILURE, section="engine", text=text)
-
-
-def _outside(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
+def _about_profiles(evaluations: Sequence[Evaluation]) -> Iterator[Finding]:
     for each in evaluations:
         if each.outside and not each.parity:
             text = f"{each.label} was compared with nothing: every case is outside its profiles"
-            yield Finding(level=FAILURE, section="engine", text=text)
+            yield Finding(FAILURE, "engine", text)
         elif each.outside:
             text = f"{each.label} was not run on {', '.join(each.outside)}: outside its profiles"
-            yield Finding(level=NOTE, section="engine", text=text)
+            yield Finding(NOTE, "engine", text)
 
 
-def _fault(fault: FaultReport | None) -> Iterator[Finding]:
-    if fault is not None:
-        text = f"at fault: {fault.at_fault}. {fault.explanation}"
-        yield Finding(level=NOTE, section="parity", text=text)
-
-
-def _range(ranges: RangeReport | None) -> Iterator[Finding]:
+def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:
     """One sentence for all attentions of which the same is true, in the words of the first.
 
     Where only the numbers differ, the one with the least headroom comes first.
     """
     if ranges is None:
         return
-    found = [(node, each) for node in ranges.nodes for each in node.findings if each.status != "ok"]
+    found = [
+        (node, each.status, f"{each.what}; {'; '.join(each.advice)}")
+        for node in ranges.nodes
+        for each in node.findings
+        if each.status != "ok"
+    ]
     # What FP16 could not hold is no trouble for a model in another precision.
     level = WARNING if ranges.precision == "fp16" else NOTE
-    for alike in together(found, lambda pair: (pair[1].status, without_numbers(_said(pair[1])))):
-        if len({_said(finding) for _, finding in alike}) > 1:
-            alike.sort(key=lambda pair: pair[0].headroom)
-        nodes = [node.node for node, _ in alike]
-        yield Finding(level=level, section="range", text=f"{named(nodes)}: {_said(alike[0][1])}")
+    for alike in together(found, lambda each: (each[1], without_numbers(each[2]))):
+        if len({text for _, _, text in alike}) > 1:
+            alike.sort(key=lambda each: each[0].headroom)
+        yield Finding(level, "range", f"{named([node.node for node, _, _ in alike])}: {alike[0][2]}")
 
 
-def _said(finding: RangeFinding) -> str:
-    return f"{finding.what}; {'; '.join(finding.advice)}"
-
-
-def _conformance(table: ConformanceTable | None) -> Iterator[Finding]:
-    if table is None:
-        return
-    for case in (case for case in table.rows if not case.diagnostic):
-        for column, cell in table.cells[case.name].items():
+def _about_masks(table: ConformanceTable | None) -> Iterator[Finding]:
+    for case in [] if table is None else [case for case in table.rows if not case.diagnostic]:
+        for column, cell in table.cells[case.name].items() if table else ():
             if cell.status == WRONG:
                 text = f"{column} is wrong on masks: {case.name}, {cell.detail}"
-                yield Finding(level=WARNING, section="conformance", text=text)
+                yield Finding(WARNING, "conformance", text)
 
 
-def _latency(points: Sequence[LatencyPoint]) -> Iterator[Finding]:
+def _about_latency(points: Sequence[LatencyPoint]) -> Iterator[Finding]:
     for point in points:
-        best = point.best_pytorch
+        best, place = point.best_pytorch, ", ".join(f"{axis}={size}" for axis, size in point.sizes.items())
         for row in point.rows:
-            place = ", ".join(f"{axis}={size}" for axis, size in point.sizes.items())
             ratio = point.figures(row)["speedup_over_best_pytorch"]
             if row.family == TENSORRT and ratio is not None and ratio < 1 and best is not None:
                 text = f"{row.name} is {1 / ratio:.2f} × slower than {best.name} at {place}"
-                yield Finding(level=WARNING, section="latency", text=text)
+                yield Finding(WARNING, "latency", text)
             if row.timing is not None and not row.timing.stable:
-                text = f"the time of {row.name} at {place} did not settle"
-                yield Finding(level=WARNING, section="latency", text=text)
+                yield Finding(WARNING, "latency", f"the time of {row.name} at {place} did not settle")

@@ -258,8 +258,8 @@ def test_a_bundle_without_a_trace_is_told_of(static, tmp_path):
     assert report.passed
     ((level, text),) = decode_findings(report)
     assert level == "warning"
-    assert text.endswith("was not stepped through tokens: the bundle has no trace")
-    assert report.headline.endswith("within budget, not stepped")
+    assert text.endswith("decoded no tokens: the bundle has no trace")
+    assert report.headline.endswith("within budget, not decoded")
 
 
 def test_profiles_that_take_no_trace_are_told_of(static, monkeypatch):
@@ -272,9 +272,9 @@ def test_profiles_that_take_no_trace_are_told_of(static, monkeypatch):
     ((level, text),) = decode_findings(report)
     assert (level, text) == (
         "warning",
-        "ort-cuda (stand 1.0) was not stepped through tokens: its profiles take no trace",
+        "ort-cuda (stand 1.0) decoded no tokens: its profiles take no trace",
     )
-    assert "not stepped" in report.headline
+    assert "not decoded" in report.headline
 
 
 def test_who_was_stepped_and_who_has_no_cache_is_not_warned_of(bundles, static, tmp_path):
@@ -345,10 +345,10 @@ def test_a_wrong_cache_is_mapped_by_its_new_rows(static, rest):
 
     ((place, heat),) = maps(static, after, "prefill").items()
     assert place == ("prefill", "key_cache_out")
-    assert heat.values.shape == (static.manifest.spec.Hkv, 16)
+    assert heat.values.shape == (static.manifest.spec.layer.Hkv, 16)
     assert np.isfinite(heat.values).all()
     assert np.unravel_index(np.argmax(heat.values), heat.values.shape) == (1, 2)
-    assert heat.note == "the rows of the cache that the call wrote"
+    assert heat.note == "the entries of the cache that the call wrote"
 
 
 def test_old_rows_that_were_changed_are_no_error_to_map(bundles):

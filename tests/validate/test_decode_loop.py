@@ -11,25 +11,25 @@ import pytest
 from decode_mistakes import LosesCount, Meddled, ModuleRunner, SwappedRows, cached, module_of
 
 from mha_deploy.bundle.cases import GoldenCase
+from mha_deploy.bundle.traces import PlannedTrace
 from mha_deploy.errors import DeployError
 from mha_deploy.export.canonical import canonical_from_module
-from mha_deploy.export.golden import TraceCapture
+from mha_deploy.export.golden import LayerCapture
 from mha_deploy.metrics import budget_from_eager
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.decode import (
+    DecodeReport,
     HostDecodeLoop,
     StepBudgets,
-    at_doublings,
-    growth_of,
     open_decode_loop,
     run_decode_loop,
 )
 
 B, STEPS = 3, 8
-PROMPTS = {"dynamic": 5, "preallocated": [5, 2, 7]}
+PROMPTS = {"dynamic": (5, 5, 5), "preallocated": (5, 2, 7)}
 CACHES = tuple(PROMPTS)
 
 
@@ -37,7 +37,13 @@ CACHES = tuple(PROMPTS)
 def captured(cache, precision="fp16"):
     """A layer and a trace of it, shared by the tests."""
     module = module_of(cached(cache), precision)
-    return module, TraceCapture(module, PRECISIONS[precision], 0).capture("decode", B, PROMPTS[cache], STEPS)
+    return module, trace_of(module, PRECISIONS[precision])
+
+
+def trace_of(module, precision, prompt=None, steps=STEPS):
+    """The decode trace of a layer."""
+    planned = PlannedTrace(name="decode", prompt=prompt or PROMPTS[module.spec.cache], steps=steps)
+    return LayerCapture(module, precision, 0).trace(module.spec.model, planned)
 
 
 def judged(runner, cache, precision="fp16", loop=HostDecodeLoop, **options):
@@ -97,7 +103,7 @@ def test_the_exported_graph_passes(cache, precision):
 def test_other_layers_pass(cache, option):
     spec, precision = cached(cache, **option), PRECISIONS["fp16"]
     module = module_of(spec, "fp16")
-    trace = TraceCapture(module, precision, 0).capture("decode", B, PROMPTS[cache], STEPS)
+    trace = trace_of(module, precision)
     assert run_decode_loop(HostDecodeLoop(ModuleRunner(module), spec, B), trace, spec, precision).passed
 
 
@@ -108,7 +114,7 @@ def test_a_layer_that_gives_only_zeros_is_not_verified(cache):
     for projection in (module.v, module.o):
         for parameter in projection.parameters():
             parameter.zero_()
-    trace = TraceCapture(module, precision, 0).capture("decode", B, PROMPTS[cache], STEPS)
+    trace = trace_of(module, precision)
     report = run_decode_loop(HostDecodeLoop(ModuleRunner(module), spec, B), trace, spec, precision)
     assert not report.passed
     assert not any(failure.is_wrong for failure in report.failures)
@@ -392,6 +398,25 @@ def test_every_step_is_told_before_it_is_run():
     assert told == list(range(STEPS + 1))
 
 
+def report_of(errors):
+    return DecodeReport(
+        model="m",
+        precision="fp16",
+        backend="b",
+        trace="t",
+        prompt=(1,),
+        steps=len(errors),
+        verdicts=(),
+        first_failed=None,
+        errors=tuple(errors),
+        eager_errors=(),
+    )
+
+
+def growth_of(errors):
+    return report_of(errors).growth
+
+
 def test_growth_is_the_last_tenth_over_the_first():
     assert growth_of([1.0] * 10 + [9.0] * 80 + [2.0] * 10) == 2.0
     assert growth_of([1.0, 5.0, 1.0] + [0.0] * 24 + [3.0, 2.0, 3.0]) == 3.0
@@ -403,9 +428,9 @@ def test_growth_is_the_last_tenth_over_the_first():
 
 
 def test_the_table_doubles_its_steps_and_ends_with_the_last():
-    assert [step for step, _ in at_doublings([0.5] * 1000)] == [2**k for k in range(10)] + [1000]
-    assert at_doublings([0.1, None, 0.3, 0.4]) == [(1, 0.1), (2, None), (4, 0.4)]
-    assert at_doublings([]) == []
+    assert [step for step, _ in report_of([0.5] * 1000).table] == [2**k for k in range(10)] + [1000]
+    assert report_of([0.1, None, 0.3, 0.4]).table == [(1, 0.1), (2, None), (4, 0.4)]
+    assert report_of([]).table == []
 
 
 def test_a_step_may_use_the_budgets_around_it_and_no_others():
@@ -454,7 +479,7 @@ def test_a_report_that_lacks_steps_has_not_passed():
 def test_many_steps_of_the_exported_graph(steps, shown, spoiled_at):
     spec, precision = cached("dynamic", rows=steps + 24), PRECISIONS["fp16"]
     module = module_of(spec, "fp16")
-    trace = TraceCapture(module, precision, 0).capture("long", 2, 16, steps)
+    trace = trace_of(module, precision, (16, 16), steps)
     with open_runner("ort-cpu", canonical_from_module(module)) as runner:
         report = run_decode_loop(HostDecodeLoop(runner, spec, 2), trace, spec, precision)
         assert report.passed, report.failures

@@ -156,7 +156,7 @@ def test_a_fixed_batch_has_slots_and_no_other_size(opened):
     (opt,) = (case for case in cases if case.name == "opt")
     checks = checked(spec.with_axes({"B": Axis(min=2, opt=2, max=2)}), [opt], runner)
     assert {check.check: check.detail for check in checks} == {
-        "batch slot": "row 0, 1 among other neighbours",
+        "batch slot": "batch element 0, 1 among other neighbours",
         "batch size": "not applicable: the batch is fixed at 2",
         "profile": "not applicable: the runtime has no profiles",
     }
@@ -168,7 +168,7 @@ def test_one_row_has_no_other_slot(opened):
     spec, cases, runner = opened("tiny-mha")
     (smallest,) = (case for case in cases if case.name == "min")
     (slot,) = (check for check in checked(spec, [smallest], runner) if check.check == "batch slot")
-    assert slot.detail == "not applicable: no case has two rows"
+    assert slot.detail == "not applicable: no case has two batch elements"
 
 
 # -- wrong runners -----------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_a_leak_that_is_in_the_golden_result_too_is_only_seen_among_other_neighb
     checks = checked(spec, [case], Leaky(), limit=SizeLimit(gflop=1e-9))
     assert {check.detail: check.passed for check in checks if check.check == "batch slot"} == {
         "slot 0..3, 3 arrangements": True,
-        "row 0, 1, 2, 3 among other neighbours": False,
+        "batch element 0, 1, 2, 3 among other neighbours": False,
     }
 
 
@@ -242,7 +242,7 @@ def test_every_row_is_put_into_every_slot_and_wrong_only_there_is_caught(opened)
     assert seen == {(slot, row) for slot in range(4) for row in range(4)}
     (wrong,) = (check for check in checks if not check.passed)
     assert wrong.detail == "slot 0..3, 3 arrangements"
-    assert wrong.problem.endswith("worst: row 3 in slot 0 of 4")
+    assert wrong.problem.endswith("worst: batch element 3 in slot 0 of 4")
 
 
 def test_the_lengths_of_the_first_slot_used_for_all_are_caught(opened):
