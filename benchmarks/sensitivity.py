@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import mha_deploy as md
-from mha_deploy.baselines.fresh import fresh_cases, module_from_bundle
+from mha_deploy.baselines.fresh import FreshCases, module_from_bundle
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.environment import versions
 from mha_deploy.export.golden import fp64_twin
@@ -159,7 +159,7 @@ def shares(model: str, sizes: dict[str, int], tensorrt: bool) -> Iterator[tuple[
         runtime = finder.running_engines()[0] if tensorrt else finder.named("ort-cpu")
         kind, why = runtime.accumulation(bundle.manifest.precision)
         precision = replace(bundle.manifest.precision, accumulate=kind)
-        maker, device = fresh_cases(bundle, torch_device()), torch_device()
+        maker, device = FreshCases(bundle, torch_device()), torch_device()
         twin = fp64_twin(module_from_bundle(bundle, device=device))
         worst: dict[str, float] = {}
         with runtime.open() as runner:

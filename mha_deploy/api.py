@@ -1563,7 +1563,7 @@ def analyze(
     from mha_deploy.analyze.roofline import analyze_layer
 
     spec = _spec(model, axes)
-    point = points_from_text(spec, at or USUAL)[-1]
+    point = points_from_text(spec.model, at or USUAL)[-1]
     lengths = None if point.past is None else [point.past] * point.sizes["B"]
     return analyze_layer(spec, point.sizes, precision, gpu, lengths=lengths)
 
@@ -1631,7 +1631,7 @@ def compare_heads(
     if attention is not None:
         raise DeployError("A catalog layer has one attention.", got=attention, hint="leave it out")
     spec = _spec(found, None)
-    sizes = points_from_text(spec, at or USUAL)[-1].sizes
+    sizes = points_from_text(spec.model, at or USUAL)[-1].sizes
     if spec.cache != "none":  # the heads of the whole sequence that the KV cache comes from
         sizes = {"B": sizes["B"], "S": key_length(spec, sizes)}
         spec = spec.without_cache()

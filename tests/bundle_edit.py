@@ -21,7 +21,7 @@ SIZES = {"B": 2, "S": 3}
 def manifest(name="tiny-mha", precision="fp16"):
     """A manifest with one golden case of SIZES."""
     return Manifest(
-        spec=find_spec(name),
+        spec=find_spec(name).model,
         precision=PRECISIONS[precision],
         opset=23,
         weights="made by hand",

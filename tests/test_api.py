@@ -78,7 +78,7 @@ def test_every_public_name_is_there_and_documented():
 @pytest.mark.parametrize("name", ["export", "validate"])
 def test_a_package_of_the_name_of_a_function_is_called_like_it(name):
     assert inspect.signature(getattr(md, name)) == inspect.signature(getattr(api, name))
-    assert inspect.ismodule(getattr(md, name))  # mha_deploy.export.options can be imported, too
+    assert inspect.ismodule(getattr(md, name))  # mha_deploy.export.plan can be imported, too
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_module_in_memory_is_exported_and_not_changed(in_memory):
     assert module.qkv.weight.dtype == torch.float32
     assert module.qkv.weight.requires_grad
     spec = bundle.manifest.spec
-    assert (spec.name, spec.factory, spec.attentions) == ("Small", "", 1)
+    assert (spec.name, spec.factory, spec.attention_count) == ("Small", "", 1)
     assert md.open_bundle(str(bundle.path)).manifest == bundle.manifest
 
 

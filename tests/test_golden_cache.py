@@ -14,8 +14,8 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
-from mha_deploy.export.golden import GoldenCapture
-from mha_deploy.export.options import plan_golden
+from mha_deploy.export.golden import LayerCapture
+from mha_deploy.export.plan import plan_golden
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module
@@ -36,8 +36,8 @@ def moved(bundle, folder):
 def test_what_is_read_is_what_was_captured(bundles, tmp_path, name, precision):
     bundle = bundles(name, precision)
     wanted = find_precision(precision)
-    module = build_module(bundle.manifest.spec, dtype=getattr(torch, wanted.torch_name), path="plain")
-    capture = GoldenCapture(module, wanted, seed=0)
+    module = build_module(bundle.manifest.spec.layer, dtype=getattr(torch, wanted.torch_name), path="plain")
+    capture = LayerCapture(module, wanted, seed=0)
     planned = {case.name: case for case in plan_golden(bundle.manifest.spec).cases}
     other = moved(bundle, tmp_path / "bundle")
     for entry in bundle.manifest.golden:
@@ -55,7 +55,8 @@ def test_what_is_read_is_what_was_captured(bundles, tmp_path, name, precision):
 def test_a_file_holds_no_old_row_twice(bundles, name):
     bundle = bundles(name)
     for entry in bundle.manifest.golden:
-        S, Hkv, D = entry.sizes["S"], bundle.manifest.spec.Hkv, bundle.manifest.spec.D
+        layer = bundle.manifest.spec.layer
+        S, Hkv, D = entry.sizes["S"], layer.Hkv, layer.D
         arrays = read_arrays(bundle.file(entry.file))
         shapes = {key: arrays[key].shape for key in arrays if "oracle/" in key and "/output" not in key}
         assert set(shapes.values()) == {(entry.sizes["B"], Hkv, S, D)}

@@ -411,7 +411,7 @@ def oracle_bytes(spec: ModelSpec, sizes: Sizes) -> int:
     T = key_length(layer, sizes)
     scores = 2 * sizes["B"] * layer.Hq * sizes["S"] * T
     activations = 4 * sizes["B"] * max(sizes["S"], T) * max(layer.E, layer.Hq * layer.D)
-    return 8 * (scores + activations) + oracle_cache_bytes(layer, sizes)
+    return 8 * (scores + activations) + oracle_cache_bytes(spec, sizes)
 
 
 def oracle_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:

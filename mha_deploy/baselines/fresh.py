@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -20,24 +20,15 @@ from mha_deploy.bundle.cases import GoldenCase, read_case
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, check_steps
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
-from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.eager import run_module
 from mha_deploy.export.exporter import exported_program
-from mha_deploy.export.golden import (
-    GoldenCapture,
-    MixedCapture,
-    ModuleCapture,
-    TraceCapture,
-    fp64_twin,
-    refuse_overflow,
-)
-from mha_deploy.export.options import PlannedCase
+from mha_deploy.export.golden import LayerCapture, ModuleCapture
 from mha_deploy.export.oracle import run_program
 from mha_deploy.export.own_model import reopen_user_module
+from mha_deploy.export.plan import PlannedCase
 from mha_deploy.graph.file import load_graph
-from mha_deploy.model.deployable import ModuleSpec
-from mha_deploy.model.precision import Precision, find_precision
-from mha_deploy.model.spec import FLOAT, AttentionSpec
+from mha_deploy.model.precision import find_precision
+from mha_deploy.model.spec import FLOAT, AttentionSpec, ModelSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, causal_mask, split_heads
 from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
@@ -140,7 +131,7 @@ def _bytes_per_row(module: Attention, arguments: dict[str, Tensor]) -> int:
         sizes["T"] = arguments["key_cache"].shape[2]
     elif spec.is_cross:
         sizes["T"] = arguments["key"].shape[1]
-    return oracle_bytes(spec, sizes)
+    return oracle_bytes(spec.model, sizes)
 
 
 def _batch_slice(arguments: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
@@ -192,108 +183,44 @@ class QueriesInBlocks(TorchFunctionMode):
         return torch.cat(blocks, dim=-2)
 
 
-# -- What is true of a user's module beyond its golden cases: its factory makes it again -----------
-
-
-class FreshModuleCases:
-    """Makes cases for the module of a bundle, on the CPU.
-
-    Args:
-        spec: The module.
-        precision: Its precision.
-        model: Its graph.
-        known: Reads a golden case of the bundle, in which the module must still be what it was.
-
-    Raises:
-        DeployError: The factory is not here, or gives another module than that in the bundle.
-    """
-
-    def __init__(
-        self, spec: ModuleSpec, precision: Precision, *, model: Path, known: Callable[[], GoldenCase]
-    ) -> None:
-        self._spec = spec
-        # A mixed graph was made from the module in float32, and stands for it where budgets come from.
-        self._user = reopen_user_module(spec, find_precision("fp32") if spec.mixed else precision)
-        self._exported = exported_program(self._user)
-        self._graph = load_graph(model) if spec.mixed else None
-        _true_inside(self._exported, known(), ())
-
-    def case(
-        self,
-        sizes: Mapping[str, int],
-        *,
-        seed: int,
-        ragged: bool = False,
-        past: int | None = None,
-        probe: bool = False,
-    ) -> GoldenCase:
-        """Draw inputs and compute what is true of them; see `FreshCases.case`.
-
-        Lengths and the fill of a cache are inputs of the module itself.
-        """
-        del ragged, past
-        self._spec.check_sizes(sizes)
-        name = f"fresh-{sizes_name(sizes)}-seed{seed}"
-        with self._capture(seed) as capture:
-            if probe:
-                capture.change = partial(module_probe, self._spec)
-            return capture.capture(name, sizes)
-
-    def trace(self, planned: PlannedTrace, *, seed: int) -> DecodeTrace:
-        """Draw tokens and compute what decoding must give."""
-        with self._capture(seed) as capture:
-            return capture.trace(self._spec, planned)
-
-    def _capture(self, seed: int) -> ModuleCapture:
-        if self._graph is None:
-            return ModuleCapture(self._user, self._exported, seed)
-        return MixedCapture(self._user, self._exported, seed, self._graph)
+# -- Values inside a user's module, which its factory makes again ----------------------------------
 
 
 class ProgramValues:
-    """What is true of values inside the module of a bundle.
+    """The module of a bundle, and what is true of values inside it.
 
     Args:
-        spec: The module.
-        precision: Its precision.
+        bundle: The bundle.
 
     Raises:
         DeployError: The factory is not here, or gives other weights than those in the bundle.
     """
 
-    def __init__(self, spec: ModuleSpec, precision: Precision) -> None:
+    def __init__(self, bundle: Bundle) -> None:
+        spec, own = bundle.manifest.spec, bundle.manifest.precision
         # A mixed graph was made from the module in float32, and its values have the names of that program.
-        own = find_precision("fp32") if spec.mixed else precision
-        self._exported = exported_program(reopen_user_module(spec, own))
+        self.user = reopen_user_module(spec, find_precision("fp32") if spec.mixed else own)
+        self.exported = exported_program(self.user)
 
     def at(self, case: GoldenCase, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Values of the graph in FP64, by their names; what the program does not compute is left out."""
-        known = [name for name in names if self._exported.node_of(name) is not None]
-        return _true_inside(self._exported, case, known)
+        """Values of the graph in FP64, by their names; what the program does not compute is left out.
 
-
-def _true_inside(exported: ExportedModule, case: GoldenCase, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Values of the program in FP64, which must give what it gave when the case was captured."""
-    inputs = {name: tensor_from_numpy(array) for name, array in case.inputs.items()}
-    outputs, kept = run_program(exported, inputs, keep=names)
-    _refuse_another_module(case, {name: to_numpy(tensor) for name, tensor in outputs.items()})
-    return {name: to_numpy(tensor) for name, tensor in kept.items()}
-
-
-def _refuse_another_module(case: GoldenCase, outputs: Mapping[str, np.ndarray]) -> None:
-    """The weights may be the same, and what the factory's file does with them not."""
-    for name, oracle in case.oracle.items():
-        found = outputs.get(name)
-        if (
-            found is None
-            or found.shape != oracle.shape
-            or not np.allclose(found, oracle, rtol=1e-6, atol=1e-9)
-        ):
-            raise BundleError(
-                "The factory's module computes something else now than when it was exported.",
-                got=f"output {name} of golden case {case.name}",
-                hint="export again",
-            )
+        Raises:
+            BundleError: The weights are the same, and what the factory's file does with them is not.
+        """
+        known = [name for name in names if self.exported.node_of(name) is not None]
+        inputs = {name: tensor_from_numpy(array) for name, array in case.inputs.items()}
+        outputs, kept = run_program(self.exported, inputs, keep=known)
+        for name, oracle in case.oracle.items():
+            found = to_numpy(outputs[name]) if name in outputs else None
+            is_same = found is not None and found.shape == oracle.shape
+            if found is None or not is_same or not np.allclose(found, oracle, rtol=1e-6, atol=1e-9):
+                raise BundleError(
+                    "The factory's module computes something else now than when it was exported.",
+                    got=f"output {name} of golden case {case.name}",
+                    hint="export again",
+                )
+        return {name: to_numpy(tensor) for name, tensor in kept.items()}
 
 
 # -- Probe inputs: large tokens where a mask, a window or a cache ends -----------------------------
@@ -322,7 +249,7 @@ def _by_self_score(layer: Attention, x: Tensor) -> Tensor:
 
 
 def layer_probe(
-    spec: AttentionSpec, feeds: Mapping[str, Tensor], layer: Attention | None = None
+    spec: AttentionSpec, feeds: Mapping[str, Tensor], oracle: Callable[[], Attention] | None = None
 ) -> dict[str, Tensor]:
     """The inputs of a layer, with large tokens and cache entries at the edges of what is attended.
 
@@ -330,7 +257,7 @@ def layer_probe(
     that attend to themselves in many heads.
     """
     loud = {name: tensor.clone() for name, tensor in feeds.items()}
-    best = None if layer is None or spec.is_cross else _by_self_score(layer, loud["x"])
+    best = None if oracle is None or spec.is_cross else _by_self_score(oracle(), loud["x"])
     tokens = [loud[name] for name in (("key", "value") if spec.is_cross else ("x",))]
     caches = [
         tensor for name, tensor in loud.items() if name.startswith(("past_", "key_cache", "value_cache"))
@@ -351,7 +278,18 @@ def layer_probe(
     return loud
 
 
-def module_probe(spec: ModuleSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def uniform_probe(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs of a layer, with zeros for every other token.
+
+    Without a bias, the query of such a token has the same score with every key: its output is the mean of the
+    values, and a coarse softmax weight is an error of one sign in all channels.
+    """
+    x = feeds["x"].clone()
+    x[:, list(range(x.shape[1] - 1, -1, -2))] = 0
+    return {**feeds, "x": x}
+
+
+def module_probe(spec: ModelSpec, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs of a module, with large tokens in what may be hidden states: float [B, S, E]."""
     loud = dict(inputs)
     for tensor in spec.inputs:
@@ -369,48 +307,37 @@ _GIB = 1 << 30
 ORACLE_BYTES = {"cpu": 2 * _GIB, "cuda": 16 * _GIB}
 
 
-class CaseMaker(Protocol):
-    """Draws new cases for the model of a bundle."""
-
-    def case(
-        self,
-        sizes: Mapping[str, int],
-        *,
-        seed: int,
-        ragged: bool = False,
-        past: int | None = None,
-        probe: bool = False,
-    ) -> GoldenCase:
-        """Draw inputs and compute the expected results."""
-
-    def trace(self, planned: PlannedTrace, *, seed: int) -> DecodeTrace:
-        """Draw tokens and compute what decoding must give."""
-
-
-def fresh_cases(bundle: Bundle, device: str) -> CaseMaker:
-    """Whoever draws new cases for a bundle: a layer is computed on the device, a user's module on the CPU."""
-    spec = bundle.manifest.spec
-    if isinstance(spec, ModuleSpec):
-        smallest = min(bundle.manifest.golden, key=lambda entry: math.prod(entry.sizes.values()))
-        known = partial(read_case, bundle, smallest)
-        return FreshModuleCases(spec, bundle.manifest.precision, model=bundle.model_path, known=known)
-    return FreshCases(bundle, device)
-
-
 class FreshCases:
-    """Makes cases for the layer of a bundle, with its own weights.
+    """Makes cases for the model of a bundle, with its own weights.
 
     Args:
         bundle: The bundle.
-        device: Where the module and its FP64 twin run.
-        oracle_bytes: Memory that the oracle may take besides its weights; see `ORACLE_BYTES`.
+        device: Where a catalog layer and its FP64 twin run; a user's module runs on the CPU.
+        oracle_bytes: Memory that the oracle of a layer may take besides its weights; see `ORACLE_BYTES`.
+
+    Raises:
+        DeployError: The factory is not here, or gives another module than that in the bundle.
     """
 
     def __init__(self, bundle: Bundle, device: str, *, oracle_bytes: int | None = None) -> None:
-        self.spec, self.precision = attention_spec(bundle), bundle.manifest.precision
-        self._module = module_from_bundle(bundle, path="plain", device=device)
-        limit = oracle_bytes or ORACLE_BYTES[torch.device(device).type]
-        self._run_oracle = partial(run_in_blocks, limit_bytes=limit)
+        self.spec, manifest = bundle.manifest.spec, bundle.manifest
+        self._capture: LayerCapture | ModuleCapture
+        self._probes: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]]
+        if self.spec.layer is not None:
+            module = module_from_bundle(bundle, path="plain", device=device)
+            limit = oracle_bytes or ORACLE_BYTES[torch.device(device).type]
+            run_oracle = partial(run_in_blocks, limit_bytes=limit)
+            layer = LayerCapture(module, manifest.precision, 0, run_oracle=run_oracle, most_tokens=_CHUNK)
+            edges = partial(layer_probe, self.spec.layer, oracle=lambda: layer.oracle)
+            self._probes = {"edges": edges, "uniform": uniform_probe}
+            self._capture = layer
+        else:
+            program = ProgramValues(bundle)
+            smallest = min(manifest.golden, key=lambda entry: math.prod(entry.sizes.values()))
+            program.at(read_case(bundle, smallest), ())  # it must still be what it was
+            mixed = load_graph(bundle.model_path) if self.spec.mixed else None
+            self._probes = {"edges": partial(module_probe, self.spec)}
+            self._capture = ModuleCapture(program.user, program.exported, 0, mixed)
 
     def case(
         self,
@@ -419,65 +346,61 @@ class FreshCases:
         seed: int,
         ragged: bool = False,
         past: int | None = None,
-        probe: bool = False,
+        probe: str | None = None,
     ) -> GoldenCase:
         """Draw inputs and compute what is true of them.
 
         Args:
             sizes: A size for every axis of the spec.
             seed: Seed of the inputs; the same seed at the same sizes draws the same.
-            ragged: Whether lengths go down to 1 and 0, where the layer has lengths.
+            ragged: Whether lengths go down to 1 and 0, where a catalog layer has lengths.
             past: Valid entries of a preallocated cache in every batch element; default: drawn.
-            probe: Whether tokens are large where masks, windows and caches end.
+            probe: `edges` for large tokens where masks, windows and caches end, `uniform` for zeros at every
+                other token, of catalog layers alone.
 
         Raises:
-            SpecError: The sizes, or that many rows, are not for this layer.
+            SpecError: The sizes, or that many entries, are not for this model.
             ExportError: The module itself overflows on these inputs.
             DeployError: They do not fit the device's memory.
         """
         self.spec.check_sizes(sizes)
-        if past is not None:
-            past_keys(self.spec, sizes, [past] * sizes["B"])  # raises where they do not fit
-        at = sizes_name(sizes)
-        name = f"fresh-{at}-seed{seed}{'-ragged' if ragged else ''}"
-        capture = GoldenCapture(
-            self._module,
-            self.precision,
-            seed,
-            oracle=self._twin,
-            run_oracle=self._run_oracle,
-            change=partial(layer_probe, self.spec, layer=self._twin) if probe else dict,
+        if past is not None and self.spec.layer is not None:
+            past_keys(self.spec.layer, sizes, [past] * sizes["B"])  # raises where they do not fit
+        ragged = ragged and self.spec.layer is not None
+        name = f"fresh-{sizes_name(sizes)}-seed{seed}{'-ragged' if ragged else ''}"
+        self._capture.change = self._probes[probe] if probe else dict
+        no_room = DeployError(
+            "There is no room to compute what is true at these sizes.",
+            got=sizes_name(sizes),
+            hint="smaller sizes",
         )
-        try:
-            case = capture.capture(PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past))
-        except torch.OutOfMemoryError as error:
-            raise DeployError(
-                "There is no room to compute what is true at these sizes.", got=at, hint="smaller sizes"
-            ) from error
-        refuse_overflow(case, self.precision, self._module)
-        return case
-
-    @cached_property
-    def _twin(self) -> Attention:
-        return fp64_twin(self._module)
+        with self._drawing(seed, no_room):
+            return self._capture.capture(PlannedCase(name=name, sizes=dict(sizes), ragged=ragged, past=past))
 
     def trace(self, planned: PlannedTrace, *, seed: int) -> DecodeTrace:
         """Draw tokens, decode with the module, and compute the whole sequence in FP64.
 
         Raises:
-            DeployError: The layer's axes or its cache do not allow it, or memory does not.
+            DeployError: The model's axes or its cache do not allow it, or memory does not.
         """
-        capture = TraceCapture(
-            self._module, self.precision, seed, run_oracle=self._run_oracle, most_tokens=_CHUNK
+        self._capture.change = dict
+        no_room = DeployError(
+            "The tokens do not fit the device's memory.",
+            got=planned.name,
+            hint="a smaller batch, or a shorter prompt",
         )
+        with self._drawing(seed, no_room):
+            return self._capture.trace(self.spec, planned)
+
+    @contextmanager
+    def _drawing(self, seed: int, no_room: DeployError) -> Iterator[None]:
+        self._capture.seed = seed
         try:
-            return capture.capture(planned.name, len(planned.prompt), planned.prompt, planned.steps)
+            yield
         except torch.OutOfMemoryError as error:
-            raise DeployError(
-                "The tokens do not fit the device's memory.",
-                got=planned.name,
-                hint="a smaller batch, or a shorter prompt",
-            ) from error
+            raise no_room from error
+        finally:
+            self._capture.close()
 
 
 # -- Fresh decode traces, longer than those of a bundle --------------------------------------------
@@ -504,4 +427,4 @@ def fresh_trace(
     name = f"steps-B{batch}-prompt{prompt}-steps{steps}"
     planned = PlannedTrace(name=name, prompt=(prompt,) * batch, steps=steps)
     check_steps(bundle.manifest.spec, np.array(planned.prompt, np.int32), steps)
-    return fresh_cases(bundle, device).trace(planned, seed=seed)
+    return FreshCases(bundle, device).trace(planned, seed=seed)

@@ -21,9 +21,8 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import BackendUnavailable, DeployError, exit_as_error, nearest, place_of_error
 from mha_deploy.export.eager import tensors_in
 from mha_deploy.export.own_model import reopen_user_module
-from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import CACHES, FLOAT, PAST, AttentionSpec, TensorSpec
+from mha_deploy.model.spec import CACHES, FLOAT, PAST, AttentionSpec, ModelSpec, TensorSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import (
     Attention,
@@ -365,7 +364,7 @@ class UserModels:
         DeployError: The factory is not here, or gives other weights than those in the bundle.
     """
 
-    def __init__(self, spec: ModuleSpec, precision: Precision, device: str = "cuda") -> None:
+    def __init__(self, spec: ModelSpec, precision: Precision, device: str = "cuda") -> None:
         check_device(device)
         self.spec, self.precision, self.device = spec, precision, device
         self._user = reopen_user_module(spec, precision, device=device)
@@ -457,7 +456,7 @@ Models = TorchModels | UserModels
 def models_of(bundle: Bundle) -> Models:
     """PyTorch's side of a bundle on the GPU: one of our own layers, or a user's module."""
     spec = bundle.manifest.spec
-    if isinstance(spec, ModuleSpec):
+    if spec.layer is None:
         return UserModels(spec, bundle.manifest.precision)
     return TorchModels(bundle)
 

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct, field
 
 from mha_deploy.errors import BundleError
-from mha_deploy.model.deployable import spec_from_dict
 from mha_deploy.model.precision import find_precision
+from mha_deploy.model.spec import Count, ModelSpec
 
 if TYPE_CHECKING:
-    from mha_deploy.model.deployable import ModuleSpec
     from mha_deploy.model.precision import Precision
-    from mha_deploy.model.spec import AttentionSpec
 
-    Spec = AttentionSpec | ModuleSpec
+    Spec = ModelSpec
 else:  # msgspec reads the types on disk; `from_dict` makes the objects
     Spec, Precision = dict[str, Any], str
 
 FORMAT = 2
 
-Count = Annotated[int, Meta(ge=0)]
 Dim = int | str | None
+"""A dimension: a number, the name of a dynamic axis, or None where the graph does not state it."""
 
 
 class FileEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,7 +34,39 @@ class FileEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
-class _Attention(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class AttentionNode:
+    """One `Attention` node of an ONNX graph.
+
+    Args:
+        name: Name of the node; its first output's name where it has none.
+        graph: Name of its graph or function.
+        opset: Version of the ONNX operator set it is written in.
+        rank: 3 for `[B, S, Hq·D]`, 4 for `[B, Hq, S, D]`.
+        dtype: Type of Q, K and V: `fp16`, `bf16`, `fp32` or `fp64`.
+        B: Batch.
+        S: Query length.
+        T: Length of the K input, without the past.
+        Hq: Query heads.
+        Hkv: Key/value heads.
+        D: Head size of queries and keys.
+        Dv: Head size of values.
+        scale: Factor on the scores as written; None for the default.
+        is_causal: Whether a query attends only to keys up to its own position.
+        mask: `none`, `bool`, `float`, `int`, or `unknown` where the graph does not state its type.
+        mask_dtype: Type of the mask, by its short name.
+        mask_dims: Dimensions of the mask.
+        has_past: Whether past keys and values are inputs.
+        past_length: Length of the past.
+        has_present: Whether the concatenated keys or values are outputs.
+        has_nonpad_kv_seqlen: Whether each batch element has its own number of valid keys.
+        qk_output_mode: Which stage of the scores is the fourth output, 0 to 3; None where it is not used.
+        softcap: Bound of the scores; 0 for none.
+        softmax_precision: Type the softmax is computed in; None for the default.
+        left_window: How many earlier keys a query attends to; -1 for all.
+        right_window: How many later keys a query attends to; -1 for all.
+    """
+
     name: str
     graph: str
     opset: int | None
@@ -51,7 +83,7 @@ class _Attention(TypedDict):
     is_causal: bool
     mask: str
     mask_dtype: str | None
-    mask_dims: list[Dim] | None
+    mask_dims: tuple[Dim, ...] | None
     has_past: bool
     past_length: Dim
     has_present: bool
@@ -61,14 +93,76 @@ class _Attention(TypedDict):
     softmax_precision: str | None
     left_window: int
     right_window: int
-    kind: str | None
-    softmax_scale: float | None
+
+    @property
+    def kind(self) -> str | None:
+        """The head layout by its usual name, where the heads are known."""
+        if not isinstance(self.Hq, int) or not isinstance(self.Hkv, int):
+            return None
+        if self.Hq == self.Hkv:
+            return "MHA"
+        return "MQA" if self.Hkv == 1 else "GQA"
+
+    @property
+    def group(self) -> int | None:
+        """How many query heads share one key/value head."""
+        if not isinstance(self.Hq, int) or not isinstance(self.Hkv, int):
+            return None
+        return self.Hq // self.Hkv
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """The factor on the scores: the written one; default: 1/sqrt(D)."""
+        if self.scale is not None:
+            return self.scale
+        return 1.0 / math.sqrt(self.D) if isinstance(self.D, int) else None
+
+    @property
+    def has_qk_output(self) -> bool:
+        """Whether the scores or weights are an output."""
+        return self.qk_output_mode is not None
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a query attends only to a window of keys."""
+        return self.left_window >= 0 or self.right_window >= 0
+
+    @property
+    def mask_may_be_short(self) -> bool:
+        """Whether the mask may have fewer columns than there are keys; the others are then masked."""
+        if not self.mask_dims:
+            return False
+        columns, past, new = self.mask_dims[-1], self.past_length if self.has_past else 0, self.T
+        if isinstance(columns, int) and isinstance(past, int) and isinstance(new, int):
+            return columns < past + new
+        if (self.opset or 24) < 24:
+            return False  # it has no short masks
+        if columns is None or str(columns).startswith("unk__"):
+            # Not stated: it was computed to fit, unless the keys are a cache of which only a part is valid.
+            return self.has_nonpad_kv_seqlen
+        totals = (f"{past} + {new}", f"{new} + {past}") if self.has_past else (new,)
+        return columns not in totals
+
+    def describe(self) -> dict[str, Any]:
+        """The record as plain data for JSON, with the derived values."""
+        derived = {"kind": self.kind, "softmax_scale": self.softmax_scale}
+        return {**asdict(self), **derived}
 
 
-class AttentionRecord(_Attention, total=False):
-    """An `Attention` node as `graph.attention_node` reads it; of a module also its line of source."""
+if TYPE_CHECKING:
+    AttentionRecord = dict[str, Any]
+else:
 
-    place: str | None
+    class AttentionRecord(
+        TypedDict(
+            "_Attention",
+            {**get_type_hints(AttentionNode), "kind": str | None, "softmax_scale": float | None},
+        ),
+        total=False,
+    ):
+        """What `AttentionNode.describe` writes; of a module also its line of source."""
+
+        place: str | None
 
 
 class GoldenEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,7 +260,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if missing := [name for name in cls.__struct_fields__ if name not in data]:
                 raise msgspec.ValidationError(f"Object missing required field `{missing[0]}`")
         read = msgspec.convert(data, cls)
-        spec = spec_from_dict(read.spec)  # type: ignore[arg-type]  # still as on disk
+        spec = ModelSpec.from_dict(read.spec)  # type: ignore[arg-type]  # still as on disk
         for entry in read.golden:
             spec.check_sizes(entry.sizes)
         for entries in (read.golden, read.traces):

@@ -11,7 +11,7 @@ import torch
 
 from mha_deploy.errors import ExportError
 from mha_deploy.export.explain import first_cause, quiet, was_interrupted
-from mha_deploy.export.options import OPSETS
+from mha_deploy.export.plan import OPSETS
 from mha_deploy.model.spec import AttentionSpec, Axis
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
@@ -20,10 +20,13 @@ from mha_deploy.reference.inputs import call_arguments, fed_to, parameter_name, 
 _LEAST_TRACED = 2  # what PyTorch takes for a size that can vary
 
 
-def choose_opset(spec: AttentionSpec, wanted: int | None) -> int:
-    """The operator set to export with: the first that has what the layer needs, or the wanted one."""
-    needed = OPSETS[-1] if spec.cache == "preallocated" else OPSETS[0]
-    choose_opset_of(wanted)
+def choose_opset(layer: AttentionSpec | None, wanted: int | None) -> int:
+    """The operator set to export with: the first that has what a layer needs, or the wanted one."""
+    needed = OPSETS[-1] if layer is not None and layer.cache == "preallocated" else OPSETS[0]
+    if wanted is not None and wanted not in OPSETS:
+        raise ExportError(
+            "The canonical graph needs an operator set with Attention.", got=wanted, hint=f"one of {OPSETS}"
+        )
     if wanted is not None and wanted < needed:
         raise ExportError(
             "A preallocated cache needs an operator set with TensorScatter.",
@@ -31,15 +34,6 @@ def choose_opset(spec: AttentionSpec, wanted: int | None) -> int:
             hint=f"--opset {needed}",
         )
     return wanted or needed
-
-
-def choose_opset_of(wanted: int | None) -> int:
-    """The operator set of a user's module: the first with Attention, or the wanted one."""
-    if wanted is not None and wanted not in OPSETS:
-        raise ExportError(
-            "The canonical graph needs an operator set with Attention.", got=wanted, hint=f"one of {OPSETS}"
-        )
-    return wanted or OPSETS[0]
 
 
 def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.Model:

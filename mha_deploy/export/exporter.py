@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,30 +16,26 @@ from mha_deploy.bundle.manifest import LayersEntry
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
 from mha_deploy.errors import ExportError, exit_as_error, nearest
 from mha_deploy.export.axes import ExportedModule
-from mha_deploy.export.canonical import (
-    canonical_from_module,
-    choose_opset,
-    choose_opset_of,
-    drop_exporter_metadata,
-)
-from mha_deploy.export.flow import GraphSource, OnStep, Source, Steps, export_bundle
-from mha_deploy.export.golden import (
-    GoldenCapture,
-    MixedCapture,
-    ModuleCapture,
-    TraceCapture,
-    mixed_graph,
-    refuse_overflow,
-)
-from mha_deploy.export.options import DEVICES, OPSETS, golden_budget, large_sizes, plan_golden, reduction_note
+from mha_deploy.export.canonical import canonical_from_module, choose_opset, drop_exporter_metadata
+from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
+from mha_deploy.export.golden import LayerCapture, ModuleCapture, mixed_graph
 from mha_deploy.export.own_model import UserModule, drawn_inputs, open_user_module, state_digest
+from mha_deploy.export.plan import (
+    DEVICES,
+    MODULE_CASES,
+    OPSETS,
+    PlannedCase,
+    golden_budget,
+    golden_names,
+    plan_golden,
+)
 from mha_deploy.export.program import attention_values, export_program
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.fuse.repair import share_tied_weights
 from mha_deploy.graph.precision import write_bfloat16_as_float32
-from mha_deploy.model.deployable import Deployable, ModuleSpec
+from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import AttentionSpec, Axis, TensorSpec
+from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec, TensorSpec
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
@@ -115,16 +111,17 @@ _ABOUT_TYPES = re.compile(
 class _LayerSource(Source):
     """A catalog layer: its graph is canonical as the reference layer emits it."""
 
-    spec: AttentionSpec
     module: Attention
+    capture: LayerCapture
 
-    def __init__(self, spec: AttentionSpec, options: ExportOptions) -> None:
-        self.spec, self.options, self.cache = spec, options, spec.cache
+    def __init__(self, layer: AttentionSpec, options: ExportOptions) -> None:
+        self.layer, self.spec, self.options, self.cache = layer, layer.model, options, layer.cache
         self.precision = find_precision("fp16" if options.precision == AUTO else options.precision)
-        self.opset = choose_opset(spec, options.opset)
-        self.plan = plan_golden(spec, options.golden, golden_budget(options))
-        self.notes, self.checks = list(self.plan.notes), {}
-        self.steps = 5 + len(self.plan.cases) + (spec.kv_cache is not None)
+        self.opset = choose_opset(layer, options.opset)
+        self.notes, self.checks = [], {}
+        self.golden = golden_names(self.spec)
+        plan = plan_golden(self.spec, options.golden, golden_budget(options))  # refuses what cannot be
+        self.steps = 5 + len(plan.cases) + (layer.cache != "none")
 
     def graph(self, folder: Path, step: Steps) -> ir.Model:
         step("weights")
@@ -135,10 +132,10 @@ class _LayerSource(Source):
             raise ExportError("There is no CUDA device.", got=options.device, hint="--device cpu")
         state = None
         if options.weights is not None:
-            found = read_weights(options.weights, self.spec, prefix=options.prefix, layer=options.layer)
-            state, self.notes = found.state, [*found.notes, *self.notes]
+            found = read_weights(options.weights, self.layer, prefix=options.prefix, layer=options.layer)
+            state, self.notes = found.state, [*found.notes]
         self.module = build_module(
-            self.spec,
+            self.layer,
             seed=options.seed,
             weights=state,
             dtype=getattr(torch, self.precision.torch_name),
@@ -150,12 +147,12 @@ class _LayerSource(Source):
 
     def check(self, path: Path, step: Steps) -> None:
         """Check the graph, and that its dynamic axes are dynamic: run it at two sizes."""
-        self.checks["graph"] = check_canonical(path, self.spec, self.precision)
+        self.checks["graph"] = check_canonical(path, self.layer, self.precision)
         step("run at two shapes")
         cases = plan_golden(self.spec, ("min", "odd")).cases
         with open_runner(available_cpu_backend(self.precision), path) as runner:
             for case in cases:
-                feeds = fed_to(self.module, random_inputs(self.spec, case.sizes, seed=0))
+                feeds = fed_to(self.module, random_inputs(self.layer, case.sizes, seed=0))
                 got = runner.run({name: to_numpy(tensor) for name, tensor in feeds.items()})
                 for tensor in self.spec.outputs:
                     if got[tensor.name].shape != tensor.shape(case.sizes):
@@ -165,19 +162,14 @@ class _LayerSource(Source):
                         )
             sizes = [case.sizes for case in cases]
             self.checks["dynamic axes"] = {"runtime": runner.name, "sizes": sizes}
-
-    def cases(self, step: Steps) -> Iterator[GoldenCase]:
         step("FP64 oracle")
-        capture = GoldenCapture(self.module, self.precision, self.options.seed)
-        for planned in self.plan.cases:
-            step(f"golden case {planned.name}")
-            case = capture.capture(planned)
-            refuse_overflow(case, self.precision, self.module)
-            yield case
+        self.capture = LayerCapture(self.module, self.precision, self.options.seed)
+
+    def captured(self, planned: PlannedCase) -> GoldenCase:
+        return self.capture.capture(planned)
 
     def trace(self, planned: PlannedTrace) -> DecodeTrace:
-        capture = TraceCapture(self.module, self.precision, self.options.seed)
-        return capture.capture(planned.name, len(planned.prompt), planned.prompt, planned.steps)
+        return self.capture.trace(self.spec, planned)
 
     def origin(self) -> str:
         weights = self.options.weights
@@ -194,13 +186,12 @@ class _LayerSource(Source):
 _LAYERS_BYTES = 1 << 30
 
 
-class _ModuleSource(GraphSource):
+class _ModuleSource(Source):
     """A user's module: its program is exported, and its attentions are recognised in the graph."""
 
-    golden = ("opt", "min", "odd", "large")  # opt first: its work bounds that of the others
+    golden = MODULE_CASES
     user: UserModule
     exported: ExportedModule
-    model: ir.Model
     capture: ModuleCapture
 
     def __init__(
@@ -209,7 +200,7 @@ class _ModuleSource(GraphSource):
         if options.device != "cpu":
             raise ExportError("Your own model is exported on the CPU.", got=f"--device {options.device}")
         self.reference, self.options, self.axes = reference, options, axes
-        self.auto, self.opset = options.precision == AUTO, choose_opset_of(options.opset)
+        self.auto, self.opset = options.precision == AUTO, choose_opset(None, options.opset)
         self.precision = find_precision("fp16" if self.auto else options.precision)
         self.notes, self.checks = [], {}
         self.steps = 5 + self.auto + len(options.golden or self.golden)
@@ -217,7 +208,7 @@ class _ModuleSource(GraphSource):
     def graph(self, folder: Path, step: Steps) -> ir.Model:
         options = self.options
         step("factory")
-        user = self.user = open_user_module(
+        user = open_user_module(
             self.reference,
             find_precision("fp32") if self.auto else self.precision,
             seed=options.seed,
@@ -240,54 +231,32 @@ class _ModuleSource(GraphSource):
         if self.auto:
             step("ranges")
             model, plan = mixed_graph(model, self.capture, folder)
-            self.capture = MixedCapture(user, exported, options.seed, model)
+            self.capture = ModuleCapture(user, exported, options.seed, model)
             self.note_precision(plan)
         self.values = attention_values(model, exported)
         self.note_places(model)
         for value in model.graph.outputs:  # shape inference may have written a sum in another order
             if (dims := exported.outputs.get(str(value.name))) is not None:
                 value.shape = ir.Shape(dims)
-        self.model = model
-        self.spec = self._spec(flops=0)
-        drop_exporter_metadata(model)
-        return model
-
-    def captured(self, name: str, sizes: dict[str, int]) -> GoldenCase:
-        """One golden case; the spec is complete once the work of the case opt is known."""
-        case = self.capture.capture(name, sizes)
-        if name == "large":
-            self.notes += reduction_note(self.spec, sizes, golden_budget(self.options))
-        if name == "opt":
-            self.spec = self._spec(flops=case.flops)
-        return case
-
-    def sizes(self, name: str) -> dict[str, int] | str:
-        if name != "large":
-            return super().sizes(name)
-        if not self.spec.flops:
-            return "no large case: its cost is not known without the case opt before it"
-        sizes = large_sizes(self.spec, golden_budget(self.options))
-        return sizes or f"no large case: nothing larger than opt fits {golden_budget(self.options)}"
-
-    def _spec(self, flops: int) -> ModuleSpec:
-        loaded, user = self.user.loaded, self.user
-        return ModuleSpec(
+        loaded = user.loaded
+        self.spec = ModelSpec(
             name=loaded.name,
-            factory=loaded.factory,
+            summary=loaded.summary,
             axes=loaded.axes,
-            tensors_in=tuple(self._tensor(value) for value in self.model.graph.inputs),
-            tensors_out=tuple(self._tensor(value) for value in self.model.graph.outputs),
-            attentions=self.attentions,
-            flops=flops,
+            inputs=tuple(self._tensor(value) for value in model.graph.inputs),
+            outputs=tuple(self._tensor(value) for value in model.graph.outputs),
+            attention_count=self.attentions,
+            factory=loaded.factory,
+            cached=loaded.kv_cache,
             weight_bytes=user.weight_bytes,
             state_sha256=user.state_sha256,
             seed=user.seed,
             weights_file=user.weights_file,
             weights_prefix=user.weights_prefix,
             mixed=self.auto,
-            cached=loaded.kv_cache,
-            summary=loaded.summary,
         )
+        drop_exporter_metadata(model)
+        return model
 
     def _tensor(self, value: ir.Value) -> TensorSpec:
         name = str(value.name)
@@ -302,23 +271,29 @@ class _ModuleSource(GraphSource):
             )
         return self.tensor(value, tuple(dims))  # type: ignore[arg-type]
 
+    def captured(self, planned: PlannedCase) -> GoldenCase:
+        """One golden case; the spec is complete once the work of the case opt is known."""
+        case = self.capture.capture(planned)
+        if planned.name == "opt":
+            self.spec = replace(self.spec, flops=case.flops)
+        return case
+
     def trace(self, planned: PlannedTrace) -> DecodeTrace:
         return self.capture.trace(self.spec, planned)
 
     def close(self) -> None:
         if hasattr(self, "capture"):
-            self.capture.__exit__()
+            self.capture.close()
 
     def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
-        """Look inside the first case whose attentions do not take too much memory."""
+        """The values inside the first case whose attentions do not take too much memory."""
         step("look inside")
         if not self.values:
             return None
         for case in cases:
-            insight = self.capture.look_inside(case, set(self.values.values()))
+            inside = self.capture.look_inside(case, set(self.values.values()))
             arrays = {
-                **{f"oracle/{name}": array for name, array in insight.oracle.items()},
-                **{f"eager/{name}": array for name, array in insight.eager.items()},
+                f"{kind}/{name}": array for kind, values in inside.items() for name, array in values.items()
             }
             if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
                 file = f"layers/{case.name}.safetensors"

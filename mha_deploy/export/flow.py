@@ -10,11 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
 
 import onnx_ir as ir
 
-from mha_deploy.analyze.cost import odd_sizes, sizes_name
 from mha_deploy.bundle.cases import (
     GoldenCase,
     refuse_implausible,
@@ -23,22 +21,37 @@ from mha_deploy.bundle.cases import (
     write_polygraphy,
 )
 from mha_deploy.bundle.folder import MODEL, Bundle, BundleWriter
-from mha_deploy.bundle.manifest import AttentionRecord, Checks, GoldenEntry, LayersEntry, Manifest, TraceEntry
+from mha_deploy.bundle.manifest import Checks, GoldenEntry, LayersEntry, Manifest, TraceEntry
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace, plan_trace, write_trace
 from mha_deploy.environment import versions
-from mha_deploy.errors import ExportError, SpecError
+from mha_deploy.errors import ExportError
+from mha_deploy.export.plan import PlannedCase, golden_budget, planned_cases
 from mha_deploy.graph.attention_node import attention_nodes, is_attention, short_dtype
 from mha_deploy.graph.canonical import check_module
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.graph.fuse.values import place_of
 from mha_deploy.graph.precision import PrecisionPlan
-from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import FLOAT, AttentionSpec, Dim, TensorSpec
+from mha_deploy.model.spec import FLOAT, Dim, ModelSpec, TensorSpec
 from mha_deploy.options import ExportOptions
 
 OnStep = Callable[[str, int, int], None]
+
+_PLAN_LINES = 12
+_KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+
+
+class Steps:
+    """Counts the steps of an export."""
+
+    def __init__(self, on_step: OnStep, count: int) -> None:
+        self.on_step, self.count, self.number = on_step, count, 0
+
+    def __call__(self, name: str) -> None:
+        """Begin the next one."""
+        self.on_step(name, self.number, self.count)
+        self.number += 1
 
 
 class Source(ABC):
@@ -47,8 +60,13 @@ class Source(ABC):
     Attributes:
         options: How to export.
         precision: The types in the graph.
+        auto: Whether its precision is chosen node by node.
         opset: Version of the default ONNX operator set.
-        spec: The model; complete once the golden cases are captured.
+        cache: The KV cache of a catalog layer.
+        golden: The golden cases by default.
+        spec: The model; known once there is a graph, complete once the golden cases are captured.
+        attentions: How many attentions it computes, fused or not.
+        places: Where in the source code each of them is, where that is known.
         notes: What a reader should know.
         checks: What the export checked of its own work.
         steps: How many steps it has.
@@ -56,9 +74,13 @@ class Source(ABC):
 
     options: ExportOptions
     precision: Precision
+    auto: bool = False
     opset: int
-    spec: AttentionSpec | ModuleSpec
     cache: str = "none"
+    golden: tuple[str, ...]
+    spec: ModelSpec
+    attentions: int
+    places: dict[str, str | None] | None = None
     notes: list[str]
     checks: Checks
     steps: int
@@ -68,12 +90,8 @@ class Source(ABC):
         """The canonical graph; `folder` is where large files may lie meanwhile."""
 
     @abstractmethod
-    def check(self, path: Path, step: Steps) -> None:
-        """Check the graph that was written."""
-
-    @abstractmethod
-    def cases(self, step: Steps) -> Iterator[GoldenCase]:
-        """The golden cases, captured one by one."""
+    def captured(self, planned: PlannedCase) -> GoldenCase:
+        """One golden case."""
 
     @abstractmethod
     def trace(self, planned: PlannedTrace) -> DecodeTrace:
@@ -83,35 +101,18 @@ class Source(ABC):
     def origin(self) -> str:
         """Where the weights came from."""
 
+    def check(self, path: Path, step: Steps) -> None:
+        """Check the graph that was written."""
+        self.checks["graph"] = check_module(path, self.spec, self.precision)
+
     def layers(self, cases: list[GoldenCase], folder: Path, step: Steps) -> LayersEntry | None:
         """The expected result of every attention in one golden case, where that is known."""
         return None
 
-    def place(self, node: str) -> dict[str, Any]:
-        """Where in the source code an attention is, where that is known."""
-        return {}
-
     def close(self) -> None:  # noqa: B027 (only some open any)
         """Close the sessions that were opened for golden cases."""
 
-
-_PLAN_LINES = 12
-_KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
-
-
-class GraphSource(Source):
-    """A model whose attentions are recognised in its graph: a user's module, or an ONNX file.
-
-    Attributes:
-        golden: The golden cases by default.
-        auto: Whether its precision is chosen node by node.
-        attentions: How many attentions it computes, fused or not.
-    """
-
-    spec: ModuleSpec
-    golden: tuple[str, ...]
-    auto: bool
-    attentions: int
+    # -- of a model whose attentions are recognised in its graph -------------------------------
 
     def fused(self, original: ir.Model) -> ir.Model:
         """The graph with its attentions fused; what is not is noted."""
@@ -133,11 +134,7 @@ class GraphSource(Source):
 
     def note_places(self, model: ir.Model) -> None:
         """Keep where in the source code the attentions are, before that is dropped from the graph."""
-        self._places = {str(n.name): place_of(n) for n in model.graph.all_nodes() if is_attention(n)}
-
-    def place(self, node: str) -> dict[str, Any]:
-        """Where in the source code an attention is."""
-        return {"place": self._places.get(node)}
+        self.places = {str(n.name): place_of(n) for n in model.graph.all_nodes() if is_attention(n)}
 
     def tensor(self, value: ir.Value, dims: tuple[Dim, ...]) -> TensorSpec:
         """An input or output of the graph."""
@@ -145,58 +142,12 @@ class GraphSource(Source):
         kind = FLOAT if kind == self.precision.name else _KINDS.get(kind, kind)
         return TensorSpec(name=str(value.name), kind=kind, dims=dims)
 
-    def check(self, path: Path, step: Steps) -> None:
-        """Check the graph that was written."""
-        self.checks["graph"] = check_module(path, self.spec, self.precision)
-
-    def cases(self, step: Steps) -> Iterator[GoldenCase]:
-        """The golden cases, captured one by one; what is left out is noted."""
-        seen: list[dict[str, int]] = []
-        for name in self.options.golden or self.golden:
-            step(f"golden case {name}")
-            sizes = self.sizes(name)
-            if isinstance(sizes, str):
-                self.notes.append(sizes)
-                continue
-            if sizes in seen:
-                self.notes.append(f"no {name} case: its sizes are those of another")
-                continue
-            seen.append(sizes)
-            yield self.captured(name if "=" not in name else sizes_name(sizes), sizes)
-
-    def sizes(self, name: str) -> dict[str, int] | str:
-        """The sizes of a golden case, or why there is none."""
-        if name in ("min", "opt"):
-            return self.spec.sizes(name)
-        if name == "odd":
-            return odd_sizes(self.spec.axes)
-        if "=" in name:
-            return self.spec.parse_sizes(name)
-        raise SpecError("No such golden case.", got=name, hint=f"{', '.join(self.golden)}, or sizes")
-
-    @abstractmethod
-    def captured(self, name: str, sizes: dict[str, int]) -> GoldenCase:
-        """One golden case."""
-
-
-class Steps:
-    """Counts the steps of an export."""
-
-    def __init__(self, on_step: OnStep, count: int) -> None:
-        self.on_step, self.count, self.number = on_step, count, 0
-
-    def __call__(self, name: str) -> None:
-        """Begin the next one."""
-        self.on_step(name, self.number, self.count)
-        self.number += 1
-
 
 def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
     """Write the bundle of a model; nothing is left at `target` if anything fails."""
-    options = source.options
+    options, step = source.options, Steps(on_step, source.steps)
     if options.polygraphy:
         refuse_polygraphy(source.cache, source.precision)
-    step = Steps(on_step, source.steps)
     with closing(source), BundleWriter(target, overwrite=options.overwrite) as writer:
         folder = writer.path
         save_graph(source.graph(folder, step), folder / MODEL)
@@ -204,7 +155,7 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
         source.check(folder / MODEL, step)
         (folder / "golden").mkdir()
         cases = []
-        for case in source.cases(step):
+        for case in _captured(source, step):
             refuse_implausible(f"golden case {case.name}", case.oracle, case.eager, source.precision)
             write_case(folder / "golden" / f"{case.name}.safetensors", case)
             cases.append(case)
@@ -215,16 +166,16 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
         layers = source.layers(cases, folder, step)
         traces = _write_trace(source, folder, step)
         step("hashes")
-        nodes = attention_nodes(load_graph(folder / MODEL))
+        attention = [node.describe() for node in attention_nodes(load_graph(folder / MODEL))]
+        if source.places is not None:
+            attention = [node | {"place": source.places.get(node["name"])} for node in attention]
         return writer.finish(
             Manifest(
                 spec=source.spec,
                 precision=source.precision,
                 opset=source.opset,
                 weights=source.origin(),
-                attention=[
-                    cast("AttentionRecord", node.describe() | source.place(node.name)) for node in nodes
-                ],
+                attention=attention,
                 golden=[
                     GoldenEntry(
                         name=c.name, file=f"golden/{c.name}.safetensors", sizes=dict(c.sizes), flops=c.flops
@@ -238,6 +189,14 @@ def export_bundle(source: Source, target: Path, on_step: OnStep) -> Bundle:
                 layers=layers,
             )
         )
+
+
+def _captured(source: Source, step: Steps) -> Iterator[GoldenCase]:
+    """The golden cases, captured one by one; what is left out is noted."""
+    names, budget = source.options.golden or source.golden, golden_budget(source.options)
+    for planned in planned_cases(lambda: source.spec, names, budget, source.notes):
+        step(f"golden case {planned.name}")
+        yield source.captured(planned)
 
 
 def _write_trace(source: Source, folder: Path, step: Steps) -> list[TraceEntry]:

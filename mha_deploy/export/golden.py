@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mha_deploy.analyze.cost import odd_sizes
 from mha_deploy.bundle.cases import GoldenCase, cached_outputs
 from mha_deploy.bundle.traces import (
     DecodeTrace,
@@ -23,19 +22,18 @@ from mha_deploy.bundle.traces import (
     prefill_calls,
     prefill_positions,
 )
-from mha_deploy.errors import DeployError, ExportError, place_of_error
+from mha_deploy.errors import ExportError, place_of_error
 from mha_deploy.export.axes import ExportedModule
 from mha_deploy.export.eager import Float32Accumulation, run_module, tensors_in
 from mha_deploy.export.explain import constant_error, overflow_error
-from mha_deploy.export.options import PlannedCase
 from mha_deploy.export.oracle import run_program
 from mha_deploy.export.own_model import UserModule, drawn_inputs
+from mha_deploy.export.plan import PlannedCase, looked_at
 from mha_deploy.graph.file import load_graph, save_graph, with_outputs
 from mha_deploy.graph.precision import PrecisionPlan, apply_plan, plan_precision
 from mha_deploy.metrics import relative_error
-from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import Sizes
+from mha_deploy.model.spec import ModelSpec, Sizes
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention, Decoder, split_heads
 from mha_deploy.reference.inputs import (
@@ -50,74 +48,16 @@ from mha_deploy.reference.inputs import (
 from mha_deploy.runtime import measure_ranges, open_runner
 from mha_deploy.runtime.runner import Runner
 
-# -- Golden cases of a catalog layer ---------------------------------------------------------------
-
-# In units of the precision's roundoff: a gate is a sum of E matmuls of size one over √E, and engines that
-# accumulate in half precision lose several bits of it.
-_DECISION_MARGIN = 16.0
+Arrays = dict[str, np.ndarray]
 
 
-class GoldenCapture:
-    """Runs planned cases through a module and through its FP64 twin.
-
-    Args:
-        module: The layer with its weights rounded to the target precision.
-        precision: That precision.
-        seed: Seed of the inputs.
-        oracle: The FP64 twin, where there is one already.
-        run_oracle: Runs the twin; another than `run_module` where memory is short.
-        change: Changes the inputs that were drawn.
-    """
-
-    def __init__(
-        self,
-        module: Attention,
-        precision: Precision,
-        seed: int,
-        *,
-        oracle: Attention | None = None,
-        run_oracle: Callable[[Attention, dict[str, Tensor]], tuple[Tensor, ...]] = run_module,
-        change: Callable[[Feeds], Feeds] = lambda feeds: feeds,
-    ) -> None:
-        self.module = module
-        self.precision = precision
-        self.seed = seed
-        self.oracle = oracle or fp64_twin(module)
-        self._run_oracle, self._change = run_oracle, change
-
-    def capture(self, case: PlannedCase) -> GoldenCase:
-        """Run one case."""
-        spec, feeds = self.module.spec, self._inputs(case)
-        exact = {name: _widen(tensor) for name, tensor in feeds.items()}
-        eager = run_module(self.module, call_arguments(spec, feeds))
-        oracle = self._run_oracle(self.oracle, call_arguments(spec, exact))
-        names = [tensor.name for tensor in spec.outputs]
-        return GoldenCase(
-            name=case.name,
-            sizes=case.sizes,
-            inputs={name: to_numpy(tensor) for name, tensor in feeds.items()},
-            oracle={name: to_numpy(tensor) for name, tensor in zip(names, oracle, strict=True)},
-            eager={name: to_numpy(tensor) for name, tensor in zip(names, eager, strict=True)},
-            cached=cached_outputs(spec),
-        )
-
-    def _inputs(self, case: PlannedCase) -> Feeds:
-        feeds = random_inputs(
-            self.module.spec, case.sizes, self.seed, label=case.name, ragged=case.ragged, past=case.past
-        )
-        margin = _DECISION_MARGIN * self.precision.roundoff
-        return clear_decisions(
-            self.oracle, fed_to(self.module, self._change(feeds)), self.seed, margin=margin
-        )
+def _arrays(tensors: Mapping[str, Tensor], *, exact: bool = False) -> Arrays:
+    """Tensors as arrays; what is exact is kept in float64."""
+    arrays = {name: to_numpy(tensor) for name, tensor in tensors.items()}
+    return {n: a.astype(np.float64) if exact and a.dtype.kind == "f" else a for n, a in arrays.items()}
 
 
-def fp64_twin(module: Attention) -> Attention:
-    """The oracle of a layer. It has the rounded weights: rounding them is the user's choice, not an error."""
-    device = str(next(module.parameters()).device)
-    return build_module(module.spec, weights=module.state_dict(), dtype=torch.float64, device=device)
-
-
-def refuse_overflow(
+def _refuse_overflow(
     case: GoldenCase,
     precision: Precision,
     module: nn.Module,
@@ -142,25 +82,39 @@ def refuse_overflow(
             raise overflow_error(where, precision.name, module=module, run=run, hint=hint)
 
 
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+# -- Of a catalog layer: the module in its precision, and its twin in FP64 -------------------------
+
+# In units of the precision's roundoff: a gate is a sum of E matmuls of size one over √E, and engines that
+# accumulate in half precision lose several bits of it.
+_DECISION_MARGIN = 16.0
+
+RunOracle = Callable[[Attention, dict[str, Tensor]], tuple[Tensor, ...]]
 
 
-# -- Capture the trace of a catalog layer ----------------------------------------------------------
-
-_RESULTS = ("output", "key", "value")
-
-
-class TraceCapture:
-    """Draws tokens, and finds out what is true of them.
+def fp64_twin(module: Attention, *, whole: bool = False) -> Attention:
+    """The oracle of a layer. It has the rounded weights: rounding them is the user's choice, not an error.
 
     Args:
-        module: The layer with its cache, its weights rounded to the target precision.
+        module: The layer.
+        whole: Whether it takes whole sequences without a KV cache: the oracle of decoding.
+    """
+    spec = module.spec.without_cache() if whole else module.spec
+    device = str(next(module.parameters()).device)
+    return build_module(spec, weights=module.state_dict(), dtype=torch.float64, device=device)
+
+
+class LayerCapture:
+    """Runs a catalog layer and its FP64 twin on the same numbers.
+
+    Args:
+        module: The layer with its weights rounded to the target precision.
         precision: That precision.
-        seed: Seed of the tokens.
-        oracle: The layer in FP64 without a cache, where there is one already; see `whole_twin`.
-        run_oracle: Runs it; another than `run_module` where memory is short.
-        most_tokens: How many tokens of the prompt the module takes in one call, where memory is short.
+        seed: Seed of the inputs.
+        run_oracle: Runs the twin; another than `run_module` where memory is short.
+        most_tokens: How many tokens of a prompt the module takes in one call, where memory is short.
+
+    Attributes:
+        change: Changes the inputs that were drawn.
     """
 
     def __init__(
@@ -168,87 +122,110 @@ class TraceCapture:
         module: Attention,
         precision: Precision,
         seed: int,
-        oracle: Attention | None = None,
         *,
-        run_oracle: Callable[[Attention, dict[str, Tensor]], tuple[Tensor, ...]] = run_module,
+        run_oracle: RunOracle = run_module,
         most_tokens: int | None = None,
     ) -> None:
-        self.module = module
-        self.precision = precision
-        self.seed = seed
-        self.oracle = oracle or whole_twin(module)
+        self.module, self.precision, self.seed = module, precision, seed
+        self.change: Callable[[Feeds], Feeds] = dict
         self._run_oracle, self._most_tokens = run_oracle, most_tokens
 
-    def capture(self, name: str, B: int, prompt: Sequence[int] | int, steps: int) -> DecodeTrace:
-        """Capture one trace.
+    @cached_property
+    def oracle(self) -> Attention:
+        """The layer in FP64."""
+        return fp64_twin(self.module)
 
-        Args:
-            name: Its name; other names draw other tokens.
-            B: The batch size.
-            prompt: Length of the prompt, of each batch element or of all.
-            steps: How many single tokens follow.
+    def capture(self, planned: PlannedCase) -> GoldenCase:
+        """Run one case.
+
+        Raises:
+            ExportError: The module overflows.
+        """
+        spec = self.module.spec
+        drawn = random_inputs(
+            spec, planned.sizes, self.seed, label=planned.name, ragged=planned.ragged, past=planned.past
+        )
+        margin = _DECISION_MARGIN * self.precision.roundoff
+        feeds = clear_decisions(
+            self.oracle, fed_to(self.module, self.change(drawn)), self.seed, margin=margin
+        )
+        exact = {name: each.double() if each.is_floating_point() else each for name, each in feeds.items()}
+        eager = run_module(self.module, call_arguments(spec, feeds))
+        oracle = self._run_oracle(self.oracle, call_arguments(spec, exact))
+        names = [tensor.name for tensor in spec.outputs]
+        case = GoldenCase(
+            name=planned.name,
+            sizes=planned.sizes,
+            inputs=_arrays(feeds),
+            oracle=_arrays(dict(zip(names, oracle, strict=True))),
+            eager=_arrays(dict(zip(names, eager, strict=True))),
+            cached=cached_outputs(spec.model),
+        )
+        _refuse_overflow(case, self.precision, self.module)
+        return case
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def trace(self, model: ModelSpec, planned: PlannedTrace) -> DecodeTrace:
+        """Draw tokens, decode them with the module, and compute the whole sequence in FP64, without a cache.
 
         Raises:
             DeployError: The layer's axes or its cache do not allow it.
             ExportError: The module itself overflows on these tokens.
         """
-        spec = self.module.spec
-        lengths = np.array([prompt] * B if isinstance(prompt, int) else prompt, np.int32)
-        if lengths.shape != (B,):
-            raise DeployError("Every batch element needs a prompt.", got=f"{lengths.size} of {B}")
-        cache = check_steps(spec, lengths, steps)
-        sizes = {"B": B, "S": int(lengths.max()) + steps}
-        drawn = random_inputs(spec.without_cache(), sizes, self.seed, label=name)
+        spec, steps = self.module.spec, planned.steps
+        prompt = np.array(planned.prompt, np.int32)
+        cache = check_steps(model, prompt, steps)
+        sizes = {"B": len(prompt), "S": int(prompt.max()) + steps}
+        drawn = random_inputs(spec.without_cache(), sizes, self.seed, label=planned.name)
         x = fed_to(self.module, drawn)["x"]
-        eager = self._stepped(x, lengths, steps)
-        oracle = self._whole(x.double())
-        case = GoldenCase(name=name, sizes={}, inputs={}, oracle=oracle, eager=eager)
-        refuse_overflow(case, self.precision, self.module)
-        inputs = {"x": to_numpy(x)}
+        eager, oracle = self._decoded(x, prompt, steps), self._whole(x.double())
+        case = GoldenCase(name=planned.name, sizes={}, inputs={}, oracle=oracle, eager=eager)
+        _refuse_overflow(case, self.precision, self.module)
         return DecodeTrace(
-            name=name, cache=cache, inputs=inputs, prompt=lengths, steps=steps, oracle=oracle, eager=eager
+            name=planned.name,
+            cache=cache,
+            inputs={"x": to_numpy(x)},
+            prompt=prompt,
+            steps=steps,
+            oracle=oracle,
+            eager=eager,
         )
 
-    def _whole(self, x: Tensor) -> dict[str, np.ndarray]:
+    def _whole(self, x: Tensor) -> Arrays:
         """The whole sequence in one call, which no mistake in a cache can touch."""
-        twin = self.oracle
+        twin = fp64_twin(self.module, whole=True)
         (output,) = self._run_oracle(twin, {"query": x})
         with torch.inference_mode():
             q, k, v = twin.project(x, None, None)
             _, k = twin.rotate(q, k, torch.arange(x.shape[1], device=x.device))
-        return _by_name(output, split_heads(k, twin.spec.Hkv), split_heads(v, twin.spec.Hkv))
+        key, value = (split_heads(each, twin.spec.Hkv).contiguous() for each in (k, v))
+        return _arrays({"output": output, "key": key, "value": value})
 
-    def _stepped(self, x: Tensor, prompt: np.ndarray, steps: int) -> dict[str, np.ndarray]:
+    def _decoded(self, x: Tensor, prompt: np.ndarray, steps: int) -> Arrays:
         """The module in its own precision: the prefill in one call, then one token a call."""
         B, L, _ = x.shape
-        rows = torch.arange(B, device=x.device)
+        batch = torch.arange(B, device=x.device)
         first = torch.from_numpy(prompt).to(x.device)
         padded = torch.from_numpy(prefill_positions(prompt, steps)).to(x.device)
         decoder, output = Decoder(self.module, B), torch.zeros_like(x)
         with torch.inference_mode(), Float32Accumulation():
             for part, counts in prefill_calls(prompt, self._most_tokens):
                 real = None if counts is None else torch.from_numpy(counts).to(x.device)
-                output[:, part] = decoder.feed(x[rows[:, None], padded[:, part]], real)
+                output[:, part] = decoder.feed(x[batch[:, None], padded[:, part]], real)
             for step in range(steps):
-                output[rows, first + step] = decoder.feed(x[rows, first + step][:, None])[:, 0]
-        return _by_name(output, decoder.keys[:, :, :L], decoder.values[:, :, :L])
+                output[batch, first + step] = decoder.feed(x[batch, first + step][:, None])[:, 0]
+        key, value = (each[:, :, :L].contiguous() for each in (decoder.keys, decoder.values))
+        return _arrays({"output": output, "key": key, "value": value})
 
 
-def whole_twin(module: Attention) -> Attention:
-    """The layer in FP64 over whole sequences: the oracle of its decoding. It has the rounded weights."""
-    device = str(next(module.parameters()).device)
-    spec = module.spec.without_cache()
-    return build_module(spec, weights=module.state_dict(), dtype=torch.float64, device=device)
-
-
-def _by_name(*results: Tensor) -> dict[str, np.ndarray]:
-    return {name: to_numpy(tensor.contiguous()) for name, tensor in zip(_RESULTS, results, strict=True)}
-
-
-# -- Golden cases of a user's module: the module as it is, and its exported program in FP64 --------
+# -- Of a user's module: the module as it is, and its exported program in FP64 ---------------------
 
 # Rounding alone does not come near: the program would have to be another than the module.
 _SAME_PROGRAM = 0.25
+# Rounding to FP16 costs less than this many layers deep; more is a mistake, not rounding.
+_LARGEST_ERROR = 0.05
 
 
 def _attention_flops(query: list[int], key: list[int], value: list[int], *_: object, **__: object) -> int:
@@ -261,61 +238,93 @@ def _attention_flops(query: list[int], key: list[int], value: list[int], *_: obj
 _ON_CPU = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Insight:
-    """Values from inside a module: what is true of them, and what its own precision makes of them."""
-
-    oracle: Mapping[str, np.ndarray]
-    eager: Mapping[str, np.ndarray]
-
-
 class ModuleCapture:
     """Runs a user's module and its program on the same numbers.
 
     Args:
-        user: The module.
+        user: The module; in float32 where there is a mixed graph.
         exported: Its program.
         seed: Seed of the inputs.
+        mixed: The graph of `--precision auto`, which stands for the module where budgets come from: PyTorch
+            does not compute in its mixture of types.
+
+    Attributes:
+        change: Changes the inputs that were drawn.
     """
 
-    def __init__(self, user: UserModule, exported: ExportedModule, seed: int) -> None:
-        self.user, self.exported, self.seed = user, exported, seed
-        self.change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda inputs: inputs
+    def __init__(
+        self, user: UserModule, exported: ExportedModule, seed: int, mixed: ir.Model | None = None
+    ) -> None:
+        self.user, self.exported, self.seed, self._mixed = user, exported, seed, mixed
+        self.change: Callable[[Feeds], Feeds] = dict
+        inputs = [] if mixed is None else mixed.graph.inputs
+        self._types = {str(value.name): value.dtype.numpy() for value in inputs if value.dtype is not None}
 
-    def __enter__(self) -> ModuleCapture:
-        return self
+    @cached_property
+    def _runner(self) -> Runner:
+        """The mixed graph, loaded once for all cases."""
+        if self._mixed is None:
+            raise ExportError("The module has no mixed graph.", got=self.user.loaded.name)
+        return open_runner("ort-cpu", self._mixed)
 
-    def __exit__(self, *_: object) -> None:
-        """Close what runs the model, where that is not the module itself."""
+    def close(self) -> None:
+        """Close the session of the mixed graph; the next case opens another."""
+        if "_runner" in vars(self):
+            vars(self).pop("_runner").close()
 
-    def capture(self, name: str, sizes: Mapping[str, int]) -> GoldenCase:
+    def inputs(self, name: str, sizes: Sizes) -> Feeds:
+        """The inputs of a case: drawn by the user's own function, or after the example.
+
+        They have the numbers that a mixed graph takes, in the types of the module.
+        """
+        drawn = self.change(drawn_inputs(self.user, name, sizes, self.seed))
+        if self._mixed is None:
+            return drawn
+        taken = self._as_taken(_arrays(drawn))
+        return {key: torch.from_numpy(taken[key]).to(tensor.dtype) for key, tensor in drawn.items()}
+
+    def _as_taken(self, arrays: Arrays) -> Arrays:
+        """Arrays in the types of the mixed graph."""
+        return {key: array.astype(self._types.get(key, array.dtype)) for key, array in arrays.items()}
+
+    def capture(self, planned: PlannedCase) -> GoldenCase:
         """Run one case.
 
         Raises:
             ExportError: The module overflows, fails at these sizes, or is not what was exported.
         """
-        inputs = self.inputs(name, sizes)
-        eager, flops = self._eager(inputs, f"golden case {name}")
+        inputs = self.inputs(planned.name, planned.sizes)
+        eager, flops = self._eager(inputs, f"golden case {planned.name}")
         oracle, _ = run_program(self.exported, inputs)
         case = GoldenCase(
-            name=name,
-            sizes=dict(sizes),
-            inputs={key: to_numpy(tensor) for key, tensor in inputs.items()},
-            oracle={key: _as_float64(to_numpy(tensor)) for key, tensor in oracle.items()},
-            eager={key: to_numpy(tensor) for key, tensor in eager.items()},
+            name=planned.name,
+            sizes=dict(planned.sizes),
+            inputs=_arrays(inputs),
+            oracle=_arrays(oracle, exact=True),
+            eager=_arrays(eager),
             flops=flops,
         )
-        refuse_overflow(
-            case,
-            self.user.precision,
-            self.user.module,
-            run=lambda: self.user.module(**inputs),
-            hint="--precision auto, bf16 or fp32",
-        )
+        module, precision = self.user.module, self.user.precision
+        hint = "--precision auto, bf16 or fp32"
+        _refuse_overflow(case, precision, module, run=lambda: module(**inputs), hint=hint)
         _refuse_another_program(case)
+        if self._mixed is None:
+            return case
+        taken = self._as_taken(dict(case.inputs))
+        got = self._runner.run(taken)
+        case = replace(case, inputs=taken, eager={key: got[key] for key in case.oracle})
+        _refuse_overflow(case, precision, module)
+        for name, expected in case.oracle.items():
+            off = relative_error(case.eager[name], expected)
+            if not off <= _LARGEST_ERROR:
+                raise ExportError(
+                    "The mixed graph is too far from the module.",
+                    got=f"output {name} of golden case {case.name}: off by {off:.2g} of its size",
+                    hint="--precision bf16 or fp32",
+                )
         return case
 
-    def trace(self, spec: ModuleSpec, planned: PlannedTrace) -> DecodeTrace:
+    def trace(self, spec: ModelSpec, planned: PlannedTrace) -> DecodeTrace:
         """Decode with the module, and compute the whole sequence with its program in FP64, in one call.
 
         Raises:
@@ -325,55 +334,55 @@ class ModuleCapture:
         cache = check_steps(spec, prompt, planned.steps)
         sizes = cache.call_sizes(spec, len(prompt), planned.prompt[0] + planned.steps, 0)
         whole = self.inputs(planned.name, sizes)
-        oracle, _ = run_program(self.exported, whole)
-        exact = {name: _as_float64(to_numpy(tensor)) for name, tensor in oracle.items()}
+        exact = _arrays(run_program(self.exported, whole)[0], exact=True)
         held = {each.input: whole.pop(each.input) for each in cache.tensors}
+        results = {name: name for name in cache.outputs} | {each.name: each.output for each in cache.tensors}
         trace = DecodeTrace(
             name=planned.name,
             cache=cache,
-            inputs={name: to_numpy(tensor) for name, tensor in whole.items()},
+            inputs=_arrays(whole),
             prompt=prompt,
             steps=planned.steps,
-            oracle={
-                **{name: exact[name] for name in cache.outputs},
-                **{each.name: exact[each.output] for each in cache.tensors},
-            },
+            oracle={name: exact[output] for name, output in results.items()},
             eager={},
         )
         parts: dict[str, list[np.ndarray]] = {name: [] for name in cache.outputs}
         for step in range(planned.steps + 1):
             tokens = trace.tokens(step) if step else trace.prefill()
-            feeds = {name: tensor_from_numpy(array) for name, array in tokens.items()}
-            got = self._call({**feeds, **held}, f"{planned.name}, step {step}")
+            feeds = {name: tensor_from_numpy(array) for name, array in tokens.items()} | held
+            if self._mixed is None:
+                got = self._eager(feeds, f"{planned.name}, step {step}")[0]
+            else:
+                returned = self._runner.run(self._as_taken(_arrays(feeds)))
+                got = {name: tensor_from_numpy(array) for name, array in returned.items()}
             held = {each.input: got[each.output] for each in cache.tensors}
             for name, arrays in parts.items():
                 arrays.append(to_numpy(got[name]))
         eager = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
-        trace = replace(
-            trace, eager=eager | {each.name: to_numpy(held[each.input]) for each in cache.tensors}
-        )
-        _refuse_another_decoding(trace)
-        return trace
+        eager |= {each.name: to_numpy(held[each.input]) for each in cache.tensors}
+        for name, expected in trace.oracle.items():
+            off = relative_error(eager[name], expected) if eager[name].shape == expected.shape else inf
+            if not off <= _SAME_PROGRAM:
+                raise ExportError(
+                    "Decoding token by token gives something else than one call with all tokens.",
+                    got=f"{name} is off by {off:.2g} of its size after {trace.steps} steps",
+                    hint="let new tokens attend to cached ones and none behind them, at positions that "
+                    "continue the cached ones; without kv_cache= decoding is not validated",
+                )
+        return replace(trace, eager=eager)
 
-    def _call(self, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-        """One call of what the budgets come from: the module as the user runs it."""
-        return self._eager(inputs, name)[0]
-
-    def look_inside(self, case: GoldenCase, values: Collection[str]) -> Insight:
-        """Values of the graph in a case that was captured, by their names."""
+    def look_inside(self, case: GoldenCase, values: Collection[str]) -> dict[str, Arrays]:
+        """Values of the graph in a case that was captured, by name: `oracle` and `eager`."""
         # Not drawn again: a user's draw may give other numbers the second time.
-        given = {key: tensor_from_numpy(array) for key, array in case.inputs.items()}
-        inputs = self.user.rounded(given)
-        _, oracle = run_program(self.exported, inputs, keep=values)
-        _, eager = run_program(self.exported, inputs, dtype="own", keep=values)
-        return Insight(
-            oracle={key: _as_float64(to_numpy(tensor)) for key, tensor in oracle.items()},
-            eager={key: to_numpy(tensor) for key, tensor in eager.items()},
-        )
-
-    def inputs(self, name: str, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """The inputs of a case: drawn by the user's own function, or after the example."""
-        return self.change(drawn_inputs(self.user, name, sizes, self.seed))
+        inputs = self.user.rounded({key: tensor_from_numpy(array) for key, array in case.inputs.items()})
+        oracle = _arrays(run_program(self.exported, inputs, keep=values)[1], exact=True)
+        if self._mixed is None:
+            eager = _arrays(run_program(self.exported, inputs, dtype="own", keep=values)[1])
+        else:
+            with open_runner("ort-cpu", with_outputs(self._mixed, values)) as runner:
+                got = runner.run(case.inputs)
+            eager = {name: got[name] for name in values}
+        return {"oracle": oracle, "eager": eager}
 
     def _eager(self, inputs: Mapping[str, Tensor], name: str) -> tuple[dict[str, Tensor], int]:
         """The module as the user runs it, and its work."""
@@ -391,10 +400,6 @@ class ModuleCapture:
                 hint="axes that it takes, or a draw= for its inputs",
             ) from error
         return dict(zip(self.exported.outputs, tensors, strict=True)), counter.get_total_flops()
-
-
-def _as_float64(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
 def _refuse_another_program(case: GoldenCase) -> None:
@@ -415,31 +420,12 @@ def _refuse_another_program(case: GoldenCase) -> None:
         )
 
 
-def _refuse_another_decoding(trace: DecodeTrace) -> None:
-    for name, oracle in trace.oracle.items():
-        eager = trace.eager[name]
-        off = relative_error(eager, oracle) if eager.shape == oracle.shape else math.inf
-        if not off <= _SAME_PROGRAM:
-            raise ExportError(
-                "Decoding token by token gives something else than one call with all tokens.",
-                got=f"{name} is off by {off:.2g} of its size after {trace.steps} steps",
-                hint="let new tokens attend to cached ones and none behind them, at positions that continue"
-                " the cached ones; without kv_cache= decoding is not validated",
-            )
-
-
-# -- `--precision auto`: a user's module in FP16, but for what FP16 cannot hold --------------------
-
-# Rounding to FP16 costs less than this many layers deep; more is a mistake, not rounding.
-_LARGEST_ERROR = 0.05
-
-
 def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[ir.Model, PrecisionPlan]:
     """Write a float32 graph in FP16 where that holds its numbers.
 
     Args:
         model: The graph, its attentions fused.
-        capture: Draws the inputs on which it is looked at.
+        capture: Draws the inputs on which its numbers are measured.
         folder: Where the float32 graph may lie while it is run.
 
     Raises:
@@ -449,93 +435,10 @@ def mixed_graph(model: ir.Model, capture: ModuleCapture, folder: Path) -> tuple[
     save_graph(model, path)
     try:
         wide = load_graph(path)  # large weights are read from disk, slice by slice
-        cases = {
-            name: {key: to_numpy(tensor) for key, tensor in capture.inputs(name, sizes).items()}
-            for name, sizes in _looked_at(capture.user).items()
-        }
+        measured = looked_at(capture.user.loaded.axes)
+        cases = {name: _arrays(capture.inputs(name, sizes)) for name, sizes in measured.items()}
         plan = plan_precision(wide, measure_ranges(wide, cases))
-        mixed = apply_plan(model, plan)
+        return apply_plan(model, plan), plan
     finally:
         for part in folder.glob("float32.onnx*"):
             part.unlink()
-    return mixed, plan
-
-
-def _looked_at(user: UserModule) -> dict[str, Sizes]:
-    axes = user.loaded.axes
-    return {
-        "opt": {name: axis.opt for name, axis in axes.items()},
-        "min": {name: axis.min for name, axis in axes.items()},
-        "odd": odd_sizes(axes),
-    }
-
-
-class MixedCapture(ModuleCapture):
-    """Golden cases of a mixed graph.
-
-    Args:
-        user: The module in float32.
-        exported: Its program.
-        seed: Seed of the inputs.
-        graph: The mixed graph.
-    """
-
-    def __init__(self, user: UserModule, exported: ExportedModule, seed: int, graph: ir.Model) -> None:
-        super().__init__(user, exported, seed)
-        self._graph = graph
-        self._types = {str(value.name): value.dtype for value in graph.graph.inputs}
-
-    def inputs(self, name: str, sizes: Sizes) -> dict[str, Tensor]:
-        """The inputs as the graph takes them, in float32 again."""
-        drawn = super().inputs(name, sizes)
-        return {
-            key: torch.from_numpy(self._given(key, to_numpy(tensor))).to(tensor.dtype)
-            for key, tensor in drawn.items()
-        }
-
-    def capture(self, name: str, sizes: Sizes) -> GoldenCase:
-        """Run one case: the truth in FP64, and the mixed graph in ONNX Runtime."""
-        case = super().capture(name, sizes)
-        given = {key: self._given(key, array) for key, array in case.inputs.items()}
-        got = self._runner.run(given)
-        case = replace(case, inputs=given, eager={key: got[key] for key in case.oracle})
-        refuse_overflow(case, self.user.precision, self.user.module, hint="--precision bf16 or fp32")
-        _refuse_far(case)
-        return case
-
-    def look_inside(self, case: GoldenCase, values: Collection[str]) -> Insight:
-        """Values of the graph in a case that was captured, by their names."""
-        insight = super().look_inside(case, values)
-        with open_runner("ort-cpu", with_outputs(self._graph, values)) as runner:
-            got = runner.run(case.inputs)
-        return replace(insight, eager={name: got[name] for name in values})
-
-    def _call(self, inputs: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-        """One call of the mixed graph."""
-        got = self._runner.run({key: self._given(key, to_numpy(tensor)) for key, tensor in inputs.items()})
-        return {key: tensor_from_numpy(array) for key, array in got.items()}
-
-    def _given(self, name: str, array: np.ndarray) -> np.ndarray:
-        dtype = self._types[name]
-        return array if dtype is None else array.astype(dtype.numpy())
-
-    @cached_property
-    def _runner(self) -> Runner:
-        """The mixed graph, loaded once for all cases."""
-        return open_runner("ort-cpu", self._graph)
-
-    def __exit__(self, *_: object) -> None:
-        """Close the session of the graph."""
-        if "_runner" in vars(self):
-            self._runner.close()
-
-
-def _refuse_far(case: GoldenCase) -> None:
-    for name, oracle in case.oracle.items():
-        off = relative_error(case.eager[name], oracle)
-        if not off <= _LARGEST_ERROR:
-            raise ExportError(
-                "The mixed graph is too far from the module.",
-                got=f"output {name} of golden case {case.name}: off by {off:.2g} of its size",
-                hint="--precision bf16 or fp32",
-            )

@@ -12,21 +12,21 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from mha_deploy.analyze.cost import odd_sizes, sizes_name
+from mha_deploy.analyze.cost import sizes_name
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.traces import DecodeTrace, PlannedTrace
 from mha_deploy.errors import DeployError, ExportError, SpecError, nearest
-from mha_deploy.export.flow import GraphSource, OnStep, Steps, export_bundle
+from mha_deploy.export.flow import OnStep, Source, Steps, export_bundle
+from mha_deploy.export.plan import PlannedCase, looked_at
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.fuse.values import from_old_opset
 from mha_deploy.graph.precision import apply_plan, plan_precision
 from mha_deploy.graph.upcast import in_float64
 from mha_deploy.metrics import relative_error
-from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import PRECISIONS, find_precision
-from mha_deploy.model.spec import FLOAT, Axis, Dim, TensorSpec
+from mha_deploy.model.spec import FLOAT, Axis, Dim, ModelSpec, TensorSpec
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.runtime import measure_ranges, open_runner
 from mha_deploy.runtime.onnx_reference import evaluator_of
@@ -64,7 +64,7 @@ def bundle_from_onnx(
     return export_bundle(_OnnxSource(path, options, axes or {}, inputs or {}), target, on_step)
 
 
-class _OnnxSource(GraphSource):
+class _OnnxSource(Source):
     """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle."""
 
     golden = ("opt", "min", "odd")
@@ -103,8 +103,7 @@ class _OnnxSource(GraphSource):
         self.outputs = self._output_dims()
         if self.auto:
             step("ranges")
-            looked_at = {"opt": self._at("opt"), "min": self._at("min"), "odd": odd_sizes(self.axes)}
-            cases = {name: self.draw(name, sizes) for name, sizes in looked_at.items()}
+            cases = {name: self.draw(name, sizes) for name, sizes in looked_at(self.axes).items()}
             plan = plan_precision(model, measure_ranges(model, cases))
             model = apply_plan(model, plan)
             self.note_precision(plan)
@@ -114,14 +113,12 @@ class _OnnxSource(GraphSource):
             value.shape = ir.Shape(self.outputs[str(value.name)])
         self.model, self.opset = model, int(model.graph.opset_imports[""])
         self.note_places(model)
-        self.spec = ModuleSpec(
+        self.spec = ModelSpec(
             name=self.path.stem,
-            factory="",
             axes=self.axes,
-            tensors_in=tuple(self.tensor(v, self.dims[str(v.name)]) for v in model.graph.inputs),
-            tensors_out=tuple(self.tensor(v, self.outputs[str(v.name)]) for v in model.graph.outputs),
-            attentions=self.attentions,
-            flops=0,
+            inputs=tuple(self.tensor(v, self.dims[str(v.name)]) for v in model.graph.inputs),
+            outputs=tuple(self.tensor(v, self.outputs[str(v.name)]) for v in model.graph.outputs),
+            attention_count=self.attentions,
             weight_bytes=sum(
                 v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value
             ),
@@ -132,7 +129,8 @@ class _OnnxSource(GraphSource):
         )
         return model
 
-    def captured(self, name: str, sizes: dict[str, int]) -> GoldenCase:
+    def captured(self, planned: PlannedCase) -> GoldenCase:
+        name, sizes = planned.name, planned.sizes
         drawn = self.draw(name, sizes)
         given = {k: array.astype(self._numpy_of(k)) for k, array in drawn.items()}
         try:
@@ -180,9 +178,6 @@ class _OnnxSource(GraphSource):
             else:
                 drawn[key] = _drawn(value, shape, random)
         return {key: array.astype(self._inputs[key].dtype.numpy()) for key, array in drawn.items()}  # type: ignore[union-attr]
-
-    def _at(self, bound: str) -> dict[str, int]:
-        return {name: getattr(axis, bound) for name, axis in self.axes.items()}
 
     def _numpy_of(self, name: str) -> np.dtype:
         graph = self.model.graph if self.auto else self.original.graph

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from mha_deploy.errors import BundleError, ExportError, exit_as_error, nearest, place_of_error
 from mha_deploy.export.axes import draw_one, shape_of
-from mha_deploy.model.deployable import Deployable, Example, ModuleSpec
+from mha_deploy.model.deployable import Deployable, Example
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import Axis, Dim
+from mha_deploy.model.spec import Axis, Dim, ModelSpec
 from mha_deploy.reference.inputs import seeded_generator
 from mha_deploy.reference.weights import read_state
 from mha_deploy.runtime.child import isolation
@@ -442,7 +442,7 @@ def open_user_module(
     )
 
 
-def reopen_user_module(spec: ModuleSpec, precision: Precision, *, device: str = "cpu") -> UserModule:
+def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "cpu") -> UserModule:
     """The module of a bundle, made again by its factory.
 
     Raises:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from mha_deploy.bundle.manifest import AttentionNode
 from mha_deploy.graph.ir import Dim, dim, dims, input_at, is_op, node_name, output_at, rank
 
 # -- The attributes and inputs of one ONNX `Attention` node, read into a record --------------------
@@ -38,121 +37,6 @@ _SHORT_NAMES = {
     ir.DataType.FLOAT: "fp32",
     ir.DataType.DOUBLE: "fp64",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionNode:
-    """One `Attention` node of an ONNX graph.
-
-    Args:
-        name: Name of the node; its first output's name where it has none.
-        graph: Name of its graph or function.
-        opset: Version of the ONNX operator set it is written in.
-        rank: 3 for `[B, S, Hq·D]`, 4 for `[B, Hq, S, D]`.
-        dtype: Type of Q, K and V: `fp16`, `bf16`, `fp32` or `fp64`.
-        B: Batch.
-        S: Query length.
-        T: Length of the K input, without the past.
-        Hq: Query heads.
-        Hkv: Key/value heads.
-        D: Head size of queries and keys.
-        Dv: Head size of values.
-        scale: Factor on the scores as written; None for the default.
-        is_causal: Whether a query attends only to keys up to its own position.
-        mask: `none`, `bool`, `float`, `int`, or `unknown` where the graph does not state its type.
-        mask_dtype: Type of the mask, by its short name.
-        mask_dims: Dimensions of the mask.
-        has_past: Whether past keys and values are inputs.
-        past_length: Length of the past.
-        has_present: Whether the concatenated keys or values are outputs.
-        has_nonpad_kv_seqlen: Whether each batch element has its own number of valid keys.
-        qk_output_mode: Which stage of the scores is the fourth output, 0 to 3; None where it is not used.
-        softcap: Bound of the scores; 0 for none.
-        softmax_precision: Type the softmax is computed in; None for the default.
-        left_window: How many earlier keys a query attends to; -1 for all.
-        right_window: How many later keys a query attends to; -1 for all.
-    """
-
-    name: str
-    graph: str
-    opset: int | None
-    rank: int | None
-    dtype: str | None
-    B: Dim
-    S: Dim
-    T: Dim
-    Hq: Dim
-    Hkv: Dim
-    D: Dim
-    Dv: Dim
-    scale: float | None
-    is_causal: bool
-    mask: str
-    mask_dtype: str | None
-    mask_dims: tuple[Dim, ...] | None
-    has_past: bool
-    past_length: Dim
-    has_present: bool
-    has_nonpad_kv_seqlen: bool
-    qk_output_mode: int | None
-    softcap: float
-    softmax_precision: str | None
-    left_window: int
-    right_window: int
-
-    @property
-    def kind(self) -> str | None:
-        """The head layout by its usual name, where the heads are known."""
-        if not isinstance(self.Hq, int) or not isinstance(self.Hkv, int):
-            return None
-        if self.Hq == self.Hkv:
-            return "MHA"
-        return "MQA" if self.Hkv == 1 else "GQA"
-
-    @property
-    def group(self) -> int | None:
-        """How many query heads share one key/value head."""
-        if not isinstance(self.Hq, int) or not isinstance(self.Hkv, int):
-            return None
-        return self.Hq // self.Hkv
-
-    @property
-    def softmax_scale(self) -> float | None:
-        """The factor on the scores: the written one; default: 1/sqrt(D)."""
-        if self.scale is not None:
-            return self.scale
-        return 1.0 / math.sqrt(self.D) if isinstance(self.D, int) else None
-
-    @property
-    def has_qk_output(self) -> bool:
-        """Whether the scores or weights are an output."""
-        return self.qk_output_mode is not None
-
-    @property
-    def has_window(self) -> bool:
-        """Whether a query attends only to a window of keys."""
-        return self.left_window >= 0 or self.right_window >= 0
-
-    @property
-    def mask_may_be_short(self) -> bool:
-        """Whether the mask may have fewer columns than there are keys; the others are then masked."""
-        if not self.mask_dims:
-            return False
-        columns, past, new = self.mask_dims[-1], self.past_length if self.has_past else 0, self.T
-        if isinstance(columns, int) and isinstance(past, int) and isinstance(new, int):
-            return columns < past + new
-        if (self.opset or 24) < 24:
-            return False  # it has no short masks
-        if columns is None or str(columns).startswith("unk__"):
-            # Not stated: it was computed to fit, unless the keys are a cache of which only a part is valid.
-            return self.has_nonpad_kv_seqlen
-        totals = (f"{past} + {new}", f"{new} + {past}") if self.has_past else (new,)
-        return columns not in totals
-
-    def describe(self) -> dict[str, Any]:
-        """The record as plain data for JSON, with the derived values."""
-        derived = {"kind": self.kind, "softmax_scale": self.softmax_scale}
-        return {**asdict(self), **derived}
 
 
 def is_attention(node: ir.Node) -> bool:

@@ -25,7 +25,6 @@ from mha_deploy.graph.attention_node import (
 )
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import dims, input_at, is_op, made_by, output_at
-from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, AttentionSpec, ModelSpec
 
@@ -75,11 +74,11 @@ def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> N
     if count != wanted:
         raise ExportError(f"{spec.name} must have {wanted} RotaryEmbedding nodes.", got=count)
     _check_cache(model, spec)
-    check_interface(model, spec, precision)
+    check_interface(model, spec.model, precision)
     _check_types(model, spec, precision)
 
 
-def check_module(path: Path, spec: ModuleSpec, precision: Precision) -> list[str]:
+def check_module(path: Path, spec: ModelSpec, precision: Precision) -> list[str]:
     """Check the exported file of a user's module, and return what was checked.
 
     Raises:

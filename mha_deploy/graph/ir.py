@@ -9,8 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
-Dim = int | str | None
-"""A dimension: a number, the name of a dynamic axis, or None where the graph does not state it."""
+from mha_deploy.bundle.manifest import Dim
 
 Size = int | ir.Value
 """A size in a shape: a number, or a 1-D tensor of one element computed from another tensor's shape."""

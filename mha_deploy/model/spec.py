@@ -1,32 +1,40 @@
-"""What an attention layer is: heads, masks, named axes, rotary embedding, KV cache; and its rules."""
+"""What a bundle knows of its model, and what an attention layer of the catalog is; with the rules of both."""
 
 from __future__ import annotations
 
 import ast
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add, floordiv, mod, mul, sub
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from mha_deploy.errors import SpecError, nearest
 
-# -- The parts that a spec is made of: axes, tensors, and the options of single features -----------
+# -- The parts that a spec is made of: axes, tensors, KV cache -------------------------------------
 
 _LARGEST_SIZE, _MOST_HEADS = 2**31 - 1, 1 << 16
 
 FLOAT = "float"  # a tensor kind: whatever precision the export asks for
 INT32 = "int32"
+KINDS = (FLOAT, "float32", "float64", INT32, "int64", "bool")
 
 # Keys and values of a cache, as they come in and as they go out.
 PAST, PRESENT = ("past_key", "past_value"), ("present_key", "present_value")
 CACHES, CACHES_OUT = ("key_cache", "value_cache"), ("key_cache_out", "value_cache_out")
 CACHE_TENSORS = {"dynamic": (PAST, PRESENT), "preallocated": (CACHES, CACHES_OUT)}
-LENGTHS = "lengths"  # of a preallocated cache: its valid rows
+LENGTHS = "lengths"  # of a preallocated cache: its valid entries
 
 Dim = str | int  # an axis, an expression of axes and numbers such as "P+S", or a number
 Sizes = Mapping[str, int]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+def _refuse(wrong: bool, what: str, got: object = None, hint: str | None = None) -> None:
+    if wrong:
+        raise SpecError(what, got=got, hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,25 +46,24 @@ class Axis:
     max: int
 
     def __post_init__(self) -> None:
-        # An axis does not know its name: which one may be 0 is decided in `spec_rules`.
-        if not all(type(size) is int and size >= 0 for size in (self.min, self.opt, self.max)):
-            raise SpecError(
-                "An axis needs three whole numbers of at least 1; only P, the past, may be 0.",
-                got=self,
-                hint="for example 1:128:512",
-            )
-        if self.max > _LARGEST_SIZE:
-            raise SpecError(f"An axis has at most {_LARGEST_SIZE} entries.", got=self)
-        if not self.min <= self.opt <= self.max:
-            raise SpecError(
-                "An axis must satisfy min <= opt <= max.", got=self, hint=f"sort them: {self._sorted()}"
-            )
+        sizes = (self.min, self.opt, self.max)
+        _refuse(
+            not all(type(size) is int and size >= 0 for size in sizes),
+            "An axis needs three whole numbers of at least 1; only P, the past, may be 0.",
+            self,
+            "for example 1:128:512",
+        )
+        _refuse(self.max > _LARGEST_SIZE, f"An axis has at most {_LARGEST_SIZE} entries.", self)
+        in_order = ":".join(map(str, sorted(sizes)))
+        _refuse(
+            not self.min <= self.opt <= self.max,
+            "An axis must satisfy min <= opt <= max.",
+            self,
+            f"sort them: {in_order}",
+        )
 
     def __str__(self) -> str:
         return f"{self.min}:{self.opt}:{self.max}"
-
-    def _sorted(self) -> str:
-        return ":".join(str(size) for size in sorted((self.min, self.opt, self.max)))
 
     @property
     def is_dynamic(self) -> bool:
@@ -70,18 +77,26 @@ class Axis:
             sizes = [int(part) for part in text.split(":")]
         except ValueError as error:
             raise SpecError("An axis range is not made of numbers.", got=text, hint="min:opt:max") from error
-        if len(sizes) == 1:
-            sizes *= 3
-        if len(sizes) != 3:
-            raise SpecError("An axis range has the wrong number of parts.", got=text, hint="min:opt:max")
+        sizes = sizes * 3 if len(sizes) == 1 else sizes
+        _refuse(len(sizes) != 3, "An axis range has the wrong number of parts.", text, "min:opt:max")
         axis = cls(min=sizes[0], opt=sizes[1], max=sizes[2])
         check_axis(name, axis)
         return axis
 
 
+def check_axis(name: str, axis: Axis) -> None:
+    """Refuse an axis of size 0, unless it is the past: a KV cache begins empty."""
+    _refuse(
+        axis.min < 1 and name != "P",
+        "An axis needs three whole numbers of at least 1.",
+        f"{name} = {axis}" if name else axis,
+        "for example 1:128:512",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """One named input or output: its kind (`float` or `int32`) and its dimensions."""
+    """One named input or output: its kind, one of `KINDS`, and its dimensions."""
 
     name: str
     kind: str
@@ -118,105 +133,6 @@ def size_of(dim: str, sizes: Sizes) -> int:
         return value(ast.parse(dim, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, ZeroDivisionError) as error:
         raise SpecError("A dimension is no expression of axes and whole numbers.", got=dim) from error
-
-
-def simplified(dim: Dim, fixed: Sizes) -> Dim:
-    """Write fixed axes as their numbers: `P+S` with S = 1 is `P+1`, with both fixed it is a number."""
-    if isinstance(dim, int):
-        return dim
-    parts = dim.split("+")
-    names = [part for part in parts if part not in fixed]
-    number = sum(fixed[part] for part in parts if part in fixed)
-    if not names:
-        return number
-    return "+".join([*names, str(number)] if number else names)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseHeads:
-    """Options of the sparse-head variant: each token uses its `top_k` highest-gated heads."""
-
-    top_k: int
-    renormalise: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupedMlp:
-    """Options of the grouped variant.
-
-    Args:
-        groups: Number of groups; the heads of one interact through a linear layer, those of two do not.
-        hidden: Width of the MLP that mixes the groups.
-    """
-
-    groups: int
-    hidden: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding: pairs of numbers are rotated by an angle that grows with the position.
-
-    Args:
-        base: Base of the geometric row of frequencies.
-        dims: How many numbers of a head are rotated, its first ones; default: all D.
-        interleaved: Whether the pairs are neighbours, (0, 1), (2, 3), …; otherwise they are (j, j + dims/2).
-        scaling: How the frequencies are stretched for longer contexts: `none`, `linear`, `ntk` or `llama3`.
-        factor: How much they are stretched.
-        low_freq_factor: For `llama3`: wavelengths above original_length / low_freq_factor get all of it.
-        high_freq_factor: For `llama3`: wavelengths below original_length / high_freq_factor stay.
-        original_length: For `llama3`: the context length of the training before it was stretched.
-    """
-
-    base: float = 10000.0
-    dims: int | None = None
-    interleaved: bool = False
-    scaling: str = "none"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
-
-
-OPTIONS = {"sparse_heads": SparseHeads, "grouped_mlp": GroupedMlp, "rope": Rope}
-
-
-def axes_from(data: Any) -> dict[str, Axis]:
-    """Read the `[axes]` table."""
-    if not isinstance(data, Mapping):
-        raise SpecError("axes must be a table.", got=data, hint="B = { min = 1, opt = 8, max = 32 }")
-    return {name: _axis_from(name, value) for name, value in data.items()}
-
-
-def axes_with_cache(axes: Mapping[str, Axis], cache: str, room: int) -> dict[str, Axis]:
-    """The axes of a layer for another cache: its calls and its sequences stay as long as they were.
-
-    Args:
-        axes: The axes with the cache that it has.
-        cache: The other one; without any, one call brings the whole sequence.
-        room: How many tokens the calls of the layer may bring one by one.
-    """
-    S = axes["S"]
-    length = max(S.max, room)
-    added = {
-        "none": {"S": replace(S, max=length)},
-        "dynamic": {"P": Axis(min=0, opt=min(S.opt, length - 1), max=length - 1)},
-        "preallocated": {"T": Axis(min=length, opt=length, max=length)},
-    }
-    return {"B": axes["B"], "S": S, **added[cache]}
-
-
-def _axis_from(name: str, value: Any) -> Axis:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return Axis(min=value, opt=value, max=value)
-    if not isinstance(value, Mapping):
-        raise SpecError(
-            f"Axis {name} is not a range.", got=value, hint=f"{name} = {{ min = 1, opt = 8, max = 32 }}"
-        )
-    return record_from(f"axis {name}", Axis, value)
-
-
-# -- The KV cache of a model: what one call leaves for the next ------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,62 +187,16 @@ class KVCache:
         return {**sizes, **({"T": spec.axes["T"].max} if self.past is None else {self.past: past})}
 
 
-# -- What every command needs to know of a model: its name, its axes and its tensors ---------------
+# -- What a bundle knows of its model --------------------------------------------------------------
 
-_Spec = TypeVar("_Spec", bound="ModelSpec")
+_Spec = TypeVar("_Spec", bound="NamedAxes")
 
 
-class ModelSpec(ABC):
-    """The outside of a model.
-
-    It is the single source of input shapes, dynamic ONNX dimensions, TensorRT profiles and golden shapes.
-    """
+class NamedAxes:
+    """A model over named axes: sizes inside their ranges."""
 
     name: str
-    summary: str
     axes: Mapping[str, Axis]
-    cache: str
-    window: int | None
-    mixed: bool = False
-    weight_bytes: int = 0
-
-    @property
-    def layer(self) -> AttentionSpec | None:
-        """The catalog layer that it is; None for a user's module."""
-        return None
-
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """What it is, in a word."""
-
-    @property
-    @abstractmethod
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs, in the order of the graph."""
-
-    @property
-    @abstractmethod
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs, in the order of the graph."""
-
-    @property
-    @abstractmethod
-    def attention_count(self) -> int:
-        """How many fused attention nodes the exported graph must have."""
-
-    @property
-    @abstractmethod
-    def kv_cache(self) -> KVCache | None:
-        """How it decodes; None for a model without a KV cache."""
-
-    def flops_at(self, sizes: Sizes) -> int:
-        """At most the work of one call, where that does not follow from a layer's form."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
 
     def sizes(self, bound: str) -> dict[str, int]:
         """The size of every axis at `min`, `opt` or `max`."""
@@ -352,24 +222,242 @@ class ModelSpec(ABC):
 
     def check_sizes(self, sizes: Sizes) -> None:
         """Refuse sizes that are missing, unknown or outside the axes."""
-        if set(sizes) != set(self.axes):
-            raise SpecError(
-                f"{self.name} needs a size for each of its axes {', '.join(self.axes)}.", got=dict(sizes)
-            )
+        _refuse(
+            set(sizes) != set(self.axes),
+            f"{self.name} needs a size for each of its axes {', '.join(self.axes)}.",
+            dict(sizes),
+        )
         for name, axis in self.axes.items():
-            if not axis.min <= sizes[name] <= axis.max:
-                raise SpecError(
-                    f"Axis {name} of {self.name} does not allow this size.",
-                    got=f"{name}={sizes[name]}",
-                    hint=f"a size from {axis.min} to {axis.max}, or widen it with --axis {name}=min:opt:max",
-                )
-
-
-# -- What an attention layer is: its heads, its masks, and its named axes --------------------------
+            _refuse(
+                not axis.min <= sizes[name] <= axis.max,
+                f"Axis {name} of {self.name} does not allow this size.",
+                f"{name}={sizes[name]}",
+                f"a size from {axis.min} to {axis.max}, or widen it with --axis {name}=min:opt:max",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec(ModelSpec):
+class ModelSpec(NamedAxes):
+    """A model as it was exported: a catalog layer, a user's module, or an ONNX file.
+
+    It is the single source of input shapes, dynamic ONNX dimensions, TensorRT profiles and golden shapes.
+
+    Args:
+        name: Name of the model.
+        axes: The named sizes; B is the batch where there is one.
+        inputs: The inputs, in the order of the graph.
+        outputs: The outputs, in the order of the graph.
+        attention_count: How many attentions it computes, fused or not.
+        summary: One line for people.
+        layer: The catalog layer that it is, if it is one; everything else follows from it.
+        factory: What makes a user's module, as `file.py:factory` or `package.module:factory`; empty for one
+            that was exported from memory, and for an ONNX file.
+        cached: Each input of a module's KV cache, and the output that takes its place in the next call.
+        flops: Work of one call of a module at the usual sizes, as PyTorch counts it.
+        weight_bytes: Memory of its weights.
+        state_sha256: Hash of its weights and buffers before they were rounded; of an ONNX file, its own.
+        seed: PyTorch's seed while the factory ran.
+        weights_file: The file or checkpoint that its weights were read from, where one was given.
+        weights_prefix: What their names begin with there.
+        mixed: Whether its precision was chosen node by node.
+    """
+
+    name: str
+    axes: Mapping[str, Axis]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    attention_count: Count
+    summary: str = ""
+    layer: AttentionSpec | None = None
+    factory: str = ""
+    cached: Mapping[str, str] = field(default_factory=dict)
+    flops: Count = 0
+    weight_bytes: Count = 0
+    state_sha256: str = ""
+    seed: Count = 0
+    weights_file: str | None = None
+    weights_prefix: str = ""
+    mixed: bool = False
+
+    def __post_init__(self) -> None:
+        names = [{tensor.name for tensor in each} for each in (self.inputs, self.outputs)]
+        _refuse(
+            not (set(self.cached) <= names[0] and set(self.cached.values()) <= names[1]),
+            "The KV cache names tensors that are not there.",
+            dict(self.cached),
+        )
+        for tensor in (*self.inputs, *self.outputs):
+            _refuse(
+                tensor.kind not in KINDS,
+                f"Tensor {tensor.name} has no such kind.",
+                tensor.kind,
+                ", ".join(KINDS),
+            )
+        for name, axis in self.axes.items():
+            check_axis(name, axis)
+
+    def with_axes(self, changed: Mapping[str, Axis]) -> ModelSpec:
+        """The same model over other axis ranges."""
+        return super().with_axes(changed) if self.layer is None else self.layer.with_axes(changed).model
+
+    @property
+    def kind(self) -> str:
+        """What it is, in a word: the head layout of a catalog layer, or a module."""
+        return "module" if self.layer is None else self.layer.kind
+
+    @property
+    def cache(self) -> str:
+        """The KV cache that a catalog layer was given; a module's is among its inputs and outputs."""
+        return "none" if self.layer is None else self.layer.cache
+
+    @property
+    def kv_cache(self) -> KVCache | None:
+        """How it decodes; None for a model without a KV cache.
+
+        Raises:
+            SpecError: The cached tensors of a module do not grow by the new tokens.
+        """
+        if self.layer is not None:
+            return self.layer.kv_cache
+        if not self.cached:
+            return None
+        taken, made = ({tensor.name: tensor.dims for tensor in each} for each in (self.inputs, self.outputs))
+        found = {name: _growing_axis(name, taken[name], made[self.cached[name]]) for name in self.cached}
+        (_, past, new), *others = found.values()
+        _refuse(
+            any(each[1:] != (past, new) for each in others),
+            "The tensors of the KV cache do not grow along the same axes.",
+            found,
+        )
+
+        def along(tensors: Mapping[str, tuple[Dim, ...]], *wanted: str) -> dict[str, int]:
+            """The dimension of every other tensor that is one of the wanted."""
+            others = {name: dims for name, dims in tensors.items() if name not in cached}
+            at = {name: [i for i, dim in enumerate(dims) if dim in wanted] for name, dims in others.items()}
+            return {name: positions[0] for name, positions in at.items() if positions}
+
+        cached = {*self.cached, *self.cached.values()}
+        return KVCache(
+            tensors=tuple(
+                CachedTensor(name=name, input=name, output=self.cached[name], axis=axis)
+                for name, (axis, _, _) in found.items()
+            ),
+            new=new,
+            past=past,
+            # The reference is one call with all tokens, so the axis of new tokens bounds them, too.
+            room=min(self.axes[past].max + 1, self.axes[new].max),
+            by_token=along(taken, new),
+            by_context=along(taken, f"{past}+{new}", f"{new}+{past}"),
+            outputs=along(made, new),
+        )
+
+    def flops_at(self, sizes: Sizes) -> int:
+        """At most the work of a module at other sizes: it grows with every axis, attention with one twice."""
+        ratios = {name: sizes[name] / max(axis.opt, 1) for name, axis in self.axes.items()}
+        longest = max([1.0, *(ratio for name, ratio in ratios.items() if name != "B")])
+        return int(self.flops * math.prod(ratios.values()) * longest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, readable back with `from_dict`; of a catalog layer as in `models/*.toml`."""
+        if self.layer is not None:
+            return self.layer.to_dict()
+        data = {_ON_DISK.get(key, key): value for key, value in asdict(self).items() if key != "layer"}
+        return {**data, "axes": {name: asdict(axis) for name, axis in self.axes.items()}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
+        """Read a spec from plain data, refusing what it does not know.
+
+        Raises:
+            SpecError: A key is missing or unknown, or a rule is broken.
+            msgspec.ValidationError: A value has another type.
+        """
+        if "factory" not in data:
+            return AttentionSpec.from_dict(data).model
+        names = {
+            _ON_DISK.get(item.name, item.name): item.name for item in fields(cls) if item.name != "layer"
+        }
+        refuse_unknown("the spec", data, tuple(names))
+        require("the spec", data, _REQUIRED)
+        for tensor in (*data["tensors_in"], *data["tensors_out"]):
+            refuse_unknown("a tensor", tensor, ("name", "kind", "dims"))
+        plain = {names[key]: value for key, value in data.items()}
+        return msgspec.convert({**plain, "axes": axes_from(data["axes"])}, cls)
+
+
+# The names of these fields in a manifest, and those that every module has there.
+_ON_DISK = {"inputs": "tensors_in", "outputs": "tensors_out", "attention_count": "attentions"}
+_REQUIRED = (
+    *("name", "factory", "axes", "tensors_in", "tensors_out", "attentions"),
+    *("flops", "weight_bytes", "state_sha256"),
+)
+
+
+def _growing_axis(name: str, taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> tuple[int, str, str]:
+    """Along which dimension a cached tensor grows, the axis of the past, and that of the new tokens."""
+    for axis, (before, after) in enumerate(zip(taken, made, strict=False)):
+        parts = str(after).split("+")
+        if before in parts and len(parts) == 2 and not any(part.isdigit() for part in parts):
+            parts.remove(str(before))
+            return axis, str(before), parts[0]
+    raise SpecError(
+        f"The KV cache {name} does not grow by the new tokens.",
+        got=f"{taken} in, {made} out",
+        hint="an axis such as P in the input, and P+S in the output",
+    )
+
+
+# -- An attention layer of the catalog -------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseHeads:
+    """Options of the sparse-head variant: each token uses its `top_k` highest-gated heads."""
+
+    top_k: int
+    renormalise: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedMlp:
+    """Options of the grouped variant.
+
+    Args:
+        groups: Number of groups; the heads of one interact through a linear layer, those of two do not.
+        hidden: Width of the MLP that mixes the groups.
+    """
+
+    groups: int
+    hidden: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding: pairs of numbers are rotated by an angle that grows with the position.
+
+    Args:
+        base: Base of the geometric row of frequencies.
+        dims: How many numbers of a head are rotated, its first ones; default: all D.
+        interleaved: Whether the pairs are neighbours, (0, 1), (2, 3), …; otherwise they are (j, j + dims/2).
+        scaling: How the frequencies are stretched for longer contexts: `none`, `linear`, `ntk` or `llama3`.
+        factor: How much they are stretched.
+        low_freq_factor: For `llama3`: wavelengths above original_length / low_freq_factor get all of it.
+        high_freq_factor: For `llama3`: wavelengths below original_length / high_freq_factor stay.
+        original_length: For `llama3`: the context length of the training before it was stretched.
+    """
+
+    base: float = 10000.0
+    dims: int | None = None
+    interleaved: bool = False
+    scaling: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(NamedAxes):
     """One attention layer, complete enough to build, export, profile and test it.
 
     Args:
@@ -383,15 +471,15 @@ class AttentionSpec(ModelSpec):
         variant: What happens to the heads after attention; one of `VARIANTS`.
         attends: `self` or `cross`.
         bias: Whether the projections have a bias.
-        mask: `none`, `padding` (from per-row key lengths) or `additive` (a float bias on the scores).
-        causal: Whether a query sees only keys at or before its own position.
+        mask: `none`, `padding` (from key lengths) or `additive` (a float bias on the scores).
+        causal: Whether a query attends only to keys at or before its own position.
         scale: Factor on the scores; default: 1/sqrt(D).
         weights: Whether the attention weights are a second output.
         projections: `separate` q, k, v matrices or one `packed` matrix.
         sparse_heads: Options, for that variant only.
         grouped_mlp: Options, for that variant only.
         rope: Rotary position embedding of queries and keys, if any.
-        window: How many keys a query sees, itself included; default: all before it.
+        window: How many keys a query attends to, itself included; default: all before it.
         softcap: Bound of the scores: s becomes softcap · tanh(s / softcap), before any mask.
         cache: `none`, `dynamic` (past keys and values come in, longer ones go out) or `preallocated` (buffers
             of T entries, of which the first `lengths[b]` are valid before the call).
@@ -423,8 +511,21 @@ class AttentionSpec(ModelSpec):
         check_spec(self)
 
     @property
+    def model(self) -> ModelSpec:
+        """The layer as a model to export: what a bundle knows of it."""
+        return ModelSpec(
+            name=self.name,
+            summary=self.summary,
+            axes=self.axes,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            attention_count=self.attention_count,
+            layer=self,
+        )
+
+    @property
     def layer(self) -> AttentionSpec:
-        """The catalog layer that it is."""
+        """Itself: what takes the spec of a model also takes that of a layer alone."""
         return self
 
     @property
@@ -445,6 +546,13 @@ class AttentionSpec(ModelSpec):
         return 1.0 / math.sqrt(self.D) if self.scale is None else self.scale
 
     @property
+    def rope_dims(self) -> int:
+        """How many numbers of a head the rotary embedding rotates: 0 without one."""
+        if self.rope is None:
+            return 0
+        return self.D if self.rope.dims is None else self.rope.dims
+
+    @property
     def attention_count(self) -> int:
         """How many fused attention nodes the exported graph must have."""
         return 2 if self.variant == "head-mix" else 1
@@ -460,28 +568,25 @@ class AttentionSpec(ModelSpec):
     def longest(self) -> int:
         """How many positions a sequence may have, all calls together."""
         most = self.sizes("max")
-        if self.cache == "preallocated":
-            return most["T"]
-        return most["S"] + most.get("P", 0)
+        return most["T"] if self.cache == "preallocated" else most["S"] + most.get("P", 0)
 
     @property
     def room(self) -> int:
         """How many tokens all calls together may bring, the last of them alone."""
         most = self.sizes("max")
-        return (
-            most["P"] + 1 if self.cache == "dynamic" else most["T" if self.cache == "preallocated" else "S"]
-        )
+        if self.cache == "dynamic":
+            return most["P"] + 1
+        return most["T" if self.cache == "preallocated" else "S"]
 
     @property
     def kv_cache(self) -> KVCache | None:
         """How it decodes; None for a layer without a KV cache."""
         if self.cache == "none":
             return None
-        takes, gives = CACHE_TENSORS[self.cache]
         return KVCache(
             tensors=tuple(
-                CachedTensor(name=name, input=taken, output=given, axis=2)
-                for name, taken, given in zip(("key", "value"), takes, gives, strict=True)
+                CachedTensor(name=name, input=taken, output=made, axis=2)
+                for name, taken, made in zip(("key", "value"), *CACHE_TENSORS[self.cache], strict=True)
             ),
             new="S",
             past="P" if self.cache == "dynamic" else None,
@@ -491,59 +596,48 @@ class AttentionSpec(ModelSpec):
             outputs={"output": 1},
         )
 
-    @property
-    def rope_dims(self) -> int:
-        """How many numbers of a head the rotary embedding rotates: 0 without one."""
-        if self.rope is None:
-            return 0
-        return self.D if self.rope.dims is None else self.rope.dims
-
     # -- tensors -------------------------------------------------------------------------------
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs of the layer, in the order of the graph."""
-        tensors = [
-            TensorSpec(name="query" if self.is_cross else "x", kind=FLOAT, dims=self._dims("B", "S", self.E))
-        ]
         if self.is_cross:
-            tensors += [
-                TensorSpec(name=name, kind=FLOAT, dims=self._dims("B", "T", self.E))
-                for name in ("key", "value")
-            ]
+            tensors = [self._tensor("query", "B", "S", self.E)]
+            tensors += [self._tensor(name, "B", "T", self.E) for name in ("key", "value")]
+        else:
+            tensors = [self._tensor("x", "B", "S", self.E)]
         if self.mask == "padding":
-            tensors.append(TensorSpec(name="key_lengths", kind=INT32, dims=self._dims("B")))
+            tensors.append(self._tensor("key_lengths", "B", kind=INT32))
         if self.mask == "additive":
-            dims = self._dims(1, self.Hq, "S", self.key_axis)
-            tensors.append(TensorSpec(name="attention_bias", kind=FLOAT, dims=dims))
+            tensors.append(self._tensor("attention_bias", 1, self.Hq, "S", self.key_axis))
         if self.cache == "dynamic":
-            tensors += self._cache_tensors(PAST, length="P")
+            tensors += [self._tensor(name, "B", self.Hkv, "P", self.D) for name in PAST]
         if self.cache == "preallocated":
-            tensors += self._cache_tensors(CACHES, length="T")
-            tensors.append(TensorSpec(name=LENGTHS, kind=INT32, dims=self._dims("B")))
+            tensors += [self._tensor(name, "B", self.Hkv, "T", self.D) for name in CACHES]
+            tensors.append(self._tensor(LENGTHS, "B", kind=INT32))
         return tuple(tensors)
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The outputs of the layer, in the order of the graph."""
-        tensors = [TensorSpec(name="output", kind=FLOAT, dims=self._dims("B", "S", self.E))]
+        tensors = [self._tensor("output", "B", "S", self.E)]
         if self.weights:
-            dims = self._dims("B", self.Hq, "S", self.key_axis)
-            tensors.append(TensorSpec(name="weights", kind=FLOAT, dims=dims))
-        if self.cache == "dynamic":
-            tensors += self._cache_tensors(PRESENT, length="P+S")
-        if self.cache == "preallocated":
-            tensors += self._cache_tensors(CACHES_OUT, length="T")
+            tensors.append(self._tensor("weights", "B", self.Hq, "S", self.key_axis))
+        if self.cache != "none":
+            names = CACHE_TENSORS[self.cache][1]
+            tensors += [self._tensor(name, "B", self.Hkv, self.key_axis, self.D) for name in names]
         return tuple(tensors)
 
-    def _cache_tensors(self, names: tuple[str, ...], *, length: str) -> list[TensorSpec]:
-        dims = self._dims("B", self.Hkv, length, self.D)
-        return [TensorSpec(name=name, kind=FLOAT, dims=dims) for name in names]
-
-    def _dims(self, *dims: Dim) -> tuple[Dim, ...]:
-        """Write a fixed axis as its number: only what varies is a named dimension."""
-        fixed = {name: axis.min for name, axis in self.axes.items() if not axis.is_dynamic}
-        return tuple(simplified(dim, fixed) for dim in dims)
+    def _tensor(self, name: str, *dims: Dim, kind: str = FLOAT) -> TensorSpec:
+        """A tensor whose fixed axes are numbers: `P+S` with S = 1 is `P+1`, with both fixed a number."""
+        fixed = {axis: sizes.min for axis, sizes in self.axes.items() if not sizes.is_dynamic}
+        found: list[Dim] = []
+        for dim in dims:
+            parts = str(dim).split("+")
+            varying = [part for part in parts if part in self.axes and part not in fixed]
+            number = sum(fixed[part] if part in fixed else int(part) for part in parts if part not in varying)
+            found.append("+".join([*varying, *([str(number)] if number else [])]) if varying else number)
+        return TensorSpec(name=name, kind=kind, dims=tuple(found))
 
     # -- changes -------------------------------------------------------------------------------
 
@@ -555,15 +649,23 @@ class AttentionSpec(ModelSpec):
         return replace(self, cache="none", axes=axes)
 
     def with_cache(self, cache: str) -> AttentionSpec:
-        """The same layer with another cache, for sequences as long as its own.
+        """The same layer with another cache: its calls and its sequences stay as long as they were.
 
         Args:
-            cache: `none`, `dynamic`, which takes any past that one more token fits behind, or `preallocated`.
+            cache: `none`, for whole sequences in one call; `dynamic`, which takes any past that one more
+                token fits behind; or `preallocated`.
         """
-        check_cache_kind(cache)
+        _one_of("cache", cache, CACHE_KINDS)
         if cache == self.cache:
             return self
-        return replace(self, cache=cache, axes=axes_with_cache(self.axes, cache, self.room))
+        S = self.axes["S"]
+        length = max(S.max, self.room)
+        added = {
+            "none": {"S": replace(S, max=length)},
+            "dynamic": {"P": Axis(min=0, opt=min(S.opt, length - 1), max=length - 1)},
+            "preallocated": {"T": Axis(min=length, opt=length, max=length)},
+        }
+        return replace(self, cache=cache, axes={"B": self.axes["B"], "S": S, **added[cache]})
 
     # -- reading and writing -------------------------------------------------------------------
 
@@ -581,24 +683,27 @@ class AttentionSpec(ModelSpec):
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
         """Read a spec from plain data, refusing what it does not know."""
         data = dict(data)
-        refuse_unknown("the spec", data, _FIELDS)
+        refuse_unknown("the spec", data, tuple(item.name for item in fields(cls)))
         require("the spec", data, ("name", "Hq", "E", "axes"))
         whole_number("Hq", data["Hq"])
         whole_number("E", data["E"])
         data.setdefault("Hkv", data["Hq"])
         if "D" not in data:
-            data["D"] = head_size(data["E"], data["Hq"])
+            _refuse(
+                data["E"] % data["Hq"] != 0,
+                "The model width does not split into the heads, and no head size is given.",
+                f"E={data['E']}, Hq={data['Hq']}",
+                "add D = <head size>",
+            )
+            data["D"] = data["E"] // data["Hq"]
         data["axes"] = axes_from(data["axes"])
-        for key, options in OPTIONS.items():
+        for key, options in (("sparse_heads", SparseHeads), ("grouped_mlp", GroupedMlp), ("rope", Rope)):
             if key in data:
                 data[key] = record_from(key, options, data[key])
         return cls(**data)
 
 
-_FIELDS = tuple(item.name for item in fields(AttentionSpec))
-
-
-# -- The rules a spec must keep, each refused with what to change ----------------------------------
+# -- The rules a layer must keep, each refused with what to change ---------------------------------
 
 ATTENDS = ("self", "cross")
 MASKS = ("none", "padding", "additive")
@@ -606,214 +711,177 @@ PROJECTIONS = ("separate", "packed")
 VARIANTS = ("attention", "sparse-heads", "grouped-mlp", "head-mix")
 CACHE_KINDS = ("none", "dynamic", "preallocated")
 SCALINGS = ("none", "linear", "ntk", "llama3")
+_CHOICES = {
+    "variant": VARIANTS,
+    "attends": ATTENDS,
+    "mask": MASKS,
+    "projections": PROJECTIONS,
+    "cache": CACHE_KINDS,
+}
 _CACHE_AXES: dict[str, tuple[str, ...]] = {"none": (), "dynamic": ("P",), "preallocated": ("T",)}
-_MAY_BE_EMPTY = ("P",)
 _AXIS_HINTS = {
     "T": 'self attention has T = S: leave T out, or set attends = "cross"',
     "P": 'only a dynamic cache has a past: leave P out, or set cache = "dynamic"',
 }
+# What a layer with a cache must be.
+_CACHED = {"attends": "self", "causal": True, "variant": "attention", "mask": "none", "weights": False}
 
 
 def check_spec(spec: AttentionSpec) -> None:
     """Refuse a spec that does not describe an attention layer."""
-    _check_types(spec)
-    _check_choices(spec)
-    _check_heads(spec)
-    if spec.cache != "none":  # before the axes: a layer that can have no cache needs none of its axes
-        _check_cache(spec)
-    _check_axes(spec)
-    _check_combinations(spec)
-    _check_variant_options(spec)
-    _check_scores(spec)
-    if spec.rope is not None:
-        _check_rope(spec, spec.rope)
-    if spec.cache == "preallocated":
-        _check_capacity(spec.axes["S"], spec.axes["T"])
-
-
-def _check_types(spec: AttentionSpec) -> None:
     for name in ("Hq", "Hkv", "D", "E"):
         whole_number(name, getattr(spec, name))
     for name in ("name", "summary"):
-        if not isinstance(getattr(spec, name), str):
-            raise SpecError(f"{name} must be text.", got=getattr(spec, name), hint=f'{name} = "..."')
+        text = getattr(spec, name)
+        _refuse(not isinstance(text, str), f"{name} must be text.", text, f'{name} = "..."')
     for name in ("bias", "causal", "weights"):
         _true_or_false(name, getattr(spec, name))
-    if spec.scale is not None and not _is_above(0, spec.scale):
-        raise SpecError("scale must be a positive number.", got=spec.scale, hint="leave it out for 1/sqrt(D)")
-    if spec.softcap is not None and not _is_above(0, spec.softcap):
-        raise SpecError("softcap must be a positive number.", got=spec.softcap, hint="leave it out for none")
+    for name, default in (("scale", "1/sqrt(D)"), ("softcap", "none")):
+        number = getattr(spec, name)
+        _refuse(
+            number is not None and not _is_above(0, number),
+            f"{name} must be a positive number.",
+            number,
+            f"leave it out for {default}",
+        )
     if spec.window is not None:
         whole_number("window", spec.window)
-
-
-def _check_choices(spec: AttentionSpec) -> None:
-    choices = {
-        "variant": VARIANTS,
-        "attends": ATTENDS,
-        "mask": MASKS,
-        "projections": PROJECTIONS,
-        "cache": CACHE_KINDS,
-    }
-    for name, known in choices.items():
+    for name, known in _CHOICES.items():
         _one_of(name, getattr(spec, name), known)
-
-
-def _check_heads(spec: AttentionSpec) -> None:
-    if spec.Hq % spec.Hkv:
-        raise SpecError(
-            "The query heads cannot be shared evenly: Hq must be a multiple of Hkv.",
-            got=f"Hq={spec.Hq}, Hkv={spec.Hkv}",
-            hint=f"Hkv from {_divisors(spec.Hq)}",
-        )
-
-
-def _check_axes(spec: AttentionSpec) -> None:
+    _refuse(
+        spec.Hq % spec.Hkv != 0,
+        "The query heads cannot be shared evenly: Hq must be a multiple of Hkv.",
+        f"Hq={spec.Hq}, Hkv={spec.Hkv}",
+        f"Hkv from {_divisors(spec.Hq)}",
+    )
+    if spec.cache != "none":  # before the axes: a layer that can have no cache needs none of its axes
+        why = {"mask": " (the lengths of a preallocated cache are the padding)"}
+        for name, value in _CACHED.items():
+            _refuse(
+                getattr(spec, name) != value,
+                f"A cache does not go with this {name}.",
+                f'cache = "{spec.cache}", {name} = {_toml(getattr(spec, name))}',
+                f"{name} = {_toml(value)}{why.get(name, '')}",
+            )
     wanted = ("B", "S", "T") if spec.is_cross else ("B", "S", *_CACHE_AXES[spec.cache])
     for name in spec.axes:
-        if name not in wanted:
-            hint = _AXIS_HINTS.get(name) or nearest(name, wanted)
-            raise SpecError(f"Axis {name!r} does not belong here.", got=name, hint=hint)
+        hint = _AXIS_HINTS.get(name) or nearest(name, wanted)
+        _refuse(name not in wanted, f"Axis {name!r} does not belong here.", name, hint)
     require("[axes]", spec.axes, wanted)
     for name, axis in spec.axes.items():
         check_axis(name, axis)
-
-
-def check_cache_kind(cache: str) -> None:
-    """Refuse a cache of no known kind."""
-    _one_of("cache", cache, CACHE_KINDS)
-
-
-def check_axis(name: str, axis: Axis) -> None:
-    """Refuse an axis of size 0, unless it is one that may be empty: a cache begins with no past."""
-    if axis.min < 1 and name not in _MAY_BE_EMPTY:
-        raise SpecError(
-            "An axis needs three whole numbers of at least 1.",
-            got=f"{name} = {axis}" if name else axis,
-            hint="for example 1:128:512",
+    _refuse(
+        spec.is_cross and spec.causal,
+        "Causal cross attention has no single meaning: the diagonal can start at either corner.",
+        'attends = "cross", causal = true',
+        'causal = false with mask = "additive" and the mask you mean as attention_bias',
+    )
+    _refuse(
+        spec.is_cross and spec.projections == "packed",
+        "Packed projections read one input, and cross attention has three.",
+        'attends = "cross", projections = "packed"',
+        'projections = "separate"',
+    )
+    _check_variant(spec)
+    _refuse(
+        spec.window is not None and not spec.causal,
+        "A window counts keys back from the query, and this layer also looks ahead.",
+        f"window = {spec.window}, causal = false",
+        "causal = true",
+    )
+    if spec.rope is not None:
+        _check_rope(spec, spec.rope)
+    if spec.cache == "preallocated":
+        S, T = spec.axes["S"], spec.axes["T"]
+        _refuse(
+            T.is_dynamic,
+            "The capacity of a preallocated cache must be one number.",
+            f"T = {T}",
+            f"T = {T.max}",
+        )
+        _refuse(
+            S.max > T.max,
+            "One call may bring more tokens than the cache has entries.",
+            f"S up to {S.max}, T = {T.max}",
+            f"S up to {T.max}, or a larger T",
         )
 
 
-def _check_combinations(spec: AttentionSpec) -> None:
-    if spec.is_cross and spec.causal:
-        raise SpecError(
-            "Causal cross attention has no single meaning: the diagonal can start at either corner.",
-            got='attends = "cross", causal = true',
-            hint='causal = false with mask = "additive" and the mask you mean as attention_bias',
-        )
-    if spec.is_cross and spec.projections == "packed":
-        raise SpecError(
-            "Packed projections read one input, and cross attention has three.",
-            got='attends = "cross", projections = "packed"',
-            hint='projections = "separate"',
-        )
-
-
-def _check_variant_options(spec: AttentionSpec) -> None:
+def _check_variant(spec: AttentionSpec) -> None:
     for variant, options in (("sparse-heads", spec.sparse_heads), ("grouped-mlp", spec.grouped_mlp)):
-        table = variant.replace("-", "_")
-        if spec.variant == variant and options is None:
-            raise SpecError(f"The variant {variant} needs its options.", hint=f"add a [{table}] table")
-        if spec.variant != variant and options is not None:
-            raise SpecError(
-                f"[{table}] belongs to another variant.",
-                got=spec.variant,
-                hint=f'variant = "{variant}", or drop it',
-            )
+        table, is_this = variant.replace("-", "_"), spec.variant == variant
+        _refuse(
+            is_this and options is None,
+            f"The variant {variant} needs its options.",
+            hint=f"add a [{table}] table",
+        )
+        _refuse(
+            not is_this and options is not None,
+            f"[{table}] belongs to another variant.",
+            spec.variant,
+            f'variant = "{variant}", or drop it',
+        )
     if spec.sparse_heads is not None:
-        whole_number("top_k", spec.sparse_heads.top_k)
+        top_k = spec.sparse_heads.top_k
+        whole_number("top_k", top_k)
         _true_or_false("renormalise", spec.sparse_heads.renormalise)
-        if spec.sparse_heads.top_k > spec.Hq:
-            raise SpecError(
-                "top_k is more than all heads.", got=spec.sparse_heads.top_k, hint=f"1 to {spec.Hq}"
-            )
+        _refuse(top_k > spec.Hq, "top_k is more than all heads.", top_k, f"1 to {spec.Hq}")
     if spec.grouped_mlp is not None:
+        groups = spec.grouped_mlp.groups
         whole_number("hidden", spec.grouped_mlp.hidden)
-        whole_number("groups", spec.grouped_mlp.groups)
-        if spec.Hq % spec.grouped_mlp.groups:
-            raise SpecError(
-                "The heads cannot be grouped evenly.",
-                got=f"{spec.grouped_mlp.groups} groups of {spec.Hq} heads",
-                hint=f"groups from {_divisors(spec.Hq)}",
-            )
-
-
-def _check_scores(spec: AttentionSpec) -> None:
-    if spec.window is not None and not spec.causal:
-        raise SpecError(
-            "A window counts keys back from the query, and this layer also looks ahead.",
-            got=f"window = {spec.window}, causal = false",
-            hint="causal = true",
+        whole_number("groups", groups)
+        _refuse(
+            spec.Hq % groups != 0,
+            "The heads cannot be grouped evenly.",
+            f"{groups} groups of {spec.Hq} heads",
+            f"groups from {_divisors(spec.Hq)}",
         )
 
 
 def _check_rope(spec: AttentionSpec, rope: Rope) -> None:
-    if spec.is_cross:
-        raise SpecError(
-            "Rotary embedding needs queries and keys on one line of positions.",
-            got='attends = "cross"',
-            hint='attends = "self", or drop [rope]',
-        )
+    _refuse(
+        spec.is_cross,
+        "Rotary embedding needs queries and keys on one line of positions.",
+        'attends = "cross"',
+        'attends = "self", or drop [rope]',
+    )
     _true_or_false("interleaved", rope.interleaved)
     _one_of("scaling", rope.scaling, SCALINGS)
     dims = spec.rope_dims
     whole_number("dims", dims)
-    if dims % 2 or dims > spec.D:
-        raise SpecError(
-            "Rotary embedding rotates pairs inside a head: dims must be even and at most D.",
-            got=f"dims={dims}, D={spec.D}",
-            hint=f"an even number up to {spec.D}",
-        )
-    if not _is_above(1, rope.base):
-        raise SpecError("base must be a number above 1.", got=rope.base, hint="base = 10000.0")
-    _check_scaling(rope, dims)
-
-
-def _check_scaling(rope: Rope, dims: int) -> None:
-    if not (_is_above(1, rope.factor) or rope.factor == 1):
-        raise SpecError("factor must be a number of at least 1.", got=rope.factor, hint="factor = 8.0")
-    if rope.scaling == "none" and rope.factor != 1:
-        raise SpecError(
-            "A factor without a scaling does nothing.",
-            got=f"factor = {rope.factor}",
-            hint="scaling = " + ", ".join(SCALINGS[1:]),
-        )
-    if rope.scaling == "ntk" and dims < 4:
-        raise SpecError("NTK scaling needs two pairs or more.", got=f"dims={dims}", hint="dims of at least 4")
+    _refuse(
+        dims % 2 != 0 or dims > spec.D,
+        "Rotary embedding rotates pairs inside a head: dims must be even and at most D.",
+        f"dims={dims}, D={spec.D}",
+        f"an even number up to {spec.D}",
+    )
+    _refuse(not _is_above(1, rope.base), "base must be a number above 1.", rope.base, "base = 10000.0")
+    _refuse(
+        not (_is_above(1, rope.factor) or rope.factor == 1),
+        "factor must be a number of at least 1.",
+        rope.factor,
+        "factor = 8.0",
+    )
+    _refuse(
+        rope.scaling == "none" and rope.factor != 1,
+        "A factor without a scaling does nothing.",
+        f"factor = {rope.factor}",
+        "scaling = " + ", ".join(SCALINGS[1:]),
+    )
+    _refuse(
+        rope.scaling == "ntk" and dims < 4,
+        "NTK scaling needs two pairs or more.",
+        f"dims={dims}",
+        "dims of at least 4",
+    )
     whole_number("original_length", rope.original_length)
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    if not (_is_above(0, low) and _is_above(low, high)):
-        raise SpecError(
-            "The frequency factors must satisfy 0 < low_freq_factor < high_freq_factor.",
-            got=f"{low}, {high}",
-            hint="1.0 and 4.0, as Llama 3.1 has them",
-        )
-
-
-def _check_cache(spec: AttentionSpec) -> None:
-    cached = f'cache = "{spec.cache}"'
-    wanted: dict[str, object] = {"attends": "self", "causal": True, "variant": "attention", "mask": "none"}
-    why = {"mask": " (the lengths of a preallocated cache are the padding)"}
-    for name, value in {**wanted, "weights": False}.items():
-        if getattr(spec, name) != value:
-            raise SpecError(
-                f"A cache does not go with this {name}.",
-                got=f"{cached}, {name} = {_toml(getattr(spec, name))}",
-                hint=f"{name} = {_toml(value)}{why.get(name, '')}",
-            )
-
-
-def _check_capacity(S: Axis, T: Axis) -> None:
-    if T.is_dynamic:
-        raise SpecError(
-            "The capacity of a preallocated cache must be one number.", got=f"T = {T}", hint=f"T = {T.max}"
-        )
-    if S.max > T.max:
-        raise SpecError(
-            "One call may bring more tokens than the cache has rows.",
-            got=f"S up to {S.max}, T = {T.max}",
-            hint=f"S up to {T.max}, or a larger T",
-        )
+    _refuse(
+        not (_is_above(0, low) and _is_above(low, high)),
+        "The frequency factors must satisfy 0 < low_freq_factor < high_freq_factor.",
+        f"{low}, {high}",
+        "1.0 and 4.0, as Llama 3.1 has them",
+    )
 
 
 def _toml(value: object) -> str:
@@ -826,8 +894,7 @@ def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def _true_or_false(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise SpecError(f"{name} is neither true nor false.", got=value, hint=f"{name} = true")
+    _refuse(not isinstance(value, bool), f"{name} is neither true nor false.", value, f"{name} = true")
 
 
 def _divisors(number: int) -> str:
@@ -844,19 +911,26 @@ def whole_number(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SpecError(f"{name} must be a whole number of at least 1.", got=value)
     most = _MOST_HEADS if name in ("Hq", "Hkv") else _LARGEST_SIZE
-    if value > most:
-        raise SpecError(f"{name} must be at most {most}.", got=value)
+    _refuse(value > most, f"{name} must be at most {most}.", value)
 
 
-def head_size(E: int, Hq: int) -> int:
-    """The head size that the model width implies."""
-    if E % Hq:
-        raise SpecError(
-            "The model width does not split into the heads, and no head size is given.",
-            got=f"E={E}, Hq={Hq}",
-            hint="add D = <head size>",
-        )
-    return E // Hq
+# -- Reading tables --------------------------------------------------------------------------------
+
+
+def axes_from(data: Any) -> dict[str, Axis]:
+    """Read the `[axes]` table: ranges, or single numbers."""
+    if not isinstance(data, Mapping):
+        raise SpecError("axes must be a table.", got=data, hint="B = { min = 1, opt = 8, max = 32 }")
+    axes = {}
+    for name, value in data.items():
+        if type(value) is int:
+            axes[name] = Axis(min=value, opt=value, max=value)
+        elif isinstance(value, Mapping):
+            axes[name] = record_from(f"axis {name}", Axis, value)
+        else:
+            example = f"{name} = {{ min = 1, opt = 8, max = 32 }}"
+            raise SpecError(f"Axis {name} is not a range.", got=value, hint=example)
+    return axes
 
 
 def refuse_unknown(where: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:

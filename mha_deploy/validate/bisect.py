@@ -15,7 +15,6 @@ from mha_deploy.environment import can_import
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import cone, load_graph, value_named, with_outputs
 from mha_deploy.metrics import Budget, OutputVerdict, judge_case, measure
-from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.runtime import available_cpu_backend, open_runner
 from mha_deploy.validate.layers import OpenModel, judge_layers, layers_case
 
@@ -259,9 +258,9 @@ def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> tuple[Refer
         backend: The runtime that is doubted.
     """
     spec = bundle.manifest.spec
-    if isinstance(spec, ModuleSpec) and can_import("torch"):
+    if spec.layer is None and can_import("torch"):
         try:
-            return _program(bundle, spec, case), "the module's program in FP64"
+            return _program(bundle, case), "the module's program in FP64"
         except DeployError:  # its factory is not here: the graph must do
             pass
     trusted = available_cpu_backend(bundle.manifest.precision)
@@ -269,10 +268,10 @@ def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> tuple[Refer
     return _graph(bundle, case, trusted), f"the graph in {trusted}"
 
 
-def _program(bundle: Bundle, spec: ModuleSpec, case: GoldenCase) -> Reference:
+def _program(bundle: Bundle, case: GoldenCase) -> Reference:
     from mha_deploy.baselines.fresh import ProgramValues
 
-    program = ProgramValues(spec, bundle.manifest.precision)
+    program = ProgramValues(bundle)
     return lambda names: program.at(case, names)
 
 

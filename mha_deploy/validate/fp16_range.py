@@ -448,7 +448,8 @@ def _max_keys(facts: AttentionNode, figures: Figures, spec: ModelSpec) -> int:
     most += [dim for dim in lengths if isinstance(dim, int)]
     measured = max((each.keys for each in figures.sums), default=1)
     keys = sum(most) if len(most) == len(lengths) else measured
-    return keys if spec.window is None or facts.mask == "none" else min(keys, spec.window)
+    window = None if spec.layer is None else spec.layer.window
+    return keys if window is None or facts.mask == "none" else min(keys, window)
 
 
 # -- judging -----------------------------------------------------------------------------------

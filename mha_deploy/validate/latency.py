@@ -13,9 +13,8 @@ from mha_deploy.analyze.roofline import roofline_bound
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.errors import DeployError
 from mha_deploy.metrics import judge_case
-from mha_deploy.model.deployable import ModuleSpec
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import AttentionSpec
+from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
 from mha_deploy.validate.runtimes import PYTORCH
@@ -149,7 +148,7 @@ def _ratio(other: LatencyRow | None, row: LatencyRow) -> float | None:
 
 
 def latency_point(
-    case: GoldenCase, rows: Sequence[LatencyRow], spec: AttentionSpec | ModuleSpec, precision: Precision
+    case: GoldenCase, rows: Sequence[LatencyRow], spec: ModelSpec, precision: Precision
 ) -> LatencyPoint:
     """Put the rows of one case together with what the work needs at least.
 
@@ -172,7 +171,7 @@ def latency_point(
 
 
 def _cost(
-    case: GoldenCase, spec: AttentionSpec | ModuleSpec, precision: Precision, lengths: list[int] | None
+    case: GoldenCase, spec: ModelSpec, precision: Precision, lengths: list[int] | None
 ) -> LayerCost:
     """What a call must do; of a module, all that PyTorch counts, with every weight read once."""
     if spec.layer is not None:

@@ -49,7 +49,7 @@ from mha_deploy.validate.verdict import (
 )
 
 if TYPE_CHECKING:
-    from mha_deploy.baselines.fresh import CaseMaker
+    from mha_deploy.baselines.fresh import FreshCases
 
 
 OnStep = Callable[[str], None]
@@ -185,11 +185,11 @@ class _Validation:
         return [self._fresh.case(random_sizes(self.bundle.manifest.spec, seed), seed=seed) for seed in seeds]
 
     @cached_property
-    def _fresh(self) -> CaseMaker:
+    def _fresh(self) -> FreshCases:
         refuse_without_torch("of fresh inputs")
-        from mha_deploy.baselines.fresh import fresh_cases
+        from mha_deploy.baselines.fresh import FreshCases
 
-        return fresh_cases(self.bundle, device=torch_device())
+        return FreshCases(self.bundle, device=torch_device())
 
     def _with_fresh(self, plan: EvaluationPlan, engines: Sequence[Runtime]) -> EvaluationPlan:
         """Add fresh cases to a plan: those requested, and by default a sweep of the engines' profiles."""

@@ -114,7 +114,7 @@ def test_sizes_outside_the_axes_are_refused(bundles):
 
 def test_a_module_that_overflows_gives_no_case(bundles):
     fresh = FreshCases(bundles("tiny-gqa"), "cpu")
-    fresh._module.o.weight.fill_(60000.0)
+    fresh._capture.module.o.weight.fill_(60000.0)
     with pytest.raises(ExportError, match="itself overflows in fp16"):
         fresh.case({"B": 1, "S": 4}, seed=0)
 

@@ -20,7 +20,7 @@ def test_every_option_reaches_the_bundle(run_cli, tmp_path):
     )
     assert done.code == 0, done.err
     bundle = open_bundle(target)
-    manifest, spec = bundle.manifest, bundle.manifest.spec
+    manifest, spec = bundle.manifest, bundle.manifest.spec.layer
     assert json.loads(done.out) == {"bundle": str(target), **manifest.to_dict()}
     assert (spec.name, spec.projections, manifest.precision.name) == ("tiny-gqa", "packed", "fp32")
     assert {name: str(axis) for name, axis in spec.axes.items()} == {"B": "3:3:3", "S": "2:8:32"}
@@ -218,7 +218,7 @@ def test_a_cache_can_be_removed_from_a_layer(run_cli, tmp_path):
     target = tmp_path / "bundle"
     done = run_cli("export", "tiny-dynamic", "-o", target, "--cache", "none", "--golden", "min")
     assert done.code == 0, done.err
-    spec = open_bundle(target).manifest.spec
+    spec = open_bundle(target).manifest.spec.layer
     assert (spec.cache, spec.longest, [tensor.name for tensor in spec.inputs]) == ("none", 64, ["x"])
 
 

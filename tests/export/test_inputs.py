@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from mha_deploy.export.golden import GoldenCapture
-from mha_deploy.export.options import PlannedCase, plan_golden
+from mha_deploy.export.golden import LayerCapture
+from mha_deploy.export.plan import PlannedCase, plan_golden
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference import build_module
@@ -108,7 +108,7 @@ def capture(name, precision="fp16", seed=0, case=None):
         find_spec(name), dtype=getattr(torch, PRECISIONS[precision].torch_name), path="plain"
     )
     planned = case or PlannedCase(name="opt", sizes=find_spec(name).sizes("opt"))
-    return GoldenCapture(module, PRECISIONS[precision], seed).capture(planned)
+    return LayerCapture(module, PRECISIONS[precision], seed).capture(planned)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

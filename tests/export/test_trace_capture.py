@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from mha_deploy.bundle.traces import check_trace, read_trace, write_trace
+from mha_deploy.bundle.traces import PlannedTrace, check_trace, read_trace, write_trace
 from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.export.eager import run_module
-from mha_deploy.export.golden import TraceCapture, whole_twin
+from mha_deploy.export.golden import LayerCapture, fp64_twin
 from mha_deploy.metrics import measure
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
@@ -19,7 +19,7 @@ from mha_deploy.reference.attention import Decoder
 from mha_deploy.reference.inputs import to_numpy
 
 STEPS = 6
-PROMPTS = {"dynamic": 5, "preallocated": [5, 2, 7]}
+PROMPTS = {"dynamic": (5, 5, 5), "preallocated": (5, 2, 7)}
 CACHES = tuple(PROMPTS)
 
 
@@ -38,8 +38,13 @@ def module_of(spec, precision="fp16", **options):
 
 
 def captured(cache, precision="fp16", seed=0, name="decode", **changes):
-    capture = TraceCapture(module_of(layer(cache, **changes), precision), PRECISIONS[precision], seed)
-    return capture.capture(name, 3, PROMPTS[cache], STEPS)
+    return decoded(module_of(layer(cache, **changes), precision), precision, seed=seed, name=name)
+
+
+def decoded(module, precision="fp16", *, seed=0, name="decode", prompt=None, steps=STEPS, **options):
+    capture = LayerCapture(module, PRECISIONS[precision], seed, **options)
+    planned = PlannedTrace(name=name, prompt=prompt or PROMPTS[module.spec.cache], steps=steps)
+    return capture.trace(module.spec.model, planned)
 
 
 def valid(trace, name, row):
@@ -93,24 +98,22 @@ def test_eager_is_the_module_fed_as_a_stepper_is(cache):
 
 def test_the_oracle_knows_of_no_cache():
     module = module_of(layer("preallocated"))
-    twin = whole_twin(module)
+    twin = fp64_twin(module, whole=True)
     assert twin.spec.cache == "none"
     assert {p.dtype for p in twin.parameters()} == {torch.float64}
     for name, weight in module.state_dict().items():  # rounded as the module's are
         assert torch.equal(twin.state_dict()[name], weight.double())
 
 
-def test_an_oracle_and_a_way_to_run_it_can_be_given():
+def test_what_runs_the_oracle_can_be_given():
     module, calls = module_of(layer("preallocated")), []
 
     def run(twin, arguments):
         calls.append(twin)
         return run_module(twin, arguments)
 
-    twin = whole_twin(module)
-    given = TraceCapture(module, PRECISIONS["fp16"], 0, twin, run_oracle=run)
-    trace = given.capture("decode", 3, PROMPTS["preallocated"], STEPS)
-    assert calls == [twin]
+    trace = decoded(module, run_oracle=run)
+    assert [twin.spec.cache for twin in calls] == ["none"]
     assert np.array_equal(trace.oracle["output"], captured("preallocated").oracle["output"])
 
 
@@ -119,13 +122,6 @@ def test_the_same_seed_draws_the_same_and_another_name_does_not():
     assert np.array_equal(captured("preallocated").inputs["x"], again.inputs["x"])
     assert not np.array_equal(captured("preallocated", seed=1).inputs["x"], again.inputs["x"])
     assert not np.array_equal(captured("preallocated", name="other").inputs["x"], again.inputs["x"])
-
-
-def test_one_length_serves_every_row():
-    capture = TraceCapture(module_of(layer("preallocated")), PRECISIONS["fp16"], 0)
-    one, each = (capture.capture("decode", 2, prompt, 3) for prompt in (4, [4, 4]))
-    assert one.prompt.tolist() == [4, 4]
-    assert np.array_equal(one.eager["output"], each.eager["output"])
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -138,28 +134,26 @@ def test_a_captured_trace_can_be_written_and_read(tmp_path, cache):
 
 
 @pytest.mark.parametrize(
-    ("cache", "B", "prompt", "steps", "match"),
+    ("cache", "prompt", "steps", "match"),
     [
-        ("dynamic", 3, [5, 2, 7], 2, "one length"),
-        ("preallocated", 3, [5, 2], 2, "Every batch element needs a prompt"),
-        ("preallocated", 3, 16, 17, "do not fit into the cache"),
-        ("dynamic", 3, 16, 18, "do not fit into the cache"),
-        ("preallocated", 3, 17, 1, "Axis S"),
-        ("preallocated", 9, 4, 1, "Axis B"),
-        ("preallocated", 3, 0, 1, "needs a prompt"),
+        ("dynamic", (5, 2, 7), 2, "one length"),
+        ("preallocated", (16,) * 3, 17, "do not fit into the cache"),
+        ("dynamic", (16,) * 3, 18, "do not fit into the cache"),
+        ("preallocated", (17,) * 3, 1, "Axis S"),
+        ("preallocated", (4,) * 9, 1, "Axis B"),
+        ("preallocated", (0,) * 3, 1, "needs a prompt"),
     ],
 )
-def test_what_the_layer_cannot_step_through_is_refused(cache, B, prompt, steps, match):
-    capture = TraceCapture(module_of(layer(cache)), PRECISIONS["fp16"], 0)
+def test_what_the_layer_cannot_decode_is_refused(cache, prompt, steps, match):
     with pytest.raises(DeployError, match=match):
-        capture.capture("decode", B, prompt, steps)
+        decoded(module_of(layer(cache)), prompt=prompt, steps=steps)
 
 
 def test_a_module_that_overflows_is_refused():
     module = module_of(layer("dynamic"))
     module.v.weight.mul_(60000)
     with pytest.raises(ExportError, match="overflows"):
-        TraceCapture(module, PRECISIONS["fp16"], 0).capture("decode", 2, 4, 2)
+        decoded(module, prompt=(4, 4), steps=2)
 
 
 @pytest.mark.gpu
@@ -167,7 +161,7 @@ def test_a_module_that_overflows_is_refused():
 def test_a_trace_can_be_captured_on_a_gpu(cache):
     here = captured(cache)
     module = module_of(layer(cache), device="cuda")
-    there = TraceCapture(module, PRECISIONS["fp16"], 0).capture("decode", 3, PROMPTS[cache], STEPS)
+    there = decoded(module)
     assert np.array_equal(here.inputs["x"], there.inputs["x"])
     for name in here.oracle:
         np.testing.assert_allclose(there.oracle[name], here.oracle[name], rtol=0, atol=1e-12)

@@ -5,7 +5,7 @@ import torch
 
 from mha_deploy.bundle.traces import plan_trace
 from mha_deploy.export.canonical import canonical_from_module
-from mha_deploy.export.golden import TraceCapture
+from mha_deploy.export.golden import LayerCapture
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import Axis
@@ -36,9 +36,7 @@ def test_64_tokens_are_those_of_the_whole_sequence(name, cache):
     precision = find_precision("fp16")
     module = build_module(spec, dtype=torch.float16, path="plain")
     planned = plan_trace(spec)
-    trace = TraceCapture(module, precision, seed=0).capture(
-        planned.name, len(planned.prompt), planned.prompt, planned.steps
-    )
+    trace = LayerCapture(module, precision, seed=0).trace(spec.model, planned)
     assert trace.steps == 64
     with open_runner("ort-cpu", canonical_from_module(module)) as runner:
         report = run_decode_loop(HostDecodeLoop(runner, spec, trace.B), trace, spec, precision)

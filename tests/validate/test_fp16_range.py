@@ -48,7 +48,7 @@ NAMES = [
 
 def attentions(bundle, case):
     """Each attention of a layer as (q, k, v [B, H, length, D] in float64, scale)."""
-    spec, precision = bundle.manifest.spec, bundle.manifest.precision
+    spec, precision = bundle.manifest.spec.layer, bundle.manifest.precision
     rounded = build_module(spec, seed=0, dtype=getattr(torch, precision.torch_name))
     layer = build_module(spec, weights=rounded.state_dict(), dtype=torch.float64)
     x = {
@@ -96,7 +96,7 @@ def heads(tensor, H):
 
 def visible_and_bias(bundle, case, shape):
     B, _, S, T = shape
-    spec, visible, bias = bundle.manifest.spec, np.ones(shape, bool), np.zeros(shape)
+    spec, visible, bias = bundle.manifest.spec.layer, np.ones(shape, bool), np.zeros(shape)
     for b, start in enumerate(starts_of(spec, case)):
         for s in range(S if spec.causal else 0):
             visible[b, :, s, start + s + 1 :] = False
@@ -138,7 +138,7 @@ def plain_by_node(bundle):
         for index, (q, k, v, scale) in enumerate(attentions(bundle, case)):
             shape = (*q.shape[:3], k.shape[2])
             masks = visible_and_bias(bundle, case, shape) if index == 0 else (np.ones(shape, bool), 0.0)
-            cap = bundle.manifest.spec.softcap or 0.0
+            cap = bundle.manifest.spec.layer.softcap or 0.0
             by_node.setdefault(index, {})[case.name] = plain_figures(q, k, v, scale, *masks, softcap=cap)
     return [by_node[index] for index in sorted(by_node)]
 
@@ -283,7 +283,7 @@ def test_what_stands_behind_the_valid_rows_is_not_measured(bundles, tmp_path, ru
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated", "tiny-window"])
 def test_an_old_key_counts_for_the_product_and_for_the_score_where_it_is_seen(bundles, tmp_path, name):
     bundle = bundles(name, "fp32")
-    folder, window = copy_of(bundle, tmp_path / "b"), bundle.manifest.spec.window
+    folder, window = copy_of(bundle, tmp_path / "b"), bundle.manifest.spec.layer.window
 
     def enlarge_first(arrays):
         static = "inputs/lengths" in arrays

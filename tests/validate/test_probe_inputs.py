@@ -5,7 +5,7 @@ import pytest
 
 import mha_deploy as md
 from mha_deploy.analyze.cost import usual_points
-from mha_deploy.baselines.fresh import fresh_cases
+from mha_deploy.baselines.fresh import FreshCases
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import PRECISIONS
@@ -14,8 +14,8 @@ from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.validate.run import PROBE_ALLOWANCE
 
 
-def probes(bundle, probe=True):
-    maker = fresh_cases(bundle, "cpu")
+def probes(bundle, probe="edges"):
+    maker = FreshCases(bundle, "cpu")
     for point in usual_points(bundle.manifest.spec):
         yield maker.case(point.sizes, seed=1, past=point.past, probe=probe)
 
@@ -81,7 +81,7 @@ def test_a_mistake_at_one_position_of_thousands_is_caught(mistake):
     from mha_deploy.baselines.fresh import layer_probe
     from mha_deploy.model.catalog import find_spec
 
-    S, E, heads = 1024, 256, 16
+    S, E, heads = 512, 128, 8
     drawn = np.random.default_rng(1).standard_normal((1, S, E)).astype(np.float32)
     loud = layer_probe(find_spec("tiny-rope"), {"x": tensor_from_numpy(drawn)})["x"].numpy()[0]
     x = loud.astype(np.float16).astype(np.float64)

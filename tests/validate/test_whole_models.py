@@ -25,7 +25,7 @@ def test_a_whole_model(tmp_path, monkeypatch, name, attention):
     reference = f"{MODELS}:{factory(name, attention)}"
     options = ExportOptions(golden=("opt", "min", "odd"))
     bundle = bundle_from_factory(reference, tmp_path / "bundle", options)
-    assert len(bundle.manifest.attention) == bundle.manifest.spec.attentions == ATTENTIONS[name]
+    assert len(bundle.manifest.attention) == bundle.manifest.spec.attention_count == ATTENTIONS[name]
     assert all(node["place"] for node in bundle.manifest.attention)
     engine = engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="89"))
     assert engine.manifest.fused_count == (ATTENTIONS[name], ATTENTIONS[name])
