@@ -10,17 +10,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from html import escape
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.options import (
+    AUTO,
+    BenchOptions,
+    EngineOptions,
+    ExportOptions,
+    PackageOptions,
+    ValidateOptions,
+    options_text,
+)
 
 if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
     from torch import Tensor, nn  # noqa: TID251 (types only)
+    from typing_extensions import Unpack
 
     from mha_deploy.analyze.roofline import Analysis
     from mha_deploy.analyze.similarity import HeadSimilarity
@@ -32,7 +44,13 @@ if TYPE_CHECKING:
     from mha_deploy.metrics import ParityReport
     from mha_deploy.model.deployable import Deployable, Example
     from mha_deploy.model.spec import AttentionSpec, Axis
-    from mha_deploy.options import EngineOptions
+    from mha_deploy.options import (
+        BenchKeywords,
+        EngineKeywords,
+        ExportKeywords,
+        PackageKeywords,
+        ValidateKeywords,
+    )
     from mha_deploy.regression.candidates import Trial
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
@@ -46,49 +64,45 @@ if TYPE_CHECKING:
     from mha_deploy.validate.self_test import SelfTest
 
     AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
+    AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+    AnySource = Union[str, os.PathLike[str], "Model", AttentionSpec, Deployable, nn.Module]  # noqa: UP007 (Model is below)
+    Examples = Mapping[str, Tensor | Example]
     Sizes = str | tuple[int, int, int] | Axis
+    Axes = Mapping[str, Sizes]
 
 StrPath = str | os.PathLike[str]
 OnStep = Callable[[str, int, int], None]
 """Called as each step of a long job begins: its name, its number from 0, their count (0 if unknown)."""
 
 __all__ = [
-    "BenchReport",
-    "Deployment",
-    "Inspection",
-    "Model",
-    "Report",
-    "analyze",
-    "bench",
-    "bisect",
-    "build_engine",
-    "build_plugins",
-    "check",
-    "check_parity",
-    "compare",
-    "compare_heads",
-    "configure",
-    "deploy",
-    "doctor",
-    "export",
-    "find_plugin",
-    "find_plugin_parts",
-    "fuse",
-    "import_onnx",
-    "inspect",
-    "load_checkpoint",
-    "load_model",
-    "matrix",
-    "models",
-    "open_bundle",
-    "open_engine",
-    "open_runner",
-    "package",
-    "plugins",
-    "replay",
-    "self_test",
-    "validate",
-]
+    "BenchReport", "Deployment", "Inspection", "Model", "Report", "analyze", "bench", "bisect",
+    "build_engine", "build_plugins", "check", "check_parity", "compare", "compare_heads", "configure",
+    "deploy", "doctor",
+    "export", "find_plugin", "find_plugin_parts", "fuse", "import_onnx", "inspect", "load_checkpoint",
+    "load_model", "matrix", "models", "open_bundle", "open_engine", "open_runner", "package", "plugins",
+    "replay", "self_test", "validate",
+]  # fmt: skip
+
+
+def _takes(record: type) -> Callable[[AnyFunction], AnyFunction]:
+    """Show the options that a function passes on to a record: in its signature and in its docstring."""
+
+    def shown(function: AnyFunction) -> AnyFunction:
+        own = signature(function)
+        given = [each for each in own.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        names = {each.name for each in given}
+        options = [each for each in fields(record) if each.metadata and each.name not in names]
+        given += [
+            Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+            for each in options
+        ]
+        function.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
+        before, line, after = (function.__doc__ or "").partition("        options:")
+        text = options_text(record, [each.name for each in options])
+        function.__doc__ = f"{before}{text}\n{after.partition(chr(10))[2]}" if line else before
+        return function
+
+    return shown
 
 
 # -- Models and their export -----------------------------------------------------------------------
@@ -116,10 +130,10 @@ class Model:
 
 
 def load_model(
-    model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module,
+    model: AnySource,
     *,
-    example_inputs: Mapping[str, Tensor | Example] | None = None,
-    axes: Mapping[str, Sizes] | None = None,
+    example_inputs: Examples | None = None,
+    axes: Axes | None = None,
     name: str = "",
     cache: str | None = None,
     projections: str | None = None,
@@ -147,35 +161,43 @@ def load_model(
         ('tiny-mha', '1:32:128')
     """
     from mha_deploy.model.catalog import find_spec, is_factory
-    from mha_deploy.model.deployable import Deployable
-    from mha_deploy.model.spec import AttentionSpec
+    from mha_deploy.model.deployable import Deployable, Example
+    from mha_deploy.model.spec import AttentionSpec, Axis
 
     if hasattr(model, "forward"):  # an nn.Module, without importing PyTorch to ask
-        model, axes = _deployable(model, example_inputs, axes, name), None
+        if example_inputs is None:
+            raise DeployError(
+                "An nn.Module needs example inputs.",
+                got=type(model).__name__,
+                hint='example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}',
+            )
+        inputs = {
+            k: each if isinstance(each, Example) else Example(each) for k, each in example_inputs.items()
+        }
+        called = name or type(model).__name__
+        model = Deployable(module=model, inputs=inputs, axes=axes or {}, name=called)  # type: ignore[arg-type]
+        axes = None
     elif example_inputs is not None or name:
         raise DeployError("Only an nn.Module takes example inputs and a name.", got=_shown(model))
-    ranges = _axes(axes)
+    ranges = {
+        name: sizes if isinstance(sizes, Axis) else Axis.parse(_sizes(sizes), name=name)
+        for name, sizes in (axes or {}).items()
+    }
     source = model.source if isinstance(model, Model) else model
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
-    if isinstance(source, str) and source.lower().endswith(".onnx"):
-        if cache is not None or projections is not None:
-            raise DeployError("Only a catalog layer has these options.", got=_options(cache, projections))
-        own = model.axes if isinstance(model, Model) else {}
-        return Model(name=Path(source).stem, source=source, axes={**own, **ranges})
-    if isinstance(source, str) and not is_factory(source):
+    known = {"cache": cache, "projections": projections}
+    asked = ", ".join(f"{option}={value!r}" for option, value in known.items() if value is not None)
+    if isinstance(source, str) and not _is_onnx(source) and not is_factory(source):
         source = find_spec(source)
     if isinstance(source, AttentionSpec):
         source = source if cache is None else source.with_cache(cache)
         source = source.with_axes(ranges)
         source = source if projections is None else replace(source, projections=projections)
-        return (
-            replace(model, source=source)
-            if isinstance(model, Model)
-            else Model(name=source.name, source=source)
-        )
-    if cache is not None or projections is not None:
-        raise DeployError("Only a catalog layer has these options.", got=_options(cache, projections))
+        known_as = model if isinstance(model, Model) else Model(name=source.name, source=source)
+        return replace(known_as, source=source)
+    if asked:
+        raise DeployError("Only a catalog layer has these options.", got=asked)
     if not isinstance(source, str | Deployable):
         raise DeployError(
             "This is not a model.",
@@ -183,7 +205,9 @@ def load_model(
             hint="a catalog name, file.toml, file.py:factory, a Deployable, or an nn.Module",
         )
     if isinstance(model, Model):
-        return Model(name=model.name, source=source, axes={**model.axes, **ranges})
+        return replace(model, axes={**model.axes, **ranges})
+    if _is_onnx(source):
+        return Model(name=Path(str(source)).stem, source=source, axes=ranges)
     called = source.rpartition(":")[2].replace("_", "-") if isinstance(source, str) else source.name
     return Model(name=called or type(getattr(source, "module", None)).__name__, source=source, axes=ranges)
 
@@ -193,7 +217,7 @@ def load_checkpoint(
     layer: int = 0,
     *,
     prefix: str = "",
-    axes: Mapping[str, Sizes] | None = None,
+    axes: Axes | None = None,
     cache: str | None = None,
     projections: str | None = None,
 ) -> Model:
@@ -230,26 +254,17 @@ def load_checkpoint(
     return replace(model, weights=path, prefix=prefix, layer=None if prefix else layer)
 
 
+@_takes(ExportOptions)
 def export(
-    model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module,
+    model: AnySource,
     out: StrPath,
     *,
-    precision: str = "auto",
-    example_inputs: Mapping[str, Tensor | Example] | None = None,
-    axes: Mapping[str, Sizes] | None = None,
+    example_inputs: Examples | None = None,
+    axes: Axes | None = None,
     inputs: Mapping[str, Any] | None = None,
-    opset: int | None = None,
-    seed: int = 0,
     weights: StrPath | None = None,
-    prefix: str = "",
-    golden: Sequence[str] = (),
-    golden_gflop: float = 100.0,
-    golden_gib: float = 4.0,
-    golden_mb: float = 25.0,
-    device: str = "cpu",
-    overwrite: bool = False,
-    polygraphy: bool = False,
     on_step: OnStep | None = None,
+    **options: Unpack[ExportKeywords],
 ) -> Bundle:
     """Export a model to a bundle: canonical ONNX graph, golden cases with their FP64 oracle, manifest.
 
@@ -259,25 +274,14 @@ def export(
     Args:
         model: What `load_model` gives or takes.
         out: The folder to write.
-        precision: Types in the graph: `fp16`, `bf16`, `fp32` or `auto`. `auto` is FP16; in the user's own
-            model or a float32 ONNX file with FP32 where FP16 overflows. Other ONNX files keep theirs.
         example_inputs: See `load_model`.
         axes: See `load_model`; of an ONNX file the ranges of its symbolic dimensions.
         inputs: Of an ONNX file: arrays, or paths of `.npy` files, for inputs that are not to be drawn.
-        opset: ONNX operator set: 23 or 24; default: the first that suffices.
-        seed: Seed of random weights, of the factory, and of the golden inputs.
         weights: Weights in place of random ones, or of the model's own: a safetensors file, an index of
             several, or the folder of a checkpoint; for the user's own model also a state dict. The manifest
             notes what of it is not needed.
-        prefix: What the names of the model's tensors begin with there, such as `model.layers.0.self_attn`.
-        golden: Golden cases, by name or by sizes as `"B=2,S=33"`; default: those that suit the model.
-        golden_gflop: GFLOP limit of the large golden case.
-        golden_gib: Its memory limit, in GiB.
-        golden_mb: Its file size limit, in MB.
-        device: Where golden cases are computed: `cpu` or `cuda`.
-        overwrite: Whether to replace a bundle that is there already.
-        polygraphy: Whether to write the golden cases for Polygraphy too.
         on_step: Called as each step begins.
+        options: The fields of `mha_deploy.options.ExportOptions`.
 
     Raises:
         BackendUnavailable: PyTorch or its ONNX exporter is not installed.
@@ -289,36 +293,23 @@ def export(
         ('tiny-mha', ['min', 'opt', 'odd', 'large'])
     """
     found = load_model(model, example_inputs=example_inputs, axes=axes)
-    from mha_deploy.bundle.commit import refuse_occupied
-    from mha_deploy.model.precision import find_precision
     from mha_deploy.model.spec import AttentionSpec
-    from mha_deploy.options import AUTO, ExportOptions
 
-    # What can be refused is refused before PyTorch is imported.
-    refuse_occupied(Path(os.path.realpath(out)), overwrite=overwrite)
-    if precision != AUTO:
-        find_precision(precision)
-    options = ExportOptions(
-        precision=precision,
-        opset=opset,
-        seed=seed,
+    chosen = ExportOptions(**options)
+    _refuse_export(out, chosen)
+    own = weights is None and not chosen.prefix
+    chosen = replace(
+        chosen,
         weights=found.weights if weights is None else Path(weights),
-        prefix=prefix or found.prefix,
-        layer=found.layer if weights is None and not prefix else None,
-        golden=tuple(golden),
-        golden_gflop=golden_gflop,
-        golden_gib=golden_gib,
-        golden_mb=golden_mb,
-        device=device,
-        overwrite=overwrite,
-        polygraphy=polygraphy,
+        prefix=chosen.prefix or found.prefix,
+        layer=found.layer if own else None,
     )
     report = on_step or _silent
-    if isinstance(found.source, str) and found.source.lower().endswith(".onnx"):
+    if _is_onnx(found.source):
         from mha_deploy.export.onnx_import import bundle_from_onnx
 
-        source, examples = Path(found.source), _arrays(inputs)
-        return bundle_from_onnx(source, Path(out), options, axes=found.axes, inputs=examples, on_step=report)
+        source, examples = Path(str(found.source)), _arrays(inputs)
+        return bundle_from_onnx(source, Path(out), chosen, axes=found.axes, inputs=examples, on_step=report)
     if inputs:
         raise DeployError("Only an ONNX file takes inputs.", got=", ".join(inputs))
     try:
@@ -330,21 +321,28 @@ def export(
             hint='pip install "mha-deploy[export]"',
         ) from error
     if isinstance(found.source, AttentionSpec):
-        return bundle_from_spec(found.source, Path(out), options, report)
-    return bundle_from_factory(found.source, Path(out), options, axes=found.axes, on_step=report)
+        return bundle_from_spec(found.source, Path(out), chosen, report)
+    return bundle_from_factory(found.source, Path(out), chosen, axes=found.axes, on_step=report)
+
+
+def _refuse_export(out: StrPath, options: ExportOptions) -> None:
+    """Refuse what can be refused before PyTorch is imported."""
+    from mha_deploy.bundle.commit import refuse_occupied
+    from mha_deploy.model.precision import find_precision
+
+    refuse_occupied(Path(os.path.realpath(out)), overwrite=options.overwrite)
+    if options.precision != AUTO:
+        find_precision(options.precision)
 
 
 def import_onnx(
     path: StrPath,
     out: StrPath,
     *,
-    axes: Mapping[str, Sizes] | None = None,
+    axes: Axes | None = None,
     inputs: Mapping[str, Any] | None = None,
-    precision: str = "auto",
-    golden: Sequence[str] = (),
-    seed: int = 0,
-    overwrite: bool = False,
     on_step: OnStep | None = None,
+    **options: Unpack[ExportKeywords],
 ) -> Bundle:
     """Make a bundle of an ONNX file, without PyTorch: attention fused, golden cases, FP64 reference.
 
@@ -356,11 +354,8 @@ def import_onnx(
         out: The folder to write.
         axes: Ranges of its symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64.
         inputs: Arrays, or paths of `.npy` files, for inputs that are not to be drawn.
-        precision: See `export`.
-        golden: Golden cases: `opt`, `min`, `odd`, or sizes; default: these three.
-        seed: Seed of the drawn inputs.
-        overwrite: Whether to replace a bundle that is there already.
         on_step: Called as each step begins.
+        options: See `export`: `precision`, `golden`, `seed`, `overwrite`.
 
     Raises:
         DeployError: The file cannot be read, run or converted; the message says why.
@@ -370,17 +365,7 @@ def import_onnx(
         >>> len(bundle.manifest.attention), bundle.manifest.spec.summary
         (1, 'imported from model.onnx')
     """
-    return export(
-        os.fspath(path),
-        out,
-        precision=precision,
-        axes=axes,
-        inputs=inputs,
-        golden=golden,
-        seed=seed,
-        overwrite=overwrite,
-        on_step=on_step,
-    )
+    return export(os.fspath(path), out, axes=axes, inputs=inputs, on_step=on_step, **options)
 
 
 def _arrays(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -501,53 +486,25 @@ def check(
 # -- Engines ---------------------------------------------------------------------------------------
 
 
+@_takes(EngineOptions)
 def build_engine(
     bundle: Bundle | StrPath,
     *,
-    backend: str | None = None,
-    attention: str = "native",
-    name: str | None = None,
-    profiles: Sequence[str | Mapping[str, Sizes]] = (),
-    targets: str = "",
-    allow_decomposed: bool = False,
-    optimization_level: int | None = None,
-    workspace_mib: int | None = None,
-    version_compatible: bool = False,
-    hardware_compatible: str | None = None,
-    weight_streaming: bool = False,
-    refit: str | None = None,
-    accumulate: str = "auto",
-    gqa: str | None = None,
-    overwrite: bool = False,
-    timing_cache: bool = True,
+    profiles: Sequence[str | Axes] = (),
     repeat: int = 1,
     on_step: OnStep | None = None,
+    **options: Unpack[EngineKeywords],
 ) -> Engine:
     """Build a TensorRT engine from a bundle; its manifest says whether attention is fused.
 
     Args:
         bundle: The bundle, or its folder; the engine is written into it.
-        backend: `tensorrt` or `tensorrt-rtx`; default: the one that fits this machine.
-        attention: `native` for TensorRT's own kernels, `plugin` for the plugin library, `auto` for the faster
-            one that is right.
-        name: Name of the engine; default: that of the backend.
-        profiles: Optimisation profiles, as `"B=1:8:32,S=1:128:512"` or `{"B": "1:8:32"}`; default: the axis
+        profiles: Optimization profiles, as `"B=1:8:32,S=1:128:512"` or `{"B": "1:8:32"}`; default: the axis
             ranges of the model.
-        targets: Compute capabilities to compile for, as `"89,120"` (TensorRT-RTX).
-        allow_decomposed: Whether attention without a fused kernel may be built from several.
-        optimization_level: Builder effort, 0 to 5.
-        workspace_mib: Scratch memory limit of a kernel.
-        version_compatible: Whether later TensorRT versions can load it.
-        hardware_compatible: `ampere-plus` or `same-compute-capability`.
-        weight_streaming: Whether weights may stay on the host.
-        refit: `all` or `identical`: weights that can be replaced later.
-        accumulate: How the projections accumulate: `fp32`, `fp16` or `auto`.
-        gqa: How grouped heads are written as matmuls: `auto`, `fold`, `broadcast` or `repeat`.
-        overwrite: Whether to replace an engine of that name.
-        timing_cache: Whether to use the kernel timings of earlier builds in this bundle.
         repeat: How many builds; from 2 on, each without the timings of the others, and
             `engine.manifest.rebuilds` says how much they differ.
         on_step: Called as the builder reports progress.
+        options: The fields of `mha_deploy.options.EngineOptions`.
 
     Raises:
         BackendUnavailable: The TensorRT that was asked for is not installed or cannot build here.
@@ -560,34 +517,19 @@ def build_engine(
     """
     from mha_deploy.engine.build import engine_from_bundle
     from mha_deploy.engine.profiles import parse_ranges
-    from mha_deploy.options import EngineOptions
 
     opened = _opened(bundle)
-    spec = opened.manifest.spec
-    texts = [each if isinstance(each, str) else _profile(each) for each in profiles]
-    options = EngineOptions(
-        backend=backend,
-        name=name,
-        profiles=[parse_ranges(text, spec) for text in texts],
-        targets=targets,
-        allow_decomposed=allow_decomposed,
-        optimization_level=optimization_level,
-        workspace_mib=workspace_mib,
-        version_compatible=version_compatible,
-        hardware_compatible=hardware_compatible,
-        weight_streaming=weight_streaming,
-        refit=refit,
-        attention=attention,
-        accumulate=accumulate,
-        gqa=gqa,
-        overwrite=overwrite,
-        timing_cache=timing_cache,
-    )
+    texts = [
+        each if isinstance(each, str) else ",".join(f"{axis}={_sizes(sizes)}" for axis, sizes in each.items())
+        for each in profiles
+    ]
+    ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
+    chosen = EngineOptions(profiles=ranges, **options)
     if repeat != 1:
         from mha_deploy.engine.build import rebuilt_engine
 
-        return rebuilt_engine(opened, options, repeat, on_step)
-    return engine_from_bundle(opened, options, on_step)
+        return rebuilt_engine(opened, chosen, repeat, on_step)
+    return engine_from_bundle(opened, chosen, on_step)
 
 
 def open_engine(path: StrPath) -> Engine:
@@ -609,34 +551,14 @@ def open_engine(path: StrPath) -> Engine:
     return open_engine(Path(path))
 
 
-def package(
-    bundle: Bundle | StrPath,
-    repository: StrPath,
-    *,
-    variant: str = "python",
-    backends: Sequence[str] = (),
-    name: str | None = None,
-    max_batch: int | None = None,
-    instances: int = 1,
-    queue_delay_us: int = 100,
-    sequences: int = 8,
-    overwrite: bool = False,
-) -> Package:
+@_takes(PackageOptions)
+def package(bundle: Bundle | StrPath, repository: StrPath, **options: Unpack[PackageKeywords]) -> Package:
     """Write a bundle into a Triton model repository.
 
     Args:
         bundle: The bundle, or its folder.
         repository: The folder of the repository; a model is added to one that is there.
-        variant: `python` for Triton's Python backend with a runtime of this tool, `tensorrt_plan` for its own
-            TensorRT backend.
-        backends: The engines to serve, by name, one for each kind of GPU; or for `python` one runtime, such
-            as `ort-cpu`. default: the engines that run here, else ONNX Runtime
-        name: Name of the model; default: the bundle's.
-        max_batch: Largest dynamic batch; default: the largest that every engine takes.
-        instances: Copies of the model on each device.
-        queue_delay_us: Microseconds that a request may wait for others to share its batch.
-        sequences: How many sequences of a model with a KV cache are decoded at a time.
-        overwrite: Whether to replace a packaged model of that name.
+        options: The fields of `mha_deploy.options.PackageOptions`.
 
     Raises:
         BackendUnavailable: Triton's schema is not installed, or a plugin library is missing.
@@ -646,20 +568,9 @@ def package(
         >>> md.package("out/tiny", "out/models", backends=["ort-cpu"]).max_batch
         4
     """
-    from mha_deploy.options import PackageOptions
     from mha_deploy.serving.triton import package_bundle
 
-    options = PackageOptions(
-        variant=variant,
-        backends=tuple(backends),
-        name=name,
-        max_batch=max_batch,
-        instances=instances,
-        queue_delay_us=queue_delay_us,
-        sequences=sequences,
-        overwrite=overwrite,
-    )
-    return package_bundle(_opened(bundle), Path(repository), options)
+    return package_bundle(_opened(bundle), Path(repository), PackageOptions(**options))
 
 
 # -- Running ---------------------------------------------------------------------------------------
@@ -715,15 +626,12 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
     if has_own:
         return PolygraphyRunner(model)
     if _is_bundle(model) or (isinstance(model, Path) and model.suffix != ".onnx"):
-        return _bundle_runner(_opened(model), backend)
+        from mha_deploy.runtime import available_cpu_backend
+        from mha_deploy.validate.runtimes import RuntimeFinder
+
+        opened = _opened(model)
+        return RuntimeFinder(opened).named(backend or available_cpu_backend(opened.manifest.precision)).open()
     return _graph_runner(model, backend)
-
-
-def _bundle_runner(bundle: Bundle, backend: str | None) -> Runner:
-    from mha_deploy.runtime import available_cpu_backend
-    from mha_deploy.validate.runtimes import RuntimeFinder
-
-    return RuntimeFinder(bundle).named(backend or available_cpu_backend(bundle.manifest.precision)).open()
 
 
 def _graph_runner(model: Any, backend: str | None) -> Runner:
@@ -778,6 +686,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, as docs/report.md describes it."""
+        return self._data
+
+    @cached_property
+    def _data(self) -> dict[str, Any]:
         from mha_deploy.report.schema import plain_report
 
         return plain_report(self.record.to_dict())
@@ -792,7 +704,7 @@ class Report:
         """A self-contained HTML page."""
         from mha_deploy.report.page import report_page
 
-        return report_page(self.record.to_dict())
+        return report_page(self.to_dict())
 
     def save_html(self, path: StrPath) -> Path:
         """Write the page to a file, and give its path."""
@@ -818,63 +730,16 @@ class Report:
         return f"<Report {'passed' if self.passed else 'failed'}: {self.headline}>"
 
 
+@_takes(ValidateOptions)
 def validate(
-    bundle: Bundle | StrPath,
-    *,
-    backends: Sequence[str] = (),
-    engine: str | None = None,
-    latency: bool | None = None,
-    sweep: bool | None = None,
-    probe: bool | None = None,
-    fresh: int = 0,
-    steps: int = 0,
-    prompt: int | None = None,
-    batch: int | None = None,
-    layers: bool = False,
-    conformance: bool = False,
-    samples: int = 200,
-    kernels: bool = False,
-    require_fused: bool = False,
-    require_precision: bool = False,
-    require_run: bool = False,
-    require_coverage: bool = False,
-    seed: int = 1,
-    url: str | None = None,
-    clients: Sequence[int] = (1, 8, 32),
-    requests: int = 256,
-    timeout_s: float = 30.0,
-    on_step: OnStep | None = None,
+    bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Unpack[ValidateKeywords]
 ) -> Report:
     """Run the graph and the engines of a bundle against the FP64 oracle, and time them beside PyTorch.
 
     Args:
         bundle: The bundle, or its folder, with or without engines.
-        backends: Runtimes, baselines and engines to judge, by name; default: the graph and every engine that
-            can run here.
-        engine: Name of the one engine to run; default: all of the bundle's.
-        latency: Whether to time; default: where there is a GPU.
-        sweep: Whether to try every profile at its corners; default: where an engine runs and PyTorch is here.
-        probe: Whether to try inputs that make masks, positions and caches visible; default: where PyTorch is
-            here.
-        fresh: Number of random cases to draw besides; needs PyTorch.
-        steps: Decode steps besides the bundle's own trace, for a layer with a KV cache.
-        prompt: Length of the prompt before them.
-        batch: Their batch elements; default: the optimum of the axis B.
-        layers: Whether to judge the engines of the user's own model attention by attention.
-        conformance: Whether to test how every runtime treats masks.
-        samples: Samples of each timing.
-        kernels: Whether to list the kernels that take the time.
-        require_fused: Whether an engine with decomposed attention fails.
-        require_precision: Whether an engine in another precision than the graph's fails.
-        require_run: Whether an engine that did not run fails.
-        require_coverage: Whether sizes, profiles and engines that were not run fail.
-        seed: Seed of fresh inputs.
-        url: A server that serves the bundle, as `grpc://HOST:PORT` or `http://HOST:PORT`, with `/MODEL` where
-            the model has another name; it is judged in place of the runtimes of this machine.
-        clients: Of a server: numbers of clients that send requests at the same time.
-        requests: Of a server: requests for each number of clients.
-        timeout_s: Of a server: seconds after which a request counts as unanswered.
         on_step: Called as each step begins.
+        options: The fields of `mha_deploy.options.ValidateOptions`.
 
     Raises:
         BackendUnavailable: A runtime that was asked for by name cannot run here, or there is no such server.
@@ -886,56 +751,22 @@ def validate(
         >>> report.save_html("out/report.html").name
         'report.html'
     """
-    from mha_deploy.options import ValidateOptions
-    from mha_deploy.validate.run import validate_bundle
+    chosen = ValidateOptions(**options)
+    if chosen.url is None:
+        from mha_deploy.validate.run import validate_bundle
 
-    if url is not None:
-        from mha_deploy.validate.server import validate_server
+        return Report(validate_bundle(_opened(bundle), chosen, on_step=_by_name(on_step)))
+    from mha_deploy.validate.server import validate_server
 
-        elsewhere = {"backends": backends, "engine": engine, "latency": latency, "sweep": sweep}
-        elsewhere |= {"layers": layers, "conformance": conformance, "kernels": kernels}
-        elsewhere |= {"require_fused": require_fused, "require_precision": require_precision}
-        if given := [name for name, value in elsewhere.items() if value]:
-            raise DeployError(
-                "A server is judged in place of the runtimes of this machine.",
-                got=f"{url} and {', '.join(given)}",
-                hint="one of them at a time",
-            )
-        load = ValidateOptions(
-            url=url,
-            clients=tuple(clients),
-            requests=requests,
-            timeout_s=timeout_s,
-            steps=steps,
-            prompt=prompt,
-            batch=batch,
-            fresh=fresh,
-            probe=probe,
-            seed=seed,
+    elsewhere = ("backends", "engine", "latency", "sweep", "layers", "conformance", "kernels")
+    given = [name for name in (*elsewhere, "require_fused", "require_precision") if getattr(chosen, name)]
+    if given:
+        raise DeployError(
+            "A server is judged in place of the runtimes of this machine.",
+            got=f"{chosen.url} and {', '.join(given)}",
+            hint="one of them at a time",
         )
-        return Report(validate_server(_opened(bundle), load, on_step or _silent))
-    options = ValidateOptions(
-        backends=tuple(backends),
-        engine=engine,
-        latency=latency,
-        sweep=sweep,
-        probe=probe,
-        fresh=fresh,
-        steps=steps,
-        prompt=prompt,
-        batch=batch,
-        layers=layers,
-        conformance=conformance,
-        samples=samples,
-        kernels=kernels,
-        require_fused=require_fused,
-        require_precision=require_precision,
-        require_run=require_run,
-        require_coverage=require_coverage,
-        seed=seed,
-    )
-    report = on_step or _silent
-    return Report(validate_bundle(_opened(bundle), options, on_step=lambda name: report(name, 0, 0)))
+    return Report(validate_server(_opened(bundle), chosen, on_step or _silent))
 
 
 def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
@@ -973,17 +804,9 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
 # -- Timing and fault search -----------------------------------------------------------------------
 
 
+@_takes(BenchOptions)
 def bench(
-    bundle: Bundle | StrPath,
-    *,
-    at: Sequence[str] = (),
-    backends: Sequence[str] = (),
-    engine: str | None = None,
-    samples: int = 200,
-    kernels: bool = False,
-    seed: int = 1,
-    streams: Sequence[int] = (),
-    on_step: OnStep | None = None,
+    bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Unpack[BenchKeywords]
 ) -> ModelBench:
     """Time the engines of a bundle, ONNX Runtime and the PyTorch baselines, over batches and lengths.
 
@@ -991,14 +814,8 @@ def bench(
 
     Args:
         bundle: The bundle, or its folder, with its engines built.
-        at: Sizes, as `"B=8,S=128"`, or `opt`, `prefill` or `decode`; default: a sweep.
-        backends: Runtimes, baselines and engines to time, by name; default: all that can run here.
-        engine: Name of the one engine to time; default: all of the bundle's.
-        samples: Samples of each timing.
-        kernels: Whether to list the kernels that take the time; needs PyTorch's profiler.
-        seed: Seed of the inputs.
-        streams: Numbers of CUDA streams, as `(1, 2, 4, 8)`, on which calls per second are measured, too.
         on_step: Called as each step begins.
+        options: The fields of `mha_deploy.options.BenchOptions`.
 
     Returns:
         The times: `points`, one for each set of sizes, `throughput` and `wrong`. `BenchReport` makes a report
@@ -1011,22 +828,11 @@ def bench(
         >>> timing = md.bench("out/tiny", at=["opt"])                        # doctest: +SKIP
         >>> md.BenchReport([timing]).save("out/tiny")                        # doctest: +SKIP
     """
-    from mha_deploy.options import BenchOptions
     from mha_deploy.runtime.cuda import open_gpu
     from mha_deploy.validate.bench import bench_bundle
 
     open_gpu()  # before the bundle is hashed: there is nothing to time on
-    options = BenchOptions(
-        at=tuple(at),
-        backends=tuple(backends),
-        engine=engine,
-        samples=samples,
-        kernels=kernels,
-        seed=seed,
-        streams=tuple(streams),
-    )
-    report = on_step or _silent
-    return bench_bundle(_opened(bundle), options, on_step=lambda name: report(name, 0, 0))
+    return bench_bundle(_opened(bundle), BenchOptions(**options), on_step=_by_name(on_step))
 
 
 class BenchReport:
@@ -1153,7 +959,7 @@ def bisect(
         name, open_model = runtime.name, twin_opener(runtime.engine, opened)
     report("reference", 0, 0)
     reference, title = reference_for(opened, bisected_case(opened), name)
-    found = bisect_bundle(opened, name, open_model, reference, lambda step: report(step, 0, 0))
+    found = bisect_bundle(opened, name, open_model, reference, _by_name(report))
     return replace(found, reference=title)
 
 
@@ -1218,7 +1024,7 @@ class Deployment:
 
 
 def deploy(
-    model: str | os.PathLike[str] | Model | AttentionSpec | Deployable | nn.Module,
+    model: AnySource,
     out: StrPath,
     *,
     precision: str = "auto",
@@ -1273,14 +1079,7 @@ def deploy(
         (True, None)
     """
     found, reached, report = load_model(model), on_result or (lambda result: None), on_step or _silent
-    from mha_deploy.bundle.commit import refuse_occupied
-    from mha_deploy.model.precision import find_precision
-
-    refuse_occupied(Path(os.path.realpath(out)), overwrite=overwrite)
-    if precision != "auto":
-        find_precision(precision)
-    from mha_deploy.options import EngineOptions
-
+    _refuse_export(out, ExportOptions(precision=precision, overwrite=overwrite))
     settings = EngineOptions(
         backend=backend,
         targets=targets,
@@ -1291,43 +1090,28 @@ def deploy(
     if engine:
         _refuse_builder(settings, precision)
     tried: tuple[Any, ...] = ()
-    if candidates and (precision != "auto" or not engine):
+    if candidates and (precision != AUTO or not engine):
         raise DeployError(
             "Candidates are engines in several precisions.",
             got=f"precision {precision}{'' if engine else ', no engine'}",
             hint="precision auto, with an engine",
         )
-    if candidates is None and precision == "auto" and engine:
+    if candidates is None and precision == AUTO and engine:
         from mha_deploy.environment import gpus
 
         candidates = bool(gpus())
     if candidates:
-        (precision, settings), tried = _best_candidate(
-            found,
-            Path(out),
-            settings,
-            latency=latency,
-            report=report,
-            seed=seed,
-            weights=weights,
-            prefix=prefix,
-            inputs=inputs,
-        )
-    from mha_deploy.options import ValidateOptions
+        exported = {"seed": seed, "weights": weights, "prefix": prefix, "inputs": inputs}
+        best = _best_candidate(found, Path(out), settings, latency=latency, report=report, **exported)
+        (precision, settings), tried = best
     from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
     from mha_deploy.validate.run import validate_bundle
 
     prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
     bundle = export(
-        found,
-        out,
-        precision=precision,
-        seed=seed,
-        weights=weights,
-        inputs=inputs,
-        overwrite=overwrite,
-        on_step=report,
-    )
+        found, out, precision=precision, seed=seed, weights=weights, inputs=inputs, overwrite=overwrite,
+        prefix=prefix, on_step=report,
+    )  # fmt: skip
     reached(bundle)
     built: list[Engine] = []
 
@@ -1340,9 +1124,7 @@ def deploy(
     options = ValidateOptions(
         latency=latency, require_fused=engine and not allow_decomposed, require_precision=engine
     )
-    record = validate_bundle(
-        bundle, options, build=build if engine else None, on_step=lambda name: report(name, 0, 0)
-    )
+    record = validate_bundle(bundle, options, build=build if engine else None, on_step=_by_name(report))
     trials, chosen, why = tried or ((), None, "")
     return Deployment(
         bundle=bundle,
@@ -1374,7 +1156,6 @@ def _best_candidate(
     from mha_deploy.engine.manifest import default_backend
     from mha_deploy.engine.plugins import PluginError, library_for
     from mha_deploy.model.spec import AttentionSpec
-    from mha_deploy.options import ValidateOptions
     from mha_deploy.regression.candidates import Trial, choose, judged_trial
     from mha_deploy.runtime.tensorrt.versions import load
     from mha_deploy.validate.run import validate_bundle
@@ -1384,7 +1165,7 @@ def _best_candidate(
         with suppress(PluginError):  # without the library there are only TensorRT's own kernels
             library_for(rt.version)
             settings = replace(settings, attention="auto")
-    is_onnx = isinstance(found.source, str) and found.source.lower().endswith(".onnx")
+    is_onnx = _is_onnx(found.source)
     wanted = ["auto"] if is_onnx else ["fp16", *(["bf16"] if rt.can.bf16_type else [])]
     if not is_onnx and not isinstance(found.source, AttentionSpec):
         wanted.append("auto")
@@ -1539,7 +1320,7 @@ def analyze(
     gpu: str = "h200",
     precision: str = "fp16",
     at: str | None = None,
-    axes: Mapping[str, Sizes] | None = None,
+    axes: Axes | None = None,
 ) -> Analysis:
     """Count the parameters, FLOPs and bytes of a catalog layer, and its roofline bound on a GPU.
 
@@ -1573,8 +1354,8 @@ def compare_heads(
     *,
     at: str | None = None,
     inputs: StrPath | None = None,
-    example_inputs: Mapping[str, Tensor | Example] | None = None,
-    axes: Mapping[str, Sizes] | None = None,
+    example_inputs: Examples | None = None,
+    axes: Axes | None = None,
     seed: int = 0,
     weights: StrPath | None = None,
     prefix: str = "",
@@ -1684,6 +1465,7 @@ class Inspection:
     Args:
         path: The folder or file.
         bundle: The bundle, if it is one; every hash was compared.
+        verified: Whether its manifest was compared with its graph, too.
         engines: The engines of the bundle, or the engine itself.
         misfits: Of an engine: why it cannot run on this machine.
         attention: Of an ONNX file: its attention nodes.
@@ -1691,16 +1473,19 @@ class Inspection:
 
     path: Path
     bundle: Bundle | None = None
+    verified: bool = False
     engines: tuple[Engine, ...] = ()
     misfits: tuple[str, ...] = ()
     attention: tuple[Mapping[str, Any], ...] = ()
 
 
-def inspect(path: StrPath) -> Inspection:
+def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
     """Open a bundle, an engine or an ONNX file, and check its hashes.
 
     Args:
         path: A bundle's folder, an `.engine` file, or an `.onnx` file.
+        verify: Whether to compare the manifest of a bundle with its graph, as `open_bundle` does; that loads
+            ONNX, which takes a second.
 
     Raises:
         BundleError: It is missing, changed, of another format, or an engine of another bundle.
@@ -1717,14 +1502,16 @@ def inspect(path: StrPath) -> Inspection:
         nodes = (node.describe() for node in attention_nodes(load_graph(path)))
         return Inspection(path=path, attention=tuple(nodes))
     if path.suffix != ".engine":
-        bundle, engines = open_bundle(path), []
+        from mha_deploy.bundle.folder import open_bundle as open_folder
+
+        bundle, engines = open_bundle(path) if verify else open_folder(path), []
         if any(path.glob("*/*.engine")):
             from mha_deploy.engine.manifest import FOLDER
 
             engines = [open_engine(each) for each in sorted((path / FOLDER).glob("*.engine"))]
         for engine in engines:
             engine.check_bundle(path)
-        return Inspection(path=path, bundle=bundle, engines=tuple(engines))
+        return Inspection(path=path, bundle=bundle, verified=verify, engines=tuple(engines))
     from mha_deploy.bundle.folder import MANIFEST
     from mha_deploy.engine.manifest import misfits_here
 
@@ -1912,6 +1699,15 @@ def _silent(name: str, number: int, count: int) -> None:
     """Report no progress."""
 
 
+def _by_name(on_step: OnStep | None) -> Callable[[str], None]:
+    """For steps whose count is not known."""
+    return lambda name: (on_step or _silent)(name, 0, 0)
+
+
+def _is_onnx(source: object) -> bool:
+    return isinstance(source, str) and source.lower().endswith(".onnx")
+
+
 def _is_bundle(model: object) -> bool:
     from mha_deploy.bundle.folder import Bundle
 
@@ -1922,7 +1718,7 @@ def _opened(bundle: Any) -> Bundle:
     return bundle if _is_bundle(bundle) else open_bundle(bundle)
 
 
-def _spec(model: Any, axes: Mapping[str, Sizes] | None) -> AttentionSpec:
+def _spec(model: Any, axes: Axes | None) -> AttentionSpec:
     """The spec of a catalog layer."""
     from mha_deploy.model.spec import AttentionSpec
 
@@ -1934,46 +1730,8 @@ def _spec(model: Any, axes: Mapping[str, Sizes] | None) -> AttentionSpec:
     return source
 
 
-def _deployable(
-    module: Any,
-    example_inputs: Mapping[str, Tensor | Example] | None,
-    axes: Mapping[str, Sizes] | None,
-    name: str,
-) -> Deployable:
-    from mha_deploy.model.deployable import Deployable, Example
-
-    if example_inputs is None:
-        raise DeployError(
-            "An nn.Module needs example inputs.",
-            got=type(module).__name__,
-            hint='example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}',
-        )
-    inputs = {
-        key: each if isinstance(each, Example) else Example(each) for key, each in example_inputs.items()
-    }
-    return Deployable(module=module, inputs=inputs, axes=axes or {}, name=name or type(module).__name__)
-
-
-def _axes(axes: Mapping[str, Sizes] | None) -> dict[str, Axis]:
-    from mha_deploy.model.spec import Axis
-
-    return {
-        name: sizes if isinstance(sizes, Axis) else Axis.parse(_sizes(sizes), name=name)
-        for name, sizes in (axes or {}).items()
-    }
-
-
-def _profile(ranges: Mapping[str, Sizes]) -> str:
-    return ",".join(f"{name}={_sizes(sizes)}" for name, sizes in ranges.items())
-
-
 def _sizes(sizes: Sizes) -> str:
     return ":".join(map(str, sizes)) if isinstance(sizes, tuple | list) else str(sizes)
-
-
-def _options(cache: str | None, projections: str | None) -> str:
-    given = {"cache": cache, "projections": projections}
-    return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
 
 
 def _shown(model: object) -> str:

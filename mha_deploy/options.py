@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
@@ -30,11 +31,14 @@ def option(default: Any, about: str, *flags: str, **details: Any) -> Any:
     return field(default=default, metadata={"about": about, "flags": flags, "details": details})
 
 
-def options_text(record: type, indent: str = " " * 8) -> str:
-    """The options of a record, as lines of the `Args:` of a docstring."""
-    return "\n".join(
-        f"{indent}{each.name}: {each.metadata['about']}" for each in fields(record) if each.metadata
+def options_text(record: type, names: Sequence[str]) -> str:
+    """Options of a record as lines of the `Args:` of a docstring."""
+    about = {each.name: each.metadata["about"] for each in fields(record) if each.name in names}
+    lines = (
+        fill(f"{name}: {words}", 110, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        for name, words in about.items()
     )
+    return "\n".join(lines)
 
 
 # -- Export ----------------------------------------------------------------------------------------

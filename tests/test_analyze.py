@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mha_deploy.analyze.cost import kv_cache_bytes, kv_cache_bytes_per_token, layer_cost, parameter_count
 from mha_deploy.analyze.roofline import Gpu, analyze_layer, find_gpu, gpu_names, known_gpus, roofline_bound
-from mha_deploy.cli.analyze import analysis_renderable
+from mha_deploy.cli.tables import analysis_renderable
 from mha_deploy.errors import DeployError, SpecError
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import AttentionSpec, Axis, GroupedMlp, SparseHeads

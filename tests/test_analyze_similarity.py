@@ -17,7 +17,7 @@ from mha_deploy.analyze.similarity import (
     similarity_from_heads,
     similarity_from_module,
 )
-from mha_deploy.cli.analyze import similarity_renderable
+from mha_deploy.cli.tables import similarity_renderable
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.spec import AttentionSpec, Axis
 

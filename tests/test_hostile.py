@@ -35,8 +35,8 @@ from mha_deploy.bundle import commit
 from mha_deploy.bundle.cases import read_arrays, write_arrays
 from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, sha256
 from mha_deploy.bundle.traces import read_trace
-from mha_deploy.cli.build_engine import engine_to_dict
-from mha_deploy.cli.tables import engine_renderable, fit_renderable
+from mha_deploy.cli.tables import engine_renderable
+from mha_deploy.cli.verbs import engine_to_dict
 from mha_deploy.engine.manifest import EngineManifest, write_engine
 
 ESCAPE = "\x1b[31mred"
@@ -393,7 +393,7 @@ def inspect_engine(path):
     found = md.inspect(path)
     (engine,) = found.engines
     json.dumps(engine_to_dict(engine))
-    Console(width=100).print(engine_renderable(engine, details=True), fit_renderable(found.misfits))
+    Console(width=100).print(engine_renderable(engine, details=True))
 
 
 @pytest.mark.parametrize("values", [(None, ESCAPE), pytest.param(VALUES, marks=pytest.mark.slow)], ids=len)

@@ -21,22 +21,8 @@ from typing import Any, TextIO
 
 import typer
 
-from mha_deploy.cli.analyze import analyze
-from mha_deploy.cli.bench import bench
-from mha_deploy.cli.bisect import bisect
-from mha_deploy.cli.build_engine import build_engine
-from mha_deploy.cli.check import check
-from mha_deploy.cli.compare import compare
-from mha_deploy.cli.deploy import deploy
-from mha_deploy.cli.doctor import doctor
-from mha_deploy.cli.export import export
+from mha_deploy.cli import verbs
 from mha_deploy.cli.fuse import fuse
-from mha_deploy.cli.inspect import inspect
-from mha_deploy.cli.matrix import matrix
-from mha_deploy.cli.models import models
-from mha_deploy.cli.package import package
-from mha_deploy.cli.plugins import plugins
-from mha_deploy.cli.validate import validate
 from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, exit_as_error
 from mha_deploy.text import printable
 
@@ -53,24 +39,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    deploy,
-    export,
-    fuse,
-    check,
-    build_engine,
-    validate,
-    bisect,
-    bench,
-    compare,
-    matrix,
-    package,
-    inspect,
-    models,
-    analyze,
-    doctor,
-):
+    verbs.deploy, verbs.export, fuse, verbs.check, verbs.build_engine, verbs.validate, verbs.bisect,
+    verbs.bench, verbs.compare, verbs.matrix, verbs.package, verbs.inspect, verbs.models, verbs.analyze,
+    verbs.doctor,
+):  # fmt: skip
     app.command()(exit_as_error()(verb))  # exit codes are verdicts: sys.exit in a user's model is an error
-app.add_typer(plugins, name="plugins")
+app.add_typer(verbs.plugins, name="plugins")
 
 
 @app.callback(invoke_without_command=True)

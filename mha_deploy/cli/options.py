@@ -6,21 +6,88 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import Field, fields
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 import mha_deploy as md
-from mha_deploy.errors import SpecError
+from mha_deploy.errors import DeployError, SpecError
 
-# -- Arguments and options that several verbs share ------------------------------------------------
+# -- Options from the records of options.py --------------------------------------------------------
+
+_KINDS: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": bool, "Path": Path}
+
+
+def takes(record: type, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb an option for every field of a record, or for the named ones.
+
+    The verb gets them as keywords of their names. They come after its arguments and before its own options,
+    which are keyword-only parameters.
+    """
+
+    def with_options(verb: Callable[..., None]) -> Callable[..., None]:
+        options = [each for each in fields(record) if (each.name in names if names else each.metadata)]
+        own = signature(verb)
+        hints = get_type_hints(verb, include_extras=True)
+        given = [
+            each.replace(annotation=hints.get(each.name, each.annotation))
+            for each in own.parameters.values()
+            if each.kind is not Parameter.VAR_KEYWORD
+        ]
+        places = [place for place, each in enumerate(given) if each.kind is Parameter.KEYWORD_ONLY]
+        first = places[0] if places else len(given)
+        given[first:first] = map(_parameter, options)
+
+        @wraps(verb)
+        def called(**values: Any) -> None:
+            verb(**values | {each.name: _value(each, values[each.name]) for each in options})
+
+        called.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
+        called.__annotations__ = {each.name: each.annotation for each in given}
+        return called
+
+    return with_options
+
+
+def _parameter(field: Field[Any]) -> Parameter:
+    """The parameter of a verb that Typer makes an option of."""
+    default: Any = field.default
+    text, flags = str(field.type), field.metadata["flags"]
+    kind: Any
+    if text == "Sequence[int]":
+        kind, default = str, ",".join(map(str, default))
+    elif text.startswith("Sequence"):
+        kind, default = list[str] | None, None
+    else:
+        kind = _KINDS[text.removesuffix(" | None")]
+        kind = kind | None if text.endswith(" | None") else kind
+    if text == "bool" and not default:
+        flags = flags or (f"--{field.name.replace('_', '-')}",)  # there is no need for --no-…
+    option = typer.Option(*flags, help=field.metadata["about"], **field.metadata["details"])
+    annotation = Annotated[kind, option]
+    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _value(field: Field[Any], value: Any) -> Any:
+    """What was given as the record wants it: lists as tuples, `1,8,32` as numbers."""
+    if not str(field.type).startswith("Sequence"):
+        return value
+    if field.type != "Sequence[int]":
+        return tuple(value or ())
+    parts = [part.strip() for part in value.split(",")] if value else []
+    if not all(part.isdecimal() and int(part) for part in parts):
+        option = f"--{field.name}"
+        raise DeployError(f"{option} needs whole numbers.", got=value, hint=f"{option} 1,8,32")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+# -- Arguments and options of several verbs --------------------------------------------------------
 
 Model = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="A name from `mha-deploy models`, or the path of a .toml spec."),
-]
-ModelOrFactory = Annotated[
     str,
     typer.Argument(
         metavar="[MODEL]",
@@ -38,20 +105,6 @@ Checkpoint = Annotated[
     ),
 ]
 Layer = Annotated[int, typer.Option(min=0, help="Layer of the --hf checkpoint.")]
-Prefix = Annotated[
-    str,
-    typer.Option(
-        help="What the tensors of the model begin with in the checkpoint, as model.layers.0.self_attn. "
-        "default: found by its names"
-    ),
-]
-Weights = Annotated[
-    Path | None,
-    typer.Option(
-        help="A safetensors file, an index of several or the folder of a checkpoint; for your own model also "
-        "a state dict. default: random weights, or your model's own"
-    ),
-]
 Inputs = Annotated[
     list[str] | None,
     typer.Option(
@@ -62,13 +115,6 @@ Inputs = Annotated[
 ]
 BundleFolder = Annotated[
     Path, typer.Argument(metavar="BUNDLE", help="The bundle: a folder that `export` or `deploy` wrote.")
-]
-Precision = Annotated[
-    str,
-    typer.Option(
-        help="Types in the graph: fp16, bf16, fp32 or auto. auto is fp16; in your own model or a float32 "
-        ".onnx file with FP32 where fp16 overflows. Other .onnx files keep theirs."
-    ),
 ]
 Axes = Annotated[
     list[str] | None,
@@ -88,7 +134,6 @@ Cache = Annotated[
         help="KV cache: none, dynamic (past in, present out) or preallocated. default: the spec's own"
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of random weights and inputs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON to stdout.")]
 InProcess = Annotated[
     bool,
@@ -117,12 +162,6 @@ TrustCode = Annotated[
         "whoever made the bundle.",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")]
-
-
-def axes_from_options(axes: Sequence[str] | None) -> dict[str, str]:
-    """The ranges of `--axis` by the name of the axis."""
-    return _by_name(axes, "--axis", "S=min:opt:max")
 
 
 def model_from_options(
@@ -135,7 +174,7 @@ def model_from_options(
     projections: str | None = None,
 ) -> md.Model:
     """The model that was named, or the layer of a checkpoint."""
-    axes = axes_from_options(axis)
+    axes = by_name(axis, "--axis", "S=min:opt:max")
     if (hf is None) == (not model):
         what = "Name a model, or a checkpoint." if hf is None else "--hf takes the place of MODEL."
         raise SpecError(
@@ -146,12 +185,8 @@ def model_from_options(
     return md.load_checkpoint(hf, layer, prefix=prefix, axes=axes, cache=cache, projections=projections)
 
 
-def inputs_from_options(inputs: Sequence[str] | None) -> dict[str, str]:
-    """The files of `--input` by the name of the input."""
-    return _by_name(inputs, "--input", "input_ids=ids.npy")
-
-
-def _by_name(texts: Sequence[str] | None, option: str, example: str) -> dict[str, str]:
+def by_name(texts: Sequence[str] | None, option: str, example: str) -> dict[str, str]:
+    """The values of an option such as `--axis S=1:8:16` by their names."""
     found = {}
     for text in texts or ():
         name, separator, value = text.partition("=")
@@ -168,11 +203,9 @@ def print_json(data: Any) -> None:
 
 # -- Progress on stderr: a bar on a terminal, lines in a log ---------------------------------------
 
-OnStep = Callable[[str, int, int], None]
-
 
 @contextmanager
-def steps(title: str) -> Iterator[OnStep]:
+def steps(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show the steps of a long job.
 
     Yields a function to call as each step begins, with its name, its number from 0, and their count, which
@@ -182,8 +215,16 @@ def steps(title: str) -> Iterator[OnStep]:
 
     console = Console(stderr=True)
     if console.is_terminal:
-        with _bar(console, title) as on_step:
-            yield on_step
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        text = TextColumn("{task.description}", markup=False)
+        with Progress(
+            SpinnerColumn(), text, BarColumn(), TimeElapsedColumn(), console=console, transient=True
+        ) as progress:
+            task = progress.add_task(title, total=None)
+            yield lambda name, number, count: progress.update(
+                task, description=f"{title}: {name}", completed=number, total=count or None
+            )
         return
     started, shown = time.monotonic(), set[str]()
 
@@ -192,24 +233,8 @@ def steps(title: str) -> Iterator[OnStep]:
         if name in shown:
             return
         shown.add(name)
-        elapsed = time.monotonic() - started
         place = f"{min(number + 1, count)}/{count} " if count else ""
-        line = f"{title}: {place}{name} ({elapsed:.1f} s)"
+        line = f"{title}: {place}{name} ({time.monotonic() - started:.1f} s)"
         console.print(line, highlight=False, markup=False)
 
     yield print_step
-
-
-@contextmanager
-def _bar(console: object, title: str) -> Iterator[OnStep]:
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    text = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), text, BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:  # type: ignore[arg-type]
-        task = progress.add_task(title, total=None)
-
-        def advance(name: str, number: int, count: int) -> None:
-            progress.update(task, description=f"{title}: {name}", completed=number, total=count or None)
-
-        yield advance

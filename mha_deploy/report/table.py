@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,12 +67,14 @@ class Column:
         numeric: Whether it holds numbers, aligned to the right.
         short: The heading in a terminal; default: the name.
         wide: Whether only the page has room for it.
+        whole: Whether a terminal never breaks its lines.
     """
 
     name: str
     numeric: bool = False
     short: str = ""
     wide: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,16 +110,27 @@ class Table:
 
 
 def columns(*names: str) -> list[Column]:
-    """Columns from headings: `#` is before numbers, `+` before what only the page has room for.
+    """Columns from headings.
 
-    `budget used|used` has a shorter heading in a terminal.
+    `#` is before numbers, `+` before what only the page has room for, `!` before what a terminal does not
+    wrap. `budget used|used` has a shorter heading in a terminal.
     """
     found = []
     for name in names:
-        signs, rest = re.match(r"([#+]*)(.*)", name).groups()  # type: ignore[union-attr]
+        signs, rest = re.match(r"([#+!]*)(.*)", name).groups()  # type: ignore[union-attr]
         long, _, brief = rest.partition("|")
-        found.append(Column(name=long, numeric="#" in signs, short=brief, wide="+" in signs))
+        numeric, wide = "#" in signs, "+" in signs
+        whole = numeric or "!" in signs or long == "verdict"
+        found.append(Column(name=long, numeric=numeric, short=brief, wide=wide, whole=whole))
     return found
+
+
+def table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[Cell | str | None]], css: str = ""
+) -> Table:
+    """A table without groups; a string is plain text, and nothing is a dash."""
+    made = [[each if isinstance(each, Cell) else text(each) for each in row] for row in rows]
+    return Table(title=title, columns=columns(*headings), groups=[Group(rows=made)], css=css)
 
 
 def text(words: str | None) -> Cell:

@@ -77,8 +77,10 @@ def test_inspect_shows_decode_traces(run_cli, bundles):
 
 def test_inspect_json_is_the_manifest(run_cli, bundles):
     bundle = bundles("tiny-gqa")
-    data = json.loads(run_cli("inspect", bundle.path, "--json").out)
-    assert data == {"bundle": str(bundle.path), "hashes": "match", **bundle.manifest.to_dict()}
+    head = {"bundle": str(bundle.path), "hashes": "match"}
+    for option, graph in (((), "not compared"), (("--verify",), "matches")):
+        data = json.loads(run_cli("inspect", bundle.path, "--json", *option).out)
+        assert data == {**head, "graph": graph, **bundle.manifest.to_dict()}
 
 
 def test_inspect_reads_an_onnx_file(run_cli, bundles):
