@@ -14,9 +14,8 @@ from mha_deploy.runtime.onnx_reference import OnnxReferenceRunner
 from mha_deploy.runtime.ort import OrtCpuRunner
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_the_two_runtimes_agree(bundles, precision):
-    bundle = bundles("tiny-gqa", precision)
+def test_the_two_runtimes_agree(bundles):
+    bundle = bundles("tiny-gqa")
     reference, ort = OnnxReferenceRunner(bundle.model_path), OrtCpuRunner(bundle.model_path)
     assert reference.inputs == ort.inputs
     assert reference.outputs == ort.outputs
@@ -79,34 +78,25 @@ def test_a_graph_that_fails_while_it_runs_is_an_error_not_a_trace(tmp_path):
         runner.run({"a": np.ones(2, np.float32), "b": np.ones(3, np.float32)})
 
 
-def looping(path, trips):
-    """A graph that doubles a vector as often as its input `trips` states."""
-    value, node, FLOAT = onnx.helper.make_tensor_value_info, onnx.helper.make_node, onnx.TensorProto.FLOAT
+def test_a_graph_that_never_ends_is_ended_alone(tmp_path, monkeypatch):
+    value, node = onnx.helper.make_tensor_value_info, onnx.helper.make_node
+    INT64, BOOL = onnx.TensorProto.INT64, onnx.TensorProto.BOOL
     body = onnx.helper.make_graph(
-        [node("Identity", ["go"], ["goes_on"]), node("Concat", ["x", "x"], ["twice"], axis=0)],
+        [node("Identity", ["go"], ["goes_on"]), node("Identity", ["x"], ["same"])],
         "body",
-        [
-            value("i", onnx.TensorProto.INT64, []),
-            value("go", onnx.TensorProto.BOOL, []),
-            value("x", FLOAT, [None]),
-        ],
-        [value("goes_on", onnx.TensorProto.BOOL, []), value("twice", FLOAT, [None])],
+        [value("i", INT64, []), value("go", BOOL, []), value("x", INT64, [])],
+        [value("goes_on", BOOL, []), value("same", INT64, [])],
     )
     graph = onnx.helper.make_graph(
-        [node("Loop", ["trips", "", "start"], ["y"], body=body)],
+        [node("Loop", ["trips", "yes", "trips"], ["y"], body=body)],
         "g",
-        [value("trips", onnx.TensorProto.INT64, []), value("start", FLOAT, [None])],
-        [value("y", FLOAT, [None])],
+        [value("trips", INT64, []), value("yes", BOOL, [])],
+        [value("y", INT64, [])],
     )
-    path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
-    return {"trips": np.array(trips, np.int64), "start": np.ones(trips % 2, np.float32)}
-
-
-@pytest.mark.parametrize("trips", [10**12, 61], ids=["time", "memory"])
-def test_a_graph_that_takes_all_time_or_memory_ends_alone(tmp_path, monkeypatch, trips):
     path = tmp_path / "model.onnx"
-    feeds = looping(path, trips)  # of nothing, for ever; and of 2 to the 61 numbers
+    path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
     with md.open_runner(path, backend="onnx-reference") as runner:
-        monkeypatch.setattr(isolation, "limit_s", 3.0 if not trips % 2 else 120.0)
-        with pytest.raises(DeployError, match="did not answer within 3 s|failed on these inputs"):
-            runner.run(feeds)
+        assert runner.run({"trips": np.array(3), "yes": np.array(True)})["y"] == 3
+        monkeypatch.setattr(isolation, "limit_s", 2.0)
+        with pytest.raises(DeployError, match="did not answer within 2 s"):
+            runner.run({"trips": np.array(10**12), "yes": np.array(True)})
