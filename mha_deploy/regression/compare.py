@@ -381,8 +381,6 @@ class Measurement:
     Args:
         kind: How: `status`, `share`, `growth`, `count`, `range` or `text`.
         owner: The runtime or engine that it belongs to; one that is missing as a whole is reported once.
-        value: The value.
-        shown: The value as text.
         noise: How much it varies between rebuilds or samples, in its own unit.
         passed: Of a share: whether the result is right.
         doubt: Why the value is not reliable; empty where it is. Of a status: the kernels behind it.

@@ -69,43 +69,25 @@ class ModelEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RuntimeEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A runtime of the plan, and where it is: at most one of `path`, `python` and `pip`.
-
-    Args:
-        name: The name of its column.
-        backend: `tensorrt` or `tensorrt-rtx`.
-        path: A folder that `pip install --target` wrote.
-        python: The interpreter of a virtual environment in which mha-deploy is installed too.
-        pip: Packages: installed below the output folder, or on Ray through `runtime_env`.
-    """
+    """A runtime of the plan, and where it is, if not here: see docs/matrix.md."""
 
     name: str
     backend: Literal["tensorrt", "tensorrt-rtx"] = "tensorrt-rtx"
-    path: str | None = None
-    python: str | None = None
-    pip: list[str] = []
+    path: str | None = None  # a folder that `pip install --target` wrote
+    python: str | None = None  # of an environment in which mha-deploy is installed too
+    pip: list[str] = []  # packages: installed below the output folder, or on Ray through `runtime_env`
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is combined with what; see docs/matrix.md.
-
-    Args:
-        models: The models.
-        runtimes: The runtimes.
-        precisions: Precisions of the export.
-        gpus: `none` (compile only), `any`, or a type as Ray names it, for example `H200`.
-        options: Options of `build-engine` by a name for them.
-        seed: Seed of random weights and inputs.
-        time_limit: Seconds after which a build or a run counts as hung.
-    """
+    """What is combined with what; see docs/matrix.md."""
 
     models: list[str | ModelEntry]
     runtimes: list[RuntimeEntry]
     precisions: list[Literal["fp16", "bf16", "fp32", "auto"]] = field(default_factory=lambda: ["fp16"])
-    gpus: list[str] = field(default_factory=lambda: [NO_GPU])
-    options: dict[str, dict[str, Any]] = field(default_factory=lambda: {"default": {}})
+    gpus: list[str] = field(default_factory=lambda: [NO_GPU])  # or `any`, or a type as Ray names it: `H200`
+    options: dict[str, dict[str, Any]] = field(default_factory=lambda: {"default": {}})  # of `build-engine`
     seed: int = 0
-    time_limit: float = 1800.0
+    time_limit: float = 1800.0  # seconds after which a build or a run counts as hung
 
 
 _OPTIONS = {each.name for each in fields(EngineOptions)} - {"backend", "name", "overwrite"}
@@ -281,12 +263,7 @@ def _variables(place: str | None, gpu: str) -> dict[str, str]:
 
 
 class LocalWorkers:
-    """A process for every task, several at a time; those that use the GPU one after the other.
-
-    Args:
-        jobs: How many at a time.
-        folder: Where packages are installed.
-    """
+    """A process for every task, `jobs` at a time; those that use the GPU one after the other."""
 
     def __init__(self, jobs: int, folder: Path) -> None:
         self.jobs, self.folder = jobs, folder
@@ -373,12 +350,7 @@ class LocalWorkers:
 
 
 class RayWorkers:
-    """Tasks on Ray, each runtime in an environment of its own; a task whose worker dies is tried once more.
-
-    Args:
-        address: The cluster; None for one on this machine.
-        jobs: How many tasks at a time on this machine; None for one a core.
-    """
+    """Tasks on Ray, each runtime in an environment of its own; a task whose worker dies is run once more."""
 
     def __init__(self, address: str | None = None, jobs: int | None = None) -> None:
         try:
@@ -458,7 +430,7 @@ def _last_line(error: BaseException) -> str:
 
 # -- A run -----------------------------------------------------------------------------------------
 
-Export = Callable[[ModelEntry, str, Path], None]
+Export = Callable[[ModelEntry, str, Path], None]  # writes the bundle of a model in a precision to a folder
 Workers = LocalWorkers | RayWorkers
 
 
@@ -592,15 +564,7 @@ def run_matrix(
     export: Export,
     on_cell: OnCell | None = None,
 ) -> Matrix:
-    """Do what is missing of a plan.
-
-    Args:
-        plan: The plan.
-        folder: Where bundles and results are kept.
-        workers: What runs the tasks.
-        export: Writes the bundle of a model in a precision to a folder.
-        on_cell: Called with every cell as it is done, how many are done, and how many there are.
-    """
+    """Do what is missing of a plan; bundles and results are kept in `folder`, `on_cell` gets every cell."""
     probes = {(each.name, gpu): workers.probe(each, gpu) for each in plan.runtimes for gpu in plan.gpus}
     cells: dict[tuple[str, ...], MatrixCell] = {}
     tasks: list[_Task] = []

@@ -235,14 +235,7 @@ def medians(lines: Iterable[Line]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """A line that was measured again.
-
-    Args:
-        recorded: The line.
-        measured: The new one.
-        status: `agrees`, `differs` or `not comparable`.
-        why: What the status follows from.
-    """
+    """A line that was measured again: it `agrees`, `differs` or is `not comparable`, and why."""
 
     recorded: Line
     measured: Line
@@ -278,13 +271,7 @@ def pick_line(source: str) -> tuple[Line, list[Line]]:
 def replayed(
     source: str, bundle: Bundle, bench: Callable[[Line], ModelBench], tolerance: float = 0.05
 ) -> Replay:
-    """Measure a line again, and judge whether both agree.
-
-    Args:
-        source: The line, as `FILE:NUMBER`.
-        bundle: The bundle.
-        bench: Measures the runtime of a line at its sizes.
-        tolerance: By how much a time may leave the range of the record, as a share.
+    """Measure the line `FILE:NUMBER` again with `bench`, and judge whether both agree.
 
     Raises:
         DeployError: The bundle is another one, or nothing was timed.

@@ -48,6 +48,8 @@ class Kserve(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the second packet of an answer waits 40 ms for an acknowledgement
+    wbufsize = -1  # head and body together
 
     def log_message(self, *arguments):
         pass
