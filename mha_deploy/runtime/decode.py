@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -404,10 +404,10 @@ class DecodeLoop(Closing):
         if S not in self._frames:
             for other in [other for other in self._frames if other != 1]:
                 self._frames.pop(other).close()
-            shape, entries = (self._cache.B, S, self._E), (self._cache.first(S), self._cache.dtype)
+            shape: Shape = (self._cache.B, S, self._E)
             outputs = {"output": (shape, self._launcher.outputs["output"].dtype)}
             if self._form is CacheForm.ENTRIES:
-                outputs |= dict.fromkeys(ENTRIES, entries)
+                outputs |= {name: (self._cache.first(S), self._cache.dtype) for name in ENTRIES}
             inputs = {"x": (shape, self._launcher.inputs["x"].dtype)}
             frame = self._frames[S] = CallTensors(inputs, outputs, {}, self._stream)
             frame.tensors["x"].buffer.fill(0, self._stream)
@@ -416,7 +416,8 @@ class DecodeLoop(Closing):
     def _call(self, frame: CallTensors, S: int, lengths: np.ndarray) -> StepCall:
         """The call at these lengths: the tokens, and the cache as it goes in and comes out."""
         past, tensors = int(lengths[0]), dict(frame.tensors)
-        read, written = self._held, self._spare
+        read: Sequence[DeviceTensor] = self._held
+        written: Sequence[DeviceTensor] = self._spare
         if self._varies:
             read, written = self._cut(read, past), self._cut(written, past + S)
         else:

@@ -1,14 +1,16 @@
 import json
 import shutil
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import manifest_path, open_engine
+from mha_deploy.engine.manifest import manifest_path, open_engine, write_engine
 from mha_deploy.engine.profiles import parse_ranges, profile_shapes
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
+from mha_deploy.model.catalog import find_spec
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.log import Message, collect
 
@@ -80,20 +82,12 @@ def test_what_tensorrt_cannot_hold_is_in_the_manifest_and_explained(bundle, monk
     assert text in manifest.notes
 
 
-def test_two_profiles_are_judged_each(bundle):
-    opened = bundle("tiny-gqa")
-    profiles = [parse_ranges(text, opened.manifest.spec) for text in ("S=1", "S=2:16:64")]
-    manifest = engine_from_bundle(opened, options(profiles=profiles)).manifest
-    kernels = {node.profile: node.kernels[0] for node in manifest.verdict.nodes}
-    assert kernels[0].startswith("_gemv_mha_v1")
-    assert kernels[1].startswith("_gemm_mha_v2")
-    assert manifest.all_fused
-
-
-def test_fp32_does_not_fuse_and_the_error_says_what_to_do(bundle):
+def test_fp32_does_not_fuse_the_error_says_what_to_do_and_nothing_is_left(bundle):
+    opened = bundle("tiny-gqa", "fp32")
     with pytest.raises(DeployError, match="no fused kernel") as caught:
-        engine_from_bundle(bundle("tiny-mha", "fp32"), RTX)
+        engine_from_bundle(opened, RTX)
     assert "fp16 or bf16" in str(caught.value)
+    assert not [path for path in opened.path.rglob("*") if "lowered" in path.name or path.suffix == ".engine"]
 
 
 def test_fp32_is_reported_decomposed_where_that_is_allowed(bundle):
@@ -103,37 +97,21 @@ def test_fp32_is_reported_decomposed_where_that_is_allowed(bundle):
     assert any(finding["rule"] == "fp32" for finding in manifest.findings)
 
 
-def test_a_failed_build_leaves_nothing(bundle):
-    opened = bundle("tiny-mha", "fp32")
-    with pytest.raises(DeployError):
-        engine_from_bundle(opened, RTX)
-    assert not [path for path in opened.path.rglob("*") if "lowered" in path.name or path.suffix == ".engine"]
+def full(*given):
+    raise OSError(28, "No space left on device")
 
 
-def test_a_disk_that_is_full_leaves_no_engine(bundle, monkeypatch):
-    opened = bundle("tiny-mha")
-
-    def full(source, target):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("mha_deploy.engine.manifest.os.replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        engine_from_bundle(opened, RTX)
-    assert list((opened.path / "engines").iterdir()) == []
-
-
-def test_a_disk_that_is_full_keeps_the_engine_that_was_there(bundle, monkeypatch):
-    opened = bundle("tiny-mha")
-    first = engine_from_bundle(opened, RTX)
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mha_deploy.engine.manifest.written", full)
-        with pytest.raises(OSError, match="No space left"):
-            engine_from_bundle(opened, options(overwrite=True))
-    assert open_engine(first.path).manifest.engine_sha256 == first.manifest.engine_sha256
+@pytest.mark.parametrize("step", ["os.replace", "written"])
+def test_a_disk_that_is_full_leaves_no_engine_or_the_one_that_was_there(built, tmp_path, monkeypatch, step):
+    path, plan = tmp_path / "engines" / "mine.engine", built.path.read_bytes()
+    for kept in ([], ["mine.engine", "mine.json"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"mha_deploy.engine.manifest.{step}", full)
+            with pytest.raises(OSError, match="No space left"):
+                write_engine(path, plan, built.manifest)
+        assert sorted(each.name for each in path.parent.iterdir()) == kept
+        write_engine(path, plan, built.manifest)
+    assert open_engine(path).manifest.engine_sha256 == built.manifest.engine_sha256
 
 
 def test_an_option_that_would_be_ignored_is_refused(bundles):
@@ -143,32 +121,30 @@ def test_an_option_that_would_be_ignored_is_refused(bundles):
 
 def test_a_target_without_the_type_is_refused_before_the_build(bundles):
     with pytest.raises(DeployError, match="cannot take the node attention"):
-        engine_from_bundle(bundles("tiny-gqa", "bf16"), options(name="other", targets="7.5"))
+        engine_from_bundle(bundles("tiny-padding", "bf16"), options(name="other", targets="7.5"))
 
 
-def test_an_engine_is_not_overwritten_unless_requested(bundle):
-    opened = bundle("tiny-mha")
-    first = engine_from_bundle(opened, RTX)
+def test_an_engine_is_not_overwritten_unless_requested(built, tmp_path):
+    opened = open_bundle(Path(shutil.copytree(built.path.parents[1], tmp_path / "bundle")))
     with pytest.raises(BundleError, match="engine of that name"):
         engine_from_bundle(opened, RTX)
-    assert engine_from_bundle(opened, options(overwrite=True)).path == first.path
-    assert engine_from_bundle(opened, options(name="second")).path.name == "second.engine"
+    assert engine_from_bundle(opened, options(overwrite=True)).path.name == built.path.name
 
 
 @pytest.mark.parametrize("name", ["../outside", "/abs", ".hidden", "a/b", ""])
 def test_a_name_cannot_leave_the_folder(bundles, name):
     with pytest.raises(BundleError, match="name of an engine"):
-        engine_from_bundle(bundles("tiny-mha"), options(name=name or "."))
+        engine_from_bundle(bundles("tiny-padding"), options(name=name or "."))
 
 
 def test_targets_that_do_not_exist_are_refused(bundles):
     with pytest.raises(DeployError, match=r"9\.0|SM90"):
-        engine_from_bundle(bundles("tiny-mha"), options(targets="9.0", name="other"))
+        engine_from_bundle(bundles("tiny-padding"), options(targets="9.0", name="other"))
 
 
 def test_a_backend_that_is_not_here_is_named(bundles):
     with pytest.raises(BackendUnavailable, match="tensorrt"):
-        engine_from_bundle(bundles("tiny-mha"), EngineOptions(backend="tensorrt", name="other"))
+        engine_from_bundle(bundles("tiny-padding"), EngineOptions(backend="tensorrt", name="other"))
 
 
 @pytest.mark.parametrize(
@@ -182,17 +158,17 @@ def test_a_backend_that_is_not_here_is_named(bundles):
 )
 def test_what_this_version_does_not_have_is_refused_by_name(bundles, changes, text):
     with pytest.raises(DeployError, match=text):
-        engine_from_bundle(bundles("tiny-mha"), options(name="other", **changes))
+        engine_from_bundle(bundles("tiny-padding"), options(name="other", **changes))
 
 
 def test_weights_can_be_left_on_the_host(bundle):
-    manifest = engine_from_bundle(bundle("tiny-mha"), options(weight_streaming=True)).manifest
+    manifest = engine_from_bundle(bundle("tiny-gqa"), options(weight_streaming=True)).manifest
     assert manifest.all_fused
     assert manifest.options["weight_streaming"] is True
 
 
 def test_profiles_outside_the_export_are_refused(bundles):
-    spec = bundles("tiny-mha").manifest.spec
+    spec = bundles("tiny-padding").manifest.spec
     with pytest.raises(SpecError, match="exported for S from 1 to 64"):
         parse_ranges("S=1:64:128", spec)
     with pytest.raises(SpecError, match="no axis"):
@@ -201,8 +177,8 @@ def test_profiles_outside_the_export_are_refused(bundles):
         parse_ranges("S", spec)
 
 
-def test_a_profile_gives_every_input_its_shapes(bundles):
-    spec = bundles("tiny-cross-padding").manifest.spec
+def test_a_profile_gives_every_input_its_shapes():
+    spec = find_spec("tiny-cross-padding").model
     shapes = profile_shapes(spec, parse_ranges("B=2,S=1:2:3,T=4:5:6", spec))
     assert shapes["query"] == ((2, 1, 64), (2, 2, 64), (2, 3, 64))
     assert shapes["key"] == ((2, 4, 64), (2, 5, 64), (2, 6, 64))
@@ -242,4 +218,4 @@ def test_a_manifest_of_another_format_is_refused(built, tmp_path):
 def test_an_engine_of_another_bundle_is_refused(built, bundles):
     built.check_bundle(built.path.parents[1])
     with pytest.raises(BundleError, match="another bundle"):
-        built.check_bundle(bundles("tiny-mha").path)
+        built.check_bundle(bundles("tiny-padding").path)

@@ -59,7 +59,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def built(machine, bundles, tmp_path):
-    def make(name="tiny-mha", precision="fp16", version="8.6.1", **options):
+    def make(name="tiny-gqa", precision="fp16", version="8.6.1", **options):
         rt = machine(version)
         bundle = open_bundle(copy_of(bundles(name, precision), tmp_path / f"{name}-{version}"))
         chosen = {"attention": "plugin", "accumulate": "fp16", **options}
@@ -183,14 +183,14 @@ def test_a_missing_library_is_reported_before_anything_is_built(place, built, pa
 def test_what_cannot_be_is_refused(place, built, precision, version, options, what):
     write_library(place)
     with pytest.raises(DeployError, match=what) as caught:
-        built("tiny-mha", precision, version, **options)
+        built("tiny-padding" if precision == "bf16" else "tiny-gqa", precision, version, **options)
     assert caught.value.got
     assert caught.value.hint
 
 
 def test_bf16_is_taken_from_10_on(place, built):
     write_library(place, tensorrt="10.0.1", interface="IPluginV3")
-    _, engine = built(precision="bf16", version="10.0.1")
+    _, engine = built("tiny-padding", "bf16", "10.0.1")
     assert engine.manifest.plugins[0]["library"] == file_name("10")
 
 

@@ -53,7 +53,7 @@ def test_the_engine_is_right_on_golden_swept_and_random_cases(report):
     assert any("not applicable" not in check.detail for check in profile), "two profiles admit short cases"
 
 
-def test_everyone_is_timed_on_one_device_and_the_report_keeps_its_schema(report):
+def test_every_runtime_is_timed_on_one_device_and_the_report_keeps_its_schema(report):
     data = report.to_dict()
     assert check_report(json.loads(json.dumps(data))) == []
     (point,) = data["latency"]["points"]
@@ -81,7 +81,9 @@ def test_bench_times_the_sizes_that_were_asked_for(deployed, run_cli, tmp_path):
     assert (tmp_path / "bench.html").stat().st_size > 1000
 
 
-def test_an_engine_of_another_graph_is_caught_has_no_latency_and_the_graph_is_not_blamed(deployed, tmp_path):
+def test_an_engine_of_another_graph_is_caught_without_latency_and_the_graph_is_not_at_fault(
+    deployed, tmp_path
+):
     """A wrong engine passed off as the bundle's own: the scale is off by half a per cent."""
     folder = copy_of(deployed, tmp_path / "right")
     wrong = mutated(load_graph(deployed.model_path), "scale off by 0.5 %")

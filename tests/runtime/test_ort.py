@@ -157,6 +157,7 @@ def test_a_graph_that_crashes_level_all_on_x86_is_checked(tmp_path):
         check_transpose_before_matmul(runner)
 
 
+@pytest.mark.slow
 def test_level_all_is_right_or_a_crash_with_its_signal(tmp_path):
     path = saved(transpose_before_matmul(), tmp_path)
     ended = ""

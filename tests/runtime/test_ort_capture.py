@@ -120,6 +120,7 @@ def test_the_session_that_failed_is_gone_before_the_next_is_opened(device, bundl
     assert refusals.opened == [(False, []), *[(True, []), (False, [])] * 2]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("error", OTHER, ids=lambda error: type(error).__name__)
 def test_any_other_failure_is_an_error(device, bundles, refusals, error):
     refusals.error = error

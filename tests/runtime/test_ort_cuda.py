@@ -10,7 +10,6 @@ from fresh_python import python
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.lower import lower
 from mha_deploy.metrics import judge_case
 from mha_deploy.runtime import GPU_RUNNERS, open_runner
 from mha_deploy.runtime import ort_cuda as placement
@@ -240,8 +239,3 @@ def test_a_graph_that_cannot_be_captured_is_launched_and_says_why(bundles, cuda_
             for results in timing.results:
                 np.testing.assert_array_equal(results["output"], wanted["output"])
         assert runner.graph is cuda_graph
-
-
-def test_the_contrib_dialect_refuses_what_it_cannot_say(bundles):
-    with pytest.raises(DeployError, match="attention weights"):
-        lower(load_graph(bundles("tiny-weights").model_path), "contrib")

@@ -183,10 +183,10 @@ def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[
                 f"The tensor {name} holds shapes, and is on the host.",
                 hint="export the model so that all of its inputs and outputs are data",
             )
-        kind = engine.get_tensor_dtype(name).name
-        dtype = DTYPES.get(_ONNX_NAMES.get(kind, kind.lower()))
+        kind = engine.get_tensor_dtype(name)
+        dtype = DTYPES.get(_ONNX_NAMES.get(kind.name, kind.name.lower()))
         if dtype is None:
-            raise EngineError(f"The tensor {name} has a type that is not supported here.", got=kind)
+            raise EngineError(f"The tensor {name} has a type that is not supported here.", got=kind.name)
         dims = tuple(None if size < 0 else int(size) for size in engine.get_tensor_shape(name))
         is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
         (inputs if is_input else outputs)[name] = TensorInfo(dtype=dtype, dims=dims)
