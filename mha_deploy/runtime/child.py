@@ -23,10 +23,7 @@ import os
 import pickle
 import re
 import resource
-import select
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -35,6 +32,10 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,7 +55,6 @@ _IDLE_PER_FAMILY = 1  # an idle child of PyTorch on a GPU occupies gigabytes
 _SHARED_FROM = 1 << 16  # smaller messages are cheaper on the socket
 _GRACE_S = 30.0  # how much later than its parent a child enforces the time limit by itself
 _LOG_LINES, _LOG_BYTES = 8, 1 << 15
-_HEADER = struct.Struct("!QI?")
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Child:
     def __init__(self, family: str) -> None:
         self.family = family
         self._crash: RuntimeCrash | None = None
-        self._socket, theirs = socket.socketpair()
+        self._pipe, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the child)
         start = {"path": sys.path, "preload": _PRELOADED.get(family, ()), "parent": os.getpid()}
         with theirs:
@@ -147,15 +147,15 @@ class Child:
         deadline = time.monotonic() + limit
         try:
             trust = (isolation.trust_code, isolation.own)
-            _send(self._socket, (function, arguments, os.getcwd(), limit + _GRACE_S, trust))
+            _send(self._pipe, (function, arguments, os.getcwd(), limit + _GRACE_S, trust))
             while True:
-                while not select.select([self._socket], [], [], 1.0)[0]:
+                while not self._pipe.poll(1.0):
                     # A process that the child started may keep the connection open after the child's end.
                     if not self.is_alive:
                         raise EOFError
                     if time.monotonic() > deadline:
                         raise TimeoutError
-                kind, content = _receive(self._socket)
+                kind, content = _receive(self._pipe)
                 if kind != "message":
                     break
                 if on_message is not None:
@@ -208,7 +208,7 @@ class Child:
         """End it now; the log can still be read."""
         if self in _children:
             _children.remove(self)
-        self._socket.close()
+        self._pipe.close()
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -397,59 +397,35 @@ class _ChildTraceback(Exception):
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _send(connection: socket.socket, message: object) -> None:
-    """Send one message: its arrays in shared memory where they are large, else on the socket."""
+def _send(pipe: Connection, message: object) -> None:
+    """Send one message: its arrays in shared memory where they are large, else with the rest."""
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
-    if sum(view.nbytes for view in views) < _SHARED_FROM:
-        body = pickle.dumps(message, protocol=5)
-        connection.sendall(_HEADER.pack(len(body), 0, False))
-        connection.sendall(body)
-        return
-    sizes = struct.pack(f"!{len(views)}Q", *(view.nbytes for view in views))
-    # Memory with a file descriptor and no name: nothing is left behind, however a process ends.
-    shared = os.memfd_create("mha-deploy") if hasattr(os, "memfd_create") else None
-    with tempfile.TemporaryFile() if shared is None else os.fdopen(shared, "rb+", buffering=0) as memory:
-        memory.truncate(max(sum(_padded(view.nbytes) for view in views), 1))
-        with mmap.mmap(memory.fileno(), 0) as room:
-            at = 0
-            for view in views:
-                room[at : at + view.nbytes] = view
-                at += _padded(view.nbytes)
-        header = _HEADER.pack(len(body), len(views), True)
-        socket.send_fds(connection, [header], [memory.fileno()])
-    connection.sendall(sizes)
-    connection.sendall(body)
+    sizes = [view.nbytes for view in views]
+    if sum(sizes) < _SHARED_FROM:
+        sizes, body = [], pickle.dumps(message, protocol=5)
+    pipe.send(sizes)
+    if sizes:
+        # Memory with a file descriptor and no name: nothing is left behind, however a process ends.
+        shared = os.memfd_create("mha-deploy") if hasattr(os, "memfd_create") else None
+        with tempfile.TemporaryFile() if shared is None else os.fdopen(shared, "rb+", buffering=0) as memory:
+            memory.truncate(sum(map(_padded, sizes)))
+            with mmap.mmap(memory.fileno(), 0) as room:
+                for view, at in zip(views, accumulate(map(_padded, sizes), initial=0), strict=False):
+                    room[at : at + view.nbytes] = view
+            send_handle(pipe, memory.fileno(), None)
+    pipe.send_bytes(body)
 
 
-def _receive(connection: socket.socket) -> Any:
-    header, handles, _, _ = socket.recv_fds(connection, _HEADER.size, 1)
-    if not header:
-        raise EOFError
-    length, count, shared = _HEADER.unpack(header + _exactly(connection, _HEADER.size - len(header)))
-    if not shared:
-        return pickle.loads(_exactly(connection, length))
-    with open(handles[0], "rb+", buffering=0) as memory:
-        room = memoryview(mmap.mmap(memory.fileno(), 0))  # lives as long as the arrays in it
-    sizes = struct.unpack(f"!{count}Q", _exactly(connection, 8 * count))
-    buffers, at = [], 0
-    for size in sizes:
-        buffers.append(room[at : at + size])
-        at += _padded(size)
-    return pickle.loads(_exactly(connection, length), buffers=buffers)
-
-
-def _exactly(connection: socket.socket, length: int) -> bytes:
-    """The next bytes of a stream, or EOFError where it ends before."""
-    content, at = bytearray(length), 0
-    view = memoryview(content)
-    while at < length:
-        got = connection.recv_into(view[at:])
-        if not got:
-            raise EOFError
-        at += got
-    return bytes(content)
+def _receive(pipe: Connection) -> Any:
+    sizes, buffers = pipe.recv(), []
+    if sizes:
+        with open(recv_handle(pipe), "rb+", buffering=0) as memory:
+            room = memoryview(mmap.mmap(memory.fileno(), 0))  # lives as long as the arrays in it
+        places = zip(sizes, accumulate(map(_padded, sizes), initial=0), strict=False)
+        buffers = [room[at : at + size] for size, at in places]
+    return pickle.loads(pipe.recv_bytes(), buffers=buffers)
 
 
 def _padded(size: int) -> int:
@@ -468,7 +444,7 @@ serve(int(sys.argv[1]), start["preload"], start["parent"])
 """
 
 _objects: dict[int, Any] = {}
-_parent: socket.socket | None = None
+_parent: Connection | None = None
 
 
 def send_to_parent(message: object) -> None:
@@ -486,7 +462,7 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
     """Answer calls until the parent closes the connection; the whole life of a child."""
     global _parent
     os.set_inheritable(handle, False)
-    _parent = socket.socket(fileno=handle)
+    _parent = Connection(handle)
     isolation.enabled = False
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
