@@ -859,7 +859,7 @@ class BenchReport:
 
     def to_markdown(self) -> str:
         """The times as a Markdown table."""
-        from mha_deploy.report.sections import bench_markdown
+        from mha_deploy.report.page import bench_markdown
 
         return bench_markdown(self.to_dict())
 

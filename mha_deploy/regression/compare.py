@@ -19,9 +19,8 @@ from mha_deploy.engine.manifest import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import read_regular
 from mha_deploy.model.spec import Axis
-from mha_deploy.report.page import sections_page
+from mha_deploy.report.page import Section, sections_page
 from mha_deploy.report.schema import as_plain
-from mha_deploy.report.sections import Section
 from mha_deploy.report.table import Cell, Group, Row, Table, columns, markdown, markdown_text, text
 from mha_deploy.text import NOTHING, budget_share, named, plural, short, size, sizes_text, together
 from mha_deploy.validate.verdict import engines_to_dict, frame, model_to_dict

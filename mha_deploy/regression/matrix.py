@@ -43,9 +43,8 @@ from mha_deploy.files import read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.regression.record import append_lines, build_line
-from mha_deploy.report.page import sections_page
+from mha_deploy.report.page import Section, sections_page
 from mha_deploy.report.schema import as_plain
-from mha_deploy.report.sections import Section
 from mha_deploy.report.table import Cell as TableCell
 from mha_deploy.report.table import Group, Row, Table, columns, markdown, number, text
 from mha_deploy.runtime.child import RuntimeCrash, isolation

@@ -1,39 +1,301 @@
-"""The charts of the report."""
+"""The charts of the report as SVG: markup, scales, axes, marks and colours, and the charts made of them."""
 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape as _escape
 from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
-from mha_deploy.report.svg import (
-    FAMILIES,
-    HEAT_LIGHT,
-    LETTER,
-    LIGHT,
-    LINE,
-    Html,
-    Scale,
-    Series,
-    bottom_axis,
-    chart,
-    cut,
-    join,
-    left_axis,
-    line,
-    linear_scale,
-    log_scale,
-    mark,
-    polyline,
-    spread,
-    tag,
-    text,
-)
-from mha_deploy.text import error, plural, short, sizes_product, sizes_text
+from mha_deploy.text import error, plural, short, sizes_product, sizes_text, tick
+
+Data = Mapping[str, Any]
+
+# -- HTML and SVG as text in which everything is escaped unless it was made here -------------------
+
+# Control characters cannot be read, and those that reverse the direction of text could disguise a name.
+_UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
+
+_VOID = frozenset({"meta", "link", "br", "hr", "col"})
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    def __html__(self) -> str:
+        """Itself, for templates."""
+        return self
+
+
+def readable(words: str) -> str:
+    """Text without control characters."""
+    return _UNREADABLE.sub("\ufffd", words)
+
+
+def escaped(value: object) -> Html:
+    """The value as markup: itself if it is markup, else its text, harmless in elements and attributes."""
+    if isinstance(value, Html):
+        return value
+    if isinstance(value, float):
+        value = f"{value:.2f}".rstrip("0").rstrip(".")
+    return Html(_escape(readable(str(value)), quote=True))
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Html:
+    """One element.
+
+    Args:
+        name: Its name.
+        children: What is in it; None is nothing.
+        attributes: `class_` is written `class`, `data_x` `data-x`. None and False are left out, True stands
+            without a value.
+    """
+    opening = "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in _VOID:
+        return Html(f"<{name}{opening}>")
+    return Html(f"<{name}{opening}>{join(children)}</{name}>")
+
+
+def join(children: Iterable[object]) -> Html:
+    """Everything one after the other; None is nothing."""
+    return Html("".join(escaped(child) for child in children if child is not None))
+
+
+def _attribute(key: str, value: object) -> str:
+    if value is None or value is False:
+        return ""
+    name = key.rstrip("_").replace("_", "-")
+    # Markup has been escaped for elements; in an attribute it is text like any other.
+    return (
+        f" {name}"
+        if value is True
+        else f' {name}="{escaped(str(value) if isinstance(value, str) else value)}"'
+    )
+
+
+# -- Colours and marks. A row has the same of both in every chart of a page ------------------------
+
+LIGHT_PAGE, DARK_PAGE = "#ffffff", "#14161a"
+LIGHT = ("#0b64b4", "#e46711", "#505600", "#b00076", "#191058", "#578fed", "#669b92", "#580c0d")
+DARK = ("#4d94e8", "#ffb827", "#78b099", "#c6c3ff", "#5668d8", "#bdf0ea", "#7d7b8c", "#e2432a")
+
+HEAT_LIGHT = ("#eef4fc", "#bed7f4", "#8ebaeb", "#5d9ce1", "#367ec9", "#1d62a6", "#024782", "#012e58")
+HEAT_DARK = ("#182839", "#214061", "#2b5a8c", "#3375b9", "#5092d9", "#7bafea", "#a6cdfa", "#d8eaff")
+
+FAMILIES = {"pytorch": "circle", "onnxruntime": "square", "tensorrt": "diamond", "onnx": "square"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """How one row looks.
+
+    Args:
+        colour: Number of its colour, from 0.
+        mark: `circle`, `square` or `diamond`.
+        hollow: Whether its mark is empty: a second round through the colours.
+    """
+
+    colour: int
+    mark: str
+    hollow: bool
+
+    @property
+    def css(self) -> str:
+        """Its class in the style sheet."""
+        return f"s{self.colour}{' hollow' if self.hollow else ''}"
+
+
+def series_of(latencies: Iterable[Mapping[str, Any] | None]) -> dict[str, Series]:
+    """A look for every row name, in the order in which they are first met."""
+    found: dict[str, Series] = {}
+    for latency in latencies:
+        for point in latency["points"] if latency else ():
+            for row in point["rows"]:
+                if row["name"] not in found:
+                    round_, colour = divmod(len(found), len(LIGHT))
+                    mark = FAMILIES[row["family"]]
+                    found[row["name"]] = Series(colour=colour, mark=mark, hollow=round_ % 2 == 1)
+    return found
+
+
+def palette_css() -> str:
+    """The colours as custom properties of the style sheet."""
+
+    def properties(series: Iterable[str], heat: Iterable[str]) -> str:
+        named = [f"--s{i}:{colour}" for i, colour in enumerate(series)]
+        return ";".join([*named, *(f"--q{i}:{colour}" for i, colour in enumerate(heat))])
+
+    light, dark = properties(LIGHT, HEAT_LIGHT), properties(DARK, HEAT_DARK)
+    used = [f".s{i}{{--c:var(--s{i})}}" for i in range(len(LIGHT))]
+    used += [f".q{i}{{fill:var(--q{i});background:var(--q{i})}}" for i in range(len(HEAT_LIGHT))]
+    dark_rule = f"@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return "\n".join([f":root{{{light}}}", dark_rule, "".join(used)])
+
+
+# -- Scales, axes and marks: what the charts are drawn with. All lengths are CSS pixels ------------
+
+LETTER = 6.6  # width of an average letter at the size of chart labels, in the widest of the usual fonts
+LINE = 14.0  # distance of two lines of labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """From values to places.
+
+    Args:
+        low: The value at `start`.
+        high: The value at `end`.
+        start: Where the axis starts.
+        end: Where it ends; less than `start` for an axis that goes up.
+        log: Whether equal ratios are equally far apart.
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Where a value lies; one that is off the axis lies at its end."""
+        if self.log:
+            part = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        else:
+            part = (value - self.low) / (self.high - self.low)
+        return self.start + (self.end - self.start) * min(max(part, 0.0), 1.0)
+
+    def ticks(self) -> list[float]:
+        """Round values that divide the axis, at most about eight."""
+        return _log_ticks(self.low, self.high) if self.log else _linear_ticks(self.low, self.high)
+
+
+def linear_scale(values: Sequence[float], start: float, end: float) -> Scale:
+    """From zero to a little more than the largest value."""
+    return Scale(low=0.0, high=(max(values, default=0.0) or 1.0) * 1.02, start=start, end=end)
+
+
+def log_scale(values: Sequence[float], start: float, end: float, *, margin: float = 1.25) -> Scale:
+    """From a little less than the smallest positive value to a little more than the largest."""
+    positive = [value for value in values if value > 0] or [1.0]
+    low, high = min(positive) / margin, max(positive) * margin
+    return Scale(low=low, high=high, start=start, end=end, log=True)
+
+
+def _linear_ticks(low: float, high: float) -> list[float]:
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
+        found = [step * 10.0**decade for decade in decades for step in steps]
+        found = [value for value in found if low <= value <= high]
+        if len(found) <= 7:
+            return found
+    return found[:: math.ceil(len(found) / 7)]
+
+
+def chart(width: float, height: float, *children: object, label: str, css: str = "") -> Html:
+    """A drawing of a fixed size; its container scrolls where the screen is narrower.
+
+    Args:
+        width: Its width.
+        height: Its height.
+        children: What is drawn.
+        label: What a screen reader says.
+        css: Further classes.
+    """
+    box = f"0 0 {width:g} {height:g}"
+    drawing = tag(
+        "svg",
+        *children,
+        class_=f"chart {css}".strip(),
+        viewBox=box,
+        width=width,
+        height=height,
+        role="img",
+        aria_label=label,
+    )
+    return tag("div", drawing, class_="scroll")
+
+
+def text(x: float, y: float, content: str, *, anchor: str = "start", css: str | None = None) -> Html:
+    """A label, vertically centred on `y`."""
+    return tag("text", content, x=x, y=y + 4, text_anchor=None if anchor == "start" else anchor, class_=css)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, css: str) -> Html:
+    """A straight line."""
+    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=css)
+
+
+def polyline(points: Sequence[tuple[float, float]], css: str) -> Html:
+    """A line through several points."""
+    return tag("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=css)
+
+
+def mark(kind: str, x: float, y: float, css: str, *, title: str | None = None, radius: float = 4.0) -> Html:
+    """A circle, a square or a diamond."""
+    hover = tag("title", title) if title else None
+    if kind == "square":
+        side = radius * 1.75
+        corner = {"x": x - side / 2, "y": y - side / 2}
+        return tag("rect", hover, width=side, height=side, class_=f"mark {css}", **corner)
+    if kind == "diamond":
+        reach = radius * 1.35
+        path = f"M{x:.1f},{y - reach:.1f} l{reach:g},{reach:g} l-{reach:g},{reach:g} l-{reach:g},-{reach:g}z"
+        return tag("path", hover, d=path, class_=f"mark {css}")
+    return tag("circle", hover, cx=x, cy=y, r=radius, class_=f"mark {css}")
+
+
+def bottom_axis(scale: Scale, top: float, bottom: float, ticks: Sequence[float] | None = None) -> Html:
+    """Ticks with numbers under the plot, and a hairline up from each."""
+    values = scale.ticks() if ticks is None else ticks
+    parts = []
+    for value in values:
+        x = scale.place(value)
+        parts += [line(x, top, x, bottom, "grid"), text(x, bottom + 12, tick(value), anchor="middle")]
+    return join([*parts, line(scale.start, bottom, scale.end, bottom, "axis")])
+
+
+def left_axis(scale: Scale, left: float, right: float, words: Callable[[float], str] = tick) -> Html:
+    """Ticks with numbers left of the plot, and a hairline from each."""
+    parts = []
+    for value in scale.ticks():
+        y = scale.place(value)
+        parts += [line(left, y, right, y, "grid"), text(left - 6, y, words(value), anchor="end")]
+    return join(parts)
+
+
+def spread(wanted: Sequence[float], low: float, high: float, gap: float = LINE) -> list[float]:
+    """Places as near as possible to the wanted ones, in the same order, and at least `gap` apart."""
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
+    places = [0.0] * len(wanted)
+    last = low - gap
+    for index in order:
+        last = places[index] = max(wanted[index], last + gap)
+    limit = high
+    for index in reversed(order):
+        limit = places[index] = min(places[index], limit)
+        limit -= gap
+    return places
+
+
+def cut(words: str, width: float) -> str:
+    """The text, with an ellipsis where it is longer than that."""
+    most = max(int(width / LETTER), 2)
+    return words if len(words) <= most else f"{words[: most - 1]}…"
+
 
 # -- The charts of the latency section: bars for one point, curves over several --------------------
 
@@ -46,7 +308,7 @@ _PANEL_WIDTH, _PANEL_HEIGHT, _LABEL_WIDTH = 360.0, 264.0, 140.0
 Look = Mapping[str, Series]
 
 
-def needs_log(points: Sequence[Mapping[str, Any]]) -> bool:
+def needs_log(points: Sequence[Data]) -> bool:
     """Whether the rows of some point differ so much that all points need a log scale."""
     for point in points:
         timed = [row["timing"]["p50_us"] for row in point["rows"] if row["timing"]]
@@ -55,7 +317,7 @@ def needs_log(points: Sequence[Mapping[str, Any]]) -> bool:
     return False
 
 
-def latency_bars(point: Mapping[str, Any], look: Look, *, log: bool) -> Html | None:
+def latency_bars(point: Data, look: Look, *, log: bool) -> Html | None:
     """Bars of p50, whiskers to p90 and p99, and the roofline bound; None where nothing was timed."""
     rows = [row for row in point["rows"] if row["timing"]]
     if not rows:
@@ -63,12 +325,14 @@ def latency_bars(point: Mapping[str, Any], look: Look, *, log: bool) -> Html | N
     bound = point["roofline"]["bound_us"] if point["roofline"] else None
     start, end, top = _NAME_WIDTH, _BARS_WIDTH - _VALUE_WIDTH, 18.0
     bottom = top + _BAR_STEP * len(rows)
-    scale = _bars_scale(rows, bound, start, end, log=log)
+    shown = [row["timing"][key] for row in rows for key in ("p50_us", "p99_us")]
+    scale = (log_scale if log else linear_scale)([*shown, bound or 0.0], start, end)
     parts = [bottom_axis(scale, top, bottom)]
     parts += [_bar(row, scale, top + _BAR_STEP * (i + 0.5), look) for i, row in enumerate(rows)]
     if bound is not None:
-        x = scale.place(bound)
-        parts += [line(x, top - 4, x, bottom, "bound"), _bound_label(x, top - 11, bound, start)]
+        x, words = scale.place(bound), f"bound {short(bound)}"
+        anchor = "start" if x - start < len(words) * LETTER / 2 else "middle"
+        parts += [line(x, top - 4, x, bottom, "bound"), text(x, top - 11, words, anchor=anchor, css="muted")]
     unit = "µs, log scale" if scale.log else "µs"
     parts.append(text(end, bottom + 28, unit, anchor="end", css="muted"))
     label = f"Latency at {sizes_text(point['sizes'])}: " + ", ".join(
@@ -77,22 +341,7 @@ def latency_bars(point: Mapping[str, Any], look: Look, *, log: bool) -> Html | N
     return chart(_BARS_WIDTH, bottom + 36, *parts, label=label, css="bars")
 
 
-def _bars_scale(
-    rows: Sequence[Mapping[str, Any]], bound: float | None, start: float, end: float, *, log: bool
-) -> Scale:
-    shown = [row["timing"][key] for row in rows for key in ("p50_us", "p99_us")]
-    if bound is not None and bound > 0:
-        shown.append(bound)
-    return log_scale(shown, start, end) if log else linear_scale(shown, start, end)
-
-
-def _bound_label(x: float, y: float, bound: float, start: float) -> Html:
-    words = f"bound {short(bound)}"
-    anchor = "start" if x - start < len(words) * LETTER / 2 else "middle"
-    return text(x, y, words, anchor=anchor, css="muted")
-
-
-def _bar(row: Mapping[str, Any], scale: Scale, y: float, look: Look) -> Html:
+def _bar(row: Data, scale: Scale, y: float, look: Look) -> Html:
     timing, series = row["timing"], look[row["name"]]
     p50, p90, p99 = (scale.place(timing[key]) for key in ("p50_us", "p90_us", "p99_us"))
     # On a log scale a length means nothing, so the value is a mark on a thin stem.
@@ -128,7 +377,7 @@ class Panel:
     points: tuple[Mapping[str, Any], ...]
 
 
-def sweep_panels(points: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
+def sweep_panels(points: Sequence[Data]) -> Iterator[Panel]:
     """Every line of points along one axis: first those along a length, then those along the batch.
 
     Points of a preallocated KV cache are on one line where it was filled alike. An empty past is on no line:
@@ -138,7 +387,9 @@ def sweep_panels(points: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
     for axis in sorted(axes, key=lambda name: name == "B"):
         groups: dict[tuple[tuple[str, int], ...], dict[int, Mapping[str, Any]]] = {}
         for point in points:
-            rest = tuple(sorted((k, v) for k, v in _fixed(point).items() if k != axis))
+            past = {} if point["past"] is None else {"KV-cache entries": point["past"]}
+            alike = {**point["sizes"], **past}
+            rest = tuple(sorted((name, size) for name, size in alike.items() if name != axis))
             if point["sizes"].get(axis):
                 groups.setdefault(rest, {})[point["sizes"][axis]] = point
         for rest, found in sorted(groups.items()):
@@ -146,15 +397,18 @@ def sweep_panels(points: Sequence[Mapping[str, Any]]) -> Iterator[Panel]:
                 yield Panel(axis=axis, fixed=dict(rest), points=tuple(found[size] for size in sorted(found)))
 
 
-def _fixed(point: Mapping[str, Any]) -> dict[str, int]:
-    """What must be alike along a line, by its name on the page."""
-    past = {} if point["past"] is None else {"KV-cache entries": point["past"]}
-    return {**point["sizes"], **past}
-
-
 def sweep_chart(panel: Panel, look: Look) -> Html | None:
     """The p50 of every row along one axis, both axes logarithmic; None where no row has two points."""
-    curves = {name: found for name in look if len(found := _curve(panel, name)) > 1}
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for name in look:
+        found = [
+            (point["sizes"][panel.axis], row["timing"]["p50_us"])
+            for point in panel.points
+            for row in point["rows"]
+            if row["name"] == name and row["timing"]
+        ]
+        if len(found) > 1:
+            curves[name] = found
     if not curves:
         return None
     left, top, bottom = 46.0, 12.0, _PANEL_HEIGHT - 36
@@ -163,30 +417,18 @@ def sweep_chart(panel: Panel, look: Look) -> Html | None:
     across = log_scale(sizes, left, right, margin=1.12)
     up = log_scale([us for found in curves.values() for _, us in found], bottom, top)
     parts = [bottom_axis(across, top, bottom, sizes), left_axis(up, left, right)]
-    parts += [_curve_parts(name, found, across, up, look) for name, found in curves.items()]
+    for name, found in curves.items():
+        series = look[name]
+        places = [(across.place(size), up.place(us)) for size, us in found]
+        parts.append(polyline(places, f"curve {series.css}"))
+        parts += [
+            mark(series.mark, x, y, series.css, title=f"{name} at {size}: {short(us)} µs", radius=3.2)
+            for (x, y), (size, us) in zip(places, found, strict=True)
+        ]
     parts.append(end_labels(curves, across, up, right, look))
     parts.append(text((left + right) / 2, bottom + 28, panel.axis, anchor="middle", css="muted"))
     label = f"p50 in µs along {panel.axis} at {sizes_text(panel.fixed)}, for {', '.join(curves)}"
     return chart(right + _LABEL_WIDTH, _PANEL_HEIGHT, *parts, label=label, css="sweep")
-
-
-def _curve(panel: Panel, name: str) -> list[tuple[int, float]]:
-    return [
-        (point["sizes"][panel.axis], row["timing"]["p50_us"])
-        for point in panel.points
-        for row in point["rows"]
-        if row["name"] == name and row["timing"]
-    ]
-
-
-def _curve_parts(name: str, found: Sequence[tuple[int, float]], across: Scale, up: Scale, look: Look) -> Html:
-    series = look[name]
-    places = [(across.place(size), up.place(us)) for size, us in found]
-    marks = [
-        mark(series.mark, x, y, series.css, title=f"{name} at {size}: {short(us)} µs", radius=3.2)
-        for (x, y), (size, us) in zip(places, found, strict=True)
-    ]
-    return join([polyline(places, f"curve {series.css}"), *marks])
 
 
 def end_labels(
@@ -208,13 +450,12 @@ def end_labels(
 
 EAGER = "eager PyTorch"
 
-_WIDTH, _HEIGHT, _LABEL_WIDTH_DECODE_CHART = 620.0, 264.0, 140.0
+_WIDTH, _HEIGHT = 620.0, 264.0
 # The error of one token is a small sample, and hundreds of them hide each other: from so many steps on, the
 # curve is the median of some of them, over a faint line through all.
 _POOLED_FROM, _POOLS = 64, 24
 _MARKS = 12  # of a curve at most, to tell it by without its colour, and to point at
 
-Data = Mapping[str, Any]
 Errors = Sequence[float | None]
 
 
@@ -287,16 +528,20 @@ def decode_chart(curves: Mapping[str, Errors], first_failed: Sequence[int], look
     steps = max(map(len, curves.values()))
     left, top, bottom = 56.0, 14.0, _HEIGHT - 36
     right = left + _WIDTH
-    up = _up([each for errors in known.values() for each in errors if each is not None], bottom, top)
+    values = [each for errors in known.values() for each in errors if each is not None]
+    low = min((value for value in values if value > 0), default=1.0)
+    up = (log_scale if max(values) > _LOG_FROM * low else linear_scale)(values, bottom, top)
     across = linear_scale([steps], left, right)
     whole = [value for value in across.ticks() if value == int(value)]
     parts = [bottom_axis(across, top, bottom, whole), left_axis(up, left, right, error)]
-    parts += [_failed_line(step, across, top, bottom) for step in sorted(set(first_failed)) if step]
+    for step in sorted(set(first_failed) - {0}):
+        x = across.place(step)
+        parts.append(tag("g", tag("title", f"first wrong step: {step}"), line(x, top, x, bottom, "bound")))
     size = steps / _POOLS if is_pooled(steps) else 1.0
     shown = {name: list(_runs(errors, size)) for name, errors in known.items()}
     if is_pooled(steps):
         parts += [_lines(_runs(known[name]), across, up, f"each {look[name].css}") for name in known]
-    parts += [_curve_of_decode_chart(name, found, across, up, look) for name, found in shown.items()]
+    parts += [_decode_curve(name, found, across, up, look) for name, found in shown.items()]
     ends = {
         name: [(point.middle, point.error) for run in found for point in run] for name, found in shown.items()
     }
@@ -306,7 +551,7 @@ def decode_chart(curves: Mapping[str, Errors], first_failed: Sequence[int], look
         parts.append(text(right, bottom + 28, "log scale", anchor="end", css="muted"))
     last = ", ".join(f"{name} {error(found[-1][1])}" for name, found in ends.items())
     label = f"Relative error over {plural(steps, 'step')}, at the end: {last}"
-    return chart(right + _LABEL_WIDTH_DECODE_CHART, _HEIGHT, *parts, label=label, css="decode")
+    return chart(right + _LABEL_WIDTH, _HEIGHT, *parts, label=label, css="decode")
 
 
 def is_pooled(steps: int) -> bool:
@@ -329,24 +574,12 @@ def _runs(errors: Errors, size: float = 1.0) -> Iterator[list[_Point]]:
         yield run
 
 
-def _up(values: Sequence[float], bottom: float, top: float) -> Scale:
-    low = min((value for value in values if value > 0), default=1.0)
-    return (log_scale if max(values) > _LOG_FROM * low else linear_scale)(values, bottom, top)
-
-
-def _failed_line(step: int, across: Scale, top: float, bottom: float) -> Html:
-    x = across.place(step)
-    return tag("g", tag("title", f"first wrong step: {step}"), line(x, top, x, bottom, "bound"))
-
-
 def _lines(runs: Iterable[Sequence[_Point]], across: Scale, up: Scale, css: str) -> Html:
     long = (run for run in runs if len(run) > 1)
     return join(polyline([point.place(across, up) for point in run], f"curve {css}") for run in long)
 
 
-def _curve_of_decode_chart(
-    name: str, runs: Sequence[Sequence[_Point]], across: Scale, up: Scale, look: Look
-) -> Html:
+def _decode_curve(name: str, runs: Sequence[Sequence[_Point]], across: Scale, up: Scale, look: Look) -> Html:
     """A line with some marks; what stands between two gaps has its mark, for it has no line."""
     series, points = look[name], [point for run in runs for point in run]
     every = math.ceil(len(points) / _MARKS)
@@ -392,7 +625,7 @@ class HeatScale:
         return min(max(bisect_right(self.edges, value) - 1, 0), _STEPS - 1)
 
 
-def heat_scale(maps: Sequence[Mapping[str, Any]]) -> HeatScale:
+def heat_scale(maps: Sequence[Data]) -> HeatScale:
     """One scale for all maps, so that they can be compared."""
     values = [value for each in maps for row in each["values"] for value in row if value is not None]
     positive = [value for value in values if value > 0] or [1.0]
@@ -407,12 +640,8 @@ def heat_scale(maps: Sequence[Mapping[str, Any]]) -> HeatScale:
 def heat_legend(scale: HeatScale, *, has_gaps: bool) -> Html:
     """The steps with their numbers."""
     steps = [
-        tag(
-            "li",
-            tag("span", class_=f"swatch q{i}"),
-            f"{error(scale.edges[i])} to {error(scale.edges[i + 1])}",
-        )
-        for i in range(_STEPS)
+        tag("li", tag("span", class_=f"swatch q{i}"), f"{error(low)} to {error(high)}")
+        for i, (low, high) in enumerate(pairwise(scale.edges))
     ]
     if has_gaps:
         steps.append(tag("li", tag("span", class_="swatch qn"), "no finite number"))
@@ -420,12 +649,12 @@ def heat_legend(scale: HeatScale, *, has_gaps: bool) -> Html:
     return tag("div", tag("p", f"Relative RMS error, {kind}"), tag("ul", *steps), class_="heat-legend")
 
 
-def has_gaps(maps: Sequence[Mapping[str, Any]]) -> bool:
+def has_gaps(maps: Sequence[Data]) -> bool:
     """Whether some cell has no finite number."""
     return any(value is None for each in maps for row in each["values"] for value in row)
 
 
-def heatmap(data: Mapping[str, Any], scale: HeatScale) -> Html | None:
+def heatmap(data: Data, scale: HeatScale) -> Html | None:
     """One map; None where it has no cells."""
     values, down, merged = pooled(data["values"])
     columns = max((len(row) for row in values), default=0)
@@ -433,14 +662,23 @@ def heatmap(data: Mapping[str, Any], scale: HeatScale) -> Html | None:
         return None
     width, height = _MAP_WIDTH / columns, min(max(300.0 / len(values), 3.0), 16.0)
     each = data["bin"] * merged
-    cells = [
-        _cell(value, r, c, scale, (width, height), _name(data, r * down, c * each, each))
-        for r, row in enumerate(values)
-        for c, value in enumerate(row)
-    ]
+    cells = []
+    for r, row in enumerate(values):
+        for c, value in enumerate(row):
+            first, words = c * each, "no finite number" if value is None else error(value)
+            last = f"–{first + each - 1}" if each > 1 else ""
+            title = f"{data['rows']} {r * down}, {data['columns']} {first}{last}: {words}"
+            css = "qn" if value is None else f"q{scale.step(value)}"
+            place = {"x": _LEFT + c * width, "y": _TOP + r * height, "width": width, "height": height}
+            cells.append(tag("rect", tag("title", title), **place, class_=css))
     bottom = _TOP + height * len(values)
-    parts = [tag("g", *cells, class_="cells"), _row_numbers(len(values), down, height)]
-    parts.append(_column_numbers(columns, each, width, bottom))
+    parts = [tag("g", *cells, class_="cells")]
+    parts += [
+        text(_LEFT - 6, _TOP + (r + 0.5) * height, str(r * down), anchor="end")
+        for r in range(0, len(values), max(1, math.ceil(12 / height)))
+    ]
+    step = next(n for n in (1, 2, 4, 5, 8, 10, 16, 20, 32, 64) if n * width >= 40 or n == 64)
+    parts += [text(_LEFT + c * width, bottom + 12, str(c * each)) for c in range(0, columns, step)]
     parts.append(text(_LEFT + _MAP_WIDTH, bottom + 28, cut(data["columns"], 200), anchor="end", css="muted"))
     parts.append(text(0, bottom + 28, f"{cut(data['rows'], 200)} ↓", css="muted"))
     label = (
@@ -455,63 +693,24 @@ def pooled(values: Grid) -> tuple[list[list[float | None]], int, int]:
     down, across = math.ceil(len(values) / _MOST_ROWS) or 1, math.ceil(columns / _MOST_COLUMNS) or 1
     if down == across == 1:
         return [list(row) for row in values], 1, 1
-    blocks = [
-        [
-            _worst([value for row in values[r : r + down] for value in row[c : c + across]])
-            for c in range(0, columns, across)
-        ]
-        for r in range(0, len(values), down)
-    ]
-    return blocks, down, across
 
+    def worst(r: int, c: int) -> float | None:
+        block = [value for row in values[r : r + down] for value in row[c : c + across]]
+        finite = [value for value in block if value is not None]
+        return max(finite) if len(finite) == len(block) and finite else None
 
-def _worst(block: Sequence[float | None]) -> float | None:
-    finite = [value for value in block if value is not None]
-    return max(finite) if len(finite) == len(block) and finite else None
-
-
-def _name(data: Mapping[str, Any], row: int, first: int, count: int) -> str:
-    last = f"–{first + count - 1}" if count > 1 else ""
-    return f"{data['rows']} {row}, {data['columns']} {first}{last}"
-
-
-def _cell(
-    value: float | None, row: int, column: int, scale: HeatScale, size: tuple[float, float], name: str
-) -> Html:
-    css = "qn" if value is None else f"q{scale.step(value)}"
-    words = "no finite number" if value is None else error(value)
-    place = {"x": _LEFT + column * size[0], "y": _TOP + row * size[1]}
-    return tag(
-        "rect",
-        tag("title", f"{name}: {words}"),
-        **place,
-        width=size[0],
-        height=size[1],
-        class_=css,
-    )
-
-
-def _row_numbers(count: int, down: int, height: float) -> Html:
-    step = max(1, math.ceil(12 / height))
-    rows = range(0, count, step)
-    return join(text(_LEFT - 6, _TOP + (r + 0.5) * height, str(r * down), anchor="end") for r in rows)
-
-
-def _column_numbers(count: int, each: int, width: float, bottom: float) -> Html:
-    step = next(n for n in (1, 2, 4, 5, 8, 10, 16, 20, 32, 64) if n * width >= 40 or n == 64)
-    return join(text(_LEFT + c * width, bottom + 12, str(c * each)) for c in range(0, count, step))
+    rows = range(0, len(values), down)
+    return [[worst(r, c) for c in range(0, columns, across)] for r in rows], down, across
 
 
 # -- The roofline plot: what the GPU allows at most, and what every row reached --------------------
 
 _WIDTH_ROOFLINE, _HEIGHT_ROOFLINE, _LEFT_ROOFLINE, _RIGHT_MARGIN = 1080.0, 360.0, 56.0, 16.0
 
-Point = Mapping[str, Any]
 
-
-def roofline_plots(points: Sequence[Point], look: Look) -> list[Html]:
+def roofline_plots(points: Sequence[Data], look: Look) -> list[Html]:
     """One plot for every roof: points of one GPU and precision share theirs."""
-    roofs: dict[tuple[float, float], list[Point]] = {}
+    roofs: dict[tuple[float, float], list[Data]] = {}
     for point in points:
         roof = point["roofline"]
         if roof and point["flops"] > 0 and point["bytes"] > 0 and any(row["tflops"] for row in point["rows"]):
@@ -519,11 +718,12 @@ def roofline_plots(points: Sequence[Point], look: Look) -> list[Html]:
     return [_plot(found, *peaks, look) for peaks, found in roofs.items()]
 
 
-def _plot(points: Sequence[Point], tflops: float, gb_per_s: float, look: Look) -> Html:
+def _plot(points: Sequence[Data], tflops: float, gb_per_s: float, look: Look) -> Html:
     ridge = tflops * 1e3 / gb_per_s  # FLOP per byte from which on arithmetic is the limit
-    labels, tiers = _column_labels(points, ridge)
+    intensities = [point["flops"] / point["bytes"] for point in points]
+    across = log_scale([*intensities, ridge], _LEFT_ROOFLINE, _WIDTH_ROOFLINE - _RIGHT_MARGIN, margin=1.9)
+    labels, tiers = _column_labels(points, across)
     top, bottom = 10.0 + LINE * (tiers + 1), _HEIGHT_ROOFLINE - 40
-    across = _across(points, ridge)
     reached = [row["tflops"] for point in points for row in point["rows"] if row["tflops"]]
     up = log_scale([*reached, tflops], bottom, top, margin=1.4)
     parts = [bottom_axis(across, top, bottom), left_axis(up, across.start, across.end)]
@@ -538,11 +738,6 @@ def _plot(points: Sequence[Point], tflops: float, gb_per_s: float, look: Look) -
     return chart(_WIDTH_ROOFLINE, _HEIGHT_ROOFLINE, *parts, label=label, css="roofline")
 
 
-def _across(points: Sequence[Point], ridge: float) -> Scale:
-    intensities = [point["flops"] / point["bytes"] for point in points]
-    return log_scale([*intensities, ridge], _LEFT_ROOFLINE, _WIDTH_ROOFLINE - _RIGHT_MARGIN, margin=1.9)
-
-
 def _roof(across: Scale, up: Scale, tflops: float, gb_per_s: float, ridge: float) -> Html:
     lowest = max(across.low, up.low * 1e3 / gb_per_s)
     slope = (across.place(lowest), up.place(lowest * gb_per_s / 1e3))
@@ -552,7 +747,7 @@ def _roof(across: Scale, up: Scale, tflops: float, gb_per_s: float, ridge: float
     return join([polyline([slope, corner, end], "roof"), peak, memory])
 
 
-def _column(point: Point, across: Scale, up: Scale, top: float, look: Look) -> Html:
+def _column(point: Data, across: Scale, up: Scale, top: float, look: Look) -> Html:
     """The rows of one point above each other, and a bar at the sum of the stages' roofline bounds."""
     roof = point["roofline"]
     x, limit = across.place(point["flops"] / point["bytes"]), point["flops"] / roof["bound_us"] / 1e6
@@ -560,22 +755,16 @@ def _column(point: Point, across: Scale, up: Scale, top: float, look: Look) -> H
     bar = tag(
         "g", tag("title", f"bound of the stages: {short(limit)} TFLOP/s"), line(x - 8, y, x + 8, y, "limit")
     )
-    return join(
-        [line(x, top, x, up.start, "leader"), bar, *(_dot(row, x, up, look) for row in point["rows"])]
-    )
+    parts = [line(x, top, x, up.start, "leader"), bar]
+    for row in (each for each in point["rows"] if each["tflops"]):
+        series = look[row["name"]]
+        title = f"{row['name']}: {short(row['tflops'])} TFLOP/s, {short(row['gb_per_s'])} GB/s"
+        parts.append(mark(series.mark, x, up.place(row["tflops"]), series.css, title=title))
+    return join(parts)
 
 
-def _dot(row: Mapping[str, Any], x: float, up: Scale, look: Look) -> Html | None:
-    if not row["tflops"]:
-        return None
-    series = look[row["name"]]
-    title = f"{row['name']}: {short(row['tflops'])} TFLOP/s, {short(row['gb_per_s'])} GB/s"
-    return mark(series.mark, x, up.place(row["tflops"]), series.css, title=title)
-
-
-def _column_labels(points: Sequence[Point], ridge: float) -> tuple[list[tuple[float, int, str]], int]:
+def _column_labels(points: Sequence[Data], across: Scale) -> tuple[list[tuple[float, int, str]], int]:
     """The sizes over their columns, in as many tiers as keep them apart: place, tier, text."""
-    across = _across(points, ridge)
     taken: list[float] = []
     labels = []
     for point in sorted(points, key=lambda point: point["flops"] / point["bytes"]):
@@ -587,18 +776,15 @@ def _column_labels(points: Sequence[Point], ridge: float) -> tuple[list[tuple[fl
     return labels, len(taken)
 
 
-def roofline_summary(points: Sequence[Point]) -> str:
+def roofline_summary(points: Sequence[Data]) -> str:
     """The plot in one sentence, for whoever cannot see it."""
-    best = max(
-        (
-            (row["roofline_share"], row["name"], point)
-            for point in points
-            for row in point["rows"]
-            if row["roofline_share"]
-        ),
-        key=lambda found: found[0],
-        default=None,
-    )
+    shares = [
+        (row["roofline_share"], row["name"], point)
+        for point in points
+        for row in point["rows"]
+        if row["roofline_share"]
+    ]
+    best = max(shares, key=lambda found: found[0], default=None)
     if best is None:
         return ""
     share, name, point = best

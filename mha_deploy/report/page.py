@@ -1,24 +1,451 @@
-"""One self-contained page, and the files that are written."""
+"""The page: its sections with their tables, charts and words, which the templates lay out, and its files."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mha_deploy.bundle.commit import refuse_foreign, write_atomically
-from mha_deploy.report.schema import plain_bench, plain_report
-from mha_deploy.report.sections import (
-    Section,
-    bench_sections,
-    key_facts,
-    ordered_findings,
-    report_sections,
+from mha_deploy.report.charts import (
+    Html,
+    Look,
+    decode_chart,
+    decode_curves,
+    decode_look,
+    has_gaps,
+    heat_legend,
+    heat_scale,
+    heatmap,
+    is_pooled,
+    latency_bars,
+    mark,
+    needs_log,
+    palette_css,
+    readable,
+    roofline_plots,
+    roofline_summary,
+    series_of,
+    sweep_chart,
+    sweep_panels,
 )
-from mha_deploy.report.svg import Html, mark, palette_css, readable, series_of
+from mha_deploy.report.schema import plain_bench, plain_report
+from mha_deploy.report.table import (
+    LAYERS,
+    Data,
+    bench_points,
+    conformance_reasons,
+    conformance_table,
+    decode_table,
+    engine_summary,
+    fastest,
+    fusion_table,
+    invariance_table,
+    kernels_table,
+    latency_table,
+    layers_table,
+    markdown,
+    markdown_text,
+    overview_table,
+    parity_table,
+    point_sizes,
+    range_table,
+    serving_table,
+    steps_table,
+    throughput_table,
+    trials_table,
+    without_graph,
+)
+from mha_deploy.text import (
+    NOTHING,
+    budget_share,
+    named,
+    plural,
+    point_name,
+    short,
+    size,
+    sizes_text,
+    times,
+    together,
+    without_numbers,
+)
+
+Part = tuple[str, Any]
+"""The kind of a part, as `parts.html.j2` lists them, and its value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of the page; `link` is its name in the list of sections."""
+
+    name: str
+    title: str
+    link: str
+    parts: Sequence[Part]
+
+
+def report_sections(data: Data, look: Look) -> tuple[list[Section], list[str]]:
+    """The sections of a report, and the names of those that were not part of the run."""
+    found = data["fault"]
+    fault: list[Part] = [] if found is None else [("fault", found)]
+    if found and found["trials"]:
+        fault.append(("table", trials_table(found["trials"])))
+    checks = data["invariance"]
+    wanted: dict[str, tuple[str, str, Sequence[Part]]] = {
+        "fault": ("What is at fault", "", fault),
+        "parity": ("Parity", "", _parity(data)),
+        "maps": ("Error maps", "Where the errors are", _heatmaps(data["heatmaps"])),
+        "decode": ("Decode", "", _decode(data, look)),
+        "invariance": ("Invariance", "", [("table", invariance_table(checks))] if checks else []),
+        "conformance": ("Mask conformance", "", _conformance(data["conformance"])),
+        "range": ("FP16 range", "", _fp16_range(data["range"])),
+        "fusion": ("Fusion", "Engines and fusion", _fusion(data)),
+        "latency": ("Latency", "", _latency(data, look)),
+        "serving": ("Serving", "Through the server", _serving(data["serving"])),
+        "notes": ("Notes", "", [("list", data["notes"])] if data["notes"] else []),
+        "environment": ("Environment", "", environment(data["environment"], data["model"])),
+    }
+    sections = [
+        Section(name=name, title=title or link, link=link, parts=parts)
+        for name, (link, title, parts) in wanted.items()
+        if parts
+    ]
+    optional = {"fault", "notes", "serving"} | (set() if "cache" in data["model"]["spec"] else {"decode"})
+    absent = [link for name, (link, _, parts) in wanted.items() if not parts and name not in optional]
+    return sections, absent
+
+
+def bench_sections(data: Data, look: Look) -> list[Section]:
+    """The sections of a benchmark."""
+    sections = [Section(name="overview", title="Overview", link="Overview", parts=_overview(data))]
+    for index, entry in enumerate(data["models"]):
+        name, found = f"{entry['model']['name']} {entry['model']['precision']}", entry["latency"]
+        timed = latency_parts(found, look) if found and found["points"] else [("text", "Nothing was timed.")]
+        engines = [
+            f"{engine['name']} {engine['version']}: {engine_summary(engine)}" for engine in entry["engines"]
+        ]
+        parts = [("text", entry["model"]["summary"]), ("text", "; ".join(engines) or "0 engines"), *timed]
+        if entry["throughput"]:
+            parts.append(("table", throughput_table(entry["throughput"])))
+        sections.append(Section(name=f"model-{index}", title=name, link=name, parts=parts))
+    if data["notes"]:
+        sections.append(Section(name="notes", title="Notes", link="Notes", parts=[("list", data["notes"])]))
+    parts = environment(data["environment"], None)
+    return [*sections, Section(name="environment", title="Environment", link="Environment", parts=parts)]
+
+
+# -- Whether results are right ---------------------------------------------------------------------
+
+
+def _parity(data: Data) -> list[Part]:
+    if not data["parity"]:
+        reasons = [engine["why_not"] for engine in data["engines"] if engine["why_not"]]
+        return [("text", f"No result was compared{f': {reasons[0]}' if reasons else ' in this run'}.")]
+    note = "Errors are relative to the FP64 oracle. A budget is a multiple of eager PyTorch's own error."
+    parts: list[Part] = [("lead", note)]
+    if runs := [run for run in data["parity"] if run["cases"] != LAYERS]:
+        parts.append(("table", parity_table(runs)))
+    if inside := [run for run in data["parity"] if run["cases"] == LAYERS and run["verdicts"]]:
+        parts.append(("table", layers_table(inside)))
+    return parts
+
+
+def _heatmaps(maps: Sequence[Data]) -> list[Part]:
+    if not maps:
+        return []
+    scale = heat_scale(maps)
+    figures = []
+    for each in maps:
+        if (chart := heatmap(each, scale)) is not None:
+            note = f". {each['note'][:1].upper()}{each['note'][1:]}" if each["note"] else ""
+            caption = f"{each['case']}, {each['output']}{note}"
+            figures.append({"name": each["backend"], "caption": caption, "chart": chart})
+    if not figures:
+        return [("text", "The maps have no cells.")]
+    lead = "All maps share one scale. Numbers appear under the pointer."
+    return [("lead", lead), ("markup", heat_legend(scale, has_gaps=has_gaps(maps))), ("charts", figures)]
+
+
+_DECODE = (
+    "A prompt, then decode steps. Every step is compared with the FP64 oracle, which has no cache, and so "
+    "are the keys and values in the cache at the end. Growth is the median error of the last tenth of the "
+    "steps over that of the first; it should be about that of eager PyTorch."
+)
+
+
+def _decode(data: Data, look: Look) -> list[Part]:
+    reports = data["decode"]
+    if not reports:
+        return []
+    parts: list[Part] = [("lead", _DECODE), ("table", decode_table(reports))]
+    for trace in dict.fromkeys(report["trace"] for report in reports):
+        same = [report for report in reports if report["trace"] == trace]
+        curves = decode_curves(same)
+        wrong = [report["first_failed"] for report in same if report["first_failed"]]
+        chart = decode_chart(curves, wrong, decode_look(list(curves), data["latency"], look))
+        words = "Relative L2 by step"
+        if is_pooled(max(map(len, curves.values()))):
+            words += "; thin lines are single steps, thick ones medians"
+        words += "; a dashed line is the first wrong step" if wrong else ""
+        figure = {"caption": words, "chart": chart, "otherwise": "No step gave anything to measure."}
+        parts += [("heading", f"Trace {trace}"), ("figure", figure)]
+        if (table := steps_table(same)) is not None:
+            parts.append(("table", table))
+    return parts
+
+
+def _serving(points: Sequence[Data]) -> list[Part]:
+    return [("table", serving_table(points))] if points else []
+
+
+def _conformance(found: Data | None) -> list[Part]:
+    if found is None:
+        return []
+    reasons = conformance_reasons(found)
+    return [("table", conformance_table(found)), *([("reasons", reasons)] if reasons else [])]
+
+
+def _fp16_range(found: Data | None) -> list[Part]:
+    """Whether the numbers fit into FP16, with advice once for all attentions that it is the same for."""
+    if found is None:
+        return []
+    if not found["nodes"]:
+        return [("text", "The graph has no attention node to measure.")]
+    reasons = []
+    for alike in together(found["nodes"], lambda node: without_numbers(_range_words(node))):
+        if len(set(map(_range_words, alike))) > 1:  # the numbers that are shown are those of the worst
+            alike.sort(key=lambda node: float("inf") if node["headroom"] is None else node["headroom"])
+        if words := _range_words(alike[0]):
+            reasons.append((named([node["node"] for node in alike]), f": {words}"))
+    return [("table", range_table(found["nodes"])), *([("reasons", reasons)] if reasons else [])]
+
+
+def _range_words(node: Data) -> str:
+    parts = ["; ".join(finding["what"] for finding in node["findings"]), "; ".join(node["advice"])]
+    return ". Advice: ".join(part for part in parts if part)
+
+
+def _fusion(data: Data) -> list[Part]:
+    engines, findings = data["engines"], data["verdict"]["findings"]
+    if not engines:
+        reasons = [finding["text"] for finding in findings if finding["section"] == "engine"]
+        return [("text", f"No engine was built: {reasons[0]}." if reasons else "The bundle has no engine.")]
+    idle = [
+        ("text", f"{engine['name']} was not run here: {engine['why_not'] or 'no reason was given'}.")
+        for engine in engines
+        if not engine["ran"]
+    ]
+    return [("table", fusion_table(engines)), *idle]
+
+
+# -- How fast everything is ------------------------------------------------------------------------
+
+
+def _latency(data: Data, look: Look) -> list[Part]:
+    found = data["latency"]
+    if found is not None and found["points"]:
+        return latency_parts(found, look)
+    reasons = [each["text"] for each in data["verdict"]["findings"] if each["section"] == "latency"]
+    if data["environment"]["gpu"] is None:
+        reasons.append("there is no NVIDIA GPU on this machine")
+    reasons += [engine["why_not"] for engine in data["engines"] if engine["why_not"]]
+    return [("text", f"Nothing was timed {f'here: {reasons[0]}' if reasons else 'in this run'}.")]
+
+
+def latency_parts(found: Data, look: Look) -> list[Part]:
+    """The charts and tables of one model."""
+    points = found["points"]
+    where = f" on {found['gpu']}" if found["gpu"] else ""
+    lead = f"Device time of one call{where}."
+    lead += " Bars end at p50, whiskers reach to p90 and p99."
+    counts = [row["timing"]["samples"] for point in points for row in point["rows"] if row["timing"]]
+    if counts:
+        low, high = min(counts), max(counts)
+        lead += f" {low if low == high else f'{low} to {high}'} samples each."
+    lead += " The roofline bound follows from the datasheet's peak rates; it is not a prediction."
+    log = needs_log(points)
+    bars = [
+        {
+            **_named(point),
+            "chart": latency_bars(point, look, log=log),
+            "otherwise": "Nothing was timed at this size.",
+            "refused": [(row["name"], row["refused"]) for row in point["rows"] if row["refused"] is not None],
+        }
+        for point in points
+    ]
+    parts: list[Part] = [("lead", lead), ("heading", "By size"), ("charts", bars)]
+    curves = [
+        {
+            "name": f"p50 over {panel.axis}",
+            "caption": f"{f' at {sizes_text(panel.fixed)}' if panel.fixed else ''}, µs",
+            "chart": chart,
+        }
+        for panel in (sweep_panels(points) if len(points) > 1 else ())
+        if (chart := sweep_chart(panel, look)) is not None
+    ]
+    if curves:
+        parts += [("heading", "Over lengths and batches"), ("charts", curves)]
+    if plots := roofline_plots(points, look):
+        words = (
+            "Each column is one size. The line is the roof of the GPU; the short bar in a column is the "
+            f"bound of this layer, whose stages run one after the other. {roofline_summary(points)}"
+        )
+        timed = {row["name"] for point in points for row in point["rows"] if row["timing"]}
+        parts += [("heading", "Roofline"), ("lead", words), ("legend", [n for n in look if n in timed])]
+        parts += [("figure", {"css": "wide", "chart": plot}) for plot in plots]
+    parts += [("heading", "All figures"), ("table", latency_table(points))]
+    profiled = [point for point in points if any(row["kernels"] for row in point["rows"])]
+    if profiled:
+        parts.append(("heading", "Longest kernels"))
+    for index, point in enumerate(profiled):
+        parts.append(("fold", {**_named(point), "table": kernels_table(point), "open": index == 0}))
+    return parts
+
+
+def _named(point: Data) -> dict[str, str]:
+    """The name of a point and its sizes, the first of them in bold."""
+    name, sizes = point_name(point["case"], point["sizes"]), point_sizes(point)
+    return {"name": name, "caption": sizes} if name else {"name": sizes, "caption": ""}
+
+
+def _overview(data: Data) -> list[Part]:
+    table, points = overview_table(data), [point for _, point in bench_points(data)]
+    if table is None:
+        return [("text", "Nothing was timed.")]
+    parts: list[Part] = [("table", table)]
+    if note := without_graph(points):
+        parts.append(("text", f"* {note}"))
+    best = [name for name in map(fastest, points) if name is not None]
+    if best:
+        counts = sorted(((best.count(name), name) for name in dict.fromkeys(best)), key=lambda each: -each[0])
+        wins = ", ".join(f"{name} {count}" for count, name in counts)
+        parts.append(("text", f"Fastest, of {len(best)} sizes: {wins}."))
+    return parts
+
+
+def bench_markdown(data: Data) -> str:
+    """A Markdown table of a benchmark: p50 in µs, the fastest of each line in bold, and the roofline bound.
+
+    What was timed without a CUDA graph has an asterisk, and a line below names it.
+
+    Args:
+        data: A benchmark as docs/report.md describes it.
+    """
+    plain = plain_bench(data)
+    table = overview_table(plain)
+    note = without_graph([point for _, point in bench_points(plain)])
+    below = f"\n\\* {markdown_text(note)}\n" if note else ""
+    return (markdown(table) if table else "Nothing was timed.\n") + below
+
+
+# -- The machine, the model and the run at a glance ------------------------------------------------
+
+
+def environment(found: Data, model: Data | None) -> list[Part]:
+    """The machine, the versions, and the model with its bundle."""
+    gpu = found["gpu"]
+    machine = [("GPU", gpu["name"] if gpu else "none here")]
+    if gpu:
+        machine += [
+            ("compute capability", gpu["compute_capability"]),
+            ("second-level cache", size(gpu["l2_bytes"])),
+            ("memory", size(gpu["memory_bytes"])),
+        ]
+    machine += [("driver", found["driver"] or NOTHING), ("platform", found["platform"])]
+    versions = {"Python": found["python"], **{k: v for k, v in found["versions"].items() if k != "python"}}
+    parts: list[Part] = [("heading", "Machine"), ("facts", machine)]
+    parts += [("heading", "Versions"), ("facts", list(versions.items()))]
+    if model is not None:
+        known = [("bundle", model["bundle"]), ("manifest SHA-256", model["bundle_sha256"])]
+        known.append(("origin of weights", model["weights"]))
+        spec = [
+            (key, _value(value)) for key, value in model["spec"].items() if key not in ("name", "summary")
+        ]
+        parts += [("heading", "Model"), ("facts", known + spec)]
+    return parts
+
+
+def _value(value: object) -> str:
+    """A value of a spec on one line; the range of an axis as min:opt:max, a tensor with its dimensions."""
+    if isinstance(value, Mapping):
+        if set(value) == {"min", "opt", "max"}:
+            return f"{value['min']}:{value['opt']}:{value['max']}"
+        if set(value) == {"name", "kind", "dims"}:
+            return f"{value['name']} {value['kind']} [{', '.join(map(str, value['dims']))}]"
+        return ", ".join(f"{key} {_value(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return "; ".join(map(_value, value)) or NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return NOTHING if value is None or value == "" else str(value)
+
+
+def ordered_findings(data: Data, present: Iterable[str]) -> list[dict[str, str]]:
+    """The findings, failures first, each with the section that it is about if the page has it."""
+    places = {"precision": "fusion", "engine": "fusion"}
+    levels = ("failure", "warning", "note")
+    names = set(present)
+    found = []
+    for finding in sorted(data["verdict"]["findings"], key=lambda each: levels.index(each["level"])):
+        place = places.get(finding["section"], finding["section"])
+        found.append({**finding, "place": place if place in names else ""})
+    return found
+
+
+def key_facts(data: Data) -> list[tuple[str, str | list[str]]]:
+    """The run in a few facts."""
+    gpu, outputs = data["environment"]["gpu"], [run for run in data["parity"] if run["cases"] != LAYERS]
+    judged = [verdict for run in outputs for verdict in run["verdicts"]]
+    right = sum(verdict["passed"] for verdict in judged)
+    every = [verdict for run in data["parity"] for verdict in run["verdicts"]]
+    shares = [verdict["share"] for verdict in every if verdict["share"] is not None]
+    largest = f"{budget_share(max(shares))} of its budget" if shares else NOTHING
+    if any(verdict["share"] is None and not verdict["passed"] for verdict in every):
+        largest = "not finite"
+    fused = [f"{each['name']}: {engine_summary(each)}" for each in data["engines"]]
+    return [
+        ("attention", _attention(data["model"], data["parity"])),
+        ("checked", f"{right} of {plural(len(judged), 'output')} right" if judged else "nothing was run"),
+        ("largest error", largest),
+        ("fused", fused or "no engine"),
+        ("fastest engine", _fastest_engine(data["latency"])),
+        ("GPU", gpu["name"] if gpu else "none here"),
+    ]
+
+
+def _attention(model: Data, parity: Sequence[Data]) -> str:
+    """The heads of a layer; of a user's module, how many of its attentions are right."""
+    spec = model["spec"]
+    heads, shared, width = spec.get("Hq"), spec.get("Hkv"), spec.get("D")
+    if heads and shared and width:
+        return f"{model['kind']}, {heads}/{shared} heads of {width}"
+    counts = [
+        (sum(verdict["passed"] for verdict in run["verdicts"]), len(run["verdicts"]))
+        for run in parity
+        if run["cases"] == LAYERS
+    ]
+    if counts:
+        right, of = min(counts)  # the runtime in which the fewest are
+        return f"{model['kind']}, {right}/{of} attentions right"
+    count = spec.get("attentions")
+    return f"{model['kind']}, {plural(count, 'attention')}" if count else str(model["kind"])
+
+
+def _fastest_engine(latency: Data | None) -> str:
+    """The best engine at the usual sizes, or else at the first that it was timed at."""
+    for point in sorted(latency["points"] if latency else [], key=lambda point: point["case"] != "opt"):
+        rows = [row for row in point["rows"] if row["family"] == "tensorrt" and row["timing"]]
+        if rows:
+            best = min(rows, key=lambda row: row["timing"]["p50_us"])
+            gain = best["speedup_over_best_pytorch"]
+            against = f", {times(gain)} the speed of the best PyTorch baseline" if gain else ""
+            return f"{short(best['timing']['p50_us'])} µs at {point['case']}{against}"
+    return "not timed"
+
 
 # -- One HTML file that needs nothing else: no request, and no script but its own ------------------
 
@@ -26,11 +453,7 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 def report_page(data: Mapping[str, Any]) -> str:
-    """The page of a validation run.
-
-    Args:
-        data: A report as docs/report.md describes it.
-    """
+    """The page of a validation run."""
     plain = plain_report(data)
     look = series_of([plain["latency"]])
     sections, absent = report_sections(plain, look)
@@ -48,11 +471,7 @@ def report_page(data: Mapping[str, Any]) -> str:
 
 
 def bench_page(data: Mapping[str, Any]) -> str:
-    """The page of a benchmark.
-
-    Args:
-        data: A benchmark as docs/report.md describes it.
-    """
+    """The page of a benchmark."""
     plain = plain_bench(data)
     look = series_of([entry["latency"] for entry in plain["models"]])
     gpu = plain["environment"]["gpu"]
@@ -119,23 +538,13 @@ def _rendered(plain: Mapping[str, Any], **context: Any) -> str:
 
 
 def write_report(folder: Path, data: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write `report.json` and `report.html`, and give their paths.
-
-    Args:
-        folder: Where to; it is made if it is not there.
-        data: A report as docs/report.md describes it.
-    """
+    """Write `report.json` and `report.html`, and give their paths."""
     plain = plain_report(data)
     return _write(folder, "report", plain, report_page(plain))
 
 
 def write_bench(folder: Path, data: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write `bench.json` and `bench.html`, and give their paths.
-
-    Args:
-        folder: Where to; it is made if it is not there.
-        data: A benchmark as docs/report.md describes it.
-    """
+    """Write `bench.json` and `bench.html`, and give their paths."""
     plain = plain_bench(data)
     return _write(folder, "bench", plain, bench_page(plain))
 

@@ -129,8 +129,14 @@ def table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence[Cell | str | None]], css: str = ""
 ) -> Table:
     """A table without groups; a string is plain text, and nothing is a dash."""
-    made = [[each if isinstance(each, Cell) else text(each) for each in row] for row in rows]
-    return Table(title=title, columns=columns(*headings), groups=[Group(rows=made)], css=css)
+    return Table(
+        title=title, columns=columns(*headings), groups=[Group(rows=list(map(cells, rows)))], css=css
+    )
+
+
+def cells(row: Iterable[Cell | str | None]) -> Row:
+    """The cells of a row of which some are plain text."""
+    return [each if isinstance(each, Cell) else text(each) for each in row]
 
 
 def text(words: str | None) -> Cell:
@@ -178,8 +184,8 @@ def parity_table(runs: Sequence[Data]) -> Table:
     for run in runs:
         rows: list[Row] = []
         for verdict in run["verdicts"]:
-            place = [text(verdict["case"]), passed(verdict["passed"], verdict["problem"])]
-            place += [text(sizes_text(verdict["sizes"])), text(verdict["output"])]
+            result = passed(verdict["passed"], verdict["problem"])
+            place = (verdict["case"], result, sizes_text(verdict["sizes"]), verdict["output"])
             rows += _judged(verdict, place, shown)
         kind = run["accumulation"]["type"].upper()
         title = f"{run['backend']}, {run['cases']} cases, budget for {kind} accumulation"
@@ -195,25 +201,25 @@ def layers_table(runs: Sequence[Data]) -> Table:
         rows: list[Row] = []
         for verdict in run["verdicts"]:
             name = Cell(text=verdict["output"], status="code")
-            rows += _judged(verdict, [name, passed(verdict["passed"], verdict["problem"])], shown)
+            rows += _judged(verdict, (name, passed(verdict["passed"], verdict["problem"])), shown)
         sizes = f" at {sizes_text(run['verdicts'][0]['sizes'])}" if run["verdicts"] else ""
         groups.append(Group(title=f"{run['backend']}{sizes}", rows=rows))
     return Table(title="Every attention by itself, against its own oracle", columns=shown, groups=groups)
 
 
-def _judged(verdict: Data, place: Sequence[Cell], shown: Sequence[Column]) -> list[Row]:
+def _judged(verdict: Data, place: Iterable[Cell | str], shown: Sequence[Column]) -> list[Row]:
     """The row of a verdict and, where it did not pass, the reason below it."""
     deviation, budget = verdict["deviation"] or {}, verdict["budget"] or {}
-    cells = []
+    figures = []
     for key in ("relative_l2", "worst_row", "local", "gain"):
         value, limit = deviation.get(key), budget.get(key)
         over = value is not None and limit is not None and value > limit
         hint = "" if limit is None else f"budget {error(limit)}"
-        cells.append(Cell(text=error(value), order=value, status="over" if over else "", hint=hint))
+        figures.append(Cell(text=error(value), order=value, status="over" if over else "", hint=hint))
     cosine = deviation.get("cosine")
     rest = None if cosine is None else 1.0 - cosine
     share = share_cell(verdict["share"], failed=not verdict["passed"])
-    row = [*place, *cells, number(rest, error(rest)), share]
+    row = cells((*place, *figures, number(rest, error(rest)), share))
     return [row] if verdict["passed"] else [row, spanning(problem_text(verdict), shown)]
 
 
@@ -222,13 +228,10 @@ def problem_text(verdict: Data) -> str:
     words, worst = verdict["problem"] or "failed", verdict["deviation"]
     if worst is not None and not words.startswith("not verified"):
         place = ", ".join(map(str, worst["worst_index"]))
-        got, want = (_exact(worst[key]) for key in ("worst_got", "worst_want"))
+        ends = (worst["worst_got"], worst["worst_want"])
+        got, want = ("no finite number" if each is None else f"{each:.6g}" for each in ends)
         words += f"; worst at [{place}]: got {got}, oracle {want}"
     return f"{verdict['case']}/{verdict['output']}: {words}"
-
-
-def _exact(value: float | None) -> str:
-    return "no finite number" if value is None else f"{value:.6g}"
 
 
 # -- Decode ----------------------------------------------------------------------------------------
@@ -246,16 +249,18 @@ def decode_table(reports: Sequence[Data]) -> Table:
     for report in reports:
         steps, run = grouped(report["steps"]), len(report["errors"])
         rows.append(
-            [
-                text(report["backend"]),
-                passed(report["passed"]),
-                text(report["trace"]),
-                text(prompts_text(report["prompt"])),
-                number(report["steps"], f"{run:,} of {steps}" if run < report["steps"] else steps),
-                text(place_text(report["first_failed"], report["failed"])),
-                share_cell(report["share"], failed=not report["passed"]),
-                *(number(report[key], times(report[key])) for key in ("growth", "eager_growth")),
-            ]
+            cells(
+                (
+                    report["backend"],
+                    passed(report["passed"]),
+                    report["trace"],
+                    prompts_text(report["prompt"]),
+                    number(report["steps"], f"{run:,} of {steps}" if run < report["steps"] else steps),
+                    place_text(report["first_failed"], report["failed"]),
+                    share_cell(report["share"], failed=not report["passed"]),
+                    *(number(report[key], times(report[key])) for key in ("growth", "eager_growth")),
+                )
+            )
         )
         rows += [spanning(line, shown) for line in decode_problems(report)]
     return Table(title="Decoding, by runtime and trace", columns=shown, groups=[Group(rows=rows)])
@@ -283,13 +288,8 @@ def steps_table(reports: Sequence[Data]) -> Table | None:
     for step in sorted({*(2**k for k in range(last.bit_length())), last}):
         at = [errors[step - 1] if step <= len(errors) else None for errors in curves.values()]
         rows.append([number(step, grouped(step)), *(number(value, error(value)) for value in at)])
-    name = reports[0]["trace"]
-    return Table(
-        title=f"Relative L2 at some steps of trace {name}",
-        columns=columns("#step", *(f"#{curve}" for curve in curves)),
-        groups=[Group(rows=rows)],
-        css="compact",
-    )
+    title = f"Relative L2 at some steps of trace {reports[0]['trace']}"
+    return table(title, ("#step", *(f"#{curve}" for curve in curves)), rows, css="compact")
 
 
 def prompts_text(prompt: Sequence[int]) -> str:
@@ -320,14 +320,12 @@ def invariance_table(checks: Sequence[Data]) -> Table:
     )
     rows: list[Row] = []
     for check in checks:
-        place = [text(check["detail"]), text(check["backend"]), text(check["case"])]
-        if check["passed"] and not check["case"]:  # there was nothing to compare, and the detail says why
-            unchecked = Cell(text="not checked", status="none")
-            rows.append([text(check["check"]), unchecked, *place, text(None), text(None)])
-            continue
         share = share_cell(check["share"], failed=not check["passed"])
-        verdict = passed(check["passed"])
-        rows.append([text(check["check"]), verdict, *place, text(yes_no(check["bitwise"])), share])
+        found: tuple[Cell | str | None, ...] = (passed(check["passed"]), yes_no(check["bitwise"]), share)
+        if check["passed"] and not check["case"]:  # there was nothing to compare, and the detail says why
+            found = (Cell(text="not checked", status="none"), None, None)
+        verdict, *rest = found
+        rows.append(cells((check["check"], verdict, check["detail"], check["backend"], check["case"], *rest)))
         if check["problem"]:
             rows.append(spanning(check["problem"], shown))
     return Table(
@@ -339,50 +337,46 @@ def invariance_table(checks: Sequence[Data]) -> Table:
 
 def serving_table(points: Sequence[Data]) -> Table:
     """How a server did, by the number of clients."""
-    rows = []
-    for point in points:
-        failed = sum(point["errors"].values())
-        detail = ", ".join(f"{count} {kind}" for kind, count in point["errors"].items())
-        rows.append(
-            [
-                Cell(text=str(point["clients"]), order=point["clients"]),
-                Cell(text=f"{point['answered']}/{point['requests']}"),
-                Cell(text=detail or "0", status="problem" if failed else ""),
-                *(_ms(point[name]) for name in ("p50_ms", "p90_ms", "p99_ms")),
-                Cell(text=NOTHING if point["per_second"] is None else f"{point['per_second']:,.1f}"),
-                Cell(text=f"{point['wrong']}/{point['judged']}", status="problem" if point["wrong"] else ""),
-            ]
+    rows: list[tuple[Cell | str, ...]] = [
+        (
+            number(point["clients"], str(point["clients"])),
+            f"{point['answered']}/{point['requests']}",
+            Cell(
+                text=", ".join(f"{count} {kind}" for kind, count in point["errors"].items()) or "0",
+                status="problem" if any(point["errors"].values()) else "",
+            ),
+            *(number(point[name], _figure(point[name], 2)) for name in ("p50_ms", "p90_ms", "p99_ms")),
+            _figure(point["per_second"], 1),
+            Cell(text=f"{point['wrong']}/{point['judged']}", status="problem" if point["wrong"] else ""),
         )
-    names = ("clients", "answered", "failed", "p50 ms", "p90 ms", "p99 ms", "requests/s", "wrong outputs")
-    shown = [Column(name=name, numeric=name != "failed") for name in names]
-    return Table(title="Through the server", columns=shown, groups=[Group(rows=rows)])
+        for point in points
+    ]
+    names = ("p50 ms", "p90 ms", "p99 ms", "requests/s", "wrong outputs")
+    headings = ("#clients", "#answered", "failed", *(f"#{name}" for name in names))
+    return table("Through the server", headings, rows)
+
+
+def _figure(value: float | None, digits: int = 0) -> str:
+    return NOTHING if value is None else f"{value:,.{digits}f}"
 
 
 def throughput_table(rows: Sequence[Data]) -> Table:
     """Calls per second on several streams, by size and runtime."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        cells = [Cell(text=row["name"], series=row["name"])]
+        made = [Cell(text=row["name"], series=row["name"])]
         if row["refused"] is not None:
-            cells.append(Cell(text=row["refused"], status="problem", span=4))
+            made.append(Cell(text=row["refused"], status="problem", span=4))
         else:
-            cells += [
-                Cell(text=str(row["streams"]), order=row["streams"]),
-                Cell(text=f"{row['per_second']:,.0f}", order=row["per_second"]),
-                Cell(text=f"{row['p50_us']:,.1f}", order=row["p50_us"]),
-                Cell(text=f"{row['p99_us']:,.1f}", order=row["p99_us"]),
-            ]
-        groups.setdefault(sizes_text(row["sizes"]), []).append(cells)
-    names = ("streams", "calls/s", "p50 µs", "p99 µs")
+            made.append(number(row["streams"], str(row["streams"])))
+            digits = {"per_second": 0, "p50_us": 1, "p99_us": 1}
+            made += [number(row[name], _figure(row[name], count)) for name, count in digits.items()]
+        groups.setdefault(sizes_text(row["sizes"]), []).append(made)
     return Table(
         title="Throughput on several CUDA streams",
-        columns=[Column(name="runtime"), *(Column(name=name, numeric=True) for name in names)],
+        columns=columns("runtime", "#streams", "#calls/s", "#p50 µs", "#p99 µs"),
         groups=[Group(title=title, rows=found) for title, found in groups.items()],
     )
-
-
-def _ms(value: float | None) -> Cell:
-    return Cell(text=NOTHING) if value is None else Cell(text=f"{value:,.2f}", order=value)
 
 
 CONFORMANCE = {"conforms": "good", "wrong": "bad", "refused": "doubt", "absent": "none"}
@@ -392,17 +386,16 @@ def conformance_table(found: Data) -> Table:
     """Masks by runtimes."""
     rows: dict[bool, list[Row]] = {False: [], True: []}
     for row in found["rows"]:
-        cells = [row["cells"][name] for name in found["columns"]]
-        figures = ["" if cell["error"] is None else error(cell["error"]) for cell in cells]
-        rows[row["diagnostic"]].append(
-            [
-                Cell(text=row["case"], status="code", note=row["about"]),
-                *(
-                    Cell(text=cell["status"], status=CONFORMANCE[cell["status"]], note=figure)
-                    for cell, figure in zip(cells, figures, strict=True)
-                ),
-            ]
-        )
+        marks = [
+            Cell(
+                text=cell["status"],
+                status=CONFORMANCE[cell["status"]],
+                note="" if cell["error"] is None else error(cell["error"]),
+            )
+            for cell in (row["cells"][name] for name in found["columns"])
+        ]
+        name = Cell(text=row["case"], status="code", note=row["about"])
+        rows[row["diagnostic"]].append([name, *marks])
     diagnostic = Group(rows=rows[True], title="What runtimes do by default; not part of the verdict")
     return Table(
         title=f"Masks as ONNX defines them, {found['precision']}, seed {found['seed']}; "
@@ -446,23 +439,18 @@ def range_table(nodes: Sequence[Data]) -> Table:
         ]
         for node in nodes
     ]
-    return Table(
-        title="Largest numbers of every attention on golden data; FP16 ends at 65,504",
-        columns=columns(
-            "node", "status", "#largest |q·k|", "#scaled", "#softmax sum", "#keys at most", "#headroom"
-        ),
-        groups=[Group(rows=rows)],
-    )
+    title = "Largest numbers of every attention on golden data; FP16 ends at 65,504"
+    figures = ("largest |q·k|", "scaled", "softmax sum", "keys at most", "headroom")
+    return table(title, ("node", "status", *(f"#{name}" for name in figures)), rows)
 
 
 def trials_table(trials: Sequence[Data]) -> Table:
     """What was run to attribute a fault."""
     rows = [
-        [text(each["name"]), passed(each["passed"]), share_cell(each["share"], failed=not each["passed"])]
+        (each["name"], passed(each["passed"]), share_cell(each["share"], failed=not each["passed"]))
         for each in trials
     ]
-    shown = columns("what was run instead", "verdict", "#budget used")
-    return Table(title="Trials", columns=shown, groups=[Group(rows=rows)], css="compact")
+    return table("Trials", ("what was run instead", "verdict", "#budget used"), rows, css="compact")
 
 
 # -- Engines ---------------------------------------------------------------------------------------
@@ -506,23 +494,20 @@ def fusion_table(engines: Sequence[Data]) -> Table:
         ]
         name = engine["name"] if engine["name"] != engine["backend"] else ""
         rows = [
-            [
-                Cell(text=node["node"], status="code"),
-                Cell(text=profile_name(node["profile"]), order=node["profile"]),
-                Cell(text=node["status"], status=FUSION[node["status"]]),
-                Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else text(None),
-                text(node["source"]),
-                text(node["reason"]),
-            ]
+            cells(
+                (
+                    Cell(text=node["node"], status="code"),
+                    Cell(text=profile_name(node["profile"]), order=node["profile"]),
+                    Cell(text=node["status"], status=FUSION[node["status"]]),
+                    Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else None,
+                    node["source"],
+                    node["reason"],
+                )
+            )
             for node in engine["nodes"]
         ]
-        groups.append(
-            Group(
-                title=f"{name} {engine['backend']} {engine['version']}".strip(),
-                about=" · ".join(filter(None, about)),
-                rows=rows,
-            )
-        )
+        title = f"{name} {engine['backend']} {engine['version']}".strip()
+        groups.append(Group(title=title, about=" · ".join(filter(None, about)), rows=rows))
     return Table(
         title="Every attention in the engines, with the evidence",
         columns=columns("node", "profile", "status", "kernels", "evidence", "reason"),
@@ -585,16 +570,12 @@ def _timed(row: Data, shown: Sequence[Column], *, decodes: bool) -> Row:
         text(yes_no(timing["graph"])),
         text("yes") if timing["stable"] else Cell(text="no", status="doubt"),
         Cell(
-            text=f"{_whole(clock)} of {_whole(most)}" if lower else _whole(clock),
+            text=f"{_figure(clock)} of {_figure(most)}" if lower else _figure(clock),
             order=clock,
             note=f"throttled: {throttled}" if throttled else "",
         ),
-        number(conditions["temperature_c"], _whole(conditions["temperature_c"])),
+        number(conditions["temperature_c"], _figure(conditions["temperature_c"])),
     ]
-
-
-def _whole(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.0f}"
 
 
 def kernels_table(point: Data) -> Table:
@@ -612,8 +593,7 @@ def kernels_table(point: Data) -> Table:
                     number(share, percent(share)),
                 ]
             )
-    shown = columns("backend", "kernel", "#calls", "#µs", "#of p50")
-    return Table(title=f"Kernels at {point_sizes(point)}", columns=shown, groups=[Group(rows=rows)])
+    return table(f"Kernels at {point_sizes(point)}", ("backend", "kernel", "#calls", "#µs", "#of p50"), rows)
 
 
 # -- A benchmark at a glance -----------------------------------------------------------------------
@@ -627,28 +607,24 @@ def overview_table(bench: Data) -> Table | None:
     names = list(dict.fromkeys(row["name"] for _, point in points for row in point["rows"]))
     axes = {"×".join(point["sizes"]) for _, point in points}
     heading = axes.pop() if len(axes) == 1 else "sizes"
-    rows: list[Row] = []
+    rows = []
     for model, point in points:
         by_name = {row["name"]: row for row in point["rows"]}
-        cells = []
+        timed: list[Cell | str | None] = []
         for name in names:
             row = by_name.get(name)
             timing = row["timing"] if row else None
             if timing is None:
-                cells.append(text("refused" if row else None))
+                timed.append("refused" if row else None)
                 continue
             best, sign = name == fastest(point), "" if timing["graph"] else "*"
             p50 = number(timing["p50_us"], short(timing["p50_us"]))
-            cells.append(replace(p50, status="best" if best else "", suffix=sign))
+            timed.append(replace(p50, status="best" if best else "", suffix=sign))
         bound = point["roofline"]["bound_us"] if point["roofline"] else None
         sizes = (sizes_text if heading == "sizes" else sizes_product)(point["sizes"])
-        rows.append(
-            [text(f"{model['name']} {model['precision']}"), text(sizes), *cells, number(bound, short(bound))]
-        )
-    shown = columns("model", heading, *(f"#{name}" for name in names), "#roofline bound")
-    return Table(
-        title="p50 in µs; the fastest of each line is bold", columns=shown, groups=[Group(rows=rows)]
-    )
+        rows.append((f"{model['name']} {model['precision']}", sizes, *timed, number(bound, short(bound))))
+    headings = ("model", heading, *(f"#{name}" for name in names), "#roofline bound")
+    return table("p50 in µs; the fastest of each line is bold", headings, rows)
 
 
 def bench_points(bench: Data) -> list[tuple[Data, Data]]:

@@ -5,8 +5,7 @@ import re
 from example_report import bench
 from example_speed import WHY_NO_GRAPH
 
-from mha_deploy.report.page import bench_page
-from mha_deploy.report.sections import bench_markdown
+from mha_deploy.report.page import bench_markdown, bench_page
 
 
 def changed(**timing):

@@ -6,8 +6,7 @@ import pytest
 from example_decode import decode
 from example_report import fresh
 
-from mha_deploy.report.charts import EAGER, decode_chart, decode_curves, decode_look
-from mha_deploy.report.svg import series_of
+from mha_deploy.report.charts import EAGER, decode_chart, decode_curves, decode_look, series_of
 
 
 def chart_of(errors, eager=(), first_failed=()):

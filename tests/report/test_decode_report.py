@@ -6,9 +6,8 @@ import pytest
 from example_report import bench, fresh
 
 from mha_deploy.report.charts import sweep_panels
-from mha_deploy.report.page import bench_page, report_page
+from mha_deploy.report.page import bench_markdown, bench_page, report_page
 from mha_deploy.report.schema import check_report
-from mha_deploy.report.sections import bench_markdown
 
 
 def decode_data(*sizes, past=None):

@@ -8,16 +8,6 @@ import pytest
 from example_report import fresh
 
 from mha_deploy.report.charts import (
-    heat_scale,
-    heatmap,
-    latency_bars,
-    needs_log,
-    pooled,
-    roofline_plots,
-    sweep_chart,
-    sweep_panels,
-)
-from mha_deploy.report.svg import (
     DARK,
     DARK_PAGE,
     HEAT_DARK,
@@ -28,10 +18,18 @@ from mha_deploy.report.svg import (
     Scale,
     cut,
     escaped,
+    heat_scale,
+    heatmap,
+    latency_bars,
     linear_scale,
     log_scale,
+    needs_log,
+    pooled,
+    roofline_plots,
     series_of,
     spread,
+    sweep_chart,
+    sweep_panels,
     tag,
 )
 from mha_deploy.text import budget_share, error, point_name, short, size, tick, times

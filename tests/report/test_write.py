@@ -8,9 +8,8 @@ from example_speed import WHY_NO_GRAPH
 
 from mha_deploy.errors import DeployError
 from mha_deploy.report import page as write
-from mha_deploy.report.page import write_bench, write_report
+from mha_deploy.report.page import bench_markdown, write_bench, write_report
 from mha_deploy.report.schema import check_bench, check_report
-from mha_deploy.report.sections import bench_markdown
 
 
 def test_a_report_is_two_files(tmp_path):
