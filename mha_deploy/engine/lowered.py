@@ -45,7 +45,7 @@ from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
 NATIVE, PLUGIN, AUTO = "native", "plugin", "auto"
 FP32, FP16 = "fp32", "fp16"
 ATTENTIONS = (NATIVE, PLUGIN, AUTO)
-_SCRATCH_MIB = 32  # scratch memory of every projection of the library, plugins/src/linear_matmul.h
+_SCRATCH_MIB = 32  # scratch memory of every projection of the library, plugins/src/linear.cpp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +108,7 @@ def _refuse_unknown(options: EngineOptions) -> None:
             got="--accumulate fp32 with --attention native",
             hint="--attention plugin or auto: the plugin library has matmuls that accumulate in FP32",
         )
-    if (
-        options.accumulate == FP32
-        and options.workspace_mib is not None
-        and options.workspace_mib < _SCRATCH_MIB
-    ):
+    if options.accumulate == FP32 and (options.workspace_mib or _SCRATCH_MIB) < _SCRATCH_MIB:
         raise EngineError(
             f"The plugin's projections need {_SCRATCH_MIB} MiB of scratch memory.",
             got=f"--workspace-mib {options.workspace_mib} with --accumulate fp32",

@@ -82,7 +82,8 @@ class MhaDeployLinear(OpRun):
     def _run(
         self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, **attributes: Any
     ) -> tuple[np.ndarray]:
-        y = x.astype(np.float64) @ weight.astype(np.float64)
+        wide = weight.astype(np.float64)
+        y = x.astype(np.float64) @ (wide.T if attributes["transposed"] else wide)
         if attributes["has_bias"] != (bias is not None):
             raise ValueError("has_bias does not agree with the inputs.")
         return ((y if bias is None else y + bias.astype(np.float64)).astype(x.dtype),)

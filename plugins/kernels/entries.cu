@@ -54,6 +54,15 @@ __device__ void move(EntriesCall const& call, Entries const& entries, int batch,
     uint4* const to = entries.target + batch * entries.target_batch_stride
                       + head * entries.target_head_stride + target * entries.target_row_stride;
     int const rotating = entries.rotates ? (rotary.interleaved ? rotary.pieces : rotary.pieces / 2) : 0;
+    int const half = rotary.pieces / 2;
+    if (row >= call.rows) {  // behind the last token: kernels read whole tiles, and zero times NaN is NaN
+        uint4 const zero = make_uint4(0, 0, 0, 0);
+        to[unit >= rotating ? unit - rotating + (entries.rotates ? rotary.pieces : 0) : unit] = zero;
+        if (unit < rotating && !rotary.interleaved) {
+            to[unit + half] = zero;
+        }
+        return;
+    }
     if (unit >= rotating) {
         int const piece = unit - rotating + (entries.rotates ? rotary.pieces : 0);
         to[piece] = from[piece];
@@ -75,7 +84,6 @@ __device__ void move(EntriesCall const& call, Entries const& entries, int batch,
         store(to + unit, x);
         return;
     }
-    int const half = rotary.pieces / 2;
     Eight<T> one = load<T>(from + unit);
     Eight<T> other = load<T>(from + unit + half);
     Eight<T> const c = load<T>(reinterpret_cast<uint4 const*>(cos) + unit);
@@ -90,7 +98,7 @@ __device__ void move(EntriesCall const& call, Entries const& entries, int batch,
     store(to + unit + half, other);
 }
 
-// A grid of (new tokens, units of all heads, batch).
+// A grid of (filled rows, units of all heads, batch).
 template <typename T>
 __device__ void move_entries(EntriesCall const& call) {
     int const row = blockIdx.x;
@@ -112,7 +120,9 @@ __device__ void move_entries(EntriesCall const& call) {
     int const key_units = call.key.heads * call.key.units;
     int const value_units = call.value.heads * call.value.units;
     if (unit < query_units) {
-        move<T>(call, call.query, batch, row, row, unit);
+        if (row < call.rows) {
+            move<T>(call, call.query, batch, row, row, unit);
+        }
     } else if ((unit -= query_units) < key_units) {
         if (fits) {
             move<T>(call, call.key, batch, row, target, unit);

@@ -5,13 +5,13 @@
 // alone; it is cleared here. With lengths beyond the keys, cuDNN would read memory that is not ours.
 extern "C" __global__ void mha_deploy_key_counts(mha_deploy::KeyCounts call) {
     int const batch = blockIdx.y;
-    int const given = call.lengths[batch];
+    int const given = batch >= call.batch ? 0 : call.lengths != nullptr ? call.lengths[batch] : call.keys;
     int const keys = given < 0 ? 0 : given > call.keys ? call.keys : given;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         call.key_counts[batch] = keys;
         call.query_counts[batch] = keys == 0 ? 0 : call.queries;
     }
-    if (keys > 0) {
+    if (keys > 0 || batch >= call.batch) {
         return;
     }
     for (int row = blockIdx.x; row < call.queries; row += gridDim.x) {

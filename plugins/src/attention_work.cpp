@@ -1,21 +1,64 @@
-#include "attention_work.h"
-
-#include "attention_launch.h"
-#include "attention_pointers.h"
+// One call of the attention on a stream: queries and keys rotated or staged, new entries written into the
+// caches, keys counted, cuDNN, zeros where there was no key. Plans by shape are found once and kept.
+#include "attention.h"
+#include "cudnn_attention.h"
+#include "driver.h"
 #include "plan_cache.h"
+#include "row_kernels.h"
 #include "sparse_heads.h"
 
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <string>
 #include <utility>
 
 namespace mha_deploy {
 namespace {
 
+constexpr int64_t kElementsOfLoad = 8;
 constexpr std::uintptr_t kScratchAlignment = 16;
 constexpr int64_t kMostBatches = 65535;  // of a launch grid
+constexpr unsigned kThreads = 128;
+constexpr long long kUnbounded = std::numeric_limits<int64_t>::max() / 4;
+constexpr int64_t kTileRows = 256;  // no kernel of cuDNN reads further behind the last key
+constexpr std::size_t kMostStagedBytes = std::size_t{512} << 20;
+constexpr std::size_t kNowhere = std::numeric_limits<std::size_t>::max();
+constexpr std::array<Part, 3> kParts{Part::kQuery, Part::kKey, Part::kValue};
+
+// All that calls of some sizes need beside their inputs.
+struct Prepared {
+    std::shared_ptr<CudnnAttention> plan;  // null where there is nothing to attend to, or for sparse heads
+    Mask mask;
+    bool rounded = false;  // the plan is for sizes rounded up: tensors are staged, and rows counted
+    int64_t batch = 0;     // of the plan
+    std::array<View, 3> attended{};  // Q, K and V as cuDNN reads them
+    View output;
+    DeviceMemory query_counts;  // S for every batch element
+    DeviceMemory key_counts;    // T for every batch element, where cuDNN counts keys that nobody counted
+    CUfunction entries = nullptr;  // rotates, stages, and writes into the caches
+    CUfunction key_counts_kernel = nullptr;
+    CUfunction empty_rows = nullptr;
+    // Where things lie in the scratch memory, behind cuDNN's part.
+    std::size_t key_counts_at = kNowhere;
+    std::size_t query_counts_at = kNowhere;
+    std::array<std::size_t, 3> staged_at{kNowhere, kNowhere, kNowhere};
+    std::size_t output_at = kNowhere;
+    std::size_t scratch_bytes = 0;
+    DeviceMemory scratch;   // where the caller gives too little
+    bool launched = false;  // so that the device may still be at it
+
+    void reserve(std::size_t bytes, std::size_t& at) noexcept {
+        at = scratch_bytes;
+        scratch_bytes += (bytes + 255) / 256 * 256;
+    }
+};
+
+int64_t elements_of(View const& view) {
+    auto const [batch, heads, rows, size] = view.sizes;
+    return batch * heads * rows * size;
+}
 
 // cuDNN's plans for the whole process: contexts of one engine share them. Kept until the process is gone.
 PlanCache<CudnnAttention>& shared_plans() {
@@ -23,14 +66,15 @@ PlanCache<CudnnAttention>& shared_plans() {
     return plans;
 }
 
-PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type type, Context const& context) {
+PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type type, Context const& context,
+    bool rounded) {
     uint32_t scale = 0;
     std::memcpy(&scale, &p.scale, sizeof(scale));
     // Where the rotary tables are looked up is the same plan.
     PlanKey key = {p.query_heads, p.key_heads, p.head_size, p.value_size, scale,
         static_cast<int64_t>(p.causal), p.left_window, p.right_window, p.has_bias, p.has_key_lengths,
-        p.has_gates, p.has_cache,
-        static_cast<int64_t>(type), static_cast<int64_t>(context.number), shapes.cache_rows, p.rotates()};
+        p.has_gates, p.has_cache, static_cast<int64_t>(type), static_cast<int64_t>(context.number),
+        shapes.cache_rows, p.rotates(), rounded};
     key.insert(key.end(), p.sources.begin(), p.sources.end());
     key.insert(key.end(), p.offsets.begin(), p.offsets.end());
     auto const add = [&key](Dims const& dims) {
@@ -42,26 +86,314 @@ PlanKey key_of(AttentionParameters const& p, AttentionShapes const& shapes, Type
     return key;
 }
 
+int64_t rounded_up(int64_t size, int64_t least) {
+    int64_t rounded = least;
+    while (rounded < size) {
+        rounded *= 2;
+    }
+    return rounded;
+}
+
+bool is_nothing(AttentionParameters const& parameters, AttentionShapes const& shapes) {
+    return shapes.batch() == 0 || shapes.queries(parameters) == 0 || shapes.keys(parameters) == 0;
+}
+
+// Powers of two of batch, queries and keys, or nothing where plans cannot be shared. Caches stay as they are:
+// their keys are counted anyway.
+std::optional<AttentionShapes> rounded_shapes(
+    AttentionParameters const& parameters, AttentionShapes const& shapes) {
+    if (parameters.has_gates || parameters.has_bias || is_nothing(parameters, shapes)) {
+        return std::nullopt;
+    }
+    int64_t const queries = shapes.queries(parameters);
+    int64_t rows = queries == 1 ? 1 : rounded_up(queries, 16);
+    rows = parameters.has_cache ? std::min(rows, shapes.cache_rows) : rows;
+    int64_t const batch = parameters.has_cache ? shapes.batch() : rounded_up(shapes.batch(), 1);
+    AttentionShapes rounded = shapes;
+    for (std::size_t i = 0; i < rounded.operands.size(); ++i) {
+        Dims& dims = rounded.operands[i];
+        int64_t& length = dims[dims.size() == 4 ? 2 : 1];
+        // Queries and new entries of a cache are as many; other keys are rounded on their own.
+        bool const as_queries = parameters.has_cache || length == queries;
+        length = as_queries ? rows : rounded_up(length, 64);
+        dims[0] = batch;
+    }
+    std::size_t bytes = 0;
+    for (Part const part : kParts) {
+        bytes += static_cast<std::size_t>(elements_of(view_of(parameters, rounded, part))) * 2;
+    }
+    return bytes <= kMostStagedBytes && batch <= kMostBatches ? std::optional(std::move(rounded)) : std::nullopt;
+}
+
 Status constant_counts(Driver const& driver, int64_t batch, int64_t count, DeviceMemory& memory) {
     Status status = memory.allocate(driver, static_cast<std::size_t>(batch) * sizeof(int32_t));
     return status.ok() ? memory.fill(static_cast<uint32_t>(count)) : status;
 }
 
+// ---- one call
+
+struct Call {
+    Driver const& driver;
+    AttentionParameters const& parameters;
+    AttentionShapes const& shapes;
+    Prepared const& prepared;
+    AttentionPointers const& pointers;
+    char* workspace;
+    CUstream stream;
+    InputPlaces places;
+
+    template <typename Value = void>
+    Value const* input(int32_t place) const {
+        return place < 0 ? nullptr : static_cast<Value const*>(pointers.inputs[static_cast<std::size_t>(place)]);
+    }
+    void* scratch(std::size_t at) const { return at == kNowhere ? nullptr : workspace + at; }
+    int queries() const { return static_cast<int>(shapes.queries(parameters)); }
+    int keys() const { return static_cast<int>(shapes.keys(parameters)); }
+    int output_pieces() const {  // of 16 bytes, in a row
+        return static_cast<int>(int64_t{parameters.query_heads} * parameters.value_size / kElementsOfLoad);
+    }
+    // Where Q, K or V begins: for a cache, the new entries of K and V.
+    char* begin_of(Part part) const {
+        auto const index = static_cast<std::size_t>(part);
+        auto const* const source = input<char>(parameters.sources[index]);
+        return const_cast<char*>(source) + int64_t{parameters.offsets[index]} * 2;
+    }
+    template <typename Arguments>
+    Status launch(CUfunction kernel, unsigned x, unsigned y, unsigned z, Arguments& call, char const* tried) const {
+        void* arguments[] = {&call};
+        return status_of(
+            driver.launch(kernel, x, y, z, kThreads, 1, 1, 0, stream, arguments, nullptr), tried);
+    }
+};
+
+// Past and present are normally the same memory. Where they are not, the past is brought along.
+Status copy_past(Call const& call) {
+    int64_t const rows = call.shapes.batch() * call.parameters.key_heads * call.shapes.cache_rows;
+    int64_t const sizes[] = {call.parameters.head_size, call.parameters.value_size};
+    int32_t const places[] = {call.places.past_key, call.places.past_value};
+    for (std::size_t i = 0; i < 2; ++i) {
+        auto const source = reinterpret_cast<CUdeviceptr>(call.input(places[i]));
+        auto const target = reinterpret_cast<CUdeviceptr>(call.pointers.outputs[1 + i]);
+        auto const bytes = static_cast<std::size_t>(rows * sizes[i]) * 2;
+        if (source != target && bytes > 0) {
+            if (CUresult const result = call.driver.copy_async(target, source, bytes, call.stream);
+                result != CUDA_SUCCESS) {
+                return status_of(result, "copy a cache");
+            }
+        }
+    }
+    return Status();
+}
+
+// The memory of a view, in pieces of 16 bytes; no heads where this part stays where it is.
+Entries entries_of(Call const& call, Part part) {
+    auto const index = static_cast<std::size_t>(part);
+    bool const cached = call.parameters.has_cache && part != Part::kQuery;
+    void* const target = cached ? call.pointers.outputs[index] : call.scratch(call.prepared.staged_at[index]);
+    Entries entries{};
+    if (target == nullptr) {
+        return entries;
+    }
+    View const view = view_of(call.parameters, call.shapes, part);
+    View const& to = call.prepared.attended[index];
+    bool const rotates = call.parameters.rotates() && part != Part::kValue;
+    entries.source = reinterpret_cast<uint4 const*>(call.begin_of(part));
+    entries.target = static_cast<uint4*>(target);
+    entries.batch_stride = view.strides[0] / kElementsOfLoad;
+    entries.head_stride = view.strides[1] / kElementsOfLoad;
+    entries.row_stride = view.strides[2] / kElementsOfLoad;
+    entries.target_batch_stride = to.strides[0] / kElementsOfLoad;
+    entries.target_head_stride = to.strides[1] / kElementsOfLoad;
+    entries.target_row_stride = to.strides[2] / kElementsOfLoad;
+    entries.heads = static_cast<int>(view.sizes[1]);
+    entries.units = static_cast<int>(view.sizes[3] / kElementsOfLoad);
+    entries.rotates = rotates ? 1 : 0;
+    if (rotates && call.parameters.rotary == RotaryPairs::kHalves) {  // a thread moves both halves of pairs
+        entries.units -= static_cast<int>(call.parameters.rotary_size / kElementsOfLoad / 2);
+    }
+    return entries;
+}
+
+Status launch_entries(Call const& call, EntriesCall entries, int64_t rows) {
+    bool const cache = call.parameters.has_cache;
+    unsigned units = 0;
+    for (Entries const& part : {entries.query, entries.key, entries.value}) {
+        units += static_cast<unsigned>(part.heads * part.units);
+    }
+    if (units == 0) {
+        return Status();
+    }
+    entries.rows = static_cast<int>(rows);
+    entries.filled_rows = entries.rows;
+    if (call.prepared.rounded && !cache && entries.value.heads > 0) {
+        int64_t const whole_tiles = (rows + kTileRows - 1) / kTileRows * kTileRows;
+        entries.filled_rows = static_cast<int>(std::min(whole_tiles, call.prepared.attended[1].sizes[2]));
+    }
+    return call.launch(call.prepared.entries, static_cast<unsigned>(entries.filled_rows),
+        (units + kThreads - 1) / kThreads, static_cast<unsigned>(call.shapes.batch()), entries,
+        "rotate and write the new keys and values");
+}
+
+Status move_entries(Call const& call) {
+    AttentionParameters const& p = call.parameters;
+    EntriesCall entries{};
+    entries.query = entries_of(call, Part::kQuery);
+    entries.key = entries_of(call, Part::kKey);
+    entries.value = entries_of(call, Part::kValue);
+    if (p.rotates()) {
+        entries.rotary.cos = call.input(call.places.cos);
+        entries.rotary.sin = call.input(call.places.sin);
+        entries.rotary.given = call.input<int>(call.places.positions);
+        entries.rotary.positions = static_cast<int>(p.rotary_positions);
+        entries.rotary.table_rows = call.shapes.table_rows;
+        entries.rotary.pieces = static_cast<int>(p.rotary_size / kElementsOfLoad);
+        entries.rotary.interleaved = p.rotary == RotaryPairs::kNeighbours ? 1 : 0;
+    }
+    if (p.has_cache) {
+        entries.starts = call.input<int>(call.places.starts);
+        entries.key_counts = static_cast<int*>(call.scratch(call.prepared.key_counts_at));
+        entries.cache_rows = static_cast<int>(call.shapes.cache_rows);
+    }
+    int64_t const queries = call.queries();
+    int64_t const keys = view_of(p, call.shapes, Part::kKey).sizes[2];
+    if (keys == queries) {
+        return launch_entries(call, entries, queries);
+    }
+    EntriesCall others = entries;
+    others.query = Entries{};
+    entries.key = entries.value = Entries{};
+    Status status = launch_entries(call, entries, queries);
+    return status.ok() ? launch_entries(call, others, keys) : status;
+}
+
+unsigned blocks_for_rows(int rows) {
+    return std::clamp(static_cast<unsigned>(rows) / 32U, 1U, 64U);
+}
+
+Status count_rows(Call const& call) {
+    auto* const query_counts = static_cast<int*>(call.scratch(call.prepared.query_counts_at));
+    if (call.prepared.key_counts_kernel == nullptr) {  // a cache: its keys were counted with the new entries
+        auto const count = static_cast<unsigned>(call.queries());
+        return query_counts == nullptr ? Status()
+                                       : status_of(call.driver.set_words_async(
+                                                       reinterpret_cast<CUdeviceptr>(query_counts), count,
+                                                       static_cast<std::size_t>(call.prepared.batch), call.stream),
+                                             "count the queries");
+    }
+    KeyCounts rows{};
+    rows.lengths = call.input<int>(call.places.key_lengths);
+    rows.key_counts = static_cast<int*>(call.scratch(call.prepared.key_counts_at));
+    rows.query_counts = query_counts;
+    rows.output = static_cast<uint4*>(call.pointers.outputs[0]);
+    rows.queries = call.queries();
+    rows.keys = call.keys();
+    rows.batch = static_cast<int>(call.shapes.batch());
+    rows.pieces = call.output_pieces();
+    return call.launch(call.prepared.key_counts_kernel, blocks_for_rows(rows.queries),
+        static_cast<unsigned>(call.prepared.batch), 1, rows, "count the keys");
+}
+
+Status clear_empty_rows(Call const& call) {
+    Mask const stated = stated_mask(call.parameters);
+    EmptyRows rows{};
+    rows.output = static_cast<uint4*>(call.pointers.outputs[0]);
+    rows.key_counts = call.input<int>(call.places.key_lengths);
+    rows.queries = call.queries();
+    rows.keys = call.keys();
+    rows.pieces = call.output_pieces();
+    rows.left = stated.left.value_or(kUnbounded);
+    rows.right = stated.right.value_or(kUnbounded);
+    rows.bottom_right = stated.bottom_right ? 1 : 0;
+    return call.launch(call.prepared.empty_rows, blocks_for_rows(rows.queries),
+        static_cast<unsigned>(call.shapes.batch()), 1, rows, "clear queries without keys");
+}
+
+// No batch, no query, or no key at all.
+Status clear_output(Call const& call) {
+    auto const bytes = static_cast<std::size_t>(call.shapes.batch() * call.queries() * call.output_pieces()) * 16;
+    auto const output = reinterpret_cast<CUdeviceptr>(call.pointers.outputs[0]);
+    return bytes == 0 ? Status()
+                      : status_of(call.driver.set_async(output, 0, bytes, call.stream), "clear the output");
+}
+
+// From the output of a plan with more rows.
+Status copy_output(Call const& call) {
+    auto const row = static_cast<std::size_t>(call.output_pieces()) * 16;
+    CUDA_MEMCPY2D copy{};
+    copy.srcMemoryType = copy.dstMemoryType = CU_MEMORYTYPE_DEVICE;
+    copy.srcDevice = reinterpret_cast<CUdeviceptr>(call.scratch(call.prepared.output_at));
+    copy.srcPitch = static_cast<std::size_t>(call.prepared.output.sizes[2]) * row;
+    copy.dstDevice = reinterpret_cast<CUdeviceptr>(call.pointers.outputs[0]);
+    copy.dstPitch = copy.WidthInBytes = static_cast<std::size_t>(call.queries()) * row;
+    copy.Height = static_cast<std::size_t>(call.shapes.batch());
+    return status_of(call.driver.copy_rows_async(&copy, call.stream), "copy the output");
+}
+
+// The pointers must have been checked, and the workspace must hold `prepared.scratch_bytes`.
+Status launch_attention(Call const& call, CudnnHandle const& handle) {
+    AttentionParameters const& p = call.parameters;
+    Prepared const& prepared = call.prepared;
+    Status status = p.has_cache ? copy_past(call) : Status();
+    if (!status.ok() || prepared.plan == nullptr) {
+        return status.ok() ? clear_output(call) : status;
+    }
+    if (prepared.entries != nullptr) {
+        status = move_entries(call);
+    }
+    if (status.ok()) {
+        status = count_rows(call);
+    }
+    if (!status.ok()) {
+        return status;
+    }
+    auto const attended = [&](Part part) -> void* {
+        auto const index = static_cast<std::size_t>(part);
+        if (p.has_cache && part != Part::kQuery) {
+            return call.pointers.outputs[index];
+        }
+        void* const staged = call.scratch(prepared.staged_at[index]);
+        return staged != nullptr ? staged : call.begin_of(part);
+    };
+    auto const counts = [&](std::size_t at, DeviceMemory const& constant) {
+        void* const counted = call.scratch(at);
+        return counted != nullptr ? counted : reinterpret_cast<void*>(constant.address());
+    };
+    CudnnAddresses addresses;
+    addresses.query = attended(Part::kQuery);
+    addresses.key = attended(Part::kKey);
+    addresses.value = attended(Part::kValue);
+    addresses.output = prepared.rounded ? call.scratch(prepared.output_at) : call.pointers.outputs[0];
+    addresses.bias = const_cast<void*>(call.input(call.places.bias));
+    addresses.query_counts = counts(prepared.query_counts_at, prepared.query_counts);
+    addresses.key_counts = counts(prepared.key_counts_at, prepared.key_counts);
+    status = prepared.plan->launch(handle, addresses, call.workspace, call.stream);
+    if (status.ok() && prepared.rounded) {
+        status = copy_output(call);
+    }
+    bool const may_be_empty =
+        prepared.rounded ? p.has_key_lengths || mask_of(p, call.shapes).may_be_empty : prepared.mask.may_be_empty;
+    return status.ok() && may_be_empty ? clear_empty_rows(call) : status;
+}
+
 }  // namespace
 
+// ---- plans by shape
+
 struct AttentionWork::State {
-    State(AttentionParameters const& given, std::size_t most_plans)
-        : parameters(given), valid(given.check()), prepared(most_plans) {}
+    State(AttentionParameters const& given, std::size_t most_plans, std::size_t exact_plans)
+        : parameters(given), valid(given.check()), exact_left(exact_plans), prepared(most_plans) {}
 
     Status find(AttentionShapes const& shapes, Type type, bool capturing, std::shared_ptr<Prepared>& found);
+    Status entry_of(AttentionShapes const& shapes, Type type, bool rounded, bool capturing, PlanKey& key,
+        std::shared_ptr<Prepared>& entry);
     Status make(AttentionShapes const& shapes, Type type, PlanKey const& key, Prepared& made);
     Status make_dense(AttentionShapes const& shapes, Type type, PlanKey const& key, Prepared& made);
     Status take_scratch(Prepared& prepared, bool capturing, void*& workspace, std::size_t bytes);
-    void keep(PlanKey const& key, std::shared_ptr<Prepared> made, std::shared_ptr<Prepared>& kept);
     Status let_go(CUstream stream);
 
     AttentionParameters parameters;
     Status valid;
+    std::size_t exact_left;  // sizes that may still get plans of their own
     Driver const* driver = nullptr;
     Context context;  // the one that the handle, the plans and the memory belong to
     CudnnHandle handle;
@@ -86,23 +418,19 @@ Status AttentionWork::State::find(AttentionShapes const& shapes, Type type, bool
     }
     context = current;
     if (last == nullptr || type != last_type || !(shapes == last_shapes)) {
-        PlanKey key = key_of(parameters, shapes, type, context);
+        PlanKey key = key_of(parameters, shapes, type, context, false);
         std::shared_ptr<Prepared> entry = prepared.find(key);
         if (entry == nullptr) {
-            if (Status status = check(parameters, shapes); !status.ok()) {
+            if (Status status = check_shapes(parameters, shapes); !status.ok()) {
                 return status;
             }
-            if (capturing) {
-                return Status::failed("attention: these sizes are new, and plans cannot be made while the "
-                                      "stream is being captured; run once with these sizes before capturing");
-            }
-            auto made = std::make_shared<Prepared>();
-            if (Status status = make(shapes, type, key, *made); !status.ok()) {
+            auto const rounded = exact_left == 0 ? rounded_shapes(parameters, shapes) : std::nullopt;
+            Status status = entry_of(rounded.value_or(shapes), type, rounded.has_value(), capturing, key, entry);
+            if (!status.ok()) {
                 return status;
             }
-            keep(key, std::move(made), entry);
+            exact_left -= exact_left > 0 ? 1 : 0;
         }
-        last = nullptr;
         last_shapes = shapes;
         last_type = type;
         last_key = std::move(key);
@@ -112,19 +440,35 @@ Status AttentionWork::State::find(AttentionShapes const& shapes, Type type, bool
     return Status();
 }
 
-void AttentionWork::State::keep(PlanKey const& key, std::shared_ptr<Prepared> made,
-    std::shared_ptr<Prepared>& kept) {
+Status AttentionWork::State::entry_of(AttentionShapes const& shapes, Type type, bool rounded, bool capturing,
+    PlanKey& key, std::shared_ptr<Prepared>& entry) {
+    key = key_of(parameters, shapes, type, context, rounded);
+    entry = prepared.find(key);
+    if (entry != nullptr) {
+        return Status();
+    }
+    if (capturing) {
+        return Status::failed("attention: these sizes are new, and plans cannot be made while the "
+                              "stream is being captured; run once with these sizes before capturing");
+    }
+    auto made = std::make_shared<Prepared>();
+    made->rounded = rounded;
     OutsideCapture const outside(*driver);
+    if (Status status = make(shapes, type, key, *made); !status.ok()) {
+        return status;
+    }
     std::vector<std::shared_ptr<Prepared>> evicted;
-    kept = prepared.insert(key, std::move(made), evicted);
+    entry = prepared.insert(key, std::move(made), evicted);
     std::copy_if(evicted.begin(), evicted.end(), std::back_inserter(leaving),
-        [](std::shared_ptr<Prepared> const& entry) { return entry->launched; });
+        [](std::shared_ptr<Prepared> const& each) { return each->launched; });
+    return Status();
 }
 
 // Earlier calls stand before this one, whatever stream they came on: waiting for this one is enough, and it
 // surely still exists.
 Status AttentionWork::State::let_go(CUstream stream) {
     OutsideCapture const outside(*driver);
+    ++counters.synchronisations;
     Status status = status_of(driver->synchronize(stream), "wait for an attention of other sizes");
     if (status.ok()) {
         leaving.clear();
@@ -134,57 +478,82 @@ Status AttentionWork::State::let_go(CUstream stream) {
 
 Status AttentionWork::State::make(AttentionShapes const& shapes, Type type, PlanKey const& key,
     Prepared& made) {
-    OutsideCapture const outside(*driver);
     if (parameters.has_gates) {
         made.scratch_bytes = sparse_heads_workspace(parameters, shapes);
         return prepare_sparse_heads(parameters, shapes, type);
     }
-    int64_t const batch = shapes.batch();
-    if (batch > kMostBatches) {
-        return Status::failed("attention: the batch must be at most 65535, got " + std::to_string(batch));
+    made.batch = shapes.batch();
+    if (made.batch > kMostBatches) {
+        return Status::failed("attention: the batch must be at most 65535, got " + std::to_string(made.batch));
     }
-    bool const nothing = batch == 0 || shapes.queries(parameters) == 0 || shapes.keys(parameters) == 0;
-    return nothing ? Status() : make_dense(shapes, type, key, made);
+    return is_nothing(parameters, shapes) ? Status() : make_dense(shapes, type, key, made);
 }
 
 Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type, PlanKey const& key,
     Prepared& made) {
+    AttentionParameters const& p = parameters;
+    bool const cache = p.has_cache;
     if (Status status = handle.create(); !status.ok()) {
         return status;
     }
+    made.mask = mask_of(p, shapes, made.rounded);
+    made.output = rows_view(made.batch, p.query_heads, shapes.queries(p), p.value_size);
+    std::array<bool, 3> staged{};
+    for (Part const part : kParts) {
+        auto const index = static_cast<std::size_t>(part);
+        View view = view_of(p, shapes, part);
+        auto const [batch, heads, rows, size] = view.sizes;
+        bool const cached = cache && part != Part::kQuery;
+        staged[index] = !cached && (made.rounded || (p.rotates() && part != Part::kValue));
+        made.attended[index] = cached          ? dense_view(batch, heads, shapes.cache_rows, size)
+                               : staged[index] ? rows_view(batch, heads, rows, size)
+                                               : view;
+    }
     made.plan = shared_plans().find(key);
     if (made.plan == nullptr) {
+        CudnnProblem const problem{made.attended[0], made.attended[1], made.attended[2], made.output, made.mask,
+            shapes.bias, p.scale, type};
         std::shared_ptr<CudnnAttention> plan;
-        if (Status status = CudnnAttention::build(parameters, shapes, type, plan); !status.ok()) {
+        if (Status status = CudnnAttention::build(problem, plan); !status.ok()) {
             return status;
         }
         // Whoever still works with an evicted plan holds it, so these can go at once.
         std::vector<std::shared_ptr<CudnnAttention>> evicted;
         made.plan = shared_plans().insert(key, std::move(plan), evicted);
     }
-    made.mask = mask_of(parameters, shapes);
-    made.scratch_bytes = rounded_scratch(made.plan->workspace_bytes());
+    std::size_t own = 0;
+    made.reserve(made.plan->workspace_bytes(), own);
+    auto const counts_bytes = static_cast<std::size_t>(made.batch) * sizeof(int32_t);
+    bool const counts = p.has_key_lengths || (made.rounded && !cache);  // by the kernel for it
+    if (counts || cache) {
+        made.reserve(counts_bytes, made.key_counts_at);
+    }
+    if (counts || made.rounded) {
+        made.reserve(counts_bytes, made.query_counts_at);
+    }
+    for (std::size_t i = 0; i < staged.size(); ++i) {
+        if (staged[i]) {
+            made.reserve(static_cast<std::size_t>(elements_of(made.attended[i])) * 2, made.staged_at[i]);
+        }
+    }
+    if (made.rounded) {
+        made.reserve(static_cast<std::size_t>(elements_of(made.output)) * 2, made.output_at);
+    }
     Status status;
-    if (made.mask.counts_keys && !parameters.has_key_lengths) {
-        status = constant_counts(*driver, shapes.batch(), shapes.queries(parameters), made.query_counts);
+    if (made.mask.counts_keys && made.query_counts_at == kNowhere) {
+        status = constant_counts(*driver, made.batch, shapes.queries(p), made.query_counts);
     }
-    if (status.ok() && made.mask.counts_keys && !stated_mask(parameters).counts_keys) {
-        status = constant_counts(*driver, shapes.batch(), shapes.keys(parameters), made.key_counts);
+    if (status.ok() && made.mask.counts_keys && made.key_counts_at == kNowhere) {
+        status = constant_counts(*driver, made.batch, shapes.keys(p), made.key_counts);
     }
-    if (status.ok() && parameters.has_cache) {
-        made.scratch_bytes += rounded_scratch(static_cast<std::size_t>(shapes.batch()) * sizeof(int32_t));
-    }
-    if (status.ok() && (parameters.has_cache || parameters.rotates())) {
-        made.scratch_bytes += rotated_bytes(parameters, shapes, Part::kQuery)
-                              + rotated_bytes(parameters, shapes, Part::kKey);
+    if (status.ok() && (cache || p.rotates() || made.rounded)) {
         bool const half = type == Type::kHalf;
         status = load_kernel(half ? "mha_deploy_entries_fp16" : "mha_deploy_entries_bf16", made.entries);
     }
-    if (status.ok() && parameters.has_key_lengths) {
-        made.scratch_bytes += 2 * rounded_scratch(static_cast<std::size_t>(shapes.batch()) * sizeof(int32_t));
+    if (status.ok() && counts) {
         status = load_kernel("mha_deploy_key_counts", made.key_counts_kernel);
     }
-    if (status.ok() && made.mask.may_be_empty) {
+    if (status.ok() && (made.mask.may_be_empty || made.rounded)) {
         status = load_kernel("mha_deploy_empty_rows", made.empty_rows);
     }
     return status;
@@ -211,8 +580,9 @@ Status AttentionWork::State::take_scratch(Prepared& entry, bool capturing, void*
     return Status();
 }
 
-AttentionWork::AttentionWork(AttentionParameters const& parameters, std::size_t most_plans)
-    : state_(std::make_unique<State>(parameters, most_plans)) {}
+AttentionWork::AttentionWork(
+    AttentionParameters const& parameters, std::size_t most_plans, std::size_t exact_plans)
+    : state_(std::make_unique<State>(parameters, most_plans, exact_plans)) {}
 
 AttentionWork::~AttentionWork() {
     release_in_context(state_);
@@ -223,7 +593,7 @@ Status AttentionWork::prepare(AttentionShapes const& shapes, Type type) {
         if (!state_->valid.ok()) {
             return state_->valid;
         }
-        if (Status status = check(state_->parameters, shapes); !status.ok()) {
+        if (Status status = check_shapes(state_->parameters, shapes); !status.ok()) {
             return status;
         }
         if (Status status = load_driver(state_->driver); !status.ok()) {
@@ -234,11 +604,20 @@ Status AttentionWork::prepare(AttentionShapes const& shapes, Type type) {
     });
 }
 
-std::size_t AttentionWork::workspace_bytes(AttentionShapes const& shapes, Type type) {
+std::size_t AttentionWork::workspace_bytes(AttentionShapes const& shapes, Type type, bool dynamic) {
     std::size_t bytes = 0;
     Status const status = guarded("size the scratch memory", [&] {
         Status prepared = prepare(shapes, type);
         bytes = prepared.ok() ? state_->last->scratch_bytes : 0;
+        auto const rounded = dynamic && prepared.ok() ? rounded_shapes(state_->parameters, shapes) : std::nullopt;
+        if (rounded.has_value()) {
+            PlanKey key;
+            std::shared_ptr<Prepared> entry;
+            // Where there is no such plan, none will be asked for memory.
+            if (state_->entry_of(*rounded, type, true, false, key, entry).ok()) {
+                bytes = std::max(bytes, entry->scratch_bytes);
+            }
+        }
         return prepared;
     });
     return status.ok() ? bytes : 0;
@@ -276,8 +655,9 @@ Status AttentionWork::run(AttentionShapes const& shapes, Type type, AttentionPoi
         if (state.parameters.has_gates) {
             return run_sparse_heads(state.parameters, shapes, type, pointers, workspace, stream);
         }
-        return launch_attention(
-            *state.driver, state.handle, state.parameters, shapes, *entry, pointers, workspace, stream);
+        Call const call{*state.driver, state.parameters, shapes, *entry, pointers,
+            static_cast<char*>(workspace), stream, InputPlaces(state.parameters)};
+        return launch_attention(call, state.handle);
     });
 }
 

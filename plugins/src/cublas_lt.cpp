@@ -42,7 +42,9 @@ std::string find_functions(void* library, CublasLt& functions) {
     symbols.find("cublasLtMatmulPreferenceDestroy", functions.destroy_preference);
     symbols.find("cublasLtMatmulPreferenceSetAttribute", functions.set_preference);
     symbols.find("cublasLtMatmulAlgoGetHeuristic", functions.find_algorithms);
+    symbols.find("cublasLtMatmulAlgoCheck", functions.check_algorithm);
     symbols.find("cublasLtMatmul", functions.multiply);
+    symbols.find("cublasLtGetVersion", functions.version);
     return symbols.missing();
 }
 

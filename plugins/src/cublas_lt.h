@@ -23,7 +23,9 @@ struct CublasLt {
     decltype(&cublasLtMatmulPreferenceDestroy) destroy_preference = nullptr;
     decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference = nullptr;
     decltype(&cublasLtMatmulAlgoGetHeuristic) find_algorithms = nullptr;
+    decltype(&cublasLtMatmulAlgoCheck) check_algorithm = nullptr;
     decltype(&cublasLtMatmul) multiply = nullptr;
+    decltype(&cublasLtGetVersion) version = nullptr;
 };
 
 using LtHandle = std::unique_ptr<cublasLtContext, decltype(&cublasLtDestroy)>;

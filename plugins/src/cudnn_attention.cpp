@@ -1,6 +1,5 @@
 #include "cudnn_attention.h"
 
-#include "attention_layout.h"
 #include "driver.h"
 
 // cuDNN and CUDA are opened when they are first needed, not when this library is loaded.
@@ -26,7 +25,6 @@ namespace mha_deploy {
 namespace {
 
 namespace fe = cudnn_frontend;
-using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 // The numbers by which a launch names its tensors.
 enum Name : int64_t { kQuery = 1, kKey, kValue, kBias, kQueryCounts, kKeyCounts, kOutput };
@@ -98,35 +96,29 @@ void add_mask(fe::graph::SDPA_attributes& attributes, Mask const& mask) {
     }
 }
 
-// The views of Q, K, V, and y are given to cuDNN as they lie in memory: nothing is moved before.
-void describe_attention(fe::graph::Graph& graph, AttentionParameters const& parameters,
-    AttentionShapes const& shapes, Type type) {
-    auto const data = type == Type::kHalf ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16;
+void describe_attention(fe::graph::Graph& graph, CudnnProblem const& problem) {
+    auto const data = problem.type == Type::kHalf ? fe::DataType_t::HALF : fe::DataType_t::BFLOAT16;
     graph.set_io_data_type(data)
         .set_intermediate_data_type(fe::DataType_t::FLOAT)
         .set_compute_data_type(fe::DataType_t::FLOAT);
-    int64_t const batch = shapes.batch();
-    View const key = attended_view(parameters, shapes, Part::kKey);
-    View const value = attended_view(parameters, shapes, Part::kValue);
-    Mask const mask = mask_of(parameters, shapes);
     fe::graph::SDPA_attributes attributes;
-    attributes.set_name("attention").set_generate_stats(false).set_attn_scale(parameters.scale);
-    add_mask(attributes, mask);
-    if (parameters.has_bias) {
-        Dims const& bias = shapes.bias;
+    attributes.set_name("attention").set_generate_stats(false).set_attn_scale(problem.scale);
+    add_mask(attributes, problem.mask);
+    if (!problem.bias.empty()) {
+        Dims const& bias = problem.bias;
         View const view = dense_view(bias[0], bias[1], bias[2], bias[3]);
         attributes.set_bias(graph.tensor(describe(view, kBias, data)));
     }
-    if (mask.counts_keys) {
-        View const counts = dense_view(batch, 1, 1, 1);
+    if (problem.mask.counts_keys) {
+        View const counts = dense_view(problem.query.sizes[0], 1, 1, 1);
         attributes.set_padding_mask(true)
             .set_seq_len_q(graph.tensor(describe(counts, kQueryCounts, fe::DataType_t::INT32)))
             .set_seq_len_kv(graph.tensor(describe(counts, kKeyCounts, fe::DataType_t::INT32)));
     }
-    Tensor const query = graph.tensor(describe(attended_view(parameters, shapes, Part::kQuery), kQuery, data));
-    auto const outputs = graph.sdpa(query, graph.tensor(describe(key, kKey, data)),
-        graph.tensor(describe(value, kValue, data)), attributes);
-    View const view = output_view(parameters, shapes);
+    auto const outputs = graph.sdpa(graph.tensor(describe(problem.query, kQuery, data)),
+        graph.tensor(describe(problem.key, kKey, data)), graph.tensor(describe(problem.value, kValue, data)),
+        attributes);
+    View const& view = problem.output;
     outputs[0]->set_output(true)
         .set_uid(kOutput)
         .set_dim(std::vector<int64_t>(view.sizes.begin(), view.sizes.end()))
@@ -190,8 +182,8 @@ CudnnAttention::~CudnnAttention() {
     release_in_context(graph_);
 }
 
-Status CudnnAttention::build(AttentionParameters const& parameters, AttentionShapes const& shapes, Type type,
-    std::shared_ptr<CudnnAttention>& plan) {
+Status CudnnAttention::build(CudnnProblem const& problem, std::shared_ptr<CudnnAttention>& plan) {
+    ++counters.plans;
     return guarded("plan this attention", [&] {
         if (Status status = load_cudnn(); !status.ok()) {
             return status;
@@ -210,7 +202,7 @@ Status CudnnAttention::build(AttentionParameters const& parameters, AttentionSha
         // One at a time: they share the handle, and building is no matter of microseconds.
         static std::mutex& building = *new std::mutex;
         std::lock_guard<std::mutex> const lock(building);
-        describe_attention(graph->graph, parameters, shapes, type);
+        describe_attention(graph->graph, problem);
         if (Status status = build_graph(graph->graph, handle); !status.ok()) {
             return status;
         }

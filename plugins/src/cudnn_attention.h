@@ -1,8 +1,7 @@
 // cuDNN's fused attention: a plan for one set of sizes, built through cudnn-frontend.
 #pragma once
 
-#include "attention_parameters.h"
-#include "attention_work.h"
+#include "attention.h"
 #include "status.h"
 
 #include <cuda.h>
@@ -39,12 +38,20 @@ struct CudnnAddresses {
     void* key_counts = nullptr;    // int32 [B]
 };
 
+// One attention as cuDNN sees it: tensors as they lie in memory, so that nothing is moved before.
+struct CudnnProblem {
+    View query, key, value, output;
+    Mask mask;
+    Dims bias;  // empty: none
+    float scale = 1.0F;
+    Type type = Type::kHalf;
+};
+
 // Never changes after it was built; threads with handles of their own may launch it at the same time.
 class CudnnAttention {
 public:
-    // The sizes must have passed AttentionWork::check. Fails with cuDNN's reason where it has no kernel.
-    static Status build(AttentionParameters const& parameters, AttentionShapes const& shapes, Type type,
-        std::shared_ptr<CudnnAttention>& plan);
+    // The sizes must have passed check_shapes. Fails with cuDNN's reason where it has no kernel.
+    static Status build(CudnnProblem const& problem, std::shared_ptr<CudnnAttention>& plan);
 
     ~CudnnAttention();
     CudnnAttention(CudnnAttention const&) = delete;

@@ -61,6 +61,8 @@ Loaded load() {
     MHA_DEPLOY_LOAD(allocate, cuMemAlloc);
     MHA_DEPLOY_LOAD(free, cuMemFree);
     MHA_DEPLOY_LOAD(copy_async, cuMemcpyDtoDAsync);
+    MHA_DEPLOY_LOAD(copy_rows_async, cuMemcpy2DAsync);
+    MHA_DEPLOY_LOAD(copy_from_host, cuMemcpyHtoD);
     MHA_DEPLOY_LOAD(set_async, cuMemsetD8Async);
     MHA_DEPLOY_LOAD(set_words_async, cuMemsetD32Async);
     MHA_DEPLOY_LOAD(create_stream, cuStreamCreate);
@@ -68,7 +70,19 @@ Loaded load() {
     MHA_DEPLOY_LOAD(synchronize, cuStreamSynchronize);
     MHA_DEPLOY_LOAD(is_capturing, cuStreamIsCapturing);
     MHA_DEPLOY_LOAD(exchange_capture_mode, cuThreadExchangeStreamCaptureMode);
+    MHA_DEPLOY_LOAD(begin_capture, cuStreamBeginCapture);
+    MHA_DEPLOY_LOAD(end_capture, cuStreamEndCapture);
+    MHA_DEPLOY_LOAD(instantiate, cuGraphInstantiateWithFlags);
+    MHA_DEPLOY_LOAD(launch_graph, cuGraphLaunch);
+    MHA_DEPLOY_LOAD(destroy_executable, cuGraphExecDestroy);
+    MHA_DEPLOY_LOAD(destroy_graph, cuGraphDestroy);
+    MHA_DEPLOY_LOAD(create_event, cuEventCreate);
+    MHA_DEPLOY_LOAD(record_event, cuEventRecord);
+    MHA_DEPLOY_LOAD(wait_event, cuEventSynchronize);
+    MHA_DEPLOY_LOAD(destroy_event, cuEventDestroy);
     MHA_DEPLOY_LOAD(error_string, cuGetErrorString);
+    loaded.driver.elapsed = reinterpret_cast<decltype(loaded.driver.elapsed)>(
+        find(library, "cuEventElapsedTime", loaded.missing));
     loaded.driver.context_id = reinterpret_cast<decltype(&cuCtxGetId)>(dlsym(library, "cuCtxGetId"));
     if (loaded.missing.empty()) {
         CUresult const result = loaded.driver.init(0);
@@ -242,6 +256,7 @@ DeviceMemory::~DeviceMemory() {
 
 Status DeviceMemory::allocate(Driver const& driver, std::size_t bytes) {
     driver_ = &driver;
+    ++counters.allocations;
     CUresult const result = driver.allocate(&address_, bytes);
     if (result != CUDA_SUCCESS) {
         address_ = 0;

@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -27,6 +28,8 @@ struct Driver {
     decltype(&cuMemAlloc) allocate = nullptr;
     decltype(&cuMemFree) free = nullptr;
     decltype(&cuMemcpyDtoDAsync) copy_async = nullptr;
+    decltype(&cuMemcpy2DAsync) copy_rows_async = nullptr;
+    decltype(&cuMemcpyHtoD) copy_from_host = nullptr;
     decltype(&cuMemsetD8Async) set_async = nullptr;
     decltype(&cuMemsetD32Async) set_words_async = nullptr;
     decltype(&cuStreamCreate) create_stream = nullptr;
@@ -34,9 +37,30 @@ struct Driver {
     decltype(&cuStreamSynchronize) synchronize = nullptr;
     decltype(&cuStreamIsCapturing) is_capturing = nullptr;
     decltype(&cuThreadExchangeStreamCaptureMode) exchange_capture_mode = nullptr;
+    decltype(&cuStreamBeginCapture) begin_capture = nullptr;
+    decltype(&cuStreamEndCapture) end_capture = nullptr;
+    decltype(&cuGraphInstantiateWithFlags) instantiate = nullptr;
+    decltype(&cuGraphLaunch) launch_graph = nullptr;
+    decltype(&cuGraphExecDestroy) destroy_executable = nullptr;
+    decltype(&cuGraphDestroy) destroy_graph = nullptr;
+    decltype(&cuEventCreate) create_event = nullptr;
+    decltype(&cuEventRecord) record_event = nullptr;
+    decltype(&cuEventSynchronize) wait_event = nullptr;
+    CUresult (*elapsed)(float*, CUevent, CUevent) = nullptr;  // the form that every driver has
+    decltype(&cuEventDestroy) destroy_event = nullptr;
     decltype(&cuGetErrorString) error_string = nullptr;
     decltype(&cuCtxGetId) context_id = nullptr;  // null before CUDA 12
 };
+
+// What a call should not do once its sizes are warm, counted for the tests.
+struct Counters {
+    std::atomic<int> plans{0};
+    std::atomic<int> allocations{0};
+    std::atomic<int> synchronisations{0};
+
+    int all() const noexcept { return plans + allocations + synchronisations; }
+};
+inline Counters counters;
 
 // The driver, or why there is none.
 Status load_driver(Driver const*& driver);

@@ -2,23 +2,25 @@
 
 #include "trt/layer.h"
 #include "trt/log.h"
-#include "trt/registration.h"
 
 #if NV_TENSORRT_MAJOR >= 10
 #include "trt/plugin_v3.h"
 using Creator = mha_deploy::trt::CreatorV3;
+using CreatorInterface = nvinfer1::IPluginCreatorInterface;
 #define MHA_DEPLOY_INTERFACE "IPluginV3"
 #else
 #include "trt/plugin_v2.h"
 using Creator = mha_deploy::trt::CreatorV2;
+using CreatorInterface = nvinfer1::IPluginCreator;
 #define MHA_DEPLOY_INTERFACE "IPluginV2DynamicExt"
 #endif
-using mha_deploy::trt::CreatorInterface;
-using mha_deploy::trt::NamedCreator;
 
 #include <cudnn_frontend_version.h>
 
+#include <dlfcn.h>
+
 #include <array>
+#include <mutex>
 #include <string>
 
 #define MHA_DEPLOY_TEXT_OF(value) #value
@@ -33,13 +35,70 @@ using mha_deploy::trt::NamedCreator;
 
 namespace {
 
-CreatorInterface* const* creators(int32_t& count) {
+std::array<Creator*, 3> const& creators() {
     static Creator attention(mha_deploy::trt::attention_kind());
     static Creator linear(mha_deploy::trt::linear_kind());
     static Creator rowwise(mha_deploy::trt::rowwise_kind());
-    static std::array<CreatorInterface*, 3> const all{&attention, &linear, &rowwise};
+    static std::array<Creator*, 3> const all{&attention, &linear, &rowwise};
+    return all;
+}
+
+CreatorInterface* const* interfaces(int32_t& count) {
+    static std::array<CreatorInterface*, 3> const all{creators()[0], creators()[1], creators()[2]};
     count = static_cast<int32_t>(all.size());
     return all.data();
+}
+
+#define MHA_DEPLOY_LIBRARY_OF(major) "libnvinfer.so." #major
+#define MHA_DEPLOY_LIBRARY(major) MHA_DEPLOY_LIBRARY_OF(major)
+
+constexpr char const* kTensorRT = MHA_DEPLOY_LIBRARY(NV_TENSORRT_MAJOR);
+
+// A function of the TensorRT in this process; it is not loaded for our sake.
+template <typename Function>
+Function* function_named(char const* name) {
+    void* const library = dlopen(kTensorRT, RTLD_LAZY | RTLD_NOLOAD);
+    return reinterpret_cast<Function*>(dlsym(library == nullptr ? RTLD_DEFAULT : library, name));
+}
+
+// The logger that TensorRT itself uses.
+class TensorRTLogger final : public nvinfer1::ILoggerFinder {
+public:
+    nvinfer1::ILogger* findLogger() override {
+        auto* const get = function_named<nvinfer1::ILogger*()>("getLogger");
+        return get == nullptr ? nullptr : get();
+    }
+};
+
+bool is_registered(nvinfer1::IPluginRegistry& registry, char const* name) {
+#if NV_TENSORRT_MAJOR >= 10
+    return registry.getCreator(name, mha_deploy::trt::kPluginVersion, mha_deploy::trt::kPluginNamespace) != nullptr;
+#else
+    return registry.getPluginCreator(name, mha_deploy::trt::kPluginVersion, mha_deploy::trt::kPluginNamespace) != nullptr;
+#endif
+}
+
+// Registering with a TensorRT that is in the process already, without its registry's loadLibrary: that
+// function has another place in the registry of 8.6.0 than in that of 8.6.1, so a caller made for one calls
+// something else in the other. What is there already stays.
+std::string register_creators() {
+    auto* const get = function_named<nvinfer1::IPluginRegistry*()>("getPluginRegistry");
+    nvinfer1::IPluginRegistry* const registry = get == nullptr ? nullptr : get();
+    if (registry == nullptr) {
+        return std::string("there is no ") + kTensorRT + " in this process; load TensorRT before its plugins";
+    }
+    static TensorRTLogger logger;
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> const lock(mutex);
+    mha_deploy::trt::set_logger_finder(&logger);
+    for (Creator* const creator : creators()) {
+        char const* const name = creator->getPluginName();
+        bool const known = is_registered(*registry, name);
+        if (!known && !registry->registerCreator(*creator, mha_deploy::trt::kPluginNamespace)) {
+            return std::string("TensorRT's registry refuses the plugin ") + name;
+        }
+    }
+    return "";
 }
 
 }  // namespace
@@ -50,22 +109,18 @@ extern "C" void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
 
 #if NV_TENSORRT_MAJOR >= 10
 extern "C" CreatorInterface* const* getCreators(int32_t& count) {
-    return creators(count);
+    return interfaces(count);
 }
 #else
 extern "C" CreatorInterface* const* getPluginCreators(int32_t& count) {
-    return creators(count);
+    return interfaces(count);
 }
 #endif
 
 extern "C" char const* mha_deploy_register_plugins() {
     static thread_local std::string reason;
     try {
-        int32_t count = 0;
-        CreatorInterface* const* const all = creators(count);
-        std::array<NamedCreator, 3> const named{{{mha_deploy::trt::attention_kind().name, all[0]},
-            {mha_deploy::trt::linear_kind().name, all[1]}, {mha_deploy::trt::rowwise_kind().name, all[2]}}};
-        reason = mha_deploy::trt::register_creators(named.data(), count).reason();
+        reason = register_creators();
         return reason.empty() ? nullptr : reason.c_str();
     } catch (...) {
         return "there is too little memory to register plugins";

@@ -39,17 +39,19 @@ struct EntriesCall {
     int const* starts;
     int* key_counts;  // null: there is no cache
     int rows;         // new tokens
+    int filled_rows;  // of keys and values: those behind the last token become zero
     int cache_rows;   // T
 };
 
-// Given lengths, as cuDNN gets them; the output of batch rows without keys becomes zero.
+// Key and query counts, as cuDNN gets them; the output of batch elements without keys becomes zero.
 struct KeyCounts {
-    int const* lengths;
+    int const* lengths;  // null: `keys` for every batch element
     int* key_counts;
     int* query_counts;
     uint4* output;  // [B, S, pieces]
     int queries;
-    int keys;  // the most
+    int keys;   // the most
+    int batch;  // those behind it, of a plan for a larger one, have no keys
     int pieces;
 };
 

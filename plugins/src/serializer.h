@@ -3,6 +3,7 @@
 
 #include "status.h"
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -29,7 +30,8 @@ inline uint64_t checksum(std::byte const* bytes, std::size_t size) noexcept {
 
 template <typename Value>
 uint64_t bits_of(Value value) noexcept {
-    static_assert(std::is_arithmetic_v<Value> && sizeof(Value) <= 8, "only plain numbers are written");
+    static_assert((std::is_arithmetic_v<Value> || std::is_enum_v<Value>) && sizeof(Value) <= 8,
+        "only plain numbers are written");
     uint64_t bits = 0;
     if constexpr (std::is_same_v<Value, float>) {
         uint32_t word = 0;
@@ -72,6 +74,12 @@ public:
     template <typename Value>
     void add(Value value) {
         append(blob::bits_of(value), sizeof(Value));
+    }
+    template <typename Value, std::size_t Count>
+    void add(std::array<Value, Count> const& values) {
+        for (Value const value : values) {
+            add(value);
+        }
     }
 
     std::vector<std::byte> finish() {
@@ -142,6 +150,12 @@ public:
         value = blob::value_of<Value>(take_raw(at_, sizeof(Value)));
         at_ += sizeof(Value);
     }
+    template <typename Value, std::size_t Count>
+    void take(std::array<Value, Count>& values) noexcept {
+        for (Value& value : values) {
+            take(value);
+        }
+    }
 
     Status finish() const {
         if (short_ || at_ != end_) {
@@ -169,5 +183,33 @@ private:
     std::size_t end_ = 0;
     bool short_ = false;
 };
+
+// Parameters with a static `visit_fields(parameters, visit)` that names each field, as bytes and back.
+template <typename Parameters>
+std::vector<std::byte> fields_to_bytes(Parameters const& parameters, uint32_t magic, uint32_t version) {
+    BlobWriter writer(magic, version);
+    Parameters::visit_fields(parameters, [&](char const*, auto const& value) { writer.add(value); });
+    return writer.finish();
+}
+
+// Whatever is no such blob, or does not pass the parameters' own check, is refused.
+template <typename Parameters>
+Status fields_from_bytes(void const* bytes, std::size_t size, uint32_t magic, uint32_t version,
+    char const* what, Parameters& parameters) {
+    BlobReader reader;
+    if (Status status = reader.open(bytes, size, magic, version, what); !status.ok()) {
+        return status;
+    }
+    Parameters read;
+    Parameters::visit_fields(read, [&](char const*, auto& value) { reader.take(value); });
+    if (Status status = reader.finish(); !status.ok()) {
+        return status;
+    }
+    if (Status status = read.check(); !status.ok()) {
+        return status;
+    }
+    parameters = read;
+    return Status();
+}
 
 }  // namespace mha_deploy

@@ -1,8 +1,6 @@
 #include "sparse_heads.h"
 
 #include "../kernels/sparse_heads_arguments.cuh"
-#include "attention_layout.h"
-#include "attention_pointers.h"
 #include "driver.h"
 
 #include <algorithm>
@@ -98,9 +96,10 @@ SparseHeadsArguments arguments_of(AttentionParameters const& parameters, Attenti
     arguments.key = operand_of(parameters, shapes, pointers, Part::kKey);
     arguments.value = operand_of(parameters, shapes, pointers, Part::kValue);
     if (parameters.has_key_lengths) {
-        arguments.key_lengths = static_cast<int32_t const*>(pointers.inputs[places.key_lengths]);
+        arguments.key_lengths =
+            static_cast<int32_t const*>(pointers.inputs[static_cast<std::size_t>(places.key_lengths)]);
     }
-    arguments.gates = static_cast<uint16_t const*>(pointers.inputs[places.gates]);
+    arguments.gates = static_cast<uint16_t const*>(pointers.inputs[static_cast<std::size_t>(places.gates)]);
     arguments.output = static_cast<uint16_t*>(pointers.outputs[0]);
     if (lists_tokens(shapes.queries(parameters))) {
         arguments.counts = static_cast<int32_t*>(workspace);

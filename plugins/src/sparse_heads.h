@@ -1,7 +1,7 @@
 // Attention of the heads that a token chose, and of no others (kernels/sparse_heads.cu).
 #pragma once
 
-#include "attention_work.h"
+#include "attention.h"
 
 namespace mha_deploy {
 

@@ -1,7 +1,7 @@
 // Attention calls with their inputs on the host, and what they must give, in double.
 #pragma once
 
-#include "../src/attention_layout.h"
+#include "../src/attention.h"
 #include "check.h"
 
 #include <cmath>
@@ -254,7 +254,8 @@ inline std::vector<double> reference(HostCall const& call) {
     Rows const value(call, Part::kValue);
     int64_t const queries = call.shapes.queries(p);
     int64_t const keys = call.shapes.keys(p);
-    View const output = output_view(p, call.shapes);
+    View const output =
+        rows_view(call.shapes.batch(), p.query_heads, call.shapes.queries(p), p.value_size);
     std::vector<double> y(static_cast<std::size_t>(output.sizes[0] * output.strides[0]), 0.0);
     std::vector<double> weights(static_cast<std::size_t>(keys));
     for (int64_t b = 0; b < call.shapes.batch(); ++b) {

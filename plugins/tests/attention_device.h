@@ -1,7 +1,7 @@
 // Attention calls on a GPU: their memory, their comparison, and what must hold beside the numbers.
 #pragma once
 
-#include "../src/attention_work.h"
+#include "../src/attention.h"
 #include "attention_cases.h"
 
 #include <memory>
@@ -22,8 +22,10 @@ public:
         if (call.parameters.has_key_lengths) {
             add_input(call.key_lengths);
         }
-        View const y = output_view(call.parameters, call.shapes);
-        add_output(static_cast<std::size_t>(y.sizes[0] * y.strides[0]) * 2);
+        AttentionParameters const& p = call.parameters;
+        add_output(static_cast<std::size_t>(
+                       call.shapes.batch() * call.shapes.queries(p) * p.query_heads * p.value_size)
+                   * 2);
         if (call.parameters.has_cache) {
             for (auto const* past : {&call.past_key, &call.past_value}) {
                 add_input(*past);
@@ -94,11 +96,13 @@ inline bool compare_caches(HostCall const& call, DeviceCall const& device, std::
     return same;
 }
 
-inline void check_case(Tally& tally, Case const& given, uint32_t seed) {
+// With a plan for these sizes, or with one for sizes rounded up.
+inline void check_case(Tally& tally, Case const& given, uint32_t seed, bool rounded) {
     HostCall const call = make_call(given, seed);
-    AttentionWork work(call.parameters);
+    AttentionWork work(call.parameters, AttentionWork::kMostPlans, rounded ? 0 : AttentionWork::kExactPlans);
+    std::string const name = given.name + (rounded ? ", rounded up" : "");
     if (Status const status = work.prepare(call.shapes, call.type); !status.ok()) {
-        tally.refused(given.name, status.reason());
+        tally.refused(name, status.reason());
         return;
     }
     DeviceCall const device(call, given.in_place);
@@ -126,7 +130,88 @@ inline void check_case(Tally& tally, Case const& given, uint32_t seed) {
         passed = false;
         figures += ", wrote outside";
     }
-    tally.note(passed, given.name, status.ok() ? figures : status.reason());
+    tally.note(passed, name, status.ok() ? figures : status.reason());
+}
+
+// One work, many sizes: after each rounded size was met once, a call neither plans, nor takes memory, nor
+// waits. Sizes that the first pass meets stand for those that round to them.
+inline void check_cheap_sizes(Tally& tally, std::string const& name, std::vector<Case> const& warm,
+    std::vector<Case> const& cases, std::size_t compared) {
+    HostCall const largest = make_call(warm.back(), 1);
+    AttentionWork work(largest.parameters, AttentionWork::kMostPlans, 1);
+    Buffer const workspace(work.workspace_bytes(largest.shapes, largest.type, true) + 16);
+    Stream const stream;
+    auto const run = [&](Case const& given, bool compares) {
+        HostCall const call = make_call(given, 40);
+        DeviceCall const device(call, true);
+        device.poison_output();
+        Status const status = device.run(work, stream, workspace.get(), workspace.bytes());
+        stream.wait();
+        std::string figures;
+        bool const right = !compares || compare(call.type, device.output(), reference(call), figures);
+        return status.ok() && right && device.intact();
+    };
+    bool passed = true;
+    for (Case const& given : warm) {
+        passed = run(given, false) && passed;
+    }
+    int const before = counters.all();
+    for (std::size_t i = 0; i < cases.size(); ++i) {
+        passed = run(cases[i], i % compared == 0) && passed;
+    }
+    int const more = counters.all() - before;
+    tally.note(passed && more == 0 && workspace.intact(), name,
+        std::to_string(cases.size()) + " sizes, " + std::to_string(more) + " plans, allocations and waits, "
+            + std::to_string(counters.plans) + " plans in this process");
+}
+
+inline void check_many_sizes(Tally& tally) {
+    Case step{"step"};
+    step.heads = 8;
+    step.key_heads = 2;
+    step.queries = 1;
+    auto const with_keys = [&step](int64_t keys) {
+        Case made = step;
+        made.keys = keys;
+        return made;
+    };
+    std::vector<Case> warm;
+    std::vector<Case> growing;
+    for (int64_t keys = 64; keys <= 512; keys *= 2) {
+        warm.push_back(with_keys(keys - 1));
+    }
+    warm.push_back(with_keys(512));
+    for (int64_t keys = 1; keys <= 500; ++keys) {
+        growing.push_back(with_keys(keys));
+    }
+    check_cheap_sizes(tally, "a cache that grows over 500 steps", warm, growing, 50);
+    auto const square = [](int64_t batch, int64_t rows, int32_t seed) {
+        Case made{"random"};
+        made.layout = Layout::kPacked;
+        made.causal = Causal::kTopLeft;
+        made.batch = batch;
+        made.queries = made.keys = rows;
+        for (int64_t b = 0; b < batch; ++b) {
+            made.lengths.push_back(static_cast<int32_t>((seed + 7 * b) % (rows + 1)));
+        }
+        return made;
+    };
+    warm.clear();
+    std::vector<Case> random;
+    for (int64_t const batch : {1, 2, 4}) {
+        for (int64_t const rows : {1, 16, 32, 64, 128, 256}) {
+            warm.push_back(square(batch, rows, 3));
+        }
+    }
+    warm.push_back(square(4, 256, 3));
+    std::mt19937 engine(11);
+    for (int i = 0; i < 200; ++i) {
+        auto const one = [&engine](int64_t most) {
+            return static_cast<int64_t>(engine() % static_cast<uint32_t>(most)) + 1;
+        };
+        random.push_back(square(one(4), one(256), static_cast<int32_t>(engine() % 1000)));
+    }
+    check_cheap_sizes(tally, "200 random sizes", warm, random, 10);
 }
 
 inline Case plain(std::string const& name, int64_t rows) {

@@ -106,12 +106,12 @@ inline void check_sizes(Tally& tally) {
     Case sound{"sound"};
     sound.bias = Bias::kHeads;
     HostCall const call = make_call(sound, 1);
-    tally.note(AttentionWork::check(call.parameters, call.shapes).ok(), "sizes: sound",
-        AttentionWork::check(call.parameters, call.shapes).reason());
+    tally.note(check_shapes(call.parameters, call.shapes).ok(), "sizes: sound",
+        check_shapes(call.parameters, call.shapes).reason());
     auto const refuses = [&](std::string const& name, auto const& change) {
         AttentionShapes shapes = call.shapes;
         change(shapes);
-        Status const status = AttentionWork::check(call.parameters, shapes);
+        Status const status = check_shapes(call.parameters, shapes);
         tally.note(!status.ok(), "sizes: " + name, status.reason());
     };
     refuses("an operand too few", [](AttentionShapes& s) { s.operands.pop_back(); });
@@ -131,7 +131,7 @@ inline void check_sizes(Tally& tally) {
     HostCall const with_cache = make_call(cached, 1);
     AttentionShapes small = with_cache.shapes;
     small.cache_rows = 63;
-    tally.note(!AttentionWork::check(with_cache.parameters, small).ok(), "sizes: cache without room");
+    tally.note(!check_shapes(with_cache.parameters, small).ok(), "sizes: cache without room");
 }
 
 // The mask given to cuDNN must hide what the definition hides: compared for all queries and keys.

@@ -34,7 +34,8 @@ int main(int count, char** arguments) {
         for (Case const& given : attention_list()) {
             seed += 100;
             if (given.name.find(only) != std::string::npos) {
-                check_case(tally, given, seed);
+                check_case(tally, given, seed, false);
+                check_case(tally, given, seed, true);
             }
         }
         if (only.empty()) {
@@ -43,6 +44,7 @@ int main(int count, char** arguments) {
             check_eviction(tally);
             check_threads(tally);
             check_lifetime(tally);
+            check_many_sizes(tally);
         }
     }
     return tally.finish();

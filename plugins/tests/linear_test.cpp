@@ -1,5 +1,5 @@
 // Projections on a GPU against sums in double. `--time` prints times of projections of known models.
-#include "../src/linear_work.h"
+#include "../src/linear.h"
 #include "check.h"
 #include "linear_times.h"
 
@@ -21,11 +21,13 @@ struct Case {
     Type type = Type::kHalf;
     bool has_bias = true;
     std::size_t shift = 0;  // elements by which every tensor is moved away from where memory begins
+    bool transposed = false;
 
+    LinearParameters parameters() const { return {has_bias, transposed}; }
     std::string name() const {
         return std::to_string(shape.rows) + "x" + std::to_string(shape.inputs) + "x"
                + std::to_string(shape.outputs) + (type == Type::kHalf ? " fp16" : " bf16")
-               + (has_bias ? " bias" : "")
+               + (has_bias ? " bias" : "") + (transposed ? " transposed" : "")
                + (shift > 0 ? " shifted by " + std::to_string(shift) : "");
     }
 };
@@ -96,7 +98,8 @@ private:
         double sum = case_.has_bias ? number(bias_[case_.shift + column]) : 0.0;
         for (std::size_t k = 0; k < inputs; ++k) {
             double const x = number(x_[case_.shift + row * inputs + k]);
-            sum += x * number(weight_[case_.shift + k * outputs + column]);
+            std::size_t const at = case_.transposed ? column * inputs + k : k * outputs + column;
+            sum += x * number(weight_[case_.shift + at]);
         }
         return sum;
     }
@@ -109,8 +112,8 @@ private:
 // Right, the same each time and from another object, and nothing written beyond y and the workspace.
 void check_case(Tally& tally, Case const& c, bool may_refuse = false) {
     Data data(c);
-    LinearWork work(LinearParameters{c.has_bias});
-    LinearWork other(LinearParameters{c.has_bias});
+    LinearWork work(c.parameters());
+    LinearWork other(c.parameters());
     Stream const stream;
     Status const status = data.run(work, stream);
     stream.wait();
@@ -147,7 +150,7 @@ void check_accumulation(Tally& tally, Type type) {
     Buffer const ones(std::vector<uint16_t>(count(16384, 64), bits_of_number(type, 1.0)));
     LinearPointers pointers = data.pointers();
     pointers.weight = ones.get();
-    LinearWork work(LinearParameters{false});
+    LinearWork work(LinearParameters{});
     Stream const stream;
     Status const status = work.run(c.shape, type, pointers, nullptr, 0, stream.get());
     stream.wait();
@@ -166,13 +169,13 @@ void check_accumulation(Tally& tally, Type type) {
 void check_capture(Tally& tally, Case const& c, bool prepared) {
     Data data(c);
     Data const fresh(c, 77);
-    LinearWork work(LinearParameters{c.has_bias});
+    LinearWork work(c.parameters());
     Stream const stream;
     Status status = prepared ? work.prepare(c.shape, c.type) : Status();
     Graph const graph(stream, [&] { return data.run(work, stream); });
     bool right = status.ok() && graph.status.ok();
     for (int64_t rows = 1; rows <= 70; ++rows) {
-        Data const small({{rows, 64, 64}, c.type, c.has_bias});
+        Data const small({{rows, 64, 64}, c.type, c.has_bias, 0, c.transposed});
         right = small.run(work, stream).ok() && right;
         stream.wait();
     }
@@ -197,7 +200,7 @@ void check_capture(Tally& tally, Case const& c, bool prepared) {
 void check_threads(Tally& tally) {
     auto const work_on = [](int64_t rows, int& wrong) {
         (void)gpu();  // makes the context current in this thread
-        LinearWork work(LinearParameters{true});
+        LinearWork work(LinearParameters{true, false});
         Stream const stream;
         for (int64_t i = 0; i < 12; ++i) {
             Data const data({{rows + i % 3, 512, 768}, i % 2 == 0 ? Type::kHalf : Type::kBFloat16, true});
@@ -221,7 +224,7 @@ void check_refusals(Tally& tally) {
     Case const c{{4, 64, 64}};
     Data const data(c);
     Stream const stream;
-    LinearWork work(LinearParameters{true});
+    LinearWork work(LinearParameters{true, false});
     auto const refuses = [&](char const* name, LinearShape const& shape, Type type, LinearPointers const& p) {
         Status const status = work.run(shape, type, p, nullptr, 0, stream.get());
         tally.note(!status.ok(), std::string("refuses ") + name, status.reason());
@@ -245,11 +248,37 @@ void check_refusals(Tally& tally) {
     tally.note(work.workspace_bytes({0, 64, 64}, c.type) == 0, "no rows, no workspace");
     tally.note(data.run(work, stream).ok(), "works after refusals");
     stream.wait();
-    LinearParameters read;
-    std::vector<std::byte> bytes = serialize(LinearParameters{true});
-    tally.note(deserialize(bytes.data(), bytes.size(), read).ok() && read.has_bias, "serialized and read");
+}
+
+// Algorithms that were measured give the same numbers, travel as bytes, and are left alone elsewhere.
+void check_tuning(Tally& tally, Case const& c) {
+    auto const tuning = std::make_shared<LinearTuning>();
+    tuning->measure(c.parameters(), c.shape, c.type);
+    std::size_t const measured = tuning->entries.size();
+    std::vector<std::byte> bytes = serialize(c.parameters(), *tuning);
+    auto const read = std::make_shared<LinearTuning>();
+    LinearParameters parameters;
+    bool right = measured > 5 && tuning->find(c.shape, c.type) != nullptr
+                 && deserialize(bytes.data(), bytes.size(), parameters, *read).ok()
+                 && parameters.transposed == c.transposed && serialize(parameters, *read) == bytes;
+    Stream const stream;
+    double worst = 0.0;
+    for (bool const elsewhere : {false, true}) {
+        read->machine += elsewhere ? 1 : 0;
+        LinearWork work(parameters, read);
+        for (LinearTuning::Entry const& entry : tuning->entries) {
+            Case small = c;
+            small.shape = entry.shape;
+            Data const data(small);
+            right = data.run(work, stream).ok() && right;
+            stream.wait();
+            worst = std::max(worst, data.error());
+        }
+    }
     bytes[0] ^= std::byte{1};
-    tally.note(!deserialize(bytes.data(), bytes.size(), read).ok(), "refuses foreign bytes");
+    right = right && !deserialize(bytes.data(), bytes.size(), parameters, *read).ok();
+    tally.note(right && worst < budget(c.type), "measured " + c.name(),
+        std::to_string(measured) + " sizes, " + format("error %.2e", worst));
 }
 
 void check_all(Tally& tally) {
@@ -264,6 +293,10 @@ void check_all(Tally& tally) {
         check_case(tally, {{65, 256, 512}, type, true, 1}, true);
         check_case(tally, {{5, 97, 33}, type, true}, true);
         check_case(tally, {{6, 100, 36}, type, false}, true);
+        check_case(tally, {{129, 1024, 1000}, type, true, 0, true});
+        check_case(tally, {{1, 4096, 6144}, type, false, 0, true});
+        check_tuning(tally, {{300, 512, 768}, type, true, 0, false});
+        check_tuning(tally, {{64, 768, 256}, type, false, 0, true});
         check_accumulation(tally, type);
         check_capture(tally, {{48, 2048, 1024}, type, true}, true);
         check_capture(tally, {{49, 4096, 512}, type, true}, false);

@@ -1,7 +1,7 @@
 // Times of projections of known models, beside what the device's arithmetic and memory allow.
 #pragma once
 
-#include "../src/linear_work.h"
+#include "../src/linear.h"
 #include "check.h"
 
 #include <chrono>
@@ -16,7 +16,7 @@ struct TimedLinear {
 inline constexpr double kFlopsPerSecond = 780e12;  // both measured on an H200
 inline constexpr double kBytesPerSecond = 4.3e12;
 
-inline double floor_microseconds(LinearShape const& shape) {
+inline double bound_microseconds(LinearShape const& shape) {
     auto const rows = static_cast<double>(shape.rows);
     auto const inputs = static_cast<double>(shape.inputs);
     auto const outputs = static_cast<double>(shape.outputs);
@@ -77,10 +77,18 @@ private:
     std::vector<Buffer> weights_;
 };
 
-inline void time_linear(TimedLinear const& timed) {
+// As cuBLASLt proposes it, or the fastest of its proposals.
+inline void time_linear(TimedLinear const& timed, bool transposed, bool tuned) {
     TimedData const data(timed.shape);
     Stream const stream;
-    LinearWork work(LinearParameters{true});
+    LinearParameters const parameters{true, transposed};
+    auto const tuning = std::make_shared<LinearTuning>();
+    auto const begin = std::chrono::steady_clock::now();
+    if (tuned) {
+        tuning->measure(parameters, timed.shape, Type::kHalf);
+    }
+    std::chrono::duration<double> const measuring = std::chrono::steady_clock::now() - begin;
+    LinearWork work(parameters, tuning);
     Status const prepared = work.prepare(timed.shape, Type::kHalf);
     Graph const graph(stream, [&] { return data.run_all(work, stream.get()); });
     std::string const reason = prepared.reason() + graph.status.reason();
@@ -89,11 +97,12 @@ inline void time_linear(TimedLinear const& timed) {
         int const launches = std::clamp(static_cast<int>(2e4 / graph.microseconds(1, 1)), 2, 50);
         time = graph.microseconds(7, launches) / static_cast<double>(data.launches());
     }
-    double const floor = floor_microseconds(timed.shape);
+    double const bound = bound_microseconds(timed.shape);
     std::string const sizes = std::to_string(timed.shape.rows) + "x" + std::to_string(timed.shape.inputs)
                               + "x" + std::to_string(timed.shape.outputs);
-    std::printf("time %-25s %-16s %8.1f us  floor %8.1f us  %.2fx %s\n", timed.name, sizes.c_str(), time,
-        floor, time / floor, reason.c_str());
+    std::printf("time %-25s %-16s %s %s %8.1f us  bound %8.1f us  %.2fx  measured in %.2f s %s\n", timed.name,
+        sizes.c_str(), transposed ? "[N, K]" : "[K, N]", tuned ? "tuned" : "first", time, bound, time / bound,
+        measuring.count(), reason.c_str());
     std::fflush(stdout);
 }
 
@@ -108,7 +117,7 @@ inline void time_host() {
     double first = 0.0;
     Clock::time_point begin = Clock::now();
     for (int i = 0; i < 65; ++i) {
-        works.push_back(std::make_unique<LinearWork>(LinearParameters{false}));
+        works.push_back(std::make_unique<LinearWork>(LinearParameters{}));
         if (!works.back()->prepare(shape, Type::kHalf).ok()) {
             return;
         }
@@ -140,7 +149,11 @@ inline void time_all() {
         {"gpt3-175b 1x512 out", {512, 12288, 12288}}, {"llama-3-8b decode 1 qkv", {1, 4096, 6144}},
         {"llama-3-8b decode 32 qkv", {32, 4096, 6144}}};
     for (TimedLinear const& timed : kTimed) {
-        time_linear(timed);
+        for (bool const transposed : {false, true}) {
+            for (bool const tuned : {false, true}) {
+                time_linear(timed, transposed, tuned);
+            }
+        }
     }
     time_host();
 }

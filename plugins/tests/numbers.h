@@ -1,7 +1,7 @@
 // 16-bit numbers on the host, random ones, and how far two results are apart.
 #pragma once
 
-#include "../src/attention_parameters.h"
+#include "../src/attention.h"
 
 #include <algorithm>
 #include <cmath>

@@ -32,7 +32,7 @@ inline PluginPointer create(Creator& creator, FieldList& fields) {
 
 inline PluginPointer load(Creator& creator, Bytes const& bytes) {
     FieldList fields;
-    fields.put("parameters", bytes.data(), bytes.size(), PluginFieldType::kINT8, bytes.size());
+    fields.put("parameters", bytes.data(), bytes.size(), PluginFieldType::kUNKNOWN, bytes.size());
     return PluginPointer(
         creator.createPlugin("node", fields.collection(), nvinfer1::TensorRTPhase::kRUNTIME));
 }

@@ -58,6 +58,7 @@ inline FieldList changed(std::string const& name, std::vector<int32_t> const& va
 inline FieldList linear_fields(int32_t has_bias) {
     FieldList fields;
     fields.set("has_bias", {has_bias});
+    fields.set("transposed", {0});
     return fields;
 }
 

@@ -150,6 +150,9 @@ inline std::vector<nvinfer1::DynamicPluginTensorDesc> tensors(
     for (std::vector<int64_t> const& one : sizes) {
         nvinfer1::DynamicPluginTensorDesc tensor{};
         tensor.desc.dims = tensor.min = tensor.max = dims(one);
+#if NV_TENSORRT_MAJOR >= 10
+        tensor.opt = tensor.max;
+#endif
         tensor.desc.type = type;
         tensor.desc.format = TensorFormat::kLINEAR;
         all.push_back(tensor);

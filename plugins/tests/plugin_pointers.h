@@ -1,7 +1,7 @@
 // Which addresses a call of the attention may have. Nothing is read there.
 #pragma once
 
-#include "../src/attention_pointers.h"
+#include "../src/attention.h"
 #include "plugin_expect.h"
 
 namespace host {

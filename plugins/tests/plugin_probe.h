@@ -29,7 +29,7 @@ public:
         return Status();
     }
     Status prepare(Type) override { return Status(); }
-    std::size_t workspace_bytes(Type) override { return static_cast<std::size_t>(rows_) * 1000; }
+    std::size_t workspace_bytes(Type, bool) override { return static_cast<std::size_t>(rows_) * 1000; }
     Status run(Type, CallMemory const& memory) override {
         return Status::failed("probe of " + std::to_string(memory.workspace_bytes) + " bytes");
     }

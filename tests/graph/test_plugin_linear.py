@@ -51,6 +51,7 @@ def test_attributes_and_bias() -> None:
     for each, bias in ((packed, 0), (projection, 1)):
         assert {name: attribute.value for name, attribute in each.attributes.items()} == {
             "has_bias": bias,
+            "transposed": 0,
             "plugin_version": "1",
             "plugin_namespace": "mha_deploy",
         }

@@ -10,8 +10,20 @@ import onnx_ir as ir
 import pytest
 from attention_models import attention, random_feeds
 from conformance import run_in_reference
+from onnx import TensorProto
 from oracle import attend
-from plugin_layers import FP16, INT32, INT64, attributes_of, model_of, node, operators, plugin_node_of
+from plugin_layers import (
+    FP16,
+    INT32,
+    INT64,
+    assert_same,
+    attributes_of,
+    model_of,
+    node,
+    operators,
+    plugin_node_of,
+    random_inputs,
+)
 
 from mha_deploy.graph.lower import lower
 
@@ -55,7 +67,7 @@ SIGHTS: dict[str, tuple[ir.Model, tuple[int, int, int, int, int]]] = {
     "one side lengths": (fp16(Q, CROSS, left_window_size=2, lengths=True), (NONE, -1, -1, 1, 0)),
     "mask": (fp16(Q, CROSS, mask=("bool", ("S", "T"))), (NONE, -1, -1, 1, 0)),
     "numbers": (fp16(Q, CROSS, mask=("fp16", ("B", 4, "S", "T"))), (NONE, -1, -1, 1, 0)),
-    "wider numbers": (fp16(Q, CROSS, mask=("fp32", ("B", 1, 1, "T"))), (NONE, -1, -1, 1, 0)),
+    "wider numbers": (fp16(Q, CROSS, mask=("fp32", ("B", 1, 1, "T"))), (NONE, -1, -1, 1, 1)),
     "causal mask": (
         fp16(Q, SELF, mask=("bool", ("B", 1, 1, "S")), is_causal=1),
         (TOP_LEFT, -1, -1, 1, 0),
@@ -230,8 +242,26 @@ def test_a_prefix_mask_becomes_lengths(name: str, causal: int) -> None:
 def test_what_only_looks_like_a_prefix_stays_a_mask(name: str) -> None:
     model = masked(OTHERS[name])
     lowered = lower(model, "plugin")
-    assert attributes_of(lowered, "has_bias", "has_key_lengths") == {"has_bias": 1, "has_key_lengths": 0}
+    assert attributes_of(lowered, "has_bias") == {"has_bias": 1}
     assert_as_products(model, lowered, [1, 4, 7])
+
+
+def test_a_padding_mask_is_computed_once_for_all_layers() -> None:
+    heads: dict[str, Any] = {"q_num_heads": 4, "kv_num_heads": 4}
+    layers = [
+        node("Attention", "x x x mask", "y", **heads),
+        node("Attention", "y y y mask", "z", **heads),
+        node("Attention", "z z z mask", "last", **heads),
+    ]
+    shape = (FP16, ["B", "S", 32])
+    inputs = {"x": shape, "mask": (TensorProto.BOOL, ["B", 1, 1, "S"])}
+    model = model_of(layers, inputs, {"last": shape})
+    lowered = lower(model, "plugin")
+    attentions = [each for each in lowered.graph if each.op_type == "MhaDeployAttention"]
+    assert len({(each.inputs[1], each.inputs[2]) for each in attentions}) == 1
+    assert [operators(lowered).count(name) for name in ("Where", "Expand", "Log")] == [1, 1, 1]
+    mask = np.array([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]], bool).reshape(3, 1, 1, 5)
+    assert_same(model, lowered, random_inputs(model, {"B": 3, "S": 5}, mask=mask))
 
 
 def test_lengths_in_int32_need_no_cast() -> None:

@@ -6,39 +6,10 @@
 namespace mha_deploy::trt {
 
 using nvinfer1::DimsExprs;
-using nvinfer1::PluginField;
-using nvinfer1::PluginFieldType;
 
 namespace {
 
 constexpr char const* kName = "MhaDeployAttention";
-
-// Where the inputs that may be missing stand; -1 where there is none.
-struct InputPlaces {
-    int32_t bias = -1;
-    int32_t key_lengths = -1;
-    int32_t gates = -1;
-    int32_t past_key = -1;
-    int32_t past_value = -1;
-    int32_t starts = -1;
-    int32_t cos = -1;
-    int32_t sin = -1;
-    int32_t positions = -1;
-
-    explicit InputPlaces(AttentionParameters const& parameters) {
-        int32_t next = parameters.operands();
-        bias = parameters.has_bias ? next++ : -1;
-        key_lengths = parameters.has_key_lengths ? next++ : -1;
-        gates = parameters.has_gates ? next++ : -1;
-        past_key = parameters.has_cache ? next++ : -1;
-        past_value = parameters.has_cache ? next++ : -1;
-        starts = parameters.has_cache ? next++ : -1;
-        cos = parameters.rotates() ? next++ : -1;
-        sin = parameters.rotates() ? next++ : -1;
-        bool const given = parameters.rotary_positions == RotaryPositions::kGiven;
-        positions = parameters.rotates() && given ? next++ : -1;
-    }
-};
 
 class AttentionLayer final : public Layer {
 public:
@@ -51,9 +22,9 @@ public:
     int32_t inputs() const noexcept override { return parameters_.inputs(); }
     int32_t outputs() const noexcept override { return parameters_.outputs(); }
 
-    bool is_integer(int32_t input) const noexcept override {
-        return input >= 0 && (input == places_.key_lengths || input == places_.starts
-                                 || input == places_.positions);
+    bool is_integer(int32_t input) const noexcept override { return places_.is_integer(input); }
+    int32_t aliased_input(int32_t output) const noexcept override {
+        return output == 1 ? places_.past_key : output == 2 ? places_.past_value : -1;
     }
 
     Status output_dims(int32_t output, DimsExprs const* inputs, nvinfer1::IExprBuilder& builder,
@@ -61,7 +32,9 @@ public:
     Status resize(std::vector<Dims> const& inputs) override;
 
     Status prepare(Type type) override { return work_.prepare(shapes_, type); }
-    std::size_t workspace_bytes(Type type) override { return work_.workspace_bytes(shapes_, type); }
+    std::size_t workspace_bytes(Type type, bool dynamic) override {
+        return work_.workspace_bytes(shapes_, type, dynamic);
+    }
     Status run(Type type, CallMemory const& memory) override;
 
 private:
@@ -147,7 +120,7 @@ Status AttentionLayer::resize(std::vector<Dims> const& inputs) {
         bool const per_token = parameters_.rotary_positions == RotaryPositions::kPerToken;
         shapes.table_rows = table.empty() ? 0 : per_token && table.size() > 1 ? table[0] * table[1] : table[0];
     }
-    if (Status const status = AttentionWork::check(parameters_, shapes); !status.ok()) {
+    if (Status const status = check_shapes(parameters_, shapes); !status.ok()) {
         return status;
     }
     if (Status const status = check_others(inputs, shapes); !status.ok()) {
@@ -163,65 +136,24 @@ Status AttentionLayer::run(Type type, CallMemory const& memory) {
     return work_.run(shapes_, type, pointers_, memory.workspace, memory.workspace_bytes, memory.stream);
 }
 
-Status made(AttentionParameters const& parameters, std::unique_ptr<Layer>& layer) {
-    if (Status status = parameters.check(); !status.ok()) {
-        return status;
-    }
-    layer = std::make_unique<AttentionLayer>(parameters);
-    return Status();
-}
-
 Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {
-    AttentionParameters p;
-    int32_t causal = 0;
-    int32_t rotary = 0;
-    int32_t rotary_positions = 0;
-    fields.take("query_heads", p.query_heads);
-    fields.take("key_heads", p.key_heads);
-    fields.take("head_size", p.head_size);
-    fields.take("value_size", p.value_size);
-    fields.take("scale", p.scale);
-    fields.take_between("causal", 0, 2, causal);
-    fields.take("left_window", p.left_window);
-    fields.take("right_window", p.right_window);
-    fields.take("sources", p.sources);
-    fields.take("offsets", p.offsets);
-    fields.take("has_bias", p.has_bias);
-    fields.take("has_key_lengths", p.has_key_lengths);
-    fields.take("has_gates", p.has_gates);
-    fields.take("has_cache", p.has_cache);
-    fields.take_between("rotary", 0, 2, rotary);
-    fields.take("rotary_size", p.rotary_size);
-    fields.take_between("rotary_positions", 0, 3, rotary_positions);
-    p.rotary = static_cast<RotaryPairs>(rotary);
-    p.rotary_positions = static_cast<RotaryPositions>(rotary_positions);
-    p.causal = static_cast<Causal>(causal);
-    return fields.status().ok() ? made(p, layer) : fields.status();
+    AttentionParameters parameters;
+    Status status = take_fields(fields, parameters);
+    layer = status.ok() ? std::make_unique<AttentionLayer>(parameters) : nullptr;
+    return status;
 }
 
 Status from_bytes(void const* bytes, std::size_t size, std::unique_ptr<Layer>& layer) {
     AttentionParameters parameters;
-    Status const status = deserialize(bytes, size, parameters);
-    return status.ok() ? made(parameters, layer) : status;
-}
-
-std::vector<PluginField> field_names() {
-    std::vector<PluginField> fields;
-    for (char const* const name : {"query_heads", "key_heads", "head_size", "value_size", "causal",
-             "left_window", "right_window", "has_bias", "has_key_lengths", "has_gates", "has_cache", "rotary",
-             "rotary_size", "rotary_positions"}) {
-        fields.emplace_back(name, nullptr, PluginFieldType::kINT32, 1);
-    }
-    fields.emplace_back("sources", nullptr, PluginFieldType::kINT32, 3);
-    fields.emplace_back("offsets", nullptr, PluginFieldType::kINT32, 3);
-    fields.emplace_back("scale", nullptr, PluginFieldType::kFLOAT32, 1);
-    return fields;
+    Status status = deserialize(bytes, size, parameters);
+    layer = status.ok() ? std::make_unique<AttentionLayer>(parameters) : nullptr;
+    return status;
 }
 
 }  // namespace
 
 LayerKind const& attention_kind() {
-    static LayerKind const kind{kName, field_names(), from_fields, from_bytes};
+    static LayerKind const kind{kName, field_names<AttentionParameters>(), from_fields, from_bytes};
     return kind;
 }
 

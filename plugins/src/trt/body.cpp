@@ -6,6 +6,7 @@
 #include "../serializer.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace mha_deploy::trt {
@@ -49,22 +50,61 @@ bool has_gpu() {
 
 }  // namespace
 
-void WorkspacePromise::lower(std::uint64_t bytes) noexcept {
-    std::uint64_t seen = bytes_.load();
-    while (bytes < seen && !bytes_.compare_exchange_weak(seen, bytes)) {
+// ---- sizes as TensorRT has them, as ours
+
+Dims dims_of(nvinfer1::Dims const& dims) {
+    return Dims(dims.d, dims.d + std::max<int32_t>(dims.nbDims, 0));
+}
+
+bool is_concrete(nvinfer1::Dims const& dims) noexcept {
+    return dims.nbDims >= 0
+        && std::all_of(dims.d, dims.d + dims.nbDims, [](int64_t size) { return size >= 0; });
+}
+
+std::optional<Dims> dims_of(nvinfer1::DimsExprs const& dims) {
+    Dims sizes;
+    for (int32_t i = 0; i < dims.nbDims; ++i) {
+        if (!dims.d[i]->isConstant()) {
+            return std::nullopt;
+        }
+        sizes.push_back(dims.d[i]->getConstantValue());
     }
+    return sizes;
 }
 
-std::uint64_t WorkspacePromise::bytes() const noexcept {
-    std::uint64_t const bytes = bytes_.load();
-    return bytes == kNothingAsked ? 0 : bytes;
+std::vector<Dims> sizes_of(nvinfer1::PluginTensorDesc const* tensors, int32_t count) {
+    std::vector<Dims> sizes;
+    std::transform(tensors, tensors + count, std::back_inserter(sizes),
+        [](nvinfer1::PluginTensorDesc const& tensor) { return dims_of(tensor.dims); });
+    return sizes;
 }
 
-PluginBody::PluginBody(std::unique_ptr<Layer> layer, std::shared_ptr<WorkspacePromise> promise)
-    : layer_(std::move(layer)), promise_(std::move(promise)) {}
+std::vector<Dims> sizes_of(nvinfer1::DynamicPluginTensorDesc const* tensors, int32_t count,
+    nvinfer1::Dims nvinfer1::DynamicPluginTensorDesc::*which) {
+    std::vector<Dims> sizes;
+    std::transform(tensors, tensors + count, std::back_inserter(sizes),
+        [which](nvinfer1::DynamicPluginTensorDesc const& tensor) { return dims_of(tensor.*which); });
+    return sizes;
+}
+
+Status rows_of(Dims const& x, int64_t& rows) {
+    rows = 1;
+    for (auto size = x.begin(); size != x.end() - 1; ++size) {
+        if (*size < 0 || (*size != 0 && rows > std::numeric_limits<int32_t>::max() / *size)) {
+            return Status::failed("x is " + text_of(x) + "; it may have up to 2147483647 rows");
+        }
+        rows *= *size;
+    }
+    return Status();
+}
+
+// ---- one plugin object
+
+PluginBody::PluginBody(std::unique_ptr<Layer> layer, std::shared_ptr<EngineRecord> record)
+    : layer_(std::move(layer)), record_(std::move(record)) {}
 
 std::unique_ptr<PluginBody> PluginBody::clone() const {
-    return std::make_unique<PluginBody>(layer_->clone(), promise_);
+    return std::make_unique<PluginBody>(layer_->clone(), record_);
 }
 
 bool PluginBody::supports(
@@ -113,8 +153,15 @@ Status PluginBody::resize(std::vector<Dims> sizes) {
     return status;
 }
 
-Status PluginBody::check_largest(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t count) {
-    return resize(largest_sizes_of(inputs, count));
+Status PluginBody::configure(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t count) {
+    using Tensor = nvinfer1::DynamicPluginTensorDesc;
+    std::vector<Dims> const smallest = sizes_of(inputs, count, &Tensor::min);
+    std::vector<Dims> const largest = sizes_of(inputs, count, &Tensor::max);
+    if (smallest != largest) {
+        record_->dynamic = true;
+    }
+    Status status = resize(largest);
+    return status.ok() || resize(smallest).ok() ? Status() : status;
 }
 
 Status PluginBody::prepare(PluginTensorDesc const* inputs, int32_t count) {
@@ -128,18 +175,26 @@ Status PluginBody::prepare(PluginTensorDesc const* inputs, int32_t count) {
     return has_gpu() ? layer_->prepare(type) : Status();
 }
 
+void PluginBody::tune(std::vector<Dims> const& inputs, DataType from) {
+    Type type = Type::kHalf;
+    if (record_->building && has_gpu() && resize(inputs).ok() && type_of(from, type).ok()) {
+        layer_->tune(type);
+    }
+}
+
 std::size_t PluginBody::workspace_bytes(std::vector<Dims> const& inputs, DataType from) {
     Type type = Type::kHalf;
     std::size_t bytes = 0;
+    tune(inputs, from);
     if (resize(inputs).ok() && type_of(from, type).ok()) {
         if (has_gpu()) {
             // Logged here: a kernel that is missing would only show at the first call.
             logged_ok(layer_->name(), layer_->prepare(type));
         }
-        std::size_t const wanted = layer_->workspace_bytes(type);
+        std::size_t const wanted = layer_->workspace_bytes(type, record_->dynamic);
         bytes = (wanted + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
     }
-    promise_->lower(bytes);
+    record_->lower_workspace(bytes);
     return bytes;
 }
 
@@ -157,14 +212,14 @@ Status PluginBody::run(PluginTensorDesc const* inputs, CallMemory memory) {
     if (Status status = type_of(inputs[0].type, type); !status.ok()) {
         return status;
     }
-    memory.workspace_bytes = memory.workspace == nullptr ? 0 : static_cast<std::size_t>(promise_->bytes());
+    memory.workspace_bytes = memory.workspace == nullptr ? 0 : static_cast<std::size_t>(record_->workspace());
     return layer_->run(type, memory);
 }
 
 std::vector<std::byte> PluginBody::serialize() const {
     std::vector<std::byte> const parameters = layer_->parameter_bytes();
     BlobWriter writer(kMagic, kBlobVersion);
-    writer.add(promise_->bytes());
+    writer.add(record_->workspace());
     writer.add(static_cast<uint32_t>(parameters.size()));
     for (std::byte const byte : parameters) {
         writer.add(static_cast<uint8_t>(byte));
@@ -193,9 +248,9 @@ Status PluginBody::deserialize(
     if (Status status = kind.from_bytes(parameters.data(), parameters.size(), layer); !status.ok()) {
         return status;
     }
-    auto promise = std::make_shared<WorkspacePromise>();
-    promise->lower(workspace);
-    body = std::make_unique<PluginBody>(std::move(layer), std::move(promise));
+    auto record = std::make_shared<EngineRecord>();
+    record->lower_workspace(workspace);
+    body = std::make_unique<PluginBody>(std::move(layer), std::move(record));
     return Status();
 }
 
@@ -206,7 +261,9 @@ Status body_from_fields(LayerKind const& kind, nvinfer1::PluginFieldCollection c
     if (Status status = kind.from_fields(fields, layer); !status.ok()) {
         return status;
     }
-    body = std::make_unique<PluginBody>(std::move(layer), std::make_shared<WorkspacePromise>());
+    auto record = std::make_shared<EngineRecord>();
+    record->building = true;
+    body = std::make_unique<PluginBody>(std::move(layer), std::move(record));
     return Status();
 }
 

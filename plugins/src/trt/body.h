@@ -13,23 +13,33 @@
 
 namespace mha_deploy::trt {
 
-// How much workspace TensorRT was asked for while the engine was built. `enqueue` is given memory but not its
-// size, and a machine without a GPU asks for none, so what was asked has to travel with the engine. With
-// several profiles TensorRT asks several times; the smallest answer is the one that always holds.
-class WorkspacePromise {
-public:
-    void lower(std::uint64_t bytes) noexcept;
-    std::uint64_t bytes() const noexcept;
+// What is known of an engine while it is built, for all clones of a plugin.
+struct EngineRecord {
+    bool building = false;             // made from fields, not from the bytes of an engine
+    std::atomic<bool> dynamic{false};  // the sizes differ from call to call
+
+    // How much workspace TensorRT was asked for. `enqueue` is given memory but not its size, and a machine
+    // without a GPU asks for none, so what was asked has to travel with the engine. With several profiles
+    // TensorRT asks several times; the smallest answer is the one that always holds.
+    void lower_workspace(std::uint64_t bytes) noexcept {
+        std::uint64_t known = workspace_.load();
+        while (bytes < known && !workspace_.compare_exchange_weak(known, bytes)) {
+        }
+    }
+    std::uint64_t workspace() const noexcept {
+        std::uint64_t const bytes = workspace_.load();
+        return bytes == kNothingAsked ? 0 : bytes;
+    }
 
 private:
     static constexpr std::uint64_t kNothingAsked = std::numeric_limits<std::uint64_t>::max();
-    std::atomic<std::uint64_t> bytes_{kNothingAsked};
+    std::atomic<std::uint64_t> workspace_{kNothingAsked};
 };
 
 // One plugin object. TensorRT clones it for each execution context: every clone has work of its own.
 class PluginBody {
 public:
-    PluginBody(std::unique_ptr<Layer> layer, std::shared_ptr<WorkspacePromise> promise);
+    PluginBody(std::unique_ptr<Layer> layer, std::shared_ptr<EngineRecord> record);
 
     std::unique_ptr<PluginBody> clone() const;
     Layer const& layer() const noexcept { return *layer_; }
@@ -42,13 +52,15 @@ public:
     Status output_dims(int32_t output, nvinfer1::DimsExprs const* inputs, int32_t count,
         nvinfer1::IExprBuilder& builder, nvinfer1::DimsExprs& dims);
 
-    // At build time: whether the largest sizes fit the parameters.
-    Status check_largest(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t count);
+    // At build time: refuse sizes that fit the parameters neither at their largest nor at their smallest. The
+    // largest sizes of several inputs need not belong to the same call.
+    Status configure(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t count);
 
     // Find the plans of these sizes. Without a GPU there are none: an engine may be built for another
     // machine.
     Status prepare(nvinfer1::PluginTensorDesc const* inputs, int32_t count);
 
+    void tune(std::vector<Dims> const& inputs, nvinfer1::DataType type);
     std::size_t workspace_bytes(std::vector<Dims> const& inputs, nvinfer1::DataType type);
     Status run(nvinfer1::PluginTensorDesc const* inputs, CallMemory memory);
 
@@ -61,7 +73,7 @@ private:
     Status resize(std::vector<Dims> sizes);
 
     std::unique_ptr<Layer> layer_;
-    std::shared_ptr<WorkspacePromise> promise_;
+    std::shared_ptr<EngineRecord> record_;
     std::vector<Dims> sizes_;  // those that the layer works with now; empty: none
 };
 
@@ -72,6 +84,8 @@ Dims dims_of(nvinfer1::Dims const& dims);
 bool is_concrete(nvinfer1::Dims const& dims) noexcept;
 std::optional<Dims> dims_of(nvinfer1::DimsExprs const& dims);  // nothing where a size is not known yet
 std::vector<Dims> sizes_of(nvinfer1::PluginTensorDesc const* tensors, int32_t count);
-std::vector<Dims> largest_sizes_of(nvinfer1::DynamicPluginTensorDesc const* tensors, int32_t count);
+// Of the smallest, the usual or the largest sizes.
+std::vector<Dims> sizes_of(nvinfer1::DynamicPluginTensorDesc const* tensors, int32_t count,
+    nvinfer1::Dims nvinfer1::DynamicPluginTensorDesc::*which);
 
 }  // namespace mha_deploy::trt

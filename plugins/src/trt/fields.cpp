@@ -96,20 +96,19 @@ void Fields::take(char const* name, std::array<int32_t, 3>& values) {
     take_integers(name, values.data(), 3);
 }
 
-void Fields::take_between(char const* name, int32_t least, int32_t most, int32_t& value) {
-    int32_t taken = least;
+int32_t Fields::take_up_to(char const* name, int32_t most) {
+    int32_t taken = 0;
     take_integers(name, &taken, 1);
-    if (taken < least || taken > most) {
-        return fail("attribute '" + std::string(name) + "' is " + std::to_string(taken)
-                    + "; give it a value from " + std::to_string(least) + " to " + std::to_string(most));
+    if (taken < 0 || taken > most) {
+        fail("attribute '" + std::string(name) + "' is " + std::to_string(taken)
+             + "; give it a value from 0 to " + std::to_string(most));
+        return 0;
     }
-    value = taken;
+    return taken;
 }
 
 void Fields::take(char const* name, bool& value) {
-    int32_t number = 0;
-    take_between(name, 0, 1, number);
-    value = number == 1;
+    value = take_up_to(name, 1) == 1;
 }
 
 void Fields::take(char const* name, float& value) {

@@ -1,8 +1,7 @@
 // What a plugin computes, seen from TensorRT's side and behind both of its plugin interfaces.
 #pragma once
 
-#include "../attention_parameters.h"
-#include "../attention_work.h"
+#include "../attention.h"
 #include "../status.h"
 #include "fields.h"
 
@@ -50,8 +49,13 @@ public:
     // Take these sizes of the inputs for what follows, or say why they do not fit.
     virtual Status resize(std::vector<Dims> const& inputs) = 0;
 
+    // The input whose memory an output uses, or -1.
+    virtual int32_t aliased_input(int32_t) const noexcept { return -1; }
+
+    // While an engine is built, on a machine with a GPU: measure what there is to choose from.
+    virtual void tune(Type) {}
     virtual Status prepare(Type type) = 0;
-    virtual std::size_t workspace_bytes(Type type) = 0;
+    virtual std::size_t workspace_bytes(Type type, bool dynamic) = 0;
     virtual Status run(Type type, CallMemory const& memory) = 0;
 };
 
@@ -67,7 +71,7 @@ LayerKind const& attention_kind();
 LayerKind const& linear_kind();
 LayerKind const& rowwise_kind();
 
-// "[2, 128, 768]", for messages.
-std::string text_of(Dims const& dims);
+// All sizes of x but the last, multiplied.
+Status rows_of(Dims const& x, int64_t& rows);
 
 }  // namespace mha_deploy::trt

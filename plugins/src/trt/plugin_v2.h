@@ -2,63 +2,138 @@
 #pragma once
 
 #include "body.h"
+#include "log.h"
 
 #include <NvInferRuntime.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace mha_deploy::trt {
 
 class PluginV2 final : public nvinfer1::IPluginV2DynamicExt {
-public:
-    PluginV2(std::unique_ptr<PluginBody> body, std::string plugin_namespace);
+    using DataType = nvinfer1::DataType;
+    using DimsExprs = nvinfer1::DimsExprs;
+    using DynamicPluginTensorDesc = nvinfer1::DynamicPluginTensorDesc;
+    using PluginTensorDesc = nvinfer1::PluginTensorDesc;
 
-    char const* getPluginType() const noexcept override;
-    char const* getPluginVersion() const noexcept override;
-    void setPluginNamespace(char const* plugin_namespace) noexcept override;
-    char const* getPluginNamespace() const noexcept override;
-    int32_t getNbOutputs() const noexcept override;
+public:
+    PluginV2(std::unique_ptr<PluginBody> body, std::string plugin_namespace)
+        : body_(std::move(body)), namespace_(std::move(plugin_namespace)) {}
+
+    char const* getPluginType() const noexcept override { return body_->layer().name(); }
+    char const* getPluginVersion() const noexcept override { return kPluginVersion; }
+    char const* getPluginNamespace() const noexcept override { return namespace_.c_str(); }
+    void setPluginNamespace(char const* text) noexcept override {
+        guarded(getPluginType(), 0, [&] { return namespace_ = text == nullptr ? "" : text, 0; });
+    }
+    int32_t getNbOutputs() const noexcept override { return body_->layer().outputs(); }
     int32_t initialize() noexcept override { return 0; }
     void terminate() noexcept override {}
     void destroy() noexcept override { delete this; }
-    PluginV2* clone() const noexcept override;
+    PluginV2* clone() const noexcept override {
+        return guarded<PluginV2*>(
+            getPluginType(), nullptr, [&] { return new PluginV2(body_->clone(), namespace_); });
+    }
 
-    nvinfer1::DataType getOutputDataType(
-        int32_t index, nvinfer1::DataType const* input_types, int32_t inputs) const noexcept override;
-    nvinfer1::DimsExprs getOutputDimensions(int32_t output, nvinfer1::DimsExprs const* inputs, int32_t count,
-        nvinfer1::IExprBuilder& builder) noexcept override;
-    bool supportsFormatCombination(int32_t position, nvinfer1::PluginTensorDesc const* tensors,
-        int32_t inputs, int32_t outputs) noexcept override;
-    void configurePlugin(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t input_count,
-        nvinfer1::DynamicPluginTensorDesc const* outputs, int32_t output_count) noexcept override;
-    size_t getWorkspaceSize(nvinfer1::PluginTensorDesc const* inputs, int32_t input_count,
-        nvinfer1::PluginTensorDesc const* outputs, int32_t output_count) const noexcept override;
-    int32_t enqueue(nvinfer1::PluginTensorDesc const* input_descs,
-        nvinfer1::PluginTensorDesc const* output_descs, void const* const* inputs, void* const* outputs,
-        void* workspace, cudaStream_t stream) noexcept override;
+    DataType getOutputDataType(int32_t, DataType const* input_types, int32_t) const noexcept override {
+        return input_types[0];
+    }
+    DimsExprs getOutputDimensions(int32_t output, DimsExprs const* inputs, int32_t count,
+        nvinfer1::IExprBuilder& builder) noexcept override {
+        DimsExprs const refused{-1, {}};  // this interface has no other way to say no
+        return guarded(getPluginType(), refused, [&] {
+            DimsExprs dims{};
+            return is_ok(body_->output_dims(output, inputs, count, builder, dims)) ? dims : refused;
+        });
+    }
+    bool supportsFormatCombination(
+        int32_t position, PluginTensorDesc const* tensors, int32_t, int32_t) noexcept override {
+        return body_->supports(position, tensors[position], tensors[0]);
+    }
 
-    size_t getSerializationSize() const noexcept override;
-    void serialize(void* buffer) const noexcept override;
+    // Called at build time, where sizes may still be unknown (-1), and when an execution context is given
+    // sizes. There is no way to refuse from here: the reason is logged, and `enqueue` then fails for the same.
+    void configurePlugin(DynamicPluginTensorDesc const* inputs, int32_t count, DynamicPluginTensorDesc const*,
+        int32_t) noexcept override {
+        guarded(getPluginType(), false, [&] {
+            bool const concrete = std::all_of(inputs, inputs + count,
+                [](DynamicPluginTensorDesc const& input) { return is_concrete(input.desc.dims); });
+            if (!concrete) {
+                return is_ok(body_->configure(inputs, count));
+            }
+            std::vector<PluginTensorDesc> tensors;
+            std::transform(inputs, inputs + count, std::back_inserter(tensors),
+                [](DynamicPluginTensorDesc const& input) { return input.desc; });
+            return is_ok(body_->prepare(tensors.data(), count));
+        });
+    }
+    size_t getWorkspaceSize(
+        PluginTensorDesc const* inputs, int32_t count, PluginTensorDesc const*, int32_t) const noexcept override {
+        return guarded<size_t>(getPluginType(), 0,
+            [&] { return body_->workspace_bytes(sizes_of(inputs, count), inputs[0].type); });
+    }
+    int32_t enqueue(PluginTensorDesc const* descs, PluginTensorDesc const*, void const* const* inputs,
+        void* const* outputs, void* workspace, cudaStream_t stream) noexcept override {
+        return guarded<int32_t>(getPluginType(), 1, [&] {
+            return is_ok(body_->run(descs, CallMemory{inputs, outputs, workspace, 0, stream})) ? 0 : 1;
+        });
+    }
+
+    size_t getSerializationSize() const noexcept override {
+        return guarded<size_t>(getPluginType(), 0, [&] { return body_->serialize().size(); });
+    }
+    void serialize(void* buffer) const noexcept override {
+        guarded(getPluginType(), 0, [&] {
+            std::vector<std::byte> const bytes = body_->serialize();
+            std::memcpy(buffer, bytes.data(), bytes.size());
+            return 0;
+        });
+    }
 
 private:
+    bool is_ok(Status const& status) const noexcept { return logged_ok(getPluginType(), status); }
+
     std::unique_ptr<PluginBody> body_;
     std::string namespace_;
 };
 
 class CreatorV2 final : public nvinfer1::IPluginCreator {
 public:
-    explicit CreatorV2(LayerKind const& kind);
+    explicit CreatorV2(LayerKind const& kind) : kind_(kind) {
+        fields_.nbFields = static_cast<int32_t>(kind.fields.size());
+        fields_.fields = kind.fields.data();
+    }
 
-    char const* getPluginName() const noexcept override;
-    char const* getPluginVersion() const noexcept override;
-    nvinfer1::PluginFieldCollection const* getFieldNames() noexcept override;
-    PluginV2* createPlugin(char const* name, nvinfer1::PluginFieldCollection const* fields) noexcept override;
-    PluginV2* deserializePlugin(char const* name, void const* bytes, size_t size) noexcept override;
-    void setPluginNamespace(char const* plugin_namespace) noexcept override;
-    char const* getPluginNamespace() const noexcept override;
+    char const* getPluginName() const noexcept override { return kind_.name; }
+    char const* getPluginVersion() const noexcept override { return kPluginVersion; }
+    char const* getPluginNamespace() const noexcept override { return namespace_.c_str(); }
+    void setPluginNamespace(char const* text) noexcept override {
+        guarded(kind_.name, 0, [&] { return namespace_ = text == nullptr ? "" : text, 0; });
+    }
+    nvinfer1::PluginFieldCollection const* getFieldNames() noexcept override { return &fields_; }
+    PluginV2* createPlugin(char const*, nvinfer1::PluginFieldCollection const* fields) noexcept override {
+        return made([&](std::unique_ptr<PluginBody>& body) { return body_from_fields(kind_, fields, body); });
+    }
+    PluginV2* deserializePlugin(char const*, void const* bytes, size_t size) noexcept override {
+        return made([&](std::unique_ptr<PluginBody>& body) {
+            return PluginBody::deserialize(kind_, bytes, size, body);
+        });
+    }
 
 private:
+    template <typename Make>
+    PluginV2* made(Make const& make) const noexcept {
+        return guarded<PluginV2*>(kind_.name, nullptr, [&] {
+            std::unique_ptr<PluginBody> body;
+            bool const ok = logged_ok(kind_.name, make(body));
+            return ok ? new PluginV2(std::move(body), namespace_) : nullptr;
+        });
+    }
+
     LayerKind const& kind_;
     nvinfer1::PluginFieldCollection fields_{};
     std::string namespace_ = kPluginNamespace;

@@ -1,16 +1,13 @@
 // MhaDeployRowwise: residual and normalisation, or an activation.
-#include "../rowwise_work.h"
+#include "../rowwise.h"
 
 #include "layer.h"
 
 #include <cstdint>
-#include <limits>
 
 namespace mha_deploy::trt {
 
 using nvinfer1::DimsExprs;
-using nvinfer1::PluginField;
-using nvinfer1::PluginFieldType;
 
 namespace {
 
@@ -35,7 +32,7 @@ public:
     Status resize(std::vector<Dims> const& inputs) override;
 
     Status prepare(Type) override { return Status(); }
-    std::size_t workspace_bytes(Type) override { return 0; }
+    std::size_t workspace_bytes(Type, bool) override { return 0; }
     Status run(Type type, CallMemory const& memory) override {
         return run_rowwise(parameters_, rows_, width_, type, memory.inputs, memory.outputs, memory.stream);
     }
@@ -61,57 +58,31 @@ Status RowwiseLayer::resize(std::vector<Dims> const& inputs) {
                                   + text_of(whole ? x : Dims{x.back()}));
         }
     }
-    int64_t rows = 1;
-    for (auto size = x.begin(); size != x.end() - 1; ++size) {
-        if (*size < 0 || (*size != 0 && rows > std::numeric_limits<int32_t>::max() / *size)) {
-            return Status::failed("x is " + text_of(x) + "; it may have up to 2147483647 rows");
-        }
-        rows *= *size;
+    if (Status status = rows_of(x, rows_); !status.ok()) {
+        return status;
     }
-    rows_ = rows;
     width_ = x.back();
     return Status();
 }
 
-Status made(RowwiseParameters const& parameters, std::unique_ptr<Layer>& layer) {
-    if (Status status = parameters.check(); !status.ok()) {
-        return status;
-    }
-    layer = std::make_unique<RowwiseLayer>(parameters);
-    return Status();
-}
-
 Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {
-    RowwiseParameters p;
-    int32_t operation = 0;
-    fields.take_between("operation", 0, 4, operation);
-    fields.take("has_second", p.has_second);
-    fields.take("has_bias", p.has_bias);
-    fields.take("keeps_sum", p.keeps_sum);
-    fields.take("epsilon", p.epsilon);
-    p.operation = static_cast<Rowwise>(operation);
-    return fields.status().ok() ? made(p, layer) : fields.status();
+    RowwiseParameters parameters;
+    Status status = take_fields(fields, parameters);
+    layer = status.ok() ? std::make_unique<RowwiseLayer>(parameters) : nullptr;
+    return status;
 }
 
 Status from_bytes(void const* bytes, std::size_t size, std::unique_ptr<Layer>& layer) {
     RowwiseParameters parameters;
-    Status const status = deserialize(bytes, size, parameters);
-    return status.ok() ? made(parameters, layer) : status;
-}
-
-std::vector<PluginField> field_names() {
-    std::vector<PluginField> fields;
-    for (char const* const name : {"operation", "has_second", "has_bias", "keeps_sum"}) {
-        fields.emplace_back(name, nullptr, PluginFieldType::kINT32, 1);
-    }
-    fields.emplace_back("epsilon", nullptr, PluginFieldType::kFLOAT32, 1);
-    return fields;
+    Status status = deserialize(bytes, size, parameters);
+    layer = status.ok() ? std::make_unique<RowwiseLayer>(parameters) : nullptr;
+    return status;
 }
 
 }  // namespace
 
 LayerKind const& rowwise_kind() {
-    static LayerKind const kind{kName, field_names(), from_fields, from_bytes};
+    static LayerKind const kind{kName, field_names<RowwiseParameters>(), from_fields, from_bytes};
     return kind;
 }
 

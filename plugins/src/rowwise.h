@@ -1,7 +1,7 @@
 // What stands between the GEMMs of a block, in one kernel each: residual and normalisation, or an activation.
 #pragma once
 
-#include "attention_parameters.h"
+#include "attention.h"
 #include "status.h"
 
 #include <cuda.h>
@@ -12,7 +12,7 @@
 
 namespace mha_deploy {
 
-enum class Rowwise : int32_t { kLayerNorm = 0, kRmsNorm = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
+enum class Rowwise : int32_t { kLayerNorm = 0, kRmsNorm = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4, kLast = kSilu };
 
 struct RowwiseParameters {
     Rowwise operation = Rowwise::kLayerNorm;
@@ -28,6 +28,15 @@ struct RowwiseParameters {
     }
     int32_t outputs() const noexcept { return keeps_sum ? 2 : 1; }
     Status check() const;
+
+    template <typename Self, typename Visit>
+    static void visit_fields(Self& p, Visit const& visit) {
+        visit("operation", p.operation);
+        visit("has_second", p.has_second);
+        visit("has_bias", p.has_bias);
+        visit("keeps_sum", p.keeps_sum);
+        visit("epsilon", p.epsilon);
+    }
 };
 
 std::vector<std::byte> serialize(RowwiseParameters const& parameters);

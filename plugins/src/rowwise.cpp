@@ -1,4 +1,4 @@
-#include "rowwise_work.h"
+#include "rowwise.h"
 
 #include "driver.h"
 #include "rowwise_kernels.h"
@@ -49,36 +49,11 @@ Status RowwiseParameters::check() const {
 }
 
 std::vector<std::byte> serialize(RowwiseParameters const& parameters) {
-    BlobWriter writer(kMagic, kVersion);
-    writer.add(static_cast<int32_t>(parameters.operation));
-    writer.add(parameters.has_second);
-    writer.add(parameters.has_bias);
-    writer.add(parameters.keeps_sum);
-    writer.add(parameters.epsilon);
-    return writer.finish();
+    return fields_to_bytes(parameters, kMagic, kVersion);
 }
 
 Status deserialize(void const* bytes, std::size_t size, RowwiseParameters& parameters) {
-    BlobReader reader;
-    if (Status status = reader.open(bytes, size, kMagic, kVersion, "rowwise"); !status.ok()) {
-        return status;
-    }
-    RowwiseParameters read;
-    int32_t operation = 0;
-    reader.take(operation);
-    reader.take(read.has_second);
-    reader.take(read.has_bias);
-    reader.take(read.keeps_sum);
-    reader.take(read.epsilon);
-    read.operation = static_cast<Rowwise>(operation);
-    if (Status status = reader.finish(); !status.ok()) {
-        return status;
-    }
-    if (Status status = read.check(); !status.ok()) {
-        return status;
-    }
-    parameters = read;
-    return Status();
+    return fields_from_bytes(bytes, size, kMagic, kVersion, "rowwise", parameters);
 }
 
 Status check_width(int64_t width) {

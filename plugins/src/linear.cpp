@@ -1,0 +1,707 @@
+#include "linear.h"
+
+#include "cublas_lt.h"
+#include "driver.h"
+#include "serializer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <list>
+#include <new>
+#include <utility>
+
+namespace mha_deploy {
+namespace {
+
+constexpr uint32_t kMagic = 0x4c41484d;  // "MHAL"
+constexpr uint32_t kVersion = 2;
+
+constexpr uint32_t kFullAlignment = 256;                   // bytes: what CUDA's and TensorRT's memory has
+constexpr uint64_t kWorkspaceLimit = uint64_t{32} << 20;  // what cuBLAS takes for itself on Hopper, too
+
+// Shapes that one object keeps ready. Those whose memory a graph uses come on top: they stay with the object.
+constexpr std::size_t kPlans = 32;
+
+// Partial sums of a split K in FP32, added in a fixed order. The other schemes keep them in 16 bits, which is
+// what these projections are here to avoid.
+constexpr uint32_t kReductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+
+std::string matrix(int64_t rows, int64_t columns) {
+    return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
+}
+
+// One projection as cuBLASLt states it, with an algorithm. Of one thread at a time: a launch writes the
+// address of the bias into it.
+class Matmul {
+public:
+    // Needs a GPU, launches nothing. Takes the given algorithm where there is one that still fits, else the
+    // one that the library proposes first.
+    Status make(CublasLt const& library, cublasLtHandle_t handle, LinearProblem const& problem,
+        cublasLtMatmulAlgo_t const* algorithm) {
+        library_ = &library;
+        handle_ = handle;
+        problem_ = problem;
+        if (Status status = describe(); !status.ok()) {
+            return status;
+        }
+        cublasLtMatmulHeuristicResult_t result{};
+        bool const fits = algorithm != nullptr
+                          && library.check_algorithm(handle, operation_.get(), weight_.get(), x_.get(),
+                                 y_.get(), y_.get(), algorithm, &result)
+                                 == CUBLAS_STATUS_SUCCESS
+                          && result.workspaceSize <= kWorkspaceLimit;
+        if (fits) {
+            use(*algorithm, result.workspaceSize);
+            return Status();
+        }
+        std::vector<cublasLtMatmulHeuristicResult_t> first;
+        Status status = propose(1, first);
+        if (status.ok()) {
+            use(first[0].algo, first[0].workspaceSize);
+        }
+        return status;
+    }
+
+    // At least one algorithm, the library's favourite first.
+    Status propose(int most, std::vector<cublasLtMatmulHeuristicResult_t>& found) {
+        LtPreference preference(nullptr, nullptr);
+        if (Status status = make_preference(preference); !status.ok()) {
+            return status;
+        }
+        found.resize(static_cast<std::size_t>(most));
+        int count = 0;
+        cublasStatus_t const status = library_->find_algorithms(handle_, operation_.get(), weight_.get(),
+            x_.get(), y_.get(), y_.get(), preference.get(), most, found.data(), &count);
+        found.resize(status == CUBLAS_STATUS_SUCCESS ? static_cast<std::size_t>(count) : 0);
+        found.erase(std::remove_if(found.begin(), found.end(),
+                        [](auto const& each) { return each.state != CUBLAS_STATUS_SUCCESS; }),
+            found.end());
+        if (found.empty()) {
+            return Status::failed("cuBLASLt has no algorithm for " + problem_.text() + "; got \""
+                                  + name_of(status) + "\"; try sizes that are multiples of 8");
+        }
+        return Status();
+    }
+
+    void use(cublasLtMatmulAlgo_t const& algorithm, std::size_t workspace_bytes) {
+        algorithm_ = algorithm;
+        workspace_bytes_ = workspace_bytes;
+    }
+
+    Status launch(LinearPointers const& pointers, void* workspace, CUstream stream) {
+        if (Status status = set_bias(pointers.bias); !status.ok()) {
+            return status;
+        }
+        float const one = 1.0F;
+        float const zero = 0.0F;
+        cublasStatus_t const status = library_->multiply(handle_, operation_.get(), &one, pointers.weight,
+            weight_.get(), pointers.x, x_.get(), &zero, pointers.y, y_.get(), pointers.y, y_.get(),
+            &algorithm_, workspace, workspace_bytes_, stream);
+        if (status == CUBLAS_STATUS_SUCCESS) {
+            return Status();  // before any text is made: this is every call
+        }
+        return status_of(status, "launch " + problem_.text());
+    }
+
+    LinearProblem const& problem() const { return problem_; }
+    std::size_t workspace_bytes() const { return workspace_bytes_; }
+
+private:
+    // cuBLASLt's matrices are column-major: a row-major matrix is its transpose to it, so it is asked for
+    // y^T [N, rows] = W^T [N, K] x^T [K, rows], which moves nothing. Its bias has one number for each row.
+    Status describe() {
+        auto const [rows, inputs, outputs] = problem_.shape;
+        bool const transposed = problem_.parameters.transposed;
+        cublasLtMatmulDesc_t made = nullptr;
+        Status status =
+            status_of(library_->create_operation(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describe a GEMM");
+        if (!status.ok()) {
+            return status;
+        }
+        operation_ = LtOperation(made, library_->destroy_operation);
+        cublasOperation_t const operation = transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+        status = status_of(
+            library_->set_operation(made, CUBLASLT_MATMUL_DESC_TRANSA, &operation, sizeof(operation)),
+            "transpose the weight of a GEMM");
+        if (status.ok() && problem_.parameters.has_bias) {
+            cublasLtEpilogue_t const epilogue = CUBLASLT_EPILOGUE_BIAS;
+            status = status_of(
+                library_->set_operation(made, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof(epilogue)),
+                "add a bias to a GEMM");
+        }
+        if (status.ok()) {
+            status = make_layout(weight_, transposed ? inputs : outputs, transposed ? outputs : inputs);
+        }
+        if (status.ok()) {
+            status = make_layout(x_, inputs, rows);
+        }
+        if (status.ok()) {
+            status = make_layout(y_, outputs, rows);
+        }
+        // The library reads the alignment of the bias from its address, and no more: any such number does.
+        return status.ok() ? set_bias(reinterpret_cast<void const*>(uintptr_t{problem_.alignment})) : status;
+    }
+
+    Status make_layout(LtLayout& layout, int64_t rows, int64_t columns) const {
+        cublasLtMatrixLayout_t made = nullptr;
+        cudaDataType_t const type = problem_.type == Type::kHalf ? CUDA_R_16F : CUDA_R_16BF;
+        cublasStatus_t const status = library_->create_layout(
+            &made, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), rows);
+        if (status == CUBLAS_STATUS_SUCCESS) {
+            layout = LtLayout(made, library_->destroy_layout);
+        }
+        return status_of(status, "describe the matrices of " + problem_.text());
+    }
+
+    Status make_preference(LtPreference& preference) const {
+        cublasLtMatmulPreference_t made = nullptr;
+        Status status = status_of(library_->create_preference(&made), "describe what algorithms are wanted");
+        preference = LtPreference(made, library_->destroy_preference);
+        auto const set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto const& value) {
+            if (status.ok()) {
+                status = status_of(
+                    library_->set_preference(made, attribute, &value, sizeof(value)), "limit the algorithms");
+            }
+        };
+        set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceLimit);
+        set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, kReductions);
+        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, problem_.alignment);
+        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, problem_.alignment);
+        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, problem_.alignment);
+        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, problem_.alignment);
+        return status;
+    }
+
+    Status set_bias(void const* bias) {
+        if (!problem_.parameters.has_bias || bias == bias_) {
+            return Status();
+        }
+        cublasStatus_t const status = library_->set_operation(
+            operation_.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof(bias));
+        if (status != CUBLAS_STATUS_SUCCESS) {
+            return status_of(status, "set the bias");
+        }
+        bias_ = bias;
+        return Status();
+    }
+
+    CublasLt const* library_ = nullptr;
+    cublasLtHandle_t handle_ = nullptr;
+    LinearProblem problem_;
+    LtOperation operation_{nullptr, nullptr};
+    LtLayout weight_{nullptr, nullptr};
+    LtLayout x_{nullptr, nullptr};
+    LtLayout y_{nullptr, nullptr};
+    void const* bias_ = nullptr;  // the one that is written into the operation
+    cublasLtMatmulAlgo_t algorithm_{};
+    std::size_t workspace_bytes_ = 0;
+};
+
+uint64_t machine_of(Driver const& driver, CublasLt const& library) {
+    CUdevice device = 0;
+    uint64_t number = library.version();
+    if (driver.current_device(&device) != CUDA_SUCCESS) {
+        return 0;
+    }
+    for (CUdevice_attribute const attribute :
+        {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT}) {
+        int value = 0;
+        if (driver.device_attribute(&value, attribute, device) != CUDA_SUCCESS) {
+            return 0;
+        }
+        number = number * 1024 + static_cast<uint64_t>(value);
+    }
+    return number;
+}
+
+// ---- measuring, while an engine is built
+
+constexpr int kProposals = 10;
+constexpr int kRounds = 4;
+constexpr double kMeasuringSeconds = 1.5;  // for all sizes of one projection
+constexpr float kWorthwhile = 0.98F;       // another algorithm is taken from two per cent on
+constexpr std::size_t kRotatedBytes = std::size_t{96} << 20;  // weights of several layers do not stay in L2
+
+// Launches of one algorithm as a graph, timed by events: a small GEMM is shorter than its launch.
+class Timed {
+public:
+    explicit Timed(Driver const& driver) : driver_(driver) {}
+    Timed(Timed&& other) noexcept
+        : driver_(other.driver_), graph_(std::exchange(other.graph_, nullptr)),
+          executable_(std::exchange(other.executable_, nullptr)), best(other.best) {}
+    Timed(Timed const&) = delete;
+    Timed& operator=(Timed const&) = delete;
+    Timed& operator=(Timed&&) = delete;
+    ~Timed() {
+        if (executable_ != nullptr) {
+            driver_.destroy_executable(executable_);
+        }
+        if (graph_ != nullptr) {
+            driver_.destroy_graph(graph_);
+        }
+    }
+
+    template <typename Launches>
+    bool record(CUstream stream, Launches const& launches) {
+        if (driver_.begin_capture(stream, CU_STREAM_CAPTURE_MODE_RELAXED) != CUDA_SUCCESS) {
+            return false;
+        }
+        bool const launched = launches();
+        bool const ended = driver_.end_capture(stream, &graph_) == CUDA_SUCCESS;
+        return launched && ended && driver_.instantiate(&executable_, graph_, 0) == CUDA_SUCCESS;
+    }
+
+    bool time(CUstream stream, CUevent begin, CUevent end, bool counts) {
+        float milliseconds = 0.0F;
+        bool const ok = driver_.record_event(begin, stream) == CUDA_SUCCESS
+                        && driver_.launch_graph(executable_, stream) == CUDA_SUCCESS
+                        && driver_.record_event(end, stream) == CUDA_SUCCESS
+                        && driver_.wait_event(end) == CUDA_SUCCESS
+                        && driver_.elapsed(&milliseconds, begin, end) == CUDA_SUCCESS;
+        best = ok && counts ? std::min(best, milliseconds) : best;
+        return ok;
+    }
+
+private:
+    Driver const& driver_;
+    CUgraph graph_ = nullptr;
+    CUgraphExec executable_ = nullptr;
+
+public:
+    float best = std::numeric_limits<float>::max();
+};
+
+// Memory, stream and events for measuring one projection at any number of rows up to the most.
+class Bench {
+public:
+    Bench(Driver const& driver, CublasLt const& library, cublasLtHandle_t handle)
+        : driver_(driver), library_(library), handle_(handle) {}
+    Bench(Bench const&) = delete;
+    Bench& operator=(Bench const&) = delete;
+    ~Bench() {
+        for (CUevent const event : {begin_, end_}) {
+            if (event != nullptr) {
+                driver_.destroy_event(event);
+            }
+        }
+        if (stream_ != nullptr) {
+            driver_.destroy_stream(stream_);
+        }
+    }
+
+    bool open(LinearShape const& most) {
+        auto const bytes = [](int64_t rows, int64_t columns) {
+            return static_cast<std::size_t>(rows * columns * 2 + kFullAlignment - 1) / kFullAlignment
+                   * kFullAlignment;
+        };
+        weight_bytes_ = bytes(most.inputs, most.outputs);
+        weights_ = std::clamp<std::size_t>(kRotatedBytes / weight_bytes_, 1, 8);
+        return driver_.create_stream(&stream_, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS
+               && driver_.create_event(&begin_, CU_EVENT_DEFAULT) == CUDA_SUCCESS
+               && driver_.create_event(&end_, CU_EVENT_DEFAULT) == CUDA_SUCCESS
+               && fill(x_, bytes(most.rows, most.inputs)) && fill(weight_, weights_ * weight_bytes_)
+               && fill(bias_, bytes(1, most.outputs)) && fill(y_, bytes(most.rows, most.outputs))
+               && workspace_.allocate(driver_, kWorkspaceLimit).ok();
+    }
+
+    // The fastest of the library's proposals; false where nothing could be measured.
+    bool fastest(LinearProblem const& problem, cublasLtMatmulAlgo_t& algorithm) {
+        Matmul matmul;
+        std::vector<cublasLtMatmulHeuristicResult_t> proposals;
+        if (!matmul.make(library_, handle_, problem, nullptr).ok()
+            || !matmul.propose(kProposals, proposals).ok()) {
+            return false;
+        }
+        auto const [rows, inputs, outputs] = problem.shape;
+        double const operations = 2.0 * static_cast<double>(rows) * static_cast<double>(inputs)
+                                  * static_cast<double>(outputs);
+        int const launches = operations > 1e11 ? 2 : 12;
+        std::vector<Timed> timed;
+        for (auto const& proposal : proposals) {
+            timed.emplace_back(driver_);
+            matmul.use(proposal.algo, proposal.workspaceSize);
+            bool const recorded = timed.back().record(stream_, [&] {
+                bool ok = true;
+                for (int i = 0; ok && i < launches; ++i) {
+                    auto const weight = weight_.address() + static_cast<std::size_t>(i) % weights_ * weight_bytes_;
+                    LinearPointers const pointers{reinterpret_cast<void*>(x_.address()),
+                        reinterpret_cast<void*>(weight), reinterpret_cast<void*>(bias_.address()),
+                        reinterpret_cast<void*>(y_.address())};
+                    ok = matmul.launch(pointers, reinterpret_cast<void*>(workspace_.address()), stream_).ok();
+                }
+                return ok;
+            });
+            if (!recorded || !timed.back().time(stream_, begin_, end_, false)) {
+                return false;
+            }
+        }
+        for (int round = 0; round < kRounds; ++round) {  // one after the other, so that clocks change for all
+            for (Timed& each : timed) {
+                if (!each.time(stream_, begin_, end_, true)) {
+                    return false;
+                }
+            }
+        }
+        auto const best = std::min_element(
+            timed.begin(), timed.end(), [](Timed const& one, Timed const& other) { return one.best < other.best; });
+        bool const other = best->best < kWorthwhile * timed.front().best;
+        algorithm = proposals[other ? static_cast<std::size_t>(best - timed.begin()) : 0].algo;
+        return true;
+    }
+
+private:
+    // Numbers between 1 and 2, of either sign: with zeros a GPU takes less power, and runs faster.
+    bool fill(DeviceMemory& memory, std::size_t bytes) {
+        std::vector<uint16_t> numbers(std::min<std::size_t>(bytes, std::size_t{1} << 20) / 2);
+        uint32_t state = 1;
+        for (uint16_t& number : numbers) {
+            state = state * 1664525U + 1013904223U;
+            number = static_cast<uint16_t>((state >> 16U & 0x83ffU) | 0x3c00U);
+        }
+        std::size_t done = numbers.size() * 2;
+        if (!memory.allocate(driver_, bytes).ok()
+            || driver_.copy_from_host(memory.address(), numbers.data(), done) != CUDA_SUCCESS) {
+            return false;
+        }
+        for (; done < bytes; done *= 2) {
+            std::size_t const more = std::min(done, bytes - done);
+            if (driver_.copy_async(memory.address() + done, memory.address(), more, stream_) != CUDA_SUCCESS) {
+                return false;
+            }
+        }
+        return driver_.synchronize(stream_) == CUDA_SUCCESS;
+    }
+
+    Driver const& driver_;
+    CublasLt const& library_;
+    cublasLtHandle_t handle_;
+    CUstream stream_ = nullptr;
+    CUevent begin_ = nullptr;
+    CUevent end_ = nullptr;
+    std::size_t weight_bytes_ = 0;
+    std::size_t weights_ = 1;
+    DeviceMemory x_, weight_, bias_, y_, workspace_;
+};
+
+// Layers of one model have the same sizes: each is measured once in a process.
+struct Measured {
+    std::mutex mutex;
+    std::vector<std::pair<uint64_t, std::pair<LinearProblem, cublasLtMatmulAlgo_t>>> all;  // by machine
+};
+
+Measured& shared_measurements() {
+    static Measured& measured = *new Measured;
+    return measured;
+}
+
+std::vector<int64_t> measured_rows(int64_t most) {
+    std::vector<int64_t> rows{most};
+    for (int64_t power = 1; power <= most; power *= 2) {
+        for (int64_t const each : {power, power * 3 / 4}) {
+            if (each < most && (each == power || power >= 8)) {
+                rows.push_back(each);
+            }
+        }
+    }
+    std::sort(rows.rbegin(), rows.rend());  // the largest first: they must not be cut off by the time limit
+    return rows;
+}
+
+}  // namespace
+
+bool LinearShape::operator==(LinearShape const& other) const noexcept {
+    return rows == other.rows && inputs == other.inputs && outputs == other.outputs;
+}
+
+bool LinearProblem::operator==(LinearProblem const& other) const noexcept {
+    return shape == other.shape && type == other.type && parameters.has_bias == other.parameters.has_bias
+           && parameters.transposed == other.parameters.transposed && alignment == other.alignment;
+}
+
+std::string LinearProblem::text() const {
+    return matrix(shape.rows, shape.inputs) + " x " + matrix(shape.inputs, shape.outputs) + " in "
+           + (type == Type::kHalf ? "FP16" : "BF16")
+           + (parameters.has_bias ? " with bias" : " without bias")
+           + (parameters.transposed ? ", weight transposed" : "");
+}
+
+void LinearTuning::measure(LinearParameters const& parameters, LinearShape const& most, Type type) {
+    Driver const* driver = nullptr;
+    CublasLt const* library = nullptr;
+    LtHandle handle(nullptr, nullptr);
+    if (most.rows < 1 || !load_driver(driver).ok()) {
+        return;
+    }
+    OutsideCapture const outside(*driver);
+    if (!make_handle(library, handle).ok()) {
+        return;
+    }
+    std::lock_guard<std::mutex> const lock(mutex_);
+    uint64_t const here = machine_of(*driver, *library);
+    if (here != machine) {
+        entries.clear();
+        machine = here;
+    }
+    Measured& measured = shared_measurements();
+    std::lock_guard<std::mutex> const one_at_a_time(measured.mutex);
+    auto const begin = std::chrono::steady_clock::now();
+    Bench bench(*driver, *library, handle.get());
+    bool opened = false;
+    for (int64_t const rows : measured_rows(most.rows)) {
+        LinearProblem const problem{{rows, most.inputs, most.outputs}, type, parameters, kFullAlignment};
+        if (std::any_of(entries.begin(), entries.end(),
+                [&](Entry const& each) { return each.shape == problem.shape && each.type == type; })) {
+            continue;
+        }
+        auto known = std::find_if(measured.all.begin(), measured.all.end(),
+            [&](auto const& each) { return each.first == here && each.second.first == problem; });
+        if (known == measured.all.end()) {
+            std::chrono::duration<double> const spent = std::chrono::steady_clock::now() - begin;
+            opened = opened || bench.open(most);
+            cublasLtMatmulAlgo_t algorithm{};
+            if (!opened || spent.count() > kMeasuringSeconds || !bench.fastest(problem, algorithm)) {
+                return;  // cuBLASLt's own choice will do
+            }
+            known = measured.all.insert(measured.all.end(), {here, {problem, algorithm}});
+        }
+        entries.push_back({problem.shape, type, known->second.second});
+    }
+}
+
+cublasLtMatmulAlgo_t const* LinearTuning::find(LinearShape const& shape, Type type) const {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    auto const found = std::find_if(entries.begin(), entries.end(),
+        [&](Entry const& each) { return each.shape == shape && each.type == type; });
+    return found == entries.end() ? nullptr : &found->algorithm;
+}
+
+std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTuning const& tuning) {
+    BlobWriter writer(kMagic, kVersion);
+    writer.add(parameters.has_bias);
+    writer.add(parameters.transposed);
+    writer.add(tuning.machine);
+    writer.add(static_cast<uint32_t>(tuning.entries.size()));
+    for (LinearTuning::Entry const& entry : tuning.entries) {
+        writer.add(entry.shape.rows);
+        writer.add(entry.shape.inputs);
+        writer.add(entry.shape.outputs);
+        writer.add(static_cast<int32_t>(entry.type));
+        for (uint64_t const word : entry.algorithm.data) {
+            writer.add(word);
+        }
+    }
+    return writer.finish();
+}
+
+Status deserialize(void const* bytes, std::size_t size, LinearParameters& parameters, LinearTuning& tuning) {
+    BlobReader reader;
+    if (Status status = reader.open(bytes, size, kMagic, kVersion, "linear"); !status.ok()) {
+        return status;
+    }
+    uint32_t count = 0;
+    reader.take(parameters.has_bias);
+    reader.take(parameters.transposed);
+    reader.take(tuning.machine);
+    reader.take(count);
+    tuning.entries.resize(std::min<std::size_t>(count, size / sizeof(cublasLtMatmulAlgo_t)));
+    for (LinearTuning::Entry& entry : tuning.entries) {
+        int32_t type = 0;
+        reader.take(entry.shape.rows);
+        reader.take(entry.shape.inputs);
+        reader.take(entry.shape.outputs);
+        reader.take(type);
+        for (uint64_t& word : entry.algorithm.data) {
+            reader.take(word);
+        }
+        entry.type = static_cast<Type>(type);
+    }
+    return reader.finish();
+}
+
+namespace {
+
+struct Plan {
+    Matmul matmul;
+    DeviceMemory memory;  // where no workspace was given
+    bool pinned = false;  // a graph was recorded that uses the memory
+};
+
+Status check(LinearShape const& shape, Type type) {
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    auto const between = [](int64_t size, int64_t least) { return size >= least && size <= kMost; };
+    if (!between(shape.rows, 0) || !between(shape.inputs, 1) || !between(shape.outputs, 1)) {
+        return Status::failed("a projection has 0 to 2147483647 rows, 1 to as many inputs and outputs; got "
+                              + std::to_string(shape.rows) + " rows, " + std::to_string(shape.inputs)
+                              + " inputs, " + std::to_string(shape.outputs)
+                              + " outputs; try other sizes of x and of the weight");
+    }
+    if (type != Type::kHalf && type != Type::kBFloat16) {
+        return Status::failed("a projection is in FP16 or BF16; got type "
+                              + std::to_string(static_cast<int32_t>(type))
+                              + "; try casting x, the weight and the bias");
+    }
+    return Status();
+}
+
+// The alignment in three steps, so that oddly placed tensors do not have a plan for every address.
+Status alignment_of(LinearPointers const& pointers, bool has_bias, uint32_t& alignment) {
+    uintptr_t bits = 0;
+    for (auto const& [name, address, used] : {std::tuple<char const*, void const*, bool>{"x", pointers.x, true},
+             {"the weight", pointers.weight, true}, {"y", pointers.y, true}, {"the bias", pointers.bias, has_bias}}) {
+        if (used && address == nullptr) {
+            return Status::failed(std::string("a projection got no address of ") + name
+                                  + "; try setting the addresses of all inputs and outputs");
+        }
+        bits |= used ? reinterpret_cast<uintptr_t>(address) : 0;
+    }
+    for (uint32_t const step : {kFullAlignment, 16U, 2U}) {
+        if (bits % step == 0) {
+            alignment = step;
+            return Status();
+        }
+    }
+    return Status::failed("a projection got an odd address; try tensors aligned to 256 bytes");
+}
+
+}  // namespace
+
+struct LinearWork::State {
+    LinearParameters parameters;
+    std::shared_ptr<LinearTuning const> tuning;
+    Driver const* driver = nullptr;
+    Context context;  // the one that the handle and the memory belong to
+    CublasLt const* library = nullptr;
+    LtHandle handle{nullptr, nullptr};
+    std::list<Plan> plans;  // the last used first
+
+    // Once; later only a look at whether the context is still the same.
+    Status open() {
+        Context current;
+        if (Status status = current_context(*driver, current); !status.ok()) {
+            return status;
+        }
+        if (handle != nullptr) {
+            return current == context
+                       ? Status()
+                       : Status::failed("a projection was prepared in one CUDA context; got another one; "
+                                        "try an execution context for each");
+        }
+        OutsideCapture const outside(*driver);
+        context = current;
+        return make_handle(library, handle);
+    }
+
+    Status find(LinearProblem const& problem, bool capturing, Plan*& plan) {
+        if (Status status = open(); !status.ok()) {
+            return status;
+        }
+        for (auto known = plans.begin(); known != plans.end(); ++known) {
+            if (known->matmul.problem() == problem) {
+                plans.splice(plans.begin(), plans, known);
+                plan = &plans.front();
+                return Status();
+            }
+        }
+        if (!capturing) {  // freeing waits for the device, which is no business of a recording
+            std::size_t kept = 0;
+            for (auto each = plans.begin(); each != plans.end();) {
+                bool const goes = !each->pinned && ++kept >= kPlans;
+                each = goes ? plans.erase(each) : std::next(each);
+            }
+        }
+        OutsideCapture const outside(*driver);
+        bool const tuned = problem.alignment == kFullAlignment && tuning->machine == machine_of(*driver, *library);
+        std::list<Plan> made(1);
+        Status status = made.front().matmul.make(
+            *library, handle.get(), problem, tuned ? tuning->find(problem.shape, problem.type) : nullptr);
+        if (status.ok()) {
+            plans.splice(plans.begin(), made);
+            plan = &plans.front();
+        }
+        return status;
+    }
+
+    // `workspace` is the caller's on the way in, and the one to use on the way out.
+    Status take_workspace(Plan& plan, bool capturing, void*& workspace, std::size_t given) const {
+        std::size_t const wanted = plan.matmul.workspace_bytes();
+        bool const aligned = reinterpret_cast<uintptr_t>(workspace) % kFullAlignment == 0;
+        if (wanted == 0 || (workspace != nullptr && given >= wanted && aligned)) {
+            return Status();
+        }
+        if (plan.memory.address() == 0) {
+            OutsideCapture const outside(*driver);
+            if (Status status = plan.memory.allocate(*driver, wanted); !status.ok()) {
+                return status;
+            }
+        }
+        plan.pinned = plan.pinned || capturing;
+        workspace = reinterpret_cast<void*>(plan.memory.address());
+        return Status();
+    }
+};
+
+LinearWork::LinearWork(LinearParameters const& parameters, std::shared_ptr<LinearTuning const> tuning)
+    : state_(new (std::nothrow) State) {
+    if (state_ != nullptr) {
+        state_->parameters = parameters;
+        state_->tuning = std::move(tuning);
+    }
+}
+
+LinearWork::~LinearWork() {
+    release_in_context(state_);
+}
+
+Status LinearWork::prepare(LinearShape const& shape, Type type) {
+    return guarded("prepare a projection", [&]() -> Status {
+        if (state_ == nullptr) {
+            return Status::failed("out of memory");
+        }
+        if (Status status = check(shape, type); !status.ok() || shape.rows == 0) {
+            return status;
+        }
+        if (Status status = load_driver(state_->driver); !status.ok()) {
+            return status;
+        }
+        Plan* plan = nullptr;
+        return state_->find({shape, type, state_->parameters, kFullAlignment}, false, plan);
+    });
+}
+
+std::size_t LinearWork::workspace_bytes(LinearShape const& shape, Type type) {
+    return shape.rows != 0 && prepare(shape, type).ok() ? kWorkspaceLimit : 0;
+}
+
+Status LinearWork::run(LinearShape const& shape, Type type, LinearPointers const& pointers, void* workspace,
+    std::size_t workspace_bytes, CUstream stream) {
+    return guarded("run a projection", [&]() -> Status {
+        if (state_ == nullptr) {
+            return Status::failed("out of memory");
+        }
+        if (Status status = check(shape, type); !status.ok() || shape.rows == 0) {
+            return status;
+        }
+        LinearProblem problem{shape, type, state_->parameters, kFullAlignment};
+        if (Status status = alignment_of(pointers, problem.parameters.has_bias, problem.alignment); !status.ok()) {
+            return status;
+        }
+        if (Status status = load_driver(state_->driver); !status.ok()) {
+            return status;
+        }
+        bool const capturing = is_capturing(*state_->driver, stream);
+        Plan* plan = nullptr;
+        if (Status status = state_->find(problem, capturing, plan); !status.ok()) {
+            return status;
+        }
+        if (Status status = state_->take_workspace(*plan, capturing, workspace, workspace_bytes); !status.ok()) {
+            return status;
+        }
+        return plan->matmul.launch(pointers, workspace, stream);
+    });
+}
+
+}  // namespace mha_deploy

@@ -1,0 +1,108 @@
+// y = x W + b accumulated in FP32, through cuBLASLt: a projection beside attention, or any linear layer.
+#pragma once
+
+#include "attention.h"
+#include "status.h"
+
+#include <cublasLt.h>
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace mha_deploy {
+
+struct LinearParameters {
+    bool has_bias = false;
+    bool transposed = false;  // the weight is [N, K], as PyTorch keeps it, instead of ONNX's [K, N]
+
+    int32_t inputs() const noexcept { return has_bias ? 3 : 2; }  // x, W, b
+    static Status check() { return Status(); }                    // every combination is right
+
+    template <typename Self, typename Visit>
+    static void visit_fields(Self& p, Visit const& visit) {
+        visit("has_bias", p.has_bias);
+        visit("transposed", p.transposed);
+    }
+};
+
+struct LinearShape {
+    int64_t rows = 0;     // all dimensions of x but the last, multiplied
+    int64_t inputs = 0;   // K: x is [rows, K]
+    int64_t outputs = 0;  // N
+
+    bool operator==(LinearShape const& other) const noexcept;
+};
+
+// All that decides which algorithms can be used.
+struct LinearProblem {
+    LinearShape shape;
+    Type type = Type::kHalf;
+    LinearParameters parameters;
+    uint32_t alignment = 0;  // of the least aligned pointer, in bytes
+
+    bool operator==(LinearProblem const& other) const noexcept;
+    std::string text() const;  // as in "[8, 768] x [768, 2304] in FP16 with bias"
+};
+
+// Algorithms that were measured while an engine was built, for the GPU and the cuBLASLt that they were
+// measured with. All clones of a plugin share one; an engine keeps it. Elsewhere cuBLASLt's first proposal
+// is taken, and nothing is ever measured at run time.
+class LinearTuning {
+public:
+    // Measure the proposals of cuBLASLt at all powers of two, and three quarters of them, up to the most rows,
+    // and at these. Needs a GPU; whatever fails or takes too long keeps the first proposal.
+    void measure(LinearParameters const& parameters, LinearShape const& most, Type type);
+
+    // The algorithm that was fastest, or null.
+    cublasLtMatmulAlgo_t const* find(LinearShape const& shape, Type type) const;
+
+    struct Entry {
+        LinearShape shape;
+        Type type = Type::kHalf;
+        cublasLtMatmulAlgo_t algorithm{};
+    };
+    // What they belong to: GPU and library, as one number. Entries of another machine are ignored.
+    uint64_t machine = 0;
+    std::vector<Entry> entries;
+
+private:
+    mutable std::mutex mutex_;
+};
+
+std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTuning const& tuning);
+Status deserialize(void const* bytes, std::size_t size, LinearParameters& parameters, LinearTuning& tuning);
+
+struct LinearPointers {
+    void const* x = nullptr;
+    void const* weight = nullptr;
+    void const* bias = nullptr;
+    void* y = nullptr;
+};
+
+// Of one execution context; see AttentionWork.
+class LinearWork {
+public:
+    explicit LinearWork(LinearParameters const& parameters,
+        std::shared_ptr<LinearTuning const> tuning = std::make_shared<LinearTuning>());
+    ~LinearWork();
+    LinearWork(LinearWork const&) = delete;
+    LinearWork& operator=(LinearWork const&) = delete;
+
+    Status prepare(LinearShape const& shape, Type type);
+    // The same for all sizes: few rows may want more than many, since they are split, and TensorRT asks for
+    // the most rows only.
+    std::size_t workspace_bytes(LinearShape const& shape, Type type);
+    Status run(LinearShape const& shape, Type type, LinearPointers const& pointers, void* workspace,
+        std::size_t workspace_bytes, CUstream stream);
+
+private:
+    struct State;
+    std::unique_ptr<State> state_;
+};
+
+}  // namespace mha_deploy
