@@ -19,7 +19,7 @@ INFO = {
     "tensorrt": "8.6.0",
     "cudnn_frontend": "1.32.0",
     "plugins": PLUGINS,
-    "architectures": "80;90",
+    "architectures": [80, 90],
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import platform
 import re
@@ -17,8 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from mha_deploy import __version__
 from mha_deploy.bundle.folder import sha256
@@ -42,28 +44,27 @@ class PluginError(BackendUnavailable):
     """A plugin library is missing, broken, or not the one that is needed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PluginLibrary:
-    """A library that can be loaded on this machine.
+class _Plugin(msgspec.Struct, frozen=True):
+    name: str
+    version: str
+    namespace: str
 
-    Args:
-        path: The file.
-        version: Its version; an engine needs the library of the version that it was built with.
-        interface: TensorRT's plugin interface: `IPluginV2DynamicExt` or `IPluginV3`.
-        tensorrt: Version of the headers it was compiled against.
-        cudnn_frontend: Version of the cudnn-frontend it was compiled against.
-        plugins: `name`, `version` and `namespace` of each plugin.
-        architectures: GPUs that its own kernels were compiled for.
-        sha256: Hash of the file.
-    """
 
-    path: Path
+class _Info(msgspec.Struct, frozen=True, kw_only=True):
+    """What a library says of itself: TensorRT's interface, the versions of the headers, its GPUs."""
+
     version: str
     interface: str
     tensorrt: str
     cudnn_frontend: str
-    plugins: tuple[Mapping[str, str], ...]
-    architectures: tuple[str, ...]
+    plugins: tuple[_Plugin, ...]
+    architectures: tuple[int | str, ...]
+
+
+class PluginLibrary(_Info, frozen=True, kw_only=True):
+    """A library that can be loaded on this machine; an engine needs the version that it was built with."""
+
+    path: Path
     sha256: str
 
     @property
@@ -73,27 +74,17 @@ class PluginLibrary:
 
     def brings(self, name: str, version: str) -> bool:
         """Whether it has a plugin."""
-        return any(each["name"] == name and each["version"] == version for each in self.plugins)
+        return any((each.name, each.version) == (name, version) for each in self.plugins)
 
     def record(self) -> dict[str, Any]:
         """The library as an engine's manifest records it. The path is this machine's own."""
-        return {
-            "library": self.path.name,
-            "version": self.version,
-            "sha256": self.sha256,
-            "tensorrt": self.tensorrt,
-            "plugins": [dict(each) for each in self.plugins],
-        }
+        kept = {name: self.to_dict()[name] for name in ("version", "sha256", "tensorrt", "plugins")}
+        return {"library": self.path.name, **kept}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain data."""
-        return {
-            **self.record(),
-            "path": str(self.path),
-            "interface": self.interface,
-            "cudnn_frontend": self.cudnn_frontend,
-            "architectures": list(self.architectures),
-        }
+        data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=str))
+        return {"library": self.path.name, **data}
 
 
 def major(version: str) -> str:
@@ -118,39 +109,23 @@ def _read(path: Path, changed: int) -> PluginLibrary:
     """The description, read once as long as the file does not change, in a process that may crash."""
     command = [sys.executable, "-I", "-c", _READ_INFO, str(path)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False, encoding="utf-8"
-        )
+        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PluginError(
             "The plugin library cannot be read.", got=f"{path}: {error}", hint=_REBUILD
         ) from error
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        last = (lines or [f"it ended with {done.returncode}"])[-1]
         raise PluginError("The plugin library cannot be loaded here.", got=last, hint=_REBUILD)
     try:
-        info = json.loads(done.stdout)
-        return PluginLibrary(
-            path=path,
-            version=str(info["version"]),
-            interface=str(info["interface"]),
-            tensorrt=str(info["tensorrt"]),
-            cudnn_frontend=str(info["cudnn_frontend"]),
-            plugins=tuple(
-                {key: str(each[key]) for key in ("name", "version", "namespace")} for each in info["plugins"]
-            ),
-            # A list, or a text with separators, as CMake writes lists.
-            architectures=tuple(re.findall(r"[^;,\s]+", info["architectures"]))
-            if isinstance(info["architectures"], str)
-            else tuple(map(str, info["architectures"])),
-            sha256=sha256(path),
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        info = msgspec.json.decode(done.stdout, type=_Info)
+    except msgspec.MsgspecError as error:
         raise PluginError(
-            "The plugin library has no valid description.",
-            got=f"{path}: {error.__class__.__name__} {error}",
-            hint=_REBUILD,
+            "The plugin library has no valid description.", got=f"{path}: {error}", hint=_REBUILD
         ) from error
+    known = msgspec.structs.asdict(info) | {"architectures": tuple(map(str, info.architectures))}
+    return PluginLibrary(**known, path=path, sha256=sha256(path))
 
 
 # -- The folders of the plugin's source and of built libraries -------------------------------------
@@ -174,18 +149,16 @@ def cache_folder() -> Path:
     return base / "mha-deploy" / "plugins" / __version__
 
 
-def named_place() -> Path | None:
-    """The library or folder in the environment, if any."""
+def places() -> list[Path]:
+    """Where libraries are searched for, in this order."""
     named = os.environ.get(ENVIRONMENT)
-    return Path(named).expanduser() if named else None
+    return [*([Path(named).expanduser()] if named else []), cache_folder()]
 
 
 def build_folder() -> Path:
     """Where `plugins build` writes by default."""
-    named = named_place()
-    if named is None:
-        return cache_folder()
-    return named.parent if named.suffix == ".so" else named
+    first = places()[0]
+    return first.parent if first.suffix == ".so" else first
 
 
 # -- The plugin libraries of this machine, and the one that fits a TensorRT ------------------------
@@ -198,12 +171,6 @@ class Candidate:
     path: Path
     library: PluginLibrary | None = None
     problem: str = ""
-
-
-def places() -> list[Path]:
-    """Where libraries are searched for, in this order."""
-    named = named_place()
-    return [*([] if named is None else [named]), cache_folder()]
 
 
 def candidates() -> list[Candidate]:
@@ -242,11 +209,7 @@ def library_for(version: str) -> PluginLibrary:
 
 
 def library_needed(record: Mapping[str, Any], version: str) -> PluginLibrary:
-    """The library that an engine needs.
-
-    Args:
-        record: An entry of the manifest's `plugins`.
-        version: Version of the TensorRT that shall load it.
+    """The library of an entry of an engine manifest's `plugins`, for a TensorRT of this version.
 
     Raises:
         PluginError: There is none, or one of another version.
@@ -304,30 +267,28 @@ def other_builds(records: Sequence[Mapping[str, Any]], version: str) -> list[str
 
 # -- What the library is compiled against: TensorRT, cuDNN, cudnn-frontend, CUDA, nvcc -------------
 
-_CUDA_NUMBER = ("CUDA_VERSION",)
+Places = Iterator[tuple[Path, str]]  # folders, and the origin of each path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Headers or a compiler that the build needs.
 
-    Args:
-        key: Its name in the options and in the result.
-        title: Its name in messages.
-        variable: Its variable in CMake.
-        files: The files that its folders must contain together.
-        install: How to get it.
-        places: Where it may be, the likeliest first: pairs of a folder and the origin of that path.
-        version: The file and the names of the defines with its version.
+    `files` are those that its folders must contain together, `places` where it may be, the likeliest first,
+    and `version` names the file and the defines with its version.
     """
 
     key: str
     title: str
-    variable: str
-    files: tuple[str, ...]
     install: str
-    places: Callable[[], Iterator[tuple[Path, str]]]
-    version: tuple[str, tuple[str, ...]]
+    files: tuple[str, ...] = ()
+    places: Callable[[], Places] = lambda: iter(())
+    version: tuple[str, ...] = ()
+
+    @property
+    def variable(self) -> str:
+        """Its variable in CMake."""
+        return self.key.upper()
 
     @property
     def option(self) -> str:
@@ -346,10 +307,7 @@ class Found:
 
 
 def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
-    """Find everything that the library is compiled against.
-
-    Args:
-        given: Folders that the user named, by the keys of `PARTS`; None where one was not named.
+    """Find everything that the library is compiled against; folders may be given by the keys of `PARTS`.
 
     Raises:
         PluginError: Something is missing; the error lists all of it, and where it was searched for.
@@ -381,7 +339,7 @@ def find_nvcc(given: Path | None) -> Found:
         (f"{home}/bin/nvcc" if home else None, "CUDA_HOME"),
         ("nvcc", "PATH"),
         ("/usr/local/cuda/bin/nvcc", "the system"),
-        *((str(path / "nvcc"), "a Python package") for path in _packages("nvidia/cu*/bin")),
+        *((str(path / "nvcc"), by) for path, by in _packages("nvidia/cu[0-9]*/bin", "nvidia/cuda_nvcc/bin")),
     ]
     for name, by in places:
         program = shutil.which(name) if name else None
@@ -418,33 +376,34 @@ def _found(part: Part, named: Path | None) -> Found | None:
 
 def _version(part: Part, folders: Sequence[Path]) -> str:
     """The version in the defines of a header; empty where it has none."""
-    file, names = part.version
+    file, *names = part.version
     path = next((folder / file for folder in folders if (folder / file).is_file()), None)
     text = "" if path is None else path.read_text(encoding="utf-8", errors="replace")
     defined: dict[str, str] = dict(re.findall(r"^\s*#define\s+(\w+)\s+(\w+)", text, re.MULTILINE))
     # A number may be the name of another define.
     numbers = [defined.get(defined.get(name, ""), defined.get(name, "")) for name in names]
-    if not numbers or not all(number.isdigit() for number in numbers):
+    if not all(number.isdigit() for number in numbers):
         return ""
-    if names == _CUDA_NUMBER:  # 13040 is 13.4
+    if names == ["CUDA_VERSION"]:  # 13040 is 13.4
         numbers = [str(int(numbers[0]) // 1000), str(int(numbers[0]) % 1000 // 10)]
     return ".".join(numbers)
 
 
-def _packages(pattern: str) -> list[Path]:
+def _packages(*patterns: str) -> Places:
     """Folders of Python packages that match a pattern, newest name first."""
     roots = dict.fromkeys(Path(path) for path in (sysconfig.get_paths()["purelib"], *sys.path) if path)
-    return [path for root in roots for path in sorted(root.glob(pattern), reverse=True)]
+    for pattern in patterns:
+        for root in roots:
+            yield from ((path, "a Python package") for path in sorted(root.glob(pattern), reverse=True))
 
 
-def _system() -> Iterator[tuple[Path, str]]:
+def _system() -> Places:
     yield Path(f"/usr/include/{platform.machine()}-linux-gnu"), "the system"
     yield Path("/usr/include"), "the system"
 
 
-def _tensorrt() -> Iterator[tuple[Path, str]]:
-    root = os.environ.get("TENSORRT_ROOT")
-    if root:
+def _tensorrt() -> Places:
+    if root := os.environ.get("TENSORRT_ROOT"):
         yield Path(root) / "include", "TENSORRT_ROOT"
         yield Path(root), "TENSORRT_ROOT"
     yield Path("/usr/local/tensorrt/include"), "the system"
@@ -452,91 +411,85 @@ def _tensorrt() -> Iterator[tuple[Path, str]]:
     yield from _system()
 
 
-def _cuda() -> Iterator[tuple[Path, str]]:
+def _cuda() -> Places:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(name):
             yield Path(os.environ[name]) / "include", name
-    for path in _packages("nvidia/cu*/include"):
-        if path.parent.name[2:].isdigit():  # nvidia/cu13, and not nvidia/cudnn
-            yield path, "a Python package"
-    for package in ("cuda_runtime", "cublas", "cuda_nvrtc", "cuda_nvcc"):  # the packages for CUDA 12
-        for path in _packages(f"nvidia/{package}/include"):
-            yield path, "a Python package"
+    # nvidia/cu13, and not nvidia/cudnn; the others are the packages for CUDA 12.
+    twelve = (f"nvidia/{name}/include" for name in ("cuda_runtime", "cublas", "cuda_nvrtc", "cuda_nvcc"))
+    yield from _packages("nvidia/cu[0-9]*/include", *twelve, "nvidia/cuda_cccl/include")
     yield Path("/usr/local/cuda/include"), "the system"
     yield from _system()
 
 
-def _cudnn() -> Iterator[tuple[Path, str]]:
-    for path in _packages("nvidia/cudnn/include"):
-        yield path, "a Python package"
+def _cudnn() -> Places:
+    yield from _packages("nvidia/cudnn/include")
     yield from _system()
     yield from _cuda()
 
 
-def _frontend() -> Iterator[tuple[Path, str]]:
+def _frontend() -> Places:
     # Its wheel installs them beside Python's own headers, or into the packages, depending on pip's options.
-    for path in (*_packages("include"), *_packages("nvidia/cudnn_frontend/include")):
-        yield path, "a Python package"
+    yield from _packages("include", "nvidia/cudnn_frontend/include")
     yield Path(sys.prefix) / "include", "a Python package"
     yield Path(sysconfig.get_paths()["include"]).parent, "a Python package"
     yield from _system()
+
+
+def _tensorrt_headers() -> str:
+    """How to get the headers: NVIDIA publishes them, by version, in a public repository."""
+    try:
+        tag = f"v{'.'.join(metadata.version('tensorrt').split('.')[:2])}"
+    except metadata.PackageNotFoundError:
+        tag = "the tag of your version"
+    return (
+        "unpack NVIDIA's archive and set TENSORRT_ROOT, or apt install libnvinfer-dev, or take include/ of "
+        f"github.com/NVIDIA/TensorRT at {tag}"
+    )
 
 
 PARTS = (
     Part(
         key="tensorrt_include",
         title="TensorRT",
-        variable="TENSORRT_INCLUDE",
         files=("NvInfer.h", "NvInferVersion.h"),
-        install="unpack NVIDIA's archive and set TENSORRT_ROOT, or apt install libnvinfer-dev",
+        install=_tensorrt_headers(),
         places=_tensorrt,
-        version=("NvInferVersion.h", ("NV_TENSORRT_MAJOR", "NV_TENSORRT_MINOR", "NV_TENSORRT_PATCH")),
+        version=("NvInferVersion.h", "NV_TENSORRT_MAJOR", "NV_TENSORRT_MINOR", "NV_TENSORRT_PATCH"),
     ),
     Part(
         key="cudnn_include",
         title="cuDNN",
-        variable="CUDNN_INCLUDE",
         files=("cudnn.h", "cudnn_version.h"),
         install="pip install nvidia-cudnn-cu13",
         places=_cudnn,
-        version=("cudnn_version.h", ("CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCHLEVEL")),
+        version=("cudnn_version.h", "CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCHLEVEL"),
     ),
     Part(
         key="cudnn_frontend_include",
         title="cudnn-frontend",
-        variable="CUDNN_FRONTEND_INCLUDE",
         files=("cudnn_frontend.h",),
         install="pip install nvidia-cudnn-frontend",
         places=_frontend,
         version=(
             "cudnn_frontend_version.h",
-            (
-                "CUDNN_FRONTEND_MAJOR_VERSION",
-                "CUDNN_FRONTEND_MINOR_VERSION",
-                "CUDNN_FRONTEND_PATCH_VERSION",
-            ),
+            *(f"CUDNN_FRONTEND_{part}_VERSION" for part in ("MAJOR", "MINOR", "PATCH")),
         ),
     ),
     Part(
         key="cuda_include",
         title="CUDA",
-        variable="CUDA_INCLUDE",
-        files=("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "cublasLt.h", "nvrtc.h"),
-        install="install the CUDA toolkit, or pip install nvidia-cuda-runtime nvidia-cuda-nvrtc "
-        "nvidia-cublas nvidia-cuda-crt",
+        files=("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "cublasLt.h", "nvrtc.h", "nv/target"),
+        install="install the CUDA toolkit, or pip install 'mha-deploy[plugin]'",
         places=_cuda,
-        version=("cuda.h", _CUDA_NUMBER),
+        version=("cuda.h", "CUDA_VERSION"),
     ),
 )
 
 NVCC = Part(
     key="nvcc",
     title="nvcc",
-    variable="NVCC",
-    files=(),
-    install="install the CUDA toolkit, or --nvcc PATH",
-    places=lambda: iter(()),
-    version=("", ()),
+    install="install the CUDA toolkit, or pip install 'mha-deploy[plugin]', or --nvcc PATH",
 )
 
 
@@ -563,11 +516,8 @@ def compile_library(
 ) -> Compiled:
     """Compile the library, and put it into a folder once it is complete.
 
-    Args:
-        parts: The headers and the compiler, as they were found.
-        out: The folder it goes to.
-        architectures: GPUs to compile kernels for, as `80;90`; default: CMake's own list.
-        on_step: Called with a step, its number and their count as each begins.
+    Kernels are compiled for `architectures`, as `80;90`; default: CMake's own list. `on_step` is called with
+    a step, its number and their count as each begins.
 
     Raises:
         PluginError: Something that is needed is missing, or the compiler fails.
@@ -654,20 +604,12 @@ def find_plugins(rt: TensorRT) -> PluginLibrary:
 
 
 def load_plugins(rt: TensorRT) -> PluginLibrary:
-    """Find the library for a TensorRT, and load it.
-
-    Raises:
-        PluginError: There is none, it cannot be loaded, or this TensorRT takes no plugins.
-    """
+    """Find the library for a TensorRT, and load it."""
     return _load(rt, find_plugins(rt))
 
 
 def load_needed(rt: TensorRT, records: Sequence[Mapping[str, Any]]) -> list[PluginLibrary]:
-    """Load the libraries in an engine's manifest.
-
-    Raises:
-        PluginError: One is missing, or of another version.
-    """
+    """Load the libraries in an engine's manifest."""
     return [_load(rt, library_needed(record, rt.version)) for record in records]
 
 

@@ -52,12 +52,12 @@ def test_a_library_that_was_replaced_is_read_again(named):
         (
             'char const* mha_deploy_plugins_info(void) { return "{"; }',
             "no valid description",
-            "JSONDecodeError",
+            "truncated",
         ),
         (
             'char const* mha_deploy_plugins_info(void) { return "{}"; }',
             "no valid description",
-            "KeyError 'version'",
+            "required field",
         ),
         (
             "char const* mha_deploy_plugins_info(void) { return (char const*)1; }",
