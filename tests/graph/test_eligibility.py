@@ -9,7 +9,16 @@ from attention_models import attention
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import AttentionNode, attention_nodes
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.rules import RULES, SEVERITIES, Target, check, judge, target_from
+from mha_deploy.graph.rules import (
+    _ATTENTIONS,
+    _OPERATORS,
+    RULES,
+    SEVERITIES,
+    Target,
+    check,
+    judge,
+    target_from,
+)
 
 Q, K = ("B", 8, "S", 64), ("B", 8, "S", 64)
 CROSS, GROUPED = ("B", 8, "T", 64), ("B", 2, "S", 64)
@@ -172,13 +181,17 @@ def test_unknown_types_and_shapes_are_reported_as_unknown() -> None:
     assert rules(attention_nodes(bare)[0], RTX)["facts-unknown"] == "note"
 
 
+SOME_VERSIONS = (("tensorrt", "8.6"), ("tensorrt", "10.14"), ("tensorrt", "11.0"), ("tensorrt-rtx", "1.7"))
+
+
 def test_rules_are_well_formed() -> None:
-    ids = [rule.id for rule in RULES]
-    assert len(ids) == len(set(ids))
-    for rule in RULES:
+    # Every rule of the table has its condition in the code, and the other way round.
+    assert list(RULES) == [*_OPERATORS, *_ATTENTIONS]
+    for name, rule in RULES.items():
         assert rule.severity in SEVERITIES
-        assert rule.holds
-        assert rule.source or rule.id == "facts-unknown"
+        assert rule.source or name == "facts-unknown"
+        assert bool(rule.message) == (name in _ATTENTIONS)
+        assert any(rule.covers(target_from(product, version)) for product, version in SOME_VERSIONS)
 
 
 @pytest.mark.parametrize(
