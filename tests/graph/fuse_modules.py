@@ -331,37 +331,9 @@ def weak_fill(q, k, v, mask):
     return (q @ k.mT * D**-0.5).masked_fill(~mask, -100.0).softmax(-1) @ v
 
 
-def added_after_fill(q, k, v, mask):
-    bias = -torch.arange(k.shape[2], dtype=q.dtype)[None, None, None, :]
-    return ((q @ k.mT * D**-0.5).masked_fill(~mask, -1e9) + bias).softmax(-1) @ v
-
-
-class ScaledHeads(Layer):
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.rand(H, 1, 1) + 0.5)
-
-    def attend(self, q, k, v):
-        return (q @ k.mT * self.temperature).softmax(-1) @ v
-
-
 class ScaledKeys(Layer):
     def attend(self, q, k, v):
         return (q @ k.mT * v.mean(-1)[:, :, None, :]).softmax(-1) @ v
-
-
-class WeightsOut(Layer):
-    def forward(self, x):
-        q, k, v = self.heads(x)
-        weights = (q @ k.mT * D**-0.5).softmax(-1)
-        return weights @ v, weights
-
-
-class WeightsUsed(Layer):
-    def forward(self, x):
-        q, k, v = self.heads(x)
-        shares = (q @ k.mT * D**-0.5).softmax(-1)
-        return shares @ v + shares.sum(-2, keepdim=True).mT
 
 
 # -- inputs and export -----------------------------------------------------------------------------------

@@ -64,8 +64,8 @@ def run(seeds):
     assert not any(was for can, was, _ in found if can is False)
 
 
-def test_forty_graphs():
-    run(range(40))
+def test_some_graphs():
+    run(range(25))
 
 
 # float64: a guard against NaN in a runtime without a kernel

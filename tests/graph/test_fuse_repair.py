@@ -238,7 +238,7 @@ def test_heads_in_turn_are_not_grouped_heads():
 
 
 def test_a_table_of_one_row_is_copied_over_the_batch():
-    body = "   turned = RotaryEmbedding (q, cos, sin)\n   y = Attention (turned, k, v)"
+    body = "   rotated = RotaryEmbedding (q, cos, sin)\n   y = Attention (rotated, k, v)"
     model = model_of(body, inputs=", float[1,S,4] cos, float[1,S,4] sin")
     angles = np.random.default_rng(3).uniform(0, 6, (1, 5, 4)).astype(np.float32)
     inputs = feeds(cos=np.cos(angles), sin=np.sin(angles))
@@ -246,9 +246,9 @@ def test_a_table_of_one_row_is_copied_over_the_batch():
     assert report.repairs[0].changes == ("the tables are copied over the batch",)
     q, (cos, sin) = inputs["q"], (inputs["cos"], inputs["sin"])
     a, b = q[..., :4], q[..., 4:]
-    turned = np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    rotated = np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
     plain = model_of("   y = Attention (q, k, v)")
-    want = run(plain, {**{name: inputs[name] for name in "kv"}, "q": turned.astype(np.float32)})[0]
+    want = run(plain, {**{name: inputs[name] for name in "kv"}, "q": rotated.astype(np.float32)})[0]
     np.testing.assert_allclose(run(fused, inputs)[0], want, atol=1e-5)
 
 
@@ -291,22 +291,22 @@ def test_large_weights_are_not_read():
     assert fused.graph.initializers["w"].const_value is weight.const_value
 
 
-def test_only_a_turned_copy_is_shared():
+def test_only_a_transposed_copy_is_shared():
     body = """   x = Gather <axis=0> (table, ids)
-   first = MatMul (x, turned)
+   first = MatMul (x, transposed)
    second = MatMul (x, other)
    y = Add (first, second)"""
     text = f"""
 <ir_version: 10, opset_import: ["" : 23]>
 g (int64[N] ids) => (float[N,3] y)
-<float[3,2] table = {{1, 2, 3, 4, 5, 6}}, float[2,3] turned = {{1, 3, 5, 2, 4, 6}},
+<float[3,2] table = {{1, 2, 3, 4, 5, 6}}, float[2,3] transposed = {{1, 3, 5, 2, 4, 6}},
  float[2,3] other = {{1, 3, 5, 2, 4, 7}}> {{
 {body}
 }}"""
     model = ir.from_proto(onnx.parser.parse_model(text))
     ids = {"ids": np.array([2, 0, 1])}
     before = run(model, ids)[0]
-    assert share_tied_weights(model) == ("turned",)
+    assert share_tied_weights(model) == ("transposed",)
     assert set(model.graph.initializers) == {"table", "other"}
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     np.testing.assert_array_equal(run(model, ids)[0], before)

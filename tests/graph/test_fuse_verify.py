@@ -7,6 +7,7 @@ import pytest
 from hand_graphs import D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
 
+import mha_deploy as md
 from mha_deploy.graph.fuse import masks, scores
 from mha_deploy.graph.fuse.verify import NotVerified
 
@@ -49,13 +50,9 @@ def test_a_wrong_node_is_left_as_it_was(shape, monkeypatch):
     assert "Attention" not in {node.op_type for node in new.graph.node}
 
 
-def test_it_can_be_turned_off(monkeypatch):
-    import onnx_ir as ir
-
-    from mha_deploy.graph.fuse import fuse_attention
-
+def test_it_can_be_switched_off(monkeypatch):
     monkeypatch.setattr(onnx.reference, "ReferenceEvaluator", None)
-    _, report = fuse_attention(ir.from_proto(plain()), verify=False)
+    _, report = md.fuse(plain(), verify=False)
     assert [each.verified for each in report.fused] == [False]
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import onnx_ir as ir
@@ -22,7 +21,7 @@ from mha_deploy.graph.fuse.masks import ROWS_WITHOUT_KEYS, Masks
 from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
 from mha_deploy.graph.fuse.repair import repair_rotary, repaired_attention, share_tied_weights
 from mha_deploy.graph.fuse.scores import Normalisation, comes_to_matmul, softmax_at
-from mha_deploy.graph.fuse.sizes import infer_sizes, name_inputs, product, sizes_of
+from mha_deploy.graph.fuse.sizes import infer_sizes, name_inputs, product
 from mha_deploy.graph.fuse.values import (
     FusedAttention,
     FuseReport,
@@ -35,6 +34,7 @@ from mha_deploy.graph.fuse.values import (
     module_of,
     place_of,
     raise_opset,
+    sizes_of,
 )
 from mha_deploy.graph.fuse.verify import Boundary, compare, cut_out, mask_stops
 from mha_deploy.graph.fuse.write import insert_attention, remove_unused, write_attention
@@ -92,12 +92,6 @@ def fuse_attention(model: ir.Model, *, verify: bool = True, copy: bool = True) -
     if fusion.changed:
         return work, fusion.report()
     return model.clone() if copy else model, fusion.report()
-
-
-def _failure(error: Exception) -> NotFused:
-    if isinstance(error, NotFused):
-        return error
-    return NotFused(f"The recogniser failed on it: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 class _Fusion:
@@ -163,14 +157,27 @@ class _Fusion:
     def _fuse(self, softmax: Normalisation) -> None:
         pattern = _tried(lambda: read_pattern(softmax))
         builder = NodeBuilder(self._free(module_of(softmax.node)))
-        record = _record(pattern, builder.prefix)
         old = [pattern.last.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
         new, notes = self._verified(
             old, _boundary(pattern), builder, lambda: write_attention(pattern, builder, self._masks)
         )
         insert_attention(pattern, builder, new)
-        notes = tuple(dict.fromkeys((*record.notes, *notes)))
-        self._fused.append(replace(record, notes=notes, verified=self._verify))
+        expanded = [EXPANDED] if pattern.batches or pattern.wider else []
+        record = FusedAttention(
+            name=builder.prefix,
+            place=place_of(pattern.softmax),
+            Hq=pattern.Hq,
+            Hkv=pattern.Hkv,
+            D=pattern.q.dim(pattern.letters.size),
+            scale=pattern.scale,
+            mask=pattern.masking.kind,
+            causal=pattern.masking.causal,
+            softcap=pattern.softcap,
+            weights=pattern.weights is not None,
+            notes=tuple(dict.fromkeys((*pattern.masking.notes, *expanded, *notes))),
+            verified=self._verify,
+        )
+        self._fused.append(record)
         self._layers.append(record.name)
 
     def _verified(
@@ -189,32 +196,29 @@ class _Fusion:
             NotFused: They differ, or the nodes cannot be built; there is no trace of them.
         """
         try:
-            region = cut_out(old, border, self._compared) if self._verify else None
+            region = _tried(lambda: cut_out(old, border, self._compared)) if self._verify else None
             known = () if region is None else self._compared.get(region.key)
             if isinstance(known, NotFused):
                 raise known
-            new = write()
+            new = _tried(write)
             if known is None and region is not None:
                 try:
                     opset = self._model.opset_imports.get("", 1)
-                    emptied = compare(region, cut_out(new, border), border, opset)
+                    emptied = _tried(lambda: compare(region, cut_out(new, border), border, opset))
                     known = (ROWS_WITHOUT_KEYS,) if emptied else ()
                 except NotFused as refusal:
                     self._compared[region.key] = refusal
                     raise
                 self._compared[region.key] = known
             return new, known or ()
-        except Exception as error:
+        except NotFused:
             self._masks.forget(builder)
             builder.live_nodes(())
-            raise _failure(error) from error
+            raise
 
     def _keep(self, node: ir.Node) -> None:
         """Name a node by its module, and write it as plainly as it can be."""
-        name, count = module_of(node), 1
-        while name in self._layers:
-            count += 1
-            name = f"{module_of(node)}_{count}"
+        name = _unused(module_of(node), self._layers)
         self._renamed = self._renamed or node.name not in (name, None, "")
         node.name = name
         self._already.append(name)
@@ -235,10 +239,7 @@ class _Fusion:
 
     def _free(self, name: str) -> str:
         """A prefix that no other name has."""
-        prefix, count = name, 1
-        while prefix in self._taken:
-            count += 1
-            prefix = f"{name}_{count}"
+        prefix = _unused(name, self._taken)
         self._taken.add(prefix)
         return prefix
 
@@ -247,12 +248,24 @@ class _Fusion:
             self._repairs.append(Repair(name=name, changes=tuple(changes)))
 
 
+def _unused(name: str, taken: Collection[str]) -> str:
+    """The name, with a number where it is taken."""
+    return next(
+        each
+        for each in (name, *(f"{name}_{count}" for count in range(2, len(taken) + 3)))
+        if each not in taken
+    )
+
+
 def _tried(call: Callable[[], _T]) -> _T:
     """The result of a call; whatever fails in it, the attention is not fused."""
     try:
         return call()
+    except NotFused:
+        raise
     except Exception as error:
-        raise _failure(error) from error
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise NotFused(f"The recogniser failed on it: {what}") from error
 
 
 def _reason(softmax: ir.Node) -> NotFused:
@@ -275,16 +288,14 @@ def _boundary(pattern: Pattern) -> Boundary:
     masks += [pattern.sink.value] if pattern.sink is not None else []
     drawn = mask_stops(masks)
     tensors = [*pattern.masking.terms, *pattern.multipliers]
-    named = [(each.value, each.axes) for each in operands]
-    named += [(each.value, each.axes[-len(each.value.shape or ()) :]) for each in tensors]
-    named = [(value, axes) for value, axes in named if value.shape]
-    dims = {}
-    for value, axes in named:
-        known = zip(axes, sizes_of(value) or (), strict=False)
-        dims[str(value.name)] = tuple(
+    dims = {
+        str(each.value.name): tuple(
             product(pattern.sizes.get(letter) or letter for letter in axis) or axis if size is None else size
-            for axis, size in known
+            for axis, size in zip(each.axes[-len(known) :], known, strict=False)
         )
+        for each in (*operands, *tensors)
+        if (known := sizes_of(each.value))
+    }
     depth = pattern.q.dim(letters.size)
     width = depth if isinstance(depth, int) else 8
     spread = (2.0 / (pattern.scale * math.sqrt(width))) ** 0.5
@@ -295,23 +306,6 @@ def _boundary(pattern: Pattern) -> Boundary:
         | {
             str(each.value.name): amount for each, amount in zip(operands, (spread, spread, 1.0), strict=True)
         },
-    )
-
-
-def _record(pattern: Pattern, name: str) -> FusedAttention:
-    size = pattern.q.dim(pattern.letters.size)
-    return FusedAttention(
-        name=name,
-        place=place_of(pattern.softmax),
-        Hq=pattern.Hq,
-        Hkv=pattern.Hkv,
-        D=size if isinstance(size, int) else size.value,
-        scale=pattern.scale,
-        mask=pattern.masking.kind,
-        causal=pattern.masking.causal,
-        softcap=pattern.softcap,
-        weights=pattern.weights is not None,
-        notes=(*pattern.masking.notes, *([EXPANDED] if pattern.batches or pattern.wider else [])),
     )
 
 

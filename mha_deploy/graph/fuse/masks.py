@@ -13,21 +13,22 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.fuse.scores import Axes, Bias, Fill, Term
-from mha_deploy.graph.fuse.sizes import Size, product, sizes_of
+from mha_deploy.graph.fuse.sizes import product
 from mha_deploy.graph.fuse.values import (
     NotExpressible,
     NotFused,
+    Size,
     adds_leading_ones,
     array_of,
-    dims_of,
     holds,
     ints_of,
     same_dim,
     same_dims,
     same_or_cut,
     scalar_of,
+    sizes_of,
 )
-from mha_deploy.graph.ir import NodeBuilder, input_at, is_op, made_by
+from mha_deploy.graph.ir import NodeBuilder, input_at, is_op, made_by, rank
 
 # -- Prove that a tensor is the causal triangle, from the nodes that compute it --------------------
 
@@ -124,7 +125,7 @@ def _from_array(array: np.ndarray) -> _Found:
     return Triangle(float(matrix[0, 0]), float(matrix[0, 1])) if np.array_equal(matrix, found) else None
 
 
-def _index_of(shape: tuple[int | ir.SymbolicDim, ...]) -> _Found:
+def _index_of(shape: Sequence[Size]) -> _Found:
     """Counting along the one long axis of a shape, if that is the last or the one before it."""
     if len(shape) < 2:
         return _Index(down=None)
@@ -134,8 +135,8 @@ def _index_of(shape: tuple[int | ir.SymbolicDim, ...]) -> _Found:
 
 
 def _laid_out(found: _Found, node: ir.Node) -> _Found:
-    source, result = node.inputs[0], dims_of(node.outputs[0])
-    before = dims_of(source) if source is not None else None
+    source, result = node.inputs[0], sizes_of(node.outputs[0])
+    before = sizes_of(source)
     if found is None or result is None or before is None:
         return None
     if isinstance(found, _Index):
@@ -171,7 +172,7 @@ def _keeps_size(part: Triangle, value: ir.Value | None, result: ir.Value) -> boo
     """
     if part.visible == part.hidden:
         return True
-    before, after = None if value is None else dims_of(value), dims_of(result)
+    before, after = sizes_of(value), sizes_of(result)
     if before is None or after is None or len(before) < 2:
         return False
     return all(map(same_or_cut, before[-2:], after[-2:]))
@@ -179,11 +180,11 @@ def _keeps_size(part: Triangle, value: ir.Value | None, result: ir.Value) -> boo
 
 def _compare(op_type: str, parts: list[_Found]) -> _Found:
     """Positions of keys beside positions of queries: `key <= query` and its kin."""
-    if len(parts) != 2 or not isinstance(parts[0], _Index):
+    first, second = parts if len(parts) == 2 else (None, None)
+    if not isinstance(first, _Index):
         return None
-    first, second = parts
     if isinstance(second, Triangle):  # `position >= 0` holds for all positions
-        highest = {"GreaterOrEqual": 0.0, "Greater": -1.0}.get(op_type, -math.inf)
+        highest = {"GreaterOrEqual": 0.0, "Greater": -1.0}.get(op_type, math.nan)
         return Triangle(1.0, 1.0) if max(second) <= highest else None
     if not isinstance(second, _Index) or (first.down is True) == (second.down is True):
         return None
@@ -297,7 +298,7 @@ def _choice(value: ir.Value | None, depth: int) -> tuple[ir.Value, float, float]
         return None
     for at in (0, 1):
         found, number = _choice(node.inputs[at], depth + 1), scalar_of(node.inputs[1 - at])
-        if found is None or number is None or len(dims_of(node.inputs[1 - at] or value) or ()) > 1:
+        if found is None or number is None or len(sizes_of(node.inputs[1 - at] or value) or ()) > 1:
             continue
         kind, compute = value.dtype.numpy().type, _ELEMENTWISE[node.op_type]
         sides = ((each, number) if at == 0 else (number, each) for each in found[1:])
@@ -309,9 +310,9 @@ def _choice(value: ir.Value | None, depth: int) -> tuple[ir.Value, float, float]
 
 def _before_reshapes(value: ir.Value) -> ir.Value | None:
     """What a chain of reshapes started from, where it ends in the shape that it started with."""
-    shape, source = dims_of(value), input_at(made_by(value, "Reshape"), 0)
+    shape, source = sizes_of(value), input_at(made_by(value, "Reshape"), 0)
     for _ in range(_MAX_RESHAPES):
-        if source is None or shape is None or same_dims(dims_of(source) or (), shape):
+        if source is None or shape is None or same_dims(sizes_of(source) or (), shape):
             return source
         source = input_at(made_by(source, "Reshape"), 0)
     return None
@@ -350,10 +351,7 @@ def _needed(term: Term) -> list[Term]:
     return [replace(term, value=value, shown=shown) for value, shown in parts]
 
 
-# -- Decide what the masks of an attention become: the causal attribute, a boolean mask or a fl ----
-
-Dim = int | ir.SymbolicDim
-"""The size of an axis."""
+# -- Decide what the masks of an attention become --------------------------------------------------
 
 # Added to a score of any size, it leaves only itself, as the fill would: all masked keys weigh the same. It
 # is far from the smallest float, so that a kernel may multiply it by log2(e) without reaching -inf.
@@ -385,7 +383,7 @@ def decide_masking(
     terms: list[Term],
     *,
     dtype: ir.DataType,
-    sizes: tuple[Dim, Dim],
+    sizes: tuple[Size, Size],
     guarded: bool,
     order: Axes,
     softcap: float = 0.0,
@@ -428,12 +426,16 @@ def decide_masking(
     if even:
         at, rest = None, plain
     hides = all(isinstance(term, Fill) and term.hides for term in rest)
+    if hides and not guarded:
+        notes = (ROWS_WITHOUT_KEYS,)
+    elif any(isinstance(term, Fill) and term.added and term.fill > ABSORBING for term in rest):
+        notes = (HALF_ROWS, *notes)
     _check_types(rest, dtype)
     return Masking(
         causal=at is not None,
         terms=tuple(rest),
         kind="bool" if hides or even else "float",
-        notes=(*_notes(rest, hides=hides and not guarded), *notes),
+        notes=notes,
         even=even,
     )
 
@@ -470,14 +472,7 @@ def _is_put(term: Term) -> bool:
     return isinstance(term, Fill) and not term.hides and not term.added
 
 
-def _notes(terms: list[Term], *, hides: bool) -> tuple[str, ...]:
-    if hides:
-        return (ROWS_WITHOUT_KEYS,)
-    added = any(isinstance(term, Fill) and term.added and term.fill > ABSORBING for term in terms)
-    return (HALF_ROWS,) if added else ()
-
-
-def _causal_at(terms: list[Term], enough: tuple[float, float], size: Dim, order: Axes) -> int | None:
+def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size, order: Axes) -> int | None:
     """The position of a mask that is the causal triangle and can be said by the attribute.
 
     Args:
@@ -487,8 +482,9 @@ def _causal_at(terms: list[Term], enough: tuple[float, float], size: Dim, order:
         order: The axes of queries and keys.
     """
     for index, term in enumerate(terms):
-        square = term.axes[-2:] == order and _spans_square(term.value, size)
-        hidden = _hidden_by_triangle(term) if square else None
+        dims = sizes_of(term.value) or ()
+        square = len(dims) >= 2 and all(same_or_cut(each, size) for each in dims[-2:])
+        hidden = _hidden_by_triangle(term) if square and term.axes[-2:] == order else None
         filled_after = any(isinstance(outer, Fill) and not outer.hides for outer in terms[:index])
         if hidden == -math.inf and not filled_after:
             return index
@@ -496,12 +492,6 @@ def _causal_at(terms: list[Term], enough: tuple[float, float], size: Dim, order:
         if hidden is not None and hidden <= enough[_is_put(term)] and len(terms) == 1:
             return index
     return None
-
-
-def _spans_square(mask: ir.Value, size: Dim) -> bool:
-    """Whether a mask has a row for each query and a column for each key."""
-    dims = dims_of(mask) or ()
-    return len(dims) >= 2 and all(same_or_cut(each, size) for each in dims[-2:])
 
 
 def _hidden_by_triangle(term: Term) -> float | None:
@@ -593,15 +583,15 @@ def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.Da
     node = made_by(bias, "Mul")
     if node is not None and bias is term.value:
         for value, other in (node.inputs, node.inputs[::-1]):
-            if value is not None and scalar_of(value) == float(lowest) and not dims_of(value):
+            if value is not None and scalar_of(value) == float(lowest) and not sizes_of(value):
                 return builder.op("Mul", other, builder.constant(above, dtype), name="bias")
     is_lowest = builder.op("Equal", bias, builder.constant(float(lowest), dtype))
     return builder.op("Where", is_lowest, builder.constant(above, dtype), bias, name="bias")
 
 
-def spans(terms: tuple[Term, ...], sizes: tuple[Dim, Dim]) -> bool:
+def spans(terms: tuple[Term, ...], sizes: tuple[Size, Size]) -> bool:
     """Whether some mask has the full size of queries and keys already, so that their sum has it too."""
-    shapes = [dims_of(term.value) or () for term in terms]
+    shapes = [sizes_of(term.value) or () for term in terms]
     return any(len(shape) >= 2 and same_dims(shape[-2:], sizes) for shape in shapes)
 
 
@@ -646,14 +636,13 @@ def exact_mask(
     Scores may be computed in a wider type than Q, where float16's lowest number does not absorb them: a query
     whose keys all have it attends to them by their scores. The softmax does not see the number, so it is
     subtracted before the mask is rounded to the type of Q.
-
-    Args:
-        terms: The masks, the one nearest to the softmax first.
-        builder: Holds the new nodes.
-        dtype: Type of Q, K and V.
-        lay_out: Brings tensors into the layout of the mask.
     """
-    wide = _type_of_masks(terms, dtype)
+    # The masks are applied in the widest type, and one that holds the fills.
+    types = [term.value.dtype for term in terms if isinstance(term, Bias) and term.value.dtype is not None]
+    wide = max([dtype, *types], key=lambda each: each.itemsize)
+    finite = [term.fill for term in terms if isinstance(term, Fill) and not term.hides]
+    if any(fill < float(ml_dtypes.finfo(wide.numpy()).min) for fill in finite):
+        wide = ir.DataType.FLOAT
     total = builder.constant(0.0, wide)
     for term in reversed(terms):
         if isinstance(term, Bias):
@@ -679,24 +668,15 @@ def exact_mask(
         best_shown = best_of(builder.op("Where", shown, total, infinite))
         best_filled = best_of(builder.op("Where", shown, infinite, total))
         zero = builder.op("Or", zero, builder.op("GreaterOrEqual", best_filled, best_shown))
-    finite = builder.op("Greater", best, infinite)
-    zero = builder.op("And", zero, finite, name="masked_query")
-    mask = builder.op("Where", finite if narrowed else zero, builder.op("Sub", total, best), total)
+    some = builder.op("Greater", best, infinite)
+    zero = builder.op("And", zero, some, name="masked_query")
+    mask = builder.op("Where", some if narrowed else zero, builder.op("Sub", total, best), total)
     return builder.op("Cast", mask, name="mask", to=int(dtype)), zero
-
-
-def _type_of_masks(terms: tuple[Term, ...], dtype: ir.DataType) -> ir.DataType:
-    """The type in which the masks are applied: the widest, and one that holds the fills."""
-    types = [term.value.dtype for term in terms if isinstance(term, Bias) and term.value.dtype is not None]
-    widest = max([dtype, *types], key=lambda each: each.itemsize)
-    lowest = float(ml_dtypes.finfo(widest.numpy()).min)
-    finite = [term.fill for term in terms if isinstance(term, Fill) and not term.hides]
-    return widest if all(fill >= lowest for fill in finite) else ir.DataType.FLOAT
 
 
 def rank_of(terms: Sequence[Term]) -> int:
     """How many axes of the scores the masks have together."""
-    return max(0 if term.value.shape is None else len(term.value.shape) for term in terms)
+    return max(rank(term.value) or 0 for term in terms)
 
 
 # -- Write the masks of attentions, each once: the layers of a model share theirs ------------------
@@ -724,7 +704,7 @@ class Masks:
         self._written = {key: each for key, each in self._written.items() if each[1] is not builder}
 
     def write(
-        self, masking: Masking, place: Place, dtype: ir.DataType, sizes: tuple[Dim, Dim], graph: object
+        self, masking: Masking, place: Place, dtype: ir.DataType, sizes: tuple[Size, Size], graph: object
     ) -> Written:
         """The mask, spelled out over queries and keys, and the queries that it wants to be zero.
 
@@ -737,13 +717,12 @@ class Masks:
         """
         if not masking.terms:
             return Written(mask=None)
-        known = tuple(size if isinstance(size, int) else size.value for size in sizes)
-        key = (masking.terms, masking.kind, masking.exact, dtype, place.order, known, id(graph))
+        key = (masking.terms, masking.kind, masking.exact, dtype, place.order, sizes, id(graph))
         if key in self._written:
             return self._written[key][0]
         written = _spelled_out(masking, place, dtype, sizes)
         # An axis that is joined from others has the batch of one attention.
-        if None not in known and len(place.order[0]) == 1:
+        if None not in sizes and len(place.order[0]) == 1:
             self._written[key] = written, place.builder
         return written
 
@@ -822,7 +801,7 @@ def transposed(value: ir.Value, axes: Axes, order: Axes, builder: NodeBuilder) -
     return result
 
 
-def _spelled_out(masking: Masking, place: Place, dtype: ir.DataType, sizes: tuple[Dim, Dim]) -> Written:
+def _spelled_out(masking: Masking, place: Place, dtype: ir.DataType, sizes: tuple[Size, Size]) -> Written:
     builder, scores = place.builder, masking.terms[0].axes
     alike = all(term.axes == scores for term in masking.terms) and set(scores) == set(place.order)
     if not alike:

@@ -26,18 +26,19 @@ from mha_deploy.graph.fuse.scores import (
     softmax_at,
     unwrap,
 )
-from mha_deploy.graph.fuse.sizes import Size, graphs_in, sizes_of
+from mha_deploy.graph.fuse.sizes import graphs_in
 from mha_deploy.graph.fuse.values import (
     NotExpressible,
     NotFused,
-    dims_of,
+    Size,
     module_of,
     same_dim,
+    sizes_of,
     softmax_type_of,
 )
 from mha_deploy.graph.ir import is_op, made_by, node_name, rank
 
-# -- Recognise one attention around a softmax: all facts that its `Attention` node needs -----------
+# -- Recognise one attention around a softmax ------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +66,16 @@ class Pattern:
     out: Axes  # the axes of that result
     letters: Letters  # the names of the axes
     sizes: Mapping[str, Size]  # the sizes of all letters
-    q: Operand  # Queries, as they were before scaling and transposing
-    k: Operand  # Keys, before repeating as well
-    v: Operand  # Values, before repeating as well
+    q: Operand  # queries, as they were before scaling and transposing
+    k: Operand  # keys, before repeating as well
+    v: Operand  # values, before repeating as well
     scale: float  # the factor on the scores
     multipliers: tuple[Multiplier, ...]  # tensors that Q is multiplied with
     softcap: float  # bound of the scores; 0 for none
     softmax_dtype: ir.DataType | None  # type of the softmax where it is not that of Q
     masking: Masking  # what the masks become
-    Hq: int  # Query heads
-    Hkv: int  # Key/value heads
+    Hq: int  # query heads
+    Hkv: int  # key/value heads
     weights: UsedWeights | None  # the weights, where they are used elsewhere too
     batches: bool  # whether Q, K and V may have different batches, of which some are 1
     lengths: bool  # whether K may have a single key where V and a mask have more
@@ -90,7 +91,7 @@ def read_pattern(softmax: Normalisation) -> Pattern:
     """
     alphabet = Alphabet()
     scores = read_scores(softmax, alphabet)
-    axes = tuple(string.ascii_letters[: len(dims_of(softmax.source) or ())])  # the first letters, in order
+    axes = tuple(string.ascii_letters[: (rank(softmax.source) or 0)])  # the first letters, in order
     weights = read_weights(softmax, axes, alphabet, scores.sink)
     if scores.sink is not None:
         axes = tuple(scores.sink.inner if each == scores.sink.outer else each for each in axes)
@@ -192,7 +193,7 @@ def _operands(
     raw_q = Operand(value=first.values[at], axes=first.axes[at], sizes=sizes)
     raw_k = Operand(value=first.values[1 - at], axes=first.axes[1 - at], sizes=sizes)
     raw_v = Operand(value=second.values[1 - position], axes=second.axes[1 - position], sizes=sizes)
-    if any(dims_of(each.value) is None for each in (raw_q, raw_k, raw_v)):
+    if any(sizes_of(each.value) is None for each in (raw_q, raw_k, raw_v)):
         raise NotFused("The file does not tell the shapes of Q, K and V.")
     key_order = letters.order(letters.key, letters.size)
     value_order = letters.order(letters.key, letters.value_size)
@@ -239,28 +240,16 @@ def _heads(q: Operand, k: Operand, v: Operand, head: str | None) -> tuple[int, i
     return Hq, Hk
 
 
-# -- Find attention that no node stands for: whatever lies between its two matmuls ---------------------
+# -- Find attention that no node stands for, whatever lies between its two matmuls -----------------
 
 _LOOPS = frozenset({"Loop", "Scan"})
 _CHOICES = ("Gather", "GatherND", "GatherElements", "Slice")
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
 # Activations that some models have in the place of the softmax.
 _ACTIVATIONS = frozenset(
-    {
-        "Sigmoid",
-        "Relu",
-        "Softplus",
-        "HardSigmoid",
-        "Exp",
-        "Elu",
-        "Gelu",
-        "Tanh",
-        "Pow",
-        "Softmax",
-        "LogSoftmax",
-    }
-    | {"Hardmax", "LpNormalization", "ThresholdedRelu", "LeakyRelu", "Celu", "Selu", "Softsign", "HardSwish"}
-    | {"Erf", "Mish"}
+    {"Sigmoid", "Relu", "Softplus", "HardSigmoid", "Exp", "Elu", "Gelu", "Tanh", "Pow", "Softmax"}
+    | {"LogSoftmax", "Hardmax", "LpNormalization", "ThresholdedRelu", "LeakyRelu", "Celu", "Selu", "Softsign"}
+    | {"HardSwish", "Erf", "Mish"}
 )
 # What may stand between the two matmuls of an attention without softmax; a norm or a projection may not.
 _BETWEEN = _ACTIVATIONS | frozenset(
@@ -366,9 +355,9 @@ class _Walk:
                 self._linear.pop(matmul, None)  # it computes the scores of this softmax
             here = frozenset({node})
             return replace(_COMPUTED, softmaxes=here) if begins else replace(_COMPUTED, features=here)
-        product = _expanded_matmul(node)
-        if product is not None:
-            given = self._of(product.inputs)
+        expanded = _expanded_matmul(node)
+        if expanded is not None:
+            given = self._of(expanded.inputs)
         elif not is_op(node, "MatMul", "Gemm", "Einsum"):
             if node.domain != "" or node.op_type not in _BETWEEN:
                 normed = joined.normed or node.op_type in _NORMS
@@ -387,7 +376,7 @@ class _Walk:
         if joined.matmuls - self._linear.keys() and not any(weights):
             self._linear[node] = next(iter(sorted(joined.activations, key=node_name)), None)
             self.features |= joined.features
-        sizes = frozenset(size for size in dims_of(node.outputs[0]) or () if isinstance(size, int))
+        sizes = frozenset(size for size in sizes_of(node.outputs[0]) or () if isinstance(size, int))
         here = frozenset({node})
         return replace(_COMPUTED, scores=True, sizes=sizes, matmuls=here, features=joined.features)
 
@@ -397,10 +386,10 @@ class _Walk:
         # The first result of a Loop's body is its condition, which is no output.
         skipped = int(node.op_type == "Loop")
         for graph in graphs:
-            for turn in range(1 + loops):
+            for around in range(1 + loops):
                 results = self._of(graph.outputs)
                 for at, value in enumerate(graph.inputs):
-                    again = results[at - skipped : at - skipped + 1] if turn and at >= skipped else []
+                    again = results[at - skipped : at - skipped + 1] if around and at >= skipped else []
                     self.carried[value] = _joined([*given[at : at + 1], *again, _COMPUTED])
                 self.follow(graph)
         for at, value in enumerate(node.outputs, skipped):
@@ -443,7 +432,7 @@ def _runs_over_keys(softmax: Normalisation, carried: _Carried) -> bool:
     The router of a mixture of experts depends on scores as well, over many layers, but runs over the experts:
     a fixed size that the scores do not have.
     """
-    dims, axis = dims_of(softmax.source), softmax.axis
+    dims, axis = sizes_of(softmax.source), softmax.axis
     if dims is None or not -len(dims) <= axis < len(dims):
         return True
     size = dims[axis]

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, AttentionNode, read_attention
 from mha_deploy.graph.fuse.masks import Masking, Masks, Place, decide_masking, spans
 from mha_deploy.graph.fuse.scores import Bias, Fill, Operand, Term, unwrap
-from mha_deploy.graph.fuse.values import NotFused, dims_of, dtype_of
+from mha_deploy.graph.fuse.values import NotFused, Size, dtype_of, sizes_of
 from mha_deploy.graph.fuse.verify import Boundary, mask_stops
 from mha_deploy.graph.fuse.write import rejoined
 from mha_deploy.graph.ir import NodeBuilder, input_at, is_op
@@ -82,18 +82,19 @@ def _has_more(node: ir.Node) -> bool:
 def _shared_heads(node: ir.Node, facts: AttentionNode) -> tuple[Operand, Operand] | None:
     """K and V before their heads were repeated."""
     k, v = input_at(node, 1), input_at(node, 2)
-    if k is None or v is None or dims_of(k) is None or dims_of(v) is None:
+    if k is None or v is None or sizes_of(k) is None or sizes_of(v) is None:
         return None
     one = unwrap(Operand(value=k, axes=_KEYS), wanted=_KEYS, head="h", scaled=False)
     other = unwrap(Operand(value=v, axes=_VALUES), wanted=_VALUES, head="h", scaled=False)
-    Hkv = one.dim("h")
-    same = one.group == other.group > 1 and isinstance(Hkv, int) and Hkv == other.dim("h")
-    return (one, other) if same and facts.Hq == facts.Hkv == Hkv * one.group else None
+    Hkv, group = one.dim("h"), one.group
+    if not isinstance(Hkv, int) or Hkv != other.dim("h") or not group == other.group > 1:
+        return None
+    return (one, other) if facts.Hq == facts.Hkv == Hkv * group else None
 
 
-def _lengths(node: ir.Node) -> tuple[int | ir.SymbolicDim, int | ir.SymbolicDim]:
-    q, k = (dims_of(value) if value is not None else None for value in node.inputs[:2])
-    return (q or (ir.SymbolicDim(None),) * 4)[2], (k or (ir.SymbolicDim(None),) * 4)[2]
+def _lengths(node: ir.Node) -> tuple[Size, Size]:
+    q, k = (sizes_of(value) for value in node.inputs[:2])
+    return (q or [None] * 4)[2], (k or [None] * 4)[2]
 
 
 def _simpler_masking(node: ir.Node, facts: AttentionNode) -> Masking | None:
@@ -128,7 +129,7 @@ def _mask_words(masking: Masking, facts: AttentionNode) -> list[str]:
     return words or ["the mask is written as one of queries and keys"]
 
 
-# -- Repair rotary embeddings that the exporter fused with tables of one row for a batch of sev ----
+# -- Repair rotary embeddings whose tables have one row for a batch of several ---------------------
 
 _COS, _SIN, _POSITIONS = 1, 2, 3
 
@@ -142,7 +143,7 @@ def repair_rotary(node: ir.Node, builder: NodeBuilder) -> list[str]:
     x, cos, sin = (input_at(node, at) for at in (0, _COS, _SIN))
     if x is None or cos is None or sin is None or input_at(node, _POSITIONS) is not None:
         return []
-    batch = dims_of(x)
+    batch = sizes_of(x)
     if batch is None or batch[0] == 1 or not all(_is_single(table) for table in (cos, sin)):
         return []
     rows = builder.size(x, 0)
@@ -154,7 +155,7 @@ def repair_rotary(node: ir.Node, builder: NodeBuilder) -> list[str]:
 
 
 def _is_single(table: ir.Value) -> bool:
-    dims = dims_of(table)
+    dims = sizes_of(table)
     return dims is not None and len(dims) == 3 and dims[0] == 1
 
 

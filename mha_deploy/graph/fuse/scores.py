@@ -10,23 +10,24 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.sizes import Size, quotient, sizes_of
+from mha_deploy.graph.fuse.sizes import quotient
 from mha_deploy.graph.fuse.values import (
     NoScores,
     NotExpressible,
     NotFused,
+    Size,
     array_of,
-    dims_of,
     holds,
     ints_of,
     perm_of,
     same_dims,
     scalar_of,
+    sizes_of,
     tensor_of,
 )
 from mha_deploy.graph.ir import input_at, is_op, made_by, rank
 
-# -- Axes: letters as in an einsum, several for an axis that joins others -------------------------------
+# -- Axes: letters as in an einsum, several for an axis that joins others --------------------------
 
 Axes = tuple[str, ...]
 """The axes of a tensor: each a letter, or several where a Reshape joined them."""
@@ -83,7 +84,7 @@ class Alphabet:
         return None if left else tuple(result)
 
 
-# -- The two matmuls of attention, in the letters of an einsum whichever way they are spelled -----
+# -- The two matmuls of attention, in the letters of an einsum however they are spelled ------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ def read_matmul(node: ir.Node) -> Matmul:
     left, right = node.inputs
     if left is None or right is None:
         raise NotFused(f"The matmul {node.name} lacks an operand.")
-    ranks = [len(dims_of(value) or ()) for value in (left, right)]
+    ranks = [(rank(value) or 0) for value in (left, right)]
     if is_op(node, "MatMul"):
         if ranks[0] != ranks[1] or not 3 <= ranks[0] <= _MAX_RANK:
             raise NotFused(f"The matmul {node.name} is of tensors with {ranks[0]} and {ranks[1]} axes.")
@@ -164,7 +165,7 @@ def _read_equation(node: ir.Node, ranks: list[int]) -> tuple[str, str, str]:
     return texts[0], texts[1], texts[2]
 
 
-# -- Q, K and V as they were before scaling, turning and repeating for the matmul -----------------
+# -- Q, K and V as they were before scaling, transposing and repeating for the matmul --------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +179,12 @@ class Operand:
     factor: float = 1.0  # the constant that it was multiplied by
     group: int = 1  # how often each of its heads was repeated
 
-    def dim(self, letter: str) -> int | ir.SymbolicDim:
+    def dim(self, letter: str) -> Size:
         """The size of an axis; 1 for an axis that the tensor does not have."""
-        dims = dims_of(self.value) or ()
+        dims = sizes_of(self.value) or ()
         if letter in self.axes and self.axes.index(letter) < len(dims):
             return dims[self.axes.index(letter)]
-        size = self.sizes.get(letter) if any(letter in axis for axis in self.axes) else 1
-        return size if isinstance(size, int) else ir.SymbolicDim(size)
+        return self.sizes.get(letter) if any(letter in axis for axis in self.axes) else 1
 
 
 def unwrap(
@@ -265,7 +265,7 @@ def _before_flat_transpose(value: ir.Value) -> ir.Value | None:
     swap = None if chain is None else chain[1].producer()
     if chain is None or swap is None or perm_of(swap) != [0, 2, 1]:
         return None
-    result, _, flat, source = (dims_of(each) for each in chain)
+    result, _, flat, source = (sizes_of(each) for each in chain)
     if result is None or flat is None or source is None or len(source) != len(result) or len(flat) != 3:
         return None
     swapped = (*source[:-2], source[-1], source[-2])
@@ -294,9 +294,9 @@ def _before_factor(operand: Operand) -> Operand | None:
     if first is None or second is None or not factor or rank(first) != len(operand.axes):
         return None
     # It must not copy the value over a larger batch or more heads.
-    sizes = dims_of(second)
+    sizes = sizes_of(second)
     single = sizes is not None and all(size == 1 for size in sizes)
-    if not single and not same_dims(dims_of(first) or (), dims_of(operand.value) or ()):
+    if not single and not same_dims(sizes_of(first) or (), sizes_of(operand.value) or ()):
         return None
     factor = 1.0 / factor if node.op_type == "Div" else factor
     return replace(operand, value=first, factor=operand.factor * factor)
@@ -307,7 +307,7 @@ def _before_interleave(operand: Operand, head: str) -> Operand | None:
     chain = _chain(operand.value, ("Reshape",), ("Expand", "Tile"), ("Unsqueeze", "Reshape"))
     if chain is None or any(each.shape is None for each in chain) or head not in operand.axes:
         return None
-    result, wide, thin, source = (dims_of(each) or () for each in chain)
+    result, wide, thin, source = (sizes_of(each) or () for each in chain)
     at = operand.axes.index(head)
     if len(source) != len(operand.axes) or len(wide) != len(source) + 1:
         return None
@@ -325,16 +325,17 @@ def _before_interleave(operand: Operand, head: str) -> Operand | None:
 def _before_expand(operand: Operand, head: str) -> Operand | None:
     """One head, before it was copied to all of them."""
     inner = input_at(made_by(operand.value, "Expand"), 0)
-    result, source = dims_of(operand.value), None if inner is None else dims_of(inner)
+    result, source = sizes_of(operand.value), sizes_of(inner)
     if inner is None or result is None or source is None or head not in operand.axes:
         return None
     at = operand.axes.index(head)
     copies = result[at]
-    spread = isinstance(copies, int) and same_dims(source, (*result[:at], 1, *result[at + 1 :]))
-    return replace(operand, value=inner, group=operand.group * int(copies)) if spread else None
+    if not isinstance(copies, int) or not same_dims(source, (*result[:at], 1, *result[at + 1 :])):
+        return None
+    return replace(operand, value=inner, group=operand.group * copies)
 
 
-# -- The softmax: the operator, or an exponential over its sum -----------------------------------------
+# -- The softmax: the operator, or an exponential over its sum -------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +402,7 @@ def _reduced_axis(node: ir.Node) -> int | None:
     return axes[0] - count if axes[0] >= 0 else axes[0]
 
 
-# -- What stands between the matmul of Q and K and the softmax: scale, masks, softcap, precisi ----
+# -- What stands between the matmul of Q and K and the softmax -------------------------------------
 
 _MAX_STEPS = 32
 
@@ -502,7 +503,7 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> Scores:
             users += ["an output of the graph"] if value.is_graph_output() else []
             what = "The scores before the softmax are used elsewhere too."
             raise NotExpressible(what, got=", ".join(users))
-        if len(scores.axes) != len(dims_of(value) or ()) or not scores.axes:
+        if len(scores.axes) != (rank(value) or 0) or not scores.axes:
             raise NotFused("The file does not tell the shape of the scores.")
         if is_matmul(node):
             matmul = read_matmul(node)
@@ -678,7 +679,7 @@ def _reaches_matmul(value: ir.Value | None) -> bool:
     return False
 
 
-# -- What stands between the softmax and the matmul with V ----------------------------------------
+# -- What stands between the softmax and the matmul with V -----------------------------------------
 
 # What a candidate's weights may pass on the way to the matmul: more than can be fused, so that it is named.
 _PASSED_WEIGHTS = frozenset(

@@ -6,40 +6,26 @@ size is a number or a product of names, and the contents of small integer tensor
 
 from __future__ import annotations
 
-import functools
-import re
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.values import array_of, perm_of, tensor_of
-from mha_deploy.graph.ir import is_op
+from mha_deploy.graph.fuse.values import FACTORS, Size, array_of, perm_of, sizes_of, tensor_of
+from mha_deploy.graph.ir import input_at, is_op
 
-Size = int | str | None
-"""A number, a product of names such as `4*B*S`, or None where it is not known."""
-
-_FACTORS = re.compile(r"[\w.]+(\*[\w.]+)*")
 _GENERATED = "unk__"  # ONNX's names for sizes that it does not know
 _MAX_CONTENT = 32
 _SAME_SHAPE = frozenset(
-    {
-        "Identity",
-        "Cast",
-        "Softmax",
-        "LogSoftmax",
-        "LayerNormalization",
-        "RMSNormalization",
-        "Dropout",
-        "Trilu",
-    }
-    | {"Neg", "Sqrt", "Tanh", "Erf", "Sigmoid", "Relu", "Gelu", "Exp", "Log", "Abs", "Reciprocal", "Floor"}
-    | {"Not", "IsNaN", "Clip", "Sin", "Cos", "CumSum"}
+    {"Identity", "Cast", "Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "Dropout"}
+    | {"Trilu", "Neg", "Sqrt", "Tanh", "Erf", "Sigmoid", "Relu", "Gelu", "Exp", "Log", "Abs", "Reciprocal"}
+    | {"Floor", "Not", "IsNaN", "Clip", "Sin", "Cos", "CumSum"}
 )
 _BROADCAST = frozenset(
-    {"Add", "Sub", "Mul", "Div", "Pow", "Where", "And", "Or", "Xor", "Max", "Min", "Mod"}
-    | {"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+    {"Add", "Sub", "Mul", "Div", "Pow", "Where", "And", "Or", "Xor", "Max", "Min", "Mod", "Equal", "Greater"}
+    | {"GreaterOrEqual", "Less", "LessOrEqual"}
 )
 _SAME_CONTENT = frozenset({"Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape"})
 
@@ -71,12 +57,10 @@ def quotient(size: Size, divisor: Size) -> Size:
 def _factors(size: int | str) -> tuple[int, list[str]]:
     if isinstance(size, int):
         return size, []
-    if not _FACTORS.fullmatch(size):
+    if not FACTORS.fullmatch(size):
         return 1, [size]
     parts = size.split("*")
-    number = 1
-    for part in parts:
-        number *= int(part) if part.isdigit() else 1
+    number = math.prod(int(part) for part in parts if part.isdigit())
     return number, [part for part in parts if not part.isdigit()]
 
 
@@ -84,25 +68,6 @@ def _text(number: int, names: list[str]) -> int | str:
     if not names or not number:
         return number
     return "*".join([*([str(number)] if number != 1 else []), *sorted(names)])
-
-
-def sizes_of(value: ir.Value | None) -> list[Size] | None:
-    """The sizes of a value; None where its number of axes is not known."""
-    if value is None or value.shape is None:
-        return None
-    return [each if isinstance(each, int) else _plain(each.value) for each in value.shape]
-
-
-@functools.lru_cache(maxsize=4096)
-def _plain(size: str | None) -> int | str | None:
-    """A size as a product of names, where it is one: exporters write `(S**2)//S`."""
-    if size is None or _FACTORS.fullmatch(size):
-        return size
-    try:
-        simple = ir.SymbolicDim(size).simplify().value
-    except (ArithmeticError, AttributeError, SyntaxError, TypeError, ValueError):
-        return size
-    return size if simple is None else int(simple) if simple.isdigit() else simple
 
 
 def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> None:
@@ -325,14 +290,25 @@ class _Walk:
         if is_op(node, "Transpose"):
             return [first[axis] for axis in perm_of(node)]
         if is_op(node, "MatMul"):
-            return _matmul(first, sizes_of(node.inputs[1]))
+            right = sizes_of(node.inputs[1])
+            if right is None or len(first) < 2 or len(right) < 2:
+                return None
+            lead = _broadcast([first[:-2], right[:-2]]) if len(first) + len(right) > 4 else []
+            return None if lead is None else [*lead, first[-2], right[-1]]
         if is_op(node, "Einsum"):
             return _einsum(node)
         if is_op(node, "Unsqueeze", "Squeeze"):
-            axes = self.content(node.inputs[1]) if len(node.inputs) > 1 else None
-            return None if axes is None else _with_axes(first, axes, more=node.op_type == "Unsqueeze")
+            axes = self.content(input_at(node, 1))
+            if axes is None:
+                return None
+            count = len(first) + len(axes) * is_op(node, "Unsqueeze")
+            at = {axis % count for axis in axes if isinstance(axis, int)}
+            if is_op(node, "Squeeze"):
+                return [size for axis, size in enumerate(first) if axis not in at]
+            rest = iter(first)
+            return [1 if axis in at else next(rest) for axis in range(count)]
         if node.op_type.startswith("Reduce") and node.attributes.get_int("keepdims", 1) == 1:
-            axes = self.content(node.inputs[1]) if len(node.inputs) > 1 else None
+            axes = self.content(input_at(node, 1))
             at = {axis % len(first) for axis in axes or () if isinstance(axis, int)}
             return [1 if axis in at else size for axis, size in enumerate(first)] if at else None
         if is_op(node, "Gather"):
@@ -390,12 +366,11 @@ def _reshaped(source: list[Size], wanted: list[Size] | None, allow_zero: bool) -
         source[at] if size == 0 and not allow_zero and at < len(source) else size
         for at, size in enumerate(wanted)
     ]
-    if result.count(-1) == 1:
-        at = result.index(-1)
-        result[at] = quotient(product(source), product(each for each in result if each != -1))
-    elif result.count(None) == 1:
-        at = result.index(None)
-        result[at] = quotient(product(source), product(each for each in result if each is not None))
+    for open_size in (-1, None):
+        if result.count(open_size) == 1:
+            at = result.index(open_size)
+            result[at] = quotient(product(source), product(each for each in result if each != open_size))
+            break
     return result
 
 
@@ -410,19 +385,3 @@ def _einsum(node: ir.Node) -> list[Size] | None:
             if found.get(letter, 1) in (1, None):
                 found[letter] = size
     return [found.get(letter) for letter in out] if arrow and "." not in inputs else None
-
-
-def _matmul(left: list[Size], right: list[Size] | None) -> list[Size] | None:
-    if right is None or len(left) < 2 or len(right) < 2:
-        return None
-    lead = _broadcast([left[:-2], right[:-2]]) if len(left) > 2 or len(right) > 2 else []
-    return None if lead is None else [*lead, left[-2], right[-1]]
-
-
-def _with_axes(dims: list[Size], axes: list[Size], *, more: bool) -> list[Size] | None:
-    rank = len(dims) + len(axes) if more else len(dims)
-    at = {axis % rank for axis in axes if isinstance(axis, int)}
-    if not more:
-        return [size for axis, size in enumerate(dims) if axis not in at]
-    rest = iter(dims)
-    return [1 if axis in at else next(rest) for axis in range(rank)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,9 +17,9 @@ import onnx.version_converter
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.ir import Dim, is_op
+from mha_deploy.graph.ir import input_at, is_op, made_by
 
-# -- Small questions to a graph: is this a constant, are these two sizes the same, who uses thi ----
+# -- What is known of a value: its numbers, its sizes ----------------------------------------------
 
 # Over arrays of one number, in their own type; the result of Pow has the type of the base.
 _SCALAR_OPS: dict[str, Callable[..., np.ndarray | None]] = {
@@ -30,6 +31,9 @@ _SCALAR_OPS: dict[str, Callable[..., np.ndarray | None]] = {
     "Pow": lambda x, y: np.power(x.astype(np.float64), y.astype(np.float64)).astype(x.dtype),
 }
 _SAME_SCALAR = frozenset({"Identity", "Expand", "Reshape", "Squeeze", "Unsqueeze"})
+Size = int | str | None
+"""A number, a product of names such as `4*B*S`, or None where it is not known."""
+FACTORS = re.compile(r"[\w.]+(\*[\w.]+)*")
 _MAX_DEPTH = 64  # more than any constant needs; bounds the walk in a hostile file
 
 
@@ -81,12 +85,11 @@ def _scalar(value: ir.Value | None, depth: int) -> np.ndarray | None:
 
 def _size_read(node: ir.Node) -> np.ndarray | None:
     """The fixed size that `Gather(Shape(x), axis)` reads."""
-    shape = None if node.inputs[0] is None else node.inputs[0].producer()
-    at, source = ints_of(node.inputs[1]), shape.inputs[0] if is_op(shape, "Shape") and shape else None
-    dims = None if source is None else dims_of(source)
+    shape, at = made_by(node.inputs[0], "Shape"), ints_of(node.inputs[1])
+    dims = sizes_of(input_at(shape, 0))
     if (
-        dims is None
-        or shape is None
+        shape is None
+        or dims is None
         or at is None
         or len(at) != 1
         or set(shape.attributes) & {"start", "end"}
@@ -122,9 +125,23 @@ def ints_of(value: ir.Value | None) -> list[int] | None:
     return None if array is None else [int(each) for each in array.ravel()]
 
 
-def dims_of(value: ir.Value) -> tuple[int | ir.SymbolicDim, ...] | None:
-    """The dimensions of a value, or None where the rank is not known."""
-    return None if value.shape is None else tuple(value.shape)
+def sizes_of(value: ir.Value | None) -> list[Size] | None:
+    """The sizes of a value; None where its number of axes is not known."""
+    if value is None or value.shape is None:
+        return None
+    return [each if isinstance(each, int) else _plain(each.value) for each in value.shape]
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain(size: str | None) -> int | str | None:
+    """A size as a product of names, where it is one: exporters write `(S**2)//S`."""
+    if size is None or FACTORS.fullmatch(size):
+        return size
+    try:
+        simple = ir.SymbolicDim(size).simplify().value
+    except (ArithmeticError, AttributeError, SyntaxError, TypeError, ValueError):
+        return size
+    return size if simple is None else int(simple) if simple.isdigit() else simple
 
 
 def dtype_of(value: ir.Value) -> ir.DataType:
@@ -144,19 +161,17 @@ def holds(wide: ir.DataType | None, narrow: ir.DataType | None) -> bool:
     )
 
 
-def same_dim(first: int | ir.SymbolicDim, second: int | ir.SymbolicDim) -> bool:
+def same_dim(first: Size, second: Size) -> bool:
     """Whether two dimensions are certainly equal: the same number or the same name."""
-    if isinstance(first, int) or isinstance(second, int):
-        return first == second
-    return first.value is not None and first.value == second.value
+    return first is not None and first == second
 
 
-def same_dims(first: tuple[int | ir.SymbolicDim, ...], second: tuple[int | ir.SymbolicDim, ...]) -> bool:
+def same_dims(first: Sequence[Size], second: Sequence[Size]) -> bool:
     """Whether two shapes are certainly equal."""
     return len(first) == len(second) and all(map(same_dim, first, second))
 
 
-def same_or_cut(dim: int | ir.SymbolicDim, size: int | ir.SymbolicDim) -> bool:
+def same_or_cut(dim: Size, size: Size) -> bool:
     """Whether a dimension is certainly a size, wherever the file does not fail.
 
     A buffer of N rows, cut to S, has min(N, S) of them, and the exporter says so. Beyond N the file fails.
@@ -171,21 +186,21 @@ def same_or_cut(dim: int | ir.SymbolicDim, size: int | ir.SymbolicDim) -> bool:
 def perm_of(node: ir.Node) -> list[int]:
     """The permutation of a Transpose; without one, the axes are reversed."""
     perm = node.attributes.get_ints("perm")
-    dims = dims_of(node.inputs[0]) if node.inputs[0] is not None else None
+    dims = sizes_of(node.inputs[0]) if node.inputs[0] is not None else None
     return list(perm) if perm is not None else list(reversed(range(len(dims or ()))))
 
 
 def adds_leading_ones(node: ir.Node) -> bool:
     """Whether a node only puts axes of size 1 in front, which broadcasting would do as well."""
     source = node.inputs[0] if is_op(node, "Unsqueeze", "Reshape") else None
-    before, after = None if source is None else dims_of(source), dims_of(node.outputs[0])
+    before, after = sizes_of(source), sizes_of(node.outputs[0])
     if before is None or after is None or len(after) < len(before):
         return False
     more = len(after) - len(before)
     return all(size == 1 for size in after[:more]) and same_dims(after[more:], before)
 
 
-# -- What a fusion found: the attentions it wrote as one node, and those it left alone with the ----
+# -- What a fusion found ---------------------------------------------------------------------------
 
 
 class NotFused(DeployError):
@@ -223,7 +238,7 @@ class FusedAttention:
     place: str | None
     Hq: int
     Hkv: int
-    D: Dim
+    D: Size
     scale: float
     mask: str
     causal: bool
@@ -297,19 +312,19 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _TRACE = "pkg.torch.onnx.stack_trace"
 _FX_NODE = "pkg.torch.onnx.fx_node"
 _SOFTMAX_TYPE = re.compile(r"aten\.softmax\.int\]\(.*\btorch\.(float16|bfloat16|float32|float64)\b")
-_TYPES = {
-    "float16": ir.DataType.FLOAT16,
-    "bfloat16": ir.DataType.BFLOAT16,
-    "float32": ir.DataType.FLOAT,
-    "float64": ir.DataType.DOUBLE,
-}
+_TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+_TYPES |= {"float32": ir.DataType.FLOAT, "float64": ir.DataType.DOUBLE}
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 
 def module_of(node: ir.Node) -> str:
     """The module that holds a node, such as `layers.0.attn`; the node's own name where nobody says."""
-    scopes = _scopes(node)
-    module = scopes[-2] if len(scopes) > 1 else ""  # the last scope is the operator
+    try:
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+    except (ValueError, SyntaxError):
+        scopes = []
+    # The last scope is the operator.
+    module = str(scopes[-2]) if isinstance(scopes, list) and len(scopes) > 1 else ""
     return module or node.name or node.outputs[0].name or node.op_type
 
 
@@ -327,14 +342,6 @@ def softmax_type_of(node: ir.Node) -> ir.DataType | None:
     """
     found = _SOFTMAX_TYPE.search(node.metadata_props.get(_FX_NODE, ""))
     return None if found is None else _TYPES[found.group(1)]
-
-
-def _scopes(node: ir.Node) -> list[str]:
-    try:
-        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
-    except (ValueError, SyntaxError):
-        return []
-    return [str(scope) for scope in scopes] if isinstance(scopes, list) else []
 
 
 # -- Take a model up to the opset that has `Attention` ---------------------------------------------

@@ -9,8 +9,8 @@ import onnx_ir as ir
 from mha_deploy.graph.fuse.masks import GUARDED, HEAD_AXIS, Masks, Place, transposed
 from mha_deploy.graph.fuse.pattern import Pattern
 from mha_deploy.graph.fuse.scores import Axes, Sink
-from mha_deploy.graph.fuse.sizes import Size, product, sizes_of
-from mha_deploy.graph.fuse.values import NotFused, dtype_of
+from mha_deploy.graph.fuse.sizes import product
+from mha_deploy.graph.fuse.values import NotFused, Size, dtype_of, sizes_of
 from mha_deploy.graph.ir import NodeBuilder, replace_node, replace_value
 
 _WEIGHTS = 3  # qk_matmul_output_mode: the result of the softmax
