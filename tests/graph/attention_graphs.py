@@ -394,11 +394,7 @@ class Graph(Hand):
         if kind == "none":
             return scores
         if kind.startswith("bool"):
-            value = {
-                "bool -inf": infinite,
-                "bool fill": fill,
-                "bool lowest": lowest,
-            }
+            value = {"bool -inf": infinite, "bool fill": fill, "bool lowest": lowest}
             return put(self.mask_input("m", "B", 1, "S", "T"), scores, value[kind])
         if kind == "added input":
             return add(self.mask_input("bias", "B", 1, "S", "T", dtype=wide))
