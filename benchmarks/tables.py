@@ -27,6 +27,7 @@ PAGES, RESULTS = (HERE / "RECORD.md", HERE.parent / "docs" / "matrix.md"), HERE 
 SURFACES = HERE.parent / "tests" / "runtime" / "trt_surfaces.json"
 LEAST_PROCESSES = 3
 LEGEND = f"""
+*engine ×*: the best median of all others over the engine's, above 1 where the engine is faster.
 † fewer than {LEAST_PROCESSES} processes. ‡ throttled: the driver reported a reason, or the SM clock was below
 95 % of its maximum. Bold: faster than every process of all others; no row with † or ‡ has a winner.
 """
@@ -59,7 +60,7 @@ def fastest(figures: Mapping[str, Sequence[Line]]) -> str | None:
 
 
 def latency_table(lines: Sequence[Line]) -> Table:
-    """A row for every model and size, a column for every runtime."""
+    """A row for every model and size, a column for every runtime; then how many times as fast engines are."""
     timed = [line for line in lines if line.kind == "time"]
     names, rows = list(dict.fromkeys(line.runtime for line in timed)), list[Row]()
     for key in dict.fromkeys(line.row for line in timed):
@@ -67,9 +68,15 @@ def latency_table(lines: Sequence[Line]) -> Table:
         figures = {name: [line for line in alike if line.runtime == name] for name in names}
         best, first = fastest(figures), alike[0]
         cells = [figure(figures[n], best=n == best) if figures[n] else text(None) for n in names]
-        processes = text(str(len({line.run for line in alike})))
-        rows.append([text(f"{first.model} {first.precision}"), text(first.place), *cells, processes])
-    heads = columns("model", "sizes", *(f"#{name}" for name in names), "#processes")
+        engines = [median(found) for each in figures.values() if (found := medians(each)) and each[0].engine]
+        others = [
+            median(found) for each in figures.values() if (found := medians(each)) and not each[0].engine
+        ]
+        ratio = f"{min(others) / min(engines):.3f}" if engines and others else None
+        processes = str(len({line.run for line in alike}))
+        model = f"{first.model} {first.precision}"
+        rows.append([text(model), text(first.place), *cells, text(ratio), text(processes)])
+    heads = columns("model", "sizes", *(f"#{name}" for name in names), "#engine ×", "#processes")
     title = "p50 in µs: median of the processes, and their range"
     return Table(title=title, columns=heads, groups=[Group(rows=rows)])
 

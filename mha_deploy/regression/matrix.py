@@ -331,8 +331,7 @@ class LocalWorkers:
 
     def _installed(self, runtime: RuntimeEntry) -> str:
         """Install packages once, in a folder that is named by them."""
-        digest = hashlib.sha256("\n".join(runtime.pip).encode()).hexdigest()[:16]
-        target = self.folder / "environments" / digest
+        target = self.folder / "environments" / _digest(runtime.pip)[:16]
         with self._install:
             if (target / ".complete").is_file():
                 return str(target)
@@ -592,8 +591,17 @@ def run_matrix(
             if bundle is None or "problem" in found:
                 cells[cell.place] = cell
                 continue
-            chosen = plan.options[options]
-            cell = replace(cell, key=_key(bundle, runtime, found, gpu, chosen))
+            chosen, device = plan.options[options], NO_GPU if gpu == NO_GPU else found["gpu"]
+            # Everything that a result depends on.
+            parts = [
+                sha256(bundle / MANIFEST),
+                runtime.backend,
+                found["version"],
+                device,
+                chosen,
+                __version__,
+            ]
+            cell = replace(cell, key=_digest(parts)[:32])
             known = _kept(folder, cell)
             cells[cell.place] = known or cell
             if known is None:
@@ -624,13 +632,8 @@ class _OtherPrecision(DeployError):
     """A bundle has another precision than the cell."""
 
 
-def _key(
-    bundle: Path, runtime: RuntimeEntry, found: Mapping[str, Any], gpu: str, options: Mapping[str, Any]
-) -> str:
-    """The hash of everything that a result depends on."""
-    device = NO_GPU if gpu == NO_GPU else found["gpu"]
-    parts = [sha256(bundle / MANIFEST), runtime.backend, found["version"], device, options, __version__]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _kept(folder: Path, cell: MatrixCell) -> MatrixCell | None:
@@ -660,8 +663,7 @@ def _bundle(entry: ModelEntry, precision: str, plan: Plan, folder: Path, export:
         made_of.append(sha256(content))
     elif not factory:
         made_of.append(find_spec(entry.model).to_dict())
-    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
-    bundle = folder / "bundles" / f"{name}-{precision}-{digest}"
+    bundle = folder / "bundles" / f"{name}-{precision}-{_digest(made_of)[:12]}"
     if not (bundle / MANIFEST).is_file():
         bundle.parent.mkdir(parents=True, exist_ok=True)
         export(entry, precision, bundle)

@@ -10,7 +10,7 @@ import mha_deploy as md
 from mha_deploy.regression.record import Line, append_lines, bench_lines, judge_replay, read_lines
 from mha_deploy.report.table import markdown
 from mha_deploy.runtime.cuda import Conditions
-from mha_deploy.runtime.throughput import Throughput
+from mha_deploy.runtime.gpu import Throughput
 from mha_deploy.runtime.timing import Timing
 from mha_deploy.validate.bench import ModelBench, ThroughputRow
 from mha_deploy.validate.latency import LatencyPoint, LatencyRow
@@ -59,6 +59,14 @@ def test_few_processes_and_throttled_ones_are_marked_and_win_nothing(lines, mark
     row = row_of(lines + three("b", 20.0, 20.0, 20.0))
     assert mark in row
     assert "**" not in row
+
+
+def test_the_engine_is_compared_with_the_best_of_the_others():
+    engine = {"name": "e", "backend": "tensorrt", "version": "8.6.1", "sha256": "1"}
+    others = three("compile", 12.0, 12.0, 12.1) + three("eager", 30.0, 30.0, 30.0)
+    row = row_of(three("plugin", 10.0, 10.0, 10.1, engine=engine) + others)
+    assert row.endswith("| 1.200 | 3 |")
+    assert row_of(others).endswith("| – | 3 |")
 
 
 def test_samples_of_one_process_are_one_process():

@@ -31,7 +31,6 @@ def test_golden_cases_pass_with_one_client_and_with_several(served, bundles):
     assert kinds[-2:] == ["served", "served"]
 
 
-@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
 def test_decode_traces_pass_as_interleaved_sequences(served, bundles, name):
     server = served(name)
