@@ -33,7 +33,7 @@ class Entry:
         why: Why it is not exported, or not all attentions are fused.
         fails: A part of the message of an export that is refused.
         passes: Whether its outputs and attentions are within budget in ONNX Runtime.
-        quick: Whether it runs in the normal suite.
+        quick: Whether it runs in the normal suite; `tests/test_examples.py` deploys a model of Transformers.
     """
 
     make: Callable[[], md.Deployable]
@@ -242,7 +242,7 @@ texts("bigbird-sparse", "text encoder", 2, {**SMALL, "attention_type": "block_sp
 texts("longformer", "text encoder", 2, {**SMALL, "attention_window": 4, "max_position_embeddings": 80},
       "Longformer")  # fmt: skip
 
-texts("gpt2", "decoder", 2, LEGACY, "GPT2", quick=True)
+texts("gpt2", "decoder", 2, LEGACY, "GPT2")
 texts("gpt-neo", "decoder", 2, {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_layers": 2,
       "num_heads": HEADS,
       "attention_types": [[["global", "local"], 1]], "window_size": 4, "max_position_embeddings": LONGEST,
@@ -294,8 +294,8 @@ texts("lfm2", "linear-attention hybrid", 1, {**GROUPED, "layer_types": ["conv", 
       "block_ff_dim": INNER}, "Lfm2")  # fmt: skip
 
 translators("t5", 6, {**T5, **SPECIAL}, "T5")
-translators("switch-transformers", 6, {**T5, **SPECIAL, "num_experts": 2, "num_sparse_encoder_layers": 1,
-            "num_sparse_decoder_layers": 1}, "SwitchTransformers")  # fmt: skip
+translators("switch-transformers", 6, {**T5, **SPECIAL, "num_decoder_layers": 2, "num_experts": 2,
+            "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}, "SwitchTransformers")  # fmt: skip
 
 
 def _dense_switch():
@@ -832,7 +832,7 @@ def _own(kind: str):
 
 for _kind, _attentions in (("causal", 2), ("alibi", 2), ("cond", 4)):
     _name = "torch-cond" if _kind == "cond" else f"flex-attention-{_kind}"
-    add(_name, _own(_kind), family="PyTorch", library="torch", attentions=_attentions)
+    add(_name, _own(_kind), family="PyTorch", library="torch", attentions=_attentions, quick=_kind == "cond")
 
 
 def _transformer_encoder():

@@ -77,6 +77,8 @@ def measure(
         report = md.validate(bundle, backends=("ort-cpu",), latency=False)
     except md.DeployError as error:
         return {**found, "passed": False, "failure": _short(error)}
+    if unmeasured := [_short(note) for note in report.to_dict()["notes"] if "not measured" in note]:
+        found["unmeasured"] = unmeasured
     return {
         **found,
         "passed": report.passed,

@@ -14,7 +14,10 @@ NAMES = [name if entry.quick else pytest.param(name, marks=pytest.mark.slow) for
 def test_an_architecture_does_what_is_expected_of_it(name, tmp_path):
     pytest.importorskip(ZOO[name].library)
     quick = {"engine": False, "golden": ("opt",)} if ZOO[name].quick else {}
-    assert differences(name, measure(name, tmp_path, **quick)) == []
+    found = measure(name, tmp_path, **quick)
+    assert differences(name, found) == []
+    # Attention in branches is validated at the outputs of the model, and the report says so.
+    assert ("unmeasured" in found) == (name == "torch-cond")
 
 
 @pytest.fixture(scope="module")
