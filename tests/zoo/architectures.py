@@ -294,8 +294,10 @@ texts("lfm2", "linear-attention hybrid", 1, {**GROUPED, "layer_types": ["conv", 
       "block_ff_dim": INNER}, "Lfm2")  # fmt: skip
 
 translators("t5", 6, {**T5, **SPECIAL}, "T5")
-translators("switch-transformers", 6, {**T5, **SPECIAL, "num_decoder_layers": 2, "num_experts": 2,
-            "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}, "SwitchTransformers")  # fmt: skip
+SPARSE = {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+translators(
+    "switch-transformers", 6, {**T5, **SPECIAL, **SPARSE, "num_decoder_layers": 2}, "SwitchTransformers"
+)
 
 
 def _dense_switch():
