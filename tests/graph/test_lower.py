@@ -412,3 +412,23 @@ def test_unknown_dialect_and_options_name_the_nearest(
 ) -> None:
     with pytest.raises(DeployError, match=hint):
         lower(attention(Q4, K4), dialect, **options)
+
+
+@pytest.mark.parametrize("shift_masks", [True, False])
+def test_a_query_under_the_lowest_number_of_fp16_averages_its_keys(shift_masks: bool) -> None:
+    model = attention(("B", 2, "S", 8), ("B", 2, "T", 8), dtype="fp16", mask=("fp16", ("B", 1, "S", "T")))
+    rng = np.random.default_rng(0)
+    feeds = {name: rng.standard_normal((1, 2, 4, 8)).astype(np.float16) for name in "qkv"}
+    # Scores about -70 and below: with -65504 they are beyond FP16.
+    feeds["q"], feeds["k"] = np.full_like(feeds["q"], 5), np.full_like(feeds["k"], -5)
+    feeds["mask"] = np.zeros((1, 1, 4, 4), np.float16)
+    feeds["mask"][..., 1, :] = -65504  # every key
+    feeds["mask"][..., 2, :] = [-65504, -np.inf, -65504, -np.inf]
+    feeds["mask"][..., 3, :] = -np.inf
+    lowered = lower(model, "primitives", shift_masks=shift_masks)
+    with np.errstate(all="ignore"):
+        (y,) = ReferenceEvaluator(ir.to_proto(lowered)).run(None, feeds)
+    values = feeds["v"].astype(np.float64)
+    for query, keys in ((0, range(4)), (1, range(4)), (2, (0, 2))):
+        np.testing.assert_allclose(y[:, :, query], values[:, :, list(keys)].mean(axis=2), atol=2e-3)
+    assert not y[:, :, 3].any()

@@ -35,6 +35,7 @@ LOWERINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fold": ("primitives", {"gqa": "fold"}),
     "broadcast": ("primitives", {"gqa": "broadcast"}),
     "repeat": ("primitives", {"gqa": "repeat"}),
+    "8.6": ("primitives", {"shift_masks": False}),
     "contrib": ("contrib", {}),
     "plugin": ("plugin", {}),
 }

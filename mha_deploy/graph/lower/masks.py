@@ -93,6 +93,19 @@ def bias_of(b: NodeBuilder, call: AttentionCall, mask: Mask, *, in_score_type: b
     return _to_score_type(b, call, _without_large_top(b, numbers))
 
 
+def without_lost_queries(b: NodeBuilder, call: AttentionCall, mask: Mask, q: ir.Value) -> ir.Value:
+    """Queries for an FP16 mask that is added as it is: zero where its largest number is near the lowest.
+
+    Such a number plus a score overflows, and the softmax of a query that has it for every key is NaN. FP16
+    rounds every score away beside it, so that with a query of zeros the result is the same and finite.
+    """
+    if call.dtype != ir.DataType.FLOAT16 or mask.additive is None or narrows(call, mask):
+        return q
+    top = b.op("ReduceMax", mask.additive, b.ints(-1), keepdims=1)
+    lost = b.op("Less", top, b.constant(_lowest(call.dtype) / 2, call.dtype), name="query_is_lost")
+    return b.op("Where", lost, b.constant(0.0, call.dtype), q, name="q_kept")
+
+
 def narrows(call: AttentionCall, mask: Mask) -> bool:
     """Whether the numbers of a mask may be beyond the range of the scores."""
     return mask.additive is not None and _lowest(_dtype(mask.additive)) < _lowest(call.dtype)

@@ -38,6 +38,7 @@ from mha_deploy.graph.lower.masks import (
     plain_bias,
     positions_along,
     read_mask,
+    without_lost_queries,
     zero_masked_queries,
 )
 from mha_deploy.graph.lower.operators import (
@@ -215,7 +216,8 @@ class PrimitivesOptions:
             and reads the caches in place; `auto` is `rows` for a preallocated cache whose pattern is
             recognised, else `copy`.
         shift_masks: Subtract the largest number of an FP16 mask where it is large. That is exact, but it
-            computes the mask, and TensorRT 8.6 fuses attention only under a mask that is an input.
+            computes the mask, and TensorRT 8.6 fuses attention only under a mask that is an input. Otherwise
+            a query whose keys all have about the lowest number of FP16 averages their values.
         opset: The highest opset the result may need; None keeps the model's own.
     """
 
@@ -240,12 +242,15 @@ def lower_to_primitives(
     mask = read_mask(b, call, S, T)
     rows = attending_queries(b, call, mask)
     mode = call.attention.qk_output_mode
+    # A mask that is combined with others or whose scores are an output is computed in any case.
+    as_it_is = not options.shift_masks and mask is not None and mask.visible is None and mode is None
 
-    query = form.query(scale_query(b, call, heads.q))
+    q = without_lost_queries(b, call, mask, heads.q) if as_it_is and mask is not None else heads.q
+    query = form.query(scale_query(b, call, q))
     raw = scores_of(b, call, form, query, heads.k)
     capped = biased = softcap(b, call, raw)
     if mask is not None:
-        bias = bias_of(b, call, mask, in_score_type=options.shift_masks)
+        bias = bias_of(b, call, mask, in_score_type=not as_it_is)
         biased = b.op("Add", capped, form.bias(mask, bias, S, T), name="scores_biased")
     weights = softmax(b, call, biased)
     if mode == 2 and mask is not None:
