@@ -25,7 +25,7 @@ from mha_deploy.runtime.timing import Timing, TimingPlan, measure_latency
 ENTRIES = ("key_entries", "value_entries")
 
 
-class CacheForm(Enum):
+class EngineCache(Enum):
     """What an engine does with new keys and values: the names of its cache inputs and outputs."""
 
     ENTRIES = (CACHES, ENTRIES)  # a preallocated cache, of which the engine returns the new entries only
@@ -36,10 +36,10 @@ class CacheForm(Enum):
         self.inputs, self.outputs = inputs, outputs
 
 
-def cache_form(inputs: Iterable[str], outputs: Iterable[str]) -> CacheForm | None:
+def engine_cache(inputs: Iterable[str], outputs: Iterable[str]) -> EngineCache | None:
     """The form of the cache of a graph or an engine; None without a cache."""
     taken, returned = set(inputs), set(outputs)
-    for form in CacheForm:
+    for form in EngineCache:
         if taken.issuperset(form.inputs) and returned.issuperset(form.outputs):
             return form
     return None
@@ -48,7 +48,7 @@ def cache_form(inputs: Iterable[str], outputs: Iterable[str]) -> CacheForm | Non
 def written_in_place(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]:
     """From each output of a preallocated cache to its input, for runtimes that bind both to one buffer."""
     returned = set(outputs)
-    if cache_form(inputs, returned) is CacheForm.PREALLOCATED and returned == {"output", *CACHES_OUT}:
+    if engine_cache(inputs, returned) is EngineCache.PREALLOCATED and returned == {"output", *CACHES_OUT}:
         return dict(zip(CACHES_OUT, CACHES, strict=True))
     return {}
 
@@ -327,14 +327,14 @@ class DecodeLoop(Closing):
         most_tokens: How many tokens of a batch element one call takes; None where only the cache limits them.
     """
 
-    def __init__(self, launcher: Launcher, form: CacheForm, cache: CacheShape, E: int) -> None:
+    def __init__(self, launcher: Launcher, form: EngineCache, cache: CacheShape, E: int) -> None:
         self.name, self.most_tokens = launcher.name, launcher.most_tokens(cache.B)
         self.lengths = np.zeros(cache.B, np.int32)
-        self._varies = form is CacheForm.DYNAMIC
+        self._varies = form is EngineCache.DYNAMIC
         self._launcher, self._form, self._cache, self._E = launcher, form, cache, E
         self._stream = launcher.stream
         self._memory, self._frames = Memory(), dict[int, CallTensors]()
-        swapped = self._varies or (form is CacheForm.PREALLOCATED and not launcher.in_place)
+        swapped = self._varies or (form is EngineCache.PREALLOCATED and not launcher.in_place)
         try:
             self._held = self._new_cache()
             self._spare = self._new_cache() if swapped else self._held
@@ -406,7 +406,7 @@ class DecodeLoop(Closing):
                 self._frames.pop(other).close()
             shape: Shape = (self._cache.B, S, self._E)
             outputs = {"output": (shape, self._launcher.outputs["output"].dtype)}
-            if self._form is CacheForm.ENTRIES:
+            if self._form is EngineCache.ENTRIES:
                 outputs |= {name: (self._cache.first(S), self._cache.dtype) for name in ENTRIES}
             inputs = {"x": (shape, self._launcher.inputs["x"].dtype)}
             frame = self._frames[S] = CallTensors(inputs, outputs, {}, self._stream)
@@ -423,7 +423,7 @@ class DecodeLoop(Closing):
         else:
             tensors[LENGTHS] = self._lengths
         tensors |= zip(self._form.inputs, read, strict=True)
-        if self._form is not CacheForm.ENTRIES:
+        if self._form is not EngineCache.ENTRIES:
             tensors |= zip(self._form.outputs, written, strict=True)
         on_host = {}
         if TOTAL_LENGTH in self._launcher.inputs:
@@ -436,7 +436,7 @@ class DecodeLoop(Closing):
 
     def _copy_entries(self, frame: CallTensors, S: int, lengths: np.ndarray) -> None:
         """Queue the copies of new entries to their places, where the layer returns them."""
-        if self._form is CacheForm.ENTRIES:
+        if self._form is EngineCache.ENTRIES:
             for tensor, entries in zip(self._held, ENTRIES, strict=True):
                 for copy in entry_copies(self._cache, lengths, S):
                     tensor.buffer.copy_2d(frame.tensors[entries].buffer, copy, self._stream)
@@ -528,10 +528,10 @@ def open_decode_loop(launcher: Launcher, *, B: int, T: int | None = None) -> Dec
     with ExitStack() as owned:
         owned.callback(launcher.close)
         tensors = {**launcher.inputs, **launcher.outputs}
-        form = cache_form(launcher.inputs, launcher.outputs)
+        form = engine_cache(launcher.inputs, launcher.outputs)
         if form is None:
             raise DeployError("This layer has no cache to decode with.", got=sorted(launcher.outputs))
-        lengths = () if form is CacheForm.DYNAMIC else (LENGTHS,)
+        lengths = () if form is EngineCache.DYNAMIC else (LENGTHS,)
         expected = {"x", "output", *lengths, *form.inputs, *form.outputs}
         other = expected ^ ({*tensors} - {TOTAL_LENGTH})
         if other:

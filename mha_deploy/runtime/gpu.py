@@ -1,17 +1,22 @@
-"""Runners on a GPU: a stream, and calls that are timed with inputs already on the device."""
+"""Runners on a GPU: a stream, calls timed with inputs on the device, and calls on several streams."""
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 
 from mha_deploy.errors import DeployError
-from mha_deploy.runtime.cuda import Gpu, Stream, open_gpu
+from mha_deploy.runtime.child import isolation
+from mha_deploy.runtime.cuda import Event, Gpu, Stream, open_gpu
 from mha_deploy.runtime.decode import DecodeLoop, Launcher, open_decode_loop
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.timing import Timing, TimingPlan, measure_latency, slots_past_cache
@@ -79,3 +84,109 @@ class GpuRunner(Runner):
             all_slots = prepared.memory_bytes
             memory = None if all_slots is None else all_slots - (slots - 1) * moved
             return replace(timing, results=outputs, memory_bytes=memory, why_no_graph=why)
+
+
+# -- Calls per second on several CUDA streams ------------------------------------------------------
+# A runner, a host thread and inputs for each: every stream is kept busy by a queue of its own, as an
+# inference server does it. Weights are loaded once for each stream.
+
+_SECONDS = 0.5
+_FEWEST, _MOST = 50, 5000
+_SLOTS = 2  # copies of the inputs of each stream
+_WAIT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Calls per second on all streams together; percentiles from one call of a stream to its next."""
+
+    streams: int
+    calls: int  # on each of them
+    per_second: float
+    p50_us: float
+    p99_us: float
+    # The last outputs of every stream.
+    results: tuple[Arrays, ...] = field(default=(), repr=False, compare=False)
+
+
+def measure_throughput(
+    opener: Callable[[], Runner], feeds: Arrays, streams: Sequence[int]
+) -> tuple[Throughput, ...]:
+    """Measure one model on different numbers of streams, each by itself, in the process of its runtime."""
+    isolation.enabled = False  # this is the child, or was asked to be
+    with ExitStack() as owned:
+        lanes: list[GpuRunner] = []
+        found = []
+        for count in sorted(set(streams)):
+            while len(lanes) < count:
+                runner = owned.enter_context(opener())
+                if not isinstance(runner, GpuRunner):
+                    raise DeployError(f"{runner.name} has no CUDA streams.", got=runner.device)
+                lanes.append(runner)
+            found.append(_measure(lanes[:count], feeds))
+        return tuple(found)
+
+
+def _measure(lanes: Sequence[GpuRunner], feeds: Arrays) -> Throughput:
+    """All streams at the same time, each with a thread that enters what its runtime keeps by thread."""
+    lock, calls, clock = threading.Lock(), [_FEWEST], list[float]()
+    ready, begin, end = (
+        threading.Barrier(len(lanes), action=lambda: clock.append(time.perf_counter()), timeout=_WAIT_S)
+        for _ in range(3)
+    )
+
+    def work(index: int, runner: GpuRunner) -> tuple[list[float], Arrays]:
+        try:
+            with ExitStack() as owned:
+                with lock:  # capturing graphs and allocating disturb each other
+                    given = runner.checked(feeds)
+                    prepared: Prepared = owned.enter_context(runner._prepare(given, _SLOTS))
+                    if index == 0:
+                        calls[0] = _calibrated(runner, prepared)
+                ready.wait()
+                events = [Event() for _ in range(calls[0] + 1)]
+                for event in events:
+                    owned.callback(event.close)
+                begin.wait()
+                events[0].record(runner.stream)
+                for call in range(calls[0]):
+                    prepared.launch(call % _SLOTS)
+                    events[call + 1].record(runner.stream)
+                runner.stream.synchronize()
+                end.wait()
+                times = [later.microseconds_since(earlier) for earlier, later in pairwise(events)]
+                return times, prepared.results((calls[0] - 1) % _SLOTS)
+        except BaseException:
+            for barrier in (ready, begin, end):
+                barrier.abort()  # the others do not wait for this one
+            raise
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        futures = [pool.submit(work, index, runner) for index, runner in enumerate(lanes)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    failed = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if errors:
+        raise failed[0] if failed else DeployError(f"The streams of {lanes[0].name} did not finish in time.")
+    times, results = zip(*(future.result() for future in futures), strict=True)
+    merged = np.concatenate(times)
+    return Throughput(
+        streams=len(lanes),
+        calls=calls[0],
+        per_second=len(lanes) * calls[0] / (clock[2] - clock[1]),
+        p50_us=float(np.percentile(merged, 50)),
+        p99_us=float(np.percentile(merged, 99)),
+        results=results,
+    )
+
+
+def _calibrated(runner: GpuRunner, prepared: Prepared) -> int:
+    """How many calls take about half a second on one stream."""
+    for call in range(_SLOTS):
+        prepared.launch(call)
+    runner.stream.synchronize()
+    started = time.perf_counter()
+    for call in range(10):
+        prepared.launch(call % _SLOTS)
+    runner.stream.synchronize()
+    each = (time.perf_counter() - started) / 10
+    return int(min(_MOST, max(_FEWEST, _SECONDS / max(each, 1e-6))))

@@ -21,16 +21,11 @@ _EXTERNAL_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 _SILENT = 4  # errors are raised as exceptions as well
 
 
-def import_onnxruntime(extra: str) -> Any:
-    """The package `onnxruntime`; where it is missing, the error names the extra that installs it."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendUnavailable(
-            "ONNX Runtime is not installed.", got=error, hint=f'pip install "mha-deploy[{extra}]"'
-        ) from error
-    # The package's own logger warns of devices that its plugins do not register; sessions have another.
-    onnxruntime.set_default_logger_severity(_SILENT)
+def import_onnxruntime() -> Any:
+    """The package `onnxruntime`. Its own logger warns of devices that its plugins do not register."""
+    import onnxruntime
+
+    onnxruntime.set_default_logger_severity(_SILENT)  # sessions have another
     return onnxruntime
 
 
@@ -96,7 +91,7 @@ class OrtCpuRunner(Runner):
     """A graph in ONNX Runtime with the CPU provider and no other."""
 
     def __init__(self, model: Path | ir.Model) -> None:
-        ort = import_onnxruntime(extra="ort")
+        ort = import_onnxruntime()
         graph = graph_of(model)
         upcast = ir.to_proto(with_float32_inside(graph)).SerializeToString()
         options = session_options(ort, graph, level="BASIC")

@@ -6,10 +6,10 @@ import contextlib
 import ctypes
 import io
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -123,13 +123,6 @@ _SHAPE_OPERATORS = frozenset(
 )
 
 
-class PlacedNode(NamedTuple):
-    """A node by its operator and its name in the graph that runs."""
-
-    op_type: str
-    name: str
-
-
 def refuse_without_cuda(ort: Any) -> None:
     """Refuse an ONNX Runtime without a CUDA provider: the CPU package, or one that it has overwritten."""
     preload = getattr(ort, "preload_dlls", None)  # finds the CUDA and cuDNN that pip installed
@@ -169,33 +162,30 @@ def why_libraries_do_not_load(folder: Path) -> str:
     return "its libraries load; the GPU or the driver may be too old for it"
 
 
-def nodes_on_cpu(session: Any) -> tuple[PlacedNode, ...]:
-    """The nodes that a session runs on the CPU, where this version of ONNX Runtime reports it."""
+def nodes_on_cpu(session: Any) -> list[tuple[str, str]]:
+    """Operators and names of the nodes that a session runs on the CPU, where ONNX Runtime reports it."""
     assignment = getattr(session, "get_provider_graph_assignment_info", None)
     if assignment is None:
         raise BackendUnavailable(
             "This ONNX Runtime does not report which nodes run on the CPU.", hint="onnxruntime-gpu>=1.24"
         )
     parts = [part for part in assignment() if part.ep_name == _CPU]
-    return tuple(PlacedNode(node.op_type, node.name) for part in parts for node in part.get_nodes())
+    return [(node.op_type, node.name) for part in parts for node in part.get_nodes()]
 
 
-def refuse_work_on_cpu(nodes: tuple[PlacedNode, ...], graph: ir.Model) -> None:
+def refuse_work_on_cpu(nodes: Iterable[tuple[str, str]], graph: ir.Model) -> None:
     """Refuse nodes on the CPU that do more than compute shapes, and name them."""
-    by_name = {node.name: node for node in graph.graph}
-
-    def computes_shapes(placed: PlacedNode) -> bool:
-        # A node that ONNX Runtime made itself is not in our graph: its operator decides.
-        node = by_name.get(placed.name)
-        types = [output.dtype for output in (node.outputs if node else ()) if output.dtype is not None]
-        floating = any(dtype.is_floating_point() for dtype in types)
-        return placed.op_type in _SHAPE_OPERATORS and not floating
-
-    work = [placed for placed in nodes if not computes_shapes(placed)]
+    # A node that ONNX Runtime made itself is not in our graph: its operator decides.
+    types = {node.name: [output.dtype for output in node.outputs if output.dtype] for node in graph.graph}
+    work = [
+        (operator, name)
+        for operator, name in nodes
+        if operator not in _SHAPE_OPERATORS or any(t.is_floating_point() for t in types.get(name, ()))
+    ]
     if work:
         raise DeployError(
             "ONNX Runtime would run nodes on the CPU: its CUDA provider has no kernels for them.",
-            got=", ".join(f"{placed.op_type} {placed.name}".strip() for placed in work),
+            got=", ".join(f"{operator} {name}".strip() for operator, name in work),
             hint="another precision, another dialect, or --backend ort-cpu",
         )
 
@@ -222,7 +212,7 @@ class OrtCudaRunner(GpuRunner):
     """
 
     def __init__(self, model: Path | ir.Model, *, dialect: str = "onnx", cuda_graph: bool = True) -> None:
-        ort = import_onnxruntime(extra="ort-gpu")
+        ort = import_onnxruntime()
         refuse_without_cuda(ort)
         super().__init__()
         self.ort = ort
@@ -233,8 +223,7 @@ class OrtCudaRunner(GpuRunner):
         self.stream = Stream()
         try:
             self.session = self.open_session(capture=False)
-            self.cpu_nodes = nodes_on_cpu(self.session)
-            refuse_work_on_cpu(self.cpu_nodes, self._model)
+            refuse_work_on_cpu(nodes_on_cpu(self.session), self._model)
             self.all_inputs, self.outputs = inputs_and_outputs(self.session)
             # Computed here from the others.
             self.inputs = {name: info for name, info in self.all_inputs.items() if name != TOTAL_LENGTH}

@@ -15,7 +15,7 @@ from mha_deploy.options import BenchOptions
 from mha_deploy.runtime import child
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.cuda import open_gpu
-from mha_deploy.runtime.throughput import Throughput, measure_throughput
+from mha_deploy.runtime.gpu import Throughput, measure_throughput
 from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
 from mha_deploy.validate.latency import WRONG_ANSWER, LatencyPoint, LatencyRow, latency_point, problem_of
 from mha_deploy.validate.runtimes import (

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from bundle_edit import copy_of
 from onnx import TensorProto, helper, numpy_helper
+
+from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.manifest import default_backend, open_engine
+from mha_deploy.engine.profiles import parse_ranges
+from mha_deploy.engine.run import reasons_not_to_run
+from mha_deploy.errors import BackendUnavailable
+from mha_deploy.options import EngineOptions
+from mha_deploy.runtime.cuda import find_gpu
 
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed"
@@ -122,3 +133,25 @@ def _model(nodes, inputs, outputs, weights=(), *, opset: int = 23) -> bytes:
     graph = helper.make_graph(nodes, "graph", inputs, outputs, list(weights))
     opsets = [helper.make_opsetid("", opset)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString()
+
+
+def engine_on_gpu(workshop, bundle, *profiles):
+    """A copy of a bundle and its engine, built once by the TensorRT that is here; skipped without a GPU."""
+    if find_gpu() is None:
+        pytest.skip("cuda-bindings see no GPU")
+    try:
+        backend = default_backend()
+    except BackendUnavailable as missing:
+        pytest.skip(str(missing))
+    spec = bundle.manifest.spec
+
+    def build(folder):
+        ranges = [parse_ranges(text, spec) for text in profiles]
+        options = EngineOptions(backend=backend, profiles=ranges, allow_decomposed=True)
+        return str(engine_from_bundle(open_bundle(copy_of(bundle, folder / "bundle")), options).path)
+
+    folder, path = workshop.thing(f"{spec.name}-on-gpu", build)
+    engine = open_engine(Path(path))
+    if reasons := reasons_not_to_run(engine):
+        pytest.skip("; ".join(reasons))
+    return open_bundle(folder / "bundle"), engine

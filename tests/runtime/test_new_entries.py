@@ -10,10 +10,10 @@ from mha_deploy.bundle.cases import with_entries
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime import cuda
 from mha_deploy.runtime.decode import (
-    CacheForm,
     CacheShape,
-    cache_form,
+    EngineCache,
     check_room,
+    engine_cache,
     entry_copies,
     presented_outputs,
     presented_results,
@@ -150,15 +150,15 @@ DYNAMIC = infos("x", "past_key", "past_value")
 @pytest.mark.parametrize(
     ("inputs", "outputs", "form"),
     [
-        (PREALLOCATED, ("output", "key_entries", "value_entries"), CacheForm.ENTRIES),
-        (PREALLOCATED, ("output", "key_cache_out", "value_cache_out"), CacheForm.PREALLOCATED),
-        (DYNAMIC, ("output", "present_key", "present_value"), CacheForm.DYNAMIC),
+        (PREALLOCATED, ("output", "key_entries", "value_entries"), EngineCache.ENTRIES),
+        (PREALLOCATED, ("output", "key_cache_out", "value_cache_out"), EngineCache.PREALLOCATED),
+        (DYNAMIC, ("output", "present_key", "present_value"), EngineCache.DYNAMIC),
         (infos("x"), ("output",), None),
         (infos("x"), ("output", "present_key", "present_value"), None),
     ],
 )
 def test_the_form_is_defined_by_what_comes_in_and_goes_out(inputs, outputs, form):
-    assert cache_form(inputs, infos(*outputs)) is form
+    assert engine_cache(inputs, infos(*outputs)) is form
 
 
 def test_entries_are_presented_as_caches():

@@ -2,28 +2,21 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import cuda_fake
 import numpy as np
 import pytest
-from bundle_edit import copy_of
 from decode_layers import FORMS, HKV, PREALLOCATED, B, D, E, T, heads, running_sum, tokens
 from ort_on_cpu import near, whole_sequence
 from tensorrt_fake import ENGINES, FakeEngine
+from tensorrt_models import engine_on_gpu
 from test_tensorrt_runner import VERSIONS, fake
 
-from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.bundle.folder import open_bundle
-from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import default_backend, open_engine
-from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
-from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.engine.run import open_engine_runner
+from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
-from mha_deploy.metrics import judge_case
-from mha_deploy.options import EngineOptions
-from mha_deploy.runtime import cuda, decode
+from mha_deploy.runtime import decode
 from mha_deploy.runtime.cuda import Copy2D, CudaError
 from mha_deploy.runtime.ort import OrtCpuRunner
 from mha_deploy.runtime.runner import TensorInfo
@@ -672,32 +665,7 @@ def test_the_lowering_to_primitives_can_be_decoded(device, bundles, whole, monke
 @pytest.fixture(scope="module", params=["tiny-preallocated", "tiny-dynamic"])
 def gpu_engine(request, bundles, workshop):
     """An engine of the layer, built with the TensorRT that is here."""
-    if cuda.find_gpu() is None:
-        pytest.skip("cuda-bindings see no GPU")
-    try:
-        backend = default_backend()
-    except BackendUnavailable as missing:
-        pytest.skip(str(missing))
-
-    def build(folder):
-        bundle = open_bundle(copy_of(bundles(request.param), folder / "bundle"))
-        options = EngineOptions(backend=backend, allow_decomposed=True)
-        return str(engine_from_bundle(bundle, options).path)
-
-    folder, path = workshop.thing(f"stepped-{request.param}", build)
-    bundle, engine = open_bundle(folder / "bundle"), open_engine(Path(path))
-    if reasons_not_to_run(engine):
-        pytest.skip("; ".join(reasons_not_to_run(engine)))
-    return bundle, engine
-
-
-@pytest.mark.gpu
-def test_the_golden_cases_of_a_cached_layer_pass_on_a_gpu(gpu_engine):
-    bundle, engine = gpu_engine
-    with open_engine_runner(engine) as runner:
-        for case in golden_cases(bundle):
-            verdicts = judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
-            assert [(v.case, v.problem) for v in verdicts] == [(case.name, None)] * len(verdicts)
+    return engine_on_gpu(workshop, bundles(request.param))
 
 
 @pytest.mark.gpu

@@ -8,21 +8,16 @@ import cuda_fake
 import msgspec
 import numpy as np
 import pytest
-from bundle_edit import copy_of
 from extract_trt_surfaces import EXTRACT
 from tensorrt_fake import make_module
-from tensorrt_models import layer, needs_rtx, profile
+from tensorrt_models import engine_on_gpu, layer, needs_rtx, profile
 
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine import run as engine_run
-from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.manifest import Engine, EngineManifest, default_backend, open_engine
-from mha_deploy.engine.profiles import parse_ranges
+from mha_deploy.engine.manifest import Engine, EngineManifest
 from mha_deploy.engine.run import open_engine_runner, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.metrics import judge_case
-from mha_deploy.options import EngineOptions
 from mha_deploy.runtime import cuda
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.tensorrt import run as bound
@@ -39,7 +34,6 @@ from mha_deploy.runtime.tensorrt.run import (
 )
 from mha_deploy.runtime.tensorrt.versions import EngineError, load, wrap
 from mha_deploy.runtime.timing import TimingPlan
-from mha_deploy.validate.self_test import parity_from_runner
 
 KEPT = json.loads(EXTRACT.read_text())
 VERSIONS = sorted(KEPT)
@@ -471,7 +465,7 @@ def test_only_a_version_compatible_engine_may_bring_code(
             open_engine_runner(opened)
     monkeypatch.setattr(isolation, "trust_code", True)
     with open_engine_runner(opened, cuda_graph=False) as runner:
-        allowed = getattr(runner._loaded[1], "__dict__", {}).get("engine_host_code_allowed", False)
+        allowed = getattr(runner.loaded[1], "__dict__", {}).get("engine_host_code_allowed", False)
         assert allowed is compatible
         assert runner.graph is False
 
@@ -503,24 +497,7 @@ TWO_PROFILES = ("S=1:16:40", "S=17:48:64")
 @pytest.fixture(scope="module")
 def gpu_engine(bundles, workshop):
     """One engine with two profiles that overlap, built once with the TensorRT that is here."""
-    if cuda.find_gpu() is None:
-        pytest.skip("cuda-bindings see no GPU")
-    try:
-        backend = default_backend()
-    except BackendUnavailable as missing:
-        pytest.skip(str(missing))
-
-    def build(folder):
-        bundle = open_bundle(copy_of(bundles("tiny-padding"), folder / "bundle"))
-        ranges = [parse_ranges(text, bundle.manifest.spec) for text in TWO_PROFILES]
-        options = EngineOptions(backend=backend, profiles=ranges, allow_decomposed=True)
-        return str(engine_from_bundle(bundle, options).path)
-
-    folder, path = workshop.thing("two-profiles", build)
-    bundle, engine = open_bundle(folder / "bundle"), open_engine(Path(path))
-    if reasons_not_to_run(engine):
-        pytest.skip("; ".join(reasons_not_to_run(engine)))
-    return bundle, engine
+    return engine_on_gpu(workshop, bundles("tiny-padding"), *TWO_PROFILES)
 
 
 @pytest.fixture
@@ -535,20 +512,9 @@ def drawn(B, S, seed=0):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graph", [True, False])
-def test_the_golden_cases_pass_on_a_gpu(gpu_engine, graph):
-    bundle, engine = gpu_engine
-    with open_engine_runner(engine, cuda_graph=graph) as runner:
-        assert runner.device == cuda.open_gpu().name
-        precision = bundle.manifest.precision
-        report = parity_from_runner(runner, golden_cases(bundle), model="tiny-padding", precision=precision)
-    assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
-
-
-@pytest.mark.gpu
 def test_the_golden_cases_pass_in_every_profile_that_takes_them(gpu_engine, gpu_runner):
-    bundle = gpu_engine[0]
-    seen = set()
+    bundle, seen = gpu_engine[0], set()
+    assert gpu_runner.device == cuda.open_gpu().name
     for case in golden_cases(bundle):
         for index in gpu_runner.profiles_for(case.inputs):
             got = gpu_runner.run_in_profile(case.inputs, index)

@@ -63,7 +63,7 @@ def test_a_move_proves_nothing():
     assert "no kernel that computes" in verdict.reason
 
 
-def test_a_fused_kernel_that_names_nobody_makes_decomposed_unsure():
+def test_a_fused_kernel_that_names_no_node_makes_decomposed_unsure():
     nobody = Kernel(name="_gemm_mha_v2_myl0_7", layer_type="kgen", tactic="_gemm_mha_v2_0xaa", source="log")
     (verdict,) = fusion_verdict([SCORES, nobody], ["att0"])
     assert verdict.status == "unknown"
@@ -95,7 +95,7 @@ def test_a_matmul_named_like_a_fused_kernel_is_a_matmul():
     assert statuses([named], ("x",)) == ["decomposed"]
 
 
-def test_a_profile_nobody_tells_of_is_unknown():
+def test_a_profile_that_no_source_reports_is_unknown():
     verdicts = fusion_verdict([FUSED], ["att0"], profiles=2)
     assert [(verdict.profile, verdict.status) for verdict in verdicts] == [(0, "fused"), (1, "unknown")]
     assert "profile 1" in verdicts[1].reason

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import mha_deploy as md
-from mha_deploy.runtime import throughput
-from mha_deploy.runtime.gpu import GpuRunner, Prepared
-from mha_deploy.runtime.throughput import measure_throughput
+from mha_deploy.runtime import gpu as throughput
+from mha_deploy.runtime.gpu import GpuRunner, Prepared, measure_throughput
 
 
 class Clock:

@@ -7,7 +7,7 @@ from mha_deploy.runtime.tensorrt.request import LargeTensor, large_tensors, refu
 from mha_deploy.runtime.tensorrt.versions import EngineError
 
 # As TensorRT 8.6.0 reported it of 32 heads over 8, one batch element, up to 8192 tokens.
-TOLD = (
+WARNED = (
     "Profile kMAX values are not self-consistent. attention/scores: tensor volume exceeds (2^31)-1, "
     "dimensions are [1,8,(* 4 S),S] Volume exceeds 2^31-1. Instruction: CHECK_VOLUME 67108863{8192 8192}."
 )
@@ -23,7 +23,7 @@ def of(dims):
 
 @pytest.mark.parametrize(("S", "refused"), [(8192, True), (8191, False), (1, False), (16384, True)])
 def test_the_limit_is_where_tensorrt_has_it(S, refused):
-    found = large_tensors(["something else: 1 of 2", TOLD, TOLD], AXES)
+    found = large_tensors(["something else: 1 of 2", WARNED, WARNED], AXES)
     assert [each.tensor for each in found] == ["attention/scores"]
     shapes = {"x": (1, S, 4096), "past": (1, 8, 0, 128)}
     if not refused:
@@ -55,14 +55,14 @@ def test_other_inputs_than_those_of_the_graph_refuse_nothing():
 
 
 def test_another_limit_is_not_ours_to_judge():
-    assert large_tensors([TOLD.replace("(2^31)-1", "(2^63)-1")], AXES) == ()
+    assert large_tensors([WARNED.replace("(2^31)-1", "(2^63)-1")], AXES) == ()
 
 
 def test_a_manifest_brings_it_back():
-    (found,) = large_tensors([TOLD], AXES)
+    (found,) = large_tensors([WARNED], AXES)
     assert msgspec.json.decode(msgspec.json.encode(found), type=LargeTensor) == found
 
 
 def test_the_remedy_is_reported():
-    (found,) = large_tensors([TOLD], AXES)
+    (found,) = large_tensors([WARNED], AXES)
     assert all(part in found.advice for part in ("attention/scores", "--profile", "--attention plugin"))

@@ -163,7 +163,7 @@ def _refuse_unsupported(rt: TensorRT, request: BuildRequest) -> None:
             "timing_cache",
             request.timing_cache is not None,
             can.timing_cache,
-            "without effect: leave it out",
+            "it has no effect: leave it out",
         ),
         ("version_compatible", request.version_compatible, can.version_compatible, "build on each version"),
         ("weight_streaming", request.weight_streaming, can.weight_streaming, "use TensorRT 10 or later"),

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -19,13 +19,13 @@ from mha_deploy.runtime.decode import (
     Repeated,
     StepCall,
     cache_copies,
-    cache_form,
     check_room,
+    engine_cache,
     presented_outputs,
     presented_results,
 )
 from mha_deploy.runtime.gpu import GpuRunner, Prepared
-from mha_deploy.runtime.runner import DTYPES, Arrays, TensorInfo, check_kinds
+from mha_deploy.runtime.runner import DTYPES, Arrays, Closing, TensorInfo, check_kinds
 from mha_deploy.runtime.tensorrt.log import Message, collect, errors, logger_for
 from mha_deploy.runtime.tensorrt.request import LargeTensor, Profile, Shape, refuse_large
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
@@ -96,14 +96,7 @@ def _in_words(shapes: Mapping[str, Shape]) -> str:
 _Key = tuple[int, tuple[tuple[str, Shape], ...]]
 
 
-class Closeable(Protocol):
-    """What frees its resources when it is closed."""
-
-    def close(self) -> None:
-        """Free them."""
-
-
-Value = TypeVar("Value", bound=Closeable)
+Value = TypeVar("Value", bound=Closing)
 
 
 class Recent(Generic[Value]):
@@ -212,28 +205,18 @@ def _profile_ranges(engine: Any, inputs: Mapping[str, TensorInfo]) -> tuple[Prof
 # -- One call with its shapes fixed: an execution context of its own, buffers, and a CUDA graph ----
 
 
-class BoundContext:
-    """An execution context whose profile and input shapes are set.
+class BoundContext(Closing):
+    """An execution context of a runner, whose profile and input shapes are set.
 
     The profile is fixed, the shapes are not. `graphs` are recorded calls by the addresses of their tensors.
     """
 
-    def __init__(
-        self,
-        rt: TensorRT,
-        engine: Any,
-        stream: Stream,
-        *,
-        profile: int,
-        shapes: Mapping[str, Shape],
-        inputs: Mapping[str, TensorInfo],
-        outputs: Mapping[str, TensorInfo],
-        aliases: Mapping[str, str],
-        large_tensors: Sequence[LargeTensor] = (),
-    ) -> None:
-        self.stream, self.inputs, self.outputs, self.aliases = stream, inputs, outputs, aliases
+    def __init__(self, runner: TensorRTRunner, profile: int, shapes: Mapping[str, Shape]) -> None:
+        self.stream, self.aliases = runner.stream, runner.aliases
+        self.inputs, self.outputs = runner.inputs, runner.engine_outputs
         self.graphs: dict[tuple[int, ...], Graph] = {}
-        self._rt, self._large_tensors = rt, large_tensors
+        self._rt, self._large_tensors = runner.rt, runner.large_tensors
+        rt, stream, engine = runner.rt, runner.stream, runner.loaded[0]
         trt = rt.module
         with self._listening(f"cannot prepare profile {profile}"):
             if rt.can.kernel_specialization:
@@ -326,7 +309,7 @@ def _check(done: bool, what: str) -> None:
         raise _Refused(what)
 
 
-class Slot:
+class Slot(Closing):
     """The tensors of one call, and the graph that computes on them; `owns_context`: it closes its context.
 
     A launch changes an input that is written in place; launched again, it writes the same again.
@@ -432,11 +415,11 @@ class TensorRTRunner(GpuRunner):
         keep: int = 2,
     ) -> None:
         super().__init__()
-        self._rt, self._plan_bytes, self._large_tensors = rt, len(plan), large_tensors
+        self.rt, self._plan_bytes, self.large_tensors = rt, len(plan), large_tensors
         self.name = f"{rt.backend} {rt.version}"
         self.graph = cuda_graph
-        self._loaded = load_engine(rt, plan, host_code=host_code)
-        engine = self._loaded[0]
+        self.loaded = load_engine(rt, plan, host_code=host_code)
+        engine = self.loaded[0]
         self.inputs, self.engine_outputs = _io_tensors(rt, engine)
         self.outputs = presented_outputs(self.inputs, self.engine_outputs)
         self.aliases = dict(in_place or {})
@@ -459,7 +442,7 @@ class TensorRTRunner(GpuRunner):
 
     def _narrowed(self, feeds: Arrays) -> Arrays:
         """INT64 inputs as INT32 where the engine takes that: before version 10, the parser narrows them."""
-        if self._rt.can.bf16_type:
+        if self.rt.can.bf16_type:
             return feeds
         narrowed, limits = dict(feeds), np.iinfo(np.int32)
         for name, array in feeds.items():
@@ -487,7 +470,7 @@ class TensorRTRunner(GpuRunner):
 
     def _usual_call(self, feeds: Arrays) -> Slot:
         """The call in the first profile that fits; with a cache in the tightest, as decode loops do."""
-        cached = cache_form(self.inputs, self.engine_outputs) is not None
+        cached = engine_cache(self.inputs, self.engine_outputs) is not None
         return self._call(feeds, first_admitting(self.profiles, _shapes(feeds), tightest=cached))
 
     def _call(self, feeds: Arrays, profile: int) -> Slot:
@@ -507,25 +490,15 @@ class TensorRTRunner(GpuRunner):
         return self._calls.get(profile, shapes, new_call)
 
     def bind(self, shapes: Mapping[str, Shape], profile: int) -> BoundContext:
-        """A context of the caller's own, who closes it.
+        """A context that the caller closes.
 
         Where a profile belongs to one context at a time, this runner's own must be closed first.
         """
-        return BoundContext(
-            self._rt,
-            self._loaded[0],
-            self.stream,
-            profile=profile,
-            shapes=shapes,
-            inputs=self.inputs,
-            outputs=self.engine_outputs,
-            aliases=self.aliases,
-            large_tensors=self._large_tensors,
-        )
+        return BoundContext(self, profile, shapes)
 
     def _launcher(self) -> TensorRTLauncher:
         self._calls.close()  # where a profile belongs to one context at a time, the decode loop needs it
-        return TensorRTLauncher(self, self._rt)
+        return TensorRTLauncher(self)
 
     @contextmanager
     def _prepare(self, feeds: Arrays, slots: int) -> Iterator[Prepared]:
@@ -554,15 +527,15 @@ class TensorRTRunner(GpuRunner):
     @property
     def engine_bytes(self) -> int:
         """Device memory of the scratch of one context, and of the weights, taken from the plan's size."""
-        engine = self._loaded[0]
-        v2 = self._rt.can.device_memory_v2
+        engine = self.loaded[0]
+        v2 = self.rt.can.device_memory_v2
         return int(engine.device_memory_size_v2 if v2 else engine.device_memory_size) + self._plan_bytes
 
     def close(self) -> None:
         """Free the contexts, the buffers, the engine and the stream."""
         self._calls.close()
         self.stream.close()
-        vars(self).pop("_loaded", None)  # may be closed twice
+        vars(self).pop("loaded", None)  # may be closed twice
 
 
 def _shapes(feeds: Arrays) -> dict[str, Shape]:
@@ -579,13 +552,13 @@ class TensorRTLauncher(Launcher):
     cannot run in a profile that the launcher uses.
     """
 
-    def __init__(self, runner: TensorRTRunner, rt: TensorRT) -> None:
+    def __init__(self, runner: TensorRTRunner) -> None:
         self.name, self.gpu, self.stream = runner.name, runner.gpu, runner.stream
         self.graph, self.engine_bytes = runner.graph, runner.engine_bytes
         self.inputs, self.outputs = runner.inputs, runner.engine_outputs
         self.in_place = [runner.aliases.get(out) for out in CACHES_OUT] == list(CACHES)
         self._runner = runner
-        self._contexts: Recent[BoundContext] = Recent(2, shared=rt.can.shared_profiles)
+        self._contexts: Recent[BoundContext] = Recent(2, shared=runner.rt.can.shared_profiles)
 
     def most_tokens(self, B: int) -> int | None:
         """The longest call that a profile for B batch elements takes into an empty cache, if any."""

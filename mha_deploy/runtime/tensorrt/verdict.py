@@ -107,24 +107,16 @@ class Reported:
 # In cuBLAS's names, one letter each for factors, accumulator and result follows: `nvjet_hsh`, `nvjet_tst`.
 _NVJET = r"nvjet_(?:sm\d+_)?(?!sm\d)"
 _MATH = (
-    ("tf32", re.compile(rf"tf32|tfloat32|{_NVJET}s")),
-    ("fp8", re.compile(rf"e4m3|e5m2|fp8|{_NVJET}[qr]")),
-    ("int8", re.compile(rf"i8i8|imma|int8|{_NVJET}i")),
-    ("bf16", re.compile(rf"bf16|bfloat16|{_NVJET}t")),
-    (
-        "fp16",
-        re.compile(
-            rf"f16f16|fp16|(?<![a-z])h\d{{3,5}}(?!\d)|(?<![a-z])h(?:gemm|cudnn)|(?<![a-z])f16(?!f)|half|{_NVJET}h"
-        ),
-    ),
-    ("tf32", re.compile(r"s1688(?!\d)")),
-    ("fp64", re.compile(rf"(?<![a-z])d884|(?<![a-z])dgemm|f64|double|{_NVJET}d")),
-    (
-        "fp32",
-        re.compile(
-            r"f32f32|(?<![a-z])s(?:gemm|cudnn)|fp32|simt_s|(?<![a-z0-9])f32(?!f)|(?<![a-z0-9_])float(?![a-z0-9])"
-        ),
-    ),
+    ("tf32", rf"tf32|tfloat32|{_NVJET}s"),
+    ("fp8", rf"e4m3|e5m2|fp8|{_NVJET}[qr]"),
+    ("int8", rf"i8i8|imma|int8|{_NVJET}i"),
+    ("bf16", rf"bf16|bfloat16|{_NVJET}t"),
+    ("fp16", r"f16f16|fp16|(?<![a-z])h\d{3,5}(?!\d)|(?<![a-z])h(?:gemm|cudnn)|(?<![a-z])f16(?!f)|half"),
+    ("fp16", rf"{_NVJET}h"),
+    ("tf32", r"s1688(?!\d)"),
+    ("fp64", rf"(?<![a-z])d884|(?<![a-z])dgemm|f64|double|{_NVJET}d"),
+    ("fp32", r"f32f32|(?<![a-z])s(?:gemm|cudnn)|fp32|simt_s|(?<![a-z0-9])f32(?!f)"),
+    ("fp32", r"(?<![a-z0-9_])float(?![a-z0-9])"),
 )
 _NARROW_SUM = re.compile(rf"f16f16_f16f16_f16|(?<![a-z])h(?:884|1688|16816)(?:gemm|_)|{_NVJET}hh")
 # Names that state what a matmul reads and writes in 16 bits, not only what it multiplies:
@@ -219,7 +211,7 @@ def math_type(tactic: str) -> str:
     """The type a kernel multiplies in, or `?`: `sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_...` is `fp16`."""
     # `bf16` and `f32f32` are also hexadecimal digits.
     lowered = re.sub(r"0x[0-9a-f]+", "", tactic.lower())
-    return next((name for name, pattern in _MATH if pattern.search(lowered)), UNKNOWN)
+    return next((name for name, pattern in _MATH if re.search(pattern, lowered)), UNKNOWN)
 
 
 def _data(kernel: Kernel) -> list[EngineTensor]:
