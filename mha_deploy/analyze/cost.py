@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mha_deploy.errors import SpecError, nearest
 from mha_deploy.model.spec import AttentionSpec, Axis, ModelSpec, Sizes
 
-# -- Tokens, keys, and pairs of them at one set of sizes -------------------------------------------
+# -- Parameters, FLOPs and bytes per stage ---------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,114 +33,6 @@ class StageCost:
     def intensity(self) -> float:
         """Arithmetic intensity: FLOPs per byte moved."""
         return self.flops / self.bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """A layer at one set of sizes: what every stage is counted from.
-
-    Args:
-        spec: The layer.
-        B: Batch elements.
-        S: New tokens of each.
-        T: Keys of each.
-        past: Keys before the new tokens, of every batch element.
-        bytes_per_element: Of weights and activations.
-    """
-
-    spec: AttentionSpec
-    B: int
-    S: int
-    T: int
-    past: Sequence[int]
-    bytes_per_element: int
-
-    @property
-    def queries(self) -> int:
-        """Query tokens."""
-        return self.B * self.S
-
-    @property
-    def head_elements(self) -> int:
-        """Elements of the query heads, and of the head outputs."""
-        return self.queries * self.spec.Hq * self.spec.D
-
-    @property
-    def projected_keys(self) -> int:
-        """Keys that are projected: those that are not in the KV cache already."""
-        return self.B * (self.S if self.spec.cache != "none" else self.T)
-
-    @property
-    def attended_keys(self) -> int:
-        """Keys that some query attends to: a window leaves out the oldest of a KV cache."""
-        reach = self.T if self.spec.window is None else self.spec.window - 1
-        return self.projected_keys + sum(min(past, reach) for past in self.past)
-
-    def kv_elements(self, keys: int) -> int:
-        """Elements of that many keys, and of their values."""
-        return 2 * keys * self.spec.Hkv * self.spec.D
-
-    def pairs(self, past: int) -> int:
-        """(query, key) pairs of one head in one batch element.
-
-        A causal query attends to the past, and to the new keys up to its own: past + 1, past + 2, …, or as
-        many as its window has.
-        """
-        if not self.spec.causal:
-            return self.S * self.T
-        window = past + self.S if self.spec.window is None else self.spec.window
-        within = min(max(window - past, 0), self.S)  # queries whose window is not full
-        return within * past + within * (within + 1) // 2 + (self.S - within) * window
-
-    @property
-    def all_pairs(self) -> int:
-        """(query, key) pairs of one head in all batch elements."""
-        return sum(self.pairs(past) for past in self.past)
-
-    def stage(
-        self, name: str, growth: str, *, parameters: int = 0, flops: int, elements: int, other: int = 0
-    ) -> StageCost:
-        """A stage from its counts; `other` is bytes that do not depend on the precision."""
-        total = (parameters + elements) * self.bytes_per_element + other
-        return StageCost(name=name, growth=growth, parameters=parameters, flops=flops, bytes=total)
-
-
-def key_length(spec: AttentionSpec, sizes: Sizes) -> int:
-    """Keys of a batch element, the entries of a preallocated KV cache that are not valid included."""
-    return sum(sizes[axis] for axis in spec.key_axis.split("+"))
-
-
-def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int] | None = None) -> list[int]:
-    """The keys before the new tokens, of every batch element: none without a KV cache.
-
-    Args:
-        spec: The layer.
-        sizes: A size for each of its axes.
-        lengths: Valid entries of a preallocated KV cache before the call; default: full after it.
-
-    Raises:
-        SpecError: The lengths do not suit the layer or its sizes.
-    """
-    if lengths is None:
-        past = key_length(spec, sizes) - sizes["S"] if spec.cache != "none" else 0
-        return [past] * sizes["B"]
-    found = [int(length) for length in lengths]
-    if spec.cache != "preallocated" or len(found) != sizes["B"]:
-        raise SpecError(
-            "Only a preallocated KV cache has lengths, one for every batch element.",
-            got=f"{len(found)} lengths, cache = {spec.cache}, B = {sizes['B']}",
-        )
-    room = sizes["T"] - sizes["S"]
-    if not all(0 <= length <= room for length in found):
-        raise SpecError(
-            "The new tokens do not fit into the KV cache.", got=f"lengths {found}", hint=f"0 to {room}"
-        )
-    return found
-
-
-# -- Parameters, FLOPs and bytes per stage ---------------------------------------------------------
-
-_INT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +62,36 @@ class LayerCost:
         return self.flops / self.bytes
 
 
+def key_length(spec: AttentionSpec, sizes: Sizes) -> int:
+    """Keys of a batch element, the entries of a preallocated KV cache that are not valid included."""
+    return sum(sizes[axis] for axis in spec.key_axis.split("+"))
+
+
+def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Sequence[int] | None = None) -> list[int]:
+    """The keys before the new tokens, of every batch element: none without a KV cache.
+
+    `lengths` are the valid entries of a preallocated KV cache before the call; default: full after it.
+
+    Raises:
+        SpecError: The lengths do not suit the layer or its sizes.
+    """
+    if lengths is None:
+        past = key_length(spec, sizes) - sizes["S"] if spec.cache != "none" else 0
+        return [past] * sizes["B"]
+    found = [int(length) for length in lengths]
+    if spec.cache != "preallocated" or len(found) != sizes["B"]:
+        raise SpecError(
+            "Only a preallocated KV cache has lengths, one for every batch element.",
+            got=f"{len(found)} lengths, cache = {spec.cache}, B = {sizes['B']}",
+        )
+    room = sizes["T"] - sizes["S"]
+    if not all(0 <= length <= room for length in found):
+        raise SpecError(
+            "The new tokens do not fit into the KV cache.", got=f"lengths {found}", hint=f"0 to {room}"
+        )
+    return found
+
+
 def layer_cost(
     spec: AttentionSpec, sizes: Sizes, bytes_per_element: int, *, lengths: Sequence[int] | None = None
 ) -> LayerCost:
@@ -183,15 +105,94 @@ def layer_cost(
             default: full after it.
     """
     spec.check_sizes(sizes)
-    work = Work(
-        spec=spec,
-        B=sizes["B"],
-        S=sizes["S"],
-        T=key_length(spec, sizes),
-        past=past_keys(spec, sizes, lengths),
-        bytes_per_element=bytes_per_element,
+    B, S, T, past = sizes["B"], sizes["S"], key_length(spec, sizes), past_keys(spec, sizes, lengths)
+    E, Hq, D, width, kv_width = spec.E, spec.Hq, spec.D, spec.Hq * spec.D, 2 * spec.Hkv * spec.D
+    tokens, heads = B * S, B * S * width  # heads: elements of the query heads, and of their outputs
+    projected = B * (S if spec.cache != "none" else T)  # keys that are not in the KV cache already
+    # A window leaves out the oldest keys of a KV cache.
+    attended = projected + sum(min(each, T if spec.window is None else spec.window - 1) for each in past)
+
+    def stage(
+        name: str, growth: str, *, flops: int, elements: int, parameters: int = 0, other: int = 0
+    ) -> StageCost:
+        """A stage from its counts; `other` is bytes that do not depend on the precision."""
+        total = (parameters + elements) * bytes_per_element + other
+        return StageCost(name=name, growth=growth, parameters=parameters, flops=flops, bytes=total)
+
+    def linear(
+        name: str, growth: str, inputs: int, outputs: int, *, bias: bool = spec.bias, copies: int = 1
+    ) -> StageCost:
+        """Linear layers on parts of every token, which read and write all of them."""
+        return stage(
+            name,
+            growth,
+            parameters=copies * (inputs * outputs + (outputs if bias else 0)),
+            flops=2 * tokens * copies * inputs * outputs,
+            elements=tokens * copies * (inputs + outputs),
+        )
+
+    # Queries, keys and values as one stage: self attention reads x once, however it is packed.
+    projections = stage(
+        "projections",
+        "(S+T)·E²" if spec.is_cross else "S·E²",
+        parameters=E * (width + kv_width) + (width + kv_width if spec.bias else 0),
+        flops=2 * E * (tokens * width + projected * kv_width),
+        elements=(tokens + (2 * projected if spec.is_cross else 0)) * E + heads + projected * kv_width,
     )
-    return LayerCost(stages=(_projections(work), _attention(work), *_OUTPUT_STAGES[spec.variant](work)))
+    # Scores and weighted values: two matmuls of D multiply-adds per pair and query head.
+    elements = 2 * heads + attended * kv_width
+    if spec.mask == "additive":
+        elements += Hq * _pairs(spec, S, T, 0)
+    if spec.weights:
+        elements += B * Hq * S * T
+    growth = "S²·E" if spec.key_axis == "S" else "S·T·E"
+    attention = stage(
+        "attention",
+        growth if spec.window is None else "S·E",  # a window is a constant
+        flops=4 * D * Hq * sum(_pairs(spec, S, T, each) for each in past),
+        elements=elements,
+        other=4 * B if spec.mask == "padding" or spec.cache == "preallocated" else 0,  # lengths, int32
+    )
+    output = linear("output", "S·E²", width, E)
+    after = [output]
+    if spec.variant == "sparse-heads":
+        # A gate per head from the layer's input; unused heads are computed and then masked.
+        gate = linear("head gate", "S·E·Hq", E, Hq, bias=False)
+        reads_gates = tokens * Hq * bytes_per_element
+        after = [gate, replace(output, bytes=output.bytes + reads_gates)]
+    elif spec.variant == "grouped-mlp":
+        # A linear layer within each group, and two of an MLP in place of the output projection.
+        hidden = spec.grouped_mlp.hidden if spec.grouped_mlp else 0
+        groups = spec.grouped_mlp.groups if spec.grouped_mlp else 1
+        after = [
+            linear("linear within groups", "S·E²/groups", width // groups, width // groups, copies=groups),
+            linear("MLP in", "S·E·hidden", width, hidden),
+            linear("MLP out", "S·E·hidden", hidden, E),
+        ]
+    elif spec.variant == "head-mix":
+        # A second attention inside each token: its Hq heads are the sequence, and they share D x D matrices.
+        mix = stage(
+            "mix projections",
+            "S·E·D",
+            parameters=3 * (D * D + (D if spec.bias else 0)),
+            flops=3 * 2 * heads * D,
+            elements=4 * heads,
+        )
+        after = [mix, stage("mix attention", "S·E·Hq", flops=4 * heads * Hq, elements=4 * heads), output]
+    return LayerCost(stages=(projections, attention, *after))
+
+
+def _pairs(spec: AttentionSpec, S: int, T: int, past: int) -> int:
+    """(query, key) pairs of one head in one batch element.
+
+    A causal query attends to the past, and to the new keys up to its own: past + 1, past + 2, …, or as
+    many as its window has.
+    """
+    if not spec.causal:
+        return S * T
+    window = past + S if spec.window is None else spec.window
+    within = min(max(window - past, 0), S)  # queries whose window is not full
+    return within * past + within * (within + 1) // 2 + (S - within) * window
 
 
 def parameter_count(spec: AttentionSpec) -> int:
@@ -207,133 +208,6 @@ def kv_cache_bytes_per_token(spec: AttentionSpec, bytes_per_element: int) -> int
 def kv_cache_bytes(spec: AttentionSpec, B: int, length: int, bytes_per_element: int) -> int:
     """KV-cache bytes of one layer for B sequences of one length."""
     return B * length * kv_cache_bytes_per_token(spec, bytes_per_element)
-
-
-# -- the stages --------------------------------------------------------------------------------
-
-
-def _linear_parameters(inputs: int, outputs: int, bias: bool) -> int:
-    return inputs * outputs + (outputs if bias else 0)
-
-
-def _projections(work: Work) -> StageCost:
-    """Queries, keys and values as one stage: self attention reads x once, however it is packed."""
-    spec = work.spec
-    q_width, kv_width = spec.Hq * spec.D, 2 * spec.Hkv * spec.D
-    read = (work.queries + 2 * work.projected_keys if spec.is_cross else work.queries) * spec.E
-    return work.stage(
-        "projections",
-        "(S+T)·E²" if spec.is_cross else "S·E²",
-        parameters=_linear_parameters(spec.E, q_width + kv_width, spec.bias),
-        flops=2 * spec.E * (work.queries * q_width + work.projected_keys * kv_width),
-        elements=read + work.head_elements + work.kv_elements(work.projected_keys),
-    )
-
-
-def _attention(work: Work) -> StageCost:
-    """Scores and weighted values: two matmuls of D multiply-adds per pair and query head."""
-    spec = work.spec
-    elements = 2 * work.head_elements + work.kv_elements(work.attended_keys)
-    if spec.mask == "additive":
-        elements += spec.Hq * work.pairs(0)
-    if spec.weights:
-        elements += work.B * spec.Hq * work.S * work.T
-    has_lengths = spec.mask == "padding" or spec.cache == "preallocated"
-    growth = "S²·E" if spec.key_axis == "S" else "S·T·E"
-    return work.stage(
-        "attention",
-        growth if spec.window is None else "S·E",  # a window is a constant
-        flops=4 * spec.D * spec.Hq * work.all_pairs,
-        elements=elements,
-        other=_INT32_BYTES * work.B if has_lengths else 0,
-    )
-
-
-def _output_projection(work: Work, extra_elements: int = 0) -> StageCost:
-    spec = work.spec
-    width = spec.Hq * spec.D
-    return work.stage(
-        "output",
-        "S·E²",
-        parameters=_linear_parameters(width, spec.E, spec.bias),
-        flops=2 * work.queries * width * spec.E,
-        elements=work.head_elements + extra_elements + work.queries * spec.E,
-    )
-
-
-def _plain_output(work: Work) -> tuple[StageCost, ...]:
-    return (_output_projection(work),)
-
-
-def _sparse_heads_output(work: Work) -> tuple[StageCost, ...]:
-    """A gate per head from the layer's input; unused heads are computed and then masked."""
-    spec = work.spec
-    gates = work.queries * spec.Hq
-    gate = work.stage(
-        "head gate",
-        "S·E·Hq",
-        parameters=_linear_parameters(spec.E, spec.Hq, bias=False),
-        flops=2 * gates * spec.E,
-        elements=work.queries * spec.E + gates,
-    )
-    return gate, _output_projection(work, extra_elements=gates)
-
-
-def _grouped_mlp_output(work: Work) -> tuple[StageCost, ...]:
-    """A linear layer within each group, and two of an MLP in place of the output projection."""
-    spec = work.spec
-    hidden = spec.grouped_mlp.hidden if spec.grouped_mlp else 0
-    groups = spec.grouped_mlp.groups if spec.grouped_mlp else 1
-    width = spec.Hq * spec.D
-    within = work.stage(
-        "linear within groups",
-        "S·E²/groups",
-        parameters=groups * _linear_parameters(width // groups, width // groups, spec.bias),
-        flops=2 * work.queries * width * (width // groups),
-        elements=2 * work.head_elements,
-    )
-    first = work.stage(
-        "MLP in",
-        "S·E·hidden",
-        parameters=_linear_parameters(width, hidden, spec.bias),
-        flops=2 * work.queries * width * hidden,
-        elements=work.head_elements + work.queries * hidden,
-    )
-    second = work.stage(
-        "MLP out",
-        "S·E·hidden",
-        parameters=_linear_parameters(hidden, spec.E, spec.bias),
-        flops=2 * work.queries * hidden * spec.E,
-        elements=work.queries * (hidden + spec.E),
-    )
-    return within, first, second
-
-
-def _head_mix_output(work: Work) -> tuple[StageCost, ...]:
-    """A second attention inside each token: its Hq heads are the sequence, and they share D x D matrices."""
-    spec = work.spec
-    projections = work.stage(
-        "mix projections",
-        "S·E·D",
-        parameters=3 * _linear_parameters(spec.D, spec.D, spec.bias),
-        flops=3 * 2 * work.head_elements * spec.D,
-        elements=4 * work.head_elements,
-    )
-    attention = work.stage(
-        "mix attention",
-        "S·E·Hq",
-        flops=4 * work.head_elements * spec.Hq,
-        elements=4 * work.head_elements,
-    )
-    return projections, attention, _output_projection(work)
-
-
-_OUTPUT_STAGES = {
-    "attention": _plain_output,
-    "sparse-heads": _sparse_heads_output,
-    "grouped-mlp": _grouped_mlp_output,
-    "head-mix": _head_mix_output,
-}
 
 
 # -- Sizes to test: lengths that no kernel tiles evenly, and the largest that a limit allows -------
@@ -358,8 +232,9 @@ class SizeLimit:
 
     def allows(self, spec: ModelSpec, sizes: Sizes) -> bool:
         """Whether a layer of these sizes stays below the limit."""
-        work, memory = layer_flops(spec, sizes), oracle_bytes(spec, sizes)
-        return work <= self.gflop * 1e9 and memory <= self.gib * 2**30
+        layer = spec.layer  # the FLOPs of a module are an upper bound
+        flops = spec.flops_at(sizes) if layer is None else layer_cost(layer, sizes, bytes_per_element=1).flops
+        return flops <= self.gflop * 1e9 and oracle_bytes(spec, sizes) <= self.gib * 2**30
 
 
 def shrunk(spec: ModelSpec, sizes: Sizes, smallest: Sizes, limit: SizeLimit) -> dict[str, int]:
@@ -391,13 +266,6 @@ def odd_sizes(axes: Mapping[str, Axis]) -> dict[str, int]:
 def first_allowed(axis: Axis, candidates: Sequence[int]) -> int:
     """The first size that an axis allows, or its optimum."""
     return next((size for size in candidates if axis.min <= size <= axis.max), axis.opt)
-
-
-def layer_flops(spec: ModelSpec, sizes: Sizes) -> int:
-    """FLOPs of a layer at one set of sizes; of a module, an upper bound."""
-    if spec.layer is not None:
-        return layer_cost(spec.layer, sizes, bytes_per_element=1).flops
-    return spec.flops_at(sizes)
 
 
 def oracle_bytes(spec: ModelSpec, sizes: Sizes) -> int:
