@@ -43,7 +43,7 @@ from mha_deploy.engine.manifest import (
     write_engine,
 )
 from mha_deploy.engine.plugins import PluginError, PluginLibrary, find_plugins, load_plugins
-from mha_deploy.engine.profiles import Ranges, default_profiles, profile_names, profile_shapes
+from mha_deploy.engine.profiles import default_profiles, profile_names, profile_shapes
 from mha_deploy.engine.run import (
     engine_opener,
     open_engine_runner,
@@ -53,7 +53,6 @@ from mha_deploy.engine.run import (
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.graph.rules import Eligibility
 from mha_deploy.metrics import judge_case
 from mha_deploy.model.precision import Precision
 from mha_deploy.options import EngineOptions
@@ -121,32 +120,87 @@ def _engine_at(
     on_progress: OnProgress | None,
 ) -> Engine:
     """Build the one engine that the options request."""
+    spec, precision = bundle.manifest.spec, bundle.manifest.precision.name
     model = load_graph(bundle.model_path)
     library = find_plugins(rt) if options.attention == PLUGIN else None
     lowered, answers = lowered_for(rt, model, options)
-    ranges = list(options.profiles) or default_profiles(bundle.manifest.spec, one=not rt.can.shared_profiles)
+    ranges = list(options.profiles) or default_profiles(spec, one=not rt.can.shared_profiles)
     cache = bundle.path / FOLDER / f"timing-{rt.backend}-{rt.version}.cache"
+    cached = rt.can.timing_cache and options.timing_cache and cache.is_file()
+    # With `--precision auto` most graphs are FP16 throughout, and need no constraints.
+    wide = spec.mixed and bool(bundle.manifest.checks.get("mixed precision", {}).get("kept"))
     # As a file: weights that do not fit in memory twice are read from disk.
     with temporary_folder(bundle.path.resolve() / "lowered") as folder:
         onnx_path = folder / "model.onnx"
         save_graph(lowered, onnx_path)
-        request = _request(bundle, rt, options, onnx_path, ranges, cache)
+        request = BuildRequest(
+            onnx=onnx_path,
+            backend=rt.backend,
+            precision=precision,
+            profiles=[profile_shapes(spec, each) for each in ranges],
+            targets=options.targets,
+            optimization_level=options.optimization_level,
+            workspace=_workspace(options.workspace_mib),
+            timing_cache=cache.read_bytes() if cached else None,
+            version_compatible=options.version_compatible,
+            hardware_compatible=options.hardware_compatible,
+            weight_streaming=options.weight_streaming,
+            refit=options.refit,  # type: ignore[arg-type]
+            allow_decomposed=options.allow_decomposed and rt.can.attention,
+            # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
+            precision_constraints=wide and not rt.can.strongly_typed_flag,
+        )
         built = with_carried(_built(rt, request, library, on_progress), lowered)
-    verdict = judge_engine(built, lowered, model, bundle.manifest.precision.name, len(ranges))
-    verdict = with_unrecognised(verdict, bundle.manifest, profiles=len(ranges))
-    manifest = _manifest(bundle, rt, built, verdict, answers, dialect_for(rt, options), ranges, request)
+    verdict = judge_engine(built, lowered, model, precision, len(ranges))
+    # The source with the best information comes first.
+    kernels = next(filter(None, map(built.kernels.get, ("inspector", "plan", "log"))), ())
+    findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
+    names, large = profile_names(spec, ranges), built.large_tensors
+    unprepared = unprepared_profiles(
+        rt, built.plan, names, host_code=options.version_compatible, large_tensors=large
+    )
+    manifest = EngineManifest(
+        backend=rt.backend,
+        version=rt.version,
+        gpu=None if rt.can.builds_without_gpu and "CURRENT" not in request.target_names else first_gpu(),
+        targets=list(request.target_names),
+        model=spec.name,
+        precision=precision,
+        dialect=dialect_for(rt, options),
+        profiles=[{name: str(axis) for name, axis in each.items()} for each in ranges],
+        profile_names=names,
+        bundle_sha256=sha256(bundle.path / MANIFEST),
+        engine_sha256=hashlib.sha256(built.plan).hexdigest(),
+        engine_bytes=len(built.plan),
+        seconds=round(built.seconds, 3),
+        strongly_typed=built.strongly_typed,
+        verdict=with_unrecognised(verdict, bundle.manifest, profiles=len(ranges)),
+        kernels=[
+            {
+                "name": kernel.name,
+                "type": kernel.layer_type,
+                "tactic": kernel.tactic,
+                "nodes": list(kernel.onnx_nodes),
+                "dtypes": sorted({tensor.dtype for tensor in kernel.tensors}),
+                "profile": kernel.profile,
+                "fused_attention": kernel.is_fused_attention,
+            }
+            for kernel in kernels
+        ],
+        options=request.options(),
+        findings=[asdict(finding) for finding in findings],
+        notes=[
+            *unprepared,
+            *built.notes,
+            *(each.advice for each in large),
+            *(m.text for m in built.warnings),
+        ],
+        large_tensors=list(large),
+    )
     if library is not None:
         manifest = with_library(
             manifest, library, lowered, requested=requested, accumulate=options.accumulate
         )
-    unprepared = unprepared_profiles(
-        rt,
-        built.plan,
-        manifest.profile_names,
-        host_code=options.version_compatible,
-        large_tensors=built.large_tensors,
-    )
-    manifest = msgspec.structs.replace(manifest, notes=[*unprepared, *manifest.notes])
     engine = write_engine(path, built.plan, manifest, overwrite=options.overwrite)
     if built.timing_cache:
         with contextlib.suppress(OSError):  # the engine is there: the next build is only slower
@@ -191,38 +245,6 @@ def judge_engine(
     return engine_verdict(built.kernels, attention, precision, profiles=profiles, written=written)
 
 
-def _request(
-    bundle: Bundle,
-    rt: TensorRT,
-    options: EngineOptions,
-    onnx_path: Path,
-    ranges: list[Ranges],
-    cache: Path,
-) -> BuildRequest:
-    spec = bundle.manifest.spec
-    # With `--precision auto` most graphs are FP16 throughout, and need no constraints.
-    wide = spec.mixed and bool(bundle.manifest.checks.get("mixed precision", {}).get("kept"))
-    return BuildRequest(
-        onnx=onnx_path,
-        backend=rt.backend,
-        precision=bundle.manifest.precision.name,
-        profiles=[profile_shapes(spec, each) for each in ranges],
-        targets=options.targets,
-        optimization_level=options.optimization_level,
-        workspace=_workspace(options.workspace_mib),
-        timing_cache=cache.read_bytes()
-        if rt.can.timing_cache and options.timing_cache and cache.is_file()
-        else None,
-        version_compatible=options.version_compatible,
-        hardware_compatible=options.hardware_compatible,
-        weight_streaming=options.weight_streaming,
-        refit=options.refit,  # type: ignore[arg-type]
-        allow_decomposed=options.allow_decomposed and rt.can.attention,
-        # A TensorRT that chooses types by itself would narrow what the export kept in a wider type.
-        precision_constraints=wide and not rt.can.strongly_typed_flag,
-    )
-
-
 def _workspace(mib: int | None) -> int | None:
     """The limit of the workspace in bytes."""
     if mib is not None and not 0 < mib <= _LARGEST_WORKSPACE_MIB:
@@ -232,55 +254,6 @@ def _workspace(mib: int | None) -> int | None:
             hint=f"--workspace-mib from 1 to {_LARGEST_WORKSPACE_MIB}, or leave it out",
         )
     return None if mib is None else mib << 20
-
-
-def _manifest(
-    bundle: Bundle,
-    rt: TensorRT,
-    built: BuiltEngine,
-    verdict: EngineVerdict,
-    answers: list[Eligibility],
-    dialect: str,
-    ranges: list[Ranges],
-    request: BuildRequest,
-) -> EngineManifest:
-    warned = [message.text for message in built.warnings]
-    # The source with the best information comes first.
-    kernels = next(filter(None, map(built.kernels.get, ("inspector", "plan", "log"))), ())
-    findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
-    return EngineManifest(
-        backend=rt.backend,
-        version=rt.version,
-        gpu=None if rt.can.builds_without_gpu and "CURRENT" not in request.target_names else first_gpu(),
-        targets=list(request.target_names),
-        model=bundle.manifest.spec.name,
-        precision=bundle.manifest.precision.name,
-        dialect=dialect,
-        profiles=[{name: str(axis) for name, axis in each.items()} for each in ranges],
-        profile_names=profile_names(bundle.manifest.spec, ranges),
-        bundle_sha256=sha256(bundle.path / MANIFEST),
-        engine_sha256=hashlib.sha256(built.plan).hexdigest(),
-        engine_bytes=len(built.plan),
-        seconds=round(built.seconds, 3),
-        strongly_typed=built.strongly_typed,
-        verdict=verdict,
-        kernels=[
-            {
-                "name": kernel.name,
-                "type": kernel.layer_type,
-                "tactic": kernel.tactic,
-                "nodes": list(kernel.onnx_nodes),
-                "dtypes": sorted({tensor.dtype for tensor in kernel.tensors}),
-                "profile": kernel.profile,
-                "fused_attention": kernel.is_fused_attention,
-            }
-            for kernel in kernels
-        ],
-        options=request.options(),
-        findings=[asdict(finding) for finding in findings],
-        notes=[*built.notes, *(each.advice for each in built.large_tensors), *warned],
-        large_tensors=list(built.large_tensors),
-    )
 
 
 # -- Several candidates: each is built, judged and timed beside the others, and one is kept --------

@@ -59,20 +59,13 @@ _MATMULS = ("MatMul", "Gemm")
 Part = TypeVar("Part", NodeVerdict, PrecisionVerdict)
 
 
-def shown_verdict(
-    plan: bytes,
-    verdict: EngineVerdict,
-    *,
-    backend: str,
-    precision: str,
-    profiles: int,
-    bundle: Path | None = None,
-) -> EngineVerdict:
+def shown_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -> EngineVerdict:
     """The verdict in an engine's manifest, in which everything that its plan does not show is unknown.
 
     `bundle` is the one that contains the engine, if any.
     """
-    needed = backend == RTX
+    verdict, precision, profiles = manifest.verdict, manifest.precision, len(manifest.profiles)
+    needed = manifest.backend == RTX
     if not needed and not any(_from_plan(node) for node in verdict.nodes):
         return verdict
     # A plan does not tell what the layers of a library compute; only that a plugin is there can be detected.
@@ -440,19 +433,9 @@ def open_engine(path: Path) -> Engine:
             got=f"{path}, which begins with {plan[:8]!r}" if plan else f"{path}, which is empty",
             hint="rebuild it",
         )
-    verdict = shown_verdict(
-        plan,
-        manifest.verdict,
-        backend=manifest.backend,
-        precision=manifest.precision,
-        profiles=len(manifest.profiles),
-        bundle=_bundle_of(path),
-    )
-    return Engine(
-        path=path,
-        manifest=msgspec.structs.replace(manifest, verdict=verdict),
-        is_shown=manifest.backend == RTX,
-    )
+    verdict = shown_verdict(plan, manifest, _bundle_of(path))
+    shown = msgspec.structs.replace(manifest, verdict=verdict)
+    return Engine(path=path, manifest=shown, is_shown=manifest.backend == RTX)
 
 
 def _manifest_for(plan: bytes, beside: Path) -> EngineManifest:
@@ -576,8 +559,7 @@ def misfits_here(engine: Engine) -> list[str]:
     """Why an engine cannot run on this machine; empty where it can."""
     module = MODULES[engine.manifest.backend]
     packages = next(runtime.packages for runtime in RUNTIMES if runtime.module == module)
-    found = [version for version in map(installed_version, packages) if version is not None]
-    version = found[0] if found else None
+    version = next(filter(None, map(installed_version, packages)), None)
     missing = why_missing(engine.manifest.plugins, version or engine.manifest.version)
     return [*misfits(engine, version, first_gpu()), *missing]
 
@@ -600,22 +582,16 @@ def where_built(manifest: EngineManifest) -> str:
     """The GPU or the compute capabilities that an engine was built for."""
     if manifest.gpu is not None:
         return f"on {manifest.gpu['name']}"
-    return (
-        f"for {', '.join(manifest.targets)}"
-        if manifest.targets
-        else "for RTX GPUs from compute capability 8.0 on"
-    )
+    return f"for {', '.join(manifest.targets) or 'RTX GPUs from compute capability 8.0 on'}"
 
 
 def _version_fits(manifest: EngineManifest, here: str) -> bool:
-    if manifest.options.get("version_compatible"):
-        built, found = _release(manifest.version), _release(here)
-        return built[:1] == found[:1] and found >= built
-    return here == manifest.version
-
-
-def _release(version: str) -> list[int]:
-    return [int(part) for part in version.split(".") if part.isdigit()]
+    if not manifest.options.get("version_compatible"):
+        return here == manifest.version
+    built, found = (
+        [int(part) for part in version.split(".") if part.isdigit()] for version in (manifest.version, here)
+    )
+    return built[:1] == found[:1] and found >= built
 
 
 def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
