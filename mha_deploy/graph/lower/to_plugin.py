@@ -372,13 +372,9 @@ class Diagonal(NamedTuple):
 class PluginMask:
     """Which keys a query attends to.
 
-    Args:
-        diagonal: Causality and window.
-        key_lengths: Valid keys of each batch element, int32 `[B]`.
-        bias: Added to the scores, `[B or 1, Hq or 1, S, T]`.
-        attending: `[·, ·, ·, 1]`, False for queries that are fully masked by the bias; the plugin itself
-            handles those of diagonal and lengths.
-        heads: Size of the second axis of `attending`.
+    `key_lengths` are valid keys of each batch element, int32 `[B]`; `bias` is added to the scores, `[B or 1,
+    Hq or 1, S, T]`. `attending`, `[·, heads, ·, 1]`, is False for queries that are fully masked by the bias;
+    the plugin itself handles those of diagonal and lengths.
     """
 
     diagonal: Diagonal
@@ -474,18 +470,12 @@ def operator_rules(options: PluginOptions) -> dict[str, OperatorRule]:
     return {name: rule for name, rule in PRIMITIVE_RULES.items() if name not in later}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PluginRotary:
-    """A rotary embedding of queries and new keys: tables, their rows, and how elements are paired."""
+class PluginRotary(NamedTuple):
+    """A rotary embedding of queries and new keys, how the rows of its tables are found, and given rows."""
 
     rotary: Rotary
     mode: int
-    positions: ir.Value | None = None
-
-    @property
-    def inputs(self) -> list[ir.Value | None]:
-        """Inputs of the node."""
-        return [self.rotary.cos, self.rotary.sin, self.positions]
+    positions: ir.Value | None
 
 
 def take_rotary(
@@ -515,7 +505,7 @@ def take_rotary(
         cos, sin = (_half_table(b, table, one.rotated // 2) for table in (one.cos, one.sin))
         one = replace(one, cos=cos, sin=sin)
     places = (place_of(one.x, one.heads, one.size), place_of(other.x, other.heads, other.size))
-    return PluginRotary(rotary=one, mode=mode, positions=positions), *places
+    return PluginRotary(one, mode, positions), *places
 
 
 def _half_table(b: NodeBuilder, table: ir.Value, half: int) -> ir.Value:
@@ -543,19 +533,10 @@ def _rotary_at(value: ir.Value, call: AttentionCall) -> Rotary | None:
                 cosines, sines = _table_of_halves(cos), _table_of_halves(sin)
                 if cosines is None or sines is None or not _is_rotated_half(rotated, x):
                     continue
-                heads, size = dims(x)[1], dims(x)[3]
+                _, heads, _, size = dims(x)
                 if isinstance(heads, int) and isinstance(size, int):
-                    return Rotary(
-                        x=x,
-                        cos=cosines,
-                        sin=sines,
-                        positions=None,
-                        rank=4,
-                        heads=heads,
-                        size=size,
-                        rotated=size,
-                        interleaved=False,
-                    )
+                    sizes: dict[str, int] = {"rank": 4, "heads": heads, "size": size, "rotated": size}
+                    return Rotary(x=x, cos=cosines, sin=sines, positions=None, interleaved=False, **sizes)
     return None
 
 
@@ -649,18 +630,10 @@ def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions)
     """Write one attention as a node of the plugin; the outputs by position."""
     refuse_what_is_missing(call)
     # With a past these are the operands; without one they are used for `present` only.
-    heads, rotary = split_inputs(b, call), None
-    query = place_of(call.q, call.Hq, call.D)
-    if call.past_key is None:
-        key, value = place_of(call.k, call.Hkv, call.D), place_of(call.v, call.Hkv, call.Dv)
-        rotary = take_rotary(b, call, query, key) if call.is_square else None
-        if rotary is not None:
-            _, query, key = rotary
-        T = key.length(b, call)
-    else:
-        key, value, T = Place(heads.k, 0), Place(heads.v, 0), key_length(b, call)
-    mask = read_plugin_mask(b, call, query.length(b, call), T)
-    y = _write_attention(b, call, (query, key, value), mask, rotary=rotary[0] if rotary else None)[0]
+    heads, past = split_inputs(b, call), call.past_key is not None
+    key = Place(heads.k, 0) if past else place_of(call.k, call.Hkv, call.D)
+    value = Place(heads.v, 0) if past else place_of(call.v, call.Hkv, call.Dv)
+    y = _write_attention(b, call, key, value)[0]
     return {Y: y, PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
 
 
@@ -682,40 +655,41 @@ def prepare(model: ir.Model, options: PluginOptions, *, dialect: str) -> None:
         refuse_what_is_missing(call)
         if cache.starts is None:
             raise call.refuse("preallocated cache without lengths", hint="dialect primitives")
-        query, key = place_of(call.q, call.Hq, call.D), place_of(cache.new_key, call.Hkv, call.D)
-        rotary = take_rotary(b, call, query, key, cache.starts)
-        if rotary is not None:
-            _, query, key = rotary
-        places = (query, key, place_of(cache.new_value, call.Hkv, call.Dv))
-        mask = read_plugin_mask(b, call, places[0].length(b, call), b.size(cache.past_key, 2), in_cache=True)
+        key = place_of(cache.new_key, call.Hkv, call.D)
+        value = place_of(cache.new_value, call.Hkv, call.Dv)
         inputs = (cache.past_key, cache.past_value)
-        starts = as_int32(b, cache.starts, name="starts")
-        y, *states = _write_attention(
-            b, call, places, mask, cache=(*inputs, starts), rotary=rotary[0] if rotary else None
-        )
+        y, *states = _write_attention(b, call, key, value, (*inputs, cache.starts))
         take_over(model, call, b, cache, y, states)
-        in_place = {str(new.name): str(past.name) for new, past in zip(states, inputs, strict=True)}
-        note_in_place(model, in_place)
+        note_in_place(
+            model, {str(new.name): str(past.name) for new, past in zip(states, inputs, strict=True)}
+        )
 
     rewrite_caches(model, wanted, write, dialect=dialect)
 
 
 def _write_attention(
-    b: NodeBuilder,
-    call: AttentionCall,
-    places: tuple[Place, Place, Place],
-    mask: PluginMask,
-    *,
-    cache: tuple[ir.Value, ...] = (),
-    rotary: PluginRotary | None = None,
+    b: NodeBuilder, call: AttentionCall, key: Place, value: Place, cache: tuple[ir.Value, ...] = ()
 ) -> list[ir.Value]:
     """Write the node; its outputs, the first one in the rank that the attention was written in.
 
-    `cache` is a preallocated cache that the node updates, `[B, Hkv, T, D]` twice, and the int32 `[B]` entries
-    that are valid before the call.
+    `cache` is a preallocated cache that the node updates, `[B, Hkv, T, D]` twice, and the `[B]` entries that
+    are valid before the call; K and V are its new entries then.
     """
+    query, rotary = place_of(call.q, call.Hq, call.D), None
+    if cache or (call.past_key is None and call.is_square):
+        taken = take_rotary(b, call, query, key, cache[2] if cache else None)
+        if taken is not None:
+            rotary, query, key = taken
+    if cache:
+        T = b.size(cache[0], 2)
+        cache = (*cache[:2], as_int32(b, cache[2], name="starts"))
+    else:
+        T = key.length(b, call) if call.past_key is None else key_length(b, call)
+    mask = read_plugin_mask(b, call, query.length(b, call), T, in_cache=bool(cache))
+    places = (query, key, value)
     tensors = list(dict.fromkeys(place.tensor for place in places))
-    inputs = [*tensors, mask.bias, mask.key_lengths, *cache, *([] if rotary is None else rotary.inputs)]
+    tables = () if rotary is None else (rotary.rotary.cos, rotary.rotary.sin, rotary.positions)
+    inputs = [*tensors, mask.bias, mask.key_lengths, *cache, *tables]
     y, *states = b.node(
         OP_TYPE,
         [value for value in inputs if value is not None],
@@ -938,10 +912,10 @@ def _write_norm(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
         taken,
         [each for each in (x, residual, scale, bias) if each is not None],
         RMS_NORM_OPERATION if is_op(node, RMS_NORM) else LAYER_NORM,
-        has_second=residual is not None,
-        has_bias=bias is not None,
-        keeps_sum=keeps_sum,
-        epsilon=node.attributes.get_float("epsilon", 1e-5),
+        has_second=int(residual is not None),
+        has_bias=int(bias is not None),
+        keeps_sum=int(keeps_sum),
+        epsilon=node.attributes.get_float("epsilon", 1e-5) or 0.0,
     )
     if add is not None and keeps_sum:
         add.outputs[0].replace_all_uses_with(outputs[1])
@@ -950,18 +924,18 @@ def _write_norm(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
 def _write_silu(model: ir.Model, node: ir.Node, taken: set[str]) -> None:
     """`x · sigmoid(x)`, and a factor of the same shape behind it."""
     for x, sigmoid in (node.inputs, tuple(reversed(node.inputs))):
-        found = None if sigmoid is None else made_by(sigmoid, "Sigmoid")
-        if found is None or x is None or found.inputs[0] is not x or node.outputs[0].is_graph_output():
+        if (
+            x is None
+            or node.outputs[0].is_graph_output()
+            or input_at(made_by(sigmoid, "Sigmoid"), 0) is not x
+        ):
             continue
         gate = _only_reader(node.outputs[0], "Mul")
-        if gate is None:
-            _write_node(model, node, taken, [x], SILU)
-            return
-        factor = next((each for each in gate.inputs if each is not node.outputs[0]), None)
-        if factor is None or not _same_shape(factor, x):
-            _write_node(model, node, taken, [x], SILU)
+        factors = [] if gate is None else [each for each in gate.inputs if each is not node.outputs[0]]
+        if gate is not None and factors and factors[0] is not None and _same_shape(factors[0], x):
+            _write_node(model, gate, taken, [x, factors[0]], SILU, has_second=1)
         else:
-            _write_node(model, gate, taken, [x, factor], SILU, has_second=True)
+            _write_node(model, node, taken, [x], SILU)
         return
 
 
@@ -977,23 +951,18 @@ def _write_node(
     taken: set[str],
     inputs: list[ir.Value | None],
     operation: int,
-    *,
-    has_second: bool = False,
-    has_bias: bool = False,
-    keeps_sum: bool = False,
-    epsilon: float = 0.0,
+    **own: float,
 ) -> list[ir.Value]:
+    """Replace a node; `own` are the attributes that are not zero."""
     b = NodeBuilder(prefix_within(node.name or ROWWISE, taken))
-    attributes = {
-        "operation": operation,
-        "has_second": int(has_second),
-        "has_bias": int(has_bias),
-        "keeps_sum": int(keeps_sum),
-        "epsilon": float(epsilon),
-        **lookup_attributes(),
-    }
+    none = {"has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0}
     outputs = b.node(
-        ROWWISE, inputs, outputs=1 + keeps_sum, domain=DOMAIN, name=b.prefix, attributes=attributes
+        ROWWISE,
+        inputs,
+        outputs=1 + int(own.get("keeps_sum", 0)),
+        domain=DOMAIN,
+        name=b.prefix,
+        attributes={"operation": operation, **none, **own, **lookup_attributes()},
     )
     for output in outputs:
         output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
