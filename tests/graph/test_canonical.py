@@ -88,6 +88,7 @@ def identity():
 # -- what passes -------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "name", ["tiny-gqa", "tiny-head-mix", "tiny-sparse-heads", "tiny-packed", "tiny-weights"]
 )
@@ -351,6 +352,7 @@ def test_a_cache_that_is_not_the_specs_is_refused(refusal, name, change):
     assert f"must have a cache of the kind {find_spec(name).cache}" in refusal(change, name)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["tiny-rope", "tiny-dynamic", "tiny-preallocated"])
 def test_a_rotary_embedding_that_is_missing_is_refused(refusal, name):
     def skip(graph):

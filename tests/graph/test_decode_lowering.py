@@ -303,7 +303,7 @@ def shapes(model: ir.Model, sizes: dict[str, tuple[int, int, int]]) -> dict[str,
     }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @needs_rtx
 @pytest.mark.parametrize(
     ("dialect", "options"),

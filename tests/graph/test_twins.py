@@ -33,7 +33,7 @@ def interface(values):
     return [(value.name, value.dtype) for value in values]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("twin_of", TWINS)
 @pytest.mark.parametrize(("name", "precision"), MODELS)
 def test_a_twin_has_the_interface_of_the_graph_and_the_inside_of_every_attention(
@@ -56,7 +56,7 @@ def test_a_twin_has_the_interface_of_the_graph_and_the_inside_of_every_attention
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("twin_of", TWINS)
 @pytest.mark.parametrize(("name", "precision"), MODELS)
 def test_a_twin_gives_the_right_answers(bundles, name, precision, twin_of):

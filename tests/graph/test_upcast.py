@@ -24,6 +24,7 @@ def float_types(values):
     return {value.dtype for value in values if value is not None and value.dtype.is_floating_point()}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "precision"), [*((name, "fp16") for name in NAMES), ("tiny-padding", "bf16")]
 )
@@ -35,6 +36,7 @@ def test_names_types_and_shapes_stay_what_they_were(bundles, name, precision):
     onnx.checker.check_model(ir.to_proto(wide), full_check=True)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_matmul_is_float32_and_nothing_else_changes_type(bundles, name):
     model = ir.load(bundles(name).model_path)
@@ -49,6 +51,7 @@ def test_every_matmul_is_float32_and_nothing_else_changes_type(bundles, name):
             assert node.op_type == "Cast"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_is_not_changed(bundles, name):
     model = ir.load(bundles(name).model_path)

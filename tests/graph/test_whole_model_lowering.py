@@ -131,6 +131,7 @@ def test_the_parts_of_every_attention_are_found(whole, dialect) -> None:
         assert kinds.count("Softmax") == (dialect == "primitives")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dialect", ["trt", "primitives"])
 def test_every_attention_of_an_engine_is_fused(whole, dialect) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")

@@ -17,6 +17,7 @@ from mha_deploy.graph.ir import (
     NodeBuilder,
     Size,
     dim,
+    dims,
     import_domains,
     infer_shapes,
     input_at,
@@ -146,17 +147,17 @@ def read_call(node: ir.Node, *, opset: int | None, dialect: str) -> AttentionCal
 
 
 def _check_mask(call: AttentionCall, mask: ir.Value) -> None:
-    dims = call.attention.mask_dims
-    if call.attention.mask == "unknown" or dims is None:
+    shape = call.attention.mask_dims
+    if call.attention.mask == "unknown" or shape is None:
         raise call.refuse("mask of unknown type or rank", got=mask.name, hint="state it in the graph")
-    if len(dims) > 4 or not dims:
-        raise call.refuse("mask of this rank", got=dims, hint="a mask has 1 to 4 dimensions")
-    heads = dims[-3] if len(dims) > 2 else 1
+    if len(shape) > 4 or not shape:
+        raise call.refuse("mask of this rank", got=shape, hint="a mask has 1 to 4 dimensions")
+    heads = shape[-3] if len(shape) > 2 else 1
     if isinstance(heads, int) and heads not in (1, call.Hq):
-        raise call.refuse("mask for another number of heads", got=dims, hint=f"1 or {call.Hq} heads")
-    if dims[-1] == 1 and (call.attention.T != 1 or call.past_key is not None):
+        raise call.refuse("mask for another number of heads", got=shape, hint=f"1 or {call.Hq} heads")
+    if shape[-1] == 1 and (call.attention.T != 1 or call.past_key is not None):
         # ONNX calls it broadcastable and also specifies that a short mask is padded: two different results.
-        raise call.refuse("mask with a single key column", got=dims, hint="expand it to T columns")
+        raise call.refuse("mask with a single key column", got=shape, hint="expand it to T columns")
 
 
 # -- Split and merge heads, concatenate the past ---------------------------------------------------
@@ -271,9 +272,9 @@ def rewrite(
                 take_mask_before_expand(node)
             call = read_call(node, opset=opset, dialect=dialect)
             scores = output_at(node, an.QK_OUTPUT)
-            if scores is not None and scores.shape is not None and call.past_key is not None:
-                # ONNX infers the length of the past alone where that of the new keys has a name.
-                scores.shape = ir.Shape([*scores.shape[:3], None])
+            if scores is not None and dims(scores) and (call.past_key is not None or dim(scores, 3) == 0):
+                # ONNX infers the length of the past alone, or 0, where that of the new keys has a name.
+                scores.shape = ir.Shape([*dims(scores)[:3], None])
             builder = NodeBuilder(prefix_within(call.attention.name, taken))
             outputs = rule(call, builder)
         elif node.domain == "" and node.op_type in operators:
