@@ -68,40 +68,31 @@ def piece(g, value, rows, columns):
     return g.op("Slice", value, g.ints(0, 0), g.ints(rows, columns), g.ints(0, 1))
 
 
+def beside(join, other):
+    """A condition of a piece and a constant of all rows and columns."""
+    return lambda g, part: g.op(join, part, g.const(np.full((S, S), other), bool))
+
+
+CONDITIONS = {"or": beside("Or", False), "and": beside("And", True)}
+CONDITIONS["expanded"] = lambda g, part: g.op("Expand", part, g.ints(1, 1, S, S))
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(1, S), (S, 1), (S, S)])
-@pytest.mark.parametrize(("join", "other"), [("Or", False), ("And", True)])
-def test_a_piece_of_the_triangle_beside_a_constant(join, other, rows, columns):
+@pytest.mark.parametrize("spelled", [*CONDITIONS, "numbers", "choice"])
+def test_a_piece_of_the_triangle_is_the_triangle_if_it_has_all_rows_and_columns(spelled, rows, columns):
     g = Hand()
-    part = piece(g, g.const(LOWER, bool), rows, columns)
-    shown = g.op(join, part, g.const(np.full((S, S), other), bool))
-    report = check_same(g.model(g.attend(g.op("Where", shown, g.scores(), g.const(-np.inf)))))
+    scores, part = g.scores(), piece(g, g.const(LOWER, bool), rows, columns)
+    if spelled in CONDITIONS:
+        masked = g.op("Where", CONDITIONS[spelled](g, part), scores, g.const(-np.inf))
+    elif spelled == "numbers":
+        hidden = g.op("Sub", g.const(1.0), g.cast(part, FLOAT))
+        lowest = g.const(np.full((S, S), np.finfo(np.float32).min))
+        masked = g.op("Add", scores, g.op("Mul", hidden, lowest))
+    else:
+        numbers = (g.const(np.zeros((S, S))), g.const(np.full((S, S), -np.inf)))
+        masked = g.op("Add", scores, g.op("Where", part, *numbers))
+    report = check_same(g.model(g.attend(masked)))
     assert [each.causal for each in report.fused] == [(rows, columns) == (S, S)]
-
-
-@pytest.mark.parametrize("rows", [1, S])
-def test_numbers_of_a_piece_of_the_triangle(rows):
-    g = Hand()
-    hidden = g.op("Sub", g.const(1.0), piece(g, g.const(LOWER), rows, S))
-    mask = g.op("Mul", hidden, g.const(np.full((S, S), np.finfo(np.float32).min)))
-    report = check_same(g.model(g.attend(g.op("Add", g.scores(), mask))))
-    assert [each.causal for each in report.fused] == [rows == S]
-
-
-@pytest.mark.parametrize("rows", [1, S])
-def test_a_piece_of_the_triangle_expanded(rows):
-    g = Hand()
-    part = g.op("Expand", piece(g, g.const(LOWER, bool), rows, S), g.ints(1, 1, S, S))
-    report = check_same(g.model(g.attend(g.op("Where", part, g.scores(), g.const(-np.inf)))))
-    assert [each.causal for each in report.fused] == [rows == S]
-
-
-@pytest.mark.parametrize("rows", [1, S])
-def test_a_piece_of_the_triangle_as_a_choice(rows):
-    g = Hand()
-    choice = piece(g, g.const(LOWER, bool), rows, S)
-    mask = g.op("Where", choice, g.const(np.zeros((S, S))), g.const(np.full((S, S), -np.inf)))
-    report = check_same(g.model(g.attend(g.op("Add", g.scores(), mask))))
-    assert [each.causal for each in report.fused] == [rows == S]
 
 
 # -- casts --------------------------------------------------------------------------------------------
