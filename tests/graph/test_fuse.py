@@ -153,7 +153,7 @@ def compare(name, fused, inputs):
     with torch.no_grad():
         want = module(*inputs).numpy()
         exact = copy.deepcopy(module).double()(*map(doubled, inputs)).numpy()
-    there = ~np.isnan(want).any(axis=-1)  # rows without keys are NaN in PyTorch and 0 in ONNX
+    there = ~np.isnan(want).any(axis=-1)  # fully masked queries are NaN in PyTorch and 0 in ONNX
     assert not np.isnan(got).any()
     assert there.any()
     np.testing.assert_allclose(got[there], want[there], atol=1e-5, rtol=0)
@@ -249,7 +249,7 @@ def test_the_softmax_keeps_its_precision():
     np.testing.assert_allclose(run(fused, inputs)[0], run(model, inputs)[0], atol=2e-3)
 
 
-def test_filled_rows_without_keys_keep_the_mean_of_v_however_large_the_scores():
+def test_fully_masked_queries_keep_the_mean_of_v_however_large_the_scores():
     """Added to large scores, -1e9 would not give the mean: the mask must absorb them."""
     g = Hand()
     large = g.op("Mul", g.scores(), g.const(1e4))

@@ -1,4 +1,4 @@
-"""Scores that are filled with a finite number: fused, and rows without keys stay the mean of V."""
+"""Scores that are filled with a finite number: fused, and fully masked queries stay the mean of V."""
 
 import copy
 import functools
@@ -157,13 +157,13 @@ def run(model, inputs):
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_a_finite_fill_is_fused_and_rows_without_keys_stay(name):
+def test_a_finite_fill_is_fused_and_fully_masked_queries_stay(name):
     _, kind, dtype, wanted = CASES[name]
     module, model = made(name)
     fused, report = fuse_attention(model)
     assert report.unfused == ()
     (node,) = attention_nodes(fused)
-    zeroed = [each for each in fused.graph if (each.name or "").endswith("open_q")]
+    zeroed = [each for each in fused.graph if (each.name or "").endswith("zeroed_q")]
     assert (node.mask, node.is_causal, bool(zeroed)) == wanted
     onnx.checker.check_model(ir.to_proto(fused), full_check=True)
     inputs = modules.make_inputs(kind, SIZES, seed=5, dtype=dtype)
@@ -174,7 +174,7 @@ def test_a_finite_fill_is_fused_and_rows_without_keys_stay(name):
     np.testing.assert_allclose(got, exact(module, inputs), atol=TOLERANCE[dtype], rtol=0)
 
 
-def test_a_row_without_keys_is_the_mean_of_v_however_large_the_scores():
+def test_a_fully_masked_query_is_the_mean_of_v_however_large_the_scores():
     module, model = made("grouped heads")
     x, mask = modules.make_inputs("bool", SIZES, dtype=HALF)
     x, mask[0] = 30 * x, False
@@ -184,7 +184,7 @@ def test_a_row_without_keys_is_the_mean_of_v_however_large_the_scores():
 
 
 @pytest.mark.slow
-def test_layers_share_the_mask_and_the_rows_without_keys():
+def test_layers_share_the_mask_and_the_fully_masked_queries():
     class Two(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -208,7 +208,7 @@ def test_layers_share_the_mask_and_the_rows_without_keys():
 
 
 @pytest.mark.parametrize("dialect", ["trt", "primitives", "contrib"])
-def test_every_dialect_keeps_the_rows(dialect):
+def test_every_dialect_keeps_fully_masked_queries(dialect):
     module, model = made("grouped heads")
     lowered = lower(fuse_attention(model)[0], dialect)
     inputs = modules.make_inputs("bool", SIZES, seed=5, dtype=HALF)

@@ -120,7 +120,7 @@ def test_shapes_that_do_not_prove_it(shapes, reason):
 
 
 ELSEWHERE = [helper.make_node("Identity", ["s"], ["s2"]), helper.make_node("Relu", ["s"], ["z"])]
-SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Add", ["s", "r"], ["s2"])]
+SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Mul", ["s", "r"], ["s2"])]
 
 
 @pytest.mark.parametrize(

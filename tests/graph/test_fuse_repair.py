@@ -155,7 +155,7 @@ def added(number, *, bias=""):
 
 @pytest.mark.parametrize("number", [LOWEST, -1e32])
 @pytest.mark.parametrize("bias", ["", "bias"])
-def test_rows_without_keys_stay_the_mean_of_the_values(number, bias):
+def test_fully_masked_queries_stay_the_mean_of_the_values(number, bias):
     """ONNX Runtime takes the lowest number for -inf: as it is, such a row would be zero."""
     more = {bias: np.random.default_rng(1).standard_normal((1, 4, 5, 5)).astype(np.float32)} if bias else {}
     inputs = feeds(keys=left_padded(), **more)

@@ -323,6 +323,16 @@ def test_scores_of_positions_are_a_bias():
     assert (len(report.fused), report.unfused) == (1, ())
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_second_matmul_that_is_added_is_a_bias(first):
+    """As in relative attention: queries by a table of positions, beside queries by keys."""
+    g = Hand()
+    parts = [g.scores(), g.op("Einsum", "q", g.input("r", [S, S, D]), equation="bhsd,std->bhst")]
+    scores = g.op("Add", *(parts if first else parts[::-1]))
+    report = check_same(g.model(g.attend(g.op("Mul", scores, g.const(0.3)))))
+    assert (len(report.fused), report.unfused) == (1, ())
+
+
 def test_a_length_that_a_convolution_leaves():
     g = Hand(shape=(2, H, "(L - 5)//8", D))
     mask = g.op("Add", g.scores(), g.input("bias", [2, 1, "(L - 5)//8", "(L - 5)//8"]))

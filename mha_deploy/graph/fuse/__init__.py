@@ -1,9 +1,9 @@
 """Recognise attention in graphs that other people's modules export to, and write it as ONNX's `Attention`.
 
 A softmax whose result comes to a matmul of two computed tensors is a candidate. From it the scores are
-followed back to Q and K, and the weights forward to V. What stands between is either said by the node (scale,
-masks, causal, softcap, precision, grouped heads) or the candidate stays as it is, and the report says why.
-Attention that is no candidate is counted as well (`leftover`): a report is about all attention of a graph.
+followed back to Q and K, and the weights forward to V. What stands between becomes part of the node (scale,
+masks, causal, softcap, precision, grouped heads), or the candidate stays as it is, and the report says why.
+Attention that is no candidate is counted as well (`pattern.py`): a report is about all attention of a graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.fuse.masks import ROWS_WITHOUT_KEYS, Masks
+from mha_deploy.graph.fuse.masks import FULLY_MASKED, Masks
 from mha_deploy.graph.fuse.pattern import Pattern, leftover_attentions, read_pattern
 from mha_deploy.graph.fuse.repair import repair_rotary, repaired_attention, share_tied_weights
 from mha_deploy.graph.fuse.scores import Normalisation, comes_to_matmul, softmax_at
@@ -205,7 +205,7 @@ class _Fusion:
                 try:
                     opset = self._model.opset_imports.get("", 1)
                     emptied = _tried(lambda: compare(region, cut_out(new, border), border, opset))
-                    known = (ROWS_WITHOUT_KEYS,) if emptied else ()
+                    known = (FULLY_MASKED,) if emptied else ()
                 except NotFused as refusal:
                     self._compared[region.key] = refusal
                     raise

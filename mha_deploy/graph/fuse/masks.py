@@ -237,7 +237,7 @@ def _inner(value: ir.Value, shown: bool) -> list[Condition] | None:
     return None
 
 
-# -- Read the masks of an attention as plainly as they can be said, without changing a number ------
+# -- Read the masks of an attention as plainly as they can be expressed, without changing a number ------
 
 # A sum of two float16 beyond this is -inf; up to it, the sum with a score is this number again.
 _LOWEST_HALF = -65472.0
@@ -362,8 +362,8 @@ _FAR_BELOW = 100.0  # the weight of a score that far below another is 0
 _LARGEST_BIAS = 1e4
 _BOUNDED = ("Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Expand", "Slice", "Gather")
 
-ROWS_WITHOUT_KEYS = "rows without keys: NaN in PyTorch, 0 in ONNX's Attention"
-HALF_ROWS = "rows without keys: the mean of V where scores stay below 16, as in PyTorch"
+FULLY_MASKED = "fully masked queries: NaN in PyTorch, 0 in ONNX's Attention"
+FULLY_MASKED_HALF = "fully masked queries: the mean of V where scores stay below 16, as in PyTorch"
 GUARDED = "NaN in Q or K gives NaN; the file replaces NaN weights by 0"
 
 
@@ -427,17 +427,12 @@ def decide_masking(
         at, rest = None, plain
     hides = all(isinstance(term, Fill) and term.hides for term in rest)
     if hides and not guarded:
-        notes = (ROWS_WITHOUT_KEYS,)
+        notes = (FULLY_MASKED,)
     elif any(isinstance(term, Fill) and term.added and term.fill > ABSORBING for term in rest):
-        notes = (HALF_ROWS, *notes)
+        notes = (FULLY_MASKED_HALF, *notes)
     _check_types(rest, dtype)
-    return Masking(
-        causal=at is not None,
-        terms=tuple(rest),
-        kind="bool" if hides or even else "float",
-        notes=notes,
-        even=even,
-    )
+    kind = "bool" if hides or even else "float"
+    return Masking(causal=at is not None, terms=tuple(rest), kind=kind, notes=notes, even=even)
 
 
 def _needs_exact(terms: list[Term], dtype: ir.DataType) -> bool:
@@ -473,13 +468,9 @@ def _is_put(term: Term) -> bool:
 
 
 def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size, order: Axes) -> int | None:
-    """The position of a mask that is the causal triangle and can be said by the attribute.
+    """The position of a mask that is the causal triangle and can be the attribute.
 
-    Args:
-        terms: The masks.
-        enough: The largest numbers that leave a key no weight: added to its score, and in its place.
-        size: How many queries and keys there are.
-        order: The axes of queries and keys.
+    `enough` are the largest numbers that leave a key no weight: added to its score, and in its place.
     """
     for index, term in enumerate(terms):
         dims = sizes_of(term.value) or ()
@@ -500,17 +491,15 @@ def _hidden_by_triangle(term: Term) -> float | None:
     if found is None:
         return None
     if isinstance(term, Fill):
-        return (
-            term.fill if (bool(found.visible), bool(found.hidden)) == (term.shown, not term.shown) else None
-        )
+        return term.fill if bool(found.visible) == term.shown != bool(found.hidden) else None
     hidden = found.hidden * term.factor
     return hidden if found.visible == 0 and hidden < 0 else None
 
 
 def _as_fill(term: Term) -> Term:
     """An added `Where(mask, 0, -inf)` as the boolean mask that it is."""
-    node = term.value.producer() if isinstance(term, Bias) else None
-    if node is None or not is_op(node, "Where") or node.inputs[0] is None or not isinstance(term, Bias):
+    node = made_by(term.value, "Where")
+    if node is None or node.inputs[0] is None or not isinstance(term, Bias):
         return term
     numbers = [scalar_of(node.inputs[1]), scalar_of(node.inputs[2])]
     if sorted(each for each in numbers if each is not None) != [-math.inf, 0.0] or not term.factor > 0:
@@ -534,9 +523,8 @@ def build_mask(masking: Masking, builder: NodeBuilder, dtype: ir.DataType) -> ir
     for term in reversed(masking.terms):
         if isinstance(term, Fill):
             number = builder.constant(-math.inf if term.hides else ABSORBING, dtype)
-            kept = zero if total is None else total
-            pair = (kept, number) if term.shown else (number, kept)
-            total = builder.op("Where", term.value, *pair, name="mask")
+            pair = (zero if total is None else total, number)
+            total = builder.op("Where", term.value, *(pair if term.shown else pair[::-1]), name="mask")
         else:
             bias = _above_lowest(scaled_bias(term, builder, dtype), term, builder, dtype)
             total = bias if total is None else builder.op("Add", total, bias, name="mask")
@@ -555,10 +543,8 @@ def visible_keys(terms: Iterable[Term], builder: NodeBuilder) -> ir.Value:
 
 def negated(condition: ir.Value, builder: NodeBuilder) -> ir.Value:
     """The opposite of a condition, without a second `Not`."""
-    node = condition.producer()
-    if node is not None and is_op(node, "Not") and node.inputs[0] is not None:
-        return node.inputs[0]
-    return builder.op("Not", condition, name="visible")
+    inner = input_at(made_by(condition, "Not"), 0)
+    return builder.op("Not", condition, name="visible") if inner is None else inner
 
 
 def scaled_bias(term: Bias, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
@@ -607,7 +593,7 @@ def even_mask(fills: tuple[Term, ...], builder: NodeBuilder, lay_out: LayOut) ->
     # Maximum over booleans came with opset 20 only, so it is taken over numbers.
     numbers = builder.op("Cast", visible, to=int(ir.DataType.FLOAT))
     most = builder.op("ReduceMax", numbers, builder.ints(-1), keepdims=1)
-    empty = builder.op("Not", builder.op("Cast", most, to=int(ir.DataType.BOOL)), name="sees_nothing")
+    empty = builder.op("Not", builder.op("Cast", most, to=int(ir.DataType.BOOL)), name="fully_masked")
     if not any(isinstance(term, Fill) and term.hides for term in fills):
         return builder.op("Or", visible, empty, name="mask"), empty
     # The score is the finite number where the fill nearest to the softmax is: that decides.

@@ -285,8 +285,8 @@ def leftover_attentions(graph: ir.Graph) -> tuple[dict[ir.Node, NotFused | None]
     """The nodes of a graph, and of the graphs in it, that are part of an attention.
 
     Returns:
-        Softmaxes, and what stands in their place, in the order of the graph, with why Attention cannot say
-        it; None where that is not known. Then softmaxes that only make features of Q and K.
+        Softmaxes, and what stands in their place, in the order of the graph, with why they are not
+        expressible; None where that is not known. Then softmaxes that only make features of Q and K.
     """
     walk = _Walk()
     for value in graph.inputs:

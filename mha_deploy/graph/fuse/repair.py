@@ -33,25 +33,25 @@ class Repaired:
 
 def repaired_attention(node: ir.Node, builder: NodeBuilder, masks: Masks) -> Repaired | None:
     """A simpler `Attention` node that computes the same; None where there is nothing to simplify."""
-    facts = read_attention(node)
-    if facts.rank != 4 or _has_more(node):
+    old = read_attention(node)
+    if old.rank != 4 or _has_more(node):
         return None
     inputs, attributes = list(node.inputs), dict(node.attributes)
     stops = [value for value in inputs[:MASK] if value is not None]
     changes = list[str]()
-    shared = _shared_heads(node, facts)
+    shared = _shared_heads(node, old)
     if shared is not None:
         for at, each, order in zip((1, 2), shared, (_KEYS, _VALUES), strict=True):
             inputs[at] = rejoined(each.value, each.axes, order, each.sizes, builder)
         stops[1:] = [each.value for each in shared]
-        changes.append(f"K and V are not repeated: {shared[0].dim('h')} heads for {facts.Hq}")
-    masking = _simpler_masking(node, facts)
+        changes.append(f"K and V are not repeated: {shared[0].dim('h')} heads for {old.Hq}")
+    masking = _simpler_masking(node, old)
     if masking is not None and (q := inputs[0]) is not None and (k := inputs[1]) is not None:
         place = Place(order=_SCORES, sizes={}, rows=(q, k), builder=builder)
         inputs[MASK] = masks.write(masking, place, dtype_of(q), _lengths(node), node.graph).mask
         if masking.causal:
             attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
-        changes += _mask_words(masking, facts)
+        changes += _mask_words(masking, old)
     if not changes:
         return None
     while inputs and inputs[-1] is None:
@@ -79,7 +79,7 @@ def _has_more(node: ir.Node) -> bool:
     return given or bool(used)
 
 
-def _shared_heads(node: ir.Node, facts: AttentionNode) -> tuple[Operand, Operand] | None:
+def _shared_heads(node: ir.Node, old: AttentionNode) -> tuple[Operand, Operand] | None:
     """K and V before their heads were repeated."""
     k, v = input_at(node, 1), input_at(node, 2)
     if k is None or v is None or sizes_of(k) is None or sizes_of(v) is None:
@@ -89,7 +89,7 @@ def _shared_heads(node: ir.Node, facts: AttentionNode) -> tuple[Operand, Operand
     Hkv, group = one.dim("h"), one.group
     if not isinstance(Hkv, int) or Hkv != other.dim("h") or not group == other.group > 1:
         return None
-    return (one, other) if facts.Hq == facts.Hkv == Hkv * group else None
+    return (one, other) if old.Hq == old.Hkv == Hkv * group else None
 
 
 def _lengths(node: ir.Node) -> tuple[Size, Size]:
@@ -97,13 +97,13 @@ def _lengths(node: ir.Node) -> tuple[Size, Size]:
     return (q or [None] * 4)[2], (k or [None] * 4)[2]
 
 
-def _simpler_masking(node: ir.Node, facts: AttentionNode) -> Masking | None:
+def _simpler_masking(node: ir.Node, old: AttentionNode) -> Masking | None:
     """What the mask becomes; None where it stays."""
     q, mask = input_at(node, 0), input_at(node, MASK)
-    if q is None or mask is None or mask.shape is None or facts.mask not in ("bool", "float"):
+    if q is None or mask is None or mask.shape is None or old.mask not in ("bool", "float"):
         return None
     term: Term = Bias(value=mask, factor=1.0, axes=_SCORES)
-    if facts.mask == "bool":
+    if old.mask == "bool":
         term = Fill(value=mask, shown=True, fill=-float("inf"), axes=_SCORES)
     sizes = _lengths(node)
     fixed = [
@@ -118,13 +118,13 @@ def _simpler_masking(node: ir.Node, facts: AttentionNode) -> Masking | None:
     return None if masking.terms == (term,) and spans(masking.terms, sizes) else masking
 
 
-def _mask_words(masking: Masking, facts: AttentionNode) -> list[str]:
+def _mask_words(masking: Masking, old: AttentionNode) -> list[str]:
     words = []
-    if masking.causal and not facts.is_causal:
+    if masking.causal and not old.is_causal:
         words.append("the causal triangle is the attribute")
     if masking.kind == "none":
         words.append("no mask is left")
-    elif facts.mask == "float" and masking.kind == "bool":
+    elif old.mask == "float" and masking.kind == "bool":
         words.append("the mask is boolean")
     return words or ["the mask is written as one of queries and keys"]
 

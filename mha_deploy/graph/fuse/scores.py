@@ -486,40 +486,34 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> Scores:
     """Walk back from a softmax to the matmul of its scores.
 
     Raises:
-        NotFused: Something stands there that Attention cannot say.
+        NotFused: Something stands there that Attention cannot express.
     """
     axes = tuple(alphabet.new(size) for size in sizes_of(softmax.source) or ())
     scores = Scores(alphabet=alphabet, axes=axes)
     value: ir.Value | None = softmax.source
-    own: tuple[ir.Node, ...] = softmax.nodes
+    own = softmax.nodes
     for _ in range(_MAX_STEPS):
         node = value.producer() if value is not None else None
-        if value is None or node is None or not _reaches_matmul(value):
-            raise NoScores(
-                "Its input is not a matmul of two computed tensors, so it is not dot-product attention."
-            )
-        if value.is_graph_output() or len(_uses(value, own)) > 1:
-            users = [f"{user.op_type} {user.name}" for user, _ in value.uses()]
-            users += ["an output of the graph"] if value.is_graph_output() else []
+        if value is None or node is None or not _matmul_behind(value):
+            what = "Its input is not a matmul of two computed tensors, so it is not dot-product attention."
+            raise NoScores(what)
+        # The nodes of a softmax count once.
+        users = [user for user, _ in value.uses() if not is_op(user, "Shape") and user not in own[1:]]
+        if value.is_graph_output() or len(users) > 1:
+            names = [f"{user.op_type} {user.name}" for user, _ in value.uses()]
+            names += ["an output of the graph"] if value.is_graph_output() else []
             what = "The scores before the softmax are used elsewhere too."
-            raise NotExpressible(what, got=", ".join(users))
+            raise NotExpressible(what, got=", ".join(names))
         if len(scores.axes) != (rank(value) or 0) or not scores.axes:
             raise NotFused("The file does not tell the shape of the scores.")
         if is_matmul(node):
             matmul = read_matmul(node)
-            known = dict(zip(matmul.out, scores.axes, strict=True))
-            scores.matmul = matmul.named(alphabet, known)
+            scores.matmul = matmul.named(alphabet, dict(zip(matmul.out, scores.axes, strict=True)))
             return scores
         if node.domain != "" or node.op_type not in _STEPS:
             raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
         value, own = _STEPS[node.op_type](node, scores), ()
     raise NotFused("The way from the scores to the softmax is too long.")
-
-
-def _uses(value: ir.Value, own: tuple[ir.Node, ...]) -> list[ir.Node]:
-    """The nodes that use the numbers of a value; those of a softmax count once."""
-    users = [node for node, _ in value.uses() if not is_op(node, "Shape")]
-    return [node for node in users if node not in own] + [each for each in own if each in users][:1]
 
 
 def _transpose(node: ir.Node, scores: Scores) -> ir.Value | None:
@@ -532,9 +526,8 @@ def _reshape(node: ir.Node, scores: Scores) -> ir.Value | None:
     axes = scores.alphabet.regrouped(scores.axes, sizes_of(source))
     if axes is None:
         got = f"{sizes_of(source)} to {sizes_of(node.outputs[0])}"
-        raise NotFused(
-            f"{node.op_type} stands between the scores and the softmax, of unknown sizes.", got=got
-        )
+        what = f"{node.op_type} stands between the scores and the softmax, of unknown sizes."
+        raise NotFused(what, got=got)
     scores.axes = axes
     return source
 
@@ -562,9 +555,8 @@ def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
     if factor is None:
         dims = sizes_of(other)
         if dims is None or (dims and dims[-1] != 1) or other.dtype != inner.dtype:
-            raise NotFused(
-                "The scores are scaled by something that is not the same for all keys.", got=other.name
-            )
+            what = "The scores are scaled by something that is not the same for all keys."
+            raise NotFused(what, got=other.name)
         scores.multipliers.append(Multiplier(value=other, axes=scores.axes, divides=node.op_type == "Div"))
         return inner
     scores.factor *= 1.0 / factor if node.op_type == "Div" else factor
@@ -588,32 +580,37 @@ def _check_spread(node: ir.Node, inner: ir.Value | None, other: ir.Value, scores
 
 def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
     inner, other = _split(node)
-    _check_spread(node, inner, other, scores)
     if node.op_type == "Sub" and inner is not node.inputs[0]:
         raise NotFused("The scores are subtracted from something.")
-    _refuse_before_cap(scores)
-    sign = -1.0 if node.op_type == "Sub" else 1.0
-    scores.terms.append(Bias(value=other, factor=sign * scores.factor, axes=scores.axes))
-    return inner
+    factor = -scores.factor if node.op_type == "Sub" else scores.factor
+    return _mask(node, inner, Bias(value=other, factor=factor, axes=scores.axes), scores)
 
 
 def _where(node: ir.Node, scores: Scores) -> ir.Value | None:
     condition, first, second = node.inputs
     if condition is None or first is None or second is None:
         raise NotFused("A Where of the scores lacks an input.")
-    shown = _reaches_matmul(first)
+    shown = _matmul_behind(first) is not None
     inner, other = (first, second) if shown else (second, first)
     fill = scalar_of(other)
     if fill is None:
         raise NotFused("Masked scores are set to something that is not one constant.", got=other.name)
-    _check_spread(node, inner, condition, scores)
-    _refuse_before_cap(scores)
-    scores.terms.append(Fill(value=condition, shown=shown, fill=fill * scores.factor, axes=scores.axes))
+    fill *= scores.factor
+    return _mask(node, inner, Fill(value=condition, shown=shown, fill=fill, axes=scores.axes), scores)
+
+
+def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Value:
+    _check_spread(node, inner, term.value, scores)
+    if scores.softcap:
+        raise NotExpressible("A mask is applied before the softcap; Attention applies it after.")
+    if scores.multipliers:
+        raise NotExpressible("A mask is applied before the scores are scaled by a tensor.")
+    scores.terms.append(term)
     return inner
 
 
 def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
-    inner = [value for value in node.inputs if _reaches_matmul(value)]
+    inner = [value for value in node.inputs if _matmul_behind(value)]
     others = [value for value in node.inputs if value not in inner]
     axis = node.attributes.get_int("axis", -1)
     if len(inner) != 1 or len(others) != 1 or inner[0] is None or others[0] is None or scores.sink:
@@ -646,37 +643,36 @@ _STEPS |= dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze"), _reshape)
 _PASSED = frozenset({*_STEPS, "Slice", "Max", "Min", "Clip"})
 
 
-def _refuse_before_cap(scores: Scores) -> None:
-    if scores.softcap:
-        raise NotExpressible("A mask is applied before the softcap; Attention applies it after.")
-    if scores.multipliers:
-        raise NotExpressible("A mask is applied before the scores are scaled by a tensor.")
-
-
 def _split(node: ir.Node) -> tuple[ir.Value, ir.Value]:
     """The input that carries the scores, and the other."""
     first, second = node.inputs
     if first is None or second is None:
         raise NotFused(f"A {node.op_type} of the scores lacks an input.")
-    carries = (_reaches_matmul(first), _reaches_matmul(second))
-    if carries == (True, True):
+    one, other = _matmul_behind(first), _matmul_behind(second)
+    if one and other and not is_op(node, "Add", "Sub"):
         raise NotFused(f"The scores are made of two matmuls ({node.op_type}).")
-    return (first, second) if carries[0] else (second, first)
+    # Of two that are added, the nearer is that of Q and K, and the other a bias, as in relative attention.
+    return (first, second) if one and (not other or one <= other or is_op(node, "Sub")) else (second, first)
 
 
-def _reaches_matmul(value: ir.Value | None) -> bool:
-    """Whether a matmul of two computed tensors stands behind a value, with only small steps between."""
-    pending, seen = [value], set[int]()
-    while pending and len(seen) < 200:
-        node = None if (each := pending.pop()) is None else each.producer()
-        if node is None or id(node) in seen:
+def _matmul_behind(value: ir.Value | None) -> tuple[bool, int] | None:
+    """How a matmul of two computed tensors stands behind a value, with only small steps between.
+
+    Returns:
+        Whether its operands differ in the number of axes, as with a table of positions, and how many nodes
+        were passed; None where there is no such matmul.
+    """
+    pending, passed = [value], set[ir.Node]()
+    while pending and len(passed) < 200:
+        node = None if (each := pending.pop(0)) is None else each.producer()
+        if node is None or node in passed:
             continue
-        seen.add(id(node))
         if is_matmul(node):
-            return True
+            return rank(node.inputs[0]) != rank(node.inputs[1]), len(passed)
+        passed.add(node)
         if node.domain == "" and node.op_type in _PASSED:
             pending.extend(node.inputs)
-    return False
+    return None
 
 
 # -- What stands between the softmax and the matmul with V -----------------------------------------
@@ -704,7 +700,7 @@ class Weights:
     matmul: ir.Node  # the node of the matmul
     position: int  # which of its operands they are
     axes: Axes  # their axes there
-    guarded: bool  # whether NaN is replaced by 0, as PyTorch's own attention does for rows without keys
+    guarded: bool  # whether NaN is replaced by 0, as PyTorch's own attention does for fully masked queries
     used: UsedWeights | None  # the weights, where they are used elsewhere too
 
 

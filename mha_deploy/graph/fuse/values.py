@@ -208,7 +208,7 @@ class NotFused(DeployError):
 
 
 class NotExpressible(NotFused):
-    """The attention is recognised, and ONNX's `Attention` cannot say it."""
+    """The attention is recognised, and ONNX's `Attention` cannot express it."""
 
 
 class NoScores(NotFused):
@@ -256,7 +256,7 @@ class UnfusedSoftmax:
         name: The module it came from, else the softmax node.
         place: Source file and line, where the file says.
         reason: Why it is not fused.
-        recognised: Whether it was recognised, and ONNX's `Attention` cannot say it.
+        recognised: Whether it was recognised, and ONNX's `Attention` cannot express it.
     """
 
     name: str

@@ -237,14 +237,21 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
     first, second = _evaluator(old, opset), _evaluator(new, max(opset, ATTENTION_OPSET))
     inputs = {**old.inputs, **new.inputs}
     ran, filled, failure = 0, False, ""
-    wanted = {name: _dims(value, boundary, drawn=True) for name, value in inputs.items()}
+    dims = {name: _dims(value, boundary, drawn=True) for name, value in inputs.items()} | {
+        name: dims for region in (old, new) for name, dims in region.sizes.items()
+    }
+    if None in dims.values():
+        raise NotVerified("the number of axes of an input is not known.")
     for choice in _SIZES:
-        sizes = _Sizes(choice)
         try:
-            found = sizes.of({**wanted, **old.sizes, **new.sizes})
+            numbers = _numbers([each or () for each in dims.values()], choice)
         except ValueError as error:
             failure = str(error)
             continue
+        found = {
+            name: tuple(each if isinstance(each, int) else numbers[each] for each in several or ())
+            for name, several in dims.items()
+        }
         shapes = {name: found[name] for name in inputs}
         outer = {name: found[name] for name in (*old.sizes, *new.sizes)}
         count = max(
@@ -274,59 +281,33 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
                 filled |= _check(*pair, rounding if draw < 3 else max(rounding, _EXTREME_ROUNDING))
         else:
             ran += 1
-        if ran == _ENOUGH or (ran and not sizes.dynamic):
+        if ran == _ENOUGH or (ran and not numbers):
             break
     if not ran:
         raise NotVerified("the original nodes could not be run on drawn inputs.", got=failure[:200])
     return filled
 
 
-class _Sizes:
-    """Numbers for the dynamic sizes of a graph, given in the order in which they are asked for."""
+def _numbers(wanted: Iterable[Dims], choice: Sequence[int]) -> dict[str, int]:
+    """Numbers for the sizes of a graph; the names in them get those of the choice, in their order.
 
-    def __init__(self, choice: Sequence[int]) -> None:
-        self._choice, self._bound = choice, dict[str, int]()
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether any size was not fixed."""
-        return bool(self._bound)
-
-    def of(self, wanted: Mapping[str, Dims | None]) -> dict[str, tuple[int, ...]]:
-        """The sizes as numbers.
-
-        Raises:
-            ValueError: They are not known, or not positive.
-        """
-        if None in wanted.values():
-            raise ValueError("The number of axes of an input is not known.")
-        for _ in range(_ENLARGED):
-            found = {name: tuple(map(self._one, dims or ())) for name, dims in wanted.items()}
-            pairs = [
-                pair for name, dims in wanted.items() for pair in zip(dims or (), found[name], strict=True)
-            ]
-            small = [dim for dim, size in pairs if size < 1]
-            if not small:
-                return found
-            # What a convolution leaves of a length may be nothing: `(L - 5) // 8` needs a larger L.
-            for name in {each for dim in small for each in _names(dim)}:
-                self._bound[name] *= 4
-        raise ValueError(f"The size {small[0]} is not positive.")
-
-    def _one(self, dim: int | str) -> int:
-        if isinstance(dim, int):
-            return dim
-        for name in _names(dim):
-            self._bound.setdefault(name, self._choice[len(self._bound) % len(self._choice)])
-        size = self._bound[dim] if dim in self._bound else ir.SymbolicDim(dim).evaluate(self._bound)
-        if not isinstance(size, int):
-            raise ValueError(f"The size {dim} is {size}.")
-        return size
-
-
-def _names(dim: int | str) -> list[str]:
-    """The names in the expression of a size."""
-    return [each for each in _NAME.findall(str(dim)) if each not in _FUNCTIONS]
+    Raises:
+        ValueError: A size is not positive.
+    """
+    bound, names = dict[str, int](), dict[str, list[str]]()
+    for dim in (each for dims in wanted for each in dims if isinstance(each, str)):
+        names[dim] = [each for each in _NAME.findall(dim) if each not in _FUNCTIONS]
+        for name in names[dim]:
+            bound.setdefault(name, choice[len(bound) % len(choice)])
+    for _ in range(_ENLARGED):
+        found = {dim: bound[dim] if dim in bound else ir.SymbolicDim(dim).evaluate(bound) for dim in names}
+        small = [dim for dim, size in found.items() if not isinstance(size, int) or size < 1]
+        if not small:
+            return found  # type: ignore[return-value]
+        # What a convolution leaves of a length may be nothing: `(L - 5) // 8` needs a larger L.
+        for name in {each for dim in small for each in names[dim]}:
+            bound[name] *= 4
+    raise ValueError(f"The size {small[0]} is {found[small[0]]}.")
 
 
 def _evaluator(region: Region, opset: int) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:

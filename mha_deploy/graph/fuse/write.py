@@ -53,7 +53,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
             factor = builder.op("Cast", factor, to=int(dtype))
         q = builder.op("Div" if each.divides else "Mul", q, factor, name="scaled_q")
     if zero is not None:
-        q = builder.op("Where", zero, builder.constant(0.0, dtype), q, name="open_q")
+        q = builder.op("Where", zero, builder.constant(0.0, dtype), q, name="zeroed_q")
     scale = pattern.scale
     if dtype == ir.DataType.DOUBLE:
         # The attribute is a float32.
