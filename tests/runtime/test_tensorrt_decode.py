@@ -170,13 +170,13 @@ def test_a_step_uploads_its_token_and_the_lengths_and_no_more(device, plan):
 def test_a_dynamic_cache_goes_to_and_fro_between_two_buffers(device):
     seen = []
     with opened(b"dynamic") as runner, loop_of(runner, b"dynamic") as loop:
-        execution = runner._rt.module.IExecutionContext.execute_async_v3
+        execution = runner.rt.module.IExecutionContext.execute_async_v3
 
         def spy(self, stream):
             seen.append((dict(self._addresses), dict(self._shapes)))
             return execution(self, stream)
 
-        runner._rt.module.IExecutionContext.execute_async_v3 = spy
+        runner.rt.module.IExecutionContext.execute_async_v3 = spy
         for S in (2, 1, 1):
             loop.feed(tokens(S))
         held = len(device.memory)
