@@ -405,7 +405,7 @@ def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
 
     bundle = open_bundle(Path(path), verify=verify)
     if verify:
-        from mha_deploy.graph.bundled import check_graph
+        from mha_deploy.graph.canonical import check_graph
 
         check_graph(bundle)
     return bundle

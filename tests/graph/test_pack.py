@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.lower.pack import pack_projections
+from mha_deploy.graph.lower.pack import pack_in_place
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -58,6 +58,12 @@ def layer(
 def run(model: ir.Model) -> np.ndarray:
     feeds = random_feeds(model, {"B": 2, "S": 5, "T": 7})
     return ReferenceEvaluator(ir.to_proto(model)).run(None, feeds)[0]
+
+
+def pack_projections(model: ir.Model) -> ir.Model:
+    packed = model.clone()
+    pack_in_place(packed)
+    return packed
 
 
 def count(model: ir.Model, op_type: str) -> int:

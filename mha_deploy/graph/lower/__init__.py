@@ -30,9 +30,8 @@ from mha_deploy.graph.lower import to_contrib, to_plugin, to_primitives, to_trt
 from mha_deploy.graph.lower.cache import CacheForm, cache_form
 from mha_deploy.graph.lower.call import LoweringError, OperatorRules, copy_of, rewrite
 from mha_deploy.graph.lower.opset import to_opset
-from mha_deploy.graph.lower.pack import pack_projections
 
-__all__ = ["DIALECTS", "CacheForm", "LoweringError", "cache_form", "lower", "pack_projections"]
+__all__ = ["DIALECTS", "CacheForm", "LoweringError", "cache_form", "lower"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,15 +13,14 @@ from onnx_ir.passes.common import InlinePass
 from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, node_name, replace_node
 from mha_deploy.graph.lower.call import LoweringError
 
-# -- Operators that are newer than opset 17 --------------------------------------------------------
+# -- How an operator is written before an opset: its new output, or None where it stays ------------
 
 
-def gelu_to_primitives(node: ir.Node) -> None:
+def _gelu(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     """Gelu (20): x/2 · (1 + erf(x/√2)), or its tanh form."""
     x = node.inputs[0]
     if x is None or x.dtype is None:
-        return
-    b = NodeBuilder(node_name(node))
+        return None
     half, one = (b.constant(number, x.dtype) for number in (0.5, 1.0))
     if node.attributes.get_string("approximate", "none") == "tanh":
         # tanh(√(2/π) · (x + 0.044715 x³))
@@ -29,30 +28,25 @@ def gelu_to_primitives(node: ir.Node) -> None:
         bend = b.op("Tanh", b.op("Mul", b.op("Add", x, cube), b.constant(math.sqrt(2 / math.pi), x.dtype)))
     else:
         bend = b.op("Erf", b.op("Mul", x, b.constant(math.sqrt(0.5), x.dtype)))
-    y = b.op("Mul", b.op("Mul", x, half), b.op("Add", bend, one), name="gelu")
-    replace_node(node, b, {0: y})
+    return b.op("Mul", b.op("Mul", x, half), b.op("Add", bend, one), name="gelu")
 
 
-def swish_to_primitives(node: ir.Node) -> None:
+def _swish(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     """Swish (24): x · sigmoid(αx)."""
     x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.0)
     if x is None or x.dtype is None:
-        return
-    b = NodeBuilder(node_name(node))
+        return None
     inner = x if alpha == 1.0 else b.op("Mul", x, b.constant(alpha, x.dtype))
-    replace_node(node, b, {0: b.op("Mul", x, b.op("Sigmoid", inner), name="swish")})
+    return b.op("Mul", x, b.op("Sigmoid", inner), name="swish")
 
 
-def mish_to_primitives(node: ir.Node) -> None:
+def _mish(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     """Mish (18): x · tanh(softplus(x))."""
-    b, x = NodeBuilder(node_name(node)), node.inputs[0]
-    replace_node(node, b, {0: b.op("Mul", x, b.op("Tanh", b.op("Softplus", x)), name="mish")})
+    x = node.inputs[0]
+    return b.op("Mul", x, b.op("Tanh", b.op("Softplus", x)), name="mish")
 
 
-# -- Operators whose form changed after opset 17 ---------------------------------------------------
-
-
-def _axes_to_attribute(node: ir.Node) -> None:
+def _axes_to_attribute(node: ir.Node, b: NodeBuilder) -> None:
     """Axes became an input in opset 18; without any, all are reduced unless `noop_with_empty_axes`."""
     axes = constant_ints(node, 1)
     if axes is None and input_at(node, 1) is not None:
@@ -66,46 +60,33 @@ def _axes_to_attribute(node: ir.Node) -> None:
     node.resize_inputs(1)
 
 
-def _reduce_numbers(node: ir.Node) -> None:
-    """ReduceMax and ReduceMin of booleans came with opset 20: before, they are taken over float32."""
-    x = node.inputs[0]
-    if x is None or x.dtype != ir.DataType.BOOL:
-        return
-    b = NodeBuilder(node_name(node))
+def _in_float32(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
+    """From opset 20 on IsInf takes half precision, and ReduceMax and ReduceMin booleans."""
+    x, is_reduction = node.inputs[0], node.op_type != "IsInf"
+    newer = (ir.DataType.BOOL,) if is_reduction else (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    if x is None or x.dtype not in newer:
+        return None
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     numbers = b.op("Cast", x, to=int(ir.DataType.FLOAT))
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    reduced = b.op(node.op_type, numbers, *node.inputs[1:], **attributes)
-    replace_node(node, b, {0: b.op("Cast", reduced, to=int(ir.DataType.BOOL), name="as_bool")})
+    result = b.op(node.op_type, numbers, *node.inputs[1:], **attributes)
+    return b.op("Cast", result, to=int(ir.DataType.BOOL), name="as_bool") if is_reduction else result
 
 
-def _infinity_of_float32(node: ir.Node) -> None:
-    """IsInf takes half precision from opset 20 on."""
-    x = node.inputs[0]
-    if x is None or x.dtype not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
-        return
-    b = NodeBuilder(node_name(node))
-    wide = b.op("Cast", x, to=int(ir.DataType.FLOAT))
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    replace_node(node, b, {0: b.op(node.op_type, wide, **attributes)})
-
-
-def _pad_every_axis(node: ir.Node) -> None:
+def _pad_every_axis(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     """Pad has the input `axes` from opset 18 on; before, it pads all axes."""
     x = node.inputs[0]
     pads, axes = constant_ints(node, 1), constant_ints(node, 3)
     if axes is None or pads is None or x is None or x.shape is None:
-        return
+        return None
     rank = len(x.shape)
     spelled = [0] * (2 * rank)
     for at, axis in enumerate(axes):
         spelled[axis % rank], spelled[rank + axis % rank] = pads[at], pads[at + len(axes)]
-    b = NodeBuilder(node_name(node))
     mode = node.attributes.get_string("mode", "constant")
-    y = b.op("Pad", x, b.ints(*spelled), node.inputs[2], mode=mode, name="padded")
-    replace_node(node, b, {0: y})
+    return b.op("Pad", x, b.ints(*spelled), node.inputs[2], mode=mode, name="padded")
 
 
-def _drop_split_count(node: ir.Node) -> None:
+def _drop_split_count(node: ir.Node, b: NodeBuilder) -> None:
     """`num_outputs` came with opset 18, where the last part may be smaller."""
     data, axis = node.inputs[0], node.attributes.get_int("axis", 0)
     size = data.shape[axis] if data is not None and data.shape is not None else None
@@ -114,25 +95,22 @@ def _drop_split_count(node: ir.Node) -> None:
         node.attributes.pop("num_outputs", None)
 
 
-def _shape_in_full(node: ir.Node) -> None:
+def _shape_in_full(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     """Shape without `start` and `end`: TensorRT 8.6 crashed on graphs with them."""
     x = node.inputs[0]
-    rank = None if x is None or x.shape is None else len(x.shape)
-    if x is None or rank is None or not {"start", "end"} & set(node.attributes):
-        return
-    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
-    wanted = range(rank)[start:end]
-    b = NodeBuilder(node_name(node))
-    replace_node(node, b, {0: b.op("Gather", b.op("Shape", x), b.ints(*wanted), axis=0, name="range")})
+    if x is None or x.shape is None or not {"start", "end"} & set(node.attributes):
+        return None
+    rank = len(x.shape)
+    wanted = range(rank)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", rank)]
+    return b.op("Gather", b.op("Shape", x), b.ints(*wanted), axis=0, name="range")
 
 
-def _squeeze_by_name(node: ir.Node) -> None:
+def _squeeze_by_name(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     """Squeeze with explicit axes: TensorRT 8.6 crashed on graphs without them."""
     x = node.inputs[0]
     if len(node.inputs) > 1 or x is None or x.shape is None or len(x.shape) != 1:
-        return
-    b = NodeBuilder(node_name(node))
-    replace_node(node, b, {0: b.op("Squeeze", x, b.ints(0))})
+        return None
+    return b.op("Squeeze", x, b.ints(0))
 
 
 _REDUCTIONS = tuple(
@@ -140,17 +118,16 @@ _REDUCTIONS = tuple(
 )
 
 # The opset with the newer form, the operators, and how to write them before it.
-_REWRITES: tuple[tuple[int, tuple[str, ...], Callable[[ir.Node], None]], ...] = (
+_REWRITES: tuple[tuple[int, tuple[str, ...], Callable[[ir.Node, NodeBuilder], ir.Value | None]], ...] = (
     (18, _REDUCTIONS, _axes_to_attribute),
     (18, ("Split",), _drop_split_count),
     (18, ("Shape",), _shape_in_full),
     (18, ("Squeeze",), _squeeze_by_name),
     (18, ("Pad",), _pad_every_axis),
-    (18, ("Mish",), mish_to_primitives),
-    (20, ("ReduceMax", "ReduceMin"), _reduce_numbers),
-    (20, ("IsInf",), _infinity_of_float32),
-    (20, ("Gelu",), gelu_to_primitives),
-    (24, ("Swish",), swish_to_primitives),
+    (18, ("Mish",), _mish),
+    (20, ("ReduceMax", "ReduceMin", "IsInf"), _in_float32),
+    (20, ("Gelu",), _gelu),
+    (24, ("Swish",), _swish),
 )
 
 
@@ -193,7 +170,9 @@ def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> i
     for node in list(result.graph.all_nodes()):
         for since, names, rewrite in _REWRITES:
             if version < since and is_op(node, *names):
-                rewrite(node)
+                b = NodeBuilder(node_name(node))
+                if (y := rewrite(node, b)) is not None:
+                    replace_node(node, b, {0: y})
     for node in result.graph.all_nodes():
         problem = _problem(node, current, version) if node.domain == "" else None
         if problem is not None:

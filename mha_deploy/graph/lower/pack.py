@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import K, Q, V, is_attention
 from mha_deploy.graph.ir import NodeBuilder, constant, is_op, new_initializer, replace_value
-from mha_deploy.graph.lower.call import copy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +45,12 @@ class Projection:
         return (self.add or self.matmul).outputs[0]
 
 
-def pack_projections(model: ir.Model) -> ir.Model:
+def pack_in_place(model: ir.Model) -> bool:
     """Pack the projections of each attention that read the same input into one MatMul and a Split.
 
-    Self attention has three of them, cross attention two (keys and values). A missing bias becomes zeros.
-
-    Args:
-        model: A model with ONNX `Attention` nodes. It is not changed.
-
-    Returns:
-        A new model that computes the same numbers.
+    Self attention has three of them, cross attention two (keys and values). A missing bias becomes zeros. The
+    model is changed; whether there were any.
     """
-    packed = copy_of(model)
-    pack_in_place(packed)
-    return packed
-
-
-def pack_in_place(model: ir.Model) -> bool:
-    """Pack the projections of a model, which is changed; whether there were any."""
     done: set[ir.Node] = set()
     for attention in [node for node in model.graph.all_nodes() if is_attention(node)]:
         for group in _groups(attention):
@@ -97,7 +84,11 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
             seen.add(matmul)
             if projection is not None:
                 groups.setdefault((projection.x, matmul.graph), []).append(projection)
-    return [group for group in groups.values() if len(group) > 1 and len(_types(group)) == 1]
+    types = {
+        key: {each.dtype for p in group for each in (p.weight, p.bias) if each is not None}
+        for key, group in groups.items()
+    }
+    return [group for key, group in groups.items() if len(group) > 1 and len(types[key]) == 1]
 
 
 def matmuls_behind(value: ir.Value) -> Iterator[ir.Node]:
@@ -112,10 +103,6 @@ def matmuls_behind(value: ir.Value) -> Iterator[ir.Node]:
             yield node
         else:
             pending += [x for x in node.inputs if x is not None]
-
-
-def _types(group: list[Projection]) -> set[ir.DataType | None]:
-    return {each.dtype for p in group for each in (p.weight, p.bias) if each is not None}
 
 
 def _pack(group: list[Projection], attention: ir.Node) -> None:

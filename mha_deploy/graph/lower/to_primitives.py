@@ -6,7 +6,6 @@ With a KV cache there is a second form, which reads the cache in place and outpu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
@@ -270,69 +269,51 @@ def lower_to_primitives(
 _TO_THE_END = 2**63 - 1
 
 
-class Part(NamedTuple):
-    """Keys and values of the past or of the new tokens, `[B, Hkv, ·, D]`, and the bias on their scores."""
-
-    k: ir.Value
-    v: ir.Value
-    bias: ir.Value | None
-
-
 def give_rows_out(model: ir.Model, options: PrimitivesOptions, *, dialect: str) -> None:
     """Write every attention with a cache in this form, if the option `cache` allows it; changes the model.
 
     Raises:
         LoweringError: `cache` is `rows`, and a cache cannot be read in place.
     """
+
+    def wanted(node: ir.Node) -> CachedAttention | None:
+        cache = read_cache(node)
+        if isinstance(cache, Obstacle):
+            if options.cache == ROWS:
+                call = read_call(node, opset=None, dialect=dialect)
+                raise call.refuse(cache.feature, got=cache.got, hint="cache=copy writes whole caches")
+            return None
+        # The outputs of a dynamic cache are the whole present, so it is only changed on request.
+        return None if cache is None or (cache.kind == DYNAMIC and options.cache != ROWS) else cache
+
+    def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
+        new_key, new_value = cache.new_key, cache.new_value
+        if call.attention.rank == 3:
+            new_key = split_heads(b, new_key, call.Hkv, call.D, name="k_heads")
+            new_value = split_heads(b, new_value, call.Hkv, call.Dv, name="v_heads")
+        y = _cached_attention(b, call, cache, new_key, new_value, options)
+        rows = {}
+        for old, new, past in (
+            (cache.key_out, new_key, cache.past_key),
+            (cache.value_out, new_value, cache.past_value),
+        ):
+            # A node of its own: the rules for other operators may replace the producer.
+            row, name = b.op("Identity", new), rows_name(str(old.name))
+            for value in (value for node in model.graph.all_nodes() for value in node.outputs):
+                value.name = f"{name}_inner" if value.name == name else value.name
+            row.name, row.type = name, old.type
+            model.graph.outputs[:] = [row if each is old else each for each in model.graph.outputs]
+            rows[row] = str(past.name)
+        replace_node(call.node, b, {Y: y}, keep=rows)
+        for update in cache.updates:
+            model.graph.remove(update, safe=True)
+        note_entries(model, {str(row.name): past for row, past in rows.items()})
+
     if options.cache != COPY:
-        wanted = partial(_wanted, options=options, dialect=dialect)
-        rewrite_caches(model, wanted, partial(_rewrite, model, options=options), dialect=dialect)
+        rewrite_caches(model, wanted, write, dialect=dialect)
 
 
-def _wanted(node: ir.Node, options: PrimitivesOptions, dialect: str) -> CachedAttention | None:
-    """The cache of an attention, if it is to be read in place."""
-    cache = read_cache(node)
-    if isinstance(cache, Obstacle):
-        if options.cache == ROWS:
-            call = read_call(node, opset=None, dialect=dialect)
-            raise call.refuse(cache.feature, got=cache.got, hint="cache=copy writes whole caches")
-        return None
-    # The outputs of a dynamic cache are the whole present, so it is only changed on request.
-    return None if cache is None or (cache.kind == DYNAMIC and options.cache != ROWS) else cache
-
-
-def _rewrite(
-    model: ir.Model, call: AttentionCall, b: NodeBuilder, cache: CachedAttention, options: PrimitivesOptions
-) -> None:
-    new_key, new_value = cache.new_key, cache.new_value
-    if call.attention.rank == 3:
-        new_key = split_heads(b, new_key, call.Hkv, call.D, name="k_heads")
-        new_value = split_heads(b, new_value, call.Hkv, call.Dv, name="v_heads")
-    y = _attention(b, call, cache, new_key, new_value, options)
-    rows = []
-    for old, new in ((cache.key_out, new_key), (cache.value_out, new_value)):
-        # A node of its own: the rules for other operators may replace the producer.
-        rows.append(_give_out(model, old, b.op("Identity", new)))
-    replace_node(call.node, b, {Y: y}, keep=rows)
-    for update in cache.updates:
-        model.graph.remove(update, safe=True)
-    inputs = (cache.past_key, cache.past_value)
-    note_entries(model, {str(row.name): str(past.name) for row, past in zip(rows, inputs, strict=True)})
-
-
-def _give_out(model: ir.Model, old: ir.Value, rows: ir.Value) -> ir.Value:
-    """Let the new entries be the graph output in place of a whole cache; the name must be free."""
-    name = rows_name(str(old.name))
-    for node in model.graph.all_nodes():
-        for value in node.outputs:
-            value.name = f"{name}_inner" if value.name == name else value.name
-    rows.name, rows.type = name, old.type
-    outputs = model.graph.outputs
-    outputs[next(at for at, output in enumerate(outputs) if output is old)] = rows
-    return rows
-
-
-def _attention(
+def _cached_attention(
     b: NodeBuilder,
     call: AttentionCall,
     cache: CachedAttention,
@@ -340,25 +321,24 @@ def _attention(
     new_value: ir.Value,
     options: PrimitivesOptions,
 ) -> ir.Value:
+    """Scores of the past and of the new tokens apart, one softmax over both, and two matmuls with V."""
     form = group_form(b, call, options.gqa)
     S, T = query_length(b, call), b.size(cache.past_key, 2)
     hides_more = call.mask is not None or call.attention.has_window
     mask = read_mask(b, call, S, key_length(b, call)) if hides_more else None
     geometry = Geometry(b, call, cache, form, S, T)
     biases = geometry.plain() if mask is None else geometry.cut(mask)
-    past = Part(cache.past_key, cache.past_value, biases[0])
-    new = Part(new_key, new_value, biases[1])
+    keys, values = (cache.past_key, new_key), (cache.past_value, new_value)
 
     q = call.q if call.attention.rank == 4 else split_heads(b, call.q, call.Hq, call.D, name="q_heads")
     query = form.query(scale_query(b, call, q))
     scores = []
-    for part in (past, new):
-        capped = softcap(b, call, transposed_scores_of(b, call, form, query, part.k))
-        biased = capped if part.bias is None else b.op("Add", capped, part.bias, name="scores_biased")
-        scores.append(biased)
+    for k, bias in zip(keys, biases, strict=True):
+        capped = softcap(b, call, transposed_scores_of(b, call, form, query, k))
+        scores.append(capped if bias is None else b.op("Add", capped, bias, name="scores_biased"))
     weights = softmax(b, call, b.op("Concat", *scores, axis=-1, name="all_scores"))
-    halves = zip(_cut_columns(b, weights, T), (past, new), strict=True)
-    sums = [weighted_values(b, call, form, half, part.v) for half, part in halves]
+    halves = zip(_cut_columns(b, weights, T), values, strict=True)
+    sums = [weighted_values(b, call, form, half, v) for half, v in halves]
     y = form.restore(b.op("Add", *sums, name="summed_values"), call.Dv)
     # Without a mask no query is fully masked: it attends at least to itself.
     y = zero_masked_queries(b, call, attending_queries(b, call, mask), y)
