@@ -1,10 +1,14 @@
 """Measure which share of the error budget a mistake uses: mistake × model × size.
 
     python benchmarks/sensitivity.py [--tensorrt] [--out docs/sensitivity.md] [MODEL:B=8,S=128 ...]
+    python benchmarks/sensitivity.py --mutations [MODEL ...]
 
 Each model runs in ONNX Runtime on the CPU, or with --tensorrt in an engine that is built for it. The effect
 of a mistake is computed in FP64, for the queries that it concerns, and added to what the runtime returned. It
-is judged on random inputs and on probe inputs, as `validate` does; the larger share counts. Over 1 is caught.
+is judged on random and on probe inputs, as `validate` does; the largest share counts. Over 1 is caught.
+
+With --mutations, the self-test of every model in every precision: the share that the right graph uses, and
+the smallest that a mutation uses. From their distance the factors in `mha_deploy/metrics.py` were chosen.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +31,12 @@ from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.environment import versions
 from mha_deploy.export.golden import fp64_twin
 from mha_deploy.metrics import judge_case
+from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference.attention import Attention, merge_heads, split_heads
 from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
 from mha_deploy.validate.run import PROBE_ALLOWANCE
 from mha_deploy.validate.runtimes import RuntimeFinder, torch_device
+from mha_deploy.validate.self_test import largest_share
 
 DEFAULT = ("bert-base:B=8,S=128", "llama-3-8b:B=1,S=512", "llama-3-8b:B=1,S=2048")
 _CHANNEL = 7  # that gets a large bias
@@ -86,39 +94,23 @@ class Layer:
             return twin.combine(merge_heads(heads), self.x[:, rows])
 
 
-Effect = Callable[[Layer], tuple[list[int], torch.Tensor]]
-
-
-def _changed(rows_of: Callable[[Layer], list[int]], **wrong: object) -> Effect:
-    def effect(layer: Layer) -> tuple[list[int], torch.Tensor]:
-        rows = rows_of(layer)
-        return rows, layer.at(rows, **wrong) - layer.at(rows)  # type: ignore[arg-type]
-
-    return effect
-
-
 def _last(layer: Layer) -> list[int]:
     return [layer.S - 1] if layer.spec.causal else list(range(layer.S))
 
 
 def _some(layer: Layer) -> list[int]:
-    return list(range(0, layer.S, max(1, layer.S // 128)))
+    return list(range(0, layer.S, max(1, layer.S // 128) | 1))
 
 
-def _last_element(layer: Layer) -> tuple[list[int], torch.Tensor]:
-    rows = list(range(layer.S))
-    off = torch.zeros(layer.x.shape[0], len(rows), layer.spec.E, dtype=torch.float64)
-    return rows, off  # filled in from the output itself
-
-
-MISTAKES: dict[str, Effect] = {
-    "last key masked, newest cache entry zero": _changed(_last, hide_last=True),
-    "causal leak of one position in one query": _changed(lambda layer: [layer.S - 2], leak=True),
-    "rotary off by one on the last key": _changed(_last, shift_last=1),
-    "softmax weights in BF16": _changed(_some, bf16=True),
-    "last batch element off by 0.5 %": _last_element,
-    "one channel with bias 1,000: scale off by 20 %": _changed(_some, scale=1.2),
-    "one channel with bias 10,000: one head zero": _changed(_some, head_zero=True),
+# The queries that a mistake concerns, and the mistake; None for one of the whole output.
+MISTAKES: dict[str, tuple[Callable[[Layer], list[int]], dict[str, Any]] | None] = {
+    "last key masked, newest cache entry zero": (_last, {"hide_last": True}),
+    "causal leak of one position in one query": (lambda layer: [layer.S - 2], {"leak": True}),
+    "rotary off by one on the last key": (_last, {"shift_last": 1}),
+    "softmax weights in BF16": (_some, {"bf16": True}),
+    "last batch element off by 0.5 %": None,
+    "one channel with bias 1,000: scale off by 20 %": (_some, {"scale": 1.2}),
+    "one channel with bias 10,000: one head zero": (_some, {"head_zero": True}),
 }
 
 
@@ -131,12 +123,12 @@ def applies(name: str, layer: Layer) -> bool:
 
 def wrong_output(name: str, layer: Layer, right: np.ndarray) -> np.ndarray:
     """What a runtime would return with the mistake, in FP64."""
-    rows, off = MISTAKES[name](layer)
-    got = right.astype(np.float64)
-    if MISTAKES[name] is _last_element:
+    got, mistake = right.astype(np.float64), MISTAKES[name]
+    if mistake is None:
         got[-1] *= 1.005
     else:
-        got[:, rows] += to_numpy(off.cpu())
+        rows = mistake[0](layer)
+        got[:, rows] += to_numpy((layer.at(rows, **mistake[1]) - layer.at(rows)).cpu())
     return got
 
 
@@ -161,11 +153,11 @@ def shares(model: str, sizes: dict[str, int], tensorrt: bool) -> Iterator[tuple[
         precision = replace(bundle.manifest.precision, accumulate=kind)
         maker, device = FreshCases(bundle, torch_device()), torch_device()
         twin = fp64_twin(module_from_bundle(bundle, device=device))
-        worst: dict[str, float] = {}
+        worst: dict[str, tuple[float, str]] = {}
         with runtime.open() as runner:
-            for probe in (False, True):
+            for probe, allowance in ((None, 1.0), ("edges", PROBE_ALLOWANCE), ("uniform", 1.0)):
                 case = maker.case(sizes, seed=1, probe=probe)
-                case = replace(case, allowance=PROBE_ALLOWANCE if probe else 1.0)
+                case = replace(case, allowance=allowance, uniform=probe == "uniform")
                 got, layer = runner.run(case.inputs)["output"], Layer(twin, case)
                 for name in ("correct", *MISTAKES):
                     if name != "correct" and not applies(name, layer):
@@ -176,11 +168,30 @@ def shares(model: str, sizes: dict[str, int], tensorrt: bool) -> Iterator[tuple[
                         bias = 1e4 if "10,000" in name else 1e3
                         judged, wrong[..., _CHANNEL] = with_bias(case, bias), wrong[..., _CHANNEL] + bias
                     (verdict,) = judge_case(judged, {"output": wrong.astype(got.dtype)}, precision)
-                    worst[name] = max(worst.get(name, 0.0), verdict.share or math.inf)
+                    place = verdict.deviation.local_at if verdict.deviation else ""
+                    found = verdict.share or math.inf, f"{probe or 'random'} inputs, largest in: {place}"
+                    worst[name] = max(worst.get(name, found), found)
         print(f"{model} {sizes} in {runner.name}, accumulation in {kind}: {why}", flush=True)
-        for name, share in worst.items():
-            print(f"  {name}: {share:.2f}", flush=True)
+        for name, (share, where) in worst.items():
+            print(f"  {name}: {share:.2f} ({where})", flush=True)
             yield name, share
+
+
+def print_mutations(models: Sequence[str]) -> None:
+    """The right graph and its least detectable mutation, for every model and precision."""
+    print("| model | precision | right | least detectable mutation | which |\n|---|---|---|---|---|")
+    for model in models or [spec.name for spec in md.models(tiny=True) if spec.name.startswith("tiny-")]:
+        for precision in PRECISIONS:
+            with tempfile.TemporaryDirectory() as folder:
+                golden = ("min", "opt", "odd", "ragged")
+                result = md.self_test(
+                    md.export(model, Path(folder) / "b", precision=precision, golden=golden)
+                )
+            nearest = min(result.catches, key=lambda catch: catch.share)
+            right = f"{largest_share(result.right):.2f}"
+            print(
+                f"| {model} | {precision} | {right} | {nearest.share:,.1f} | {nearest.mistake} |", flush=True
+            )
 
 
 def main() -> None:
@@ -188,26 +199,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", default=DEFAULT, metavar="MODEL:SIZES")
+    parser.add_argument("models", nargs="*", metavar="MODEL[:SIZES]")
+    parser.add_argument("--mutations", action="store_true", help="mutate the graphs of these models")
     parser.add_argument("--tensorrt", action="store_true", help="build an engine, and judge it")
     parser.add_argument("--out", type=Path, help="the Markdown file to write")
     arguments = parser.parse_args()
+    if arguments.mutations:
+        return print_mutations(arguments.models)
     columns: dict[str, dict[str, float]] = {}
-    for point in arguments.models:
+    for point in arguments.models or DEFAULT:
         model, _, text = point.partition(":")
         sizes = {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
         title = f"{model} {'×'.join(str(size) for size in sizes.values())}"
         columns[title] = dict(shares(model, sizes, arguments.tensorrt))
     runtime = "TensorRT" if arguments.tensorrt else "ONNX Runtime on the CPU"
     found = versions(("tensorrt", "onnxruntime", "torch"))
+    text = (
+        f"Share of the FP16 budget that a mistake uses in {runtime}; over 1 it is caught. The largest of the "
+        "shares on random inputs and on both kinds of probe inputs (see [parity](parity.md)). Written by "
+        "`python benchmarks/sensitivity.py --out docs/sensitivity.md`; versions: "
+        + ", ".join(f"{name} {version}" for name, version in found.items())
+        + "."
+    )
     lines = [
         "# Which mistakes the budget catches",
         "",
-        f"Share of the FP16 budget that a mistake uses in {runtime}; over 1 it is caught. The larger of the",
-        "shares on random inputs and on probe inputs (see [parity](parity.md)). Written by",
-        "`python benchmarks/sensitivity.py --out docs/sensitivity.md`; versions: "
-        + ", ".join(f"{name} {version}" for name, version in found.items())
-        + ".",
+        *textwrap.wrap(text, 100, break_on_hyphens=False),
         "",
         f"| mistake | {' | '.join(columns)} |",
         f"|---|{'---|' * len(columns)}",

@@ -46,10 +46,8 @@ def measure(got: np.ndarray, oracle: np.ndarray, noise: Noise | None = None) -> 
     """Compare a finite result with the oracle, in float64; slice by slice where their noise is known."""
     result, oracle = np.atleast_1d(got.astype(np.float64)), np.atleast_1d(oracle)  # a loss is one number
     if not oracle.size:
-        nothing = dict.fromkeys(
-            ("relative_l2", "worst_row", "max_abs", "gain", "worst_got", "worst_want"), 0.0
-        )
-        return Deviation(**nothing, cosine=1.0, worst_index=())
+        nothing: dict[str, Any] = dict.fromkeys(("relative_l2", "worst_row", "max_abs", "gain"), 0.0)
+        return Deviation(**nothing, cosine=1.0, worst_index=(), worst_got=0.0, worst_want=0.0)
     error = result - oracle
     size = _rms(oracle) or 1.0  # an oracle of zeros: errors are then absolute
     row_sizes = np.maximum(_rms(oracle, axis=-1), _SMALLEST_ROW * size)
@@ -89,11 +87,14 @@ EVERYWHERE = "everywhere"
 # Rounding a result costs this many roundoffs of it on average, and what it was computed from at least so many
 # roundoffs of the usual numbers of its vector and its channel.
 _RESULT_ROUNDING, _LEAST_NOISE = 0.4, 0.3
-# A slice of n elements may exceed the expected error by chance: by this much, and more where n is small.
-_OF_MANY, _OF_FEW = 0.57, 4.0
+# A slice of n elements may exceed the expected error by chance: by this much, more where n is small, and by a
+# share of what eager's worst slice does.
+_OF_MANY, _OF_FEW, _OF_EAGER = 0.57, 4.0, 0.6
 # The elements of a vector do not err by themselves: a rounded weight moves its whole head, and a narrow one
 # has few heads. So n counts less, and gains cancel less, by these widths over that of the vector.
 _NARROW, _NARROW_GAIN, _FEW = 1024, 192, 24
+# Sixteen times this many roundoffs are allowed for √K terms that are accumulated in FP16, K as the width.
+_FP16_SUM = 0.0625
 _FEW_VECTORS, _FEW_LARGE = 8, 32  # fewer do not show the mean of a channel, or the error of large values
 # So many elements are needed to believe one channel, or one vector, more than all of them.
 _CHANNEL_PRIOR, _VECTOR_PRIOR = 32, 128
@@ -163,32 +164,37 @@ class Noise:
         learned = np.square(level * scale) * np.outer(by_vector, np.maximum(by_channel, 1.0))
         least = np.square(_LEAST_NOISE * rounding * scale)
         self._expected = np.sqrt(np.maximum(learned, least) + own + tiny**2).reshape(shape)
+        # Accumulation in FP16 rounds each of about √K partial sums of a result, whatever eager's error is.
+        added = _FP16_SUM * math.sqrt(n_channels) * rounding * scale.reshape(shape)
+        is_narrow = (precision.name, precision.accumulate) == ("fp16", "fp16")
+        self._widened = np.maximum(1.0, added / self._expected) if is_narrow else np.ones((1,) * len(shape))
         self._signal = (centred.reshape(shape) / self._expected).astype(np.float32)
         self._weight = (1.0 / copies[which]).reshape(*shape[:-1], 1)
         self._roundoff = rounding
         # What is common to all queries (or batch elements, heads, windows) of eager's error, or of the
         # answers themselves, has one error, which counts once and not once for each.
-        self._repeats = tuple(
-            shape[axis]
-            * max(_common(error.reshape(shape) / self._expected, axis), _common(o.reshape(shape), axis))
-            for axis in range(len(shape) - 1)
-        )
+        both = error.reshape(shape) / self._expected, o.reshape(shape)
+        self._shared = [max(_common(each, axis) for each in both) for axis in range(len(shape) - 1)]
 
     def repeats(self, axes: Iterable[int]) -> float:
         """How often one and the same error is counted along axes."""
-        return math.prod(max(1.0, self._repeats[axis]) for axis in axes if axis < len(self._repeats))
+        sizes = self._expected.shape
+        return math.prod(
+            max(1.0, sizes[axis] * self._shared[axis]) for axis in axes if axis < len(self._shared)
+        )
 
     def cut(self, part: Callable[[np.ndarray], np.ndarray]) -> Noise:
         """The same of a part of the tensor."""
         found = copy(self)
-        for name in ("_expected", "_signal", "_weight"):
-            setattr(found, name, part(getattr(self, name)))
+        for name in ("_expected", "_signal", "_weight", "_widened"):
+            array = getattr(self, name)
+            setattr(found, name, part(array) if array.size > 1 else array)
         return found
 
     def worst_slice(self, error: np.ndarray) -> tuple[float, float, str]:
         """The largest error and gain of a slice, in units of what is expected, and where the worse is."""
         z, weight = error / self._expected, np.broadcast_to(self._weight, error.shape)
-        squares, along = np.square(z) * weight, z * self._signal
+        squares, along = np.square(z / self._widened) * weight, z * self._signal
         power, width = np.square(self._signal), z.shape[-1]
         found: list[tuple[float, float, str]] = []
         names = AXES.get(z.ndim, tuple(f"axis {axis}" for axis in range(z.ndim)))
@@ -197,7 +203,7 @@ class Noise:
         slices += [everything[:-1], everything] if z.ndim > 1 else []
         for kept in slices:
             away = tuple(axis for axis in everything if axis not in kept)
-            sizes, gains, count = np.abs(z), np.zeros(()), np.ones(())
+            sizes, gains, count = np.abs(z / self._widened), np.zeros(()), np.ones(())
             whole_vectors = z.ndim - 1 in away
             if away:
                 weights = weight.sum(away)
@@ -287,8 +293,8 @@ def budget_from_eager(eager: np.ndarray, oracle: np.ndarray, precision: Precisio
         worst_row=factor * max(own.worst_row, _FLOOR_ROW * roundoff) * few_channels,
         max_abs=factor * max(own.max_abs, _FLOOR_MAX * roundoff),
         gain=factor * max(own.gain, _FLOOR_GAIN * roundoff, cancelled, _FAST_EXPONENTIAL),
-        local=factor * max(_OF_MANY * own.local, 1.0),
-        local_gain=factor * max(_OF_MANY * own.local_gain, 1.0),
+        local=factor * max(_OF_EAGER * own.local, 1.0),
+        local_gain=factor * max(_OF_EAGER * own.local_gain, 1.0),
         noise=noise,
     )
     _RECENT.append((eager, oracle, precision, budget))
@@ -502,6 +508,11 @@ def _judge_output(
     if case.allowance != 1:
         limits = {key: case.allowance * limit for key, limit in budget.limits.items()}
         budget = Budget(**limits, noise=budget.noise)
+    if case.uniform and precision.accumulate == "fp16":
+        # Scores that are all the same have no error, and errors of the values cancel in the gain of a query:
+        # accumulation in FP16 costs no more there than its noise.
+        factor = FACTORS[precision.name, precision.accumulate]
+        budget = replace(budget, local_gain=max(budget.local_gain / 4, factor))
     deviation = measure(got, oracle, budget.noise)
     exceeded = [] if exact else budget.exceeded_by(deviation)
     if exceeded:

@@ -190,7 +190,7 @@ class ValidateOptions:
         None, "Run every optimization profile at its corners. default: if an engine and PyTorch can run here"
     )
     probe: bool | None = option(
-        None, "Try inputs that make masks, positions and caches visible. default: if PyTorch is installed"
+        None, "Try inputs that make masks, positions and caches visible. default: on"
     )
     fresh: int = option(0, "Number of random cases besides those of the bundle. Needs PyTorch.", min=0)
     steps: int = option(

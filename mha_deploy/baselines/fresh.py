@@ -229,6 +229,7 @@ class ProgramValues:
 # and at which position, shows in the output at any length. Among random keys it is one of thousands.
 _LOUDNESS = 4.0
 _CANDIDATES = 64
+_NOT_ZERO = 8  # tokens of uniform probes
 
 
 def _edges(end: int, length: int, window: int | None) -> list[int]:
@@ -279,13 +280,13 @@ def layer_probe(
 
 
 def uniform_probe(feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of a layer, with zeros for every other token.
+    """The inputs of a layer, with zeros for all but the first few tokens.
 
     Without a bias, the query of such a token has the same score with every key: its output is the mean of the
     values, and a coarse softmax weight is an error of one sign in all channels.
     """
     x = feeds["x"].clone()
-    x[:, list(range(x.shape[1] - 1, -1, -2))] = 0
+    x[:, min(_NOT_ZERO, x.shape[1] // 2) :] = 0
     return {**feeds, "x": x}
 
 
@@ -355,8 +356,8 @@ class FreshCases:
             seed: Seed of the inputs; the same seed at the same sizes draws the same.
             ragged: Whether lengths go down to 1 and 0, where a catalog layer has lengths.
             past: Valid entries of a preallocated cache in every batch element; default: drawn.
-            probe: `edges` for large tokens where masks, windows and caches end, `uniform` for zeros at every
-                other token, of catalog layers alone.
+            probe: `edges` for large tokens where masks, windows and caches end, `uniform` for zeros behind
+                the first tokens, of catalog layers alone.
 
         Raises:
             SpecError: The sizes, or that many entries, are not for this model.

@@ -185,6 +185,7 @@ class GoldenCase:
 
     `flops` is the work of one call of a user's module, else 0. `cached` names, for each
     KV cache that goes out of a catalog layer, the one that came in. `allowance` is a factor on its budgets.
+    `uniform` says that most queries have the same score with every key.
     """
 
     name: str
@@ -196,6 +197,7 @@ class GoldenCase:
     flops: int = 0
     cached: Mapping[str, str] = field(default_factory=dict)
     allowance: float = 1.0
+    uniform: bool = False
 
 
 def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:

@@ -137,10 +137,11 @@ class _Site:
     def feed_reordered(self, position: int, order: list[int]) -> None:
         """Let the attention read the heads of an input in another order."""
         size = self.attention.Dv if position == V else self.attention.D
-        _need(isinstance(size, int))
+        if not isinstance(size, int):
+            raise _DoesNotApply
         axis = 1
         if self.attention.rank == 3:  # the heads lie side by side
-            axis, order = 2, [head * int(size) + i for head in order for i in range(int(size))]
+            axis, order = 2, [head * size + i for head in order for i in range(size)]
         value = self.input(position)
         self.feed(position, self.build.op("Gather", value, self.build.ints(*order), axis=axis))
 
@@ -306,7 +307,7 @@ def _last_batch_element_off(site: _Site) -> None:
     build, (output, dtype) = site.build, site.output
     B = build.op("Shape", output, start=0, end=1)
     is_last = build.op("Equal", build.count_up(B), build.op("Sub", B, build.ints(1)))
-    factor = build.unsqueeze(site.scaled_where(is_last, 1.005, dtype), *range(1, site.attention.rank))
+    factor = build.unsqueeze(site.scaled_where(is_last, 1.005, dtype), *range(1, site.attention.rank or 4))
     site.follow(build.op("Mul", output, factor))
 
 

@@ -169,14 +169,9 @@ class DecodeLoop(Protocol):
         """How many tokens of a batch element one call may bring; None where only the cache bounds them."""
 
     def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
-        """Run S new tokens of every batch element.
+        """Run S new tokens of every batch element, of which `counts` [B] are real, with padding behind them.
 
-        Args:
-            tokens: The inputs of the call, but for those of the cache.
-            counts: How many of the tokens are real, int32 [B], padding behind; None if all are.
-
-        Returns:
-            The outputs by token; at padding they are not defined.
+        Returns the outputs by token; at padding they are not defined.
         """
 
     def cache(self) -> Arrays:
@@ -291,14 +286,9 @@ def run_decode_loop(
     precision: Precision,
     on_step: Callable[[int], None] | None = None,
 ) -> DecodeReport:
-    """Feed a trace to a decode loop, and judge everything that comes out.
+    """Feed a trace to a decode loop with an empty cache, and judge everything that comes out.
 
-    Args:
-        loop: The model in some runtime, with an empty cache.
-        trace: The tokens, and the expected results.
-        spec: The model.
-        precision: Its precision.
-        on_step: Called with each step before it is run: 0 for the prefill, then 1 to `trace.steps`.
+    `on_step` is called before each step is run: with 0 for the prefill, then 1 to `trace.steps`.
 
     Raises:
         DeployError: The trace is not one of this model, or the cache is not empty. What goes wrong later is a
@@ -513,13 +503,6 @@ def evaluate_trace(
     on_step: Callable[[int], None] | None = None,
 ) -> DecodeReport | None:
     """Decode a trace with a runner, with the cache where the runtime keeps it best.
-
-    Args:
-        runner: The model; it stays the caller's to close.
-        trace: The tokens, and the expected results.
-        spec: The model.
-        precision: Its precision.
-        on_step: Called with each step before it is run.
 
     Returns:
         The verdict, or None where the profiles of the runner's engine do not take a call of the trace.

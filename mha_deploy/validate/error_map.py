@@ -98,15 +98,7 @@ class Heatmap:
 def heatmap(
     backend: str, case: GoldenCase, output_name: str, got: np.ndarray, projection: Projection | None
 ) -> Heatmap:
-    """Map the error of one output.
-
-    Args:
-        backend: The runtime that gave the result.
-        case: The case.
-        output_name: Which output: `[B, S, E]`, or weights `[B, Hq, S, T]`.
-        got: The result.
-        projection: The output projection of the layer; see `output_projection`.
-    """
+    """Map the error of one output."""
     oracle = case.oracle[output_name]
     if got.shape != oracle.shape or oracle.ndim not in MAPPED_RANKS:
         raise DeployError(f"{output_name} cannot be mapped.", got=got.shape, hint=str(oracle.shape))

@@ -101,7 +101,7 @@ def attribute_fault(
     elif unfused := passes(f"unfused twin, {name}", lambda: open_twin(unfused_twin(model))):
         at_fault = FUSION
     else:
-        exact = unfused  # in float32 the two twins are one
+        exact: bool | None = unfused  # in float32 the two twins are one
         if name != "fp32":
             exact = passes("unfused twin, fp32", lambda: open_twin(float32_twin(model)))
         if exact is True and unfused is False:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,9 +11,8 @@ import numpy as np
 
 from mha_deploy.bundle.cases import read_case
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.manifest import GoldenEntry
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.graph.attention_node import AttentionNode, valid_only, visible_keys
+from mha_deploy.graph.attention_node import valid_only, visible_keys
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.precision import FP16_MAX, matmul_blocks, queries_and_keys
 from mha_deploy.graph.probe import ProbedAttention, attention_probe
@@ -52,52 +51,40 @@ class SoftmaxSum:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The numbers of one attention over some golden cases; None where no pair was there to measure.
+    """The numbers of one attention over some golden cases; None where no pair was there to measure."""
 
-    Args:
-        tensors: Largest absolute value of Q, K and V.
-        scale: The factor on the scores.
-        matmul: Q·Kᵀ of largest size before the scale, hidden pairs included.
-        all_scores: Lowest and highest score after scale and softcap, hidden pairs included.
-        score: Score of largest size, of the pairs that are seen.
-        logit: The same with the numbers of the mask added: what goes into the softmax.
-        exponent: The highest of those: what exp takes where the maximum is not subtracted first.
-        sums: What the softmax sums, case by case.
-        sentinel: The finite number with which the mask hides keys; None where it hides none, or by -inf.
-        fully_masked: How many queries, counted in each head, see no key at all.
-        not_finite: Inputs that hold NaN or infinity; their cases are not in the other numbers.
-    """
-
-    tensors: Mapping[str, float]
-    scale: float
-    matmul: Peak | None
+    tensors: Mapping[str, float]  # largest absolute value of Q, K and V
+    scale: float  # the factor on the scores
+    matmul: Peak | None  # Q·Kᵀ of largest size before the scale, hidden pairs included
+    # Lowest and highest score after scale and softcap, hidden pairs included
     all_scores: tuple[float, float] | None
-    score: Peak | None
-    logit: Peak | None
-    exponent: float | None
-    sums: tuple[SoftmaxSum, ...]
+    score: Peak | None  # score of largest size, of the pairs that are seen
+    logit: Peak | None  # the same with the numbers of the mask added: what goes into the softmax
+    exponent: float | None  # the highest of those: what exp takes where the maximum is not subtracted first
+    sums: tuple[SoftmaxSum, ...]  # what the softmax sums, case by case
+    # The finite number with which the mask hides keys; None where it hides none, or by -inf
     sentinel: float | None
-    fully_masked: int
-    not_finite: tuple[str, ...]
+    fully_masked: int  # how many queries, counted in each head, see no key at all
+    not_finite: tuple[str, ...]  # inputs that hold NaN or infinity; their cases are not in the other numbers
 
 
 class Meter:
     """Gathers the figures of one attention, as a probe shows it, case by case."""
 
     def __init__(self, attention: ProbedAttention) -> None:
-        facts = attention.node
-        cached = facts.has_past or facts.has_nonpad_kv_seqlen
-        strange = facts.has_window or (cached and facts.mask not in ("none", "bool"))
-        if strange or facts.group is None or facts.softmax_scale is None:
+        node = attention.node
+        cached = node.has_past or node.has_nonpad_kv_seqlen
+        strange = node.has_window or (cached and node.mask not in ("none", "bool"))
+        if strange or node.group is None or node.softmax_scale is None:
             raise DeployError(
                 "The range is not measured with windows, numbers as a mask of a cache, or without heads.",
-                got=facts.name,
+                got=node.name,
                 hint="a canonical graph, as mha-deploy export writes it",
             )
-        self.facts, self._attention, self._scale = facts, attention, facts.softmax_scale
+        self.node, self._attention, self._scale = node, attention, node.softmax_scale
         self._tensors = {"Q": 0.0, "K": 0.0, "V": 0.0}
-        self._products, self._scores, self._logits = _Extremes(), _Extremes(), _Extremes()
-        self._mask_numbers: list[tuple[float, float]] = []
+        self._matmuls, self._scores, self._logits = _Extremes(), _Extremes(), _Extremes()
+        self._mask_numbers: list[float] = []
         self._sums: list[SoftmaxSum] = []
         self._fully_masked = 0
         self._not_finite: list[str] = []
@@ -105,38 +92,37 @@ class Meter:
     def see(self, case: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Measure one case, given what the probe computed."""
         given = {role: arrays[name] for role, name in self._attention.outputs.items()}
-        given = valid_only(self.facts, given)
-        broken = [line for role, array in given.items() if (line := self._broken(case, role, array))]
-        self._not_finite += broken
+        given = valid_only(self.node, given)
+        broken = False
+        for role, array in given.items():
+            usable = array < np.inf if role == "mask" else np.isfinite(array)  # -inf in a mask hides a key
+            if count := array.size - int(np.count_nonzero(usable)):
+                broken = True
+                name = self._attention.tensors[role]
+                self._not_finite.append(f"{role} ({name}) in case {case}: {count:,} values")
         if broken:
             return
         for role, past in {"Q": None, "K": "past", "V": "past_values"}.items():
             both = [given[role], *([given[past]] if past in given else [])]
             sizes = [float(np.abs(array).max(initial=0.0)) for array in both]
             self._tensors[role] = max(self._tensors[role], *sizes)
-        q, k = queries_and_keys(self.facts, given)
-        visible = visible_keys(self.facts, given, q.shape[2], k.shape[2])
+        q, k = queries_and_keys(self.node, given)
+        visible = visible_keys(self.node, given, q.shape[2], k.shape[2])
         mask = _Mask(
             given.get("mask") if visible is None else visible,
-            is_causal=visible is None and self.facts.is_causal,
+            is_causal=visible is None and self.node.is_causal,
             shape=(*q.shape[:3], k.shape[2]),
         )
-        if mask.numbers is not None:
-            self._mask_numbers.append(mask.numbers)
+        self._mask_numbers += mask.numbers
         largest = max(
             self._see_block(_Block(case=case, rows=rows, head=head, queries=queries), matmul, mask)
             for rows, head, queries, matmul in matmul_blocks(q, k)
         )
         self._sums.append(SoftmaxSum(case=case, keys=k.shape[2], largest=largest))
 
-    def _broken(self, case: str, role: str, array: np.ndarray) -> str | None:
-        usable = array < np.inf if role == "mask" else np.isfinite(array)  # -inf in a mask hides a key
-        count = array.size - int(np.count_nonzero(usable))
-        return f"{role} ({self._attention.tensors[role]}) in case {case}: {count:,} values" if count else None
-
     def _see_block(self, block: _Block, matmuls: np.ndarray, mask: _Mask) -> float:
         """Measure one block, and give its largest softmax sum."""
-        self._products.see(block, matmuls, None)
+        self._matmuls.see(block, matmuls, None)
         scores = self._scored(matmuls)
         added, given, seen = mask.of(block)
         logits = scores if added is None else scores + added
@@ -147,17 +133,22 @@ class Meter:
             self._fully_masked += int(np.count_nonzero(~seen.any(-1)))  # causality alone closes none
         if given is not None:
             np.copyto(logits, -np.inf, where=~given)
-        return _largest_sum(logits)
+        top = logits.max(axis=-1, keepdims=True)
+        np.maximum(top, np.finfo(top.dtype).min, out=top)  # -inf − -inf of a query without keys is NaN
+        return float(np.exp(logits - top).sum(axis=-1).max())
 
     def _scored(self, matmuls: np.ndarray) -> np.ndarray:
         scores = matmuls * matmuls.dtype.type(self._scale)
-        cap = self.facts.softcap
+        cap = self.node.softcap
         return scores if cap <= 0 else cap * np.tanh(scores / cap)
 
     def figures(self) -> Figures:
         """What was measured so far."""
-        logits, matmuls = self._logits, self._products
+        logits, matmuls, numbers = self._logits, self._matmuls, list(self._mask_numbers)
         bounds = [float(self._scored(np.float64(p.value))) for p in (matmuls.low, matmuls.high) if p]
+        constant = self._attention.lowest_mask_constant
+        if constant is not None and constant <= _SURELY_A_SENTINEL:  # a Cast may have made it -inf since
+            numbers.append(constant)
         return Figures(
             tensors=dict(self._tensors),
             scale=self._scale,
@@ -167,45 +158,24 @@ class Meter:
             logit=logits.largest,
             exponent=logits.high.value if logits.high else None,
             sums=tuple(self._sums),
-            sentinel=self._sentinel(),
+            sentinel=None if self.node.mask == "bool" else _sentinel_among(numbers),
             fully_masked=self._fully_masked,
             not_finite=tuple(self._not_finite),
         )
 
-    def _sentinel(self) -> float | None:
-        if self.facts.mask == "bool":
-            return None
-        numbers = [number for pair in self._mask_numbers for number in pair]
-        constant = self._attention.lowest_mask_constant
-        if constant is not None and constant <= _SURELY_A_SENTINEL:  # a Cast may have made it -inf since
-            numbers.append(constant)
-        return _sentinel_among(min(numbers), max(numbers)) if numbers else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """Some queries of one head, of one or more rows of the batch."""
+    """Some queries of one head, of one or more batch elements."""
 
     case: str
     rows: slice
     head: int
     queries: slice
 
-    def peak(self, values: np.ndarray, at: np.ndarray) -> Peak:
-        """The first value of the block at which `at` is true."""
-        row, query, key = (int(i) for i in np.unravel_index(at.argmax(), at.shape))
-        return Peak(
-            value=float(values[row, query, key]),
-            case=self.case,
-            row=self.rows.start + row,
-            head=self.head,
-            query=self.queries.start + query,
-            key=key,
-        )
-
 
 class _Extremes:
-    """The lowest and the highest number seen."""
+    """The lowest and the highest number so far."""
 
     def __init__(self) -> None:
         self.low: Peak | None = None
@@ -214,12 +184,25 @@ class _Extremes:
     def see(self, block: _Block, values: np.ndarray, seen: np.ndarray | None) -> None:
         """Look at the values of a block, or at those that are seen."""
         where = True if seen is None else seen
+
+        def peak(value: float) -> Peak:
+            at = np.unravel_index(((values == value) & where).argmax(), values.shape)
+            row, query, key = (int(i) for i in at)
+            return Peak(
+                value=float(value),
+                case=block.case,
+                row=block.rows.start + row,
+                head=block.head,
+                query=block.queries.start + query,
+                key=key,
+            )
+
         high = values.max(initial=-np.inf, where=where)
         low = values.min(initial=np.inf, where=where)
         if high > (self.high.value if self.high else -np.inf):
-            self.high = block.peak(values, (values == high) & where)
+            self.high = peak(high)
         if low < (self.low.value if self.low else np.inf):
-            self.low = block.peak(values, (values == low) & where)
+            self.low = peak(low)
 
     @property
     def largest(self) -> Peak | None:
@@ -230,19 +213,19 @@ class _Extremes:
 
 
 class _Mask:
-    """What a mask and causality do to each block.
-
-    Args:
-        mask: The mask, boolean or of numbers.
-        is_causal: Whether a query sees only keys up to its own position.
-        shape: B, Hq, S and T.
-    """
+    """What a mask (boolean or of numbers) and causality do to each block of scores [B, Hq, S, T]."""
 
     def __init__(self, mask: np.ndarray | None, *, is_causal: bool, shape: tuple[int, ...]) -> None:
         self.shape, self._is_causal = shape, is_causal
         self._mask = None if mask is None else np.broadcast_to(mask, shape)
-        self.numbers = None if mask is None or mask.dtype == bool else _number_range(mask)
-        sentinel = None if self.numbers is None else _sentinel_among(*self.numbers)
+        # The lowest and the highest finite number that is not 0.
+        self.numbers: list[float] = []
+        flat = np.empty(0) if mask is None or mask.dtype == bool else mask.reshape(-1)
+        for start in range(0, flat.size, _CHUNK):
+            part = flat[start : start + _CHUNK].astype(np.float32)
+            numbers = part[np.isfinite(part) & (part != 0)]
+            self.numbers += [float(numbers.min()), float(numbers.max())] if numbers.size else []
+        sentinel = _sentinel_among(self.numbers)
         self._hides_from = -np.inf if sentinel is None else sentinel / 2
 
     def of(self, block: _Block) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
@@ -250,7 +233,10 @@ class _Mask:
 
         A pair hidden by a sentinel is given but not seen. None adds nothing, or leaves nothing out.
         """
-        causal = self._causal(block)
+        causal = None
+        if self._is_causal:
+            queries = np.arange(block.queries.start, block.queries.stop)
+            causal = np.arange(self.shape[3]) <= queries[:, None]
         if self._mask is None:
             return None, causal, causal
         mask = self._mask[block.rows, block.head, block.queries]
@@ -261,33 +247,11 @@ class _Mask:
         seen = added > self._hides_from
         return added, causal, seen if causal is None else seen & causal
 
-    def _causal(self, block: _Block) -> np.ndarray | None:
-        if not self._is_causal:
-            return None
-        queries = np.arange(block.queries.start, block.queries.stop)
-        return np.arange(self.shape[3]) <= queries[:, None]
 
-
-def _number_range(mask: np.ndarray) -> tuple[float, float] | None:
-    """The lowest and the highest finite number of a mask that is not 0."""
-    flat, found = mask.reshape(-1), []
-    for start in range(0, flat.size, _CHUNK):
-        part = flat[start : start + _CHUNK].astype(np.float32)
-        numbers = part[np.isfinite(part) & (part != 0)]
-        if numbers.size:
-            found += [float(numbers.min()), float(numbers.max())]
-    return (min(found), max(found)) if found else None
-
-
-def _sentinel_among(low: float, high: float) -> float | None:
+def _sentinel_among(numbers: Sequence[float]) -> float | None:
     """The number that hides keys: a very low one, or the only one that the mask holds besides 0."""
+    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
     return low if low < 0 and (low == high or low <= _SURELY_A_SENTINEL) else None
-
-
-def _largest_sum(logits: np.ndarray) -> float:
-    top = logits.max(axis=-1, keepdims=True)
-    np.maximum(top, np.finfo(top.dtype).min, out=top)  # -inf − -inf of a query without keys is NaN
-    return float(np.exp(logits - top).sum(axis=-1).max())
 
 
 # -- How near FP16's limit an attention comes, on golden data and before anything overflows --------
@@ -323,22 +287,15 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRange:
-    """The range of one attention.
+    """The range of one attention."""
 
-    Args:
-        node: Name of the node.
-        figures: The numbers.
-        max_keys: The most keys that the spec allows: the largest sum that its softmax can have.
-        headroom: FP16's limit over the largest of the numbers; 0 where one is not finite already. The number
-            that hides keys is judged by itself: it is meant to be large.
-        findings: What is worth saying; those of status `ok` are remarks.
-    """
-
-    node: str
-    figures: Figures
-    max_keys: int
+    node: str  # name of the node
+    figures: Figures  # the numbers
+    max_keys: int  # the most keys that the spec allows: the largest sum that its softmax can have
+    # FP16's limit over the largest of the numbers; 0 where one is not finite already. The number that
+    # hides keys is judged by itself: it is meant to be large.
     headroom: float
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]  # what is worth saying; those of status `ok` are remarks
 
     @property
     def status(self) -> str:
@@ -387,80 +344,52 @@ class RangeReport:
         return {"worst": self.worst, "nodes": [node.to_dict() for node in self.nodes]}
 
 
-def fp16_range(
-    bundle: Bundle,
-    *,
-    cases: Sequence[str] | None = None,
-    on_case: Callable[[str], None] = lambda name: None,
-) -> RangeReport:
-    """Measure every attention of a bundle on golden data, with projections summed in float32.
-
-    Args:
-        bundle: The bundle.
-        cases: Names of the golden cases to run; default: all of them.
-        on_case: Called with the name of each case before it runs.
-    """
+def fp16_range(bundle: Bundle, *, cases: Sequence[str] | None = None) -> RangeReport:
+    """Measure every attention of a bundle on golden data, with projections accumulated in float32."""
     manifest = bundle.manifest
-    entries = _chosen(manifest.golden, cases)
-    probe = attention_probe(load_graph(bundle.model_path))
-    meters = [Meter(attention) for attention in probe.attentions]
-    with open_runner(available_cpu_backend(manifest.precision), probe.model) as runner:
-        for entry in entries:
-            on_case(entry.name)
-            arrays = runner.run(read_case(bundle, entry).inputs)
-            for meter in meters:
-                meter.see(entry.name, arrays)
-    return RangeReport(
-        model=manifest.spec.name,
-        precision=manifest.precision.name,
-        backend=runner.name,
-        cases=tuple(entry.name for entry in entries),
-        nodes=tuple(_node_range(meter, manifest.spec, manifest.precision) for meter in meters),
-    )
-
-
-def _chosen(golden: Sequence[GoldenEntry], names: Sequence[str] | None) -> list[GoldenEntry]:
-    by_name = {entry.name: entry for entry in golden}
-    wanted = list(by_name) if names is None else list(dict.fromkeys(names))
+    by_name = {entry.name: entry for entry in manifest.golden}
+    wanted = list(by_name) if cases is None else list(dict.fromkeys(cases))
     unknown = [name for name in wanted if name not in by_name]
     if unknown or not wanted:
         got = ", ".join(unknown) or "no names"
         raise DeployError("The bundle has no such golden case.", got=got, hint=nearest(got, by_name))
-    return [by_name[name] for name in wanted]
-
-
-def _node_range(meter: Meter, spec: ModelSpec, precision: Precision) -> NodeRange:
-    figures = meter.figures()
-    max_keys = _max_keys(meter.facts, figures, spec)
-    return NodeRange(
-        node=meter.facts.name,
-        figures=figures,
-        max_keys=max_keys,
-        headroom=_headroom(figures),
-        findings=tuple(_findings(figures, max_keys, precision.name)),
+    probe = attention_probe(load_graph(bundle.model_path))
+    meters = [Meter(attention) for attention in probe.attentions]
+    with open_runner(available_cpu_backend(manifest.precision), probe.model) as runner:
+        for name in wanted:
+            arrays = runner.run(read_case(bundle, by_name[name]).inputs)
+            for meter in meters:
+                meter.see(name, arrays)
+    return RangeReport(
+        model=manifest.spec.name,
+        precision=manifest.precision.name,
+        backend=runner.name,
+        cases=tuple(wanted),
+        nodes=tuple(_node_range(meter, manifest.spec, manifest.precision) for meter in meters),
     )
 
 
-def _max_keys(facts: AttentionNode, figures: Figures, spec: ModelSpec) -> int:
-    """The longest past and the most new keys; no more than a window, which is a mask in the graph."""
-    lengths = (facts.T, facts.past_length) if facts.has_past else (facts.T,)
+def _node_range(meter: Meter, spec: ModelSpec, precision: Precision) -> NodeRange:
+    figures, node = meter.figures(), meter.node
+    # The longest past and the most new keys; no more than a window, which is a mask in the graph.
+    lengths = (node.T, node.past_length) if node.has_past else (node.T,)
     most = [spec.axes[dim].max for dim in lengths if isinstance(dim, str) and dim in spec.axes]
     most += [dim for dim in lengths if isinstance(dim, int)]
     measured = max((each.keys for each in figures.sums), default=1)
-    keys = sum(most) if len(most) == len(lengths) else measured
+    max_keys = sum(most) if len(most) == len(lengths) else measured
     window = None if spec.layer is None else spec.layer.window
-    return keys if window is None or facts.mask == "none" else min(keys, window)
-
-
-# -- judging -----------------------------------------------------------------------------------
-
-
-def _headroom(figures: Figures) -> float:
-    if figures.not_finite:
-        return 0.0
+    if window is not None and node.mask != "none":
+        max_keys = min(max_keys, window)
     peaks = [abs(peak.value) for peak in (figures.matmul, figures.score, figures.logit) if peak]
     largest = max(*figures.tensors.values(), *peaks, *(each.largest for each in figures.sums))
-    return FP16_MAX / largest if largest else math.inf
+    headroom = FP16_MAX / largest if largest else math.inf
+    return NodeRange(
+        node=node.name,
+        figures=figures,
+        max_keys=max_keys,
+        headroom=0.0 if figures.not_finite else headroom,
+        findings=tuple(_findings(figures, max_keys, precision.name)),
+    )
 
 
 def _status_of(size: float) -> str:
@@ -473,60 +402,44 @@ def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Findi
     bf16 = _BF16[precision]
     for line in figures.not_finite:
         yield Finding(status=OVERFLOWS, what=f"{line} are NaN or infinite", advice=(bf16,))
-    for name, size in figures.tensors.items():
-        yield from _if_large(f"the largest |{name}|", size, precision, (bf16,))
+    large: list[tuple[str, float, tuple[str, ...]]] = [
+        (f"the largest |{name}|", size, (bf16,)) for name, size in figures.tensors.items()
+    ]
     if figures.matmul:
-        size = abs(figures.matmul.value)
-        advice = (*_folding(size, abs(figures.scale)), _FP32_ISLAND, bf16)
-        yield from _if_large("the largest Q·Kᵀ before the scale", size, precision, advice)
+        size, scale = abs(figures.matmul.value), abs(figures.scale)
+        folding: tuple[str, ...] = (
+            "fold the scale into the query projection (multiply its weights and bias by it): "
+            f"the matmul is then at most {size * scale:,.0f}",
+        )
+        if STATUSES.index(_status_of(size * scale)) >= STATUSES.index(_status_of(size)):
+            folding = ()  # that alone would not make it smaller by enough to matter
+        large.append(("the largest Q·Kᵀ before the scale", size, (*folding, _FP32_ISLAND, bf16)))
     if figures.score and figures.logit:
         size = max(abs(figures.score.value), abs(figures.logit.value))
-        yield from _if_large("the largest score", size, precision, (_FP32_ISLAND, bf16))
-    yield from _about_exp(figures.exponent)
-    yield from _about_sums(figures, max_keys)
-    yield from _about_sentinel(figures)
-
-
-def _if_large(what: str, size: float, precision: str, advice: tuple[str, ...]) -> Iterator[Finding]:
-    status = _status_of(size)
-    if status == OK:
-        return
-    does = {OVERFLOWS: ("overflows", "would overflow in"), NEAR: ("is near the limit of",) * 2}
-    verb = does[status][precision != "fp16"]
-    yield Finding(status=status, what=f"{what} is {size:,.0f}, which {verb} FP16", advice=advice)
-
-
-def _folding(matmul: float, scale: float) -> tuple[str, ...]:
-    """Fold the scale where that alone makes the matmul smaller by enough to matter."""
-    if STATUSES.index(_status_of(matmul * scale)) >= STATUSES.index(_status_of(matmul)):
-        return ()
-    return (
-        "fold the scale into the query projection (multiply its weights and bias by it): "
-        f"the matmul is then at most {matmul * scale:,.0f}",
-    )
-
-
-def _about_exp(exponent: float | None) -> Iterator[Finding]:
-    if exponent is not None and exponent > _LARGEST_EXPONENT:
-        what = f"exp({exponent:.1f}) overflows FP16 in a kernel that does not subtract the maximum first"
-        yield Finding(status=OK, what=what)
-
-
-def _about_sums(figures: Figures, max_keys: int) -> Iterator[Finding]:
+        large.append(("the largest score", size, (_FP32_ISLAND, bf16)))
+    for what, size, advice in large:
+        status = _status_of(size)
+        if status != OK:
+            does = {OVERFLOWS: ("overflows", "would overflow in"), NEAR: ("is near the limit of",) * 2}
+            verb = does[status][precision != "fp16"]
+            yield Finding(status=status, what=f"{what} is {size:,.0f}, which {verb} FP16", advice=advice)
+    if figures.exponent is not None and figures.exponent > _LARGEST_EXPONENT:
+        exp = f"exp({figures.exponent:.1f})"
+        yield Finding(
+            status=OK, what=f"{exp} overflows FP16 in a kernel that does not subtract the maximum first"
+        )
     measured = max((each.largest for each in figures.sums), default=0.0)
-    if max(max_keys, measured) <= _LAST_COUNT:
-        return
-    status = OK if max_keys <= FP16_MAX else NEAR
-    overflow = "" if max_keys <= FP16_MAX else f" and overflows above {FP16_MAX:,.0f}"
-    what = (
-        f"the softmax sums up to {max_keys:,} keys (measured: {measured:,.1f}); "
-        f"a sum of ones in FP16 stops at {_LAST_COUNT:,}{overflow}"
-    )
-    yield Finding(status=_worse(status, _status_of(measured)), what=what, advice=(_SUM_IN_FP32,))
-
-
-def _worse(one: str, other: str) -> str:
-    return max(one, other, key=STATUSES.index)
+    if max(max_keys, measured) > _LAST_COUNT:
+        status, overflow = OK, ""
+        if max_keys > FP16_MAX:
+            status, overflow = NEAR, f" and overflows above {FP16_MAX:,.0f}"
+        what = (
+            f"the softmax sums up to {max_keys:,} keys (measured: {measured:,.1f}); "
+            f"a sum of ones in FP16 stops at {_LAST_COUNT:,}{overflow}"
+        )
+        status = max(status, _status_of(measured), key=STATUSES.index)
+        yield Finding(status=status, what=what, advice=(_SUM_IN_FP32,))
+    yield from _about_sentinel(figures)
 
 
 def _about_sentinel(figures: Figures) -> Iterator[Finding]:

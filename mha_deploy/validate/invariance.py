@@ -50,15 +50,7 @@ def invariance_from_runner(
     *,
     limit: SizeLimit | None = None,
 ) -> tuple[InvarianceCheck, ...]:
-    """Run the batch elements of every case in other places, and judge what comes out.
-
-    Args:
-        runner: The model in a runtime; profiles are checked where it is a `ProfiledRunner`.
-        cases: Golden cases.
-        spec: The layer; its axes say which batches are allowed.
-        precision: The precision of the model.
-        limit: What a batch larger than the case's own may cost.
-    """
+    """Run the batch elements of every case in other places, and judge what comes out."""
     # Whether batch elements do not know of each other: of a module, its axis B says so.
     has_batch = "B" in spec.axes and all(_is_batched(tensor, spec) for tensor in spec.outputs)
     found: list[InvarianceCheck] = []

@@ -67,13 +67,7 @@ def layers_case(bundle: Bundle) -> GoldenCase | None:
 def layer_parity(
     bundle: Bundle, open_model: OpenModel, accumulation: tuple[str, str] = ("fp32", "")
 ) -> ParityReport | None:
-    """Judge every attention of a module in a runtime; None where the bundle does not know them.
-
-    Args:
-        bundle: The bundle.
-        open_model: Opens a graph in the runtime.
-        accumulation: The type that the runtime accumulates in, and how that is known.
-    """
+    """Judge every attention of a module in a runtime; None where the bundle does not know them."""
     case, entry = layers_case(bundle), bundle.manifest.layers
     if case is None or entry is None:
         return None
@@ -97,15 +91,7 @@ def judge_layers(
     only: str | None = None,
     accumulate: str = "fp32",
 ) -> list[OutputVerdict]:
-    """The verdicts on the attentions whose values are there, in the order in which they run.
-
-    Args:
-        case: What `layers_case` gave.
-        got: Values of the graph by their names; others than those of attentions do not matter.
-        bundle: The bundle.
-        only: The one attention to judge; default: all that are there.
-        accumulate: The type that the runtime accumulates in.
-    """
+    """The verdicts on the attentions whose values are there, in the order in which they run."""
     entry = bundle.manifest.layers
     values = entry.values if entry else {}
     there = [node for node in case.oracle if values.get(node) in got and only in (None, node)]

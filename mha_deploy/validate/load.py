@@ -24,27 +24,17 @@ _KEPT_BYTES = 256 << 20  # results that are kept to be judged, of one number of 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPoint:
-    """How a server did under the load of some clients.
+    """How a server did under the load of some clients."""
 
-    Args:
-        clients: How many clients sent requests at the same time.
-        requests: Requests that were to be answered.
-        latencies_ms: The time of every answer, as the client sees it.
-        errors: How many requests failed, by kind: `error`, `timeout`, `unreachable`, `not sent`.
-        first_error: The first of them, in words.
-        seconds: From the first request to the last answer.
-        judged: Outputs that were judged.
-        wrong: Outputs that were wrong.
-    """
-
-    clients: int
-    requests: int
-    latencies_ms: tuple[float, ...]
+    clients: int  # how many clients sent requests at the same time
+    requests: int  # requests that were to be answered
+    latencies_ms: tuple[float, ...]  # the time of every answer, as the client sees it
+    # How many requests failed, by kind: `error`, `timeout`, `unreachable`, `not sent`
     errors: Mapping[str, int]
-    first_error: str | None
-    seconds: float
-    judged: int
-    wrong: int
+    first_error: str | None  # the first of them, in words
+    seconds: float  # from the first request to the last answer
+    judged: int  # outputs that were judged
+    wrong: int  # outputs that were wrong
 
     def percentile(self, share: float) -> float | None:
         """The time that this share of the answers did not exceed."""

@@ -7,21 +7,24 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mha_deploy.analyze.cost import SizeLimit, shrunk, usual_points
-from mha_deploy.bundle.cases import GoldenCase, golden_cases
+from mha_deploy.bundle.cases import GoldenCase, golden_cases, refuse_implausible
 from mha_deploy.bundle.folder import Bundle
-from mha_deploy.bundle.traces import DecodeTrace
 from mha_deploy.engine.build import lowered_opener, twin_opener
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.graph.file import load_graph
-from mha_deploy.model.spec import Axis
+from mha_deploy.graph.upcast import in_float64
+from mha_deploy.model.spec import FLOAT, Axis
 from mha_deploy.options import ValidateOptions
-from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, open_runner
+from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, available_cpu_backend, open_runner
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
+from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.validate.bench import points_from_rows
-from mha_deploy.validate.conformance import ConformanceTable, conformance_table, mask_columns
+from mha_deploy.validate.conformance import conformance_table, mask_columns
 from mha_deploy.validate.decode import traces_of
 from mha_deploy.validate.error_map import output_projection
 from mha_deploy.validate.evaluate import Evaluation, EvaluationPlan, evaluate, refused_rows
@@ -60,7 +63,8 @@ ONNX_REFERENCE = "onnx-reference"
 _TIMED = ("opt", "prefill", "decode")
 
 # Large scores round more coarsely, by chance in the heads that matter. A mistake is hundreds of times larger.
-PROBE_ALLOWANCE = 4.0
+PROBE_ALLOWANCE = 6.0
+_LOUDNESS = 4.0  # of the large tokens
 
 
 def validate_bundle(
@@ -107,20 +111,24 @@ class _Validation:
 
     def report(self, build: Callable[[Evaluation], None] | None) -> Report:
         """Everything, in the order in which it is needed."""
-        plan = self._exam()
+        plan = self._plan()
         judged = self._named(plan) if self.options.backends else self._graph_and_engines(plan, build)
         judged_rows, self.rows = self.rows, []
         evaluated = [*self._baselines(plan), *judged]
         self.rows += judged_rows  # what is compared against comes first in a table
-        ranges = self._ranges()
-        table = self._conformance() if self.options.conformance else None
-        fault = self._fault(judged)
+        ranges, fault, manifest = self._ranges(), self._fault(judged), self.bundle.manifest
+        table = None
+        if self.options.conformance:
+            columns = mask_columns(manifest.precision)
+            table = conformance_table(
+                columns, manifest.precision, on_column=lambda n: self.on_step(f"masks: {n}")
+            )
         points = points_from_rows(plan.timed, self.rows, self.bundle) if self.rows else ()
         engines, absent = tuple(self.finder.engines), (*self.finder.absent, *self.broken)
-        missing = not_covered(judged, engines, self.bundle.manifest.spec.axes)
+        missing = not_covered(judged, engines, manifest.spec.axes)
         found = sorted(
             (
-                *unfused_findings(self.bundle.manifest, self.options),
+                *unfused_findings(manifest, self.options),
                 *findings(
                     evaluated, absent, self.broken, engines, points, ranges, table, fault, self.options
                 ),
@@ -145,12 +153,14 @@ class _Validation:
 
     # -- what is evaluated ----------------------------------------------------------------------
 
-    def _exam(self) -> EvaluationPlan:
+    def _plan(self) -> EvaluationPlan:
         manifest, options = self.bundle.manifest, self.options
         if options.latency:
             open_gpu()  # times were requested: raises where there is no GPU
         timing = find_gpu() is not None if options.latency is None else options.latency
         usual = [case for case in self.golden if case.name in _TIMED] or self.golden[:1]
+        if options.steps:
+            self.on_step("tokens to decode, and their FP64 oracle")
         return EvaluationPlan(
             spec=manifest.spec,
             precision=manifest.precision,
@@ -160,13 +170,8 @@ class _Validation:
             samples=options.samples,
             kernels=kernel_times if options.kernels else None,
             projection=output_projection(load_graph(self.bundle.model_path)),
-            traces=self._traces(),
+            traces=traces_of(self.bundle, options),
         )
-
-    def _traces(self) -> list[DecodeTrace]:
-        if self.options.steps:
-            self.on_step("tokens to step through, and their FP64 oracle")
-        return traces_of(self.bundle, self.options)
 
     def _sweep(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Every profile at its corners, with inputs that no golden case has."""
@@ -192,40 +197,86 @@ class _Validation:
         return FreshCases(self.bundle, device=torch_device())
 
     def _with_fresh(self, plan: EvaluationPlan, engines: Sequence[Runtime]) -> EvaluationPlan:
-        """Add fresh cases to a plan: those requested, and by default a sweep of the engines' profiles."""
-        cases = dict(plan.cases)
-        if self.options.sweep:
-            cases["sweep"] = self._sweep(_profiles_of(engines))
-        elif self.options.sweep is None and engines and can_import("torch"):
+        """Add fresh cases: those requested, and by default probes, and a sweep of the engines' profiles."""
+        cases, options = dict(plan.cases), self.options
+        profiles = [ranges for each in engines if each.engine for ranges in each.engine.manifest.ranges]
+        kinds = (
+            ("sweep", "the sweep", self._sweep, options.sweep, bool(engines) and can_import("torch")),
+            ("fresh", "fresh inputs", lambda _: self._random, options.fresh > 0, False),
+            ("probe", "probe inputs", self._probes, options.probe, True),
+        )
+        for kind, title, draw, requested, by_default in kinds:
+            if not requested and not (requested is None and by_default):
+                continue
             try:
-                cases["sweep"] = self._sweep(_profiles_of(engines))
-            except DeployError as error:  # it was not requested
-                self.finder.absent.append(Unavailable(name="the sweep", reason=error.in_one_line))
-        if self.options.fresh:
-            cases["fresh"] = self._random
-        if self.options.probe or (self.options.probe is None and can_import("torch")):
-            try:
-                cases["probe"] = self._probes(_profiles_of(engines))
+                cases[kind] = draw(profiles)
             except DeployError as error:
-                if self.options.probe:
+                if requested:
                     raise
-                self.finder.absent.append(Unavailable(name="probe inputs", reason=error.in_one_line))
+                self.finder.absent.append(Unavailable(name=title, reason=error.in_one_line))
         return replace(plan, cases=cases)
 
     def _probes(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
-        """Large tokens at the edges of masks, windows and caches, at the usual sizes and profile corners."""
+        """Large tokens at the edges of masks, windows and caches, at the usual sizes and profile corners.
+
+        At the usual sizes also uniform scores, which make coarse softmax weights visible.
+        """
         self.on_step("probe inputs and their FP64 oracle")
         spec, limit = self.bundle.manifest.spec, self._oracle_limit
-        found = {point.name: (point.sizes, point.past) for point in usual_points(spec)}
+        try:
+            fresh = self._fresh
+        except DeployError as error:  # no PyTorch, or not the module's factory
+            self.notes.append(f"the oracle of probe inputs is the graph in FP64: {error.in_one_line}")
+            return self._graph_probe()
+        usual = {point.name: (point.sizes, point.past) for point in usual_points(spec)}
+        found = dict(usual)
         for corner in sweep_points(spec, profiles, limit=limit) if profiles else ():
             if corner.name.endswith(("max", "-long", "-keys", "largest-odd")):
                 found[corner.name] = (corner.sizes, None)
         cases = []
         for name, (sizes, past) in found.items():
             sizes = shrunk(spec, sizes, spec.sizes("min"), limit)
-            case = self._fresh.case(sizes, seed=self.options.seed, past=past, probe=True)
-            cases.append(replace(case, name=f"probe-{name}", allowance=PROBE_ALLOWANCE))
+            draw = partial(fresh.case, sizes, seed=self.options.seed, past=past)
+            cases.append(replace(draw(probe="edges"), name=f"probe-{name}", allowance=PROBE_ALLOWANCE))
+            if spec.layer is not None and name in usual and sizes["S"] > 1:
+                cases.append(replace(draw(probe="uniform"), name=f"uniform-{name}", uniform=True))
         return cases
+
+    def _graph_probe(self) -> list[GoldenCase]:
+        """Large tokens in the usual golden case, with the bundle's own graph in FP64 as the oracle.
+
+        They verify runtimes and engines, not the export: that the graph is the module's is for golden cases.
+        """
+        manifest, graph = self.bundle.manifest, load_graph(self.bundle.model_path)
+        usual = next((case for case in self.golden if case.name in _TIMED), self.golden[0])
+        inputs = {name: array.copy() for name, array in usual.inputs.items()}
+        hidden = [
+            t
+            for t in manifest.spec.inputs
+            if t.kind == FLOAT and len(t.dims) == 3 and isinstance(t.dims[1], str)
+        ]
+        for tensor in hidden:
+            array = inputs[tensor.name]
+            last = array.shape[1] - 1
+            array[:, sorted({0, last // 2, last})] *= array.dtype.type(_LOUDNESS)
+        if not hidden or not self._oracle_limit.allows(manifest.spec, usual.sizes):
+            raise DeployError("There are no hidden states of a size that can be probed.")
+        wide = {
+            name: array if array.dtype.kind in "iub" else array.astype(np.float64)
+            for name, array in inputs.items()
+        }
+        results = evaluator_of(in_float64(graph)).run(None, wide)
+        oracle = {
+            str(value.name): np.asarray(each)
+            for value, each in zip(graph.graph.outputs, results, strict=True)
+        }
+        with open_runner(available_cpu_backend(manifest.precision), self.bundle.model_path) as runner:
+            eager = runner.run(inputs)
+        refuse_implausible("the probe inputs", oracle, eager, manifest.precision)
+        name = f"probe-{usual.name}"
+        return [
+            replace(usual, name=name, inputs=inputs, oracle=oracle, eager=eager, allowance=PROBE_ALLOWANCE)
+        ]
 
     @property
     def _oracle_limit(self) -> SizeLimit:
@@ -350,14 +401,6 @@ class _Validation:
             self.notes.append(f"the FP16 range was not measured: {error.in_one_line}")
             return None
 
-    def _conformance(self) -> ConformanceTable:
-        manifest = self.bundle.manifest
-        return conformance_table(
-            mask_columns(manifest.precision),
-            manifest.precision,
-            on_column=lambda name: self.on_step(f"masks: {name}"),
-        )
-
     def _fault(self, judged: Sequence[Evaluation]) -> FaultReport | None:
         """Who is at fault where an answer is wrong; the first that is speaks for all.
 
@@ -376,9 +419,3 @@ class _Validation:
             kind, _ = each.runtime.accumulation(self.bundle.manifest.precision)
             return attribute_fault(self.bundle, cases, lowered_opener(engine, self.bundle), kind)
         return None
-
-
-def _profiles_of(runtimes: Sequence[Runtime]) -> list[Mapping[str, Axis]]:
-    """The axis ranges of every optimisation profile of the engines among them."""
-    engines = [runtime.engine for runtime in runtimes if runtime.engine is not None]
-    return [ranges for engine in engines for ranges in engine.manifest.ranges]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -12,11 +12,14 @@ import onnx_ir as ir
 from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.mutate import mutated, mutations
+from mha_deploy.graph.mutate import IN_CACHES, mutated, mutations
 from mha_deploy.metrics import OutputVerdict, ParityReport, judge_case, parity_from_verdicts
 from mha_deploy.model.precision import Precision
+from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
+from mha_deploy.validate.decode import evaluate_trace, traces_of
+from mha_deploy.validate.run import drawn_cases
 
 # -- Parity of a graph alone: the bundle's own, or a variation of it -------------------------------
 
@@ -45,15 +48,7 @@ def graph_parity(
     cases: Iterable[GoldenCase] | None = None,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> ParityReport:
-    """Run golden cases of a bundle through a runtime.
-
-    Args:
-        bundle: The bundle.
-        backend: One of `backends.RUNNERS`; None for the one that checks graphs of this precision on a CPU.
-        model: The graph to run instead of the bundle's own.
-        cases: The cases; default: all of the bundle's.
-        on_case: Called with the name of each case before it runs.
-    """
+    """Run golden cases of a bundle, or others, through a runtime: by default one on the CPU."""
     manifest = bundle.manifest
     with open_runner(backend or cpu_backend(manifest.precision), model or bundle.model_path) as runner:
         return parity_from_runner(
@@ -70,16 +65,11 @@ def graph_parity(
 
 @dataclass(frozen=True, kw_only=True)
 class Catch:
-    """One deliberate mistake, and whether the golden cases give it away.
+    """One deliberate mistake, and whether the golden cases give it away."""
 
-    Args:
-        mistake: What was done to the model.
-        caught: Whether the verdict was a failure.
-        share: The largest share of an error budget it used; infinite where there was no number to compare.
-    """
-
-    mistake: str
-    caught: bool
+    mistake: str  # what was done to the model
+    caught: bool  # whether the verdict was a failure
+    # The largest share of an error budget it used; infinite where there was no number to compare
     share: float
 
 
@@ -117,18 +107,33 @@ def self_test(
     *,
     on_mistake: Callable[[str], None] = lambda name: None,
 ) -> SelfTest:
-    """Validate the bundle's own graph, then every mutated copy of it."""
-    model, cases = load_graph(bundle.model_path), list(golden_cases(bundle))
-    spec = bundle.manifest.spec.layer  # which mutations have no effect is known of catalog layers only
+    """Validate the bundle's own graph, then every mutated copy of it.
+
+    On the golden cases and, where PyTorch is installed, on probe inputs; mistakes of a KV cache also while
+    decoding the bundle's traces.
+    """
+    manifest, model = bundle.manifest, load_graph(bundle.model_path)
+    drawn, _ = drawn_cases(bundle, ValidateOptions(sweep=False), lambda step: None)
+    cases, traces = [*golden_cases(bundle), *drawn.get("probe", ())], traces_of(bundle, ValidateOptions())
+
+    def judged(graph: ir.Model, decoding: bool) -> ParityReport:
+        report = graph_parity(bundle, backend, model=graph, cases=cases)
+        if not decoding or not traces:
+            return report
+        with open_runner(backend or cpu_backend(manifest.precision), graph) as runner:
+            found = [evaluate_trace(runner, trace, manifest.spec, manifest.precision) for trace in traces]
+        decoded = [verdict for each in found if each is not None for verdict in each.verdicts]
+        return replace(report, verdicts=(*report.verdicts, *decoded))
+
+    # Which mutations have no effect is known of catalog layers only.
+    wrong = {mistake: mutated(model, mistake, manifest.spec.layer) for mistake in mutations()}
     catches = []
-    for mistake in mutations():
-        wrong = mutated(model, mistake, spec)
-        if wrong is not None:
+    for mistake, graph in wrong.items():
+        if graph is not None:
             on_mistake(mistake)
-            report = graph_parity(bundle, backend, model=wrong, cases=cases)
+            report = judged(graph, mistake in IN_CACHES)
             catches.append(Catch(mistake=mistake, caught=not report.passed, share=largest_share(report)))
-    right = graph_parity(bundle, backend, model=model, cases=cases)
-    return SelfTest(right=right, catches=tuple(catches))
+    return SelfTest(right=judged(model, True), catches=tuple(catches))
 
 
 def largest_share(report: ParityReport) -> float:

@@ -37,12 +37,9 @@ class SweepPoint:
 def sweep_points(
     spec: ModelSpec, profiles: Sequence[Mapping[str, Axis]] = (), *, limit: SizeLimit | None = None
 ) -> tuple[SweepPoint, ...]:
-    """Choose the corners of every profile, each set of sizes once.
+    """Choose the corners of every profile, or of the spec's axes, each set of sizes once.
 
-    Args:
-        spec: The layer.
-        profiles: Ranges of the axes, one set per optimisation profile; none for the spec's own.
-        limit: What a point beyond the usual sizes may cost. Larger ones are shrunk, and a note says so.
+    What costs more than the limit is shrunk, down to the usual sizes, and a note says so.
     """
     limit = limit or SizeLimit()
     points: dict[tuple[int, ...], SweepPoint] = {}

@@ -196,26 +196,15 @@ def findings(
     options: ValidateOptions,
 ) -> tuple[Finding, ...]:
     """Everything worth a sentence, failures first."""
-    unavailable = [each for each in absent if each not in broken]
-    found = (
-        *_about_runtimes(evaluations),
-        *(
-            Finding(
-                FAILURE, "engine", f"{each.name} fits this machine and failed to run the model: {each.reason}"
-            )
-            for each in broken
-        ),
-        *_about_engines(engines, unavailable, evaluations, options),
-        *_about_profiles(evaluations),
-        *(
-            []
-            if fault is None
-            else [Finding(NOTE, "parity", f"at fault: {fault.at_fault}. {fault.explanation}")]
-        ),
-        *_about_range(ranges),
-        *_about_masks(conformance),
-        *_about_latency(points),
-    )
+    found = [*_about_runtimes(evaluations)]
+    for each in broken:
+        text = f"{each.name} fits this machine and failed to run the model: {each.reason}"
+        found.append(Finding(FAILURE, "engine", text))
+    found += _about_engines(engines, [each for each in absent if each not in broken], evaluations, options)
+    found += _about_profiles(evaluations)
+    if fault is not None:
+        found.append(Finding(NOTE, "parity", f"at fault: {fault.at_fault}. {fault.explanation}"))
+    found += [*_about_range(ranges), *_about_masks(conformance), *_about_latency(points)]
     return tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
 
 
@@ -234,20 +223,15 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> tuple[Find
 def not_covered(
     evaluations: Sequence[Evaluation], engines: Sequence[Engine], axes: Mapping[str, Axis]
 ) -> tuple[tuple[str, str], ...]:
-    """What no runtime was judged on: kind (`run` or `coverage`) and a few words.
-
-    Args:
-        evaluations: The runtimes that were judged.
-        engines: The engines of the bundle.
-        axes: The axes of the model.
-    """
+    """What no runtime was judged on: kind (`run` or `coverage`) and a few words."""
     found: list[tuple[str, str]] = []
     judged = [each for each in evaluations if each.parity]
     ran = {id(each.runtime.engine) for each in judged if each.runtime.engine is not None}
     found += [("run", f"engine {each.path.stem}") for each in engines if id(each) not in ran]
     for each in [each for each in judged if each.runtime.engine is not None] or judged:
-        reports = (*each.parity, *each.decode_reports)
-        sizes = [verdict.sizes for report in reports for verdict in report.verdicts if verdict.passed]
+        verdicts = [verdict for report in each.parity for verdict in report.verdicts]
+        verdicts += [verdict for report in each.decode_reports for verdict in report.verdicts]
+        sizes = [verdict.sizes for verdict in verdicts if verdict.passed]
         engine = each.runtime.engine
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):

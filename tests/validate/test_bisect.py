@@ -4,6 +4,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -152,7 +153,8 @@ def test_one_of_our_own_layers(bundles, tmp_path):
 
 
 def test_the_command(run_cli, broken, own_bundles, program, monkeypatch):
-    monkeypatch.setattr("mha_deploy.validate.bisect._program", lambda *given: program)
+    inside = SimpleNamespace(at=lambda case, names: program(names))
+    monkeypatch.setattr("mha_deploy.baselines.fresh.ProgramValues", lambda bundle: inside)
     right = run_cli("bisect", own_bundles().path)
     assert right.code == 0
     assert "PASSED" in right.out

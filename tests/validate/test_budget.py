@@ -203,3 +203,29 @@ def test_as_many_integers_may_differ_as_in_the_module_times_the_factor():
     got[1:6] = 0
     assert "5 of 1000 differ" in judged(oracle, eager, got).problem
     assert judged(oracle, oracle, eager).is_wrong
+
+
+def test_queries_with_the_same_answer_have_one_error():
+    """Half of the queries are padding or see one key: whatever rounding leaves there, it leaves in all."""
+    rng = np.random.default_rng(0)
+    oracle = rng.standard_normal((4, 24, 768))
+    oracle[:2] = oracle[:2, :1]
+    rounding = 6e-4 * rng.standard_normal((2, *oracle.shape))
+    rounding[:, :2] = rounding[:, :2, :1]
+    eager, got = ((oracle + each).astype(np.float16) for each in rounding)
+    assert judged(oracle, eager, got).share < 0.6
+    wrong = got.copy()
+    wrong[1, 7] += np.float16(0.02)
+    assert "batch element 1, query 7" in judged(oracle, eager, wrong).problem
+
+
+def test_errors_that_all_positions_share_are_no_wrong_channel():
+    """Nearly the same answer everywhere: a rounded value moves its channel at every position."""
+    rng = np.random.default_rng(0)
+    oracle = rng.standard_normal((1, 1, 64)) + 0.05 * rng.standard_normal((2, 32, 64))
+    common, own = 5e-4 * rng.standard_normal((2, 1, 1, 64)), 3e-4 * rng.standard_normal((2, *oracle.shape))
+    eager, got = ((oracle + each).astype(np.float16) for each in common + own)
+    assert judged(oracle, eager, got).share < 0.6
+    wrong = got.copy()
+    wrong[:, 5, 3] += np.float16(0.05)
+    assert judged(oracle, eager, wrong).is_wrong

@@ -20,7 +20,7 @@ from mha_deploy.validate.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validate.run import validate_bundle
 from mha_deploy.validate.runtimes import ONNX_RUNTIME, Runtime, RuntimeFinder
 
-OPTIONS = ValidateOptions(latency=False, sweep=False)
+OPTIONS = ValidateOptions(latency=False, sweep=False, probe=False)
 
 
 class Through(Runner):

@@ -58,6 +58,7 @@ def wrong_in_cache(report):
 # -- what is right passes ------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("path", ["sdpa", "plain"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cache", CACHES)
@@ -98,6 +99,7 @@ def test_the_exported_graph_passes(cache, precision):
     assert report.backend.startswith(backend)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("option", [{"rope": None}, {"window": 3}, {"softcap": 1.5}], ids=str)
 @pytest.mark.parametrize("cache", CACHES)
 def test_other_layers_pass(cache, option):
@@ -151,7 +153,7 @@ MISTAKES = {  # the step that must fail first, and what must be wrong in the cac
 }
 
 
-@pytest.mark.sweep(15)
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cache", CACHES)
@@ -164,6 +166,7 @@ def test_a_mistake_is_caught_where_it_shows_first(cache, precision, mistake):
     assert len(report.errors) == STEPS  # a wrong step does not end the walk
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("only", ["key", "value"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_row_that_the_last_step_did_not_write_shows_in_the_cache(cache, only):
@@ -182,6 +185,7 @@ def test_a_row_that_keeps_what_padding_wrote_is_caught():
     assert wrong_in_cache(report) == ["key", "value"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cache", CACHES)
 def test_swapped_rows_of_the_batch_are_caught(cache, precision):
@@ -192,6 +196,7 @@ def test_swapped_rows_of_the_batch_are_caught(cache, precision):
     assert wrong_in_cache(report) == ["key", "value"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_length_that_is_not_advanced_is_caught_at_its_step(precision):
     runner = ModuleRunner(captured("preallocated", precision)[0])
@@ -206,6 +211,7 @@ def test_a_length_that_is_not_advanced_is_caught_at_its_step(precision):
     assert step.problem.endswith("worst at batch element 1, token 0")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_length_that_only_the_runtime_has_wrong_is_caught_too(precision):
     report = judged(
@@ -262,6 +268,7 @@ def test_outputs_of_another_type_or_shape_fail(change, problem):
 # -- runtimes that give up -------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("error", [DeployError("No memory.", got="8 GB"), RuntimeError("No memory. 8 GB")])
 @pytest.mark.parametrize("at", [0, 3, STEPS])
 def test_a_runtime_that_raises_has_failed_with_its_reason(at, error):

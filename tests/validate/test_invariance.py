@@ -102,6 +102,7 @@ def neighbours(checks):
 # -- right runners -----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_right_runner_passes(opened, name):
     spec, cases, runner = opened(name)

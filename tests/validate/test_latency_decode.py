@@ -120,11 +120,11 @@ def test_a_cached_layer_is_timed_at_prefill_and_decode(bundles, cases):
 
 
 def test_a_golden_case_is_taken_only_where_its_lengths_are_wanted(bundles, cases, monkeypatch):
-    def nobody(bundle, seed):
+    def refuse(what, hint):
         raise BackendUnavailable("Only PyTorch can tell.")
 
     bundle = bundles("tiny-preallocated")
-    monkeypatch.setattr(bench, "_fresh", nobody)
+    monkeypatch.setattr(bench, "refuse_without_torch", refuse)
     assert [case.name for case in cases(bundle, "prefill")] == ["prefill"]
     with pytest.raises(BackendUnavailable):
         cases(bundle, "B=3,S=2,T=64")

@@ -113,7 +113,7 @@ def test_the_first_wrong_attention_is_named(copied):
             if attribute.name == "scale":
                 attribute.f *= 1.5
 
-    report = validate_bundle(changed(copied, scale_off))
+    report = validate_bundle(changed(copied, scale_off), ValidateOptions(probe=False))
     assert not report.passed
     layers = judged(report).parity[-1]
     assert layers.cases == "layers"
