@@ -8,89 +8,20 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mha_deploy.api import (
-        BenchReport,
-        Deployment,
-        Inspection,
-        Model,
-        Report,
-        analyze,
-        bench,
-        bisect,
-        build_engine,
-        build_plugins,
-        check,
-        check_parity,
-        compare,
-        compare_heads,
-        configure,
-        deploy,
-        doctor,
-        export,
-        find_plugin,
-        find_plugin_parts,
-        fuse,
-        import_onnx,
-        inspect,
-        load_checkpoint,
-        load_model,
-        matrix,
-        models,
-        open_bundle,
-        open_engine,
-        open_runner,
-        package,
-        plugins,
-        replay,
-        self_test,
-        validate,
-    )
+    from mha_deploy.api import *  # noqa: F403
     from mha_deploy.errors import DeployError
     from mha_deploy.model.deployable import Deployable, Example
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BenchReport",
-    "DeployError",
-    "Deployable",
-    "Deployment",
-    "Example",
-    "Inspection",
-    "Model",
-    "Report",
-    "__version__",
-    "analyze",
-    "bench",
-    "bisect",
-    "build_engine",
-    "build_plugins",
-    "check",
-    "check_parity",
-    "compare",
-    "compare_heads",
-    "configure",
-    "deploy",
-    "doctor",
-    "export",
-    "find_plugin",
-    "find_plugin_parts",
-    "fuse",
-    "import_onnx",
-    "inspect",
-    "load_checkpoint",
-    "load_model",
-    "matrix",
-    "models",
-    "open_bundle",
-    "open_engine",
-    "open_runner",
-    "package",
-    "plugins",
-    "replay",
-    "self_test",
+__all__ = [  # noqa: F405 (for type checkers they come with the star)
+    "BenchReport", "DeployError", "Deployable", "Deployment", "Example", "Inspection", "Model", "Report",
+    "__version__", "analyze", "bench", "bisect", "build_engine", "build_plugins", "check", "check_parity",
+    "compare", "compare_heads", "configure", "deploy", "doctor", "export", "find_plugin",
+    "find_plugin_parts", "fuse", "import_onnx", "inspect", "load_checkpoint", "load_model", "matrix",
+    "models", "open_bundle", "open_engine", "open_runner", "package", "plugins", "replay", "self_test",
     "validate",
-]
+]  # fmt: skip
 
 # Public names are loaded when they are used: `import mha_deploy` loads neither torch nor onnx.
 _API = "mha_deploy.api"

@@ -966,7 +966,7 @@ def bisect(
 def self_test(
     bundle: Bundle | StrPath, backend: str | None = None, *, on_step: OnStep | None = None
 ) -> SelfTest:
-    """Mutate the graph of a bundle in every way that applies, and check that each mutation is detected.
+    """Apply every mutation that fits to the graph of a bundle, and check that each mutation is detected.
 
     Args:
         bundle: The bundle, or its folder.
@@ -1023,16 +1023,13 @@ class Deployment:
         return candidates_table(self.candidates, self.chosen)
 
 
+@_takes(ExportOptions)
 def deploy(
     model: AnySource,
     out: StrPath,
     *,
-    precision: str = "auto",
-    seed: int = 0,
     weights: StrPath | None = None,
-    prefix: str = "",
     inputs: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
     engine: bool = True,
     backend: str | None = None,
     targets: str = "",
@@ -1043,24 +1040,21 @@ def deploy(
     candidates: bool | None = False,
     on_step: OnStep | None = None,
     on_result: Callable[[Any], None] | None = None,
+    **options: Unpack[ExportKeywords],
 ) -> Deployment:
     """Export a model, build an engine once its graph is right, and validate both.
 
     Args:
         model: What `load_model` returns or takes.
         out: The folder to write.
-        precision: See `export`.
-        seed: See `export`.
         weights: See `export`.
-        prefix: See `export`.
         inputs: See `export`.
-        overwrite: Whether to replace a bundle that is there already.
         engine: Whether to build an engine. It must then be fused and in the graph's precision.
-        backend: See `build_engine`.
-        targets: See `build_engine`.
-        allow_decomposed: See `build_engine`.
-        attention: See `build_engine`.
-        accumulate: See `build_engine`.
+        backend: See `build_engine`, like the next four.
+        targets: Compute capabilities to compile for (TensorRT-RTX).
+        allow_decomposed: Whether attention without a fused kernel is built from several.
+        attention: `native`, `plugin` or `auto`.
+        accumulate: Accumulation of the projections: `fp16`, `fp32` or `auto`.
         latency: Whether to time; default: where there is a GPU.
         candidates: Whether to export and build FP16, BF16, FP16 with FP32 where it overflows, and with the
             plugin's accumulations, and to keep the best; the precision must be `auto`. None: where that is
@@ -1068,6 +1062,7 @@ def deploy(
         on_step: Called as each step begins.
         on_result: Called with the bundle, with the evaluation of its graph, and with the engine, as soon as
             each is there: what was reached before a later step fails.
+        options: The fields of `mha_deploy.options.ExportOptions`.
 
     Raises:
         BackendUnavailable: No engine can be built here as requested; raised before the export.
@@ -1079,7 +1074,8 @@ def deploy(
         (True, None)
     """
     found, reached, report = load_model(model), on_result or (lambda result: None), on_step or _silent
-    _refuse_export(out, ExportOptions(precision=precision, overwrite=overwrite))
+    _refuse_export(out, ExportOptions(**options))
+    precision = options.get("precision", AUTO)
     settings = EngineOptions(
         backend=backend,
         targets=targets,
@@ -1101,17 +1097,17 @@ def deploy(
 
         candidates = bool(gpus())
     if candidates:
-        exported = {"seed": seed, "weights": weights, "prefix": prefix, "inputs": inputs}
-        best = _best_candidate(found, Path(out), settings, latency=latency, report=report, **exported)
-        (precision, settings), tried = best
+        files = {"weights": weights, "inputs": inputs}
+        exported = {name: value for name, value in options.items() if name not in ("precision", "overwrite")}
+        best = _best_candidate(
+            found, Path(out), settings, latency=latency, report=report, **files, **exported
+        )
+        (options["precision"], settings), tried = best
     from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
     from mha_deploy.validate.run import validate_bundle
 
     prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
-    bundle = export(
-        found, out, precision=precision, seed=seed, weights=weights, inputs=inputs, overwrite=overwrite,
-        prefix=prefix, on_step=report,
-    )  # fmt: skip
+    bundle = export(found, out, weights=weights, inputs=inputs, on_step=report, **options)
     reached(bundle)
     built: list[Engine] = []
 
@@ -1121,10 +1117,10 @@ def deploy(
         built.append(build_engine(bundle, **vars(settings), on_step=report))
         reached(built[0])
 
-    options = ValidateOptions(
+    judged = ValidateOptions(
         latency=latency, require_fused=engine and not allow_decomposed, require_precision=engine
     )
-    record = validate_bundle(bundle, options, build=build if engine else None, on_step=_by_name(report))
+    record = validate_bundle(bundle, judged, build=build if engine else None, on_step=_by_name(report))
     trials, chosen, why = tried or ((), None, "")
     return Deployment(
         bundle=bundle,

@@ -92,70 +92,38 @@ class Finding:
         return self.version is not None and self.problem is None
 
 
-RUNTIMES = (
-    Runtime(
-        name="PyTorch",
-        module="torch",
-        packages=("torch",),
-        gives="export",
-        install='pip install "mha-deploy[export]"',
-        slow=True,
-    ),
-    Runtime(
-        name="onnxscript",
-        module="onnxscript",
-        packages=("onnxscript",),
-        gives="export",
-        install='pip install "mha-deploy[export]"',
-        slow=True,
-    ),
-    Runtime(
-        name="ONNX",
-        module="onnx",
-        packages=("onnx",),
-        gives="inspect, validate --backend onnx-reference",
-        install="pip install mha-deploy",
-        slow=True,
-    ),
-    Runtime(
-        name="ONNX Runtime",
-        module="onnxruntime",
-        packages=("onnxruntime", "onnxruntime-gpu"),
-        gives="validate --backend ort-cpu",
-        install='pip install "mha-deploy[ort]"  (or [ort-gpu], not both)',
-    ),
-    Runtime(
-        name="TensorRT",
-        module="tensorrt",
-        packages=("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
-        gives="build-engine on this machine's GPU",
-        install='pip install "mha-deploy[trt]"',
-        one_of=False,
-    ),
-    Runtime(
-        name="TensorRT-RTX",
-        module="tensorrt_rtx",
-        packages=("tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
-        gives="build-engine without a GPU",
-        install='pip install "mha-deploy[rtx]"',
-        one_of=False,
-    ),
-    Runtime(
-        name="cuda-bindings",
-        module="cuda.bindings",
-        packages=("cuda-bindings",),
-        gives="run and time on a GPU: validate, bench",
-        install='pip install "mha-deploy[cuda]"',
-    ),
-    Runtime(
-        name="matplotlib",
-        module="matplotlib",
-        packages=("matplotlib",),
-        gives="analyze --heads",
-        install='pip install "mha-deploy[plot]"',
-        slow=True,
-    ),
-)
+_EXPORT, _CUDA = 'pip install "mha-deploy[export]"', 'pip install "mha-deploy[cuda]"'
+RUNTIMES = tuple(
+    Runtime(name=name, module=module, packages=packages, gives=gives, install=install, **more)
+    for name, module, packages, gives, install, more in (
+        ("PyTorch", "torch", ("torch",), "export", _EXPORT, {"slow": True}),
+        ("onnxscript", "onnxscript", ("onnxscript",), "export", _EXPORT, {"slow": True}),
+        (
+            "ONNX", "onnx", ("onnx",), "check, validate --backend onnx-reference", "pip install mha-deploy",
+            {"slow": True},
+        ),
+        (
+            "ONNX Runtime", "onnxruntime", ("onnxruntime", "onnxruntime-gpu"), "validate --backend ort-cpu",
+            'pip install "mha-deploy[ort]"  (or [ort-gpu], not both)', {},
+        ),
+        (
+            "TensorRT", "tensorrt", ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+            "build-engine on this machine's GPU", 'pip install "mha-deploy[trt]"', {"one_of": False},
+        ),
+        (
+            "TensorRT-RTX", "tensorrt_rtx", ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
+            "build-engine without a GPU", 'pip install "mha-deploy[rtx]"', {"one_of": False},
+        ),
+        (
+            "cuda-bindings", "cuda.bindings", ("cuda-bindings",), "run and time on a GPU: validate, bench",
+            _CUDA, {},
+        ),
+        (
+            "matplotlib", "matplotlib", ("matplotlib",), "analyze --heads", 'pip install "mha-deploy[plot]"',
+            {"slow": True},
+        ),
+    )
+)  # fmt: skip
 
 
 def examine(runtimes: Sequence[Runtime] = RUNTIMES, *, load: bool = False) -> list[Finding]:
@@ -196,18 +164,6 @@ def _note(runtime: Runtime, module: object) -> str:
     return ""
 
 
-def _can_build(findings: Sequence[Finding]) -> bool:
-    working = {finding.runtime.module for finding in findings if finding.works}
-    return "tensorrt_rtx" in working or ("tensorrt" in working and bool(gpus()))
-
-
-def _can_run(findings: Sequence[Finding]) -> bool:
-    working = {finding.runtime.module for finding in findings if finding.works}
-    return (
-        "cuda.bindings" in working and not working.isdisjoint({"tensorrt", "tensorrt_rtx"}) and bool(gpus())
-    )
-
-
 def gpus_are_hidden() -> bool:
     """Whether `CUDA_VISIBLE_DEVICES` hides every GPU, as CUDA reads it: empty, or -1 first."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -235,6 +191,9 @@ def gpus() -> list[dict[str, str]]:
 
 def report(findings: Sequence[Finding]) -> dict[str, object]:
     """Everything the doctor found, as plain data."""
+    working = {finding.runtime.module for finding in findings if finding.works}
+    here = gpus()
+    tensorrt, rtx = "tensorrt" in working, "tensorrt_rtx" in working
     return {
         "versions": versions(()),
         "runtimes": [
@@ -250,11 +209,11 @@ def report(findings: Sequence[Finding]) -> dict[str, object]:
             }
             for finding in findings
         ],
-        "gpus": gpus(),
+        "gpus": here,
         "can": {
             "export": all(f.works for f in findings if f.runtime.gives == "export"),
             "validate": any(f.works for f in findings if "validate --backend" in f.runtime.gives),
-            "build-engine": _can_build(findings),
-            "run-engines": _can_run(findings),
+            "build-engine": rtx or (tensorrt and bool(here)),
+            "run-engines": "cuda.bindings" in working and (tensorrt or rtx) and bool(here),
         },
     }

@@ -66,7 +66,7 @@ class BundleError(DeployError):
 
 
 class ExportError(DeployError):
-    """The module cannot be turned into the canonical graph."""
+    """The module cannot be exported as the canonical graph."""
 
 
 class BackendUnavailable(DeployError):
@@ -77,7 +77,7 @@ class BackendUnavailable(DeployError):
 
 @contextmanager
 def exit_as_error() -> Iterator[None]:
-    """Turn `sys.exit()` in the code of a user's model into an error: its code must not read as a verdict.
+    """Make `sys.exit()` in the code of a user's model an error: its code must not read as a verdict.
 
     Also a decorator, for functions that call such code.
 

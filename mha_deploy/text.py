@@ -76,7 +76,7 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={value}" for axis, value in sizes.items())
 
 
-def sizes_product(sizes: Mapping[str, int]) -> str:
+def sizes_joined(sizes: Mapping[str, int]) -> str:
     """Axis sizes without their names, as 8×128."""
     return "×".join(str(value) for value in sizes.values())
 

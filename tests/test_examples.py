@@ -46,6 +46,7 @@ def test_an_own_module(run):
     assert "1/1 attentions right" in printed
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model(run):
     pytest.importorskip("transformers")
     printed = run("03_hugging_face")
@@ -60,6 +61,7 @@ def test_an_onnx_file_from_elsewhere(run):
     assert "1/1 outputs within budget" in printed
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
 def test_decode(run, name):
     printed = run("05_decode", name)

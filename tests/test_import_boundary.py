@@ -99,7 +99,7 @@ def test_every_module_can_be_the_first_import():
     TopologicalSorter({name: imported_at_once(name) & set(FILES) for name in FILES}).prepare()
 
 
-def test_a_circle_of_imports_is_seen():
+def test_a_circle_of_imports_is_detected():
     source = """
 import a
 if TYPE_CHECKING:

@@ -22,10 +22,12 @@ ROOT = Path(__file__).resolve().parents[1]
 def wheel(tmp_path_factory):
     """The wheel of this checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT]
-    if find_spec("hatchling") is not None:  # else pip fetches it
-        command.insert(4, "--no-build-isolation")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = ["hatchling", "build", "-t", "wheel", "-d", folder]
+    if find_spec("hatchling") is None:  # pip fetches it
+        command = ["pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT]
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     (path,) = folder.glob("*.whl")
     return path

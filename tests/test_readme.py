@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from mha_deploy.cli import main
+from mha_deploy.cli import app, main
 from mha_deploy.model.catalog import find_spec, read_spec
 from mha_deploy.runtime.cuda import find_gpu
 
@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 TABLE = re.findall(r"^\| `(mha-deploy [^`]+)` \|", README, re.MULTILINE)
+BASH = "\n".join(re.findall(r"```bash\n(.+?)```", README, re.DOTALL)).replace("\\\n", " ")
+COMMANDS = sorted({*TABLE, *re.findall(r"^mha-deploy .+$", BASH, re.MULTILINE)})
 
 
 def between(marker):
@@ -44,8 +46,6 @@ def folder(tmp_path_factory):
 
 
 def test_the_table_lists_every_verb():
-    from mha_deploy.cli import app
-
     verbs = {
         (command.name or command.callback.__name__).replace("_", "-") for command in app.registered_commands
     }
@@ -53,7 +53,27 @@ def test_the_table_lists_every_verb():
     assert {command.split()[1] for command in TABLE} == verbs | groups
 
 
-@pytest.mark.parametrize("command", TABLE)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_readme_is_a_valid_command_line(command):
+    """Its verb and options exist; nothing runs."""
+    from typer.main import get_command
+
+    words = shlex.split(command, comments=True)[1:]
+    group = get_command(app)
+    with group.make_context("mha-deploy", list(words)) as context:
+        name, verb, rest = group.resolve_command(context, words)
+        if verb.name != "plugins":
+            verb.make_context(name, rest, parent=context)
+
+
+# Those that export or build are covered by tests/cli as well.
+LONG = ("mha-deploy deploy", "mha-deploy matrix", "mha-deploy build-engine")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(each, marks=pytest.mark.slow) if each.startswith(LONG) else each for each in TABLE],
+)
 def test_a_command_of_the_table_runs(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     command = command.replace("MODEL", "tiny-gqa").replace("DIR", "layer").replace("OLD NEW", "layer layer")
@@ -122,16 +142,28 @@ def test_the_spec_of_your_own_exports_with_its_weights(folder, monkeypatch):
     assert run(monkeypatch, "mha-deploy validate my-layer") == 0
 
 
-def test_the_model_of_your_own_is_deployed(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+def write_own_model(layers):
+    """Write the model of the README, with smaller sizes, and give the command that deploys it."""
     code = re.search(r"```python\n(# my_model.py\n.+?)```", README, re.DOTALL)[1]
-    command = re.search(r"`(mha-deploy deploy my_model.py:\w+)`", README)[1]
-    smaller = {"256": "64", "num_layers=12": "num_layers=2", "1:8:32": "1:2:4", "1:128:512": "1:8:16"}
-    for large, small in smaller.items():
+    sizes = {"256": "64", "num_layers=12": f"num_layers={layers}", "1:8:32": "1:2:4", "1:128:512": "1:8:16"}
+    for large, small in sizes.items():
         assert large in code
         code = code.replace(large, small)
     Path("my_model.py").write_text(code, encoding="utf-8")
-    assert run(monkeypatch, command) == 0
+    return re.search(r"`(mha-deploy deploy my_model.py:\w+)`", README)[1]
+
+
+def test_the_model_of_your_own_is_exported(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = write_own_model(1).replace(" deploy ", " export ")
+    assert run(monkeypatch, f"{command} -o out --golden min") == 0
+    assert "1/1 attention as one ONNX Attention node" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_model_of_your_own_is_deployed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, write_own_model(2)) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "attention profile verdict evidence" in printed
     assert "layers.0.self_attn 0 fused _gemm_mha" in printed

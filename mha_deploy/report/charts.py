@@ -12,7 +12,7 @@ from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
-from mha_deploy.text import error, plural, short, sizes_product, sizes_text, tick
+from mha_deploy.text import error, plural, short, sizes_joined, sizes_text, tick
 
 Data = Mapping[str, Any]
 
@@ -299,7 +299,7 @@ def cut(words: str, width: float) -> str:
 
 # -- The charts of the latency section: bars for one point, curves over several --------------------
 
-# Over this ratio the short bars of a linear scale cannot be told apart any more.
+# Over this ratio the short bars of a linear scale all look alike.
 _LOG_FROM = 12.0
 
 _BARS_WIDTH, _BAR_STEP, _NAME_WIDTH, _VALUE_WIDTH = 558.0, 22.0, 146.0, 52.0
@@ -768,7 +768,7 @@ def _column_labels(points: Sequence[Data], across: Scale) -> tuple[list[tuple[fl
     taken: list[float] = []
     labels = []
     for point in sorted(points, key=lambda point: point["flops"] / point["bytes"]):
-        words, x = sizes_product(point["sizes"]), across.place(point["flops"] / point["bytes"])
+        words, x = sizes_joined(point["sizes"]), across.place(point["flops"] / point["bytes"])
         half = (len(words) + 2) * LETTER / 2
         tier = next((i for i, edge in enumerate(taken) if edge <= x - half), len(taken))
         taken[tier : tier + 1] = [x + half]

@@ -18,7 +18,7 @@ from mha_deploy.text import (
     point_name,
     short,
     size,
-    sizes_product,
+    sizes_joined,
     sizes_text,
     times,
     yes_no,
@@ -519,7 +519,7 @@ def fusion_table(engines: Sequence[Data]) -> Table:
 
 
 def point_sizes(point: Data) -> str:
-    """The sizes, and how many entries of a preallocated KV cache were valid, which no size tells."""
+    """The sizes, and how many entries of a preallocated KV cache were valid, which no size shows."""
     filled = "" if point["past"] is None else f", {point['past']:,} KV-cache entries"
     return f"{sizes_text(point['sizes'])}{filled}"
 
@@ -621,7 +621,7 @@ def overview_table(bench: Data) -> Table | None:
             p50 = number(timing["p50_us"], short(timing["p50_us"]))
             timed.append(replace(p50, status="best" if best else "", suffix=sign))
         bound = point["roofline"]["bound_us"] if point["roofline"] else None
-        sizes = (sizes_text if heading == "sizes" else sizes_product)(point["sizes"])
+        sizes = (sizes_text if heading == "sizes" else sizes_joined)(point["sizes"])
         rows.append((f"{model['name']} {model['precision']}", sizes, *timed, number(bound, short(bound))))
     headings = ("model", heading, *(f"#{name}" for name in names), "#roofline bound")
     return table("p50 in µs; the fastest of each line is bold", headings, rows)

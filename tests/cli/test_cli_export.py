@@ -50,18 +50,10 @@ def test_progress_goes_to_stderr_and_the_result_to_stdout(run_cli, tmp_path):
     assert "export tiny-mha" not in done.out
 
 
-def test_a_bundle_is_replaced_only_on_request(run_cli, refused, tmp_path):
+def test_a_bundle_is_replaced_only_on_request_and_without_files_of_others(run_cli, refused, tmp_path):
     target = small_bundle(tmp_path / "bundle", "tiny-mqa").path
     refused("export", "tiny-mha", "-o", target, what="folder exists", got=str(target), hint="--overwrite")
     assert open_bundle(target).manifest.spec.name == "tiny-mqa"
-    done = run_cli("export", "tiny-mha", "-o", target, "--golden", "min", "--overwrite")
-    assert done.code == 0, done.err
-    assert open_bundle(target).manifest.spec.name == "tiny-mha"
-    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
-
-
-def test_overwriting_keeps_other_files_in_a_bundle(run_cli, refused, tmp_path):
-    target = small_bundle(tmp_path / "bundle", "tiny-mqa").path
     (target / "notes.txt").write_text("mine")
     command = ("export", "tiny-mha", "-o", target, "--golden", "min", "--overwrite")
     refused(*command, what="did not write", got="notes.txt", hint="another -o")
@@ -72,6 +64,8 @@ def test_overwriting_keeps_other_files_in_a_bundle(run_cli, refused, tmp_path):
     assert done.code == 0, done.err
     assert "report.json" in done.err  # nothing goes without a word
     assert not (target / "report.json").exists()
+    assert open_bundle(target).manifest.spec.name == "tiny-mha"
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
 def test_a_folder_that_appears_during_an_export_is_kept(refused, tmp_path, monkeypatch):
@@ -214,6 +208,7 @@ def test_a_cache_can_be_added_to_a_layer(run_cli, tmp_path, cache, axis, axes, o
     assert f"opset {opset}" in done.out
 
 
+@pytest.mark.slow
 def test_a_cache_can_be_removed_from_a_layer(run_cli, tmp_path):
     target = tmp_path / "bundle"
     done = run_cli("export", "tiny-dynamic", "-o", target, "--cache", "none", "--golden", "min")

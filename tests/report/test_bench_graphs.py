@@ -59,7 +59,7 @@ def test_a_row_that_is_a_graph_at_one_size_is_marked_at_the_other():
     assert shown.splitlines()[-1] == r"\* timed without a CUDA graph: tensorrt"
 
 
-def test_a_reason_is_told_once_and_every_reason_is():
+def test_a_reason_is_reported_once_and_every_reason_is():
     data = bench()
     first = data["models"][0]["latency"]["points"][0]["rows"][6]["timing"]
     first["why_no_graph"] = "copies | <b>"

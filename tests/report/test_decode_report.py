@@ -51,7 +51,7 @@ def test_every_row_has_a_cell_for_every_column(decodes):
         assert cells == columns or f'colspan="{columns - 1}"' in line
 
 
-def test_how_much_of_a_preallocated_cache_was_filled_is_told():
+def test_how_much_of_a_preallocated_cache_was_filled_is_reported():
     data = decode_data({"B": 8, "S": 1, "T": 4096}, past=4095)
     assert "B=8, S=1, T=4096, 4,095 KV-cache entries" in report_page(data)
     assert "KV-cache entries" not in report_page(decode_data(step(512)))

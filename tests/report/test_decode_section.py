@@ -35,14 +35,14 @@ def words(markup):
 
 
 @pytest.mark.parametrize("meddle", MEDDLERS)
-def test_what_stepping_gives_keeps_the_format(meddle):
+def test_what_the_decode_loop_gives_keeps_the_format(meddle):
     data = report_of(stepped(meddle).to_dict())
     assert check_report(data) == []
     assert data["decode"][0]["passed"] is (meddle is right)
     assert section(data)
 
 
-def test_the_example_has_the_keys_of_what_stepping_gives():
+def test_the_example_has_the_keys_of_what_the_decode_loop_gives():
     real, made = stepped().to_dict(), decode("tensorrt 8.6.1")
     assert list(real) == list(made)
     assert set(stepped(wrong_from(3)).to_dict()["failures"][0]) == set(break_decode(made)["failures"][0])
@@ -74,7 +74,7 @@ def test_a_layer_with_a_cache_misses_it():
     assert re.search(r"Not part of this run: [^.]*\bDecode\b", words(report_page(data)))
 
 
-def test_a_right_trace_is_told_in_one_row():
+def test_a_right_trace_is_reported_in_one_row():
     report = stepped()
     text = words(section(report_of(report.to_dict())))
     told = f"replay 1.0 passed steps prompts of 5, 2 and 7 {STEPS} – {report.share:.0%}"
@@ -92,7 +92,7 @@ def test_errors_stand_beside_those_of_the_module_at_doublings():
     assert rows[2] == ["4", "0.12", "0.25"]
 
 
-def test_a_failure_is_told_with_its_place():
+def test_a_failure_is_reported_with_its_place():
     data = as_plain(stepped(wrong_from(3)).to_dict())
     text = words(section(report_of(data)))
     assert f"FAILED steps prompts of 5, 2 and 7 {STEPS} step 3" in text
@@ -105,7 +105,7 @@ def test_a_failure_is_told_with_its_place():
     assert "<title>first wrong step: 3</title>" in section(report_of(data))
 
 
-def test_a_trace_that_stopped_is_told():
+def test_a_trace_that_stopped_is_reported():
     text = words(section(report_of(stepped(stops_at(4)).to_dict())))
     assert f" 4 of {STEPS} step 4 " in text
     assert "out of memory" in text

@@ -51,7 +51,7 @@ def test_the_facts_say_how_many_attentions_are_right(wrong, told):
     assert "checked 5 of 5 outputs right" in text
 
 
-def test_the_runtime_in_which_the_fewest_are_right_is_told():
+def test_the_runtime_in_which_the_fewest_are_right_is_reported():
     data = module_report()
     data["parity"] += module_report(wrong=(0, 2))["parity"][1:]
     assert "module, 1/3 attentions right" in words(report_page(data))

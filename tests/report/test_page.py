@@ -125,7 +125,7 @@ def test_a_whole_report_has_every_section():
     assert [name for name in read("passing").ids if name in wanted] == wanted
 
 
-def test_a_failure_is_told_with_its_place():
+def test_a_failure_is_reported_with_its_place():
     text = read("failing").text
     assert "out of budget: relative_l2, gain; worst at [0, 64, 511]: got -3.75, oracle 1.2361" in text
     assert "12 values are NaN or infinite, the first at (0, 3, 17)" in text
@@ -157,7 +157,7 @@ def test_a_run_of_nothing_still_makes_a_page():
     assert "The bundle has no engine." in text
 
 
-def test_masks_are_told_with_their_reasons():
+def test_masks_are_reported_with_their_reasons():
     text = read("passing").text
     assert "ort-cpu, wrong (dead-row): NaN where ONNX defines zeros" in text
     assert "tensorrt-rtx, absent (every mask): tensorrt_rtx is not installed" in text
