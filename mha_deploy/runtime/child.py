@@ -419,13 +419,17 @@ def _send(pipe: Connection, message: object) -> None:
 
 
 def _receive(pipe: Connection) -> Any:
-    sizes, buffers = pipe.recv(), []
-    if sizes:
-        with open(recv_handle(pipe), "rb+", buffering=0) as memory:
-            room = memoryview(mmap.mmap(memory.fileno(), 0))  # lives as long as the arrays in it
-        places = zip(sizes, accumulate(map(_padded, sizes), initial=0), strict=False)
-        buffers = [room[at : at + size] for size, at in places]
-    return pickle.loads(pipe.recv_bytes(), buffers=buffers)
+    try:
+        sizes, buffers = pipe.recv(), []
+        if sizes:
+            with open(recv_handle(pipe), "rb+", buffering=0) as memory:
+                room = memoryview(mmap.mmap(memory.fileno(), 0))  # lives as long as the arrays in it
+            places = zip(sizes, accumulate(map(_padded, sizes), initial=0), strict=False)
+            buffers = [room[at : at + size] for size, at in places]
+        body = pipe.recv_bytes()
+    except OSError as error:  # the other process ended within a message
+        raise EOFError from error
+    return pickle.loads(body, buffers=buffers)
 
 
 def _padded(size: int) -> int:

@@ -106,7 +106,7 @@ def test_errors_keep_their_kind_and_parts():
     [
         (failing.segmentation_fault, "SIGSEGV"),
         (failing.killed, "SIGKILL"),
-        (failing.exit_0, "exit code 0"),
+        (failing.end_within_a_message, "exit code 0"),
     ],
 )
 def test_a_crash_is_an_error_that_names_signal_step_and_output(failure, named):
