@@ -84,10 +84,6 @@ def engine_from_bundle(
         options: How to build.
         on_progress: Called as the builder reports progress.
         path: Where the engine goes; default: into the bundle, under its name.
-
-    Raises:
-        BackendUnavailable: The requested TensorRT is not installed.
-        EngineError: The graph cannot be built as requested.
     """
     options = options or EngineOptions()
     rt = load(options.backend or default_backend())

@@ -59,19 +59,16 @@ _LOG_LINES, _LOG_BYTES = 8, 1 << 15
 
 @dataclass
 class Isolation:
-    """How native code is run; one setting for the process.
-
-    Args:
-        enabled: Whether runtimes get child processes. Off, a debugger sees them, and a crash ends everything.
-        limit_s: After how many seconds a call counts as hung.
-        trust_code: Whether code that a bundle names or contains may run.
-        own: What may run in any case: factories that this process exported, hashes of engines that it built.
-    """
+    """How native code is run; one setting for the process."""
 
     enabled: bool = True
+    """Whether runtimes get child processes. Off, a debugger sees them, and a crash ends everything."""
     limit_s: float = 3600.0
+    """After how many seconds a call counts as hung."""
     trust_code: bool = False
+    """Whether code that a bundle names or contains may run."""
     own: set[str] = field(default_factory=set)
+    """What may run in any case: factories that this process exported, hashes of engines that it built."""
 
     def refuse_untrusted(self, code: str, title: str | None = None) -> None:
         """Refuse to run code of a bundle, a factory or the hash of an engine, without permission."""
@@ -130,15 +127,8 @@ class Child:
     ) -> T:
         """Run a function of a module in the child, since it is pickled by its name, and return its result.
 
-        Args:
-            function: The function.
-            *arguments: Its arguments.
-            title: The runtime, for errors.
-            step: What it does, for errors: `running case opt`.
-            on_message: Receives what the function sends with `send_to_parent` meanwhile.
-
-        Raises:
-            RuntimeCrash: The child died, or did not answer in time.
+        Errors name the runtime (`title`) and what it does (`step`: `running case opt`). `on_message` receives
+        what the function sends with `send_to_parent` meanwhile.
         """
         if self._crash is not None:
             raise RuntimeCrash("The runtime's process has ended before.", got=self._crash.what)

@@ -360,9 +360,6 @@ class DecodeLoop(Closing):
 
         Returns:
             The output [B, S, E]; undefined at padding.
-
-        Raises:
-            DeployError: The tokens do not fit.
         """
         check_feeds({"x": self._launcher.inputs["x"]}, {"x": x})
         B, S = x.shape[:2]

@@ -25,9 +25,6 @@ class PolygraphyRunner(Runner):
     """Any Polygraphy runner: `OnnxrtRunner`, `TrtRunner`, or one of the user's own.
 
     It is activated here unless it is active already, and only what was activated here is deactivated.
-
-    Raises:
-        DeployError: It cannot be activated, or an input has a type without a NumPy equivalent.
     """
 
     device = "unknown"

@@ -376,12 +376,7 @@ def build_engine(request: BuildRequest, on_progress: OnProgress | None = None) -
 
 
 def build_with(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | None = None) -> BuiltEngine:
-    """Build an engine. An exception that `on_progress` raises cancels the build and is raised here.
-
-    Raises:
-        BackendUnavailable: TensorRT finds no GPU and needs one.
-        EngineError: The model or an option is refused, or the build fails.
-    """
+    """Build an engine. An exception that `on_progress` raises cancels the build and is raised here."""
     trt = rt.module
     names = read_names(request.onnx)
     if names.has_external_data and isinstance(request.onnx, bytes):
