@@ -63,21 +63,87 @@ def check_canonical(path: Path, spec: AttentionSpec, precision: Precision) -> li
 
 def check_layer(model: ir.Model, spec: AttentionSpec, precision: Precision) -> None:
     """Check that a graph is the canonical one of a catalog layer; see `check_canonical`."""
-    _check_count(model, spec)
-    _check_heads(model, spec)
-    for node in filter(is_attention, model.graph):
-        for stray in (*_producers(node), *_consumers(node)):
-            if stray.op_type in _STRAY_OPS:
-                raise ExportError(f"There is a stray {stray.op_type} beside attention.", got=stray.name)
-    count, wanted = (
-        sum(is_op(node, "RotaryEmbedding") for node in model.graph),
-        2 if spec.rope is not None else 0,
-    )
-    if count != wanted:
-        raise ExportError(f"{spec.name} must have {wanted} RotaryEmbedding nodes.", got=count)
-    _check_cache(model, spec)
+    found = attention_nodes(model)
+    if len(found) != spec.attention_count:
+        raise ExportError(
+            f"{spec.name} must have {spec.attention_count} fused attention node(s).",
+            got=f"{len(found)}: {', '.join(node.name for node in found) or 'none'}",
+        )
+    # Only attention has a MatMul of two computed tensors.
+    unfused = [
+        node.name
+        for node in model.graph
+        if is_op(node, "MatMul") and not any(v is None or v.is_initializer() for v in node.inputs)
+    ]
+    if unfused:
+        raise ExportError("An attention was left unfused.", got=", ".join(map(str, unfused)))
+    first = found[0]
+    # A window has no attribute: it is a mask, and the mask is causal too.
+    wanted = (spec.Hq, spec.Hkv, spec.D, spec.causal and spec.window is None)
+    got = (first.Hq, first.Hkv, first.D, first.is_causal)
+    if got != wanted:
+        raise ExportError("The attention node does not have the spec's heads (Hq, Hkv, D, causal).", got=got)
+    scale = 1 / math.sqrt(spec.D) if spec.scale is None else spec.scale
+    for name, number, specified in (
+        ("scale", first.softmax_scale or 0.0, scale),
+        ("softcap", first.softcap, spec.softcap or 0.0),
+    ):
+        if not math.isclose(number, specified, rel_tol=1e-6):
+            what = f"The attention node does not have the spec's {name}."
+            raise ExportError(what, got=number, hint=f"wanted {specified}")
+    attentions = [node for node in model.graph if is_attention(node)]
+    for stray in (each for node in attentions for each in _neighbours(node)):
+        if stray.op_type in _STRAY_OPS:
+            raise ExportError(f"There is a stray {stray.op_type} beside attention.", got=stray.name)
+    count, needed = sum(is_op(node, "RotaryEmbedding") for node in model.graph), 2 if spec.rope else 0
+    if count != needed:
+        raise ExportError(f"{spec.name} must have {needed} RotaryEmbedding nodes.", got=count)
+    cache = _cache_of(attentions[0])
+    if cache != spec.cache:
+        raise ExportError(f"{spec.name} must have a cache of the kind {spec.cache}.", got=cache)
     check_interface(model, spec.model, precision)
-    _check_types(model, spec, precision)
+    gate_types = {precision.name, "fp32"} if spec.variant == "sparse-heads" else {precision.name}
+    for node in model.graph:
+        allowed = {precision.name} if node.op_type in _IN_PRECISION else gate_types
+        for value in (*node.inputs, *node.outputs):
+            if value is not None and value.dtype in _FLOATS and short_dtype(value.dtype) not in allowed:
+                raise ExportError(
+                    f"The graph was requested in {precision.name}.",
+                    got=f"{value.name} of {node.op_type} {node.name} is {value.dtype}",
+                )
+
+
+def _neighbours(attention: ir.Node) -> Iterator[ir.Node]:
+    """The nodes between the projections and Q, K and V, and between attention and the output projection."""
+    before = [input_at(attention, position) for position in (Q, K, V)]
+    while before:
+        value = before.pop()
+        node = value.producer() if value is not None else None
+        if node is not None:
+            yield node
+            before += [node.inputs[0]] if node.op_type in _LAYOUT_OPS else []
+    after = [attention]
+    while after:
+        for node, _ in after.pop().outputs[0].uses():
+            yield node
+            after += [node] if node.op_type in _LAYOUT_OPS else []
+
+
+def _cache_of(attention: ir.Node) -> str:
+    """The kind of the cache between the graph's own inputs and outputs: none, dynamic or preallocated."""
+    past = [input_at(attention, at) for at in (PAST_KEY, PAST_VALUE)]
+    present = [output_at(attention, at) for at in (PRESENT_KEY, PRESENT_VALUE)]
+    if all(v is not None and v.is_graph_input() for v in past) and all(
+        v is not None and v.is_graph_output() for v in present
+    ):
+        return "dynamic"
+    updated = [input_at(attention, at) for at in (K, V)]
+    caches = [input_at(made_by(value, "TensorScatter"), 0) for value in updated]
+    if input_at(attention, NONPAD_KV_SEQLEN) is None or not all(
+        v is not None and v.is_graph_output() for v in updated
+    ):
+        return "none"
+    return "preallocated" if all(v is not None and v.is_graph_input() for v in caches) else "none"
 
 
 def check_module(path: Path, spec: ModelSpec, precision: Precision) -> list[str]:
@@ -104,90 +170,6 @@ def _checked_onnx(path: Path) -> ir.Model:
     return load_graph(path)
 
 
-def _check_count(model: ir.Model, spec: AttentionSpec) -> None:
-    found = attention_nodes(model)
-    if len(found) != spec.attention_count:
-        raise ExportError(
-            f"{spec.name} must have {spec.attention_count} fused attention node(s).",
-            got=f"{len(found)}: {', '.join(node.name for node in found) or 'none'}",
-        )
-    # Only attention has a MatMul of two computed tensors.
-    unfused = [
-        node.name
-        for node in model.graph
-        if is_op(node, "MatMul") and not any(v is None or v.is_initializer() for v in node.inputs)
-    ]
-    if unfused:
-        raise ExportError("An attention was left unfused.", got=", ".join(map(str, unfused)))
-
-
-def _check_heads(model: ir.Model, spec: AttentionSpec) -> None:
-    first = attention_nodes(model)[0]
-    # A window has no attribute: it is a mask, and the mask is causal too.
-    wanted = (spec.Hq, spec.Hkv, spec.D, spec.causal and spec.window is None)
-    got = (first.Hq, first.Hkv, first.D, first.is_causal)
-    if got != wanted:
-        raise ExportError("The attention node does not have the spec's heads (Hq, Hkv, D, causal).", got=got)
-    scale = 1 / math.sqrt(spec.D) if spec.scale is None else spec.scale
-    if not math.isclose(first.softmax_scale or 0.0, scale, rel_tol=1e-6):
-        raise ExportError(
-            "The attention node does not have the spec's scale.",
-            got=first.softmax_scale,
-            hint=f"wanted {scale}",
-        )
-    if not math.isclose(first.softcap, spec.softcap or 0.0, rel_tol=1e-6):
-        raise ExportError(
-            "The attention node does not have the spec's softcap.",
-            got=first.softcap,
-            hint=f"wanted {spec.softcap}",
-        )
-
-
-def _check_cache(model: ir.Model, spec: AttentionSpec) -> None:
-    """The cache is of the spec's kind, and between the graph's own inputs and outputs."""
-    attention = next(node for node in model.graph if is_attention(node))
-    past = [input_at(attention, at) for at in (PAST_KEY, PAST_VALUE)]
-    present = [output_at(attention, at) for at in (PRESENT_KEY, PRESENT_VALUE)]
-    lengths = input_at(attention, NONPAD_KV_SEQLEN)
-    found = "none"
-    if all(v is not None and v.is_graph_input() for v in past) and all(
-        v is not None and v.is_graph_output() for v in present
-    ):
-        found = "dynamic"
-    elif lengths is not None and all(_is_updated_cache(input_at(attention, at)) for at in (K, V)):
-        found = "preallocated"
-    if found != spec.cache:
-        raise ExportError(f"{spec.name} must have a cache of the kind {spec.cache}.", got=found)
-
-
-def _is_updated_cache(value: ir.Value | None) -> bool:
-    """Whether this is a graph output: the update of a cache that is a graph input."""
-    cache = input_at(made_by(value, "TensorScatter"), 0)
-    return value is not None and value.is_graph_output() and cache is not None and cache.is_graph_input()
-
-
-def _producers(attention: ir.Node) -> Iterator[ir.Node]:
-    """The nodes between the projections and Q, K and V."""
-    pending = [input_at(attention, position) for position in (Q, K, V)]
-    while pending:
-        value = pending.pop()
-        node = value.producer() if value is not None else None
-        if node is not None:
-            yield node
-            if node.op_type in _LAYOUT_OPS:
-                pending.append(node.inputs[0])
-
-
-def _consumers(attention: ir.Node) -> Iterator[ir.Node]:
-    """The nodes between the attention and the output projection."""
-    pending = [attention]
-    while pending:
-        for node, _ in pending.pop().outputs[0].uses():
-            yield node
-            if node.op_type in _LAYOUT_OPS:
-                pending.append(node)
-
-
 def check_interface(model: ir.Model, spec: ModelSpec, precision: Precision) -> None:
     """Check that a graph has the inputs and outputs of a spec: names, types and dimensions."""
     kinds = {FLOAT: precision.name, "float32": "fp32", "float64": "fp64"}
@@ -198,18 +180,6 @@ def check_interface(model: ir.Model, spec: ModelSpec, precision: Precision) -> N
             raise ExportError(
                 "The graph does not have the spec's inputs or outputs.", got=got, hint=f"wanted {wanted}"
             )
-
-
-def _check_types(model: ir.Model, spec: AttentionSpec, precision: Precision) -> None:
-    gate_types = {precision.name, "fp32"} if spec.variant == "sparse-heads" else {precision.name}
-    for node in model.graph:
-        allowed = {precision.name} if node.op_type in _IN_PRECISION else gate_types
-        for value in (*node.inputs, *node.outputs):
-            if value is not None and value.dtype in _FLOATS and short_dtype(value.dtype) not in allowed:
-                raise ExportError(
-                    f"The graph was requested in {precision.name}.",
-                    got=f"{value.name} of {node.op_type} {node.name} is {value.dtype}",
-                )
 
 
 # -- The manifest of a bundle: what the graph says is derived, not believed --------------------------

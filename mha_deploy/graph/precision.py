@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -622,8 +622,7 @@ _BOUNDS = {"Clip": (1, 2), "Min": (0, 1), "Max": (0, 1)}
 _TO_DIVISION = ("Sqrt", "Expand", "Unsqueeze", "Identity")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reason:
+class Reason(NamedTuple):
     """Why something is not written in FP16: the kind, the number that decided, and a sentence."""
 
     kind: str
@@ -677,8 +676,7 @@ class _Planner:
         """Find the nodes, then what follows for inputs, outputs and constants."""
         nodes = [node for node in self._graph if _computes(node)]
         for node in nodes:
-            reason = self._node(node)
-            if reason is not None:
+            if reason := self._node(node):
                 self._kept[node] = reason
         for finds in (self._exact, self._guarded, self._masks_of_attentions):
             for node, reason in finds():
@@ -686,8 +684,9 @@ class _Planner:
         inputs = tuple(self._tensors(self._graph.inputs))
         float32_inputs = {each.name for each in inputs}
         for node in enclosed_nodes(self._graph, set(self._kept), float32_inputs):
-            text = "it is between nodes in float32, and would only add Casts"
-            self._kept[node] = Reason(kind="between", figure=None, text=text)
+            self._kept[node] = Reason(
+                "between", None, "it is between nodes in float32, and would only add Casts"
+            )
         kept = [
             KeptNode(
                 name=str(node.name),
@@ -721,8 +720,9 @@ class _Planner:
             sentinel = self._sentinel(value) if value.is_graph_input() and value.dtype == FLOAT else None
             if reason is None and sentinel is not None:
                 # Cast to FP16 by the caller, it would be infinite.
-                text = f"it masks with {sentinel:,.6g}, which is clamped to FP16 inside"
-                reason = Reason(kind="mask", figure=sentinel, text=text)
+                reason = Reason(
+                    "mask", sentinel, f"it masks with {sentinel:,.6g}, which is clamped to FP16 inside"
+                )
             if reason is not None and reason.figure is not None:
                 yield KeptTensor(name=str(value.name), figure=reason.figure, reason=reason.text)
 
@@ -733,19 +733,16 @@ class _Planner:
         measured = self._range(value)
         size = measured.highest if value in self._masks else measured.largest
         if size > self._limit:
-            return Reason(kind="overflow", figure=size, text=f"{value.name} reaches {size:,.6g}, {self._end}")
-        if 0 < measured.largest < FLUSHED_BELOW * self._margin and measured.sentinel is None:
-            text = f"{value.name} is {measured.largest:.3g} at most, which FP16 flushes to 0"
-            return Reason(kind="flushed", figure=measured.largest, text=text)
+            return Reason("overflow", size, f"{value.name} reaches {size:,.6g}, {self._end}")
+        size = measured.largest
+        if 0 < size < FLUSHED_BELOW * self._margin and measured.sentinel is None:
+            return Reason("flushed", size, f"{value.name} is {size:.3g} at most, which FP16 flushes to 0")
         return None
 
     def _range(self, value: ir.Value) -> ValueRange:
         if str(value.name) not in self._ranges.values:
-            raise DeployError(
-                "The ranges were not measured on this graph.",
-                got=value.name,
-                hint="measure_ranges(model, cases)",
-            )
+            hint = "measure_ranges(model, cases)"
+            raise DeployError("The ranges were not measured on this graph.", got=value.name, hint=hint)
         return self._ranges.values[str(value.name)]
 
     def _sentinel(self, value: ir.Value) -> float | None:
@@ -766,9 +763,7 @@ class _Planner:
         for node in self._graph:
             if node in self._kept or node.op_type == "ConstantOfShape":
                 found |= {value: self._sentinel(value) for _, value in float_outputs(node)}
-        found |= {
-            value: self._sentinel(value) for value in self._graph.inputs if value.name in float32_inputs
-        }
+        found |= {each: self._sentinel(each) for each in self._graph.inputs if each.name in float32_inputs}
         for value, number in found.items():
             if number is not None:
                 reason = "it masks keys, and so does this" if value in self._masks else "it means no bound"
@@ -780,19 +775,14 @@ class _Planner:
     def _node(self, node: ir.Node) -> Reason | None:
         """Why a node cannot be written in FP16, by the numbers around and inside it."""
         if inner_graphs(node):
-            return Reason(
-                kind="operator", figure=None, text="what is inside a branch or loop is not measured"
-            )
+            return Reason("operator", None, "what is inside a branch or loop is not measured")
         for _, value in (*float_outputs(node), *float_inputs(node)):
-            reason = self._value(value)
-            if reason is not None:
+            if reason := self._value(value):
                 return reason
         figure = self._ranges.inner.get(str(node.name), 0.0)
         if figure > self._limit and node.op_type in WORDS:
-            text = f"{WORDS[node.op_type]} {figure:,.6g}, {self._end}"
-            return Reason(kind="overflow", figure=figure, text=text)
-        reason = self._divisor(node) or self._constants(node)
-        if reason is not None:
+            return Reason("overflow", figure, f"{WORDS[node.op_type]} {figure:,.6g}, {self._end}")
+        if reason := self._divisor(node) or self._constants(node):
             return reason
         sides = {"inputs": float_inputs(node), "outputs": float_outputs(node)}
         if any(
@@ -801,7 +791,7 @@ class _Planner:
             for at, _ in values
         ):
             return None
-        return Reason(kind="operator", figure=None, text=f"{node.op_type} is not known to take FP16")
+        return Reason("operator", None, f"{node.op_type} is not known to take FP16")
 
     def _divisor(self, node: ir.Node) -> Reason | None:
         position = _DIVIDERS.get(node.op_type)
@@ -812,7 +802,7 @@ class _Planner:
         if smallest is None or smallest >= FLUSHED_BELOW * self._margin:
             return None
         text = f"its divisor {value.name} is as small as {smallest:.3g}, which FP16 flushes to 0"
-        return Reason(kind="flushed", figure=smallest, text=text)
+        return Reason("flushed", smallest, text)
 
     def _constants(self, node: ir.Node) -> Reason | None:
         for position, value in float_inputs(node):
@@ -824,12 +814,12 @@ class _Planner:
             largest = float(size.max(initial=0.0, where=size < SENTINEL_FROM))
             if largest > FP16_MAX and not is_bound:
                 text = f"its constant {value.name} holds {largest:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
-                return Reason(kind="overflow", figure=largest, text=text)
+                return Reason("overflow", largest, text)
             lost = size[(size > 0) & (size < FLUSHED_BELOW)]
             if lost.size > _FEW * int(np.count_nonzero(size)):
                 figure = float(lost.max())
                 text = f"its constant {value.name} holds {figure:.3g}, which FP16 flushes to 0"
-                return Reason(kind="flushed", figure=figure, text=text)
+                return Reason("flushed", figure, text)
         return None
 
     # -- nodes that follow from others ---------------------------------------------------------
@@ -853,7 +843,7 @@ class _Planner:
                 continue
             what = "an index" if to_index else "an angle"
             text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
-            reason = Reason(kind="exact", figure=figure, text=text)
+            reason = Reason("exact", figure, text)
             yield node, reason
             makers = producers_within(value, free) if value in free else filter(None, [value.producer()])
             yield from ((maker, reason) for maker in makers)
@@ -892,7 +882,7 @@ class _Planner:
                 text = f"it computes the mask of {node.name} from several terms, one of them {sentinel:,.6g}"
             else:
                 continue
-            yield from ((maker, Reason(kind="mask", figure=sentinel, text=text)) for maker in makers)
+            yield from ((maker, Reason("mask", sentinel, text)) for maker in makers)
 
     def _joins_sentinels(self, node: ir.Node) -> bool:
         """Whether a node adds a number to a sentinel, or chooses among two of them."""
@@ -998,11 +988,8 @@ class _Writer:
             for position, output in enumerate(graph.outputs):
                 if output in own:  # so that a Cast can come before it
                     graph.append(node := ir.node("Identity", [output]))
-                    node.outputs[0].name, node.outputs[0].type = (
-                        self._free(f"{output.name}/inner"),
-                        output.type,
-                    )
-                    graph.outputs[position] = node.outputs[0]
+                    inner = graph.outputs[position] = node.outputs[0]
+                    inner.name, inner.type = self._free(f"{output.name}/inner"), output.type
             for node in graph:
                 pending += inner_graphs(node)
                 yield from ((node, at, value) for at, value in float_inputs(node) if value in own)

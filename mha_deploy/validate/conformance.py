@@ -99,6 +99,10 @@ class Case:
         return f"{self.name}.{role}"
 
 
+_SCATTERED, _MASKED_QUERIES = MaskInput("scattered"), MaskInput("fully-masked")
+_BY_LENGTH, _ON_THE_LEFT = MaskInput("padding", axes="B 1 S T"), MaskInput("left-padding", axes="B 1 S T")
+_ONE_ROW = MaskInput("padding", axes="B 1 1 T")
+
 CASES: tuple[Case, ...] = (
     Case("causal", "is_causal, as many queries as keys", is_causal=True),
     Case("causal-wide", "is_causal, fewer queries than keys: upper left", S=_SHORT, is_causal=True),
@@ -109,83 +113,59 @@ CASES: tuple[Case, ...] = (
         S=_SHORT,
         mask=MaskInput("lower-right", axes="1 1 S T"),
     ),
-    Case("bool-mask", "boolean mask for every head", S=_SHORT, mask=MaskInput("scattered")),
+    Case("bool-mask", "boolean mask for every head", S=_SHORT, mask=_SCATTERED),
     Case(
         "additive-mask",
         "numbers added to the scores, -inf among them",
         S=_SHORT,
         mask=MaskInput("scattered", "bias", "1 Hq S T"),
     ),
-    Case("sentinel-mask", "-1e4 for masked keys", S=_SHORT, mask=MaskInput("scattered", "sentinel")),
-    Case("causal-bool-mask", "is_causal and a boolean mask", is_causal=True, mask=MaskInput("scattered")),
+    Case("sentinel-mask", "-1e4 for masked keys", S=_SHORT, mask=replace(_SCATTERED, kind="sentinel")),
+    Case("causal-bool-mask", "is_causal and a boolean mask", is_causal=True, mask=_SCATTERED),
     Case(
         "causal-additive-mask",
         "is_causal and an additive mask",
         is_causal=True,
-        mask=MaskInput("scattered", "bias"),
+        mask=replace(_SCATTERED, kind="bias"),
     ),
     Case(
-        "fully-masked-bool",
-        "queries fully masked by a boolean mask: zeros",
-        S=_SHORT,
-        mask=MaskInput("fully-masked"),
+        "fully-masked-bool", "queries fully masked by a boolean mask: zeros", S=_SHORT, mask=_MASKED_QUERIES
     ),
     Case(
         "fully-masked-inf",
         "queries fully masked by -inf: zeros",
         S=_SHORT,
-        mask=MaskInput("fully-masked", "-inf"),
+        mask=replace(_MASKED_QUERIES, kind="-inf"),
     ),
     Case(
         "fully-masked-sentinel",
         "-1e4 for every key of a query: a shift, which softmax cancels",
         S=_SHORT,
-        mask=MaskInput("fully-masked", "sentinel"),
+        mask=replace(_MASKED_QUERIES, kind="sentinel"),
     ),
-    Case(
-        "padding",
-        "every batch element has its own number of keys",
-        S=_SHORT,
-        mask=MaskInput("padding", axes="B 1 S T"),
-    ),
+    Case("padding", "every batch element has its own number of keys", S=_SHORT, mask=_BY_LENGTH),
     Case(
         "causal-left-padding",
         "is_causal and left padding: the first queries are fully masked, zeros",
         is_causal=True,
-        mask=MaskInput("left-padding", axes="B 1 S T"),
+        mask=_ON_THE_LEFT,
     ),
     Case(
         "masked-blocks",
         "every key of the first blocks of 64 or 128 is masked, as by left padding",
         S=_SHORT,
         T=_BLOCKS,
-        mask=MaskInput("left-padding", axes="B 1 S T"),
+        mask=_ON_THE_LEFT,
     ),
-    Case(
-        "masked-blocks-inf",
-        "the same by -inf",
-        S=_SHORT,
-        T=_BLOCKS,
-        mask=MaskInput("left-padding", "-inf", "B 1 S T"),
-    ),
-    Case("gqa-mask", "grouped heads under a mask for every query head", Hq=4, mask=MaskInput("scattered")),
-    Case(
-        "broadcast-queries",
-        "padding mask that broadcasts over the queries",
-        S=_SHORT,
-        mask=MaskInput("padding", axes="B 1 1 T"),
-    ),
-    Case(
-        "broadcast-2d",
-        "mask of queries and keys only",
-        S=_SHORT,
-        mask=MaskInput("scattered", axes="S T"),
-    ),
+    Case("masked-blocks-inf", "the same by -inf", _SHORT, _BLOCKS, mask=replace(_ON_THE_LEFT, kind="-inf")),
+    Case("gqa-mask", "grouped heads under a mask for every query head", Hq=4, mask=_SCATTERED),
+    Case("broadcast-queries", "padding mask that broadcasts over the queries", S=_SHORT, mask=_ONE_ROW),
+    Case("broadcast-2d", "mask of queries and keys only", S=_SHORT, mask=replace(_SCATTERED, axes="S T")),
     Case(
         "causal-broadcast",
         "is_causal and a padding mask that broadcasts over the queries",
         is_causal=True,
-        mask=MaskInput("padding", axes="B 1 1 T"),
+        mask=_ONE_ROW,
     ),
     Case(
         "own-causal",

@@ -23,11 +23,11 @@ from onnx.backend.test.case.node import _NodeTestCases
 from onnx.backend.test.runner import Runner
 from onnx.reference import ReferenceEvaluator
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
+from plugin_reference import REFERENCE_OPERATORS
 
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import lower, to_plugin
 from mha_deploy.graph.lower.call import LoweringError
-from mha_deploy.graph.plugin_node import REFERENCE_OPERATORS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)

@@ -24,10 +24,10 @@ from conformance import lower_for_reference, run_in_ort
 from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.ops import op_attention
+from plugin_reference import REFERENCE_OPERATORS
 
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower.call import LoweringError
-from mha_deploy.graph.plugin_node import REFERENCE_OPERATORS
 
 LOWERINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "trt": ("trt", {"pad_heads": True}),

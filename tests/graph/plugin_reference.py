@@ -1,0 +1,188 @@
+"""The plugin's nodes in NumPy, so that ONNX's reference evaluator runs a lowered model without a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from onnx.reference.op_run import OpRun
+
+from mha_deploy.graph.plugin_node import (
+    BOTTOM_RIGHT,
+    DOMAIN,
+    FROM_STARTS,
+    GELU,
+    GELU_TANH,
+    GIVEN,
+    LAYER_NORM,
+    NONE,
+    PER_TOKEN,
+    RMS_NORM,
+)
+
+
+class MhaDeployAttention(OpRun):
+    """One whole attention."""
+
+    op_domain = DOMAIN
+
+    def _run(self, *inputs: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ...]:
+        node = NodeInputs(inputs, attributes)
+        q, k, v = (node.heads(which) for which in range(3))
+        S, T = q.shape[2], k.shape[2]
+        if attributes["rotary"]:
+            q, k = (node.rotated(heads) for heads in (q, k))
+        if not node.past:
+            lengths = np.full(len(q), T) if node.key_lengths is None else np.clip(node.key_lengths, 0, T)
+            return (_attend(node, q, k, v, lengths),)
+        states = []
+        for past, new in zip(node.past, (k, v), strict=True):
+            present = past.copy()
+            for b, start in enumerate(node.starts):
+                if start < 0 or start + S > past.shape[2]:
+                    raise ValueError(f"A cache of {past.shape[2]} entries has no room for {S} after {start}.")
+                present[b, :, start : start + S] = new[b].astype(past.dtype)
+            states.append(present)
+        keys, values = (state.astype(np.float64) for state in states)
+        return (_attend(node, q, keys, values, node.starts + S), *states)
+
+
+class MhaDeployLinear(OpRun):
+    """One projection."""
+
+    op_domain = DOMAIN
+
+    def _run(
+        self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, **attributes: Any
+    ) -> tuple[np.ndarray]:
+        wide = weight.astype(np.float64)
+        y = x.astype(np.float64) @ (wide.T if attributes["transposed"] else wide)
+        if attributes["has_bias"] != (bias is not None):
+            raise ValueError("has_bias does not agree with the inputs.")
+        return ((y if bias is None else y + bias.astype(np.float64)).astype(x.dtype),)
+
+
+class MhaDeployRowwise(OpRun):
+    """Residual and normalisation, or an activation."""
+
+    op_domain = DOMAIN
+
+    def _run(self, x: np.ndarray, *others: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ...]:
+        rest, wide, operation = iter(others), x.astype(np.float64), attributes["operation"]
+        second = next(rest).astype(np.float64) if attributes["has_second"] else None
+        if operation <= RMS_NORM:
+            total = wide if second is None else wide + second
+            centred = total - (total.mean(-1, keepdims=True) if operation == LAYER_NORM else 0.0)
+            y = centred / np.sqrt(np.mean(centred**2, -1, keepdims=True) + attributes["epsilon"])
+            y = y * next(rest).astype(np.float64)
+            y = y + next(rest).astype(np.float64) if attributes["has_bias"] else y
+            return (y.astype(x.dtype), total.astype(x.dtype))[: 1 + attributes["keeps_sum"]]
+        if operation == GELU:
+            y = 0.5 * wide * (1 + np.vectorize(math.erf, otypes=[np.float64])(wide / math.sqrt(2)))
+        elif operation == GELU_TANH:
+            y = 0.5 * wide * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+        else:
+            y = wide / (1 + np.exp(-wide))
+        return ((y if second is None else y * second).astype(x.dtype),)
+
+
+REFERENCE_OPERATORS: list[type[OpRun]] = [MhaDeployAttention, MhaDeployLinear, MhaDeployRowwise]
+"""The operators for ONNX's reference evaluator."""
+
+
+class NodeInputs:
+    """The inputs of one attention node by name, from their order and the attributes."""
+
+    def __init__(self, inputs: Sequence[np.ndarray], attributes: dict[str, Any]) -> None:
+        self.attributes = attributes
+        rest: Iterator[np.ndarray] = iter(inputs)
+        self.operands = [next(rest) for _ in range(1 + max(attributes["sources"]))]
+        self.bias = next(rest) if attributes["has_bias"] else None
+        self.key_lengths = next(rest) if attributes["has_key_lengths"] else None
+        self.gates = next(rest) if attributes["has_gates"] else None
+        self.past = [next(rest), next(rest)] if attributes["has_cache"] else []
+        self.starts = next(rest) if attributes["has_cache"] else np.zeros(0, np.int32)
+        self.tables = [next(rest), next(rest)] if attributes["rotary"] else []
+        given = attributes["rotary"] and attributes["rotary_positions"] == GIVEN
+        self.positions = next(rest) if given else None
+        if next(rest, None) is not None:
+            raise ValueError("The node has more inputs than its attributes state.")
+        for counts in (self.key_lengths, self.starts, self.positions):
+            if counts is not None and counts.dtype != np.int32:
+                raise ValueError(f"Lengths and starts are int32, not {counts.dtype}.")
+
+    def heads(self, which: int) -> np.ndarray:
+        """Queries, keys or values as `[B, H, L, D]`, in float64."""
+        count = self.attributes["query_heads" if which == 0 else "key_heads"]
+        size = self.attributes["value_size" if which == 2 else "head_size"]
+        operand = self.operands[self.attributes["sources"][which]].astype(np.float64)
+        offset = self.attributes["offsets"][which]
+        if operand.ndim == 4:
+            if operand.shape[1::2] != (count, size) or offset:
+                raise ValueError(f"Operand {operand.shape} is not [B, {count}, L, {size}] at offset 0.")
+            return operand
+        if offset + count * size > operand.shape[2]:
+            raise ValueError(f"Operand {operand.shape} has no {count} heads of {size} from {offset} on.")
+        part = operand[:, :, offset : offset + count * size]
+        return part.reshape(*part.shape[:2], count, size).transpose(0, 2, 1, 3)
+
+    def rotated(self, x: np.ndarray) -> np.ndarray:
+        """Queries or keys `[B, H, S, D]` after the rotary embedding, rounded to the type of the operands."""
+        (B, _, S, _), own, R = x.shape, self.attributes, self.attributes["rotary_size"]
+        rows = np.broadcast_to(np.arange(S), (B, S))
+        if own["rotary_positions"] == FROM_STARTS:
+            rows = rows + self.starts[:, None]
+        elif own["rotary_positions"] == PER_TOKEN:
+            rows = np.arange(B * S).reshape(B, S)
+        elif self.positions is not None:
+            rows = self.positions
+        cos, sin = (table.astype(np.float64).reshape(-1, R // 2)[rows][:, None] for table in self.tables)
+        pairs = (x[..., :R:2], x[..., 1:R:2]) if own["rotary"] == 2 else np.split(x[..., :R], 2, axis=-1)
+        a, b = pairs[0] * cos - pairs[1] * sin, pairs[0] * sin + pairs[1] * cos
+        if own["rotary"] == 2:
+            first = np.stack((a, b), -1).reshape(*a.shape[:-1], R)
+        else:
+            first = np.concatenate((a, b), -1)
+        y = np.concatenate((first, x[..., R:]), -1)
+        return y.astype(self.operands[0].dtype).astype(np.float64)
+
+
+def _attend(node: NodeInputs, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    attributes, (B, H, S, _), T = node.attributes, q.shape, k.shape[2]
+    k, v = (np.repeat(x, H // k.shape[1], axis=1) for x in (k, v))
+    scores = attributes["scale"] * np.einsum("bhsd,bhtd->bhst", q, k)
+    if node.bias is not None:
+        shape = node.bias.shape
+        if len(shape) != 4 or shape[2:] != (S, T) or shape[0] not in (1, B) or shape[1] not in (1, H):
+            raise ValueError(f"A bias is [B or 1, Hq or 1, S, T] of {scores.shape}, not {shape}.")
+        scores = scores + node.bias.astype(np.float64)
+    visible = np.stack([_visible(attributes, S, T, int(length)) for length in lengths])
+    scores = np.where(visible[:, None], scores, -np.inf)
+    top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(np.isneginf(top), 0.0, top))
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1.0, total)
+    # Values that no query attends to may be NaN here; the plugin requires finite numbers there.
+    used = np.any(visible, axis=1).reshape(B, 1, -1, 1)
+    y = np.einsum("bhst,bhtd->bshd", weights, np.where(used, v, 0.0))
+    if node.gates is not None:
+        y = y * node.gates.astype(np.float64)[..., None]
+    return y.reshape(B, S, -1).astype(node.operands[0].dtype)
+
+
+def _visible(attributes: dict[str, Any], S: int, T: int, length: int) -> np.ndarray:
+    """True where query i attends to key j, `[S, T]`, in a batch element with so many keys."""
+    causal, left, right = (attributes[name] for name in ("causal", "left_window", "right_window"))
+    key, own = np.arange(T)[None, :], np.arange(S)[:, None]
+    if causal == BOTTOM_RIGHT:
+        own = own + length - S
+    visible = np.broadcast_to(key < length, (S, T))
+    if causal != NONE:
+        visible = visible & (key <= own)
+    if left >= 0:
+        visible = visible & (key >= own - left)
+    if right >= 0:
+        visible = visible & (key <= own + right)
+    return visible
