@@ -158,6 +158,7 @@ _REMEDIES = {
     "code that depends on values; sizes that do not depend on values",
     r"aliasing": "clone what goes into torch.cond or comes out of it: (x.clone(),)",
     r"grouped_mm": 'experts_implementation="batched_mm" in the config of a Transformers model',
+    r"[Cc](annot|ouldn't) swap": "--precision auto: what `forward` casts to float32 has that type there",
     r"Unsupported dtype Half|not implemented for 'Half'|for .Half.": "--precision auto, or fp32",
     r"complex-valued|ComplexHalf|complex (number|tensor|dtype)": "a rotation by sine and cosine",
     r"HigherOrderOperator|flex_attention": "torch.nn.functional.scaled_dot_product_attention with a mask",
