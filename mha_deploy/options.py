@@ -1,8 +1,8 @@
 """Everything that a user can choose: each option once, with its default and its meaning.
 
 A record is what the code that does the work gets. The functions of `api.py` take its fields as keywords, and
-the command line makes an option of each (`cli/options.py`). The typed dictionaries below the records let type
-checkers know the keywords.
+the command line makes an option of each (`cli/arguments.py`). The typed dictionaries below the records let
+type checkers know the keywords.
 """
 
 from __future__ import annotations
@@ -189,9 +189,7 @@ class ValidateOptions:
     sweep: bool | None = option(
         None, "Run every optimization profile at its corners. default: if an engine and PyTorch can run here"
     )
-    probe: bool | None = option(
-        None, "Try inputs that make masks, positions and caches visible. default: on"
-    )
+    probe: bool | None = option(None, "Try inputs that make masks, positions and caches visible. default: on")
     fresh: int = option(0, "Number of random cases besides those of the bundle. Needs PyTorch.", min=0)
     steps: int = option(
         0, "Decode steps besides those of the bundle, for a model with a KV cache. Needs PyTorch.", min=0

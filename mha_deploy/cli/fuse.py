@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mha_deploy as md
-from mha_deploy.cli.options import Json, print_json
+from mha_deploy.cli.arguments import Json, print_json
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import mha_deploy as md
-from mha_deploy.cli.options import (
+from mha_deploy.cli.arguments import (
     Axes,
     BundleFolder,
     Cache,

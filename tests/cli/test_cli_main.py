@@ -12,7 +12,7 @@ import pytest
 from fresh_python import run_all
 
 from mha_deploy import __version__, cli
-from mha_deploy.cli.options import steps
+from mha_deploy.cli.arguments import steps
 from mha_deploy.errors import BackendUnavailable, DeployError
 
 VERBS = (
