@@ -6,6 +6,7 @@ from typing import Literal, get_args, get_origin
 
 import example_report
 import pytest
+from schema_text import fields_of, records, schema_markdown
 
 from mha_deploy.errors import DeployError
 from mha_deploy.report.schema import (
@@ -14,11 +15,8 @@ from mha_deploy.report.schema import (
     as_plain,
     check_bench,
     check_report,
-    fields_of,
     plain_bench,
     plain_report,
-    records,
-    schema_markdown,
 )
 
 DOC = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
