@@ -242,7 +242,7 @@ def test_another_interface_is_refused(refusal, change):
 
 
 def test_outputs_in_another_order_are_refused(refusal):
-    message = refusal(lambda graph: graph.outputs.insert(0, graph.outputs.pop()), "tiny-weights")
+    message = refusal(lambda graph: graph.outputs.insert(0, graph.outputs.pop()), "tiny-dynamic")
     assert "does not have the spec's inputs or outputs" in message
 
 
@@ -363,7 +363,7 @@ def test_a_rotary_embedding_that_is_missing_is_refused(refusal, name):
     assert "must have 2 RotaryEmbedding nodes" in refusal(skip, name)
 
 
-@pytest.mark.parametrize("name", ["tiny-window", "tiny-softcap"])
+@pytest.mark.parametrize("name", ["tiny-window", pytest.param("tiny-softcap", marks=pytest.mark.slow)])
 def test_a_window_is_no_causal_attribute(refusal, name):
     def flip(graph):
         node = attention(graph)
@@ -372,7 +372,7 @@ def test_a_window_is_no_causal_attribute(refusal, name):
     assert "does not have the spec's heads" in refusal(flip, name)
 
 
-@pytest.mark.parametrize("name", ["tiny-softcap", "tiny-gqa"])
+@pytest.mark.parametrize("name", [pytest.param("tiny-softcap", marks=pytest.mark.slow), "tiny-gqa"])
 def test_another_softcap_is_refused(refusal, name):
     def change(graph):
         attention(graph).attributes["softcap"] = ir.AttrFloat32("softcap", 7.0)
