@@ -23,6 +23,7 @@ from mha_deploy.options import (
     BenchOptions,
     EngineOptions,
     ExportOptions,
+    Limits,
     PackageOptions,
     ValidateOptions,
     options_text,
@@ -1214,6 +1215,7 @@ def _refuse_builder(settings: Any, precision: str) -> None:
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
+@_takes(Limits)
 def compare(old: Any, new: Any, **limits: Any) -> Comparison:
     """Compare two reports, benchmarks, bundles, engines or matrices of one model: did anything get worse?
 
@@ -1221,8 +1223,7 @@ def compare(old: Any, new: Any, **limits: Any) -> Comparison:
         old: The old result: the path of a `report.json`, `bench.json` or `matrix.json` (`matrix.json#NAME`
             for one runtime of it), of a bundle or an `.engine` file; or a `Report`, a `Bundle`, an `Engine`.
         new: The new result, of the same kind.
-        limits: Thresholds: `error` (share of the budget, default: 0.1), `latency` (0.05), `size` (0.1),
-            `build_time` (0.5), `build_seconds` (10), `coverage` (True) and `strict` (False).
+        options: The fields of `mha_deploy.options.Limits`.
 
     Returns:
         The changes: `passed`, `regressions`, `headline`, `changes`; `to_markdown()`, `to_junit()`,
@@ -1235,7 +1236,7 @@ def compare(old: Any, new: Any, **limits: Any) -> Comparison:
         >>> md.compare("out/tiny", "out/tiny").passed
         True
     """
-    from mha_deploy.regression.compare import Limits, compare
+    from mha_deploy.regression.compare import compare
 
     unknown = set(limits) - set(vars(Limits()))
     if unknown:

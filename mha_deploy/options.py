@@ -332,3 +332,37 @@ class PackageKeywords(TypedDict, total=False):
     queue_delay_us: int
     sequences: int
     overwrite: bool
+
+
+# -- Upgrades --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What counts as a regression: growth, as a share of the old value."""
+
+    error: float = option(
+        0.1, "Growth of an error that is a regression, as a share of its budget.", "--max-error", min=0.0
+    )
+    latency: float = option(
+        0.05,
+        "Growth of a p50 that is a regression, as a share of it; less than its spread never is.",
+        "--max-latency",
+        min=0.0,
+    )
+    size: float = option(
+        0.1,
+        "Growth of an engine, a graph or memory that is a regression, as a share.",
+        "--max-size",
+        min=0.0,
+    )
+    build_time: float = option(
+        0.5, "Growth of a build time that is a regression, as a share.", "--max-build-time", min=0.0
+    )
+    build_seconds: float = option(10.0, "Least growth of a build time that counts, in seconds.", min=0.0)
+    coverage: bool = option(
+        True,
+        "Fail if something is no longer measured, or only report it.",
+        "--coverage/--allow-less-coverage",
+    )
+    strict: bool = option(False, "Fail if a latency is inconclusive, because the GPU was throttled.")

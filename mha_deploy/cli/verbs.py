@@ -39,6 +39,7 @@ from mha_deploy.options import (
     BenchOptions,
     EngineOptions,
     ExportOptions,
+    Limits,
     PackageOptions,
     ValidateOptions,
 )
@@ -604,6 +605,7 @@ def _in_processes(processes: int, record: Path | None) -> None:
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
+@takes(Limits)
 def compare(
     old: Annotated[
         str,
@@ -618,35 +620,7 @@ def compare(
             metavar="NEW", help="The new result, of the same kind. matrix.json#NAME: one runtime of it."
         ),
     ],
-    max_error: Annotated[
-        float,
-        typer.Option(min=0.0, help="Growth of an error that is a regression, as a share of its budget."),
-    ] = 0.1,
-    max_latency: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="Growth of a p50 that is a regression, as a share of it; less than its spread never is.",
-        ),
-    ] = 0.05,
-    max_size: Annotated[
-        float,
-        typer.Option(min=0.0, help="Growth of an engine or of memory that is a regression, as a share."),
-    ] = 0.1,
-    max_build_time: Annotated[
-        float,
-        typer.Option(
-            min=0.0, help="Growth of a build time that is a regression, as a share; at least 10 seconds."
-        ),
-    ] = 0.5,
-    allow_less_coverage: Annotated[
-        bool,
-        typer.Option("--allow-less-coverage", help="Report what is no longer measured, but do not fail."),
-    ] = False,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Fail if a latency is inconclusive, because the GPU was throttled."),
-    ] = False,
+    *,
     everything: Annotated[bool, typer.Option("--all", help="List what is the same as well.")] = False,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print Markdown for a pull request to stdout.")
@@ -656,18 +630,10 @@ def compare(
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with both sides.")
     ] = None,
     json: Json = False,
+    **limits: Any,
 ) -> None:
     """Compare two reports, bundles or engines, and fail if something got worse."""
-    found = md.compare(
-        old,
-        new,
-        error=max_error,
-        latency=max_latency,
-        size=max_size,
-        build_time=max_build_time,
-        coverage=not allow_less_coverage,
-        strict=strict,
-    )
+    found = md.compare(old, new, **limits)
     for path, save in ((junit, found.save_junit), (html, found.save_html)):
         if path is not None:
             save(path)

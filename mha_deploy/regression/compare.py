@@ -19,6 +19,7 @@ from mha_deploy.engine.manifest import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import read_regular
 from mha_deploy.model.spec import Axis
+from mha_deploy.options import Limits
 from mha_deploy.report.page import Section, sections_page
 from mha_deploy.report.schema import as_plain
 from mha_deploy.report.table import Cell, Group, Row, Table, columns, markdown, markdown_text, text
@@ -348,29 +349,6 @@ _RANKS: Mapping[str, Mapping[str, int]] = {
 }
 # Sections in which a missing figure is no loss of coverage.
 _FIGURES = ("environment", "size", "build time")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What counts as a regression.
-
-    Args:
-        error: Growth of an error, as a share of its budget.
-        latency: Growth of a median latency, as a share of it.
-        size: Growth of an engine, a graph or the memory of a runner, as a share of it.
-        build_time: Growth of a build time, as a share of it.
-        build_seconds: Least growth of a build time that counts, in seconds.
-        coverage: Whether something that is no longer measured is a regression.
-        strict: Whether inconclusive measurements are regressions.
-    """
-
-    error: float = 0.1
-    latency: float = 0.05
-    size: float = 0.1
-    build_time: float = 0.5
-    build_seconds: float = 10.0
-    coverage: bool = True
-    strict: bool = False
 
 
 @dataclass(frozen=True)
