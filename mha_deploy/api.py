@@ -1216,7 +1216,7 @@ def _refuse_builder(settings: Any, precision: str) -> None:
 
 
 @_takes(Limits)
-def compare(old: Any, new: Any, **limits: Any) -> Comparison:
+def compare(old: Any, new: Any, **options: Any) -> Comparison:
     """Compare two reports, benchmarks, bundles, engines or matrices of one model: did anything get worse?
 
     Args:
@@ -1238,12 +1238,12 @@ def compare(old: Any, new: Any, **limits: Any) -> Comparison:
     """
     from mha_deploy.regression.compare import compare
 
-    unknown = set(limits) - set(vars(Limits()))
+    unknown = set(options) - set(vars(Limits()))
     if unknown:
         raise DeployError(
             "No such threshold.", got=", ".join(sorted(unknown)), hint=f"one of: {', '.join(vars(Limits()))}"
         )
-    return compare(old, new, Limits(**limits))
+    return compare(old, new, Limits(**options))
 
 
 def matrix(
