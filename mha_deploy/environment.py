@@ -55,25 +55,15 @@ def versions(packages: tuple[str, ...] = EXPORT_PACKAGES) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """One package and what it is for.
+    """One package and what it is for."""
 
-    Args:
-        name: What people call it.
-        module: What Python imports.
-        packages: Names it may be installed under.
-        gives: What it makes possible here.
-        install: The command that installs it.
-        one_of: Whether only one of the packages may be installed, because they hold the same files.
-        slow: Whether importing it takes long: then it is tried only on request.
-    """
-
-    name: str
-    module: str
-    packages: tuple[str, ...]
-    gives: str
-    install: str
-    one_of: bool = True
-    slow: bool = False
+    name: str  # what people call it
+    module: str  # what Python imports
+    packages: tuple[str, ...]  # names it may be installed under
+    gives: str  # what it makes possible here
+    install: str  # the command that installs it
+    one_of: bool = True  # whether only one of the packages may be installed, because they hold the same files
+    slow: bool = False  # whether importing it takes long: then it is tried only on request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,17 +92,11 @@ FAMILIES = {"pytorch": "circle", "onnxruntime": "square", "tensorrt": "diamond",
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """How one row looks.
+    """How one row looks."""
 
-    Args:
-        colour: Number of its colour, from 0.
-        mark: `circle`, `square` or `diamond`.
-        hollow: Whether its mark is empty: a second round through the colours.
-    """
-
-    colour: int
-    mark: str
-    hollow: bool
+    colour: int  # number of its colour, from 0
+    mark: str  # `circle`, `square` or `diamond`
+    hollow: bool  # whether its mark is empty: a second round through the colours
 
     @property
     def css(self) -> str:
@@ -145,21 +139,13 @@ LINE = 14.0  # distance of two lines of labels
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """From values to places.
+    """From values to places."""
 
-    Args:
-        low: The value at `start`.
-        high: The value at `end`.
-        start: Where the axis starts.
-        end: Where it ends; less than `start` for an axis that goes up.
-        log: Whether equal ratios are equally far apart.
-    """
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
+    low: float  # the value at `start`
+    high: float  # the value at `end`
+    start: float  # where the axis starts
+    end: float  # where it ends; less than `start` for an axis that goes up
+    log: bool = False  # whether equal ratios are equally far apart
 
     def place(self, value: float) -> float:
         """Where a value lies; one that is off the axis lies at its end."""
@@ -364,17 +350,11 @@ def _bar(row: Data, scale: Scale, y: float, look: Look) -> Html:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Points that differ in one axis alone.
+    """Points that differ in one axis alone."""
 
-    Args:
-        axis: That axis.
-        fixed: The sizes that stay the same.
-        points: The points, by size.
-    """
-
-    axis: str
-    fixed: Mapping[str, int]
-    points: tuple[Mapping[str, Any], ...]
+    axis: str  # that axis
+    fixed: Mapping[str, int]  # the sizes that stay the same
+    points: tuple[Mapping[str, Any], ...]  # the points, by size
 
 
 def sweep_panels(points: Sequence[Data]) -> Iterator[Panel]:
@@ -610,15 +590,10 @@ Grid = Sequence[Sequence[float | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class HeatScale:
-    """Which step of the colour scale a value has.
+    """Which step of the colour scale a value has."""
 
-    Args:
-        edges: Smallest value of every step, then the largest value of all.
-        log: Whether the steps are equal ratios.
-    """
-
-    edges: tuple[float, ...]
-    log: bool
+    edges: tuple[float, ...]  # smallest value of every step, then the largest value of all
+    log: bool  # whether the steps are equal ratios
 
     def step(self, value: float) -> int:
         """The number of the step, from 0."""

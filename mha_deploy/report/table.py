@@ -29,30 +29,19 @@ Data = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """The content of a cell.
+    """The content of a cell."""
 
-    Args:
-        text: What it says.
-        status: How it is marked: `good`, `bad`, `doubt` or `none` for a verdict; `problem` or `aside` for a
-            sentence; `code` for names, one a line; `best` for the fastest; empty for plain text.
-        order: What the column is sorted by, where that is not the text.
-        share: A share of the budget, drawn as a bar.
-        note: Further text, less prominent, which a terminal has no room for.
-        hint: Text under the pointer.
-        series: The name of a backend whose mark stands before the text.
-        suffix: A sign behind the text.
-        span: How many columns it takes.
-    """
-
-    text: str
+    text: str  # what it says
+    # How it is marked: `good`, `bad`, `doubt` or `none` for a verdict; `problem` or `aside` for a sentence;
+    # `code` for names, one a line; `best` for the fastest; empty for plain text.
     status: str = ""
-    order: float | None = None
-    share: float | None = None
-    note: str = ""
-    hint: str = ""
-    series: str = ""
-    suffix: str = ""
-    span: int = 1
+    order: float | None = None  # what the column is sorted by, where that is not the text
+    share: float | None = None  # A share of the budget, drawn as a bar
+    note: str = ""  # further text, less prominent, which a terminal has no room for
+    hint: str = ""  # text under the pointer
+    series: str = ""  # the name of a backend whose mark stands before the text
+    suffix: str = ""  # A sign behind the text
+    span: int = 1  # how many columns it takes
 
 
 Row = Sequence[Cell]
@@ -60,53 +49,32 @@ Row = Sequence[Cell]
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column.
+    """A column."""
 
-    Args:
-        name: Its heading.
-        numeric: Whether it holds numbers, aligned to the right.
-        short: The heading in a terminal; default: the name.
-        wide: Whether only the page has room for it.
-        whole: Whether a terminal never breaks its lines.
-    """
-
-    name: str
-    numeric: bool = False
-    short: str = ""
-    wide: bool = False
-    whole: bool = False
+    name: str  # its heading
+    numeric: bool = False  # whether it holds numbers, aligned to the right
+    short: str = ""  # the heading in a terminal; default: the name
+    wide: bool = False  # whether only the page has room for it
+    whole: bool = False  # whether a terminal never breaks its lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Rows that belong together.
+    """Rows that belong together."""
 
-    Args:
-        rows: The rows; a cell that spans all columns explains the row above it.
-        title: Their heading; empty for none.
-        about: Details behind the heading.
-    """
-
-    rows: Sequence[Row]
-    title: str = ""
-    about: str = ""
+    rows: Sequence[Row]  # the rows; a cell that spans all columns explains the row above it
+    title: str = ""  # their heading; empty for none
+    about: str = ""  # details behind the heading
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table.
+    """A table."""
 
-    Args:
-        title: What it shows.
-        columns: The columns.
-        groups: The rows in groups.
-        css: A class of the style sheet: `compact` or `matrix`.
-    """
-
-    title: str
-    columns: Sequence[Column]
-    groups: Sequence[Group] = field(default_factory=list)
-    css: str = ""
+    title: str  # what it shows
+    columns: Sequence[Column]  # the columns
+    groups: Sequence[Group] = field(default_factory=list)  # the rows in groups
+    css: str = ""  # A class of the style sheet: `compact` or `matrix`
 
 
 def columns(*names: str) -> list[Column]:
