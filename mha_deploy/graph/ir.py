@@ -135,25 +135,20 @@ def names_in(model: ir.Model) -> set[str]:
     return {value.name for node in model.graph.all_nodes() for value in node.outputs if value.name}
 
 
-def free_prefix(name: str, taken: set[str]) -> str:
-    """The name itself, with a number where another value already starts with it."""
+def prefix_within(name: str, taken: set[str]) -> str:
+    """A prefix for what a node is lowered to: the node's own name, or `<name>/lowered`, with a free number.
+
+    Fusion verdicts find the parts of an attention by `<name>/`. So where values of that name exist already
+    (the recogniser writes some), the new ones go one level deeper instead of under another name.
+    """
+    if any(used.startswith(f"{name}/") for used in taken):
+        name = f"{name}/lowered"
     prefix, count = name, 1
     while any(used.startswith(f"{prefix}/") for used in taken):
         count += 1
         prefix = f"{name}_{count}"
     taken.add(f"{prefix}/")
     return prefix
-
-
-def prefix_within(name: str, taken: set[str]) -> str:
-    """A prefix for what a node is lowered to: the node's own name, or `<name>/lowered`.
-
-    Fusion verdicts find the parts of an attention by `<name>/`. So where values of that name exist already
-    (the recogniser writes some), the new ones go one level deeper instead of under another name.
-    """
-    if any(used.startswith(f"{name}/") for used in taken):
-        return free_prefix(f"{name}/lowered", taken)
-    return free_prefix(name, taken)
 
 
 def import_domains(model: ir.Model, builder: NodeBuilder) -> None:

@@ -47,17 +47,40 @@ def read_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> Mask | N
 
 
 def input_mask(b: NodeBuilder, call: AttentionCall, T: Size) -> Mask | None:
-    """The mask input alone, without causal, window and key lengths; None where there is none."""
-    if call.mask is None:
+    """The mask input alone, without causal, window and key lengths, with all four axes; None without one."""
+    mask, dims, kind = call.mask, call.attention.mask_dims, call.attention.mask
+    if mask is None:
         return None
-    mask = _to_key_length(b, call, _to_4d(b, call), T)
-    mask_heads, rows = _mask_dims_4d(call)[1:3]
-    is_bool = call.attention.mask == "bool"
+    if dims is None:
+        raise call.refuse("mask of unknown rank")
+    dtype, missing_axes = _dtype(mask), 4 - len(dims)
+    dims = (1,) * missing_axes + dims
+    if missing_axes:
+        mask = b.unsqueeze(mask, *range(missing_axes))
+    if not isinstance(dims[1], int):
+        mask = b.expand(mask, 1, call.Hq, 1, 1)
+    if kind == "int":
+        dtype = ir.DataType.FLOAT  # integers have no -inf, and FP16 has not all of them
+        mask = b.op("Cast", mask, to=int(dtype))
+    mask.dtype = dtype
+    if call.attention.mask_may_be_short:  # from opset 24 on: the keys beyond it are masked
+        if isinstance(dims[3], int) and isinstance(T, int):
+            missing: Size = T - dims[3]
+        else:
+            missing = b.op("Sub", b.as_tensor(T), b.op("Gather", b.op("Shape", mask), b.ints(3)))
+        pads = b.shape_of(0, 0, 0, 0, 0, 0, 0, missing)
+        if kind == "bool":  # TensorRT pads numbers, not booleans
+            numbers = b.op("Cast", mask, to=int(ir.DataType.FLOAT))
+            padded = b.op("Pad", numbers, pads, b.constant(0.0, ir.DataType.FLOAT))
+            mask = b.op("Cast", padded, to=int(ir.DataType.BOOL), name="mask_padded")
+        else:
+            mask = b.op("Pad", mask, pads, b.constant(NEG_INF, dtype), name="mask_padded")
+            mask.dtype = dtype
     return Mask(
-        visible=mask if is_bool else None,
-        additive=None if is_bool else mask,
-        heads=1 if mask_heads == 1 else call.Hq,
-        one_row=rows == 1,
+        visible=mask if kind == "bool" else None,
+        additive=None if kind == "bool" else mask,
+        heads=1 if dims[1] == 1 else call.Hq,
+        one_row=dims[2] == 1,
     )
 
 
@@ -172,11 +195,16 @@ def _geometry(b: NodeBuilder, call: AttentionCall, S: Size, T: Size) -> ir.Value
     key = positions_along(b, T, axis=3)
     tests = []
     if _depends_on_query(call):
-        own = _own_position(b, call, S)
+        # The position of each query among the keys: after the past, or at the end of the valid keys.
+        own = positions_along(b, S, axis=2)
+        if call.past_key is not None:
+            own = b.op("Add", own, b.as_tensor(b.size(call.past_key, 2)))
+        elif call.lengths is not None:
+            own = b.op("Add", own, b.op("Sub", b.reshape(call.lengths, -1, 1, 1, 1), b.as_tensor(S)))
         if ahead is not None:
-            tests.append(b.op("Less", key, _plus(b, own, ahead + 1)))
+            tests.append(b.op("Less", key, b.op("Add", own, b.ints(ahead + 1))))
         if back >= 0:
-            tests.append(b.op("Greater", key, _plus(b, own, -back - 1)))
+            tests.append(b.op("Greater", key, b.op("Add", own, b.ints(-back - 1))))
     # A causal query attends to keys up to (valid keys − S + i), never past the last valid one.
     if call.lengths is not None and ahead != 0:
         tests.append(b.op("Less", key, b.reshape(call.lengths, -1, 1, 1, 1)))
@@ -201,24 +229,9 @@ def _depends_on_query(call: AttentionCall) -> bool:
     return _sight_ahead(call) is not None or call.attention.left_window >= 0
 
 
-def _own_position(b: NodeBuilder, call: AttentionCall, S: Size) -> ir.Value:
-    """Position of each query among the keys: after the past, or at the end of the valid keys."""
-    index = positions_along(b, S, axis=2)
-    if call.past_key is not None:
-        return b.op("Add", index, b.as_tensor(b.size(call.past_key, 2)))
-    if call.lengths is not None:
-        before = b.op("Sub", b.reshape(call.lengths, -1, 1, 1, 1), b.as_tensor(S))
-        return b.op("Add", index, before)
-    return index
-
-
 def positions_along(b: NodeBuilder, size: Size, *, axis: int) -> ir.Value:
     """0, 1, 2 … along one axis of a 4-D tensor."""
     return b.reshape(b.count_up(size), *(-1 if at == axis else 1 for at in range(4)))
-
-
-def _plus(b: NodeBuilder, value: ir.Value, number: int) -> ir.Value:
-    return value if number == 0 else b.op("Add", value, b.ints(number))
 
 
 def _both(b: NodeBuilder, one: ir.Value | None, other: ir.Value | None) -> ir.Value | None:
@@ -227,49 +240,7 @@ def _both(b: NodeBuilder, one: ir.Value | None, other: ir.Value | None) -> ir.Va
     return b.op("And", one, other, name="visible")
 
 
-# -- The mask input --------------------------------------------------------------------------------
-
-
-def _mask_dims_4d(call: AttentionCall) -> tuple[int | str | None, ...]:
-    dims = call.attention.mask_dims or ()
-    return (1,) * (4 - len(dims)) + dims
-
-
-def _to_4d(b: NodeBuilder, call: AttentionCall) -> ir.Value:
-    """The mask with all four axes; its head axis is 1 or Hq."""
-    mask, dims = call.mask, _mask_dims_4d(call)
-    if mask is None or call.attention.mask_dims is None:
-        raise call.refuse("mask of unknown rank")
-    dtype, missing = _dtype(mask), 4 - len(call.attention.mask_dims)
-    if missing:
-        mask = b.unsqueeze(mask, *range(missing))
-    if not isinstance(dims[1], int):
-        mask = b.expand(mask, 1, call.Hq, 1, 1)
-    if call.attention.mask == "int":
-        dtype = ir.DataType.FLOAT  # integers have no -inf, and FP16 has not all of them
-        mask = b.op("Cast", mask, to=int(dtype))
-    mask.dtype = dtype
-    return mask
-
-
-def _to_key_length(b: NodeBuilder, call: AttentionCall, mask: ir.Value, T: Size) -> ir.Value:
-    """A short mask (opset 24) masks the keys beyond it."""
-    if not call.attention.mask_may_be_short:
-        return mask
-    columns = _mask_dims_4d(call)[3]
-    if isinstance(columns, int) and isinstance(T, int):
-        missing: Size = T - columns
-    else:
-        missing = b.op("Sub", b.as_tensor(T), b.op("Gather", b.op("Shape", mask), b.ints(3)))
-    pads = b.shape_of(0, 0, 0, 0, 0, 0, 0, missing)
-    if call.attention.mask != "bool":
-        padded = b.op("Pad", mask, pads, b.constant(NEG_INF, _dtype(mask)), name="mask_padded")
-        padded.dtype = _dtype(mask)
-        return padded
-    # TensorRT pads numbers, not booleans.
-    numbers = b.op("Cast", mask, to=int(ir.DataType.FLOAT))
-    padded = b.op("Pad", numbers, pads, b.constant(0.0, ir.DataType.FLOAT))
-    return b.op("Cast", padded, to=int(ir.DataType.BOOL), name="mask_padded")
+# -- Types ------------------------------------------------------------------------------------------
 
 
 def _to_score_type(b: NodeBuilder, call: AttentionCall, mask: ir.Value) -> ir.Value:

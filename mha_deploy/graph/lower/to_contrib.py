@@ -207,36 +207,31 @@ def append_to_caches(model: ir.Model, options: object, *, dialect: str) -> None:
         cache = read_cache(node)
         if not isinstance(cache, CachedAttention) or cache.kind != PREALLOCATED:
             return None
-        return cache if _has_place(read_call(node, opset=None, dialect=dialect)) else None
+        call = read_call(node, opset=None, dialect=dialect)
+        fp64 = "fp64" in (call.attention.dtype, call.attention.softmax_precision)
+        if not call.attention.is_causal or call.mask is not None or fp64:
+            return None
+        if call.D % 8:
+            what = "preallocated cache of a head size no multiple of 8"
+            raise call.refuse(what, got=call.D, hint="dialect onnx")
+        if call.Dv != call.D:
+            what = "preallocated cache of V head size other than K's"
+            raise call.refuse(what, got=f"K {call.D}, V {call.Dv}", hint="dialect onnx")
+        return cache
 
     def write(call: AttentionCall, b: NodeBuilder, cache: CachedAttention) -> None:
         new = (call.q, call.Hq), (cache.new_key, call.Hkv), (cache.new_value, call.Hkv)
         tensors = [merge_heads(b, x, heads * call.D) for x, heads in new]
-        tensors += [cache.past_key, cache.past_value, _last_entries(b, call, cache), _total_length(model)]
+        total = next((value for value in model.graph.inputs if value.name == TOTAL_LENGTH), None)
+        if total is None:  # one for all attentions
+            total = ir.val(TOTAL_LENGTH, ir.DataType.INT32, [])
+            model.graph.inputs.append(total)
+        tensors += [cache.past_key, cache.past_value, _last_entries(b, call, cache), total]
         attributes = _group_query_attributes(call, call.attention.left_window)
         y, *states = _contrib(b, GROUP_QUERY, [*tensors], 3, attributes)
         take_over(model, call, b, cache, split_heads(b, y, call.Hq, call.D), states)
 
     rewrite_caches(model, wanted, write, dialect=dialect)
-
-
-def _has_place(call: AttentionCall) -> bool:
-    """Whether the operator can express the attention; refused where only its sizes forbid it."""
-    attention = call.attention
-    if (
-        not attention.is_causal
-        or call.mask is not None
-        or "fp64" in (attention.dtype, attention.softmax_precision)
-    ):
-        return False
-    if call.D % 8:
-        raise call.refuse(
-            "preallocated cache of a head size no multiple of 8", got=call.D, hint="dialect onnx"
-        )
-    if call.Dv != call.D:
-        got = f"K {call.D}, V {call.Dv}"
-        raise call.refuse("preallocated cache of V head size other than K's", got=got, hint="dialect onnx")
-    return True
 
 
 def _last_entries(b: NodeBuilder, call: AttentionCall, cache: CachedAttention) -> ir.Value:
@@ -255,13 +250,3 @@ def _last_entries(b: NodeBuilder, call: AttentionCall, cache: CachedAttention) -
     tokens = b.op("ReduceSum", each, b.ints(1), keepdims=0, name="new_tokens")
     last_of_new = b.op("Sub", tokens, b.constant([1], ir.DataType.INT32))
     return b.op("Add", first, last_of_new, name="last_row")
-
-
-def _total_length(model: ir.Model) -> ir.Value:
-    """The graph input, one for all attentions."""
-    for value in model.graph.inputs:
-        if value.name == TOTAL_LENGTH:
-            return value
-    total = ir.Value(name=TOTAL_LENGTH, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([]))
-    model.graph.inputs.append(total)
-    return total

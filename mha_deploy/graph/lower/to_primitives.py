@@ -60,82 +60,57 @@ OPERATOR_RULES = {
 # -- Groups of query heads that share a key/value head, in plain matmuls ---------------------------
 
 
-class GroupForm:
-    """The layout of queries, keys and bias for the matmuls; here every query head has its own key head."""
+GROUP_FORMS = ("fold", "broadcast", "repeat")
+"""How the query heads that share a key/value head are written."""
 
-    def __init__(self, b: NodeBuilder, call: AttentionCall) -> None:
-        self.b, self.call = b, call
+
+class GroupForm(NamedTuple):
+    """The layout of queries, keys and bias for the matmuls.
+
+    `fold` takes the query heads of a group as more queries of one head, `broadcast` gives the group an axis
+    of its own, `repeat` copies keys and values for each query head; with `own` each has its own key head.
+    """
+
+    b: NodeBuilder
+    call: AttentionCall
+    kind: str
 
     def query(self, q: ir.Value) -> ir.Value:
-        """`[B, Hq, S, D]` to the form's layout."""
+        """`[B, Hq, S, D]` to the layout; heads of a group are adjacent, so no data moves."""
+        b, Hkv, D = self.b, self.call.Hkv, self.call.D
+        if self.kind == "fold":  # [B, Hkv, G·S, D]
+            return b.reshape(q, 0, Hkv, -1, D, name="q_folded")
+        if self.kind == "broadcast":  # [B, Hkv, G, S, D]
+            return b.reshape(q, 0, Hkv, self.call.group, -1, D, name="q_grouped")
         return q
 
     def keys(self, x: ir.Value, rows: int | None, columns: int | None) -> ir.Value:
-        """`[B, Hkv, rows, columns]`, transposed keys or values, to the form's layout; None is the size T."""
+        """`[B, Hkv, rows, columns]`, transposed keys or values, to the layout; None is the size T."""
+        if self.kind == "broadcast":
+            return self.b.unsqueeze(x, 2)
+        if self.kind == "repeat":
+            copies = self.b.expand(self.b.unsqueeze(x, 2), 1, 1, self.call.group, 1, 1)
+            return self.b.reshape(copies, 0, self.call.Hq, rows or -1, columns or -1, name="repeated")
         return x
 
     def bias(self, mask: Mask, bias: ir.Value, S: Size, T: Size) -> ir.Value:
-        """`[1|B, 1|Hq, 1|S, T]` to the form's layout."""
+        """`[1|B, 1|Hq, 1|S, T]` to the layout."""
+        b, call = self.b, self.call
+        if self.kind == "fold" and not (mask.heads == 1 and mask.one_row):
+            copies, heads = (call.group, 1) if mask.heads == 1 else (call.Hq, call.Hkv)
+            return b.reshape(b.expand(bias, 1, copies, S, 1), 0, heads, -1, T, name="bias_folded")
+        if self.kind == "broadcast" and mask.heads == 1:
+            return b.unsqueeze(bias, 1)
+        if self.kind == "broadcast":
+            return b.reshape(bias, 0, call.Hkv, call.group, -1, T, name="bias_grouped")
         return bias
 
     def restore(self, x: ir.Value, last: Size) -> ir.Value:
         """A result, whose last axis has size `last`, back to `[B, Hq, S, last]`."""
-        return x
-
-
-class Repeat(GroupForm):
-    """Keys and values copied for each query head of a group."""
-
-    def keys(self, x: ir.Value, rows: int | None, columns: int | None) -> ir.Value:
-        """`[B, Hkv, ·, ·]` to `[B, Hq, ·, ·]`."""
-        copies = self.b.expand(self.b.unsqueeze(x, 2), 1, 1, self.call.group, 1, 1)
-        return self.b.reshape(copies, 0, self.call.Hq, rows or -1, columns or -1, name="repeated")
-
-
-class Fold(GroupForm):
-    """The query heads of a group as more queries of one head."""
-
-    def query(self, q: ir.Value) -> ir.Value:
-        """`[B, Hq, S, D]` to `[B, Hkv, G·S, D]`: heads of a group are adjacent, so no data moves."""
-        return self.b.reshape(q, 0, self.call.Hkv, -1, self.call.D, name="q_folded")
-
-    def bias(self, mask: Mask, bias: ir.Value, S: Size, T: Size) -> ir.Value:
-        """Repeated for each head of a group, unless it is the same for all queries."""
-        b, call = self.b, self.call
-        if mask.heads == 1 and mask.one_row:
-            return bias
-        copies, heads = (call.group, 1) if mask.heads == 1 else (call.Hq, call.Hkv)
-        return b.reshape(b.expand(bias, 1, copies, S, 1), 0, heads, -1, T, name="bias_folded")
-
-    def restore(self, x: ir.Value, last: Size) -> ir.Value:
-        """`[B, Hkv, G·S, ·]` to `[B, Hq, S, ·]`."""
-        return self.b.reshape(x, 0, self.call.Hq, -1, last, name="unfolded")
-
-
-class Broadcast(GroupForm):
-    """The group as an axis of its own, over which keys and values are broadcast."""
-
-    def query(self, q: ir.Value) -> ir.Value:
-        """`[B, Hq, S, D]` to `[B, Hkv, G, S, D]`."""
-        return self.b.reshape(q, 0, self.call.Hkv, self.call.group, -1, self.call.D, name="q_grouped")
-
-    def keys(self, x: ir.Value, rows: int | None, columns: int | None) -> ir.Value:
-        """`[B, Hkv, ·, ·]` to `[B, Hkv, 1, ·, ·]`."""
-        return self.b.unsqueeze(x, 2)
-
-    def bias(self, mask: Mask, bias: ir.Value, S: Size, T: Size) -> ir.Value:
-        """`[·, 1|Hq, ·, T]` to `[·, 1|Hkv, 1|G, ·, T]`."""
-        if mask.heads == 1:
-            return self.b.unsqueeze(bias, 1)
-        return self.b.reshape(bias, 0, self.call.Hkv, self.call.group, -1, T, name="bias_grouped")
-
-    def restore(self, x: ir.Value, last: Size) -> ir.Value:
-        """`[B, Hkv, G, S, ·]` to `[B, Hq, S, ·]`."""
-        return self.b.reshape(x, 0, self.call.Hq, -1, last, name="ungrouped")
-
-
-GROUP_FORMS: dict[str, type[GroupForm]] = {"fold": Fold, "broadcast": Broadcast, "repeat": Repeat}
-"""The forms by the name of the option."""
+        if self.kind in ("own", "repeat"):
+            return x
+        name = "unfolded" if self.kind == "fold" else "ungrouped"
+        return self.b.reshape(x, 0, self.call.Hq, -1, last, name=name)
 
 
 def group_form(b: NodeBuilder, call: AttentionCall, name: str) -> GroupForm:
@@ -145,10 +120,10 @@ def group_form(b: NodeBuilder, call: AttentionCall, name: str) -> GroupForm:
     fails at some sizes and is wrong at others.
     """
     if call.group == 1:
-        return GroupForm(b, call)
-    if name == AUTO:
+        name = "own"
+    elif name == AUTO:
         name = "repeat" if call.Hkv == 1 else "fold"
-    return GROUP_FORMS[name](b, call)
+    return GroupForm(b, call, name)
 
 
 # -- The steps of attention ------------------------------------------------------------------------
@@ -172,7 +147,7 @@ def transposed_scores_of(
 
     TensorRT-RTX 1.7.1 writes a transposed copy of a whole cache before Q·Kᵀ, and none here.
     """
-    perm = (0, 1, 2, 4, 3) if isinstance(form, Broadcast) else (0, 1, 3, 2)
+    perm = (0, 1, 2, 4, 3) if form.kind == "broadcast" else (0, 1, 3, 2)
     query = b.transpose(q, *perm, name="q_transposed")
     matmul = b.op("MatMul", form.keys(k, None, call.D), query, name="scores")
     return b.transpose(matmul, *perm, name="scores_turned")
