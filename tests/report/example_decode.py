@@ -6,7 +6,7 @@ from example_results import verdict
 
 
 def decode(backend, *, level=8e-4, steps=300, growth=1.3, prompt=(24, 12, 6), trace="steps"):
-    """A trace that was stepped through rightly."""
+    """A trace that was decoded through rightly."""
     dice = random.Random(f"{backend} {trace}")
     own, eager = random.Random(trace), 9e-4
     errors = [level * growth ** (i / steps) * dice.uniform(0.7, 1.4) for i in range(steps)]

@@ -86,7 +86,7 @@ def has_nan(step, output):
     return output
 
 
-def stepped(meddle=right, steps=STEPS, **options):
+def decoded(meddle=right, steps=STEPS, **options):
     given = trace(steps, **options)
     return run_decode_loop(Replay(given, meddle), given, spec(), FP16)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from example_decode import break_decode, decode
 from example_report import fresh
-from replayed import MEDDLERS, STEPS, right, stepped, stops_at, wrong_from
+from replayed import MEDDLERS, STEPS, decoded, right, stops_at, wrong_from
 from schema_text import schema_markdown
 
 from mha_deploy.engine.manifest import Engine, EngineManifest
@@ -37,16 +37,16 @@ def words(markup):
 
 @pytest.mark.parametrize("meddle", MEDDLERS)
 def test_what_the_decode_loop_gives_keeps_the_format(meddle):
-    data = report_of(stepped(meddle).to_dict())
+    data = report_of(decoded(meddle).to_dict())
     assert check_report(data) == []
     assert data["decode"][0]["passed"] is (meddle is right)
     assert section(data)
 
 
 def test_the_example_has_the_keys_of_what_the_decode_loop_gives():
-    real, made = stepped().to_dict(), decode("tensorrt 8.6.1")
+    real, made = decoded().to_dict(), decode("tensorrt 8.6.1")
     assert list(real) == list(made)
-    assert set(stepped(wrong_from(3)).to_dict()["failures"][0]) == set(break_decode(made)["failures"][0])
+    assert set(decoded(wrong_from(3)).to_dict()["failures"][0]) == set(break_decode(made)["failures"][0])
 
 
 def test_a_verdict_on_decoding_is_described_once():
@@ -55,7 +55,7 @@ def test_a_verdict_on_decoding_is_described_once():
 
 
 def test_a_finding_about_decoding_leads_to_its_section():
-    data = report_of(stepped(wrong_from(3)).to_dict())
+    data = report_of(decoded(wrong_from(3)).to_dict())
     data["verdict"]["findings"] = [{"level": "failure", "section": "decode", "text": "decodes wrongly"}]
     assert '<a href="#decode">decode</a>' in report_page(data)
 
@@ -76,7 +76,7 @@ def test_a_layer_with_a_cache_misses_it():
 
 
 def test_a_right_trace_is_reported_in_one_row():
-    report = stepped()
+    report = decoded()
     text = words(section(report_of(report.to_dict())))
     told = f"replay 1.0 passed steps prompts of 5, 2 and 7 {STEPS} – {report.share:.0%}"
     assert f"{told} {report.growth:.2f}× {report.eager_growth:.2f}×" in text
@@ -84,7 +84,7 @@ def test_a_right_trace_is_reported_in_one_row():
 
 
 def test_errors_stand_beside_those_of_the_module_at_doublings():
-    data = as_plain(stepped().to_dict())
+    data = as_plain(decoded().to_dict())
     data["errors"][3], data["eager_errors"][3] = 0.25, 0.125
     table = section(report_of(data)).split("at some steps of trace steps</caption>")[1]
     rows = [re.findall(r">([^<>]+)</td>", row) for row in table.split("<tr>")[2:]]
@@ -94,7 +94,7 @@ def test_errors_stand_beside_those_of_the_module_at_doublings():
 
 
 def test_a_failure_is_reported_with_its_place():
-    data = as_plain(stepped(wrong_from(3)).to_dict())
+    data = as_plain(decoded(wrong_from(3)).to_dict())
     text = words(section(report_of(data)))
     assert f"FAILED steps prompts of 5, 2 and 7 {STEPS} step 3" in text
     assert re.search(
@@ -107,13 +107,13 @@ def test_a_failure_is_reported_with_its_place():
 
 
 def test_a_trace_that_stopped_is_reported():
-    text = words(section(report_of(stepped(stops_at(4)).to_dict())))
+    text = words(section(report_of(decoded(stops_at(4)).to_dict())))
     assert f" 4 of {STEPS} step 4 " in text
     assert "out of memory" in text
 
 
 def test_a_trace_without_a_step_has_no_chart():
-    found = section(report_of(stepped(stops_at(0)).to_dict()))
+    found = section(report_of(decoded(stops_at(0)).to_dict()))
     assert "No step gave anything to measure." in found
     assert "<svg" not in found
     assert "prefill" in found

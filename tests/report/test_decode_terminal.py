@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from replayed import MEDDLERS, STEPS, stepped, stops_at, wrong_from
+from replayed import MEDDLERS, STEPS, decoded, stops_at, wrong_from
 from rich.console import Console
 
 from mha_deploy.cli.tables import decode_renderable
@@ -19,8 +19,8 @@ def printed(report, width=80):
     return out.getvalue()
 
 
-def test_the_terminal_tells_verdict_share_growth_and_errors():
-    report = stepped()
+def test_the_terminal_shows_verdict_share_growth_and_errors():
+    report = decoded()
     *_, head, growth = printed(report).strip().splitlines()
     assert head.strip() == f"PASSED  {STEPS} decode steps on replay 1.0, prompts of 5, 2 and 7"
     own = f"growth of the error {report.growth:.2f}, of eager's own {report.eager_growth:.2f}"
@@ -31,7 +31,7 @@ def test_the_terminal_tells_verdict_share_growth_and_errors():
 
 
 def test_the_terminal_lists_the_first_failures_with_their_place():
-    text = printed(stepped(wrong_from(3)), width=300)
+    text = printed(decoded(wrong_from(3)), width=300)
     assert "steps step 3/output: out of budget" in text
     assert re.search(r"worst at [^:]*token 0: got", text)
     assert text.count("out of budget") == 4
@@ -39,18 +39,18 @@ def test_the_terminal_lists_the_first_failures_with_their_place():
     assert f"FAILED  at step 3 of {STEPS} on replay 1.0, prompts of 5, 2 and 7\n" in text
 
 
-def test_the_terminal_tells_where_a_trace_stopped():
-    text = printed(stepped(stops_at(4)), width=300)
+def test_the_terminal_says_where_a_trace_stopped():
+    text = printed(decoded(stops_at(4)), width=300)
     assert f"FAILED  at step 4 of {STEPS} on" in text
     assert "out of memory" in text
     assert "of the budget at most; growth of the error unknown" in text
-    text = printed(stepped(stops_at(0)), width=300)
+    text = printed(decoded(stops_at(0)), width=300)
     assert f"FAILED  at the prefill before {STEPS} steps on" in text
     assert "no error was measured; growth of the error unknown, of eager's own unknown" in text
 
 
-def test_the_terminal_tells_of_a_wrong_cache_behind_right_steps():
-    report = stepped()
+def test_the_terminal_shows_of_a_wrong_cache_behind_right_steps():
+    report = decoded()
     *right, cache = report.verdicts
     broken = replace(report, verdicts=(*right, replace(cache, problem="out of budget: gain")))
     assert f"FAILED  in the cache after {STEPS} steps on" in printed(broken)
@@ -59,11 +59,11 @@ def test_the_terminal_tells_of_a_wrong_cache_behind_right_steps():
 
 @pytest.mark.parametrize("meddle", MEDDLERS)
 def test_the_lines_fit_80_columns(meddle):
-    assert max(map(len, printed(stepped(meddle)).splitlines())) <= 80
+    assert max(map(len, printed(decoded(meddle)).splitlines())) <= 80
 
 
 def test_long_traces_have_a_short_table():
-    lines = printed(stepped(steps=50, prompt=(7, 7, 7))).splitlines()
+    lines = printed(decoded(steps=50, prompt=(7, 7, 7))).splitlines()
     assert len(lines) <= 16
 
 
