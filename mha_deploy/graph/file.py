@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -378,29 +377,14 @@ def save_graph(model: ir.Model, path: Path) -> None:
     weights = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
     size = sum(tensor.nbytes for tensor in weights if tensor is not None)
     external = f"{path.name}.data" if size > EXTERNAL_DATA_FROM else None
-    with _read_into_memory(model, weights=external is None):
-        ir.save(model, path, external_data=external)
-
-
-@contextmanager
-def _read_into_memory(model: ir.Model, *, weights: bool) -> Iterator[None]:
-    """Read external constants, and if wanted weights, into memory."""
-    values, constants = list[tuple[ir.Value, ir.TensorProtocol]](), list[tuple[ir.Node, ir.Attr]]()
-    try:
-        for value in (each for graph in model.graphs() for each in graph.initializers.values()):
-            if weights and isinstance(tensor := value.const_value, ir.ExternalTensor):
-                values.append((value, tensor))
-                value.const_value = _in_memory(tensor)
-        for node, attribute in list(_constants(model)):
-            if isinstance(tensor := attribute.as_tensor(), ir.ExternalTensor):
-                constants.append((node, attribute))
-                node.attributes.add(ir.AttrTensor(attribute.name, _in_memory(tensor)))
-        yield
-    finally:
-        for value, tensor in values:
-            value.const_value = tensor
-        for node, attribute in constants:
-            node.attributes.add(attribute)
+    copy = model.clone()  # weights are shared
+    for value in (each for graph in copy.graphs() for each in graph.initializers.values()):
+        if external is None and isinstance(tensor := value.const_value, ir.ExternalTensor):
+            value.const_value = _in_memory(tensor)
+    for node, attribute in list(_constants(copy)):
+        if isinstance(tensor := attribute.as_tensor(), ir.ExternalTensor):
+            node.attributes.add(ir.AttrTensor(attribute.name, _in_memory(tensor)))
+    ir.save(copy, path, external_data=external)
 
 
 def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
