@@ -449,7 +449,7 @@ def _about_sentinel(figures: Figures) -> Iterator[Finding]:
     low, high = figures.all_scores or (0.0, 0.0)
     size, reach = -figures.sentinel, max(-low, high)
     name = f"the mask's {figures.sentinel:,.6g}"
-    row = f"a query that sees no key then gives NaN ({figures.fully_masked:,} such rows in the golden cases)"
+    row = f"a fully masked query then gives NaN (the golden cases have {figures.fully_masked:,} of them)"
     if size >= _ROUNDS_TO_INFINITY:
         yield Finding(status=OVERFLOWS, what=f"{name} is -inf in FP16: {row}", advice=(_SENTINEL,))
     elif size + reach >= _ROUNDS_TO_INFINITY:

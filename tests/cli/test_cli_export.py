@@ -235,7 +235,7 @@ def test_a_cache_can_be_removed_from_a_layer(run_cli, tmp_path):
         ),
         (
             ["tiny-preallocated", "--axis", "T=32"],
-            "more tokens than the cache has rows",
+            "more tokens than the cache has entries",
             "T = 32",
             "S up to 32",
         ),

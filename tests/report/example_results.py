@@ -141,7 +141,7 @@ def conformance():
         "additive": "additive, float",
         "causal": "causal",
         "causal-padding": "causal and padding",
-        "dead-row": "a row that sees no key",
+        "dead-row": "a fully masked query",
         "alibi": "ALiBi bias",
         "native-causal": "causal as the runtime itself means it",
     }

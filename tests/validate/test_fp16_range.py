@@ -640,6 +640,6 @@ def test_a_constant_of_the_graph_is_found_behind_its_cast(bundles, tmp_path):
     (plain,) = fp16_range(bundle).nodes
     assert found.figures.sentinel == -1e9
     assert (plain.status, found.status) == ("ok", "overflows")
-    assert f"({plain.figures.fully_masked:,} such rows" in about_mask(found)[0].what
+    assert f"the golden cases have {plain.figures.fully_masked:,} of them" in about_mask(found)[0].what
     assert found.figures.score == plain.figures.score
     assert found.figures.fully_masked == plain.figures.fully_masked
