@@ -138,14 +138,7 @@ class LayerBound:
 
 
 def roofline_bound(cost: LayerCost, gpu: Gpu, precision: str, tokens: int) -> LayerBound:
-    """The roofline bound of every stage on a GPU.
-
-    Args:
-        cost: The layer, counted with the bytes of that precision.
-        gpu: Its peak figures.
-        precision: `fp16`, `bf16` or `fp32`.
-        tokens: Query tokens of one run, B times S.
-    """
+    """The roofline bound of every stage on a GPU; `tokens` are the query tokens of one run, B times S."""
     peak = gpu.peak_flops(precision)
     stages = tuple(
         StageBound(cost=stage, compute_seconds=stage.flops / peak, memory_seconds=stage.bytes / gpu.bandwidth)
@@ -159,17 +152,9 @@ def roofline_bound(cost: LayerCost, gpu: Gpu, precision: str, tokens: int) -> La
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """The cost and the roofline bound of a layer.
+    """The cost and the roofline bound of a layer at some sizes on a GPU, stage by stage.
 
-    Args:
-        spec: The layer.
-        sizes: The sizes it was counted at.
-        precision: `fp16`, `bf16` or `fp32`.
-        gpu: The GPU whose peak figures were used.
-        cost: Parameters, FLOPs and bytes per stage.
-        bound: Roofline bound per stage.
-        kv_bytes_per_token: KV-cache bytes of one token in this layer.
-        kv_bytes: KV-cache bytes of this layer at these sizes.
+    `kv_bytes_per_token` and `kv_bytes` are the KV-cache bytes of one token, and at these sizes.
     """
 
     spec: AttentionSpec
@@ -228,12 +213,8 @@ def analyze_layer(
 ) -> Analysis:
     """Count the FLOPs and bytes of a layer and its roofline bound; nothing is run.
 
-    Args:
-        spec: The layer.
-        sizes: A size for each of its axes.
-        precision: `fp16`, `bf16` or `fp32`.
-        gpu: A name from `gpu_names()`, or the figures of another GPU, for example measured ones.
-        lengths: Valid entries of a preallocated KV cache before the call; default: full after it.
+    `gpu` is a name from `gpu_names()`, or the figures of another GPU. `lengths` are the valid entries of a
+    preallocated KV cache before the call; default: full after it.
     """
     figures = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     element = find_precision(precision).bytes

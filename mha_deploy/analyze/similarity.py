@@ -18,15 +18,7 @@ from mha_deploy.model.spec import INT32, AttentionSpec, Sizes, TensorSpec
 
 
 def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
-    """Read the inputs of a layer from an .npz file, one array per input.
-
-    Args:
-        path: The file, as `numpy.savez` writes it.
-        spec: The layer; names, shapes, types and sizes must agree with it.
-
-    Returns:
-        The arrays by name: float32, and int32 where the spec says so.
-    """
+    """Read the inputs of a layer, float32 or int32, from an .npz file; they must agree with the spec."""
     arrays = read_npz(path, lambda names: _check_names(spec, names))
     _check_names(spec, arrays)
     sizes = {name: axis.min for name, axis in spec.axes.items() if not axis.is_dynamic}
@@ -126,12 +118,7 @@ class HeadSimilarity:
         }
 
     def save_png(self, path: Path, *, title: str = "Head similarity") -> None:
-        """Draw ρ as a heatmap; the file appears whole or not at all.
-
-        Args:
-            path: The PNG file; its folder must exist.
-            title: Above the picture; the redundancy is added to it.
-        """
+        """Draw ρ as a heatmap under a title with the redundancy; the file appears whole or not at all."""
         if path.suffix.lower() != ".png":
             raise DeployError("The heatmap is a PNG.", got=path, hint=path.with_suffix(".png").name)
         try:
@@ -183,15 +170,10 @@ def head_similarity(
     prefix: str = "",
     layer: int | None = None,
 ) -> HeadSimilarity:
-    """Compare the heads of a spec's layer.
+    """Compare the heads of a spec's layer, with random weights or those of an attention in a checkpoint.
 
-    Args:
-        spec: The layer.
-        inputs: Arrays or tensors by name, as `spec.inputs` lists them.
-        seed: Of random weights.
-        weights: A checkpoint in place of them.
-        prefix: The attention in it.
-        layer: The layer that it is in, where no prefix is given.
+    `inputs` are arrays or tensors by name, as `spec.inputs` lists them. The attention in the checkpoint is
+    named by its prefix or by its layer.
     """
     try:
         from mha_deploy.reference import build_module
@@ -203,12 +185,7 @@ def head_similarity(
 
 
 def similarity_from_module(module: Any, inputs: Mapping[str, Any]) -> HeadSimilarity:
-    """Compare the heads of a reference module, for example one with trained weights.
-
-    Args:
-        module: What `reference.build_module` gives, in float32.
-        inputs: Arrays or tensors by name, as the spec of the module lists them.
-    """
+    """Compare the heads of a reference module in float32, for example one with trained weights."""
     try:
         import torch  # noqa: TID251 - heads are computed by the reference module, on the export side
     except ImportError as error:
@@ -226,11 +203,7 @@ def similarity_from_module(module: Any, inputs: Mapping[str, Any]) -> HeadSimila
 
 
 def similarity_from_heads(heads: np.ndarray) -> HeadSimilarity:
-    """Compare heads that were computed elsewhere.
-
-    Args:
-        heads: Head outputs [tokens, Hq, D].
-    """
+    """Compare head outputs [tokens, Hq, D] that were computed elsewhere."""
     Hq = heads.shape[1]
     cosines, together, tokens = np.zeros((Hq, Hq)), np.zeros((Hq, Hq)), 0
     for start in range(0, len(heads), _CHUNK):

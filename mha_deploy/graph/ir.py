@@ -162,11 +162,7 @@ def replace_node(
 ) -> None:
     """Put new nodes in the place of a node, which is removed.
 
-    Args:
-        node: The node.
-        builder: The new nodes.
-        outputs: The values that replace its outputs, by position.
-        keep: Other values whose producers are needed.
+    `outputs` replace its outputs, by position; the producers of `keep` are needed as well.
     """
     replaced: set[ir.Value] = set()
     for position, value in outputs.items():

@@ -16,6 +16,7 @@ from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
     dim,
+    dims,
     import_domains,
     infer_shapes,
     input_at,
@@ -28,11 +29,7 @@ from mha_deploy.graph.ir import (
     same_size,
 )
 from mha_deploy.graph.lower import operators as scatter
-from mha_deploy.graph.lower.call import (
-    AttentionCall,
-    read_call,
-    take_mask_before_expand,
-)
+from mha_deploy.graph.lower.call import AttentionCall, read_call, take_mask_before_expand
 from mha_deploy.graph.lower.operators import Obstacle
 
 # -- The form of the cache in a lowered model ------------------------------------------------------
@@ -142,12 +139,11 @@ def _updates(node: ir.Node) -> list[ir.Node | None]:
 
 def _read_dynamic(node: ir.Node) -> CachedAttention | Obstacle:
     k, v, past_key, past_value = (input_at(node, at) for at in (an.K, an.V, an.PAST_KEY, an.PAST_VALUE))
-    outs = [output_at(node, at) for at in (an.PRESENT_KEY, an.PRESENT_VALUE)]
+    outs = key_out, value_out = [output_at(node, at) for at in (an.PRESENT_KEY, an.PRESENT_VALUE)]
     if k is None or v is None or past_key is None or past_value is None:
         return Obstacle("cache of only keys or only values", node.name)
     if not (past_key.is_graph_input() and past_value.is_graph_input()):
         return Obstacle("past that is no graph input", past_key.name)
-    key_out, value_out = outs
     if key_out is None or value_out is None or not all(_is_only_output(out, 0) for out in outs):
         return Obstacle("present that is not just a graph output", [out and out.name for out in outs])
     return CachedAttention(
@@ -207,11 +203,8 @@ def _ends_behind(node: ir.Node, starts: ir.Value, S: Dim) -> bool:
     add = made_by(_origin(input_at(node, an.NONPAD_KV_SEQLEN)), "Add")
     if add is None:
         return False
-    one, other = add.inputs
-    for before, new in ((one, other), (other, one)):
-        if _origin(before) is _origin(starts) and same_size(S, _number(new)):
-            return True
-    return False
+    pairs = (add.inputs, add.inputs[::-1])
+    return any(_origin(before) is _origin(starts) and same_size(S, _number(new)) for before, new in pairs)
 
 
 def _origin(value: ir.Value | None) -> ir.Value | None:
@@ -228,22 +221,14 @@ def _number(value: ir.Value | None) -> Dim:
     if tensor is not None:
         numbers = tensor.numpy().reshape(-1)
         return int(numbers[0]) if numbers.size == 1 else None
-    node = None if value is None else value.producer()
-    if node is None or node.op_type != "Gather":
-        sizes = _sizes_read_by(node)
-        return sizes[0] if len(sizes) == 1 else None
-    shape, at = _origin(node.inputs[0]), _number(node.inputs[1])
-    sizes = _sizes_read_by(None if shape is None else shape.producer())
+    gather = made_by(value, "Gather")
+    shape = made_by(_origin(input_at(gather, 0)) if gather is not None else value, "Shape")
+    x = input_at(shape, 0)
+    if shape is None or x is None or x.shape is None:
+        return None
+    sizes = dims(x)[shape.attributes.get_int("start", 0) : shape.attributes.get_int("end", None)]
+    at = _number(input_at(gather, 1)) if gather is not None else 0 if len(sizes) == 1 else None
     return sizes[at] if isinstance(at, int) and -len(sizes) <= at < len(sizes) else None
-
-
-def _sizes_read_by(node: ir.Node | None) -> list[Dim]:
-    """The sizes that a Shape node reads."""
-    x = None if node is None or node.op_type != "Shape" else node.inputs[0]
-    if node is None or x is None or x.shape is None:
-        return []
-    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
-    return [dim(x, axis) for axis in range(len(x.shape))[start:end]]
 
 
 # -- Replace attentions together with their caches -------------------------------------------------
@@ -257,11 +242,9 @@ Write = Callable[[AttentionCall, NodeBuilder, CachedAttention], None]
 
 def rewrite_caches(model: ir.Model, wanted: Wanted, write: Write, *, dialect: str) -> None:
     """Write the attentions that are wanted, each with its cache; the model is changed."""
-    taken = names_in(model)
-    written = False
+    taken, written = names_in(model), False
     for node in [node for node in model.graph.all_nodes() if is_attention(node)]:
-        cache = wanted(node)
-        if cache is not None:
+        if (cache := wanted(node)) is not None:
             take_mask_before_expand(node)
             call = read_call(node, opset=model.opset_imports.get(""), dialect=dialect)
             write(call, NodeBuilder(prefix_within(call.attention.name, taken)), cache)

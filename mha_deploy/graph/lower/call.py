@@ -141,23 +141,20 @@ def read_call(node: ir.Node, *, opset: int | None, dialect: str) -> AttentionCal
         raise call.refuse("past of only keys or only values", hint="give past_key and past_value together")
     if call.past_key is not None and call.lengths is not None:
         raise call.refuse("nonpad_kv_seqlen together with past_key", hint="use one of the two kinds of cache")
-    if call.mask is not None:
-        _check_mask(call, call.mask)
-    return call
-
-
-def _check_mask(call: AttentionCall, mask: ir.Value) -> None:
-    shape = call.attention.mask_dims
-    if call.attention.mask == "unknown" or shape is None:
-        raise call.refuse("mask of unknown type or rank", got=mask.name, hint="state it in the graph")
+    if call.mask is None:
+        return call
+    shape = attention.mask_dims
+    if attention.mask == "unknown" or shape is None:
+        raise call.refuse("mask of unknown type or rank", got=call.mask.name, hint="state it in the graph")
     if len(shape) > 4 or not shape:
         raise call.refuse("mask of this rank", got=shape, hint="a mask has 1 to 4 dimensions")
     heads = shape[-3] if len(shape) > 2 else 1
     if isinstance(heads, int) and heads not in (1, call.Hq):
         raise call.refuse("mask for another number of heads", got=shape, hint=f"1 or {call.Hq} heads")
-    if shape[-1] == 1 and (call.attention.T != 1 or call.past_key is not None):
+    if shape[-1] == 1 and (attention.T != 1 or call.past_key is not None):
         # ONNX calls it broadcastable and also specifies that a short mask is padded: two different results.
         raise call.refuse("mask with a single key column", got=shape, hint="expand it to T columns")
+    return call
 
 
 # -- Split and merge heads, concatenate the past ---------------------------------------------------

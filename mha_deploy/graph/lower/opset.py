@@ -146,12 +146,7 @@ _NEWER_VALUES = {
 
 
 def to_opset(model: ir.Model, version: int, *, dialect: str = "primitives") -> ir.Model:
-    """Rewrite a model for an opset that is not newer than `version`.
-
-    Args:
-        model: The model; it is not changed.
-        version: The newest opset the result may need.
-        dialect: Name used in messages.
+    """A copy of a model that needs no opset newer than `version`; `dialect` is named in messages.
 
     Raises:
         LoweringError: A node cannot be written in that opset.
