@@ -575,8 +575,11 @@ def enclosed_nodes(graph: ir.Graph, kept: set[ir.Node], float32_inputs: set[str]
     A part of the graph that no kept node is connected to has no reason to be in float32.
     """
     enclosed = {node for node in graph if node not in kept and _is_cheap(node)}
-    while left := {n for n in enclosed if not _is_enclosed(n, kept | enclosed, float32_inputs)}:
-        enclosed -= left
+    left = enclosed
+    while left:
+        inside = kept | enclosed
+        left = {node for node in enclosed if not _is_enclosed(node, inside, float32_inputs)}
+        enclosed = enclosed - left
     near: set[ir.Node] = set()
     pending = list(kept)
     while pending:
