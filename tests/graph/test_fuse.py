@@ -44,7 +44,8 @@ def few(attend, **facts):
 CASES = {
     "sdpa": Case(spelling(modules.sdpa)),
     "sdpa causal": Case(spelling(modules.sdpa_causal), causal=True),
-    "sdpa bool mask": Case(spelling(modules.sdpa_mask), "bool", "bool"),
+    # The exporter writes the lowest number for it: a fully masked query is the mean of V.
+    "sdpa bool mask": Case(spelling(modules.sdpa_mask), "bool", "float"),
     "sdpa float mask": Case(spelling(modules.sdpa_mask), "float", "float"),
     "sdpa scale": Case(spelling(modules.sdpa_scale), scale=0.5),
     "sdpa gqa": few(modules.sdpa_gqa, Hkv=2),

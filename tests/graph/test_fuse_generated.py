@@ -1,4 +1,4 @@
-"""Generated graphs: none computes something else after fusion, and nearly all that can be said are fused."""
+"""Generated graphs: none computes something else after fusion, and nearly all that are expressible are fused."""
 
 import numpy as np
 import onnxruntime
@@ -33,7 +33,7 @@ def session(model):
 
 
 def check(seed):
-    """Fuse one graph: whether it can be said, whether it was fused, and what is wrong."""
+    """Fuse one graph: whether it is expressible, whether it was fused, and what is wrong."""
     spelling = drawn(seed)
     graph = Graph(spelling)
     model = graph.build()
