@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from textwrap import fill
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
@@ -34,11 +34,8 @@ def option(default: Any, about: str, *flags: str, **details: Any) -> Any:
 def options_text(record: type, names: Sequence[str]) -> str:
     """Options of a record as lines of the `Args:` of a docstring."""
     about = {each.name: each.metadata["about"] for each in fields(record) if each.name in names}
-    lines = (
-        fill(f"{name}: {words}", 110, initial_indent=" " * 8, subsequent_indent=" " * 12)
-        for name, words in about.items()
-    )
-    return "\n".join(lines)
+    wrapped = TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
+    return "\n".join(wrapped.fill(f"{name}: {words}") for name, words in about.items())
 
 
 # -- Export ----------------------------------------------------------------------------------------
@@ -69,7 +66,7 @@ class ExportOptions:
     golden: Sequence[str] = option(
         (),
         "A golden case: min, opt, odd, ragged or large, with a KV cache prefill or decode, or sizes as "
-        "B=2,S=33. Can be repeated. default: those that suit the model",
+        "B=2,S=33. default: those that suit the model",
         metavar="CASE",
     )
     golden_gflop: float = option(100.0, "GFLOP limit of the large golden case.")
@@ -110,7 +107,7 @@ class EngineOptions:
     name: str | None = option(None, "Name of the engine. default: the name of the backend")
     profiles: Sequence[Mapping[str, Axis]] = option(
         (),
-        "An optimization profile, as B=1:8:32,S=1:128:512. Can be repeated, for several in one engine. "
+        "An optimization profile, as B=1:8:32,S=1:128:512; several are in one engine. "
         "default: the axis ranges of the model",
         "--profile",
         metavar="RANGES",
@@ -171,8 +168,8 @@ class EngineKeywords(TypedDict, total=False):
 # -- Validation and timing -------------------------------------------------------------------------
 
 _BACKENDS = (
-    "A backend to run: the name of an engine, ort-cuda, ort-cpu, onnx-reference, eager, sdpa-cudnn … Can be "
-    "repeated. default: the graph, every engine that can run here, and the PyTorch baselines"
+    "A backend to run: the name of an engine, ort-cuda, ort-cpu, onnx-reference, eager, sdpa-cudnn … "
+    "default: the graph, every engine that can run here, and the PyTorch baselines"
 )
 _ENGINE = "Run only this engine. default: all engines of the bundle"
 _SAMPLES = "Samples of each timing."
@@ -262,8 +259,7 @@ class BenchOptions:
 
     at: Sequence[str] = option(
         (),
-        "Sizes, as B=8,S=128, or opt, prefill or decode. Can be repeated. "
-        "default: a sweep over batches and lengths",
+        "Sizes, as B=8,S=128, or opt, prefill or decode. default: a sweep over batches and lengths",
         metavar="SIZES",
     )
     backends: Sequence[str] = option((), _BACKENDS, "--backend", metavar="NAME")
@@ -304,7 +300,7 @@ class PackageOptions:
     )
     backends: Sequence[str] = option(
         (),
-        "An engine to serve; can be repeated, one for each kind of GPU. Or for python one runtime: ort-cuda, "
+        "An engine to serve, one for each kind of GPU. Or for python one runtime: ort-cuda, "
         "ort-cpu … default: the engines that run here, else ONNX Runtime",
         "--backend",
         metavar="NAME",

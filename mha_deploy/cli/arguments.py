@@ -56,18 +56,19 @@ def takes(record: type, *names: str) -> Callable[[Callable[..., None]], Callable
 def _parameter(field: Field[Any]) -> Parameter:
     """The parameter of a verb that Typer makes an option of."""
     default: Any = field.default
-    text, flags = str(field.type), field.metadata["flags"]
+    text, flags, about = str(field.type), field.metadata["flags"], field.metadata["about"]
     kind: Any
     if text == "Sequence[int]":
         kind, default = str, ",".join(map(str, default))
     elif text.startswith("Sequence"):
         kind, default = list[str] | None, None
+        about = "{} Can be repeated.{}{}".format(*about.partition(" default:"))
     else:
         kind = _KINDS[text.removesuffix(" | None")]
         kind = kind | None if text.endswith(" | None") else kind
     if text == "bool" and not default:
         flags = flags or (f"--{field.name.replace('_', '-')}",)  # there is no need for --no-…
-    option = typer.Option(*flags, help=field.metadata["about"], **field.metadata["details"])
+    option = typer.Option(*flags, help=about, **field.metadata["details"])
     annotation = Annotated[kind, option]
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
