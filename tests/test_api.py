@@ -17,12 +17,12 @@ from fresh_python import python
 from torch import nn
 
 import mha_deploy as md
-from mha_deploy import api
+from mha_deploy import api, options
 from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.cli import verbs
 from mha_deploy.errors import BackendUnavailable, BundleError, ExportError, SpecError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.model.spec import Axis
-from mha_deploy.options import EngineOptions, ExportOptions, ValidateOptions
 
 
 class Small(nn.Module):
@@ -81,15 +81,27 @@ def test_a_package_of_the_name_of_a_function_is_called_like_it(name):
     assert inspect.ismodule(getattr(md, name))  # mha_deploy.export.plan can be imported, too
 
 
-@pytest.mark.parametrize(
-    ("function", "options"),
-    [(api.export, ExportOptions), (api.build_engine, EngineOptions), (api.validate, ValidateOptions)],
-)
-def test_functions_take_every_option_with_its_default(function, options):
+RECORDS = [
+    (api.export, options.ExportOptions, options.ExportKeywords, {"weights"}),
+    (api.build_engine, options.EngineOptions, options.EngineKeywords, {"profiles"}),
+    (api.validate, options.ValidateOptions, options.ValidateKeywords, set()),
+    (api.bench, options.BenchOptions, options.BenchKeywords, set()),
+    (api.package, options.PackageOptions, options.PackageKeywords, set()),
+    (api.compare, options.Limits, None, set()),
+]
+
+
+@pytest.mark.parametrize(("function", "record", "keywords", "converted"), RECORDS)
+def test_functions_take_every_option_with_its_default(function, record, keywords, converted):
+    """In the signature, in the docstring, and for type checkers; the verb has an option for each."""
     parameters = inspect.signature(function).parameters
-    for each in fields(options):
-        if each.metadata:  # others are no options: the layer comes with the model
-            assert parameters[each.name].default == each.default
+    chosen = [each for each in fields(record) if each.metadata]  # others are no options
+    for each in chosen:
+        assert parameters[each.name].default == each.default
+        assert f"        {each.name}: " in function.__doc__
+    assert keywords is None or set(keywords.__annotations__) | converted == {each.name for each in chosen}
+    verb = getattr(verbs, function.__name__)
+    assert {each.name for each in chosen} <= set(inspect.signature(verb).parameters)
 
 
 def test_one_call_has_the_defaults_of_the_steps():
