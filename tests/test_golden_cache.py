@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from mha_deploy.bundle.cases import (
-    only_new_entries,
     read_arrays,
     read_case,
-    with_old_entries,
+    rows_from,
+    with_entries,
     write_arrays,
     write_case,
+    written_from,
 )
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
@@ -32,6 +33,7 @@ def moved(bundle, folder):
 
 
 @pytest.mark.parametrize("name", CACHED)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_what_is_read_is_what_was_captured(bundles, tmp_path, name, precision):
     bundle = bundles(name, precision)
@@ -70,12 +72,13 @@ def test_rows_go_out_and_back_ragged():
         "lengths": np.array([0, 4, 2], np.int32),
     }
     new = rng.standard_normal((3, 2, 2, 4))
-    whole = with_old_entries({"key_cache_out": new, "output": inputs["x"]}, inputs)
+    starts = written_from(inputs, "key_cache")
+    whole = with_entries(inputs["key_cache"], new, starts)
     for row, start in enumerate((0, 4, 2)):
-        np.testing.assert_array_equal(whole["key_cache_out"][row, :, start : start + 2], new[row])
-        kept = np.delete(whole["key_cache_out"][row], [start, start + 1], axis=1)
+        np.testing.assert_array_equal(whole[row, :, start : start + 2], new[row])
+        kept = np.delete(whole[row], [start, start + 1], axis=1)
         np.testing.assert_array_equal(kept, np.delete(inputs["key_cache"][row], [start, start + 1], axis=1))
-    np.testing.assert_array_equal(only_new_entries(whole, inputs)["key_cache_out"], new)
+    np.testing.assert_array_equal(rows_from(whole, starts, 2), new)
 
 
 def test_lengths_that_do_not_fit_are_refused(bundles, tmp_path):

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from mha_deploy.bundle.manifest import GoldenEntry
 from mha_deploy.errors import BundleError, DeployError, ExportError
 from mha_deploy.files import open_regular
 from mha_deploy.model.precision import Precision
-from mha_deploy.model.spec import CACHE_TENSORS, FLOAT, LENGTHS, ModelSpec, TensorSpec
+from mha_deploy.model.spec import CACHE_TENSORS, CACHES, FLOAT, LENGTHS, ModelSpec, TensorSpec
 
 # -- NumPy archives of users: nothing is unpickled, every failure is a DeployError -----------------
 
@@ -27,12 +26,7 @@ from mha_deploy.model.spec import CACHE_TENSORS, FLOAT, LENGTHS, ModelSpec, Tens
 def read_npz(
     path: Path, check_names: Callable[[list[str]], None] = lambda names: None
 ) -> dict[str, np.ndarray]:
-    """Read every array of an .npz file.
-
-    Args:
-        path: The file, as `numpy.savez` writes it.
-        check_names: Looks at the names before any array is read, and raises if they are not the right ones.
-    """
+    """Read every array of an .npz file; `check_names` may refuse their names before any array is read."""
     try:
         with open_regular(path) as file:
             archive = np.load(file, allow_pickle=False)
@@ -69,11 +63,9 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def read_arrays(
     path: Path, check_names: Callable[[list[str]], None] = lambda names: None
 ) -> dict[str, np.ndarray]:
-    """Read every array of a safetensors file, which may come from anywhere.
+    """Read every array of a safetensors file; `check_names` may refuse their names before any array is read.
 
-    Args:
-        path: The file; its header must agree with its size before any array is allocated.
-        check_names: Gets the names before any array is read, and raises if they are not the right ones.
+    The file may come from anywhere: its header must agree with its size before any array is allocated.
     """
     import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy, which safetensors asks for by name
     from safetensors import safe_open
@@ -95,17 +87,17 @@ def read_arrays(
 
 # -- What a golden case keeps of a KV cache: the entries that the call wrote -----------------------
 
+Arrays = Mapping[str, np.ndarray]
+# For each cache that goes out, the one that came in.
 CACHE_INPUTS = {
-    out: given
-    for inputs, outputs in CACHE_TENSORS.values()
-    for out, given in zip(outputs, inputs, strict=True)
+    out: taken for taken_out in CACHE_TENSORS.values() for taken, out in zip(*taken_out, strict=True)
 }
-"""For each cache that goes out, the one that came in."""
 
 
 def cached_outputs(spec: ModelSpec) -> dict[str, str]:
     """For each KV cache that goes out of a catalog layer, the one that came in."""
-    return {out: taken for out, taken in CACHE_INPUTS.items() if spec.cache != "none"}
+    takes = {tensor.name for tensor in spec.inputs} if spec.cache != "none" else set()
+    return {out: taken for out, taken in CACHE_INPUTS.items() if taken in takes}
 
 
 def stored_outputs(spec: ModelSpec) -> tuple[TensorSpec, ...]:
@@ -139,28 +131,22 @@ def rows_from(cache: np.ndarray, starts: np.ndarray, S: int) -> np.ndarray:
     return np.stack([rows[:, start : start + S] for rows, start in zip(cache, starts, strict=True)])
 
 
-def only_new_entries(
-    results: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def _only_new_entries(results: Arrays, inputs: Arrays, cached: Mapping[str, str]) -> dict[str, np.ndarray]:
     """The results of a call, with the new entries in place of whole caches."""
-    return {
-        name: rows_from(array, written_from(inputs, CACHE_INPUTS[name]), inputs["x"].shape[1])
-        if CACHE_INPUTS.get(name) in inputs
-        else array
-        for name, array in results.items()
+    changed = {
+        name: rows_from(results[name], written_from(inputs, taken), inputs["x"].shape[1])
+        for name, taken in cached.items()
     }
+    return {**results, **changed}
 
 
-def with_old_entries(
-    results: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def _with_old_entries(results: Arrays, inputs: Arrays, cached: Mapping[str, str]) -> dict[str, np.ndarray]:
     """The results of a call, with whole caches in place of the new entries."""
-    return {
-        name: with_entries(inputs[CACHE_INPUTS[name]], array, written_from(inputs, CACHE_INPUTS[name]))
-        if CACHE_INPUTS.get(name) in inputs
-        else array
-        for name, array in results.items()
+    changed = {
+        name: with_entries(inputs[taken], results[name], written_from(inputs, taken))
+        for name, taken in cached.items()
     }
+    return {**results, **changed}
 
 
 def with_entries(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -175,8 +161,6 @@ def with_entries(before: np.ndarray, new: np.ndarray, starts: np.ndarray) -> np.
 
 
 # -- Golden cases ----------------------------------------------------------------------------------
-
-Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +193,28 @@ def golden_cases(bundle: Bundle) -> Iterator[GoldenCase]:
 def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     """Read one case, checking it against the spec."""
     spec, precision = bundle.manifest.spec, bundle.manifest.precision
-    arrays = read_arrays(bundle.file(entry.file), partial(_refuse_strangers, spec))
+    cached = cached_outputs(spec)
+    groups = {"inputs": spec.inputs, "oracle": spec.outputs, "eager": spec.outputs}
+    known = {f"{group}/{tensor.name}" for group, tensors in groups.items() for tensor in tensors}
+
+    def check_names(names: list[str]) -> None:
+        if strangers := sorted(set(names) - known):
+            raise BundleError(
+                "A golden case holds arrays that the spec does not name.",
+                got=", ".join(strangers),
+                hint="export again",
+            )
+
+    arrays = read_arrays(bundle.file(entry.file), check_names)
     inputs = take_arrays(arrays, "inputs", spec.inputs, entry.sizes, precision)
-    _refuse_bad_lengths(entry, inputs)
+    if LENGTHS in inputs:
+        lengths, room = inputs[LENGTHS], inputs[CACHES[0]].shape[2] - inputs["x"].shape[1]
+        if (lengths < 0).any() or (lengths > room).any():
+            raise BundleError(
+                "The new entries of a golden case do not fit its cache.",
+                got=f"{entry.file}: lengths {lengths.tolist()}",
+                hint=f"0 to {room}: export again",
+            )
     oracle = take_arrays(arrays, "oracle", stored_outputs(spec), entry.sizes, None)
     eager = take_arrays(arrays, "eager", stored_outputs(spec), entry.sizes, precision)
     refuse_infinite(entry.file, (*oracle.items(), *eager.items()))
@@ -220,24 +223,12 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
         name=entry.name,
         sizes=entry.sizes,
         inputs=inputs,
-        oracle=with_old_entries(oracle, inputs) if spec.cache != "none" else oracle,
-        eager=with_old_entries(eager, inputs) if spec.cache != "none" else eager,
+        oracle=_with_old_entries(oracle, inputs, cached),
+        eager=_with_old_entries(eager, inputs, cached),
         note=entry.note,
         flops=entry.flops,
-        cached=cached_outputs(spec),
+        cached=cached,
     )
-
-
-def _refuse_bad_lengths(entry: GoldenEntry, inputs: Arrays) -> None:
-    if "lengths" not in inputs:
-        return
-    lengths, room = inputs["lengths"], inputs["key_cache"].shape[2] - inputs["x"].shape[1]
-    if (lengths < 0).any() or (lengths > room).any():
-        raise BundleError(
-            "The new entries of a golden case do not fit its cache.",
-            got=f"{entry.file}: lengths {lengths.tolist()}",
-            hint=f"0 to {room}: export again",
-        )
 
 
 def refuse_infinite(file: str, results: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -287,26 +278,14 @@ def refuse_implausible(file: str, oracle: Arrays, eager: Arrays, precision: Prec
             )
 
 
-def _refuse_strangers(spec: ModelSpec, names: list[str]) -> None:
-    groups = {"inputs": spec.inputs, "oracle": spec.outputs, "eager": spec.outputs}
-    known = {f"{group}/{tensor.name}" for group, tensors in groups.items() for tensor in tensors}
-    strangers = sorted(set(names) - known)
-    if strangers:
-        raise BundleError(
-            "A golden case holds arrays that the spec does not name.",
-            got=", ".join(strangers),
-            hint="export again",
-        )
-
-
 def write_case(path: Path, case: GoldenCase) -> None:
     """Write one case."""
-    oracle, eager = case.oracle, case.eager
-    if case.cached:
-        oracle, eager = (only_new_entries(results, case.inputs) for results in (oracle, eager))
-    groups = {"inputs": case.inputs, "oracle": oracle, "eager": eager}
-    arrays = {f"{group}/{name}": a for group, members in groups.items() for name, a in members.items()}
-    write_arrays(path, arrays)
+    groups = {
+        "inputs": case.inputs,
+        "oracle": _only_new_entries(case.oracle, case.inputs, case.cached),
+        "eager": _only_new_entries(case.eager, case.inputs, case.cached),
+    }
+    write_arrays(path, {f"{group}/{name}": a for group, each in groups.items() for name, a in each.items()})
 
 
 def take_arrays(

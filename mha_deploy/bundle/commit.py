@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import re
@@ -17,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +39,8 @@ _PATIENCE_S = 600.0
 _ENGINE_KEYS = {"backend", "bundle_sha256", "engine_sha256", "verdict"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """The content of a folder that is to be overwritten.
-
-    Args:
-        extras: What the tool put beside the files of the bundle: engines and reports.
-        foreign: What it did not write.
-    """
-
-    extras: tuple[str, ...]
-    foreign: tuple[str, ...]
-
-
 def refuse_occupied(place: Path, *, overwrite: bool) -> tuple[str, ...]:
-    """Refuse a place that may not be written.
-
-    Args:
-        place: Where a bundle shall be.
-        overwrite: Whether a bundle that is there already may be replaced.
-
-    Returns:
-        The engines and reports that would go with the bundle that is there.
+    """Refuse a place that may not be written; gives the engines and reports that would go with its bundle.
 
     Raises:
         BundleError: Something is there that may not be replaced.
@@ -69,7 +49,7 @@ def refuse_occupied(place: Path, *, overwrite: bool) -> tuple[str, ...]:
         return ()
     if not overwrite:
         raise BundleError("The output folder exists.", got=place, hint="another -o, or --overwrite")
-    if _is_empty_folder(place):
+    if place.is_dir() and not any(place.iterdir()):
         return ()
     manifest = _read_own_manifest(place)
     if manifest is None:
@@ -78,29 +58,22 @@ def refuse_occupied(place: Path, *, overwrite: bool) -> tuple[str, ...]:
             got=f"{place}, without a {_MANIFEST} of {_TOOL}",
             hint="another -o, or remove it yourself",
         )
-    found = _contents(place, manifest)
-    if found.foreign:
-        more = f" and {len(found.foreign) - _SHOWN} more" if len(found.foreign) > _SHOWN else ""
+    extras, foreign = _contents(place, manifest)
+    if foreign:
+        more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
         raise BundleError(
             f"The folder holds files that {_TOOL} did not write; they would be lost.",
-            got=f"{', '.join(found.foreign[:_SHOWN])}{more} in {place}",
+            got=f"{', '.join(foreign[:_SHOWN])}{more} in {place}",
             hint="move them elsewhere, or another -o",
         )
-    return found.extras
+    return extras
 
 
 def commit_folder(new: Path, place: Path, *, overwrite: bool) -> tuple[str, ...]:
     """Put a finished folder in its place, in one step where the system has one.
 
-    Where a bundle is replaced, the old one is afterwards at `new`, for the caller to remove.
-
-    Args:
-        new: The finished folder, beside its place.
-        place: Where it shall be.
-        overwrite: Whether a bundle that is there may be replaced.
-
-    Returns:
-        The engines and reports that went with the bundle that was replaced.
+    Where a bundle is replaced, the old one is afterwards at `new`, for the caller to remove. Gives the
+    engines and reports that went with it.
 
     Raises:
         BundleError: Something is there that may not be replaced, or came while the new folder was made.
@@ -123,8 +96,8 @@ def commit_folder(new: Path, place: Path, *, overwrite: bool) -> tuple[str, ...]
             _replace_in_two_steps(new, place)
         # The old folder is at `new` now. What came into it since the check must not go with it.
         manifest = _read_own_manifest(new)
-        late = None if manifest is None else _contents(new, manifest)
-        if late is None or late.foreign or set(late.extras) - set(gone):
+        extras, foreign = ((), (new.name,)) if manifest is None else _contents(new, manifest)
+        if foreign or set(extras) - set(gone):
             if not exchange(new, place):
                 _replace_in_two_steps(new, place)
             raise BundleError(
@@ -178,7 +151,7 @@ def temporary_folder(place: Path) -> Iterator[Path]:
 
 def collect_stale(place: Path) -> None:
     """Remove what killed processes left beside a place; a bundle that one of them moved aside comes back."""
-    for folder in place.parent.glob(f".{_glob_escape(place.name)}.*-*"):
+    for folder in place.parent.glob(f".{glob.escape(place.name)}.*-*"):
         kind = folder.name.removeprefix(f".{place.name}.").split("-")[0]
         if kind not in ("partial", "old") or folder.is_symlink() or not folder.is_dir():
             continue
@@ -193,10 +166,6 @@ def collect_stale(place: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
-
-
-def _glob_escape(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -284,25 +253,19 @@ def _read_own_manifest(folder: Path) -> Mapping[str, Any] | None:
     return data if isinstance(versions, Mapping) and _TOOL in versions else None
 
 
-def _contents(folder: Path, manifest: Mapping[str, Any]) -> Contents:
-    own = {_MANIFEST, *manifest["files"]}
-    extras, foreign = list[str](), list[str]()
-    for name in sorted(_files(folder)):
-        if name not in own:
-            (extras if _is_extra(folder, name) else foreign).append(name)
-    return Contents(extras=tuple(extras), foreign=tuple(foreign))
-
-
-def _files(folder: Path) -> Iterator[str]:
-    """Everything in a folder that is no folder, links included, by its path in the folder."""
+def _contents(folder: Path, manifest: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is beside the files of a bundle: engines and reports, and what the tool did not write."""
 
     def fail(error: OSError) -> None:
         raise error
 
+    found = set[str]()  # everything that is no folder, links included
     for parent, folders, files in os.walk(folder, onerror=fail):
         linked = [name for name in folders if Path(parent, name).is_symlink()]
-        for name in (*files, *linked):
-            yield Path(parent, name).relative_to(folder).as_posix()
+        found |= {Path(parent, name).relative_to(folder).as_posix() for name in (*files, *linked)}
+    others = sorted(found - {_MANIFEST, *manifest["files"]})
+    extras = tuple(name for name in others if _is_extra(folder, name))
+    return extras, tuple(name for name in others if name not in extras)
 
 
 def _is_extra(folder: Path, name: str) -> bool:
@@ -329,7 +292,3 @@ def _read_json(path: Path) -> Mapping[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, Mapping) else None
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())

@@ -128,15 +128,10 @@ def prefill_positions(prompt: np.ndarray, steps: int) -> np.ndarray:
 
 
 def prefill_calls(prompt: np.ndarray, most: int | None) -> Iterator[tuple[slice, np.ndarray | None]]:
-    """The calls that bring the prompts, each with at most so many tokens.
+    """The calls that bring the prompts [B], each with at most so many tokens; None for all in one call.
 
-    Args:
-        prompt: Length of the prompt of every batch element, [B].
-        most: How many tokens a call may have; None for all in one.
-
-    Returns:
-        For each call which of the max(prompt) tokens it brings, and how many of them are real in every batch
-        element, int32 [B], or None if all are.
+    For each call: which of the max(prompt) tokens it brings, and how many of them are real in every batch
+    element, int32 [B], or None if all are.
     """
     longest = int(prompt.max())
     for start in range(0, longest, most or longest):
@@ -154,13 +149,7 @@ _BATCH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTrace:
-    """One trace to capture.
-
-    Args:
-        name: Its name.
-        prompt: Length of the prompt of every batch element.
-        steps: How many single tokens follow.
-    """
+    """One trace to capture: the length of the prompt of every batch element, and how many tokens follow."""
 
     name: str
     prompt: tuple[int, ...]
@@ -237,16 +226,15 @@ def check_trace(spec: ModelSpec, trace: DecodeTrace, precision: Precision) -> No
     cache = check_steps(spec, trace.prompt, trace.steps)
     inputs, results = trace_tensors(spec, cache)
     sizes = {**cache.call_sizes(spec, trace.B, trace.length, 0), "L": trace.length}
-    wanted = [
+    groups = [
         ("", trace.inputs, inputs),
         ("eager/", trace.eager, results),
         ("oracle/", trace.oracle, results),
     ]
-    for group, arrays, tensors in wanted:
+    for group, arrays, tensors in groups:
         for tensor in tensors:
-            array, dtype = arrays.get(tensor.name), np.dtype(np.float64)
-            if group != "oracle/":
-                dtype = precision.numpy_of(tensor.kind)
+            array = arrays.get(tensor.name)
+            dtype = np.dtype(np.float64) if group == "oracle/" else precision.numpy_of(tensor.kind)
             if array is None or array.shape != tensor.shape(sizes) or array.dtype != dtype:
                 raise DeployError(
                     f"The trace {trace.name} is not one of {spec.name} in this precision: "

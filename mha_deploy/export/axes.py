@@ -29,17 +29,11 @@ NamedDims = Mapping[str, Sequence[str | int | None]]
 def draw_inputs(
     example: Mapping[str, Tensor], dims: NamedDims, sizes: Mapping[str, int], seed: int
 ) -> dict[str, Tensor]:
-    """Draw inputs that look like the example.
+    """Draw inputs that look like the example; those of different names get different numbers.
 
     Floats are normal with the example's mean and deviation. Integers, booleans and masks (floats with
     infinities or very large numbers) are cut from the example, or repeat it: only values that were shown
     appear.
-
-    Args:
-        example: A tensor for every input.
-        dims: Names of its dimensions.
-        sizes: A size for every axis that they name.
-        seed: Seed of the draw; inputs of different names get different numbers.
 
     Raises:
         ExportError: An axis has no size, or there is nothing to repeat.
@@ -52,9 +46,15 @@ def draw_inputs(
 
 def draw_one(name: str, example: Tensor, shape: Sequence[int], seed: int) -> Tensor:
     """Draw one input of a given shape; see `draw_inputs`."""
-    if example.is_floating_point() and not _is_mask(example):
-        return _normal(example, shape, seeded_generator(seed, name))
-    return _repeated(name, example, shape)
+    is_drawn = example.is_floating_point()
+    if is_drawn and example.numel():  # no mask
+        is_drawn = not example.isinf().any() and float(example.abs().max()) <= LARGEST_ACTIVATION
+    if not is_drawn:
+        return _repeated(name, example, shape)
+    numbers = example.detach().double().cpu()
+    mean, deviation = (numbers.mean(), numbers.std(correction=0)) if numbers.numel() else (0.0, 1.0)
+    drawn = torch.randn(tuple(shape), generator=seeded_generator(seed, name), dtype=torch.float64)
+    return (drawn * deviation + mean).to(example.device, example.dtype)
 
 
 def shape_of(
@@ -71,20 +71,6 @@ def shape_of(
         return TensorSpec(name=name, kind="float", dims=tuple(full)).shape(sizes)
     except KeyError as error:
         raise ExportError(f"Input {name} names an axis that has no size.", got=error.args[0]) from error
-
-
-def _is_mask(example: Tensor) -> bool:
-    if example.numel() == 0:
-        return False
-    return bool(example.isinf().any()) or float(example.abs().max()) > LARGEST_ACTIVATION
-
-
-def _normal(example: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Normal numbers like the example's; standard ones where it has none."""
-    numbers = example.detach().double().cpu()
-    mean, deviation = (0.0, 1.0) if not numbers.numel() else (numbers.mean(), numbers.std(correction=0))
-    drawn = torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * deviation + mean
-    return drawn.to(example.device, example.dtype)
 
 
 def _repeated(name: str, example: Tensor, shape: Sequence[int]) -> Tensor:
@@ -144,7 +130,7 @@ class ExportedModule:
         return frozenset(node.name for node in self.program.graph.nodes if node.op == "call_function")
 
 
-# -- The user's axes in PyTorch's words, and PyTorch's sizes in the user's: `s15 + s70` is `P+S ----
+# -- The user's axes in PyTorch's words, and PyTorch's `s15 + s70` as `P+S` -----------------------
 
 TORCH_NAME = "axis_"
 """How the names of axes begin for PyTorch: it takes a bare S or N for something of SymPy's."""
@@ -213,15 +199,7 @@ Kind = Literal["ranges", "from traced", "automatic"]
 def dynamic_shapes(
     dims: NamedDims, names: Sequence[str], axes: Mapping[str, Axis], sizes: Mapping[str, int], *, kind: Kind
 ) -> dict[str, dict[int, Any]]:
-    """What may vary in every input, for `torch.export`. The relation of a sum to its axes follows by itself.
-
-    Args:
-        dims: Names of the dimensions.
-        names: The inputs.
-        axes: The axes.
-        sizes: What they are traced at.
-        kind: What PyTorch is to prove of them.
-    """
+    """What may vary in every input, for `torch.export`; how a sum follows from its axes shows by itself."""
     least = {name: axis.min if kind == "ranges" else sizes[name] for name, axis in axes.items()}
     torch_dims = {
         name: TorchDim(f"{TORCH_NAME}{name}", min=least[name], max=max(axis.max, sizes[name]))
@@ -254,13 +232,7 @@ class AxisNames:
     """Translates PyTorch's symbols to the names of the user's axes."""
 
     def __init__(self, dims: NamedDims, axes: Mapping[str, Axis], values: Mapping[str, Tensor]) -> None:
-        """Learn the symbols from the inputs of a program.
-
-        Args:
-            dims: The names that the user gave.
-            axes: The axes in their order, which is that of sums which the user did not write.
-            values: Every input as PyTorch traced it, with symbols in its shape.
-        """
+        """Learn the symbols from the inputs as PyTorch traced them; sums have the order of the axes."""
         self._order = list(axes)
         self._names: dict[str, str] = {}
         sums = [dim for each in dims.values() for dim in each if isinstance(dim, str)]
@@ -277,7 +249,8 @@ class AxisNames:
 
     def rename(self, model: ir.Model) -> None:
         """Write the names on every shape of a graph."""
-        for value in _values_in(model):
+        outputs = [value for node in model.graph.all_nodes() for value in node.outputs]
+        for value in (*model.graph.inputs, *outputs):
             if value.shape is not None:
                 value.shape = ir.Shape([self._onnx_dim(dim) for dim in value.shape])
 
@@ -324,8 +297,3 @@ class AxisNames:
             return f"({name})" if "+" in name else name
 
         return _SYMBOL.sub(named, text)
-
-
-def _values_in(model: ir.Model) -> list[ir.Value]:
-    outputs = [value for node in model.graph.all_nodes() for value in node.outputs]
-    return [*model.graph.inputs, *outputs]

@@ -26,7 +26,7 @@ from mha_deploy.errors import ExportError
 from mha_deploy.export.axes import TORCH_NAME
 from mha_deploy.export.eager import Float32Accumulation
 
-# -- What calls of PyTorch's exporter need: silence, the cause of a failure, and what old versi ----
+# -- Around calls of PyTorch's exporter ------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -55,23 +55,19 @@ def comparing_multiples() -> Iterator[None]:
     old = MinMaxBase.__dict__["_find_localzeros"]
 
     def found(cls: type, values: Iterable[Any], **options: Any) -> set[Any]:
-        return _without_multiple(cls, set(old.__func__(cls, values, **options)))
+        kept = set(old.__func__(cls, values, **options))
+        if len(kept) != 2:
+            return kept
+        (first, size), (second, other) = (value.as_coeff_Mul() for value in kept)
+        if size != other or not size.is_nonnegative or not (first.is_comparable and second.is_comparable):
+            return kept
+        return {(min if cls is Min else max)(first, second) * size}
 
     MinMaxBase._find_localzeros = classmethod(found)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         MinMaxBase._find_localzeros = old  # type: ignore[method-assign]
-
-
-def _without_multiple(cls: type, values: set[Any]) -> set[Any]:
-    """The smaller of two multiples of one size, or the larger; anything else as it is."""
-    if len(values) != 2:
-        return values
-    (first, size), (second, other) = (value.as_coeff_Mul() for value in values)
-    if size != other or not size.is_nonnegative or not (first.is_comparable and second.is_comparable):
-        return values
-    return {(min if cls is Min else max)(first, second) * size}
 
 
 def was_interrupted(error: BaseException | None) -> bool:
@@ -89,7 +85,7 @@ def first_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-# -- Say in a few words why PyTorch could not export a module, and which line of it is to fault ----
+# -- Why PyTorch could not export a module, and which line of it is at fault -----------------------
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
@@ -108,6 +104,8 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 _RANGE_GUARD = re.compile(r"float16|isfinite|isinf|isnan")
 _GUARD = re.compile(r"eval (?:\[guard suppressed\] )?(.*) \[guard added\]")
 
+_FILE_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
 SizeNames = Callable[[str, int], str]
 """Names a dimension of an input: `("tokens", 1)` is `S`."""
 
@@ -121,10 +119,7 @@ def may_be_small_sizes(error: Exception) -> bool:
 def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[[], object]) -> ExportError:
     """Make an error for the user of one from `torch.export`.
 
-    Args:
-        error: What was raised.
-        name_of: Names the dimensions of the inputs.
-        trace_again: Does again what failed. It is called where PyTorch knows more, but only logs it.
+    What failed is traced again where PyTorch knows more, but only logs it.
     """
     text = str(error).replace(TORCH_NAME, "")
     about_sizes = _VIOLATED.search(text) is not None
@@ -141,14 +136,20 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
     if not about_sizes:
         place = last_own_line(traceback.extract_tb(error.__traceback__))
         cause = _SYMBOL.sub(lambda match: listener.axes.get(match[0], match[0]), first_cause(error))
+        hint = _remedy(text)
+        file, _, line = (place or "").rpartition(":")
+        if line and _RANGE_GUARD.search(linecache.getline(file, int(line))):  # which is in FP16 only
+            hint = "--precision auto: it traces the module in float32, without its branches for FP16"
+        got = _joined(place, cause[:_LONGEST])
+        return ExportError("PyTorch could not trace the module.", got=got, hint=hint)
+    if constants := dict(_CONSTANT.findall(text)):
+        axes, places = " and ".join(constants), listener.places
+        always = [_joined(places.get(axis), f"{axis} is always {size}") for axis, size in constants.items()]
         return ExportError(
-            "PyTorch could not trace the module.",
-            got=_joined(place, cause[:_LONGEST]),
-            hint=_without_guard(place) or _remedy(text),
+            f"The module works for one size of {axes} only.",
+            got="; ".join(always),
+            hint=f"fix {axes} to one size, or let the module take it from its inputs",
         )
-    constants = dict(_CONSTANT.findall(text))
-    if constants:
-        return _for_one_size_only(constants, listener.places)
     return _not_for_all_sizes(text, name_of, listener.places)
 
 
@@ -192,25 +193,6 @@ def _frames(node: Node) -> list[traceback.FrameSummary]:
     return [traceback.FrameSummary(file, int(line), name) for file, line, name in found]
 
 
-def _without_guard(place: str | None) -> str | None:
-    """A hint where the line looks after the range of FP16, which modules do in FP16 only."""
-    file, _, line = (place or "").rpartition(":")
-    if not line or not _RANGE_GUARD.search(linecache.getline(file, int(line))):
-        return None
-    return "--precision auto: it traces the module in float32, without its branches for FP16"
-
-
-def _for_one_size_only(constants: dict[str, str], places: dict[str, str]) -> ExportError:
-    axes = " and ".join(constants)
-    return ExportError(
-        f"The module works for one size of {axes} only.",
-        got="; ".join(
-            _joined(places.get(axis), f"{axis} is always {size}") for axis, size in constants.items()
-        ),
-        hint=f"fix {axes} to one size, or let the module take it from its inputs",
-    )
-
-
 def _not_for_all_sizes(text: str, name_of: SizeNames, places: dict[str, str]) -> ExportError:
     def named(match: re.Match[str]) -> str:
         return name_of(match[1], int(match[2]))
@@ -237,14 +219,14 @@ def _joined(place: str | None, text: str) -> str:
 
 def last_own_line(frames: Iterable[traceback.FrameSummary]) -> str | None:
     """The innermost line that is neither Python's nor PyTorch's nor ours, as `file:line`."""
-    own = [frame for frame in frames if _is_own(Path(frame.filename))]
+
+    def is_own(path: Path) -> bool:
+        if not path.is_file() or path.parent in (_PYTHON, _PYTHON / "logging"):
+            return False
+        return not any(place in path.parents for place in (_PACKAGE, _TORCH))
+
+    own = [frame for frame in frames if is_own(Path(frame.filename))]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None
-
-
-def _is_own(path: Path) -> bool:
-    if not path.is_file() or path.parent in (_PYTHON, _PYTHON / "logging"):
-        return False
-    return not any(place in path.parents for place in (_PACKAGE, _TORCH))
 
 
 # -- what PyTorch logs -------------------------------------------------------------------------------
@@ -253,9 +235,7 @@ def _is_own(path: Path) -> bool:
 class _Listener(logging.Handler):
     """Notes from which line PyTorch fixes a size: it logs that while the module's frames are on the stack.
 
-    Attributes:
-        axes: The name of the size that a symbol of PyTorch stands for.
-        places: The line of the module that first required a certain size of an axis.
+    `axes` are the sizes that PyTorch's symbols stand for, `places` the lines that first required one.
     """
 
     def __init__(self, name_of: SizeNames) -> None:
@@ -311,7 +291,7 @@ def silenced(*, but: str = "") -> Iterator[None]:
             logger.disabled = False
 
 
-# -- Say why numbers of a module are not finite: its weights, a constant beyond its type, or an ----
+# -- Why numbers of a module are not finite: its weights, a constant beyond its type, an overflow --
 
 _NO_SUCH_NUMBER = re.compile(r"value cannot be converted to type \S+ without overflow")
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -320,13 +300,7 @@ _SMALLER_NUMBER = "torch.finfo(x.dtype).min in place of the number"
 
 
 def constant_error(error: BaseException, module: nn.Module, run: Callable[[], object]) -> ExportError | None:
-    """The message about a number in a module's code that its precision cannot hold; None for another error.
-
-    Args:
-        error: What the module raised.
-        module: The module.
-        run: Runs it again.
-    """
+    """The message about a number in a module that its precision cannot hold; None for another error."""
     if not _NO_SUCH_NUMBER.search(str(error)):
         return None
     types = [_SHORT.get(each.dtype) for each in module.parameters()]
@@ -342,13 +316,17 @@ def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
     """Refuse a program that is not finite where its module is, if numbers of it became infinite.
 
     In the module such a number is a Python float. In the program it has the type of what it meets.
-
-    Args:
-        program: The program.
-        where: The result that is not finite.
     """
-    constants = ", ".join(dict.fromkeys(_infinite_constants(program)))
-    if constants:
+    found = []
+    for node in program.graph.nodes:
+        dtype = node.kwargs.get("dtype")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            continue
+        for number in node.args:
+            if isinstance(number, (int, float)) and torch.finfo(dtype).max < abs(number) < math.inf:
+                place = last_own_line(_frames(node))
+                found.append(_joined(place, f"{number:g} in {_SHORT.get(dtype, dtype)}"))
+    if constants := ", ".join(dict.fromkeys(found)):
         raise ExportError(
             "The exported program overflows where the module does not.",
             got=f"{where}: {constants} is infinite",
@@ -359,15 +337,7 @@ def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
 def overflow_error(
     where: str, precision: str, *, module: nn.Module, run: Callable[[], object] | None = None, hint: str
 ) -> ExportError:
-    """The message about a result that is not finite.
-
-    Args:
-        where: The result.
-        precision: Name of the precision.
-        module: The module that gave it.
-        run: Runs it again, to find the call that overflows.
-        hint: What helps against an overflow.
-    """
+    """The message about a result that is not finite; `run` runs the module again, to find the call."""
     nan = _weights_with(torch.isnan, (*module.named_parameters(), *module.named_buffers()))
     if nan:
         return ExportError(
@@ -478,21 +448,3 @@ def _reached(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> str
         if math.isfinite(largest) and largest:
             return f" reaches {largest:.3g}"
     return ""
-
-
-# -- constants of a program --------------------------------------------------------------------------
-
-
-_FILE_LINE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-
-
-def _infinite_constants(program: ExportedProgram) -> Iterator[str]:
-    """The numbers of a program that became infinite when they were given a type."""
-    for node in program.graph.nodes:
-        dtype = node.kwargs.get("dtype")
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            continue
-        for number in node.args:
-            if isinstance(number, (int, float)) and torch.finfo(dtype).max < abs(number) < math.inf:
-                place = last_own_line(_frames(node))
-                yield f"{f'{place}: ' if place else ''}{number:g} in {_SHORT.get(dtype, dtype)}"

@@ -28,33 +28,30 @@ def deciding_nodes(program: ExportedProgram) -> frozenset[str]:
     """
     computed = [node for node in program.graph.nodes if node.op == "call_function"]
     given = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in _LEARNT}
-    plain: set[Node] = set()
+    plain = {
+        node
+        for node in program.graph.nodes
+        if node.op == "get_attr" or (node.op == "placeholder" and node.name not in given)
+    }
     for node in computed:
-        sources = [each for each in node.all_input_nodes if _is_float(each)]
-        if _is_float(node) and all(each in plain or _is_constant(each, given) for each in sources):
+        if _kind(node) == "float" and all(n in plain for n in node.all_input_nodes if _kind(n) == "float"):
             plain.add(node)
     deciding: set[Node] = set()
     for node in reversed(computed):
-        if node in plain and any(user in deciding or _is_discrete(user) for user in node.users):
+        if node in plain and any(user in deciding or _kind(user) == "discrete" for user in node.users):
             deciding.add(node)
     return frozenset(node.name for node in deciding)
 
 
-def _is_constant(node: Node, given: set[str]) -> bool:
-    return node.op == "get_attr" or (node.op == "placeholder" and node.name not in given)
-
-
-def _is_float(node: Node) -> bool:
+def _kind(node: Node) -> str | None:
+    """What a node computes: a tensor of floats, of complex numbers, or of integers; None for another."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
+    if not isinstance(value, Tensor):
+        return None
+    return "float" if value.is_floating_point() else "complex" if value.is_complex() else "discrete"
 
 
-def _is_discrete(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
-
-
-# -- Run an exported program: in FP64 throughout, which is what is true of it, or in its own pr ----
+# -- Run an exported program: in FP64 throughout, which is what is true of it, or in its own types -
 
 Values = dict[str, Tensor]
 
@@ -62,21 +59,11 @@ _WIDE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 _WIDE |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
 _HALVES = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
-# What sums matmuls. In half precision a GPU sums them in float32 and rounds once.
-_PRODUCTS = frozenset(
+# What accumulates. In half precision a GPU does so in float32 and rounds once.
+_GEMMS = frozenset(
     {
-        _aten.linear,
-        _aten.matmul,
-        _aten.mm,
-        _aten.bmm,
-        _aten.addmm,
-        _aten.baddbmm,
-        _aten.einsum,
-        _aten.conv1d,
-        _aten.conv2d,
-        _aten.conv3d,
-        _aten.convolution,
-        _aten.scaled_dot_product_attention,
+        *(_aten.linear, _aten.matmul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.einsum),
+        *(_aten.conv1d, _aten.conv2d, _aten.conv3d, _aten.convolution, _aten.scaled_dot_product_attention),
     }
 )
 # In float32 a mask of -1e9 absorbs the score that it is added to: a fully masked query gives the mean of the
@@ -93,54 +80,40 @@ def run_program(
     dtype: Literal["float64", "own"] = "float64",
     keep: Collection[str] = (),
 ) -> tuple[Values, Values]:
-    """Run the program of a module.
+    """Run the program of a module: its outputs by name, and the values of the graph that are to be kept.
 
     Args:
         exported: The module.
         inputs: A tensor for every input; floats are upcast where needed.
         dtype: `float64` for the oracle, `own` for the precision that the module was exported in. Matmuls
-            of half-precision matrices are then summed in float32 on a CPU, as GPUs do.
+            of half-precision matrices are then accumulated in float32 on a CPU, as GPUs do.
         keep: Names of values of the graph to give out besides.
-
-    Returns:
-        The outputs by name, and the kept values by the names they were requested by.
 
     Raises:
         ExportError: An input is missing, a kept value is no value of the program, or an operator computes
             in less than FP64 whatever it is given.
     """
-    nodes = {name: _node_of(exported, name) for name in keep}
-    run = (_InFloat64 if dtype == "float64" else _InOwn)(exported.program, nodes.values())
-    with torch.no_grad(), run.surroundings():
-        results = run.run(*_arguments(exported, inputs))
-    returned = [
-        each for each in results[-len(exported.program.graph_signature.user_outputs) :] if each is not None
-    ]
-    outputs = dict(zip(exported.outputs, returned, strict=True))
-    return outputs, {name: run.kept[node] for name, node in nodes.items()}
-
-
-def _node_of(exported: ExportedModule, name: str) -> str:
-    node = exported.node_of(name)
-    if node is None:
-        raise ExportError("The program computes no such value.", got=name)
-    return node
-
-
-def _arguments(exported: ExportedModule, inputs: Mapping[str, Tensor]) -> list[Any]:
-    """What the program takes: weights, buffers and constants first, then the inputs."""
-    missing = [name for name in exported.inputs if name not in inputs]
-    if missing:
+    program = exported.program
+    nodes = {name: exported.node_of(name) for name in keep}
+    if unknown := [name for name, node in nodes.items() if node is None]:
+        raise ExportError("The program computes no such value.", got=unknown[0])
+    if missing := [name for name in exported.inputs if name not in inputs]:
         raise ExportError("The program needs more inputs.", got=", ".join(missing))
-    by_node = {exported.nodes[name]: inputs[name] for name in exported.inputs}
-    return [_argument(exported, spec, by_node) for spec in exported.program.graph_signature.input_specs]
+    given = {exported.nodes[name]: inputs[name] for name in exported.inputs}
 
+    def argument(spec: InputSpec) -> Any:
+        """What the program takes: weights, buffers and constants first, then the inputs."""
+        if spec.kind is InputKind.USER_INPUT:
+            return spec.arg.value if isinstance(spec.arg, ConstantArgument) else given[spec.arg.name]
+        target = spec.target or ""
+        return program.constants[target] if target in program.constants else program.state_dict[target]
 
-def _argument(exported: ExportedModule, spec: InputSpec, inputs: Mapping[str, Tensor]) -> Any:
-    if spec.kind is InputKind.USER_INPUT:
-        return spec.arg.value if isinstance(spec.arg, ConstantArgument) else inputs[spec.arg.name]
-    program, target = exported.program, spec.target or ""
-    return program.constants[target] if target in program.constants else program.state_dict[target]
+    run = (_InFloat64 if dtype == "float64" else _InOwn)(program, [str(node) for node in nodes.values()])
+    with torch.no_grad(), run.surroundings():
+        results = run.run(*map(argument, program.graph_signature.input_specs))
+    returned = [each for each in results[-len(program.graph_signature.user_outputs) :] if each is not None]
+    outputs = dict(zip(exported.outputs, returned, strict=True))
+    return outputs, {name: run.kept[str(node)] for name, node in nodes.items()}
 
 
 class _Keeping(Interpreter):
@@ -229,7 +202,7 @@ class _InOwn(_Keeping):
         first = next((each for each in tree_leaves(args) if isinstance(each, Tensor)), None)
         if first is None or first.dtype not in _HALVES or first.device.type != "cpu":
             return super().compute(target, args, kwargs)
-        if _packet(target) not in _PRODUCTS:
+        if _packet(target) not in _GEMMS:
             return super().compute(target, args, kwargs)
         half = first.dtype
         args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype == half else x, (args, kwargs))

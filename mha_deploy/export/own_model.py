@@ -26,14 +26,14 @@ from mha_deploy.reference.inputs import seeded_generator
 from mha_deploy.reference.weights import read_state
 from mha_deploy.runtime.child import isolation
 
-# -- Load a user's factory, call it, and check that what it gives meets the contract ---------------
+# -- Load a user's factory and call it -------------------------------------------------------------
 
 _SEE = "see mha_deploy.Deployable"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """What a factory gave, checked.
+    """What a factory gave, checked: the fields of a `Deployable`, without defaults.
 
     Args:
         factory: The reference it was loaded by; empty for a `Deployable` that was made in memory.
@@ -68,25 +68,36 @@ class LoadedModel:
 
 
 def load_factory(reference: str, *, seed: int = 0) -> LoadedModel:
-    """Load and call a factory.
-
-    Args:
-        reference: `path/to/file.py:factory` or `package.module:factory`.
-        seed: PyTorch's seed while the factory runs, so that random weights can be made again.
+    """Load `path/to/file.py:factory` or `package.module:factory`, and call it under a seed of PyTorch.
 
     Raises:
         ExportError: There is no such factory, it failed, or what it gave is not a `Deployable`.
     """
     place, _, name = reference.rpartition(":")
-    factory = _find(_imported(place), name, reference)
-    torch.manual_seed(seed)
-    given = _called(factory, reference)
-    if not isinstance(given, Deployable):
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    except ExportError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
         raise ExportError(
-            "The factory gives no Deployable.",
-            got=f"{type(given).__name__} from {reference}",
-            hint=_SEE,
+            "The factory's module cannot be imported.", got=_place_and_text(error, place)
+        ) from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ExportError(
+            "The module has no such factory.", got=reference, hint=nearest(name, known) if known else None
         )
+    if needed := [each.name for each in _parameters(factory) if each.default is each.empty]:
+        raise ExportError("A factory takes no arguments.", got=f"{reference} needs {', '.join(needed)}")
+    torch.manual_seed(seed)
+    try:
+        given = factory()
+    except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
+        raise ExportError("The factory failed.", got=_place_and_text(error, reference)) from error
+    if not isinstance(given, Deployable):
+        got = f"{type(given).__name__} from {reference}"
+        raise ExportError("The factory gives no Deployable.", got=got, hint=_SEE)
     return _checked(given, reference, name)
 
 
@@ -106,20 +117,6 @@ def load_deployable(given: Deployable) -> LoadedModel:
             hint="export a factory that makes it: path/to/file.py:factory",
         ) from error
     return _checked(replace(given, module=module), "", name)
-
-
-# -- finding it --------------------------------------------------------------------------------
-
-
-def _imported(place: str) -> ModuleType:
-    try:
-        return _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
-    except ExportError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the user's file raises
-        raise ExportError(
-            "The factory's module cannot be imported.", got=_place_and_text(error, place)
-        ) from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -153,37 +150,17 @@ def _look_in(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _find(module: ModuleType, name: str, reference: str) -> Callable[[], Any]:
-    found = getattr(module, name, None)
-    if not callable(found):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ExportError(
-            "The module has no such factory.", got=reference, hint=nearest(name, known) if known else None
-        )
-    needed = [each.name for each in _parameters(found) if each.default is each.empty]
-    if needed:
-        raise ExportError("A factory takes no arguments.", got=f"{reference} needs {', '.join(needed)}")
-    return found  # type: ignore[no-any-return]
-
-
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     parameters = inspect.signature(function).parameters.values()
     return [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
-def _called(factory: Callable[[], Any], reference: str) -> Any:
-    try:
-        return factory()
-    except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
-        raise ExportError("The factory failed.", got=_place_and_text(error, reference)) from error
-
-
-def _place_and_text(error: BaseException, where: str) -> str:
+def _place_and_text(error: BaseException, where: str = "an unknown place") -> str:
     """The last line of the user's own code, and what was raised there."""
     return f"{place_of_error(error, where)}: {type(error).__name__}: {error}"
 
 
-# -- checking it -------------------------------------------------------------------------------
+# -- The contract of a `Deployable` ----------------------------------------------------------------
 
 
 def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
@@ -200,8 +177,18 @@ def _checked(given: Deployable, reference: str, name: str) -> LoadedModel:
             raise ExportError("kv_cache names no input.", got=cached, hint=nearest(str(cached), given.inputs))
     axes = {axis: _axis(axis, sizes) for axis, sizes in given.axes.items()}
     dims = {key: _dims(key, example, axes) for key, example in given.inputs.items()}
-    _refuse_unused(axes, dims)
-    _refuse_contradictions(given.inputs, dims)
+    used = {axis for each in dims.values() for axis in _names(each)}
+    if unused := [axis for axis in axes if axis not in used]:
+        raise ExportError(
+            "No input has such an axis.", got=", ".join(unused), hint="name it in an Example, or leave it out"
+        )
+    found: dict[str, tuple[str, int]] = {}  # one axis has one size in all examples
+    for key, example in given.inputs.items():
+        for dim, size in zip(dims[key], example.tensor.shape, strict=True):
+            other, before = found.setdefault(dim, (key, size)) if isinstance(dim, str) else (key, size)
+            if before != size:
+                got = f"{before} in {other}, {size} in {key}"
+                raise ExportError(f"Axis {dim} has two sizes in the examples.", got=got)
     _check_forward(given.module, given.inputs)
     if not all(isinstance(each, str) and each for each in given.outputs):
         raise ExportError("An output has no name.", got=list(given.outputs))
@@ -231,11 +218,19 @@ def _axis(name: object, sizes: object) -> Axis:
 
 
 def _dims(name: str, example: object, axes: Mapping[str, Axis]) -> tuple[Dim, ...]:
+    """The dimensions of an input, where its example can be used."""
     if not isinstance(example, Example) or not isinstance(example.tensor, Tensor):
         raise ExportError(
             f"Input {name} is not an Example of a tensor.", got=type(example).__name__, hint=_SEE
         )
-    _refuse_unusable(name, example)
+    if strange := [axis for axis in example.axes if axis is not None and not isinstance(axis, str)]:
+        raise ExportError(
+            f"Input {name} has an axis that is no name.", got=strange[0], hint="None for a fixed dimension"
+        )
+    if example.tensor.is_meta:
+        raise ExportError(f"The example of input {name} has no numbers.", got="a tensor on meta")
+    if example.tensor.is_floating_point() and bool(example.tensor.detach().isnan().any()):
+        raise ExportError(f"The example of input {name} is not a number everywhere.", got="NaN")
     shape = tuple(example.tensor.shape)
     if len(example.axes) > len(shape):
         raise ExportError(
@@ -252,45 +247,10 @@ def _dims(name: str, example: object, axes: Mapping[str, Axis]) -> tuple[Dim, ..
     return tuple(size if axis is None else axis for axis, size in zip(named, shape, strict=True))
 
 
-def _refuse_unusable(name: str, example: Example) -> None:
-    strange = [axis for axis in example.axes if axis is not None and not isinstance(axis, str)]
-    if strange:
-        raise ExportError(
-            f"Input {name} has an axis that is no name.", got=strange[0], hint="None for a fixed dimension"
-        )
-    if example.tensor.is_meta:
-        raise ExportError(f"The example of input {name} has no numbers.", got="a tensor on meta")
-    if example.tensor.is_floating_point() and bool(example.tensor.detach().isnan().any()):
-        raise ExportError(f"The example of input {name} is not a number everywhere.", got="NaN")
-
-
 def _names(dims: Iterable[Dim | None]) -> list[str]:
     """The axes in dimensions, those in sums included."""
     parts = [part for dim in dims if isinstance(dim, str) for part in dim.split("+")]
     return [part for part in parts if not part.isdigit()]
-
-
-def _refuse_unused(axes: Mapping[str, Axis], dims: Mapping[str, tuple[Dim, ...]]) -> None:
-    used = {axis for each in dims.values() for axis in _names(each)}
-    unused = [axis for axis in axes if axis not in used]
-    if unused:
-        raise ExportError(
-            "No input has such an axis.", got=", ".join(unused), hint="name it in an Example, or leave it out"
-        )
-
-
-def _refuse_contradictions(inputs: Mapping[str, Example], dims: Mapping[str, tuple[Dim, ...]]) -> None:
-    """One axis has one size in all examples."""
-    seen: dict[Dim, tuple[str, int]] = {}
-    for name, example in inputs.items():
-        for dim, size in zip(dims[name], example.tensor.shape, strict=True):
-            if not isinstance(dim, str):
-                continue
-            other, before = seen.setdefault(dim, (name, size))
-            if before != size:
-                raise ExportError(
-                    f"Axis {dim} has two sizes in the examples.", got=f"{before} in {other}, {size} in {name}"
-                )
 
 
 def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
@@ -306,7 +266,7 @@ def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
         raise ExportError("forward() needs inputs that have no example.", got=", ".join(missing), hint=_SEE)
 
 
-# -- A user's module with its weights, in the precision of an export; made anew by its factory  ----
+# -- A user's module with its weights, in the precision of an export -------------------------------
 
 # Angles of a rotary embedding: in half precision, far positions would all be alike.
 _KEPT_WIDE = ("inv_freq", "original_inv_freq")
@@ -321,9 +281,9 @@ class UserModule:
         precision: To what.
         seed: PyTorch's seed while the factory ran.
         weights_file: The file or checkpoint of its weights, if one was given.
+        state_sha256: Hash of weights and buffers before they were rounded.
         weights_prefix: What their names begin with there.
         notes: What a reader should know of them.
-        state_sha256: Hash of weights and buffers before they were rounded.
     """
 
     loaded: LoadedModel
@@ -340,20 +300,16 @@ class UserModule:
         return self.loaded.module
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type of its weights."""
-        return getattr(torch, self.precision.torch_name)  # type: ignore[no-any-return]
-
-    @property
     def weight_bytes(self) -> int:
         """Memory of the weights; one that several modules share counts once."""
         return sum(parameter.nbytes for parameter in self.module.parameters())
 
     def rounded(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Inputs in the module's precision, on its device."""
-        device = _device_of(self.module)
+        held = next((t.device for t in (*self.module.parameters(), *self.module.buffers())), None)
+        dtype = getattr(torch, self.precision.torch_name)
         return {
-            name: tensor.to(device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+            name: tensor.to(held or "cpu", dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in inputs.items()
         }
 
@@ -369,30 +325,24 @@ def drawn_inputs(user: UserModule, label: str, sizes: Mapping[str, int], seed: i
         shape = shape_of(key, example.tensor, loaded.dims[key], sizes)
         if example.draw is None:
             drawn[key] = draw_one(f"{label}/{key}", example.tensor, shape, seed)
-        else:
-            drawn[key] = _drawn_by_user(key, example, shape, seeded_generator(seed, f"{label}/{key}"))
+            continue
+        try:
+            made = example.draw(shape, seeded_generator(seed, f"{label}/{key}"))
+        except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
+            raise ExportError(
+                f"The draw of input {key} fails.", got=_place_and_text(error), hint=f"shape {shape}"
+            ) from error
+        if not isinstance(made, Tensor):
+            raise ExportError(f"The draw of input {key} gives no tensor.", got=type(made).__name__)
+        if tuple(made.shape) != shape:
+            got = tuple(made.shape)
+            raise ExportError(f"The draw of input {key} gives another shape.", got=got, hint=str(shape))
+        wanted = example.tensor.dtype
+        if made.dtype != wanted and not (made.is_floating_point() and wanted.is_floating_point):
+            hint = str(wanted)
+            raise ExportError(f"The draw of input {key} gives another type.", got=made.dtype, hint=hint)
+        drawn[key] = made.detach()
     return user.rounded(drawn)
-
-
-def _drawn_by_user(name: str, example: Example, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    try:
-        drawn = None if example.draw is None else example.draw(shape, generator)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises, sys.exit() included
-        raise ExportError(
-            f"The draw of input {name} fails.",
-            got=f"{place_of_error(error)}: {type(error).__name__}: {error}",
-            hint=f"shape {shape}",
-        ) from error
-    if not isinstance(drawn, Tensor):
-        raise ExportError(f"The draw of input {name} gives no tensor.", got=type(drawn).__name__)
-    if tuple(drawn.shape) != shape:
-        raise ExportError(
-            f"The draw of input {name} gives another shape.", got=tuple(drawn.shape), hint=str(shape)
-        )
-    wanted = example.tensor.dtype
-    if drawn.dtype != wanted and not (drawn.is_floating_point() and wanted.is_floating_point):
-        raise ExportError(f"The draw of input {name} gives another type.", got=drawn.dtype, hint=str(wanted))
-    return drawn.detach()
 
 
 @exit_as_error()
@@ -419,18 +369,24 @@ def open_user_module(
         device: Where the module goes.
 
     Raises:
-        ExportError: The model does not meet the contract.
-        DeployError: The file holds no weights for this module.
+        DeployError: The model does not meet the contract, or the file holds no weights for this module.
     """
     found = load_factory(model, seed=seed) if isinstance(model, str) else load_deployable(model)
     loaded = found.with_axes(axes or {})
+    module = loaded.module
     isolation.own.add(loaded.factory)  # the user named it, or said that it may run
-    notes = () if weights is None else _load_weights(loaded.module, weights, prefix)
-    _refuse_meta(loaded.module)
-    loaded.module.requires_grad_(False)
-    digest = state_digest(loaded.module)
-    _round(loaded.module, getattr(torch, precision.torch_name))
-    loaded.module.to(device)
+    notes = () if weights is None else _load_weights(module, weights, prefix)
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if empty := [name for name, tensor in tensors if tensor.is_meta]:
+        raise ExportError(
+            "The module has weights without numbers.",
+            got=f"{len(empty)} on the meta device: {', '.join(empty[:3])}",
+            hint="a factory that makes or loads them",
+        )
+    module.requires_grad_(False)
+    digest = state_digest(module)
+    _round(module, getattr(torch, precision.torch_name))
+    module.to(device)
     return UserModule(
         loaded=loaded,
         precision=precision,
@@ -456,12 +412,11 @@ def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "
             hint="for fresh inputs and PyTorch baselines, export path/to/file.py:factory",
         )
     isolation.refuse_untrusted(spec.factory)
-    weights = None if spec.weights_file is None else Path(spec.weights_file)
     user = open_user_module(
         spec.factory,
         precision,
         seed=spec.seed,
-        weights=weights,
+        weights=None if spec.weights_file is None else Path(spec.weights_file),
         prefix=spec.weights_prefix,
         axes=spec.axes,
         device=device,
@@ -488,15 +443,14 @@ def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]
     """Load the weights of a file or checkpoint; returns what of it is not needed."""
     state = read_state(path, prefix)
     try:
-        # Weights that the module shares with itself stand in a file once.
         missing, unknown = module.load_state_dict(state, strict=False)
     except RuntimeError as error:  # shapes that do not fit
-        raise ExportError(
-            "The weights do not fit the module.", got=" ".join(str(error).split())[:300]
-        ) from error
-    shared = _shared_with_given(module, set(state))
-    missing = [name for name in missing if name not in shared]
-    if missing:
+        got = " ".join(str(error).split())[:300]
+        raise ExportError("The weights do not fit the module.", got=got) from error
+    # Weights that the module shares with itself stand in a file once.
+    own = module.state_dict(keep_vars=True)
+    loaded = {own[name].data_ptr() for name in state if name in own}
+    if missing := [name for name in missing if name not in own or own[name].data_ptr() not in loaded]:
         wrong = [f"no {name}" for name in missing[:3]] + [f"{name} is unknown" for name in unknown[:3]]
         hint = "--prefix, what the names of the module's tensors begin with in the checkpoint"
         raise ExportError(
@@ -504,13 +458,6 @@ def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]
         )
     more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
     return (f"not needed of {path.name}: {', '.join(unknown[:8])}{more}",) if unknown else ()
-
-
-def _shared_with_given(module: nn.Module, given: set[str]) -> set[str]:
-    """Names of weights that are the same memory as one that was given."""
-    state = module.state_dict(keep_vars=True)
-    places = {state[name].data_ptr() for name in given if name in state}
-    return {name for name, tensor in state.items() if tensor.data_ptr() in places}
 
 
 def _round(module: nn.Module, dtype: torch.dtype) -> None:
@@ -524,20 +471,3 @@ def _round(module: nn.Module, dtype: torch.dtype) -> None:
     module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     for (owner, name), buffer in kept.items():
         setattr(owner, name, buffer)
-
-
-def _refuse_meta(module: nn.Module) -> None:
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    empty = [name for name, tensor in tensors if tensor.is_meta]
-    if empty:
-        raise ExportError(
-            "The module has weights without numbers.",
-            got=f"{len(empty)} on the meta device: {', '.join(empty[:3])}",
-            hint="a factory that makes or loads them",
-        )
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
-    return torch.device("cpu")

@@ -46,7 +46,7 @@ from mha_deploy.export.explain import (
 )
 from mha_deploy.export.oracle import run_program
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.model.spec import Axis, TensorSpec
+from mha_deploy.model.spec import Axis, size_of
 
 # -- Names for what a module returns: a tensor, a tuple, a dictionary, or these in each other ------
 
@@ -54,15 +54,9 @@ _NAME = "output"
 
 
 def named_outputs(program: ExportedProgram, given: Sequence[str], taken: Collection[str]) -> dict[str, str]:
-    """Name the tensors that a program returns.
+    """The FX node of every tensor that a program returns, by name, in order; what is None has no name.
 
-    Args:
-        program: The program.
-        given: The user's names, of all tensors; names come from the keys of what is returned otherwise.
-        taken: Names that are used already, such as those of the inputs.
-
-    Returns:
-        The FX node of every output by name, in order. What is None has no name.
+    The names are the given ones, or made of the keys of what is returned; none of them may be `taken`.
 
     Raises:
         ExportError: Something else than tensors is returned, or the given names do not fit.
@@ -89,8 +83,14 @@ def named_outputs(program: ExportedProgram, given: Sequence[str], taken: Collect
     clash = [name for name in given if name in taken or list(given).count(name) > 1]
     if clash:
         raise ExportError("The names of the outputs are not their own.", got=", ".join(clash))
-    names = _unique(given or [key for key, _ in found], taken)
-    return {name: node for name, (_, node) in zip(names, found, strict=True)}
+    named: dict[str, str] = {}
+    for name, (_, node) in zip(given or [key for key, _ in found], found, strict=True):
+        free = f"{name}_out" if name in taken else name
+        numbers = count(2)
+        while free in taken or free in named:
+            free = f"{name}_{next(numbers)}"
+        named[free] = node
+    return named
 
 
 def _keys(spec: TreeSpec | None, count: int) -> list[str]:
@@ -100,7 +100,11 @@ def _keys(spec: TreeSpec | None, count: int) -> list[str]:
         return keys
     structure = tree_unflatten([_Leaf(index) for index in range(count)], spec)
     for leaf, path in _leaves(structure, ()):
-        keys[leaf.index] = _joined(path)
+        # `output`, `output_1`, `hidden_states_2`: the keys that lead to a tensor
+        parts = [str(part) for part in path]
+        if not path or isinstance(path[0], int):
+            parts = [_NAME, *parts[1:]] if not path or path[0] == 0 else [_NAME, *parts]
+        keys[leaf.index] = re.sub(r"\W", "_", "_".join(parts))
     return keys
 
 
@@ -115,45 +119,20 @@ def _leaves(part: Any, path: tuple[str | int, ...]) -> Iterator[tuple[_Leaf, tup
     if isinstance(part, _Leaf):
         yield part, path
         return
-    for key, each in _members(part):
+    members: Iterable[tuple[Any, Any]] = ()
+    if isinstance(part, Mapping):
+        members = [(str(key), value) for key, value in part.items()]
+    elif isinstance(part, tuple) and hasattr(part, "_fields"):
+        members = zip(part._fields, part, strict=True)
+    elif isinstance(part, list | tuple):
+        members = enumerate(part)
+    elif dataclasses.is_dataclass(part):
+        members = [(field.name, getattr(part, field.name)) for field in dataclasses.fields(part)]
+    for key, each in members:
         yield from _leaves(each, (*path, key))
 
 
-def _members(part: Any) -> list[tuple[str | int, Any]]:
-    if isinstance(part, Mapping):
-        return [(str(key), value) for key, value in part.items()]
-    if isinstance(part, tuple) and hasattr(part, "_fields"):
-        return list(zip(part._fields, part, strict=True))
-    if isinstance(part, list | tuple):
-        return list(enumerate(part))
-    if dataclasses.is_dataclass(part):
-        return [(field.name, getattr(part, field.name)) for field in dataclasses.fields(part)]
-    return []
-
-
-def _joined(path: tuple[str | int, ...]) -> str:
-    """`output`, `output_1`, `hidden_states_2`: the keys that lead to a tensor."""
-    parts = [str(part) for part in path]
-    if not path or isinstance(path[0], int):
-        parts = [_NAME, *parts[1:]] if not path or path[0] == 0 else [_NAME, *parts]
-    return re.sub(r"\W", "_", "_".join(parts))
-
-
-def _unique(names: Sequence[str], taken: Collection[str]) -> list[str]:
-    """The names, other than those that are taken and than each other."""
-    used, result = set(taken), []
-    for name in names:
-        free = f"{name}_out" if name in taken else name
-        count = 1
-        while free in used:
-            count += 1
-            free = f"{name}_{count}"
-        used.add(free)
-        result.append(free)
-    return result
-
-
-# -- Whether a program still is its module at sizes that PyTorch could not trace it at, such as ----
+# -- Whether a program still is its module at sizes that PyTorch could not trace it at -------------
 
 DrawInputs = Callable[[Mapping[str, int]], dict[str, Tensor]]
 """Makes inputs of some sizes on which a module can run."""
@@ -164,14 +143,8 @@ _NOISE = 0.25  # two results of one formula differ by the sum of their own error
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest number; another branch is far off
 
 
-def check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
-    """Run a module twice on the same inputs, which must give the same.
-
-    A module that is random, or remembers earlier calls, has no reference to compare with.
-
-    Raises:
-        ExportError: The module does not run, or gives something else the second time.
-    """
+def _check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
+    """Run a module twice: one that is random, or remembers earlier calls, has no reference."""
     where, hint = "the sizes of its example", "an example that it takes"
     first, second = (_tensors(module, example, where, "as it was traced", hint) for _ in range(2))
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
@@ -183,33 +156,28 @@ def check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_small_sizes(
-    exported: ExportedModule,
-    module: nn.Module,
-    axes: Mapping[str, Axis],
-    draw: DrawInputs,
+def _check_sizes(
+    exported: ExportedModule, module: nn.Module, draw: DrawInputs, every: Iterable[Mapping[str, int]]
 ) -> None:
     """Run module and program at sizes that were not traced, and compare them.
-
-    Args:
-        exported: The program.
-        module: The module.
-        axes: Its axes.
-        draw: Makes the inputs.
 
     Raises:
         ExportError: The module does not run at such a size, or the program computes something else there.
     """
-    _check_sizes(exported, module, draw, _sizes_to_try(axes, exported))
-
-
-def _check_sizes(
-    exported: ExportedModule, module: nn.Module, draw: DrawInputs, every: Iterable[Mapping[str, int]]
-) -> None:
+    hint = "axes that begin at a larger size, or a draw= for its inputs"
     for sizes in every:
         example = draw(sizes)
         at = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        for name, want, got in _results(exported, module, example, at):
+        wanted = _tensors(module, example, "the smallest sizes of its axes", at, hint)
+        try:
+            outputs, _ = run_program(exported, example, dtype="own")
+        except (RuntimeError, IndexError) as error:
+            raise ExportError(
+                "The exported program does not run at the smallest sizes of its axes.",
+                got=f"{at}: {str(error).splitlines()[0]}",
+                hint="axes that begin at a larger size",
+            ) from error
+        for (name, got), want in zip(outputs.items(), wanted, strict=True):
             if want.shape == got.shape and (
                 _close(want, got) or _is_noise(exported, example, name, want, got)
             ):
@@ -221,23 +189,6 @@ def _check_sizes(
                 got=f"output {name} at {at}",
                 hint="axes that begin at a larger size",
             )
-
-
-def _results(
-    exported: ExportedModule, module: nn.Module, example: dict[str, Tensor], at: str
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    hint = "axes that begin at a larger size, or a draw= for its inputs"
-    wanted = _tensors(module, example, "the smallest sizes of its axes", at, hint)
-    try:
-        outputs, _ = run_program(exported, example, dtype="own")
-    except (RuntimeError, IndexError) as error:
-        raise ExportError(
-            "The exported program does not run at the smallest sizes of its axes.",
-            got=f"{at}: {str(error).splitlines()[0]}",
-            hint="axes that begin at a larger size",
-        ) from error
-    for (name, got), want in zip(outputs.items(), wanted, strict=True):
-        yield name, want, got
 
 
 def _tensors(
@@ -311,10 +262,7 @@ def _outside_guards(
         near = {*range(axis.min, axis.min + _MOST_TRIED), *range(axis.max - _MOST_TRIED, axis.max + 1)}
         for size in sorted(each for each in near | {axis.opt} if axis.min <= each <= axis.max):
             sizes = {**traced, name: size}
-            given = {
-                symbol: TensorSpec(name="", kind="", dims=(dim,)).shape(sizes)[0]
-                for symbol, dim in symbols.items()
-            }
+            given = {symbol: size_of(dim, sizes) for symbol, dim in symbols.items()}
             if not all(_holds(guard, given) for guard in guards):
                 yield sizes
                 break
@@ -389,10 +337,9 @@ def export_program(
             notes=traced.notes,
         )
         draw = draw or (lambda at: draw_inputs(inputs, dims, at, seed=1))
-        check_repeats(module, draw(inside(axes, sizes)))
+        _check_repeats(module, draw(inside(axes, sizes)))
         try:
-            check_small_sizes(exported, module, axes, draw)
-            _check_sizes(exported, module, draw, traced.outside)
+            _check_sizes(exported, module, draw, (*_sizes_to_try(axes, exported), *traced.outside))
         except ExportError as error:
             raise traced.refusal or error from error
     return exported
@@ -403,7 +350,7 @@ def export_program(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Traced:
-    """A module as PyTorch traced it.
+    """A module as PyTorch traced it, with the fields of `ExportedModule`.
 
     Args:
         program: The program.
@@ -586,17 +533,8 @@ _PARTWISE = frozenset(
 _COMPLEX = frozenset(
     {
         *(_aten.view_as_complex, _aten.view_as_real, _aten.polar, _aten.complex, _aten.mul, _aten.real),
-        *(
-            _aten.add,
-            _aten.sub,
-            _aten.imag,
-            _aten.abs,
-            _aten.conj,
-            _aten._conj,
-            _aten.resolve_conj,
-            _aten.to,
-            _aten._to_copy,
-        ),
+        *(_aten.add, _aten.sub, _aten.imag, _aten.abs, _aten.conj, _aten._conj, _aten.resolve_conj),
+        *(_aten.to, _aten._to_copy),
     }
 )
 
@@ -795,15 +733,9 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 def _refuse_changes(program: ExportedProgram) -> None:
     """A graph cannot write to a module's buffers, nor to what it is given."""
-    kinds = {
-        OutputKind.BUFFER_MUTATION: "its buffer",
-        OutputKind.USER_INPUT_MUTATION: "its input",
-    }
-    changed = [
-        f"{kinds[spec.kind]} {spec.target}"
-        for spec in program.graph_signature.output_specs
-        if spec.kind in kinds
-    ]
+    kinds = {OutputKind.BUFFER_MUTATION: "its buffer", OutputKind.USER_INPUT_MUTATION: "its input"}
+    written = [spec for spec in program.graph_signature.output_specs if spec.kind in kinds]
+    changed = [f"{kinds[spec.kind]} {spec.target}" for spec in written]
     if changed:
         raise ExportError(
             "The module writes to what it should only read.",
@@ -889,34 +821,19 @@ _LAYOUT = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity",
 
 
 def attention_values(model: ir.Model, exported: ExportedModule) -> dict[str, str]:
-    """For every `Attention` node the nearest value behind it that the program computes, too.
+    """For every `Attention` node, by name, the nearest value behind it that the program computes, too.
 
     It is the node's own result, or that in another layout: a fused node may have a Transpose behind it that
-    the program did in one step with the matmul.
-
-    Args:
-        model: The graph, or what `fuse_attention` made of it.
-        exported: The module that it was exported from.
-
-    Returns:
-        Names of values by node name, in the order of the graph. Nodes without such a value are left out.
+    the program did in one step with the matmul. Nodes without such a value are left out.
     """
     found = {}
-    for node in model.graph.all_nodes():
-        if is_attention(node):
-            value = _nearest(node.outputs[0], exported)
-            if value is not None and node.name is not None:
-                found[node.name] = value
+    for node in filter(is_attention, model.graph.all_nodes()):
+        pending = [node.outputs[0]]
+        while pending:
+            each = pending.pop(0)
+            if node.name is not None and each.name is not None and exported.node_of(each.name) is not None:
+                found[node.name] = each.name
+                break
+            users = [use.node for use in each.uses()]
+            pending += [user.outputs[0] for user in users if user.domain == "" and user.op_type in _LAYOUT]
     return found
-
-
-def _nearest(value: ir.Value, exported: ExportedModule) -> str | None:
-    """The value itself, or the first one behind it that only another layout parts from it."""
-    pending = [value]
-    while pending:
-        each = pending.pop(0)
-        if each.name is not None and exported.node_of(each.name) is not None:
-            return each.name
-        users = [use.node for use in each.uses()]
-        pending += [user.outputs[0] for user in users if user.domain == "" and user.op_type in _LAYOUT]
-    return None

@@ -31,40 +31,33 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
     from safetensors import SafetensorError, safe_open
 
     if path.is_dir():
-        path = _in_folder(path)
+        found = sorted(path.glob("*.safetensors"))
+        pickled = [each for each in sorted(path.iterdir()) if each.suffix in _PICKLED]
+        if (path / INDEX).is_file():
+            path = path / INDEX
+        elif len(found) == 1 or (pickled and not found):
+            path = (found or pickled)[0]
+        else:
+            names = ", ".join(each.name for each in found) or "none"
+            raise DeployError(
+                "The folder has no safetensors file, or several without an index.", got=f"{path}: {names}"
+            )
     if path.suffix in _PICKLED:
         raise DeployError(
             "A pickle can run code when it is read, so it is not.",
             got=path.name,
             hint="safetensors: model.save_pretrained(FOLDER)",
         )
-    files = _indexed(path) if path.name.endswith(".index.json") else [path]
-    found: dict[str, Path] = {}
-    for file in files:
+    files: dict[str, Path] = {}
+    for file in _indexed(path) if path.name.endswith(".index.json") else [path]:
         try:
             with safe_open(file, "np") as tensors:
-                found |= dict.fromkeys(tensors.keys(), file)
+                files |= dict.fromkeys(tensors.keys(), file)
         except FileNotFoundError as error:
             raise DeployError("There is no such weight file.", got=file) from error
         except (SafetensorError, OSError) as error:
             raise DeployError("The weights are not a safetensors file.", got=f"{file}: {error}") from error
-    return found
-
-
-def _in_folder(folder: Path) -> Path:
-    files = sorted(folder.glob("*.safetensors"))
-    index = folder / INDEX
-    if index.is_file():
-        return index
-    if len(files) == 1:
-        return files[0]
-    pickled = [each for each in sorted(folder.iterdir()) if each.suffix in _PICKLED]
-    if pickled and not files:
-        return pickled[0]
-    names = ", ".join(each.name for each in files) or "none"
-    raise DeployError(
-        "The folder has no safetensors file, or several without an index.", got=f"{folder}: {names}"
-    )
+    return files
 
 
 def _indexed(path: Path) -> list[Path]:
@@ -105,13 +98,7 @@ _CROSS = re.compile(r"cross|encoder_attn|encdec|enc_attn", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTensors:
-    """The tensors of one attention.
-
-    Args:
-        prefix: What their names begin with.
-        names: The name of each tensor, by role and kind, such as `("q", "weight")`.
-        ignored: Other tensors below the prefix, which the layer does not need.
-    """
+    """The tensors of one attention, by role and kind as `("q", "weight")`, and others beside them."""
 
     prefix: str
     names: Mapping[tuple[str, str], str]
@@ -206,21 +193,10 @@ CONFIG = "config.json"
 
 # Architectures with causal self attention, and those that look both ways. The names are `model_type`.
 _DECODERS = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi", "phi3", "cohere", "opt"),
-    *(
-        "granite",
-        "starcoder2",
-        "stablelm",
-        "olmo",
-        "falcon",
-        "gpt_neox",
-        "gptj",
-        "gpt2",
-        "gpt_bigcode",
-        "mpt",
-    ),
-    *("gpt_neo", "bloom", "smollm3", "glm", "helium", "arcee", "nemotron", "persimmon", "xglm", "biogpt"),
-    *("seed_oss", "ernie4_5"),
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi", "phi3"),
+    *("cohere", "opt", "granite", "starcoder2", "stablelm", "olmo", "falcon", "gpt_neox", "gptj"),
+    *("gpt2", "gpt_bigcode", "mpt", "gpt_neo", "bloom", "smollm3", "glm", "helium", "arcee"),
+    *("nemotron", "persimmon", "xglm", "biogpt", "seed_oss", "ernie4_5"),
 )
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
 _VISION = ("vit", "deit", "dinov2")
@@ -238,6 +214,8 @@ _NOT_EXPRESSIBLE = {
     "gpt_oss": "it has attention sinks",
     "codegen": "its packed projection has a layout of its own (mp_num)",
 }
+_NO_ROPE = (*_ENCODERS, *_VISION, "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt")
+_ROTARY_SHARES = dict(gpt_neox=0.25, phi=0.5, stablelm=0.25, nemotron=0.5, persimmon=0.5, glm=0.5)
 _INTERLEAVED = ("gptj", "cohere", "glm", "ernie4_5", "helium")
 _LONGEST = 2048  # of the default axes; --axis raises it
 
@@ -262,7 +240,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: bool) -> AttentionSpec:
-    """The self attention of one layer, as a layer of the catalog.
+    """The self attention of one layer of a checkpoint, as a layer of the catalog.
 
     Args:
         config: The `config.json` of a checkpoint.
@@ -283,16 +261,22 @@ def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: 
     layers = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if not 0 <= layer < layers:
         raise SpecError("The model has no such layer.", got=layer, hint=f"0 to {layers - 1}")
-    D = _optional(config, "head_dim") or _whole(E, Hq)
-    causal = kind in _DECODERS or bool(config.get("is_decoder"))
-    rotates = _rotates(config, kind, layer)
+    D = _optional(config, "head_dim")
+    if D is None and E % Hq:
+        raise SpecError(
+            "The heads do not divide the width.", got=f"{E} / {Hq}", hint="head_dim in config.json"
+        )
+    D = D or E // Hq
     _refuse_options(config, kind)
-    longest = min(
-        _optional(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length") or 512,
-        _LONGEST,
-    )
+    longest = _optional(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length") or 512
+    longest = min(longest, _LONGEST)
+    usual = min(128, longest)
     if kind in _VISION:
-        longest = _patches(config)
+        image, patch = _optional(config, "image_size") or 224, _optional(config, "patch_size") or 16
+        usual = longest = (image // patch) ** 2 + 1
+    causal = kind in _DECODERS or bool(config.get("is_decoder"))
+    has_alibi = kind == "bloom" or (kind == "mpt" and bool(_inner(config).get("alibi", True)))
+    mask = "padding" if kind in _ENCODERS and not causal else "none"
     return AttentionSpec(
         name=name,
         summary=f"layer {layer} of a {kind} checkpoint",
@@ -300,19 +284,12 @@ def spec_from_config(config: Mapping[str, Any], layer: int, *, name: str, bias: 
         Hkv=_key_heads(config, kind, Hq),
         D=D,
         E=E,
-        axes={
-            "B": Axis(min=1, opt=1, max=8),
-            "S": Axis(min=1, opt=longest if kind in _VISION else min(128, longest), max=longest),
-        },
+        axes={"B": Axis(min=1, opt=1, max=8), "S": Axis(min=1, opt=usual, max=longest)},
         bias=bias,
         causal=causal,
-        mask="additive"
-        if _has_alibi(config, kind)
-        else "padding"
-        if kind in _ENCODERS and not causal
-        else "none",
+        mask="additive" if has_alibi else mask,
         scale=_scale(config, kind, layer, D),
-        rope=_rope(config, kind, layer, D) if rotates else None,
+        rope=None if has_alibi or kind in _NO_ROPE else _rope(config, kind, layer, D),
         window=_window(config, kind, layer) if causal else None,
         softcap=config.get("attn_logit_softcapping") if kind == "gemma2" else None,
     )
@@ -325,12 +302,14 @@ def _refused(kind: str, why: str) -> SpecError:
     )
 
 
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where MPT keeps the options of its attention."""
+    return config.get("attn_config") or {}
+
+
 def _optional(config: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        value = config.get(name)
-        if type(value) is int and value > 0:
-            return value
-    return None
+    values = (config.get(name) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
@@ -340,30 +319,20 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     return found
 
 
-def _whole(E: int, Hq: int) -> int:
-    if E % Hq:
-        raise SpecError(
-            "The heads do not divide the width.", got=f"{E} / {Hq}", hint="head_dim in config.json"
-        )
-    return E // Hq
+def _of_layer(config: Mapping[str, Any], name: str, layer: int) -> Any:
+    """The entry of a layer in a list of the config; None where there is none."""
+    entries = config.get(name)
+    return entries[layer] if isinstance(entries, list) and layer < len(entries) else None
 
 
 def _key_heads(config: Mapping[str, Any], kind: str, Hq: int) -> int:
-    if kind == "falcon":
-        if config.get("new_decoder_architecture"):
-            return _optional(config, "num_kv_heads") or Hq
-        return 1 if config.get("multi_query", True) else Hq
-    if kind == "gpt_bigcode":
+    if kind == "falcon" and config.get("new_decoder_architecture"):
+        return _optional(config, "num_kv_heads") or Hq
+    if kind in ("falcon", "gpt_bigcode"):
         return 1 if config.get("multi_query", True) else Hq
     if kind == "mpt":
-        return _optional(config.get("attn_config") or {}, "kv_n_heads") or Hq
+        return _optional(_inner(config), "kv_n_heads") or Hq
     return _optional(config, "num_key_value_heads", "num_kv_heads") or Hq
-
-
-def _has_alibi(config: Mapping[str, Any], kind: str) -> bool:
-    if kind == "mpt":
-        return bool((config.get("attn_config") or {}).get("alibi", True))
-    return kind == "bloom"
 
 
 def _scale(config: Mapping[str, Any], kind: str, layer: int, D: int) -> float | None:
@@ -372,7 +341,7 @@ def _scale(config: Mapping[str, Any], kind: str, layer: int, D: int) -> float | 
     if kind == "granite":
         return float(config.get("attention_multiplier", 1.0))
     if kind == "mpt":
-        found = (config.get("attn_config") or {}).get("softmax_scale")
+        found = _inner(config).get("softmax_scale")
         return None if found is None else float(found)
     if kind == "gpt_neo":
         return 1.0
@@ -384,13 +353,12 @@ def _scale(config: Mapping[str, Any], kind: str, layer: int, D: int) -> float | 
 
 
 def _window(config: Mapping[str, Any], kind: str, layer: int) -> int | None:
-    types = config.get("layer_types")
     if kind == "gpt_neo":
         types = [each for group, count in config.get("attention_types", []) for each in group * count]
         return _optional(config, "window_size") if types and types[layer] == "local" else None
-    window = _optional(config, "sliding_window")
-    if isinstance(types, list) and layer < len(types):
-        return window if types[layer] == "sliding_attention" else None
+    window, form = _optional(config, "sliding_window"), _of_layer(config, "layer_types", layer)
+    if form is not None:
+        return window if form == "sliding_attention" else None
     if kind in ("qwen2", "qwen2_moe"):
         first = config.get("max_window_layers", 28)
         return window if config.get("use_sliding_window") and layer >= first else None
@@ -399,76 +367,52 @@ def _window(config: Mapping[str, Any], kind: str, layer: int) -> int | None:
     return window if kind in ("mistral", "mixtral", "phi3", "starcoder2") else None
 
 
-def _rotates(config: Mapping[str, Any], kind: str, layer: int) -> bool:
-    if kind in (*_ENCODERS, *_VISION, "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt"):
-        return False
-    if _has_alibi(config, kind):
-        return False
-    layers = config.get("no_rope_layers")  # of SmolLM3: 1 where a layer rotates
-    return not (kind == "smollm3" and isinstance(layers, list) and layer < len(layers) and not layers[layer])
-
-
-def _rope(config: Mapping[str, Any], kind: str, layer: int, D: int) -> Rope:
+def _rope(config: Mapping[str, Any], kind: str, layer: int, D: int) -> Rope | None:
     """The rotary embedding, in the keys of Transformers 5 (`rope_parameters`) or of earlier versions."""
+    if kind == "smollm3" and _of_layer(config, "no_rope_layers", layer) == 0:  # 1 where a layer rotates
+        return None
     found = config.get("rope_parameters") or {}
-    types = config.get("layer_types")
-    if isinstance(types, list) and layer < len(types) and isinstance(found.get(types[layer]), dict):
-        found = found[types[layer]]  # one for each type of layer
+    by_type = found.get(_of_layer(config, "layer_types", layer))
+    found = by_type if isinstance(by_type, dict) else found  # one for each type of layer
     scaling = {**(config.get("rope_scaling") or {}), **found}
     theta = found.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000.0)))
     share = found.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
-    if share is None:
-        share = {
-            "gpt_neox": 0.25,
-            "phi": 0.5,
-            "stablelm": 0.25,
-            "nemotron": 0.5,
-            "persimmon": 0.5,
-            "glm": 0.5,
-        }.get(kind, 1.0)
+    share = _ROTARY_SHARES.get(kind, 1.0) if share is None else share
     dims = (_optional(config, "rotary_dim") or D) if kind == "gptj" else int(D * float(share))
     form = str(scaling.get("rope_type", scaling.get("type", "default")))
-    interleaved = kind in _INTERLEAVED
-    base: dict[str, Any] = {
+    options: dict[str, Any] = {
         "base": float(theta),
         "dims": None if dims == D else dims,
-        "interleaved": interleaved,
+        "interleaved": kind in _INTERLEAVED,
     }
-    if form in ("default", "none"):
-        return Rope(**base)
-    factor = float(scaling.get("factor", 1.0))
-    if form == "linear":
-        return Rope(**base, scaling="linear", factor=factor)
+    if form in ("linear", "llama3"):
+        options |= {"scaling": form, "factor": float(scaling.get("factor", 1.0))}
+    elif form not in ("default", "none"):
+        raise _refused(kind, f"its rotary embedding is scaled by {form!r}; linear and llama3 are known")
     if form == "llama3":
-        return Rope(
-            **base,
-            scaling="llama3",
-            factor=factor,
-            low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-            high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-            original_length=int(scaling.get("original_max_position_embeddings", 8192)),
-        )
-    raise _refused(kind, f"its rotary embedding is scaled by {form!r}; linear and llama3 are known")
+        options |= {
+            "low_freq_factor": float(scaling.get("low_freq_factor", 1.0)),
+            "high_freq_factor": float(scaling.get("high_freq_factor", 4.0)),
+            "original_length": int(scaling.get("original_max_position_embeddings", 8192)),
+        }
+    return Rope(**options)
 
 
 def _refuse_options(config: Mapping[str, Any], kind: str) -> None:
     """Refuse options that change the function and that a layer of the catalog does not have."""
-    inner = config.get("attn_config") or {}
+    inner = _inner(config)
     for name in ("use_qk_norm", "qk_layernorm", "qk_norm", "use_qk_layernorm", "qk_ln"):
         if config.get(name) or inner.get(name):
             raise _refused(kind, f"it normalises queries and keys ({name})")
-    if config.get("clip_qkv") or inner.get("clip_qkv"):
-        raise _refused(kind, "it clips queries, keys and values (clip_qkv)")
-    if str(config.get("position_embedding_type", "absolute")).startswith("relative"):
-        raise _refused(kind, "its positions are relative (position_embedding_type)")
-    if kind == "falcon" and config.get("alibi"):
-        raise _refused(kind, "it adds ALiBi before the scale, in BF16")
-    if kind == "gpt_bigcode" and not config.get("multi_query", True):
-        raise _refused(kind, "its packed projection is stacked head by head (multi_query false)")
-    if config.get("quantization_config"):
-        raise _refused(kind, "its weights are quantised (quantization_config)")
-
-
-def _patches(config: Mapping[str, Any]) -> int:
-    image, patch = _optional(config, "image_size") or 224, _optional(config, "patch_size") or 16
-    return (image // patch) ** 2 + 1
+    relative = str(config.get("position_embedding_type", "absolute")).startswith("relative")
+    stacked_by_head = kind == "gpt_bigcode" and not config.get("multi_query", True)
+    reasons = {
+        "it clips queries, keys and values (clip_qkv)": config.get("clip_qkv") or inner.get("clip_qkv"),
+        "its positions are relative (position_embedding_type)": relative,
+        "it adds ALiBi before the scale, in BF16": kind == "falcon" and config.get("alibi"),
+        "its packed projection is stacked head by head (multi_query false)": stacked_by_head,
+        "its weights are quantised (quantization_config)": config.get("quantization_config"),
+    }
+    for why, applies in reasons.items():
+        if applies:
+            raise _refused(kind, why)

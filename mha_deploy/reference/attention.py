@@ -13,28 +13,24 @@ from mha_deploy.errors import DeployError
 from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference.rotary import rotary_tables, rotate
 
-# -- Which keys a query may see --------------------------------------------------------------------
+# -- Which keys a query attends to -----------------------------------------------------------------
 
 
 def padding_mask(key_lengths: Tensor, T: int) -> Tensor:
-    """Row b may see its first `key_lengths[b]` keys. [B] -> bool [B, 1, 1, T]."""
+    """Batch element b attends to its first `key_lengths[b]` keys. [B] -> bool [B, 1, 1, T]."""
     positions = torch.arange(T, dtype=key_lengths.dtype, device=key_lengths.device)
     return positions < key_lengths[:, None, None, None]
 
 
 def seen_from(positions: Tensor, T: int, window: int | None = None) -> Tensor:
-    """A query at position p may see keys 0..p, or the last `window` of them. [..., S] -> bool [..., S, T]."""
+    """A query at position p attends to keys 0..p, or the last `window`. [..., S] -> bool [..., S, T]."""
     keys, queries = torch.arange(T, device=positions.device), positions[..., None]
     seen = keys <= queries
     return seen if window is None else seen & (keys > queries - window)
 
 
 def causal_mask(S: int, T: int, device: torch.device, past: int = 0, window: int | None = None) -> Tensor:
-    """Query s, at position past + s, may see the keys up to its own position. bool [S, T].
-
-    Without a past the diagonal starts in the upper left corner; where the T keys are the past and the S new
-    ones, it ends in the lower right.
-    """
+    """Query s, at position past + s, attends to the keys up to its own position. bool [S, T]."""
     return seen_from(torch.arange(past, past + S, device=device), T, window)
 
 
@@ -59,25 +55,17 @@ def alibi_bias(Hq: int, S: int, T: int) -> Tensor:
     return -(slopes[:, None, None] * distance)[None]
 
 
-# -- Scaled dot-matmul attention, three ways to compute one function ------------------------------
+# -- Scaled dot-product attention, computed by PyTorch, by a textbook, or by an ONNX node ----------
 
 _WEIGHTS_AFTER_SOFTMAX = 3  # ONNX Attention's qk_matmul_output_mode
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """How the heads are laid out and scored.
+    """How the heads are laid out and scored; the names are those of `AttentionSpec`.
 
-    Args:
-        Hq: Query heads.
-        Hkv: Key/value heads.
-        scale: Factor on the scores.
-        causal: Whether query s, at position past + s, sees only keys at or before that position.
-        weights: Whether the attention weights are requested.
-        window: How many keys a causal query sees, itself included.
-        softcap: Bound of the scores.
-        past: How many of the keys come before the first query.
-        sees_itself: Whether every query sees a key whatever the mask, as one does whose own key is there.
+    `past` keys come before the first query. With `sees_itself` every query attends to a key whatever the
+    mask, as one does whose own key is there.
     """
 
     Hq: int
@@ -96,14 +84,16 @@ class Heads:
         return self.causal and self.window is None and self.past == 0
 
     def hides_nothing(self, S: int, T: int) -> bool:
-        """Whether S queries see all T keys: nothing is causal, or one query stands at the last of them."""
+        """Whether S queries attend to all T keys: nothing is causal, or one query is at the last."""
         return not self.causal or (S == 1 and self.window is None and self.past + 1 == T)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads, path: str = "sdpa"
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute all heads.
+    """All heads side by side [B, S, Hq·D], and the attention weights [B, Hq, S, T] if requested.
+
+    A fully masked query gives zeros, never NaN.
 
     Args:
         q: Queries [B, S, Hq·D].
@@ -112,10 +102,6 @@ def attend(
         mask: Boolean or float mask that broadcasts to [B, Hq, S, T].
         heads: How the heads are laid out and scored.
         path: `sdpa`, `plain` or `onnx`.
-
-    Returns:
-        The heads side by side [B, S, Hq·D], and the attention weights [B, Hq, S, T] if requested.
-        A query that may see no key at all gives zeros, never NaN.
     """
     if path == "onnx":
         return _attend_onnx(q, k, v, mask, heads)
@@ -147,8 +133,8 @@ def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, heads: Heads) 
     if mask is None:
         return scores.softmax(-1)
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    sees_nothing = scores.isneginf().all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(sees_nothing, 0.0)
+    fully_masked = scores.isneginf().all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(fully_masked, 0.0)
 
 
 def _with_causal(mask: Tensor | None, S: int, T: int, heads: Heads, device: torch.device) -> Tensor | None:
@@ -176,13 +162,11 @@ def _fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: H
         scale=heads.scale,
         enable_gqa=heads.Hq != heads.Hkv,
     )
-    return out if mask is None or heads.sees_itself else _blank_where_nothing_is_seen(out, mask)
-
-
-def _blank_where_nothing_is_seen(out: Tensor, mask: Tensor) -> Tensor:
-    """Zeros for queries without any key: PyTorch's half-precision CUDA kernels give other numbers there."""
-    sees = mask if mask.dtype == torch.bool else ~mask.isneginf()
-    return out.masked_fill(~sees.any(-1, keepdim=True), 0.0)
+    if mask is None or heads.sees_itself:
+        return out
+    # Fully masked queries: PyTorch's half-precision CUDA kernels give other numbers than zeros.
+    attended = mask if mask.dtype == torch.bool else ~mask.isneginf()
+    return out.masked_fill(~attended.any(-1, keepdim=True), 0.0)
 
 
 def _attend_onnx(
@@ -195,8 +179,14 @@ def _attend_onnx(
         # ONNX lets a mask broadcast over the queries; ONNX Runtime's CPU kernel does not.
         mask = mask[None, None] if mask.dim() == 2 else mask
         mask = mask.expand(mask.shape[0], mask.shape[1], q.shape[1], k.shape[1])
-    if heads.softcap is not None and (is_causal or mask is not None):
-        _refuse_stand_in(heads.softcap)
+    capped = heads.softcap is not None and (is_causal or mask is not None)
+    if capped and not torch.compiler.is_exporting():
+        # PyTorch's own stand-in for the ONNX node caps after masking, which makes -inf a finite score.
+        raise DeployError(
+            "PyTorch cannot run the ONNX attention with a softcap and a mask: it caps the mask too.",
+            got=f"softcap = {heads.softcap}, path = onnx",
+            hint="path plain to compute it; path onnx only exports it",
+        )
     out, _, _, weights = torch.onnx.ops.attention(
         q,
         k,
@@ -212,16 +202,6 @@ def _attend_onnx(
     return out, weights if heads.weights else None
 
 
-def _refuse_stand_in(softcap: float) -> None:
-    """PyTorch's own stand-in for the ONNX node caps after masking, which makes -inf a finite score."""
-    if not torch.compiler.is_exporting():
-        raise DeployError(
-            "PyTorch cannot run the ONNX attention with a softcap and a mask: it caps the mask too.",
-            got=f"softcap = {softcap}, path = onnx",
-            hint="path plain to compute it; path onnx only exports it",
-        )
-
-
 # -- Attention behind a cache, as the ONNX nodes that an export writes -----------------------------
 
 _OPSET = 24  # the first with TensorScatter and nonpad_kv_seqlen
@@ -230,18 +210,9 @@ _OPSET = 24  # the first with TensorScatter and nonpad_kv_seqlen
 def attend_dynamic(
     q: Tensor, k: Tensor, v: Tensor, past: tuple[Tensor, Tensor], mask: Tensor | None, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One Attention node that joins the past and the new rows.
+    """One Attention node that concatenates the past [B, Hkv, P, D] and the new entries [B, S, Hkv·D].
 
-    Args:
-        q: Queries [B, S, Hq·D].
-        k: New keys [B, S, Hkv·D].
-        v: New values [B, S, Hkv·D].
-        past: Earlier keys and values, [B, Hkv, P, D] each.
-        mask: What hides keys, [S, P+S]; None for nothing but what is ahead.
-        heads: How the heads are laid out and scored.
-
-    Returns:
-        The heads side by side [B, S, Hq·D], and all keys and values, [B, Hkv, P+S, D].
+    A mask [S, P+S] stands for the causal one. Gives the heads side by side, and all keys and values.
     """
     _refuse_to_run()
     out, keys, values, _ = torch.onnx.ops.attention(
@@ -267,18 +238,10 @@ def attend_static(
     mask: Tensor | None,
     heads: Heads,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two TensorScatter nodes that write the new rows, and an Attention that knows how many are valid.
+    """Two TensorScatter nodes that write the new entries, and an Attention that knows how many are valid.
 
-    Args:
-        q: Queries [B, S, Hq·D].
-        new: New keys and values, [B, Hkv, S, D] each.
-        caches: The buffers, [B, Hkv, T, D] each.
-        lengths: Valid rows before this call, int32 [B].
-        mask: What hides keys, [B, 1, S, T]; None for nothing but what is ahead.
-        heads: How the heads are laid out and scored.
-
-    Returns:
-        The heads side by side [B, S, Hq·D], and the buffers with the new rows in them.
+    The buffers [B, Hkv, T, D] have `lengths` valid entries before the call, and get those in `new`
+    [B, Hkv, S, D]. A mask [B, 1, S, T] stands for the causal one. Gives the heads, and the buffers.
     """
     _refuse_to_run()
     starts = lengths.long()
@@ -314,12 +277,7 @@ def _refuse_to_run() -> None:
 
 
 class Attention(nn.Module):
-    """The layer that a spec describes; the variants change what follows the heads.
-
-    Args:
-        spec: The layer.
-        path: How attention is computed; see `reference.core`.
-    """
+    """The layer that a spec describes, by a path of `attend`; variants change what follows the heads."""
 
     def __init__(self, spec: AttentionSpec, path: str = "sdpa") -> None:
         super().__init__()
@@ -364,16 +322,16 @@ class Attention(nn.Module):
             past_value: The same shape.
             key_cache: [B, Hkv, T, D], where the spec's cache is `preallocated`; it is not written to.
             value_cache: The same shape.
-            lengths: int32 [B], how many rows of a preallocated cache are valid before this call.
+            lengths: int32 [B], how many entries of a preallocated cache are valid before this call.
 
         Returns:
             The output [B, S, E], with the attention weights [B, Hq, S, T] if the spec asks for them, or with
             the keys and values to bring to the next call.
         """
         if self.spec.cache == "dynamic":
-            return self._grow(query, past_key, past_value)
+            return self._append(query, past_key, past_value)
         if self.spec.cache == "preallocated":
-            return self._step(query, key_cache, value_cache, lengths)
+            return self._update(query, key_cache, value_cache, lengths)
         heads, weights = self.heads(query, key, value, key_lengths, attention_bias)
         output = self.combine(heads, query)
         return output if weights is None else (output, weights)
@@ -424,7 +382,7 @@ class Attention(nn.Module):
         if spec.rope is None:
             return q, k
         if self.path == "onnx":
-            return self._turn_onnx(q, spec.Hq, positions), self._turn_onnx(k, spec.Hkv, positions)
+            return self._rotate_onnx(q, spec.Hq, positions), self._rotate_onnx(k, spec.Hkv, positions)
         if self.rotary is not None and self.rotary[0].device == q.device:
             cos, sin = (table[positions] for table in self.rotary)  # nothing comes from the host
         else:
@@ -435,7 +393,7 @@ class Attention(nn.Module):
         )
         return q, k
 
-    def _turn_onnx(self, x: Tensor, H: int, positions: Tensor) -> Tensor:
+    def _rotate_onnx(self, x: Tensor, H: int, positions: Tensor) -> Tensor:
         """One ONNX `RotaryEmbedding` node, which looks the angles of its positions up in tables."""
         rope = self.spec.rope
         if rope is None or self.rotary is None:
@@ -455,7 +413,7 @@ class Attention(nn.Module):
 
     # -- with a cache --------------------------------------------------------------------------
 
-    def _grow(
+    def _append(
         self, query: Tensor, past_key: Tensor | None, past_value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         past_key, past_value = given(self.spec.name, past_key=past_key, past_value=past_value)
@@ -464,7 +422,7 @@ class Attention(nn.Module):
         layout = self._layout(causal=True, past=past)
         if self.path == "onnx":
             mask = self._window_mask(positions, past + query.shape[1])
-            tensors = self._turned(query, positions)
+            tensors = self._rotated(query, positions)
             heads, keys, values = attend_dynamic(*tensors, (past_key, past_value), mask, layout)
             return self.combine(heads, query), keys, values
         q, k, v = self._new_entries(query, positions)
@@ -472,7 +430,7 @@ class Attention(nn.Module):
         heads, _ = attend(q, merge_heads(keys), merge_heads(values), None, layout, self.path)
         return self.combine(heads, query), keys, values
 
-    def _step(
+    def _update(
         self,
         query: Tensor,
         key_cache: Tensor | None,
@@ -500,10 +458,10 @@ class Attention(nn.Module):
 
     def _new_entries(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q side by side [B, S, Hq·D]; K and V as a cache holds them [B, Hkv, S, D]."""
-        q, k, v = self._turned(query, positions)
+        q, k, v = self._rotated(query, positions)
         return q, split_heads(k, self.spec.Hkv), split_heads(v, self.spec.Hkv)
 
-    def _turned(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V of the new tokens side by side, Q and K at their positions."""
         q, k, v = self.project(query, None, None)
         return *self.rotate(q, k, positions), v
@@ -516,22 +474,16 @@ class Attention(nn.Module):
         return mask[None, None] if mask.dim() == 2 else mask[:, None]
 
 
-# -- Keys and values that are kept between calls, so that a new token costs one row instead of  ----
+# -- Keys and values that are kept between calls ---------------------------------------------------
 
 
 def append_entries(past: Tensor, new: Tensor) -> Tensor:
-    """The past, then the new rows. [B, Hkv, P, D], [B, Hkv, S, D] -> [B, Hkv, P+S, D]."""
+    """The past, then the new entries. [B, Hkv, P, D], [B, Hkv, S, D] -> [B, Hkv, P+S, D]."""
     return torch.cat((past, new), dim=2)
 
 
 def write_entries(cache: Tensor, new: Tensor, positions: Tensor) -> Tensor:
-    """A copy of the cache with new rows at their positions.
-
-    Args:
-        cache: [B, Hkv, T, D].
-        new: [B, Hkv, S, D].
-        positions: Where they go in each row of the batch, [B, S].
-    """
+    """A copy of the cache [B, Hkv, T, D] with new entries [B, Hkv, S, D] at their positions [B, S]."""
     index = positions.long()[:, None, :, None].expand_as(new)
     return cache.scatter(2, index, new)
 
@@ -552,8 +504,8 @@ def check_room(lengths: Tensor, S: int, T: int) -> None:
     if bool((lengths < 0).any()) or bool((lengths + S > T).any()):
         raise DeployError(
             "The new tokens do not fit into the cache.",
-            got=f"lengths {lengths.tolist()}, {S} new tokens, {T} rows",
-            hint=f"lengths from 0 to {T - S}, or a cache with more rows",
+            got=f"lengths {lengths.tolist()}, {S} new tokens, {T} entries",
+            hint=f"lengths from 0 to {T - S}, or a cache with more entries",
         )
 
 
@@ -564,23 +516,13 @@ def given(layer: str, **tensors: Tensor | None) -> list[Tensor]:
         raise DeployError(
             f"{layer} keeps a cache, and the call brings none.",
             got=f"no {', '.join(missing)}",
-            hint="reference.cache.Decoder makes an empty one",
+            hint="reference.attention.Decoder makes an empty one",
         )
     return [tensor for tensor in tensors.values() if tensor is not None]
 
 
 class Decoder:
-    """Feeds a layer new tokens and keeps its cache.
-
-    Args:
-        module: A layer whose spec has a cache.
-        B: Rows of the batch.
-
-    Attributes:
-        keys: The cached keys.
-        values: The cached values.
-        lengths: How many tokens each row has seen, int32 [B].
-    """
+    """Feeds a layer with a cache new tokens, and keeps the keys, values and lengths of its B sequences."""
 
     def __init__(self, module: Attention, B: int) -> None:
         spec, parameter = module.spec, next(module.parameters())
@@ -595,15 +537,10 @@ class Decoder:
         self.lengths = torch.zeros(B, dtype=torch.int32, device=parameter.device)
 
     def feed(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Run the layer on S new tokens of every row.
+        """Run the layer on S new tokens of every batch element. [B, S, E] -> [B, S, E].
 
-        Args:
-            x: [B, S, E].
-            counts: How many of the S tokens of each row are real, [B], padding behind them; default: all.
-                Static caches only.
-
-        Returns:
-            The output [B, S, E]; what stands at padded tokens means nothing.
+        Of a preallocated cache, `counts` [B] of them may be real, with padding behind them. The output at
+        padding means nothing.
         """
         if self.module.spec.cache == "preallocated":
             held = {"key_cache": self.keys, "value_cache": self.values, "lengths": self.lengths}
@@ -611,7 +548,9 @@ class Decoder:
             held = {"past_key": self.keys, "past_value": self.values}
         else:
             raise DeployError(
-                "The rows of a dynamic cache have one length.", got="counts", hint='cache = "preallocated"'
+                "The batch elements of a dynamic cache have one length.",
+                got="counts",
+                hint='cache = "preallocated"',
             )
         output, self.keys, self.values = self.module(x, **held)
         self.lengths = self.lengths + (x.shape[1] if counts is None else counts.to(self.lengths))

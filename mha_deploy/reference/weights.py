@@ -15,7 +15,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.model.huggingface import checkpoint_files, find_attention
 from mha_deploy.model.spec import AttentionSpec
 
-# -- Weights for the reference modules: drawn from a seed, or converted between the two project ----
+# -- Drawn from a seed, or converted between the two forms of the projections ----------------------
 
 # Standard deviation of the scores under random weights. Trained layers attend sharply; with scores much
 # smaller than this the softmax is flat, and a wrong scale or mask hardly shows in the output.
