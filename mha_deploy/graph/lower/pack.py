@@ -22,22 +22,9 @@ class Projection:
 
     matmul: ir.Node
     add: ir.Node | None
+    x: ir.Value
     weight: ir.Value
     bias: ir.Value | None
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """The weights `[in, out]` and the bias `[out]`, zeros where there is none."""
-        weight = _array(self.weight)
-        return weight, np.zeros(weight.shape[1], weight.dtype) if self.bias is None else _array(self.bias)
-
-    @property
-    def x(self) -> ir.Value:
-        """The input of the projection."""
-        value = self.matmul.inputs[0]
-        if value is None:
-            raise ValueError(f"Node {self.matmul.name!r} has no first input.")
-        return value
 
     @property
     def y(self) -> ir.Value:
@@ -62,15 +49,15 @@ def pack_in_place(model: ir.Model) -> bool:
 
 def projection_at(matmul: ir.Node) -> Projection | None:
     """Read a MatMul as a projection; None where its weights are not constant."""
-    weight = matmul.inputs[1] if is_op(matmul, "MatMul") else None
-    if weight is None or not _is_constant(weight, rank=2):
+    x, weight = matmul.inputs if is_op(matmul, "MatMul") else (None, None)
+    if x is None or weight is None or not _is_constant(weight, 2):
         return None
-    uses = list(matmul.outputs[0].uses())
+    uses, add, bias = list(matmul.outputs[0].uses()), None, None
     if len(uses) == 1 and uses[0].node.op_type == "Add" and not matmul.outputs[0].is_graph_output():
-        add, bias = uses[0].node, uses[0].node.inputs[1 - uses[0].idx]
-        if bias is not None and _is_constant(bias, rank=1):
-            return Projection(matmul=matmul, add=add, weight=weight, bias=bias)
-    return Projection(matmul=matmul, add=None, weight=weight, bias=None)
+        added = uses[0].node.inputs[1 - uses[0].idx]
+        if added is not None and _is_constant(added, 1):
+            add, bias = uses[0].node, added
+    return Projection(matmul=matmul, add=add, x=x, weight=weight, bias=bias)
 
 
 def _groups(attention: ir.Node) -> list[list[Projection]]:
@@ -112,7 +99,9 @@ def _pack(group: list[Projection], attention: ir.Node) -> None:
         return
     # No slash after the attention's own name: that prefix is reserved for its lowering.
     b = NodeBuilder(_free_name(graph, f"{attention.name or attention.outputs[0].name}_qkv"))
-    weights, biases = zip(*(projection.arrays for projection in group), strict=True)
+    weights = [_numbers(projection.weight) for projection in group]
+    zeros = (np.zeros(weight.shape[1], weight.dtype) for weight in weights)
+    biases = [zero if p.bias is None else _numbers(p.bias) for p, zero in zip(group, zeros, strict=True)]
     y = b.op(
         "MatMul", group[0].x, new_initializer(graph, f"{b.prefix}_weight", np.concatenate(weights, axis=1))
     )
@@ -138,12 +127,12 @@ def _free_name(graph: ir.Graph, name: str) -> str:
     return free
 
 
-def _is_constant(value: ir.Value, *, rank: int) -> bool:
+def _is_constant(value: ir.Value, rank: int) -> bool:
     tensor = ir.convenience.get_const_tensor(value, propagate_shape_type=True)
     return tensor is not None and len(tensor.shape) == rank
 
 
-def _array(value: ir.Value) -> np.ndarray:
+def _numbers(value: ir.Value) -> np.ndarray:
     tensor = constant(value)
     if tensor is None:
         raise ValueError(f"Value {value.name!r} is not constant.")

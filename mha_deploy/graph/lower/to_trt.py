@@ -136,15 +136,11 @@ def _scores_beside(call: AttentionCall, b: NodeBuilder) -> dict[int, ir.Value]:
 
 def _same_head_size(b: NodeBuilder, call: AttentionCall, heads: Heads) -> Heads:
     """Pad the smaller head size with zeros: they add nothing to a score, and are sliced off the output."""
-    missing = call.D - call.Dv
-    if missing > 0:
-        return heads._replace(v=_pad_last(b, call, heads.v, missing))
-    if missing < 0:
-        return heads._replace(
-            q=_pad_last(b, call, heads.q, -missing), k=_pad_last(b, call, heads.k, -missing)
-        )
-    return heads
 
+    def padded(x: ir.Value) -> ir.Value:
+        pads = b.ints(0, 0, 0, 0, 0, 0, 0, abs(call.D - call.Dv))
+        return b.op("Pad", x, pads, b.constant(0.0, call.dtype), name="padded")
 
-def _pad_last(b: NodeBuilder, call: AttentionCall, x: ir.Value, count: int) -> ir.Value:
-    return b.op("Pad", x, b.ints(0, 0, 0, 0, 0, 0, 0, count), b.constant(0.0, call.dtype), name="padded")
+    if call.Dv < call.D:
+        return heads._replace(v=padded(heads.v))
+    return heads if call.Dv == call.D else heads._replace(q=padded(heads.q), k=padded(heads.k))
