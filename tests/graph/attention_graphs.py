@@ -92,7 +92,7 @@ class Spelling:
 
     @property
     def expressible(self) -> bool | None:
-        """Whether ONNX's Attention can express it; None where the sizes that are not known might prevent it."""
+        """Whether ONNX's Attention can express it; None where unknown sizes might prevent it."""
         if self.refused not in ("none", "weak fill") or (self.refused != "none" and self.extra != "softcap"):
             return False
         apart = self.layout in ("windows", "flat") or self.between in ("flat softmax", "flat weights")

@@ -1,4 +1,4 @@
-"""Generated graphs: none computes something else after fusion, and nearly all that are expressible are fused."""
+"""Generated graphs: none computes something else after fusion, and nearly all expressible ones are fused."""
 
 import numpy as np
 import onnxruntime
