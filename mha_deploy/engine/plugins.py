@@ -338,8 +338,8 @@ def find_nvcc(given: Path | None) -> Found:
         (str(given) if given else None, "--nvcc"),
         (f"{home}/bin/nvcc" if home else None, "CUDA_HOME"),
         ("nvcc", "PATH"),
-        ("/usr/local/cuda/bin/nvcc", "the system"),
         *((str(path / "nvcc"), by) for path, by in _packages("nvidia/cu[0-9]*/bin", "nvidia/cuda_nvcc/bin")),
+        ("/usr/local/cuda/bin/nvcc", "the system"),
     ]
     for name, by in places:
         program = shutil.which(name) if name else None

@@ -157,9 +157,7 @@ int32_t AttentionParameters::outputs() const noexcept {
 
 Status AttentionParameters::check() const {
     for (auto const check_some : {check_heads, check_masks, check_places, check_extras, check_rotary}) {
-        if (Status status = check_some(*this); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(check_some(*this));
     }
     return has_gates ? check_sparse_heads(*this) : check_cudnn(*this);
 }
@@ -245,9 +243,7 @@ Status check_operands(AttentionParameters const& parameters, AttentionShapes con
         }
     }
     for (Part const part : {Part::kQuery, Part::kKey, Part::kValue}) {
-        if (Status status = check_part(parameters, dims_of(parameters, shapes, part), part); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(check_part(parameters, dims_of(parameters, shapes, part), part));
     }
     return Status();
 }
@@ -277,7 +273,8 @@ Status check_lengths(AttentionParameters const& parameters, AttentionShapes cons
 Status check_bias(AttentionParameters const& parameters, AttentionShapes const& shapes) {
     Dims const& bias = shapes.bias;
     if (!parameters.has_bias) {
-        return bias.empty() ? Status() : refused("there must be no bias", text_of(bias), "has_bias is not set");
+        return bias.empty() ? Status()
+                            : refused("there must be no bias", text_of(bias), "has_bias is not set");
     }
     int64_t const queries = shapes.queries(parameters);
     int64_t const keys = shapes.keys(parameters);
@@ -363,9 +360,7 @@ bool AttentionShapes::operator==(AttentionShapes const& other) const noexcept {
 
 Status check_shapes(AttentionParameters const& parameters, AttentionShapes const& shapes) {
     for (auto const check_some : {check_operands, check_lengths, check_bias, check_tables}) {
-        if (Status status = check_some(parameters, shapes); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(check_some(parameters, shapes));
     }
     return parameters.has_gates ? check_sparse_heads(parameters, shapes) : Status();
 }

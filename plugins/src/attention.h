@@ -26,7 +26,13 @@ enum class Causal : int32_t { kNone = 0, kTopLeft = 1, kBottomRight = 2, kLast =
 enum class RotaryPairs : int32_t { kNone = 0, kHalves = 1, kNeighbours = 2, kLast = kNeighbours };
 
 // The row of the tables for query s of batch element b: s, starts[b] + s, b * S + s, or positions[b, s].
-enum class RotaryPositions : int32_t { kFromZero = 0, kFromStarts = 1, kPerToken = 2, kGiven = 3, kLast = kGiven };
+enum class RotaryPositions : int32_t {
+    kFromZero = 0,
+    kFromStarts = 1,
+    kPerToken = 2,
+    kGiven = 3,
+    kLast = kGiven
+};
 
 inline constexpr int32_t kNoWindow = -1;
 
@@ -63,7 +69,8 @@ struct AttentionParameters {
     // Whether the fields make sense together, and whether there is a kernel for them at any size.
     Status check() const;
 
-    // Every field with its name: as a plugin's fields have it, and in the order of the bytes that an engine keeps.
+    // Every field with its name: as a plugin's fields have it, and in the order of the bytes that an engine
+    // keeps.
     template <typename Self, typename Visit>
     static void visit_fields(Self& p, Visit const& visit) {
         visit("query_heads", p.query_heads);

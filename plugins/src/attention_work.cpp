@@ -113,8 +113,8 @@ std::optional<AttentionShapes> rounded_shapes(
     for (std::size_t i = 0; i < rounded.operands.size(); ++i) {
         Dims& dims = rounded.operands[i];
         int64_t& length = dims[dims.size() == 4 ? 2 : 1];
-        // Queries and new entries of a cache are as many; other keys are rounded on their own.
-        bool const as_queries = parameters.has_cache || length == queries;
+        // New entries of a cache are as many as queries; other keys are rounded on their own.
+        bool const as_queries = parameters.has_cache || static_cast<int32_t>(i) == parameters.sources[0];
         length = as_queries ? rows : rounded_up(length, 64);
         dims[0] = batch;
     }
@@ -122,7 +122,8 @@ std::optional<AttentionShapes> rounded_shapes(
     for (Part const part : kParts) {
         bytes += static_cast<std::size_t>(elements_of(view_of(parameters, rounded, part))) * 2;
     }
-    return bytes <= kMostStagedBytes && batch <= kMostBatches ? std::optional(std::move(rounded)) : std::nullopt;
+    return bytes <= kMostStagedBytes && batch <= kMostBatches ? std::optional(std::move(rounded))
+                                                              : std::nullopt;
 }
 
 Status constant_counts(Driver const& driver, int64_t batch, int64_t count, DeviceMemory& memory) {
@@ -144,7 +145,8 @@ struct Call {
 
     template <typename Value = void>
     Value const* input(int32_t place) const {
-        return place < 0 ? nullptr : static_cast<Value const*>(pointers.inputs[static_cast<std::size_t>(place)]);
+        return place < 0 ? nullptr
+                         : static_cast<Value const*>(pointers.inputs[static_cast<std::size_t>(place)]);
     }
     void* scratch(std::size_t at) const { return at == kNowhere ? nullptr : workspace + at; }
     int queries() const { return static_cast<int>(shapes.queries(parameters)); }
@@ -159,7 +161,8 @@ struct Call {
         return const_cast<char*>(source) + int64_t{parameters.offsets[index]} * 2;
     }
     template <typename Arguments>
-    Status launch(CUfunction kernel, unsigned x, unsigned y, unsigned z, Arguments& call, char const* tried) const {
+    Status launch(
+        CUfunction kernel, unsigned x, unsigned y, unsigned z, Arguments& call, char const* tried) const {
         void* arguments[] = {&call};
         return status_of(
             driver.launch(kernel, x, y, z, kThreads, 1, 1, 0, stream, arguments, nullptr), tried);
@@ -274,11 +277,11 @@ Status count_rows(Call const& call) {
     auto* const query_counts = static_cast<int*>(call.scratch(call.prepared.query_counts_at));
     if (call.prepared.key_counts_kernel == nullptr) {  // a cache: its keys were counted with the new entries
         auto const count = static_cast<unsigned>(call.queries());
-        return query_counts == nullptr ? Status()
-                                       : status_of(call.driver.set_words_async(
-                                                       reinterpret_cast<CUdeviceptr>(query_counts), count,
-                                                       static_cast<std::size_t>(call.prepared.batch), call.stream),
-                                             "count the queries");
+        return query_counts == nullptr
+                   ? Status()
+                   : status_of(call.driver.set_words_async(reinterpret_cast<CUdeviceptr>(query_counts), count,
+                                   static_cast<std::size_t>(call.prepared.batch), call.stream),
+                         "count the queries");
     }
     KeyCounts rows{};
     rows.lengths = call.input<int>(call.places.key_lengths);
@@ -310,7 +313,8 @@ Status clear_empty_rows(Call const& call) {
 
 // No batch, no query, or no key at all.
 Status clear_output(Call const& call) {
-    auto const bytes = static_cast<std::size_t>(call.shapes.batch() * call.queries() * call.output_pieces()) * 16;
+    auto const bytes =
+        static_cast<std::size_t>(call.shapes.batch() * call.queries() * call.output_pieces()) * 16;
     auto const output = reinterpret_cast<CUdeviceptr>(call.pointers.outputs[0]);
     return bytes == 0 ? Status()
                       : status_of(call.driver.set_async(output, 0, bytes, call.stream), "clear the output");
@@ -370,8 +374,8 @@ Status launch_attention(Call const& call, CudnnHandle const& handle) {
     if (status.ok() && prepared.rounded) {
         status = copy_output(call);
     }
-    bool const may_be_empty =
-        prepared.rounded ? p.has_key_lengths || mask_of(p, call.shapes).may_be_empty : prepared.mask.may_be_empty;
+    bool const may_be_empty = prepared.rounded ? p.has_key_lengths || mask_of(p, call.shapes).may_be_empty
+                                               : prepared.mask.may_be_empty;
     return status.ok() && may_be_empty ? clear_empty_rows(call) : status;
 }
 
@@ -409,9 +413,7 @@ struct AttentionWork::State {
 Status AttentionWork::State::find(AttentionShapes const& shapes, Type type, bool capturing,
     std::shared_ptr<Prepared>& found) {
     Context current;
-    if (Status status = current_context(*driver, current); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(current_context(*driver, current));
     if (context.handle != nullptr && !(current == context)) {
         return Status::failed(
             "attention: this work belongs to another CUDA context; make one for each device");
@@ -421,11 +423,10 @@ Status AttentionWork::State::find(AttentionShapes const& shapes, Type type, bool
         PlanKey key = key_of(parameters, shapes, type, context, false);
         std::shared_ptr<Prepared> entry = prepared.find(key);
         if (entry == nullptr) {
-            if (Status status = check_shapes(parameters, shapes); !status.ok()) {
-                return status;
-            }
+            RETURN_IF_FAILED(check_shapes(parameters, shapes));
             auto const rounded = exact_left == 0 ? rounded_shapes(parameters, shapes) : std::nullopt;
-            Status status = entry_of(rounded.value_or(shapes), type, rounded.has_value(), capturing, key, entry);
+            Status status =
+                entry_of(rounded.value_or(shapes), type, rounded.has_value(), capturing, key, entry);
             if (!status.ok()) {
                 return status;
             }
@@ -454,9 +455,7 @@ Status AttentionWork::State::entry_of(AttentionShapes const& shapes, Type type, 
     auto made = std::make_shared<Prepared>();
     made->rounded = rounded;
     OutsideCapture const outside(*driver);
-    if (Status status = make(shapes, type, key, *made); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(make(shapes, type, key, *made));
     std::vector<std::shared_ptr<Prepared>> evicted;
     entry = prepared.insert(key, std::move(made), evicted);
     std::copy_if(evicted.begin(), evicted.end(), std::back_inserter(leaving),
@@ -484,7 +483,8 @@ Status AttentionWork::State::make(AttentionShapes const& shapes, Type type, Plan
     }
     made.batch = shapes.batch();
     if (made.batch > kMostBatches) {
-        return Status::failed("attention: the batch must be at most 65535, got " + std::to_string(made.batch));
+        return Status::failed(
+            "attention: the batch must be at most 65535, got " + std::to_string(made.batch));
     }
     return is_nothing(parameters, shapes) ? Status() : make_dense(shapes, type, key, made);
 }
@@ -493,9 +493,7 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
     Prepared& made) {
     AttentionParameters const& p = parameters;
     bool const cache = p.has_cache;
-    if (Status status = handle.create(); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(handle.create());
     made.mask = mask_of(p, shapes, made.rounded);
     made.output = rows_view(made.batch, p.query_heads, shapes.queries(p), p.value_size);
     std::array<bool, 3> staged{};
@@ -511,12 +509,10 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
     }
     made.plan = shared_plans().find(key);
     if (made.plan == nullptr) {
-        CudnnProblem const problem{made.attended[0], made.attended[1], made.attended[2], made.output, made.mask,
-            shapes.bias, p.scale, type};
+        CudnnProblem const problem{made.attended[0], made.attended[1], made.attended[2], made.output,
+            made.mask, shapes.bias, p.scale, type};
         std::shared_ptr<CudnnAttention> plan;
-        if (Status status = CudnnAttention::build(problem, plan); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(CudnnAttention::build(problem, plan));
         // Whoever still works with an evicted plan holds it, so these can go at once.
         std::vector<std::shared_ptr<CudnnAttention>> evicted;
         made.plan = shared_plans().insert(key, std::move(plan), evicted);
@@ -572,9 +568,7 @@ Status AttentionWork::State::take_scratch(Prepared& entry, bool capturing, void*
                                   "is being captured; run once with these sizes before capturing");
         }
         OutsideCapture const outside(*driver);
-        if (Status status = entry.scratch.allocate(*driver, entry.scratch_bytes); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(entry.scratch.allocate(*driver, entry.scratch_bytes));
     }
     workspace = reinterpret_cast<void*>(entry.scratch.address());
     return Status();
@@ -593,12 +587,8 @@ Status AttentionWork::prepare(AttentionShapes const& shapes, Type type) {
         if (!state_->valid.ok()) {
             return state_->valid;
         }
-        if (Status status = check_shapes(state_->parameters, shapes); !status.ok()) {
-            return status;
-        }
-        if (Status status = load_driver(state_->driver); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(check_shapes(state_->parameters, shapes));
+        RETURN_IF_FAILED(load_driver(state_->driver));
         std::shared_ptr<Prepared> found;
         return state_->find(shapes, type, false, found);
     });
@@ -609,7 +599,8 @@ std::size_t AttentionWork::workspace_bytes(AttentionShapes const& shapes, Type t
     Status const status = guarded("size the scratch memory", [&] {
         Status prepared = prepare(shapes, type);
         bytes = prepared.ok() ? state_->last->scratch_bytes : 0;
-        auto const rounded = dynamic && prepared.ok() ? rounded_shapes(state_->parameters, shapes) : std::nullopt;
+        auto const rounded =
+            dynamic && prepared.ok() ? rounded_shapes(state_->parameters, shapes) : std::nullopt;
         if (rounded.has_value()) {
             PlanKey key;
             std::shared_ptr<Prepared> entry;
@@ -630,26 +621,16 @@ Status AttentionWork::run(AttentionShapes const& shapes, Type type, AttentionPoi
         if (!state.valid.ok()) {
             return state.valid;
         }
-        if (Status status = load_driver(state.driver); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(load_driver(state.driver));
         bool const capturing = is_capturing(*state.driver, stream);
         std::shared_ptr<Prepared> entry;
-        if (Status status = state.find(shapes, type, capturing, entry); !status.ok()) {
-            return status;
-        }
-        if (Status status = check_pointers(state.parameters, shapes, pointers); !status.ok()) {
-            return status;
-        }
-        if (Status status = state.take_scratch(*entry, capturing, workspace, workspace_bytes); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(state.find(shapes, type, capturing, entry));
+        RETURN_IF_FAILED(check_pointers(state.parameters, shapes, pointers));
+        RETURN_IF_FAILED(state.take_scratch(*entry, capturing, workspace, workspace_bytes));
         if (capturing) {  // the graph holds addresses of the plan's kernels and of this memory
             state.prepared.pin(state.last_key);
         } else if (!state.leaving.empty()) {
-            if (Status status = state.let_go(stream); !status.ok()) {
-                return status;
-            }
+            RETURN_IF_FAILED(state.let_go(stream));
         }
         entry->launched = true;
         if (state.parameters.has_gates) {

@@ -11,41 +11,16 @@ namespace {
 // Newest first: each has the kernels of more GPUs. One that is too new for the driver gives no handle.
 constexpr char const* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so.11"};
 
-class Symbols {
-public:
-    explicit Symbols(void* library) : library_(library) {}
-
-    template <typename Function>
-    void find(char const* name, Function& function) {
-        function = reinterpret_cast<Function>(dlsym(library_, name));
-        if (function == nullptr && missing_.empty()) {
-            missing_ = name;
-        }
-    }
-    std::string const& missing() const { return missing_; }
-
-private:
-    void* library_;
-    std::string missing_;
-};
-
+// The name of the first function that the library lacks, or nothing.
 std::string find_functions(void* library, CublasLt& functions) {
-    Symbols symbols(library);
-    symbols.find("cublasLtCreate", functions.create);
-    symbols.find("cublasLtDestroy", functions.destroy);
-    symbols.find("cublasLtMatmulDescCreate", functions.create_operation);
-    symbols.find("cublasLtMatmulDescDestroy", functions.destroy_operation);
-    symbols.find("cublasLtMatmulDescSetAttribute", functions.set_operation);
-    symbols.find("cublasLtMatrixLayoutCreate", functions.create_layout);
-    symbols.find("cublasLtMatrixLayoutDestroy", functions.destroy_layout);
-    symbols.find("cublasLtMatmulPreferenceCreate", functions.create_preference);
-    symbols.find("cublasLtMatmulPreferenceDestroy", functions.destroy_preference);
-    symbols.find("cublasLtMatmulPreferenceSetAttribute", functions.set_preference);
-    symbols.find("cublasLtMatmulAlgoGetHeuristic", functions.find_algorithms);
-    symbols.find("cublasLtMatmulAlgoCheck", functions.check_algorithm);
-    symbols.find("cublasLtMatmul", functions.multiply);
-    symbols.find("cublasLtGetVersion", functions.version);
-    return symbols.missing();
+#define MHA_DEPLOY_LOAD(member, function) \
+    functions.member = reinterpret_cast<decltype(functions.member)>(dlsym(library, #function)); \
+    if (functions.member == nullptr) { \
+        return #function; \
+    }
+    MHA_DEPLOY_CUBLASLT_FUNCTIONS(MHA_DEPLOY_LOAD)
+#undef MHA_DEPLOY_LOAD
+    return "";
 }
 
 Status handle_of(CublasLt const& library, LtHandle& handle) {

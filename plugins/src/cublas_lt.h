@@ -11,21 +11,26 @@
 namespace mha_deploy {
 
 // The functions of libcublasLt that are used, and no others.
+#define MHA_DEPLOY_CUBLASLT_FUNCTIONS(X) \
+    X(create, cublasLtCreate) \
+    X(destroy, cublasLtDestroy) \
+    X(create_operation, cublasLtMatmulDescCreate) \
+    X(destroy_operation, cublasLtMatmulDescDestroy) \
+    X(set_operation, cublasLtMatmulDescSetAttribute) \
+    X(create_layout, cublasLtMatrixLayoutCreate) \
+    X(destroy_layout, cublasLtMatrixLayoutDestroy) \
+    X(create_preference, cublasLtMatmulPreferenceCreate) \
+    X(destroy_preference, cublasLtMatmulPreferenceDestroy) \
+    X(set_preference, cublasLtMatmulPreferenceSetAttribute) \
+    X(find_algorithms, cublasLtMatmulAlgoGetHeuristic) \
+    X(check_algorithm, cublasLtMatmulAlgoCheck) \
+    X(multiply, cublasLtMatmul) \
+    X(version, cublasLtGetVersion)
+
 struct CublasLt {
-    decltype(&cublasLtCreate) create = nullptr;
-    decltype(&cublasLtDestroy) destroy = nullptr;
-    decltype(&cublasLtMatmulDescCreate) create_operation = nullptr;
-    decltype(&cublasLtMatmulDescDestroy) destroy_operation = nullptr;
-    decltype(&cublasLtMatmulDescSetAttribute) set_operation = nullptr;
-    decltype(&cublasLtMatrixLayoutCreate) create_layout = nullptr;
-    decltype(&cublasLtMatrixLayoutDestroy) destroy_layout = nullptr;
-    decltype(&cublasLtMatmulPreferenceCreate) create_preference = nullptr;
-    decltype(&cublasLtMatmulPreferenceDestroy) destroy_preference = nullptr;
-    decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference = nullptr;
-    decltype(&cublasLtMatmulAlgoGetHeuristic) find_algorithms = nullptr;
-    decltype(&cublasLtMatmulAlgoCheck) check_algorithm = nullptr;
-    decltype(&cublasLtMatmul) multiply = nullptr;
-    decltype(&cublasLtGetVersion) version = nullptr;
+#define MHA_DEPLOY_MEMBER(member, function) decltype(&function) member = nullptr;
+    MHA_DEPLOY_CUBLASLT_FUNCTIONS(MHA_DEPLOY_MEMBER)
+#undef MHA_DEPLOY_MEMBER
 };
 
 using LtHandle = std::unique_ptr<cublasLtContext, decltype(&cublasLtDestroy)>;

@@ -160,9 +160,7 @@ Status CudnnHandle::create() {
         if (handle_ != nullptr) {
             return Status();
         }
-        if (Status status = load_cudnn(); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(load_cudnn());
         cudnnHandle_t handle = nullptr;
         Status status = status_of_cudnn(fe::detail::create_handle(&handle), "make a cuDNN handle");
         handle_ = status.ok() ? handle : nullptr;
@@ -185,27 +183,17 @@ CudnnAttention::~CudnnAttention() {
 Status CudnnAttention::build(CudnnProblem const& problem, std::shared_ptr<CudnnAttention>& plan) {
     ++counters.plans;
     return guarded("plan this attention", [&] {
-        if (Status status = load_cudnn(); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(load_cudnn());
         auto graph = std::make_unique<Graph>();
-        if (Status status = load_driver(graph->driver); !status.ok()) {
-            return status;
-        }
-        if (Status status = current_context(*graph->driver, graph->context); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(load_driver(graph->driver));
+        RETURN_IF_FAILED(current_context(*graph->driver, graph->context));
         cudnnHandle_t handle = nullptr;
-        if (Status status = builder_handle(graph->context, handle); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(builder_handle(graph->context, handle));
         // One at a time: they share the handle, and building is no matter of microseconds.
         static std::mutex& building = *new std::mutex;
         std::lock_guard<std::mutex> const lock(building);
         describe_attention(graph->graph, problem);
-        if (Status status = build_graph(graph->graph, handle); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(build_graph(graph->graph, handle));
         int64_t bytes = 0;
         Status sized = status_of_frontend(graph->graph.get_workspace_size(bytes), "size the scratch memory");
         if (!sized.ok()) {

@@ -24,7 +24,7 @@ namespace {
 #define MHA_DEPLOY_NAME_OF(function) #function
 #define MHA_DEPLOY_LOAD(member, function) \
     loaded.driver.member = reinterpret_cast<decltype(loaded.driver.member)>( \
-        find(library, MHA_DEPLOY_NAME_OF(function), loaded.missing))
+        find(library, MHA_DEPLOY_NAME_OF(function), loaded.missing));
 
 struct Loaded {
     Driver driver;
@@ -48,39 +48,7 @@ Loaded load() {
             std::string("there is no NVIDIA driver: ") + (reason != nullptr ? reason : "libcuda.so.1");
         return loaded;
     }
-    MHA_DEPLOY_LOAD(init, cuInit);
-    MHA_DEPLOY_LOAD(current_device, cuCtxGetDevice);
-    MHA_DEPLOY_LOAD(current_context, cuCtxGetCurrent);
-    MHA_DEPLOY_LOAD(push_context, cuCtxPushCurrent);
-    MHA_DEPLOY_LOAD(pop_context, cuCtxPopCurrent);
-    MHA_DEPLOY_LOAD(device_attribute, cuDeviceGetAttribute);
-    MHA_DEPLOY_LOAD(load_module, cuModuleLoadData);
-    MHA_DEPLOY_LOAD(get_function, cuModuleGetFunction);
-    MHA_DEPLOY_LOAD(set_function_attribute, cuFuncSetAttribute);
-    MHA_DEPLOY_LOAD(launch, cuLaunchKernel);
-    MHA_DEPLOY_LOAD(allocate, cuMemAlloc);
-    MHA_DEPLOY_LOAD(free, cuMemFree);
-    MHA_DEPLOY_LOAD(copy_async, cuMemcpyDtoDAsync);
-    MHA_DEPLOY_LOAD(copy_rows_async, cuMemcpy2DAsync);
-    MHA_DEPLOY_LOAD(copy_from_host, cuMemcpyHtoD);
-    MHA_DEPLOY_LOAD(set_async, cuMemsetD8Async);
-    MHA_DEPLOY_LOAD(set_words_async, cuMemsetD32Async);
-    MHA_DEPLOY_LOAD(create_stream, cuStreamCreate);
-    MHA_DEPLOY_LOAD(destroy_stream, cuStreamDestroy);
-    MHA_DEPLOY_LOAD(synchronize, cuStreamSynchronize);
-    MHA_DEPLOY_LOAD(is_capturing, cuStreamIsCapturing);
-    MHA_DEPLOY_LOAD(exchange_capture_mode, cuThreadExchangeStreamCaptureMode);
-    MHA_DEPLOY_LOAD(begin_capture, cuStreamBeginCapture);
-    MHA_DEPLOY_LOAD(end_capture, cuStreamEndCapture);
-    MHA_DEPLOY_LOAD(instantiate, cuGraphInstantiateWithFlags);
-    MHA_DEPLOY_LOAD(launch_graph, cuGraphLaunch);
-    MHA_DEPLOY_LOAD(destroy_executable, cuGraphExecDestroy);
-    MHA_DEPLOY_LOAD(destroy_graph, cuGraphDestroy);
-    MHA_DEPLOY_LOAD(create_event, cuEventCreate);
-    MHA_DEPLOY_LOAD(record_event, cuEventRecord);
-    MHA_DEPLOY_LOAD(wait_event, cuEventSynchronize);
-    MHA_DEPLOY_LOAD(destroy_event, cuEventDestroy);
-    MHA_DEPLOY_LOAD(error_string, cuGetErrorString);
+    MHA_DEPLOY_DRIVER_FUNCTIONS(MHA_DEPLOY_LOAD)
     loaded.driver.elapsed = reinterpret_cast<decltype(loaded.driver.elapsed)>(
         find(library, "cuEventElapsedTime", loaded.missing));
     loaded.driver.context_id = reinterpret_cast<decltype(&cuCtxGetId)>(dlsym(library, "cuCtxGetId"));
@@ -141,9 +109,7 @@ Status module_of(Driver const& driver, Kernels& kernels, uint64_t context, MhaDe
 
 Status find_kernel(Driver const& driver, char const* name, CUfunction& function) {
     Context context;
-    if (Status status = current_context(driver, context); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(current_context(driver, context));
     Kernels& kernels = shared_kernels();
     std::lock_guard<std::mutex> const lock(kernels.mutex);
     auto const place = std::make_pair(context.number, std::string(name));
@@ -207,9 +173,7 @@ Status status_of(CUresult result, char const* tried) {
 Status load_kernel(char const* name, CUfunction& function) {
     function = nullptr;
     Driver const* driver = nullptr;
-    if (Status const status = load_driver(driver); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(load_driver(driver));
     try {
         return find_kernel(*driver, name, function);
     } catch (std::exception const& error) {

@@ -13,43 +13,48 @@
 
 namespace mha_deploy {
 
-// The functions of libcuda.so.1 that are used, and no others.
+// The functions of libcuda.so.1 that are used, and no others: what they are called here, and there.
+#define MHA_DEPLOY_DRIVER_FUNCTIONS(X) \
+    X(init, cuInit) \
+    X(current_device, cuCtxGetDevice) \
+    X(current_context, cuCtxGetCurrent) \
+    X(push_context, cuCtxPushCurrent) \
+    X(pop_context, cuCtxPopCurrent) \
+    X(device_attribute, cuDeviceGetAttribute) \
+    X(load_module, cuModuleLoadData) \
+    X(get_function, cuModuleGetFunction) \
+    X(set_function_attribute, cuFuncSetAttribute) \
+    X(launch, cuLaunchKernel) \
+    X(allocate, cuMemAlloc) \
+    X(free, cuMemFree) \
+    X(copy_async, cuMemcpyDtoDAsync) \
+    X(copy_rows_async, cuMemcpy2DAsync) \
+    X(copy_from_host, cuMemcpyHtoD) \
+    X(set_async, cuMemsetD8Async) \
+    X(set_words_async, cuMemsetD32Async) \
+    X(create_stream, cuStreamCreate) \
+    X(destroy_stream, cuStreamDestroy) \
+    X(synchronize, cuStreamSynchronize) \
+    X(is_capturing, cuStreamIsCapturing) \
+    X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode) \
+    X(begin_capture, cuStreamBeginCapture) \
+    X(end_capture, cuStreamEndCapture) \
+    X(instantiate, cuGraphInstantiateWithFlags) \
+    X(launch_graph, cuGraphLaunch) \
+    X(destroy_executable, cuGraphExecDestroy) \
+    X(destroy_graph, cuGraphDestroy) \
+    X(create_event, cuEventCreate) \
+    X(record_event, cuEventRecord) \
+    X(wait_event, cuEventSynchronize) \
+    X(destroy_event, cuEventDestroy) \
+    X(error_string, cuGetErrorString)
+
 struct Driver {
-    decltype(&cuInit) init = nullptr;
-    decltype(&cuCtxGetDevice) current_device = nullptr;
-    decltype(&cuCtxGetCurrent) current_context = nullptr;
-    decltype(&cuCtxPushCurrent) push_context = nullptr;
-    decltype(&cuCtxPopCurrent) pop_context = nullptr;
-    decltype(&cuDeviceGetAttribute) device_attribute = nullptr;
-    decltype(&cuModuleLoadData) load_module = nullptr;
-    decltype(&cuModuleGetFunction) get_function = nullptr;
-    decltype(&cuFuncSetAttribute) set_function_attribute = nullptr;
-    decltype(&cuLaunchKernel) launch = nullptr;
-    decltype(&cuMemAlloc) allocate = nullptr;
-    decltype(&cuMemFree) free = nullptr;
-    decltype(&cuMemcpyDtoDAsync) copy_async = nullptr;
-    decltype(&cuMemcpy2DAsync) copy_rows_async = nullptr;
-    decltype(&cuMemcpyHtoD) copy_from_host = nullptr;
-    decltype(&cuMemsetD8Async) set_async = nullptr;
-    decltype(&cuMemsetD32Async) set_words_async = nullptr;
-    decltype(&cuStreamCreate) create_stream = nullptr;
-    decltype(&cuStreamDestroy) destroy_stream = nullptr;
-    decltype(&cuStreamSynchronize) synchronize = nullptr;
-    decltype(&cuStreamIsCapturing) is_capturing = nullptr;
-    decltype(&cuThreadExchangeStreamCaptureMode) exchange_capture_mode = nullptr;
-    decltype(&cuStreamBeginCapture) begin_capture = nullptr;
-    decltype(&cuStreamEndCapture) end_capture = nullptr;
-    decltype(&cuGraphInstantiateWithFlags) instantiate = nullptr;
-    decltype(&cuGraphLaunch) launch_graph = nullptr;
-    decltype(&cuGraphExecDestroy) destroy_executable = nullptr;
-    decltype(&cuGraphDestroy) destroy_graph = nullptr;
-    decltype(&cuEventCreate) create_event = nullptr;
-    decltype(&cuEventRecord) record_event = nullptr;
-    decltype(&cuEventSynchronize) wait_event = nullptr;
+#define MHA_DEPLOY_MEMBER(member, function) decltype(&function) member = nullptr;
+    MHA_DEPLOY_DRIVER_FUNCTIONS(MHA_DEPLOY_MEMBER)
+#undef MHA_DEPLOY_MEMBER
     CUresult (*elapsed)(float*, CUevent, CUevent) = nullptr;  // the form that every driver has
-    decltype(&cuEventDestroy) destroy_event = nullptr;
-    decltype(&cuGetErrorString) error_string = nullptr;
-    decltype(&cuCtxGetId) context_id = nullptr;  // null before CUDA 12
+    decltype(&cuCtxGetId) context_id = nullptr;               // null before CUDA 12
 };
 
 // What a call should not do once its sizes are warm, counted for the tests.

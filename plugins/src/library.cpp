@@ -72,9 +72,11 @@ public:
 
 bool is_registered(nvinfer1::IPluginRegistry& registry, char const* name) {
 #if NV_TENSORRT_MAJOR >= 10
-    return registry.getCreator(name, mha_deploy::trt::kPluginVersion, mha_deploy::trt::kPluginNamespace) != nullptr;
+    return registry.getCreator(name, mha_deploy::trt::kPluginVersion, mha_deploy::trt::kPluginNamespace)
+           != nullptr;
 #else
-    return registry.getPluginCreator(name, mha_deploy::trt::kPluginVersion, mha_deploy::trt::kPluginNamespace) != nullptr;
+    return registry.getPluginCreator(name, mha_deploy::trt::kPluginVersion, mha_deploy::trt::kPluginNamespace)
+           != nullptr;
 #endif
 }
 

@@ -5,6 +5,7 @@
 #include "serializer.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <iterator>
@@ -44,9 +45,7 @@ public:
         library_ = &library;
         handle_ = handle;
         problem_ = problem;
-        if (Status status = describe(); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(describe());
         cublasLtMatmulHeuristicResult_t result{};
         bool const fits = algorithm != nullptr
                           && library.check_algorithm(handle, operation_.get(), weight_.get(), x_.get(),
@@ -68,9 +67,7 @@ public:
     // At least one algorithm, the library's favourite first.
     Status propose(int most, std::vector<cublasLtMatmulHeuristicResult_t>& found) {
         LtPreference preference(nullptr, nullptr);
-        if (Status status = make_preference(preference); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(make_preference(preference));
         found.resize(static_cast<std::size_t>(most));
         int count = 0;
         cublasStatus_t const status = library_->find_algorithms(handle_, operation_.get(), weight_.get(),
@@ -92,9 +89,7 @@ public:
     }
 
     Status launch(LinearPointers const& pointers, void* workspace, CUstream stream) {
-        if (Status status = set_bias(pointers.bias); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(set_bias(pointers.bias));
         float const one = 1.0F;
         float const zero = 0.0F;
         cublasStatus_t const status = library_->multiply(handle_, operation_.get(), &one, pointers.weight,
@@ -221,9 +216,9 @@ uint64_t machine_of(Driver const& driver, CublasLt const& library) {
 // ---- measuring, while an engine is built
 
 constexpr int kProposals = 10;
-constexpr int kRounds = 4;
+constexpr int kRounds = 5;
 constexpr double kMeasuringSeconds = 1.5;  // for all sizes of one projection
-constexpr float kWorthwhile = 0.98F;       // another algorithm is taken from two per cent on
+constexpr float kWorthwhile = 0.98F;       // another algorithm is taken from two per cent on in most rounds
 constexpr std::size_t kRotatedBytes = std::size_t{96} << 20;  // weights of several layers do not stay in L2
 
 // Launches of one algorithm as a graph, timed by events: a small GEMM is shorter than its launch.
@@ -232,7 +227,7 @@ public:
     explicit Timed(Driver const& driver) : driver_(driver) {}
     Timed(Timed&& other) noexcept
         : driver_(other.driver_), graph_(std::exchange(other.graph_, nullptr)),
-          executable_(std::exchange(other.executable_, nullptr)), best(other.best) {}
+          executable_(std::exchange(other.executable_, nullptr)) {}
     Timed(Timed const&) = delete;
     Timed& operator=(Timed const&) = delete;
     Timed& operator=(Timed&&) = delete;
@@ -255,24 +250,18 @@ public:
         return launched && ended && driver_.instantiate(&executable_, graph_, 0) == CUDA_SUCCESS;
     }
 
-    bool time(CUstream stream, CUevent begin, CUevent end, bool counts) {
-        float milliseconds = 0.0F;
-        bool const ok = driver_.record_event(begin, stream) == CUDA_SUCCESS
-                        && driver_.launch_graph(executable_, stream) == CUDA_SUCCESS
-                        && driver_.record_event(end, stream) == CUDA_SUCCESS
-                        && driver_.wait_event(end) == CUDA_SUCCESS
-                        && driver_.elapsed(&milliseconds, begin, end) == CUDA_SUCCESS;
-        best = ok && counts ? std::min(best, milliseconds) : best;
-        return ok;
+    bool time(CUstream stream, CUevent begin, CUevent end, float& milliseconds) const {
+        return driver_.record_event(begin, stream) == CUDA_SUCCESS
+               && driver_.launch_graph(executable_, stream) == CUDA_SUCCESS
+               && driver_.record_event(end, stream) == CUDA_SUCCESS
+               && driver_.wait_event(end) == CUDA_SUCCESS
+               && driver_.elapsed(&milliseconds, begin, end) == CUDA_SUCCESS;
     }
 
 private:
     Driver const& driver_;
     CUgraph graph_ = nullptr;
     CUgraphExec executable_ = nullptr;
-
-public:
-    float best = std::numeric_limits<float>::max();
 };
 
 // Memory, stream and events for measuring one projection at any number of rows up to the most.
@@ -327,7 +316,8 @@ public:
             bool const recorded = timed.back().record(stream_, [&] {
                 bool ok = true;
                 for (int i = 0; ok && i < launches; ++i) {
-                    auto const weight = weight_.address() + static_cast<std::size_t>(i) % weights_ * weight_bytes_;
+                    auto const weight =
+                        weight_.address() + static_cast<std::size_t>(i) % weights_ * weight_bytes_;
                     LinearPointers const pointers{reinterpret_cast<void*>(x_.address()),
                         reinterpret_cast<void*>(weight), reinterpret_cast<void*>(bias_.address()),
                         reinterpret_cast<void*>(y_.address())};
@@ -335,21 +325,32 @@ public:
                 }
                 return ok;
             });
-            if (!recorded || !timed.back().time(stream_, begin_, end_, false)) {
+            float warming = 0.0F;
+            if (!recorded || !timed.back().time(stream_, begin_, end_, warming)) {
                 return false;
             }
         }
-        for (int round = 0; round < kRounds; ++round) {  // one after the other, so that clocks change for all
-            for (Timed& each : timed) {
-                if (!each.time(stream_, begin_, end_, true)) {
+        // Each is compared with the library's favourite right before it: a GPU changes its clocks meanwhile.
+        std::size_t best = 0;
+        float least = kWorthwhile;
+        for (std::size_t i = 1; i < timed.size(); ++i) {
+            std::array<float, kRounds> ratios{};
+            for (float& ratio : ratios) {
+                float first = 0.0F;
+                float other = 0.0F;
+                if (!timed[0].time(stream_, begin_, end_, first)
+                    || !timed[i].time(stream_, begin_, end_, other)) {
                     return false;
                 }
+                ratio = other / first;
+            }
+            std::nth_element(ratios.begin(), ratios.begin() + kRounds / 2, ratios.end());
+            if (ratios[kRounds / 2] < least) {
+                least = ratios[kRounds / 2];
+                best = i;
             }
         }
-        auto const best = std::min_element(
-            timed.begin(), timed.end(), [](Timed const& one, Timed const& other) { return one.best < other.best; });
-        bool const other = best->best < kWorthwhile * timed.front().best;
-        algorithm = proposals[other ? static_cast<std::size_t>(best - timed.begin()) : 0].algo;
+        algorithm = proposals[best].algo;
         return true;
     }
 
@@ -369,7 +370,8 @@ private:
         }
         for (; done < bytes; done *= 2) {
             std::size_t const more = std::min(done, bytes - done);
-            if (driver_.copy_async(memory.address() + done, memory.address(), more, stream_) != CUDA_SUCCESS) {
+            if (driver_.copy_async(memory.address() + done, memory.address(), more, stream_)
+                != CUDA_SUCCESS) {
                 return false;
             }
         }
@@ -499,9 +501,7 @@ std::vector<std::byte> serialize(LinearParameters const& parameters, LinearTunin
 
 Status deserialize(void const* bytes, std::size_t size, LinearParameters& parameters, LinearTuning& tuning) {
     BlobReader reader;
-    if (Status status = reader.open(bytes, size, kMagic, kVersion, "linear"); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(reader.open(bytes, size, kMagic, kVersion, "linear"));
     uint32_t count = 0;
     reader.take(parameters.has_bias);
     reader.take(parameters.transposed);
@@ -550,8 +550,10 @@ Status check(LinearShape const& shape, Type type) {
 // The alignment in three steps, so that oddly placed tensors do not have a plan for every address.
 Status alignment_of(LinearPointers const& pointers, bool has_bias, uint32_t& alignment) {
     uintptr_t bits = 0;
-    for (auto const& [name, address, used] : {std::tuple<char const*, void const*, bool>{"x", pointers.x, true},
-             {"the weight", pointers.weight, true}, {"y", pointers.y, true}, {"the bias", pointers.bias, has_bias}}) {
+    for (auto const& [name, address, used] :
+        {std::tuple<char const*, void const*, bool>{"x", pointers.x, true},
+            {"the weight", pointers.weight, true}, {"y", pointers.y, true},
+            {"the bias", pointers.bias, has_bias}}) {
         if (used && address == nullptr) {
             return Status::failed(std::string("a projection got no address of ") + name
                                   + "; try setting the addresses of all inputs and outputs");
@@ -581,9 +583,7 @@ struct LinearWork::State {
     // Once; later only a look at whether the context is still the same.
     Status open() {
         Context current;
-        if (Status status = current_context(*driver, current); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(current_context(*driver, current));
         if (handle != nullptr) {
             return current == context
                        ? Status()
@@ -596,9 +596,7 @@ struct LinearWork::State {
     }
 
     Status find(LinearProblem const& problem, bool capturing, Plan*& plan) {
-        if (Status status = open(); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(open());
         for (auto known = plans.begin(); known != plans.end(); ++known) {
             if (known->matmul.problem() == problem) {
                 plans.splice(plans.begin(), plans, known);
@@ -614,7 +612,8 @@ struct LinearWork::State {
             }
         }
         OutsideCapture const outside(*driver);
-        bool const tuned = problem.alignment == kFullAlignment && tuning->machine == machine_of(*driver, *library);
+        bool const tuned =
+            problem.alignment == kFullAlignment && tuning->machine == machine_of(*driver, *library);
         std::list<Plan> made(1);
         Status status = made.front().matmul.make(
             *library, handle.get(), problem, tuned ? tuning->find(problem.shape, problem.type) : nullptr);
@@ -634,9 +633,7 @@ struct LinearWork::State {
         }
         if (plan.memory.address() == 0) {
             OutsideCapture const outside(*driver);
-            if (Status status = plan.memory.allocate(*driver, wanted); !status.ok()) {
-                return status;
-            }
+            RETURN_IF_FAILED(plan.memory.allocate(*driver, wanted));
         }
         plan.pinned = plan.pinned || capturing;
         workspace = reinterpret_cast<void*>(plan.memory.address());
@@ -664,9 +661,7 @@ Status LinearWork::prepare(LinearShape const& shape, Type type) {
         if (Status status = check(shape, type); !status.ok() || shape.rows == 0) {
             return status;
         }
-        if (Status status = load_driver(state_->driver); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(load_driver(state_->driver));
         Plan* plan = nullptr;
         return state_->find({shape, type, state_->parameters, kFullAlignment}, false, plan);
     });
@@ -686,20 +681,12 @@ Status LinearWork::run(LinearShape const& shape, Type type, LinearPointers const
             return status;
         }
         LinearProblem problem{shape, type, state_->parameters, kFullAlignment};
-        if (Status status = alignment_of(pointers, problem.parameters.has_bias, problem.alignment); !status.ok()) {
-            return status;
-        }
-        if (Status status = load_driver(state_->driver); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(alignment_of(pointers, problem.parameters.has_bias, problem.alignment));
+        RETURN_IF_FAILED(load_driver(state_->driver));
         bool const capturing = is_capturing(*state_->driver, stream);
         Plan* plan = nullptr;
-        if (Status status = state_->find(problem, capturing, plan); !status.ok()) {
-            return status;
-        }
-        if (Status status = state_->take_workspace(*plan, capturing, workspace, workspace_bytes); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(state_->find(problem, capturing, plan));
+        RETURN_IF_FAILED(state_->take_workspace(*plan, capturing, workspace, workspace_bytes));
         return plan->matmul.launch(pointers, workspace, stream);
     });
 }

@@ -54,8 +54,8 @@ struct LinearProblem {
 // is taken, and nothing is ever measured at run time.
 class LinearTuning {
 public:
-    // Measure the proposals of cuBLASLt at all powers of two, and three quarters of them, up to the most rows,
-    // and at these. Needs a GPU; whatever fails or takes too long keeps the first proposal.
+    // Measure the proposals of cuBLASLt at all powers of two, and three quarters of them, up to the most
+    // rows, and at these. Needs a GPU; whatever fails or takes too long keeps the first proposal.
     void measure(LinearParameters const& parameters, LinearShape const& most, Type type);
 
     // The algorithm that was fastest, or null.

@@ -72,9 +72,7 @@ Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t wi
             return Status();
         }
         Driver const* driver = nullptr;
-        if (Status status = load_driver(driver); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(load_driver(driver));
         bool const half = type == Type::kHalf;
         auto const piece = [](void const* address) { return static_cast<uint4 const*>(address); };
         int64_t const pieces = width / kElementsOfLoad;
@@ -86,13 +84,12 @@ Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t wi
             call.y = static_cast<uint4*>(outputs[0]);
             call.pieces = rows * pieces;
             call.kind = static_cast<int>(parameters.operation);
-            if (Status status = load_kernel(kActivations[half ? 0 : 1], kernel); !status.ok()) {
-                return status;
-            }
+            RETURN_IF_FAILED(load_kernel(kActivations[half ? 0 : 1], kernel));
             void* arguments[] = {&call};
             constexpr unsigned threads = 256;
             auto const blocks = static_cast<unsigned>((call.pieces + threads - 1) / threads);
-            return status_of(driver->launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr),
+            return status_of(
+                driver->launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, nullptr),
                 "launch an activation");
         }
         std::size_t next = 1;
@@ -107,9 +104,7 @@ Status run_rowwise(RowwiseParameters const& parameters, int64_t rows, int64_t wi
         call.is_rms = parameters.operation == Rowwise::kRmsNorm ? 1 : 0;
         call.epsilon = parameters.epsilon;
         int64_t const each = pieces <= kMostThreads ? 1 : pieces <= 2 * kMostThreads ? 2 : 4;
-        if (Status status = load_kernel(kNorms[each / 2][half ? 0 : 1], kernel); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(load_kernel(kNorms[each / 2][half ? 0 : 1], kernel));
         void* arguments[] = {&call};
         unsigned const threads = threads_for((pieces + each - 1) / each);
         return status_of(driver->launch(kernel, static_cast<unsigned>(rows), 1, 1, threads, 1, 1, 0, stream,

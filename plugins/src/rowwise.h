@@ -12,7 +12,14 @@
 
 namespace mha_deploy {
 
-enum class Rowwise : int32_t { kLayerNorm = 0, kRmsNorm = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4, kLast = kSilu };
+enum class Rowwise : int32_t {
+    kLayerNorm = 0,
+    kRmsNorm = 1,
+    kGelu = 2,
+    kGeluTanh = 3,
+    kSilu = 4,
+    kLast = kSilu
+};
 
 struct RowwiseParameters {
     Rowwise operation = Rowwise::kLayerNorm;

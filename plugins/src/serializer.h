@@ -197,17 +197,11 @@ template <typename Parameters>
 Status fields_from_bytes(void const* bytes, std::size_t size, uint32_t magic, uint32_t version,
     char const* what, Parameters& parameters) {
     BlobReader reader;
-    if (Status status = reader.open(bytes, size, magic, version, what); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(reader.open(bytes, size, magic, version, what));
     Parameters read;
     Parameters::visit_fields(read, [&](char const*, auto& value) { reader.take(value); });
-    if (Status status = reader.finish(); !status.ok()) {
-        return status;
-    }
-    if (Status status = read.check(); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(reader.finish());
+    RETURN_IF_FAILED(read.check());
     parameters = read;
     return Status();
 }

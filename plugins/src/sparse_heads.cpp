@@ -51,14 +51,10 @@ struct Launch {
 Status choose_tile(Driver const& driver, int64_t heads, int64_t queries, int& tile) {
     CUdevice device = 0;
     int processors = 0;
-    if (Status status = status_of(driver.current_device(&device), "find the current GPU"); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(status_of(driver.current_device(&device), "find the current GPU"));
     CUresult const result =
         driver.device_attribute(&processors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
-    if (Status status = status_of(result, "count the multiprocessors"); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(status_of(result, "count the multiprocessors"));
     bool const large = heads * tiles_of(queries, kSparseHeadsLargeTile) >= kBlocksForLargeTiles * processors;
     tile = large ? kSparseHeadsLargeTile : kSparseHeadsSmallTile;
     return {};
@@ -68,23 +64,17 @@ Status find_kernels(Driver const& driver, AttentionParameters const& parameters,
     AttentionShapes const& shapes, Type type, Launch& launch) {
     int64_t const queries = shapes.queries(parameters);
     int64_t const heads = shapes.batch() * parameters.query_heads;
-    if (Status status = choose_tile(driver, heads, queries, launch.tile); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(choose_tile(driver, heads, queries, launch.tile));
     std::string name = "mha_deploy_sparse_heads_";
     name += type == Type::kHalf ? "fp16" : "bf16";
     name += "_d" + std::to_string(parameters.head_size);
     name += launch.tile == kSparseHeadsLargeTile ? "_LargeTile" : "_SmallTile";
-    if (Status status = load_kernel(name.c_str(), launch.attend); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(load_kernel(name.c_str(), launch.attend));
     launch.shared_bytes = sparse_heads_shared_bytes(launch.tile, parameters.head_size);
     // Always asked for: without, CUDA gives 48 KiB, and counts what the kernel declares itself among them.
     CUresult const result = driver.set_function_attribute(
         launch.attend, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes);
-    if (Status status = status_of(result, "ask for shared memory for sparse heads"); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(status_of(result, "ask for shared memory for sparse heads"));
     return lists_tokens(queries) ? load_kernel("mha_deploy_sparse_heads_list", launch.list) : Status();
 }
 
@@ -171,9 +161,7 @@ Status check_sparse_heads(AttentionParameters const& parameters) {
 }
 
 Status check_sparse_heads(AttentionParameters const& parameters, AttentionShapes const& shapes) {
-    if (Status status = check_sparse_heads(parameters); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(check_sparse_heads(parameters));
     if (shapes.operands.size() != static_cast<std::size_t>(parameters.operands())) {
         return refused("there must be one shape for each input of Q, K and V",
             std::to_string(shapes.operands.size()) + " for " + std::to_string(parameters.operands()),
@@ -212,45 +200,31 @@ std::size_t sparse_heads_workspace(AttentionParameters const& parameters, Attent
 
 Status prepare_sparse_heads(AttentionParameters const& parameters, AttentionShapes const& shapes, Type type) {
     Driver const* driver = nullptr;
-    if (Status status = check_sparse_heads(parameters, shapes); !status.ok()) {
-        return status;
-    }
-    if (Status status = load_driver(driver); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(check_sparse_heads(parameters, shapes));
+    RETURN_IF_FAILED(load_driver(driver));
     Launch launch;
     return find_kernels(*driver, parameters, shapes, type, launch);
 }
 
 Status run_sparse_heads(AttentionParameters const& parameters, AttentionShapes const& shapes, Type type,
     AttentionPointers const& pointers, void* workspace, CUstream stream) {
-    if (Status status = check_sparse_heads(parameters, shapes); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(check_sparse_heads(parameters, shapes));
     if (shapes.batch() == 0 || shapes.queries(parameters) == 0) {
         return {};
     }
     SparseHeadsArguments arguments = arguments_of(parameters, shapes, pointers, workspace);
-    if (Status status = check_memory(arguments); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(check_memory(arguments));
     Driver const* driver = nullptr;
-    if (Status status = load_driver(driver); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(load_driver(driver));
     Launch launch;
-    if (Status status = find_kernels(*driver, parameters, shapes, type, launch); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(find_kernels(*driver, parameters, shapes, type, launch));
     void* given[] = {&arguments};
     auto const batch = static_cast<unsigned>(shapes.batch());
     auto const heads = static_cast<unsigned>(parameters.query_heads);
     if (launch.list != nullptr) {
         CUresult const result = driver->launch(
             launch.list, heads, batch, 1, kSparseHeadsListThreads, 1, 1, 0, stream, given, nullptr);
-        if (Status status = status_of(result, "list the tokens of sparse heads"); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(status_of(result, "list the tokens of sparse heads"));
     }
     auto const tiles = static_cast<unsigned>(tiles_of(shapes.queries(parameters), launch.tile));
     CUresult const result = driver->launch(launch.attend, tiles, heads, batch, kSparseHeadsThreads, 1, 1,

@@ -24,6 +24,14 @@ private:
     std::string reason_;
 };
 
+// Go on only where this went well; else it is what became of the caller's work, too.
+#define RETURN_IF_FAILED(...) \
+    do { \
+        if (::mha_deploy::Status tried = (__VA_ARGS__); !tried.ok()) { \
+            return tried; \
+        } \
+    } while (false)
+
 // Whatever is thrown inside becomes a status: none of this may end the process that runs the engine.
 template <typename Work>
 Status guarded(char const* tried, Work const& work) noexcept {

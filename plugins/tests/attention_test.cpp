@@ -1,4 +1,4 @@
-// Attention against a reference in double: attention_test [--no-gpu] [--time] [--only TEXT]
+// Attention against a reference in double: attention_test [--no-gpu] [--time] [--sizes] [--only TEXT]
 #include "attention_device.h"
 #include "attention_host.h"
 #include "attention_lifetime.h"
@@ -11,10 +11,12 @@ int main(int count, char** arguments) {
     using namespace mha_deploy::check;
     bool no_gpu = false;
     bool time = false;
+    bool sizes = false;  // only that new sizes are cheap
     std::string only;
     for (int i = 1; i < count; ++i) {
         no_gpu = no_gpu || std::strcmp(arguments[i], "--no-gpu") == 0;
         time = time || std::strcmp(arguments[i], "--time") == 0;
+        sizes = sizes || std::strcmp(arguments[i], "--sizes") == 0;
         if (std::strcmp(arguments[i], "--only") == 0 && i + 1 < count) {
             only = arguments[i + 1];
         }
@@ -23,6 +25,11 @@ int main(int count, char** arguments) {
     if (time) {
         check_installation();
         time_attention(tally, only);
+        return tally.finish();
+    }
+    if (sizes) {
+        check_installation();
+        check_many_sizes(tally);
         return tally.finish();
     }
     if (only.empty()) {

@@ -15,73 +15,55 @@
 
 namespace mha_deploy::check {
 
-// What only tests want of the driver. The names in cuda.h are macros for the versioned ones, hence the two
-// steps.
+// What tests want of the driver. The names in cuda.h are macros for the versioned ones, hence the two steps.
+#define MHA_DEPLOY_TEST_FUNCTIONS(X) \
+    X(device_get, cuDeviceGet) \
+    X(device_name, cuDeviceGetName) \
+    X(retain_context, cuDevicePrimaryCtxRetain) \
+    X(set_context, cuCtxSetCurrent) \
+    X(destroy_context, cuCtxDestroy) \
+    X(describe_address, cuPointerGetAttributes) \
+    X(allocate, cuMemAlloc) \
+    X(free, cuMemFree) \
+    X(set, cuMemsetD8) \
+    X(to_device, cuMemcpyHtoD) \
+    X(to_host, cuMemcpyDtoH) \
+    X(create_stream, cuStreamCreate) \
+    X(destroy_stream, cuStreamDestroy) \
+    X(synchronize, cuStreamSynchronize) \
+    X(begin_capture, cuStreamBeginCapture) \
+    X(end_capture, cuStreamEndCapture) \
+    X(instantiate, cuGraphInstantiateWithFlags) \
+    X(launch_graph, cuGraphLaunch) \
+    X(destroy_executable, cuGraphExecDestroy) \
+    X(destroy_graph, cuGraphDestroy) \
+    X(create_event, cuEventCreate) \
+    X(record_event, cuEventRecord) \
+    X(wait_event, cuEventSynchronize) \
+    X(destroy_event, cuEventDestroy)
 #define MHA_DEPLOY_NAME_OF(function) #function
+#define MHA_DEPLOY_MEMBER(member, function) decltype(&function) member = nullptr;
 #define MHA_DEPLOY_LOAD(member, function) \
-    member = reinterpret_cast<decltype(member)>(dlsym(library, MHA_DEPLOY_NAME_OF(function)))
+    member = reinterpret_cast<decltype(member)>(dlsym(library, MHA_DEPLOY_NAME_OF(function)));
 
 struct Gpu {
-    decltype(&cuDeviceGet) device_get = nullptr;
-    decltype(&cuDeviceGetName) device_name = nullptr;
-    decltype(&cuDevicePrimaryCtxRetain) retain_context = nullptr;
-    decltype(&cuCtxSetCurrent) set_context = nullptr;
-    decltype(&cuCtxDestroy) destroy_context = nullptr;
-    decltype(&cuPointerGetAttributes) describe_address = nullptr;
-    decltype(&cuMemAlloc) allocate = nullptr;
-    decltype(&cuMemFree) free = nullptr;
-    decltype(&cuMemsetD8) set = nullptr;
-    decltype(&cuMemcpyHtoD) to_device = nullptr;
-    decltype(&cuMemcpyDtoH) to_host = nullptr;
-    decltype(&cuStreamCreate) create_stream = nullptr;
-    decltype(&cuStreamDestroy) destroy_stream = nullptr;
-    decltype(&cuStreamSynchronize) synchronize = nullptr;
-    decltype(&cuStreamBeginCapture) begin_capture = nullptr;
-    decltype(&cuStreamEndCapture) end_capture = nullptr;
-    decltype(&cuGraphInstantiateWithFlags) instantiate = nullptr;
-    decltype(&cuGraphLaunch) launch_graph = nullptr;
-    decltype(&cuGraphExecDestroy) destroy_executable = nullptr;
-    decltype(&cuGraphDestroy) destroy_graph = nullptr;
-    decltype(&cuEventCreate) create_event = nullptr;
-    decltype(&cuEventRecord) record_event = nullptr;
-    decltype(&cuEventSynchronize) wait_event = nullptr;
-    decltype(&cuEventElapsedTime) elapsed = nullptr;
-    decltype(&cuEventDestroy) destroy_event = nullptr;
-    CUresult (*create_context)(CUcontext*, unsigned, CUdevice) = nullptr;  // the form that every driver has
+    MHA_DEPLOY_TEST_FUNCTIONS(MHA_DEPLOY_MEMBER)
+    // The forms that every driver has.
+    CUresult (*create_context)(CUcontext*, unsigned, CUdevice) = nullptr;
+    CUresult (*elapsed)(float*, CUevent, CUevent) = nullptr;
     CUcontext context = nullptr;
 
     explicit Gpu(void* library) {
-        MHA_DEPLOY_LOAD(device_get, cuDeviceGet);
-        MHA_DEPLOY_LOAD(device_name, cuDeviceGetName);
-        MHA_DEPLOY_LOAD(retain_context, cuDevicePrimaryCtxRetain);
-        MHA_DEPLOY_LOAD(set_context, cuCtxSetCurrent);
-        MHA_DEPLOY_LOAD(destroy_context, cuCtxDestroy);
-        MHA_DEPLOY_LOAD(describe_address, cuPointerGetAttributes);
-        MHA_DEPLOY_LOAD(allocate, cuMemAlloc);
-        MHA_DEPLOY_LOAD(free, cuMemFree);
-        MHA_DEPLOY_LOAD(set, cuMemsetD8);
-        MHA_DEPLOY_LOAD(to_device, cuMemcpyHtoD);
-        MHA_DEPLOY_LOAD(to_host, cuMemcpyDtoH);
-        MHA_DEPLOY_LOAD(create_stream, cuStreamCreate);
-        MHA_DEPLOY_LOAD(destroy_stream, cuStreamDestroy);
-        MHA_DEPLOY_LOAD(synchronize, cuStreamSynchronize);
-        MHA_DEPLOY_LOAD(begin_capture, cuStreamBeginCapture);
-        MHA_DEPLOY_LOAD(end_capture, cuStreamEndCapture);
-        MHA_DEPLOY_LOAD(instantiate, cuGraphInstantiateWithFlags);
-        MHA_DEPLOY_LOAD(launch_graph, cuGraphLaunch);
-        MHA_DEPLOY_LOAD(destroy_executable, cuGraphExecDestroy);
-        MHA_DEPLOY_LOAD(destroy_graph, cuGraphDestroy);
-        MHA_DEPLOY_LOAD(create_event, cuEventCreate);
-        MHA_DEPLOY_LOAD(record_event, cuEventRecord);
-        MHA_DEPLOY_LOAD(wait_event, cuEventSynchronize);
-        MHA_DEPLOY_LOAD(elapsed, cuEventElapsedTime);
-        MHA_DEPLOY_LOAD(destroy_event, cuEventDestroy);
-        MHA_DEPLOY_LOAD(create_context, cuCtxCreate_v2);
+        MHA_DEPLOY_TEST_FUNCTIONS(MHA_DEPLOY_LOAD)
+        MHA_DEPLOY_LOAD(create_context, cuCtxCreate_v2)
+        elapsed = reinterpret_cast<decltype(elapsed)>(dlsym(library, "cuEventElapsedTime"));
     }
 };
 
 #undef MHA_DEPLOY_LOAD
+#undef MHA_DEPLOY_MEMBER
 #undef MHA_DEPLOY_NAME_OF
+#undef MHA_DEPLOY_TEST_FUNCTIONS
 
 [[noreturn]] inline void stop(std::string const& reason) {
     std::fprintf(stderr, "stopped: %s\n", reason.c_str());

@@ -1,6 +1,7 @@
-// This program plays TensorRT's part on a GPU, with the headers that the library is built against: create from
-// fields, configure, ask for workspace, save, load, attach to a context, announce sizes, enqueue. What the
-// plugins compute is compared with sums in double. `driver_test --small` keeps to sizes for compute-sanitizer.
+// This program plays TensorRT's part on a GPU, with the headers that the library is built against: create
+// from fields, configure, ask for workspace, save, load, attach to a context, announce sizes, enqueue. What
+// the plugins compute is compared with sums in double. `driver_test --small` keeps to sizes for
+// compute-sanitizer.
 #include "../src/driver.h"
 #include "../src/linear.h"
 #include "../src/rowwise.h"
@@ -72,12 +73,13 @@ struct Node {
         }
         auto const described = plain(typed(sizes, types));
 #if NV_TENSORRT_MAJOR >= 10
-        if (plugin->onShapeChange(described.data(), static_cast<int32_t>(described.size()), nullptr, 0) != 0) {
+        if (plugin->onShapeChange(described.data(), static_cast<int32_t>(described.size()), nullptr, 0)
+            != 0) {
             return false;
         }
 #endif
-        bool const ok = plugin->enqueue(described.data(), nullptr, inputs.data(), outputs.data(), memory.get(),
-                            stream.get())
+        bool const ok = plugin->enqueue(described.data(), nullptr, inputs.data(), outputs.data(),
+                            memory.get(), stream.get())
                         == 0;
         stream.wait();
         return ok;
@@ -119,7 +121,9 @@ public:
         past_value = random(c.batch * kKeyHeads * c.room * kSize, 5);
         for (int64_t b = 0; b < c.batch; ++b) {
             int64_t const last = c.room - c.rows;
-            starts.push_back(static_cast<int32_t>(c.overflows ? last + 1 : b == 0 ? last : (b * 5) % (last + 1)));
+            starts.push_back(static_cast<int32_t>(c.overflows ? last + 1
+                                                  : b == 0    ? last
+                                                              : (b * 5) % (last + 1)));
             for (int64_t s = 0; s < c.rows; ++s) {
                 positions.push_back(static_cast<int32_t>((b * 31 + s * 7) % table_rows_));
             }
@@ -312,8 +316,8 @@ double activation(int32_t operation, double x) {
     return x / (1.0 + std::exp(-x));
 }
 
-void check_rowwise(
-    Tally& tally, int32_t operation, int64_t rows, int64_t width, bool second, bool bias, DataType data_type) {
+void check_rowwise(Tally& tally, int32_t operation, int64_t rows, int64_t width, bool second, bool bias,
+    DataType data_type) {
     Type const type = data_type == DataType::kHALF ? Type::kHalf : Type::kBFloat16;
     bool const norm = operation < 2;
     FieldList fields;
@@ -410,7 +414,8 @@ void check_linear(Tally& tally, int64_t rows, bool transposed, DataType data_typ
         for (int64_t column = 0; column < kOutputs; ++column) {
             double sum = number_of_bits(type, bias[static_cast<std::size_t>(column)]);
             for (int64_t k = 0; k < kInputs; ++k) {
-                auto const at = static_cast<std::size_t>(transposed ? column * kInputs + k : k * kOutputs + column);
+                auto const at =
+                    static_cast<std::size_t>(transposed ? column * kInputs + k : k * kOutputs + column);
                 sum += number_of_bits(type, x[static_cast<std::size_t>(row * kInputs + k)])
                        * number_of_bits(type, w[at]);
             }
@@ -419,7 +424,8 @@ void check_linear(Tally& tally, int64_t rows, bool transposed, DataType data_typ
     }
     double const error = ran ? relative_error(numbers_of(type, y.download<uint16_t>()), want) : 1.0;
     note(tally, ran && error < tolerance(type) && y.intact() && space.intact(),
-        "linear " + std::to_string(rows) + (transposed ? " transposed" : "") + (type == Type::kHalf ? "" : " bf16"),
+        "linear " + std::to_string(rows) + (transposed ? " transposed" : "")
+            + (type == Type::kHalf ? "" : " bf16"),
         error);
 }
 
@@ -428,8 +434,8 @@ void check_aliases(Tally& tally) {
     FieldList fields = changed("has_cache", {1});
     fields.set("causal", {2});
     PluginPointer const plugin = create(attention(), fields);
-    bool const right = plugin != nullptr && plugin->getAliasedInput(0) == -1 && plugin->getAliasedInput(1) == 3
-                       && plugin->getAliasedInput(2) == 4;
+    bool const right = plugin != nullptr && plugin->getAliasedInput(0) == -1
+                       && plugin->getAliasedInput(1) == 3 && plugin->getAliasedInput(2) == 4;
     tally.note(right, "present is declared to be the memory of past");
     FieldList without = attention_fields();
     tally.note(create(attention(), without)->getAliasedInput(0) == -1, "nothing else is aliased");

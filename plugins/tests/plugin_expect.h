@@ -33,8 +33,8 @@ inline Creator& linear() {
 // Grouped attention, 8 query heads and 2 key heads of 64, from three inputs.
 inline FieldList attention_fields() {
     FieldList fields;
-    for (char const* const name : {"causal", "has_bias", "has_key_lengths", "has_gates", "has_cache", "rotary",
-             "rotary_size", "rotary_positions"}) {
+    for (char const* const name : {"causal", "has_bias", "has_key_lengths", "has_gates", "has_cache",
+             "rotary", "rotary_size", "rotary_positions"}) {
         fields.set(name, {0});
     }
     fields.set("query_heads", {8});

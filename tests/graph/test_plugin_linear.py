@@ -43,6 +43,9 @@ def test_every_matmul_with_constant_weights() -> None:
     lowered = lower(model, "plugin", linear=True)
     assert len(linears(lowered)) == 4
     assert "MatMul" not in operators(lowered)
+    used = {each.inputs[1].name for each in linears(lowered)}
+    matrices = {value.name for value in lowered.graph.initializers.values() if len(value.shape or ()) == 2}
+    assert matrices == used  # transposed, and the original ones are gone
     assert_same(model, lowered, random_inputs(model, SIZES), atol=8e-3)
 
 
@@ -51,7 +54,7 @@ def test_attributes_and_bias() -> None:
     for each, bias in ((packed, 0), (projection, 1)):
         assert {name: attribute.value for name, attribute in each.attributes.items()} == {
             "has_bias": bias,
-            "transposed": 0,
+            "transposed": 1,
             "plugin_version": "1",
             "plugin_namespace": "mha_deploy",
         }

@@ -73,18 +73,27 @@ def test_layer(name: str, bundles: Any) -> None:
     assert_within_budget(bundle, lowered)
 
 
+HALVES, NEIGHBOURS = {"dims": 16}, {"dims": 8, "interleaved": True}
+
+
 @pytest.mark.parametrize(
-    "rope", [{"dims": 16}, {"dims": 8, "interleaved": True}], ids=["halves", "neighbours"]
+    ("name", "rope"),
+    [
+        ("tiny-rope", HALVES),
+        ("tiny-preallocated", NEIGHBOURS),
+        pytest.param("tiny-rope", NEIGHBOURS, marks=pytest.mark.slow),
+        pytest.param("tiny-preallocated", HALVES, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("name", ["tiny-rope", "tiny-preallocated"])
 def test_rotary_embedding_inside_the_node(name: str, rope: dict[str, Any], tmp_path: Any) -> None:
     spec = AttentionSpec.from_dict({**find_spec(name).to_dict(), "rope": rope})
-    bundle = md.export(spec, tmp_path / "bundle")
+    bundle = md.export(spec, tmp_path / "bundle", golden=["min"])
     lowered = lower(ir.load(bundle.model_path), "plugin")
     assert operators(lowered) == ["MatMul", "Add", "MhaDeployAttention", "MatMul", "Add"]
     assert_within_budget(bundle, lowered)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["tiny-padding", "tiny-preallocated"])
 def test_layer_with_every_node_of_the_plugin(name: str, bundles: Any) -> None:
     bundle = bundles(name)

@@ -118,14 +118,12 @@ Status AttentionLayer::resize(std::vector<Dims> const& inputs) {
     if (parameters_.rotates()) {
         Dims const& table = inputs[static_cast<std::size_t>(places_.cos)];
         bool const per_token = parameters_.rotary_positions == RotaryPositions::kPerToken;
-        shapes.table_rows = table.empty() ? 0 : per_token && table.size() > 1 ? table[0] * table[1] : table[0];
+        shapes.table_rows = table.empty()                   ? 0
+                            : per_token && table.size() > 1 ? table[0] * table[1]
+                                                            : table[0];
     }
-    if (Status const status = check_shapes(parameters_, shapes); !status.ok()) {
-        return status;
-    }
-    if (Status const status = check_others(inputs, shapes); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(check_shapes(parameters_, shapes));
+    RETURN_IF_FAILED(check_others(inputs, shapes));
     shapes_ = std::move(shapes);
     return Status();
 }

@@ -128,9 +128,7 @@ Status PluginBody::check_count(std::size_t inputs) const {
 
 Status PluginBody::output_dims(int32_t output, nvinfer1::DimsExprs const* inputs, int32_t count,
     nvinfer1::IExprBuilder& builder, nvinfer1::DimsExprs& dims) {
-    if (Status status = check_count(static_cast<std::size_t>(count)); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(check_count(static_cast<std::size_t>(count)));
     std::vector<Dims> sizes;
     for (int32_t i = 0; i < count; ++i) {
         if (std::optional<Dims> known = dims_of(inputs[i])) {
@@ -166,12 +164,8 @@ Status PluginBody::configure(nvinfer1::DynamicPluginTensorDesc const* inputs, in
 
 Status PluginBody::prepare(PluginTensorDesc const* inputs, int32_t count) {
     Type type = Type::kHalf;
-    if (Status status = resize(sizes_of(inputs, count)); !status.ok()) {
-        return status;
-    }
-    if (Status status = type_of(inputs[0].type, type); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(resize(sizes_of(inputs, count)));
+    RETURN_IF_FAILED(type_of(inputs[0].type, type));
     return has_gpu() ? layer_->prepare(type) : Status();
 }
 
@@ -204,14 +198,10 @@ Status PluginBody::run(PluginTensorDesc const* inputs, CallMemory memory) {
         known = is_same(inputs[i].dims, sizes_[i]);
     }
     if (!known) {
-        if (Status status = resize(sizes_of(inputs, layer_->inputs())); !status.ok()) {
-            return status;
-        }
+        RETURN_IF_FAILED(resize(sizes_of(inputs, layer_->inputs())));
     }
     Type type = Type::kHalf;
-    if (Status status = type_of(inputs[0].type, type); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(type_of(inputs[0].type, type));
     memory.workspace_bytes = memory.workspace == nullptr ? 0 : static_cast<std::size_t>(record_->workspace());
     return layer_->run(type, memory);
 }
@@ -230,9 +220,7 @@ std::vector<std::byte> PluginBody::serialize() const {
 Status PluginBody::deserialize(
     LayerKind const& kind, void const* bytes, std::size_t size, std::unique_ptr<PluginBody>& body) {
     BlobReader reader;
-    if (Status status = reader.open(bytes, size, kMagic, kBlobVersion, kind.name); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(reader.open(bytes, size, kMagic, kBlobVersion, kind.name));
     uint64_t workspace = 0;
     uint32_t count = 0;
     reader.take(workspace);
@@ -241,13 +229,9 @@ Status PluginBody::deserialize(
     for (uint8_t& byte : parameters) {
         reader.take(byte);
     }
-    if (Status status = reader.finish(); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(reader.finish());
     std::unique_ptr<Layer> layer;
-    if (Status status = kind.from_bytes(parameters.data(), parameters.size(), layer); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(kind.from_bytes(parameters.data(), parameters.size(), layer));
     auto record = std::make_shared<EngineRecord>();
     record->lower_workspace(workspace);
     body = std::make_unique<PluginBody>(std::move(layer), std::move(record));
@@ -258,9 +242,7 @@ Status body_from_fields(LayerKind const& kind, nvinfer1::PluginFieldCollection c
     std::unique_ptr<PluginBody>& body) {
     Fields fields(collection);
     std::unique_ptr<Layer> layer;
-    if (Status status = kind.from_fields(fields, layer); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(kind.from_fields(fields, layer));
     auto record = std::make_shared<EngineRecord>();
     record->building = true;
     body = std::make_unique<PluginBody>(std::move(layer), std::move(record));

@@ -79,7 +79,8 @@ private:
 Status from_fields(Fields& fields, std::unique_ptr<Layer>& layer) {
     LinearParameters parameters;
     Status status = take_fields(fields, parameters);
-    layer = status.ok() ? std::make_unique<LinearLayer>(parameters, std::make_shared<LinearTuning>()) : nullptr;
+    layer =
+        status.ok() ? std::make_unique<LinearLayer>(parameters, std::make_shared<LinearTuning>()) : nullptr;
     return status;
 }
 

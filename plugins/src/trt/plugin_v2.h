@@ -56,7 +56,8 @@ public:
     }
 
     // Called at build time, where sizes may still be unknown (-1), and when an execution context is given
-    // sizes. There is no way to refuse from here: the reason is logged, and `enqueue` then fails for the same.
+    // sizes. There is no way to refuse from here: the reason is logged, and `enqueue` then fails for the
+    // same.
     void configurePlugin(DynamicPluginTensorDesc const* inputs, int32_t count, DynamicPluginTensorDesc const*,
         int32_t) noexcept override {
         guarded(getPluginType(), false, [&] {
@@ -71,8 +72,8 @@ public:
             return is_ok(body_->prepare(tensors.data(), count));
         });
     }
-    size_t getWorkspaceSize(
-        PluginTensorDesc const* inputs, int32_t count, PluginTensorDesc const*, int32_t) const noexcept override {
+    size_t getWorkspaceSize(PluginTensorDesc const* inputs, int32_t count, PluginTensorDesc const*,
+        int32_t) const noexcept override {
         return guarded<size_t>(getPluginType(), 0,
             [&] { return body_->workspace_bytes(sizes_of(inputs, count), inputs[0].type); });
     }

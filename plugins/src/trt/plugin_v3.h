@@ -1,4 +1,5 @@
-// The plugins for TensorRT 10 and later: IPluginV3 with its core, build and runtime capabilities in one object.
+// The plugins for TensorRT 10 and later: IPluginV3 with its core, build and runtime capabilities in one
+// object.
 #pragma once
 
 #include "body.h"
@@ -36,7 +37,8 @@ public:
 
     explicit PluginV3(std::unique_ptr<PluginBody> body) : body_(std::move(body)) {}
 
-    nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override {
+    nvinfer1::IPluginCapability* getCapabilityInterface(
+        nvinfer1::PluginCapabilityType type) noexcept override {
         switch (type) {
             case nvinfer1::PluginCapabilityType::kCORE: return static_cast<nvinfer1::IPluginV3OneCore*>(this);
             case nvinfer1::PluginCapabilityType::kBUILD: return static_cast<BuildCapability*>(this);
@@ -48,7 +50,9 @@ public:
     PluginV3* clone() noexcept override {
         return guarded<PluginV3*>(getPluginName(), nullptr, [&] { return new PluginV3(body_->clone()); });
     }
-    nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override { return clone(); }
+    nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override {
+        return clone();
+    }
 
     char const* getPluginName() const noexcept override { return body_->layer().name(); }
     char const* getPluginVersion() const noexcept override { return kPluginVersion; }
@@ -56,8 +60,8 @@ public:
     char const* getMetadataString() noexcept override { return "mha_deploy, interface version 1"; }
 
     int32_t getNbOutputs() const noexcept override { return body_->layer().outputs(); }
-    int32_t getOutputDataTypes(
-        DataType* output_types, int32_t outputs, DataType const* input_types, int32_t) const noexcept override {
+    int32_t getOutputDataTypes(DataType* output_types, int32_t outputs, DataType const* input_types,
+        int32_t) const noexcept override {
         std::fill_n(output_types, outputs, input_types[0]);
         return 0;
     }
@@ -75,12 +79,12 @@ public:
         int32_t position, DynamicPluginTensorDesc const* tensors, int32_t, int32_t) noexcept override {
         return body_->supports(position, tensors[position].desc, tensors[0].desc);
     }
-    int32_t configurePlugin(DynamicPluginTensorDesc const* inputs, int32_t count, DynamicPluginTensorDesc const*,
-        int32_t) noexcept override {
+    int32_t configurePlugin(DynamicPluginTensorDesc const* inputs, int32_t count,
+        DynamicPluginTensorDesc const*, int32_t) noexcept override {
         return answered([&] { return body_->configure(inputs, count); });
     }
-    size_t getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t count, DynamicPluginTensorDesc const*,
-        int32_t) const noexcept override {
+    size_t getWorkspaceSize(DynamicPluginTensorDesc const* inputs, int32_t count,
+        DynamicPluginTensorDesc const*, int32_t) const noexcept override {
         return guarded<size_t>(getPluginName(), 0, [&] {
             DataType const type = inputs[0].desc.type;
             body_->tune(sizes_of(inputs, count, &DynamicPluginTensorDesc::opt), type);
@@ -102,8 +106,8 @@ public:
     nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override {
         return guarded<nvinfer1::PluginFieldCollection const*>(getPluginName(), nullptr, [&] {
             bytes_ = body_->serialize();
-            field_ = nvinfer1::PluginField(kSerializedField, bytes_.data(), nvinfer1::PluginFieldType::kUNKNOWN,
-                static_cast<int32_t>(bytes_.size()));
+            field_ = nvinfer1::PluginField(kSerializedField, bytes_.data(),
+                nvinfer1::PluginFieldType::kUNKNOWN, static_cast<int32_t>(bytes_.size()));
             serialized_.nbFields = 1;
             serialized_.fields = &field_;
             return &serialized_;

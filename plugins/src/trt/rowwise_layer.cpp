@@ -48,9 +48,7 @@ Status RowwiseLayer::resize(std::vector<Dims> const& inputs) {
     if (x.empty()) {
         return Status::failed("x has no axis; give it [..., width]");
     }
-    if (Status status = check_width(x.back()); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(check_width(x.back()));
     for (std::size_t i = 1; i < inputs.size(); ++i) {
         bool const whole = i == 1 && parameters_.has_second;
         if (inputs[i] != (whole ? x : Dims{x.back()})) {
@@ -58,9 +56,7 @@ Status RowwiseLayer::resize(std::vector<Dims> const& inputs) {
                                   + text_of(whole ? x : Dims{x.back()}));
         }
     }
-    if (Status status = rows_of(x, rows_); !status.ok()) {
-        return status;
-    }
+    RETURN_IF_FAILED(rows_of(x, rows_));
     width_ = x.back();
     return Status();
 }
