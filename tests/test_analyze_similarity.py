@@ -213,8 +213,8 @@ class TestHeatmap:
         assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 10
         assert os.listdir(tmp_path) == ["heads.png"]
 
-    @pytest.mark.sweep(1)
-    @pytest.mark.parametrize("Hq", [1, 17])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("Hq", [1, 17, 71])
     def test_any_number_of_heads(self, tmp_path, Hq):
         pytest.importorskip("matplotlib")
         similarity_from_heads(normal(5, Hq, 4)).save_png(tmp_path / "heads.png")

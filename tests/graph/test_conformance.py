@@ -62,7 +62,7 @@ def test_dialect(dialect: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert by_feature(outcome) == REFUSED[dialect]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("dialect", "options", "ulps"), VARIANTS)
 def test_variant(dialect: str, options: dict[str, Any], ulps: int) -> None:
     outcome = run_all(dialect, ulps=ulps, **options)

@@ -280,7 +280,7 @@ def test_8_6_reports_that_new_entries_are_the_output() -> None:
     assert "cache-rows" not in {finding.rule for finding in later}
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_engine_serves_prompt_and_token(kind: str) -> None:

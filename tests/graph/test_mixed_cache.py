@@ -13,6 +13,7 @@ from mha_deploy.runtime import measure_ranges, open_runner
 FORMS = {"dynamic": (dynamic, "past_key", 5), "fixed": (fixed, "key_cache", 0)}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_healthy_cache_is_fp16_in_and_out(form):
     make, _, past = FORMS[form]
