@@ -28,8 +28,9 @@ SURFACES = HERE.parent / "tests" / "runtime" / "trt_surfaces.json"
 LEAST_PROCESSES = 3
 LEGEND = f"""
 *engine ×*: the best median of all others over the engine's, above 1 where the engine is faster.
-† fewer than {LEAST_PROCESSES} processes. ‡ throttled: the driver reported a reason, or the SM clock was below
-95 % of its maximum. Bold: faster than every process of all others; no row with † or ‡ has a winner.
+† fewer than {LEAST_PROCESSES} processes. ‡ throttled: the driver reported a reason, or the SM clock was
+below 95 % of its maximum. Bold: faster than every process of all others; no row with † or ‡ has a
+winner.
 """
 
 

@@ -19,26 +19,16 @@ NEAR = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One candidate and its result.
+    """One candidate and its result."""
 
-    Args:
-        name: The precision, and the accumulation of the plugin where it is used.
-        refused: Why it is refused; empty where it is right.
-        share: Largest share of its error budget.
-        error: Largest relative L2 error against the FP64 oracle.
-        p50: Latency of the first point that was timed, µs.
-        fused: Attentions that are fused, of how many.
-        ran: Whether the engine ran; else the errors are those of its graph.
-    """
-
-    name: str
+    name: str  # the precision, and the accumulation of the plugin where it is used
     precision: str
-    refused: str = ""
-    share: float | None = None
-    error: float | None = None
-    p50: float | None = None
-    fused: tuple[int, int] | None = None
-    ran: bool = False
+    refused: str = ""  # why; empty where it is right
+    share: float | None = None  # largest share of its error budget
+    error: float | None = None  # largest relative L2 error against the FP64 oracle
+    p50: float | None = None  # of the first point that was timed, µs
+    fused: tuple[int, int] | None = None  # attentions that are fused, of how many
+    ran: bool = False  # else the errors are those of its graph
 
     @property
     def unfused(self) -> int:

@@ -204,11 +204,7 @@ _ACCEPTED = "report.json, bench.json, matrix.json, a bundle's folder, or an .eng
 
 
 def read_side(source: Any) -> Side:
-    """Read one side.
-
-    Args:
-        source: A path (`matrix.json#NAME` for one runtime of a matrix), a `Bundle`, an `Engine`, the data of
-            a report, or an object with `to_dict`.
+    """Read one side: a path (`matrix.json#NAME` for one runtime), a bundle, an engine, or a report's data.
 
     Raises:
         DeployError: It is none of these, or cannot be read.
@@ -353,23 +349,15 @@ _FIGURES = ("environment", "size", "build time")
 
 @dataclass(frozen=True)
 class Measurement:
-    """One thing that is compared.
+    """One thing that is compared."""
 
-    Args:
-        kind: How: `status`, `share`, `growth`, `count`, `range` or `text`.
-        owner: The runtime or engine that it belongs to; one that is missing as a whole is reported once.
-        noise: How much it varies between rebuilds or samples, in its own unit.
-        passed: Of a share: whether the result is right.
-        doubt: Why the value is not reliable; empty where it is. Of a status: the kernels behind it.
-    """
-
-    kind: str
-    owner: str
+    kind: str  # how: `status`, `share`, `growth`, `count`, `range` or `text`
+    owner: str  # its runtime or engine; one that is missing as a whole is reported once
     value: Any
     shown: str
-    noise: float = 0.0
-    passed: bool = True
-    doubt: str = ""
+    noise: float = 0.0  # how much it varies between rebuilds or samples, in its own unit
+    passed: bool = True  # of a share: whether the result is right
+    doubt: str = ""  # why the value is not reliable; of a status: the kernels behind it
 
 
 Key = tuple[str, str]  # section, subject
@@ -664,11 +652,7 @@ class Comparison:
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
 
     def table(self, *, everything: bool = False) -> Table:
-        """What changed, in a group for every section.
-
-        Args:
-            everything: Whether what is the same is listed as well.
-        """
+        """What changed, in a group for every section; with `everything` also what is the same."""
         several = len({change.model for change in self.changes}) > 1
         shown = columns(*(["model"] if several else []), "what", "verdict", "old", "new", "why")
         ordered = sorted(self.changes, key=lambda change: list(_LEVELS).index(change.level))

@@ -135,29 +135,23 @@ _MARKS = {"passed": "good", "built": "doubt", "failed": "bad", "refused": "bad",
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixCell:
-    """One combination of model, precision, runtime, GPU (or `none`) and options, and its result.
-
-    Args:
-        status: `passed`; `built`, not run; `failed` or `refused` by the runtime; `crashed`; `unavailable`.
-        why: What the status follows from.
-        key: What the result depends on, as a hash; empty where that is not known.
-        report: The data of its report; None where there is none.
-        is_new: Whether it was done in this run.
-    """
+    """One combination of model, precision, runtime, GPU (or `none`) and options, and its result."""
 
     model: str
     precision: str
     runtime: str
     gpu: str
     options: str
-    status: str = "unavailable"
+    status: str = (
+        "unavailable"  # or `passed`; `built`, not run; `failed`, `refused` by the runtime; `crashed`
+    )
     why: str = ""
     version: str = ""
-    key: str = ""
+    key: str = ""  # what the result depends on, as a hash
     seconds: float = 0.0
     engine_sha256: str = ""
     report: Mapping[str, Any] | None = None
-    is_new: bool = True
+    is_new: bool = True  # done in this run
 
     @property
     def place(self) -> tuple[str, ...]:
@@ -568,13 +562,14 @@ def run_matrix(
     tasks: list[_Task] = []
     for entry, precision in product(plan.models, plan.precisions):
         model = entry if isinstance(entry, ModelEntry) else ModelEntry(model=entry)
-        bundle, problem = None, ""
+        name, bundle, problem = model.name or Path(model.model).name, None, ""
         try:
-            name, bundle = _bundle(model, precision, plan, folder, export)
-        except _OtherPrecision:
-            continue  # a bundle has one precision
+            made = _bundle(model, precision, plan, folder, export)
+            if made is None:
+                continue
+            name, bundle = made
         except DeployError as error:
-            name, problem = model.name or Path(model.model).name, error.in_one_line
+            problem = error.in_one_line
         for runtime, gpu, options in product(plan.runtimes, plan.gpus, plan.options):
             found = probes[runtime.name, gpu]
             cell = MatrixCell(
@@ -628,10 +623,6 @@ def run_matrix(
     return Matrix(plan=plan, cells=tuple(cells.values()))
 
 
-class _OtherPrecision(DeployError):
-    """A bundle has another precision than the cell."""
-
-
 def _digest(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -646,14 +637,14 @@ def _kept(folder: Path, cell: MatrixCell) -> MatrixCell | None:
     return replace(cell, **kept, is_new=False) if kept["status"] in _FINAL else None
 
 
-def _bundle(entry: ModelEntry, precision: str, plan: Plan, folder: Path, export: Export) -> tuple[str, Path]:
-    """The bundle of a model, exported where it is not there yet; a folder is a bundle already."""
+def _bundle(
+    entry: ModelEntry, precision: str, plan: Plan, folder: Path, export: Export
+) -> tuple[str, Path] | None:
+    """The bundle of a model, exported where it is not there yet; None for one of another precision."""
     source = Path(entry.model)
     if (source / MANIFEST).is_file():
         found = open_bundle(source).manifest
-        if found.precision.name != precision:
-            raise _OtherPrecision("The bundle is in another precision.", got=found.precision.name)
-        return entry.name or found.spec.name, source
+        return (entry.name or found.spec.name, source) if found.precision.name == precision else None
     factory = is_factory(entry.model)
     content = Path(entry.model.rpartition(":")[0]) if factory else source
     name = entry.model.rpartition(":")[2] if factory else source.stem if source.is_file() else entry.model

@@ -40,22 +40,12 @@ class EngineLine(Struct, frozen=True, kw_only=True):
 
 
 class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measurement, or one build.
+    """One measurement, or one build."""
 
-    Args:
-        kind: `time`, `throughput` on several streams, or `build` for an engine that was built and not run.
-        run: The process: lines of one process share it.
-        commit: The commit of this tool, with `+` behind it where files were changed; empty where unknown.
-        past: Valid entries of a preallocated KV cache; None without one.
-        parity: `passed`: the results of the timed calls were judged and are right. Else why there is no time.
-        timing: Calls per sample, slots, CUDA graph, stability, host time, memory; or streams and their rate.
-        conditions: Clocks, temperature, power and throttling, as the driver reported them.
-    """
-
-    kind: str
-    run: str
+    kind: str  # `time`, `throughput` on several streams, or `build` for an engine that was built and not run
+    run: str  # the process
     created: str
-    commit: str
+    commit: str  # of this tool, with `+` behind it where files were changed; empty where unknown
     command: list[str]
     versions: dict[str, str]
     platform: str
@@ -70,11 +60,11 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: EngineLine | None = None
     case: str = ""
     sizes: dict[str, int] = {}
-    past: int | None = None
-    parity: str = ""
+    past: int | None = None  # valid entries of a preallocated KV cache
+    parity: str = ""  # `passed`: the results of the timed calls are right; else why there is no time
     samples_us: list[float] = []
-    timing: dict[str, Any] = {}
-    conditions: dict[str, Any] = {}
+    timing: dict[str, Any] = {}  # calls per sample, CUDA graph, stability, memory; or streams and their rate
+    conditions: dict[str, Any] = {}  # clocks, temperature, power and throttling, as the driver reported them
     format: int = FORMAT
 
     @property

@@ -24,7 +24,7 @@ from mha_deploy.model.spec import KVCache, ModelSpec
 from mha_deploy.runtime import RUNNERS
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.runner import Arrays, Runner
-from mha_deploy.validate.decode import HostDecodeLoop
+from mha_deploy.validate.decode import DeviceDecodeLoop, HostDecodeLoop
 from mha_deploy.validate.runtimes import RuntimeFinder
 
 BUNDLE, PLUGINS = "bundle", "plugins"
@@ -145,13 +145,8 @@ class Caches:
     """The KV caches of the sequences that are being decoded.
 
     A runtime that keeps a preallocated cache on its device gets one, with a batch element for every sequence:
-    sequences at different lengths decode in one call. Otherwise every sequence has a cache on the host.
-
-    Args:
-        runner: The model.
-        spec: What it is; it has a KV cache.
-        slots: How many sequences may be there.
-        shared: Whether all sequences share one cache even on the host.
+    sequences at different lengths decode in one call. Otherwise every sequence has a cache on the host, or
+    all have one that is `shared`. There is room for as many sequences as there are `slots`.
     """
 
     def __init__(self, runner: Runner, spec: ModelSpec, slots: int, *, shared: bool = False) -> None:
@@ -160,9 +155,11 @@ class Caches:
         self._runner, self._spec, self._cache, self.slots = runner, spec, spec.kv_cache, slots
         self._sequences: dict[Hashable, _Sequence] = {}
         self._shared: Any = None
+        self._device: Any = None
         if runner.can_decode and self._cache.is_preallocated and spec.cache != "none":
             keeper: Any = runner
-            self._shared = _DeviceLoop(keeper.decode_loop(B=slots))
+            self._device = keeper.decode_loop(B=slots)
+            self._shared = DeviceDecodeLoop(self._device)
         elif shared:
             self._shared = HostDecodeLoop(runner, spec, slots)
 
@@ -281,22 +278,8 @@ class Caches:
     def close(self) -> None:
         """Free the cache on the device."""
         self._sequences.clear()
-        if isinstance(self._shared, _DeviceLoop):
-            self._shared.loop.close()
-
-
-class _DeviceLoop:
-    """A decode loop on the device, called as one on the host."""
-
-    def __init__(self, loop: Any) -> None:
-        self.loop, self.most_tokens = loop, loop.most_tokens
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.loop.lengths
-
-    def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
-        return {"output": np.asarray(self.loop.feed(tokens["x"], counts))}
+        if self._device is not None:
+            self._device.close()
 
 
 def _tokens(feeds: Arrays, cache: KVCache) -> int:

@@ -241,7 +241,7 @@ class HostDecodeLoop:
         return {each.name: self._held[each.input] for each in self._cache.tensors}
 
 
-class _OnDevice:
+class DeviceDecodeLoop:
     """A decode loop of a runtime that keeps the cache of a layer on the device."""
 
     def __init__(self, loop: Any) -> None:
@@ -249,12 +249,15 @@ class _OnDevice:
 
     @property
     def lengths(self) -> np.ndarray:
+        """See `DecodeLoop`; they may be set."""
         return np.asarray(self._loop.lengths)
 
     def feed(self, tokens: Arrays, counts: np.ndarray | None) -> Arrays:
+        """See `DecodeLoop`."""
         return {"output": np.asarray(self._loop.feed(tokens["x"], counts))}
 
     def cache(self) -> Arrays:
+        """See `DecodeLoop`."""
         return dict(zip(("key", "value"), map(np.asarray, self._loop.cache()), strict=True))
 
 
@@ -269,7 +272,7 @@ def open_decode_loop(runner: Runner, spec: ModelSpec, trace: DecodeTrace) -> Ite
         return
     keeper: Any = runner
     with keeper.decode_loop(B=trace.B, T=None if trace.cache.is_preallocated else trace.length) as loop:
-        yield _OnDevice(loop)
+        yield DeviceDecodeLoop(loop)
 
 
 # -- Is decoding right? Prefill and decode steps through any runtime, judged at every step ---------
