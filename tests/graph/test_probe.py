@@ -10,8 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.probe import attention_probe
+from mha_deploy.graph.file import attention_probe, load_graph
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import padding_mask, seen_from, split_heads
 from mha_deploy.runtime import available_cpu_backend, open_runner

@@ -13,8 +13,7 @@ from onnx import TensorProto, helper
 from mha_deploy.bundle.folder import MODEL, open_bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import precision
-from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.graph.probe import attention_probe
+from mha_deploy.graph.file import attention_probe, load_graph, save_graph
 from mha_deploy.runtime import open_runner
 from mha_deploy.validate.fp16_range import FP16_MAX, Meter, fp16_range
 
