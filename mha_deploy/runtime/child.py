@@ -356,11 +356,6 @@ class ChildDecodeLoop(Closing):
         """Copies of keys and values."""
         return self._apply(methodcaller("cache"), step="reading the cache")
 
-    def time_step(self, length: int, plan: Any = None) -> Any:
-        """How long one new token of every batch element takes."""
-        step = f"timing a decode step behind {length} tokens"
-        return self._apply(methodcaller("time_step", length, plan), step=step)
-
     def close(self) -> None:
         """Free the device's memory."""
         self._runner.apply(_close_decode_loop, self._number, step="closing the decode loop")

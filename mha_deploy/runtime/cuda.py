@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -106,11 +106,6 @@ class Copy2D:
     source_pitch: int
     width: int
     height: int
-
-    def back(self) -> Copy2D:
-        """The same copy in the other direction."""
-        swapped = replace(self, target=self.source, source=self.target)
-        return replace(swapped, target_pitch=self.source_pitch, source_pitch=self.target_pitch)
 
 
 class Buffer:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 
 import numpy as np
 
@@ -16,9 +15,8 @@ from mha_deploy.bundle.cases import with_entries
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.lower.cache import TOTAL_LENGTH
 from mha_deploy.model.spec import CACHES, CACHES_OUT, LENGTHS, PAST, PRESENT
-from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Copy2D, Gpu, Stream
+from mha_deploy.runtime.cuda import UNWRITTEN, Buffer, Copy2D, Stream
 from mha_deploy.runtime.runner import Arrays, Closing, TensorInfo, check_feeds
-from mha_deploy.runtime.timing import Timing, TimingPlan, measure_latency
 
 # -- The forms of a KV cache, and where new entries go ---------------------------------------------
 
@@ -264,29 +262,15 @@ class StepCall:
         return {name: tensor.buffer.address for name, tensor in self.tensors.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repeated:
-    """A call that is ready to be launched many times: `launch` queues it, and does not wait."""
-
-    launch: Callable[[], None]
-    why_no_graph: str | None = None
-    """Why it is no CUDA graph although one was requested."""
-
-
 class Launcher(ABC):
     """A loaded layer that is launched on tensors of the decode loop."""
 
     name: str
-    gpu: Gpu
     stream: Stream
-    graph: bool
-    """Whether a repeated call is a CUDA graph, where it can be one."""
     inputs: Mapping[str, TensorInfo]
     outputs: Mapping[str, TensorInfo]
     in_place: bool
     """Whether the output of a preallocated cache is the memory of its input."""
-    engine_bytes: int | None = None
-    """Device memory besides the tensors, where that is known."""
 
     def most_tokens(self, B: int) -> int | None:
         """How many tokens of each of B batch elements one call takes; None: as many as the cache."""
@@ -295,15 +279,6 @@ class Launcher(ABC):
     @abstractmethod
     def launch(self, call: StepCall, *, again: bool) -> None:
         """Queue one call, and do not wait; with `again` the same tensors will come again."""
-
-    @abstractmethod
-    def repeated(
-        self, call: StepCall, then: Callable[[], None], *, graph: bool
-    ) -> AbstractContextManager[Repeated]:
-        """Prepare a call, and what `then` queues behind it, to be launched many times.
-
-        Both are one CUDA graph where `graph` requests it; they have run when the block begins.
-        """
 
     @abstractmethod
     def close(self) -> None:
@@ -443,68 +418,6 @@ class DecodeLoop(Closing):
         held = self._cut(self._held, int(self.lengths[0]) if self._varies else self._cache.T)
         keys, values = (tensor.download(self._stream) for tensor in held)
         return keys, values
-
-    def time_step(self, length: int, plan: TimingPlan | None = None) -> Timing:
-        """How long one new token of every batch element takes, behind `length` tokens in each.
-
-        By the device's own clock. Included: the whole layer, and what it takes to get the new keys and values
-        into the cache. Not included: copies from and to the host, since token and lengths are on the device
-        before the clock starts; and the choice of the next token. The call is a CUDA graph where the form
-        allows it: a preallocated cache has one shape for all steps; a dynamic one has another at every step,
-        and its calls are launched one by one.
-
-        The calls share one cache. Weights and a cache that fit the GPU's L2 cache are read from there; larger
-        ones come from memory, as in service. The token is the one fed last, zeros before the first; the cache
-        is used as it is, and left so. (The memory of a dynamic one is read as if it had that length: as many
-        bytes, other numbers.)
-        """
-        lengths = np.full(self._cache.B, length, np.int32)
-        refuse_overflow(lengths, 1, self._cache.T)
-        frame, launcher, plan = self._frame(1), self._launcher, plan or TimingPlan()
-        output, wanted = frame.tensors["output"], launcher.graph and not self._varies
-        call = self._call(frame, 1, lengths)
-        with self._undisturbed(lengths):
-            if LENGTHS in launcher.inputs:
-                self._lengths.buffer.upload(lengths, self._stream)
-            then = partial(self._copy_entries, frame, 1, lengths)
-            with launcher.repeated(call, then, graph=wanted) as repeated:
-                why = repeated.why_no_graph
-                output.buffer.fill(UNWRITTEN, self._stream)
-                timing = measure_latency(
-                    lambda slot: repeated.launch(),
-                    1,
-                    self._stream,
-                    launcher.gpu,
-                    plan,
-                    graph=wanted and not why,
-                )
-                result = output.download(self._stream)
-        if launcher.graph and self._varies:
-            why = "a dynamic KV cache has another shape at every step"
-        engine = launcher.engine_bytes
-        memory = None if engine is None else engine + self._memory.nbytes + frame.nbytes
-        return replace(timing, results=({"output": result},), memory_bytes=memory, why_no_graph=why)
-
-    @contextmanager
-    def _undisturbed(self, lengths: np.ndarray) -> Iterator[None]:
-        """Restore the entries that calls at these equal lengths overwrite, also where one of them fails."""
-        if self._varies:  # the calls write the spare buffers
-            yield
-            return
-        (copy,) = entry_copies(self._cache, lengths, 1)
-        memory = Memory()
-        try:
-            saved = [memory.tensor(self._cache.first(1), self._cache.dtype) for _ in self._held]
-            for safe, tensor in zip(saved, self._held, strict=True):
-                safe.buffer.copy_2d(tensor.buffer, copy.back(), self._stream)
-            try:
-                yield
-            finally:
-                for safe, tensor in zip(saved, self._held, strict=True):
-                    tensor.buffer.copy_2d(safe.buffer, copy, self._stream)
-        finally:
-            self._stream.synchronize()
-            memory.close()
 
     def close(self) -> None:
         """Free the graphs, then the memory that they compute on; the layer stays loaded."""

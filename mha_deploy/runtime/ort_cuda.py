@@ -6,10 +6,10 @@ import contextlib
 import ctypes
 import io
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +23,6 @@ from mha_deploy.runtime.cuda import Stream, free_memory
 from mha_deploy.runtime.decode import (
     CallTensors,
     Launcher,
-    Repeated,
     StepCall,
     check_room,
     total_length,
@@ -55,8 +54,6 @@ _REFUSALS = (
     "not permitted when stream is capturing",
     "failed due to a previous error during capture",
 )
-
-Made = TypeVar("Made")
 
 
 class NotCapturable(DeployError):
@@ -93,18 +90,6 @@ def cannot_run(error: Exception, *, capture: bool) -> DeployError:
     if capture and any(refusal in str(error).lower() for refusal in _REFUSALS):
         return NotCapturable("ONNX Runtime cannot run this graph as a CUDA graph.", got=first_line(error))
     return DeployError("ONNX Runtime's CUDA provider cannot run the graph.", got=first_line(error))
-
-
-def captured_if_possible(make: Callable[[bool], Made], *, graph: bool) -> tuple[Made, str | None]:
-    """Make calls that are CUDA graphs, or plain ones, and why, where ONNX Runtime does not capture them."""
-    why = None
-    if graph:
-        try:
-            return make(True), None
-        except NotCapturable as error:
-            why = str(error.got)
-    # Not inside `except`: the traceback would keep the session that failed, and its memory, alive.
-    return make(False), why
 
 
 # -- Which nodes ONNX Runtime runs on the CPU, and whether it may ----------------------------------
@@ -312,13 +297,18 @@ class OrtCudaRunner(GpuRunner):
         results = self._run(feeds)  # for the shapes of the outputs, which captured calls must know
         before = free_memory()
         with ExitStack() as owned:
-            bound, why = captured_if_possible(
-                lambda capture: owned.enter_context(self._slots(feeds, results, slots, capture=capture)),
-                graph=self.graph,
-            )
+            calls: list[tuple[CallTensors, BoundRun]] = []
+            why: str | None = None
+            if self.graph:
+                try:
+                    calls = owned.enter_context(self._slots(feeds, results, slots, capture=True))
+                except NotCapturable as error:
+                    why = str(error.got)
+            if not calls:  # not inside `except`: the traceback would keep the failed session's memory alive
+                calls = owned.enter_context(self._slots(feeds, results, slots, capture=False))
             yield Prepared(
-                launch=lambda slot: bound[slot][1].launch(),
-                results=lambda slot: bound[slot][0].download(self.outputs),
+                launch=lambda slot: calls[slot][1].launch(),
+                results=lambda slot: calls[slot][0].download(self.outputs),
                 memory_bytes=before - free_memory(),
                 why_no_graph=why,
             )
@@ -367,8 +357,7 @@ class OrtLauncher(Launcher):
     """
 
     def __init__(self, runner: OrtCudaRunner) -> None:
-        self.name, self.gpu, self.stream = runner.name, runner.gpu, runner.stream
-        self.graph, self.in_place = runner.graph, bool(runner.aliases)
+        self.name, self.stream, self.in_place = runner.name, runner.stream, bool(runner.aliases)
         self.inputs, self.outputs = runner.all_inputs, runner.outputs
         self._runner = runner
         self._running: BoundRun | None = None
@@ -380,28 +369,6 @@ class OrtLauncher(Launcher):
             self._running.launch()
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
             raise DeployError("ONNX Runtime failed on these tokens.", got=first_line(error)) from error
-
-    @contextmanager
-    def repeated(self, call: StepCall, then: Callable[[], None], *, graph: bool) -> Iterator[Repeated]:
-        """Capture a call in a session of its own; nothing has to be done behind it, so `then` is left out."""
-        run, why = captured_if_possible(lambda capture: self._warm(call, capture=capture), graph=graph)
-        try:
-            yield Repeated(launch=run.launch, why_no_graph=why)
-        finally:
-            self.stream.synchronize()
-
-    def _warm(self, call: StepCall, *, capture: bool) -> BoundRun:
-        """A call in a session of its own that has run."""
-        try:
-            session = self._runner.open_session(capture=capture)
-            graph_id = 1 if capture else NO_CAPTURE
-            run = BoundRun(self._runner.ort, session, call, self.outputs, graph_id=graph_id)
-            for _ in range(WARM_UP):
-                run.launch()
-            self.stream.synchronize()
-        except Exception as error:
-            raise cannot_run(error, capture=capture) from error
-        return run
 
     def close(self) -> None:
         """Release the last call."""

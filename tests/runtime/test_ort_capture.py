@@ -9,7 +9,7 @@ import onnxruntime
 import ort_on_cpu
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
-from ort_on_cpu import B, T, drawn, opened, static_feeds
+from ort_on_cpu import drawn, opened, static_feeds
 
 from mha_deploy.errors import DeployError
 from mha_deploy.runtime import ort_cuda as ort_bound
@@ -110,14 +110,13 @@ def test_the_next_call_is_captured_if_it_can_be(device, bundles, refusals):
 
 
 def test_the_session_that_failed_is_gone_before_the_next_is_opened(device, bundles, refusals):
-    with opened(bundles, LAYER) as runner, runner.decode_loop(B=B, T=T) as loop:
+    with opened(bundles, LAYER) as runner:
         gc.disable()  # what is gone must be so by itself
         try:
             runner.time(feeds(), QUICK)
-            loop.time_step(3, QUICK)
         finally:
             gc.enable()
-    assert refusals.opened == [(False, []), *[(True, []), (False, [])] * 2]
+    assert refusals.opened == [(False, []), (True, []), (False, [])]
 
 
 @pytest.mark.sweep(2)
@@ -128,9 +127,7 @@ def test_any_other_failure_is_an_error(device, bundles, refusals, error):
         with pytest.raises(DeployError, match="cannot run the graph") as caught:
             runner.time(feeds(), QUICK)
         assert not isinstance(caught.value, NotCapturable)
-        with runner.decode_loop(B=B, T=T) as loop, pytest.raises(DeployError, match="cannot run the graph"):
-            loop.time_step(3, QUICK)
-    assert [capture for capture, _ in refusals.opened] == [False, True, True]
+    assert [capture for capture, _ in refusals.opened] == [False, True]
     del caught
     assert device.is_empty()
 
@@ -146,31 +143,6 @@ def test_a_watcher_gets_the_call_without_a_graph(device, bundles, refusals):
     with opened(bundles, LAYER) as runner:
         assert runner.watch(feeds(), lambda launch, wait: (launch(), wait())) == (None, None)
     assert device.is_empty()
-
-
-def test_a_step_that_is_not_captured_is_launched_and_says_why(device, bundles, refusals):
-    with opened(bundles, LAYER) as runner, runner.decode_loop(B=B, T=T) as loop:
-        loop.feed(drawn(4))
-        before = loop.cache()
-        timing = loop.time_step(2, QUICK)
-        assert (timing.graph, timing.why_no_graph) == (False, REFUSED)
-        np.testing.assert_array_equal(loop.cache(), before)
-        refusals.error = None
-        again = loop.time_step(2, QUICK)
-        assert (again.graph, again.why_no_graph) == (True, None)
-        np.testing.assert_array_equal(timing.results[0]["output"], again.results[0]["output"])
-    assert device.is_empty()
-
-
-def test_a_step_that_fails_leaves_the_cache_as_it_was(device, bundles, monkeypatch):
-    refusals = Refusals(monkeypatch, "launching")
-    with opened(bundles, LAYER) as runner, runner.decode_loop(B=B, T=T) as loop:
-        loop.feed(drawn(4))
-        before = loop.cache()
-        refusals.error = OTHER[0]
-        with pytest.raises(DeployError, match="cannot run the graph"):
-            loop.time_step(1, QUICK)
-        np.testing.assert_array_equal(loop.cache(), before)
 
 
 @pytest.mark.parametrize(

@@ -96,23 +96,6 @@ def test_the_caches_that_go_out_are_those_that_came_in(device, bundles, layer, m
         assert device.done == ["upload", "upload", "fill", "download"]
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids="-".join)
-def test_a_timed_step_leaves_everything_as_it_was(device, bundles, whole, layer):
-    x = drawn(6)
-    with opened(bundles, layer) as runner, runner.decode_loop(B=B, T=T) as loop:
-        fed(loop, x[:, :5], [4, 1])
-        before, held = loop.cache(), len(device.memory)
-        timing = loop.time_step(4, QUICK)
-        assert timing.graph is (layer[0] == "tiny-preallocated")
-        assert (timing.why_no_graph is None) is timing.graph
-        if layer[0] == "tiny-preallocated":
-            close(timing.results[0]["output"], whole(x[:, :5])[0][:, 4:])
-        assert len(device.memory) == held
-        np.testing.assert_array_equal(loop.cache(), before)
-        close(loop.feed(x[:, 5:]), whole(x)[0][:, 5:])
-    assert device.is_empty()
-
-
 @pytest.mark.parametrize(("cuda_graph", "sessions"), [(True, ["0", "1"]), (False, ["0", "0"])])
 def test_timed_calls_are_captured_if_they_may(device, bundles, monkeypatch, cuda_graph, sessions):
     opens, ids = [], []
@@ -129,11 +112,13 @@ def test_timed_calls_are_captured_if_they_may(device, bundles, monkeypatch, cuda
 
     monkeypatch.setattr(ort_cuda.OrtCudaRunner, "open_session", open_session)
     monkeypatch.setattr(ort_cuda.BoundRun, "__init__", init)
-    with opened(bundles, PREALLOCATED[0], cuda_graph=cuda_graph) as runner, runner.decode_loop(B=B) as loop:
-        loop.feed(drawn(1))
-        assert loop.time_step(1, QUICK).graph is cuda_graph
+    with opened(bundles, PREALLOCATED[0], cuda_graph=cuda_graph) as runner:
+        timing = runner.time(static_feeds(drawn(1), [3, 5]), QUICK)
+    assert timing.graph is cuda_graph
     assert opens == sessions
-    assert ids == [-1, 1 if cuda_graph else -1]
+    captured = list(range(1, timing.slots + 1)) if cuda_graph else [-1] * timing.slots
+    assert ids[-timing.slots :] == captured
+    assert set(ids[: -timing.slots]) == {-1}
 
 
 def test_what_onnx_runtime_refuses_is_reported_and_the_decode_loop_goes_on(device, bundles):
@@ -230,24 +215,3 @@ def test_steps_add_up_to_the_whole_sequence_on_a_gpu(bundles, half, layer):
         near(fed(loop, x, [8, *[1] * 12]), output)
         for got, wanted in zip(loop.cache(), (keys, values), strict=True):
             near(got[:, :, :20], wanted)
-
-
-@on_gpu
-@pytest.mark.parametrize("cuda_graph", [True, False])
-@pytest.mark.parametrize("layer", GPU, ids="-".join)
-def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(bundles, half, layer, cuda_graph):
-    x = drawn(10).astype(np.float16)
-    path = bundles(layer[0]).model_path
-    with (
-        OrtCudaRunner(path, dialect=layer[1], cuda_graph=cuda_graph) as runner,
-        runner.decode_loop(B=B, T=T) as loop,
-    ):
-        fed(loop, x[:, :9], [8, 1])
-        before = loop.cache()
-        timing = loop.time_step(8, QUICK)
-        assert timing.p50 > 0
-        assert (timing.why_no_graph is None) is (timing.graph or not cuda_graph)
-        if layer[0] == "tiny-preallocated":
-            near(timing.results[0]["output"], half(x[:, :9])[0][:, 8:])
-        np.testing.assert_array_equal(loop.cache(), before)
-        near(loop.feed(x[:, 9:]), half(x)[0][:, 9:])

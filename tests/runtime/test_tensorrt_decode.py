@@ -16,8 +16,7 @@ from mha_deploy.engine.run import open_engine_runner
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
-from mha_deploy.runtime import decode
-from mha_deploy.runtime.cuda import Copy2D, CudaError
+from mha_deploy.runtime.cuda import Copy2D
 from mha_deploy.runtime.ort import OrtCpuRunner
 from mha_deploy.runtime.runner import TensorInfo
 from mha_deploy.runtime.tensorrt.run import TensorRTRunner, first_admitting
@@ -312,8 +311,6 @@ def test_a_full_cache_takes_no_more(device, plan):
             loop.feed(tokens(1))
         assert loop.lengths.tolist() == [T] * B
         np.testing.assert_array_equal(loop.cache(), before)
-        with pytest.raises(DeployError, match="do not fit"):
-            loop.time_step(T, QUICK)
 
 
 def test_padding_needs_room_too(device):
@@ -373,86 +370,6 @@ def test_no_memory_is_lost_when_there_is_too_little(device, allocations):
             fed(loop, tokens(3), [1, 2])
         assert not device.memory
     assert device.is_empty()
-
-
-# -- time ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("plan", [*PREALLOCATED_FORMS, b"dynamic"])
-def test_a_timed_step_is_the_whole_step_and_leaves_everything_as_it_was(device, plan, graph):
-    x = tokens(6)
-    with opened(plan, cuda_graph=graph) as runner, loop_of(runner, plan) as loop:
-        fed(loop, x[:, :5], [4, 1])
-        before, held = loop.cache(), (len(device.memory), device.graphs)
-        device.done.clear()
-        timing = loop.time_step(3, QUICK)
-        assert timing.graph is (graph and plan != b"dynamic")
-        assert (timing.slots, len(timing.samples_us)) == (1, 100)
-        seen = timing.results[0]["output"][:, 0]
-        assert np.isfinite(seen).all()
-        if plan != b"dynamic":  # whose rows lie elsewhere at another length
-            # The token that was fed last, behind the first three.
-            np.testing.assert_array_equal(seen, running_sum(x)[:, 2] + x[:, 4])
-        assert (len(device.memory), device.graphs) == held
-        assert loop.lengths.tolist() == [5] * B
-        np.testing.assert_array_equal(loop.cache(), before)
-        np.testing.assert_array_equal(loop.feed(x[:, 5:]), running_sum(x)[:, 5:])
-    assert device.is_empty()
-
-
-def test_the_copies_of_entries_are_in_the_timed_graph(device):
-    with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
-        loop.feed(tokens(1))
-        device.done.clear()
-        device.copies_2d.clear()
-        loop.time_step(0, QUICK)
-        calls = device.done.index("launch")
-        assert set(device.done[calls:]) == {"launch", "download", "rows"}
-        assert device.done[calls:].count("rows") == 2, "only to put the rows back"
-        assert device.done[:calls].count("rows") == 4, "to save them, and those of the first run"
-        assert len(device.copies_2d) == 8, "and two that were recorded"
-
-
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("plan", [*PREALLOCATED_FORMS, b"dynamic"])
-def test_why_a_step_is_no_graph_is_reported_where_it_should_be_one(device, plan, graph):
-    with opened(plan, cuda_graph=graph) as runner, loop_of(runner, plan) as loop:
-        why = loop.time_step(3, QUICK).why_no_graph
-    if graph and plan == b"dynamic":
-        assert "another shape at every step" in why
-    else:
-        assert why is None
-
-
-@pytest.mark.parametrize("plan", [*PREALLOCATED_FORMS, b"dynamic"])
-@pytest.mark.parametrize("failure", ["capture", "clock"])
-def test_a_timing_that_fails_leaves_everything_as_it_was(device, monkeypatch, plan, failure):
-    def broken(*given, **more):
-        raise CudaError("cudaEventRecord failed.", got="cudaErrorLaunchFailure")
-
-    x = tokens(6)
-    with opened(plan) as runner, loop_of(runner, plan) as loop:
-        loop.feed(x[:, :5])
-        before, held = loop.cache(), (len(device.memory), device.graphs)
-        with monkeypatch.context() as patch:
-            patch.setattr(device, "fail_on", failure)
-            if failure == "clock" or plan == b"dynamic":  # which is not captured
-                patch.setattr(decode, "measure_latency", broken)
-            with pytest.raises(DeployError):
-                loop.time_step(3, QUICK)
-        np.testing.assert_array_equal(loop.cache(), before)
-        assert (len(device.memory), device.graphs) == held
-        np.testing.assert_array_equal(loop.feed(x[:, 5:]), running_sum(x)[:, 5:])
-    assert device.is_empty()
-
-
-def test_a_step_can_be_timed_before_anything_was_fed(device):
-    with opened(b"rows") as runner, loop_of(runner, b"rows") as loop:
-        timing = loop.time_step(T - 1, QUICK)
-        assert not timing.results[0]["output"].any()
-        cache, frame = 2 * B * HKV * T * ROW + B * 4, 2 * B * E * ITEM + 2 * B * HKV * ROW
-        assert timing.memory_bytes == 200 + len(b"rows") + cache + frame
 
 
 # -- a run of the layer, without a decode loop -----------------------------------------------------
@@ -690,21 +607,3 @@ def test_ragged_batches_are_decoded_on_a_gpu(gpu_engine, whole):
         got = np.concatenate([loop.feed(x[:, at : at + 1]) for at in range(6, 12)], axis=1)
     near(got[:1], whole(x[:1])[0][:, 6:])
     near(got[1:], whole(np.concatenate((x[1:, :3], x[1:, 6:]), axis=1))[0][:, 3:])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("graph", [True, False])
-def test_a_timed_step_leaves_everything_as_it_was_on_a_gpu(gpu_engine, whole, graph):
-    x = drawn(3, 10)
-    is_static = gpu_engine[0].manifest.spec.cache == "preallocated"
-    with open_engine_runner(gpu_engine[1], cuda_graph=graph) as runner, runner.decode_loop(B=3, T=64) as loop:
-        fed(loop, x[:, :9], [8, 1])
-        before = loop.cache()
-        timing = loop.time_step(8)
-        assert timing.graph is (graph and is_static)
-        assert timing.p50 > 0
-        assert timing.memory_bytes > gpu_engine[1].manifest.engine_bytes
-        if is_static:
-            near(timing.results[0]["output"], whole(x[:, :9])[0][:, 8:])
-        np.testing.assert_array_equal(loop.cache(), before)
-        near(loop.feed(x[:, 9:]), whole(x)[0][:, 9:])

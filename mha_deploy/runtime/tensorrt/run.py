@@ -16,7 +16,6 @@ from mha_deploy.runtime.cuda import Copy2D, CudaError, Graph, Stream, capture
 from mha_deploy.runtime.decode import (
     CallTensors,
     Launcher,
-    Repeated,
     StepCall,
     cache_copies,
     check_room,
@@ -553,8 +552,7 @@ class TensorRTLauncher(Launcher):
     """
 
     def __init__(self, runner: TensorRTRunner) -> None:
-        self.name, self.gpu, self.stream = runner.name, runner.gpu, runner.stream
-        self.graph, self.engine_bytes = runner.graph, runner.engine_bytes
+        self.name, self.stream = runner.name, runner.stream
         self.inputs, self.outputs = runner.inputs, runner.engine_outputs
         self.in_place = [runner.aliases.get(out) for out in CACHES_OUT] == list(CACHES)
         self._runner = runner
@@ -579,30 +577,9 @@ class TensorRTLauncher(Launcher):
             bound.graphs[key].launch(self.stream)
             return
         bound.enqueue(addresses)
-        if again and self.graph and not call.varies:
+        if again and self._runner.graph and not call.varies:
             self.stream.synchronize()
             bound.graphs[key] = bound.record(addresses)
-
-    @contextmanager
-    def repeated(self, call: StepCall, then: Callable[[], None], *, graph: bool) -> Iterator[Repeated]:
-        """Run a call once, so that TensorRT does its one-time work; then record it, if requested."""
-        bound, addresses = self._context(call), call.addresses
-
-        def work() -> None:
-            bound.enqueue(addresses)
-            then()
-
-        work()
-        self.stream.synchronize()
-        if not graph:
-            yield Repeated(launch=work)
-            return
-        recorded = bound.record(addresses, then)
-        try:
-            yield Repeated(launch=lambda: recorded.launch(self.stream))
-        finally:
-            self.stream.synchronize()
-            recorded.close()
 
     def _context(self, call: StepCall) -> BoundContext:
         shapes = call.shapes(self.inputs)
