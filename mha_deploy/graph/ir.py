@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from mha_deploy.bundle.manifest import Dim
+
+if TYPE_CHECKING:
+    import onnx
+    from onnx.reference import ReferenceEvaluator
 
 Size = int | ir.Value
 """A size in a shape: a number, or a 1-D tensor of one element computed from another tensor's shape."""
@@ -313,3 +317,20 @@ class NodeBuilder:
     def cast(self, value: ir.Value, dtype: ir.DataType, name: str | None = None) -> ir.Value:
         """Cast; the value itself where it has that type already."""
         return value if value.dtype == dtype else self.op("Cast", value, to=int(dtype), name=name)
+
+
+# -- Run a graph -----------------------------------------------------------------------------------
+
+
+def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
+    """ONNX's reference evaluator of a model."""
+    from onnx.reference import ReferenceEvaluator
+    from onnx.reference.op_run import OpRun
+
+    class GatherElements(OpRun):  # onnx's own fails for a negative axis, and for indices of another shape
+        def _run(self, data: np.ndarray, indices: np.ndarray, axis: int | None = None) -> tuple[np.ndarray]:
+            axis = (axis or 0) % data.ndim
+            cut = data[tuple(slice(n) if i != axis else slice(None) for i, n in enumerate(indices.shape))]
+            return (np.take_along_axis(cut, indices, axis),)
+
+    return ReferenceEvaluator(model, new_ops=[GatherElements])

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import graph_of, weights_folder
+from mha_deploy.graph.ir import reference_evaluator
 from mha_deploy.graph.upcast import with_float32_inside
 from mha_deploy.runtime.runner import DTYPES, Arrays, Runner, TensorInfo
 
@@ -47,18 +48,9 @@ class OnnxReferenceRunner(Runner):
 
 def evaluator_of(model: ir.Model) -> ReferenceEvaluator:
     """ONNX's reference evaluator of a graph, with its external weights."""
-    from onnx.reference import ReferenceEvaluator
-    from onnx.reference.op_run import OpRun
-
-    class GatherElements(OpRun):  # that of onnx 1.20 fails where the indices have another shape
-        def _run(self, data: np.ndarray, indices: np.ndarray, axis: int | None = None) -> tuple[np.ndarray]:
-            axis = axis or 0
-            cut = data[tuple(slice(n) if i != axis else slice(None) for i, n in enumerate(indices.shape))]
-            return (np.take_along_axis(cut, indices, axis),)
-
     proto = ir.to_proto(model)
     onnx.load_external_data_for_model(proto, str(weights_folder(model) or "."))
-    return ReferenceEvaluator(proto, new_ops=[GatherElements])
+    return reference_evaluator(proto)
 
 
 def _tensor_info(value: onnx.ValueInfoProto) -> TensorInfo:

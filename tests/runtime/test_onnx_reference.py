@@ -100,3 +100,20 @@ def test_a_graph_that_never_ends_is_ended_alone(tmp_path, monkeypatch):
         monkeypatch.setattr(isolation, "limit_s", 2.0)
         with pytest.raises(DeployError, match="did not answer within 2 s"):
             runner.run({"trips": np.array(10**12), "yes": np.array(True)})
+
+
+@pytest.mark.parametrize("axis", [-1, 1, 0])
+def test_gathered_elements_are_those_of_torch(axis, tmp_path):
+    data = np.arange(24, dtype=np.float32).reshape(4, 6)
+    indices = np.array([[1, 0, 3], [2, 2, 1]], np.int64)  # smaller than the data on both axes
+    node = onnx.helper.make_node("GatherElements", ["data", "indices"], ["got"], axis=axis)
+    value = onnx.helper.make_tensor_value_info
+    inputs = [value("data", onnx.TensorProto.FLOAT, [4, 6]), value("indices", onnx.TensorProto.INT64, [2, 3])]
+    graph = onnx.helper.make_graph([node], "g", inputs, [value("got", onnx.TensorProto.FLOAT, [2, 3])])
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)]), tmp_path / "g.onnx"
+    )
+    got = OnnxReferenceRunner(tmp_path / "g.onnx").run({"data": data, "indices": indices})["got"]
+    rows, columns = np.indices(indices.shape)
+    want = data[indices, columns] if axis == 0 else data[rows, indices]
+    np.testing.assert_array_equal(got, want)

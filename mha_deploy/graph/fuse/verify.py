@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, tensor_of
-from mha_deploy.graph.ir import is_op
+from mha_deploy.graph.ir import is_op, reference_evaluator
 
 Dims = tuple[int | str, ...]
 """The sizes of a tensor; a dynamic one as the expression that the file gives for it."""
@@ -312,8 +312,6 @@ def _numbers(wanted: Iterable[Dims], choice: Sequence[int]) -> dict[str, int]:
 
 def _evaluator(region: Region, opset: int) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
     """A region in ONNX's reference evaluator: a function that raises `_Failed` where an operator fails."""
-    from onnx.reference import ReferenceEvaluator
-
     names = [*region.inputs, *region.sizes]
     inputs, outputs = (
         [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in some]
@@ -322,7 +320,7 @@ def _evaluator(region: Region, opset: int) -> Callable[[Mapping[str, np.ndarray]
     graph = onnx.helper.make_graph(region.nodes, "region", inputs, outputs, region.constants)
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
     try:
-        evaluator = ReferenceEvaluator(model)
+        evaluator = reference_evaluator(model)
     except Exception as error:  # an operator that it does not have
         what = " ".join(str(error).split())[:200]
         raise NotVerified("ONNX's evaluator lacks an operator.", got=what) from error
