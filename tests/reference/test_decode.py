@@ -177,7 +177,7 @@ def test_a_mask_and_a_window_must_both_hold(mask):
 # -- stepping ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(40)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("rope", ROPES)
@@ -236,7 +236,7 @@ PLANS = {
 }
 
 
-@pytest.mark.sweep(30)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("rope", ROPES)
@@ -418,12 +418,12 @@ def test_positions_that_are_all_one_too_high_show_only_in_the_cache(monkeypatch,
 
 def test_lengths_of_the_wrong_row_show(monkeypatch):
     module, whole = pair(make("preallocated", {}))
-    feed = Attention._step
+    feed = Attention._update
 
     def with_swapped_lengths(self, query, keys, values, lengths):
         return feed(self, query, keys, values, lengths.flip(0))
 
-    monkeypatch.setattr(Attention, "_step", with_swapped_lengths)
+    monkeypatch.setattr(Attention, "_update", with_swapped_lengths)
     outputs, _ = feed_ragged(module, tokens(), [(5, 1, 3), (1, 1, 1)])
     assert not torch.allclose(outputs[0][5], whole(tokens())[0, 5], atol=1e-3)
 
@@ -556,7 +556,7 @@ def exported():
     return export
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "graph",
     [pytest.param(graph, marks=() if graph in QUICK else pytest.mark.slow) for graph in GRAPHS],
@@ -569,7 +569,7 @@ def test_the_exported_graph_steps_as_the_whole_sequence(exported, graph):
         assert max(errors(module, wanted, x, sizes)) < allowed, sizes
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=lambda runtime: runtime.__name__)
