@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,40 +54,29 @@ _NO_REASON = ("runtime disabled", "not used because")
 
 
 def explain_refusal(name: str, error: Exception, warnings: Iterable[str], *, compiled: bool) -> DeployError:
-    """The error to raise for one that PyTorch raised.
-
-    Args:
-        name: The runner.
-        error: What PyTorch raised.
-        warnings: What it warned of before: for a kernel that it refuses, these hold the reasons.
-        compiled: Whether the layer goes through torch.compile.
-    """
+    """The error for one that PyTorch raised; for a kernel that it refuses, warnings hold the reasons."""
     if isinstance(error, DeployError):
         return error
+    first_line = (str(error).strip() or type(error).__name__).partition("\n")[0]
     if any(words in str(error) for words in _NO_KERNEL):
         return DeployError(
             f"{name} has no kernel for these inputs.",
-            got=_reasons(warnings) or _first_line(error),
+            got=_reasons(warnings) or first_line,
             hint="another baseline; `sdpa` lets PyTorch choose",
         )
     if compiled and type(error).__module__.startswith(_COMPILERS):
         return BackendUnavailable(
             f"{name} cannot compile the layer here.",
-            got=_first_line(error),
+            got=first_line,
             hint="torch.compile needs Triton and a C compiler",
         )
-    return DeployError(f"{name} failed on these inputs.", got=_first_line(error))
+    return DeployError(f"{name} failed on these inputs.", got=first_line)
 
 
 def _reasons(warnings: Iterable[str]) -> str:
     texts = dict.fromkeys(text.partition(_PLACE_IN_SOURCE)[0].strip() for text in warnings)
     reasons = [text for text in texts if not any(words in text for words in _NO_REASON)]
     return "; ".join(reasons or texts)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.partition("\n")[0]
 
 
 # -- A layer as it is served: caches in place, masks and tables computed once per model ------------
@@ -231,31 +221,24 @@ def side_by_side(cache: Tensor) -> Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# -- The baselines in which PyTorch runs one layer, by name, on one set of weights ----------------------
+# -- The baselines: how PyTorch runs one layer or module, by name, on one set of weights ---------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
     """How PyTorch runs a model.
 
-    Args:
-        path: How attention is computed; see `reference.attention`.
-        graph: Whether a timed call is the launch of a CUDA graph.
-        kernel: The one kernel that PyTorch's fused attention may use; None leaves it the choice.
-        compiled: Whether the module goes through torch.compile.
-        packed: Whether one matmul makes queries, keys and values, whatever the layer has.
-        tuned: Whether a layer is rewritten as in a tuned model: projections packed where they can be, mask
-            and rotary tables computed before the call. A user's module stays as it is written.
-        autotune: Whether torch.compile tries its own GEMM kernels (`max-autotune-no-cudagraphs`).
+    A tuned layer has its projections packed where they can be, and its mask and rotary tables computed before
+    the call; a user's module stays as it is written.
     """
 
-    path: str
-    graph: bool
-    kernel: SDPBackend | None = None
+    path: str  # how attention is computed; see `reference.attention`
+    graph: bool  # a timed call is the launch of a CUDA graph
+    kernel: SDPBackend | None = None  # the one that PyTorch's fused attention may use; None: its choice
     compiled: bool = False
-    packed: bool = False
+    packed: bool = False  # one matmul makes queries, keys and values, whatever the layer has
     tuned: bool = False
-    autotune: bool = False
+    autotune: bool = False  # torch.compile tries its own GEMM kernels (`max-autotune-no-cudagraphs`)
 
 
 _TUNED = Baseline(path="sdpa", graph=True, compiled=True, tuned=True)
@@ -285,12 +268,7 @@ def find_baseline(name: str) -> Baseline:
 
 
 class TorchModels:
-    """The layer of a bundle on one device, its weights there once for all the baselines to run it.
-
-    Args:
-        bundle: The bundle.
-        device: Where the weights are.
-    """
+    """The layer of a bundle on one device, its weights there once for all the baselines to run it."""
 
     def __init__(self, bundle: Bundle, device: str = "cuda") -> None:
         self.spec, self.precision = attention_spec(bundle), bundle.manifest.precision
@@ -299,12 +277,7 @@ class TorchModels:
         self._built = {("plain", False): self._first}
 
     def module(self, path: str, *, packed: bool = False) -> Attention:
-        """The layer with its attention computed along a path.
-
-        Args:
-            path: See `reference.core`.
-            packed: Whether its projections are one matrix instead of three.
-        """
+        """The layer with its attention computed along a path; packed: with one projection, not three."""
         if (path, packed) not in self._built:
             spec = self._packed_spec() if packed else self.spec
             dtype = getattr(torch, self.precision.torch_name)
@@ -349,16 +322,8 @@ class TorchModels:
         return sum(parameter.nbytes for parameter in self._first.parameters())
 
 
-# -- The baselines in which PyTorch runs a user's module: as it is written, with one kernel or compi ----
-
-
 class UserModels:
-    """The module of a bundle on one device, made by its factory once for all the baselines to run it.
-
-    Args:
-        spec: The module.
-        precision: Its precision.
-        device: Where it runs.
+    """A user's module on one device, made by its factory once for all the baselines to run it.
 
     Raises:
         DeployError: The factory is not here, or gives other weights than those in the bundle.
@@ -442,44 +407,30 @@ class _Listener(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# -- PyTorch on a GPU behind the interface of every other runtime, so that it is judged and tim ----
+# -- PyTorch on a GPU behind the interface of every other runtime ---------------------------------------
 
 Outputs = tuple[Tensor, ...]
+Models = TorchModels | UserModels
 
 _WARM_UP = 3
 _SHAPES_COMPILED = 256  # past its own limit of 8, torch.compile gives up on a function
 
 
-Models = TorchModels | UserModels
-
-
 def models_of(bundle: Bundle) -> Models:
     """PyTorch's side of a bundle on the GPU: one of our own layers, or a user's module."""
     spec = bundle.manifest.spec
-    if spec.layer is None:
-        return UserModels(spec, bundle.manifest.precision)
-    return TorchModels(bundle)
+    return TorchModels(bundle) if spec.layer else UserModels(spec, bundle.manifest.precision)
 
 
 def open_torch_runner(baseline: str, source: Bundle | Models) -> TorchRunner:
-    """Run a model in PyTorch, one baseline.
-
-    Args:
-        baseline: One of `baselines.BASELINES`.
-        source: A bundle, or the models of one, whose weights several runners share.
-    """
+    """Run a bundle in one baseline of PyTorch, or the models of one, whose weights several runners share."""
     check_device("cuda")
     find_baseline(baseline)
     return TorchRunner(models_of(source) if isinstance(source, Bundle) else source, baseline)
 
 
 class TorchRunner(GpuRunner):
-    """A layer or a user's module in PyTorch.
-
-    Args:
-        models: The model on the GPU.
-        baseline: How to run it, one of `baselines.BASELINES`.
-    """
+    """A layer or a user's module in PyTorch, in one of `BASELINES`."""
 
     def __init__(self, models: Models, baseline: str) -> None:
         check_device("cuda")
@@ -531,10 +482,9 @@ class TorchRunner(GpuRunner):
         for _ in range(_WARM_UP):  # what is set up at the first call must not be captured
             self._call(arguments[0])
         torch.cuda.synchronize()
-        if not self.graph:
-            return [_Call(self._module, own) for own in arguments]
-        pool = torch.cuda.graph_pool_handle()  # one for all: the graphs never run at the same time
-        return [_CapturedCall(self._call, own, pool, self._torch_stream) for own in arguments]
+        # One for all: the graphs never run at the same time.
+        pool = torch.cuda.graph_pool_handle() if self.graph else None
+        return [_Call(partial(self._call, own), pool, self._torch_stream) for own in arguments]
 
     def _call(self, arguments: dict[str, Tensor]) -> Outputs:
         with self._settings():
@@ -583,40 +533,27 @@ class TorchRunner(GpuRunner):
 
 
 class _Call:
-    """A call launched from Python, kernel by kernel."""
+    """A call launched from Python, kernel by kernel; with a pool, captured in a CUDA graph and replayed."""
 
-    def __init__(self, module: Callable[..., Any], arguments: dict[str, Tensor]) -> None:
-        self._module, self._arguments = module, arguments
-        self._latest: Any = ()
+    def __init__(self, run: Callable[[], Outputs], pool: Any = None, stream: Any = None) -> None:
+        self._run, self._graph = run, None
+        self._latest: Outputs = ()
+        if pool is not None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self._latest = run()  # which every replay writes to
 
     def launch(self) -> None:
-        self._latest = self._module(**self._arguments)
+        if self._graph is None:
+            self._latest = self._run()
+        else:
+            self._graph.replay()
 
     def launched_again(self) -> Outputs:
         """The outputs, computed anew: graphs of one pool may have written over each other's since."""
         self.launch()
         torch.cuda.synchronize()
-        return _as_tuple(self._latest)
-
-
-class _CapturedCall(_Call):
-    """A call captured in a CUDA graph, which writes to the same outputs each time."""
-
-    def __init__(
-        self,
-        call: Callable[[dict[str, Tensor]], Outputs],
-        arguments: dict[str, Tensor],
-        pool: Any,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        super().__init__(call, arguments)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._latest = call(arguments)
-        self._replay = graph.replay
-
-    def launch(self) -> None:
-        self._replay()
+        return self._latest
 
 
 def _as_tuple(outputs: Any) -> Outputs:
@@ -640,16 +577,7 @@ def kernel_times(
     synchronize: Callable[[], object] = torch.cuda.synchronize,
     calls: int = 3,
 ) -> list[KernelTime]:
-    """Time the kernels of a call.
-
-    Args:
-        launch: Queues one call.
-        synchronize: Waits for everything that was queued; default: for the whole GPU.
-        calls: How many calls to take the mean of.
-
-    Returns:
-        The kernels, copies and fills included, the longest first.
-    """
+    """The mean times of the kernels of a call, copies and fills included, the longest first."""
     if ProfilerActivity.CUDA not in supported_activities():
         raise BackendUnavailable("PyTorch cannot profile a GPU here.", hint="mha-deploy doctor")
     launch()
@@ -684,16 +612,7 @@ def mean_by_name(runs: Iterable[tuple[str, float]], calls: int) -> list[KernelTi
 def attention_alone(
     arrays: Arrays, *, Hq: int, Hkv: int, scale: float, causal: bool, path: str, device: str
 ) -> np.ndarray:
-    """The attention of PyTorch without a layer around it.
-
-    Args:
-        arrays: `q`, `k`, `v` and, where there is one, `mask`.
-        Hq: Query heads.
-        Hkv: Key and value heads.
-        scale: The softmax scale.
-        causal: Whether keys behind the query are masked.
-        path: As `reference.attention.attend` takes it.
-        device: `cpu` or `cuda`.
+    """The attention of PyTorch on `q`, `k`, `v` and `mask`, without a layer around it.
 
     Raises:
         DeployError: PyTorch refuses the case.

@@ -13,6 +13,7 @@ from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference.inputs import tensor_from_numpy, to_numpy
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_weights_in_a_file_of_their_own_are_read(bundles, tmp_path, precision):
     bundle = bundles("tiny-packed", precision)
@@ -78,7 +79,7 @@ def test_packed_projections_give_the_same_with_one_product(bundles):
 
 
 @pytest.mark.parametrize("name", ["tiny-packed", "tiny-cross"])
-def test_where_there_is_nothing_to_pack_the_packed_way_is_refused(bundles, name):
+def test_where_there_is_nothing_to_pack_the_packed_baseline_is_refused(bundles, name):
     with pytest.raises(DeployError, match="no three projections"):
         TorchModels(bundles(name), device="cpu").in_service(find_baseline("sdpa-cudnn-packed"))
 

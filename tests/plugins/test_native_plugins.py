@@ -49,6 +49,17 @@ def test_creators_fields_sizes_types_and_bytes(compiled):
     assert "FAILED" not in reported
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "command", ["driver_test", "attention_test --sizes", "linear_test", "sparse_heads_test"]
+)
+def test_on_a_gpu(compiled, command):
+    """TensorRT's part is played by the programs; new sizes must cost no plan, allocation or wait."""
+    program, *options = command.split()
+    run(shutil.which("cmake"), "--build", str(compiled), "--parallel", "2", "--target", program)
+    assert " 0 failed," in run(str(compiled / program), *options)
+
+
 def test_nothing_is_linked_that_a_machine_without_a_gpu_lacks(compiled):
     (library,) = compiled.glob("libmha_deploy_plugins_trt*.so")
     needed = run("readelf", "-d", str(library))

@@ -58,6 +58,7 @@ def test_a_library_is_built_and_read(project, tmp_path):
 
 
 @needs_cmake
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("code", "what", "reported"),
     [

@@ -45,6 +45,7 @@ def test_a_library_that_was_replaced_is_read_again(named):
     assert read_library(named / file_name()).version == "0.2.0"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("code", "what", "got"),
     [
