@@ -42,6 +42,7 @@ from mha_deploy.graph.ir import (
     is_op,
     new_initializer,
 )
+from mha_deploy.graph.upcast import retype
 
 # -- Records: measured ranges, and the plan --------------------------------------------------------
 
@@ -238,16 +239,7 @@ def write_bfloat16_as_float32(model: ir.Model) -> bool:
 
     The numbers of BF16 are numbers of float32, so this only leaves out roundings.
     """
-    values = [value for graph in model.graphs() for value in (*graph.inputs, *graph.initializers.values())]
-    for node in model.graph.all_nodes():
-        values += node.outputs
-        _fix_attributes(node, FLOAT, BF16)
-    found = [value for value in values if value.dtype == BF16]
-    for value in found:
-        _set_type(value, FLOAT)
-        if value.const_value is not None:
-            value.const_value = ir.Tensor(value.const_value.numpy().astype(np.float32), name=value.name)
-    return bool(found)
+    return retype(model, (BF16,), FLOAT)
 
 
 def inner_graphs(node: ir.Node) -> list[ir.Graph]:
@@ -1123,15 +1115,14 @@ def _set_type(value: ir.Value, dtype: ir.DataType) -> None:
     value.type = ir.TensorType(dtype)  # a new one: copies of a model share their types
 
 
-def _fix_attributes(node: ir.Node, dtype: ir.DataType, before: ir.DataType = FLOAT) -> None:
+def _fix_attributes(node: ir.Node, dtype: ir.DataType) -> None:
     """Set attributes that name the type of the result."""
     for name in _TYPE_ATTRIBUTES:
         attribute = node.attributes.get(name)
-        if attribute is not None and attribute.type == ir.AttributeType.INT and attribute.as_int() == before:
+        if attribute is not None and attribute.type == ir.AttributeType.INT and attribute.as_int() == FLOAT:
             node.attributes.add(ir.AttrInt64(name, int(dtype)))
     value = node.attributes.get("value")
-    is_before = before == FLOAT if value is None else value.as_tensor().dtype == before
-    if is_op(node, "ConstantOfShape", "Constant") and is_before:
+    if is_op(node, "ConstantOfShape", "Constant") and (value is None or value.as_tensor().dtype == FLOAT):
         array = np.zeros(1, np.float32) if value is None else value.as_tensor().numpy()
         tensor = ir.Tensor(_clamp(array, dtype), dtype=dtype)
         node.attributes.add(ir.AttrTensor("value", tensor))

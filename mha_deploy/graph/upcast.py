@@ -6,6 +6,8 @@ a copy whose attention is in float32 cannot overflow or round in half precision.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import onnx_ir as ir
 
@@ -115,38 +117,41 @@ def float32_twin(model: ir.Model) -> ir.Model:
     return unfused_twin(with_float32_matmuls(model))
 
 
-# -- In FP64 ---------------------------------------------------------------------------------------
+# -- In another type -------------------------------------------------------------------------------
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype", _SOFTMAX_PRECISION)
 
 
 def in_float64(model: ir.Model) -> ir.Model:
     """A copy in which every floating-point tensor is float64, explicit casts included: an FP64 reference."""
     copy = model.clone()
-    for graph in (copy.graph, *copy.graph.subgraphs()):
-        for value in graph.initializers.values():
-            if value.dtype in _FLOATS and value.const_value is not None:
-                value.const_value = _double(value.const_value, value.name)
-                value.type = ir.TensorType(ir.DataType.DOUBLE)
-        for value in graph.inputs:
-            if value.dtype in _FLOATS:
-                value.type = ir.TensorType(ir.DataType.DOUBLE)
-    for node in copy.graph.all_nodes():
-        for name, attribute in list(node.attributes.items()):
-            if attribute.type == ir.AttributeType.INT and name in ("to", "dtype", _SOFTMAX_PRECISION):
-                if ir.DataType(attribute.as_int()) in _FLOATS:
-                    node.attributes[name] = ir.AttrInt64(name, ir.DataType.DOUBLE.value)
-            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in _FLOATS:
-                node.attributes[name] = ir.AttrTensor(name, _double(attribute.as_tensor(), None))
-            elif is_op(node, "Constant") and name in ("value_float", "value_floats"):
-                number = attribute.as_float() if name == "value_float" else attribute.as_floats()
-                node.attributes.pop(name)
-                node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.array(number, np.float64)))
-        for value in node.outputs:
-            if value.dtype in _FLOATS:
-                value.type = ir.TensorType(ir.DataType.DOUBLE)
+    retype(copy, _FLOATS, ir.DataType.DOUBLE)
     return copy
 
 
-def _double(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
-    return ir.tensor(tensor.numpy().astype(np.float64), name=name)
+def retype(model: ir.Model, before: Collection[ir.DataType], after: ir.DataType) -> bool:
+    """Give all tensors of some types another type in place, explicit casts included; whether any had one."""
+    values = [value for graph in model.graphs() for value in (*graph.inputs, *graph.initializers.values())]
+    for node in model.graph.all_nodes():
+        values += node.outputs
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.INT and name in _TYPE_ATTRIBUTES:
+                if ir.DataType(attribute.as_int()) in before:
+                    node.attributes[name] = ir.AttrInt64(name, after.value)
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in before:
+                node.attributes[name] = ir.AttrTensor(name, _in_type(attribute.as_tensor(), after))
+            elif ir.DataType.FLOAT in before and name in ("value_float", "value_floats"):  # of a Constant
+                number = attribute.as_float() if name == "value_float" else attribute.as_floats()
+                node.attributes.pop(name)
+                node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.array(number, after.numpy())))
+    found = [value for value in values if value.dtype in before]
+    for value in found:
+        value.type = ir.TensorType(after)  # a new one: copies of a model share their types
+        if value.const_value is not None:
+            value.const_value = _in_type(value.const_value, after)
+    return bool(found)
+
+
+def _in_type(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
+    return ir.tensor(tensor.numpy().astype(dtype.numpy()), name=tensor.name)
