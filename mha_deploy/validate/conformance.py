@@ -88,6 +88,12 @@ class Case:
         return float(self.D) ** -0.5
 
     @property
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """The shapes of `q`, `k` and `v`."""
+        key = (self.B, self.T, self.Hkv * self.D)
+        return {"q": (self.B, self.S, self.Hq * self.D), "k": key, "v": key}
+
+    @property
     def mask_shape(self) -> tuple[int, ...]:
         """The shape of the mask; empty where there is none."""
         axes = self.mask.axes.split() if self.mask is not None else []
@@ -181,11 +187,7 @@ CASES: tuple[Case, ...] = (
 def case_model(case: Case, precision: Precision) -> ir.Model:
     """The canonical graph of a case."""
     dtype = ir.DataType.from_numpy(precision.numpy)
-    widths = {"q": (case.S, case.Hq), "k": (case.T, case.Hkv), "v": (case.T, case.Hkv)}
-    inputs = [
-        ir.val(case.tensor(role), dtype, (case.B, length, heads * case.D))
-        for role, (length, heads) in widths.items()
-    ]
+    inputs = [ir.val(case.tensor(role), dtype, shape) for role, shape in case.shapes.items()]
     if case.mask is not None:
         kind = ir.DataType.BOOL if case.mask.is_bool else dtype
         inputs.append(ir.val(case.tensor("mask"), kind, case.mask_shape))
@@ -261,11 +263,7 @@ class Trial:
 def draw_trial(case: Case, precision: Precision, seed: int) -> Trial:
     """Draw the inputs of a case; a case has the same numbers whatever other cases there are."""
     rng = np.random.default_rng([seed, *case.name.encode()])
-    widths = {"q": (case.S, case.Hq), "k": (case.T, case.Hkv), "v": (case.T, case.Hkv)}
-    arrays = {
-        role: rng.standard_normal((case.B, length, heads * case.D))
-        for role, (length, heads) in widths.items()
-    }
+    arrays = {role: rng.standard_normal(shape) for role, shape in case.shapes.items()}
     arrays["q"] *= _QUERY_SIZE
     if case.mask is not None:
         arrays["mask"] = _drawn_mask(case, case.mask, rng)
@@ -429,8 +427,7 @@ def judge_answer(trial: Trial, answer: Answer) -> Cell:
     """Compare an answer with the oracle, within the budget of a plain implementation's own error."""
     if isinstance(answer, DeployError):
         return Cell(status=CELL_REFUSED, detail=answer.in_one_line)
-    case, dtype = trial.case, trial.precision.numpy
-    shape = (case.B, case.S, case.Hq * case.D)
+    shape, dtype = trial.case.shapes["q"], trial.precision.numpy
     if answer.shape != shape:
         return Cell(status=WRONG, detail=f"shape {answer.shape}, not {shape}")
     if answer.dtype != dtype:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -37,8 +37,6 @@ __all__ = ["DIALECTS", "CacheForm", "LoweringError", "cache_form", "lower"]
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
     """The options of a dialect that has none."""
-
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +114,7 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     for key, value in options.items():
         if key not in known:
             raise DeployError(f"Unknown option of the {dialect} dialect.", got=key, hint=nearest(key, known))
-        choices = chosen.options.CHOICES.get(key)  # type: ignore[attr-defined]
+        choices = getattr(chosen.options, "CHOICES", {}).get(key)
         if choices is not None and value not in choices:
             raise DeployError(f"Not a choice for {key}.", got=value, hint=nearest(str(value), choices))
     settings = chosen.options(**options)

@@ -10,7 +10,6 @@ Concat, and everything that masks keys becomes one explicit mask.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import onnx_ir as ir
 
@@ -49,8 +48,6 @@ class TrtOptions:
     pad_heads: bool = False
     explicit_causal: bool = False
     decode_primitives: bool = False
-
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
 
 def operator_rules(options: TrtOptions) -> OperatorRules:
