@@ -1,6 +1,7 @@
 """`validate`: the verdict is the exit code, and the report says where and by how much."""
 
 import json
+import re
 
 import onnx
 import onnxruntime
@@ -54,7 +55,8 @@ def test_a_right_bundle_passes(run_cli, folder):
     for name in ("min", "opt", "odd", "large"):
         assert name in done.out
     verdict = done.out.strip().splitlines()[-2]
-    assert verdict.startswith(f"PASSED  ort-cpu {onnxruntime.__version__}: 5/5 outputs within budget")
+    version = re.escape(onnxruntime.__version__)
+    assert re.match(rf"PASSED  ort-cpu {version}: (\d+)/\1 outputs within budget", verdict)
     assert done.out.strip().splitlines()[-1] == f"report: {folder / 'report.html'}"
 
 
