@@ -23,22 +23,9 @@ from types import TracebackType
 import msgspec
 
 from mha_deploy.bundle.commit import commit_folder, refuse_occupied, temporary_folder
-from mha_deploy.bundle.manifest import FileEntry, GoldenEntry, LayersEntry, Manifest, TraceEntry
+from mha_deploy.bundle.manifest import FileEntry, Manifest
 from mha_deploy.errors import BundleError
 from mha_deploy.files import check_plain, open_regular, read_regular
-
-__all__ = [
-    "MANIFEST",
-    "MODEL",
-    "Bundle",
-    "BundleWriter",
-    "GoldenEntry",
-    "LayersEntry",
-    "Manifest",
-    "TraceEntry",
-    "open_bundle",
-    "sha256",
-]
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
@@ -46,13 +33,7 @@ MODEL = "model.onnx"
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A bundle on disk whose manifest has been read.
-
-    Args:
-        path: The folder.
-        manifest: What it is.
-        removed: Of one that was just written: the engines and reports of the bundle that it replaced.
-    """
+    """A bundle on disk whose manifest has been read; `removed` went with a bundle that it just replaced."""
 
     path: Path
     manifest: Manifest
@@ -115,12 +96,7 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
 
 
 class BundleWriter:
-    """Build a bundle in a temporary folder; `finish` puts it in place, anything else removes it.
-
-    Args:
-        target: Where the bundle shall be.
-        overwrite: Whether a bundle that is there already may be replaced.
-    """
+    """Build a bundle in a temporary folder; `finish` puts it in place, anything else removes it."""
 
     def __init__(self, target: Path, *, overwrite: bool = False) -> None:
         self.target, self.overwrite = target, overwrite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 import msgspec
@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, field
 
 from mha_deploy.errors import BundleError
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import Count, ModelSpec
+from mha_deploy.model.spec import ON_DISK, AttentionSpec, ModelSpec, axes_from, refuse_unknown, require
 
 if TYPE_CHECKING:
     from mha_deploy.model.precision import Precision
@@ -23,6 +23,7 @@ else:  # msgspec reads the types on disk; `from_dict` makes the objects
 
 FORMAT = 2
 
+Count = Annotated[int, Meta(ge=0)]
 Dim = int | str | None
 """A dimension: a number, the name of a dynamic axis, or None where the graph does not state it."""
 
@@ -260,7 +261,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if missing := [name for name in cls.__struct_fields__ if name not in data]:
                 raise msgspec.ValidationError(f"Object missing required field `{missing[0]}`")
         read = msgspec.convert(data, cls)
-        spec = ModelSpec.from_dict(read.spec)  # type: ignore[arg-type]  # still as on disk
+        spec = _spec_from(read.spec)  # type: ignore[arg-type]  # still as on disk
         for entry in read.golden:
             spec.check_sizes(entry.sizes)
         for entries in (read.golden, read.traces):
@@ -268,3 +269,22 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if len(set(names)) < len(names):
                 raise msgspec.ValidationError(f"Expected distinct names, got {names}")
         return msgspec.structs.replace(read, spec=spec, precision=find_precision(read.precision))  # type: ignore[arg-type]
+
+
+_REQUIRED = (
+    *("name", "factory", "axes", "tensors_in", "tensors_out", "attentions"),
+    *("flops", "weight_bytes", "state_sha256"),
+)
+
+
+def _spec_from(data: Mapping[str, Any]) -> ModelSpec:
+    """Read what `ModelSpec.to_dict` wrote, refusing what it does not know."""
+    if "factory" not in data:
+        return AttentionSpec.from_dict(data).model
+    names = {ON_DISK.get(item.name, item.name): item.name for item in fields(ModelSpec)}
+    refuse_unknown("the spec", data, tuple(name for name in names if name != "layer"))
+    require("the spec", data, _REQUIRED)
+    for tensor in (*data["tensors_in"], *data["tensors_out"]):
+        refuse_unknown("a tensor", tensor, ("name", "kind", "dims"))
+    plain = {names[key]: value for key, value in data.items()}
+    return msgspec.convert({**plain, "axes": axes_from(data["axes"])}, ModelSpec)

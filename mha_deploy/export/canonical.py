@@ -12,7 +12,7 @@ import torch
 from mha_deploy.errors import ExportError
 from mha_deploy.export.explain import first_cause, quiet, was_interrupted
 from mha_deploy.export.plan import OPSETS
-from mha_deploy.model.spec import AttentionSpec, Axis
+from mha_deploy.model.spec import AttentionSpec
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.inputs import call_arguments, fed_to, parameter_name, random_inputs
@@ -42,7 +42,10 @@ def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.
     The weights in the model share memory with the module's wherever they need no transposing.
     """
     opset = choose_opset(module.spec, opset)
-    module = _on_cpu(module)
+    parameter = next(module.parameters())
+    if parameter.device.type != "cpu":  # what is traced must not depend on where the golden cases run
+        weights = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
+        module = build_module(module.spec, weights=weights, dtype=parameter.dtype)
     before, module.path = module.path, "onnx"
     try:
         model = _export(module, opset)
@@ -50,18 +53,11 @@ def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.
         module.path = before
     _name_by_module(model)
     _drop_unused_outputs(model)
-    _declare_outputs(model, module.spec)
+    # The spec's shapes on the outputs: PyTorch gives the weights of Attention a length of 0.
+    for output, tensor in zip(model.graph.outputs, module.spec.outputs, strict=True):
+        output.shape = ir.Shape(tensor.dims)
     drop_exporter_metadata(model)
     return model
-
-
-def _on_cpu(module: Attention) -> Attention:
-    """The same layer on the CPU: what the exporter traces must not depend on where the golden cases run."""
-    parameter = next(module.parameters())
-    if parameter.device.type == "cpu":
-        return module
-    weights = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
-    return build_module(module.spec, weights=weights, dtype=parameter.dtype)
 
 
 def _export(module: Attention, opset: int) -> ir.Model:
@@ -91,24 +87,19 @@ def _export(module: Attention, opset: int) -> ir.Model:
 def _example(module: Attention) -> dict[str, torch.Tensor]:
     """Inputs to trace with: no axis of 0 or 1 where it can vary, or the exporter takes it for a constant.
 
-    A past of one row at most is traced with more of them: tracing computes no numbers, so there is room.
+    A past of one entry at most is traced with more of them: tracing computes no numbers, so there is room.
     """
     spec = module.spec
     sizes = {
-        name: max(axis.min, min(_most(axis), 2 + i)) if axis.is_dynamic else axis.min
+        name: max(axis.min, min(max(axis.max, _LEAST_TRACED), 2 + i)) if axis.is_dynamic else axis.min
         for i, (name, axis) in enumerate(spec.axes.items())
     }
     return fed_to(module, random_inputs(spec, sizes, seed=0))
 
 
-def _most(axis: Axis) -> int:
-    """The largest size of an axis while it is traced."""
-    return max(axis.max, _LEAST_TRACED)
-
-
 def _dynamic_shapes(spec: AttentionSpec) -> dict[str, dict[int, torch.export.Dim]]:
     dims = {
-        name: torch.export.Dim(name, min=axis.min, max=_most(axis))
+        name: torch.export.Dim(name, min=axis.min, max=max(axis.max, _LEAST_TRACED))
         for name, axis in spec.axes.items()
         if axis.is_dynamic
     }
@@ -158,12 +149,6 @@ def _drop_unused_outputs(model: ir.Model) -> None:
         node.resize_outputs(max(index for index, is_used in enumerate(used) if is_used) + 1)
         for output, is_used in zip(node.outputs, used, strict=False):
             output.name = output.name if is_used else ""
-
-
-def _declare_outputs(model: ir.Model, spec: AttentionSpec) -> None:
-    """Write the spec's shapes on the outputs: PyTorch gives the weights of Attention a length of 0."""
-    for output, tensor in zip(model.graph.outputs, spec.outputs, strict=True):
-        output.shape = ir.Shape(tensor.dims)
 
 
 def drop_exporter_metadata(model: ir.Model) -> None:

@@ -14,14 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _HALVES = (torch.float16, torch.bfloat16)
-_PRODUCTS = frozenset(
-    {
-        F.linear,
-        F.scaled_dot_product_attention,
-        torch.matmul,
-        torch.Tensor.matmul,
-        torch.Tensor.__matmul__,
-    }
+_GEMMS = frozenset(
+    {F.linear, F.scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 )
 # Their type does not decide: a mask may be wider than the queries.
 _NO_OPERANDS = ("attn_mask", "bias", "out")
@@ -49,24 +43,16 @@ class Float32Accumulation(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        first = _first_operand(args, kwargs) if func in _PRODUCTS else None
-        if first is None or first.dtype not in _HALVES or first.device.type != "cpu":
+        # All matrices may be given by keyword; the type of the first is that of the result.
+        operands = [*args, *(each for name, each in kwargs.items() if name not in _NO_OPERANDS)]
+        first = next((each for each in operands if isinstance(each, Tensor)), None)
+        if func not in _GEMMS or first is None or first.dtype not in _HALVES or first.device.type != "cpu":
             return func(*args, **kwargs)
         out = kwargs.get("out")
         if out is not None:
             return out.copy_(self.__torch_function__(func, types, args, {**kwargs, "out": None}))
-        args, kwargs = tree_map_only(Tensor, _widen, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype in _HALVES else x, (args, kwargs))
         return func(*args, **kwargs).to(first.dtype)
-
-
-def _first_operand(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """The first matrix of a call, whose type is that of the result. All of them may be given by keyword."""
-    operands = [each for name, each in kwargs.items() if name not in _NO_OPERANDS]
-    return next((each for each in (*args, *operands) if isinstance(each, Tensor)), None)
-
-
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALVES else tensor
 
 
 @contextlib.contextmanager

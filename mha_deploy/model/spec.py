@@ -7,9 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import add, floordiv, mod, mul, sub
-from typing import Annotated, Any, TypeVar
-
-import msgspec
+from typing import Any, TypeVar
 
 from mha_deploy.errors import SpecError, nearest
 
@@ -29,7 +27,6 @@ LENGTHS = "lengths"  # of a preallocated cache: its valid entries
 
 Dim = str | int  # an axis, an expression of axes and numbers such as "P+S", or a number
 Sizes = Mapping[str, int]
-Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def _refuse(wrong: bool, what: str, got: object = None, hint: str | None = None) -> None:
@@ -266,20 +263,23 @@ class ModelSpec(NamedAxes):
     axes: Mapping[str, Axis]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    attention_count: Count
+    attention_count: int
     summary: str = ""
     layer: AttentionSpec | None = None
     factory: str = ""
     cached: Mapping[str, str] = field(default_factory=dict)
-    flops: Count = 0
-    weight_bytes: Count = 0
+    flops: int = 0
+    weight_bytes: int = 0
     state_sha256: str = ""
-    seed: Count = 0
+    seed: int = 0
     weights_file: str | None = None
     weights_prefix: str = ""
     mixed: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("attention_count", "flops", "weight_bytes", "seed"):
+            number = getattr(self, name)
+            _refuse(number < 0, f"{ON_DISK.get(name, name)} must be a whole number.", number)
         names = [{tensor.name for tensor in each} for each in (self.inputs, self.outputs)]
         _refuse(
             not (set(self.cached) <= names[0] and set(self.cached.values()) <= names[1]),
@@ -358,39 +358,15 @@ class ModelSpec(NamedAxes):
         return int(self.flops * math.prod(ratios.values()) * longest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, readable back with `from_dict`; of a catalog layer as in `models/*.toml`."""
+        """Plain data for a manifest; of a catalog layer as in `models/*.toml`."""
         if self.layer is not None:
             return self.layer.to_dict()
-        data = {_ON_DISK.get(key, key): value for key, value in asdict(self).items() if key != "layer"}
+        data = {ON_DISK.get(key, key): value for key, value in asdict(self).items() if key != "layer"}
         return {**data, "axes": {name: asdict(axis) for name, axis in self.axes.items()}}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
-        """Read a spec from plain data, refusing what it does not know.
 
-        Raises:
-            SpecError: A key is missing or unknown, or a rule is broken.
-            msgspec.ValidationError: A value has another type.
-        """
-        if "factory" not in data:
-            return AttentionSpec.from_dict(data).model
-        names = {
-            _ON_DISK.get(item.name, item.name): item.name for item in fields(cls) if item.name != "layer"
-        }
-        refuse_unknown("the spec", data, tuple(names))
-        require("the spec", data, _REQUIRED)
-        for tensor in (*data["tensors_in"], *data["tensors_out"]):
-            refuse_unknown("a tensor", tensor, ("name", "kind", "dims"))
-        plain = {names[key]: value for key, value in data.items()}
-        return msgspec.convert({**plain, "axes": axes_from(data["axes"])}, cls)
-
-
-# The names of these fields in a manifest, and those that every module has there.
-_ON_DISK = {"inputs": "tensors_in", "outputs": "tensors_out", "attention_count": "attentions"}
-_REQUIRED = (
-    *("name", "factory", "axes", "tensors_in", "tensors_out", "attentions"),
-    *("flops", "weight_bytes", "state_sha256"),
-)
+# The names of these fields in a manifest.
+ON_DISK = {"inputs": "tensors_in", "outputs": "tensors_out", "attention_count": "attentions"}
 
 
 def _growing_axis(name: str, taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> tuple[int, str, str]:

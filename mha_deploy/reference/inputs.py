@@ -1,4 +1,4 @@
-"""Inputs to try a layer with."""
+"""Inputs of a catalog layer: drawn, and as tensors or arrays."""
 
 from __future__ import annotations
 
@@ -39,8 +39,21 @@ def random_inputs(
         ragged: Whether lengths go down to 1 and 0; otherwise they are at least half.
         past: Valid entries of a preallocated cache in every batch element; default: drawn.
     """
-    generator = seeded_generator(seed, label)
-    return {tensor.name: _draw(spec, tensor, sizes, generator, ragged, past) for tensor in spec.inputs}
+    generator, B = seeded_generator(seed, label), sizes["B"]
+
+    def draw(tensor: TensorSpec) -> Tensor:
+        shape = tensor.shape(sizes)
+        if tensor.name == "lengths" and past is not None:
+            return torch.full((B,), past, dtype=torch.int32)
+        if tensor.name == "lengths":
+            return _lengths(B, sizes["T"] - sizes["S"], generator, ragged)
+        if tensor.name == "key_lengths":
+            return _lengths(B, sizes[spec.key_axis], generator, ragged)
+        if tensor.name == "attention_bias":
+            return alibi_bias(spec.Hq, shape[-2], shape[-1]).float()
+        return torch.randn(shape, generator=generator)
+
+    return {tensor.name: draw(tensor) for tensor in spec.inputs}
 
 
 def fed_to(module: Attention, feeds: Mapping[str, Tensor]) -> Feeds:
@@ -110,33 +123,13 @@ def seeded_generator(seed: int, label: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
 
 
-def _draw(
-    spec: AttentionSpec,
-    tensor: TensorSpec,
-    sizes: Mapping[str, int],
-    generator: torch.Generator,
-    ragged: bool,
-    past: int | None,
-) -> Tensor:
-    shape = tensor.shape(sizes)
-    if tensor.name == "lengths":
-        if past is not None:
-            return torch.full((sizes["B"],), past, dtype=torch.int32)
-        return _lengths(sizes["B"], sizes["T"] - sizes["S"], generator, ragged)
-    if tensor.name == "key_lengths":
-        return _lengths(sizes["B"], sizes[spec.key_axis], generator, ragged)
-    if tensor.name == "attention_bias":
-        return alibi_bias(spec.Hq, shape[-2], shape[-1]).float()
-    return torch.randn(shape, generator=generator)
-
-
 def _lengths(B: int, T: int, generator: torch.Generator, ragged: bool) -> Tensor:
-    """How many of T rows are valid in each row of the batch."""
+    """How many of T entries are valid in each batch element."""
     if not ragged:
         lengths = torch.randint((T + 1) // 2, T + 1, (B,), generator=generator)
         lengths[0] = T if B > 1 else lengths[0]
         return lengths.to(torch.int32)
-    # One row with no key at all, one with a single key, one full, the rest anything.
+    # One with no key at all, one with a single key, one full, the rest anything.
     lengths = torch.randint(0, T + 1, (B,), generator=generator)
     corners = torch.tensor([0, 1, T, T // 2])[:B] if B > 1 else torch.tensor([T // 2])
     lengths[: len(corners)] = corners.clamp(max=T)  # where T is 0, there is no single key
