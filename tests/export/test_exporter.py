@@ -112,6 +112,7 @@ def test_another_seed_gives_other_weights_and_other_inputs(seed_three, bundles):
     assert not np.array_equal(a, b)
 
 
+@pytest.mark.slow  # the bundle of a weight file is compared with that of its seed, too
 def test_the_same_seed_gives_the_same_golden_arrays(bundles, tmp_path):
     again = bundle_from_spec(GQA, tmp_path / "again", ExportOptions())
     assert_same_golden(again, bundles("tiny-gqa"))
@@ -264,6 +265,7 @@ def test_a_folder_that_is_there_is_refused_and_kept(bundles, tmp_path):
     assert open_bundle(target).manifest.spec.name == "tiny-mha"
 
 
+@pytest.mark.slow
 def test_overwriting_replaces_a_bundle_whole(bundles, tmp_path):
     target = tmp_path / "bundle"
     shutil.copytree(bundles("tiny-mha").path, target)
@@ -352,6 +354,7 @@ def test_options_that_mean_nothing_are_refused_and_leave_nothing(tmp_path, optio
     assert everything_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_bundle_of_one_fixed_shape_can_be_made(tmp_path):
     spec = AttentionSpec.from_dict({"name": "fixed", "Hq": 2, "E": 32, "axes": {"B": 1, "S": 4}})
     bundle = bundle_from_spec(spec, tmp_path / "b")

@@ -90,14 +90,9 @@ def written(make, path, *, dynamo):
     return attentions
 
 
-@pytest.mark.parametrize(
-    ("make", "dynamo"),
-    [
-        pytest.param(make, dynamo, marks=() if make is encoder and not dynamo else pytest.mark.slow)
-        for make in (encoder, decoder, bert)
-        for dynamo in (False, True)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("make", [encoder, decoder, bert])
 def test_from_the_file_to_a_validated_engine(make, dynamo, tmp_path, run_cli):
     pytest.importorskip("tensorrt_rtx")
     attentions = written(make, tmp_path / "model.onnx", dynamo=dynamo)

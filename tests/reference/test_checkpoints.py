@@ -193,6 +193,12 @@ def test_the_command_line_takes_a_checkpoint(llama, run_cli, tmp_path):
     done = run_cli("export", "-o", tmp_path / "c")
     assert done.code == 2
     assert "--hf" in done.err
+    done = run_cli("analyze", "--hf", llama / "single", "--json")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.slow
+def test_the_command_line_compares_the_heads_of_a_checkpoint(llama, run_cli, tmp_path):
     done = run_cli("analyze", "--hf", llama / "single", "--heads", tmp_path / "heads.png", "--json")
     assert done.code == 0, done.err
     assert len(json.loads(done.out)["heads"]["matrix"]) == 4
