@@ -120,7 +120,7 @@ def test_a_module_that_overflows_gives_no_case(bundles):
 
 
 def test_an_oracle_with_little_memory_gives_the_same_case(bundles):
-    bundle = bundles("tiny-causal-padding")
+    bundle = bundles("tiny-padding")
     whole, blocks = (FreshCases(bundle, "cpu", oracle_bytes=limit) for limit in (None, 1 << 12))
     one, other = (fresh.case({"B": 4, "S": 37}, seed=5, ragged=True) for fresh in (whole, blocks))
     np.testing.assert_array_equal(one.inputs["x"], other.inputs["x"])

@@ -78,6 +78,7 @@ def test_packed_projections_give_the_same_with_one_product(bundles):
         torch.testing.assert_close(packed(x), models.module("sdpa")(x), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["tiny-packed", "tiny-cross"])
 def test_where_there_is_nothing_to_pack_the_packed_baseline_is_refused(bundles, name):
     with pytest.raises(DeployError, match="no three projections"):

@@ -261,7 +261,15 @@ def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
     """The lengths, integers `[B]`, of a mask that is exactly `key < lengths[b]`; None for another mask."""
     if len(dims(mask)) != 4:
         return None  # of another rank, the first axis is not the batch
-    compared = _comparison(_before_layout(mask))
+    condition: ir.Value | None = _before_layout(mask)
+    inverted = False
+    where = made_by(condition, "Where")
+    if where is not None:  # 0 and -inf, added to the scores
+        numbers = [constant_number(each) for each in where.inputs[1:]]
+        if sorted(each if each is not None else math.nan for each in numbers) != [-math.inf, 0.0]:
+            return None
+        condition, inverted = where.inputs[0], numbers[0] != 0.0
+    compared = _compared(condition, inverted=inverted)
     if compared is None:
         return None
     counted, lengths = compared
@@ -293,21 +301,8 @@ def _before_layout(mask: ir.Value) -> ir.Value:
             return value
 
 
-def _comparison(mask: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """The two sides of `counted < lengths` that a mask was computed from, in any spelling."""
-    where = made_by(mask, "Where")
-    if where is not None:
-        condition, numbers = (
-            where.inputs[0],
-            (constant_number(where.inputs[1]), constant_number(where.inputs[2])),
-        )
-        if numbers == (0.0, -math.inf):
-            return _compared(condition)
-        return _compared(condition, inverted=True) if numbers == (-math.inf, 0.0) else None
-    return _compared(mask)
-
-
 def _compared(value: ir.Value | None, *, inverted: bool = False) -> tuple[ir.Value, ir.Value] | None:
+    """The two sides of `counted < lengths`, in any spelling."""
     node = None if value is None else value.producer()
     if node is None or node.domain != "":
         return None
@@ -395,7 +390,10 @@ def read_plugin_mask(
         mask = whole = with_geometry(b, call, input_mask(b, call, T), S, T)
         diagonal, key_lengths = Diagonal(), None
     else:
-        lengths = _prefix(call, diagonal)
+        lengths, is_alone = None, call.lengths is None and not call.attention.mask_may_be_short
+        # In the lower right corner the diagonal would end at the last valid key; in ONNX it ends at the last.
+        if call.mask is not None and is_alone and diagonal.causal != BOTTOM_RIGHT:
+            lengths = prefix_lengths(call.mask, batch=call.attention.B)
         mask = input_mask(b, call, T) if lengths is None else None
         if lengths is None and not in_cache:
             lengths = call.lengths
@@ -412,8 +410,9 @@ def read_plugin_mask(
     if mask.one_row or not (call.mask is None or same_size(call.attention.S, queries)):
         bias = b.expand(bias, 1, 1, S, 1, name="bias_of_each_query")
     attending = attending_queries(b, call, whole)
-    batch = whole is not None and whole.one_row and whole.heads == 1 and same_size(shape[0], call.attention.B)
-    if attending is not None and batch and len(shape) == 4 and diagonal == Diagonal() and key_lengths is None:
+    by_batch = whole is not None and whole.one_row and whole.heads == 1 and diagonal == Diagonal()
+    whole_batch = len(shape) == 4 and same_size(shape[0], call.attention.B)
+    if attending is not None and by_batch and whole_batch and key_lengths is None:
         # All queries of a batch element are masked, or none: without keys the plugin gives zeros. A Where
         # after each attention would read and write the whole output.
         rows = b.reshape(attending, -1)
@@ -438,14 +437,6 @@ def diagonal_of(call: AttentionCall) -> Diagonal | None:
     # After a past, or up to the last valid key: the lower right corner, if every query has its own key.
     aligned = call.lengths is not None or call.is_square
     return Diagonal(BOTTOM_RIGHT, left, right) if causal and aligned else None
-
-
-def _prefix(call: AttentionCall, diagonal: Diagonal) -> ir.Value | None:
-    """The lengths that a mask was computed from, if it is `key < lengths[b]` and nothing else."""
-    if call.mask is None or call.lengths is not None or call.attention.mask_may_be_short:
-        return None
-    # In the lower right corner the diagonal would end at the last valid key; in ONNX it ends at the last key.
-    return None if diagonal.causal == BOTTOM_RIGHT else prefix_lengths(call.mask, batch=call.attention.B)
 
 
 def as_int32(b: NodeBuilder, value: ir.Value, *, name: str) -> ir.Value:
@@ -874,7 +865,7 @@ def _transposed(model: ir.Model, weight: ir.Value, taken: set[str]) -> ir.Value:
     array = np.ascontiguousarray(tensor.numpy().T)
     name = prefix_within(f"{weight.name}/transposed", taken)
     value = ir.Value(name=name, const_value=ir.Tensor(array, dtype=weight.dtype, name=name))
-    value.dtype, value.shape = weight.dtype, ir.Shape(array.shape)
+    value.type, value.shape = weight.type, ir.Shape(array.shape)
     model.graph.register_initializer(value)
     return value
 
