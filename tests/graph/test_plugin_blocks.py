@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from conformance import run_in_reference
-from plugin_layers import operators
+from plugin_layers import FP16, assert_same, model_of, node, operators, random_inputs, weights
 from torch import nn
 
 import mha_deploy as md
@@ -50,18 +50,95 @@ MODELS: dict[str, tuple[Any, tuple[int, int, int, int], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in MODELS if each != "llama")]
-)
+def own_attributes(model: ir.Model, op_type: str) -> list[dict[str, Any]]:
+    nodes = [node for node in model.graph if node.op_type == op_type]
+    return [{key: attribute.value for key, attribute in node.attributes.items()} for node in nodes]
+
+
+def rotated(name: str) -> list[Any]:
+    """`x cos + rotate_half(x) sin` of heads [B, 4, S, 16], written out as Hugging Face does."""
+    return [
+        node("Reshape", f"{name} apart", f"{name}_apart"),
+        node("Transpose", f"{name}_apart", f"{name}4", perm=[0, 2, 1, 3]),
+        node("Slice", f"{name}4 zero half last", f"{name}_first"),
+        node("Slice", f"{name}4 half size last", f"{name}_second"),
+        node("Neg", f"{name}_second", f"{name}_negative"),
+        node("Concat", f"{name}_negative {name}_first", f"{name}_crossed", axis=-1),
+        node("Mul", f"{name}4 cos", f"{name}_one"),
+        node("Mul", f"{name}_crossed sin", f"{name}_other"),
+        node("Add", f"{name}_one {name}_other", f"{name}_rotated"),
+    ]
+
+
+def test_a_block_with_rotary_embedding_norm_and_gate() -> None:
+    nodes = [
+        node("Add", "x residual", "sum"),
+        node("RMSNormalization", "sum scale", "n", axis=-1, epsilon=1e-5),
+        *(node("MatMul", f"n w{name}", name) for name in "qkv"),
+        node("Concat", "angles angles", "both", axis=-1),
+        *(node(name.title(), "both", f"{name}_3") for name in ("cos", "sin")),
+        *(node("Unsqueeze", f"{name}_3 one", name) for name in ("cos", "sin")),
+        *rotated("q"),
+        *rotated("k"),
+        node("Reshape", "v apart", "v_apart"),
+        node("Transpose", "v_apart", "v4", perm=[0, 2, 1, 3]),
+        node("Attention", "q_rotated k_rotated v4", "h4", is_causal=1),
+        node("Transpose", "h4", "h_apart", perm=[0, 2, 1, 3]),
+        node("Reshape", "h_apart again", "h"),
+        node("Sigmoid", "h", "open"),
+        node("Mul", "h open", "silu"),
+        node("Mul", "silu n", "gated"),
+        node("Add", "gated sum", "y"),
+    ]
+    constants = {f"w{name}": weights(64, 64, seed=at) for at, name in enumerate("qkv")}
+    constants |= {
+        name: np.array(value) for name, value in {"apart": [0, 0, 4, 16], "again": [0, 0, 64]}.items()
+    }
+    constants |= {
+        name: np.array([at]) for name, at in {"zero": 0, "half": 8, "size": 16, "last": 3, "one": 1}.items()
+    }
+    constants["scale"] = weights(64, 1)[:, 0] + np.float16(1)
+    shape = (FP16, ["B", "S", 64])
+    inputs = {"x": shape, "residual": shape, "angles": (FP16, [1, "S", 8])}
+    model = model_of(nodes, inputs, {"y": shape}, constants, opset=24)
+    lowered = lower(model, "plugin", linear=True)
+    norm, silu = own_attributes(lowered, "MhaDeployRowwise")
+    assert (norm["operation"], norm["has_second"], norm["keeps_sum"]) == (1, 1, 1)
+    assert (silu["operation"], silu["has_second"]) == (4, 1)
+    (attention,) = own_attributes(lowered, "MhaDeployAttention")
+    assert (attention["rotary"], attention["rotary_size"], attention["rotary_positions"]) == (1, 16, 0)
+    assert not {"RMSNormalization", "Sigmoid", "Neg", "MatMul", "Transpose"} & set(operators(lowered))
+    assert_same(model, lowered, random_inputs(model, {"B": 2, "S": 5}), atol=2e-2)
+
+
+@pytest.mark.parametrize(("approximate", "operation"), [("none", 2), ("tanh", 3)])
+def test_a_block_with_layer_norm_and_gelu(approximate: str, operation: int) -> None:
+    nodes = [
+        node("LayerNormalization", "x scale bias", "n", axis=-1),
+        node("MatMul", "n up", "u"),
+        node("Gelu", "u", "g", approximate=approximate),
+        node("MatMul", "g down", "d"),
+        node("Add", "d n", "sum"),
+        node("LayerNormalization", "sum scale bias", "y", axis=-1),
+    ]
+    constants = {"up": weights(64, 128), "down": weights(128, 64), "bias": weights(64, 1)[:, 0]}
+    constants["scale"] = constants["bias"] + np.float16(1)
+    shape = (FP16, ["B", "S", 64])
+    model = model_of(nodes, {"x": shape}, {"y": shape}, constants)
+    lowered = lower(model, "plugin", linear=True)
+    rowwise = [(own["operation"], own["has_second"]) for own in own_attributes(lowered, "MhaDeployRowwise")]
+    assert rowwise == [(0, 0), (operation, 0), (0, 1)]
+    assert set(operators(lowered)) == {"MhaDeployRowwise", "MhaDeployLinear"}
+    assert_same(model, lowered, random_inputs(model, {"B": 2, "S": 5}), atol=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_blocks(name: str, tmp_path: Any) -> None:
     make, counts, gone = MODELS[name]
     bundle = md.export(make(), tmp_path / "bundle", precision="fp16", golden=["min"])
     lowered = lower(ir.load(bundle.model_path), "plugin", linear=True)
-    rowwise = [
-        {key: attribute.value for key, attribute in node.attributes.items()}
-        for node in lowered.graph
-        if node.op_type == "MhaDeployRowwise"
-    ]
+    rowwise = own_attributes(lowered, "MhaDeployRowwise")
     norms = [own for own in rowwise if own["operation"] < 2]
     with_residual = [own for own in norms if own["has_second"]]
     sums = sum(own["keeps_sum"] for own in norms)
