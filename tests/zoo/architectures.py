@@ -74,6 +74,7 @@ NOT_ALL: dict[str, dict[str, Any]] = {
     "timm-efficientvit": {"attentions": 1, "fused": 0, "inexpressible": 1, "why": _LINEAR},
     "diffusers-sana": {"fused": 2, "inexpressible": 2, "why": _LINEAR},
     "torch-cond": {"engine": 0, "why": "TensorRT-RTX does not build attention in branches"},
+    "wavlm": {"engine": 0, "why": "TensorRT-RTX decomposes both"},
     "timm-maxvit": {"engine": 2, "why": "TensorRT-RTX decomposes two of them"},
 }  # fmt: skip
 
