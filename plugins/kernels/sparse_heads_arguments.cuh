@@ -1,4 +1,4 @@
-// What a launch of sparse_heads.cu is told: one record, read by the host and by the device.
+// What a launch of sparse_heads.cu is given: one record, read by the host and by the device.
 #pragma once
 
 #include <cstdint>

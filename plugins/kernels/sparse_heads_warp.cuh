@@ -206,7 +206,7 @@ private:
         }
     }
 
-    // results += weights * V. The weights already lie as the left side of a product wants them. A column of V
+    // results += weights * V. The weights already lie as the left side of a matmul wants them. A column of V
     // is needed over the keys, so its matrices are transposed on the way: 16 keys of 8 columns, then of the
     // next 8.
     __device__ __forceinline__ void add_values(

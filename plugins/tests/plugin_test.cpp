@@ -284,8 +284,8 @@ void test_workspace_and_exceptions() {
 
 void test_registration() {
     char const* const reason = mha_deploy_register_plugins();
-    bool const told = reason != nullptr && std::strstr(reason, "libnvinfer") != nullptr;
-    expect(told, "registering without a TensorRT in the process says what is missing");
+    bool const reported = reason != nullptr && std::strstr(reason, "libnvinfer") != nullptr;
+    expect(reported, "registering without a TensorRT in the process says what is missing");
 }
 
 }  // namespace

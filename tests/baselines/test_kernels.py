@@ -27,7 +27,7 @@ def test_without_a_gpu_to_profile_nothing_is_launched():
 
 
 @pytest.mark.gpu
-def test_the_kernels_of_a_product_are_seen():
+def test_the_kernels_of_a_matmul_are_listed():
     a = torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
     seen = kernel_times(lambda: (a @ a).relu_(), calls=4)
     assert [round(kernel.calls) for kernel in seen] == [1] * len(seen)

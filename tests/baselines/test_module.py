@@ -69,7 +69,7 @@ def test_the_paths_of_one_layer_share_its_weights(bundles):
     assert models.parameter_bytes == sum(p.numel() for p in plain.parameters()) * 2
 
 
-def test_packed_projections_give_the_same_with_one_product(bundles):
+def test_packed_projections_give_the_same_with_one_matmul(bundles):
     models = TorchModels(bundles("tiny-gqa"), device="cpu")
     packed = models.in_service(find_baseline("sdpa-cudnn-packed"))
     assert "qkv.weight" in dict(packed.named_parameters())

@@ -74,14 +74,14 @@ def test_without_a_gpu_every_way_is_unavailable(bundles, baseline):
 def test_a_kernel_that_refuses_says_why():
     place = " (Triggered internally at /pytorch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:1.)"
     reason = "For dense inputs, both fused kernels require query, key and value to have the same num_heads"
-    told = [
+    warned = [
         f"Memory efficient kernel not used because:{place}",
         f"{reason}{place}",
         f"Flash attention kernel not used because:{place}",
         f"Flash attention has been runtime disabled.{place}",
     ]
     error = explain_refusal(
-        "torch 2.11 sdpa-efficient", RuntimeError("No available kernel. Aborting."), told, compiled=False
+        "torch 2.11 sdpa-efficient", RuntimeError("No available kernel. Aborting."), warned, compiled=False
     )
     assert type(error) is DeployError
     assert error.what == "torch 2.11 sdpa-efficient has no kernel for these inputs."
@@ -91,9 +91,9 @@ def test_a_kernel_that_refuses_says_why():
     )
 
 
-def test_a_refusal_without_a_reason_keeps_what_was_told():
-    told = ["Flash attention has been runtime disabled. (Triggered internally at x.cpp:1.)"]
-    error = explain_refusal("torch", RuntimeError("No available kernel."), told, compiled=False)
+def test_a_refusal_without_a_reason_keeps_what_was_warned_of():
+    warned = ["Flash attention has been runtime disabled. (Triggered internally at x.cpp:1.)"]
+    error = explain_refusal("torch", RuntimeError("No available kernel."), warned, compiled=False)
     assert error.got == "Flash attention has been runtime disabled."
     assert explain_refusal("torch", RuntimeError("No available kernel."), [], compiled=False).got
 

@@ -215,7 +215,7 @@ def masked_feeds(model: ir.Model, lengths: list[int]) -> dict[str, np.ndarray]:
     return {**feeds, "lengths": np.array(lengths).astype(feeds["lengths"].dtype)}
 
 
-def assert_as_products(model: ir.Model, lowered: ir.Model, lengths: list[int]) -> None:
+def assert_as_matmuls(model: ir.Model, lowered: ir.Model, lengths: list[int]) -> None:
     feeds = masked_feeds(model, lengths)
     (wanted,) = run_in_reference(ir.to_proto(lower(model, "primitives")), feeds)
     (got,) = run_in_reference(ir.to_proto(lowered), feeds)
@@ -235,7 +235,7 @@ def test_a_prefix_mask_becomes_lengths(name: str, causal: int) -> None:
     }
     assert not {"Less", "Greater", "Range", "Where", "Expand"} & set(operators(lowered))
     for lengths in ([1, 4, 7], [0, 9, -2]):
-        assert_as_products(model, lowered, lengths)
+        assert_as_matmuls(model, lowered, lengths)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -243,7 +243,7 @@ def test_what_only_looks_like_a_prefix_stays_a_mask(name: str) -> None:
     model = masked(OTHERS[name])
     lowered = lower(model, "plugin")
     assert attributes_of(lowered, "has_bias") == {"has_bias": 1}
-    assert_as_products(model, lowered, [1, 4, 7])
+    assert_as_matmuls(model, lowered, [1, 4, 7])
 
 
 def test_a_padding_mask_is_computed_once_for_all_layers() -> None:
@@ -313,7 +313,7 @@ def test_a_prefix_behind_a_past_stays_a_mask_when_causal() -> None:
         model = model_of(every, inputs, {"y": (FP16, ["B", "S", 32])}, constants)
         lowered = lower(model, "plugin")
         assert tuple(attributes_of(lowered, "causal", "has_bias", "has_key_lengths").values()) == words
-        assert_as_products(model, lowered, [1, 5, 8])
+        assert_as_matmuls(model, lowered, [1, 5, 8])
 
 
 PER_QUERY = """

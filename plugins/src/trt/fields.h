@@ -53,7 +53,7 @@ nvinfer1::PluginField field_of(char const* name, Integer) {
     return {name, nullptr, nvinfer1::PluginFieldType::kINT32, 1};
 }
 
-// What parameters name in their `visit_fields`, as TensorRT is told and as it hands them over.
+// What parameters name in their `visit_fields`, as TensorRT lists them and hands them over.
 template <typename Parameters>
 std::vector<nvinfer1::PluginField> field_names() {
     std::vector<nvinfer1::PluginField> all;
