@@ -233,6 +233,7 @@ def test_lengths_reach_the_analysis():
     assert replace(empty, cost=full.cost, bound=full.bound) == full
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 def test_the_command_counts_a_cache(run_cli, tmp_path, cache):
     model = f"tiny-{cache}"

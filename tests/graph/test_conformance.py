@@ -71,6 +71,7 @@ def test_variant(dialect: str, options: dict[str, Any], ulps: int) -> None:
     assert {name.removeprefix("test_attention_") for name in outcome.refused} <= before
 
 
+@pytest.mark.slow
 def test_trt_takes_every_case_when_it_may_decompose() -> None:
     assert run_all("trt", ulps=2, decompose=True).refused == {}
 

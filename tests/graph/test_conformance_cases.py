@@ -104,7 +104,7 @@ def test_cases_can_be_combined_before_and_after_lowering(dialect: str) -> None:
 
 
 def test_a_case_gives_the_same_numbers_in_company() -> None:
-    models = [lower(case_model(case, FP32), "primitives") for case in CASES]
+    models = [lower(case_model(case, FP32), "primitives") for case in CASES[::4]]
     feeds = [random_feeds(model, {}, seed) for seed, model in enumerate(models)]
     with open_runner("ort-cpu", combined(models)) as runner:
         together = runner.run({name: array for each in feeds for name, array in each.items()})

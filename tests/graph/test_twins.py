@@ -131,7 +131,7 @@ def built(bundle, lowered):
     return engine, [node.status for node in verdict.nodes]
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("tiny-gqa", 1), ("tiny-head-mix", 2)])
 def test_the_builder_fuses_the_graph_and_cannot_fuse_its_twin(bundles, name, count):
     bundle = bundles(name)
