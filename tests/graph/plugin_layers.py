@@ -1,4 +1,4 @@
-"""Layers around attention for the tests of the plugin dialect: packed or transposed operands, gates, masks."""
+"""Layers around attention for the tests of the plugin dialect: operands, gates, masks."""
 
 from __future__ import annotations
 
