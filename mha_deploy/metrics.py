@@ -508,11 +508,15 @@ def _judge_output(
     if case.allowance != 1:
         limits = {key: case.allowance * limit for key, limit in budget.limits.items()}
         budget = Budget(**limits, noise=budget.noise)
-    if case.uniform and precision.accumulate == "fp16":
-        # Scores that are all the same have no error, and errors of the values cancel in the gain of a query:
-        # accumulation in FP16 costs no more there than its noise.
-        factor = FACTORS[precision.name, precision.accumulate]
-        budget = replace(budget, local_gain=max(budget.local_gain / 4, factor))
+    if case.uniform:
+        # It is the gain of a query that shows coarse weights: the other limits have room. Scores that are all
+        # the same have no error: accumulation in FP16 costs no more there than its noise.
+        limits, factor = budget.limits, FACTORS[precision.name, precision.accumulate]
+        gain = (
+            max(limits["local_gain"] / 4, factor) if precision.accumulate == "fp16" else limits["local_gain"]
+        )
+        limits = {key: 2 * limit for key, limit in limits.items()} | {"local_gain": gain}
+        budget = Budget(**limits, noise=budget.noise)
     deviation = measure(got, oracle, budget.noise)
     exceeded = [] if exact else budget.exceeded_by(deviation)
     if exceeded:
