@@ -459,7 +459,7 @@ def test_rows_outside_the_buffer_are_refused_before_anything_is_written(lengths)
     before = keys.clone()
     with pytest.raises(DeployError, match="do not fit into the cache") as caught:
         module(x, key_cache=keys, value_cache=values, lengths=lengths)
-    assert f"lengths {lengths.tolist()}, 2 new tokens, 12 rows" in str(caught.value)
+    assert f"lengths {lengths.tolist()}, 2 new tokens, 12 entries" in str(caught.value)
     assert "lengths from 0 to 10" in caught.value.hint
     assert torch.equal(keys, before)
 
