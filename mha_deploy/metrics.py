@@ -509,14 +509,9 @@ def _judge_output(
         limits = {key: case.allowance * limit for key, limit in budget.limits.items()}
         budget = Budget(**limits, noise=budget.noise)
     if case.uniform:
-        # It is the gain of a query that shows coarse weights: the other limits have room. Scores that are all
-        # the same have no error: accumulation in FP16 costs no more there than its noise.
-        limits, factor = budget.limits, FACTORS[precision.name, precision.accumulate]
-        gain = (
-            max(limits["local_gain"] / 4, factor) if precision.accumulate == "fp16" else limits["local_gain"]
-        )
-        limits = {key: 2 * limit for key, limit in limits.items()} | {"local_gain": gain}
-        budget = Budget(**limits, noise=budget.noise)
+        # It is the gain of a query that shows coarse weights: the other limits have room.
+        limits = {key: 2 * limit for key, limit in budget.limits.items()}
+        budget = Budget(**limits | {"local_gain": budget.local_gain}, noise=budget.noise)
     deviation = measure(got, oracle, budget.noise)
     exceeded = [] if exact else budget.exceeded_by(deviation)
     if exceeded:

@@ -50,9 +50,9 @@ def pytest_collection_modifyitems(config, items):
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if "slow" not in config.option.markexpr:
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 def _draw(item):

@@ -216,7 +216,9 @@ def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[s
                 shutil.copytree(request["bundle"], target, ignore=ignored)
             else:
                 with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-                    packed.extractall(target, filter="data")
+                    # Python 3.10.0 to 3.11.3 lack the filter; the archive is of our own bundle.
+                    safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+                    packed.extractall(target, **safe)
             bundle, chosen = open_bundle(target), dict(request["options"])
             ranges = [parse_ranges(text, bundle.manifest.spec) for text in chosen.pop("profiles", ())]
             options = EngineOptions(backend=request["backend"], profiles=ranges, **chosen)
@@ -376,7 +378,7 @@ class RayWorkers:
         try:
             return dict(self.ray.get(task.remote({"backend": runtime.backend})))
         except (self.ray.exceptions.RayError, RuntimeError) as error:
-            return {"problem": _last_line(error)}
+            return {"problem": _first_line(error)}
 
     def run(self, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Mapping[str, Any]]]:
         """Run all tasks, and give each with its result as it ends."""
@@ -399,7 +401,7 @@ class RayWorkers:
                     try:
                         yield task, as_plain(self.ray.get(reference))
                     except (self.ray.exceptions.RayError, RuntimeError) as error:
-                        yield task, _without_result("crashed", _last_line(error))
+                        yield task, _without_result("crashed", _first_line(error))
         finally:
             for reference in waiting:
                 self.ray.cancel(reference, force=True)
@@ -415,7 +417,9 @@ class RayWorkers:
         return {"num_cpus": 1, "num_gpus": count, "max_retries": 1, "runtime_env": environment, **named}
 
 
-def _last_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
+    cause = getattr(error, "cause", None)  # what a Ray task raised is inside Ray's own error
+    error = cause if isinstance(cause, BaseException) else error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 

@@ -44,7 +44,7 @@ def report(deployed):
 def test_the_engine_is_right_on_golden_swept_and_random_cases(report):
     assert report.passed, report.findings
     engine = next(each for each in report.evaluations if each.runtime.engine is not None)
-    assert [parity.cases for parity in engine.parity] == ["golden", "sweep", "fresh"]
+    assert [parity.cases for parity in engine.parity] == ["golden", "sweep", "fresh", "probe"]
     assert {verdict.case for verdict in engine.parity[1].verdicts} >= {
         "sweep-profile-0-max",
         "sweep-profile-1-max",

@@ -53,7 +53,6 @@ ZOO: dict[str, Entry] = {}
 
 # Where not every attention becomes one node, and one kernel of TensorRT-RTX; and what is refused.
 _LINEAR = "linear attention has no softmax, which ONNX's Attention always has"
-_SLICES = "ONNX Runtime's attention outputs leave the budget of single channels"
 _SMALL_HEADS = "TensorRT-RTX decomposes heads of 8 numbers"
 NOT_ALL: dict[str, dict[str, Any]] = {
     "gemma2": {"engine": 0, "why": "TensorRT-RTX decomposes attention with softcap"},
@@ -62,13 +61,9 @@ NOT_ALL: dict[str, dict[str, Any]] = {
                             "`switch-transformers-dense` computes every expert for all tokens"},
     "sam-mask-decoder": {"engine": 2, "why": _SMALL_HEADS},
     "perceiver": {"engine": 0, "why": _SMALL_HEADS},
-    "wav2vec2": {"passes": False, "why": _SLICES},
-    "whisper": {"passes": False, "why": _SLICES},
-    "diffusers-unet-cross": {"passes": False, "engine": 0,
-                             "why": f"{_SLICES}; TensorRT-RTX decomposes heads of 4 numbers"},
+    "diffusers-unet-cross": {"engine": 0, "why": "TensorRT-RTX decomposes heads of 4 numbers"},
     "x-encoder-talking-heads": {"fused": 0, "inexpressible": 2,
                                 "why": "heads are mixed between scores and softmax"},
-    "torchvision-maxvit": {"passes": False, "why": _SLICES},
     "vilt": {"fails": "data-dependent", "why": "it chooses patches by the values of a mask; "
              "`vilt-embeddings` takes the patches in their place"},
     "timm-efficientvit": {"attentions": 1, "fused": 0, "inexpressible": 1, "why": _LINEAR},
