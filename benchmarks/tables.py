@@ -75,8 +75,7 @@ def latency_table(lines: Sequence[Line]) -> Table:
         ]
         ratio = f"{min(others) / min(engines):.3f}" if engines and others else None
         processes = str(len({line.run for line in alike}))
-        model = f"{first.model} {first.precision}"
-        rows.append([text(model), text(first.place), *cells, text(ratio), text(processes)])
+        rows.append([text(first.title), text(first.place), *cells, text(ratio), text(processes)])
     heads = columns("model", "sizes", *(f"#{name}" for name in names), "#engine ×", "#processes")
     title = "p50 in µs: median of the processes, and their range"
     return Table(title=title, columns=heads, groups=[Group(rows=rows)])
@@ -87,7 +86,7 @@ def streams_table(lines: Sequence[Line]) -> Table:
     rates: dict[tuple[str, ...], dict[int, float]] = {}
     for line in lines:
         if line.kind == "throughput" and line.timing.get("per_second"):
-            key = f"{line.model} {line.precision}", line.place, line.runtime
+            key = line.title, line.place, line.runtime
             rates.setdefault(key, {})[line.timing["streams"]] = line.timing["per_second"]
     counts = sorted({count for found in rates.values() for count in found})
     rows = [

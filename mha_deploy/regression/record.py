@@ -82,7 +82,13 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def row(self) -> tuple[Any, ...]:
         """What lines of one row of a table share."""
-        return self.model, self.precision, self.gpu, tuple(sorted(self.sizes.items())), self.past
+        return self.title, self.gpu, tuple(sorted(self.sizes.items())), self.past
+
+    @property
+    def title(self) -> str:
+        """Its model and precision; with the folder of the bundle where that has another name."""
+        folder = Path(self.bundle).name
+        return f"{self.model} {self.precision}" + ("" if folder in (self.model, "bundle") else f" ({folder})")
 
     @property
     def place(self) -> str:
