@@ -122,7 +122,8 @@ def test_coarse_softmax_weights_show_where_all_scores_are_the_same():
         for accumulate in ("fp32", "fp16"):
             precision = replace(PRECISIONS["fp16"], accumulate=accumulate)
             (verdict,) = judge_case(case, {"output": got}, precision)
-            assert verdict.passed is passes, (accumulate, verdict.share)
+            # GEMMs that accumulate in FP16 err in the same way: a correct engine of TensorRT 8.6 does.
+            assert verdict.passed is (passes or accumulate == "fp16"), (accumulate, verdict.share)
 
 
 def test_without_pytorch_the_graph_in_fp64_is_the_oracle(bundles, monkeypatch):
