@@ -509,8 +509,8 @@ def _judge_output(
         limits = {key: case.allowance * limit for key, limit in budget.limits.items()}
         budget = Budget(**limits, noise=budget.noise)
     if case.uniform:
-        # It is the gain of a query that shows coarse weights: the other limits have room. Accumulation in FP16
-        # errs to one side as they do, and 1.2 of the usual budget was seen on an H200: it hides them.
+        # The gain of a query shows coarse weights: the other limits have room. GEMMs that accumulate in FP16
+        # err to one side, too, and hide them: TensorRT 8.6 on an H200 used 1.2 of the usual budget.
         room, gain = (4, 4) if precision.accumulate == "fp16" else (2, 1)
         limits = {key: room * limit for key, limit in budget.limits.items()}
         budget = Budget(**limits | {"local_gain": gain * budget.local_gain}, noise=budget.noise)
