@@ -128,6 +128,7 @@ def test_the_layer_with_a_kv_cache_is_deployed_and_decoded(folder, monkeypatch):
         assert run(monkeypatch, command) == 0
 
 
+@pytest.mark.slow
 def test_the_spec_of_your_own_exports_with_its_weights(folder, monkeypatch):
     from safetensors.torch import save_file
 

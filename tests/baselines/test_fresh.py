@@ -80,6 +80,7 @@ def test_a_seed_draws_one_case_and_another_seed_another(bundles):
     assert ragged.inputs["key_lengths"].min() == 0
 
 
+@pytest.mark.slow
 def test_a_preallocated_cache_can_be_filled_to_one_length(bundles):
     fresh, sizes = FreshCases(bundles("tiny-preallocated"), "cpu"), {"B": 3, "S": 1, "T": 64}
     empty, full, drawn = (fresh.case(sizes, seed=3, past=past) for past in (0, 63, None))

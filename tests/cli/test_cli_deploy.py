@@ -36,6 +36,7 @@ def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
     assert (tmp_path / "bundles" / "tiny-mqa-fp16" / "report.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("model", "cache", "folder"),

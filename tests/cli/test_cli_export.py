@@ -187,6 +187,7 @@ def test_a_full_disk_leaves_nothing(run_cli, tmp_path):
 # -- caches ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("cache", "axis", "axes", "opset"),

@@ -149,6 +149,7 @@ def with_outputs(model, names):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "attention"), MODELS)
 def test_every_attention_of_the_fused_graph_has_its_value(name, attention):
     given = exported(name, attention, False)

@@ -79,7 +79,7 @@ HALVES, NEIGHBOURS = {"dims": 16}, {"dims": 8, "interleaved": True}
 @pytest.mark.parametrize(
     ("name", "rope"),
     [
-        ("tiny-rope", HALVES),
+        pytest.param("tiny-rope", HALVES, marks=pytest.mark.slow),
         ("tiny-preallocated", NEIGHBOURS),
         pytest.param("tiny-rope", NEIGHBOURS, marks=pytest.mark.slow),
         pytest.param("tiny-preallocated", HALVES, marks=pytest.mark.slow),

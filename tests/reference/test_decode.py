@@ -569,6 +569,7 @@ def test_the_exported_graph_steps_as_the_whole_sequence(exported, graph):
         assert max(errors(module, wanted, x, sizes)) < allowed, sizes
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("plan", PLANS)

@@ -159,6 +159,7 @@ def test_a_stepper_that_is_not_empty_is_a_verdict_too(static, monkeypatch):
     assert "must begin with an empty cache" in report.failures[0].problem
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", [DeployError, BackendUnavailable])
 def test_a_wrong_runtime_does_not_become_absent_where_its_stepper_cannot_be_opened(
@@ -204,7 +205,7 @@ def outside(bundle, profiles):
     return result
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("profiles", NARROW.values(), ids=NARROW)
 def test_a_trace_outside_the_profiles_is_left_out_and_told(bundle, profiles):
     outside(bundle, profiles)
@@ -227,7 +228,7 @@ def test_a_trace_inside_the_profiles_is_stepped_through(bundle, profiles):
     assert (result.outside, result.not_decoded_because) == ((), None)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("most", "taken"), [(8, True), (16, True), (11, False), (9, True)])
 def test_a_prompt_is_cut_as_the_stepper_says_and_every_piece_must_fit(static, monkeypatch, most, taken):
     """24 tokens by 11 leave 2, which no profile takes; by 9 they leave 6."""
@@ -293,6 +294,7 @@ def test_who_is_only_timed_need_not_be_stepped(static):
 # -- times and shares ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_wrong_decoder_has_no_time_for_single_tokens(static):
     timed = [case for case in golden_cases(static) if case.name in ("prefill", "decode")]
     assert [case.sizes["S"] for case in timed] == [16, 1]

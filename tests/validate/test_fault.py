@@ -223,6 +223,7 @@ def test_in_float32_there_is_one_twin(bundles):
     assert names(found) == [("the graph in ort-cpu", True), ("unfused twin, fp32", False)]
 
 
+@pytest.mark.slow
 def test_a_twin_that_stops_at_run_time_is_recorded(bundles):
     bundle = bundles("tiny-mha")
 

@@ -396,6 +396,7 @@ def test_a_tensor_that_would_overflow_is_measured(bundles, tmp_path, name):
     assert any(f"|{name}|" in each.what and "would overflow in FP16" in each.what for each in node.findings)
 
 
+@pytest.mark.slow
 def test_the_second_attention_is_judged_by_itself(bundles, tmp_path):
     bundle = with_weights(bundles("tiny-head-mix", "fp32"), tmp_path / "b", mix_q=1000.0, mix_k=1000.0)
     report = fp16_range(bundle)

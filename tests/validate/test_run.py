@@ -166,7 +166,7 @@ def test_a_name_that_nobody_has_is_refused_with_the_nearest(bare):
         validate_bundle(bundle, ValidateOptions(engine="mine"))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["ort-cuda", "eager", "sdpa-cudnn", "compile"])
 def test_what_needs_a_gpu_says_so(bare, name):
     with pytest.raises(BackendUnavailable):

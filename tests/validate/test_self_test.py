@@ -68,7 +68,7 @@ ALWAYS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @in_precisions("fp16", "bf16", "fp32", names=LAYERS, every=("tiny-gqa", "tiny-preallocated"))
 def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, precision):
     result = self_test(bundles(name, precision))
@@ -101,6 +101,7 @@ NARROW = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("layer", NARROW)
 def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, layer, monkeypatch):
