@@ -509,6 +509,15 @@ def _write_for_onnx(program: ExportedProgram) -> None:
             query, key = (each.meta["val"].shape for each in node.args[:2])
             if len(query) == len(key) == 4 and key[1] == 1 and query[1] != 1:
                 node.kwargs = {**node.kwargs, "enable_gqa": True}  # one head that broadcasts is a group
+            elif len(query) > 4 and query == node.meta["val"].shape and len(node.args) == 3:
+                emit = partial(_emit, graph, node)
+                with graph.inserting_before(node):  # it takes four axes only: windows belong to the batch
+                    flat = [emit(_aten.flatten.using_ints, each, 0, len(query) - 4) for each in node.args]
+                    folded = emit(node.target, *flat, **node.kwargs)
+                    node.replace_all_uses_with(emit(_aten.reshape_as.default, folded, node.args[0]))
+                graph.erase_node(node)
+        elif node.target is _aten._is_all_true.default:
+            node.target = _aten.all.default
         elif node.target in (_aten.rsub.Scalar, _aten.sub.Tensor) and len(node.args) == 2:
             value, number = node.args if node.target is _aten.rsub.Scalar else node.args[::-1]
             if not isinstance(number, float) or not isinstance(value, Node):

@@ -216,9 +216,10 @@ def run_cell(request: Mapping[str, Any], archive: bytes | None = None) -> dict[s
                 shutil.copytree(request["bundle"], target, ignore=ignored)
             else:
                 with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-                    # Python 3.10.0 to 3.11.3 lack the filter; the archive is of our own bundle.
-                    safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-                    packed.extractall(target, **safe)
+                    if hasattr(tarfile, "data_filter"):
+                        packed.extractall(target, filter="data")
+                    else:  # Python before 3.10.12 and 3.11.4; the archive is of our own bundle
+                        packed.extractall(target)
             bundle, chosen = open_bundle(target), dict(request["options"])
             ranges = [parse_ranges(text, bundle.manifest.spec) for text in chosen.pop("profiles", ())]
             options = EngineOptions(backend=request["backend"], profiles=ranges, **chosen)

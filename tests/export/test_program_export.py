@@ -284,6 +284,15 @@ class WideNorm(nn.Module):
         return (wide * (1.0 + self.weight.float())).type_as(x)
 
 
+class Windows(nn.Module):
+    """Attention with a fifth axis, of windows, behind a check of values."""
+
+    def forward(self, x):
+        torch._assert_async(torch._is_all_true(x < 100))
+        q = torch.stack((x, 2 * x), 1).unflatten(-1, (4, 2)).transpose(2, 3)
+        return nn.functional.scaled_dot_product_attention(q, q, q)
+
+
 class AnyNames(nn.Module):
     """A forward that takes its inputs by keyword, whatever their names are."""
 
@@ -291,7 +300,10 @@ class AnyNames(nn.Module):
         return inputs["x"] * 2
 
 
-@pytest.mark.parametrize("make", [ComplexRotation, SharedHead, Flex, Branches, NumberMinusIntegers, AnyNames])
+REWRITTEN = [ComplexRotation, SharedHead, Flex, Branches, NumberMinusIntegers, AnyNames, Windows]
+
+
+@pytest.mark.parametrize("make", REWRITTEN)
 def test_what_pytorch_does_not_write_by_itself_is_rewritten(make):
     torch.manual_seed(0)
     module, axes = make().eval(), {"B": Axis(min=1, opt=2, max=8), "S": Axis(min=1, opt=6, max=64)}

@@ -15,7 +15,9 @@ from fuse_modules import Sizes, spelling
 from hand_graphs import Hand, S, check_same, random_feeds
 from hand_graphs import fused as hand_fused
 from hand_graphs import run as run_proto
+from torch import nn
 
+import mha_deploy as md
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention
 
@@ -280,3 +282,34 @@ def test_a_constant_padding_mask_is_not_the_triangle():
     row = np.where(np.arange(S) == 0, 0.0, -np.inf).reshape(1, 1, 1, S)
     report = check_same(g.model(g.attend(g.op("Add", g.scores(), g.const(row)))))
     assert [(each.causal, each.mask) for each in report.fused] == [(False, "float")]
+
+
+class PositionsLookedUp(nn.Module):
+    """Attention over tokens and the first rows of a table of positions, heads by `view(B, S, -1, 8)`."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(11, 16), nn.Embedding(32, 16)
+        self.register_buffer("table", torch.arange(32)[None])
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.positions(self.table[:, : ids.shape[1]])
+        q = x.view(x.shape[0], x.shape[1], -1, 8).transpose(1, 2)
+        return torch.softmax(q @ q.transpose(-1, -2) / 3, -1) @ q
+
+
+def test_a_file_that_states_no_shapes_is_followed_through_its_slices(tmp_path):
+    ids, axes = torch.randint(0, 11, (2, 5)), {"ids": {0: "B", 1: "S"}}
+    torch.onnx.export(
+        PositionsLookedUp().eval(),
+        (ids,),
+        str(tmp_path / "model.onnx"),
+        dynamo=False,
+        opset_version=17,
+        input_names=["ids"],
+        dynamic_axes=axes,
+    )
+    model = onnx.load(tmp_path / "model.onnx")
+    del model.graph.value_info[:]
+    _, report = md.fuse(model)
+    assert len(report.fused) == 1, report

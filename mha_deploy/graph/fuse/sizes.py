@@ -311,6 +311,19 @@ class _Walk:
             axes = self.content(input_at(node, 1))
             at = {axis % len(first) for axis in axes or () if isinstance(axis, int)}
             return [1 if axis in at else size for axis, size in enumerate(first)] if at else None
+        if is_op(node, "GatherElements"):
+            return sizes_of(node.inputs[1])
+        if is_op(node, "Slice"):
+            starts, ends, chosen, steps = (self.content(input_at(node, each)) for each in range(1, 5))
+            left = list(first)
+            for each, (begin, end) in enumerate(zip(starts or (), ends or (), strict=False)):
+                place = each if chosen is None else chosen[each]
+                if not isinstance(place, int):
+                    return None
+                # `table[:, :S]` of a table that is long enough, as positions are looked up
+                whole = begin == 0 and isinstance(end, str) and (steps is None or steps[each] == 1)
+                left[place] = end if whole else None
+            return left if starts and ends else None
         if is_op(node, "Gather"):
             picked, axis = sizes_of(node.inputs[1]), node.attributes.get_int("axis", 0) % max(len(first), 1)
             return None if picked is None else [*first[:axis], *picked, *first[axis + 1 :]]
