@@ -74,6 +74,7 @@ NOT_ALL: dict[str, dict[str, Any]] = {
     "vitdet": {"fused": 0, "engine": 0, "why": "relative positions are added in a view of five axes"},
     "diffusers-pixart": {"fails": "ONNX Runtime cannot load the graph",
                          "why": "PyTorch writes a Squeeze of an axis that is not 1"},
+    "llava": {"engine": 0, "why": "TensorRT-RTX has no NonZero"},
     "torch-cond": {"engine": 0, "why": "TensorRT-RTX does not build attention in branches"},
     "wavlm": {"engine": 0, "why": "TensorRT-RTX decomposes both"},
     "timm-maxvit": {"engine": 2, "why": "TensorRT-RTX decomposes two of them"},
