@@ -26,6 +26,8 @@ FORMAT = 2
 Count = Annotated[int, Meta(ge=0)]
 Dim = int | str | None
 """A dimension: a number, the name of a dynamic axis, or None where the graph does not state it."""
+GENERATED = "unk__"
+"""Begins ONNX's names for dimensions that it does not know."""
 
 
 class FileEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,7 +140,7 @@ class AttentionNode:
             return columns < past + new
         if (self.opset or 24) < 24:
             return False  # it has no short masks
-        if columns is None or str(columns).startswith("unk__"):
+        if columns is None or str(columns).startswith(GENERATED):
             # Not stated: it was computed to fit, unless the keys are a cache of which only a part is valid.
             return self.has_nonpad_kv_seqlen
         totals = (f"{past} + {new}", f"{new} + {past}") if self.has_past else (new,)

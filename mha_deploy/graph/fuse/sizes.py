@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 import onnx
 import onnx_ir as ir
 
+from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.fuse.values import FACTORS, Size, array_of, perm_of, sizes_of, tensor_of
 from mha_deploy.graph.ir import input_at, is_op
 
-_GENERATED = "unk__"  # ONNX's names for sizes that it does not know
 _MAX_CONTENT = 32
 _SAME_SHAPE = frozenset(
     {"Identity", "Cast", "Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "Dropout"}
@@ -175,7 +175,7 @@ def _merge(value: ir.Value, found: onnx.TypeProto) -> None:
         return
     dims = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim]
     # Names that were made up for unknown sizes are those of one run only.
-    dims = [None if isinstance(each, str) and _GENERATED in each else each for each in dims]
+    dims = [None if isinstance(each, str) and GENERATED in each else each for each in dims]
     known = sizes_of(value) if value.shape is not None else None
     if known is None:
         value.shape = ir.Shape(dims)
@@ -219,7 +219,7 @@ class _Walk:
         output.shape = ir.Shape(best)
 
     def _is_known(self, size: Size) -> bool:
-        return isinstance(size, int) or (size is not None and (size in self._own or _GENERATED not in size))
+        return isinstance(size, int) or (size is not None and (size in self._own or GENERATED not in size))
 
     def content(self, value: ir.Value | None) -> list[Size] | None:
         """The numbers of a small integer tensor."""

@@ -16,6 +16,7 @@ import onnx
 import onnx.version_converter
 import onnx_ir as ir
 
+from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.ir import input_at, is_op, made_by
 
@@ -418,7 +419,7 @@ def from_old_opset(model: ir.Model) -> ir.Model:
 
 def _is_made_up(size: int | ir.SymbolicDim) -> bool:
     """Whether a size is unknown, or has a name that shape inference gave it."""
-    return not isinstance(size, int) and (size.value is None or size.value.startswith("unk__"))
+    return not isinstance(size, int) and (size.value is None or size.value.startswith(GENERATED))
 
 
 _SMALL = 1024  # bytes
